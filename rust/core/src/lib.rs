@@ -1,0 +1,1 @@
+//! Tensors, trainable variables and the autograd tape of trainable-candle.

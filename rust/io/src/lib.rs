@@ -1,0 +1,1 @@
+//! Weight, adapter and training-state files of trainable-candle.

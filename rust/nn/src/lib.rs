@@ -1,0 +1,1 @@
+//! Layers, losses, adapters and optimizers of trainable-candle.

@@ -1,0 +1,1 @@
+//! Objectives, samplers and the training step of trainable-candle.

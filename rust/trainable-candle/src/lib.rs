@@ -1,0 +1,1 @@
+//! Fine-tune large models with LoRA and DoRA, without PyTorch.
