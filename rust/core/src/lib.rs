@@ -1,1 +1,33 @@
 //! Tensors, trainable variables and the autograd tape of trainable-candle.
+//!
+//! A [`Tensor`] is an immutable value over a candle tensor; a [`Var`] can be changed and collects a gradient. Operations on
+//! values that depend on a variable are recorded, and [`Tensor::backward`] walks the record:
+//!
+//! ```
+//! use trainable_candle_core::{Device, Var};
+//!
+//! let x = Var::new(2f32, &Device::Cpu)?;
+//! let y = (&x * &x)?;
+//! let grads = y.backward()?;
+//! assert_eq!(grads.get(&x).unwrap().item()?, 4.0); // dy/dx = 2x
+//! # Ok::<(), trainable_candle_core::Error>(())
+//! ```
+
+pub mod checkpoint;
+pub mod cpu;
+mod error;
+pub mod gradcheck;
+pub mod memory;
+pub mod ops;
+pub mod raw;
+pub mod rng;
+pub mod tape;
+mod tensor;
+mod var;
+
+pub use candle_core::{DType, Device, Shape};
+pub use error::{Error, Result};
+pub use raw::Raw;
+pub use tape::{GradStore, grad, no_grad};
+pub use tensor::Tensor;
+pub use var::{MakeVar, Var};

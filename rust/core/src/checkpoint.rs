@@ -1,0 +1,363 @@
+//! Gradient checkpointing: keep little in the forward pass, recompute the rest when the backward pass first needs it.
+//!
+//! Inside a checkpointed function every node is recorded as usual, but what it saves becomes a numbered slot of the
+//! [`Region`] instead of a value. The first slot that a backward pass reads makes the region run the function again, up to
+//! the last value that was saved, and fills all slots in order. Gradients flow through the nodes of the first run, so
+//! captured variables, several inputs and several outputs need nothing special.
+//!
+//! [`Policy::Full`] keeps the function's inputs only (Chen et al. 2016, arXiv:1604.06174). [`Policy::Selective`] also
+//! keeps the results of dear operations that lie before the last saved value, so that no matrix product runs twice
+//! (Korthikanti et al. 2022, arXiv:2205.05198).
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::memory::SavedBytes;
+use crate::raw::Raw;
+use crate::rng;
+use crate::tape::{Cost, Leaf, Node, OpInfo, Saved, flags, set_grad_enabled, set_recording};
+use crate::tensor::{Tensor, Version};
+use crate::{Error, Result};
+
+/// What a checkpoint keeps between forward and backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Policy {
+    /// Everything: the function simply runs.
+    None,
+    /// The inputs. All else is recomputed.
+    #[default]
+    Full,
+    /// The inputs and the results of dear operations. Only cheap ones (norms, activations, sums) are recomputed.
+    Selective,
+}
+
+impl std::str::FromStr for Policy {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "none" => Ok(Self::None),
+            "full" => Ok(Self::Full),
+            "selective" => Ok(Self::Selective),
+            other => Err(Error::argument(
+                "checkpoint",
+                format!("unknown policy \"{other}\"; expected \"none\", \"full\" or \"selective\""),
+            )),
+        }
+    }
+}
+
+type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
+
+/// Run `function` on `inputs`, keeping the inputs only; its inner values are recomputed in the backward pass.
+///
+/// The function must compute the same when it is called again; random numbers are replayed (dropout draws the same mask).
+/// It is kept until the backward pass, so it owns what it uses (`move`, clones of tensors and layers are cheap).
+///
+/// # Errors
+/// Whatever `function` raises.
+pub fn checkpoint<F>(function: F, inputs: &[&Tensor]) -> Result<Tensor>
+where
+    F: Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
+{
+    let mut outputs = checkpoint_with(Policy::Full, move |xs| Ok(vec![function(xs)?]), inputs)?;
+    Ok(outputs.remove(0))
+}
+
+/// [`checkpoint`] with a [`Policy`], for functions of several results.
+///
+/// # Errors
+/// Whatever `function` raises.
+pub fn checkpoint_with<F>(policy: Policy, function: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
+where
+    F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
+{
+    let owned: Vec<Tensor> = inputs.iter().map(|&t| t.clone()).collect();
+    if policy == Policy::None || !flags().grad_enabled() {
+        return function(&owned);
+    }
+    let region = Arc::new(Region {
+        policy,
+        inputs: inputs.iter().map(|t| (keep_input(t), t.requires_grad())).collect(),
+        rng: rng::state(),
+        function: Box::new(function),
+        state: Mutex::default(),
+    });
+    let scope = Scope::enter(Recorder::Record(Recording::new(region.clone())));
+    let outputs = (region.function)(&owned)?;
+    if let Some(Recorder::Record(recording)) = scope.leave() {
+        region.seal(recording);
+    }
+    Ok(outputs)
+}
+
+/// An input of an inner checkpoint is itself a slot of the outer one.
+fn keep_input(tensor: &Tensor) -> Saved {
+    if flags().recording() { save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor)) } else { Saved::keep(tensor) }
+}
+
+/// One checkpointed call.
+pub(crate) struct Region {
+    policy: Policy,
+    inputs: Vec<(Saved, bool)>,
+    rng: rng::State,
+    function: Function,
+    state: Mutex<RegionState>,
+}
+
+#[derive(Default)]
+struct RegionState {
+    slots: Vec<Slot>,
+    kept: Vec<Kept>,
+    versions: Vec<(Arc<Version>, u64)>,
+}
+
+enum Slot {
+    Waiting,
+    Filled(Raw, SavedBytes),
+    Released,
+}
+
+/// The results of a dear operation, kept for the replay.
+#[derive(Clone)]
+struct Kept {
+    name: &'static str,
+    results: Vec<Raw>,
+    _bytes: Arc<Vec<SavedBytes>>,
+}
+
+impl Region {
+    fn state(&self) -> MutexGuard<'_, RegionState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn seal(&self, recording: Recording) {
+        let mut state = self.state();
+        // Slots of nodes that died inside the function are released already.
+        state.slots.resize_with(recording.saved, || Slot::Waiting);
+        state.versions = recording.versions;
+        state.kept = recording.kept.into_iter().filter(|(sequence, _)| *sequence <= recording.last_saved).map(|(_, k)| k).collect();
+    }
+
+    /// The value of a slot, recomputed if need be.
+    pub(crate) fn value(&self, index: usize) -> Result<Raw> {
+        if let Some(Slot::Filled(raw, _)) = self.state().slots.get(index) {
+            return Ok(raw.clone());
+        }
+        self.replay()?;
+        match self.state().slots.get(index) {
+            Some(Slot::Filled(raw, _)) => Ok(raw.clone()),
+            _ => Err(nondeterministic()),
+        }
+    }
+
+    pub(crate) fn release(&self, index: usize) {
+        let mut state = self.state();
+        if state.slots.len() <= index {
+            state.slots.resize_with(index + 1, || Slot::Waiting);
+        }
+        let old = std::mem::replace(&mut state.slots[index], Slot::Released);
+        drop(state);
+        drop(old);
+    }
+
+    fn replay(&self) -> Result<()> {
+        let (expected, kept) = {
+            let state = self.state();
+            for (version, then) in &state.versions {
+                if version.get() != *then {
+                    return Err(Error::autograd(
+                        "checkpoint",
+                        "a variable used in a checkpointed function was changed in place before the backward pass",
+                    ));
+                }
+            }
+            (state.slots.len(), state.kept.iter().cloned().collect::<VecDeque<_>>())
+        };
+        let inputs = self.inputs.iter().map(|(saved, needs_grad)| Ok(replayed(saved.get()?, *needs_grad)));
+        let inputs = inputs.collect::<Result<Vec<_>>>()?;
+        let selective = self.policy == Policy::Selective;
+        let scope = Scope::enter(Recorder::Replay(Replaying { expected, values: Vec::with_capacity(expected), kept, selective }));
+        let replay_rng = rng::Replay::from(self.rng);
+        let outcome = (self.function)(&inputs);
+        drop(replay_rng);
+        let Some(Recorder::Replay(replaying)) = scope.leave() else { return Err(nondeterministic()) };
+        match outcome {
+            // Complete is complete, also if the function put an error of its own around ours.
+            _ if replaying.values.len() == expected => {}
+            Ok(_) => return Err(nondeterministic()),
+            Err(error) => return Err(error),
+        }
+        let mut state = self.state();
+        for (slot, value) in state.slots.iter_mut().zip(replaying.values) {
+            if matches!(slot, Slot::Waiting) {
+                let bytes = SavedBytes::new(&value);
+                *slot = Slot::Filled(value, bytes);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn replayed(raw: Raw, needs_grad: bool) -> Tensor {
+    let node = needs_grad.then(|| Arc::new(Node::leaf_node(Leaf::new(raw.shape().clone(), raw.dtype()))));
+    Tensor { raw, node, version: None }
+}
+
+fn nondeterministic() -> Error {
+    Error::autograd(
+        "checkpoint",
+        "the function computed something else when it was run again; it must not depend on anything that changes between calls",
+    )
+}
+
+enum Recorder {
+    Record(Recording),
+    Replay(Replaying),
+}
+
+/// The first run of a function.
+struct Recording {
+    region: Arc<Region>,
+    /// Operations run so far.
+    sequence: usize,
+    /// Values saved so far.
+    saved: usize,
+    /// The last operation that saved a value: a replay need not go further.
+    last_saved: usize,
+    kept: Vec<(usize, Kept)>,
+    versions: Vec<(Arc<Version>, u64)>,
+}
+
+impl Recording {
+    const fn new(region: Arc<Region>) -> Self {
+        Self { region, sequence: 0, saved: 0, last_saved: 0, kept: Vec::new(), versions: Vec::new() }
+    }
+}
+
+/// A later run of a function.
+struct Replaying {
+    expected: usize,
+    values: Vec<Raw>,
+    kept: VecDeque<Kept>,
+    selective: bool,
+}
+
+thread_local! {
+    /// Nested checkpoints; the innermost listens.
+    static RECORDERS: RefCell<Vec<Recorder>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A recorder is on the stack until this is left or dropped (also by an error or a panic).
+struct Scope {
+    depth: usize,
+    grad_was_enabled: bool,
+}
+
+impl Scope {
+    fn enter(recorder: Recorder) -> Self {
+        let grad_was_enabled = set_grad_enabled(true);
+        let depth = RECORDERS.with_borrow_mut(|r| {
+            r.push(recorder);
+            r.len() - 1
+        });
+        set_recording(true);
+        Self { depth, grad_was_enabled }
+    }
+
+    fn leave(self) -> Option<Recorder> {
+        RECORDERS.with_borrow_mut(|r| if r.len() == self.depth + 1 { r.pop() } else { None })
+    }
+}
+
+impl Drop for Scope {
+    fn drop(&mut self) {
+        let dropped = RECORDERS.with_borrow_mut(|r| {
+            let dropped: Vec<Recorder> = r.drain(self.depth.min(r.len())..).collect();
+            set_recording(!r.is_empty());
+            dropped
+        });
+        drop(dropped);
+        set_grad_enabled(self.grad_was_enabled);
+    }
+}
+
+/// Run one operation of a checkpointed function: note it, or take its kept result.
+pub(crate) fn run<A>(
+    op: &'static OpInfo,
+    inputs: &[&Tensor],
+    forward: impl FnOnce() -> Result<(Raw, A)>,
+) -> Result<(Raw, A)>
+where
+    A: FromIterator<Raw> + AsRef<[Raw]>,
+{
+    enum Plan {
+        Compute,
+        ComputeAndKeep,
+        Take(Kept),
+    }
+    let plan = RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut() {
+        Some(Recorder::Record(recording)) => {
+            recording.sequence += 1;
+            for version in inputs.iter().filter_map(|t| t.version.as_ref()) {
+                if !recording.versions.iter().any(|(known, _)| Arc::ptr_eq(known, version)) {
+                    recording.versions.push((version.clone(), version.get()));
+                }
+            }
+            let keep = recording.region.policy == Policy::Selective && op.cost == Cost::Dear;
+            Ok(if keep { Plan::ComputeAndKeep } else { Plan::Compute })
+        }
+        Some(Recorder::Replay(replaying)) if replaying.selective && op.cost == Cost::Dear => match replaying.kept.pop_front() {
+            Some(kept) if kept.name == op.name => Ok(Plan::Take(kept)),
+            _ => Err(nondeterministic()),
+        },
+        _ => Ok(Plan::Compute),
+    })?;
+    match plan {
+        Plan::Compute => forward(),
+        Plan::ComputeAndKeep => {
+            let (result, aux) = forward()?;
+            let results: Vec<Raw> = std::iter::once(&result).chain(aux.as_ref()).cloned().collect();
+            let bytes = Arc::new(results.iter().map(SavedBytes::new).collect());
+            RECORDERS.with_borrow_mut(|recorders| {
+                if let Some(Recorder::Record(recording)) = recorders.last_mut() {
+                    let sequence = recording.sequence;
+                    recording.kept.push((sequence, Kept { name: op.name, results, _bytes: bytes }));
+                }
+            });
+            Ok((result, aux))
+        }
+        Plan::Take(kept) => {
+            let mut results = kept.results.into_iter();
+            let result = results.next().ok_or_else(nondeterministic)?;
+            Ok((result, results.collect()))
+        }
+    }
+}
+
+/// Turn a value that a node saves into a slot. `None` if no checkpoint listens.
+pub(crate) fn save(raw: &Raw) -> Option<Saved> {
+    RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut()? {
+        Recorder::Record(recording) => {
+            let index = recording.saved;
+            recording.saved += 1;
+            recording.last_saved = recording.sequence;
+            Some(Saved::slot(recording.region.clone(), index))
+        }
+        Recorder::Replay(replaying) => {
+            if replaying.values.len() < replaying.expected {
+                replaying.values.push(raw.clone());
+            }
+            Some(Saved::nothing())
+        }
+    })
+}
+
+/// End a replay when everything that was saved has been recomputed.
+pub(crate) fn stop_if_complete() -> Result<()> {
+    RECORDERS.with_borrow(|recorders| match recorders.last() {
+        Some(Recorder::Replay(replaying)) if replaying.values.len() == replaying.expected => Err(Error::ReplayComplete),
+        _ => Ok(()),
+    })
+}

@@ -1,0 +1,94 @@
+//! Gradients against finite differences in f64.
+
+use candle_core::DType;
+
+use crate::raw::{from_vec, to_f64_vec};
+use crate::tape::no_grad;
+use crate::{Error, Result, Tensor, Var, grad};
+
+/// Step and tolerances of [`gradcheck`]; the defaults are torch's.
+#[derive(Clone, Copy, Debug)]
+pub struct Tolerance {
+    /// Step of the central difference.
+    pub eps: f64,
+    /// Absolute tolerance.
+    pub atol: f64,
+    /// Tolerance relative to the finite difference.
+    pub rtol: f64,
+}
+
+impl Default for Tolerance {
+    fn default() -> Self {
+        Self { eps: 1e-6, atol: 1e-5, rtol: 1e-3 }
+    }
+}
+
+/// Check every entry of the gradient of `function` at `inputs` against central differences:
+/// `|analytic - numeric| <= atol + rtol * |numeric|`. Results of any shape are weighted with fixed,
+/// distinct numbers, so that errors cannot cancel.
+///
+/// # Errors
+/// [`Error::DType`] if an input is not f64; [`Error::Autograd`] naming the worst entry, if one is off.
+pub fn gradcheck(function: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tolerance: Tolerance) -> Result<()> {
+    let Tolerance { eps, atol, rtol } = tolerance;
+    let mut vars = Vec::with_capacity(inputs.len());
+    for (index, input) in inputs.iter().enumerate() {
+        if input.dtype() != DType::F64 {
+            return Err(Error::dtype(
+                "gradcheck",
+                format!("input {index} is {}; finite differences need f64", input.dtype().as_str()),
+            ));
+        }
+        vars.push(Var::from_tensor(input)?);
+    }
+    let on_tape: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
+    let result = function(&on_tape)?;
+    let weights = weights(&result)?;
+    let leaves: Vec<&Tensor> = on_tape.iter().collect();
+    let analytic = grad(&result, &leaves, Some(&weights), false)?;
+
+    let weights = to_f64_vec(weights.raw())?;
+    let objective = |values: &[Tensor]| -> Result<f64> {
+        let _guard = no_grad();
+        let out = to_f64_vec(function(values)?.raw())?;
+        Ok(out.iter().zip(&weights).map(|(o, w)| o * w).sum())
+    };
+    let mut worst: Option<(f64, String)> = None;
+    for (index, input) in inputs.iter().enumerate() {
+        let base = to_f64_vec(input.raw())?;
+        let analytic = match &analytic[index] {
+            Some(g) => to_f64_vec(g.raw())?,
+            None => vec![0.0; base.len()],
+        };
+        for entry in 0..base.len() {
+            let at = |delta: f64| -> Result<f64> {
+                let mut moved = base.clone();
+                moved[entry] += delta;
+                let mut values: Vec<Tensor> = inputs.iter().map(Tensor::detach).collect();
+                values[index] = Tensor::from_raw(&from_vec(moved, input.shape().clone()));
+                objective(&values)
+            };
+            let numeric = (at(eps)? - at(-eps)?) / (2.0 * eps);
+            let difference = (analytic[entry] - numeric).abs();
+            let excess = difference - (atol + rtol * numeric.abs());
+            if excess.is_nan() || excess > worst.as_ref().map_or(0.0, |(e, _)| *e) {
+                let message = format!(
+                    "input {index}, entry {entry} of shape {:?}: gradient {:.6e}, finite difference {numeric:.6e}",
+                    input.dims(),
+                    analytic[entry],
+                );
+                worst = Some((if excess.is_nan() { f64::INFINITY } else { excess }, message));
+            }
+        }
+    }
+    match worst {
+        None => Ok(()),
+        Some((_, message)) => Err(Error::autograd("gradcheck", message)),
+    }
+}
+
+/// Distinct weights of size about one, the same at each call.
+fn weights(result: &Tensor) -> Result<Tensor> {
+    let values: Vec<f64> = (0..result.elem_count()).map(|i| 1.0 + 0.5 * ((i as f64) * 1.618_033_988_7).sin()).collect();
+    Ok(Tensor::from_raw(&from_vec(values, result.shape().clone()).to_dtype(result.dtype())?))
+}

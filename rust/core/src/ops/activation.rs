@@ -1,0 +1,163 @@
+//! Activations with a derivative worth fusing: GELU in both forms, SiLU.
+
+use super::case::{Case, Entry};
+use super::elementwise::{Pointwise, pointwise};
+use crate::cpu::{Binary, Real, Unary};
+use crate::tape::OpInfo;
+use crate::{Error, Result, Tensor};
+
+/// How GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415) is computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Gelu {
+    /// x Φ(x) with the error function.
+    #[default]
+    Exact,
+    /// 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))).
+    Tanh,
+}
+
+impl std::str::FromStr for Gelu {
+    type Err = Error;
+
+    /// torch's names of the forms: `"none"`, `"tanh"`.
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "none" => Ok(Self::Exact),
+            "tanh" => Ok(Self::Tanh),
+            other => Err(Error::argument("gelu", format!("approximate is \"{other}\"; expected \"none\" or \"tanh\""))),
+        }
+    }
+}
+
+static GELU: OpInfo = OpInfo::cheap("gelu");
+static SILU: OpInfo = OpInfo::cheap("silu");
+
+const SQRT_HALF: f64 = std::f64::consts::FRAC_1_SQRT_2;
+/// 1 / √(2π).
+const INV_SQRT_TAU: f64 = 0.398_942_280_401_432_7;
+/// √(2/π).
+const TANH_SCALE: f64 = 0.797_884_560_802_865_4;
+const TANH_CUBE: f64 = 0.044_715;
+
+#[derive(Clone, Copy)]
+struct GeluExact;
+
+impl Unary for GeluExact {
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R) -> R {
+        let half_x = R::from_f64(0.5) * x;
+        half_x + half_x * (x * R::from_f64(SQRT_HALF)).erf()
+    }
+}
+
+impl Binary for GeluExact {
+    #[inline(always)]
+    fn apply<R: Real>(&self, g: R, x: R) -> R {
+        let half = R::from_f64(0.5);
+        let cdf = half + half * (x * R::from_f64(SQRT_HALF)).erf();
+        let pdf = R::from_f64(INV_SQRT_TAU) * (R::from_f64(-0.5) * x * x).exp();
+        g * (cdf + x * pdf)
+    }
+}
+
+impl Pointwise for GeluExact {
+    const SAVES_RESULT: bool = false;
+}
+
+#[derive(Clone, Copy)]
+struct GeluTanh;
+
+impl Unary for GeluTanh {
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R) -> R {
+        let inner = R::from_f64(TANH_SCALE) * (x + R::from_f64(TANH_CUBE) * x * x * x);
+        let half_x = R::from_f64(0.5) * x;
+        half_x + half_x * inner.tanh()
+    }
+}
+
+impl Binary for GeluTanh {
+    #[inline(always)]
+    fn apply<R: Real>(&self, g: R, x: R) -> R {
+        let half = R::from_f64(0.5);
+        let t = (R::from_f64(TANH_SCALE) * (x + R::from_f64(TANH_CUBE) * x * x * x)).tanh();
+        let inner = R::from_f64(TANH_SCALE) * (R::ONE + R::from_f64(3.0 * TANH_CUBE) * x * x);
+        g * (half + half * t + half * x * (R::ONE - t * t) * inner)
+    }
+}
+
+impl Pointwise for GeluTanh {
+    const SAVES_RESULT: bool = false;
+}
+
+#[derive(Clone, Copy)]
+struct Silu;
+
+impl Unary for Silu {
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R) -> R {
+        x * x.sigmoid()
+    }
+}
+
+impl Binary for Silu {
+    #[inline(always)]
+    fn apply<R: Real>(&self, g: R, x: R) -> R {
+        let s = x.sigmoid();
+        g * s * (R::ONE + x * (R::ONE - s))
+    }
+}
+
+impl Pointwise for Silu {
+    const SAVES_RESULT: bool = false;
+}
+
+impl Tensor {
+    /// GELU in the given form.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if the tensor is not floating point.
+    pub fn gelu(&self, form: Gelu) -> Result<Self> {
+        match form {
+            Gelu::Exact => pointwise(&GELU, self, GeluExact),
+            Gelu::Tanh => pointwise(&GELU, self, GeluTanh),
+        }
+    }
+
+    /// SiLU: x · sigmoid(x).
+    ///
+    /// # Errors
+    /// [`Error::DType`] if the tensor is not floating point.
+    pub fn silu(&self) -> Result<Self> {
+        pointwise(&SILU, self, Silu)
+    }
+}
+
+fn gelu_tanh_plain(x: &Tensor) -> Result<Tensor> {
+    let cube = x.sqr()?.mul(x)?.mul_scalar(TANH_CUBE)?;
+    let inner = x.add(&cube)?.mul_scalar(TANH_SCALE)?;
+    x.mul(&inner.tanh()?.add_scalar(1.0)?)?.mul_scalar(0.5)
+}
+
+/// Registry entries of this file.
+pub static ENTRIES: &[Entry] = &[
+    Entry {
+        info: &GELU,
+        cases: || {
+            vec![
+                Case::new("exact", &[&[3, 7]], |x| x[0].gelu(Gelu::Exact)),
+                Case::new("exact empty", &[&[0]], |x| x[0].gelu(Gelu::Exact)),
+                Case::new("tanh", &[&[3, 7]], |x| x[0].gelu(Gelu::Tanh)).plain(|x| gelu_tanh_plain(&x[0])),
+            ]
+        },
+    },
+    Entry {
+        info: &SILU,
+        cases: || {
+            vec![
+                Case::new("", &[&[3, 7]], |x| x[0].silu()).plain(|x| x[0].mul(&x[0].sigmoid()?)),
+                Case::new("empty", &[&[2, 0]], |x| x[0].silu()),
+            ]
+        },
+    },
+];

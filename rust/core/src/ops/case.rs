@@ -1,0 +1,76 @@
+//! Test cases that an operation brings with it.
+
+use crate::tape::OpInfo;
+use crate::{Result, Tensor};
+
+/// A function of tensors.
+pub type TensorFn = Box<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>;
+
+/// One line of the registry.
+pub struct Entry {
+    /// Name and cost class.
+    pub info: &'static OpInfo,
+    /// Cases over which tests walk. Each has at least one input; an operation has at least one case with an
+    /// odd size, and one with an empty input where that has a meaning.
+    pub cases: fn() -> Vec<Case>,
+}
+
+/// Where an input's values lie.
+#[derive(Clone, Copy, Debug)]
+pub enum Domain {
+    /// Standard normal.
+    Normal,
+    /// In [0.5, 2).
+    Positive,
+    /// Of either sign, at least 0.2 from zero and from one another (kinks, maxima, division).
+    Distinct,
+}
+
+/// Shape and domain of an input.
+#[derive(Clone, Debug)]
+pub struct Input {
+    /// The shape.
+    pub dims: Vec<usize>,
+    /// Where its values lie.
+    pub domain: Domain,
+}
+
+/// An operation applied to inputs that tests draw.
+pub struct Case {
+    /// What is special about it.
+    pub label: &'static str,
+    /// The differentiable inputs.
+    pub inputs: Vec<Input>,
+    /// The operation (its fused form, where there is one).
+    pub run: TensorFn,
+    /// The meaning in basic operations, for fused ones.
+    pub plain: Option<TensorFn>,
+}
+
+impl Case {
+    /// A case of normal inputs of the given shapes.
+    pub fn new(
+        label: &'static str,
+        shapes: &[&[usize]],
+        run: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Self {
+        let inputs = shapes.iter().map(|d| Input { dims: d.to_vec(), domain: Domain::Normal }).collect();
+        Self { label, inputs, run: Box::new(run), plain: None }
+    }
+
+    /// Draw all inputs from `domain`.
+    #[must_use]
+    pub fn domain(mut self, domain: Domain) -> Self {
+        for input in &mut self.inputs {
+            input.domain = domain;
+        }
+        self
+    }
+
+    /// The same in basic operations.
+    #[must_use]
+    pub fn plain(mut self, plain: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static) -> Self {
+        self.plain = Some(Box::new(plain));
+        self
+    }
+}

@@ -1,0 +1,131 @@
+//! Elementwise functions of one tensor: value and derivative in one table.
+
+use super::case::{Case, Domain, Entry};
+use crate::cpu::{self, Binary, Real, Unary};
+use crate::raw::is_float;
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::{Error, Result, Tensor};
+
+/// A function with its derivative.
+///
+/// `SAVES_RESULT` says what the backward reads: the result (`exp`, `tanh`) or the input.
+pub(crate) trait Pointwise: Unary + Binary + Copy + Send + Sync + 'static {
+    const SAVES_RESULT: bool;
+}
+
+struct PointwiseBackward<F> {
+    saved: Saved,
+    function: F,
+}
+
+impl<F: Pointwise> Backward for PointwiseBackward<F> {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = cpu::binary(context.grad(), &self.saved.get()?, self.function)?;
+        context.add(0, grad)
+    }
+}
+
+/// Apply `function`; its [`Binary`] side is `(gradient, saved value) -> gradient of the input`.
+pub(crate) fn pointwise<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result<Tensor> {
+    if !is_float(x.dtype()) {
+        return Err(Error::dtype(
+            info.name,
+            format!("expected a floating point tensor, found {}; convert it with to()", x.dtype().as_str()),
+        ));
+    }
+    record(
+        info,
+        &[x],
+        || cpu::unary(&x.raw, function),
+        |saver, result| PointwiseBackward {
+            saved: if F::SAVES_RESULT { saver.save_raw(result) } else { saver.save(x) },
+            function,
+        },
+    )
+}
+
+/// Declares functions: name, doc, what the backward reads, value, derivative (times the gradient `g`), domain for tests.
+macro_rules! pointwise_ops {
+    ($($name:ident $functor:ident $info:ident reads $reads:ident in $domain:ident: |$x:ident| $value:expr, |$g:ident, $s:ident| $derivative:expr, $doc:literal;)*) => {
+        $(
+            static $info: OpInfo = OpInfo::cheap(stringify!($name));
+
+            #[derive(Clone, Copy)]
+            struct $functor;
+
+            impl Unary for $functor {
+                #[inline(always)]
+                fn apply<R: Real>(&self, $x: R) -> R {
+                    $value
+                }
+            }
+
+            impl Binary for $functor {
+                #[inline(always)]
+                fn apply<R: Real>(&self, $g: R, $s: R) -> R {
+                    $derivative
+                }
+            }
+
+            impl Pointwise for $functor {
+                const SAVES_RESULT: bool = $crate::ops::elementwise::reads_result!($reads);
+            }
+
+            impl Tensor {
+                #[doc = $doc]
+                ///
+                /// # Errors
+                /// [`Error::DType`] if the tensor is not floating point.
+                pub fn $name(&self) -> Result<Tensor> {
+                    $crate::ops::elementwise::pointwise(&$info, self, $functor)
+                }
+            }
+        )*
+
+        /// Registry entries of the functions in this file.
+        pub static ENTRIES: &[Entry] = &[$(Entry {
+            info: &$info,
+            cases: || vec![
+                Case::new("", &[&[3, 5]], |x| x[0].$name()).domain(Domain::$domain),
+                Case::new("empty", &[&[0, 3]], |x| x[0].$name()).domain(Domain::$domain),
+            ],
+        }),*];
+    };
+}
+
+macro_rules! reads_result {
+    (result) => {
+        true
+    };
+    (input) => {
+        false
+    };
+}
+
+pub(crate) use {pointwise_ops, reads_result};
+
+#[inline(always)]
+fn sign<R: Real>(x: R) -> R {
+    // NaN stays NaN; both zeros give zero.
+    if x > R::ZERO {
+        R::ONE
+    } else if x < R::ZERO {
+        R::ZERO - R::ONE
+    } else {
+        x
+    }
+}
+
+pointwise_ops! {
+    exp Exp EXP reads result in Normal: |x| x.exp(), |g, y| g * y, "e to the power of each element.";
+    log Log LOG reads input in Positive: |x| x.ln(), |g, x| g / x, "The natural logarithm.";
+    sqrt Sqrt SQRT reads result in Positive: |x| x.sqrt(), |g, y| g * R::from_f64(0.5) / y, "The square root.";
+    sqr Sqr SQR reads input in Normal: |x| x * x, |g, x| g * (x + x), "The square.";
+    recip Recip RECIP reads result in Distinct: |x| R::ONE / x, |g, y| R::ZERO - g * y * y, "One over each element.";
+    abs Abs ABS reads input in Distinct: |x| x.abs(), |g, x| g * sign(x), "The absolute value (gradient 0 at 0).";
+    sin Sin SIN reads input in Normal: |x| x.sin(), |g, x| g * x.cos(), "The sine.";
+    cos Cos COS reads input in Normal: |x| x.cos(), |g, x| R::ZERO - g * x.sin(), "The cosine.";
+    tanh Tanh TANH reads result in Normal: |x| x.tanh(), |g, y| g * (R::ONE - y * y), "The hyperbolic tangent.";
+    sigmoid Sigmoid SIGMOID reads result in Normal: |x| x.sigmoid(), |g, y| g * y * (R::ONE - y), "1 / (1 + e^-x).";
+    relu Relu RELU reads result in Distinct: |x| if x < R::ZERO { R::ZERO } else { x }, |g, y| if y > R::ZERO { g } else { R::ZERO }, "max(x, 0); NaN stays NaN.";
+}

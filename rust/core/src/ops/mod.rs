@@ -1,0 +1,46 @@
+//! The operations, one home each: what it computes, what it saves, its backward, its cost, and cases to test it with.
+//!
+//! [`REGISTRY`] lists them all; `tests/registry.rs` walks it: gradients against finite differences in f64, fused against
+//! plain, checkpointed against not, every dtype, strided and empty inputs. An operation that is not listed does not exist.
+
+pub mod activation;
+pub mod arithmetic;
+pub mod attention;
+pub mod case;
+pub mod compare;
+pub mod conv;
+pub mod dropout;
+pub mod elementwise;
+pub mod index;
+pub mod linear;
+pub mod lora;
+pub mod loss;
+pub mod matmul;
+pub mod norm;
+pub mod reduce;
+pub mod rope;
+pub mod shape;
+pub mod softmax;
+
+pub use case::{Case, Domain, Entry, Input};
+
+/// Every operation of the library.
+pub static REGISTRY: &[&[Entry]] = &[
+    elementwise::ENTRIES,
+    activation::ENTRIES,
+    arithmetic::ENTRIES,
+    compare::ENTRIES,
+    shape::ENTRIES,
+    index::ENTRIES,
+    reduce::ENTRIES,
+    softmax::ENTRIES,
+    matmul::ENTRIES,
+    linear::ENTRIES,
+    lora::ENTRIES,
+    norm::ENTRIES,
+    attention::ENTRIES,
+    conv::ENTRIES,
+    rope::ENTRIES,
+    dropout::ENTRIES,
+    loss::ENTRIES,
+];

@@ -1,0 +1,193 @@
+//! The library's random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+//!
+//! A counter-based generator: element `i` of a draw depends on the seed and its position in the stream only, so draws repeat
+//! whatever the number of threads, and a checkpoint replays them by going back to a position.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use candle_core::{DType, Device, Shape};
+
+use crate::raw::{Raw, check_allocation, from_vec};
+use crate::{Error, Result};
+
+/// Seed and position of a generator; restoring it repeats the draws that followed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct State {
+    /// The seed.
+    pub seed: u64,
+    /// Blocks of four 32-bit numbers drawn so far.
+    pub offset: u64,
+}
+
+static GENERATOR: Mutex<State> = Mutex::new(State { seed: 0x7261_6e64_6f6d, offset: 0 });
+
+fn generator() -> MutexGuard<'static, State> {
+    GENERATOR.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Start the stream of `seed`.
+pub fn manual_seed(seed: u64) {
+    *generator() = State { seed, offset: 0 };
+}
+
+/// Where the stream is.
+pub fn state() -> State {
+    *generator()
+}
+
+/// Continue from `state`.
+pub fn set_state(state: State) {
+    *generator() = state;
+}
+
+/// The stream goes back to an earlier state until this is dropped.
+pub(crate) struct Replay {
+    resume: State,
+}
+
+impl From<State> for Replay {
+    fn from(start: State) -> Self {
+        Self { resume: std::mem::replace(&mut *generator(), start) }
+    }
+}
+
+impl Drop for Replay {
+    fn drop(&mut self) {
+        set_state(self.resume);
+    }
+}
+
+/// Reserve `blocks` blocks of the stream; returns where they start.
+fn advance(blocks: u64) -> State {
+    let mut state = generator();
+    let start = *state;
+    state.offset = state.offset.wrapping_add(blocks);
+    start
+}
+
+/// Ten rounds of Philox4x32 on counter `block` under key `seed`.
+pub fn philox(seed: u64, block: u64) -> [u32; 4] {
+    const M0: u64 = 0xD251_1F53;
+    const M1: u64 = 0xCD9E_8D57;
+    let mut c = [block as u32, (block >> 32) as u32, 0, 0];
+    let mut k = [seed as u32, (seed >> 32) as u32];
+    for _ in 0..10 {
+        let p0 = M0 * u64::from(c[0]);
+        let p1 = M1 * u64::from(c[2]);
+        c = [(p1 >> 32) as u32 ^ c[1] ^ k[0], p1 as u32, (p0 >> 32) as u32 ^ c[3] ^ k[1], p0 as u32];
+        k = [k[0].wrapping_add(0x9E37_79B9), k[1].wrapping_add(0xBB67_AE85)];
+    }
+    c
+}
+
+/// A number in [0, 1) with 24 bits, exact in f32.
+fn unit(bits: u32) -> f32 {
+    (bits >> 8) as f32 * (1.0 / 16_777_216.0)
+}
+
+/// `n` values, four from each block, by `draw`.
+fn fill(n: usize, draw: impl Fn([u32; 4]) -> [f32; 4]) -> Vec<f32> {
+    let start = advance(n.div_ceil(4) as u64);
+    let mut values = Vec::with_capacity(n.next_multiple_of(4));
+    for block in 0..n.div_ceil(4) as u64 {
+        values.extend(draw(philox(start.seed, start.offset.wrapping_add(block))));
+    }
+    values.truncate(n);
+    values
+}
+
+/// `n` uniform f32 values in [0, 1).
+pub fn uniform_vec(n: usize) -> Vec<f32> {
+    fill(n, |bits| bits.map(unit))
+}
+
+/// `n` standard normal f32 values (Box-Muller).
+pub fn normal_vec(n: usize) -> Vec<f32> {
+    fill(n, |bits| {
+        let pair = |a: u32, b: u32| {
+            // 1 - u lies in (0, 1], so that the logarithm is finite.
+            let radius = (-2.0 * (1.0 - f64::from(unit(a))).ln()).sqrt();
+            let (sin, cos) = (std::f64::consts::TAU * f64::from(unit(b))).sin_cos();
+            [(radius * cos) as f32, (radius * sin) as f32]
+        };
+        let [a, b] = pair(bits[0], bits[1]);
+        let [c, d] = pair(bits[2], bits[3]);
+        [a, b, c, d]
+    })
+}
+
+/// `n` integers in `[0, bound)`, by Lemire's multiplication (bias below 2⁻³² × bound).
+///
+/// # Errors
+/// [`Error::Argument`] if `bound` is 0.
+pub fn integers_vec(n: usize, bound: u32) -> Result<Vec<i64>> {
+    if bound == 0 {
+        return Err(Error::argument("randint", "the upper bound must be at least 1, found 0"));
+    }
+    let start = advance(n.div_ceil(4) as u64);
+    Ok((0..n)
+        .map(|i| {
+            let bits = philox(start.seed, start.offset.wrapping_add(i as u64 / 4))[i % 4];
+            ((u64::from(bits) * u64::from(bound)) >> 32) as i64
+        })
+        .collect())
+}
+
+fn finish(op: &'static str, values: Vec<f32>, shape: &Shape, dtype: DType, device: &Device) -> Result<Raw> {
+    if !crate::raw::is_float(dtype) {
+        return Err(Error::dtype(op, format!("random values are floating point; dtype {} is not", dtype.as_str())));
+    }
+    Ok(from_vec(values, shape.clone()).to_dtype(dtype)?.to_device(device)?)
+}
+
+/// Uniform values in `[low, high)`.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if they do not fit, [`Error::DType`] if `dtype` is not floating point.
+pub fn uniform(low: f64, high: f64, shape: &Shape, dtype: DType, device: &Device) -> Result<Raw> {
+    let n = check_allocation("rand", shape.dims(), DType::F32)?;
+    let mut values = uniform_vec(n);
+    if (low, high) != (0.0, 1.0) {
+        for v in &mut values {
+            *v = (low + (high - low) * f64::from(*v)) as f32;
+        }
+    }
+    finish("rand", values, shape, dtype, device)
+}
+
+/// Normal values of `mean` and `std`.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if they do not fit, [`Error::DType`] if `dtype` is not floating point.
+pub fn normal(mean: f64, std: f64, shape: &Shape, dtype: DType, device: &Device) -> Result<Raw> {
+    let n = check_allocation("randn", shape.dims(), DType::F32)?;
+    let mut values = normal_vec(n);
+    if (mean, std) != (0.0, 1.0) {
+        for v in &mut values {
+            *v = (mean + std * f64::from(*v)) as f32;
+        }
+    }
+    finish("randn", values, shape, dtype, device)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn philox_matches_the_published_vectors() {
+        // Random123's kat_vectors: philox4x32 10, zero counter and key.
+        assert_eq!(philox(0, 0), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+    }
+
+    #[test]
+    fn normal_values_have_their_moments() {
+        let values: Vec<f64> = (0..25_000u64)
+            .flat_map(|b| philox(7, b).map(unit))
+            .map(f64::from)
+            .collect();
+        let mean = values.iter().sum::<f64>() / values.len() as f64;
+        let var = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / values.len() as f64;
+        assert!((mean - 0.5).abs() < 5e-3 && (var - 1.0 / 12.0).abs() < 1e-3, "{mean} {var}");
+    }
+}

@@ -1,0 +1,309 @@
+//! The backward pass.
+
+use std::cmp::Ordering;
+use std::collections::BinaryHeap;
+use std::sync::{Arc, PoisonError};
+
+use candle_core::DType;
+use rustc_hash::{FxHashMap, FxHashSet};
+use smallvec::SmallVec;
+
+use super::mode::no_grad;
+use super::node::{Kind, Node};
+use crate::raw::{self, Raw};
+use crate::tensor::Tensor;
+use crate::var::Var;
+use crate::{Error, Result, cpu};
+
+/// The gradient of one result while its consumers are still being walked.
+struct Pending {
+    sum: Raw,
+    /// Whether `sum` is storage that only this pass knows, so that it can be added to in place.
+    owned: bool,
+}
+
+impl Pending {
+    fn add(&mut self, grad: &Raw) -> Result<()> {
+        if self.owned {
+            return cpu::accumulate(&self.sum, grad);
+        }
+        self.sum = cpu::binary(&self.sum, grad, cpu::Add)?;
+        self.owned = true;
+        Ok(())
+    }
+}
+
+/// What a node's backward sees: the gradient of its result, and where to put those of its inputs.
+pub struct BackwardContext<'a> {
+    node: &'a Node,
+    grad: Raw,
+    wanted: Option<&'a FxHashSet<u64>>,
+    table: &'a mut FxHashMap<u64, Pending>,
+    reached: SmallVec<[usize; 3]>,
+}
+
+impl BackwardContext<'_> {
+    /// The gradient of the result, in the result's shape and dtype. May be a strided view.
+    pub const fn grad(&self) -> &Raw {
+        &self.grad
+    }
+
+    /// Whether input `index` needs a gradient in this pass.
+    pub fn needs(&self, index: usize) -> bool {
+        self.node.inputs[index].as_ref().is_some_and(|n| self.wanted.is_none_or(|w| w.contains(&n.id())))
+    }
+
+    /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first gradient is
+    /// taken as it is; later ones are added.
+    pub fn add(&mut self, index: usize, grad: Raw) -> Result<()> {
+        let Some(id) = self.reach(index) else { return Ok(()) };
+        match self.table.get_mut(&id) {
+            Some(pending) => pending.add(&grad),
+            None => {
+                self.table.insert(id, Pending { sum: grad, owned: false });
+                Ok(())
+            }
+        }
+    }
+
+    /// Add `grad` to the part `start..` along `dim` of the gradient of input `index`, whose shape is `dims`.
+    /// The rest of the gradient is zero unless something else adds to it.
+    pub fn add_part(&mut self, index: usize, dims: &[usize], dim: usize, start: usize, grad: &Raw) -> Result<()> {
+        let Some(id) = self.reach(index) else { return Ok(()) };
+        let length = grad.dims()[dim];
+        let pending = match self.table.entry(id) {
+            std::collections::hash_map::Entry::Occupied(entry) => {
+                let pending = entry.into_mut();
+                if !pending.owned {
+                    pending.sum = raw::own_copy(&pending.sum)?;
+                    pending.owned = true;
+                }
+                pending
+            }
+            std::collections::hash_map::Entry::Vacant(entry) => {
+                let sum = Raw::zeros(dims, grad.dtype(), grad.device())?;
+                entry.insert(Pending { sum, owned: true })
+            }
+        };
+        cpu::accumulate(&pending.sum.narrow(dim, start, length)?, grad)
+    }
+
+    fn reach(&mut self, index: usize) -> Option<u64> {
+        if !self.needs(index) {
+            return None;
+        }
+        self.reached.push(index);
+        self.node.inputs[index].as_ref().map(|n| n.id())
+    }
+}
+
+/// The heap's order: the youngest node first.
+struct Youngest(Arc<Node>);
+
+impl PartialEq for Youngest {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.id() == other.0.id()
+    }
+}
+
+impl Eq for Youngest {}
+
+impl PartialOrd for Youngest {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Youngest {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.0.id().cmp(&other.0.id())
+    }
+}
+
+/// Walk from `root` to the leaves. `finish` gets each node whose gradient is wanted: all leaves, or the `targets`.
+fn walk(
+    root: &Arc<Node>,
+    seed: Raw,
+    retain_graph: bool,
+    wanted: Option<&FxHashSet<u64>>,
+    targets: Option<&FxHashMap<u64, usize>>,
+    mut finish: impl FnMut(&Arc<Node>, Raw) -> Result<()>,
+) -> Result<()> {
+    let _no_grad = no_grad();
+    let mut table: FxHashMap<u64, Pending> = FxHashMap::default();
+    let mut heap = BinaryHeap::new();
+    table.insert(root.id(), Pending { sum: seed, owned: false });
+    heap.push(Youngest(root.clone()));
+    let mut queued: FxHashSet<u64> = std::iter::once(root.id()).collect();
+    while let Some(Youngest(node)) = heap.pop() {
+        let Some(pending) = table.remove(&node.id()) else { continue };
+        let is_target = targets.is_some_and(|t| t.contains_key(&node.id()));
+        if is_target || (targets.is_none() && node.leaf().is_some()) {
+            finish(&node, pending.sum.clone())?;
+        }
+        let Kind::Op(state) = &node.kind else { continue };
+        let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(backward) = state.as_ref() else {
+            return Err(Error::autograd(
+                "backward",
+                format!(
+                    "the graph through {} was already walked and what it saved is freed; \
+                     pass retain_graph=True to the first backward to walk it again",
+                    node.name
+                ),
+            ));
+        };
+        let mut context = BackwardContext { node: &node, grad: pending.sum, wanted, table: &mut table, reached: SmallVec::new() };
+        backward.backward(&mut context)?;
+        let reached = std::mem::take(&mut context.reached);
+        if !retain_graph {
+            *state = None;
+        }
+        drop(state);
+        for index in reached {
+            if let Some(input) = &node.inputs[index] {
+                if queued.insert(input.id()) {
+                    heap.push(Youngest(input.clone()));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn seed_for(op: &'static str, loss: &Tensor, gradient: Option<&Tensor>) -> Result<(Arc<Node>, Raw)> {
+    let Some(node) = &loss.node else {
+        return Err(Error::autograd(
+            op,
+            "the tensor does not depend on a variable, so there is nothing to differentiate; \
+             was it computed under no_grad() or from detached tensors?",
+        ));
+    };
+    let seed = match gradient {
+        Some(g) if g.dims() != loss.dims() => {
+            return Err(Error::shape(op, format!("the gradient has shape {:?}, the tensor {:?}", g.dims(), loss.dims())));
+        }
+        Some(g) if g.dtype() != loss.dtype() => g.raw.to_dtype(loss.dtype())?,
+        Some(g) => g.raw.clone(),
+        None if loss.elem_count() == 1 => ones_like(&loss.raw)?,
+        None => {
+            return Err(Error::shape(
+                op,
+                format!("a tensor of shape {:?} needs a gradient argument; only a single element can do without", loss.dims()),
+            ));
+        }
+    };
+    Ok((node.clone(), seed))
+}
+
+fn ones_like(raw: &Raw) -> Result<Raw> {
+    Ok(match raw.dtype() {
+        DType::F32 => Raw::full(1f32, raw.shape(), raw.device())?,
+        dtype => Raw::ones(raw.shape(), dtype, raw.device())?,
+    })
+}
+
+impl Tensor {
+    /// Differentiate this single element with respect to every variable it depends on. Gradients are added to
+    /// [`Var::grad`]; the tape's saved values are freed on the way.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if there is more than one element, [`Error::Autograd`] if nothing depends on a variable, the graph
+    /// was walked before, or a variable was changed in place since.
+    pub fn backward(&self) -> Result<GradStore> {
+        self.backward_with(None, false)
+    }
+
+    /// [`backward`](Tensor::backward) from a given `gradient` of this tensor (its shape), keeping the graph for another pass
+    /// if `retain_graph`.
+    ///
+    /// # Errors
+    /// As [`backward`](Tensor::backward), and [`Error::Shape`] if `gradient` has another shape.
+    pub fn backward_with(&self, gradient: Option<&Self>, retain_graph: bool) -> Result<GradStore> {
+        let (root, seed) = seed_for("backward", self, gradient)?;
+        let mut reached = FxHashSet::default();
+        walk(&root, seed, retain_graph, None, None, |node, grad| {
+            reached.insert(node.id());
+            node.leaf().map_or(Ok(()), |leaf| leaf.accumulate(grad))
+        })?;
+        Ok(GradStore { reached })
+    }
+}
+
+/// The gradients of `loss` with respect to `inputs` (variables or any tensors on the tape), leaving [`Var::grad`] alone.
+/// An input that the loss does not depend on gets `None`.
+///
+/// # Errors
+/// As [`Tensor::backward`].
+pub fn grad(loss: &Tensor, inputs: &[&Tensor], gradient: Option<&Tensor>, retain_graph: bool) -> Result<Vec<Option<Tensor>>> {
+    let (root, seed) = seed_for("grad", loss, gradient)?;
+    let mut targets: FxHashMap<u64, usize> = FxHashMap::default();
+    for (index, input) in inputs.iter().enumerate() {
+        let Some(node) = &input.node else {
+            return Err(Error::autograd("grad", format!("input {index} needs no gradient; make it a Var")));
+        };
+        targets.entry(node.id()).or_insert(index);
+    }
+    let wanted = on_the_way(&root, &targets);
+    let mut found: FxHashMap<u64, Raw> = FxHashMap::default();
+    walk(&root, seed, retain_graph, Some(&wanted), Some(&targets), |node, grad| {
+        found.insert(node.id(), grad);
+        Ok(())
+    })?;
+    inputs
+        .iter()
+        .map(|input| {
+            let found = input.node.as_ref().and_then(|n| found.get(&n.id()));
+            found.map(|raw| Ok(Tensor::constant(raw.to_dtype(input.dtype())?.contiguous()?))).transpose()
+        })
+        .collect()
+}
+
+/// The nodes below `root` from which a target can be reached: only these get gradients.
+fn on_the_way(root: &Arc<Node>, targets: &FxHashMap<u64, usize>) -> FxHashSet<u64> {
+    let mut nodes: Vec<&Arc<Node>> = Vec::new();
+    let mut seen: FxHashSet<u64> = FxHashSet::default();
+    let mut stack = vec![root];
+    while let Some(node) = stack.pop() {
+        if seen.insert(node.id()) {
+            nodes.push(node);
+            stack.extend(node.inputs.iter().flatten());
+        }
+    }
+    nodes.sort_unstable_by_key(|n| n.id());
+    let mut wanted = FxHashSet::default();
+    for node in nodes {
+        if targets.contains_key(&node.id()) || node.inputs.iter().flatten().any(|i| wanted.contains(&i.id())) {
+            wanted.insert(node.id());
+        }
+    }
+    wanted
+}
+
+/// Which variables a backward pass reached. Their gradients stay with the variables: this only reads them.
+#[derive(Debug)]
+pub struct GradStore {
+    reached: FxHashSet<u64>,
+}
+
+impl GradStore {
+    /// The collected gradient of `var`, if this pass reached it.
+    pub fn get(&self, var: &Var) -> Option<Tensor> {
+        if self.contains(var) { var.grad() } else { None }
+    }
+
+    /// Whether this pass made a gradient for `var`.
+    pub fn contains(&self, var: &Var) -> bool {
+        self.reached.contains(&var.id())
+    }
+
+    /// How many variables this pass reached.
+    pub fn len(&self) -> usize {
+        self.reached.len()
+    }
+
+    /// Whether this pass reached no variable.
+    pub fn is_empty(&self) -> bool {
+        self.reached.is_empty()
+    }
+}

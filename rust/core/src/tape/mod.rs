@@ -1,0 +1,19 @@
+//! The autograd tape: nodes record what their backward needs, a backward pass walks them in reverse creation order.
+//!
+//! Three rules keep it small and safe: a node saves only what its backward reads; nothing here recurses, so graphs of
+//! any depth run and drop; a saved variable that was changed in place is an error, never a wrong gradient.
+
+mod backward;
+mod mode;
+mod node;
+mod record;
+mod saved;
+
+pub use backward::{BackwardContext, GradStore, grad};
+pub use mode::{NoGrad, is_grad_enabled, no_grad, set_grad_enabled};
+pub use node::Backward;
+pub use record::{Cost, OpInfo, Saver, record, record_no_backward, record_view, record_with_aux};
+pub use saved::Saved;
+
+pub(crate) use mode::{flags, set_recording};
+pub(crate) use node::{Leaf, Node};

@@ -1,0 +1,199 @@
+//! Nodes of the tape: recorded operations and the leaves that collect gradients.
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{DType, Shape};
+use smallvec::SmallVec;
+
+use super::backward::BackwardContext;
+use crate::raw::{self, Raw};
+use crate::{Result, cpu};
+
+/// The derivative of one recorded operation, with what it saved.
+pub trait Backward: Send + Sync {
+    /// Read [`BackwardContext::grad`], the gradient of the result, and [`add`](BackwardContext::add) a gradient for each
+    /// input that [`needs`](BackwardContext::needs) one.
+    ///
+    /// # Errors
+    /// Whatever the arithmetic raises; the pass stops there.
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()>;
+}
+
+pub(crate) type Inputs = SmallVec<[Option<Arc<Node>>; 3]>;
+
+/// One result on the tape.
+pub(crate) struct Node {
+    /// Creation order: an operation's inputs always have smaller numbers.
+    id: u64,
+    pub(crate) name: &'static str,
+    pub(crate) inputs: Inputs,
+    pub(crate) kind: Kind,
+}
+
+pub(crate) enum Kind {
+    Leaf(Leaf),
+    /// `None` once a backward pass has used and freed it.
+    Op(Mutex<Option<Box<dyn Backward>>>),
+}
+
+fn next_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+impl Node {
+    pub(crate) fn leaf_node(leaf: Leaf) -> Self {
+        Self { id: next_id(), name: "variable", inputs: Inputs::new(), kind: Kind::Leaf(leaf) }
+    }
+
+    pub(crate) fn op_node(name: &'static str, inputs: Inputs, backward: Box<dyn Backward>) -> Self {
+        Self { id: next_id(), name, inputs, kind: Kind::Op(Mutex::new(Some(backward))) }
+    }
+
+    pub(crate) const fn id(&self) -> u64 {
+        self.id
+    }
+
+    pub(crate) const fn leaf(&self) -> Option<&Leaf> {
+        match &self.kind {
+            Kind::Leaf(leaf) => Some(leaf),
+            Kind::Op(_) => None,
+        }
+    }
+}
+
+/// What a dying node leaves to be dropped.
+struct Remains {
+    _backward: Option<Box<dyn Backward>>,
+    _inputs: Inputs,
+}
+
+#[derive(Default)]
+struct Graveyard {
+    waiting: Vec<Remains>,
+    draining: bool,
+}
+
+thread_local! {
+    static GRAVEYARD: RefCell<Graveyard> = RefCell::default();
+}
+
+/// Long graphs are dropped in a loop: a node that dies while another is being dropped is queued, not entered, also when it
+/// hangs on a closure that a checkpoint keeps.
+impl Drop for Node {
+    fn drop(&mut self) {
+        let backward = match &mut self.kind {
+            Kind::Op(state) => state.get_mut().unwrap_or_else(PoisonError::into_inner).take(),
+            Kind::Leaf(_) => return,
+        };
+        let remains = Remains { _backward: backward, _inputs: std::mem::take(&mut self.inputs) };
+        // At thread exit the queue may be gone; then the remains simply drop here.
+        let _ = GRAVEYARD.try_with(|graveyard| {
+            let mut queue = graveyard.borrow_mut();
+            queue.waiting.push(remains);
+            if queue.draining {
+                return;
+            }
+            queue.draining = true;
+            while let Some(next) = queue.waiting.pop() {
+                drop(queue);
+                drop(next);
+                queue = graveyard.borrow_mut();
+            }
+            queue.draining = false;
+        });
+    }
+}
+
+/// The gradient of a variable.
+pub(crate) struct Leaf {
+    shape: Shape,
+    dtype: DType,
+    state: Mutex<GradState>,
+}
+
+#[derive(Default)]
+struct GradState {
+    grad: Option<Raw>,
+    /// A view of a flat gradient buffer: gradients are then added in place, never moved.
+    buffer: Option<Raw>,
+    /// Whether the buffer holds a gradient (it may hold zeros from the last `clear`).
+    filled: bool,
+}
+
+impl Leaf {
+    pub(crate) fn new(shape: Shape, dtype: DType) -> Self {
+        Self { shape, dtype, state: Mutex::default() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, GradState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The gradient: the tensor itself, or a copy of the buffer's part.
+    pub(crate) fn grad(&self) -> Option<Raw> {
+        let state = self.state();
+        match &state.buffer {
+            Some(buffer) if state.filled => raw::own_copy(buffer).ok(),
+            Some(_) => None,
+            None => state.grad.clone(),
+        }
+    }
+
+    pub(crate) fn has_grad(&self) -> bool {
+        let state = self.state();
+        state.filled || state.grad.is_some()
+    }
+
+    pub(crate) fn clear(&self) -> Result<()> {
+        let mut state = self.state();
+        state.grad = None;
+        if let (Some(buffer), true) = (&state.buffer, state.filled) {
+            cpu::fill(buffer, 0.0)?;
+        }
+        state.filled = false;
+        Ok(())
+    }
+
+    /// Collect gradients in `buffer` from now on (zeroed by its owner).
+    pub(crate) fn bind(&self, buffer: Raw) -> Result<()> {
+        let existing = self.state().grad.take();
+        self.state().buffer = Some(buffer);
+        existing.map_or(Ok(()), |grad| self.accumulate(grad))
+    }
+
+    pub(crate) fn replace(&self, grad: &Raw) -> Result<()> {
+        let mut state = self.state();
+        if let Some(buffer) = &state.buffer {
+            cpu::copy_into(buffer, grad)?;
+            state.filled = true;
+        } else {
+            state.grad = Some(raw::own_copy(grad)?);
+        }
+        Ok(())
+    }
+
+    /// Add `grad` (of the variable's shape) in the variable's dtype.
+    pub(crate) fn accumulate(&self, grad: Raw) -> Result<()> {
+        debug_assert_eq!(grad.dims(), self.shape.dims());
+        let mut state = self.state();
+        if let Some(buffer) = &state.buffer {
+            cpu::accumulate(buffer, &grad)?;
+            state.filled = true;
+            return Ok(());
+        }
+        // A gradient that somebody has read stays as it was: sums go to new storage.
+        let sum = match &state.grad {
+            Some(old) => cpu::binary(old, &cast(grad, self.dtype)?, cpu::Add)?,
+            None => cast(grad, self.dtype)?.contiguous()?,
+        };
+        state.grad = Some(sum);
+        Ok(())
+    }
+}
+
+fn cast(raw: Raw, dtype: DType) -> Result<Raw> {
+    Ok(if raw.dtype() == dtype { raw } else { raw.to_dtype(dtype)? })
+}

@@ -1,0 +1,137 @@
+//! How an operation enters the tape.
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::mode::flags;
+use super::node::{Backward, Inputs, Node};
+use super::saved::Saved;
+use crate::checkpoint;
+use crate::raw::Raw;
+use crate::tensor::Tensor;
+use crate::{Error, Result};
+
+/// What recomputing an operation costs; decides what a selective checkpoint keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cost {
+    /// Bound by memory traffic: norms, activations, sums. Recomputed.
+    Cheap,
+    /// Bound by arithmetic: matrix products, convolutions, attention. Kept.
+    Dear,
+}
+
+/// The name and cost class of an operation.
+#[derive(Debug, PartialEq, Eq)]
+pub struct OpInfo {
+    /// The name in errors and in the registry.
+    pub name: &'static str,
+    /// The cost class.
+    pub cost: Cost,
+}
+
+impl OpInfo {
+    /// A cheap operation.
+    pub const fn cheap(name: &'static str) -> Self {
+        Self { name, cost: Cost::Cheap }
+    }
+
+    /// A dear operation.
+    pub const fn dear(name: &'static str) -> Self {
+        Self { name, cost: Cost::Dear }
+    }
+}
+
+/// Auxiliary results that only the backward reads (statistics, log-sum-exp, x Aᵀ).
+pub(crate) type Aux = SmallVec<[Raw; 2]>;
+
+/// Takes what an operation's backward needs. Save an activation, hold a parameter.
+pub struct Saver<'a> {
+    inputs: &'a [&'a Tensor],
+    recording: bool,
+}
+
+impl Saver<'_> {
+    /// Whether input `index` needs a gradient.
+    pub fn needs(&self, index: usize) -> bool {
+        self.inputs[index].node.is_some()
+    }
+
+    /// Keep an input that the backward reads.
+    pub fn save(&mut self, tensor: &Tensor) -> Saved {
+        if self.recording { checkpoint::save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor)) } else { Saved::keep(tensor) }
+    }
+
+    /// Keep a result or an auxiliary value that the backward reads.
+    pub fn save_raw(&mut self, raw: &Raw) -> Saved {
+        if self.recording { checkpoint::save(raw).unwrap_or_else(|| Saved::keep_raw(raw)) } else { Saved::keep_raw(raw) }
+    }
+
+    /// Refer to a parameter (a weight, a bias, a norm's scale): kept alive, checked for changes, not counted as saved.
+    /// A parameter that is itself the result of operations is saved like an activation.
+    pub fn hold(&mut self, tensor: &Tensor) -> Saved {
+        if tensor.is_leaf() { Saved::hold(tensor) } else { self.save(tensor) }
+    }
+}
+
+/// Run `forward` and, where an input needs a gradient, put `backward`'s node on the tape.
+pub fn record<B: Backward + 'static>(
+    op: &'static OpInfo,
+    inputs: &[&Tensor],
+    forward: impl FnOnce() -> Result<Raw>,
+    backward: impl FnOnce(&mut Saver<'_>, &Raw) -> B,
+) -> Result<Tensor> {
+    record_with_aux(op, inputs, || Ok((forward()?, Aux::new())), |saver, result, _| backward(saver, result))
+}
+
+/// [`record`] for an operation whose forward also makes values that its backward reads.
+pub fn record_with_aux<B: Backward + 'static>(
+    op: &'static OpInfo,
+    inputs: &[&Tensor],
+    forward: impl FnOnce() -> Result<(Raw, Aux)>,
+    backward: impl FnOnce(&mut Saver<'_>, &Raw, &[Raw]) -> B,
+) -> Result<Tensor> {
+    let mode = flags();
+    let (raw, aux) = if mode.recording() { checkpoint::run(op, inputs, forward)? } else { forward()? };
+    let needs_grad = mode.grad_enabled() && inputs.iter().any(|t| t.node.is_some());
+    if !needs_grad {
+        return Ok(Tensor::constant(raw));
+    }
+    let backward = backward(&mut Saver { inputs, recording: mode.recording() }, &raw, &aux);
+    if mode.recording() {
+        checkpoint::stop_if_complete()?;
+    }
+    Ok(on_tape(op.name, inputs, raw, Box::new(backward)))
+}
+
+/// [`record`] for an operation whose result shares its input's storage.
+pub fn record_view<B: Backward + 'static>(
+    op: &'static OpInfo,
+    input: &Tensor,
+    view: Raw,
+    backward: impl FnOnce() -> B,
+) -> Result<Tensor> {
+    let version = input.version.clone();
+    let mut result = match &input.node {
+        Some(_) if flags().grad_enabled() => on_tape(op.name, &[input], view, Box::new(backward())),
+        _ => Tensor::constant(view),
+    };
+    result.version = version;
+    Ok(result)
+}
+
+/// Run an operation that has no derivative.
+///
+/// # Errors
+/// [`Error::NoBackward`] if an input needs a gradient and recording is on.
+pub fn record_no_backward(op: &'static str, inputs: &[&Tensor], forward: impl FnOnce() -> Result<Raw>) -> Result<Tensor> {
+    if flags().grad_enabled() && inputs.iter().any(|t| t.node.is_some()) {
+        return Err(Error::NoBackward { op });
+    }
+    Ok(Tensor::constant(forward()?))
+}
+
+fn on_tape(name: &'static str, inputs: &[&Tensor], raw: Raw, backward: Box<dyn Backward>) -> Tensor {
+    let inputs: Inputs = inputs.iter().map(|t| t.node.clone()).collect();
+    Tensor { raw, node: Some(Arc::new(Node::op_node(name, inputs, backward))), version: None }
+}

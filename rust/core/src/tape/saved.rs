@@ -1,0 +1,91 @@
+//! [`Saved`]: a value kept for a backward pass, or the promise of a checkpoint to recompute it.
+
+use std::sync::Arc;
+
+use crate::checkpoint::Region;
+use crate::memory::SavedBytes;
+use crate::raw::Raw;
+use crate::tensor::{Tensor, Version};
+use crate::{Error, Result};
+
+/// A value that a backward pass will read.
+pub struct Saved(Kind);
+
+enum Kind {
+    Kept {
+        raw: Raw,
+        version: Option<(Arc<Version>, u64)>,
+        /// Absent for parameters, which live without the tape.
+        _bytes: Option<SavedBytes>,
+    },
+    /// Recomputed by a checkpoint when it is first read.
+    Slot { region: Arc<Region>, index: usize },
+    /// Made while a checkpoint replays: the node that holds it is thrown away.
+    Nothing,
+}
+
+impl Saved {
+    /// Keep an activation, counted in [`saved_bytes`](crate::memory::saved_bytes) unless it is a variable's storage.
+    pub(crate) fn keep(tensor: &Tensor) -> Self {
+        let bytes = tensor.version.is_none().then(|| SavedBytes::new(&tensor.raw));
+        Self(Kind::Kept { raw: tensor.raw.clone(), version: versioned(tensor), _bytes: bytes })
+    }
+
+    pub(crate) fn keep_raw(raw: &Raw) -> Self {
+        Self(Kind::Kept { raw: raw.clone(), version: None, _bytes: Some(SavedBytes::new(raw)) })
+    }
+
+    /// Refer to a parameter, which is not counted.
+    pub(crate) fn hold(tensor: &Tensor) -> Self {
+        Self(Kind::Kept { raw: tensor.raw.clone(), version: versioned(tensor), _bytes: None })
+    }
+
+    pub(crate) const fn slot(region: Arc<Region>, index: usize) -> Self {
+        Self(Kind::Slot { region, index })
+    }
+
+    pub(crate) const fn nothing() -> Self {
+        Self(Kind::Nothing)
+    }
+
+    /// The value.
+    ///
+    /// # Errors
+    /// [`Error::Autograd`] if it was a variable that has been changed in place since, or if a checkpointed function does
+    /// something else when it is run again.
+    pub fn get(&self) -> Result<Raw> {
+        match &self.0 {
+            Kind::Kept { raw, version, .. } => {
+                if let Some((version, then)) = version {
+                    check_version(version, *then)?;
+                }
+                Ok(raw.clone())
+            }
+            Kind::Slot { region, index } => region.value(*index),
+            Kind::Nothing => Err(Error::autograd("backward", "a node of a replayed checkpoint was walked")),
+        }
+    }
+}
+
+impl Drop for Saved {
+    fn drop(&mut self) {
+        if let Kind::Slot { region, index } = &self.0 {
+            region.release(*index);
+        }
+    }
+}
+
+fn versioned(tensor: &Tensor) -> Option<(Arc<Version>, u64)> {
+    tensor.version.as_ref().map(|v| (v.clone(), v.get()))
+}
+
+pub(crate) fn check_version(version: &Version, then: u64) -> Result<()> {
+    if version.get() == then {
+        return Ok(());
+    }
+    Err(Error::autograd(
+        "backward",
+        "a variable needed for this gradient was changed in place (set, an optimizer step) after it was used; \
+         call backward() before changing it, or compute the loss again",
+    ))
+}

@@ -1,0 +1,232 @@
+//! [`Tensor`]: an immutable value that may be part of the tape.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use candle_core::{DType, Device, NdArray, Shape};
+
+use crate::raw::{self, Raw};
+use crate::tape::Node;
+use crate::{Error, Result};
+
+/// Counts the in-place changes of a variable's storage, so that a backward pass can tell that a value it saved is gone.
+#[derive(Debug, Default)]
+pub(crate) struct Version(AtomicU64);
+
+impl Version {
+    pub(crate) fn get(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn bump(&self) {
+        self.0.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+/// A value of the computation: a candle tensor and, where a gradient is wanted, its place on the tape.
+///
+/// Cloning is cheap (reference counts). Values never change; only a [`Var`](crate::Var) can be set.
+#[derive(Clone)]
+pub struct Tensor {
+    pub(crate) raw: Raw,
+    pub(crate) node: Option<Arc<Node>>,
+    /// Set where the storage belongs to a variable: views of it share the version.
+    pub(crate) version: Option<Arc<Version>>,
+}
+
+impl Tensor {
+    /// Wrap values that no gradient flows through. A candle graph, if there is one, is cut.
+    pub fn from_raw(raw: &Raw) -> Self {
+        Self::constant(raw.detach())
+    }
+
+    pub(crate) const fn constant(raw: Raw) -> Self {
+        Self { raw, node: None, version: None }
+    }
+
+    /// A tensor of a scalar, an array, nested arrays or a `Vec` of numbers, on `device`.
+    pub fn new(data: impl NdArray, device: &Device) -> Result<Self> {
+        Ok(Self::constant(Raw::new(data, device)?))
+    }
+
+    /// A tensor of `data` (row-major) in `shape`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the number of elements differs.
+    pub fn from_vec<T: candle_core::WithDType>(data: Vec<T>, shape: impl Into<Shape>, device: &Device) -> Result<Self> {
+        let shape = shape.into();
+        if shape.elem_count() != data.len() {
+            return Err(Error::shape(
+                "from_vec",
+                format!("{} elements do not fill shape {:?}", data.len(), shape.dims()),
+            ));
+        }
+        Ok(Self::constant(Raw::from_vec(data, shape, device)?))
+    }
+
+    /// `value` everywhere.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if it does not fit.
+    pub fn full(value: f64, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
+        let shape = shape.into();
+        raw::check_allocation("full", shape.dims(), dtype)?;
+        let scalar = Raw::new(value, device)?.to_dtype(dtype)?;
+        Ok(Self::constant(scalar.broadcast_as(shape)?.contiguous()?))
+    }
+
+    /// Zeros.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if it does not fit.
+    pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
+        let shape = shape.into();
+        raw::check_allocation("zeros", shape.dims(), dtype)?;
+        Ok(Self::constant(Raw::zeros(shape, dtype, device)?))
+    }
+
+    /// Ones.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if it does not fit.
+    pub fn ones(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
+        Self::full(1.0, shape, dtype, device)
+    }
+
+    /// Normal values of `mean` and `std` from the library's generator ([`rng`](crate::rng)); f32 unless converted.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if it does not fit.
+    pub fn randn(mean: f64, std: f64, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
+        Ok(Self::constant(crate::rng::normal(mean, std, &shape.into(), dtype, device)?))
+    }
+
+    /// Uniform values in `[low, high)` from the library's generator ([`rng`](crate::rng)).
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if it does not fit.
+    pub fn rand(low: f64, high: f64, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
+        Ok(Self::constant(crate::rng::uniform(low, high, &shape.into(), dtype, device)?))
+    }
+
+    /// The candle tensor with the values. Operations on it leave the tape.
+    pub const fn raw(&self) -> &Raw {
+        &self.raw
+    }
+
+    /// The shape.
+    pub fn shape(&self) -> &Shape {
+        self.raw.shape()
+    }
+
+    /// The sizes of the dimensions.
+    pub fn dims(&self) -> &[usize] {
+        self.raw.dims()
+    }
+
+    /// The number of dimensions.
+    pub fn rank(&self) -> usize {
+        self.raw.rank()
+    }
+
+    /// The number of elements.
+    pub fn elem_count(&self) -> usize {
+        self.raw.elem_count()
+    }
+
+    /// The dtype.
+    pub fn dtype(&self) -> DType {
+        self.raw.dtype()
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        self.raw.device()
+    }
+
+    /// Whether a gradient flows through this value.
+    pub const fn requires_grad(&self) -> bool {
+        self.node.is_some()
+    }
+
+    /// Whether this value is a variable or a constant, not the result of a recorded operation.
+    pub fn is_leaf(&self) -> bool {
+        self.node.as_ref().is_none_or(|n| n.leaf().is_some())
+    }
+
+    /// The same values (shared storage) without a place on the tape.
+    #[must_use]
+    pub fn detach(&self) -> Self {
+        Self { raw: self.raw.clone(), node: None, version: self.version.clone() }
+    }
+
+    /// The only element as f64.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if there is not exactly one element.
+    pub fn item(&self) -> Result<f64> {
+        if self.elem_count() != 1 {
+            return Err(Error::shape("item", format!("shape {:?} has {} elements, expected 1", self.dims(), self.elem_count())));
+        }
+        Ok(raw::to_f64_vec(&self.raw)?[0])
+    }
+
+    /// The only element, as candle names it.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if there is not exactly one element, [`Error::DType`] if `T` is not the dtype.
+    pub fn to_scalar<T: candle_core::WithDType>(&self) -> Result<T> {
+        if self.elem_count() != 1 {
+            return Err(Error::shape("to_scalar", format!("shape {:?} has {} elements, expected 1", self.dims(), self.elem_count())));
+        }
+        self.check_rust_type::<T>("to_scalar")?;
+        Ok(self.raw.flatten_all()?.to_vec1::<T>()?[0])
+    }
+
+    /// All elements in row-major order.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if `T` is not the dtype.
+    pub fn to_vec<T: candle_core::WithDType>(&self) -> Result<Vec<T>> {
+        self.check_rust_type::<T>("to_vec")?;
+        Ok(self.raw.flatten_all()?.to_vec1::<T>()?)
+    }
+
+    fn check_rust_type<T: candle_core::WithDType>(&self, op: &'static str) -> Result<()> {
+        if T::DTYPE == self.dtype() {
+            return Ok(());
+        }
+        Err(Error::dtype(
+            op,
+            format!("the tensor is {}, not {}; convert it with to_dtype()", self.dtype().as_str(), T::DTYPE.as_str()),
+        ))
+    }
+}
+
+impl AsRef<Self> for Tensor {
+    fn as_ref(&self) -> &Self {
+        self
+    }
+}
+
+impl std::fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.raw)?;
+        if self.requires_grad() {
+            write!(f, " requires_grad")?;
+        }
+        Ok(())
+    }
+}
+
+impl From<&Raw> for Tensor {
+    fn from(raw: &Raw) -> Self {
+        Self::from_raw(raw)
+    }
+}
+
+impl From<Raw> for Tensor {
+    fn from(raw: Raw) -> Self {
+        Self::from_raw(&raw)
+    }
+}

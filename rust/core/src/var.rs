@@ -1,0 +1,196 @@
+//! [`Var`]: a value that can be changed and that collects a gradient; [`MakeVar`] makes one of any tensor.
+
+use std::ops::Deref;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, NdArray, Shape};
+
+use crate::raw::{self, Raw};
+use crate::tape::{Leaf, Node};
+use crate::tensor::{Tensor, Version};
+use crate::{Error, Result, cpu};
+
+/// A trainable variable: a leaf of the tape with storage of its own.
+///
+/// Its storage never moves: [`set`](Var::set) and the optimizers write in place, and every [`Tensor`] made from it
+/// before that is stale (its backward is an error, never a wrong gradient). Clones are the same variable.
+#[derive(Clone)]
+pub struct Var(Tensor);
+
+impl Var {
+    /// A variable of a scalar, an array, nested arrays or a `Vec` of numbers.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if the values are not floating point.
+    pub fn new(data: impl NdArray, device: &Device) -> Result<Self> {
+        Self::adopt(Raw::new(data, device)?)
+    }
+
+    /// A variable with a copy of `tensor`'s values, whatever its strides, dtype of its own, cut from its graph.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if the values are not floating point.
+    pub fn from_tensor(tensor: &Tensor) -> Result<Self> {
+        Self::adopt(raw::own_copy(&tensor.raw)?)
+    }
+
+    /// Zeros.
+    ///
+    /// # Errors
+    /// As [`Tensor::zeros`], and [`Error::DType`] if `dtype` is not floating point.
+    pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
+        Self::adopt(Tensor::zeros(shape, dtype, device)?.raw)
+    }
+
+    /// Normal values, as [`Tensor::randn`].
+    ///
+    /// # Errors
+    /// As [`Tensor::randn`], and [`Error::DType`] if `dtype` is not floating point.
+    pub fn randn(mean: f64, std: f64, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
+        Self::adopt(Tensor::randn(mean, std, shape, dtype, device)?.raw)
+    }
+
+    /// A variable over `storage`, which nobody else may hold but the owner of the flat buffer it is a view of.
+    pub(crate) fn adopt(storage: Raw) -> Result<Self> {
+        if !raw::is_float(storage.dtype()) {
+            return Err(Error::dtype(
+                "make_var",
+                format!("a variable must be floating point, found {}; convert it first", storage.dtype().as_str()),
+            ));
+        }
+        let node = Node::leaf_node(Leaf::new(storage.shape().clone(), storage.dtype()));
+        Ok(Self(Tensor { raw: storage, node: Some(Arc::new(node)), version: Some(Arc::new(Version::default())) }))
+    }
+
+    /// The value as a tensor on the tape (shared storage).
+    pub const fn as_tensor(&self) -> &Tensor {
+        &self.0
+    }
+
+    /// Consume the handle; the tensor is still the variable's leaf.
+    pub fn into_inner(self) -> Tensor {
+        self.0
+    }
+
+    fn leaf(&self) -> &Leaf {
+        // `adopt` is the only constructor and always makes a leaf.
+        self.0.node.as_ref().and_then(|n| n.leaf()).expect("a variable is a leaf")
+    }
+
+    fn bump(&self) {
+        if let Some(version) = &self.0.version {
+            version.bump();
+        }
+    }
+
+    /// The gradient collected so far, if there is one.
+    pub fn grad(&self) -> Option<Tensor> {
+        self.leaf().grad().map(Tensor::constant)
+    }
+
+    /// Forget the gradient.
+    pub fn zero_grad(&self) -> Result<()> {
+        self.leaf().clear()
+    }
+
+    /// Replace the gradient (clipping, unscaling, averaging).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::DType`] if `grad` differs from the variable.
+    pub fn set_grad(&self, grad: &Tensor) -> Result<()> {
+        self.check_like("set_grad", grad)?;
+        self.leaf().replace(&grad.raw)
+    }
+
+    /// Overwrite the value in place.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if `value` differs from the variable.
+    pub fn set(&self, value: &Tensor) -> Result<()> {
+        self.check_like("set", value)?;
+        let source = if raw::storage_identity(&value.raw).0 == raw::storage_identity(&self.0.raw).0 {
+            raw::own_copy(&value.raw)?
+        } else {
+            value.raw.clone()
+        };
+        cpu::copy_into(&self.0.raw, &source)?;
+        self.bump();
+        Ok(())
+    }
+
+    /// Run `update` over the variable's storage (an optimizer's in-place step) and mark every tensor
+    /// made from it before as stale.
+    pub fn update_in_place<R>(&self, update: impl FnOnce(&Raw) -> Result<R>) -> Result<R> {
+        let result = update(&self.0.raw);
+        self.bump();
+        result
+    }
+
+    /// How often the value was changed in place.
+    pub fn version(&self) -> u64 {
+        self.0.version.as_ref().map_or(0, |v| v.get())
+    }
+
+    /// A number that identifies the variable in this process.
+    pub fn id(&self) -> u64 {
+        self.0.node.as_ref().map_or(0, |n| n.id())
+    }
+
+    fn check_like(&self, op: &'static str, other: &Tensor) -> Result<()> {
+        if other.dims() != self.0.dims() {
+            return Err(Error::shape(op, format!("the variable has shape {:?}, the value {:?}", self.0.dims(), other.dims())));
+        }
+        if other.dtype() != self.0.dtype() {
+            return Err(Error::dtype(
+                op,
+                format!("the variable is {}, the value {}; convert it with to()", self.0.dtype().as_str(), other.dtype().as_str()),
+            ));
+        }
+        if !other.device().same_device(self.0.device()) {
+            return Err(Error::device(op, "the value is on another device than the variable; move it with to()"));
+        }
+        Ok(())
+    }
+}
+
+impl Deref for Var {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        &self.0
+    }
+}
+
+impl AsRef<Tensor> for Var {
+    fn as_ref(&self) -> &Tensor {
+        &self.0
+    }
+}
+
+impl std::fmt::Debug for Var {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Var({})", self.0.raw)
+    }
+}
+
+/// Makes a trainable variable of any tensor: contiguous or not, a slice, a transpose, a broadcast, an intermediate
+/// result, of candle or of this library. The values are copied; the graph is cut.
+pub trait MakeVar {
+    /// The variable.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if the values are not floating point.
+    fn make_var(&self) -> Result<Var>;
+}
+
+impl MakeVar for Tensor {
+    fn make_var(&self) -> Result<Var> {
+        Var::from_tensor(self)
+    }
+}
+
+impl MakeVar for candle_core::Tensor {
+    fn make_var(&self) -> Result<Var> {
+        Var::adopt(raw::own_copy(self)?)
+    }
+}
