@@ -48,9 +48,9 @@ impl BackwardContext<'_> {
         &self.grad
     }
 
-    /// Whether input `index` needs a gradient in this pass.
+    /// Whether input `index` exists and needs a gradient in this pass.
     pub fn needs(&self, index: usize) -> bool {
-        self.node.inputs[index].as_ref().is_some_and(|n| self.wanted.is_none_or(|w| w.contains(&n.id())))
+        self.node.inputs.get(index).and_then(Option::as_ref).is_some_and(|n| self.wanted.is_none_or(|w| w.contains(&n.id())))
     }
 
     /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first gradient is

@@ -1,0 +1,41 @@
+//! Comparisons: u8 results (1 true, 0 false) that carry no gradient.
+
+use super::case::Entry;
+use crate::{Error, Result, Tensor};
+
+macro_rules! comparisons {
+    ($($name:ident $candle:ident $doc:literal;)*) => {
+        impl Tensor {
+            $(
+                #[doc = $doc]
+                ///
+                /// Shapes broadcast as in numpy; the result is u8 and carries no gradient.
+                ///
+                /// # Errors
+                /// [`Error::Shape`] if the shapes do not broadcast, [`Error::DType`] if the dtypes differ.
+                pub fn $name(&self, other: &Tensor) -> Result<Tensor> {
+                    if self.dtype() != other.dtype() {
+                        return Err(Error::dtype(
+                            stringify!($name),
+                            format!("dtypes {} and {} differ; convert one with to()", self.dtype().as_str(), other.dtype().as_str()),
+                        ));
+                    }
+                    let shape = self.shape().broadcast_shape_binary_op(other.shape(), stringify!($name))?;
+                    Ok(Tensor::constant(self.raw.broadcast_as(&shape)?.$candle(&other.raw.broadcast_as(&shape)?)?))
+                }
+            )*
+        }
+    };
+}
+
+comparisons! {
+    eq eq "1 where elements are equal.";
+    ne ne "1 where elements differ.";
+    lt lt "1 where this element is smaller.";
+    le le "1 where this element is smaller or equal.";
+    gt gt "1 where this element is larger.";
+    ge ge "1 where this element is larger or equal.";
+}
+
+/// Comparisons have no derivative, so the registry has no cases for them.
+pub static ENTRIES: &[Entry] = &[];

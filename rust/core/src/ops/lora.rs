@@ -1,0 +1,331 @@
+//! Low-rank adapted linear maps as single operations.
+//!
+//! LoRA (Hu et al. 2021, arXiv:2106.09685): y = x Wᵀ + b + s (x Aᵀ) Bᵀ with A = `down (r, in)`, B = `up (out, r)`.
+//! DoRA (Liu et al. 2024, arXiv:2402.09353): y = c ∘ (x Wᵀ + s (x Aᵀ) Bᵀ) + b, c = m / ‖W + s B A‖ per row, the norm being a
+//! constant in the backward (section 4.3 of the paper), as in peft.
+//!
+//! The base W, b is frozen: it never gets a gradient, and nothing is saved for it.
+
+use candle_core::Shape;
+
+use super::case::{Case, Entry};
+use super::linear::{as_matrix, check, forward, linear, same_kind, with_last};
+use crate::cpu::{self, Binary, Real};
+use crate::raw::{Raw, own_copy};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::{Error, Result, Tensor};
+
+static LORA: OpInfo = OpInfo::dear("lora_linear");
+static DORA: OpInfo = OpInfo::dear("dora_linear");
+
+#[derive(Clone, Copy)]
+struct Mul;
+
+impl Binary for Mul {
+    #[inline(always)]
+    fn apply<R: Real>(&self, a: R, b: R) -> R {
+        a * b
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Div;
+
+impl Binary for Div {
+    #[inline(always)]
+    fn apply<R: Real>(&self, a: R, b: R) -> R {
+        a / b
+    }
+}
+
+/// Rank of `down (r, in)`, `up (out, r)` against a base of `(out, in)`.
+fn check_factors(op: &'static str, x: &Tensor, (out, inner): (usize, usize), down: &Tensor, up: &Tensor) -> Result<()> {
+    let fits = down.rank() == 2 && up.rank() == 2 && down.dims()[1] == inner && up.dims()[0] == out && down.dims()[0] == up.dims()[1];
+    if !fits {
+        return Err(Error::shape(
+            op,
+            format!(
+                "down has shape {:?} and up {:?}, expected (rank, {inner}) and ({out}, rank)",
+                down.dims(),
+                up.dims()
+            ),
+        ));
+    }
+    same_kind(op, x, "down matrix", down)?;
+    same_kind(op, x, "up matrix", up)
+}
+
+fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+    if weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
+        return Err(Error::argument(
+            op,
+            "the base weight and bias must be frozen, but one needs a gradient; detach() it, or train it with linear()",
+        ));
+    }
+    Ok(())
+}
+
+/// s (g B): the gradient at x Aᵀ. Matrices.
+fn grad_hidden(grad: &Raw, up: &Raw, scale: f64) -> Result<Raw> {
+    let result = Raw::zeros((grad.dims()[0], up.dims()[1]), grad.dtype(), grad.device())?;
+    cpu::matmul_into(&result, grad, up, scale, false)?;
+    Ok(result)
+}
+
+/// s gᵀ h: the gradient of `up`. Matrices.
+fn grad_up(grad: &Raw, hidden: &Raw, scale: f64) -> Result<Raw> {
+    let result = Raw::zeros((grad.dims()[1], hidden.dims()[1]), grad.dtype(), grad.device())?;
+    cpu::matmul_into(&result, &grad.t()?, hidden, scale, false)?;
+    Ok(result)
+}
+
+/// The gradients of the two LoRA matrices alone.
+///
+/// `grad_output (..., out)`, `input (..., in)`, `down (r, in)`, `up (out, r)` → (`(r, in)`, `(out, r)`), of y = s (x Aᵀ) Bᵀ.
+/// CPU tensors use the CPU form; nothing moves between devices.
+///
+/// # Errors
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
+pub fn lora_backward(grad_output: &Tensor, input: &Tensor, down: &Tensor, up: &Tensor, scale: f64) -> Result<(Tensor, Tensor)> {
+    const OP: &str = "lora_backward";
+    let (Some(&out), Some(&inner)) = (grad_output.dims().last(), input.dims().last()) else {
+        return Err(Error::shape(OP, "grad_output and input need at least one dimension"));
+    };
+    if grad_output.dims()[..grad_output.rank() - 1] != input.dims()[..input.rank() - 1] {
+        return Err(Error::shape(
+            OP,
+            format!("grad_output has shape {:?}, input {:?}; all but the last size must agree", grad_output.dims(), input.dims()),
+        ));
+    }
+    check_factors(OP, input, (out, inner), down, up)?;
+    same_kind(OP, input, "grad_output", grad_output)?;
+    let (grad, x) = (as_matrix(&grad_output.raw)?, as_matrix(&input.raw)?);
+    let hidden = cpu::matmul(&x, &down.raw.t()?)?;
+    let grad_down = cpu::matmul(&grad_hidden(&grad, &up.raw, scale)?.t()?, &x)?;
+    Ok((Tensor::constant(grad_down), Tensor::constant(grad_up(&grad, &hidden, scale)?)))
+}
+
+/// What both backwards share: the base and the two factors.
+struct Factors {
+    x: Option<Saved>,
+    hidden: Option<Saved>,
+    weight: Option<Saved>,
+    down: Option<Saved>,
+    up: Option<Saved>,
+    scale: f64,
+    x_shape: Shape,
+}
+
+impl Factors {
+    /// Inputs 0, 1, 2 of the node are x, down, up; `grad` is the gradient at x Wᵀ + s (x Aᵀ) Bᵀ.
+    fn backward(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
+        if let (true, Some(hidden)) = (context.needs(2), &self.hidden) {
+            context.add(2, grad_up(grad, &hidden.get()?, self.scale)?)?;
+        }
+        let Some(up) = self.up.as_ref().filter(|_| context.needs(0) || context.needs(1)) else { return Ok(()) };
+        let grad_hidden = grad_hidden(grad, &up.get()?, self.scale)?;
+        if let (true, Some(x)) = (context.needs(1), &self.x) {
+            context.add(1, cpu::matmul(&grad_hidden.t()?, &as_matrix(&x.get()?)?)?)?;
+        }
+        if let (true, Some(weight), Some(down)) = (context.needs(0), &self.weight, &self.down) {
+            let grad_x = cpu::matmul(grad, &weight.get()?)?;
+            cpu::matmul_into(&grad_x, &grad_hidden, &down.get()?, 1.0, true)?;
+            context.add(0, grad_x.reshape(&self.x_shape)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// Everything a LoRA-like operation takes besides its input.
+#[derive(Clone, Copy)]
+pub struct LoraWeights<'a> {
+    /// Frozen base, (out, in).
+    pub weight: &'a Tensor,
+    /// Frozen bias, (out).
+    pub bias: Option<&'a Tensor>,
+    /// A, (rank, in).
+    pub down: &'a Tensor,
+    /// B, (out, rank).
+    pub up: &'a Tensor,
+    /// s: alpha / rank (LoRA), alpha / √rank (rsLoRA).
+    pub scale: f64,
+}
+
+impl LoraWeights<'_> {
+    fn check(&self, op: &'static str, x: &Tensor) -> Result<()> {
+        check(op, x, self.weight, self.bias)?;
+        check_frozen(op, self.weight, self.bias)?;
+        check_factors(op, x, (self.weight.dims()[0], self.weight.dims()[1]), self.down, self.up)
+    }
+}
+
+struct LoraBackward(Factors);
+
+impl Backward for LoraBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = as_matrix(context.grad())?;
+        self.0.backward(context, &grad)
+    }
+}
+
+fn save_factors(saver: &mut crate::tape::Saver<'_>, x: &Tensor, w: &LoraWeights<'_>, hidden: &Raw) -> Factors {
+    let (needs_x, needs_down, needs_up) = (saver.needs(0), saver.needs(1), saver.needs(2));
+    Factors {
+        x: needs_down.then(|| saver.save(x)),
+        hidden: needs_up.then(|| saver.save_raw(hidden)),
+        weight: needs_x.then(|| saver.hold(w.weight)),
+        down: needs_x.then(|| saver.hold(w.down)),
+        up: (needs_x || needs_down).then(|| saver.hold(w.up)),
+        scale: w.scale,
+        x_shape: x.shape().clone(),
+    }
+}
+
+/// y = x Wᵀ + b + s (x Aᵀ) Bᵀ: `x (..., in)` → `(..., out)`. Saves x and x Aᵀ.
+///
+/// # Errors
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient.
+pub fn lora_linear(x: &Tensor, w: LoraWeights<'_>) -> Result<Tensor> {
+    w.check(LORA.name, x)?;
+    record_with_aux(
+        &LORA,
+        &[x, w.down, w.up],
+        || {
+            let matrix = as_matrix(&x.raw)?;
+            let hidden = cpu::matmul(&matrix, &w.down.raw.t()?)?;
+            let y = forward(&matrix, &w.weight.raw, w.bias.map(|b| &b.raw))?;
+            cpu::matmul_into(&y, &hidden, &w.up.raw.t()?, w.scale, true)?;
+            Ok((y.reshape(with_last(&x.raw, w.weight.dims()[0]))?, smallvec::smallvec![hidden]))
+        },
+        |saver, _, aux| LoraBackward(save_factors(saver, x, &w, &aux[0])),
+    )
+}
+
+struct DoraBackward {
+    factors: Factors,
+    /// m / ‖W + s B A‖, (out).
+    ratio: Saved,
+    /// ‖W + s B A‖, (out).
+    norm: Saved,
+    /// x Wᵀ + s (x Aᵀ) Bᵀ, for the gradient of the magnitude.
+    direction: Option<Saved>,
+}
+
+impl Backward for DoraBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = as_matrix(context.grad())?;
+        if let (true, Some(direction)) = (context.needs(3), &self.direction) {
+            let product = cpu::sum(&cpu::binary(&grad, &as_matrix(&direction.get()?)?, Mul)?, &[0], false)?;
+            context.add(3, cpu::binary(&product, &self.norm.get()?, Div)?)?;
+        }
+        let scaled = cpu::binary(&grad, &self.ratio.get()?, Mul)?;
+        self.factors.backward(context, &scaled)
+    }
+}
+
+/// ‖W + s B A‖ of each row, (out), in the dtype of W, computed in at least f32.
+///
+/// # Errors
+/// [`Error::Shape`] if the operands do not fit.
+pub fn adapted_row_norm(weight: &Tensor, down: &Tensor, up: &Tensor, scale: f64) -> Result<Tensor> {
+    let adapted = own_copy(&weight.raw)?;
+    cpu::matmul_into(&adapted, &up.raw, &down.raw, scale, true)?;
+    let squares = cpu::sum(&cpu::binary(&adapted, &adapted, Mul)?, &[1], false)?;
+    Tensor::constant(squares).sqrt()
+}
+
+/// DoRA: `x (..., in)` → `(..., out)` with `magnitude (out)`. Saves x, x Aᵀ, and the result before scaling for the magnitude.
+///
+/// # Errors
+/// As [`lora_linear`].
+pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result<Tensor> {
+    w.check(DORA.name, x)?;
+    let out = w.weight.dims()[0];
+    if magnitude.dims() != [out] {
+        return Err(Error::shape(DORA.name, format!("the magnitude has shape {:?}, expected ({out},)", magnitude.dims())));
+    }
+    same_kind(DORA.name, x, "magnitude", magnitude)?;
+    record_with_aux(
+        &DORA,
+        &[x, w.down, w.up, magnitude],
+        || {
+            let matrix = as_matrix(&x.raw)?;
+            let norm = adapted_row_norm(&w.weight.detach(), &w.down.detach(), &w.up.detach(), w.scale)?.raw;
+            let ratio = cpu::binary(&magnitude.raw, &norm, Div)?;
+            let hidden = cpu::matmul(&matrix, &w.down.raw.t()?)?;
+            let direction = forward(&matrix, &w.weight.raw, None)?;
+            cpu::matmul_into(&direction, &hidden, &w.up.raw.t()?, w.scale, true)?;
+            let mut y = cpu::binary(&direction, &ratio, Mul)?;
+            if let Some(bias) = w.bias {
+                y = cpu::binary(&y, &bias.raw, cpu::Add)?;
+            }
+            Ok((y.reshape(with_last(&x.raw, out))?, smallvec::smallvec![hidden, ratio, norm, direction]))
+        },
+        |saver, _, aux| DoraBackward {
+            factors: save_factors(saver, x, &w, &aux[0]),
+            ratio: saver.save_raw(&aux[1]),
+            norm: saver.save_raw(&aux[2]),
+            direction: saver.needs(3).then(|| saver.save_raw(&aux[3])),
+        },
+    )
+}
+
+fn lora_plain(x: &[Tensor], scale: f64) -> Result<Tensor> {
+    let base = linear(&x[0], &x[3].detach(), x.get(4).map(Tensor::detach).as_ref())?;
+    base.add(&linear(&linear(&x[0], &x[1], None)?, &x[2], None)?.mul_scalar(scale)?)
+}
+
+/// Registry entries of this file. The base is an input that gets no gradient, so cases close over it.
+pub static ENTRIES: &[Entry] = &[
+    Entry {
+        info: &LORA,
+        cases: || {
+            fn frozen(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
+                let n = dims.iter().product::<usize>();
+                let values: Vec<f64> = (0..n).map(|i| (i as f64 * 0.7).sin()).collect();
+                Tensor::from_vec(values, dims, x.device())?.to_dtype(x.dtype())
+            }
+            let run = |x: &[Tensor]| {
+                let (weight, bias) = (frozen(&x[0], &[4, 5])?, frozen(&x[0], &[4])?);
+                lora_linear(&x[0], LoraWeights { weight: &weight, bias: Some(&bias), down: &x[1], up: &x[2], scale: 0.5 })
+            };
+            let plain = |x: &[Tensor]| {
+                let all = [x[0].clone(), x[1].clone(), x[2].clone(), frozen(&x[0], &[4, 5])?, frozen(&x[0], &[4])?];
+                lora_plain(&all, 0.5)
+            };
+            vec![
+                Case::new("", &[&[2, 3, 5], &[2, 5], &[4, 2]], run).plain(plain),
+                Case::new("one row", &[&[5], &[1, 5], &[4, 1]], run).plain(plain),
+                Case::new("no rows", &[&[0, 5], &[2, 5], &[4, 2]], run).plain(plain),
+            ]
+        },
+    },
+    Entry {
+        info: &DORA,
+        cases: || {
+            // The norm is a constant in the backward but not in a finite difference, so only x and the magnitude are inputs.
+            fn fixed(x: &Tensor, dims: &[usize], phase: f64) -> Result<Tensor> {
+                let n = dims.iter().product::<usize>();
+                let values: Vec<f64> = (0..n).map(|i| (i as f64 * 0.7 + phase).sin()).collect();
+                Tensor::from_vec(values, dims, x.device())?.to_dtype(x.dtype())
+            }
+            let run = |x: &[Tensor]| {
+                let (weight, bias) = (fixed(&x[0], &[4, 5], 0.1)?, fixed(&x[0], &[4], 0.2)?);
+                let (down, up) = (fixed(&x[0], &[2, 5], 0.3)?, fixed(&x[0], &[4, 2], 0.4)?);
+                let w = LoraWeights { weight: &weight, bias: Some(&bias), down: &down, up: &up, scale: 0.5 };
+                dora_linear(&x[0], w, &x[1])
+            };
+            let plain = |x: &[Tensor]| {
+                let (weight, bias) = (fixed(&x[0], &[4, 5], 0.1)?, fixed(&x[0], &[4], 0.2)?);
+                let (down, up) = (fixed(&x[0], &[2, 5], 0.3)?, fixed(&x[0], &[4, 2], 0.4)?);
+                let adapted = weight.add(&up.matmul(&down)?.mul_scalar(0.5)?)?;
+                let norm = adapted.sqr()?.sum(&[1], false)?.sqrt()?;
+                linear(&x[0], &adapted, None)?.mul(&x[1].div(&norm)?)?.add(&bias)
+            };
+            vec![
+                Case::new("", &[&[2, 3, 5], &[4]], run).plain(plain),
+                Case::new("no rows", &[&[0, 5], &[4]], run).plain(plain),
+            ]
+        },
+    },
+];

@@ -1,0 +1,91 @@
+//! Matrix products with numpy's batch broadcasting.
+
+use super::case::{Case, Entry};
+use crate::cpu;
+use crate::raw::Raw;
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::{Error, Result, Tensor};
+
+static MATMUL: OpInfo = OpInfo::dear("matmul");
+
+struct MatmulBackward {
+    a: Option<Saved>,
+    b: Option<Saved>,
+    dims: [Vec<usize>; 2],
+}
+
+/// Swap the last two dimensions.
+fn transposed(raw: &Raw) -> Result<Raw> {
+    Ok(raw.transpose(raw.rank() - 2, raw.rank() - 1)?)
+}
+
+impl Backward for MatmulBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = context.grad().clone();
+        if let (true, Some(b)) = (context.needs(0), &self.b) {
+            let product = cpu::matmul(&grad, &transposed(&b.get()?)?)?;
+            context.add(0, cpu::sum_to_shape(&product, &self.dims[0])?)?;
+        }
+        if let (true, Some(a)) = (context.needs(1), &self.a) {
+            let product = cpu::matmul(&transposed(&a.get()?)?, &grad)?;
+            context.add(1, cpu::sum_to_shape(&product, &self.dims[1])?)?;
+        }
+        Ok(())
+    }
+}
+
+impl Tensor {
+    /// The matrix product (..., m, k) × (..., k, n) → (..., m, n). Batch dimensions broadcast; a vector on the left is a row, on
+    /// the right a column, and that dimension is dropped from the result, as in numpy.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the shapes do not fit, [`Error::DType`] if the dtypes differ or are not floating point.
+    pub fn matmul(&self, other: &Self) -> Result<Self> {
+        if self.rank() == 0 || other.rank() == 0 {
+            return Err(Error::shape("matmul", "a number is no matrix; use * to scale"));
+        }
+        if self.rank() == 1 {
+            let product = self.unsqueeze(0)?.matmul(other)?;
+            return product.squeeze(product.rank() - if other.rank() == 1 { 1 } else { 2 });
+        }
+        if other.rank() == 1 {
+            let product = self.matmul(&other.unsqueeze(1)?)?;
+            return product.squeeze(product.rank() - 1);
+        }
+        if self.dtype() != other.dtype() {
+            return Err(Error::dtype(
+                "matmul",
+                format!("dtypes {} and {} differ; convert one with to()", self.dtype().as_str(), other.dtype().as_str()),
+            ));
+        }
+        record(
+            &MATMUL,
+            &[self, other],
+            || cpu::matmul(&self.raw, &other.raw),
+            |saver, _| MatmulBackward {
+                a: saver.needs(1).then(|| saver.save(self)),
+                b: saver.needs(0).then(|| saver.save(other)),
+                dims: [self.dims().to_vec(), other.dims().to_vec()],
+            },
+        )
+    }
+}
+
+/// Registry entries of this file.
+pub static ENTRIES: &[Entry] = &[Entry {
+    info: &MATMUL,
+    cases: || {
+        let product = |x: &[Tensor]| x[0].matmul(&x[1]);
+        vec![
+            Case::new("matrices", &[&[3, 5], &[5, 4]], product),
+            Case::new("batch", &[&[2, 3, 3, 5], &[2, 3, 5, 2]], product),
+            Case::new("batch broadcast", &[&[2, 1, 3, 5], &[3, 5, 2]], product),
+            Case::new("shared right", &[&[2, 3, 5], &[5, 2]], product),
+            Case::new("vector left", &[&[5], &[5, 2]], product),
+            Case::new("vector right", &[&[3, 5], &[5]], product),
+            Case::new("dot", &[&[5], &[5]], product),
+            Case::new("empty rows", &[&[0, 5], &[5, 2]], product),
+            Case::new("empty sum", &[&[3, 0], &[0, 2]], product),
+        ]
+    },
+}];
