@@ -16,6 +16,7 @@
 pub mod checkpoint;
 pub mod cpu;
 mod error;
+mod flat;
 pub mod gradcheck;
 pub mod memory;
 pub mod ops;
@@ -27,6 +28,7 @@ mod var;
 
 pub use candle_core::{DType, Device, Shape};
 pub use error::{Error, Result};
+pub use flat::FlatBuffer;
 pub use raw::Raw;
 pub use tape::{GradStore, grad, no_grad};
 pub use tensor::Tensor;

@@ -1,0 +1,23 @@
+//! Initial values of parameters, drawn from the library's generator.
+
+use trainable_candle_core::{DType, Device, Result, Shape, Tensor};
+
+/// Uniform in ±√(1 / fan_in): what torch's `kaiming_uniform_(a=√5)` gives, torch's default for linear layers and the usual
+/// one for a LoRA's down matrix. `fan_in` is the product of all sizes but the first.
+///
+/// # Errors
+/// As [`Tensor::rand`].
+pub fn kaiming_uniform(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    let shape = shape.into();
+    let fan_in: usize = shape.dims().iter().skip(1).product();
+    uniform_by_fan(fan_in, shape, dtype, device)
+}
+
+/// Uniform in ±√(1 / fan_in), for a bias beside a weight of that fan-in.
+///
+/// # Errors
+/// As [`Tensor::rand`].
+pub fn uniform_by_fan(fan_in: usize, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
+    let bound = 1.0 / (fan_in.max(1) as f64).sqrt();
+    Tensor::rand(-bound, bound, shape, DType::F32, device)?.to_dtype(dtype)
+}

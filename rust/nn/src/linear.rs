@@ -1,0 +1,92 @@
+//! [`Linear`]: y = x Wᵀ + b over frozen or trainable parameters, with a place for an adapter.
+
+use std::sync::{Arc, PoisonError, RwLock};
+
+use trainable_candle_core::ops::linear::linear;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
+
+use crate::adapter::Adapter;
+use crate::init;
+
+/// A linear layer. `Linear<Tensor>` is frozen, `Linear<Var>` trainable: that is a property of the parameter, the layer is
+/// the same.
+///
+/// An adapter may be attached to it; the layer's owner need not know.
+pub struct Linear<T: AsRef<Tensor>> {
+    /// (out_features, in_features).
+    pub weight: T,
+    /// (out_features).
+    pub bias: Option<T>,
+    adapter: AdapterSlot,
+}
+
+/// Where an adapter sits. Shared, so that a set of adapters can be taken off again.
+pub(crate) type AdapterSlot = Arc<RwLock<Option<Arc<dyn Adapter>>>>;
+
+impl Linear<Var> {
+    /// A trainable layer with torch's initial values: weight and bias uniform in ±1/√in_features. f32.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the weight does not fit.
+    pub fn new(in_features: usize, out_features: usize, device: &Device) -> Result<Self> {
+        let weight = init::kaiming_uniform((out_features, in_features), DType::F32, device)?;
+        let bias = init::uniform_by_fan(in_features, out_features, DType::F32, device)?;
+        Self::from_parameters(Var::from_tensor(&weight)?, Some(Var::from_tensor(&bias)?))
+    }
+
+    /// The trainable parameters: weight, then bias.
+    pub fn vars(&self) -> Vec<Var> {
+        std::iter::once(self.weight.clone()).chain(self.bias.clone()).collect()
+    }
+}
+
+impl Linear<Tensor> {
+    /// A frozen layer over a weight `(out_features, in_features)` and a bias `(out_features)`.
+    pub fn from_weight(weight: Tensor, bias: Option<Tensor>) -> Self {
+        Self { weight, bias, adapter: AdapterSlot::default() }
+    }
+}
+
+impl<T: AsRef<Tensor>> Linear<T> {
+    /// A layer over given parameters.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the weight is no matrix or the bias does not fit it.
+    pub fn from_parameters(weight: T, bias: Option<T>) -> Result<Self> {
+        let dims = weight.as_ref().dims();
+        if dims.len() != 2 {
+            return Err(Error::shape("Linear", format!("the weight has shape {dims:?}, expected (out_features, in_features)")));
+        }
+        if let Some(bias) = bias.as_ref().map(AsRef::as_ref).filter(|b| b.dims() != [dims[0]]) {
+            return Err(Error::shape("Linear", format!("the bias has shape {:?}, expected ({},)", bias.dims(), dims[0])));
+        }
+        Ok(Self { weight, bias, adapter: AdapterSlot::default() })
+    }
+
+    /// `x (..., in_features)` → `(..., out_features)`, through the adapter if one is attached.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the input does not fit.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let (weight, bias) = (self.weight.as_ref(), self.bias.as_ref().map(AsRef::as_ref));
+        let adapter = self.adapter.read().unwrap_or_else(PoisonError::into_inner).clone();
+        match adapter {
+            Some(adapter) => adapter.forward(x, weight, bias),
+            None => linear(x, weight, bias),
+        }
+    }
+
+    /// Size of the input's last dimension.
+    pub fn in_features(&self) -> usize {
+        self.weight.as_ref().dims().get(1).copied().unwrap_or(0)
+    }
+
+    /// Size of the result's last dimension.
+    pub fn out_features(&self) -> usize {
+        self.weight.as_ref().dims().first().copied().unwrap_or(0)
+    }
+
+    pub(crate) const fn slot(&self) -> &AdapterSlot {
+        &self.adapter
+    }
+}

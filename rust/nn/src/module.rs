@@ -1,0 +1,103 @@
+//! Walking the named layers and tensors of a model.
+
+use trainable_candle_core::{Result, Tensor};
+
+use crate::Linear;
+
+/// A layer that adapters know how to sit on.
+#[derive(Clone, Copy)]
+pub enum Layer<'a> {
+    /// y = x Wᵀ + b.
+    Linear(&'a Linear<Tensor>),
+}
+
+/// Something with named parts. A model lists its parts once; loading, adapters and listings all use that.
+pub trait Module {
+    /// Show every part to `visitor`.
+    ///
+    /// # Errors
+    /// Whatever the visitor raises.
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()>;
+
+    /// Every layer that can carry an adapter, with its name (`blocks.0.attn.to_q`).
+    fn named_layers(&self) -> Vec<(String, Layer<'_>)> {
+        let mut layers = Vec::new();
+        // The closure below raises nothing.
+        let _ = self.visit(&mut Visitor::new(&mut |part| {
+            if let Part::Layer(name, layer) = part {
+                layers.push((name, layer));
+            }
+            Ok(())
+        }));
+        layers
+    }
+
+    /// Every parameter with its name (`blocks.0.attn.to_q.weight`), adapters excluded.
+    fn named_tensors(&self) -> Vec<(String, Tensor)> {
+        let mut tensors = Vec::new();
+        let _ = self.visit(&mut Visitor::new(&mut |part| {
+            match part {
+                Part::Layer(name, Layer::Linear(linear)) => {
+                    tensors.push((format!("{name}.weight"), linear.weight.clone()));
+                    tensors.extend(linear.bias.clone().map(|b| (format!("{name}.bias"), b)));
+                }
+                Part::Tensor(name, tensor) => tensors.push((name, tensor.clone())),
+            }
+            Ok(())
+        }));
+        tensors
+    }
+}
+
+/// What a visitor is shown.
+pub enum Part<'a> {
+    /// A layer and its name.
+    Layer(String, Layer<'a>),
+    /// Any other parameter and its name.
+    Tensor(String, &'a Tensor),
+}
+
+/// Carries the path of names while a module shows its parts.
+pub struct Visitor<'a, 'f> {
+    path: String,
+    see: &'f mut dyn FnMut(Part<'a>) -> Result<()>,
+}
+
+impl<'a, 'f> Visitor<'a, 'f> {
+    /// Call `see` with every part.
+    pub fn new(see: &'f mut dyn FnMut(Part<'a>) -> Result<()>) -> Self {
+        Self { path: String::new(), see }
+    }
+
+    fn join(&self, name: &str) -> String {
+        if self.path.is_empty() { name.to_string() } else { format!("{}.{name}", self.path) }
+    }
+
+    /// Show the parts of `module` under `name`.
+    ///
+    /// # Errors
+    /// Whatever `see` raises.
+    pub fn module(&mut self, name: &str, module: &'a dyn Module) -> Result<()> {
+        let inner = self.join(name);
+        let outer = std::mem::replace(&mut self.path, inner);
+        let result = module.visit(self);
+        self.path = outer;
+        result
+    }
+
+    /// Show a linear layer.
+    ///
+    /// # Errors
+    /// Whatever `see` raises.
+    pub fn linear(&mut self, name: &str, linear: &'a Linear<Tensor>) -> Result<()> {
+        (self.see)(Part::Layer(self.join(name), Layer::Linear(linear)))
+    }
+
+    /// Show a parameter that is not a layer's.
+    ///
+    /// # Errors
+    /// Whatever `see` raises.
+    pub fn tensor(&mut self, name: &str, tensor: &'a Tensor) -> Result<()> {
+        (self.see)(Part::Tensor(self.join(name), tensor))
+    }
+}
