@@ -1,0 +1,197 @@
+//! The one error type of the library and how candle's errors become it.
+
+use std::path::PathBuf;
+
+/// A result whose error is [`Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Everything that can go wrong. A message starts with the operation, says what was found and what was
+/// expected and, where the caller can act, what to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Shapes that do not fit together.
+    #[error("{op}: {message}")]
+    Shape {
+        /// The operation.
+        op: &'static str,
+        /// What was found, what was expected.
+        message: String,
+    },
+    /// A dtype the operation does not take, or operands that disagree.
+    #[error("{op}: {message}")]
+    DType {
+        /// The operation.
+        op: &'static str,
+        /// What was found, what was expected.
+        message: String,
+    },
+    /// Operands on different devices, or an unknown device.
+    #[error("{op}: {message}")]
+    Device {
+        /// The operation.
+        op: &'static str,
+        /// What was found, what was expected.
+        message: String,
+    },
+    /// CUDA was asked for and cannot be used; the message says why.
+    #[error("CUDA is unavailable: {0}")]
+    CudaUnavailable(String),
+    /// An index outside its dimension.
+    #[error("{op}: {message}")]
+    Index {
+        /// The operation.
+        op: &'static str,
+        /// What was found, what was expected.
+        message: String,
+    },
+    /// An argument outside its range.
+    #[error("{op}: {message}")]
+    Argument {
+        /// The operation.
+        op: &'static str,
+        /// What was found, what was expected.
+        message: String,
+    },
+    /// An operation without a derivative met an input that needs a gradient.
+    #[error("{op}: has no backward, but an input needs a gradient; detach() the input or call it under no_grad()")]
+    NoBackward {
+        /// The operation.
+        op: &'static str,
+    },
+    /// The graph cannot be walked: freed, changed in place, not connected.
+    #[error("{op}: {message}")]
+    Autograd {
+        /// The operation.
+        op: &'static str,
+        /// What was found, what to do.
+        message: String,
+    },
+    /// More memory than there is.
+    #[error("{op}: {message}")]
+    OutOfMemory {
+        /// The operation.
+        op: &'static str,
+        /// What was asked for, what there is.
+        message: String,
+    },
+    /// A NaN or an infinity where none may be.
+    #[error("{op}: {message}")]
+    NonFinite {
+        /// The operation.
+        op: &'static str,
+        /// Which tensor, what to do.
+        message: String,
+    },
+    /// A weight, adapter or state file that cannot be used.
+    #[error("{path}: {message}")]
+    WeightsFormat {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        message: String,
+    },
+    /// A configuration that cannot be used.
+    #[error("{0}")]
+    Config(String),
+    /// The file system said no.
+    #[error("{path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// Candle refused for a reason that has no case of its own here.
+    #[error("{0}")]
+    Candle(String),
+    /// An error of the caller's own code, passed through unchanged (a Python exception inside a checkpointed function).
+    #[error("{0}")]
+    External(Box<dyn std::error::Error + Send + Sync>),
+    /// A checkpointed function has recomputed all that is needed. Functions pass it on with `?`;
+    /// it never leaves [`backward`](crate::Tensor::backward).
+    #[error("checkpoint: recomputation is complete")]
+    ReplayComplete,
+}
+
+impl Error {
+    /// A shape error of `op`.
+    #[cold]
+    pub fn shape(op: &'static str, message: impl Into<String>) -> Self {
+        Self::Shape { op, message: message.into() }
+    }
+
+    /// A dtype error of `op`.
+    #[cold]
+    pub fn dtype(op: &'static str, message: impl Into<String>) -> Self {
+        Self::DType { op, message: message.into() }
+    }
+
+    /// A device error of `op`.
+    #[cold]
+    pub fn device(op: &'static str, message: impl Into<String>) -> Self {
+        Self::Device { op, message: message.into() }
+    }
+
+    /// An index error of `op`.
+    #[cold]
+    pub fn index(op: &'static str, message: impl Into<String>) -> Self {
+        Self::Index { op, message: message.into() }
+    }
+
+    /// An argument error of `op`.
+    #[cold]
+    pub fn argument(op: &'static str, message: impl Into<String>) -> Self {
+        Self::Argument { op, message: message.into() }
+    }
+
+    /// A graph error of `op`.
+    #[cold]
+    pub fn autograd(op: &'static str, message: impl Into<String>) -> Self {
+        Self::Autograd { op, message: message.into() }
+    }
+
+    /// A file-system error on `path`.
+    #[cold]
+    pub fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
+        Self::Io { path: path.into(), source }
+    }
+
+    /// A format error of the file at `path`.
+    #[cold]
+    pub fn weights(path: impl Into<PathBuf>, message: impl Into<String>) -> Self {
+        Self::WeightsFormat { path: path.into(), message: message.into() }
+    }
+}
+
+/// Candle attaches backtraces when `RUST_BACKTRACE` is set; a user sees only the reason.
+impl From<candle_core::Error> for Error {
+    #[cold]
+    fn from(error: candle_core::Error) -> Self {
+        use candle_core::Error as C;
+        match error {
+            C::WithBacktrace { inner, .. } => (*inner).into(),
+            C::Context { inner, context } => match (*inner).into() {
+                Self::Candle(reason) => Self::Candle(format!("{context}: {reason}")),
+                other => other,
+            },
+            C::WithPath { inner, path } => match (*inner).into() {
+                Self::Candle(reason) => Self::WeightsFormat { path, message: reason },
+                other => other,
+            },
+            C::ShapeMismatchBinaryOp { lhs, rhs, op } => {
+                Self::shape(op, format!("shapes {:?} and {:?} do not fit together", lhs.dims(), rhs.dims()))
+            }
+            C::DTypeMismatchBinaryOp { lhs, rhs, op } => {
+                Self::dtype(op, format!("dtypes {} and {} differ; convert one with to()", lhs.as_str(), rhs.as_str()))
+            }
+            C::DeviceMismatchBinaryOp { lhs, rhs, op } => {
+                Self::device(op, format!("tensors are on different devices ({lhs:?} and {rhs:?}); move one with to()"))
+            }
+            C::UnsupportedDTypeForOp(dtype, op) => Self::dtype(op, format!("dtype {} is not supported", dtype.as_str())),
+            C::NotCompiledWithCudaSupport => Self::CudaUnavailable("this build has no CUDA support".into()),
+            C::Io(source) => Self::Candle(source.to_string()),
+            other => Self::Candle(other.to_string()),
+        }
+    }
+}
