@@ -4,4 +4,7 @@
 //! dimensions. f16 and bf16 are storage formats only: arithmetic and accumulation happen in f32. Work is cut at
 //! boundaries that depend on sizes alone, so results do not depend on the number of threads.
 
+mod approx;
+pub mod elem;
 pub mod pool;
+pub mod simd;
