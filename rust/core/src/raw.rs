@@ -9,3 +9,6 @@ pub fn from_vec<T: WithDType>(data: Vec<T>, shape: impl Into<Shape>) -> Raw {
         false,
     )
 }
+pub fn check_allocation(op: &'static str, dims: &[usize], _dtype: candle_core::DType) -> crate::Result<usize> {
+    dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).filter(|n| *n < 1 << 40).ok_or_else(|| crate::Error::OutOfMemory { op, message: "too large".into() })
+}

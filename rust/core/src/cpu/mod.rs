@@ -4,7 +4,15 @@
 //! dimensions. f16 and bf16 are storage formats only: arithmetic and accumulation happen in f32. Work is cut at
 //! boundaries that depend on sizes alone, so results do not depend on the number of threads.
 
+mod access;
 mod approx;
 pub mod elem;
+mod map;
 pub mod pool;
-pub mod simd;
+mod simd;
+mod strided;
+
+pub use elem::Elem;
+pub use map::{Add, Binary, Div, Maximum, Minimum, Mul, Sub, Ternary, Unary, binary, cast, ternary, unary};
+pub use simd::{Real, dispatch};
+pub use strided::{Dims, broadcast_dims};
