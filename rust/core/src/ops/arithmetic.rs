@@ -4,7 +4,7 @@ use candle_core::{DType, Device};
 
 use super::case::{Case, Domain, Entry};
 use super::elementwise::{Pointwise, pointwise};
-use crate::cpu::{self, Add, Binary, Real, Unary};
+use crate::cpu::{self, Add, Binary, Div, Maximum, Minimum, Mul, Real, Sub, Unary};
 use crate::raw::{Raw, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record, record_view};
 use crate::{Error, Result, Tensor, Var};
@@ -38,13 +38,7 @@ macro_rules! functors {
 }
 
 functors! {
-    Sub: |a, b| a - b;
-    Mul: |a, b| a * b;
-    Div: |a, b| a / b;
     Pow: |a, b| a.powf(b);
-    // A NaN on either side is the result.
-    Maximum: |a, b| if a >= b || a.is_nan() { a } else { b };
-    Minimum: |a, b| if a <= b || a.is_nan() { a } else { b };
     // 1 where the first operand is taken, half where both are equal (torch's subgradient).
     TakesMaximum: |a, b| if a > b { R::ONE } else if a == b { R::from_f64(0.5) } else { R::ZERO };
     TakesMinimum: |a, b| if a < b { R::ONE } else if a == b { R::from_f64(0.5) } else { R::ZERO };
@@ -493,8 +487,6 @@ macro_rules! operators {
         }
     };
 }
-
-use std::ops::{Add as _, Div as _, Mul as _, Sub as _};
 
 operators! {
     Add add |t, v| t.add_scalar(v), |v, t| t.add_scalar(v);

@@ -10,33 +10,13 @@ use candle_core::Shape;
 
 use super::case::{Case, Entry};
 use super::linear::{as_matrix, check, forward, linear, same_kind, with_last};
-use crate::cpu::{self, Binary, Real};
+use crate::cpu::{self, Div, Mul};
 use crate::raw::{Raw, own_copy};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor};
 
 static LORA: OpInfo = OpInfo::dear("lora_linear");
 static DORA: OpInfo = OpInfo::dear("dora_linear");
-
-#[derive(Clone, Copy)]
-struct Mul;
-
-impl Binary for Mul {
-    #[inline(always)]
-    fn apply<R: Real>(&self, a: R, b: R) -> R {
-        a * b
-    }
-}
-
-#[derive(Clone, Copy)]
-struct Div;
-
-impl Binary for Div {
-    #[inline(always)]
-    fn apply<R: Real>(&self, a: R, b: R) -> R {
-        a / b
-    }
-}
 
 /// Rank of `down (r, in)`, `up (out, r)` against a base of `(out, in)`.
 fn check_factors(op: &'static str, x: &Tensor, (out, inner): (usize, usize), down: &Tensor, up: &Tensor) -> Result<()> {

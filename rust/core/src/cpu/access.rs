@@ -1,0 +1,129 @@
+//! Access to the storage of candle tensors.
+//!
+//! Candle locks storages in its own operations in an order that cannot deadlock, even if operands share a storage
+//! that another thread waits to write. So kernels run inside candle's custom operations, made here from closures.
+
+use candle_core::{
+    CpuStorage, CustomOp1, CustomOp2, CustomOp3, InplaceOp1, InplaceOp2, Layout, Result, Shape, WithDType,
+};
+
+use crate::Raw;
+
+/// A closure as a custom operation of candle; the name stands in candle's error messages.
+struct Call<F> {
+    op: &'static str,
+    f: F,
+}
+
+/// A storage with the layout of a tensor in it.
+pub(super) type Operand<'a> = (&'a CpuStorage, &'a Layout);
+
+/// The elements of an operand, from the first one of the tensor on.
+pub(super) fn elements<'a, T: WithDType>((storage, layout): Operand<'a>) -> Result<&'a [T]> {
+    Ok(&T::cpu_storage_as_slice(storage)?[layout.start_offset()..])
+}
+
+impl<F: Fn(Operand<'_>) -> Result<(CpuStorage, Shape)>> CustomOp1 for Call<F> {
+    fn name(&self) -> &'static str {
+        self.op
+    }
+
+    fn cpu_fwd(&self, s: &CpuStorage, l: &Layout) -> Result<(CpuStorage, Shape)> {
+        (self.f)((s, l))
+    }
+}
+
+impl<F: Fn([Operand<'_>; 2]) -> Result<(CpuStorage, Shape)>> CustomOp2 for Call<F> {
+    fn name(&self) -> &'static str {
+        self.op
+    }
+
+    fn cpu_fwd(&self, s1: &CpuStorage, l1: &Layout, s2: &CpuStorage, l2: &Layout) -> Result<(CpuStorage, Shape)> {
+        (self.f)([(s1, l1), (s2, l2)])
+    }
+}
+
+impl<F: Fn([Operand<'_>; 3]) -> Result<(CpuStorage, Shape)>> CustomOp3 for Call<F> {
+    fn name(&self) -> &'static str {
+        self.op
+    }
+
+    fn cpu_fwd(
+        &self,
+        s1: &CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+        s3: &CpuStorage,
+        l3: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        (self.f)([(s1, l1), (s2, l2), (s3, l3)])
+    }
+}
+
+impl<F: Fn(&mut CpuStorage, &Layout) -> Result<()>> InplaceOp1 for Call<F> {
+    fn name(&self) -> &'static str {
+        self.op
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        (self.f)(storage, layout)
+    }
+}
+
+impl<F: Fn(&mut CpuStorage, &Layout, Operand<'_>) -> Result<()>> InplaceOp2 for Call<F> {
+    fn name(&self) -> &'static str {
+        self.op
+    }
+
+    fn cpu_fwd(&self, s1: &mut CpuStorage, l1: &Layout, s2: &CpuStorage, l2: &Layout) -> Result<()> {
+        (self.f)(s1, l1, (s2, l2))
+    }
+}
+
+/// A new tensor from the storage of one.
+pub(super) fn read1(
+    op: &'static str,
+    x: &Raw,
+    f: impl Fn(Operand<'_>) -> Result<(CpuStorage, Shape)>,
+) -> crate::Result<Raw> {
+    Ok(x.apply_op1_no_bwd(&Call { op, f })?)
+}
+
+/// A new tensor from the storages of two.
+pub(super) fn read2(
+    op: &'static str,
+    a: &Raw,
+    b: &Raw,
+    f: impl Fn([Operand<'_>; 2]) -> Result<(CpuStorage, Shape)>,
+) -> crate::Result<Raw> {
+    Ok(a.apply_op2_no_bwd(b, &Call { op, f })?)
+}
+
+/// A new tensor from the storages of three.
+pub(super) fn read3(
+    op: &'static str,
+    [a, b, c]: [&Raw; 3],
+    f: impl Fn([Operand<'_>; 3]) -> Result<(CpuStorage, Shape)>,
+) -> crate::Result<Raw> {
+    Ok(a.apply_op3_no_bwd(b, c, &Call { op, f })?)
+}
+
+/// Changes a storage in place.
+pub(super) fn write1(
+    op: &'static str,
+    dst: &Raw,
+    f: impl Fn(&mut CpuStorage, &Layout) -> Result<()>,
+) -> crate::Result<()> {
+    Ok(dst.inplace_op1(&Call { op, f })?)
+}
+
+/// Changes a storage in place, reading another.
+pub(super) fn write2(
+    op: &'static str,
+    dst: &Raw,
+    src: &Raw,
+    f: impl Fn(&mut CpuStorage, &Layout, Operand<'_>) -> Result<()>,
+) -> crate::Result<()> {
+    Ok(dst.inplace_op2(src, &Call { op, f })?)
+}

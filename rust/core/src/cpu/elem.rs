@@ -1,0 +1,219 @@
+//! Element types: how numbers are stored, and the type that arithmetic on them is done in.
+
+use candle_core::{CpuStorage, WithDType};
+use half::{bf16, f16};
+
+use super::simd::{Real, dispatch};
+
+/// A floating-point type of tensor elements. f16 and bf16 are formats of storage: arithmetic on them is f32.
+pub trait Elem: WithDType {
+    /// The type that arithmetic and accumulation use.
+    type Acc: Real;
+
+    /// The number, exactly.
+    fn to_acc(self) -> Self::Acc;
+
+    /// The nearest element, ties to even.
+    fn from_acc(x: Self::Acc) -> Self;
+
+    /// The elements of a storage.
+    ///
+    /// # Errors
+    /// If the storage holds another dtype.
+    fn slice_mut(storage: &mut CpuStorage) -> candle_core::Result<&mut [Self]>;
+
+    /// Converts `src` to numbers for arithmetic. Both slices have the same length.
+    fn load(src: &[Self], dst: &mut [Self::Acc]) {
+        assert_eq!(src.len(), dst.len());
+        dispatch(
+            #[inline(always)]
+            || {
+                for (d, s) in dst.iter_mut().zip(src) {
+                    *d = s.to_acc();
+                }
+            },
+        );
+    }
+
+    /// Rounds the numbers of `src` to elements. Both slices have the same length.
+    fn store(src: &[Self::Acc], dst: &mut [Self]) {
+        assert_eq!(src.len(), dst.len());
+        dispatch(
+            #[inline(always)]
+            || {
+                for (d, s) in dst.iter_mut().zip(src) {
+                    *d = Self::from_acc(*s);
+                }
+            },
+        );
+    }
+}
+
+macro_rules! elem {
+    ($t:ty, $variant:ident, $acc:ty, $to:expr, $from:expr) => {
+        impl Elem for $t {
+            type Acc = $acc;
+
+            #[inline(always)]
+            fn to_acc(self) -> $acc {
+                $to(self)
+            }
+
+            #[inline(always)]
+            fn from_acc(x: $acc) -> Self {
+                $from(x)
+            }
+
+            fn slice_mut(storage: &mut CpuStorage) -> candle_core::Result<&mut [Self]> {
+                match storage {
+                    CpuStorage::$variant(data) => Ok(data),
+                    other => Err(candle_core::Error::UnexpectedDType {
+                        msg: "in-place operation",
+                        expected: candle_core::DType::$variant,
+                        got: candle_core::backend::BackendStorage::dtype(other),
+                    }),
+                }
+            }
+        }
+    };
+}
+
+elem!(f32, F32, f32, std::convert::identity, std::convert::identity);
+elem!(f64, F64, f64, std::convert::identity, std::convert::identity);
+elem!(bf16, BF16, f32, bf16_to_f32, f32_to_bf16);
+elem!(f16, F16, f32, f16_to_f32, f32_to_f16);
+
+// The conversions of the `half` crate choose an instruction set for each element and so do not vectorise.
+
+#[inline(always)]
+fn bf16_to_f32(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
+}
+
+#[inline(always)]
+fn f32_to_bf16(x: f32) -> bf16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    // A NaN keeps its upper bits and becomes quiet; rounding could carry it over into another number.
+    let nan = (bits >> 16) | 0x40;
+    bf16::from_bits(if x.is_nan() { nan } else { rounded } as u16)
+}
+
+#[inline(always)]
+fn f16_to_f32(x: f16) -> f32 {
+    /// The exponent field of 2^-14, the smallest normal f16, less one: the difference of the two exponent biases.
+    const BIAS: u32 = (127 - 15) << 23;
+    let bits = u32::from(x.to_bits());
+    let sign = (bits & 0x8000) << 16;
+    let magnitude = bits & 0x7fff;
+    let normal = (magnitude << 13) + BIAS;
+    // Infinity and NaN have the largest exponent in both formats.
+    let special = normal.wrapping_add(BIAS);
+    // A subnormal f16 is its fraction in units of 2^-24: give it the exponent of 2^-14, then take 2^-14 off.
+    let one = BIAS + (1 << 23);
+    let subnormal = (f32::from_bits((magnitude << 13) + one) - f32::from_bits(one)).to_bits();
+    let finite = if magnitude < 0x0400 { subnormal } else { normal };
+    f32::from_bits(sign | if magnitude >= 0x7c00 { special } else { finite })
+}
+
+#[inline(always)]
+fn f32_to_f16(x: f32) -> f16 {
+    let bits = x.to_bits();
+    let sign = (bits >> 16) & 0x8000;
+    let magnitude = bits & 0x7fff_ffff;
+    // Normal: move the exponent to the other bias and round to nearest even at bit 13; a carry may lead to infinity.
+    let normal = magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0x0fff + ((magnitude >> 13) & 1)) >> 13;
+    // Subnormal: units of 2^-24, which adding 0.5 leaves rounded in the low bits.
+    let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+    let finite = if magnitude < (127 - 14) << 23 { subnormal } else { normal };
+    let special = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
+    // From 2^16 on.
+    let result = if magnitude >= (127 + 16) << 23 { special } else { finite };
+    f16::from_bits((sign | result) as u16)
+}
+
+/// Evaluates an expression with `$t` standing for the element type of a dtype; returns [`Error::DType`] from the
+/// enclosing function if the dtype is none of f32, f64, f16 and bf16.
+///
+/// [`Error::DType`]: crate::Error::DType
+#[macro_export]
+macro_rules! dispatch_float {
+    ($dtype:expr, $op:expr, $t:ident => $body:expr) => {
+        match $dtype {
+            ::candle_core::DType::F32 => {
+                type $t = f32;
+                $body
+            }
+            ::candle_core::DType::F64 => {
+                type $t = f64;
+                $body
+            }
+            ::candle_core::DType::BF16 => {
+                type $t = ::half::bf16;
+                $body
+            }
+            ::candle_core::DType::F16 => {
+                type $t = ::half::f16;
+                $body
+            }
+            other => return Err($crate::cpu::elem::unsupported_dtype($op, other)),
+        }
+    };
+}
+
+/// The error of an operation on floating-point numbers that was given another dtype.
+#[cold]
+pub fn unsupported_dtype(op: &'static str, found: candle_core::DType) -> crate::Error {
+    let message = format!("found dtype {}, expected f32, f64, f16 or bf16; convert with to()", found.as_str());
+    crate::Error::dtype(op, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_half_converts_to_f32_exactly() {
+        for bits in 0..=u16::MAX {
+            let (h, b) = (f16::from_bits(bits), bf16::from_bits(bits));
+            assert!(h.to_acc() == h.to_f32() || h.to_f32().is_nan() && h.to_acc().is_nan(), "f16 {bits:#x}");
+            assert!(b.to_acc() == b.to_f32() || b.to_f32().is_nan() && b.to_acc().is_nan(), "bf16 {bits:#x}");
+            assert_eq!(h.to_acc().is_sign_negative(), bits >> 15 == 1);
+        }
+    }
+
+    #[test]
+    fn f32_rounds_to_halves_as_in_the_half_crate() {
+        // Every 2^9 apart hits all ties of f16; of bf16 every tie is a multiple of 2^15.
+        for x in (0..=u32::MAX).step_by(1 << 9).chain((0..=u32::MAX).step_by(10_007)).map(f32::from_bits) {
+            let (h, b) = (f16::from_acc(x), bf16::from_acc(x));
+            if x.is_nan() {
+                assert!(h.is_nan() && b.is_nan());
+            } else {
+                assert_eq!(h.to_bits(), f16::from_f32_const(x).to_bits(), "f16 of {x:e}");
+                assert_eq!(b.to_bits(), bf16::from_f32_const(x).to_bits(), "bf16 of {x:e}");
+            }
+        }
+    }
+
+    #[test]
+    fn bulk_conversions_are_those_of_the_elements() {
+        let x: Vec<f32> = (0..1001).map(|i| (i as f32 - 500.0) * 1.37).collect();
+        let mut h = vec![f16::ZERO; x.len()];
+        f16::store(&x, &mut h);
+        assert!(h.iter().zip(&x).all(|(h, &x)| *h == f16::from_f32_const(x)));
+        let mut back = vec![0.0; x.len()];
+        f16::load(&h, &mut back);
+        assert!(back.iter().zip(&h).all(|(x, h)| *x == h.to_f32()));
+    }
+
+    #[test]
+    fn other_dtypes_are_errors() {
+        fn size(dtype: candle_core::DType) -> crate::Result<usize> {
+            Ok(dispatch_float!(dtype, "size", T => size_of::<T>()))
+        }
+        assert_eq!(size(candle_core::DType::BF16).unwrap(), 2);
+        let message = size(candle_core::DType::U32).unwrap_err().to_string();
+        assert!(message.starts_with("size: found dtype u32"), "{message}");
+    }
+}

@@ -1,0 +1,224 @@
+//! Elementwise functions of one, two and three tensors.
+//!
+//! Results are contiguous and have the dtype of the operands; operands broadcast by numpy's rules.
+
+use std::mem::MaybeUninit;
+
+use candle_core::{CpuStorage, DType, Shape};
+
+use super::access::{Operand, elements, read1, read2, read3};
+use super::elem::Elem;
+use super::pool::par_chunks_mut;
+use super::simd::{Real, dispatch};
+use super::strided::{BLOCK, Blocks, Dims, View, broadcast_dims};
+use crate::raw::check_allocation;
+use crate::{Error, Raw, Result, dispatch_float};
+
+/// The name in errors of operands that an operation has not checked in its own name.
+const OP: &str = "elementwise operation";
+
+/// Elements that one thread takes at a time.
+pub(super) const GRAIN: usize = 32 * 1024;
+
+/// A function of one number. `apply` must be `#[inline(always)]` to be vectorised.
+pub trait Unary {
+    /// The value at `x`.
+    fn apply<R: Real>(&self, x: R) -> R;
+}
+
+/// A function of two numbers. `apply` must be `#[inline(always)]` to be vectorised.
+pub trait Binary {
+    /// The value at `a`, `b`.
+    fn apply<R: Real>(&self, a: R, b: R) -> R;
+}
+
+/// A function of three numbers. `apply` must be `#[inline(always)]` to be vectorised.
+pub trait Ternary {
+    /// The value at `a`, `b`, `c`.
+    fn apply<R: Real>(&self, a: R, b: R, c: R) -> R;
+}
+
+macro_rules! binary_function {
+    ($name:ident, $doc:literal, |$a:ident, $b:ident| $value:expr) => {
+        #[doc = $doc]
+        #[derive(Clone, Copy, Debug)]
+        pub struct $name;
+
+        impl Binary for $name {
+            #[inline(always)]
+            fn apply<R: Real>(&self, $a: R, $b: R) -> R {
+                $value
+            }
+        }
+    };
+}
+
+binary_function!(Add, "a + b.", |a, b| a + b);
+binary_function!(Sub, "a - b.", |a, b| a - b);
+binary_function!(Mul, "a * b.", |a, b| a * b);
+binary_function!(Div, "a / b.", |a, b| a / b);
+binary_function!(Maximum, "The larger number, or NaN if one is NaN.", |a, b| a.max(b));
+binary_function!(Minimum, "The smaller number, or NaN if one is NaN.", |a, b| a.min(b));
+
+/// f(x) for each element.
+///
+/// # Errors
+/// [`Error::DType`] if the dtype is not a floating-point one.
+pub fn unary<F: Unary + Sync>(x: &Raw, f: F) -> Result<Raw> {
+    dispatch_float!(x.dtype(), OP, T => read1(OP, x, |x| {
+        map::<T, T, 1>([x], x.1.dims(), &|[x], out| {
+            dispatch(
+                #[inline(always)]
+                || {
+                    for (o, x) in out.iter_mut().zip(x) {
+                        o.write(T::from_acc(f.apply(x.to_acc())));
+                    }
+                },
+            );
+        })
+    }))
+}
+
+/// f(a, b) for each pair of elements of the broadcast operands.
+///
+/// # Errors
+/// [`Error::DType`] if the dtypes differ or are not floating-point ones, [`Error::Shape`] if the shapes do not broadcast,
+/// [`Error::OutOfMemory`] if the result is too large.
+pub fn binary<F: Binary + Sync>(a: &Raw, b: &Raw, f: F) -> Result<Raw> {
+    check_dtypes(a, b)?;
+    let dims = common_dims(a.dims(), b.dims(), a.dtype())?;
+    dispatch_float!(a.dtype(), OP, T => read2(OP, a, b, |operands| {
+        map::<T, T, 2>(operands, &dims, &|[a, b], out| {
+            dispatch(
+                #[inline(always)]
+                || {
+                    for (o, (a, b)) in out.iter_mut().zip(a.iter().zip(b)) {
+                        o.write(T::from_acc(f.apply(a.to_acc(), b.to_acc())));
+                    }
+                },
+            );
+        })
+    }))
+}
+
+/// f(a, b, c) for each triple of elements of the broadcast operands.
+///
+/// # Errors
+/// As [`binary`].
+pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw> {
+    check_dtypes(a, b)?;
+    check_dtypes(a, c)?;
+    let dims = common_dims(a.dims(), b.dims(), a.dtype())?;
+    let dims = common_dims(&dims, c.dims(), a.dtype())?;
+    dispatch_float!(a.dtype(), OP, T => read3(OP, [a, b, c], |operands| {
+        map::<T, T, 3>(operands, &dims, &|[a, b, c], out| {
+            dispatch(
+                #[inline(always)]
+                || {
+                    for (o, (a, (b, c))) in out.iter_mut().zip(a.iter().zip(b.iter().zip(c))) {
+                        o.write(T::from_acc(f.apply(a.to_acc(), b.to_acc(), c.to_acc())));
+                    }
+                },
+            );
+        })
+    }))
+}
+
+/// The same numbers in another floating-point dtype, rounded to nearest even; contiguous. A tensor that has the dtype
+/// already is returned as it is.
+///
+/// # Errors
+/// [`Error::DType`] if one of the dtypes is not a floating-point one.
+pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
+    if x.dtype() == dtype {
+        return Ok(x.clone());
+    }
+    dispatch_float!(x.dtype(), "cast", S => dispatch_float!(dtype, "cast", D => {
+        read1("cast", x, |x| {
+            map::<S, D, 1>([x], x.1.dims(), &|[x], out| {
+                dispatch(
+                    #[inline(always)]
+                    || {
+                        for (o, x) in out.iter_mut().zip(x) {
+                            o.write(convert::<S, D>(*x));
+                        }
+                    },
+                );
+            })
+        })
+    }))
+}
+
+/// The number in another element type.
+#[inline(always)]
+pub(super) fn convert<S: Elem, D: Elem>(x: S) -> D {
+    // By way of f64, which holds every number of every type; the compiler leaves out the steps that do nothing.
+    D::from_acc(D::Acc::from_f64(x.to_acc().to_f64()))
+}
+
+fn check_dtypes(a: &Raw, b: &Raw) -> Result<()> {
+    if a.dtype() == b.dtype() {
+        return Ok(());
+    }
+    let (a, b) = (a.dtype().as_str(), b.dtype().as_str());
+    Err(Error::dtype(OP, format!("found dtypes {a} and {b}, expected the same; convert one with to()")))
+}
+
+fn common_dims(a: &[usize], b: &[usize], dtype: DType) -> Result<Dims> {
+    if a == b {
+        return Ok(Dims::from_slice(a));
+    }
+    let dims = broadcast_dims(a, b)
+        .ok_or_else(|| Error::shape(OP, format!("shapes {a:?} and {b:?} do not broadcast together")))?;
+    check_allocation(OP, &dims, dtype)?;
+    Ok(dims)
+}
+
+/// A function of `K` equally long slices of operands that writes as many results.
+type Kernel<'f, S, D, const K: usize> = &'f (dyn Fn([&[S]; K], &mut [MaybeUninit<D>]) + Sync);
+
+/// A new storage of shape `dims`, filled by a kernel that writes every element of the slices it is given.
+fn map<S: Elem, D: Elem, const K: usize>(
+    operands: [Operand<'_>; K],
+    dims: &[usize],
+    kernel: Kernel<'_, S, D, K>,
+) -> candle_core::Result<(CpuStorage, Shape)> {
+    let len = dims.iter().product();
+    let mut result = Vec::<D>::with_capacity(len);
+    if len > 0 {
+        let mut views = [const { None }; K];
+        for (view, operand) in views.iter_mut().zip(operands) {
+            *view = Some(View::new(elements::<S>(operand)?, operand.1, dims));
+        }
+        let views = views.map(|view| view.expect("each view is made above"));
+        map_views(&views, &mut result.spare_capacity_mut()[..len], kernel);
+        // SAFETY: the kernel has written every element.
+        unsafe { result.set_len(len) };
+    }
+    Ok((D::to_cpu_storage_owned(result), Shape::from(dims)))
+}
+
+fn map_views<S: Elem, D: Elem, const K: usize>(
+    views: &[View<'_, S>; K],
+    out: &mut [MaybeUninit<D>],
+    kernel: Kernel<'_, S, D, K>,
+) {
+    let slices = views.each_ref().map(View::contiguous);
+    if slices.iter().all(Option::is_some) {
+        let slices = slices.map(Option::unwrap_or_default);
+        par_chunks_mut(out, GRAIN, |index, out| {
+            let start = index * GRAIN;
+            kernel(slices.map(|x| &x[start..start + out.len()]), out);
+        });
+        return;
+    }
+    par_chunks_mut(out, GRAIN, |index, out| {
+        let mut blocks = views.each_ref().map(Blocks::new);
+        let mut start = index * GRAIN;
+        for out in out.chunks_mut(BLOCK) {
+            let end = start + out.len();
+            kernel(blocks.each_mut().map(|x| x.get(start..end)), out);
+            start = end;
+        }
+    });
+}

@@ -1,0 +1,18 @@
+//! The CPU engine: threads, SIMD dispatch, and the loops that elementwise, reducing and row-wise operations share.
+//!
+//! Every function works on CPU tensors of dtype f32, f64, f16 and bf16 with any strides and any zero-size
+//! dimensions. f16 and bf16 are storage formats only: arithmetic and accumulation happen in f32. Work is cut at
+//! boundaries that depend on sizes alone, so results do not depend on the number of threads.
+
+mod access;
+mod approx;
+pub mod elem;
+mod map;
+pub mod pool;
+mod simd;
+mod strided;
+
+pub use elem::Elem;
+pub use map::{Add, Binary, Div, Maximum, Minimum, Mul, Sub, Ternary, Unary, binary, cast, ternary, unary};
+pub use simd::{Real, dispatch};
+pub use strided::{Dims, broadcast_dims};

@@ -1,0 +1,272 @@
+//! The thread pool of the CPU engine.
+//!
+//! All CPU work of the library runs on one pool, whose size [`set_num_threads`] changes at any time. Work is cut at
+//! boundaries that depend on its size alone, never on the number of threads, so a result is the same bit for bit
+//! whatever the pool's size. The calling thread takes part in the work, and work that fits in one piece never
+//! touches the pool.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use crate::{Error, Result};
+
+/// Number of threads of the pool; 0 until it is first asked for.
+static NUM_THREADS: AtomicUsize = AtomicUsize::new(0);
+
+/// The pool, created at its first use. Replaced, never resized: calls that already run keep the one they started on.
+static POOL: RwLock<Option<Arc<rayon::ThreadPool>>> = RwLock::new(None);
+
+/// Number of threads that CPU work is spread over.
+///
+/// Defaults to the environment variable `RAYON_NUM_THREADS` if it holds a positive number, otherwise to the number of
+/// processors this process may use.
+pub fn num_threads() -> usize {
+    match NUM_THREADS.load(Ordering::Relaxed) {
+        0 => {
+            let n = default_num_threads();
+            // Another thread may have set a value meanwhile; that one stays.
+            match NUM_THREADS.compare_exchange(0, n, Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => n,
+                Err(set) => set,
+            }
+        }
+        n => n,
+    }
+}
+
+/// Sets the number of threads that CPU work is spread over. Results do not depend on it.
+///
+/// # Errors
+/// [`Error::Argument`] if `n` is 0, or if the operating system refuses to start the threads; the pool then stays as it
+/// was.
+pub fn set_num_threads(n: usize) -> Result<()> {
+    if n == 0 {
+        return Err(Error::argument("set_num_threads", "found 0 threads, expected at least 1"));
+    }
+    let new = build_pool(n)
+        .map_err(|e| Error::argument("set_num_threads", format!("cannot start {n} threads: {e}")))?;
+    let old = {
+        let mut slot = POOL.write().unwrap_or_else(PoisonError::into_inner);
+        NUM_THREADS.store(n, Ordering::Relaxed);
+        slot.replace(new)
+    };
+    // Dropped outside the lock: dropping a pool wakes all its threads.
+    drop(old);
+    Ok(())
+}
+
+/// Runs `f` on a thread of the pool, so that rayon calls in it, those of other crates included, use this pool.
+pub fn run<R: Send>(f: impl FnOnce() -> R + Send) -> R {
+    match pool() {
+        Some(pool) => pool.install(f),
+        None => f(),
+    }
+}
+
+/// Calls `f` once for each piece of `0..len`, on several threads. All pieces have `grain` elements but the last, which
+/// may have fewer. An empty range makes no call; a range of at most `grain` elements makes one, on this thread.
+pub fn par_ranges(len: usize, grain: usize, f: impl Fn(Range<usize>) + Sync) {
+    let grain = grain.max(1);
+    if len <= grain {
+        if len > 0 {
+            f(0..len);
+        }
+        return;
+    }
+    let pieces = len.div_ceil(grain);
+    let piece = |i: usize| f(i * grain..len.min((i + 1) * grain));
+    let helpers = num_threads().min(pieces) - 1;
+    let pool = if helpers > 0 { pool() } else { None };
+    let Some(pool) = pool else {
+        (0..pieces).for_each(piece);
+        return;
+    };
+    let next = AtomicUsize::new(0);
+    let work = || {
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= pieces {
+                break;
+            }
+            piece(i);
+        }
+    };
+    pool.in_place_scope(|scope| {
+        for _ in 0..helpers {
+            scope.spawn(|_| work());
+        }
+        work();
+    });
+}
+
+/// Calls `f(index, piece)` once for each piece of `chunk` elements of `data` (the last may have fewer), on several
+/// threads. Data that fits in one piece is handled on this thread.
+pub fn par_chunks_mut<T: Send>(data: &mut [T], chunk: usize, f: impl Fn(usize, &mut [T]) + Sync) {
+    let chunk = chunk.max(1);
+    let len = data.len();
+    let shared = SharedMut::new(data);
+    par_ranges(len, chunk, |range| {
+        let index = range.start / chunk;
+        // SAFETY: the ranges of one `par_ranges` call are disjoint and within the data.
+        f(index, unsafe { shared.slice(range) });
+    });
+}
+
+/// A mutable slice whose disjoint parts several threads write, for kernels with more than one output.
+pub struct SharedMut<'a, T> {
+    ptr: *mut T,
+    len: usize,
+    data: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: parts are handed out only by the unsafe `slice`, whose caller promises that they are disjoint; so a shared
+// reference to the whole gives each thread no more than a `&mut [T]` of its own, which `T: Send` allows.
+unsafe impl<T: Send> Send for SharedMut<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for SharedMut<'_, T> {}
+
+impl<'a, T> SharedMut<'a, T> {
+    /// Takes the slice for as long as parts of it are in use.
+    pub fn new(data: &'a mut [T]) -> Self {
+        Self {
+            ptr: data.as_mut_ptr(),
+            len: data.len(),
+            data: PhantomData,
+        }
+    }
+
+    /// The elements of `range`.
+    ///
+    /// # Safety
+    /// Ranges whose slices are alive at the same time must not overlap.
+    ///
+    /// # Panics
+    /// If `range` goes beyond the end.
+    #[allow(clippy::mut_from_ref)]
+    #[inline(always)]
+    pub unsafe fn slice(&self, range: Range<usize>) -> &mut [T] {
+        assert!(range.start <= range.end && range.end <= self.len);
+        // SAFETY: in bounds by the assertion, disjoint by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.add(range.start), range.len()) }
+    }
+}
+
+fn default_num_threads() -> usize {
+    let from_env = std::env::var("RAYON_NUM_THREADS")
+        .ok()
+        .and_then(|v| v.trim().parse::<usize>().ok())
+        .filter(|&n| n > 0);
+    from_env.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+}
+
+fn build_pool(n: usize) -> std::result::Result<Arc<rayon::ThreadPool>, rayon::ThreadPoolBuildError> {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(n)
+        .thread_name(|i| format!("trainable-candle-{i}"))
+        .build()
+        .map(Arc::new)
+}
+
+/// The pool, or nothing if its threads cannot be started: the work is then done on the calling thread.
+fn pool() -> Option<Arc<rayon::ThreadPool>> {
+    if let Some(pool) = POOL.read().unwrap_or_else(PoisonError::into_inner).as_ref() {
+        return Some(Arc::clone(pool));
+    }
+    let mut slot = POOL.write().unwrap_or_else(PoisonError::into_inner);
+    if slot.is_none() {
+        *slot = build_pool(num_threads()).ok();
+    }
+    slot.clone()
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    /// Tests that change the number of threads hold this, as the number is one for the whole process.
+    static CHANGING_THREADS: Mutex<()> = Mutex::new(());
+
+    /// The results of `f` with 1 and with `n` threads.
+    pub(crate) fn with_1_and_n_threads<R>(n: usize, f: impl Fn() -> R) -> (R, R) {
+        let _guard = CHANGING_THREADS.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = num_threads();
+        set_num_threads(1).unwrap();
+        let one = f();
+        set_num_threads(n).unwrap();
+        let many = f();
+        set_num_threads(before).unwrap();
+        (one, many)
+    }
+
+    #[test]
+    fn ranges_cover_everything_once_whatever_the_number_of_threads() {
+        for len in [0, 1, 7, 8, 9, 64, 1000] {
+            for grain in [0, 1, 8, 2000] {
+                let pieces = || {
+                    let seen = Mutex::new(Vec::new());
+                    par_ranges(len, grain, |r| seen.lock().unwrap().push((r.start, r.end)));
+                    let mut seen = seen.into_inner().unwrap();
+                    seen.sort_unstable();
+                    seen
+                };
+                let (one, many) = with_1_and_n_threads(3, pieces);
+                assert_eq!(one, many);
+                let mut end = 0;
+                for &(start, stop) in &one {
+                    assert_eq!(start, end);
+                    assert!(stop > start && stop - start <= grain.max(1));
+                    end = stop;
+                }
+                assert_eq!(end, len);
+            }
+        }
+    }
+
+    #[test]
+    fn chunks_are_given_with_their_index() {
+        let mut data = vec![0usize; 1003];
+        par_chunks_mut(&mut data, 10, |index, chunk| {
+            for (i, x) in chunk.iter_mut().enumerate() {
+                *x += index * 10 + i;
+            }
+        });
+        assert!(data.iter().enumerate().all(|(i, &x)| i == x));
+    }
+
+    #[test]
+    fn several_threads_take_part_and_nested_calls_finish() {
+        let (_, threads) = with_1_and_n_threads(4, || {
+            let ids = Mutex::new(std::collections::HashSet::new());
+            par_ranges(64, 1, |_| {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+                ids.lock().unwrap().insert(std::thread::current().id());
+                par_ranges(16, 4, |r| assert_eq!(r.len(), 4));
+            });
+            ids.into_inner().unwrap().len()
+        });
+        assert_eq!(threads, 4);
+    }
+
+    #[test]
+    fn run_uses_this_pool() {
+        let (one, many) = with_1_and_n_threads(3, || run(rayon::current_num_threads));
+        assert_eq!((one, many), (1, 3));
+    }
+
+    #[test]
+    fn a_panic_in_a_piece_reaches_the_caller() {
+        let caught = std::panic::catch_unwind(|| par_ranges(100, 1, |r| assert_ne!(r.start, 42)));
+        assert!(caught.is_err());
+        par_ranges(100, 1, |_| ());
+    }
+
+    #[test]
+    fn zero_threads_is_an_error() {
+        let message = set_num_threads(0).unwrap_err().to_string();
+        assert!(message.starts_with("set_num_threads"), "{message}");
+    }
+}

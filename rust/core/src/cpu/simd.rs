@@ -1,0 +1,206 @@
+//! Run-time SIMD dispatch and the arithmetic that kernels are generic over.
+
+use std::fmt::Debug;
+use std::iter::Sum;
+use std::ops::{Add, AddAssign, Div, DivAssign, Mul, MulAssign, Neg, Sub, SubAssign};
+use std::sync::LazyLock;
+
+use super::approx;
+
+/// Runs `f` compiled for the widest instruction set that this processor has: AVX-512, AVX2 with FMA, NEON, or the
+/// baseline of the target.
+///
+/// `f` is an ordinary loop over slices that the compiler vectorises. It must be written
+/// `dispatch(#[inline(always)] || ...)` and all that it calls must be `#[inline(always)]` too: a function that is
+/// not inlined is compiled for the baseline. Threads are started outside, never inside.
+#[inline(always)]
+pub fn dispatch<R>(f: impl FnOnce() -> R) -> R {
+    static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
+    ARCH.dispatch(f)
+}
+
+/// The types that arithmetic is done in: f32, whose elementary functions vectorise, and f64, whose functions are those
+/// of the standard library.
+pub trait Real:
+    Copy
+    + Debug
+    + Default
+    + PartialOrd
+    + Send
+    + Sync
+    + 'static
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + Neg<Output = Self>
+    + AddAssign
+    + SubAssign
+    + MulAssign
+    + DivAssign
+    + Sum
+{
+    /// 0.
+    const ZERO: Self;
+    /// 1.
+    const ONE: Self;
+    /// Positive infinity.
+    const INFINITY: Self;
+    /// Negative infinity.
+    const NEG_INFINITY: Self;
+    /// Not a number.
+    const NAN: Self;
+
+    /// The nearest number of this type.
+    fn from_f64(x: f64) -> Self;
+    /// The same number as f64.
+    fn to_f64(self) -> f64;
+    /// `self * a + b`, rounded once.
+    fn mul_add(self, a: Self, b: Self) -> Self;
+    /// Absolute value.
+    fn abs(self) -> Self;
+    /// The larger of two numbers; NaN if one of them is NaN.
+    fn max(self, other: Self) -> Self;
+    /// The smaller of two numbers; NaN if one of them is NaN.
+    fn min(self, other: Self) -> Self;
+    /// Square root.
+    fn sqrt(self) -> Self;
+    /// e^self.
+    fn exp(self) -> Self;
+    /// Natural logarithm.
+    fn ln(self) -> Self;
+    /// Hyperbolic tangent.
+    fn tanh(self) -> Self;
+    /// The error function, 2/sqrt(pi) times the integral of e^(-t^2) from 0 to `self`.
+    fn erf(self) -> Self;
+    /// 1 / (1 + e^-self).
+    fn sigmoid(self) -> Self;
+    /// Sine; not vectorised.
+    fn sin(self) -> Self;
+    /// Cosine; not vectorised.
+    fn cos(self) -> Self;
+    /// `self` to the power of `exponent`; not vectorised.
+    fn powf(self, exponent: Self) -> Self;
+    /// True for NaN.
+    fn is_nan(self) -> bool;
+}
+
+macro_rules! real {
+    ($t:ident, $exp:path, $ln:path, $tanh:path, $erf:path, $sigmoid:path) => {
+        impl Real for $t {
+            const ZERO: Self = 0.0;
+            const ONE: Self = 1.0;
+            const INFINITY: Self = $t::INFINITY;
+            const NEG_INFINITY: Self = $t::NEG_INFINITY;
+            const NAN: Self = $t::NAN;
+
+            #[inline(always)]
+            fn from_f64(x: f64) -> Self {
+                x as $t
+            }
+            #[inline(always)]
+            fn to_f64(self) -> f64 {
+                f64::from(self)
+            }
+            #[inline(always)]
+            fn mul_add(self, a: Self, b: Self) -> Self {
+                $t::mul_add(self, a, b)
+            }
+            #[inline(always)]
+            fn abs(self) -> Self {
+                $t::abs(self)
+            }
+            #[inline(always)]
+            fn max(self, other: Self) -> Self {
+                if self > other || $t::is_nan(self) { self } else { other }
+            }
+            #[inline(always)]
+            fn min(self, other: Self) -> Self {
+                if self < other || $t::is_nan(self) { self } else { other }
+            }
+            #[inline(always)]
+            fn sqrt(self) -> Self {
+                $t::sqrt(self)
+            }
+            #[inline(always)]
+            fn exp(self) -> Self {
+                $exp(self)
+            }
+            #[inline(always)]
+            fn ln(self) -> Self {
+                $ln(self)
+            }
+            #[inline(always)]
+            fn tanh(self) -> Self {
+                $tanh(self)
+            }
+            #[inline(always)]
+            fn erf(self) -> Self {
+                $erf(self)
+            }
+            #[inline(always)]
+            fn sigmoid(self) -> Self {
+                $sigmoid(self)
+            }
+            #[inline(always)]
+            fn sin(self) -> Self {
+                $t::sin(self)
+            }
+            #[inline(always)]
+            fn cos(self) -> Self {
+                $t::cos(self)
+            }
+            #[inline(always)]
+            fn powf(self, exponent: Self) -> Self {
+                $t::powf(self, exponent)
+            }
+            #[inline(always)]
+            fn is_nan(self) -> bool {
+                $t::is_nan(self)
+            }
+        }
+    };
+}
+
+#[inline(always)]
+fn sigmoid_f64(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+real!(f32, approx::exp, approx::ln, approx::tanh, approx::erf, approx::sigmoid);
+real!(f64, f64::exp, f64::ln, f64::tanh, libm::erf, sigmoid_f64);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dispatch_gives_what_the_plain_loop_gives() {
+        let x: Vec<f32> = (0..1003).map(|i| i as f32 * 0.01 - 5.0).collect();
+        let plain: Vec<f32> = x.iter().map(|&x| Real::erf(x)).collect();
+        let mut fast = vec![0.0f32; x.len()];
+        dispatch(
+            #[inline(always)]
+            || {
+                for (y, &x) in fast.iter_mut().zip(&x) {
+                    *y = Real::erf(x);
+                }
+            },
+        );
+        assert_eq!(plain, fast);
+    }
+
+    #[test]
+    fn max_and_min_pass_nan_on() {
+        fn check<R: Real>() {
+            let (one, two) = (R::ONE, R::from_f64(2.0));
+            assert!(Real::max(one, two) == two && Real::max(two, one) == two);
+            assert!(Real::min(one, two) == one && Real::min(two, one) == one);
+            for (a, b) in [(R::NAN, one), (one, R::NAN)] {
+                assert!(Real::max(a, b).is_nan() && Real::min(a, b).is_nan());
+            }
+        }
+        check::<f32>();
+        check::<f64>();
+    }
+}

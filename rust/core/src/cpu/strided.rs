@@ -1,0 +1,236 @@
+//! Strided and broadcast operands, read in the row-major order of the result.
+
+use std::ops::Range;
+
+use candle_core::Layout;
+use smallvec::SmallVec;
+
+/// Sizes of dimensions.
+pub type Dims = SmallVec<[usize; 6]>;
+
+/// Elements in a block: small enough for a few blocks to stay in the first-level cache, large enough that the work per
+/// block hides what preparing it costs.
+pub(super) const BLOCK: usize = 1024;
+
+/// The shape that two shapes broadcast to by numpy's rules, or nothing if they do not fit together.
+pub fn broadcast_dims(a: &[usize], b: &[usize]) -> Option<Dims> {
+    let (long, short) = if a.len() >= b.len() { (a, b) } else { (b, a) };
+    let mut dims = Dims::from_slice(long);
+    for (d, &s) in dims.iter_mut().rev().zip(short.iter().rev()) {
+        match (*d, s) {
+            (d, s) if d == s => {}
+            (1, s) => *d = s,
+            (_, 1) => {}
+            _ => return None,
+        }
+    }
+    Some(dims)
+}
+
+/// A dimension: its size and the distance of its elements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Axis {
+    pub size: usize,
+    pub stride: usize,
+}
+
+/// The axes of `layout` broadcast to `dims`, outermost first, without those of size 1 and with neighbours merged where
+/// one step of the outer is a whole run of the inner.
+pub(super) fn collapse(layout: &Layout, dims: &[usize]) -> SmallVec<[Axis; 6]> {
+    let added = dims.len() - layout.dims().len();
+    let mut axes = SmallVec::<[Axis; 6]>::new();
+    for (i, &size) in dims.iter().enumerate() {
+        if size == 1 {
+            continue;
+        }
+        let stride = match i.checked_sub(added) {
+            Some(i) if layout.dims()[i] != 1 => layout.stride()[i],
+            _ => 0,
+        };
+        match axes.last_mut() {
+            Some(outer) if outer.stride == stride * size => {
+                *outer = Axis { size: outer.size * size, stride };
+            }
+            _ => axes.push(Axis { size, stride }),
+        }
+    }
+    axes
+}
+
+/// Calls `f(position, offset, stride, length)` for each piece of the innermost axis that `range`, in row-major order,
+/// runs through; `position` counts from the start of `range`.
+#[inline(always)]
+pub(super) fn for_each_run(axes: &[Axis], range: Range<usize>, mut f: impl FnMut(usize, usize, usize, usize)) {
+    let Some((inner, outer)) = axes.split_last() else {
+        if !range.is_empty() {
+            f(0, 0, 1, 1);
+        }
+        return;
+    };
+    let mut index: SmallVec<[usize; 6]> = SmallVec::from_elem(0, outer.len());
+    let mut at = range.start % inner.size;
+    let mut rest = range.start / inner.size;
+    let mut offset = 0;
+    for (i, axis) in index.iter_mut().zip(outer).rev() {
+        *i = rest % axis.size;
+        rest /= axis.size;
+        offset += *i * axis.stride;
+    }
+    let mut position = 0;
+    while position < range.len() {
+        let length = (inner.size - at).min(range.len() - position);
+        f(position, offset + at * inner.stride, inner.stride, length);
+        position += length;
+        at = 0;
+        for (i, axis) in index.iter_mut().zip(outer).rev() {
+            *i += 1;
+            offset += axis.stride;
+            if *i < axis.size {
+                break;
+            }
+            offset -= axis.size * axis.stride;
+            *i = 0;
+        }
+    }
+}
+
+/// An operand that stands for a contiguous tensor of the result's shape.
+pub(super) struct View<'a, T> {
+    data: &'a [T],
+    axes: SmallVec<[Axis; 6]>,
+}
+
+impl<'a, T: Copy> View<'a, T> {
+    /// The elements of `layout`, the first of which is the first of `data`, broadcast to `dims`.
+    pub fn new(data: &'a [T], layout: &Layout, dims: &[usize]) -> Self {
+        Self { data, axes: collapse(layout, dims) }
+    }
+
+    /// The elements, if they lie one after another.
+    pub fn contiguous(&self) -> Option<&'a [T]> {
+        match self.axes.as_slice() {
+            [] => Some(self.data),
+            [Axis { size, stride: 1 }] => Some(&self.data[..*size]),
+            _ => None,
+        }
+    }
+
+    fn is_constant(&self) -> bool {
+        matches!(self.axes.as_slice(), [Axis { stride: 0, .. }])
+    }
+
+    /// Copies the elements of `range` to `out`.
+    fn gather(&self, range: Range<usize>, out: &mut [T]) {
+        for_each_run(&self.axes, range, |position, offset, stride, length| {
+            let out = &mut out[position..position + length];
+            match stride {
+                0 => out.fill(self.data[offset]),
+                1 => out.copy_from_slice(&self.data[offset..offset + length]),
+                _ => {
+                    for (o, x) in out.iter_mut().zip(self.data[offset..].iter().step_by(stride)) {
+                        *o = *x;
+                    }
+                }
+            }
+        });
+    }
+}
+
+/// Reads a [`View`] block by block.
+pub(super) struct Blocks<'v, 'a, T> {
+    view: &'v View<'a, T>,
+    contiguous: Option<&'a [T]>,
+    constant: bool,
+    scratch: Vec<T>,
+}
+
+impl<'v, 'a, T: Copy> Blocks<'v, 'a, T> {
+    /// Starts reading a view that has elements.
+    pub fn new(view: &'v View<'a, T>) -> Self {
+        let contiguous = view.contiguous();
+        let constant = view.is_constant();
+        // A constant fills the scratch for good.
+        let scratch = if contiguous.is_none() { vec![view.data[0]; BLOCK] } else { Vec::new() };
+        Self { view, contiguous, constant, scratch }
+    }
+
+    /// The elements of `range`, which has at most [`BLOCK`] elements.
+    pub fn get(&mut self, range: Range<usize>) -> &[T] {
+        if let Some(data) = self.contiguous {
+            return &data[range];
+        }
+        let length = range.len();
+        if !self.constant {
+            self.view.gather(range, &mut self.scratch[..length]);
+        }
+        &self.scratch[..length]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Shape;
+
+    use super::*;
+
+    fn layout(dims: &[usize], stride: &[usize]) -> Layout {
+        Layout::new(Shape::from(dims), stride.to_vec(), 0)
+    }
+
+    #[test]
+    fn shapes_broadcast_as_in_numpy() {
+        let fits = |a: &[usize], b: &[usize]| broadcast_dims(a, b).map(SmallVec::into_vec);
+        assert_eq!(fits(&[2, 1, 3], &[4, 1]), Some(vec![2, 4, 3]));
+        assert_eq!(fits(&[], &[2, 3]), Some(vec![2, 3]));
+        assert_eq!(fits(&[1], &[0]), Some(vec![0]));
+        assert_eq!(fits(&[0, 1], &[1, 5]), Some(vec![0, 5]));
+        assert_eq!(fits(&[2], &[0]), None);
+        assert_eq!(fits(&[2, 3], &[2]), None);
+    }
+
+    #[test]
+    fn axes_merge_where_memory_does() {
+        let axes = |l: &Layout, d: &[usize]| collapse(l, d).iter().map(|a| (a.size, a.stride)).collect::<Vec<_>>();
+        assert_eq!(axes(&layout(&[2, 3, 4], &[12, 4, 1]), &[2, 3, 4]), [(24, 1)]);
+        assert_eq!(axes(&layout(&[2, 3, 4], &[24, 4, 1]), &[2, 3, 4]), [(2, 24), (12, 1)]);
+        assert_eq!(axes(&layout(&[3, 1], &[1, 7]), &[2, 3, 4]), [(2, 0), (3, 1), (4, 0)]);
+        assert_eq!(axes(&layout(&[], &[]), &[2, 3]), [(6, 0)]);
+        assert_eq!(axes(&layout(&[1, 1], &[5, 9]), &[1, 1]), []);
+    }
+
+    #[test]
+    fn blocks_read_any_range_in_row_major_order() {
+        let data: Vec<u32> = (0..4000).collect();
+        let cases: [(&[usize], &[usize], &[usize]); 5] = [
+            (&[30, 7, 11], &[77, 11, 1], &[30, 7, 11]),
+            (&[11, 7, 30], &[1, 11, 77], &[11, 7, 30]),
+            (&[7, 1], &[3, 1], &[50, 7, 11]),
+            (&[], &[], &[3000]),
+            (&[20, 100], &[200, 2], &[20, 100]),
+        ];
+        for (own, stride, dims) in cases {
+            let l = layout(own, stride);
+            let total: usize = dims.iter().product();
+            let added = dims.len() - own.len();
+            let expected: Vec<u32> = (0..total)
+                .map(|i| {
+                    let (mut rest, mut offset) = (i, 0);
+                    for d in (0..dims.len()).rev() {
+                        let at = rest % dims[d];
+                        rest /= dims[d];
+                        if d >= added && own[d - added] != 1 {
+                            offset += at * stride[d - added];
+                        }
+                    }
+                    data[offset]
+                })
+                .collect();
+            let view = View::new(&data, &l, dims);
+            let mut blocks = Blocks::new(&view);
+            for start in [0, 1, 37, 900, total - 1] {
+                let end = total.min(start + BLOCK);
+                assert_eq!(blocks.get(start..end), &expected[start..end], "{own:?} {stride:?} from {start}");
+            }
+        }
+    }
+}
