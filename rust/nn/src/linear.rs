@@ -86,6 +86,12 @@ impl<T: AsRef<Tensor>> Linear<T> {
         self.weight.as_ref().dims().first().copied().unwrap_or(0)
     }
 
+    /// The weight that the layer computes with: its own, or the merged one that stands in for it.
+    pub fn effective_weight(&self) -> Tensor {
+        let adapter = self.adapter.read().unwrap_or_else(PoisonError::into_inner);
+        adapter.as_ref().and_then(|a| a.replaces_weight()).unwrap_or_else(|| self.weight.as_ref().clone())
+    }
+
     pub(crate) const fn slot(&self) -> &AdapterSlot {
         &self.adapter
     }

@@ -32,13 +32,14 @@ pub trait Module {
         layers
     }
 
-    /// Every parameter with its name (`blocks.0.attn.to_q.weight`), adapters excluded.
+    /// Every parameter with its name (`blocks.0.attn.to_q.weight`), adapters excluded
+    /// (a merged one is part of its layer's weight).
     fn named_tensors(&self) -> Vec<(String, Tensor)> {
         let mut tensors = Vec::new();
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             match part {
                 Part::Layer(name, Layer::Linear(linear)) => {
-                    tensors.push((format!("{name}.weight"), linear.weight.clone()));
+                    tensors.push((format!("{name}.weight"), linear.effective_weight()));
                     tensors.extend(linear.bias.clone().map(|b| (format!("{name}.bias"), b)));
                 }
                 Part::Tensor(name, tensor) => tensors.push((name, tensor.clone())),

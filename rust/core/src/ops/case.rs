@@ -1,10 +1,12 @@
 //! Test cases that an operation brings with it.
 
+use std::sync::Arc;
+
 use crate::tape::OpInfo;
 use crate::{Result, Tensor};
 
 /// A function of tensors.
-pub type TensorFn = Box<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>;
+pub type TensorFn = Arc<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>;
 
 /// One line of the registry.
 pub struct Entry {
@@ -55,7 +57,7 @@ impl Case {
         run: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Self {
         let inputs = shapes.iter().map(|d| Input { dims: d.to_vec(), domain: Domain::Normal }).collect();
-        Self { label, inputs, run: Box::new(run), plain: None }
+        Self { label, inputs, run: Arc::new(run), plain: None }
     }
 
     /// Draw all inputs from `domain`.
@@ -70,7 +72,7 @@ impl Case {
     /// The same in basic operations.
     #[must_use]
     pub fn plain(mut self, plain: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static) -> Self {
-        self.plain = Some(Box::new(plain));
+        self.plain = Some(Arc::new(plain));
         self
     }
 }

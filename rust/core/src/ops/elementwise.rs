@@ -102,7 +102,7 @@ macro_rules! reads_result {
     };
 }
 
-pub(crate) use {pointwise_ops, reads_result};
+pub(crate) use reads_result;
 
 #[inline(always)]
 fn sign<R: Real>(x: R) -> R {
