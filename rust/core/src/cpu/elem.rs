@@ -1,12 +1,22 @@
 //! Element types: how numbers are stored, and the type that arithmetic on them is done in.
 
-use candle_core::{CpuStorage, WithDType};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, WithDType};
 use half::{bf16, f16};
 
 use super::simd::{Real, dispatch};
 
+/// A type of tensor elements whose storage can be changed in place.
+pub trait Stored: WithDType {
+    /// The elements of a storage.
+    ///
+    /// # Errors
+    /// If the storage holds another dtype.
+    fn slice_mut(storage: &mut CpuStorage) -> candle_core::Result<&mut [Self]>;
+}
+
 /// A floating-point type of tensor elements. f16 and bf16 are formats of storage: arithmetic on them is f32.
-pub trait Elem: WithDType {
+pub trait Elem: Stored {
     /// The type that arithmetic and accumulation use.
     type Acc: Real;
 
@@ -15,12 +25,6 @@ pub trait Elem: WithDType {
 
     /// The nearest element, ties to even.
     fn from_acc(x: Self::Acc) -> Self;
-
-    /// The elements of a storage.
-    ///
-    /// # Errors
-    /// If the storage holds another dtype.
-    fn slice_mut(storage: &mut CpuStorage) -> candle_core::Result<&mut [Self]>;
 
     /// Converts `src` to numbers for arithmetic. Both slices have the same length.
     fn load(src: &[Self], dst: &mut [Self::Acc]) {
@@ -49,8 +53,27 @@ pub trait Elem: WithDType {
     }
 }
 
+macro_rules! stored {
+    ($($t:ty, $variant:ident;)*) => {$(
+        impl Stored for $t {
+            fn slice_mut(storage: &mut CpuStorage) -> candle_core::Result<&mut [Self]> {
+                match storage {
+                    CpuStorage::$variant(data) => Ok(data),
+                    other => Err(candle_core::Error::UnexpectedDType {
+                        msg: "in-place operation",
+                        expected: DType::$variant,
+                        got: other.dtype(),
+                    }),
+                }
+            }
+        }
+    )*};
+}
+
+stored! { u8, U8; u32, U32; i16, I16; i32, I32; i64, I64; bf16, BF16; f16, F16; f32, F32; f64, F64; }
+
 macro_rules! elem {
-    ($t:ty, $variant:ident, $acc:ty, $to:expr, $from:expr) => {
+    ($t:ty, $acc:ty, $to:expr, $from:expr) => {
         impl Elem for $t {
             type Acc = $acc;
 
@@ -63,25 +86,14 @@ macro_rules! elem {
             fn from_acc(x: $acc) -> Self {
                 $from(x)
             }
-
-            fn slice_mut(storage: &mut CpuStorage) -> candle_core::Result<&mut [Self]> {
-                match storage {
-                    CpuStorage::$variant(data) => Ok(data),
-                    other => Err(candle_core::Error::UnexpectedDType {
-                        msg: "in-place operation",
-                        expected: candle_core::DType::$variant,
-                        got: candle_core::backend::BackendStorage::dtype(other),
-                    }),
-                }
-            }
         }
     };
 }
 
-elem!(f32, F32, f32, std::convert::identity, std::convert::identity);
-elem!(f64, F64, f64, std::convert::identity, std::convert::identity);
-elem!(bf16, BF16, f32, bf16_to_f32, f32_to_bf16);
-elem!(f16, F16, f32, f16_to_f32, f32_to_f16);
+elem!(f32, f32, std::convert::identity, std::convert::identity);
+elem!(f64, f64, std::convert::identity, std::convert::identity);
+elem!(bf16, f32, bf16_to_f32, f32_to_bf16);
+elem!(f16, f32, f16_to_f32, f32_to_f16);
 
 // The conversions of the `half` crate choose an instruction set for each element and so do not vectorise.
 
@@ -163,7 +175,7 @@ macro_rules! dispatch_float {
 
 /// The error of an operation on floating-point numbers that was given another dtype.
 #[cold]
-pub fn unsupported_dtype(op: &'static str, found: candle_core::DType) -> crate::Error {
+pub fn unsupported_dtype(op: &'static str, found: DType) -> crate::Error {
     let message = format!("found dtype {}, expected f32, f64, f16 or bf16; convert with to()", found.as_str());
     crate::Error::dtype(op, message)
 }
@@ -209,11 +221,11 @@ mod tests {
 
     #[test]
     fn other_dtypes_are_errors() {
-        fn size(dtype: candle_core::DType) -> crate::Result<usize> {
+        fn size(dtype: DType) -> crate::Result<usize> {
             Ok(dispatch_float!(dtype, "size", T => size_of::<T>()))
         }
-        assert_eq!(size(candle_core::DType::BF16).unwrap(), 2);
-        let message = size(candle_core::DType::U32).unwrap_err().to_string();
+        assert_eq!(size(DType::BF16).unwrap(), 2);
+        let message = size(DType::U32).unwrap_err().to_string();
         assert!(message.starts_with("size: found dtype u32"), "{message}");
     }
 }

@@ -222,3 +222,159 @@ fn map_views<S: Elem, D: Elem, const K: usize>(
         }
     });
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+    use half::bf16;
+
+    use super::super::pool::tests::with_1_and_n_threads;
+    use super::*;
+    use crate::raw::from_vec;
+
+    struct Square;
+
+    impl Unary for Square {
+        #[inline(always)]
+        fn apply<R: Real>(&self, x: R) -> R {
+            x * x
+        }
+    }
+
+    struct MulAdd;
+
+    impl Ternary for MulAdd {
+        #[inline(always)]
+        fn apply<R: Real>(&self, a: R, b: R, c: R) -> R {
+            a * b + c
+        }
+    }
+
+    const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
+
+    /// Small whole numbers, with which arithmetic is exact in every dtype.
+    fn whole(dims: &[usize], dtype: DType) -> Raw {
+        let n: usize = dims.iter().product();
+        let data: Vec<f64> = (0..n).map(|i| ((i * 7) % 11) as f64 - 5.0).collect();
+        from_vec(data, dims).to_dtype(dtype).unwrap()
+    }
+
+    fn values(x: &Raw) -> Vec<f64> {
+        x.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn unary_works_on_strided_and_large_tensors() {
+        for dtype in FLOATS {
+            for x in [
+                whole(&[], dtype),
+                whole(&[3, 5], dtype).t().unwrap(),
+                whole(&[9, 70, 80], dtype).narrow(1, 3, 60).unwrap(),
+                whole(&[300, 301], dtype).t().unwrap(),
+                whole(&[5, 1], dtype).broadcast_as((7, 5, 4)).unwrap(),
+                whole(&[0, 3], dtype),
+            ] {
+                let y = unary(&x, Square).unwrap();
+                let expected: Vec<f64> = values(&x).iter().map(|x| x * x).collect();
+                assert_eq!((y.dims(), y.dtype(), y.is_contiguous()), (x.dims(), dtype, true));
+                assert_eq!(values(&y), expected);
+            }
+        }
+    }
+
+    #[test]
+    fn binary_broadcasts_like_candle() {
+        let shapes: [(&[usize], &[usize]); 9] = [
+            (&[4, 5], &[4, 5]),
+            (&[400, 300], &[300]),
+            (&[400, 300], &[400, 1]),
+            (&[], &[40, 50]),
+            (&[3, 1, 5, 1], &[4, 1, 6]),
+            (&[1], &[]),
+            (&[2, 0, 3], &[3]),
+            (&[7, 1, 2000], &[6, 1]),
+            (&[1, 2000], &[2000, 1]),
+        ];
+        for dtype in FLOATS {
+            for (a, b) in shapes {
+                let (a, b) = (whole(a, dtype), whole(b, dtype));
+                let expected = (a.to_dtype(DType::F64).unwrap()).broadcast_sub(&b.to_dtype(DType::F64).unwrap()).unwrap();
+                let result = binary(&a, &b, Sub).unwrap();
+                assert_eq!((result.dims(), result.dtype()), (expected.dims(), dtype));
+                assert_eq!(values(&result), values(&expected), "{:?} {:?} {dtype:?}", a.dims(), b.dims());
+            }
+        }
+    }
+
+    #[test]
+    fn strided_operands_of_one_storage_work() {
+        let x = whole(&[300, 200], DType::F32);
+        let (a, b) = (x.narrow(1, 0, 100).unwrap(), x.narrow(1, 100, 100).unwrap());
+        let expected = values(&a).iter().zip(values(&b)).map(|(a, b)| a * b).collect::<Vec<_>>();
+        assert_eq!(values(&binary(&a, &b, Mul).unwrap()), expected);
+    }
+
+    #[test]
+    fn ternary_broadcasts() {
+        for dtype in FLOATS {
+            let (a, b, c) = (whole(&[300, 1], dtype), whole(&[200], dtype), whole(&[2, 1, 1], dtype));
+            let wide = |x: &Raw| x.to_dtype(DType::F64).unwrap().broadcast_as((2, 300, 200)).unwrap();
+            let expected = ((wide(&a) * wide(&b)).unwrap() + wide(&c)).unwrap();
+            assert_eq!(values(&ternary(&a, &b, &c, MulAdd).unwrap()), values(&expected));
+        }
+    }
+
+    #[test]
+    fn halves_are_computed_in_f32() {
+        // 1.0078125^2 = 1.0156860..., between the bf16 numbers 1.015625 and 1.0234375; 300^2 overflows f16.
+        let x = from_vec(vec![bf16::from_f32_const(1.007_812_5)], 1);
+        assert_eq!(values(&unary(&x, Square).unwrap()), [1.015_625]);
+        let x = from_vec(vec![half::f16::from_f32_const(300.0)], 1);
+        let one_over = from_vec(vec![half::f16::from_f32_const(1.0)], 1);
+        assert_eq!(values(&unary(&x, Square).unwrap()), [f64::INFINITY]);
+        struct SquareOver;
+        impl Binary for SquareOver {
+            #[inline(always)]
+            fn apply<R: Real>(&self, a: R, b: R) -> R {
+                a * a / (a + b - b)
+            }
+        }
+        assert_eq!(values(&binary(&x, &one_over, SquareOver).unwrap()), [300.0]);
+    }
+
+    #[test]
+    fn casts_round_once_between_all_dtypes() {
+        let x = from_vec(vec![0.1f64, -2.5, 65_519.9, 1e-7, f64::INFINITY, 3.0], &[2usize, 3][..]);
+        for from in FLOATS {
+            let x = x.to_dtype(from).unwrap().t().unwrap();
+            for to in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+                let y = cast(&x, to).unwrap();
+                assert_eq!((y.dtype(), y.dims()), (to, x.dims()));
+                let through_f32: Vec<f64> =
+                    values(&x.to_dtype(if from == to { from } else { DType::F32 }).unwrap().to_dtype(to).unwrap());
+                let expected = if (from, to) == (DType::F64, DType::F64) { values(&x) } else { through_f32 };
+                assert_eq!(values(&y), expected, "{from:?} to {to:?}");
+            }
+        }
+        assert!(matches!(cast(&x, DType::U8), Err(Error::DType { .. })));
+    }
+
+    #[test]
+    fn results_do_not_depend_on_the_number_of_threads() {
+        let (a, b) = (whole(&[700, 301], DType::F32), whole(&[301], DType::F32));
+        let (one, many) = with_1_and_n_threads(3, || values(&binary(&a, &b, Div).unwrap()));
+        assert_eq!(one.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), many.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn operands_that_do_not_fit_are_errors() {
+        let (a, b) = (whole(&[2, 3], DType::F32), whole(&[2], DType::F32));
+        assert!(matches!(binary(&a, &b, Add), Err(Error::Shape { .. })));
+        assert!(matches!(binary(&a, &whole(&[3], DType::BF16), Add), Err(Error::DType { .. })));
+        let integers = Raw::zeros(3, DType::U32, &Device::Cpu).unwrap();
+        assert!(matches!(unary(&integers, Square), Err(Error::DType { .. })));
+        let huge = |dims: &[usize]| whole(&[1], DType::F32).broadcast_as(dims).unwrap();
+        let result = binary(&huge(&[1 << 40, 1]), &huge(&[1 << 40]), Add);
+        assert!(matches!(result, Err(Error::OutOfMemory { .. })));
+    }
+}

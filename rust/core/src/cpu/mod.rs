@@ -7,12 +7,14 @@
 mod access;
 mod approx;
 pub mod elem;
+mod inplace;
 mod map;
 pub mod pool;
 mod simd;
 mod strided;
 
-pub use elem::Elem;
+pub use elem::{Elem, Stored};
+pub use inplace::{accumulate, copy_into, fill, scale_in_place};
 pub use map::{Add, Binary, Div, Maximum, Minimum, Mul, Sub, Ternary, Unary, binary, cast, ternary, unary};
 pub use simd::{Real, dispatch};
 pub use strided::{Dims, broadcast_dims};

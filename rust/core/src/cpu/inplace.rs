@@ -1,0 +1,267 @@
+//! Changes of tensors in place, views of larger buffers among them.
+//!
+//! The tensor that is changed must not repeat elements, and its source must have another storage: candle refuses both.
+
+use candle_core::{CpuStorage, DType, Layout};
+
+use super::access::{Operand, elements, write1, write2};
+use super::elem::{Elem, Stored};
+use super::map::{GRAIN, convert};
+use super::pool::{SharedMut, par_ranges};
+use super::simd::{Real, dispatch};
+use super::strided::{BLOCK, Blocks, View, collapse, for_each_run};
+use crate::{Error, Raw, Result, dispatch_float};
+
+/// dst += src, rounded to the dtype of `dst`.
+///
+/// # Errors
+/// [`Error::Shape`] if `src` does not have the shape of `dst`, [`Error::DType`] if a dtype is not a floating-point one,
+/// [`Error::Candle`] if both have the same storage or `dst` repeats elements.
+pub fn accumulate(dst: &Raw, src: &Raw) -> Result<()> {
+    const OP: &str = "accumulate";
+    check_dims(OP, dst, src)?;
+    dispatch_float!(dst.dtype(), OP, D => dispatch_float!(src.dtype(), OP, S => {
+        write2(OP, dst, src, |dst, layout, src| {
+            update_from::<D, S>(dst, layout, src, &add_slice)
+        })
+    }))
+}
+
+/// dst = src, rounded to the dtype of `dst`. Integer tensors need the same dtype.
+///
+/// # Errors
+/// As [`accumulate`].
+pub fn copy_into(dst: &Raw, src: &Raw) -> Result<()> {
+    const OP: &str = "copy_into";
+    check_dims(OP, dst, src)?;
+    match dst.dtype() {
+        same if same == src.dtype() => match same {
+            DType::U8 => copy_same::<u8>(OP, dst, src),
+            DType::U32 => copy_same::<u32>(OP, dst, src),
+            DType::I16 => copy_same::<i16>(OP, dst, src),
+            DType::I32 => copy_same::<i32>(OP, dst, src),
+            DType::I64 => copy_same::<i64>(OP, dst, src),
+            _ => dispatch_float!(same, OP, T => copy_same::<T>(OP, dst, src)),
+        },
+        _ => dispatch_float!(dst.dtype(), OP, D => dispatch_float!(src.dtype(), OP, S => {
+            write2(OP, dst, src, |dst, layout, src| {
+                update_from::<D, S>(dst, layout, src, &convert_slice)
+            })
+        })),
+    }
+}
+
+/// dst = value everywhere, rounded to the dtype of `dst`.
+///
+/// # Errors
+/// [`Error::DType`] if the dtype is not a floating-point one, [`Error::Candle`] if `dst` repeats elements.
+pub fn fill(dst: &Raw, value: f64) -> Result<()> {
+    const OP: &str = "fill";
+    dispatch_float!(dst.dtype(), OP, T => write1(OP, dst, |dst, layout| {
+        update::<T>(dst, layout, &|dst, _| dst.fill(from_f64(value)))
+    }))
+}
+
+/// dst *= factor, rounded to the dtype of `dst`.
+///
+/// # Errors
+/// As [`fill`].
+pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
+    const OP: &str = "scale_in_place";
+    dispatch_float!(dst.dtype(), OP, T => write1(OP, dst, |dst, layout| {
+        update::<T>(dst, layout, &|dst, _| scale_slice(dst, factor))
+    }))
+}
+
+fn from_f64<T: Elem>(x: f64) -> T {
+    T::from_acc(T::Acc::from_f64(x))
+}
+
+fn add_slice<D: Elem, S: Elem>(dst: &mut [D], src: &[S]) {
+    dispatch(
+        #[inline(always)]
+        || {
+            for (d, s) in dst.iter_mut().zip(src) {
+                *d = D::from_acc(d.to_acc() + D::Acc::from_f64(s.to_acc().to_f64()));
+            }
+        },
+    );
+}
+
+fn convert_slice<D: Elem, S: Elem>(dst: &mut [D], src: &[S]) {
+    dispatch(
+        #[inline(always)]
+        || {
+            for (d, s) in dst.iter_mut().zip(src) {
+                *d = convert(*s);
+            }
+        },
+    );
+}
+
+fn scale_slice<T: Elem>(dst: &mut [T], factor: f64) {
+    let factor = T::Acc::from_f64(factor);
+    dispatch(
+        #[inline(always)]
+        || {
+            for d in dst {
+                *d = T::from_acc(d.to_acc() * factor);
+            }
+        },
+    );
+}
+
+fn copy_same<T: Stored>(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
+    write2(op, dst, src, |dst, layout, src| {
+        update_from::<T, T>(dst, layout, src, &|dst, src| dst.copy_from_slice(src))
+    })
+}
+
+fn check_dims(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
+    if dst.dims() == src.dims() {
+        return Ok(());
+    }
+    Err(Error::shape(op, format!("found shape {:?}, expected {:?}", src.dims(), dst.dims())))
+}
+
+/// Calls `kernel` with pieces of `dst` that lie one after another and as many elements of `src`.
+fn update_from<D: Stored, S: Stored>(
+    dst: &mut CpuStorage,
+    layout: &Layout,
+    src: Operand<'_>,
+    kernel: &(dyn Fn(&mut [D], &[S]) + Sync),
+) -> candle_core::Result<()> {
+    if layout.shape().elem_count() == 0 {
+        return Ok(());
+    }
+    let src = View::new(elements::<S>(src)?, src.1, layout.dims());
+    if let Some(src) = src.contiguous() {
+        return update(dst, layout, &|dst, start| kernel(dst, &src[start..start + dst.len()]));
+    }
+    update(dst, layout, &|dst, start| {
+        let mut blocks = Blocks::new(&src);
+        let mut start = start;
+        for dst in dst.chunks_mut(BLOCK) {
+            let end = start + dst.len();
+            kernel(dst, blocks.get(start..end));
+            start = end;
+        }
+    })
+}
+
+/// Calls `kernel` with the pieces of `dst` that lie one after another, and with the position of the first element of
+/// each in row-major order; on several threads.
+fn update<D: Stored>(
+    dst: &mut CpuStorage,
+    layout: &Layout,
+    kernel: &(dyn Fn(&mut [D], usize) + Sync),
+) -> candle_core::Result<()> {
+    let axes = collapse(layout, layout.dims());
+    let dst = SharedMut::new(&mut D::slice_mut(dst)?[layout.start_offset()..]);
+    par_ranges(layout.shape().elem_count(), GRAIN, |range| {
+        let start = range.start;
+        for_each_run(&axes, range, |position, offset, stride, length| {
+            let (pieces, length) = if stride == 1 { (1, length) } else { (length, 1) };
+            for i in 0..pieces {
+                let from = offset + i * stride;
+                // SAFETY: candle has checked that no two elements of the layout are one, so pieces do not overlap.
+                kernel(unsafe { dst.slice(from..from + length) }, start + position + i);
+            }
+        });
+    });
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Tensor};
+
+    use super::*;
+    use crate::raw::from_vec;
+
+    fn sequence(n: usize, dims: &[usize], dtype: DType) -> Raw {
+        let data: Vec<f64> = (0..n).map(|i| (i % 61) as f64 - 30.0).collect();
+        from_vec(data, dims).to_dtype(dtype).unwrap()
+    }
+
+    fn values(x: &Raw) -> Vec<f64> {
+        x.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
+
+    #[test]
+    fn accumulate_adds_every_dtype_to_every_dtype() {
+        for d in FLOATS {
+            for s in FLOATS {
+                let (dst, src) = (sequence(100, &[4, 25], d), sequence(100, &[25, 4], s).t().unwrap());
+                let expected: Vec<f64> = values(&dst).iter().zip(values(&src)).map(|(d, s)| d + s).collect();
+                accumulate(&dst, &src).unwrap();
+                assert_eq!(values(&dst), expected, "{d:?} += {s:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn views_of_a_buffer_change_and_the_rest_of_it_stays() {
+        for (dim, start, len) in [(0, 1, 2), (1, 3, 4), (2, 5, 300)] {
+            let buffer = sequence(4 * 10 * 700, &[4, 10, 700], DType::F32);
+            let view = buffer.narrow(dim, start, len).unwrap();
+            let before = buffer.copy().unwrap();
+            let src = sequence(view.elem_count(), view.dims(), DType::BF16);
+            accumulate(&view, &src).unwrap();
+            let mut parts = Vec::new();
+            let size = buffer.dims()[dim];
+            parts.push(before.narrow(dim, 0, start).unwrap());
+            parts.push((before.narrow(dim, start, len).unwrap() + src.to_dtype(DType::F32).unwrap()).unwrap());
+            parts.push(before.narrow(dim, start + len, size - start - len).unwrap());
+            assert_eq!(values(&buffer), values(&Tensor::cat(&parts, dim).unwrap()), "dimension {dim}");
+        }
+    }
+
+    #[test]
+    fn transposed_destinations_work() {
+        let buffer = sequence(6, &[2, 3], DType::F64);
+        copy_into(&buffer.t().unwrap(), &from_vec(vec![1f64, 2.0, 3.0, 4.0, 5.0, 6.0], &[3usize, 2][..])).unwrap();
+        assert_eq!(values(&buffer), [1.0, 3.0, 5.0, 2.0, 4.0, 6.0]);
+        scale_in_place(&buffer.t().unwrap(), 0.5).unwrap();
+        assert_eq!(values(&buffer), [0.5, 1.5, 2.5, 1.0, 2.0, 3.0]);
+    }
+
+    #[test]
+    fn fill_scale_and_copy_work_in_every_dtype() {
+        for dtype in FLOATS {
+            let x = sequence(70_000, &[7, 10_000], dtype);
+            fill(&x.narrow(1, 10, 20).unwrap(), 1.5).unwrap();
+            scale_in_place(&x, -2.0).unwrap();
+            let expected: Vec<f64> = (0..70_000)
+                .map(|i| if (10..30).contains(&(i % 10_000)) { -3.0 } else { -2.0 * ((i % 61) as f64 - 30.0) })
+                .collect();
+            assert_eq!(values(&x), expected);
+            let copy = Tensor::zeros((7, 10_000), DType::F32, &Device::Cpu).unwrap();
+            copy_into(&copy, &x).unwrap();
+            assert_eq!(values(&copy), expected);
+        }
+        let (dst, src) = (from_vec(vec![1u32, 2, 3], 3), from_vec(vec![7u32, 8, 9], 3));
+        copy_into(&dst, &src).unwrap();
+        assert_eq!(dst.to_vec1::<u32>().unwrap(), [7, 8, 9]);
+    }
+
+    #[test]
+    fn empty_tensors_are_left_alone() {
+        let x = sequence(0, &[0, 3], DType::F32);
+        accumulate(&x, &sequence(0, &[0, 3], DType::BF16)).unwrap();
+        fill(&x, 1.0).unwrap();
+        assert_eq!(x.dims(), [0, 3]);
+    }
+
+    #[test]
+    fn what_cannot_be_done_is_an_error() {
+        let x = sequence(6, &[2, 3], DType::F32);
+        let message = accumulate(&x, &sequence(3, &[3], DType::F32)).unwrap_err().to_string();
+        assert_eq!(message, "accumulate: found shape [3], expected [2, 3]");
+        assert!(matches!(fill(&from_vec(vec![1u32], 1), 1.0), Err(Error::DType { .. })));
+        assert!(accumulate(&x, &x).is_err());
+        assert!(fill(&sequence(1, &[1], DType::F32).broadcast_as(4).unwrap(), 1.0).is_err());
+    }
+}
