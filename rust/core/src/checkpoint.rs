@@ -115,7 +115,7 @@ struct RegionState {
 
 enum Slot {
     Waiting,
-    Filled(Raw, SavedBytes),
+    Filled { value: Raw, _bytes: SavedBytes },
     Released,
 }
 
@@ -142,12 +142,12 @@ impl Region {
 
     /// The value of a slot, recomputed if need be.
     pub(crate) fn value(&self, index: usize) -> Result<Raw> {
-        if let Some(Slot::Filled(raw, _)) = self.state().slots.get(index) {
-            return Ok(raw.clone());
+        if let Some(Slot::Filled { value, .. }) = self.state().slots.get(index) {
+            return Ok(value.clone());
         }
         self.replay()?;
         match self.state().slots.get(index) {
-            Some(Slot::Filled(raw, _)) => Ok(raw.clone()),
+            Some(Slot::Filled { value, .. }) => Ok(value.clone()),
             _ => Err(nondeterministic()),
         }
     }
@@ -192,8 +192,8 @@ impl Region {
         let mut state = self.state();
         for (slot, value) in state.slots.iter_mut().zip(replaying.values) {
             if matches!(slot, Slot::Waiting) {
-                let bytes = SavedBytes::new(&value);
-                *slot = Slot::Filled(value, bytes);
+                let _bytes = SavedBytes::new(&value);
+                *slot = Slot::Filled { value, _bytes };
             }
         }
         Ok(())

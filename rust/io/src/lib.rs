@@ -1,1 +1,9 @@
 //! Weight, adapter and training-state files of trainable-candle.
+
+pub mod adapter_file;
+mod atomic;
+pub mod tensor_file;
+
+pub use adapter_file::{AdapterFormat, load_adapter, save_adapter};
+pub use atomic::write_atomically;
+pub use tensor_file::{TensorFile, load_tensors, save_tensors};

@@ -91,7 +91,8 @@ impl<'a, 'f> Visitor<'a, 'f> {
     /// # Errors
     /// Whatever `see` raises.
     pub fn linear(&mut self, name: &str, linear: &'a Linear<Tensor>) -> Result<()> {
-        (self.see)(Part::Layer(self.join(name), Layer::Linear(linear)))
+        let name = self.join(name);
+        (self.see)(Part::Layer(name, Layer::Linear(linear)))
     }
 
     /// Show a parameter that is not a layer's.
@@ -99,6 +100,7 @@ impl<'a, 'f> Visitor<'a, 'f> {
     /// # Errors
     /// Whatever `see` raises.
     pub fn tensor(&mut self, name: &str, tensor: &'a Tensor) -> Result<()> {
-        (self.see)(Part::Tensor(self.join(name), tensor))
+        let name = self.join(name);
+        (self.see)(Part::Tensor(name, tensor))
     }
 }

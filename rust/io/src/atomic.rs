@@ -1,0 +1,47 @@
+//! Files that are either complete or absent.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+use trainable_candle_core::{Error, Result};
+
+/// Write a file by `write` under a temporary name beside `path`, sync it, and rename it: a crash leaves the old file or
+/// the new one, never a part.
+///
+/// # Errors
+/// [`Error::Io`] naming `path` if the folder is missing, read-only or full; whatever `write` raises.
+pub fn write_atomically(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> Result<()> {
+    let failed = |source| Error::io(path, source);
+    let name = path.file_name().ok_or_else(|| failed(std::io::Error::other("the path names no file")))?;
+    let mut temporary = name.to_os_string();
+    temporary.push(format!(".{}.partial", std::process::id()));
+    let temporary = path.with_file_name(temporary);
+    let outcome = (|| {
+        let mut file = BufWriter::new(File::create(&temporary)?);
+        write(&mut file)?;
+        let file = file.into_inner().map_err(std::io::IntoInnerError::into_error)?;
+        file.sync_all()?;
+        std::fs::rename(&temporary, path)?;
+        sync_folder(path)
+    })();
+    if outcome.is_err() {
+        // The first error is the one to report.
+        let _ = std::fs::remove_file(&temporary);
+    }
+    outcome.map_err(failed)
+}
+
+/// The rename itself survives a power cut only once the folder is on disk.
+#[cfg(unix)]
+fn sync_folder(path: &Path) -> std::io::Result<()> {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => File::open(folder)?.sync_all(),
+        _ => File::open(".")?.sync_all(),
+    }
+}
+
+#[cfg(not(unix))]
+fn sync_folder(_path: &Path) -> std::io::Result<()> {
+    Ok(())
+}

@@ -1,0 +1,196 @@
+//! safetensors files: read tensor by tensor, written atomically.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::{Dtype, SafeTensors, View};
+use trainable_candle_core::raw::check_allocation;
+use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor};
+
+use crate::atomic::write_atomically;
+
+/// The longest header that the format allows.
+const LONGEST_HEADER: u64 = 100_000_000;
+
+/// An open safetensors file whose tensors are read one at a time.
+pub struct TensorFile {
+    path: PathBuf,
+    file: File,
+    /// Where the data begins.
+    data: u64,
+    metadata: Metadata,
+}
+
+impl TensorFile {
+    /// Open `path` and check its header against its length.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be read; [`Error::WeightsFormat`] if it is no complete safetensors file.
+    pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let io = |source| Error::io(&path, source);
+        let mut file = File::open(&path).map_err(io)?;
+        let length = file.metadata().map_err(io)?.len();
+        let mut start = [0u8; 8];
+        if length < 8 {
+            return Err(Error::weights(&path, format!("no safetensors file: only {length} bytes long")));
+        }
+        file.read_exact(&mut start).map_err(io)?;
+        if looks_like_pickle(&start) {
+            return Err(Error::weights(
+                &path,
+                "this is a pickle checkpoint, which can run code when opened and is refused; convert it to safetensors",
+            ));
+        }
+        let header_length = u64::from_le_bytes(start);
+        if header_length > LONGEST_HEADER || header_length + 8 > length {
+            return Err(Error::weights(
+                &path,
+                format!("no safetensors file, or an incomplete one: {length} bytes long with a header of {header_length}"),
+            ));
+        }
+        let mut header = start.to_vec();
+        header.resize(8 + header_length as usize, 0);
+        file.read_exact(&mut header[8..]).map_err(io)?;
+        let (_, metadata) =
+            SafeTensors::read_metadata(&header).map_err(|e| Error::weights(&path, format!("the safetensors header is damaged: {e}")))?;
+        let data = 8 + header_length;
+        let end = metadata.tensors().values().map(|info| info.data_offsets.1 as u64).max().unwrap_or(0);
+        if data + end != length {
+            return Err(Error::weights(
+                &path,
+                format!("the file is incomplete or damaged: {length} bytes long, its header says {}; download or copy it again", data + end),
+            ));
+        }
+        Ok(Self { path, file, data, metadata })
+    }
+
+    /// The names of the tensors, sorted.
+    pub fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = self.metadata.tensors().into_keys().collect();
+        names.sort();
+        names
+    }
+
+    /// The text entries of the header.
+    pub fn metadata(&self) -> HashMap<String, String> {
+        self.metadata.metadata().clone().unwrap_or_default()
+    }
+
+    /// Read one tensor to `device`.
+    ///
+    /// # Errors
+    /// [`Error::WeightsFormat`] if there is no such tensor or its dtype is not supported, [`Error::Io`] if reading fails,
+    /// [`Error::OutOfMemory`] if it does not fit.
+    pub fn read(&mut self, name: &str, device: &Device) -> Result<Tensor> {
+        let Some(info) = self.metadata.info(name).cloned() else {
+            return Err(Error::weights(&self.path, format!("there is no tensor \"{name}\"")));
+        };
+        let dtype = self.dtype(name, &info)?;
+        check_allocation("load", &info.shape, dtype)?;
+        let bytes = self.bytes(&info)?;
+        Ok(Tensor::from_raw(&Raw::from_raw_buffer(&bytes, dtype, &info.shape, device)?))
+    }
+
+    fn dtype(&self, name: &str, info: &TensorInfo) -> Result<DType> {
+        match info.dtype {
+            Dtype::F64 => Ok(DType::F64),
+            Dtype::F32 => Ok(DType::F32),
+            Dtype::F16 => Ok(DType::F16),
+            Dtype::BF16 => Ok(DType::BF16),
+            Dtype::I64 => Ok(DType::I64),
+            Dtype::U32 => Ok(DType::U32),
+            Dtype::U8 | Dtype::BOOL => Ok(DType::U8),
+            other => Err(Error::weights(&self.path, format!("tensor \"{name}\" has dtype {other:?}, which is not supported"))),
+        }
+    }
+
+    fn bytes(&mut self, info: &TensorInfo) -> Result<Vec<u8>> {
+        let (start, end) = info.data_offsets;
+        let mut bytes = vec![0u8; end - start];
+        self.file
+            .seek(SeekFrom::Start(self.data + start as u64))
+            .and_then(|_| self.file.read_exact(&mut bytes))
+            .map_err(|e| Error::io(&self.path, e))?;
+        Ok(bytes)
+    }
+}
+
+/// A zip archive (`torch.save`) or a bare pickle.
+fn looks_like_pickle(start: &[u8; 8]) -> bool {
+    start.starts_with(b"PK\x03\x04") || (start[0] == 0x80 && (2..=5).contains(&start[1]) && start[2..].iter().any(|&b| b != 0))
+}
+
+/// Read every tensor of the file at `path` to `device`.
+///
+/// # Errors
+/// As [`TensorFile::open`] and [`TensorFile::read`].
+pub fn load_tensors(path: &Path, device: &Device) -> Result<BTreeMap<String, Tensor>> {
+    let mut file = TensorFile::open(path)?;
+    file.names().into_iter().map(|name| Ok((name.clone(), file.read(&name, device)?))).collect()
+}
+
+/// A tensor's bytes for the writer.
+struct Bytes {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+impl View for &Bytes {
+    fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        Cow::Borrowed(&self.bytes)
+    }
+
+    fn data_len(&self) -> usize {
+        self.bytes.len()
+    }
+}
+
+fn bytes_of(name: &str, tensor: &Tensor) -> Result<Bytes> {
+    fn le<T: candle_core::WithDType, const N: usize>(raw: &Raw, to: fn(T) -> [u8; N]) -> Result<Vec<u8>> {
+        Ok(raw.flatten_all()?.to_vec1::<T>()?.into_iter().flat_map(to).collect())
+    }
+    let raw = tensor.raw();
+    let (dtype, bytes) = match tensor.dtype() {
+        DType::F64 => (Dtype::F64, le(raw, f64::to_le_bytes)?),
+        DType::F32 => (Dtype::F32, le(raw, f32::to_le_bytes)?),
+        DType::F16 => (Dtype::F16, le(raw, half::f16::to_le_bytes)?),
+        DType::BF16 => (Dtype::BF16, le(raw, half::bf16::to_le_bytes)?),
+        DType::I64 => (Dtype::I64, le(raw, i64::to_le_bytes)?),
+        DType::U32 => (Dtype::U32, le(raw, u32::to_le_bytes)?),
+        DType::U8 => (Dtype::U8, raw.flatten_all()?.to_vec1::<u8>()?),
+        other => {
+            return Err(Error::dtype("save", format!("tensor \"{name}\" has dtype {}, which safetensors files do not hold", other.as_str())));
+        }
+    };
+    Ok(Bytes { dtype, shape: tensor.dims().to_vec(), bytes })
+}
+
+/// Write `tensors` and text `metadata` to `path`, atomically.
+///
+/// # Errors
+/// [`Error::Io`] naming the path if it cannot be written, [`Error::DType`] for a dtype that the format does not hold.
+pub fn save_tensors<'a>(
+    path: &Path,
+    tensors: impl IntoIterator<Item = (&'a str, &'a Tensor)>,
+    metadata: &BTreeMap<String, String>,
+) -> Result<()> {
+    let views = tensors.into_iter().map(|(name, t)| Ok((name, bytes_of(name, t)?))).collect::<Result<Vec<_>>>()?;
+    let metadata = (!metadata.is_empty()).then(|| metadata.iter().map(|(k, v)| (k.clone(), v.clone())).collect());
+    let serialized = safetensors::serialize(views.iter().map(|(n, v)| (*n, v)), metadata)
+        .map_err(|e| Error::weights(path, format!("cannot be written: {e}")))?;
+    write_atomically(path, |file| file.write_all(&serialized))
+}
