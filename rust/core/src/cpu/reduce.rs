@@ -1,0 +1,520 @@
+//! Reductions and cumulative sums.
+//!
+//! Sums are made in f32 (f64 for f64) of blocks of fixed size, whose sums are summed in the same way, so errors grow with
+//! the logarithm of the number of blocks and results do not depend on the number of threads.
+
+use candle_core::{CpuStorage, Shape, WithDType};
+use smallvec::SmallVec;
+
+use super::access::{elements, read1};
+use super::elem::Elem;
+use super::map::{GRAIN, contiguous};
+use super::pool::{SharedMut, par_ranges};
+use super::simd::{Real, dispatch};
+use super::strided::Dims;
+use crate::{Error, Raw, Result, dispatch_float};
+
+/// Columns summed side by side; their running sums stay in the first-level cache.
+const TILE: usize = 2048;
+
+/// Running results of one row, enough for a few vector registers.
+const LANES: usize = 32;
+
+/// What a reduction does with two numbers.
+trait Fold: Sync {
+    /// The result of nothing.
+    fn start<A: Real>() -> A;
+    fn join<A: Real>(a: A, b: A) -> A;
+}
+
+struct Sum;
+struct Max;
+struct Min;
+
+impl Fold for Sum {
+    #[inline(always)]
+    fn start<A: Real>() -> A {
+        A::ZERO
+    }
+    #[inline(always)]
+    fn join<A: Real>(a: A, b: A) -> A {
+        a + b
+    }
+}
+
+impl Fold for Max {
+    #[inline(always)]
+    fn start<A: Real>() -> A {
+        A::NEG_INFINITY
+    }
+    #[inline(always)]
+    fn join<A: Real>(a: A, b: A) -> A {
+        a.max(b)
+    }
+}
+
+impl Fold for Min {
+    #[inline(always)]
+    fn start<A: Real>() -> A {
+        A::INFINITY
+    }
+    #[inline(always)]
+    fn join<A: Real>(a: A, b: A) -> A {
+        a.min(b)
+    }
+}
+
+/// The sum over `dims`, which stay with size 1 if `keepdim`. The sum of nothing is 0.
+///
+/// # Errors
+/// [`Error::DType`] if the dtype is not a floating-point one, [`Error::Index`] if a dimension does not exist.
+pub fn sum(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
+    reduce::<Sum>("sum", x, dims, keepdim, 1.0)
+}
+
+/// The mean over `dims`, which stay with size 1 if `keepdim`. The mean of nothing is NaN.
+///
+/// # Errors
+/// As [`sum`].
+pub fn mean(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
+    check_dims("mean", x, dims)?;
+    let count: usize = dims.iter().map(|&d| x.dims()[d]).product();
+    reduce::<Sum>("mean", x, dims, keepdim, count as f64)
+}
+
+/// The largest element over `dims`, which stay with size 1 if `keepdim`; NaN if one is NaN.
+///
+/// # Errors
+/// As [`sum`], and [`Error::Shape`] if a dimension of `dims` is empty.
+pub fn max(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
+    check_not_empty("max", x, dims)?;
+    reduce::<Max>("max", x, dims, keepdim, 1.0)
+}
+
+/// The smallest element over `dims`, which stay with size 1 if `keepdim`; NaN if one is NaN.
+///
+/// # Errors
+/// As [`max`].
+pub fn min(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
+    check_not_empty("min", x, dims)?;
+    reduce::<Min>("min", x, dims, keepdim, 1.0)
+}
+
+/// The position (u32) of the largest element along `dim`, the first of equals; of the first NaN if there is one.
+///
+/// # Errors
+/// As [`max`].
+pub fn argmax(x: &Raw, dim: usize, keepdim: bool) -> Result<Raw> {
+    const OP: &str = "argmax";
+    check_not_empty(OP, x, &[dim])?;
+    let x = contiguous(x)?;
+    let [outer, n, inner] = around(x.dims(), dim);
+    let dims = reduced_dims(x.dims(), &[dim], keepdim);
+    dispatch_float!(x.dtype(), OP, T => read1(OP, &x, |x| {
+        let x = elements::<T>(x)?;
+        let mut result = vec![0u32; outer * inner];
+        let shared = SharedMut::new(&mut result);
+        par_ranges(outer * inner, GRAIN / n.max(1), |range| {
+            // SAFETY: the ranges are disjoint.
+            let result = unsafe { shared.slice(range.clone()) };
+            for (r, i) in result.iter_mut().zip(range) {
+                let start = i / inner * n * inner + i % inner;
+                *r = first_max(x[start..].iter().step_by(inner).take(n)) as u32;
+            }
+        });
+        Ok((CpuStorage::U32(result), Shape::from(dims.as_slice())))
+    }))
+}
+
+/// The sums of the elements up to each one along `dim`.
+///
+/// # Errors
+/// As [`sum`].
+pub fn cumsum(x: &Raw, dim: usize) -> Result<Raw> {
+    const OP: &str = "cumsum";
+    check_dims(OP, x, &[dim])?;
+    let x = contiguous(x)?;
+    let [outer, n, inner] = around(x.dims(), dim);
+    dispatch_float!(x.dtype(), OP, T => read1(OP, &x, |x| {
+        let dims = x.1.shape().clone();
+        let x = elements::<T>(x)?;
+        let mut result = x[..outer * n * inner].to_vec();
+        let shared = SharedMut::new(&mut result);
+        let tiles = inner.div_ceil(TILE);
+        par_ranges(outer * tiles, (GRAIN / (n * inner.min(TILE)).max(1)).max(1), |range| {
+            let mut sums = vec![Real::ZERO; inner.min(TILE)];
+            for task in range {
+                let (o, first) = (task / tiles, task % tiles * TILE);
+                let width = TILE.min(inner - first);
+                sums.fill(Real::ZERO);
+                for row in 0..n {
+                    let start = (o * n + row) * inner + first;
+                    // SAFETY: tasks have different outer indices or columns.
+                    add_to_sums::<T>(&mut sums[..width], unsafe { shared.slice(start..start + width) });
+                }
+            }
+        });
+        Ok((T::to_cpu_storage_owned(result), dims))
+    }))
+}
+
+/// The sum over the dimensions that broadcasting a tensor of shape `dims` to the shape of `x` added or widened; the result
+/// has shape `dims`. A tensor that has this shape already is returned as it is.
+///
+/// # Errors
+/// [`Error::Shape`] if `dims` does not broadcast to the shape of `x`, [`Error::DType`] as [`sum`].
+pub fn sum_to_shape(x: &Raw, dims: &[usize]) -> Result<Raw> {
+    if x.dims() == dims {
+        return Ok(x.clone());
+    }
+    let added = x.rank().checked_sub(dims.len());
+    let fits = added.is_some_and(|added| x.dims()[added..].iter().zip(dims).all(|(&x, &d)| d == x || d == 1));
+    let Some(added) = added.filter(|_| fits) else {
+        return Err(Error::shape("sum_to_shape", format!("shape {dims:?} does not broadcast to {:?}", x.dims())));
+    };
+    let reduced: Dims = (0..x.rank()).filter(|&i| i < added || dims[i - added] != x.dims()[i]).collect();
+    Ok(sum(x, &reduced, true)?.reshape(dims)?)
+}
+
+fn check_dims(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()> {
+    match dims.iter().find(|&&d| d >= x.rank()) {
+        Some(d) => Err(Error::index(op, format!("found dimension {d} of a tensor of shape {:?}", x.dims()))),
+        None => Ok(()),
+    }
+}
+
+fn check_not_empty(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()> {
+    check_dims(op, x, dims)?;
+    match dims.iter().find(|&&d| x.dims()[d] == 0) {
+        Some(d) => Err(Error::shape(op, format!("found shape {:?}, expected dimension {d} not to be empty", x.dims()))),
+        None => Ok(()),
+    }
+}
+
+fn reduced_dims(x: &[usize], dims: &[usize], keepdim: bool) -> Dims {
+    let kept = x.iter().enumerate().filter(|(i, _)| keepdim || !dims.contains(i));
+    kept.map(|(i, &d)| if dims.contains(&i) { 1 } else { d }).collect()
+}
+
+/// The elements before, in and after a dimension.
+fn around(dims: &[usize], dim: usize) -> [usize; 3] {
+    [dims[..dim].iter().product(), dims[dim], dims[dim + 1..].iter().product()]
+}
+
+/// Reduces over `dims` and divides by `divisor`.
+fn reduce<F: Fold>(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, divisor: f64) -> Result<Raw> {
+    check_dims(op, x, dims)?;
+    if dims.is_empty() {
+        return Ok(x.clone());
+    }
+    let x = contiguous(x)?;
+    let result_dims = reduced_dims(x.dims(), dims, keepdim);
+    // Neighbouring dimensions that are both reduced, or both kept, count as one.
+    let mut groups = SmallVec::<[(bool, usize); 6]>::new();
+    for (i, &size) in x.dims().iter().enumerate() {
+        let reduced = dims.contains(&i);
+        match groups.last_mut() {
+            Some((r, n)) if *r == reduced => *n *= size,
+            _ => groups.push((reduced, size)),
+        }
+    }
+    dispatch_float!(x.dtype(), op, T => read1(op, &x, |x| {
+        let result = reduce_groups::<T, F>(elements::<T>(x)?, groups.clone(), divisor);
+        Ok((T::to_cpu_storage_owned(result), Shape::from(result_dims.as_slice())))
+    }))
+}
+
+/// Reduces contiguous elements over the groups of dimensions that are marked, the last one first.
+fn reduce_groups<T: Elem, F: Fold>(x: &[T], mut groups: SmallVec<[(bool, usize); 6]>, divisor: f64) -> Vec<T> {
+    let mut result: Option<Vec<T::Acc>> = None;
+    while let Some(last) = groups.iter().rposition(|&(reduced, _)| reduced) {
+        let size = |groups: &[(bool, usize)]| groups.iter().map(|&(_, n)| n).product();
+        let dims = [size(&groups[..last]), groups[last].1, size(&groups[last + 1..])];
+        result = Some(match result {
+            None => fold::<T, T::Acc, F>(x, T::to_acc, dims),
+            Some(x) => fold::<T::Acc, T::Acc, F>(&x, std::convert::identity, dims),
+        });
+        groups[last] = (false, 1);
+    }
+    let divisor = T::Acc::from_f64(divisor);
+    result.unwrap_or_default().into_iter().map(|x| T::from_acc(x / divisor)).collect()
+}
+
+/// Reduces the middle one of three dimensions.
+fn fold<T: Copy + Sync, A: Real, F: Fold>(
+    x: &[T],
+    load: impl Fn(T) -> A + Copy + Sync,
+    [outer, n, inner]: [usize; 3],
+) -> Vec<A> {
+    let tile = inner.clamp(1, TILE);
+    let tiles = inner.div_ceil(tile);
+    let rows = (GRAIN / tile).clamp(32, 4096);
+    let blocks = n.div_ceil(rows);
+    if n == 0 {
+        return vec![F::start(); outer * inner];
+    }
+    let mut partial = vec![F::start(); outer * blocks * inner];
+    let shared = SharedMut::new(&mut partial);
+    let work_per_task = tile * rows.min(n);
+    par_ranges(outer * blocks * tiles, (GRAIN / work_per_task).max(1), |tasks| {
+        for task in tasks {
+            let (block, first) = (task / tiles, task % tiles * tile);
+            let width = tile.min(inner - first);
+            let (o, row) = (block / blocks, block % blocks * rows);
+            let height = rows.min(n - row);
+            let x = &x[(o * n + row) * inner + first..];
+            // SAFETY: tasks have different blocks or columns.
+            let result = unsafe { shared.slice(block * inner + first..block * inner + first + width) };
+            if inner == 1 {
+                result[0] = fold_row::<T, A, F>(&x[..height], load);
+            } else {
+                fold_columns::<T, A, F>(x, load, height, inner, result);
+            }
+        }
+    });
+    if blocks == 1 {
+        return partial;
+    }
+    fold::<A, A, F>(&partial, std::convert::identity, [outer, blocks, inner])
+}
+
+fn fold_row<T: Copy, A: Real, F: Fold>(x: &[T], load: impl Fn(T) -> A + Copy) -> A {
+    dispatch(
+        #[inline(always)]
+        || {
+            let mut lanes = [F::start(); LANES];
+            let chunks = x.chunks_exact(LANES);
+            let rest = chunks.remainder();
+            for chunk in chunks {
+                for (lane, &x) in lanes.iter_mut().zip(chunk) {
+                    *lane = F::join(*lane, load(x));
+                }
+            }
+            for (lane, &x) in lanes.iter_mut().zip(rest) {
+                *lane = F::join(*lane, load(x));
+            }
+            let mut width = LANES / 2;
+            while width > 0 {
+                for i in 0..width {
+                    lanes[i] = F::join(lanes[i], lanes[i + width]);
+                }
+                width /= 2;
+            }
+            lanes[0]
+        },
+    )
+}
+
+fn fold_columns<T: Copy, A: Real, F: Fold>(
+    x: &[T],
+    load: impl Fn(T) -> A + Copy,
+    height: usize,
+    stride: usize,
+    result: &mut [A],
+) {
+    dispatch(
+        #[inline(always)]
+        || {
+            for row in 0..height {
+                for (r, &x) in result.iter_mut().zip(&x[row * stride..]) {
+                    *r = F::join(*r, load(x));
+                }
+            }
+        },
+    );
+}
+
+fn add_to_sums<T: Elem>(sums: &mut [T::Acc], row: &mut [T]) {
+    dispatch(
+        #[inline(always)]
+        || {
+            for (sum, x) in sums.iter_mut().zip(row) {
+                *sum += x.to_acc();
+                *x = T::from_acc(*sum);
+            }
+        },
+    );
+}
+
+fn first_max<'a, T: WithDType>(x: impl Iterator<Item = &'a T>) -> usize {
+    let mut best: Option<(usize, T)> = None;
+    for (i, &x) in x.enumerate() {
+        // Only NaN differs from itself.
+        #[allow(clippy::eq_op)]
+        let is_nan = x != x;
+        if is_nan {
+            return i;
+        }
+        if best.is_none_or(|(_, b)| x > b) {
+            best = Some((i, x));
+        }
+    }
+    best.map_or(0, |(i, _)| i)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+    use half::bf16;
+
+    use super::super::pool::tests::with_1_and_n_threads;
+    use super::*;
+    use crate::raw::from_vec;
+
+    const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
+
+    /// Small whole numbers, whose sums are exact.
+    fn whole(dims: &[usize], dtype: DType) -> Raw {
+        let n: usize = dims.iter().product();
+        let data: Vec<f64> = (0..n).map(|i| ((i * 7) % 11) as f64 - 5.0).collect();
+        from_vec(data, dims).to_dtype(dtype).unwrap()
+    }
+
+    fn wide(x: &Raw) -> Raw {
+        x.to_dtype(DType::F64).unwrap()
+    }
+
+    fn values(x: &Raw) -> Vec<f64> {
+        wide(x).flatten_all().unwrap().to_vec1().unwrap()
+    }
+
+    #[test]
+    fn sums_over_any_dimensions_are_those_of_candle() {
+        let shapes: [&[usize]; 6] = [&[3, 4, 5, 2], &[40, 300], &[2, 9000, 3], &[70_000], &[3, 5, 2500], &[5, 0, 3]];
+        for dtype in [DType::F32, DType::F64, DType::BF16] {
+            for shape in shapes {
+                let plain = whole(shape, dtype);
+                let transposed = plain.transpose(0, shape.len() - 1).unwrap();
+                for x in [plain, transposed] {
+                    for set in 1..1usize << x.rank() {
+                        let dims: Vec<usize> = (0..x.rank()).filter(|d| set >> d & 1 == 1).collect();
+                        for keepdim in [false, true] {
+                            let wide = wide(&x);
+                            let expected = if keepdim { wide.sum_keepdim(&dims[..]) } else { wide.sum(&dims[..]) }.unwrap();
+                            let result = sum(&x, &dims, keepdim).unwrap();
+                            assert_eq!((result.dims(), result.dtype()), (expected.dims(), dtype), "{shape:?} {dims:?}");
+                            let expected = expected.to_dtype(dtype).unwrap();
+                            assert_eq!(values(&result), values(&expected), "{shape:?} {dims:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn halves_are_summed_in_f32() {
+        for (dims, reduced) in [([132_096, 1], 0), ([1, 132_096], 1), ([132_096, 3], 0)] {
+            let ones = from_vec(vec![bf16::ONE; dims.iter().product()], &dims[..]);
+            let total = values(&sum(&ones, &[reduced], false).unwrap());
+            assert!(total.iter().all(|&x| x == f64::from(bf16::from_f32_const(132_096.0))), "{total:?}");
+            assert_eq!(values(&mean(&ones, &[reduced], false).unwrap())[0], 1.0);
+        }
+    }
+
+    #[test]
+    fn f32_sums_are_accurate() {
+        let data: Vec<f32> = (0..3_000_000).map(|i| (i as f32 * 0.618_034).fract()).collect();
+        let exact: f64 = data.iter().map(|&x| f64::from(x)).sum();
+        for dims in [[3_000_000, 1], [1_500_000, 2]] {
+            let x = from_vec(data.clone(), &dims[..]);
+            let total = values(&sum(&x, &[0, 1], false).unwrap())[0];
+            assert!(((total - exact) / exact).abs() < 2e-7, "{total} against {exact}");
+        }
+    }
+
+    #[test]
+    fn mean_divides_before_rounding() {
+        for dtype in FLOATS {
+            let x = whole(&[6, 50], dtype);
+            let expected = wide(&x).mean(1).unwrap().to_dtype(dtype).unwrap();
+            let result = values(&mean(&x, &[1], false).unwrap());
+            for (r, e) in result.iter().zip(values(&expected)) {
+                assert!((r - e).abs() <= 1e-6 * e.abs(), "{r} {e} {dtype:?}");
+            }
+        }
+        assert!(values(&mean(&whole(&[0, 2], DType::F32), &[0], false).unwrap()).iter().all(|x| x.is_nan()));
+    }
+
+    #[test]
+    fn max_and_min_agree_with_candle_and_pass_nan_on() {
+        for dtype in FLOATS {
+            for (dims, dim) in [([40, 1000], 0), ([40, 1000], 1), ([5000, 3], 0)] {
+                let x = whole(&dims, dtype);
+                assert_eq!(values(&max(&x, &[dim], true).unwrap()), values(&wide(&x).max_keepdim(dim).unwrap()));
+                assert_eq!(values(&min(&x, &[dim], true).unwrap()), values(&wide(&x).min_keepdim(dim).unwrap()));
+            }
+        }
+        for at in [0, 31, 32, 99] {
+            let mut data = vec![1f32; 100];
+            data[at] = f32::NAN;
+            let x = from_vec(data, 100);
+            assert!(values(&max(&x, &[0], false).unwrap())[0].is_nan());
+            assert!(values(&min(&x, &[0], false).unwrap())[0].is_nan());
+            assert_eq!(argmax(&x, 0, false).unwrap().to_scalar::<u32>().unwrap(), at as u32);
+        }
+        assert!(matches!(max(&whole(&[2, 0], DType::F32), &[1], false), Err(Error::Shape { .. })));
+        assert_eq!(max(&whole(&[2, 0], DType::F32), &[0], false).unwrap().dims(), [0]);
+    }
+
+    #[test]
+    fn argmax_gives_the_first_of_equals() {
+        let x = from_vec(vec![1f32, 3.0, 3.0, 2.0, 5.0, 5.0], &[2usize, 3][..]);
+        assert_eq!(argmax(&x, 1, false).unwrap().to_vec1::<u32>().unwrap(), [1, 1]);
+        assert_eq!(argmax(&x, 0, true).unwrap().to_vec2::<u32>().unwrap(), [[1, 1, 1]]);
+        assert_eq!(argmax(&x.t().unwrap(), 0, false).unwrap().to_vec1::<u32>().unwrap(), [1, 1]);
+        let large = whole(&[300, 400], DType::BF16);
+        let expected = wide(&large).argmax(1).unwrap().to_vec1::<u32>().unwrap();
+        assert_eq!(argmax(&large, 1, false).unwrap().to_vec1::<u32>().unwrap(), expected);
+    }
+
+    #[test]
+    fn cumsum_adds_up_along_a_dimension() {
+        for dtype in FLOATS {
+            for (dims, dim) in [([40, 30], 0), ([40, 30], 1), ([3, 5000], 0)] {
+                let x = whole(&dims, dtype);
+                let expected = wide(&x).cumsum(dim).unwrap();
+                assert_eq!(values(&cumsum(&x, dim).unwrap()), values(&expected), "{dims:?} {dim} {dtype:?}");
+            }
+        }
+        // Rounded one by one, bf16 sums of ones would stay at 256.
+        let ones = from_vec(vec![bf16::ONE; 1000], 1000);
+        assert_eq!(values(&cumsum(&ones, 0).unwrap())[999], 1000.0);
+        assert_eq!(cumsum(&whole(&[0, 3], DType::F32), 0).unwrap().dims(), [0, 3]);
+    }
+
+    #[test]
+    fn sum_to_shape_undoes_broadcasting() {
+        let x = whole(&[4, 3, 5], DType::F32);
+        for dims in [&[3, 5][..], &[1, 5], &[4, 1, 5], &[5], &[1, 1, 1], &[], &[4, 3, 5]] {
+            let result = sum_to_shape(&x, dims).unwrap();
+            assert_eq!(result.dims(), dims);
+            // The sum of the products with any tensor of that shape is the same before and after.
+            let weights = whole(dims, DType::F64);
+            let before = (wide(&x).broadcast_mul(&weights).unwrap()).sum_all().unwrap().to_scalar::<f64>().unwrap();
+            let after = (wide(&result) * weights).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
+            assert_eq!(before, after, "{dims:?}");
+        }
+        assert!(matches!(sum_to_shape(&x, &[4, 3]), Err(Error::Shape { .. })));
+        assert!(matches!(sum_to_shape(&x, &[1, 4, 3, 5]), Err(Error::Shape { .. })));
+    }
+
+    #[test]
+    fn results_do_not_depend_on_the_number_of_threads() {
+        let data: Vec<f32> = (0..1_000_000).map(|i| (i as f32 * 0.618_034).fract()).collect();
+        for dims in [[1_000_000, 1], [1000, 1000], [100_000, 10]] {
+            let x = from_vec(data.clone(), &dims[..]);
+            let (one, many) = with_1_and_n_threads(3, || values(&sum(&x, &[0], false).unwrap()));
+            assert_eq!(one, many);
+        }
+    }
+
+    #[test]
+    fn wrong_arguments_are_errors() {
+        let x = whole(&[2, 3], DType::F32);
+        assert!(matches!(sum(&x, &[2], false), Err(Error::Index { .. })));
+        assert!(matches!(cumsum(&x, 2), Err(Error::Index { .. })));
+        let integers = Raw::zeros((2, 3), DType::U32, &Device::Cpu).unwrap();
+        assert!(matches!(sum(&integers, &[0], false), Err(Error::DType { .. })));
+    }
+}
