@@ -17,11 +17,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYO3_CONFIG_FILE := $(CURDIR)/rust/python/pyo3.cfg
 export PYO3_BUILD_EXTENSION_MODULE := 1
 
-# The release profile throughout: what is tested is what ships, and dependencies compile once.
+# The release profile and the whole workspace throughout, so that features unify alike: what is tested is what ships, and dependencies
+# compile once.
 CARGO_SCOPE := --release --workspace --locked
-CARGO_TEST_SCOPE := $(CARGO_SCOPE) --exclude trainable-candle-python
 # Only the extension itself is linked by zig, so the wheel shares every compiled dependency with the tests.
-LINK := -- -C linker=$(CURDIR)/.ci/zig-cc
+LINK := -- -C linker=$(CURDIR)/.ci/zig-cc -C strip=none
 PACKAGE := Cargo.toml Cargo.lock pyproject.toml $(shell find rust python -type f -not -name '*.pyc')
 
 STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-python test-wheel
@@ -55,8 +55,8 @@ doc: ## Build the Rust documentation without a warning
 	RUSTDOCFLAGS='-D warnings' cargo doc $(CARGO_SCOPE) --no-deps
 
 test-rust: $(VENV)/.tools ## Run the Rust tests, doctests and examples
-	cargo nextest run $(CARGO_TEST_SCOPE)
-	cargo test $(CARGO_TEST_SCOPE) --doc
+	cargo nextest run $(CARGO_SCOPE)
+	cargo test $(CARGO_SCOPE) --doc
 	for example in $(basename $(notdir $(wildcard rust/trainable-candle/examples/*.rs))); do \
 		cargo run --release --locked --package trainable-candle --example $$example; \
 	done

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check a built wheel: its tag, size and contents, and how long it takes to import.
 
-The wheel is installed with its dependencies into a new virtual environment, away from the source tree.
+The wheel is installed with its dependencies into a new virtual environment, away from the sources.
 """
 
 import statistics
@@ -50,7 +50,7 @@ def check_contents(wheel: Path) -> None:
 
 
 def import_times(python: Path, folder: Path) -> list[float]:
-    """Milliseconds that `import trainable_candle` takes after `import numpy`, in one new process each."""
+    """Milliseconds of `import trainable_candle` after `import numpy`, each in a new process."""
     command = [str(python), "-I", "-c", TIME_IMPORT]
     runs = [
         subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)

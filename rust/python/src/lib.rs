@@ -11,5 +11,9 @@ mod _core {
     /// Cargo profile of this build, `"release"` or `"debug"`.
     #[pymodule_export]
     #[allow(non_upper_case_globals)]
-    const build_profile: &str = if cfg!(debug_assertions) { "debug" } else { "release" };
+    const build_profile: &str = if cfg!(debug_assertions) {
+        "debug"
+    } else {
+        "release"
+    };
 }
