@@ -1,5 +1,6 @@
 //! Contiguous copies of strided tensors.
 
+use std::borrow::Cow;
 use std::mem::MaybeUninit;
 
 use candle_core::{DType, Layout, Shape, WithDType};
@@ -34,9 +35,13 @@ pub fn contiguous(x: &Raw) -> Result<Raw> {
 
 /// A contiguous copy if the elements lie in transposed order: reading these one after another would fetch a cache line
 /// for each. Otherwise the tensor itself, which kernels read as it lies.
-pub(super) fn untransposed(x: &Raw) -> Result<Raw> {
+pub(super) fn untransposed(x: &Raw) -> Result<Cow<'_, Raw>> {
+    if x.is_contiguous() {
+        return Ok(Cow::Borrowed(x));
+    }
     let axes = collapse(x.layout(), x.dims());
-    if transposed_axis(&axes).is_some() && axes.iter().all(|a| a.stride > 0) { contiguous(x) } else { Ok(x.clone()) }
+    let transposed = transposed_axis(&axes).is_some() && axes.iter().all(|a| a.stride > 0);
+    Ok(if transposed { Cow::Owned(contiguous(x)?) } else { Cow::Borrowed(x) })
 }
 
 /// The axis along which neighbours in memory lie, if it is not the innermost one.
