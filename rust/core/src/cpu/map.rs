@@ -7,6 +7,7 @@ use std::mem::MaybeUninit;
 use candle_core::{CpuStorage, DType, Shape};
 
 use super::access::{Operand, elements, read1, read2, read3};
+use super::contiguous::untransposed;
 use super::elem::Elem;
 use super::pool::par_chunks_mut;
 use super::simd::{Real, dispatch};
@@ -65,6 +66,7 @@ binary_function!(Minimum, "The smaller number, or NaN if one is NaN.", |a, b| a.
 /// # Errors
 /// [`Error::DType`] if the dtype is not a floating-point one.
 pub fn unary<F: Unary + Sync>(x: &Raw, f: F) -> Result<Raw> {
+    let x = &untransposed(x)?;
     dispatch_float!(x.dtype(), OP, T => read1(OP, x, |x| {
         map::<T, T, 1>([x], x.1.dims(), &|[x], out| {
             dispatch(
@@ -87,6 +89,7 @@ pub fn unary<F: Unary + Sync>(x: &Raw, f: F) -> Result<Raw> {
 pub fn binary<F: Binary + Sync>(a: &Raw, b: &Raw, f: F) -> Result<Raw> {
     check_dtypes(a, b)?;
     let dims = common_dims(a.dims(), b.dims(), a.dtype())?;
+    let (a, b) = (&untransposed(a)?, &untransposed(b)?);
     dispatch_float!(a.dtype(), OP, T => read2(OP, a, b, |operands| {
         map::<T, T, 2>(operands, &dims, &|[a, b], out| {
             dispatch(
@@ -110,6 +113,7 @@ pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw
     check_dtypes(a, c)?;
     let dims = common_dims(a.dims(), b.dims(), a.dtype())?;
     let dims = common_dims(&dims, c.dims(), a.dtype())?;
+    let (a, b, c) = (&untransposed(a)?, &untransposed(b)?, &untransposed(c)?);
     dispatch_float!(a.dtype(), OP, T => read3(OP, [a, b, c], |operands| {
         map::<T, T, 3>(operands, &dims, &|[a, b, c], out| {
             dispatch(
@@ -133,6 +137,7 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
     if x.dtype() == dtype {
         return Ok(x.clone());
     }
+    let x = &untransposed(x)?;
     dispatch_float!(x.dtype(), "cast", S => dispatch_float!(dtype, "cast", D => {
         read1("cast", x, |x| {
             map::<S, D, 1>([x], x.1.dims(), &|[x], out| {
@@ -145,23 +150,6 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
                     },
                 );
             })
-        })
-    }))
-}
-
-/// The tensor itself if it is contiguous, a contiguous copy otherwise.
-///
-/// # Errors
-/// [`Error::DType`] if the dtype is not a floating-point one.
-pub fn contiguous(x: &Raw) -> Result<Raw> {
-    if x.is_contiguous() {
-        return Ok(x.clone());
-    }
-    dispatch_float!(x.dtype(), "contiguous", T => read1("contiguous", x, |x| {
-        map::<T, T, 1>([x], x.1.dims(), &|[x], out| {
-            for (o, x) in out.iter_mut().zip(x) {
-                o.write(*x);
-            }
         })
     }))
 }

@@ -6,6 +6,7 @@
 
 mod access;
 mod approx;
+mod contiguous;
 pub mod elem;
 mod inplace;
 mod map;
@@ -14,9 +15,10 @@ mod reduce;
 mod simd;
 mod strided;
 
+pub use contiguous::contiguous;
 pub use elem::{Elem, Stored};
 pub use inplace::{accumulate, copy_into, fill, scale_in_place};
-pub use map::{Add, Binary, Div, Maximum, Minimum, Mul, Sub, Ternary, Unary, binary, cast, contiguous, ternary, unary};
+pub use map::{Add, Binary, Div, Maximum, Minimum, Mul, Sub, Ternary, Unary, binary, cast, ternary, unary};
 pub use reduce::{argmax, cumsum, max, mean, min, sum, sum_to_shape};
 pub use simd::{Real, dispatch};
 pub use strided::{Dims, broadcast_dims};

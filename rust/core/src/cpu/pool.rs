@@ -5,10 +5,12 @@
 //! whatever the pool's size. The calling thread takes part in the work, and work that fits in one piece never
 //! touches the pool.
 
+use std::any::Any;
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use crate::{Error, Result};
 
@@ -83,22 +85,74 @@ pub fn par_ranges(len: usize, grain: usize, f: impl Fn(Range<usize>) + Sync) {
         (0..pieces).for_each(piece);
         return;
     };
-    let next = AtomicUsize::new(0);
-    let work = || {
+    let job = Arc::new(Job::new(&piece, pieces));
+    for _ in 0..helpers {
+        let job = Arc::clone(&job);
+        pool.spawn(move || job.work());
+    }
+    job.finish();
+}
+
+/// Pieces of work that threads take one by one.
+///
+/// The caller waits for the pieces that others have taken but not for the others themselves: if they wake too late it
+/// has done all the work and goes on, so spreading small work costs little more than asking for help. Rayon's scopes
+/// wait, which takes longer than many an operation.
+struct Job {
+    /// Valid until the last piece is done.
+    piece: *const (dyn Fn(usize) + Sync),
+    pieces: usize,
+    taken: AtomicUsize,
+    done: AtomicUsize,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+// SAFETY: the function behind the pointer is `Sync`, so it may be called from any thread.
+unsafe impl Send for Job {}
+// SAFETY: as above; all else is atomic or locked.
+unsafe impl Sync for Job {}
+
+impl Job {
+    fn new<'a>(piece: &'a (dyn Fn(usize) + Sync + 'a), pieces: usize) -> Self {
+        // SAFETY: only the lifetime changes. `work` calls the function only for pieces that are not done, and the
+        // caller of `finish`, in whose frame the function lives, does not return before all are.
+        let piece = unsafe { std::mem::transmute::<&'a (dyn Fn(usize) + Sync + 'a), &'static (dyn Fn(usize) + Sync)>(piece) };
+        Self { piece, pieces, taken: AtomicUsize::new(0), done: AtomicUsize::new(0), panic: Mutex::new(None) }
+    }
+
+    /// Does pieces until all are taken.
+    fn work(&self) {
         loop {
-            let i = next.fetch_add(1, Ordering::Relaxed);
-            if i >= pieces {
+            let i = self.taken.fetch_add(1, Ordering::Relaxed);
+            if i >= self.pieces {
                 break;
             }
-            piece(i);
+            // SAFETY: piece `i` is not done yet, so the function is still there.
+            let piece = unsafe { &*self.piece };
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| piece(i))) {
+                *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+            }
+            self.done.fetch_add(1, Ordering::Release);
         }
-    };
-    pool.in_place_scope(|scope| {
-        for _ in 0..helpers {
-            scope.spawn(|_| work());
+    }
+
+    /// Takes part in the work and returns when all of it is done. A panic in a piece goes on here.
+    fn finish(&self) {
+        self.work();
+        let mut spins = 0u32;
+        while self.done.load(Ordering::Acquire) < self.pieces {
+            // The last pieces of others take microseconds; beyond that this thread would only be in their way.
+            if spins < 10_000 {
+                spins += 1;
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
         }
-        work();
-    });
+        if let Some(panic) = self.panic.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            resume_unwind(panic);
+        }
+    }
 }
 
 /// Calls `f(index, piece)` once for each piece of `chunk` elements of `data` (the last may have fewer), on several
@@ -183,8 +237,6 @@ fn pool() -> Option<Arc<rayon::ThreadPool>> {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use std::sync::Mutex;
-
     use super::*;
 
     /// Tests that change the number of threads hold this, as the number is one for the whole process.
@@ -259,7 +311,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_panic_in_a_piece_reaches_the_caller() {
-        let caught = std::panic::catch_unwind(|| par_ranges(100, 1, |r| assert_ne!(r.start, 42)));
+        let caught = catch_unwind(|| par_ranges(100, 1, |r| assert_ne!(r.start, 42)));
         assert!(caught.is_err());
         par_ranges(100, 1, |_| ());
     }

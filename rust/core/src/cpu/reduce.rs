@@ -7,8 +7,9 @@ use candle_core::{CpuStorage, Shape, WithDType};
 use smallvec::SmallVec;
 
 use super::access::{elements, read1};
+use super::contiguous::contiguous;
 use super::elem::Elem;
-use super::map::{GRAIN, contiguous};
+use super::map::GRAIN;
 use super::pool::{SharedMut, par_ranges};
 use super::simd::{Real, dispatch};
 use super::strided::Dims;

@@ -119,16 +119,20 @@ impl<'a, T: Copy> View<'a, T> {
         matches!(self.axes.as_slice(), [Axis { stride: 0, .. }])
     }
 
-    /// Copies the elements of `range` to `out`.
-    fn gather(&self, range: Range<usize>, out: &mut [T]) {
+    /// Writes `wrap` of the elements of `range` to `out`.
+    pub fn gather<U: Copy>(&self, range: Range<usize>, out: &mut [U], wrap: impl Fn(T) -> U) {
         for_each_run(&self.axes, range, |position, offset, stride, length| {
             let out = &mut out[position..position + length];
             match stride {
-                0 => out.fill(self.data[offset]),
-                1 => out.copy_from_slice(&self.data[offset..offset + length]),
+                0 => out.fill(wrap(self.data[offset])),
+                1 => {
+                    for (o, x) in out.iter_mut().zip(&self.data[offset..offset + length]) {
+                        *o = wrap(*x);
+                    }
+                }
                 _ => {
                     for (o, x) in out.iter_mut().zip(self.data[offset..].iter().step_by(stride)) {
-                        *o = *x;
+                        *o = wrap(*x);
                     }
                 }
             }
@@ -161,7 +165,7 @@ impl<'v, 'a, T: Copy> Blocks<'v, 'a, T> {
         }
         let length = range.len();
         if !self.constant {
-            self.view.gather(range, &mut self.scratch[..length]);
+            self.view.gather(range, &mut self.scratch[..length], |x| x);
         }
         &self.scratch[..length]
     }

@@ -1,0 +1,156 @@
+//! Contiguous copies of strided tensors.
+
+use std::borrow::Cow;
+use std::mem::MaybeUninit;
+
+use candle_core::{DType, Layout, Shape, WithDType};
+
+use super::access::{elements, read1};
+use super::map::GRAIN;
+use super::pool::{SharedMut, par_chunks_mut, par_ranges};
+use super::strided::{Axis, View, collapse};
+use crate::{Raw, Result};
+
+/// Rows and columns of the tiles that transposed tensors are copied in: a row of the source's tile fills a cache line
+/// or two, a row of the result's tile several.
+const TILE_ROWS: usize = 16;
+const TILE_COLUMNS: usize = 64;
+
+/// The tensor itself if it is contiguous, a contiguous copy otherwise; any dtype.
+///
+/// # Errors
+/// None for CPU tensors of the dtypes that candle computes with.
+pub fn contiguous(x: &Raw) -> Result<Raw> {
+    if x.is_contiguous() {
+        return Ok(x.clone());
+    }
+    match x.dtype() {
+        DType::F32 => copy::<f32>(x),
+        DType::F64 => copy::<f64>(x),
+        DType::BF16 => copy::<half::bf16>(x),
+        DType::F16 => copy::<half::f16>(x),
+        _ => Ok(x.contiguous()?),
+    }
+}
+
+/// A contiguous copy if the elements lie in transposed order: reading these one after another would fetch a cache line
+/// for each. Otherwise the tensor itself, which kernels read as it lies.
+pub(super) fn untransposed(x: &Raw) -> Result<Cow<'_, Raw>> {
+    if x.is_contiguous() {
+        return Ok(Cow::Borrowed(x));
+    }
+    let axes = collapse(x.layout(), x.dims());
+    let transposed = transposed_axis(&axes).is_some() && axes.iter().all(|a| a.stride > 0);
+    Ok(if transposed { Cow::Owned(contiguous(x)?) } else { Cow::Borrowed(x) })
+}
+
+/// The axis along which neighbours in memory lie, if it is not the innermost one.
+fn transposed_axis(axes: &[Axis]) -> Option<usize> {
+    let (inner, outer) = axes.split_last()?;
+    if inner.stride > 1 { outer.iter().position(|a| a.stride == 1) } else { None }
+}
+
+fn copy<T: WithDType>(x: &Raw) -> Result<Raw> {
+    read1("contiguous", x, |x| {
+        let len = x.1.shape().elem_count();
+        let mut result = Vec::<T>::with_capacity(len);
+        if len > 0 {
+            copy_elements(elements::<T>(x)?, x.1, &mut result.spare_capacity_mut()[..len]);
+            // SAFETY: every element has been written.
+            unsafe { result.set_len(len) };
+        }
+        Ok((T::to_cpu_storage_owned(result), Shape::from(x.1.dims())))
+    })
+}
+
+fn copy_elements<T: WithDType>(x: &[T], layout: &Layout, out: &mut [MaybeUninit<T>]) {
+    let axes = collapse(layout, layout.dims());
+    if let Some(rows) = transposed_axis(&axes) {
+        return copy_transposed(x, &axes, rows, out);
+    }
+    let view = View::new(x, layout, layout.dims());
+    par_chunks_mut(out, GRAIN, |index, out| {
+        let start = index * GRAIN;
+        view.gather(start..start + out.len(), out, MaybeUninit::new);
+    });
+}
+
+/// Copies where the axis `rows` has stride 1 and the last axis, the columns of the result, a larger one.
+fn copy_transposed<T: WithDType>(x: &[T], axes: &[Axis], rows: usize, out: &mut [MaybeUninit<T>]) {
+    let columns = *axes.last().expect("a transposed tensor has axes");
+    let row_stride: usize = axes[rows + 1..].iter().map(|a| a.size).product();
+    let bands = axes[rows].size.div_ceil(TILE_ROWS);
+    let matrices = out.len() / (axes[rows].size * columns.size);
+    let grain = GRAIN.div_ceil(TILE_ROWS * columns.size);
+    let out = SharedMut::new(out);
+    par_ranges(matrices * bands, grain, |tasks| {
+        for task in tasks {
+            let (mut matrix, first) = (task / bands, task % bands * TILE_ROWS);
+            let height = TILE_ROWS.min(axes[rows].size - first);
+            // Where the matrix starts in the source and in the result.
+            let (mut from, mut to, mut step) = (first, first * row_stride, columns.size);
+            for (i, axis) in axes.iter().enumerate().rev().skip(1) {
+                if i != rows {
+                    let index = matrix % axis.size;
+                    matrix /= axis.size;
+                    from += index * axis.stride;
+                    to += index * step;
+                }
+                step *= axis.size;
+            }
+            for column in (0..columns.size).step_by(TILE_COLUMNS) {
+                let width = TILE_COLUMNS.min(columns.size - column);
+                let mut tile = [[MaybeUninit::<T>::uninit(); TILE_COLUMNS]; TILE_ROWS];
+                for c in 0..width {
+                    let x = &x[from + (column + c) * columns.stride..][..height];
+                    for (row, x) in tile.iter_mut().zip(x) {
+                        row[c].write(*x);
+                    }
+                }
+                for (r, row) in tile[..height].iter().enumerate() {
+                    let at = to + r * row_stride + column;
+                    // SAFETY: tasks differ in the matrix or in the rows, so the parts are disjoint.
+                    unsafe { out.slice(at..at + width) }.copy_from_slice(&row[..width]);
+                }
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::raw::from_vec;
+
+    #[test]
+    fn copies_equal_candles_for_any_order_of_dimensions() {
+        for dims in [[3, 70, 5, 130], [1, 17, 16, 65], [40, 3, 200, 2], [2, 0, 3, 4]] {
+            let n: usize = dims.iter().product();
+            let x = from_vec((0..n as u32).map(|i| i as f32).collect(), &dims[..]);
+            for a in 0..4 {
+                for b in 0..4 {
+                    for c in 0..3 {
+                        let x = x.transpose(a, b).unwrap().transpose(b, c).unwrap();
+                        let x = x.narrow(0, 0, x.dims()[0].div_ceil(2)).unwrap();
+                        for x in [x.to_dtype(DType::F64).unwrap().transpose(a, c).unwrap(), x] {
+                            let copy = contiguous(&x).unwrap();
+                            let expected = x.contiguous().unwrap().flatten_all().unwrap();
+                            assert!(copy.is_contiguous() && copy.dims() == x.dims());
+                            let same = copy.flatten_all().unwrap().eq(&expected).unwrap();
+                            let same = same.to_vec1::<u8>().unwrap();
+                            assert!(same.iter().all(|&s| s == 1), "{:?} {:?}", x.dims(), x.stride());
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn broadcast_tensors_and_integers_are_copied() {
+        let x = from_vec(vec![1f32, 2.0], 2).broadcast_as((3, 2)).unwrap().t().unwrap();
+        assert_eq!(contiguous(&x).unwrap().to_vec2::<f32>().unwrap(), [[1.0; 3], [2.0; 3]]);
+        let x = from_vec(vec![1u32, 2, 3, 4], &[2usize, 2][..]).t().unwrap();
+        assert_eq!(contiguous(&x).unwrap().to_vec2::<u32>().unwrap(), [[1, 3], [2, 4]]);
+    }
+}
