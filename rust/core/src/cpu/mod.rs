@@ -14,6 +14,7 @@ mod reduce;
 mod simd;
 mod strided;
 
+pub(crate) use access::{elements, read_all};
 pub use elem::{Elem, Stored};
 pub use inplace::{accumulate, copy_into, fill, scale_in_place};
 pub use map::{Add, Binary, Div, Maximum, Minimum, Mul, Sub, Ternary, Unary, binary, cast, contiguous, ternary, unary};
