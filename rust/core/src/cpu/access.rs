@@ -3,9 +3,13 @@
 //! Candle locks storages in its own operations in an order that cannot deadlock, even if operands share a storage
 //! that another thread waits to write. So kernels run inside candle's custom operations, made here from closures.
 
+use std::cell::Cell;
+
 use candle_core::{
     CpuStorage, CustomOp1, CustomOp2, CustomOp3, InplaceOp1, InplaceOp2, Layout, Result, Shape, WithDType,
 };
+
+use smallvec::SmallVec;
 
 use crate::Raw;
 
@@ -16,10 +20,10 @@ struct Call<F> {
 }
 
 /// A storage with the layout of a tensor in it.
-pub(super) type Operand<'a> = (&'a CpuStorage, &'a Layout);
+pub(crate) type Operand<'a> = (&'a CpuStorage, &'a Layout);
 
 /// The elements of an operand, from the first one of the tensor on.
-pub(super) fn elements<'a, T: WithDType>((storage, layout): Operand<'a>) -> Result<&'a [T]> {
+pub(crate) fn elements<'a, T: WithDType>((storage, layout): Operand<'a>) -> Result<&'a [T]> {
     Ok(&T::cpu_storage_as_slice(storage)?[layout.start_offset()..])
 }
 
@@ -107,6 +111,43 @@ pub(super) fn read3(
     f: impl Fn([Operand<'_>; 3]) -> Result<(CpuStorage, Shape)>,
 ) -> crate::Result<Raw> {
     Ok(a.apply_op3_no_bwd(b, c, &Call { op, f })?)
+}
+
+/// Calls `f` with the storages of any number of tensors, in their order.
+pub(crate) fn read_all<R>(
+    op: &'static str,
+    tensors: &[&Raw],
+    f: impl FnOnce(&[Operand<'_>]) -> Result<R>,
+) -> crate::Result<R> {
+    let f = Cell::new(Some(f));
+    let result = Cell::new(None);
+    enter(op, tensors, &[], &|operands| {
+        if let Some(f) = f.take() {
+            result.set(Some(f(operands)?));
+        }
+        Ok(())
+    })?;
+    result.take().ok_or_else(|| crate::Error::argument(op, "the kernel did not run"))
+}
+
+/// One custom operation inside another, until all storages are found.
+fn enter(
+    op: &'static str,
+    rest: &[&Raw],
+    found: &[Operand<'_>],
+    f: &dyn Fn(&[Operand<'_>]) -> Result<()>,
+) -> Result<()> {
+    let Some((next, rest)) = rest.split_first() else {
+        return f(found);
+    };
+    let call = |operand: Operand<'_>| {
+        let mut found: SmallVec<[Operand<'_>; 4]> = found.iter().copied().collect();
+        found.push(operand);
+        enter(op, rest, &found, f)?;
+        Ok((CpuStorage::U8(Vec::new()), Shape::from(0)))
+    };
+    next.apply_op1_no_bwd(&Call { op, f: call })?;
+    Ok(())
 }
 
 /// Changes a storage in place.

@@ -15,6 +15,7 @@ mod reduce;
 mod simd;
 mod strided;
 
+pub(crate) use access::{elements, read_all};
 pub use contiguous::contiguous;
 pub use elem::{Elem, Stored};
 pub use inplace::{accumulate, copy_into, fill, scale_in_place};

@@ -1,0 +1,271 @@
+//! Layer norm (Ba et al. 2016, arXiv:1607.06450) and RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467): each row is
+//! normalised by its own statistics. RMS norm is layer norm without the mean and the shift.
+
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use candle_core::WithDType;
+
+use super::{Affine, SavedAffine};
+use crate::cpu::pool::{SharedMut, par_ranges};
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+use crate::ops::rows;
+use crate::raw::{Raw, from_vec};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::{Error, Result, Tensor, dispatch_float};
+
+pub(super) static LAYER_NORM: OpInfo = OpInfo::cheap("layer_norm");
+pub(super) static RMS_NORM: OpInfo = OpInfo::cheap("rms_norm");
+
+/// (x - mean) / √(var + eps) · weight + bias over the last `normalized_dims` dimensions, with the biased variance.
+///
+/// `weight` and `bias` have the shape of those dimensions and the dtype of `x`, or f32. Statistics are in f32 (f64 for f64).
+///
+/// # Errors
+/// [`Error::Argument`] if `normalized_dims` is 0 or above the rank, [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the
+/// operands do not fit.
+pub fn layer_norm(
+    x: &Tensor,
+    normalized_dims: usize,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<Tensor> {
+    row_norm::<true>(&LAYER_NORM, x, normalized_dims, weight, bias, eps)
+}
+
+/// x / √(mean(x²) + eps) · weight over the last dimension.
+///
+/// `weight` has the size of that dimension and the dtype of `x`, or f32. Statistics are in f32 (f64 for f64).
+///
+/// # Errors
+/// [`Error::Argument`] if `x` has no dimension, [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
+pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    row_norm::<false>(&RMS_NORM, x, 1, weight, None, eps)
+}
+
+fn row_norm<const CENTER: bool>(
+    info: &'static OpInfo,
+    x: &Tensor,
+    normalized_dims: usize,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<Tensor> {
+    let op = info.name;
+    if normalized_dims == 0 || normalized_dims > x.rank() {
+        return Err(Error::argument(
+            op,
+            format!("cannot normalise the last {normalized_dims} dimensions of shape {:?}", x.dims()),
+        ));
+    }
+    let (outer, normalized) = x.dims().split_at(x.rank() - normalized_dims);
+    let size = Size { rows: outer.iter().product(), len: normalized.iter().product() };
+    let affine = Affine::new(op, x, weight, bias, normalized)?;
+    record_with_aux(
+        info,
+        &affine.inputs(x),
+        || {
+            let raw = x.raw.contiguous()?;
+            dispatch_float!(x.dtype(), op, T => {
+                let (weight, bias) = (affine.scale(size.len)?, affine.shift(size.len)?);
+                let (y, [mean, rstd]) = read_all(op, &[&raw], |operands| {
+                    let x = elements::<T>(operands[0])?;
+                    Ok(forward::<T, CENTER>(size, x, &weight, &bias, Real::from_f64(eps)))
+                })?;
+                let mean = CENTER.then(|| from_vec(mean, size.rows));
+                let statistics = std::iter::once(from_vec(rstd, size.rows)).chain(mean).collect();
+                Ok((from_vec(y, x.shape()), statistics))
+            })
+        },
+        |saver, _, statistics| RowNormBackward::<CENTER> {
+            op,
+            size,
+            // The gradient of the shift alone reads nothing.
+            reads: (saver.needs(0) || affine.weight.is_some() && saver.needs(1)).then(|| Reads {
+                x: saver.save(x),
+                rstd: saver.save_raw(&statistics[0]),
+                mean: statistics.get(1).map(|mean| saver.save_raw(mean)),
+            }),
+            affine: affine.save(saver),
+        },
+    )
+}
+
+#[derive(Clone, Copy)]
+struct Size {
+    rows: usize,
+    len: usize,
+}
+
+/// The result, and mean (if it is taken off) and 1/√(var + eps) of each row.
+fn forward<T: Elem, const CENTER: bool>(
+    Size { rows, len }: Size,
+    x: &[T],
+    weight: &[T::Acc],
+    bias: &[T::Acc],
+    eps: T::Acc,
+) -> (Vec<T>, [Vec<T::Acc>; 2]) {
+    let mut statistics = [vec![T::Acc::ZERO; if CENTER { rows } else { 0 }], vec![T::Acc::ZERO; rows]];
+    let [means, rstds] = statistics.each_mut().map(|values| SharedMut::new(values));
+    let count = T::Acc::from_f64(len as f64);
+    // SAFETY: each row is written as a whole.
+    let y = unsafe {
+        rows::fill_rows(rows, len, rows::rows_per_block(len), |range, out| {
+            // SAFETY: ranges of rows do not overlap.
+            let rstds = unsafe { rstds.slice(range.clone()) };
+            // SAFETY: as above.
+            let mut means = unsafe { means.slice(if CENTER { range.clone() } else { 0..0 }) }.iter_mut();
+            let x = x[range.start * len..range.end * len].chunks_exact(len);
+            dispatch(
+                #[inline(always)]
+                || {
+                    for (x, (out, rstd)) in x.zip(out.chunks_exact_mut(len).zip(rstds.iter_mut())) {
+                        let center = if CENTER { rows::sum(x, |x: T| x.to_acc()) / count } else { T::Acc::ZERO };
+                        let squares = rows::sum(x, |x: T| {
+                            let d = x.to_acc() - center;
+                            d * d
+                        });
+                        let scale = T::Acc::ONE / (squares / count + eps).sqrt();
+                        for ((o, x), (w, b)) in out.iter_mut().zip(x).zip(weight.iter().zip(bias)) {
+                            o.write(T::from_acc(((x.to_acc() - center) * scale).mul_add(*w, *b)));
+                        }
+                        *rstd = scale;
+                        if let Some(mean) = means.next() {
+                            *mean = center;
+                        }
+                    }
+                },
+            );
+        })
+    };
+    (y, statistics)
+}
+
+struct RowNormBackward<const CENTER: bool> {
+    op: &'static str,
+    size: Size,
+    reads: Option<Reads>,
+    affine: SavedAffine,
+}
+
+struct Reads {
+    x: Saved,
+    rstd: Saved,
+    /// Layer norm only.
+    mean: Option<Saved>,
+}
+
+impl<const CENTER: bool> Backward for RowNormBackward<CENTER> {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let Size { rows, len } = self.size;
+        let Some(Reads { x, rstd, mean }) = &self.reads else {
+            return self.affine.add_shift_only(context, &context.grad().reshape((rows, len))?);
+        };
+        let x = x.get()?;
+        let (shape, contiguous) = (x.shape().clone(), x.contiguous()?);
+        let grad = context.grad().contiguous()?;
+        let rstd = rstd.get()?;
+        // RMS norm takes off nothing; any tensor stands in.
+        let mean = mean.as_ref().map_or_else(|| Ok(rstd.clone()), Saved::get)?;
+        dispatch_float!(x.dtype(), self.op, T => {
+            let scale = self.affine.scale(len)?;
+            let (wants_input, wants_affine) = (context.needs(0), self.affine.needs_grad(context));
+            let (grad_x, [grad_weight, grad_bias]) =
+                read_all(self.op, &[&contiguous, &grad, &mean, &rstd], |operands| {
+                    let pass = BackwardPass::<T> {
+                        size: self.size,
+                        x: elements(operands[0])?,
+                        grad: elements(operands[1])?,
+                        mean: elements(operands[2])?,
+                        rstd: elements(operands[3])?,
+                        scale: &scale,
+                    };
+                    Ok(pass.run::<CENTER>(wants_input, wants_affine))
+                })?;
+            if wants_input {
+                context.add(0, from_vec(grad_x, shape))?;
+            }
+            self.affine.add(context, grad_weight, grad_bias)
+        })
+    }
+}
+
+struct BackwardPass<'a, T: Elem> {
+    size: Size,
+    x: &'a [T],
+    grad: &'a [T],
+    mean: &'a [T::Acc],
+    rstd: &'a [T::Acc],
+    scale: &'a [T::Acc],
+}
+
+/// Rows whose parameter gradients are summed one after another, at least; bounds the memory for the partial sums.
+const MIN_BLOCK: usize = 16;
+
+impl<T: Elem> BackwardPass<'_, T> {
+    /// The gradients of the input and of scale and shift, each empty if not wanted.
+    fn run<const CENTER: bool>(&self, wants_input: bool, wants_affine: bool) -> (Vec<T>, [Vec<T::Acc>; 2]) {
+        let Size { rows, len } = self.size;
+        let mut block = rows::rows_per_block(len);
+        if wants_affine {
+            block = block.max(MIN_BLOCK);
+        }
+        let width = if wants_affine { 2 * len } else { 0 };
+        let mut partial = vec![T::Acc::ZERO; rows.div_ceil(block) * width];
+        let shared = SharedMut::new(&mut partial);
+        let work = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
+            let index = range.start / block;
+            // SAFETY: blocks do not overlap.
+            let partial = unsafe { shared.slice(index * width..(index + 1) * width) };
+            dispatch(
+                #[inline(always)]
+                || self.block::<CENTER>(range, out, partial),
+            );
+        };
+        let grad_x = if wants_input {
+            // SAFETY: `block` writes every row that it is given.
+            unsafe { rows::fill_rows(rows, len, block, work) }
+        } else {
+            par_ranges(rows, block, |range| work(range, &mut []));
+            Vec::new()
+        };
+        let mut sums = [vec![T::Acc::ZERO; width / 2], vec![T::Acc::ZERO; width / 2]];
+        for halves in partial.chunks_exact(len.max(1)).collect::<Vec<_>>().chunks_exact(2) {
+            for (sum, half) in sums.iter_mut().zip(halves) {
+                for (s, p) in sum.iter_mut().zip(*half) {
+                    *s += *p;
+                }
+            }
+        }
+        (grad_x, sums)
+    }
+
+    /// Rows of the input's gradient into `out`, and the rows' share of scale's and shift's gradients into `partial`,
+    /// unless empty.
+    #[inline(always)]
+    fn block<const CENTER: bool>(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc]) {
+        let len = self.size.len;
+        let count = T::Acc::from_f64(len as f64);
+        let (grad_scale, grad_shift) = partial.split_at_mut(partial.len() / 2);
+        let mut out = out.chunks_exact_mut(len);
+        for row in range {
+            let (x, g) = (&self.x[row * len..(row + 1) * len], &self.grad[row * len..(row + 1) * len]);
+            let (mean, rstd) = (if CENTER { self.mean[row] } else { T::Acc::ZERO }, self.rstd[row]);
+            let normal = |x: T| (x.to_acc() - mean) * rstd;
+            for ((dw, db), (x, g)) in grad_scale.iter_mut().zip(&mut *grad_shift).zip(x.iter().zip(g)) {
+                *dw += g.to_acc() * normal(*x);
+                *db += g.to_acc();
+            }
+            let Some(out) = out.next() else { continue };
+            let [sum, dot] = rows::sums_of_three(x, g, self.scale, |x, g: T, w| {
+                let g = g.to_acc() * w;
+                [g, g * normal(x)]
+            });
+            let (sum, dot) = (if CENTER { sum / count } else { T::Acc::ZERO }, dot / count);
+            for ((o, x), (g, w)) in out.iter_mut().zip(x).zip(g.iter().zip(self.scale)) {
+                o.write(T::from_acc(rstd * (g.to_acc() * *w - sum - normal(*x) * dot)));
+            }
+        }
+    }
+}
