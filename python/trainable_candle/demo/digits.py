@@ -1,0 +1,107 @@
+"""The handwritten digits that the demo trains and judges on.
+
+1797 pictures of 8x8 pixels, digits 0 to 9, written by 13 people: the test part of the UCI data set
+"Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, 1998; CC BY 4.0, see
+``data/digits.LICENSE.txt``). It ships in the wheel, so that the demo runs offline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+"""Pictures, shape (n, 8, 8), values 0 (paper) to 16 (ink)."""
+
+Labels: TypeAlias = npt.NDArray[np.uint8]
+"""The digit of each picture, shape (n,), values 0 to 9."""
+
+CLASSES: Final = 10
+SIDE: Final = 8
+MAX_PIXEL: Final = 16
+
+HELD_OUT: Final = 0.3
+SPLIT_SEED: Final = 0
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Pictures with their digits, in the same order."""
+
+    pixels: Pixels
+    labels: Labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def only(self, *digits: int) -> Digits:
+        """The pictures of the given digits."""
+        return self.where(np.isin(self.labels, digits))
+
+    def without(self, *digits: int) -> Digits:
+        """The pictures of all other digits."""
+        return self.where(~np.isin(self.labels, digits))
+
+    def where(self, mask: npt.NDArray[np.bool_]) -> Digits:
+        """The pictures for which ``mask``, shape (n,), is true."""
+        return Digits(self.pixels[mask], self.labels[mask])
+
+
+def load() -> Digits:
+    """All 1797 pictures, in the order of the data set."""
+    resource = files("trainable_candle") / "data" / "digits.npz"
+    with resource.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        return Digits(arrays["pixels"], arrays["labels"])
+
+
+def split(
+    digits: Digits, held_out: float = HELD_OUT, seed: int = SPLIT_SEED
+) -> tuple[Digits, Digits]:
+    """Split at random into a training and a held-out part, stratified by digit.
+
+    The generator is numpy's frozen legacy stream, so a seed means the same split with every version
+    of numpy.
+
+    Args:
+        digits: what to split.
+        held_out: the share of each digit that is held out, between 0 and 1, both excluded.
+        seed: 0 to 2**32 - 1. The base in the wheel was trained on the split of the default seed.
+
+    Returns:
+        The training part and the held-out part, each in the order of ``digits``.
+
+    Raises:
+        ValueError: ``held_out`` is not between 0 and 1.
+    """
+    if not 0.0 < held_out < 1.0:
+        raise ValueError(f"split: held_out is {held_out}, expected a share between 0 and 1")
+    generator = np.random.RandomState(seed)
+    mask = np.zeros(len(digits), dtype=np.bool_)
+    for digit in range(CLASSES):
+        members = np.flatnonzero(digits.labels == digit)
+        mask[generator.permutation(members)[: round(held_out * len(members))]] = True
+    return digits.where(~mask), digits.where(mask)
+
+
+def to_model(pixels: Pixels) -> npt.NDArray[np.float32]:
+    """Pixels as the model sees them: 0..16 becomes -1..1; same shape."""
+    images: npt.NDArray[np.float32] = pixels.astype(np.float32) / (MAX_PIXEL / 2) - 1.0
+    return images
+
+
+def from_model(images: npt.NDArray[np.float32]) -> Pixels:
+    """The inverse of `to_model` for anything a model draws: rounded, clipped to 0..16.
+
+    Raises:
+        ValueError: a value is not a number, or infinite.
+    """
+    if not np.isfinite(images).all():
+        raise ValueError("from_model: the images hold values that are not finite numbers")
+    pixels: Pixels = np.clip(np.rint((images + 1.0) * (MAX_PIXEL / 2)), 0, MAX_PIXEL).astype(
+        np.uint8
+    )
+    return pixels

@@ -1,0 +1,102 @@
+"""An independent judge of drawn digits: is it the digit asked for, and do the drawings differ?
+
+The judge is a support vector machine of scikit-learn, fitted on real pictures that neither the base
+nor the LoRA was trained on; it knows nothing of the model that draws. Importing this module without
+scikit-learn raises ModuleNotFoundError, which names the command that installs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+try:
+    from sklearn.svm import SVC
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "demo: scikit-learn, which judges the samples, is not installed; "
+        'run: pip install "trainable-candle[demo]"',
+        name=error.name,
+    ) from error
+
+from trainable_candle.demo.digits import MAX_PIXEL, Digits, Labels, Pixels
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+class Judge:
+    """A digit classifier (SVM, radial basis functions, C = 10) fitted on real pictures."""
+
+    def __init__(self, real: Digits) -> None:
+        self._classifier = SVC(C=10.0, kernel="rbf", gamma="scale")
+        self._classifier.fit(_features(real.pixels), real.labels)
+
+    def labels(self, pixels: Pixels) -> Labels:
+        """The digit that the judge sees in each picture; shape (n,)."""
+        return np.asarray(self._classifier.predict(_features(pixels)), dtype=np.uint8)
+
+    def accuracy(self, real: Digits) -> float:
+        """The share (0 to 1) of real pictures whose digit the judge gets right."""
+        return float(np.mean(self.labels(real.pixels) == real.labels))
+
+    def share(self, pixels: Pixels, digit: int) -> float:
+        """The share (0 to 1) of the pictures in which the judge sees ``digit``."""
+        return float(np.mean(self.labels(pixels) == digit))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the judge says about the samples before and after the LoRA."""
+
+    digit: int
+    """The digit that the base has never seen."""
+    share_before: float
+    """Share (0 to 1) of samples without the LoRA that are the digit."""
+    share_after: float
+    """Share (0 to 1) of samples with the LoRA that are the digit."""
+    spread_ratio: float
+    """`spread` of the samples with the LoRA, divided by that of real pictures of the digit."""
+    judge_accuracy: float
+    """Share (0 to 1) of real pictures, never shown to the judge, that it gets right."""
+
+
+def verdict(judge: Judge, digit: int, before: Pixels, after: Pixels, train: Digits) -> Verdict:
+    """Judge the samples drawn without (``before``) and with (``after``) the LoRA.
+
+    ``train`` is the training part of the real pictures: it measures the judge and gives the
+    spread that real pictures of the digit have.
+    """
+    return Verdict(
+        digit=digit,
+        share_before=judge.share(before, digit),
+        share_after=judge.share(after, digit),
+        spread_ratio=spread(after) / spread(train.only(digit).pixels),
+        judge_accuracy=judge.accuracy(train),
+    )
+
+
+def spread(pixels: Pixels) -> float:
+    """The mean Euclidean distance between two different pictures, in pixel values.
+
+    Zero when all pictures are equal: the measure that catches a model which draws one picture again
+    and again.
+
+    Raises:
+        ValueError: there are fewer than two pictures.
+    """
+    count = len(pixels)
+    if count < 2:
+        raise ValueError(f"spread: found {count} pictures, expected at least 2")
+    flat = pixels.reshape(count, -1).astype(np.float64)
+    squares = np.sum(flat * flat, axis=1)
+    squared = squares[:, None] + squares[None, :] - 2.0 * (flat @ flat.T)
+    distances = np.sqrt(np.maximum(squared, 0.0))
+    return float(distances.sum() / (count * (count - 1)))
+
+
+def _features(pixels: Pixels) -> npt.NDArray[np.float64]:
+    features: npt.NDArray[np.float64] = pixels.reshape(len(pixels), -1) / np.float64(MAX_PIXEL)
+    return features

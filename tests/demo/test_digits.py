@@ -1,0 +1,64 @@
+"""The digits in the wheel against scikit-learn's copy of the data set, and their split."""
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from trainable_candle.demo import digits
+
+
+def test_shipped_digits_are_the_uci_digits() -> None:
+    shipped, reference = digits.load(), load_digits()
+    assert shipped.pixels.dtype == np.uint8
+    np.testing.assert_array_equal(shipped.pixels, reference.images)
+    np.testing.assert_array_equal(shipped.labels, reference.target)
+
+
+def test_split_is_stratified_and_loses_nothing() -> None:
+    everything = digits.load()
+    train, held_out = digits.split(everything)
+    rows = np.concatenate([train.pixels, held_out.pixels]).reshape(-1, 64)
+    expected = everything.pixels.reshape(-1, 64)
+    np.testing.assert_array_equal(rows[np.lexsort(rows.T)], expected[np.lexsort(expected.T)])
+    for digit in range(digits.CLASSES):
+        share = len(held_out.only(digit)) / len(everything.only(digit))
+        assert share == pytest.approx(digits.HELD_OUT, abs=0.01)
+
+
+def test_split_depends_on_the_seed_alone() -> None:
+    everything = digits.load()
+    first, again, other = (digits.split(everything, seed=seed)[0] for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first.pixels, again.pixels)
+    assert not np.array_equal(first.pixels, other.pixels)
+
+
+def test_only_and_without_are_complements() -> None:
+    everything = digits.load()
+    assert set(everything.only(3, 7).labels) == {3, 7}
+    assert set(everything.without(3, 7).labels) == {0, 1, 2, 4, 5, 6, 8, 9}
+    assert len(everything.only(3, 7)) + len(everything.without(3, 7)) == len(everything)
+
+
+@pytest.mark.parametrize("held_out", [0.0, 1.0, -0.1, float("nan")])
+def test_split_refuses_an_impossible_share(held_out: float) -> None:
+    with pytest.raises(ValueError, match="split: held_out is"):
+        digits.split(digits.load(), held_out=held_out)
+
+
+def test_pixels_survive_the_way_to_the_model_and_back() -> None:
+    pixels = digits.load().pixels
+    images = digits.to_model(pixels)
+    assert images.dtype == np.float32
+    assert (images.min(), images.max()) == (-1.0, 1.0)
+    np.testing.assert_array_equal(digits.from_model(images), pixels)
+
+
+def test_drawings_are_clipped_to_the_range_of_ink() -> None:
+    images = np.full((1, 8, 8), 3.0, dtype=np.float32)
+    assert (digits.from_model(images) == 16).all()
+    assert (digits.from_model(-images) == 0).all()
+
+
+def test_drawings_that_are_not_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        digits.from_model(np.full((1, 8, 8), np.nan, dtype=np.float32))

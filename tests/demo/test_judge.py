@@ -1,0 +1,58 @@
+"""The judge on real pictures, and its measures against scipy."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scipy.spatial.distance import pdist
+
+from trainable_candle.demo import digits
+from trainable_candle.demo.judge import Judge, spread, verdict
+
+TRAIN, HELD_OUT = digits.split(digits.load())
+
+
+@pytest.fixture(scope="module")
+def judge() -> Judge:
+    return Judge(HELD_OUT)
+
+
+def test_judge_knows_real_digits_it_has_not_seen(judge: Judge) -> None:
+    assert judge.accuracy(TRAIN) > 0.97
+
+
+def test_share_counts_the_digit(judge: Judge) -> None:
+    ones, sevens = HELD_OUT.only(1).pixels[:30], HELD_OUT.only(7).pixels[:10]
+    assert judge.share(np.concatenate([ones, sevens]), 1) == pytest.approx(0.75)
+
+
+def test_spread_is_the_mean_pairwise_distance() -> None:
+    pixels = TRAIN.only(4).pixels
+    assert spread(pixels) == pytest.approx(
+        pdist(pixels.reshape(len(pixels), -1).astype(float)).mean()
+    )
+
+
+def test_spread_of_copies_is_zero() -> None:
+    assert spread(np.repeat(TRAIN.pixels[:1], 20, axis=0)) == 0.0
+
+
+def test_spread_needs_two_pictures() -> None:
+    with pytest.raises(ValueError, match="found 1 pictures, expected at least 2"):
+        spread(TRAIN.pixels[:1])
+
+
+def test_verdict_on_real_pictures(judge: Judge) -> None:
+    result = verdict(judge, 0, HELD_OUT.only(6).pixels, HELD_OUT.only(0).pixels, TRAIN)
+    assert result.share_before == 0.0
+    assert result.share_after == 1.0
+    assert result.spread_ratio == pytest.approx(1.0, abs=0.1)
+    assert result.judge_accuracy == judge.accuracy(TRAIN)
+
+
+def test_missing_scikit_learn_names_the_cure() -> None:
+    code = "import sys; sys.modules['sklearn.svm'] = None; import trainable_candle.demo.judge"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert 'pip install "trainable-candle[demo]"' in run.stderr
