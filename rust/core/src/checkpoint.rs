@@ -13,6 +13,8 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use candle_core::TensorId;
+
 use crate::memory::SavedBytes;
 use crate::raw::Raw;
 use crate::rng;
@@ -124,7 +126,27 @@ enum Slot {
 struct Kept {
     name: &'static str,
     results: Vec<Raw>,
-    _bytes: Arc<Vec<SavedBytes>>,
+    bytes: Arc<Vec<SavedBytes>>,
+}
+
+impl Kept {
+    fn new(name: &'static str, results: Vec<Raw>) -> Self {
+        let bytes = Arc::new(results.iter().map(SavedBytes::new).collect());
+        Self { name, results, bytes }
+    }
+
+    /// The last operation of a replay runs only for what it saves: of other results the shape is enough.
+    fn forget_all_but(&mut self, saved: &[TensorId]) {
+        for result in &mut self.results {
+            if !saved.contains(&result.id()) {
+                let zero = Raw::zeros((), result.dtype(), result.device());
+                if let Ok(stand_in) = zero.and_then(|z| z.broadcast_as(result.shape())) {
+                    *result = stand_in;
+                }
+            }
+        }
+        self.bytes = Arc::new(self.results.iter().map(SavedBytes::new).collect());
+    }
 }
 
 impl Region {
@@ -137,7 +159,14 @@ impl Region {
         // Slots of nodes that died inside the function are released already.
         state.slots.resize_with(recording.saved, || Slot::Waiting);
         state.versions = recording.versions;
-        state.kept = recording.kept.into_iter().filter(|(sequence, _)| *sequence <= recording.last_saved).map(|(_, k)| k).collect();
+        for (sequence, mut kept) in recording.kept {
+            if sequence == recording.last_saved {
+                kept.forget_all_but(&recording.saved_by_last);
+            }
+            if sequence <= recording.last_saved {
+                state.kept.push(kept);
+            }
+        }
     }
 
     /// The value of a slot, recomputed if need be.
@@ -226,13 +255,15 @@ struct Recording {
     saved: usize,
     /// The last operation that saved a value: a replay need not go further.
     last_saved: usize,
+    /// What that operation saved.
+    saved_by_last: Vec<TensorId>,
     kept: Vec<(usize, Kept)>,
     versions: Vec<(Arc<Version>, u64)>,
 }
 
 impl Recording {
     const fn new(region: Arc<Region>) -> Self {
-        Self { region, sequence: 0, saved: 0, last_saved: 0, kept: Vec::new(), versions: Vec::new() }
+        Self { region, sequence: 0, saved: 0, last_saved: 0, saved_by_last: Vec::new(), kept: Vec::new(), versions: Vec::new() }
     }
 }
 
@@ -319,11 +350,11 @@ where
         Plan::ComputeAndKeep => {
             let (result, aux) = forward()?;
             let results: Vec<Raw> = std::iter::once(&result).chain(aux.as_ref()).cloned().collect();
-            let bytes = Arc::new(results.iter().map(SavedBytes::new).collect());
+            let kept = Kept::new(op.name, results);
             RECORDERS.with_borrow_mut(|recorders| {
                 if let Some(Recorder::Record(recording)) = recorders.last_mut() {
                     let sequence = recording.sequence;
-                    recording.kept.push((sequence, Kept { name: op.name, results, _bytes: bytes }));
+                    recording.kept.push((sequence, kept));
                 }
             });
             Ok((result, aux))
@@ -342,7 +373,11 @@ pub(crate) fn save(raw: &Raw) -> Option<Saved> {
         Recorder::Record(recording) => {
             let index = recording.saved;
             recording.saved += 1;
-            recording.last_saved = recording.sequence;
+            if recording.last_saved != recording.sequence {
+                recording.last_saved = recording.sequence;
+                recording.saved_by_last.clear();
+            }
+            recording.saved_by_last.push(raw.id());
             Some(Saved::slot(recording.region.clone(), index))
         }
         Recorder::Replay(replaying) => {

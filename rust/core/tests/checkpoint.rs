@@ -1,0 +1,235 @@
+//! What checkpoints keep, recompute and refuse.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use trainable_candle_core::checkpoint::{Policy, checkpoint, checkpoint_with};
+use trainable_candle_core::memory::saved_bytes;
+use trainable_candle_core::ops::activation::Gelu;
+use trainable_candle_core::ops::dropout::dropout;
+use trainable_candle_core::ops::linear::linear;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var, rng};
+
+const CPU: Device = Device::Cpu;
+
+/// The saved bytes and the generator belong to the whole process.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn ramp(shape: &[usize], phase: f32) -> Tensor {
+    let n: usize = shape.iter().product();
+    Tensor::from_vec((0..n).map(|i| (i as f32 * 0.37 + phase).sin()).collect::<Vec<_>>(), shape, &CPU).unwrap()
+}
+
+fn bits(tensor: &Tensor) -> Vec<u32> {
+    tensor.to_vec::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+}
+
+/// Two trainable layers with an activation between and a residual around them.
+#[derive(Clone)]
+struct Block {
+    first: Var,
+    second: Var,
+    calls: Arc<AtomicUsize>,
+    finished: Arc<AtomicUsize>,
+}
+
+impl Block {
+    fn new() -> Result<Self> {
+        Ok(Self {
+            first: Var::from_tensor(&ramp(&[12, 6], 0.1))?,
+            second: Var::from_tensor(&ramp(&[6, 12], 0.2))?,
+            calls: Arc::default(),
+            finished: Arc::default(),
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        let hidden = linear(x, &self.first, None)?.gelu(Gelu::Tanh)?.mul_scalar(0.5)?;
+        let y = x.add(&linear(&hidden, &self.second, None)?)?;
+        self.finished.fetch_add(1, Ordering::Relaxed);
+        Ok(y)
+    }
+
+    fn gradients(&self, x: &Var) -> Vec<Vec<u32>> {
+        let gradients = [x, &self.first, &self.second].map(|v| bits(&v.grad().unwrap()));
+        for v in [x, &self.first, &self.second] {
+            v.zero_grad().unwrap();
+        }
+        gradients.to_vec()
+    }
+}
+
+fn ones_like(t: &Tensor) -> Tensor {
+    Tensor::ones(t.shape(), t.dtype(), &CPU).unwrap()
+}
+
+#[test]
+fn all_policies_give_the_same_gradients_bit_for_bit() -> Result<()> {
+    let (block, x) = (Block::new()?, Var::from_tensor(&ramp(&[5, 6], 0.0))?);
+    let mut expected = None;
+    for policy in [Policy::None, Policy::Full, Policy::Selective] {
+        let inner = block.clone();
+        let y = checkpoint_with(policy, move |xs| Ok(vec![inner.forward(&xs[0])?]), &[&x])?.remove(0);
+        y.backward_with(Some(&ones_like(&y)), false)?;
+        let found = (bits(&y), block.gradients(&x));
+        assert_eq!(*expected.get_or_insert_with(|| found.clone()), found, "{policy:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_replay_stops_at_the_last_value_that_was_saved() -> Result<()> {
+    let (block, x) = (Block::new()?, Var::from_tensor(&ramp(&[5, 6], 0.0))?);
+    let inner = block.clone();
+    let y = checkpoint(move |xs| inner.forward(&xs[0]), &[&x])?;
+    assert_eq!(block.calls.load(Ordering::Relaxed), 1);
+    y.backward_with(Some(&ones_like(&y)), false)?;
+    assert_eq!(block.calls.load(Ordering::Relaxed), 2, "recomputed once");
+    // The second layer saves its input; the sum after it is not needed.
+    assert_eq!(block.finished.load(Ordering::Relaxed), 1, "the replay ended early");
+    Ok(())
+}
+
+#[test]
+fn policies_keep_what_they_say() -> Result<()> {
+    let _alone = ALONE.lock();
+    let (block, x) = (Block::new()?, Var::from_tensor(&ramp(&[5, 6], 0.0))?);
+    let x = x.add_scalar(0.0)?;
+    let mut kept = Vec::new();
+    for policy in [Policy::None, Policy::Selective, Policy::Full] {
+        let before = saved_bytes();
+        let inner = block.clone();
+        let y = checkpoint_with(policy, move |xs| Ok(vec![inner.forward(&xs[0])?]), &[&x])?;
+        kept.push((saved_bytes() - before) / 4);
+        drop(y);
+        assert_eq!(saved_bytes(), before, "{policy:?}: a dropped graph frees what it kept");
+    }
+    // None: x, the first product (read by GELU), the scaled activation. Selective: x, the first product, and a number that
+    // stands in for the second one. Full: x.
+    assert_eq!(kept, [30 + 60 + 60, 30 + 60 + 1, 30]);
+    Ok(())
+}
+
+#[test]
+fn several_outputs_inputs_and_captured_variables() -> Result<()> {
+    let (a, b, w) = (Var::new(2f32, &CPU)?, Var::new(3f32, &CPU)?, Var::new(5f32, &CPU)?);
+    for policy in [Policy::Full, Policy::Selective] {
+        let captured = w.clone();
+        let outputs = checkpoint_with(
+            policy,
+            move |xs| Ok(vec![xs[0].mul(&captured)?.sqr()?, xs[1].mul(&captured)?.exp()?]),
+            &[&a, &b],
+        )?;
+        let y = outputs[0].add(&outputs[1].log()?)?;
+        y.backward()?;
+        let found = [&a, &b, &w].map(|v| v.grad().unwrap().item().unwrap());
+        // y = (a w)² + b w
+        for (found, expected) in found.into_iter().zip([100.0, 5.0, 43.0]) {
+            assert!((found - expected).abs() < 1e-4, "{found} {expected}");
+        }
+        for v in [&a, &b, &w] {
+            v.zero_grad()?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn checkpoints_nest_and_follow_one_another() -> Result<()> {
+    let (block, x) = (Block::new()?, Var::from_tensor(&ramp(&[5, 6], 0.0))?);
+    let y = block.forward(&block.forward(&block.forward(&x)?)?)?;
+    y.backward_with(Some(&ones_like(&y)), false)?;
+    let expected = block.gradients(&x);
+    for policy in [Policy::Full, Policy::Selective] {
+        let (one, two, three) = (block.clone(), block.clone(), block.clone());
+        let y = checkpoint_with(
+            policy,
+            move |xs| {
+                let inner = one.clone();
+                let h = checkpoint_with(policy, move |ys| Ok(vec![inner.forward(&ys[0])?]), &[&xs[0]])?.remove(0);
+                Ok(vec![two.forward(&h)?])
+            },
+            &[&x],
+        )?
+        .remove(0);
+        let y = checkpoint_with(policy, move |xs| Ok(vec![three.forward(&xs[0])?]), &[&y])?.remove(0);
+        y.backward_with(Some(&ones_like(&y)), false)?;
+        assert_eq!(block.gradients(&x), expected, "{policy:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_retained_graph_can_be_walked_twice() -> Result<()> {
+    let (block, x) = (Block::new()?, Var::from_tensor(&ramp(&[5, 6], 0.0))?);
+    let inner = block.clone();
+    let y = checkpoint(move |xs| inner.forward(&xs[0]), &[&x])?;
+    y.backward_with(Some(&ones_like(&y)), true)?;
+    let first = block.gradients(&x);
+    y.backward_with(Some(&ones_like(&y)), false)?;
+    assert_eq!(block.gradients(&x), first);
+    Ok(())
+}
+
+#[test]
+fn dropout_replays_its_mask_and_leaves_the_stream_where_it_was() -> Result<()> {
+    let _alone = ALONE.lock();
+    let x = Var::from_tensor(&Tensor::ones(1000, DType::F32, &CPU)?)?;
+    rng::manual_seed(7);
+    let y = checkpoint(|xs| dropout(&xs[0].mul_scalar(2.0)?, 0.5, true)?.sqr(), &[&x])?;
+    let after = rng::state();
+    y.backward_with(Some(&ones_like(&y)), false)?;
+    assert_eq!(rng::state(), after);
+    // y = (2 m x)² with m in {0, 2}: dy/dx = 8 m² x = 2 y at x = 1.
+    let expected: Vec<f32> = y.to_vec::<f32>()?.into_iter().map(|v| 2.0 * v).collect();
+    assert_eq!(x.grad().unwrap().to_vec::<f32>()?, expected);
+    Ok(())
+}
+
+#[test]
+fn a_function_that_changes_is_an_error() -> Result<()> {
+    let x = Var::from_tensor(&ramp(&[4], 0.0))?;
+    let calls = AtomicUsize::new(0);
+    let y = checkpoint(
+        move |xs| if calls.fetch_add(1, Ordering::Relaxed) == 0 { xs[0].sqr()?.sqr() } else { xs[0].add_scalar(1.0) },
+        &[&x],
+    )?;
+    let error = y.backward_with(Some(&ones_like(&y)), false).unwrap_err().to_string();
+    assert!(error.contains("something else"), "{error}");
+    Ok(())
+}
+
+#[test]
+fn a_captured_variable_changed_in_between_is_an_error() -> Result<()> {
+    let (w, x) = (Var::new(3f32, &CPU)?, Var::new(2f32, &CPU)?);
+    let captured = w.clone();
+    let y = checkpoint(move |xs| xs[0].mul(&captured.detach())?.exp(), &[&x])?;
+    w.set(&Tensor::new(4f32, &CPU)?)?;
+    assert!(matches!(y.backward(), Err(Error::Autograd { .. })));
+    Ok(())
+}
+
+#[test]
+fn errors_of_the_function_pass_through_and_leave_the_thread_usable() -> Result<()> {
+    let x = Var::new(2f32, &CPU)?;
+    let error = checkpoint(|_| Err(Error::Config("mine".into())), &[&x]).unwrap_err();
+    assert_eq!(error.to_string(), "mine");
+    x.sqr()?.backward()?;
+    assert_eq!(x.grad().unwrap().item()?, 4.0);
+    Ok(())
+}
+
+#[test]
+fn long_chains_of_checkpoints_drop_without_recursion() -> Result<()> {
+    let x = Var::new(1f32, &CPU)?;
+    let mut y = x.as_tensor().clone();
+    for _ in 0..20_000 {
+        // Each function captures the previous result, the worst case for dropping.
+        let previous = y.clone();
+        y = checkpoint(move |xs| xs[0].add(&previous)?.mul_scalar(0.5), &[&y])?;
+    }
+    let thread = std::thread::Builder::new().stack_size(128 * 1024).spawn(move || drop(y));
+    thread.unwrap().join().unwrap();
+    Ok(())
+}
