@@ -4,7 +4,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, WithDType};
 use half::{bf16, f16};
 
-use super::simd::{Real, dispatch};
+use super::simd::Real;
 
 /// A type of tensor elements whose storage can be changed in place.
 pub trait Stored: WithDType {
@@ -25,32 +25,6 @@ pub trait Elem: Stored {
 
     /// The nearest element, ties to even.
     fn from_acc(x: Self::Acc) -> Self;
-
-    /// Converts `src` to numbers for arithmetic. Both slices have the same length.
-    fn load(src: &[Self], dst: &mut [Self::Acc]) {
-        assert_eq!(src.len(), dst.len());
-        dispatch(
-            #[inline(always)]
-            || {
-                for (d, s) in dst.iter_mut().zip(src) {
-                    *d = s.to_acc();
-                }
-            },
-        );
-    }
-
-    /// Rounds the numbers of `src` to elements. Both slices have the same length.
-    fn store(src: &[Self::Acc], dst: &mut [Self]) {
-        assert_eq!(src.len(), dst.len());
-        dispatch(
-            #[inline(always)]
-            || {
-                for (d, s) in dst.iter_mut().zip(src) {
-                    *d = Self::from_acc(*s);
-                }
-            },
-        );
-    }
 }
 
 macro_rules! stored {
@@ -206,17 +180,6 @@ mod tests {
                 assert_eq!(b.to_bits(), bf16::from_f32_const(x).to_bits(), "bf16 of {x:e}");
             }
         }
-    }
-
-    #[test]
-    fn bulk_conversions_are_those_of_the_elements() {
-        let x: Vec<f32> = (0..1001).map(|i| (i as f32 - 500.0) * 1.37).collect();
-        let mut h = vec![f16::ZERO; x.len()];
-        f16::store(&x, &mut h);
-        assert!(h.iter().zip(&x).all(|(h, &x)| *h == f16::from_f32_const(x)));
-        let mut back = vec![0.0; x.len()];
-        f16::load(&h, &mut back);
-        assert!(back.iter().zip(&h).all(|(x, h)| *x == h.to_f32()));
     }
 
     #[test]

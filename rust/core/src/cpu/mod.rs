@@ -8,6 +8,7 @@ mod access;
 mod approx;
 mod contiguous;
 pub mod elem;
+mod fold;
 mod inplace;
 mod map;
 pub mod pool;

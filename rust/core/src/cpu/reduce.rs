@@ -1,7 +1,6 @@
 //! Reductions and cumulative sums.
 //!
-//! Sums are made in f32 (f64 for f64) of blocks of fixed size, whose sums are summed in the same way, so errors grow with
-//! the logarithm of the number of blocks and results do not depend on the number of threads.
+//! Sums are made in f32 (f64 for f64), block by block; results do not depend on the number of threads.
 
 use candle_core::{CpuStorage, Shape, WithDType};
 use smallvec::SmallVec;
@@ -9,61 +8,12 @@ use smallvec::SmallVec;
 use super::access::{elements, read1};
 use super::contiguous::contiguous;
 use super::elem::Elem;
+use super::fold::{Fold, Max, Min, Sum, TILE, fold};
 use super::map::GRAIN;
 use super::pool::{SharedMut, par_ranges};
 use super::simd::{Real, dispatch};
 use super::strided::Dims;
 use crate::{Error, Raw, Result, dispatch_float};
-
-/// Columns summed side by side; their running sums stay in the first-level cache.
-const TILE: usize = 2048;
-
-/// Running results of one row, enough for a few vector registers.
-const LANES: usize = 32;
-
-/// What a reduction does with two numbers.
-trait Fold: Sync {
-    /// The result of nothing.
-    fn start<A: Real>() -> A;
-    fn join<A: Real>(a: A, b: A) -> A;
-}
-
-struct Sum;
-struct Max;
-struct Min;
-
-impl Fold for Sum {
-    #[inline(always)]
-    fn start<A: Real>() -> A {
-        A::ZERO
-    }
-    #[inline(always)]
-    fn join<A: Real>(a: A, b: A) -> A {
-        a + b
-    }
-}
-
-impl Fold for Max {
-    #[inline(always)]
-    fn start<A: Real>() -> A {
-        A::NEG_INFINITY
-    }
-    #[inline(always)]
-    fn join<A: Real>(a: A, b: A) -> A {
-        a.max(b)
-    }
-}
-
-impl Fold for Min {
-    #[inline(always)]
-    fn start<A: Real>() -> A {
-        A::INFINITY
-    }
-    #[inline(always)]
-    fn join<A: Real>(a: A, b: A) -> A {
-        a.min(b)
-    }
-}
 
 /// The sum over `dims`, which stay with size 1 if `keepdim`. The sum of nothing is 0.
 ///
@@ -239,90 +189,6 @@ fn reduce_groups<T: Elem, F: Fold>(x: &[T], mut groups: SmallVec<[(bool, usize);
     }
     let divisor = T::Acc::from_f64(divisor);
     result.unwrap_or_default().into_iter().map(|x| T::from_acc(x / divisor)).collect()
-}
-
-/// Reduces the middle one of three dimensions.
-fn fold<T: Copy + Sync, A: Real, F: Fold>(
-    x: &[T],
-    load: impl Fn(T) -> A + Copy + Sync,
-    [outer, n, inner]: [usize; 3],
-) -> Vec<A> {
-    let tile = inner.clamp(1, TILE);
-    let tiles = inner.div_ceil(tile);
-    let rows = (GRAIN / tile).clamp(32, 4096);
-    let blocks = n.div_ceil(rows);
-    if n == 0 {
-        return vec![F::start(); outer * inner];
-    }
-    let mut partial = vec![F::start(); outer * blocks * inner];
-    let shared = SharedMut::new(&mut partial);
-    let work_per_task = tile * rows.min(n);
-    par_ranges(outer * blocks * tiles, (GRAIN / work_per_task).max(1), |tasks| {
-        for task in tasks {
-            let (block, first) = (task / tiles, task % tiles * tile);
-            let width = tile.min(inner - first);
-            let (o, row) = (block / blocks, block % blocks * rows);
-            let height = rows.min(n - row);
-            let x = &x[(o * n + row) * inner + first..];
-            // SAFETY: tasks have different blocks or columns.
-            let result = unsafe { shared.slice(block * inner + first..block * inner + first + width) };
-            if inner == 1 {
-                result[0] = fold_row::<T, A, F>(&x[..height], load);
-            } else {
-                fold_columns::<T, A, F>(x, load, height, inner, result);
-            }
-        }
-    });
-    if blocks == 1 {
-        return partial;
-    }
-    fold::<A, A, F>(&partial, std::convert::identity, [outer, blocks, inner])
-}
-
-fn fold_row<T: Copy, A: Real, F: Fold>(x: &[T], load: impl Fn(T) -> A + Copy) -> A {
-    dispatch(
-        #[inline(always)]
-        || {
-            let mut lanes = [F::start(); LANES];
-            let chunks = x.chunks_exact(LANES);
-            let rest = chunks.remainder();
-            for chunk in chunks {
-                for (lane, &x) in lanes.iter_mut().zip(chunk) {
-                    *lane = F::join(*lane, load(x));
-                }
-            }
-            for (lane, &x) in lanes.iter_mut().zip(rest) {
-                *lane = F::join(*lane, load(x));
-            }
-            let mut width = LANES / 2;
-            while width > 0 {
-                for i in 0..width {
-                    lanes[i] = F::join(lanes[i], lanes[i + width]);
-                }
-                width /= 2;
-            }
-            lanes[0]
-        },
-    )
-}
-
-fn fold_columns<T: Copy, A: Real, F: Fold>(
-    x: &[T],
-    load: impl Fn(T) -> A + Copy,
-    height: usize,
-    stride: usize,
-    result: &mut [A],
-) {
-    dispatch(
-        #[inline(always)]
-        || {
-            for row in 0..height {
-                for (r, &x) in result.iter_mut().zip(&x[row * stride..]) {
-                    *r = F::join(*r, load(x));
-                }
-            }
-        },
-    );
 }
 
 fn add_to_sums<T: Elem>(sums: &mut [T::Acc], row: &mut [T]) {
