@@ -1,0 +1,66 @@
+"""Memory and time of checkpointing on 24 transformer blocks, frozen but for LoRA. `python benches/checkpointing.py`"""
+
+from __future__ import annotations
+
+import common
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.nn import functional as F  # noqa: N812 (the field's name for it)
+
+BLOCKS, BATCH, TOKENS, WIDTH, HEADS, RANK = 24, 2, 256, 256, 4, 8
+
+
+class Block:
+    """Pre-norm attention and GELU MLP; every linear is frozen with a LoRA."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        def lora(out: int, inner: int) -> tc.nn.LoRALinear:
+            weight = rng.standard_normal((out, inner), dtype=np.float32) / np.sqrt(inner)
+            layer = tc.nn.LoRALinear(tc.tensor(weight.astype(np.float32)), RANK, RANK)
+            layer.get_vars()[1].set(tc.randn((out, RANK)) * 0.01)
+            return layer
+
+        self.q, self.k, self.v, self.o = (lora(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = lora(4 * WIDTH, WIDTH), lora(WIDTH, 4 * WIDTH)
+        self.scale, self.shift = tc.ones(WIDTH), tc.zeros(WIDTH)
+
+    def __call__(self, x: tc.Tensor) -> tc.Tensor:
+        """x: (batch, tokens, width)."""
+        h = F.layer_norm(x, (WIDTH,), self.scale, self.shift)
+        q, k, v = (self._heads(layer(h)) for layer in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.o(a.permute(0, 2, 1, 3).reshape(BATCH, TOKENS, WIDTH))
+        h = F.layer_norm(x, (WIDTH,), self.scale, self.shift)
+        return x + self.down(self.up(h).gelu())
+
+    def _heads(self, x: tc.Tensor) -> tc.Tensor:
+        return x.reshape(BATCH, TOKENS, HEADS, WIDTH // HEADS).permute(0, 2, 1, 3)
+
+
+def main() -> None:
+    options = common.arguments(__doc__)
+    tc.manual_seed(0)
+    rng = np.random.default_rng(0)
+    blocks = [Block(rng) for _ in range(BLOCKS)]
+    x = tc.tensor(rng.standard_normal((BATCH, TOKENS, WIDTH), dtype=np.float32))
+    held: dict[str, int] = {}
+
+    def step(policy: str) -> None:
+        y = x
+        for block in blocks:
+            y = tc.checkpoint(block, y, policy=policy)
+        held[policy] = tc.memory.saved_bytes()
+        (y * y).mean().backward()
+
+    sides = {policy: (lambda policy=policy: step(policy)) for policy in ("none", "selective", "full")}
+    seconds = common.race(sides, max(options.rounds // 3, 5))
+    for policy in sides:
+        print(
+            f"{policy}: {held[policy] / 2**20:.1f} MiB kept ({held[policy] / held['none']:.1%}), "
+            f"{1e3 * seconds[policy]:.1f} ms a step ({seconds[policy] / seconds['none']:.3f} x)"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What the benchmarks share: side-by-side timing, so that noise of the machine hits both sides alike."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import trainable_candle as tc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Step = "Callable[[], object]"
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """`--threads` and `--rounds`; sets the threads of both libraries."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of both libraries")
+    parser.add_argument("--rounds", type=int, default=30, help="timed rounds, the sides taking turns")
+    options = parser.parse_args()
+    tc.set_num_threads(options.threads)
+    torch = find_torch()
+    if torch is not None:
+        torch.set_num_threads(options.threads)
+    print(f"{processor()}, {options.threads} threads, Python {platform.python_version()}, "
+          f"trainable-candle {tc.__version__}, torch {torch.__version__ if torch else 'not installed'}")
+    return options
+
+
+def find_torch() -> Any:
+    """The torch module, or None: every benchmark runs without it."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        return None
+
+
+def processor() -> str:
+    """The processor's name where the system tells."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+        return f"{names[0]} ({os.cpu_count()} cores)"
+    except (OSError, IndexError):
+        return platform.processor() or "unknown processor"
+
+
+def race(sides: dict[str, Callable[[], object]], rounds: int, inner: int = 1) -> dict[str, float]:
+    """Median seconds of one call of each side; the sides take turns, after three rounds of warm-up.
+
+    Args:
+        sides: name -> what to time.
+        rounds: timed rounds.
+        inner: calls in a round, for what is too short to time alone.
+    """
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for index in range(rounds + 3):
+        for name, call in sides.items():
+            started = time.perf_counter()
+            for _ in range(inner):
+                call()
+            elapsed = (time.perf_counter() - started) / inner
+            if index >= 3:
+                times[name].append(elapsed)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def report(title: str, seconds: dict[str, float], unit: float = 1e-3, symbol: str = "ms") -> None:
+    """One line: each side's time, and ours as a ratio of torch's."""
+    parts = [f"{name} {value / unit:.3f} {symbol}" for name, value in seconds.items()]
+    ours, theirs = seconds.get("ours"), seconds.get("torch")
+    ratio = f", ours/torch {ours / theirs:.2f}" if ours and theirs else ""
+    print(f"{title}: {', '.join(parts)}{ratio}", flush=True)

@@ -1,0 +1,30 @@
+"""Python's cost of an operation on one element with gradients on. `python benches/op_overhead.py`"""
+
+from __future__ import annotations
+
+import common
+
+import trainable_candle as tc
+
+
+def main() -> None:
+    options = common.arguments(__doc__)
+    torch = common.find_torch()
+    ours = tc.Var([1.0], dtype="f32")
+    other = tc.tensor([2.0], dtype="f32")
+    theirs = torch.ones(1, requires_grad=True) if torch else None
+    constant = torch.full((1,), 2.0) if torch else None
+    cases = {
+        "add": (lambda: ours + other, lambda: theirs + constant),
+        "mul": (lambda: ours * other, lambda: theirs * constant),
+        "mul by a number": (lambda: ours * 2.0, lambda: theirs * 2.0),
+        "exp": (lambda: ours.exp(), lambda: theirs.exp()),
+        "reshape": (lambda: ours.reshape(1, 1), lambda: theirs.reshape(1, 1)),
+    }
+    for name, (mine, reference) in cases.items():
+        sides = {"ours": mine} | ({"torch": reference} if torch else {})
+        common.report(name, common.race(sides, options.rounds, inner=20_000), 1e-6, "us")
+
+
+if __name__ == "__main__":
+    main()
