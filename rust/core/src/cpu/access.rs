@@ -4,7 +4,7 @@
 //! that another thread waits to write. So kernels run inside candle's custom operations, made here from closures.
 
 use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, CustomOp3, InplaceOp1, InplaceOp2, Layout, Result, Shape, WithDType,
+    CpuStorage, CustomOp1, CustomOp2, CustomOp3, InplaceOp1, InplaceOp2, InplaceOp3, Layout, Result, Shape, WithDType,
 };
 
 use crate::Raw;
@@ -81,6 +81,24 @@ impl<F: Fn(&mut CpuStorage, &Layout, Operand<'_>) -> Result<()>> InplaceOp2 for 
     }
 }
 
+impl<F: Fn(&mut CpuStorage, &Layout, [Operand<'_>; 2]) -> Result<()>> InplaceOp3 for Call<F> {
+    fn name(&self) -> &'static str {
+        self.op
+    }
+
+    fn cpu_fwd(
+        &self,
+        s1: &mut CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+        s3: &CpuStorage,
+        l3: &Layout,
+    ) -> Result<()> {
+        (self.f)(s1, l1, [(s2, l2), (s3, l3)])
+    }
+}
+
 /// A new tensor from the storage of one.
 pub(super) fn read1(
     op: &'static str,
@@ -126,4 +144,15 @@ pub(super) fn write2(
     f: impl Fn(&mut CpuStorage, &Layout, Operand<'_>) -> Result<()>,
 ) -> crate::Result<()> {
     Ok(dst.inplace_op2(src, &Call { op, f })?)
+}
+
+/// Changes a storage in place, reading two others.
+pub(super) fn write3(
+    op: &'static str,
+    dst: &Raw,
+    a: &Raw,
+    b: &Raw,
+    f: impl Fn(&mut CpuStorage, &Layout, [Operand<'_>; 2]) -> Result<()>,
+) -> crate::Result<()> {
+    Ok(dst.inplace_op3(a, b, &Call { op, f })?)
 }

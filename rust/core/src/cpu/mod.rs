@@ -7,6 +7,7 @@
 mod access;
 mod approx;
 pub mod elem;
+pub mod gemm;
 mod inplace;
 mod map;
 pub mod pool;
@@ -14,6 +15,7 @@ mod simd;
 mod strided;
 
 pub use elem::{Elem, Stored};
+pub use gemm::{MatMut, MatRef, gemm, matmul, matmul_accumulate};
 pub use inplace::{accumulate, copy_into, fill, scale_in_place};
 pub use map::{Add, Binary, Div, Maximum, Minimum, Mul, Sub, Ternary, Unary, binary, cast, ternary, unary};
 pub use simd::{Real, dispatch};
