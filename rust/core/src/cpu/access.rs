@@ -6,7 +6,7 @@
 use std::cell::Cell;
 
 use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, CustomOp3, InplaceOp1, InplaceOp2, Layout, Result, Shape, WithDType,
+    CpuStorage, CustomOp1, CustomOp2, CustomOp3, InplaceOp1, InplaceOp2, InplaceOp3, Layout, Result, Shape, WithDType,
 };
 
 use smallvec::SmallVec;
@@ -82,6 +82,24 @@ impl<F: Fn(&mut CpuStorage, &Layout, Operand<'_>) -> Result<()>> InplaceOp2 for 
 
     fn cpu_fwd(&self, s1: &mut CpuStorage, l1: &Layout, s2: &CpuStorage, l2: &Layout) -> Result<()> {
         (self.f)(s1, l1, (s2, l2))
+    }
+}
+
+impl<F: Fn(&mut CpuStorage, &Layout, [Operand<'_>; 2]) -> Result<()>> InplaceOp3 for Call<F> {
+    fn name(&self) -> &'static str {
+        self.op
+    }
+
+    fn cpu_fwd(
+        &self,
+        s1: &mut CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+        s3: &CpuStorage,
+        l3: &Layout,
+    ) -> Result<()> {
+        (self.f)(s1, l1, [(s2, l2), (s3, l3)])
     }
 }
 
@@ -167,4 +185,15 @@ pub(super) fn write2(
     f: impl Fn(&mut CpuStorage, &Layout, Operand<'_>) -> Result<()>,
 ) -> crate::Result<()> {
     Ok(dst.inplace_op2(src, &Call { op, f })?)
+}
+
+/// Changes a storage in place, reading two others.
+pub(super) fn write3(
+    op: &'static str,
+    dst: &Raw,
+    a: &Raw,
+    b: &Raw,
+    f: impl Fn(&mut CpuStorage, &Layout, [Operand<'_>; 2]) -> Result<()>,
+) -> crate::Result<()> {
+    Ok(dst.inplace_op3(a, b, &Call { op, f })?)
 }

@@ -6,6 +6,7 @@ use std::ops::{Add, AddAssign, Div, DivAssign, Mul, MulAssign, Neg, Sub, SubAssi
 use std::sync::LazyLock;
 
 use super::approx;
+use super::gemm::Lane;
 
 /// Runs `f` compiled for the widest instruction set that this processor has: AVX-512, AVX2 with FMA, NEON, or the
 /// baseline of the target.
@@ -15,8 +16,14 @@ use super::approx;
 /// not inlined is compiled for the baseline. Threads are started outside, never inside.
 #[inline(always)]
 pub fn dispatch<R>(f: impl FnOnce() -> R) -> R {
+    arch().dispatch(f)
+}
+
+/// The instruction set of this processor.
+#[inline(always)]
+pub(super) fn arch() -> pulp::Arch {
     static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
-    ARCH.dispatch(f)
+    *ARCH
 }
 
 /// The types that arithmetic is done in: f32, whose elementary functions vectorise, and f64, whose functions are those
@@ -39,6 +46,7 @@ pub trait Real:
     + MulAssign
     + DivAssign
     + Sum
+    + Lane
 {
     /// 0.
     const ZERO: Self;

@@ -45,18 +45,21 @@ fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Res
     Ok(())
 }
 
+/// s a b, for results that are small beside the operands.
+fn scaled_product(a: &Raw, b: &Raw, scale: f64) -> Result<Raw> {
+    let product = cpu::matmul(a, b)?;
+    cpu::scale_in_place(&product, scale)?;
+    Ok(product)
+}
+
 /// s (g B): the gradient at x Aᵀ. Matrices.
 fn grad_hidden(grad: &Raw, up: &Raw, scale: f64) -> Result<Raw> {
-    let result = Raw::zeros((grad.dims()[0], up.dims()[1]), grad.dtype(), grad.device())?;
-    cpu::matmul_into(&result, grad, up, scale, false)?;
-    Ok(result)
+    scaled_product(grad, up, scale)
 }
 
 /// s gᵀ h: the gradient of `up`. Matrices.
 fn grad_up(grad: &Raw, hidden: &Raw, scale: f64) -> Result<Raw> {
-    let result = Raw::zeros((grad.dims()[1], hidden.dims()[1]), grad.dtype(), grad.device())?;
-    cpu::matmul_into(&result, &grad.t()?, hidden, scale, false)?;
-    Ok(result)
+    scaled_product(&grad.t()?, hidden, scale)
 }
 
 /// The gradients of the two LoRA matrices alone.
@@ -109,7 +112,7 @@ impl Factors {
         }
         if let (true, Some(weight), Some(down)) = (context.needs(0), &self.weight, &self.down) {
             let grad_x = cpu::matmul(grad, &weight.get()?)?;
-            cpu::matmul_into(&grad_x, &grad_hidden, &down.get()?, 1.0, true)?;
+            cpu::matmul_accumulate(&grad_x, &grad_hidden, &down.get()?, 1.0)?;
             context.add(0, grad_x.reshape(&self.x_shape)?)?;
         }
         Ok(())
@@ -174,7 +177,7 @@ pub fn lora_linear(x: &Tensor, w: LoraWeights<'_>) -> Result<Tensor> {
             let matrix = as_matrix(&x.raw)?;
             let hidden = cpu::matmul(&matrix, &w.down.raw.t()?)?;
             let y = forward(&matrix, &w.weight.raw, w.bias.map(|b| &b.raw))?;
-            cpu::matmul_into(&y, &hidden, &w.up.raw.t()?, w.scale, true)?;
+            cpu::matmul_accumulate(&y, &hidden, &w.up.raw.t()?, w.scale)?;
             Ok((y.reshape(with_last(&x.raw, w.weight.dims()[0]))?, smallvec::smallvec![hidden]))
         },
         |saver, _, aux| LoraBackward(save_factors(saver, x, &w, &aux[0])),
@@ -209,7 +212,7 @@ impl Backward for DoraBackward {
 /// [`Error::Shape`] if the operands do not fit.
 pub fn adapted_row_norm(weight: &Tensor, down: &Tensor, up: &Tensor, scale: f64) -> Result<Tensor> {
     let adapted = own_copy(&weight.raw)?;
-    cpu::matmul_into(&adapted, &up.raw, &down.raw, scale, true)?;
+    cpu::matmul_accumulate(&adapted, &up.raw, &down.raw, scale)?;
     let squares = cpu::sum(&cpu::binary(&adapted, &adapted, Mul)?, &[1], false)?;
     Tensor::constant(squares).sqrt()
 }
@@ -234,7 +237,7 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
             let ratio = cpu::binary(&magnitude.raw, &norm, Div)?;
             let hidden = cpu::matmul(&matrix, &w.down.raw.t()?)?;
             let direction = forward(&matrix, &w.weight.raw, None)?;
-            cpu::matmul_into(&direction, &hidden, &w.up.raw.t()?, w.scale, true)?;
+            cpu::matmul_accumulate(&direction, &hidden, &w.up.raw.t()?, w.scale)?;
             let mut y = cpu::binary(&direction, &ratio, Mul)?;
             if let Some(bias) = w.bias {
                 y = cpu::binary(&y, &bias.raw, cpu::Add)?;

@@ -1,0 +1,224 @@
+//! Matrix products of tensors, with batches.
+
+use candle_core::{DType, Layout, Shape, WithDType};
+use half::{bf16, f16};
+use smallvec::SmallVec;
+
+use super::block::Product;
+use super::pack::Side;
+use crate::cpu::access::{elements, read2, write3};
+use crate::cpu::{Dims, Elem, Real, broadcast_dims};
+use crate::{Error, Raw, Result, dispatch_float};
+
+/// The matrix product by the rules of numpy: (..., m, k) times (..., k, n) gives (..., m, n), batch dimensions
+/// broadcast; a vector on the left is a row, on the right a column, and its dimension is missing in the result.
+///
+/// Takes f32, f64, f16 or bf16 with any strides and copies no operand; f16 and bf16 are summed up in f32. Sums over
+/// an empty dimension are zeros.
+///
+/// # Errors
+/// [`Error::Shape`] if the sizes do not fit, [`Error::DType`] if the dtypes differ or are not floating-point,
+/// [`Error::OutOfMemory`] if the result cannot be addressed.
+pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
+    const OP: &str = "matmul";
+    check_dtypes(OP, a, b)?;
+    let plan = Plan::new(OP, a.layout(), b.layout())?;
+    let len = crate::raw::check_allocation(OP, &plan.dims, a.dtype())?;
+    dispatch_float!(a.dtype(), OP, T => read2(OP, a, b, |[a, b]| {
+        let mut data = Vec::<T>::with_capacity(len);
+        // SAFETY: the plan stays within its operands, and writes each of the `len` elements, all within the capacity.
+        unsafe {
+            plan.run::<T, T>(elements(a)?, elements(b)?, data.as_mut_ptr(), 1.0, false);
+            data.set_len(len);
+        }
+        Ok((T::to_cpu_storage_owned(data), Shape::from(plan.dims.as_slice())))
+    }))
+}
+
+/// Adds `alpha` times the matrix product of `a` and `b` to `dst`, in place.
+///
+/// `a` and `b` are as in [`matmul`]. `dst` has the shape of their product and is contiguous (it may be part of a
+/// larger buffer); its dtype is theirs, or f32 for operands in f16 or bf16, which then loses nothing to rounding.
+///
+/// # Errors
+/// [`Error::Shape`] and [`Error::DType`] if they do not fit, [`Error::Candle`] if `dst` shares its storage
+/// with an operand.
+pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> {
+    const OP: &str = "matmul_accumulate";
+    check_dtypes(OP, a, b)?;
+    let plan = Plan::new(OP, a.layout(), b.layout())?;
+    if dst.dims() != plan.dims.as_slice() {
+        let message = format!("found a destination of shape {:?}, expected {:?}", dst.dims(), plan.dims);
+        return Err(Error::shape(OP, message));
+    }
+    if !dst.is_contiguous() {
+        let message = format!("found a destination with strides {:?}, expected a contiguous one", dst.stride());
+        return Err(Error::shape(OP, message));
+    }
+    if dst.dtype() == a.dtype() {
+        dispatch_float!(a.dtype(), OP, T => plan.accumulate::<T, T>(OP, dst, a, b, alpha))
+    } else {
+        match (a.dtype(), dst.dtype()) {
+            (DType::BF16, DType::F32) => plan.accumulate::<bf16, f32>(OP, dst, a, b, alpha),
+            (DType::F16, DType::F32) => plan.accumulate::<f16, f32>(OP, dst, a, b, alpha),
+            (operands, found) => {
+                let message = format!(
+                    "found a destination of dtype {} for operands of dtype {}, expected the same, or f32 for f16 and bf16",
+                    found.as_str(),
+                    operands.as_str()
+                );
+                Err(Error::dtype(OP, message))
+            }
+        }
+    }
+}
+
+fn check_dtypes(op: &'static str, a: &Raw, b: &Raw) -> Result<()> {
+    if a.dtype() != b.dtype() {
+        let (a, b) = (a.dtype().as_str(), b.dtype().as_str());
+        let message = format!("found dtypes {a} and {b}, expected the same; convert one with to()");
+        return Err(Error::dtype(op, message));
+    }
+    Ok(())
+}
+
+/// A batch dimension: its size and the strides of `a`, `b` and the result.
+#[derive(Clone, Copy, Debug)]
+struct BatchAxis {
+    size: usize,
+    strides: [usize; 3],
+}
+
+/// A product of two tensors: sizes, strides, and the batch.
+struct Plan {
+    /// Shape of the result.
+    dims: Dims,
+    m: usize,
+    n: usize,
+    k: usize,
+    /// Strides of `a` along m and k.
+    a: [usize; 2],
+    /// Strides of `b` along k and n.
+    b: [usize; 2],
+    /// Batch dimensions, outermost first.
+    batch: SmallVec<[BatchAxis; 4]>,
+}
+
+impl Plan {
+    fn new(op: &'static str, a: &Layout, b: &Layout) -> Result<Self> {
+        let mismatch = || {
+            let message = format!(
+                "found shapes {:?} and {:?}, expected (..., m, k) and (..., k, n) with batch dimensions that broadcast",
+                a.dims(),
+                b.dims()
+            );
+            Error::shape(op, message)
+        };
+        let (a_batch, [m, k], a_strides) = split(a, true).ok_or_else(mismatch)?;
+        let (b_batch, [b_k, n], b_strides) = split(b, false).ok_or_else(mismatch)?;
+        let mut dims = broadcast_dims(a_batch, b_batch).ok_or_else(mismatch)?;
+        if k != b_k {
+            return Err(mismatch());
+        }
+        let mut plan = Self { dims: Dims::new(), m, n, k, a: a_strides, b: b_strides, batch: SmallVec::new() };
+        let stride = |layout: &Layout, batch: &[usize], i: usize| match (i + batch.len()).checked_sub(dims.len()) {
+            Some(i) if batch[i] != 1 => layout.stride()[i],
+            _ => 0,
+        };
+        let mut result = m.saturating_mul(n);
+        for (i, &size) in dims.iter().enumerate().rev() {
+            let strides = [stride(a, a_batch, i), stride(b, b_batch, i), result];
+            result = result.saturating_mul(size);
+            plan.push_outer(BatchAxis { size, strides });
+        }
+        plan.batch.reverse();
+        if a.dims().len() > 1 {
+            dims.push(m);
+        }
+        if b.dims().len() > 1 {
+            dims.push(n);
+        }
+        plan.dims = dims;
+        Ok(plan)
+    }
+
+    /// Adds the next outer batch dimension: to the rows if `b` does not change along it and the rows of `a` go on
+    /// evenly, so that a batch of inputs times one weight is a single product.
+    fn push_outer(&mut self, axis: BatchAxis) {
+        if axis.size == 1 {
+            return;
+        }
+        if self.m == 1 && self.batch.is_empty() && axis.strides[1] == 0 {
+            self.m = axis.size;
+            self.a[0] = axis.strides[0];
+        } else if self.batch.is_empty() && axis.strides[1] == 0 && axis.strides[0] == self.m * self.a[0] {
+            self.m *= axis.size;
+        } else {
+            self.batch.push(axis);
+        }
+    }
+
+    /// # Safety
+    /// `a` and `b` start at the first elements of the operands, `c` is writable for the whole result, and nothing else
+    /// reads or writes it.
+    unsafe fn run<T, C>(&self, a: &[T], b: &[T], c: *mut C, alpha: f64, accumulate: bool)
+    where
+        T: Elem,
+        C: Elem<Acc = T::Acc>,
+    {
+        let product = Product {
+            m: self.m,
+            n: self.n,
+            k: self.k,
+            a: Side { ptr: a.as_ptr(), outer: self.a[0], inner: self.a[1] },
+            b: Side { ptr: b.as_ptr(), outer: self.b[1], inner: self.b[0] },
+            c,
+            c_strides: [self.n, 1],
+            alpha: Real::from_f64(alpha),
+            accumulate,
+        };
+        let count = self.batch.iter().map(|axis| axis.size).product();
+        // SAFETY: the caller answers for the result, candle's layouts for the operands.
+        unsafe {
+            product.run(count, |mut index| {
+                let mut offsets = [0; 3];
+                for axis in self.batch.iter().rev() {
+                    let position = index % axis.size;
+                    index /= axis.size;
+                    for (offset, stride) in offsets.iter_mut().zip(axis.strides) {
+                        *offset += position * stride;
+                    }
+                }
+                offsets
+            });
+        }
+    }
+
+    fn accumulate<T, C>(&self, op: &'static str, dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()>
+    where
+        T: Elem,
+        C: Elem<Acc = T::Acc>,
+    {
+        write3(op, dst, a, b, |storage, layout, [a, b]| {
+            let start = layout.start_offset();
+            let c = &mut C::slice_mut(storage)?[start..start + layout.shape().elem_count()];
+            // SAFETY: `c` has the elements of the result, which the plan does not leave.
+            unsafe { self.run::<T, C>(elements(a)?, elements(b)?, c.as_mut_ptr(), alpha, true) };
+            Ok(())
+        })
+    }
+}
+
+/// Batch dimensions, sizes and strides of the matrix of an operand; a vector is a row on the left, a column on the right.
+fn split(layout: &Layout, left: bool) -> Option<(&[usize], [usize; 2], [usize; 2])> {
+    let (dims, strides) = (layout.dims(), layout.stride());
+    match dims.len() {
+        0 => None,
+        1 if left => Some((&[], [1, dims[0]], [0, strides[0]])),
+        1 => Some((&[], [dims[0], 1], [strides[0], 0])),
+        rank => {
+            let (batch, matrix) = dims.split_at(rank - 2);
+            Some((batch, [matrix[0], matrix[1]], [strides[rank - 2], strides[rank - 1]]))
+        }
+    }
+}

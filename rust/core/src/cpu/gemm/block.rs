@@ -1,0 +1,220 @@
+//! Cutting a product into blocks and computing one.
+
+use std::any::TypeId;
+use std::cell::RefCell;
+
+use super::kernel::{Block, Target, TileShape};
+use super::pack::{Along, Side, pack, packed_len};
+use crate::cpu::{Elem, Real, dispatch, pool};
+
+/// Longest stretch of `k` that is packed at once, chosen so that a panel of `b` stays in the first-level cache.
+const MAX_K: usize = 384;
+/// Most rows of a block (along the vectors): its packed `a` stays in the second-level cache.
+const MAX_ROWS: usize = 512;
+/// Most columns of a block.
+const MAX_COLUMNS: usize = 1024;
+/// Multiply-adds that are worth a thread.
+const MIN_WORK: usize = 1 << 18;
+
+/// `c (+)= alpha * a * b` as pointers; `c` is (m, n) and the sums are `k` long.
+#[derive(Clone, Copy)]
+pub struct Product<A: Elem, B, C> {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub a: Side<A>,
+    pub b: Side<B>,
+    pub c: *mut C,
+    /// Distance of neighbouring rows and columns of `c`.
+    pub c_strides: [usize; 2],
+    pub alpha: A::Acc,
+    pub accumulate: bool,
+}
+
+// SAFETY: the pointers are only followed by `run`, whose caller answers for them on every thread.
+unsafe impl<A: Elem, B: Elem, C: Elem> Sync for Product<A, B, C> {}
+
+impl<A, B, C> Product<A, B, C>
+where
+    A: Elem,
+    B: Elem<Acc = A::Acc>,
+    C: Elem<Acc = A::Acc>,
+{
+    /// Computes `batch` products, the operands of the i-th `offsets(i)` = `[a, b, c]` elements further on.
+    ///
+    /// # Safety
+    /// The operands are readable and the results writable at all their elements, and no element of a result
+    /// is that of another or of an operand.
+    pub unsafe fn run(self, batch: usize, offsets: impl Fn(usize) -> [usize; 3] + Sync) {
+        // SAFETY: as the caller promises; a transposed product has the same elements.
+        unsafe {
+            // Vectors run along the contiguous direction of the result.
+            if self.c_strides[0] == 1 && (self.c_strides[1] != 1 || self.m > 1) {
+                self.run_along_rows(batch, offsets);
+            } else {
+                self.transposed().run_along_rows(batch, |i| {
+                    let [a, b, c] = offsets(i);
+                    [b, a, c]
+                });
+            }
+        }
+    }
+
+    fn transposed(self) -> Product<B, A, C> {
+        Product {
+            m: self.n,
+            n: self.m,
+            k: self.k,
+            a: self.b,
+            b: self.a,
+            c: self.c,
+            c_strides: [self.c_strides[1], self.c_strides[0]],
+            alpha: self.alpha,
+            accumulate: self.accumulate,
+        }
+    }
+
+    unsafe fn run_along_rows(self, batch: usize, offsets: impl Fn(usize) -> [usize; 3] + Sync) {
+        if self.m == 0 || self.n == 0 || batch == 0 {
+            return;
+        }
+        let shape = TileShape::detect::<A::Acc>();
+        let work = self.m.saturating_mul(self.n).saturating_mul(self.k.max(1));
+        let threads = pool::num_threads().min(work.saturating_mul(batch) / MIN_WORK).max(1);
+        let [rows, columns] = block_size(shape, [self.m, self.n], threads.div_ceil(batch));
+        let grid = [self.m.div_ceil(rows), self.n.div_ceil(columns)];
+        let blocks = grid[0] * grid[1];
+        let grain = if threads == 1 { batch * blocks } else { (MIN_WORK / (work / blocks).max(1)).max(1) };
+        let this = &self;
+        pool::par_ranges(batch * blocks, grain, |range| {
+            for index in range {
+                let (item, index) = (index / blocks, index % blocks);
+                let (i, j) = (index % grid[0] * rows, index / grid[0] * columns);
+                let offset = offsets(item);
+                // SAFETY: block (i, j) of the product; blocks are disjoint and cover it.
+                unsafe {
+                    let block = Self {
+                        m: rows.min(this.m - i),
+                        n: columns.min(this.n - j),
+                        a: Side { ptr: this.a.ptr.add(offset[0]), ..this.a }.at(i, 0),
+                        b: Side { ptr: this.b.ptr.add(offset[1]), ..this.b }.at(j, 0),
+                        c: this.c.add(offset[2] + i * this.c_strides[0] + j * this.c_strides[1]),
+                        ..*this
+                    };
+                    block.compute(shape);
+                }
+            }
+        });
+    }
+
+    /// Computes the product on this thread.
+    unsafe fn compute(self, shape: TileShape) {
+        // Equal stretches of `k`, none longer than MAX_K.
+        let stretch = self.k.div_ceil(self.k.div_ceil(MAX_K).max(1)).next_multiple_of(16).min(self.k);
+        let len_a = packed_len(shape, Along::Rows, self.m, stretch);
+        let len_b = packed_len(shape, Along::Columns, self.n, stretch);
+        // f16 and bf16 results are summed up in a block of the accumulator's type and rounded at the end.
+        let direct = TypeId::of::<C>() == TypeId::of::<C::Acc>();
+        let len_c = if direct { 0 } else { self.m * self.n };
+        with_scratch([len_a, len_b, len_c], |[a, b, sums]: [*mut A::Acc; 3]| {
+            let target = if direct {
+                Target {
+                    ptr: self.c.cast(),
+                    row_stride: self.c_strides[0],
+                    column_stride: self.c_strides[1],
+                    alpha: self.alpha,
+                    accumulate: self.accumulate,
+                }
+            } else {
+                Target { ptr: sums, row_stride: 1, column_stride: self.m, alpha: self.alpha, accumulate: false }
+            };
+            let mut p = 0;
+            // Once even if k = 0: the result is then written as zeros.
+            loop {
+                let k = stretch.min(self.k - p);
+                // SAFETY: the caller answers for the operands and the result, `with_scratch` for the panels.
+                unsafe {
+                    pack(a, shape, Along::Rows, self.a.at(0, p), self.m, k);
+                    pack(b, shape, Along::Columns, self.b.at(0, p), self.n, k);
+                    let c = Target { accumulate: target.accumulate || p > 0, ..target };
+                    Block { m: self.m, n: self.n, k, a, b, c }.run();
+                }
+                p += k;
+                if p == self.k {
+                    break;
+                }
+            }
+            if !direct {
+                // SAFETY: `sums` holds the whole block.
+                unsafe { self.write(sums) };
+            }
+        });
+    }
+
+    /// Rounds a block of sums into the result.
+    unsafe fn write(self, sums: *const A::Acc) {
+        dispatch(
+            #[inline(always)]
+            || {
+                let [row_stride, column_stride] = self.c_strides;
+                for j in 0..self.n {
+                    for i in 0..self.m {
+                        // SAFETY: element (i, j) of the block.
+                        unsafe {
+                            let c = self.c.add(if row_stride == 1 { i } else { i * row_stride } + j * column_stride);
+                            let sum = *sums.add(j * self.m + i);
+                            *c = C::from_acc(if self.accumulate { (*c).to_acc() + sum } else { sum });
+                        }
+                    }
+                }
+            },
+        );
+    }
+}
+
+/// Rows and columns of the blocks of an (m, n) result: equal parts within the limits, and at least `parts` of them
+/// where the result is large enough.
+fn block_size(shape: TileShape, [m, n]: [usize; 2], parts: usize) -> [usize; 2] {
+    let (max_rows, max_columns) = (m.div_ceil(shape.lanes), n.div_ceil(4));
+    let mut grid = [m.div_ceil(MAX_ROWS), n.div_ceil(MAX_COLUMNS)];
+    while grid[0] * grid[1] < parts {
+        // Cut the longer side of a block, which leaves the least to pack.
+        let (rows, columns) = (m / grid[0], n / grid[1]);
+        if grid[0] < max_rows && (rows >= columns || grid[1] >= max_columns) {
+            grid[0] += 1;
+        } else if grid[1] < max_columns {
+            grid[1] += 1;
+        } else {
+            break;
+        }
+    }
+    [m.div_ceil(grid[0]).next_multiple_of(shape.lanes), n.div_ceil(grid[1]).next_multiple_of(4)]
+}
+
+/// Scratch memory in units of a cache line.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Line(#[expect(dead_code, reason = "only its size and alignment matter")] [u8; 64]);
+
+/// Calls `f` with three regions of at least `lens` elements, each on a cache line of its own. They are kept for
+/// the next call on this thread.
+fn with_scratch<T: Real, R>(lens: [usize; 3], f: impl FnOnce([*mut T; 3]) -> R) -> R {
+    thread_local! {
+        static SCRATCH: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    }
+    SCRATCH.with_borrow_mut(|scratch| {
+        let lines = lens.map(|len| (len * size_of::<T>()).div_ceil(64));
+        let total = lines.iter().sum();
+        if scratch.len() < total {
+            scratch.resize(total, Line([0; 64]));
+        }
+        let first = scratch.as_mut_ptr();
+        let mut start = 0;
+        f(lines.map(|count| {
+            // SAFETY: the regions are within the scratch, which has `total` lines.
+            let region = unsafe { first.add(start) };
+            start += count;
+            region.cast()
+        }))
+    })
+}

@@ -1,0 +1,278 @@
+//! The innermost loops of a matrix product, written once for every instruction set.
+//!
+//! A tile of the result is held in registers as `V` vectors by `N` columns and summed up as outer products; the
+//! vectors run along the rows of the packed `a`, each element of the packed `b` is broadcast. Every element of the
+//! result is one chain of fused multiply-adds in the order of `k`, so it does not depend on the tile it falls in.
+
+use pulp::{Simd, WithSimd};
+
+use crate::cpu::Real;
+
+/// A floating-point type with SIMD registers.
+pub trait Lane: Sized + Copy {
+    /// One register of the instruction set `S`.
+    type Vector<S: Simd>: Copy;
+
+    /// A register with `value` in every lane.
+    fn splat<S: Simd>(simd: S, value: Self) -> Self::Vector<S>;
+    /// `a * b`.
+    fn multiply<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    /// `a * b + c`, rounded once where the processor can.
+    fn multiply_add<S: Simd>(
+        simd: S,
+        a: Self::Vector<S>,
+        b: Self::Vector<S>,
+        c: Self::Vector<S>,
+    ) -> Self::Vector<S>;
+}
+
+macro_rules! lane {
+    ($t:ty, $vector:ident, $splat:ident, $multiply:ident, $multiply_add:ident) => {
+        impl Lane for $t {
+            type Vector<S: Simd> = S::$vector;
+
+            #[inline(always)]
+            fn splat<S: Simd>(simd: S, value: Self) -> S::$vector {
+                simd.$splat(value)
+            }
+
+            #[inline(always)]
+            fn multiply<S: Simd>(simd: S, a: S::$vector, b: S::$vector) -> S::$vector {
+                simd.$multiply(a, b)
+            }
+
+            #[inline(always)]
+            fn multiply_add<S: Simd>(simd: S, a: S::$vector, b: S::$vector, c: S::$vector) -> S::$vector {
+                simd.$multiply_add(a, b, c)
+            }
+        }
+    };
+}
+
+lane!(f32, f32s, splat_f32s, mul_f32s, mul_add_e_f32s);
+lane!(f64, f64s, splat_f64s, mul_f64s, mul_add_e_f64s);
+
+/// How large a tile is on this processor.
+#[derive(Clone, Copy, Debug)]
+pub struct TileShape {
+    /// Elements of a register.
+    pub lanes: usize,
+    /// Rows of a full tile.
+    pub rows: usize,
+    /// Columns of a full tile.
+    pub columns: usize,
+}
+
+impl TileShape {
+    const fn of<T: Lane, S: Simd>() -> Self {
+        let lanes = size_of::<T::Vector<S>>() / size_of::<T>();
+        // 2 x 12 accumulators of 32 registers, 3 x 4 of 16: enough chains to hide the latency of the multiply-add, and
+        // registers left for the operands.
+        if S::REGISTER_COUNT >= 32 {
+            Self { lanes, rows: 2 * lanes, columns: 12 }
+        } else {
+            Self { lanes, rows: 3 * lanes, columns: 4 }
+        }
+    }
+
+    /// The tile for `T` on this processor.
+    pub fn detect<T: Real>() -> Self {
+        struct Detect<T>(std::marker::PhantomData<T>);
+        impl<T: Lane> WithSimd for Detect<T> {
+            type Output = TileShape;
+            fn with_simd<S: Simd>(self, _: S) -> TileShape {
+                TileShape::of::<T, S>()
+            }
+        }
+        crate::cpu::simd::arch().dispatch(Detect::<T>(std::marker::PhantomData))
+    }
+
+    /// Rows of the panel that starts at row `i` of `m`, with those that fill up its last register.
+    pub fn panel_rows(self, i: usize, m: usize) -> usize {
+        self.rows.min((m - i).next_multiple_of(self.lanes))
+    }
+
+    /// Columns of the panel that starts at column `j` of `n`, with those that fill it up to a multiple of 4.
+    pub fn panel_columns(self, j: usize, n: usize) -> usize {
+        self.columns.min((n - j).next_multiple_of(4))
+    }
+}
+
+/// Elements of the largest tile over all instruction sets.
+const MAX_TILE: usize = 512;
+
+/// Where a block of the result goes.
+#[derive(Clone, Copy)]
+pub struct Target<T> {
+    /// The first element.
+    pub ptr: *mut T,
+    /// Distance of neighbouring rows.
+    pub row_stride: usize,
+    /// Distance of neighbouring columns.
+    pub column_stride: usize,
+    /// Factor of the product.
+    pub alpha: T,
+    /// Add to what is there instead of writing over it.
+    pub accumulate: bool,
+}
+
+/// `c (+)= alpha * a * b` for one block of the result with panels packed by [`pack`](super::pack::pack).
+pub struct Block<T> {
+    /// Rows.
+    pub m: usize,
+    /// Columns.
+    pub n: usize,
+    /// Length of the sums.
+    pub k: usize,
+    /// `a` in panels of rows.
+    pub a: *const T,
+    /// `b` in panels of columns.
+    pub b: *const T,
+    /// The result.
+    pub c: Target<T>,
+}
+
+impl<T: Real> Block<T> {
+    /// Computes the block.
+    ///
+    /// # Safety
+    /// `a` and `b` hold packed panels of `m × k` and `k × n` elements, and nothing else reads or writes the elements
+    /// of `c` meanwhile.
+    pub unsafe fn run(self) {
+        crate::cpu::simd::arch().dispatch(self);
+    }
+}
+
+impl<T: Real> WithSimd for Block<T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let shape = TileShape::of::<T, S>();
+        let mut j = 0;
+        while j < self.n {
+            let mut i = 0;
+            while i < self.m {
+                // SAFETY: `run` promises the panels and the destination.
+                unsafe {
+                    let tile = Tile {
+                        k: self.k,
+                        a: self.a.add(i * self.k),
+                        b: self.b.add(j * self.k),
+                        c: Target {
+                            ptr: self.c.ptr.add(i * self.c.row_stride + j * self.c.column_stride),
+                            ..self.c
+                        },
+                        rows: shape.rows.min(self.m - i),
+                        columns: shape.columns.min(self.n - j),
+                    };
+                    tile.run(simd);
+                }
+                i += shape.rows;
+            }
+            j += shape.columns;
+        }
+    }
+}
+
+/// One tile of a [`Block`], of which `rows × columns` elements are written.
+struct Tile<T> {
+    k: usize,
+    a: *const T,
+    b: *const T,
+    c: Target<T>,
+    rows: usize,
+    columns: usize,
+}
+
+impl<T: Real> Tile<T> {
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self, simd: S) {
+        let shape = TileShape::of::<T, S>();
+        // The comparisons with the shape keep tiles that an instruction set never uses out of its code.
+        macro_rules! tiles {
+            ($($v:literal x $n:literal),*) => {
+                match (self.rows.div_ceil(shape.lanes), self.columns.next_multiple_of(4)) {
+                    $(($v, $n) if $v * shape.lanes <= shape.rows && $n <= shape.columns => unsafe {
+                        self.outer_products::<S, $v, $n>(simd);
+                    },)*
+                    _ => unreachable!("tile larger than the registers"),
+                }
+            };
+        }
+        tiles!(2 x 12, 1 x 12, 2 x 8, 1 x 8, 2 x 4, 1 x 4, 3 x 4);
+    }
+
+    #[inline(always)]
+    unsafe fn outer_products<S: Simd, const V: usize, const N: usize>(self, simd: S) {
+        let lanes = TileShape::of::<T, S>().lanes;
+        let zero = T::splat(simd, T::ZERO);
+        let mut acc = [[zero; V]; N];
+        let (mut a, mut b) = (self.a, self.b);
+        for _ in 0..self.k {
+            // SAFETY: a panel holds `V * lanes`, or `N`, elements for each of the `k` steps.
+            unsafe {
+                let mut vectors = [zero; V];
+                for (v, vector) in vectors.iter_mut().enumerate() {
+                    *vector = a.add(v * lanes).cast::<T::Vector<S>>().read_unaligned();
+                }
+                for (n, column) in acc.iter_mut().enumerate() {
+                    let element = T::splat(simd, *b.add(n));
+                    for (sum, vector) in column.iter_mut().zip(vectors) {
+                        *sum = T::multiply_add(simd, vector, element, *sum);
+                    }
+                }
+                a = a.add(V * lanes);
+                b = b.add(N);
+            }
+        }
+        if self.c.row_stride == 1 && self.rows == V * lanes {
+            for (n, column) in acc.iter().enumerate() {
+                if n == self.columns {
+                    break;
+                }
+                for (v, &sum) in column.iter().enumerate() {
+                    // SAFETY: all lanes are elements of the destination.
+                    unsafe { self.finish(simd, sum, self.c.ptr.add(n * self.c.column_stride + v * lanes)) };
+                }
+            }
+        } else {
+            // Part of a tile, or elements that are not neighbours, go through a copy.
+            let mut copy = [T::ZERO; MAX_TILE];
+            let copy = &mut copy[..N * V * lanes];
+            let columns = self.columns;
+            if self.c.accumulate {
+                for (n, column) in copy.chunks_exact_mut(V * lanes).enumerate().take(columns) {
+                    for (r, x) in column.iter_mut().enumerate().take(self.rows) {
+                        // SAFETY: row `r` and column `n` are in the destination.
+                        *x = unsafe { *self.c.ptr.add(n * self.c.column_stride + r * self.c.row_stride) };
+                    }
+                }
+            }
+            for (x, &sum) in copy.chunks_exact_mut(lanes).zip(acc.as_flattened()) {
+                // SAFETY: `x` is a register's worth of elements.
+                unsafe { self.finish(simd, sum, x.as_mut_ptr()) };
+            }
+            for (n, column) in copy.chunks_exact(V * lanes).enumerate().take(columns) {
+                for (r, &x) in column.iter().enumerate().take(self.rows) {
+                    // SAFETY: row `r` and column `n` are in the destination.
+                    unsafe { *self.c.ptr.add(n * self.c.column_stride + r * self.c.row_stride) = x };
+                }
+            }
+        }
+    }
+
+    /// Writes one register of sums to `c`, or adds it.
+    #[inline(always)]
+    unsafe fn finish<S: Simd>(&self, simd: S, sum: T::Vector<S>, c: *mut T) {
+        let (alpha, c) = (T::splat(simd, self.c.alpha), c.cast::<T::Vector<S>>());
+        // SAFETY: the caller gives a register's worth of elements.
+        unsafe {
+            c.write_unaligned(if self.c.accumulate {
+                T::multiply_add(simd, alpha, sum, c.read_unaligned())
+            } else {
+                T::multiply(simd, alpha, sum)
+            });
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! Matrix products.
+//!
+//! Operands are given with their strides, so a transpose is never copied. Numbers are converted to the accumulator
+//! (f32 for f16 and bf16) when a block is packed, and sums stay in it until the result is written.
+//!
+//! The result is cut into blocks that are computed on several threads; each packs its operands and runs the register
+//! tiles of [`kernel`] over them (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
+//! Sums are cut at multiples of a constant and each element is computed the same way in any block, so the result
+//! does not depend on the number of threads.
+
+mod batch;
+mod block;
+mod kernel;
+mod pack;
+
+pub use batch::{matmul, matmul_accumulate};
+pub use kernel::Lane;
+
+use block::Product;
+use pack::Side;
+
+use super::{Elem, Real};
+
+/// A matrix in a slice: element (i, j) is `data[i * row_stride + j * col_stride]`. A stride of 0 repeats a row or column.
+#[derive(Clone, Copy, Debug)]
+pub struct MatRef<'a, T> {
+    data: &'a [T],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+impl<'a, T> MatRef<'a, T> {
+    /// A matrix of `[rows, cols]` with `[row_stride, col_stride]`, both in elements.
+    ///
+    /// # Panics
+    /// If an element lies beyond the end of `data`.
+    pub fn new(data: &'a [T], [rows, cols]: [usize; 2], [row_stride, col_stride]: [usize; 2]) -> Self {
+        check_bounds(data.len(), [rows, cols], [row_stride, col_stride]);
+        Self { data, rows, cols, row_stride, col_stride }
+    }
+
+    /// A matrix whose rows follow each other.
+    ///
+    /// # Panics
+    /// If `data` has fewer than `rows * cols` elements.
+    pub fn row_major(data: &'a [T], rows: usize, cols: usize) -> Self {
+        Self::new(data, [rows, cols], [cols, 1])
+    }
+
+    /// The transpose; nothing is copied.
+    pub fn t(self) -> Self {
+        Self {
+            data: self.data,
+            rows: self.cols,
+            cols: self.rows,
+            row_stride: self.col_stride,
+            col_stride: self.row_stride,
+        }
+    }
+}
+
+/// A matrix in a mutable slice, with strides as in [`MatRef`]; no two elements share a place.
+#[derive(Debug)]
+pub struct MatMut<'a, T> {
+    data: &'a mut [T],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+impl<'a, T> MatMut<'a, T> {
+    /// A matrix of `[rows, cols]` with `[row_stride, col_stride]`, both in elements.
+    ///
+    /// # Panics
+    /// If an element lies beyond the end of `data`, or if rows or columns overlap.
+    pub fn new(data: &'a mut [T], [rows, cols]: [usize; 2], [row_stride, col_stride]: [usize; 2]) -> Self {
+        check_bounds(data.len(), [rows, cols], [row_stride, col_stride]);
+        let distinct = |inner: usize, count: usize, outer: usize, outer_count: usize| {
+            (count < 2 || inner > 0) && (outer_count < 2 || outer > count.saturating_sub(1) * inner)
+        };
+        assert!(
+            rows == 0
+                || cols == 0
+                || distinct(col_stride, cols, row_stride, rows)
+                || distinct(row_stride, rows, col_stride, cols),
+            "rows and columns of a {rows} x {cols} destination with strides {row_stride} and {col_stride} overlap"
+        );
+        Self { data, rows, cols, row_stride, col_stride }
+    }
+
+    /// A matrix whose rows follow each other.
+    ///
+    /// # Panics
+    /// If `data` has fewer than `rows * cols` elements.
+    pub fn row_major(data: &'a mut [T], rows: usize, cols: usize) -> Self {
+        Self::new(data, [rows, cols], [cols, 1])
+    }
+
+    /// The transpose; nothing is copied.
+    pub fn t(self) -> Self {
+        Self {
+            data: self.data,
+            rows: self.cols,
+            cols: self.rows,
+            row_stride: self.col_stride,
+            col_stride: self.row_stride,
+        }
+    }
+}
+
+fn check_bounds(len: usize, [rows, cols]: [usize; 2], [row_stride, col_stride]: [usize; 2]) {
+    if rows == 0 || cols == 0 {
+        return;
+    }
+    let last = (rows - 1)
+        .checked_mul(row_stride)
+        .zip((cols - 1).checked_mul(col_stride))
+        .and_then(|(row, col)| row.checked_add(col));
+    assert!(
+        last.is_some_and(|last| last < len),
+        "a {rows} x {cols} matrix with strides {row_stride} and {col_stride} does not fit in {len} elements"
+    );
+}
+
+/// `c = alpha * a * b`, or `c += alpha * a * b` with `accumulate`. Without it `c` is written and not read.
+///
+/// The operands may have different dtypes with the same accumulator: products of bf16 matrices, or of a bf16 and an
+/// f32 matrix, can be added to an f32 result. f16 and bf16 results are rounded once, at the end.
+///
+/// # Panics
+/// If the sizes do not fit: (m, k) times (k, n) gives (m, n).
+pub fn gemm<A, B, C>(c: MatMut<'_, C>, a: MatRef<'_, A>, b: MatRef<'_, B>, alpha: f64, accumulate: bool)
+where
+    A: Elem,
+    B: Elem<Acc = A::Acc>,
+    C: Elem<Acc = A::Acc>,
+{
+    assert!(
+        a.cols == b.rows && c.rows == a.rows && c.cols == b.cols,
+        "gemm: {} x {} times {} x {} does not give {} x {}",
+        a.rows, a.cols, b.rows, b.cols, c.rows, c.cols,
+    );
+    let product = Product {
+        m: c.rows,
+        n: c.cols,
+        k: a.cols,
+        a: Side { ptr: a.data.as_ptr(), outer: a.row_stride, inner: a.col_stride },
+        b: Side { ptr: b.data.as_ptr(), outer: b.col_stride, inner: b.row_stride },
+        c: c.data.as_mut_ptr(),
+        c_strides: [c.row_stride, c.col_stride],
+        alpha: Real::from_f64(alpha),
+        accumulate,
+    };
+    // SAFETY: `MatRef::new` and `MatMut::new` checked that all elements are in their slices and those of `c` distinct.
+    unsafe { product.run(1, |_| [0; 3]) }
+}
+
+#[cfg(test)]
+mod tests;
