@@ -58,26 +58,44 @@ impl Drop for Replay {
 }
 
 /// Reserve `blocks` blocks of the stream; returns where they start.
-fn advance(blocks: u64) -> State {
+pub(crate) fn advance(blocks: u64) -> State {
     let mut state = generator();
     let start = *state;
     state.offset = state.offset.wrapping_add(blocks);
     start
 }
 
+/// The constants of Philox4x32: multipliers, and what the key grows by each round.
+const M0: u64 = 0xD251_1F53;
+const M1: u64 = 0xCD9E_8D57;
+const W0: u32 = 0x9E37_79B9;
+const W1: u32 = 0xBB67_AE85;
+const ROUNDS: usize = 10;
+
 /// Ten rounds of Philox4x32 on counter `block` under key `seed`.
 pub fn philox(seed: u64, block: u64) -> [u32; 4] {
-    const M0: u64 = 0xD251_1F53;
-    const M1: u64 = 0xCD9E_8D57;
-    let mut c = [block as u32, (block >> 32) as u32, 0, 0];
-    let mut k = [seed as u32, (seed >> 32) as u32];
-    for _ in 0..10 {
-        let p0 = M0 * u64::from(c[0]);
-        let p1 = M1 * u64::from(c[2]);
-        c = [(p1 >> 32) as u32 ^ c[1] ^ k[0], p1 as u32, (p0 >> 32) as u32 ^ c[3] ^ k[1], p0 as u32];
-        k = [k[0].wrapping_add(0x9E37_79B9), k[1].wrapping_add(0xBB67_AE85)];
+    philox_lanes::<1>(seed, block).map(|word| word[0])
+}
+
+/// [`philox`] on `N` counters from `block` on, side by side: word `w` of counter `block + i` is at `[w][i]`. For use inside
+/// [`dispatch`](crate::cpu::dispatch).
+#[inline(always)]
+pub(crate) fn philox_lanes<const N: usize>(seed: u64, block: u64) -> [[u32; N]; 4] {
+    let [mut c0, mut c1, mut c2, mut c3] = [[0u32; N]; 4];
+    for i in 0..N {
+        let counter = block.wrapping_add(i as u64);
+        (c0[i], c1[i]) = (counter as u32, (counter >> 32) as u32);
     }
-    c
+    let (mut k0, mut k1) = (seed as u32, (seed >> 32) as u32);
+    for _ in 0..ROUNDS {
+        for i in 0..N {
+            let (p0, p1) = (M0 * u64::from(c0[i]), M1 * u64::from(c2[i]));
+            (c0[i], c2[i]) = ((p1 >> 32) as u32 ^ c1[i] ^ k0, (p0 >> 32) as u32 ^ c3[i] ^ k1);
+            (c1[i], c3[i]) = (p1 as u32, p0 as u32);
+        }
+        (k0, k1) = (k0.wrapping_add(W0), k1.wrapping_add(W1));
+    }
+    [c0, c1, c2, c3]
 }
 
 /// A number in [0, 1) with 24 bits, exact in f32.
@@ -178,6 +196,15 @@ mod tests {
     fn philox_matches_the_published_vectors() {
         // Random123's kat_vectors: philox4x32 10, zero counter and key.
         assert_eq!(philox(0, 0), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+    }
+
+    #[test]
+    fn counters_side_by_side_give_what_each_gives() {
+        let start = u64::from(u32::MAX) - 3;
+        let lanes = philox_lanes::<16>(9, start);
+        for i in 0..16 {
+            assert_eq!(lanes.map(|word| word[i]), philox(9, start + i as u64));
+        }
     }
 
     #[test]

@@ -108,17 +108,17 @@ pub(super) fn sums_of_three<X: Copy, Y: Copy, Z: Copy, R: Real>(
     [fold(first, |a, b| a + b), fold(second, |a, b| a + b)]
 }
 
-/// The largest element of a row; NaN if there is one, negative infinity if the row is empty.
+/// The largest `f` of a row; NaN if there is one, negative infinity if the row is empty.
 #[inline(always)]
-pub(super) fn max<T: Elem>(x: &[T]) -> T::Acc {
-    let mut lanes = [T::Acc::NEG_INFINITY; LANES];
+pub(super) fn max<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
+    let mut lanes = [R::NEG_INFINITY; LANES];
     let chunks = x.chunks_exact(LANES);
     for (lane, x) in lanes.iter_mut().zip(chunks.remainder()) {
-        *lane = lane.max(x.to_acc());
+        *lane = lane.max(f(*x));
     }
     for x in chunks {
         for (lane, x) in lanes.iter_mut().zip(x) {
-            *lane = lane.max(x.to_acc());
+            *lane = lane.max(f(*x));
         }
     }
     fold(lanes, Real::max)

@@ -1,0 +1,210 @@
+//! Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762), computed block by block so that the matrix of all
+//! scores never exists (Dao et al. 2022, arXiv:2205.14135).
+
+mod cpu;
+mod tile;
+
+use candle_core::{D, DType};
+
+pub(super) use tile::heads_lie_inside;
+
+use super::case::{Case, Entry};
+use crate::raw::{Raw, is_float};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::{Error, Result, Tensor, cpu as engine};
+
+static ATTENTION: OpInfo = OpInfo::dear("scaled_dot_product_attention");
+
+/// softmax(scale · q kᵀ + mask) v: `q (..., S, D)`, `k (..., L, D)`, `v (..., L, E)` → `(..., S, E)`.
+///
+/// `mask` broadcasts to `(..., S, L)`: numbers to add to the scores, or u8 where 0 keeps a query from seeing a key. With
+/// `is_causal` query i sees the keys up to i. Both may be given. `scale` is 1/√D unless given. A query that sees no key gets
+/// zeros. Scores are in f32 (f64 for f64).
+///
+/// Saves q, k, v, the result and one number per query. The result lies in memory as `q` does, so that heads split off by
+/// `reshape` and `transpose` go back together without a copy.
+///
+/// # Errors
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
+pub fn scaled_dot_product_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    mask: Option<&Tensor>,
+    is_causal: bool,
+    scale: Option<f64>,
+) -> Result<Tensor> {
+    check(q, k, v, mask)?;
+    let (rank, width) = (q.rank(), q.dims()[q.rank() - 1]);
+    let scale = scale.unwrap_or_else(|| 1.0 / (width.max(1) as f64).sqrt());
+    // A mask that learns (relative positions) needs the gradient of every score.
+    if let Some(mask) = mask.filter(|mask| mask.requires_grad()) {
+        return plain(q, k, v, Some(mask), is_causal, scale);
+    }
+    let mut scores = q.dims().to_vec();
+    scores[rank - 1] = k.dims()[rank - 2];
+    let mask = mask.map(|mask| additive(&mask.raw, q.dtype())).transpose()?;
+    let attention = cpu::Attention { scores, scale, is_causal };
+    record_with_aux(
+        &ATTENTION,
+        &[q, k, v],
+        || {
+            let (o, log_sums) = cpu::forward(&attention, [&q.raw, &k.raw, &v.raw], mask.as_ref())?;
+            Ok((o, std::iter::once(log_sums).collect()))
+        },
+        |saver, o, log_sums| AttentionBackward {
+            inputs: [saver.save(q), saver.save(k), saver.save(v)],
+            mask: mask.as_ref().map(|mask| saver.save_raw(mask)),
+            result: saver.save_raw(o),
+            log_sums: saver.save_raw(&log_sums[0]),
+            attention: attention.clone(),
+        },
+    )
+}
+
+fn check(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()> {
+    let op = ATTENTION.name;
+    let rank = q.rank();
+    if rank < 2 {
+        return Err(Error::shape(op, format!("q has shape {:?}, expected (..., length, width)", q.dims())));
+    }
+    let (batch, width) = (&q.dims()[..rank - 2], q.dims()[rank - 1]);
+    if k.rank() != rank || k.dims()[..rank - 2] != *batch || k.dims()[rank - 1] != width {
+        return Err(Error::shape(
+            op,
+            format!("k has shape {:?}, expected {batch:?} and (length, {width}) for q of shape {:?}", k.dims(), q.dims()),
+        ));
+    }
+    let keys = k.dims()[rank - 2];
+    if v.rank() != rank || v.dims()[..rank - 2] != *batch || v.dims()[rank - 2] != keys {
+        return Err(Error::shape(
+            op,
+            format!("v has shape {:?}, expected {batch:?} and ({keys}, width) for k of shape {:?}", v.dims(), k.dims()),
+        ));
+    }
+    for (name, other) in [("k", k), ("v", v)] {
+        super::linear::same_kind(op, q, name, other)?;
+    }
+    let Some(mask) = mask else { return Ok(()) };
+    let mut scores = q.dims().to_vec();
+    scores[rank - 1] = keys;
+    if engine::broadcast_dims(mask.dims(), &scores).is_none_or(|dims| *dims != *scores) {
+        return Err(Error::shape(op, format!("the mask has shape {:?}, expected one that broadcasts to {scores:?}", mask.dims())));
+    }
+    if mask.dtype() != DType::U8 && !is_float(mask.dtype()) {
+        return Err(Error::dtype(op, format!("the mask is {}, expected u8 or floating point", mask.dtype().as_str())));
+    }
+    if !mask.device().same_device(q.device()) {
+        return Err(Error::device(op, "the mask is on another device than q; move one with to()"));
+    }
+    Ok(())
+}
+
+/// The dtype in which scores of `dtype` tensors are computed.
+const fn compute_dtype(dtype: DType) -> DType {
+    if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
+}
+
+/// The mask as numbers to add to the scores of queries of `dtype`, contiguous.
+fn additive(mask: &Raw, dtype: DType) -> Result<Raw> {
+    let dtype = compute_dtype(dtype);
+    let numbers = if mask.dtype() == DType::U8 {
+        let number = |x: f64| -> Result<Raw> {
+            Ok(Raw::new(x, mask.device())?.to_dtype(dtype)?.broadcast_as(mask.shape())?)
+        };
+        mask.where_cond(&number(0.0)?, &number(f64::NEG_INFINITY)?)?
+    } else {
+        engine::cast(mask, dtype)?
+    };
+    engine::contiguous(&numbers)
+}
+
+/// The same from basic operations.
+fn plain(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, is_causal: bool, scale: f64) -> Result<Tensor> {
+    let dtype = q.dtype();
+    let number = |x: f64| Tensor::full(x, (), dtype, q.device());
+    let mut scores = q.matmul(&k.t()?)?.mul_scalar(scale)?;
+    if let Some(mask) = mask {
+        let mask = match mask.dtype() {
+            DType::U8 => Tensor::select(mask, &number(0.0)?, &number(f64::NEG_INFINITY)?)?,
+            _ => mask.to_dtype(dtype)?,
+        };
+        scores = scores.add(&mask)?;
+    }
+    if is_causal {
+        let (queries, keys) = (q.raw.dim(D::Minus2)?, k.raw.dim(D::Minus2)?);
+        let seen: Vec<u8> = (0..queries).flat_map(|i| (0..keys).map(move |j| u8::from(j <= i))).collect();
+        let seen = Tensor::from_vec(seen, (queries, keys), &candle_core::Device::Cpu)?.to_device(q.device())?;
+        scores = Tensor::select(&seen, &scores, &number(f64::NEG_INFINITY)?)?;
+    }
+    scores.softmax(scores.rank() - 1)?.matmul(v)
+}
+
+struct AttentionBackward {
+    inputs: [Saved; 3],
+    mask: Option<Saved>,
+    result: Saved,
+    log_sums: Saved,
+    attention: cpu::Attention,
+}
+
+impl Backward for AttentionBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let [q, k, v] = &self.inputs;
+        let saved = cpu::SavedValues {
+            inputs: [q.get()?, k.get()?, v.get()?],
+            mask: self.mask.as_ref().map(Saved::get).transpose()?,
+            result: self.result.get()?,
+            log_sums: self.log_sums.get()?,
+        };
+        let wanted = [context.needs(0), context.needs(1), context.needs(2)];
+        let grads = cpu::backward(&self.attention, &saved, context.grad(), wanted)?;
+        for (index, grad) in grads.into_iter().enumerate() {
+            if let Some(grad) = grad {
+                context.add(index, grad)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn cases() -> Vec<Case> {
+    const QKV: &[&[usize]] = &[&[2, 3, 5, 4], &[2, 3, 7, 4], &[2, 3, 7, 6]];
+    let case = |label, shapes: &[&[usize]], mask: fn() -> Result<Option<Tensor>>, is_causal, scale: Option<f64>| {
+        let fused = move |x: &[Tensor]| scaled_dot_product_attention(&x[0], &x[1], &x[2], mask()?.as_ref(), is_causal, scale);
+        Case::new(label, shapes, fused).plain(move |x| {
+            let scale = scale.unwrap_or_else(|| 1.0 / (x[0].dims()[x[0].rank() - 1] as f64).sqrt());
+            plain(&x[0], &x[1], &x[2], mask()?.as_ref(), is_causal, scale)
+        })
+    };
+    let numbers = || {
+        let values = (0..35).map(|i| f64::from(i % 11) * 0.3 - 1.0).collect::<Vec<_>>();
+        Tensor::from_vec(values, (5, 7), &candle_core::Device::Cpu).map(Some)
+    };
+    let visible = || {
+        let values = (0..14u8).map(|i| u8::from(i % 4 != 1)).collect::<Vec<_>>();
+        Tensor::from_vec(values, (2, 1, 1, 7), &candle_core::Device::Cpu).map(Some)
+    };
+    vec![
+        case("heads", QKV, || Ok(None), false, None),
+        case("one matrix", &[&[5, 4], &[7, 4], &[7, 3]], || Ok(None), false, Some(0.7)),
+        case("causal", QKV, || Ok(None), true, None),
+        case("more queries than keys, causal", &[&[2, 9, 4], &[2, 3, 4], &[2, 3, 4]], || Ok(None), true, None),
+        case("added mask", QKV, numbers, false, None),
+        case("mask of keys", QKV, visible, false, None),
+        case("mask and causal", QKV, numbers, true, None),
+        case("several blocks", &[&[70, 2], &[3, 2], &[3, 2]], || Ok(None), false, None),
+        Case::new("learned mask", &[&[5, 4], &[7, 4], &[7, 4], &[5, 7]], |x| {
+            scaled_dot_product_attention(&x[0], &x[1], &x[2], Some(&x[3]), false, None)
+        }),
+        Case::new("no keys", &[&[2, 3, 4], &[2, 0, 4], &[2, 0, 4]], |x| {
+            scaled_dot_product_attention(&x[0], &x[1], &x[2], None, false, None)
+        }),
+        Case::new("no queries", &[&[2, 0, 4], &[2, 3, 4], &[2, 3, 4]], |x| {
+            scaled_dot_product_attention(&x[0], &x[1], &x[2], None, false, None)
+        }),
+    ]
+}
+
+/// Registry entry of this operation.
+pub static ENTRIES: &[Entry] = &[Entry { info: &ATTENTION, cases }];
