@@ -1,0 +1,123 @@
+//! Sizes of a convolution.
+
+use crate::{Error, Result};
+
+/// How the kernel moves; pairs are (height, width).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Conv2dOptions {
+    /// Pixels from one window to the next.
+    pub stride: [usize; 2],
+    /// Zeros on each side of the image.
+    pub padding: [usize; 2],
+    /// Distance of the pixels that neighbouring places of the kernel meet.
+    pub dilation: [usize; 2],
+    /// Parts of the channels that are convolved each by itself.
+    pub groups: usize,
+}
+
+impl Default for Conv2dOptions {
+    fn default() -> Self {
+        Self { stride: [1, 1], padding: [0, 0], dilation: [1, 1], groups: 1 }
+    }
+}
+
+/// The sizes of one convolution, checked to fit; pairs are (height, width).
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Geometry {
+    pub batch: usize,
+    pub input: [usize; 2],
+    pub channels: usize,
+    pub kernel: [usize; 2],
+    pub output: [usize; 2],
+    pub out_channels: usize,
+    pub has_bias: bool,
+    pub options: Conv2dOptions,
+}
+
+impl Geometry {
+    pub fn new(
+        op: &'static str,
+        [batch, height, width, channels]: [usize; 4],
+        [out_channels, kernel_height, kernel_width, per_group]: [usize; 4],
+        bias: Option<&[usize]>,
+        options: Conv2dOptions,
+    ) -> Result<Self> {
+        let Conv2dOptions { stride, padding, dilation, groups } = options;
+        if stride.contains(&0) || dilation.contains(&0) || groups == 0 {
+            return Err(Error::argument(
+                op,
+                format!("stride is {stride:?}, dilation {dilation:?}, groups {groups}; each must be at least 1"),
+            ));
+        }
+        if out_channels % groups != 0 || per_group.checked_mul(groups) != Some(channels) {
+            return Err(Error::shape(
+                op,
+                format!(
+                    "the input has {channels} channels; the weight has {out_channels} output channels and {per_group} input \
+                     channels per group, with {groups} groups: expected {groups} x {per_group} input channels, and a multiple of \
+                     {groups} output channels"
+                ),
+            ));
+        }
+        if let Some(bias) = bias.filter(|&b| b != [out_channels]) {
+            return Err(Error::shape(op, format!("the bias has shape {bias:?}, expected ({out_channels},)")));
+        }
+        let (input, kernel) = ([height, width], [kernel_height, kernel_width]);
+        let mut output = [0; 2];
+        for (i, name) in ["height", "width"].into_iter().enumerate() {
+            let too_large = || {
+                Error::shape(
+                    op,
+                    format!(
+                        "a kernel of {name} {} with dilation {} does not fit in an image of {name} {} with padding {}",
+                        kernel[i], dilation[i], input[i], padding[i]
+                    ),
+                )
+            };
+            let reach = kernel[i].checked_sub(1).and_then(|k| k.checked_mul(dilation[i])).ok_or_else(too_large)?;
+            let padded = padding[i].checked_mul(2).and_then(|p| p.checked_add(input[i])).ok_or_else(too_large)?;
+            output[i] = padded.checked_sub(1).and_then(|p| p.checked_sub(reach)).ok_or_else(too_large)? / stride[i] + 1;
+        }
+        Ok(Self { batch, input, channels, kernel, output, out_channels, has_bias: bias.is_some(), options })
+    }
+
+    pub const fn groups(&self) -> usize {
+        self.options.groups
+    }
+
+    pub const fn channels_per_group(&self) -> usize {
+        self.channels / self.options.groups
+    }
+
+    pub const fn out_channels_per_group(&self) -> usize {
+        self.out_channels / self.options.groups
+    }
+
+    /// Pixels of the result: rows of the im2col matrix.
+    pub const fn pixels(&self) -> usize {
+        self.batch * self.output[0] * self.output[1]
+    }
+
+    /// Elements that a window meets: columns of the im2col matrix.
+    pub const fn row_len(&self) -> usize {
+        self.kernel[0] * self.kernel[1] * self.channels_per_group()
+    }
+
+    pub const fn input_dims(&self) -> [usize; 4] {
+        [self.batch, self.input[0], self.input[1], self.channels]
+    }
+
+    pub const fn weight_dims(&self) -> [usize; 4] {
+        [self.out_channels, self.kernel[0], self.kernel[1], self.channels_per_group()]
+    }
+
+    pub const fn result_dims(&self) -> [usize; 4] {
+        [self.batch, self.output[0], self.output[1], self.out_channels]
+    }
+
+    /// Whether the im2col matrix is the image itself.
+    pub fn is_pointwise(&self) -> bool {
+        let options = Conv2dOptions { dilation: self.options.dilation, ..Conv2dOptions::default() };
+        self.kernel == [1, 1] && self.options == options
+    }
+}

@@ -1,0 +1,235 @@
+//! Picking elements by integer ids: index_select, gather, embedding.
+//!
+//! Ids are i64 or u32 and count from 0. A negative id is an error that names it: it never wraps around. Where one
+//! element is picked several times its gradients are added in the order of the ids, in at least f32, so the sum
+//! does not depend on the number of threads.
+
+mod kernels;
+
+use super::case::{Case, Entry};
+use crate::raw::{Raw, is_float};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::{DType, Error, Result, Tensor, cpu};
+
+pub(super) use kernels::{gather as gather_raw, gather_backward as scatter_raw, select as select_raw};
+
+static INDEX_SELECT: OpInfo = OpInfo::cheap("index_select");
+static GATHER: OpInfo = OpInfo::cheap("gather");
+static EMBEDDING: OpInfo = OpInfo::cheap("embedding");
+
+/// The ids in row-major order, each below `size`.
+pub(super) fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<usize>> {
+    let outside = |id: i64, at: usize| {
+        Error::index(op, format!("id {id} at position {at} is out of range for a dimension of size {size}; expected 0 <= id < {size}"))
+    };
+    let ids = ids.flatten_all()?;
+    match ids.dtype() {
+        DType::I64 => {
+            let check = |(at, id): (usize, i64)| {
+                usize::try_from(id).ok().filter(|&i| i < size).ok_or_else(|| outside(id, at))
+            };
+            ids.to_vec1::<i64>()?.into_iter().enumerate().map(check).collect()
+        }
+        DType::U32 => {
+            let check = |(at, id): (usize, u32)| {
+                Some(id as usize).filter(|&i| i < size).ok_or_else(|| outside(i64::from(id), at))
+            };
+            ids.to_vec1::<u32>()?.into_iter().enumerate().map(check).collect()
+        }
+        other => Err(Error::dtype(op, format!("ids are {}, expected i64 or u32; convert them with to()", other.as_str()))),
+    }
+}
+
+fn check_dim(op: &'static str, x: &Tensor, dim: usize) -> Result<()> {
+    if dim < x.rank() {
+        return Ok(());
+    }
+    Err(Error::index(op, format!("dimension {dim} is out of range for shape {:?}", x.dims())))
+}
+
+fn check_device(op: &'static str, x: &Tensor, ids: &Tensor) -> Result<()> {
+    if x.device().same_device(ids.device()) {
+        return Ok(());
+    }
+    Err(Error::device(op, "the ids are on another device than the values; move one with to()"))
+}
+
+/// `index_select` of values; integers and bytes can be picked as well.
+fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
+    let positions = positions(op, ids, x.dims()[dim])?;
+    if is_float(x.dtype()) {
+        return kernels::select(op, x, &positions, dim);
+    }
+    Ok(x.contiguous()?.index_select(&ids.flatten_all()?.contiguous()?, dim)?)
+}
+
+/// Of `index_select` and `embedding`, where the result's dimension `dim` stands for the shape of the ids.
+struct SelectBackward {
+    op: &'static OpInfo,
+    dims: Vec<usize>,
+    dim: usize,
+    ids: Saved,
+}
+
+impl Backward for SelectBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let positions = positions(self.op.name, &self.ids.get()?, self.dims[self.dim])?;
+        let mut dims = self.dims.clone();
+        dims[self.dim] = positions.len();
+        let grad = context.grad().reshape(dims)?;
+        context.add(0, kernels::select_backward(self.op.name, &grad, &positions, self.dim, self.dims[self.dim])?)
+    }
+}
+
+struct GatherBackward {
+    dims: Vec<usize>,
+    dim: usize,
+    ids: Saved,
+}
+
+impl Backward for GatherBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let positions = positions(GATHER.name, &self.ids.get()?, self.dims[self.dim])?;
+        let part = kernels::gather_backward(GATHER.name, context.grad(), &positions, self.dim, self.dims[self.dim])?;
+        if part.dims() == self.dims {
+            return context.add(0, part);
+        }
+        let whole = Raw::zeros(self.dims.as_slice(), part.dtype(), part.device())?;
+        cpu::copy_into(&corner(&whole, part.dims())?, &part)?;
+        context.add(0, whole)
+    }
+}
+
+/// The first `dims` elements along each dimension.
+fn corner(x: &Raw, dims: &[usize]) -> Result<Raw> {
+    let mut part = x.clone();
+    for (dim, &length) in dims.iter().enumerate() {
+        part = part.narrow(dim, 0, length)?;
+    }
+    Ok(part)
+}
+
+impl Tensor {
+    /// The slices of dimension `dim` that the vector `ids` names, in its order; an id may repeat.
+    ///
+    /// # Errors
+    /// [`Error::Index`] if `dim` or an id is out of range (a negative id is), [`Error::Shape`] if `ids` is not a vector,
+    /// [`Error::DType`] if it is not i64 or u32.
+    pub fn index_select(&self, ids: &Self, dim: usize) -> Result<Self> {
+        check_dim(INDEX_SELECT.name, self, dim)?;
+        check_device(INDEX_SELECT.name, self, ids)?;
+        if ids.rank() != 1 {
+            return Err(Error::shape(INDEX_SELECT.name, format!("ids have shape {:?}, expected one dimension", ids.dims())));
+        }
+        record(
+            &INDEX_SELECT,
+            &[self],
+            || select(INDEX_SELECT.name, &self.raw, &ids.raw, dim),
+            |saver, _| SelectBackward { op: &INDEX_SELECT, dims: self.dims().to_vec(), dim, ids: saver.save(ids) },
+        )
+    }
+
+    /// One element along `dim` for each id: for `dim` 1 of three, `y[i][j][k] = x[i][ids[i][j][k]][k]`. `ids` has as many
+    /// dimensions as this tensor and is no larger, except along `dim`; the result has the shape of `ids`.
+    ///
+    /// # Errors
+    /// [`Error::Index`] if `dim` or an id is out of range (a negative id is), [`Error::Shape`] if the shapes do not fit,
+    /// [`Error::DType`] if `ids` is not i64 or u32.
+    pub fn gather(&self, ids: &Self, dim: usize) -> Result<Self> {
+        check_dim(GATHER.name, self, dim)?;
+        check_device(GATHER.name, self, ids)?;
+        let fits = ids.rank() == self.rank() && (0..self.rank()).all(|d| d == dim || ids.dims()[d] <= self.dims()[d]);
+        if !fits {
+            return Err(Error::shape(
+                GATHER.name,
+                format!(
+                    "ids have shape {:?}, the values {:?}; expected ids of as many dimensions, no larger except along dimension {dim}",
+                    ids.dims(),
+                    self.dims()
+                ),
+            ));
+        }
+        record(
+            &GATHER,
+            &[self],
+            || {
+                let positions = positions(GATHER.name, &ids.raw, self.dims()[dim])?;
+                let mut dims = ids.dims().to_vec();
+                dims[dim] = self.dims()[dim];
+                let values = corner(&self.raw, &dims)?;
+                if is_float(values.dtype()) {
+                    return kernels::gather(GATHER.name, &values, &positions, dim, ids.dims()[dim]);
+                }
+                Ok(values.contiguous()?.gather(&ids.raw.contiguous()?, dim)?)
+            },
+            |saver, _| GatherBackward { dims: self.dims().to_vec(), dim, ids: saver.save(ids) },
+        )
+    }
+}
+
+/// The rows of `weight` (rows, features) that `ids`, of any shape, name: the result has the shape of `ids` followed by
+/// `features`.
+///
+/// # Errors
+/// [`Error::Index`] if an id is out of range (a negative id is), [`Error::Shape`] if `weight` is not a matrix,
+/// [`Error::DType`] if `ids` is not i64 or u32.
+pub fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
+    let &[_, features] = weight.dims() else {
+        return Err(Error::shape(EMBEDDING.name, format!("the weight has shape {:?}, expected (rows, features)", weight.dims())));
+    };
+    check_device(EMBEDDING.name, weight, ids)?;
+    record(
+        &EMBEDDING,
+        &[weight],
+        || {
+            let mut dims = ids.dims().to_vec();
+            dims.push(features);
+            Ok(select(EMBEDDING.name, &weight.raw, &ids.raw, 0)?.reshape(dims)?)
+        },
+        |saver, _| SelectBackward { op: &EMBEDDING, dims: weight.dims().to_vec(), dim: 0, ids: saver.save(ids) },
+    )
+}
+
+fn ids(values: &[i64], dims: &[usize]) -> Tensor {
+    Tensor::constant(crate::raw::from_vec(values.to_vec(), dims))
+}
+
+/// Registry entries of this file.
+pub static ENTRIES: &[Entry] = &[
+    Entry {
+        info: &INDEX_SELECT,
+        cases: || {
+            vec![
+                Case::new("rows, repeated", &[&[3, 5]], |x| x[0].index_select(&ids(&[2, 0, 2, 2], &[4]), 0)),
+                Case::new("middle", &[&[2, 3, 5]], |x| x[0].index_select(&ids(&[1, 1], &[2]), 1)),
+                Case::new("last", &[&[2, 5]], |x| x[0].index_select(&ids(&[4, 0, 4], &[3]), 1)),
+                Case::new("no ids", &[&[3, 5]], |x| x[0].index_select(&ids(&[], &[0]), 0)),
+                Case::new("empty", &[&[3, 0]], |x| x[0].index_select(&ids(&[1, 1], &[2]), 0)),
+            ]
+        },
+    },
+    Entry {
+        info: &GATHER,
+        cases: || {
+            vec![
+                Case::new("last", &[&[2, 5]], |x| x[0].gather(&ids(&[4, 1, 4, 0, 0, 0], &[2, 3]), 1)),
+                Case::new("first", &[&[3, 2]], |x| x[0].gather(&ids(&[2, 1, 2, 0, 2, 0, 1, 1], &[4, 2]), 0)),
+                Case::new("smaller ids", &[&[3, 4, 5]], |x| x[0].gather(&ids(&[3, 1, 0, 0], &[2, 2, 1]), 1)),
+                Case::new("no ids", &[&[3, 5]], |x| x[0].gather(&ids(&[], &[3, 0]), 1)),
+            ]
+        },
+    },
+    Entry {
+        info: &EMBEDDING,
+        cases: || {
+            vec![
+                Case::new("matrix of ids", &[&[5, 3]], |x| embedding(&x[0], &ids(&[4, 1, 1, 0, 4, 4], &[2, 3]))),
+                Case::new("one id", &[&[5, 3]], |x| embedding(&x[0], &ids(&[3], &[]))),
+                Case::new("no ids", &[&[5, 3]], |x| embedding(&x[0], &ids(&[], &[2, 0]))),
+            ]
+        },
+    },
+];
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,150 @@
+use half::bf16;
+
+use super::*;
+use crate::cpu::pool::tests::with_1_and_n_threads;
+use crate::raw::{from_vec, to_f64_vec};
+use crate::{Device, Var, grad};
+
+/// Different numbers, none of them special.
+fn numbers(dims: &[usize]) -> Tensor {
+    let count = dims.iter().product::<usize>();
+    let values: Vec<f32> = (0..count).map(|i| ((i * 7919) % 10_007) as f32 / 5000.0 - 1.0).collect();
+    Tensor::constant(from_vec(values, dims))
+}
+
+/// Ids below `size`, with repetitions.
+fn some_ids(dims: &[usize], size: usize) -> Tensor {
+    let count = dims.iter().product::<usize>();
+    Tensor::constant(from_vec((0..count).map(|i| ((i * 31 + i / 7) % size) as u32).collect::<Vec<_>>(), dims))
+}
+
+fn values(t: &Tensor) -> Vec<f64> {
+    to_f64_vec(t.raw()).unwrap()
+}
+
+/// The gradient of `x` for the gradient `g` of `function`'s result.
+fn gradient(x: &Tensor, g: &Tensor, function: impl Fn(&Tensor) -> Result<Tensor>) -> Vec<f64> {
+    let x = Var::from_tensor(x).unwrap();
+    let y = function(&x).unwrap();
+    values(grad(&y, &[&x], Some(g), false).unwrap()[0].as_ref().unwrap())
+}
+
+/// `(x[o, ids[j], i], [o, j, i])` in row-major order, and the transposed map of `g`.
+fn select_by_hand(x: &Tensor, ids: &[f64], dim: usize, g: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    let (x, dims) = (values(x), x.dims());
+    let (outer, size, inner) = (dims[..dim].iter().product(), dims[dim], dims[dim + 1..].iter().product::<usize>());
+    let (mut y, mut dx) = (Vec::new(), vec![0.0; x.len()]);
+    for o in 0..outer {
+        for &id in ids {
+            for i in 0..inner {
+                let at = (o * size + id as usize) * inner + i;
+                dx[at] += g[y.len()];
+                y.push(x[at]);
+            }
+        }
+    }
+    (y, dx)
+}
+
+fn assert_close(found: &[f64], expected: &[f64]) {
+    assert_eq!(found.len(), expected.len());
+    for (i, (f, e)) in found.iter().zip(expected).enumerate() {
+        assert!((f - e).abs() <= 1e-5 * e.abs().max(1.0), "element {i}: {f}, expected {e}");
+    }
+}
+
+#[test]
+fn select_and_its_gradient_are_those_of_plain_loops() {
+    // The larger ones are cut into several pieces, in the middle of the outer dimension.
+    for (dims, dim, count) in [([3, 4, 5], 1, 6), ([40, 90, 70], 1, 55), ([2000, 3, 41], 0, 700), ([9, 50, 300], 2, 111)] {
+        let x = numbers(&dims);
+        let ids = some_ids(&[count], dims[dim]);
+        let y = x.index_select(&ids, dim).unwrap();
+        let g = numbers(y.dims());
+        let (expected, expected_gradient) = select_by_hand(&x, &values(&ids), dim, &values(&g));
+        assert_eq!(values(&y), expected);
+        assert_close(&gradient(&x, &g, |x| x.index_select(&ids, dim)), &expected_gradient);
+    }
+}
+
+#[test]
+fn gather_and_its_gradient_are_those_of_plain_loops() {
+    for (dims, ids_dims, dim) in [([3, 4, 5], [2, 9, 5], 1), ([50, 40, 30], [50, 33, 30], 1), ([300, 7, 20], [300, 7, 21], 2)] {
+        let x = numbers(&dims);
+        let ids = some_ids(&ids_dims, dims[dim]);
+        let y = x.gather(&ids, dim).unwrap();
+        let g = numbers(&ids_dims);
+        let (x_values, picked, g_values) = (values(&x), values(&ids), values(&g));
+        let (mut expected, mut expected_gradient) = (Vec::new(), vec![0.0; x_values.len()]);
+        for (n, &id) in picked.iter().enumerate() {
+            let mut at = [n / (ids_dims[1] * ids_dims[2]), n / ids_dims[2] % ids_dims[1], n % ids_dims[2]];
+            at[dim] = id as usize;
+            let from = (at[0] * dims[1] + at[1]) * dims[2] + at[2];
+            expected.push(x_values[from]);
+            expected_gradient[from] += g_values[n];
+        }
+        assert_eq!(y.dims(), ids_dims);
+        assert_eq!(values(&y), expected);
+        assert_close(&gradient(&x, &g, |x| x.gather(&ids, dim)), &expected_gradient);
+    }
+}
+
+#[test]
+fn strided_values_and_ids_are_read_in_their_order() {
+    let (x, table) = (numbers(&[5, 4]).t().unwrap(), some_ids(&[3, 4], 4).t().unwrap());
+    let contiguous = |t: &Tensor| Tensor::constant(t.raw().force_contiguous().unwrap());
+    let expected = embedding(&contiguous(&x), &contiguous(&table)).unwrap();
+    let found = embedding(&x, &table).unwrap();
+    assert_eq!(found.dims(), [4, 3, 5]);
+    assert_eq!(values(&found), values(&expected));
+}
+
+#[test]
+fn repeated_gradients_of_halves_are_summed_in_f32() {
+    // In bf16, 256 + 1 is 256.
+    let x = Tensor::zeros((3, 2), DType::BF16, &Device::Cpu).unwrap();
+    let ids = Tensor::constant(from_vec(vec![1i64; 1000], 1000));
+    let ones = Tensor::ones((1000, 2), DType::BF16, &Device::Cpu).unwrap();
+    let expected = bf16::from_f32(1000.0).to_f64();
+    assert_eq!(gradient(&x, &ones, |x| embedding(x, &ids)), [0.0, 0.0, expected, expected, 0.0, 0.0]);
+    let ids = Tensor::constant(from_vec(vec![1i64; 1000], (1000, 1)));
+    let ones = Tensor::ones((1000, 1), DType::BF16, &Device::Cpu).unwrap();
+    assert_eq!(gradient(&x, &ones, |x| x.gather(&ids, 0)), [0.0, 0.0, expected, 0.0, 0.0, 0.0]);
+}
+
+#[test]
+fn the_gradient_does_not_depend_on_the_number_of_threads() {
+    let (x, ids) = (numbers(&[64, 1100]), some_ids(&[5000], 64));
+    let g = numbers(&[5000, 1100]);
+    let (one, many) = with_1_and_n_threads(4, || gradient(&x, &g, |x| embedding(x, &ids)));
+    assert_eq!(one, many);
+}
+
+#[test]
+fn integers_can_be_picked() {
+    let x = Tensor::constant(from_vec(vec![10i64, 20, 30, 40], (2, 2)));
+    let picked = x.index_select(&ids(&[1, 0, 1], &[3]), 1).unwrap();
+    assert_eq!(picked.to_vec::<i64>().unwrap(), [20, 10, 20, 40, 30, 40]);
+    let picked = x.gather(&ids(&[1, 0], &[2, 1]), 1).unwrap();
+    assert_eq!(picked.to_vec::<i64>().unwrap(), [20, 30]);
+}
+
+#[test]
+fn bad_ids_are_errors_that_name_them() {
+    let x = numbers(&[3, 2]);
+    for (picked, id, at) in [(ids(&[0, -1], &[2]), "-1", "position 1"), (ids(&[3], &[1]), "id 3", "position 0")] {
+        for message in [
+            x.index_select(&picked, 0).unwrap_err().to_string(),
+            embedding(&x, &picked).unwrap_err().to_string(),
+            x.gather(&picked.unsqueeze(1).unwrap(), 0).unwrap_err().to_string(),
+        ] {
+            assert!(message.contains(id) && message.contains(at) && message.contains("size 3"), "{message}");
+        }
+    }
+    assert!(matches!(x.index_select(&numbers(&[2]), 0), Err(Error::DType { .. })));
+    assert!(matches!(x.index_select(&ids(&[0], &[1, 1]), 0), Err(Error::Shape { .. })));
+    assert!(matches!(x.index_select(&ids(&[0], &[1]), 2), Err(Error::Index { .. })));
+    assert!(matches!(x.gather(&ids(&[0], &[1]), 0), Err(Error::Shape { .. })));
+    assert!(matches!(x.gather(&ids(&[0; 3], &[1, 3]), 0), Err(Error::Shape { .. })));
+    assert!(matches!(embedding(&numbers(&[3]), &ids(&[0], &[1])), Err(Error::Shape { .. })));
+}

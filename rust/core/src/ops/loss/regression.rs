@@ -1,0 +1,229 @@
+//! Losses of the difference of two tensors.
+
+use candle_core::{Shape, WithDType};
+
+use super::super::linear::same_kind;
+use super::Reduction;
+use crate::cpu::access::{elements, read2};
+use crate::cpu::pool::par_chunks_mut;
+use crate::cpu::{self, Binary, Elem, Real, Ternary, Unary, dispatch};
+use crate::raw::{Raw, is_float};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::{Error, Result, Tensor, dispatch_float};
+
+pub(super) static MSE: OpInfo = OpInfo::cheap("mse_loss");
+pub(super) static L1: OpInfo = OpInfo::cheap("l1_loss");
+pub(super) static HUBER: OpInfo = OpInfo::cheap("huber_loss");
+
+/// Elements that one thread takes at a time.
+const GRAIN: usize = 32 * 1024;
+/// Elements that are summed in the dtype of arithmetic; longer sums are made in f64.
+const BLOCK: usize = 1024;
+
+/// A loss of the difference d of two elements, with its derivative.
+trait Distance: Copy + Send + Sync + 'static {
+    fn value<R: Real>(&self, d: R) -> R;
+    fn slope<R: Real>(&self, d: R) -> R;
+}
+
+#[derive(Clone, Copy)]
+struct Square;
+
+impl Distance for Square {
+    #[inline(always)]
+    fn value<R: Real>(&self, d: R) -> R {
+        d * d
+    }
+
+    #[inline(always)]
+    fn slope<R: Real>(&self, d: R) -> R {
+        d + d
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Absolute;
+
+impl Distance for Absolute {
+    #[inline(always)]
+    fn value<R: Real>(&self, d: R) -> R {
+        d.abs()
+    }
+
+    #[inline(always)]
+    fn slope<R: Real>(&self, d: R) -> R {
+        // 0 at 0; NaN stays NaN.
+        if d > R::ZERO {
+            R::ONE
+        } else if d < R::ZERO {
+            -R::ONE
+        } else {
+            d
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Huber {
+    delta: f64,
+}
+
+impl Distance for Huber {
+    #[inline(always)]
+    fn value<R: Real>(&self, d: R) -> R {
+        let (half, delta) = (R::from_f64(0.5), R::from_f64(self.delta));
+        let size = d.abs();
+        if size > delta { delta * (size - half * delta) } else { half * d * d }
+    }
+
+    #[inline(always)]
+    fn slope<R: Real>(&self, d: R) -> R {
+        let delta = R::from_f64(self.delta);
+        let d = if d > delta { delta } else { d };
+        if d < -delta { -delta } else { d }
+    }
+}
+
+/// The loss of each pair.
+#[derive(Clone, Copy)]
+struct Value<F>(F);
+
+impl<F: Distance> Binary for Value<F> {
+    #[inline(always)]
+    fn apply<R: Real>(&self, a: R, b: R) -> R {
+        self.0.value(a - b)
+    }
+}
+
+/// The gradient of the first of each pair: (gradient of the loss, first, second), times a factor.
+#[derive(Clone, Copy)]
+struct Slope<F> {
+    function: F,
+    factor: f64,
+}
+
+impl<F: Distance> Ternary for Slope<F> {
+    #[inline(always)]
+    fn apply<R: Real>(&self, g: R, a: R, b: R) -> R {
+        g * R::from_f64(self.factor) * self.function.slope(a - b)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Negative;
+
+impl Unary for Negative {
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R) -> R {
+        -x
+    }
+}
+
+/// The sum of the losses, in one pass over both tensors.
+fn sum<T: Elem, F: Distance>(a: &[T], b: &[T], function: F) -> f64 {
+    let mut sums = vec![0f64; a.len().div_ceil(GRAIN)];
+    par_chunks_mut(&mut sums, 1, |piece, sum| {
+        let range = piece * GRAIN..a.len().min((piece + 1) * GRAIN);
+        for (a, b) in a[range.clone()].chunks(BLOCK).zip(b[range].chunks(BLOCK)) {
+            let block = dispatch(
+                #[inline(always)]
+                || rows::sum_pairs(a, b, |a: T, b: T| function.value(a.to_acc() - b.to_acc())),
+            );
+            sum[0] += block.to_f64();
+        }
+    });
+    sums.iter().sum()
+}
+
+/// The sum of the losses times `factor`, a number.
+fn total<F: Distance>(op: &'static str, a: &Raw, b: &Raw, function: F, factor: f64) -> Result<Raw> {
+    let (a, b) = (cpu::contiguous(a)?, cpu::contiguous(b)?);
+    let len = a.elem_count();
+    dispatch_float!(a.dtype(), op, T => read_all(op, &[&a, &b], |operands| {
+        let total = sum(&elements::<T>(operands[0])?[..len], &elements::<T>(operands[1])?[..len], function);
+        Ok(T::from_acc(Real::from_f64(factor * total)))
+    })
+    .map(|total| from_vec(vec![total], ())))
+}
+
+struct DistanceBackward<F> {
+    function: F,
+    factor: f64,
+    input: Saved,
+    target: Saved,
+}
+
+impl<F: Distance> Backward for DistanceBackward<F> {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let slope = Slope { function: self.function, factor: self.factor };
+        let grad = cpu::ternary(context.grad(), &self.input.get()?, &self.target.get()?, slope)?;
+        if context.needs(1) {
+            context.add(1, cpu::unary(&grad, Negative)?)?;
+        }
+        context.add(0, grad)
+    }
+}
+
+fn distance(
+    info: &'static OpInfo,
+    input: &Tensor,
+    target: &Tensor,
+    reduction: Reduction,
+    function: impl Distance,
+) -> Result<Tensor> {
+    let op = info.name;
+    if input.dims() != target.dims() {
+        return Err(Error::shape(
+            op,
+            format!("the input has shape {:?}, the target {:?}; expected the same shape", input.dims(), target.dims()),
+        ));
+    }
+    same_kind(op, input, "target", target)?;
+    if !is_float(input.dtype()) {
+        return Err(Error::dtype(
+            op,
+            format!("expected floating point tensors, found {}; convert them with to()", input.dtype().as_str()),
+        ));
+    }
+    let factor = match reduction {
+        Reduction::Mean => 1.0 / input.elem_count() as f64,
+        Reduction::Sum | Reduction::None => 1.0,
+    };
+    record(
+        info,
+        &[input, target],
+        || match reduction {
+            Reduction::None => cpu::binary(&input.raw, &target.raw, Value(function)),
+            Reduction::Mean | Reduction::Sum => total(op, &input.raw, &target.raw, function, factor),
+        },
+        |saver, _| DistanceBackward { function, factor, input: saver.save(input), target: saver.save(target) },
+    )
+}
+
+/// The squared distance of `input` and `target`, of the same shape.
+///
+/// # Errors
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the tensors do not agree.
+pub fn mse_loss(input: &Tensor, target: &Tensor, reduction: Reduction) -> Result<Tensor> {
+    distance(&MSE, input, target, reduction, Square)
+}
+
+/// The absolute distance of `input` and `target`, of the same shape; its gradient at 0 is 0.
+///
+/// # Errors
+/// As [`mse_loss`].
+pub fn l1_loss(input: &Tensor, target: &Tensor, reduction: Reduction) -> Result<Tensor> {
+    distance(&L1, input, target, reduction, Absolute)
+}
+
+/// The loss of Huber (1964, "Robust estimation of a location parameter") for `input` and `target` of the same shape:
+/// d²/2 up to the distance `delta`, `delta` (|d| - `delta`/2) beyond. Like torch's `huber_loss`, not divided by `delta`.
+///
+/// # Errors
+/// As [`mse_loss`], and [`Error::Argument`] if `delta` is not positive.
+pub fn huber_loss(input: &Tensor, target: &Tensor, delta: f64, reduction: Reduction) -> Result<Tensor> {
+    if !(delta > 0.0) {
+        return Err(Error::argument(HUBER.name, format!("delta is {delta}, expected a number above 0")));
+    }
+    distance(&HUBER, input, target, reduction, Huber { delta })
+}

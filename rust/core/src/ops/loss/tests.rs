@@ -1,0 +1,225 @@
+use half::bf16;
+
+use super::*;
+use crate::cpu::pool::tests::with_1_and_n_threads;
+use crate::raw::to_f64_vec;
+use crate::{DType, Device, Var};
+
+fn tensor(values: &[f64], dims: &[usize], dtype: DType) -> Tensor {
+    Tensor::constant(from_vec(values.to_vec(), dims).to_dtype(dtype).unwrap())
+}
+
+/// Numbers from -1 to 1 times `scale`, different for each `seed`.
+fn numbers(count: usize, seed: usize, scale: f64) -> Vec<f64> {
+    (0..count).map(|i| (((i + seed) * 7919 % 10_007) as f64 / 5003.0 - 1.0) * scale).collect()
+}
+
+fn values(t: &Tensor) -> Vec<f64> {
+    to_f64_vec(t.raw()).unwrap()
+}
+
+fn loss_and_gradients(inputs: &[&Tensor], loss: impl Fn(&[Var]) -> Result<Tensor>) -> (f64, Vec<Vec<f64>>) {
+    let inputs: Vec<Var> = inputs.iter().map(|t| Var::from_tensor(t).unwrap()).collect();
+    let loss = loss(&inputs).unwrap();
+    let grads = loss.backward().unwrap();
+    (loss.item().unwrap(), inputs.iter().map(|v| values(&grads.get(v).unwrap())).collect())
+}
+
+fn assert_close(found: &[f64], expected: &[f64], tolerance: f64) {
+    assert_eq!(found.len(), expected.len());
+    for (i, (f, e)) in found.iter().zip(expected).enumerate() {
+        assert!((f - e).abs() <= tolerance, "element {i}: {f}, expected {e}");
+    }
+}
+
+/// Mean loss and gradient of the logits in f64, from the definition: -Σ q log p with the smoothed targets q.
+fn cross_entropy_by_hand(logits: &[f64], classes: usize, targets: &[i64], smoothing: f64) -> (f64, Vec<f64>) {
+    let valid = targets.iter().filter(|&&t| t != IGNORE_INDEX).count() as f64;
+    let (mut loss, mut gradient) = (0.0, vec![0.0; logits.len()]);
+    for (row, &target) in targets.iter().enumerate().filter(|&(_, &t)| t != IGNORE_INDEX) {
+        let range = row * classes..(row + 1) * classes;
+        let largest = logits[range.clone()].iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = logits[range.clone()].iter().map(|x| (x - largest).exp()).sum();
+        for (class, at) in range.enumerate() {
+            let q = smoothing / classes as f64 + if class as i64 == target { 1.0 - smoothing } else { 0.0 };
+            let log_p = logits[at] - largest - sum.ln();
+            if q > 0.0 {
+                loss -= q * log_p / valid;
+            }
+            gradient[at] = (log_p.exp() - q) / valid;
+        }
+    }
+    (loss, gradient)
+}
+
+#[test]
+fn cross_entropy_is_its_definition() {
+    // Several blocks of classes, and several pieces of rows.
+    for (rows, classes) in [(6, 5), (5, 3001), (900, 301)] {
+        let mut targets: Vec<i64> = (0..rows as i64).map(|i| i * 13 % classes as i64).collect();
+        targets[3] = IGNORE_INDEX;
+        let ids = Tensor::constant(from_vec(targets.clone(), rows));
+        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 2e-6), (DType::BF16, 4e-3), (DType::F16, 5e-4)] {
+            for smoothing in [0.0, 0.1] {
+                let logits = tensor(&numbers(rows * classes, 5, 4.0), &[rows, classes], dtype);
+                let (loss, gradients) = loss_and_gradients(&[&logits], |x| {
+                    cross_entropy(&x[0], &ids, IGNORE_INDEX, smoothing, Reduction::Mean)
+                });
+                let (expected, gradient) = cross_entropy_by_hand(&values(&logits), classes, &targets, smoothing);
+                assert_close(&[loss], &[expected], tolerance * expected);
+                assert_close(&gradients[0], &gradient, tolerance / rows as f64);
+            }
+        }
+    }
+}
+
+#[test]
+fn cross_entropy_takes_strided_logits_and_u32_targets() {
+    // A causal language model: the logits of all positions but the last, the ids of all but the first.
+    let logits = tensor(&numbers(2 * 4 * 7, 1, 2.0), &[2, 4, 7], DType::F32);
+    let ids = Tensor::constant(from_vec((0..8).map(|i| i * 5 % 7).collect::<Vec<u32>>(), (2, 4)));
+    let loss = |logits: &Tensor, ids: &Tensor| cross_entropy(logits, ids, IGNORE_INDEX, 0.1, Reduction::Mean);
+    let shifted_ids = ids.narrow(1, 1, 3).unwrap();
+    let (found, gradients) = loss_and_gradients(&[&logits], |x| loss(&x[0].narrow(1, 0, 3)?, &shifted_ids));
+    let part = logits.narrow(1, 0, 3).unwrap();
+    let targets: Vec<i64> = shifted_ids.to_vec::<u32>().unwrap().into_iter().map(i64::from).collect();
+    let (expected, gradient) = cross_entropy_by_hand(&values(&part), 7, &targets, 0.1);
+    assert_close(&[found], &[expected], 1e-6);
+    let found = values(&tensor(&gradients[0], &[2, 4, 7], DType::F64).narrow(1, 0, 3).unwrap());
+    assert_close(&found, &gradient, 1e-6);
+    // Classes that do not lie side by side.
+    let classes_first = tensor(&numbers(7 * 3, 9, 2.0), &[7, 3], DType::F64).t().unwrap();
+    let ids = ids.narrow(1, 0, 3).unwrap().narrow(0, 0, 1).unwrap().reshape(3).unwrap();
+    let targets: Vec<i64> = ids.to_vec::<u32>().unwrap().into_iter().map(i64::from).collect();
+    let (expected, _) = cross_entropy_by_hand(&values(&classes_first), 7, &targets, 0.1);
+    assert_close(&[loss(&classes_first, &ids).unwrap().item().unwrap()], &[expected], 1e-12);
+}
+
+#[test]
+fn cross_entropy_where_every_target_is_ignored() {
+    let logits = tensor(&numbers(10, 0, 1.0), &[2, 5], DType::F32);
+    let ids = Tensor::constant(from_vec(vec![7i64, 7], 2));
+    let loss = |reduction| move |x: &[Var]| cross_entropy(&x[0], &ids.clone(), 7, 0.0, reduction);
+    let (mean, gradients) = loss_and_gradients(&[&logits], loss.clone()(Reduction::Mean));
+    assert!(mean.is_nan());
+    assert_eq!(gradients[0], [0.0; 10]);
+    let (sum, gradients) = loss_and_gradients(&[&logits], loss(Reduction::Sum));
+    assert_eq!((sum, gradients[0].as_slice()), (0.0, &[0.0; 10][..]));
+}
+
+#[test]
+fn cross_entropy_of_huge_and_infinite_logits() {
+    let infinity = f64::INFINITY;
+    let mut logits = vec![-infinity; 3000];
+    logits[2000] = 1e4;
+    logits[2999] = 1e4;
+    let logits = tensor(&logits, &[1, 3000], DType::F32);
+    let ids = Tensor::constant(from_vec(vec![2999i64], 1));
+    let (loss, gradients) =
+        loss_and_gradients(&[&logits], |x| cross_entropy(&x[0], &ids, IGNORE_INDEX, 0.0, Reduction::Mean));
+    assert_close(&[loss], &[2f64.ln()], 1e-3);
+    assert_close(&[gradients[0][0], gradients[0][2000], gradients[0][2999]], &[0.0, 0.5, -0.5], 1e-3);
+    let ruled_out = Tensor::constant(from_vec(vec![0i64], 1));
+    let loss = cross_entropy(&logits, &ruled_out, IGNORE_INDEX, 0.0, Reduction::Mean).unwrap();
+    assert_eq!(loss.item().unwrap(), infinity);
+}
+
+#[test]
+fn bad_targets_are_errors_that_name_them() {
+    let logits = tensor(&[0.0; 6], &[2, 3], DType::F32);
+    let loss = |targets: Vec<i64>, dims: &[usize], smoothing| {
+        cross_entropy(&logits, &Tensor::constant(from_vec(targets, dims)), IGNORE_INDEX, smoothing, Reduction::Mean)
+    };
+    for (id, at) in [(3, 1), (-1, 0)] {
+        let mut targets = vec![0; 2];
+        targets[at] = id;
+        let error = loss(targets, &[2], 0.0).unwrap_err();
+        let message = error.to_string();
+        assert!(matches!(error, Error::Index { .. }));
+        assert!(message.contains(&format!("target {id} at position {at}")) && message.contains("< 3"), "{message}");
+    }
+    assert!(matches!(loss(vec![0, 0], &[1, 2], 0.0), Err(Error::Shape { .. })));
+    assert!(matches!(loss(vec![0, 0], &[2], 1.5), Err(Error::Argument { .. })));
+    let floats = tensor(&[0.0; 2], &[2], DType::F32);
+    assert!(matches!(cross_entropy(&logits, &floats, IGNORE_INDEX, 0.0, Reduction::Sum), Err(Error::DType { .. })));
+    let integers = Tensor::zeros((2, 3), DType::I64, &Device::Cpu).unwrap();
+    let ids = Tensor::zeros(2, DType::I64, &Device::Cpu).unwrap();
+    assert!(matches!(cross_entropy(&integers, &ids, IGNORE_INDEX, 0.0, Reduction::Sum), Err(Error::DType { .. })));
+}
+
+#[test]
+fn distances_are_their_definitions() {
+    // Several pieces, the last of them with an incomplete block and incomplete lanes.
+    let count = 70_003;
+    let (a, b) = (numbers(count, 0, 2.0), numbers(count, 77, 2.0));
+    for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-6)] {
+        let (a, b) = (tensor(&a, &[count], dtype), tensor(&b, &[count], dtype));
+        let distance: Vec<f64> = values(&a).iter().zip(values(&b)).map(|(a, b)| a - b).collect();
+        let mean = |f: &dyn Fn(f64) -> f64| distance.iter().map(|&d| f(d)).sum::<f64>() / count as f64;
+        let check = |loss: &dyn Fn(&[Var]) -> Result<Tensor>, value: f64, slope: &dyn Fn(f64) -> f64| {
+            let (found, gradients) = loss_and_gradients(&[&a, &b], loss);
+            assert_close(&[found], &[value], tolerance);
+            let expected: Vec<f64> = distance.iter().map(|&d| slope(d) / count as f64).collect();
+            assert_close(&gradients[0], &expected, tolerance / count as f64);
+            assert_close(&gradients[1], &expected.iter().map(|g| -g).collect::<Vec<_>>(), tolerance / count as f64);
+        };
+        check(&|x| mse_loss(&x[0], &x[1], Reduction::Mean), mean(&|d| d * d), &|d| 2.0 * d);
+        check(&|x| l1_loss(&x[0], &x[1], Reduction::Mean), mean(&f64::abs), &f64::signum);
+        let huber = |d: f64| if d.abs() <= 0.5 { 0.5 * d * d } else { 0.5 * (d.abs() - 0.25) };
+        check(&|x| huber_loss(&x[0], &x[1], 0.5, Reduction::Mean), mean(&huber), &|d| d.clamp(-0.5, 0.5));
+    }
+}
+
+#[test]
+fn the_loss_of_halves_is_rounded_once() {
+    // Squares of 2^-8 steps need 16 bits; their bf16 roundings all go the same way and would add up.
+    let count = 50_000;
+    let a = Tensor::constant(from_vec(vec![bf16::from_f32(1.0 + 3.0 / 128.0); count], count));
+    let b = Tensor::zeros(count, DType::BF16, &Device::Cpu).unwrap();
+    let exact = (1.0f64 + 3.0 / 128.0).powi(2);
+    assert_eq!(mse_loss(&a, &b, Reduction::Mean).unwrap().item().unwrap(), bf16::from_f64(exact).to_f64());
+    let sum = mse_loss(&a, &b, Reduction::Sum).unwrap().item().unwrap();
+    assert_eq!(sum, bf16::from_f64(exact * count as f64).to_f64());
+}
+
+#[test]
+fn losses_do_not_depend_on_the_number_of_threads() {
+    let (a, b) = (tensor(&numbers(200_000, 0, 2.0), &[200_000], DType::F32), tensor(&[0.0; 200_000], &[200_000], DType::F32));
+    let (one, many) = with_1_and_n_threads(4, || mse_loss(&a, &b, Reduction::Sum).unwrap().item().unwrap());
+    assert_eq!(one, many);
+    let logits = a.reshape((200, 1000)).unwrap();
+    let ids = Tensor::zeros(200, DType::I64, &Device::Cpu).unwrap();
+    let (one, many) = with_1_and_n_threads(4, || {
+        loss_and_gradients(&[&logits], |x| cross_entropy(&x[0], &ids, IGNORE_INDEX, 0.1, Reduction::Mean))
+    });
+    assert_eq!(one, many);
+}
+
+#[test]
+fn equal_elements_have_no_distance_and_no_slope() {
+    let x = tensor(&[1.0, -2.0], &[2], DType::F32);
+    let (loss, gradients) = loss_and_gradients(&[&x, &x], |v| l1_loss(&v[0], &v[1], Reduction::Sum));
+    assert_eq!((loss, gradients), (0.0, vec![vec![0.0; 2]; 2]));
+}
+
+#[test]
+fn the_mean_of_nothing_is_nan_and_its_sum_is_zero() {
+    let x = tensor(&[], &[0, 3], DType::F32);
+    assert!(mse_loss(&x, &x, Reduction::Mean).unwrap().item().unwrap().is_nan());
+    assert_eq!(mse_loss(&x, &x, Reduction::Sum).unwrap().item().unwrap(), 0.0);
+    assert_eq!(l1_loss(&x, &x, Reduction::None).unwrap().dims(), [0, 3]);
+}
+
+#[test]
+fn tensors_that_do_not_agree_are_errors() {
+    let x = tensor(&[0.0; 2], &[2], DType::F32);
+    assert!(matches!(mse_loss(&x, &tensor(&[0.0; 2], &[1, 2], DType::F32), Reduction::Mean), Err(Error::Shape { .. })));
+    assert!(matches!(l1_loss(&x, &tensor(&[0.0; 2], &[2], DType::F64), Reduction::Mean), Err(Error::DType { .. })));
+    let integers = Tensor::zeros(2, DType::I64, &Device::Cpu).unwrap();
+    assert!(matches!(mse_loss(&integers, &integers, Reduction::Mean), Err(Error::DType { .. })));
+    for delta in [0.0, -1.0, f64::NAN] {
+        assert!(matches!(huber_loss(&x, &x, delta, Reduction::Mean), Err(Error::Argument { .. })));
+    }
+    assert!("max".parse::<Reduction>().is_err());
+    assert_eq!("none".parse::<Reduction>().unwrap(), Reduction::None);
+}

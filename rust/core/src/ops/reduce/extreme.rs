@@ -1,0 +1,188 @@
+//! Largest and smallest elements. NaN is larger and smaller than everything, as in torch.
+
+use super::super::index::{gather_raw, positions, scatter_raw};
+use super::{Reduction, Scale};
+use crate::cpu::{self, Binary, Real, Ternary};
+use crate::raw::Raw;
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record, record_with_aux};
+use crate::{Error, Result, Tensor};
+
+pub(super) static MAX: OpInfo = OpInfo::cheap("max");
+pub(super) static MIN: OpInfo = OpInfo::cheap("min");
+const ARGMAX: &str = "argmax";
+
+#[derive(Clone, Copy)]
+enum Extreme {
+    Max,
+    Min,
+}
+
+impl Extreme {
+    const fn info(self) -> &'static OpInfo {
+        match self {
+            Self::Max => &MAX,
+            Self::Min => &MIN,
+        }
+    }
+}
+
+/// 1 where two elements are equal, else 0.
+#[derive(Clone, Copy)]
+struct Equal;
+
+impl Binary for Equal {
+    #[inline(always)]
+    fn apply<R: Real>(&self, a: R, b: R) -> R {
+        if a == b { R::ONE } else { R::ZERO }
+    }
+}
+
+/// a b / c.
+#[derive(Clone, Copy)]
+struct Share;
+
+impl Ternary for Share {
+    #[inline(always)]
+    fn apply<R: Real>(&self, a: R, b: R, c: R) -> R {
+        a * b / c
+    }
+}
+
+/// All equal extremes share the gradient.
+struct SharedBackward {
+    reduction: Reduction,
+    x: Saved,
+    result: Saved,
+}
+
+impl Backward for SharedBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let mask = cpu::binary(&self.x.get()?, &self.reduction.spread(&self.result.get()?)?, Equal)?;
+        let count = cpu::sum(&mask, &self.reduction.dims, true)?;
+        let grad = cpu::ternary(&mask, &self.reduction.spread(context.grad())?, &count, Share)?;
+        context.add(0, grad)
+    }
+}
+
+/// The element that was picked gets the gradient.
+struct PickedBackward {
+    op: &'static OpInfo,
+    reduction: Reduction,
+    /// Positions along the dimension.
+    picked: Saved,
+}
+
+impl Backward for PickedBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let dim = self.reduction.dims[0];
+        let size = self.reduction.input[dim];
+        let picked = positions(self.op.name, &self.picked.get()?, size)?;
+        let grad = context.grad().reshape(self.reduction.kept.as_slice())?;
+        context.add(0, scatter_raw(self.op.name, &grad, &picked, dim, size)?)
+    }
+}
+
+/// Check that there is an element to pick for each result.
+fn check_not_empty(op: &'static str, reduction: &Reduction) -> Result<()> {
+    if reduction.count > 0 {
+        return Ok(());
+    }
+    Err(Error::shape(
+        op,
+        format!("shape {:?} has no elements along dimensions {:?}, expected at least one", reduction.input, reduction.dims),
+    ))
+}
+
+fn without_dim(raw: Raw, dim: usize, keepdim: bool) -> Result<Raw> {
+    Ok(if keepdim { raw } else { raw.squeeze(dim)? })
+}
+
+impl Tensor {
+    fn extreme(&self, extreme: Extreme, dims: &[usize], keepdim: bool) -> Result<Self> {
+        let op = extreme.info();
+        let reduction = Reduction::new(op.name, self, dims)?;
+        check_not_empty(op.name, &reduction)?;
+        if let &[dim] = reduction.dims.as_slice() {
+            return record_with_aux(
+                op,
+                &[self],
+                || {
+                    let picked = match extreme {
+                        Extreme::Max => cpu::argmax(&self.raw, dim, true)?,
+                        Extreme::Min => cpu::argmax(&cpu::unary(&self.raw, Scale(-1.0))?, dim, true)?,
+                    };
+                    let at = positions(op.name, &picked, self.dims()[dim])?;
+                    let values = gather_raw(op.name, &self.raw, &at, dim, 1)?;
+                    Ok((without_dim(values, dim, keepdim)?, [picked].into_iter().collect()))
+                },
+                |saver, _, aux| PickedBackward { op, reduction: reduction.clone(), picked: saver.save_raw(&aux[0]) },
+            );
+        }
+        self.shared_extreme(extreme, reduction, keepdim)
+    }
+
+    fn shared_extreme(&self, extreme: Extreme, reduction: Reduction, keepdim: bool) -> Result<Self> {
+        record(
+            extreme.info(),
+            &[self],
+            || match extreme {
+                Extreme::Max => cpu::max(&self.raw, &reduction.dims, keepdim),
+                Extreme::Min => cpu::min(&self.raw, &reduction.dims, keepdim),
+            },
+            |saver, result| SharedBackward {
+                reduction: reduction.clone(),
+                x: saver.save(self),
+                result: saver.save_raw(result),
+            },
+        )
+    }
+
+    fn extreme_all(&self, extreme: Extreme) -> Result<Self> {
+        let reduction = Reduction::new(extreme.info().name, self, &self.all_dims())?;
+        check_not_empty(extreme.info().name, &reduction)?;
+        self.shared_extreme(extreme, reduction, false)
+    }
+
+    /// The largest element over `dims`. Over one dimension the first of equal elements gets the gradient; over several they
+    /// share it (torch's `max(dim)` and `amax`).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] over no elements, [`Error::Index`] if a dimension is out of range, [`Error::Argument`] if one is named
+    /// twice, [`Error::DType`] if the tensor is not floating point.
+    pub fn max(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
+        self.extreme(Extreme::Max, dims, keepdim)
+    }
+
+    /// The largest of all elements; equal ones share the gradient.
+    ///
+    /// # Errors
+    /// As [`max`](Self::max).
+    pub fn max_all(&self) -> Result<Self> {
+        self.extreme_all(Extreme::Max)
+    }
+
+    /// The smallest element over `dims`, with gradients as in [`max`](Self::max).
+    ///
+    /// # Errors
+    /// As [`max`](Self::max).
+    pub fn min(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
+        self.extreme(Extreme::Min, dims, keepdim)
+    }
+
+    /// The smallest of all elements; equal ones share the gradient.
+    ///
+    /// # Errors
+    /// As [`max`](Self::max).
+    pub fn min_all(&self) -> Result<Self> {
+        self.extreme_all(Extreme::Min)
+    }
+
+    /// The position of the largest element along `dim`, the first of equal ones, as u32. It carries no gradient.
+    ///
+    /// # Errors
+    /// As [`max`](Self::max).
+    pub fn argmax(&self, dim: usize, keepdim: bool) -> Result<Self> {
+        check_not_empty(ARGMAX, &Reduction::new(ARGMAX, self, &[dim])?)?;
+        Ok(Self::constant(cpu::argmax(&self.raw, dim, keepdim)?))
+    }
+}

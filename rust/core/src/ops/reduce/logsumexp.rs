@@ -1,0 +1,108 @@
+//! The logarithm of a sum of exponentials, from differences to the largest element.
+
+use super::{Reduction, accumulator};
+use crate::cpu::{self, Binary, Real, Ternary, Unary};
+use crate::raw::Raw;
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::{Result, Tensor};
+
+pub(super) static LOGSUMEXP: OpInfo = OpInfo::cheap("logsumexp");
+
+/// Infinities to 0: they cannot be subtracted from themselves.
+#[derive(Clone, Copy)]
+struct Finite;
+
+impl Unary for Finite {
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R) -> R {
+        if x.abs() == R::INFINITY { R::ZERO } else { x }
+    }
+}
+
+/// e^(a - b).
+#[derive(Clone, Copy)]
+struct ExpDifference;
+
+impl Binary for ExpDifference {
+    #[inline(always)]
+    fn apply<R: Real>(&self, a: R, b: R) -> R {
+        (a - b).exp()
+    }
+}
+
+/// ln a + b.
+#[derive(Clone, Copy)]
+struct LogPlus;
+
+impl Binary for LogPlus {
+    #[inline(always)]
+    fn apply<R: Real>(&self, a: R, b: R) -> R {
+        a.ln() + b
+    }
+}
+
+/// a e^(b - c), and 0 where c is the sum of nothing but zeros.
+#[derive(Clone, Copy)]
+struct TimesExpDifference;
+
+impl Ternary for TimesExpDifference {
+    #[inline(always)]
+    fn apply<R: Real>(&self, a: R, b: R, c: R) -> R {
+        let c = if c == R::NEG_INFINITY { R::ZERO } else { c };
+        a * (b - c).exp()
+    }
+}
+
+struct LogsumexpBackward {
+    reduction: Reduction,
+    x: Saved,
+    /// The result in the dtype of arithmetic, with the reduced dimensions.
+    result: Saved,
+}
+
+impl Backward for LogsumexpBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let dtype = context.grad().dtype();
+        let acc = accumulator(dtype);
+        let grad = self.reduction.spread(&cpu::cast(context.grad(), acc)?)?;
+        let x = cpu::cast(&self.x.get()?, acc)?;
+        let grad = cpu::ternary(&grad, &x, &self.result.get()?, TimesExpDifference)?;
+        context.add(0, cpu::cast(&grad, dtype)?)
+    }
+}
+
+fn forward(x: &Raw, reduction: &Reduction) -> Result<Raw> {
+    let x = cpu::cast(x, accumulator(x.dtype()))?;
+    if reduction.count == 0 {
+        let nothing = Raw::new(f64::NEG_INFINITY, x.device())?.to_dtype(x.dtype())?;
+        return Ok(nothing.broadcast_as(reduction.kept.as_slice())?.contiguous()?);
+    }
+    let largest = cpu::unary(&cpu::max(&x, &reduction.dims, true)?, Finite)?;
+    let sum = cpu::sum(&cpu::binary(&x, &largest, ExpDifference)?, &reduction.dims, true)?;
+    cpu::binary(&sum, &largest, LogPlus)
+}
+
+impl Tensor {
+    /// log Σ exp over `dims`; -∞ over no elements. Does not overflow.
+    ///
+    /// # Errors
+    /// As [`sum`](Self::sum).
+    pub fn logsumexp(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
+        let reduction = Reduction::new(LOGSUMEXP.name, self, dims)?;
+        record_with_aux(
+            &LOGSUMEXP,
+            &[self],
+            || {
+                let kept = forward(&self.raw, &reduction)?;
+                let result = cpu::cast(&kept, self.dtype())?;
+                let result = if keepdim { result } else { result.reshape(reduction.dropped())? };
+                Ok((result, [kept].into_iter().collect()))
+            },
+            |saver, _, aux| LogsumexpBackward {
+                reduction: reduction.clone(),
+                x: saver.save(self),
+                result: saver.save_raw(&aux[0]),
+            },
+        )
+    }
+}

@@ -1,0 +1,330 @@
+//! Reductions over any set of dimensions.
+//!
+//! `dims` names dimensions in any order, each at most once; none at all leaves the tensor as it is. With `keepdim` they stay,
+//! with size 1. Sums are made in at least f32 and rounded once.
+
+mod extreme;
+mod logsumexp;
+
+use super::case::{Case, Domain, Entry};
+use super::index::select_raw;
+use crate::cpu::{self, Real, Ternary, Unary};
+use crate::raw::{Raw, is_float};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record, record_with_aux};
+use crate::{DType, Error, Result, Tensor};
+
+static SUM: OpInfo = OpInfo::cheap("sum");
+static MEAN: OpInfo = OpInfo::cheap("mean");
+static VAR: OpInfo = OpInfo::cheap("var");
+static CUMSUM: OpInfo = OpInfo::cheap("cumsum");
+
+#[derive(Clone, Copy)]
+struct Scale(f64);
+
+impl Unary for Scale {
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R) -> R {
+        x * R::from_f64(self.0)
+    }
+}
+
+/// How the shapes of a reduction's input and result belong together.
+#[derive(Clone)]
+struct Reduction {
+    /// The dimensions that go.
+    dims: Vec<usize>,
+    /// The input's shape.
+    input: Vec<usize>,
+    /// The input's shape with size 1 for the dimensions that go.
+    kept: Vec<usize>,
+    /// Elements that each result is made of.
+    count: usize,
+}
+
+impl Reduction {
+    /// Check that `x` is floating point and `dims` are dimensions of it.
+    fn new(op: &'static str, x: &Tensor, dims: &[usize]) -> Result<Self> {
+        if !is_float(x.dtype()) {
+            return Err(Error::dtype(
+                op,
+                format!("expected a floating point tensor, found {}; convert it with to()", x.dtype().as_str()),
+            ));
+        }
+        let input = x.dims().to_vec();
+        let mut kept = input.clone();
+        let mut sorted = dims.to_vec();
+        sorted.sort_unstable();
+        for (i, &dim) in sorted.iter().enumerate() {
+            if dim >= input.len() {
+                return Err(Error::index(op, format!("dimension {dim} is out of range for shape {input:?}")));
+            }
+            if i > 0 && sorted[i - 1] == dim {
+                return Err(Error::argument(op, format!("dimension {dim} is named twice in {dims:?}")));
+            }
+            kept[dim] = 1;
+        }
+        let count = sorted.iter().map(|&d| input[d]).product();
+        Ok(Self { dims: sorted, input, kept, count })
+    }
+
+    /// The input's shape without the dimensions that go.
+    fn dropped(&self) -> Vec<usize> {
+        (0..self.input.len()).filter(|dim| !self.dims.contains(dim)).map(|dim| self.input[dim]).collect()
+    }
+
+    /// A value for each result, repeated over the elements that it was made of; a view.
+    fn spread(&self, value: &Raw) -> Result<Raw> {
+        Ok(value.reshape(self.kept.as_slice())?.broadcast_as(self.input.as_slice())?)
+    }
+}
+
+/// The dtype that arithmetic on `dtype` is done in.
+const fn accumulator(dtype: DType) -> DType {
+    match dtype {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    }
+}
+
+/// Of `sum` and `mean`: the gradient times `scale`, for every element.
+struct SumBackward {
+    reduction: Reduction,
+    scale: f64,
+}
+
+impl Backward for SumBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = context.grad();
+        let grad = if self.scale == 1.0 { grad.clone() } else { cpu::unary(grad, Scale(self.scale))? };
+        context.add(0, self.reduction.spread(&grad)?)
+    }
+}
+
+/// a (b - c).
+#[derive(Clone, Copy)]
+struct TimesDifference;
+
+impl Ternary for TimesDifference {
+    #[inline(always)]
+    fn apply<R: Real>(&self, a: R, b: R, c: R) -> R {
+        a * (b - c)
+    }
+}
+
+/// (a - b)².
+#[derive(Clone, Copy)]
+struct SquaredDifference;
+
+impl cpu::Binary for SquaredDifference {
+    #[inline(always)]
+    fn apply<R: Real>(&self, a: R, b: R) -> R {
+        (a - b) * (a - b)
+    }
+}
+
+struct VarBackward {
+    reduction: Reduction,
+    x: Saved,
+    mean: Saved,
+    divisor: f64,
+}
+
+impl Backward for VarBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let dtype = context.grad().dtype();
+        let acc = accumulator(dtype);
+        let grad = cpu::unary(&cpu::cast(context.grad(), acc)?, Scale(2.0 / self.divisor))?;
+        let x = cpu::cast(&self.x.get()?, acc)?;
+        let grad = cpu::ternary(&self.reduction.spread(&grad)?, &x, &self.mean.get()?, TimesDifference)?;
+        context.add(0, cpu::cast(&grad, dtype)?)
+    }
+}
+
+struct CumsumBackward {
+    dim: usize,
+}
+
+impl Backward for CumsumBackward {
+    /// Each element is in the sums from its own position on: the sum from the end.
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let size = context.grad().dims()[self.dim];
+        let backwards: Vec<usize> = (0..size).rev().collect();
+        let reversed = select_raw(CUMSUM.name, context.grad(), &backwards, self.dim)?;
+        let sums = cpu::cumsum(&reversed, self.dim)?;
+        context.add(0, select_raw(CUMSUM.name, &sums, &backwards, self.dim)?)
+    }
+}
+
+impl Tensor {
+    fn all_dims(&self) -> Vec<usize> {
+        (0..self.rank()).collect()
+    }
+
+    /// The sum over `dims`; 0 over no elements.
+    ///
+    /// # Errors
+    /// [`Error::Index`] if a dimension is out of range, [`Error::Argument`] if one is named twice, [`Error::DType`] if the
+    /// tensor is not floating point.
+    pub fn sum(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
+        let reduction = Reduction::new(SUM.name, self, dims)?;
+        record(
+            &SUM,
+            &[self],
+            || cpu::sum(&self.raw, &reduction.dims, keepdim),
+            |_, _| SumBackward { reduction: reduction.clone(), scale: 1.0 },
+        )
+    }
+
+    /// The sum of all elements.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if the tensor is not floating point.
+    pub fn sum_all(&self) -> Result<Self> {
+        self.sum(&self.all_dims(), false)
+    }
+
+    /// The mean over `dims`; NaN over no elements.
+    ///
+    /// # Errors
+    /// As [`sum`](Self::sum).
+    pub fn mean(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
+        let reduction = Reduction::new(MEAN.name, self, dims)?;
+        record(
+            &MEAN,
+            &[self],
+            || cpu::mean(&self.raw, &reduction.dims, keepdim),
+            |_, _| SumBackward { scale: 1.0 / reduction.count as f64, reduction: reduction.clone() },
+        )
+    }
+
+    /// The mean of all elements.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if the tensor is not floating point.
+    pub fn mean_all(&self) -> Result<Self> {
+        self.mean(&self.all_dims(), false)
+    }
+
+    /// The variance over `dims`: the sum of squared distances from the mean, divided by the number of elements less
+    /// `correction` (1: the unbiased estimate). NaN or infinite where that is not positive, as in torch.
+    ///
+    /// # Errors
+    /// As [`sum`](Self::sum).
+    pub fn var(&self, dims: &[usize], keepdim: bool, correction: f64) -> Result<Self> {
+        let reduction = Reduction::new(VAR.name, self, dims)?;
+        let divisor = (reduction.count as f64 - correction).max(0.0);
+        record_with_aux(
+            &VAR,
+            &[self],
+            || {
+                let x = cpu::cast(&self.raw, accumulator(self.dtype()))?;
+                let mean = cpu::mean(&x, &reduction.dims, true)?;
+                let squares = cpu::sum(&cpu::binary(&x, &mean, SquaredDifference)?, &reduction.dims, keepdim)?;
+                let variance = cpu::unary(&squares, Scale(1.0 / divisor))?;
+                Ok((cpu::cast(&variance, self.dtype())?, [mean].into_iter().collect()))
+            },
+            |saver, _, aux| VarBackward {
+                reduction: reduction.clone(),
+                x: saver.save(self),
+                mean: saver.save_raw(&aux[0]),
+                divisor,
+            },
+        )
+    }
+
+    /// The sums of the elements up to each one along `dim`.
+    ///
+    /// # Errors
+    /// [`Error::Index`] if the dimension is out of range, [`Error::DType`] if the tensor is not floating point.
+    pub fn cumsum(&self, dim: usize) -> Result<Self> {
+        Reduction::new(CUMSUM.name, self, &[dim])?;
+        record(&CUMSUM, &[self], || cpu::cumsum(&self.raw, dim), |_, _| CumsumBackward { dim })
+    }
+}
+
+/// Registry entries of this file and its parts.
+pub static ENTRIES: &[Entry] = &[
+    Entry {
+        info: &SUM,
+        cases: || {
+            vec![
+                Case::new("all", &[&[3, 5]], |x| x[0].sum_all()),
+                Case::new("first and last", &[&[3, 4, 5]], |x| x[0].sum(&[2, 0], false)),
+                Case::new("keepdim", &[&[3, 4, 5]], |x| x[0].sum(&[1], true)),
+                Case::new("number", &[&[]], |x| x[0].sum_all()),
+                Case::new("of nothing", &[&[3, 0]], |x| x[0].sum(&[1], false)),
+            ]
+        },
+    },
+    Entry {
+        info: &MEAN,
+        cases: || {
+            vec![
+                Case::new("all", &[&[3, 5]], |x| x[0].mean_all()),
+                Case::new("first and last", &[&[3, 4, 5]], |x| x[0].mean(&[0, 2], false)),
+                Case::new("keepdim", &[&[3, 4, 5]], |x| x[0].mean(&[1], true)),
+                Case::new("empty", &[&[0, 4]], |x| x[0].mean(&[1], false)),
+            ]
+        },
+    },
+    Entry {
+        info: &VAR,
+        cases: || {
+            let plain = |x: &Tensor, dims: &[usize], keepdim: bool, divisor: f64| {
+                x.sub(&x.mean(dims, true)?)?.sqr()?.sum(dims, keepdim)?.mul_scalar(1.0 / divisor)
+            };
+            vec![
+                Case::new("all", &[&[3, 5]], |x| x[0].var(&[0, 1], false, 1.0)).plain(move |x| plain(&x[0], &[0, 1], false, 14.0)),
+                Case::new("keepdim, no correction", &[&[3, 4, 5]], |x| x[0].var(&[0, 2], true, 0.0))
+                    .plain(move |x| plain(&x[0], &[0, 2], true, 15.0)),
+                Case::new("empty", &[&[0, 4]], |x| x[0].var(&[1], false, 1.0)),
+            ]
+        },
+    },
+    Entry {
+        info: &extreme::MAX,
+        cases: || {
+            vec![
+                Case::new("one dimension", &[&[3, 4, 5]], |x| x[0].max(&[1], false)).domain(Domain::Distinct),
+                Case::new("two dimensions, keepdim", &[&[3, 4, 5]], |x| x[0].max(&[0, 2], true)).domain(Domain::Distinct),
+                Case::new("all", &[&[3, 5]], |x| x[0].max_all()).domain(Domain::Distinct),
+                Case::new("empty", &[&[0, 4]], |x| x[0].max(&[1], true)).domain(Domain::Distinct),
+            ]
+        },
+    },
+    Entry {
+        info: &extreme::MIN,
+        cases: || {
+            vec![
+                Case::new("one dimension, keepdim", &[&[3, 4, 5]], |x| x[0].min(&[2], true)).domain(Domain::Distinct),
+                Case::new("two dimensions", &[&[3, 4, 5]], |x| x[0].min(&[0, 1], false)).domain(Domain::Distinct),
+                Case::new("all", &[&[3, 5]], |x| x[0].min_all()).domain(Domain::Distinct),
+            ]
+        },
+    },
+    Entry {
+        info: &logsumexp::LOGSUMEXP,
+        cases: || {
+            let plain = |x: &Tensor, dims: &[usize], keepdim: bool| x.exp()?.sum(dims, keepdim)?.log();
+            vec![
+                Case::new("last", &[&[3, 5]], |x| x[0].logsumexp(&[1], false)).plain(move |x| plain(&x[0], &[1], false)),
+                Case::new("first and last, keepdim", &[&[3, 4, 5]], |x| x[0].logsumexp(&[0, 2], true))
+                    .plain(move |x| plain(&x[0], &[0, 2], true)),
+                Case::new("empty", &[&[0, 4]], |x| x[0].logsumexp(&[1], false)),
+            ]
+        },
+    },
+    Entry {
+        info: &CUMSUM,
+        cases: || {
+            vec![
+                Case::new("last", &[&[3, 5]], |x| x[0].cumsum(1)),
+                Case::new("middle", &[&[2, 3, 4]], |x| x[0].cumsum(1)),
+                Case::new("empty", &[&[3, 0]], |x| x[0].cumsum(1)),
+            ]
+        },
+    },
+];
+
+#[cfg(test)]
+mod tests;

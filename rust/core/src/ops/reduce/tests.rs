@@ -1,0 +1,156 @@
+use half::bf16;
+
+use super::*;
+use crate::raw::{from_vec, to_f64_vec};
+use crate::{Device, Var, grad};
+
+fn tensor(values: &[f64], dims: &[usize]) -> Tensor {
+    Tensor::constant(from_vec(values.to_vec(), dims))
+}
+
+fn values(t: &Tensor) -> Vec<f64> {
+    to_f64_vec(t.raw()).unwrap()
+}
+
+fn gradient(x: &Tensor, function: impl Fn(&Tensor) -> Result<Tensor>) -> Vec<f64> {
+    let x = Var::from_tensor(x).unwrap();
+    let y = function(&x).unwrap();
+    let ones = Tensor::ones(y.shape(), y.dtype(), y.device()).unwrap();
+    values(grad(&y, &[&x], Some(&ones), false).unwrap()[0].as_ref().unwrap())
+}
+
+#[test]
+fn shapes_with_and_without_the_reduced_dimensions() {
+    let x = tensor(&[0.0; 24], &[2, 3, 4]);
+    for (dims, dropped, kept) in [
+        (vec![1], vec![2, 4], vec![2, 1, 4]),
+        (vec![2, 0], vec![3], vec![1, 3, 1]),
+        (vec![0, 1, 2], vec![], vec![1, 1, 1]),
+        (vec![], vec![2, 3, 4], vec![2, 3, 4]),
+    ] {
+        let results = |keepdim| {
+            [
+                x.sum(&dims, keepdim).unwrap(),
+                x.mean(&dims, keepdim).unwrap(),
+                x.var(&dims, keepdim, 0.0).unwrap(),
+                x.max(&dims, keepdim).unwrap(),
+                x.min(&dims, keepdim).unwrap(),
+                x.logsumexp(&dims, keepdim).unwrap(),
+            ]
+        };
+        assert!(results(false).iter().all(|y| y.dims() == dropped));
+        assert!(results(true).iter().all(|y| y.dims() == kept));
+    }
+}
+
+#[test]
+fn the_variance_is_the_mean_squared_distance() {
+    let data = [1.0, 4.0, -2.0, 0.5, 7.0, 3.0];
+    let x = tensor(&data, &[2, 3]);
+    let expected = |part: &[f64], correction: f64| {
+        let mean = part.iter().sum::<f64>() / part.len() as f64;
+        part.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / (part.len() as f64 - correction)
+    };
+    let found = values(&x.var(&[1], false, 1.0).unwrap());
+    assert!((found[0] - expected(&data[..3], 1.0)).abs() < 1e-12);
+    assert!((found[1] - expected(&data[3..], 1.0)).abs() < 1e-12);
+    let all = x.var(&[0, 1], false, 0.5).unwrap().item().unwrap();
+    assert!((all - expected(&data, 0.5)).abs() < 1e-12);
+}
+
+#[test]
+fn the_variance_of_halves_is_computed_in_f32() {
+    // Distances from a mean that bf16 cannot hold (its neighbours of 100 are 0.5 away).
+    let data = [99.5, 100.0, 100.5, 101.0].map(bf16::from_f64);
+    let x = Tensor::constant(from_vec(data.to_vec(), 4));
+    assert_eq!(x.var(&[0], false, 0.0).unwrap().item().unwrap(), bf16::from_f64(0.3125).to_f64());
+}
+
+#[test]
+fn reductions_of_nothing_are_those_of_torch() {
+    let x = tensor(&[], &[2, 0]);
+    assert_eq!(values(&x.sum(&[1], false).unwrap()), [0.0, 0.0]);
+    assert_eq!(values(&x.logsumexp(&[1], false).unwrap()), [f64::NEG_INFINITY; 2]);
+    assert!(values(&x.mean(&[1], false).unwrap()).iter().all(|v| v.is_nan()));
+    assert!(x.mean_all().unwrap().item().unwrap().is_nan());
+    assert!(values(&x.var(&[1], false, 1.0).unwrap()).iter().all(|v| v.is_nan()));
+    assert!(tensor(&[3.0], &[1]).var(&[0], false, 1.0).unwrap().item().unwrap().is_nan());
+    assert_eq!(x.max(&[0], false).unwrap().dims(), [0]);
+    for error in [x.max(&[1], false), x.min_all(), x.max(&[0, 1], true), x.argmax(1, false)] {
+        let message = error.unwrap_err().to_string();
+        assert!(message.contains("[2, 0]") && message.contains("at least one"), "{message}");
+    }
+}
+
+#[test]
+fn of_equal_extremes_one_dimension_takes_the_first_and_several_share() {
+    let x = tensor(&[1.0, 5.0, 5.0, 0.0, 0.0, 5.0], &[2, 3]);
+    assert_eq!(gradient(&x, |x| x.max(&[1], false)), [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]);
+    assert_eq!(gradient(&x, |x| x.min(&[1], true)), [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]);
+    let third = 1.0 / 3.0;
+    assert_eq!(gradient(&x, Tensor::max_all), [0.0, third, third, 0.0, 0.0, third]);
+    assert_eq!(gradient(&x, |x| x.min(&[1, 0], false)), [0.0, 0.0, 0.0, 0.5, 0.5, 0.0]);
+    assert_eq!(gradient(&tensor(&[2.0, 2.0], &[2]), Tensor::max_all), [0.5, 0.5]);
+    assert_eq!(gradient(&tensor(&[2.0, 2.0], &[2]), |x| x.max(&[0], false)), [1.0, 0.0]);
+}
+
+#[test]
+fn nan_is_the_extreme() {
+    let x = tensor(&[1.0, f64::NAN, 3.0], &[3]);
+    for y in [x.max(&[0], false), x.min(&[0], false), x.max_all(), x.min_all()] {
+        assert!(y.unwrap().item().unwrap().is_nan());
+    }
+    assert_eq!(x.argmax(0, false).unwrap().item().unwrap(), 1.0);
+}
+
+#[test]
+fn argmax_is_the_first_of_equals_along_its_dimension() {
+    let x = tensor(&[1.0, 5.0, 5.0, 0.0, 6.0, 5.0], &[2, 3]);
+    assert_eq!(x.argmax(1, false).unwrap().to_vec::<u32>().unwrap(), [1, 1]);
+    let first = x.argmax(0, true).unwrap();
+    assert_eq!((first.dims(), first.to_vec::<u32>().unwrap()), (&[1, 3][..], vec![0, 1, 0]));
+    assert!(!Var::from_tensor(&x).unwrap().argmax(0, true).unwrap().requires_grad());
+}
+
+#[test]
+fn logsumexp_neither_overflows_nor_makes_nan_of_infinities() {
+    let infinity = f64::INFINITY;
+    let x = tensor(&[1000.0, 1000.0, -infinity, -infinity, -infinity, 2.0, infinity, 1.0], &[4, 2]);
+    let found = values(&x.logsumexp(&[1], false).unwrap());
+    assert!((found[0] - (1000.0 + 2f64.ln())).abs() < 1e-12);
+    assert_eq!(found[1..], [-infinity, 2.0, infinity]);
+    let gradient = gradient(&x, |x| x.logsumexp(&[1], false));
+    assert!((gradient[0] - 0.5).abs() < 1e-12 && (gradient[1] - 0.5).abs() < 1e-12);
+    assert_eq!(gradient[2..6], [0.0, 0.0, 0.0, 1.0]);
+}
+
+#[test]
+fn the_gradient_of_logsumexp_of_halves_sums_to_one() {
+    // The result rounded to bf16 would be off by up to 1/4 in the exponent.
+    let data: Vec<bf16> = (0..64).map(|i| bf16::from_f32(50.0 + (i % 7) as f32)).collect();
+    let x = Tensor::constant(from_vec(data, 64));
+    let total: f64 = gradient(&x, |x| x.logsumexp(&[0], false)).iter().sum();
+    assert!((total - 1.0).abs() < 4e-3, "{total}");
+}
+
+#[test]
+fn cumulative_sums_run_along_their_dimension() {
+    let x = tensor(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[3, 2]);
+    assert_eq!(values(&x.cumsum(0).unwrap()), [1.0, 2.0, 4.0, 6.0, 9.0, 12.0]);
+    assert_eq!(values(&x.cumsum(1).unwrap()), [1.0, 3.0, 3.0, 7.0, 5.0, 11.0]);
+    assert_eq!(gradient(&x, |x| x.cumsum(0)), [3.0, 3.0, 2.0, 2.0, 1.0, 1.0]);
+}
+
+#[test]
+fn wrong_dimensions_and_dtypes_are_errors() {
+    let x = tensor(&[1.0, 2.0], &[1, 2]);
+    assert!(matches!(x.sum(&[2], false), Err(Error::Index { op: "sum", .. })));
+    assert!(matches!(x.mean(&[1, 0, 1], false), Err(Error::Argument { op: "mean", .. })));
+    assert!(matches!(x.cumsum(5), Err(Error::Index { op: "cumsum", .. })));
+    assert!(matches!(x.argmax(2, false), Err(Error::Index { op: "argmax", .. })));
+    let integers = Tensor::zeros(3, DType::I64, &Device::Cpu).unwrap();
+    for result in [integers.sum_all(), integers.max_all(), integers.cumsum(0), integers.logsumexp(&[0], false)] {
+        let message = result.unwrap_err().to_string();
+        assert!(message.contains("i64") && message.contains("to()"), "{message}");
+    }
+}
