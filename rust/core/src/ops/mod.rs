@@ -19,6 +19,7 @@ pub mod matmul;
 pub mod norm;
 pub mod reduce;
 pub mod rope;
+mod rows;
 pub mod shape;
 pub mod softmax;
 
