@@ -62,6 +62,12 @@ impl Var {
         Ok(Self(Tensor { raw: storage, node: Some(Arc::new(node)), version: Some(Arc::new(Version::default())) }))
     }
 
+    /// The variable that `tensor` is the value of, if it is one's and not computed from it.
+    pub fn of(tensor: &Tensor) -> Option<Self> {
+        let is_leaf = tensor.node.as_ref().is_some_and(|node| node.leaf().is_some());
+        (is_leaf && tensor.version.is_some()).then(|| Self(tensor.clone()))
+    }
+
     /// The value as a tensor on the tape (shared storage).
     pub const fn as_tensor(&self) -> &Tensor {
         &self.0

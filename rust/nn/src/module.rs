@@ -1,6 +1,6 @@
 //! Walking the named layers and tensors of a model.
 
-use trainable_candle_core::{Result, Tensor};
+use trainable_candle_core::{Result, Tensor, Var};
 
 use crate::Linear;
 
@@ -47,6 +47,11 @@ pub trait Module {
             Ok(())
         }));
         tensors
+    }
+
+    /// Every trainable parameter with its name; none in a model that was loaded, all in a fresh one.
+    fn named_vars(&self) -> Vec<(String, Var)> {
+        self.named_tensors().into_iter().filter_map(|(name, tensor)| Some((name, Var::of(&tensor)?))).collect()
     }
 }
 

@@ -1,1 +1,4 @@
-//! Objectives, samplers and the training step of trainable-candle.
+//! Objectives and samplers of trainable-candle.
+
+pub mod objective;
+pub mod sampler;

@@ -1,0 +1,70 @@
+//! The blocks of a diffusion transformer with adaLN-zero conditioning (arXiv:2212.09748, section 3.2): shift, scale and gate
+//! of every layer come from the condition, and start at zero, so that a fresh block is the identity.
+
+use trainable_candle_core::ops::activation::Gelu;
+use trainable_candle_core::ops::norm::layer_norm;
+use trainable_candle_core::{Result, Tensor};
+use trainable_candle_nn::{Init, Linear, Module, Visitor, Weights};
+
+use super::DigitsConfig;
+use crate::layers::Attention;
+
+const EPS: f64 = 1e-6;
+
+/// Layer norm of `x (B, S, D)` without parameters, then · (1 + scale) + shift; both (B, 1, D).
+pub(super) fn modulated_norm(x: &Tensor, shift: &Tensor, scale: &Tensor) -> Result<Tensor> {
+    layer_norm(x, 1, None, None, EPS)?.mul(&scale.add_scalar(1.0)?)?.add(shift)
+}
+
+/// Xavier's uniform rule (Glorot & Bengio 2010) has the deviation √(2 / (in + out)).
+pub(super) fn xavier(in_features: usize, out_features: usize) -> Init {
+    Init::Normal((2.0 / (in_features + out_features) as f64).sqrt())
+}
+
+/// Attention and feed-forward layers, each modulated, gated and added to its input.
+pub(super) struct Block {
+    norm1: Linear<Tensor>,
+    attn: Attention,
+    ff_in: Linear<Tensor>,
+    ff_out: Linear<Tensor>,
+}
+
+impl Block {
+    pub(super) fn new(config: &DigitsConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        let dim = config.inner_dim();
+        let hidden = config.mlp_ratio * dim;
+        let init = xavier(dim, hidden);
+        Ok(Self {
+            norm1: weights.linear_init("norm1.linear", dim, 6 * dim, true, Init::Constant(0.0))?,
+            attn: Attention::new(
+                config.num_attention_heads,
+                config.attention_head_dim,
+                xavier(dim, dim),
+                &mut weights.pp("attn"),
+            )?,
+            ff_in: weights.linear_init("ff.net.0.proj", dim, hidden, true, init)?,
+            ff_out: weights.linear_init("ff.net.2", hidden, dim, true, init)?,
+        })
+    }
+
+    /// `x (B, S, D)` under the condition `(B, D)` → the same shape.
+    pub(super) fn forward(&self, x: &Tensor, condition: &Tensor) -> Result<Tensor> {
+        let modulation = self.norm1.forward(condition)?.unsqueeze(1)?.chunk(6, 2)?;
+        let [shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff] = &modulation[..] else {
+            unreachable!("six chunks")
+        };
+        let attended = self.attn.forward(&modulated_norm(x, shift_attn, scale_attn)?)?;
+        let x = x.add(&attended.mul(gate_attn)?)?;
+        let hidden = self.ff_in.forward(&modulated_norm(&x, shift_ff, scale_ff)?)?.gelu(Gelu::Tanh)?;
+        x.add(&self.ff_out.forward(&hidden)?.mul(gate_ff)?)
+    }
+}
+
+impl Module for Block {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.linear("norm1.linear", &self.norm1)?;
+        visitor.module("attn", &self.attn)?;
+        visitor.linear("ff.net.0.proj", &self.ff_in)?;
+        visitor.linear("ff.net.2", &self.ff_out)
+    }
+}

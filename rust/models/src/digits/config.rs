@@ -1,0 +1,100 @@
+//! The sizes of a digits transformer.
+
+use serde::{Deserialize, Serialize};
+use trainable_candle_core::{Error, Result};
+
+/// `config.json` of a digits transformer. The default is the model in the package.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DigitsConfig {
+    /// What model the file is of.
+    pub _class_name: String,
+    /// Height and width of a picture in pixels; a multiple of `patch_size`.
+    pub sample_size: usize,
+    /// Height and width of the square that becomes one token.
+    pub patch_size: usize,
+    /// Channels of a picture.
+    pub in_channels: usize,
+    /// Number of blocks.
+    pub num_layers: usize,
+    /// Heads of each attention.
+    pub num_attention_heads: usize,
+    /// Width of each head; the model's width is the product of both.
+    pub attention_head_dim: usize,
+    /// Width of the feed-forward layers' middle, as a multiple of the model's width.
+    pub mlp_ratio: usize,
+    /// Number of sinusoids that tell the time; even.
+    pub frequency_embedding_size: usize,
+    /// Number of classes.
+    pub num_classes: usize,
+}
+
+impl Default for DigitsConfig {
+    fn default() -> Self {
+        Self {
+            _class_name: super::DigitsTransformer::CLASS_NAME.into(),
+            sample_size: 8,
+            patch_size: 2,
+            in_channels: 1,
+            num_layers: 3,
+            num_attention_heads: 3,
+            attention_head_dim: 32,
+            mlp_ratio: 3,
+            frequency_embedding_size: 64,
+            num_classes: 10,
+        }
+    }
+}
+
+impl DigitsConfig {
+    /// Width of the tokens.
+    pub const fn inner_dim(&self) -> usize {
+        self.num_attention_heads * self.attention_head_dim
+    }
+
+    /// Patches along one side of a picture.
+    pub const fn grid(&self) -> usize {
+        self.sample_size / self.patch_size
+    }
+
+    /// Values of one patch.
+    pub const fn patch_dim(&self) -> usize {
+        self.patch_size * self.patch_size * self.in_channels
+    }
+
+    /// Check every value.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the value and what it must be.
+    pub fn validate(&self) -> Result<()> {
+        let sizes = [
+            ("sample_size", self.sample_size),
+            ("patch_size", self.patch_size),
+            ("in_channels", self.in_channels),
+            ("num_layers", self.num_layers),
+            ("num_attention_heads", self.num_attention_heads),
+            ("attention_head_dim", self.attention_head_dim),
+            ("mlp_ratio", self.mlp_ratio),
+            ("frequency_embedding_size", self.frequency_embedding_size),
+            ("num_classes", self.num_classes),
+        ];
+        // Far above any sensible size, and low enough that no product overflows.
+        const LARGEST: usize = 1 << 16;
+        if let Some((name, size)) = sizes.iter().find(|(_, size)| !(1..=LARGEST).contains(size)) {
+            return Err(Error::Config(format!("DigitsTransformer: {name} is {size}, expected 1 to {LARGEST}")));
+        }
+        if self.sample_size % self.patch_size != 0 {
+            return Err(Error::Config(format!(
+                "DigitsTransformer: sample_size {} is no multiple of patch_size {}",
+                self.sample_size, self.patch_size
+            )));
+        }
+        if self.frequency_embedding_size % 2 != 0 {
+            return Err(Error::Config(format!(
+                "DigitsTransformer: frequency_embedding_size is {}, expected an even number",
+                self.frequency_embedding_size
+            )));
+        }
+        Ok(())
+    }
+}

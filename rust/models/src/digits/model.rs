@@ -1,0 +1,191 @@
+//! The digits transformer: patches in, velocity out.
+
+use std::path::Path;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
+use trainable_candle_core::ops::index::embedding;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_nn::{Init, Linear, Module, Source, Visitor, Weights};
+
+use super::DigitsConfig;
+use super::blocks::{Block, modulated_norm, xavier};
+use crate::layers::TimestepEmbedding;
+use crate::{Model, Pretrained};
+
+/// A class-conditional diffusion transformer for small pictures. It predicts the velocity `noise - picture` of flow matching.
+pub struct DigitsTransformer {
+    config: DigitsConfig,
+    patch_embed: Linear<Tensor>,
+    pos_embed: Tensor,
+    time_embedding: TimestepEmbedding,
+    class_embedding: Tensor,
+    blocks: Vec<Arc<Block>>,
+    norm_out: Linear<Tensor>,
+    proj_out: Linear<Tensor>,
+    checkpointing: RwLock<Policy>,
+}
+
+impl DigitsTransformer {
+    /// The `_class_name` in its `config.json`.
+    pub const CLASS_NAME: &'static str = "DigitsTransformer";
+
+    /// A model over `weights`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    pub fn new(config: DigitsConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        config.validate()?;
+        let (dim, patch_dim) = (config.inner_dim(), config.patch_dim());
+        let embedding = Init::Normal(0.02);
+        let blocks = (0..config.num_layers)
+            .map(|i| Ok(Arc::new(Block::new(&config, &mut weights.pp(&format!("transformer_blocks.{i}")))?)))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Self {
+            patch_embed: weights.linear_init("pos_embed.proj", patch_dim, dim, true, xavier(patch_dim, dim))?,
+            pos_embed: weights.get("pos_embed.pos_embed", (1, config.grid() * config.grid(), dim), embedding)?,
+            time_embedding: TimestepEmbedding::new(
+                config.frequency_embedding_size,
+                dim,
+                &mut weights.pp("time_embedding"),
+            )?,
+            class_embedding: weights.get("class_embedding.weight", (config.num_classes, dim), embedding)?,
+            blocks,
+            norm_out: weights.linear_init("norm_out.linear", dim, 2 * dim, true, Init::Constant(0.0))?,
+            proj_out: weights.linear_init("proj_out", dim, patch_dim, true, Init::Constant(0.0))?,
+            checkpointing: RwLock::new(Policy::None),
+            config,
+        })
+    }
+
+    /// A model to train from the start: every parameter is a trainable f32 variable drawn from the library's generator.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong, [`Error::OutOfMemory`] if it does not fit.
+    pub fn fresh(config: DigitsConfig, device: &Device) -> Result<Self> {
+        Self::new(config, &mut Source::fresh(device).root())
+    }
+
+    /// The frozen model at `path`: a folder, or a weight file beside its `config.json`.
+    ///
+    /// # Errors
+    /// As [`Pretrained::find`] and [`load`](Self::load).
+    pub fn from_pretrained(path: &Path, dtype: Option<DType>, device: &Device) -> Result<Self> {
+        Self::load(&Pretrained::find(path)?, dtype, device)
+    }
+
+    /// The frozen model of `files`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::tensors`].
+    pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
+        let config: DigitsConfig = files.config()?;
+        if config._class_name != Self::CLASS_NAME {
+            return Err(Error::Config(format!(
+                "{}: the model is a \"{}\", expected \"{}\"",
+                files.config_path().display(),
+                config._class_name,
+                Self::CLASS_NAME
+            )));
+        }
+        files.build(dtype, device, |weights| Self::new(config, weights))
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &DigitsConfig {
+        &self.config
+    }
+
+    /// The velocity at `sample (B, C, H, W)` (pixels in -1..1 under noise), at `timestep (B)` from 0 (picture) to 1000 (noise), for
+    /// `class_labels (B)` (i64 or u32). The result has the shape of `sample` and the dtype of the weights.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, [`Error::Index`] if a label is no class.
+    pub fn forward(&self, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<Tensor> {
+        self.check(sample, timestep, class_labels)?;
+        let mut x = self.patch_embed.forward(&self.patchify(&sample.to_dtype(self.dtype())?)?)?.add(&self.pos_embed)?;
+        let condition =
+            self.time_embedding.forward(timestep)?.add(&embedding(&self.class_embedding, class_labels)?)?.silu()?;
+        let policy = *self.checkpointing.read().unwrap_or_else(PoisonError::into_inner);
+        for block in &self.blocks {
+            let block = block.clone();
+            let run = move |xs: &[Tensor]| Ok(vec![block.forward(&xs[0], &xs[1])?]);
+            x = checkpoint_with(policy, run, &[&x, &condition])?.remove(0);
+        }
+        let modulation = self.norm_out.forward(&condition)?.unsqueeze(1)?.chunk(2, 2)?;
+        let [scale, shift] = &modulation[..] else { unreachable!("two chunks") };
+        self.unpatchify(&self.proj_out.forward(&modulated_norm(&x, shift, scale)?)?)
+    }
+
+    fn check(&self, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<()> {
+        let (channels, size) = (self.config.in_channels, self.config.sample_size);
+        let &[batch, c, h, w] = sample.dims() else {
+            return Err(self.misfit("sample", sample, &format!("(B, {channels}, {size}, {size})")));
+        };
+        if [c, h, w] != [channels, size, size] {
+            return Err(self.misfit("sample", sample, &format!("(B, {channels}, {size}, {size})")));
+        }
+        for (name, tensor) in [("timestep", timestep), ("class_labels", class_labels)] {
+            if tensor.dims() != [batch] {
+                return Err(self.misfit(name, tensor, &format!("({batch},), the batch size of the sample")));
+            }
+        }
+        Ok(())
+    }
+
+    fn misfit(&self, name: &str, found: &Tensor, expected: &str) -> Error {
+        Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims()))
+    }
+
+    /// (B, C, H, W) → (B, grid², C · p²), patches and pixels row by row.
+    fn patchify(&self, x: &Tensor) -> Result<Tensor> {
+        let (g, p, c) = (self.config.grid(), self.config.patch_size, self.config.in_channels);
+        let batch = x.dims()[0];
+        x.reshape(vec![batch, c, g, p, g, p])?.permute(&[0, 2, 4, 1, 3, 5])?.reshape((
+            batch,
+            g * g,
+            self.config.patch_dim(),
+        ))
+    }
+
+    /// (B, grid², p² · C) → (B, C, H, W); the channels come last within a patch, as in DiT.
+    fn unpatchify(&self, x: &Tensor) -> Result<Tensor> {
+        let (g, p, c) = (self.config.grid(), self.config.patch_size, self.config.in_channels);
+        let batch = x.dims()[0];
+        x.reshape(vec![batch, g, g, p, p, c])?.permute(&[0, 5, 1, 3, 2, 4])?.reshape((batch, c, g * p, g * p))
+    }
+}
+
+impl Module for DigitsTransformer {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.linear("pos_embed.proj", &self.patch_embed)?;
+        visitor.tensor("pos_embed.pos_embed", &self.pos_embed)?;
+        visitor.module("time_embedding", &self.time_embedding)?;
+        visitor.tensor("class_embedding.weight", &self.class_embedding)?;
+        for (i, block) in self.blocks.iter().enumerate() {
+            visitor.module(&format!("transformer_blocks.{i}"), block.as_ref())?;
+        }
+        visitor.linear("norm_out.linear", &self.norm_out)?;
+        visitor.linear("proj_out", &self.proj_out)
+    }
+}
+
+impl Model for DigitsTransformer {
+    fn class_name(&self) -> &'static str {
+        Self::CLASS_NAME
+    }
+
+    fn config_json(&self) -> Result<String> {
+        serde_json::to_string_pretty(&self.config)
+            .map(|text| text + "\n")
+            .map_err(|e| Error::Config(format!("save_pretrained: {e}")))
+    }
+
+    fn dtype(&self) -> DType {
+        self.proj_out.weight.dtype()
+    }
+
+    fn set_checkpointing(&self, policy: Policy) {
+        *self.checkpointing.write().unwrap_or_else(PoisonError::into_inner) = policy;
+    }
+}
