@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use trainable_candle_core::{Device, Error, Result, Tensor};
-use trainable_candle_nn::adapter::AdapterSet;
+use trainable_candle_nn::Layer;
+use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
 
 use crate::tensor_file::{TensorFile, save_tensors};
 
@@ -33,6 +34,10 @@ impl std::str::FromStr for AdapterFormat {
 const PEFT_PREFIX: &str = "base_model.model.";
 /// Beside each layer's matrices, so that the scale alpha / rank can be read without a configuration file.
 const ALPHA: &str = "alpha";
+/// The down matrix, whose first size is the rank.
+const DOWN: &str = ".lora_A.weight";
+/// What only DoRA has.
+const MAGNITUDE: &str = ".lora_magnitude_vector.weight";
 
 /// Write the adapters to `path`, atomically, with `.alpha` beside each layer and the configuration in the metadata.
 ///
@@ -74,27 +79,37 @@ fn settings_text(set: &AdapterSet) -> Result<Vec<(String, String)>> {
     Ok(vec![("lora_adapter_metadata".into(), json.to_string())])
 }
 
+/// What an adapter file holds: parameters under peft's names without a prefix, and alphas by layer.
+struct AdapterTensors {
+    values: BTreeMap<String, Tensor>,
+    alphas: BTreeMap<String, f64>,
+}
+
+fn read_adapter(path: &Path) -> Result<AdapterTensors> {
+    let mut file = TensorFile::open(path)?;
+    let mut read = AdapterTensors { values: BTreeMap::new(), alphas: BTreeMap::new() };
+    for name in file.names() {
+        let tensor = file.read(&name, &Device::Cpu)?;
+        let bare = name.strip_prefix(PEFT_PREFIX).unwrap_or(&name);
+        match bare.strip_suffix(ALPHA).and_then(|n| n.strip_suffix('.')) {
+            Some(layer) => {
+                read.alphas.insert(layer.to_string(), tensor.item()?);
+            }
+            None => {
+                read.values.insert(bare.to_string(), tensor);
+            }
+        }
+    }
+    Ok(read)
+}
+
 /// Read the parameters of an adapter file into `set`.
 ///
 /// # Errors
 /// [`Error::WeightsFormat`] if it is no adapter file; [`Error::Config`] or [`Error::Shape`] if it does not fit the adapters;
 /// nothing is changed then.
 pub fn load_adapter(path: &Path, set: &AdapterSet) -> Result<()> {
-    let mut file = TensorFile::open(path)?;
-    let mut values = BTreeMap::new();
-    let mut alphas = BTreeMap::new();
-    for name in file.names() {
-        let tensor = file.read(&name, &Device::Cpu)?;
-        let bare = name.strip_prefix(PEFT_PREFIX).unwrap_or(&name);
-        match bare.strip_suffix(ALPHA).and_then(|n| n.strip_suffix('.')) {
-            Some(layer) => {
-                alphas.insert(layer.to_string(), tensor.item()?);
-            }
-            None => {
-                values.insert(bare.to_string(), tensor);
-            }
-        }
-    }
+    let AdapterTensors { values, alphas } = read_adapter(path)?;
     for (layer, settings) in set.layers() {
         let here = settings.scale * settings.rank as f64;
         if let Some(there) = alphas.get(layer).filter(|a| (*a - here).abs() > 1e-4 * here.abs()) {
@@ -105,4 +120,35 @@ pub fn load_adapter(path: &Path, set: &AdapterSet) -> Result<()> {
         }
     }
     set.load(&values)
+}
+
+/// Put the adapters of a file on the `layers` that it names, with their ranks, kinds and alphas (the rank where it has none), their
+/// effect multiplied by `scale`.
+///
+/// # Errors
+/// [`Error::WeightsFormat`] if it is no adapter file or names layers that are not there; as [`AdapterSet::attach`] and
+/// [`AdapterSet::load`].
+pub fn attach_adapter(path: &Path, scale: f64, layers: &[(String, Layer<'_>)]) -> Result<AdapterSet> {
+    let AdapterTensors { values, alphas } = read_adapter(path)?;
+    let mut config = LoraConfig { target_modules: Vec::new(), ..LoraConfig::default() };
+    for (name, tensor) in &values {
+        config.use_dora |= name.ends_with(MAGNITUDE);
+        let Some(layer) = name.strip_suffix(DOWN) else { continue };
+        if !layers.iter().any(|(known, _)| known == layer) {
+            return Err(Error::weights(path, format!("the model has no layer {layer}; the adapter is for another model")));
+        }
+        let rank = tensor.dims().first().copied().unwrap_or(0);
+        config.rank_pattern.insert(layer.to_string(), rank);
+        config.alpha_pattern.insert(layer.to_string(), scale * alphas.get(layer).copied().unwrap_or(rank as f64));
+        config.target_modules.push(layer.to_string());
+    }
+    if config.target_modules.is_empty() {
+        return Err(Error::weights(path, "no adapter file: none of its tensors is named LAYER.lora_A.weight"));
+    }
+    let set = AdapterSet::attach(config, layers)?;
+    if let Err(error) = set.load(&values) {
+        set.set_enabled(false);
+        return Err(error);
+    }
+    Ok(set)
 }

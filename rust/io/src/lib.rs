@@ -4,6 +4,6 @@ pub mod adapter_file;
 mod atomic;
 pub mod tensor_file;
 
-pub use adapter_file::{AdapterFormat, load_adapter, save_adapter};
+pub use adapter_file::{AdapterFormat, attach_adapter, load_adapter, save_adapter};
 pub use atomic::write_atomically;
 pub use tensor_file::{TensorFile, load_tensors, save_tensors};

@@ -34,10 +34,20 @@ pub fn euler(
     let _no_grad = no_grad();
     let mut x = noise.clone();
     for pair in sigmas.windows(2) {
-        let v = velocity(&x, pair[0])?.to_dtype(x.dtype())?;
-        x = x.add(&v.mul_scalar(pair[1] - pair[0])?)?;
+        x = euler_step(&x, &velocity(&x, pair[0])?, pair[0], pair[1])?;
     }
     Ok(x)
+}
+
+/// x + (next - σ) · velocity, in the dtype of `x`.
+///
+/// # Errors
+/// [`Error::Shape`] if the shapes differ.
+pub fn euler_step(x: &Tensor, velocity: &Tensor, sigma: f64, next: f64) -> Result<Tensor> {
+    if velocity.dims() != x.dims() {
+        return Err(Error::shape("euler_step", format!("the sample has shape {:?}, the velocity {:?}", x.dims(), velocity.dims())));
+    }
+    x.add(&velocity.to_dtype(x.dtype())?.mul_scalar(next - sigma)?)
 }
 
 #[cfg(test)]

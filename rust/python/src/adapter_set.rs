@@ -1,0 +1,254 @@
+//! The adapters of a whole model and their configuration.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use trainable_candle_core as tc;
+use trainable_candle_io as io;
+use trainable_candle_nn::adapter;
+
+use crate::call::{detached, quick};
+use crate::error::Result;
+use crate::types::Vars;
+use crate::var::Var;
+
+/// Which layers get an adapter, and of what kind and size. The names are peft's.
+///
+/// A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
+/// whole name; "all-linear" stands for every linear layer.
+///
+/// Args:
+///     r: rank, at least 1.
+///     lora_alpha: numerator of the scale, lora_alpha / r.
+///     target_modules: the layers that get an adapter.
+///     exclude_modules: layers to leave out.
+///     lora_dropout: probability of dropping an element of an adapter's input while training, in [0, 1).
+///     use_dora: weight-decomposed adapters (DoRA) instead of LoRA.
+///     use_rslora: scale by lora_alpha / sqrt(r).
+///     rank_pattern: other ranks for layers by name.
+///     alpha_pattern: other alphas for layers by name.
+///
+/// Raises:
+///     ConfigError: if a value is out of range.
+#[pyclass(frozen, module = "trainable_candle")]
+pub struct LoraConfig(adapter::LoraConfig);
+
+#[pymethods]
+impl LoraConfig {
+    #[new]
+    #[pyo3(signature = (r=8, lora_alpha=8.0, target_modules=None, exclude_modules=None, lora_dropout=0.0, use_dora=false,
+        use_rslora=false, rank_pattern=None, alpha_pattern=None))]
+    #[allow(clippy::too_many_arguments)] // peft's
+    fn new(
+        r: usize,
+        lora_alpha: f64,
+        target_modules: Option<Names>,
+        exclude_modules: Option<Names>,
+        lora_dropout: f64,
+        use_dora: bool,
+        use_rslora: bool,
+        rank_pattern: Option<BTreeMap<String, usize>>,
+        alpha_pattern: Option<BTreeMap<String, f64>>,
+    ) -> Result<Self> {
+        let config = adapter::LoraConfig {
+            r,
+            lora_alpha,
+            target_modules: target_modules.map_or_else(|| adapter::LoraConfig::default().target_modules, Names::into_vec),
+            exclude_modules: exclude_modules.map_or_else(Vec::new, Names::into_vec),
+            lora_dropout,
+            use_dora,
+            use_rslora,
+            rank_pattern: rank_pattern.unwrap_or_default(),
+            alpha_pattern: alpha_pattern.unwrap_or_default(),
+        };
+        config.validate()?;
+        Ok(Self(config))
+    }
+
+    #[getter]
+    fn r(&self) -> usize {
+        self.0.r
+    }
+
+    #[getter]
+    fn lora_alpha(&self) -> f64 {
+        self.0.lora_alpha
+    }
+
+    #[getter]
+    fn target_modules(&self) -> Vec<String> {
+        self.0.target_modules.clone()
+    }
+
+    #[getter]
+    fn exclude_modules(&self) -> Vec<String> {
+        self.0.exclude_modules.clone()
+    }
+
+    #[getter]
+    fn lora_dropout(&self) -> f64 {
+        self.0.lora_dropout
+    }
+
+    #[getter]
+    fn use_dora(&self) -> bool {
+        self.0.use_dora
+    }
+
+    #[getter]
+    fn use_rslora(&self) -> bool {
+        self.0.use_rslora
+    }
+
+    #[getter]
+    fn rank_pattern(&self) -> BTreeMap<String, usize> {
+        self.0.rank_pattern.clone()
+    }
+
+    #[getter]
+    fn alpha_pattern(&self) -> BTreeMap<String, f64> {
+        self.0.alpha_pattern.clone()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.0)
+    }
+}
+
+impl LoraConfig {
+    /// A copy of the configuration.
+    pub fn inner(&self) -> adapter::LoraConfig {
+        self.0.clone()
+    }
+}
+
+/// One name or several.
+#[derive(FromPyObject)]
+enum Names {
+    One(String),
+    Several(Vec<String>),
+}
+
+impl Names {
+    fn into_vec(self) -> Vec<String> {
+        match self {
+            Self::One(name) => vec![name],
+            Self::Several(names) => names,
+        }
+    }
+}
+
+/// The adapters that `add_adapter` or `load_adapter` put on a model.
+#[pyclass(frozen, module = "trainable_candle")]
+pub struct AdapterSet {
+    set: Arc<adapter::AdapterSet>,
+    vars: Vec<(String, Py<Var>)>,
+}
+
+impl AdapterSet {
+    /// The Python object of a set.
+    pub fn object(py: Python<'_>, set: Arc<adapter::AdapterSet>) -> PyResult<Py<Self>> {
+        let vars = set.named_vars().into_iter().map(|(name, var)| Ok((name, Var::object(py, var)?))).collect::<PyResult<_>>()?;
+        Py::new(py, Self { set, vars })
+    }
+}
+
+#[pymethods]
+impl AdapterSet {
+    /// The trainable parameters in the order of the layers.
+    fn parameters(&self, py: Python<'_>) -> Vec<Py<Var>> {
+        self.vars.iter().map(|(_, var)| var.clone_ref(py)).collect()
+    }
+
+    /// The trainable parameters under peft's names ("transformer_blocks.0.attn.to_q.lora_A.weight").
+    fn named_parameters<'py>(&self, py: Python<'py>) -> Result<Vars<'py>> {
+        let dict = PyDict::new(py);
+        for (name, var) in &self.vars {
+            dict.set_item(name, var)?;
+        }
+        Ok(Vars(dict))
+    }
+
+    /// The configuration.
+    #[getter]
+    fn config(&self) -> LoraConfig {
+        LoraConfig(self.set.config().clone())
+    }
+
+    /// Let the model compute through the adapters, or exactly as if there were none.
+    fn set_enabled(&self, enabled: bool) {
+        self.set.set_enabled(enabled);
+    }
+
+    /// Training (dropout on) or not.
+    fn set_training(&self, training: bool) {
+        self.set.set_training(training);
+    }
+
+    /// Write the adapters to a safetensors file, complete or not at all.
+    ///
+    /// Args:
+    ///     path: the file.
+    ///     format: whose names it carries: "peft" or "diffusers".
+    ///     metadata: text entries for the file's header.
+    ///
+    /// Raises:
+    ///     FileError: if the file cannot be written.
+    ///     ArgumentError: if the format is unknown.
+    #[pyo3(signature = (path, format="peft", metadata=None))]
+    fn save(&self, py: Python<'_>, path: PathBuf, format: &str, metadata: Option<BTreeMap<String, String>>) -> Result<()> {
+        let format: io::AdapterFormat = format.parse()?;
+        let metadata = metadata.unwrap_or_default();
+        detached(py, || io::save_adapter(&path, &self.set, format, &metadata))
+    }
+
+    /// Read the parameters of an adapter file with the same layers, ranks and alphas.
+    ///
+    /// Raises:
+    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter.
+    ///     ConfigError, ShapeError: if it does not fit; nothing is changed then.
+    fn load(&self, py: Python<'_>, path: PathBuf) -> Result<()> {
+        detached(py, || io::load_adapter(&path, &self.set))
+    }
+
+    fn __repr__(&self) -> String {
+        let elements: usize = self.set.vars().iter().map(|var| var.elem_count()).sum();
+        format!("AdapterSet({} layers, {elements} parameters)", self.set.layers().count())
+    }
+}
+
+/// The adapters of a model: none, or one set.
+#[derive(Default)]
+pub struct Attached(std::sync::Mutex<Option<Arc<adapter::AdapterSet>>>);
+
+impl Attached {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Arc<adapter::AdapterSet>>> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Attach a set that `make` builds.
+    pub fn attach(&self, py: Python<'_>, make: impl FnOnce() -> tc::Result<adapter::AdapterSet> + Send) -> Result<Py<AdapterSet>> {
+        let set = Arc::new(detached(py, make)?);
+        *self.lock() = Some(set.clone());
+        Ok(AdapterSet::object(py, set)?)
+    }
+
+    /// The set, for the operation `op` that needs one.
+    pub fn get(&self, op: &'static str) -> Result<Arc<adapter::AdapterSet>> {
+        let missing = || tc::Error::argument(op, "the model has no adapter; call add_adapter() or load_adapter() first");
+        Ok(self.lock().clone().ok_or_else(missing)?)
+    }
+
+    /// Take the set off, if there is one.
+    pub fn remove(&self) -> Result<()> {
+        quick(|| {
+            if let Some(set) = self.lock().take() {
+                set.set_enabled(false);
+            }
+            Ok(())
+        })
+    }
+}
