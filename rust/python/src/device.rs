@@ -33,7 +33,11 @@ pub fn looks_like_device(text: &str) -> bool {
     matches!(text.split(':').next(), Some("cpu" | "cuda"))
 }
 
-fn parse(text: &str) -> Result<tc::Device> {
+/// The device of a name.
+///
+/// # Errors
+/// `DeviceError` if the name is unknown, `CudaUnavailableError` if CUDA cannot be used.
+pub fn parse(text: &str) -> Result<tc::Device> {
     let (kind, index) = match text.split_once(':') {
         Some((kind, index)) => (kind, Some(index)),
         None => (text, None),
