@@ -78,7 +78,7 @@ fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw
     };
     let source = Source {
         // SAFETY: the array object is alive, so its header is readable.
-        data: unsafe { (*array.as_array_ptr()).data.cast_const().cast() },
+        data: unsafe { (*array.as_array_ptr()).fields.data.cast_const().cast() },
         dims: array.shape().to_vec(),
         strides: array.strides().to_vec(),
         element,
