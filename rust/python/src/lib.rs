@@ -3,6 +3,7 @@
 //! One file per area of the library, no arithmetic. Everything is exported flat here; the Python package gives it its
 //! structure.
 
+mod adapter;
 mod autograd;
 mod call;
 mod device;
@@ -10,6 +11,7 @@ mod dlpack;
 mod dtype;
 mod error;
 mod exceptions;
+mod functional;
 mod rng;
 mod runtime;
 mod tensor;
@@ -20,11 +22,18 @@ mod var;
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
+    use crate::adapter::{Adapter, init_linear};
+    #[pymodule_export]
     use crate::autograd::{checkpoint, grad, gradcheck, is_grad_enabled, set_grad_enabled};
     #[pymodule_export]
     use crate::dlpack::from_dlpack;
     #[pymodule_export]
     use crate::dtype::DType;
+    #[pymodule_export]
+    use crate::functional::{
+        conv2d, cross_entropy, dropout, embedding, group_norm, huber_loss, l1_loss, layer_norm, linear, lora_backward, mse_loss,
+        rms_norm, rope, scaled_dot_product_attention,
+    };
     #[pymodule_export]
     use crate::rng::{get_rng_state, manual_seed, set_rng_state};
     #[pymodule_export]

@@ -214,6 +214,6 @@ impl Tensor {
     ///     ShapeError: if the table is not a matrix.
     ///     DTypeError: if `ids` is not an integer tensor.
     fn embedding(&self, py: Python<'_>, ids: &Self) -> Result<Self> {
-        compute(py, ids.0.elem_count(), || tc::Tensor::embedding(&self.0, &ids.0)).map(Self)
+        compute(py, ids.0.elem_count(), || tc::ops::index::embedding(&self.0, &ids.0)).map(Self)
     }
 }
