@@ -1,5 +1,149 @@
 """Fine-tune large models with LoRA and DoRA, without PyTorch."""
 
-from trainable_candle._core import __version__
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-__all__ = ["__version__"]
+from trainable_candle._core import (
+    DType,
+    Tensor,
+    Var,
+    __version__,
+    arange,
+    cat,
+    checkpoint,
+    empty_like,
+    eye,
+    from_dlpack,
+    full,
+    get_num_threads,
+    get_rng_state,
+    grad,
+    gradcheck,
+    is_grad_enabled,
+    lora_backward,
+    manual_seed,
+    ones,
+    ones_like,
+    rand,
+    randint,
+    randn,
+    set_num_threads,
+    set_rng_state,
+    stack,
+    tensor,
+    where,
+    zeros,
+    zeros_like,
+)
+from trainable_candle._grad_mode import enable_grad, no_grad
+from trainable_candle._info import info
+from trainable_candle.errors import (
+    ArgumentError,
+    AutogradError,
+    ConfigError,
+    CudaUnavailableError,
+    DatasetError,
+    DeviceError,
+    DTypeError,
+    Error,
+    FileError,
+    IndexOutOfRangeError,
+    InternalError,
+    MissingFileError,
+    NoBackwardError,
+    NonFiniteError,
+    OutOfMemoryError,
+    ShapeError,
+    WeightsFormatError,
+)
+
+if TYPE_CHECKING:
+    from trainable_candle import cuda, errors, memory, nn, optim, testing
+
+float32 = DType("f32")
+float16 = DType("f16")
+bfloat16 = DType("bf16")
+float64 = DType("f64")
+uint8 = DType("u8")
+uint32 = DType("u32")
+int64 = DType("i64")
+
+__all__ = [
+    "ArgumentError",
+    "AutogradError",
+    "ConfigError",
+    "CudaUnavailableError",
+    "DType",
+    "DTypeError",
+    "DatasetError",
+    "DeviceError",
+    "Error",
+    "FileError",
+    "IndexOutOfRangeError",
+    "InternalError",
+    "MissingFileError",
+    "NoBackwardError",
+    "NonFiniteError",
+    "OutOfMemoryError",
+    "ShapeError",
+    "Tensor",
+    "Var",
+    "WeightsFormatError",
+    "__version__",
+    "arange",
+    "bfloat16",
+    "cat",
+    "checkpoint",
+    "cuda",
+    "empty_like",
+    "enable_grad",
+    "errors",
+    "eye",
+    "float16",
+    "float32",
+    "float64",
+    "from_dlpack",
+    "full",
+    "get_num_threads",
+    "get_rng_state",
+    "grad",
+    "gradcheck",
+    "info",
+    "int64",
+    "is_grad_enabled",
+    "lora_backward",
+    "manual_seed",
+    "memory",
+    "nn",
+    "no_grad",
+    "ones",
+    "ones_like",
+    "optim",
+    "rand",
+    "randint",
+    "randn",
+    "set_num_threads",
+    "set_rng_state",
+    "stack",
+    "tensor",
+    "testing",
+    "uint32",
+    "uint8",
+    "where",
+    "zeros",
+    "zeros_like",
+]
+
+# Imported when first used, so that `import trainable_candle` stays quick.
+_LAZY = frozenset({"memory", "nn", "optim", "testing"})
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _LAZY:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,8 +1,51 @@
-//! Python bindings of trainable-candle.
+//! Python bindings of trainable-candle: the extension module `trainable_candle._core`.
+//!
+//! One file per area of the library, no arithmetic. Everything is exported flat here; the Python package gives it its
+//! structure.
+
+mod adapter;
+mod autograd;
+mod call;
+mod device;
+mod dlpack;
+mod dtype;
+mod error;
+mod exceptions;
+mod functional;
+mod rng;
+mod runtime;
+mod tensor;
+mod types;
+mod var;
 
 /// The compiled part of trainable-candle; import `trainable_candle` instead.
 #[pyo3::pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::adapter::{Adapter, init_linear};
+    #[pymodule_export]
+    use crate::autograd::{checkpoint, grad, gradcheck, is_grad_enabled, set_grad_enabled};
+    #[pymodule_export]
+    use crate::dlpack::from_dlpack;
+    #[pymodule_export]
+    use crate::dtype::DType;
+    #[pymodule_export]
+    use crate::functional::{
+        conv2d, cross_entropy, dropout, embedding, group_norm, huber_loss, l1_loss, layer_norm, linear, lora_backward, mse_loss,
+        rms_norm, rope, scaled_dot_product_attention,
+    };
+    #[pymodule_export]
+    use crate::rng::{get_rng_state, manual_seed, set_rng_state};
+    #[pymodule_export]
+    use crate::runtime::{available_bytes, get_num_threads, saved_bytes, set_num_threads};
+    #[pymodule_export]
+    use crate::tensor::{
+        Tensor, arange, cat, empty_like, eye, full, ones, ones_like, rand, randint, randn, stack, tensor, where_, zeros,
+        zeros_like,
+    };
+    #[pymodule_export]
+    use crate::var::Var;
+
     /// Version of the package.
     #[pymodule_export]
     #[allow(non_upper_case_globals)]
@@ -11,9 +54,5 @@ mod _core {
     /// Cargo profile of this build, `"release"` or `"debug"`.
     #[pymodule_export]
     #[allow(non_upper_case_globals)]
-    const build_profile: &str = if cfg!(debug_assertions) {
-        "debug"
-    } else {
-        "release"
-    };
+    const build_profile: &str = if cfg!(debug_assertions) { "debug" } else { "release" };
 }

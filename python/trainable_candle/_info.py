@@ -1,0 +1,27 @@
+"""What this installation is and what it runs on."""
+
+import platform
+from typing import Any
+
+from trainable_candle import _core, cuda
+
+__all__ = ["info"]
+
+
+def info() -> dict[str, Any]:
+    """Return versions, the backend picked and why, devices and threads.
+
+    Returns:
+        A dictionary with `version`, `python`, `platform`, `backend` ("cpu" or "cuda"), `reason` (why
+        it is not CUDA, or None), `devices`, `threads`.
+    """
+    reason = cuda.unavailable_reason()
+    return {
+        "version": _core.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "backend": "cpu" if reason else "cuda",
+        "reason": reason,
+        "devices": ["cpu", *(f"cuda:{i}" for i in range(cuda.device_count()))],
+        "threads": _core.get_num_threads(),
+    }

@@ -1,0 +1,102 @@
+"""The exceptions of the library.
+
+Each is an `Error`, and also the builtin that Python code expects: a `ShapeError` is a `ValueError`,
+a `MissingFileError` a `FileNotFoundError`. A message starts with the operation, says what was found
+and what was expected and, where the caller can act, what to do.
+"""
+
+__all__ = [
+    "ArgumentError",
+    "AutogradError",
+    "ConfigError",
+    "CudaUnavailableError",
+    "DTypeError",
+    "DatasetError",
+    "DeviceError",
+    "Error",
+    "FileError",
+    "IndexOutOfRangeError",
+    "InternalError",
+    "MissingFileError",
+    "NoBackwardError",
+    "NonFiniteError",
+    "OutOfMemoryError",
+    "ShapeError",
+    "WeightsFormatError",
+]
+
+
+class Error(Exception):
+    """The base of all exceptions of the library."""
+
+
+class ShapeError(Error, ValueError):
+    """Shapes do not fit together."""
+
+
+class DTypeError(Error, TypeError):
+    """An operation does not take a dtype, or operands disagree."""
+
+
+class DeviceError(Error, ValueError):
+    """Operands are on different devices, or a device is unknown."""
+
+
+class CudaUnavailableError(Error, RuntimeError):
+    """CUDA was asked for and cannot be used; the message says why."""
+
+
+class IndexOutOfRangeError(Error, IndexError):
+    """An index lies outside its dimension."""
+
+
+class ArgumentError(Error, ValueError):
+    """An argument lies outside its range."""
+
+
+class NoBackwardError(Error, RuntimeError):
+    """An operation without a derivative met an input that needs a gradient."""
+
+
+class AutogradError(Error, RuntimeError):
+    """The graph cannot be walked: freed, changed in place, not connected."""
+
+
+class OutOfMemoryError(Error, MemoryError):
+    """There is less memory than asked for."""
+
+
+class NonFiniteError(Error, ArithmeticError):
+    """There is a NaN or an infinity where none may be."""
+
+
+class WeightsFormatError(Error, ValueError):
+    """A weight, adapter or state file cannot be used."""
+
+
+class DatasetError(Error, ValueError):
+    """A data set cannot be used."""
+
+
+class ConfigError(Error, ValueError):
+    """A configuration cannot be used."""
+
+
+class FileError(Error, OSError):
+    """The file system said no; `errno`, `strerror` and `filename` are set as for `OSError`."""
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """A file does not exist."""
+
+
+class InternalError(Error, RuntimeError):
+    """A bug in the library; the message asks for a report."""
+
+
+class ReplayComplete(BaseException):  # noqa: N818 - control flow, not an error
+    """Leaves a checkpointed function when all that is needed of it has been recomputed.
+
+    Never reaches the caller of `backward`. Not an `Exception`, so that functions that catch those
+    let it pass.
+    """

@@ -1,0 +1,169 @@
+"""Linear layers: plain, and frozen ones with a LoRA or DoRA adapter."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+
+from trainable_candle._core import Adapter, Tensor, Var, init_linear
+from trainable_candle._core import linear as _linear
+from trainable_candle.errors import ShapeError
+from trainable_candle.nn.module import Module
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["DoRALinear", "Linear", "LoRALinear"]
+
+
+class Linear(Module):
+    """y = x @ weight.T + bias.
+
+    A `Tensor` as weight or bias is frozen, a `Var` is trained.
+
+    Args:
+        weight: (out_features, in_features).
+        bias: (out_features,).
+
+    Raises:
+        ShapeError: If the weight is no matrix or the bias does not fit it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        if weight.ndim != 2:
+            raise ShapeError(
+                f"Linear: the weight has shape {weight.shape}, expected (out_features, in_features)"
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ShapeError(
+                f"Linear: the bias has shape {bias.shape}, expected {weight.shape[:1]}"
+            )
+        self.weight = weight
+        self.bias = bias
+
+    @classmethod
+    def init(
+        cls,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: str | None = None,
+        device: str = "cpu",
+    ) -> Self:
+        """Make a trainable layer; values are uniform in +-1 / sqrt(in_features), as in torch.
+
+        Args:
+            in_features: Size of the input's last dimension.
+            out_features: Size of the result's last dimension.
+            bias: Whether there is a bias.
+            dtype: A floating point dtype; f32 without it.
+            device: The device.
+        """
+        return cls(*init_linear(in_features, out_features, bias, dtype, device))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features).
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: If the input does not fit.
+        """
+        return _linear(input, self.weight, self.bias)
+
+
+class _AdaptedLinear(Module):
+    """A frozen linear layer with an adapter of one kind."""
+
+    _kind: ClassVar[str]
+    _names: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        base_weight: Tensor,
+        rank: int,
+        alpha: float,
+        bias: Tensor | None = None,
+        dropout: float = 0.0,
+        rslora: bool = False,
+    ) -> None:
+        scale = alpha / (math.sqrt(rank) if rslora else rank) if rank > 0 else 0.0
+        self.weight = base_weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self._adapter = Adapter(self._kind, self.weight, self.bias, rank, scale, dropout)
+        for name, var in zip(self._names, self._adapter.vars(), strict=True):
+            setattr(self, name, var)
+
+    @property
+    def scale(self) -> float:
+        """The factor in front of the low-rank product: alpha / rank, alpha / sqrt(rank) for rsLoRA."""
+        return self._adapter.scale
+
+    def get_vars(self) -> list[Var]:
+        """Return the trainable parameters."""
+        return self._adapter.vars()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features).
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: If the input does not fit.
+        """
+        self._adapter.set_training(self.training)
+        return self._adapter.forward(input, self.weight, self.bias)
+
+    def merge(self) -> Tensor:
+        """Return the weight with which a plain layer computes the same."""
+        return self._adapter.merged_weight(self.weight)
+
+
+class LoRALinear(_AdaptedLinear):
+    """A frozen linear layer with LoRA (Hu et al. 2021, arXiv:2106.09685).
+
+    y = x @ W.T + b + scale * (x @ lora_down.T) @ lora_up.T, as one operation. `lora_down`
+    (rank, in_features) starts uniform as torch starts a linear layer, `lora_up`
+    (out_features, rank) at zero; both are f32 variables.
+
+    Args:
+        base_weight: W, (out_features, in_features); stays as it is.
+        rank: At least 1.
+        alpha: The scale is alpha / rank.
+        bias: b, (out_features,); stays as it is.
+        dropout: Probability of dropping an element of the adapter's input in training.
+        rslora: Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732).
+
+    Raises:
+        ShapeError: If the weight is no matrix or the bias does not fit it.
+        ArgumentError: If the rank is below 1 or the dropout not in [0, 1).
+    """
+
+    _kind = "lora"
+    _names = ("lora_down", "lora_up")
+    lora_down: Var
+    lora_up: Var
+
+
+class DoRALinear(_AdaptedLinear):
+    """A frozen linear layer with DoRA (Liu et al. 2024, arXiv:2402.09353).
+
+    The rows of W + scale * lora_up @ lora_down, brought to the lengths in `magnitude`
+    (out_features,), which starts at the lengths of the rows of W. The norm is a constant in the
+    backward, as in the paper and in peft.
+
+    Args:
+        base_weight: W, (out_features, in_features); stays as it is.
+        rank: At least 1.
+        alpha: The scale is alpha / rank.
+        bias: (out_features,); stays as it is.
+        dropout: Probability of dropping an element of the adapter's input in training.
+        rslora: Scale by alpha / sqrt(rank) instead.
+
+    Raises:
+        ShapeError: If the weight is no matrix or the bias does not fit it.
+        ArgumentError: If the rank is below 1 or the dropout not in [0, 1).
+    """
+
+    _kind = "dora"
+    _names = ("lora_down", "lora_up", "magnitude")
+    lora_down: Var
+    lora_up: Var
+    magnitude: Var

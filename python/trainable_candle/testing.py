@@ -1,0 +1,53 @@
+"""Comparing tensors in tests."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainable_candle._core import Tensor
+
+__all__ = ["TOLERANCES", "assert_close"]
+
+# Relative and absolute tolerance by dtype, for results that another implementation computed.
+TOLERANCES: dict[str, tuple[float, float]] = {
+    "f64": (1e-9, 1e-11),
+    "f32": (1e-5, 1e-6),
+    "f16": (2e-3, 1e-4),
+    "bf16": (1.6e-2, 1e-4),
+}
+
+
+def _as_array(value: Any) -> npt.NDArray[Any]:
+    if not isinstance(value, Tensor):
+        return np.asarray(value)
+    value = value.detach()
+    return value.to("f32").numpy() if value.dtype == "bf16" else value.numpy()
+
+
+def assert_close(
+    actual: Tensor, expected: Any, *, rtol: float | None = None, atol: float | None = None
+) -> None:
+    """Assert that a tensor has the shape and, within tolerance, the values of `expected`.
+
+    Args:
+        actual: The tensor.
+        expected: A tensor of the same dtype, or an array or nested lists.
+        rtol: Relative tolerance; that of the tensor's dtype in `TOLERANCES` without it.
+        atol: Absolute tolerance; that of the tensor's dtype in `TOLERANCES` without it.
+
+    Raises:
+        AssertionError: If they differ; names shapes and the largest difference.
+    """
+    if isinstance(expected, Tensor) and actual.dtype != expected.dtype:
+        raise AssertionError(f"dtypes differ: {actual.dtype} and {expected.dtype}")
+    default_rtol, default_atol = TOLERANCES.get(str(actual.dtype), (0.0, 0.0))
+    reference = _as_array(expected)
+    if tuple(actual.shape) != reference.shape:
+        raise AssertionError(f"shapes differ: {tuple(actual.shape)} and {reference.shape}")
+    np.testing.assert_allclose(
+        _as_array(actual),
+        reference,
+        rtol=default_rtol if rtol is None else rtol,
+        atol=default_atol if atol is None else atol,
+    )

@@ -1,0 +1,126 @@
+//! Adapters of single layers, and the initial values of layers.
+
+use pyo3::prelude::*;
+use tc::{DType, Tensor as Inner};
+use trainable_candle_core as tc;
+use trainable_candle_nn::adapter::{self, AdapterSettings, KINDS};
+use trainable_candle_nn::{Linear, init};
+
+use crate::call::{compute, quick};
+use crate::device;
+use crate::dtype::DTypeArg;
+use crate::error::Result;
+use crate::tensor::Tensor;
+use crate::var::Var;
+
+/// A trainable change to one frozen linear layer.
+///
+/// Args:
+///     kind: "lora" or "dora".
+///     weight: the layer's frozen weight, (out_features, in_features).
+///     bias: the layer's frozen bias, (out_features,).
+///     rank: rank of the low-rank product, at least 1.
+///     scale: factor in front of it.
+///     dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
+///
+/// Raises:
+///     ArgumentError: if the kind is unknown, or a number is out of range.
+///     ShapeError: if the weight is no matrix or the bias does not fit it.
+#[pyclass(frozen, module = "trainable_candle")]
+pub struct Adapter {
+    inner: Box<dyn adapter::Adapter>,
+    vars: Vec<Py<Var>>,
+}
+
+#[pymethods]
+impl Adapter {
+    #[new]
+    #[pyo3(signature = (kind, weight, bias, rank, scale, dropout=0.0))]
+    fn new(
+        py: Python<'_>,
+        kind: &str,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        rank: isize,
+        scale: f64,
+        dropout: f64,
+    ) -> Result<Self> {
+        const OP: &str = "Adapter";
+        let Some(kind) = KINDS.iter().find(|k| k.name == kind) else {
+            let known = KINDS.iter().map(|k| k.name).collect::<Vec<_>>().join("\", \"");
+            return Err(tc::Error::argument(OP, format!("unknown kind \"{kind}\"; expected \"{known}\"")).into());
+        };
+        let Some(rank) = usize::try_from(rank).ok().filter(|&rank| rank > 0) else {
+            return Err(tc::Error::argument(OP, format!("the rank is {rank}, expected at least 1")).into());
+        };
+        if !(0.0..1.0).contains(&dropout) {
+            return Err(tc::Error::argument(OP, format!("the dropout is {dropout}, expected a number in [0, 1)")).into());
+        }
+        if !scale.is_finite() {
+            return Err(tc::Error::argument(OP, format!("the scale is {scale}, expected a finite number")).into());
+        }
+        let base = Linear::<Inner>::from_parameters(weight.0.detach(), bias.map(|b| b.0.detach()))?;
+        let settings = AdapterSettings { rank, scale, dropout };
+        let vars = quick(|| (kind.init)(&base.weight, &settings)?.iter().map(tc::Var::from_tensor).collect::<tc::Result<Vec<_>>>())?;
+        let inner = (kind.build)(&vars, &settings)?;
+        let vars = vars.into_iter().map(|var| Var::object(py, var)).collect::<PyResult<_>>()?;
+        Ok(Self { inner, vars })
+    }
+
+    /// The trainable parameters: down, up, and for DoRA the magnitude.
+    fn vars(&self, py: Python<'_>) -> Vec<Py<Var>> {
+        self.vars.iter().map(|var| var.clone_ref(py)).collect()
+    }
+
+    /// The factor in front of the low-rank product.
+    #[getter]
+    fn scale(&self) -> f64 {
+        self.inner.scale()
+    }
+
+    /// The layer's result with the adapter: (..., in_features) -> (..., out_features).
+    ///
+    /// Raises:
+    ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+    #[pyo3(signature = (input, weight, bias=None))]
+    fn forward(&self, py: Python<'_>, input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let work = input.0.elem_count().saturating_add(weight.0.elem_count());
+        compute(py, work, || self.inner.forward(&input.0, &weight.0, bias.map(|b| &b.0))).map(Tensor)
+    }
+
+    /// The weight with which a plain layer computes the same.
+    fn merged_weight(&self, py: Python<'_>, weight: &Tensor) -> Result<Tensor> {
+        compute(py, weight.0.elem_count(), || self.inner.merged_weight(&weight.0)).map(Tensor)
+    }
+
+    /// Training (dropout on) or not.
+    fn set_training(&self, training: bool) {
+        self.inner.set_training(training);
+    }
+}
+
+/// Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,), uniform in
+/// +-1 / sqrt(in_features), as torch starts one.
+///
+/// Raises:
+///     OutOfMemoryError: if they do not fit.
+///     DTypeError: if the dtype is not floating point.
+#[pyfunction]
+#[pyo3(signature = (in_features, out_features, bias=true, dtype=None, device="cpu"))]
+pub fn init_linear(
+    py: Python<'_>,
+    in_features: usize,
+    out_features: usize,
+    bias: bool,
+    dtype: Option<DTypeArg>,
+    device: &str,
+) -> Result<(Py<Var>, Option<Py<Var>>)> {
+    let device = device::parse(device)?;
+    let dtype = dtype.map_or(DType::F32, |dtype| dtype.0);
+    let (weight, bias) = compute(py, in_features.saturating_mul(out_features), || {
+        let weight = tc::Var::from_tensor(&init::kaiming_uniform((out_features, in_features), dtype, &device)?)?;
+        let bias = bias.then(|| tc::Var::from_tensor(&init::uniform_by_fan(in_features, out_features, dtype, &device)?));
+        Ok((weight, bias.transpose()?))
+    })?;
+    Ok((Var::object(py, weight)?, bias.map(|bias| Var::object(py, bias)).transpose()?))
+}

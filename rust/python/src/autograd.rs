@@ -1,0 +1,231 @@
+//! Gradients: backward, grad, the recording mode, checkpoints, gradcheck.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use pyo3::inspect::PyStaticExpr;
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PyTuple};
+use pyo3::{type_hint_identifier, type_hint_subscript};
+use tc::checkpoint::checkpoint_with;
+use tc::gradcheck::Tolerance;
+use trainable_candle_core as tc;
+
+use crate::call::{detached, quick};
+use crate::error::{Result, from_callback};
+use crate::tensor::Tensor;
+use crate::types::{Anything, ELLIPSIS};
+
+#[pymethods]
+impl Tensor {
+    /// Differentiate with respect to every variable that this depends on; gradients are added to their `.grad`.
+    ///
+    /// What the tape saved is freed on the way, unless `retain_graph`.
+    ///
+    /// Args:
+    ///     gradient: the gradient of this tensor, in its shape; not needed for a single element.
+    ///     retain_graph: whether the graph can be walked again.
+    ///
+    /// Raises:
+    ///     ShapeError: if there is more than one element and no gradient, or its shape differs.
+    ///     AutogradError: if nothing depends on a variable, the graph was walked before, or a variable was changed
+    ///         in place since it was used.
+    #[pyo3(signature = (gradient=None, retain_graph=false))]
+    fn backward(&self, py: Python<'_>, gradient: Option<&Self>, retain_graph: bool) -> Result<()> {
+        detached(py, || self.0.backward_with(gradient.map(|g| &g.0), retain_graph)).map(|_| ())
+    }
+}
+
+/// A tensor or a sequence of them.
+#[derive(FromPyObject)]
+pub enum Tensors<'py> {
+    One(PyRef<'py, Tensor>),
+    Several(Vec<PyRef<'py, Tensor>>),
+}
+
+impl Tensors<'_> {
+    fn inner(&self) -> Vec<&tc::Tensor> {
+        match self {
+            Self::One(tensor) => vec![&tensor.0],
+            Self::Several(tensors) => tensors.iter().map(|tensor| &tensor.0).collect(),
+        }
+    }
+}
+
+/// The gradients of `loss` with respect to `inputs`; `.grad` is left alone.
+///
+/// Args:
+///     loss: a tensor on the tape.
+///     inputs: variables, or any tensors on the tape.
+///     gradient: the gradient of `loss`, in its shape; not needed for a single element.
+///     retain_graph: whether the graph can be walked again.
+///
+/// Returns:
+///     One gradient for each input, None for those that the loss does not depend on.
+///
+/// Raises:
+///     AutogradError: as `backward`, and if an input needs no gradient.
+///     ShapeError: as `backward`.
+#[pyfunction]
+#[pyo3(signature = (loss, inputs, gradient=None, retain_graph=false))]
+pub fn grad(
+    py: Python<'_>,
+    loss: &Tensor,
+    inputs: Tensors<'_>,
+    gradient: Option<&Tensor>,
+    retain_graph: bool,
+) -> Result<Vec<Option<Tensor>>> {
+    let inputs = inputs.inner();
+    let grads = detached(py, || tc::grad(&loss.0, &inputs, gradient.map(|g| &g.0), retain_graph))?;
+    Ok(grads.into_iter().map(|grad| grad.map(Tensor)).collect())
+}
+
+/// Whether operations of this thread are recorded.
+#[pyfunction]
+pub fn is_grad_enabled() -> bool {
+    tc::tape::is_grad_enabled()
+}
+
+/// Switch recording on this thread; returns what it was.
+#[pyfunction]
+pub fn set_grad_enabled(enabled: bool) -> bool {
+    tc::tape::set_grad_enabled(enabled)
+}
+
+/// A Python function.
+pub struct Function(Py<PyAny>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Function {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = type_hint_subscript!(
+        type_hint_identifier!("collections.abc", "Callable"),
+        ELLIPSIS,
+        type_hint_identifier!("typing", "Any")
+    );
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        if object.is_callable() {
+            return Ok(Self(object.to_owned().unbind()));
+        }
+        let kind = object.get_type().name()?;
+        Err(pyo3::exceptions::PyTypeError::new_err(format!("expected a function, found {kind}")))
+    }
+}
+
+impl Function {
+    /// Call with tensors. What it raises comes back as it is.
+    fn call<'py>(&self, py: Python<'py>, inputs: &[tc::Tensor]) -> PyResult<Bound<'py, PyAny>> {
+        let inputs = inputs.iter().map(|tensor| Bound::new(py, Tensor(tensor.clone()))).collect::<PyResult<Vec<_>>>()?;
+        self.0.bind(py).call1(PyTuple::new(py, inputs)?)
+    }
+}
+
+/// The tensors that a function returned, and whether it was one tensor alone.
+fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::Tensor>, bool)> {
+    if let Ok(tensor) = returned.cast::<Tensor>() {
+        return Ok((vec![tensor.get().0.clone()], true));
+    }
+    let items = match returned.cast::<PyTuple>() {
+        Ok(tuple) => Some(tuple.to_list()),
+        Err(_) => returned.cast::<PyList>().ok().cloned(),
+    };
+    let tensors = items.and_then(|items| {
+        items.iter().map(|item| item.cast::<Tensor>().ok().map(|tensor| tensor.get().0.clone())).collect::<Option<Vec<_>>>()
+    });
+    match tensors {
+        Some(tensors) => Ok((tensors, false)),
+        None => {
+            let kind = returned.get_type().name()?;
+            let message = format!("the function returned {kind}, expected a Tensor or a tuple of Tensors");
+            Err(crate::error::Error::from(tc::Error::argument(op, message)).into())
+        }
+    }
+}
+
+/// Run `function(*tensors)`, keeping little for the backward pass; what it needs is recomputed then.
+///
+/// The function must compute the same when it is called again; random numbers are replayed, so that dropout draws the
+/// same mask. Variables that it captures get their gradients.
+///
+/// Args:
+///     function: takes the tensors, returns a Tensor or a tuple of Tensors.
+///     tensors: its arguments; capture anything else in the function.
+///     policy: "full" keeps the tensors only, "selective" also the results of matrix products and attention, so that
+///         only cheap operations are recomputed, "none" keeps everything.
+///
+/// Returns:
+///     What the function returns.
+///
+/// Raises:
+///     ArgumentError: if an argument or a result is not a Tensor, or the policy is unknown.
+///     Whatever the function raises.
+#[pyfunction]
+#[pyo3(signature = (function, *tensors: "Tensor", policy="full"))]
+pub fn checkpoint<'py>(
+    py: Python<'py>,
+    function: Function,
+    tensors: &Bound<'py, PyTuple>,
+    policy: &str,
+) -> Result<Anything<'py>> {
+    const OP: &str = "checkpoint";
+    let policy = policy.parse()?;
+    let mut inputs = Vec::with_capacity(tensors.len());
+    for (index, tensor) in tensors.iter().enumerate() {
+        let Ok(tensor) = tensor.cast::<Tensor>() else {
+            let kind = tensor.get_type().name()?;
+            let message = format!("argument {index} is {kind}, expected a Tensor; capture other values in the function");
+            return Err(tc::Error::argument(OP, message).into());
+        };
+        inputs.push(tensor.get().0.clone());
+    }
+    let single = Arc::new(AtomicBool::new(false));
+    let returned_one = single.clone();
+    let run = move |inputs: &[tc::Tensor]| {
+        Python::attach(|py| {
+            let returned = function.call(py, inputs).and_then(|returned| outputs(OP, &returned));
+            let (tensors, one) = returned.map_err(|error| from_callback(py, error))?;
+            returned_one.store(one, Ordering::Relaxed);
+            Ok(tensors)
+        })
+    };
+    let results = quick(|| checkpoint_with(policy, run, &inputs.iter().collect::<Vec<_>>()))?;
+    let mut results = results.into_iter().map(|tensor| Bound::new(py, Tensor(tensor))).collect::<PyResult<Vec<_>>>()?;
+    if single.load(Ordering::Relaxed) {
+        return Ok(Anything(results.swap_remove(0).into_any()));
+    }
+    Ok(Anything(PyTuple::new(py, results)?.into_any()))
+}
+
+/// Check the gradient of `function` at `inputs` against central differences in f64:
+/// `|analytic - numeric| <= atol + rtol * |numeric|` for every entry.
+///
+/// Args:
+///     function: takes the inputs, returns a Tensor of any shape.
+///     inputs: an f64 tensor or several.
+///     eps: step of the differences.
+///     atol: absolute tolerance.
+///     rtol: relative tolerance.
+///
+/// Returns:
+///     True.
+///
+/// Raises:
+///     AutogradError: if an entry is off; names the worst.
+///     DTypeError: if an input is not f64.
+///     Whatever the function raises.
+#[pyfunction]
+#[pyo3(signature = (function, inputs, eps=1e-6, atol=1e-5, rtol=1e-3))]
+pub fn gradcheck(py: Python<'_>, function: Function, inputs: Tensors<'_>, eps: f64, atol: f64, rtol: f64) -> Result<bool> {
+    let inputs: Vec<tc::Tensor> = inputs.inner().into_iter().map(tc::Tensor::detach).collect();
+    let run = |inputs: &[tc::Tensor]| {
+        let returned = function.call(py, inputs).and_then(|returned| outputs("gradcheck", &returned));
+        let (mut tensors, one) = returned.map_err(|error| from_callback(py, error))?;
+        if one {
+            return Ok(tensors.swap_remove(0));
+        }
+        Err(tc::Error::argument("gradcheck", "the function returned several values, expected one Tensor"))
+    };
+    quick(|| tc::gradcheck::gradcheck(run, &inputs, Tolerance { eps, atol, rtol }))?;
+    Ok(true)
+}
+

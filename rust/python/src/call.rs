@@ -1,0 +1,42 @@
+//! How a binding calls the library: panics become errors, and long work runs without the GIL.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use pyo3::prelude::*;
+use trainable_candle_core as tc;
+
+use crate::error::{Error, Result};
+
+/// Elements of work from which giving up the GIL (about 50 ns) is worth it.
+const RELEASE_FROM: usize = 8192;
+
+/// Run `work` over about `elements` elements; from a size on, other Python threads run meanwhile.
+#[inline]
+pub fn compute<T: Send>(py: Python<'_>, elements: usize, work: impl FnOnce() -> tc::Result<T> + Send) -> Result<T> {
+    if elements < RELEASE_FROM { quick(work) } else { detached(py, work) }
+}
+
+/// Run `work`, which takes long whatever its inputs look like (a backward pass), without the GIL.
+pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> tc::Result<T> + Send) -> Result<T> {
+    py.detach(|| quick(work))
+}
+
+/// Run `work`, which is short (a view, a small tensor) or needs the GIL.
+#[inline]
+pub fn quick<T>(work: impl FnOnce() -> tc::Result<T>) -> Result<T> {
+    // Nothing of ours is left half-changed by a panic: values are immutable, and locks are taken poisoned or not.
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(result) => result.map_err(Error::Core),
+        Err(payload) => Err(Error::Panic(message(&*payload))),
+    }
+}
+
+#[cold]
+fn message(payload: &(dyn Any + Send)) -> String {
+    payload
+        .downcast_ref::<&str>()
+        .map(|text| (*text).to_owned())
+        .or_else(|| payload.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "unknown".to_owned())
+}

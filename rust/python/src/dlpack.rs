@@ -1,0 +1,377 @@
+//! DLPack (data-api conventions of the Python array API): tensors shared with other libraries without a copy.
+//!
+//! Export shares memory. Consumers that speak DLPack 1.0 are told that it is read-only, because values are immutable;
+//! older ones cannot be told and get a copy, unless they ask for none. Import copies: candle's CPU storage owns its
+//! memory.
+
+use std::ffi::{CStr, c_void};
+use std::ptr::NonNull;
+
+use candle_core::{CpuStorage, Storage};
+use pyo3::exceptions::PyBufferError;
+use pyo3::inspect::PyStaticExpr;
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyDict};
+use pyo3::{ffi, type_hint_identifier};
+use tc::Raw;
+use trainable_candle_core as tc;
+
+use crate::error::Result;
+use crate::tensor::Tensor;
+use crate::tensor::source::{Element, Source};
+
+const OP: &str = "dlpack";
+const CPU: i32 = 1;
+const READ_ONLY: u64 = 1;
+const IS_COPIED: u64 = 2;
+
+/// `DLDevice`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Device {
+    kind: i32,
+    id: i32,
+}
+
+/// `DLDataType`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct DataType {
+    code: u8,
+    bits: u8,
+    lanes: u16,
+}
+
+const INT: u8 = 0;
+const UINT: u8 = 1;
+const FLOAT: u8 = 2;
+const BFLOAT: u8 = 4;
+const BOOL: u8 = 6;
+
+/// `DLTensor`.
+#[repr(C)]
+struct View {
+    data: *mut c_void,
+    device: Device,
+    ndim: i32,
+    dtype: DataType,
+    shape: *mut i64,
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+/// `DLManagedTensor`.
+#[repr(C)]
+struct Managed {
+    view: View,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut Self)>,
+}
+
+/// `DLManagedTensorVersioned`.
+#[repr(C)]
+struct ManagedVersioned {
+    major: u32,
+    minor: u32,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut Self)>,
+    flags: u64,
+    view: View,
+}
+
+/// The two structures that a capsule can hold.
+trait Exchange: Sized {
+    const NAME: &'static CStr;
+    const USED: &'static CStr;
+
+    fn view(&self) -> &View;
+    fn deleter(&self) -> Option<unsafe extern "C" fn(*mut Self)>;
+    fn context(&self) -> *mut c_void;
+    fn pack(view: View, context: *mut c_void, flags: u64) -> Self;
+
+    /// Frees what [`export`] made, its tensor included. A consumer calls it through `deleter`.
+    unsafe extern "C" fn delete(this: *mut Self) {
+        // SAFETY: `this` and its context were leaked by `into_capsule`, and a deleter is called once.
+        unsafe {
+            drop(Box::from_raw((*this).context().cast::<Exported>()));
+            drop(Box::from_raw(this));
+        }
+    }
+}
+
+impl Exchange for Managed {
+    const NAME: &'static CStr = c"dltensor";
+    const USED: &'static CStr = c"used_dltensor";
+
+    fn view(&self) -> &View {
+        &self.view
+    }
+
+    fn deleter(&self) -> Option<unsafe extern "C" fn(*mut Self)> {
+        self.deleter
+    }
+
+    fn context(&self) -> *mut c_void {
+        self.context
+    }
+
+    fn pack(view: View, context: *mut c_void, _flags: u64) -> Self {
+        Self { view, context, deleter: Some(Self::delete) }
+    }
+}
+
+impl Exchange for ManagedVersioned {
+    const NAME: &'static CStr = c"dltensor_versioned";
+    const USED: &'static CStr = c"used_dltensor_versioned";
+
+    fn view(&self) -> &View {
+        &self.view
+    }
+
+    fn deleter(&self) -> Option<unsafe extern "C" fn(*mut Self)> {
+        self.deleter
+    }
+
+    fn context(&self) -> *mut c_void {
+        self.context
+    }
+
+    fn pack(view: View, context: *mut c_void, flags: u64) -> Self {
+        Self { major: 1, minor: 0, context, deleter: Some(Self::delete), flags, view }
+    }
+}
+
+/// What an exported structure points into.
+struct Exported {
+    tensor: Raw,
+    shape: Vec<i64>,
+    strides: Vec<i64>,
+}
+
+fn address<T>(values: &[T], offset: usize) -> *const c_void {
+    values[offset..].as_ptr().cast()
+}
+
+/// The first element of a CPU tensor. Its storage neither moves nor goes away while a clone of the tensor lives.
+fn data_of(tensor: &Raw) -> tc::Result<(*const c_void, DataType)> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let offset = layout.start_offset();
+    let Storage::Cpu(storage) = &*storage else {
+        return Err(tc::Error::device(OP, "only CPU tensors can be exported"));
+    };
+    let (data, code) = match storage {
+        CpuStorage::F32(values) => (address(values, offset), FLOAT),
+        CpuStorage::F64(values) => (address(values, offset), FLOAT),
+        CpuStorage::F16(values) => (address(values, offset), FLOAT),
+        CpuStorage::BF16(values) => (address(values, offset), BFLOAT),
+        CpuStorage::U8(values) => (address(values, offset), UINT),
+        CpuStorage::U32(values) => (address(values, offset), UINT),
+        CpuStorage::I64(values) => (address(values, offset), INT),
+        _ => return Err(tc::Error::dtype(OP, format!("dtype {} cannot be exported", tensor.dtype().as_str()))),
+    };
+    let bits = tensor.dtype().size_in_bytes() * 8;
+    Ok((data, DataType { code, bits: bits as u8, lanes: 1 }))
+}
+
+/// A capsule that owns a reference to `tensor`.
+fn export<'py, E: Exchange>(py: Python<'py>, tensor: Raw, flags: u64) -> Result<Bound<'py, PyAny>> {
+    let (data, dtype) = data_of(&tensor)?;
+    let shape: Vec<i64> = tensor.dims().iter().map(|&size| size as i64).collect();
+    let strides: Vec<i64> = tensor.stride().iter().map(|&stride| stride as i64).collect();
+    let exported = Box::leak(Box::new(Exported { tensor, shape, strides }));
+    let view = View {
+        data: data.cast_mut(),
+        device: Device { kind: CPU, id: 0 },
+        ndim: exported.tensor.rank() as i32,
+        dtype,
+        shape: exported.shape.as_mut_ptr(),
+        strides: exported.strides.as_mut_ptr(),
+        byte_offset: 0,
+    };
+    let managed = Box::into_raw(Box::new(E::pack(view, std::ptr::from_mut(exported).cast(), flags)));
+    // SAFETY: `managed` is valid until its deleter runs; the destructor runs it unless a consumer took the structure.
+    let capsule = unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(managed.cast(), E::NAME.as_ptr(), Some(dispose::<E>))) };
+    if capsule.is_err() {
+        // SAFETY: nobody else has seen `managed`.
+        unsafe { E::delete(managed) };
+    }
+    Ok(capsule?)
+}
+
+/// The destructor of a capsule: consumers rename the capsules they take.
+unsafe extern "C" fn dispose<E: Exchange>(capsule: *mut ffi::PyObject) {
+    // SAFETY: Python passes the capsule that is going away; the name says whether its structure is still ours.
+    unsafe {
+        if ffi::PyCapsule_IsValid(capsule, E::NAME.as_ptr()) == 1 {
+            let managed = ffi::PyCapsule_GetPointer(capsule, E::NAME.as_ptr()).cast::<E>();
+            E::delete(managed);
+        }
+    }
+}
+
+fn element(dtype: DataType) -> Option<Element> {
+    Some(match (dtype.code, dtype.bits, dtype.lanes) {
+        (BOOL, 8, 1) => Element::Bool,
+        (INT, 8, 1) => Element::I8,
+        (INT, 16, 1) => Element::I16,
+        (INT, 32, 1) => Element::I32,
+        (INT, 64, 1) => Element::I64,
+        (UINT, 8, 1) => Element::U8,
+        (UINT, 16, 1) => Element::U16,
+        (UINT, 32, 1) => Element::U32,
+        (FLOAT, 16, 1) => Element::F16,
+        (BFLOAT, 16, 1) => Element::BF16,
+        (FLOAT, 32, 1) => Element::F32,
+        (FLOAT, 64, 1) => Element::F64,
+        _ => return None,
+    })
+}
+
+/// Frees the producer's structure when the copy is made, also after an error.
+struct Taken<E: Exchange>(NonNull<E>);
+
+impl<E: Exchange> Drop for Taken<E> {
+    fn drop(&mut self) {
+        // SAFETY: the capsule was renamed, so this is the structure's only owner.
+        unsafe {
+            if let Some(deleter) = self.0.as_ref().deleter() {
+                deleter(self.0.as_ptr());
+            }
+        }
+    }
+}
+
+/// Take the structure out of its capsule and copy what it describes.
+fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
+    // SAFETY: the name was checked by the caller, so the pointer is to an `E` that lives until its deleter runs.
+    let taken = unsafe {
+        let pointer = ffi::PyCapsule_GetPointer(capsule.as_ptr(), E::NAME.as_ptr()).cast::<E>();
+        ffi::PyCapsule_SetName(capsule.as_ptr(), E::USED.as_ptr());
+        let Some(pointer) = NonNull::new(pointer) else {
+            return Err(tc::Error::argument(OP, "the capsule is empty").into());
+        };
+        Taken(pointer)
+    };
+    // SAFETY: as above.
+    let view = unsafe { taken.0.as_ref() }.view();
+    if view.device.kind != CPU {
+        let message = format!("the data are on a device of DLPack type {}, expected the CPU; copy them there first", view.device.kind);
+        return Err(tc::Error::device(OP, message).into());
+    }
+    let Some(element) = element(view.dtype) else {
+        let DataType { code, bits, lanes } = view.dtype;
+        let message = format!("elements of DLPack type code {code}, {bits} bits, {lanes} lanes have no dtype here");
+        return Err(tc::Error::dtype(OP, message).into());
+    };
+    let rank = usize::try_from(view.ndim).map_err(|_| tc::Error::shape(OP, "a negative number of dimensions"))?;
+    // SAFETY: DLPack's contract: `shape` has `ndim` entries, and so has `strides` unless it is null.
+    let dims: Vec<usize> = (0..rank).map(|dim| unsafe { *view.shape.add(dim) }.max(0) as usize).collect();
+    let strides = if view.strides.is_null() {
+        let mut strides = vec![element.size() as isize; rank];
+        for dim in (1..rank).rev() {
+            strides[dim - 1] = strides[dim] * dims[dim] as isize;
+        }
+        strides
+    } else {
+        // SAFETY: as for the shape.
+        (0..rank).map(|dim| unsafe { *view.strides.add(dim) } as isize * element.size() as isize).collect()
+    };
+    let data = view.data.cast::<u8>().wrapping_add(view.byte_offset as usize);
+    let source = Source { data, dims, strides, element, swapped: false };
+    // SAFETY: DLPack's contract: the memory that shape and strides reach is readable until the deleter runs.
+    Ok(unsafe { source.read(OP) }?)
+}
+
+/// The values of an object with `__dlpack__`, copied.
+///
+/// # Errors
+/// `DeviceError` if they are not on the CPU, `DTypeError` if no dtype holds them, or what the producer raises.
+pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
+    let py = object.py();
+    let capsule = if object.is_instance_of::<PyCapsule>() {
+        object.clone()
+    } else {
+        let options = PyDict::new(py);
+        options.set_item("max_version", (1, 0))?;
+        match object.call_method("__dlpack__", (), Some(&options)) {
+            // Producers from before DLPack 1.0 do not know the argument.
+            Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => object.call_method0("__dlpack__")?,
+            other => other?,
+        }
+    };
+    let capsule = capsule.cast::<PyCapsule>()?;
+    // SAFETY: asking for a name is harmless.
+    let is = |name: &CStr| unsafe { ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) == 1 };
+    if is(ManagedVersioned::NAME) {
+        take::<ManagedVersioned>(capsule)
+    } else if is(Managed::NAME) {
+        take::<Managed>(capsule)
+    } else {
+        Err(tc::Error::argument(OP, "the capsule is no DLPack tensor, or was used before").into())
+    }
+}
+
+/// A tensor with a copy of the values of an object that speaks DLPack.
+///
+/// Raises:
+///     DeviceError: if they are not on the CPU.
+///     DTypeError: if no dtype holds them.
+#[pyfunction]
+pub fn from_dlpack(data: &Bound<'_, PyAny>) -> Result<Tensor> {
+    if !data.is_instance_of::<PyCapsule>() && !data.hasattr("__dlpack__")? {
+        let kind = data.get_type().name()?;
+        return Err(tc::Error::argument("from_dlpack", format!("{kind} has no __dlpack__; use tensor()")).into());
+    }
+    Ok(Tensor(import(data)?.into()))
+}
+
+/// A DLPack capsule.
+pub struct Capsule<'py>(Bound<'py, PyAny>);
+
+impl<'py> IntoPyObject<'py> for Capsule<'py> {
+    type Target = PyAny;
+    type Output = Bound<'py, PyAny>;
+    type Error = std::convert::Infallible;
+    const OUTPUT_TYPE: PyStaticExpr = type_hint_identifier!("typing", "Any");
+
+    fn into_pyobject(self, _: Python<'py>) -> std::result::Result<Self::Output, Self::Error> {
+        Ok(self.0)
+    }
+}
+
+#[pymethods]
+impl Tensor {
+    /// A capsule for other libraries' `from_dlpack`. Shares memory with consumers that know it is read-only (DLPack
+    /// 1.0), copies for others unless `copy=False`.
+    #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> Result<Capsule<'py>> {
+        if stream.is_some() {
+            return Err(PyBufferError::new_err("dlpack: CPU tensors have no streams").into());
+        }
+        if dl_device.is_some_and(|device| device != (CPU, 0)) {
+            return Err(PyBufferError::new_err("dlpack: the tensor is on the CPU; move it with to() first").into());
+        }
+        if self.0.requires_grad() {
+            return Err(tc::Error::autograd(OP, "the tensor needs a gradient, which would be lost; detach() it first").into());
+        }
+        let versioned = max_version.is_some_and(|(major, _)| major >= 1);
+        let copies = copy.unwrap_or(!versioned);
+        let tensor = if copies { tc::raw::own_copy(self.0.raw())? } else { self.0.raw().clone() };
+        let flags = if copies { IS_COPIED } else { READ_ONLY };
+        if versioned { export::<ManagedVersioned>(py, tensor, flags) } else { export::<Managed>(py, tensor, 0) }.map(Capsule)
+    }
+
+    /// DLPack's device type and number.
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        (CPU, 0)
+    }
+}
+
+

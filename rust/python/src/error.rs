@@ -1,0 +1,101 @@
+//! Errors across the boundary: one map from the core's error to the Python hierarchy, and back for callbacks.
+
+use pyo3::prelude::*;
+use trainable_candle_core as tc;
+
+use crate::exceptions as py;
+
+/// A result whose error becomes a Python exception.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What a binding can fail with.
+#[derive(Debug)]
+pub enum Error {
+    /// The library refused.
+    Core(tc::Error),
+    /// Python code or the interpreter raised.
+    Python(PyErr),
+    /// The library panicked: a bug, reported with its message.
+    Panic(String),
+}
+
+impl From<tc::Error> for Error {
+    fn from(error: tc::Error) -> Self {
+        Self::Core(error)
+    }
+}
+
+impl From<PyErr> for Error {
+    fn from(error: PyErr) -> Self {
+        Self::Python(error)
+    }
+}
+
+impl From<pyo3::CastError<'_, '_>> for Error {
+    fn from(error: pyo3::CastError<'_, '_>) -> Self {
+        Self::Python(error.into())
+    }
+}
+
+impl From<Error> for PyErr {
+    #[cold]
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Core(error) => raise(error),
+            Error::Python(error) => error,
+            Error::Panic(message) => py::InternalError::new_err(format!(
+                "internal error: {message}; this is a bug in trainable-candle, please report it with the code that led here"
+            )),
+        }
+    }
+}
+
+/// The exception for a core error.
+fn raise(error: tc::Error) -> PyErr {
+    use tc::Error as E;
+    let text = error.to_string();
+    match error {
+        E::Shape { .. } => py::ShapeError::new_err(text),
+        E::DType { .. } => py::DTypeError::new_err(text),
+        E::Device { .. } => py::DeviceError::new_err(text),
+        E::CudaUnavailable(_) => py::CudaUnavailableError::new_err(text),
+        E::Index { .. } => py::IndexOutOfRangeError::new_err(text),
+        E::Argument { .. } => py::ArgumentError::new_err(text),
+        E::NoBackward { .. } => py::NoBackwardError::new_err(text),
+        E::Autograd { .. } => py::AutogradError::new_err(text),
+        E::OutOfMemory { .. } => py::OutOfMemoryError::new_err(text),
+        E::NonFinite { .. } => py::NonFiniteError::new_err(text),
+        E::WeightsFormat { .. } => py::WeightsFormatError::new_err(text),
+        E::Config(_) => py::ConfigError::new_err(text),
+        E::Io { path, source } => raise_io(&path, &source),
+        E::ReplayComplete => py::ReplayComplete::new_err(text),
+        E::External(source) => match source.downcast::<PyErr>() {
+            Ok(exception) => *exception,
+            Err(other) => py::Error::new_err(other.to_string()),
+        },
+        // Candle's own reasons, and cases that a newer core adds.
+        _ => py::Error::new_err(text),
+    }
+}
+
+/// `OSError`'s three arguments, so that `errno`, `strerror` and `filename` are set.
+fn raise_io(path: &std::path::Path, source: &std::io::Error) -> PyErr {
+    let reason = source.to_string();
+    // The text of an operating system error ends with its number, which is an argument of its own here.
+    let reason = reason.split(" (os error").next().unwrap_or_default().to_owned();
+    let arguments = (source.raw_os_error(), reason, path.to_path_buf());
+    if source.kind() == std::io::ErrorKind::NotFound {
+        py::MissingFileError::new_err(arguments)
+    } else {
+        py::FileError::new_err(arguments)
+    }
+}
+
+/// The core's view of an exception that a callback raised: it travels through the library unchanged.
+pub fn from_callback(py: Python<'_>, error: PyErr) -> tc::Error {
+    if error.is_instance_of::<py::ReplayComplete>(py) {
+        tc::Error::ReplayComplete
+    } else {
+        tc::Error::External(Box::new(error))
+    }
+}

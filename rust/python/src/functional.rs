@@ -1,0 +1,365 @@
+//! The functions of `trainable_candle.nn.functional`. Argument names and layouts are torch's.
+
+use pyo3::prelude::*;
+use tc::ops::attention::scaled_dot_product_attention as attention;
+use tc::ops::conv::{self, Conv2dOptions};
+use tc::ops::{dropout as drop, index, linear as lin, loss, lora, norm, rope as rotary};
+use trainable_candle_core as tc;
+
+use crate::call::compute;
+use crate::error::Result;
+use crate::tensor::Tensor;
+use crate::types::Shape;
+
+fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
+    tensor.map(|tensor| &tensor.0)
+}
+
+/// `input @ weight.T + bias`.
+///
+/// Args:
+///     input: (..., in_features).
+///     weight: (out_features, in_features). The input is kept for the backward only if the weight needs a gradient.
+///     bias: (out_features,).
+///
+/// Returns:
+///     (..., out_features).
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+#[pyfunction]
+#[pyo3(signature = (input, weight, bias=None))]
+pub fn linear(py: Python<'_>, input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let work = input.0.elem_count().saturating_add(weight.0.elem_count());
+    compute(py, work, || lin::linear(&input.0, &weight.0, inner(bias))).map(Tensor)
+}
+
+/// The gradients of the two matrices of y = scale * (input @ lora_down.T) @ lora_up.T.
+///
+/// Args:
+///     grad_output: (..., out_features), the gradient of y.
+///     input: (..., in_features).
+///     lora_down: (rank, in_features).
+///     lora_up: (out_features, rank).
+///     scale: the factor.
+///
+/// Returns:
+///     (grad_down, grad_up), in the shapes of the matrices.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+#[pyfunction]
+pub fn lora_backward(
+    py: Python<'_>,
+    grad_output: &Tensor,
+    input: &Tensor,
+    lora_down: &Tensor,
+    lora_up: &Tensor,
+    scale: f64,
+) -> Result<(Tensor, Tensor)> {
+    let work = grad_output.0.elem_count().saturating_add(input.0.elem_count());
+    let (down, up) = compute(py, work, || lora::lora_backward(&grad_output.0, &input.0, &lora_down.0, &lora_up.0, scale))?;
+    Ok((Tensor(down), Tensor(up)))
+}
+
+/// One number for both directions, or (height, width).
+#[derive(FromPyObject)]
+pub enum Pair {
+    Same(usize),
+    Each((usize, usize)),
+}
+
+impl Pair {
+    const fn get(&self) -> [usize; 2] {
+        match *self {
+            Self::Same(size) => [size, size],
+            Self::Each((height, width)) => [height, width],
+        }
+    }
+}
+
+/// Two-dimensional convolution.
+///
+/// Args:
+///     input: (B, C, H, W).
+///     weight: (O, C / groups, KH, KW).
+///     bias: (O,).
+///     stride: pixels from one window to the next, one number or (height, width).
+///     padding: zeros on each side.
+///     dilation: distance of the pixels that neighbouring places of the kernel meet.
+///     groups: parts of the channels that are convolved each by itself.
+///     channels_last: whether input (B, H, W, C), weight (O, KH, KW, C / groups) and result have the channels last, which
+///         saves copies.
+///
+/// Returns:
+///     (B, O, OH, OW); (B, OH, OW, O) with `channels_last`.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     ArgumentError: if a stride or dilation or the number of groups is 0.
+#[pyfunction]
+#[pyo3(signature = (input, weight, bias=None, stride=Pair::Same(1), padding=Pair::Same(0), dilation=Pair::Same(1), groups=1, *, channels_last=false))]
+pub fn conv2d(
+    py: Python<'_>,
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: usize,
+    channels_last: bool,
+) -> Result<Tensor> {
+    let options = Conv2dOptions { stride: stride.get(), padding: padding.get(), dilation: dilation.get(), groups };
+    let apply = if channels_last { conv::conv2d } else { conv::conv2d_nchw };
+    compute(py, input.0.elem_count(), || apply(&input.0, &weight.0, inner(bias), options)).map(Tensor)
+}
+
+/// The number of trailing dimensions that `normalized_shape` names.
+fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> tc::Result<usize> {
+    let sizes = normalized_shape.sizes(op)?;
+    if !sizes.is_empty() && input.dims().ends_with(&sizes) {
+        return Ok(sizes.len());
+    }
+    Err(tc::Error::shape(op, format!("the input has shape {:?}, which does not end in normalized_shape {sizes:?}", input.dims())))
+}
+
+/// Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions.
+///
+/// Args:
+///     input: (..., *normalized_shape).
+///     normalized_shape: the sizes of the trailing dimensions, or the last one's.
+///     weight: scale, of shape `normalized_shape`.
+///     bias: shift, of shape `normalized_shape`.
+///     eps: added to the variance.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+#[pyfunction]
+#[pyo3(signature = (input, normalized_shape, weight=None, bias=None, eps=1e-5))]
+pub fn layer_norm(
+    py: Python<'_>,
+    input: &Tensor,
+    normalized_shape: Shape,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<Tensor> {
+    let dims = trailing("layer_norm", &input.0, &normalized_shape)?;
+    compute(py, input.0.elem_count(), || norm::layer_norm(&input.0, dims, inner(weight), inner(bias), eps)).map(Tensor)
+}
+
+/// Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) of the last dimension.
+///
+/// Args:
+///     input: (..., features).
+///     normalized_shape: (features,) or features.
+///     weight: scale, (features,).
+///     eps: added to the mean square.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+#[pyfunction]
+#[pyo3(signature = (input, normalized_shape, weight=None, eps=1e-6))]
+pub fn rms_norm(py: Python<'_>, input: &Tensor, normalized_shape: Shape, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    if trailing("rms_norm", &input.0, &normalized_shape)? != 1 {
+        return Err(tc::Error::argument("rms_norm", "only the last dimension can be normalised; reshape the others into it").into());
+    }
+    compute(py, input.0.elem_count(), || norm::rms_norm(&input.0, inner(weight), eps)).map(Tensor)
+}
+
+/// Group normalisation (Wu & He 2018, arXiv:1803.08494).
+///
+/// Args:
+///     input: (B, C, ...).
+///     num_groups: the number of groups of channels, a divisor of C.
+///     weight: scale, (C,).
+///     bias: shift, (C,).
+///     eps: added to the variance.
+///     channels_last: whether the input is (B, ..., C), which saves copies.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     ArgumentError: if `num_groups` does not divide C.
+#[pyfunction]
+#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=1e-5, *, channels_last=false))]
+pub fn group_norm(
+    py: Python<'_>,
+    input: &Tensor,
+    num_groups: usize,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: f64,
+    channels_last: bool,
+) -> Result<Tensor> {
+    let apply = |x: &tc::Tensor| norm::group_norm(x, num_groups, inner(weight), inner(bias), eps);
+    let rank = input.0.rank();
+    compute(py, input.0.elem_count(), || {
+        if channels_last || rank < 3 {
+            return apply(&input.0);
+        }
+        let to_last: Vec<usize> = std::iter::once(0).chain(2..rank).chain([1]).collect();
+        let back: Vec<usize> = [0, rank - 1].into_iter().chain(1..rank - 1).collect();
+        apply(&input.0.permute(&to_last)?)?.permute(&back)
+    })
+    .map(Tensor)
+}
+
+/// softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762), without the matrix of scores.
+///
+/// Args:
+///     query: (..., S, D).
+///     key: (..., L, D).
+///     value: (..., L, Dv).
+///     attn_mask: broadcastable to (..., S, L): u8, where 1 means "take part", or floating point, added to the scores.
+///     is_causal: whether position i sees positions up to i only.
+///     scale: factor of the scores, 1 / sqrt(D) without it.
+///
+/// Returns:
+///     (..., S, Dv).
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+#[pyfunction]
+#[pyo3(signature = (query, key, value, attn_mask=None, *, is_causal=false, scale=None))]
+pub fn scaled_dot_product_attention(
+    py: Python<'_>,
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    attn_mask: Option<&Tensor>,
+    is_causal: bool,
+    scale: Option<f64>,
+) -> Result<Tensor> {
+    let work = query.0.elem_count().saturating_add(key.0.elem_count());
+    compute(py, work, || attention(&query.0, &key.0, &value.0, inner(attn_mask), is_causal, scale)).map(Tensor)
+}
+
+/// Zero each element with probability `p` and scale the others by 1 / (1 - p) (Srivastava et al. 2014).
+///
+/// Args:
+///     input: any shape.
+///     p: the probability, in [0, 1).
+///     training: whether to do anything.
+///
+/// Raises:
+///     ArgumentError: if `p` is out of range.
+///     DTypeError: if the input is not floating point.
+#[pyfunction]
+#[pyo3(signature = (input, p=0.5, training=true))]
+pub fn dropout(py: Python<'_>, input: &Tensor, p: f64, training: bool) -> Result<Tensor> {
+    compute(py, input.0.elem_count(), || drop::dropout(&input.0, p, training)).map(Tensor)
+}
+
+/// The rows of a table at given positions.
+///
+/// Args:
+///     input: i64 or u32 positions of any shape.
+///     weight: (entries, features).
+///
+/// Returns:
+///     (..., features).
+///
+/// Raises:
+///     IndexOutOfRangeError: if a position is out of range.
+///     ShapeError, DTypeError: if the operands do not fit.
+#[pyfunction]
+pub fn embedding(py: Python<'_>, input: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    compute(py, weight.0.elem_count(), || index::embedding(&weight.0, &input.0)).map(Tensor)
+}
+
+/// Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features turned by angles.
+///
+/// Args:
+///     x: (..., S, D), D even.
+///     cos: (S, D / 2), cosines of the angles.
+///     sin: (S, D / 2), sines of the angles.
+///     interleaved: whether pairs are neighbours (2i, 2i + 1) instead of (i, i + D / 2).
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+#[pyfunction]
+#[pyo3(signature = (x, cos, sin, interleaved=false))]
+pub fn rope(py: Python<'_>, x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
+    compute(py, x.0.elem_count(), || rotary::rope(&x.0, &cos.0, &sin.0, interleaved)).map(Tensor)
+}
+
+/// The mean squared error.
+///
+/// Args:
+///     input: any shape.
+///     target: the same shape.
+///     reduction: "mean", "sum", or "none" for the losses of the elements.
+///
+/// Raises:
+///     ShapeError, DTypeError: if the operands do not fit.
+///     ArgumentError: if the reduction is unknown.
+#[pyfunction]
+#[pyo3(signature = (input, target, reduction="mean"))]
+pub fn mse_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str) -> Result<Tensor> {
+    let reduction = reduction.parse()?;
+    compute(py, input.0.elem_count(), || loss::mse_loss(&input.0, &target.0, reduction)).map(Tensor)
+}
+
+/// The mean absolute error.
+///
+/// Args:
+///     input: any shape.
+///     target: the same shape.
+///     reduction: "mean", "sum", or "none" for the losses of the elements.
+///
+/// Raises:
+///     ShapeError, DTypeError: if the operands do not fit.
+///     ArgumentError: if the reduction is unknown.
+#[pyfunction]
+#[pyo3(signature = (input, target, reduction="mean"))]
+pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str) -> Result<Tensor> {
+    let reduction = reduction.parse()?;
+    compute(py, input.0.elem_count(), || loss::l1_loss(&input.0, &target.0, reduction)).map(Tensor)
+}
+
+/// The Huber loss: squared up to `delta`, linear beyond (Huber 1964).
+///
+/// Args:
+///     input: any shape.
+///     target: the same shape.
+///     reduction: "mean", "sum", or "none" for the losses of the elements.
+///     delta: where the loss turns linear, above 0.
+///
+/// Raises:
+///     ShapeError, DTypeError: if the operands do not fit.
+///     ArgumentError: if the reduction is unknown or `delta` is not above 0.
+#[pyfunction]
+#[pyo3(signature = (input, target, reduction="mean", delta=1.0))]
+pub fn huber_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str, delta: f64) -> Result<Tensor> {
+    let reduction = reduction.parse()?;
+    compute(py, input.0.elem_count(), || loss::huber_loss(&input.0, &target.0, delta, reduction)).map(Tensor)
+}
+
+/// The cross-entropy of logits and class ids.
+///
+/// Args:
+///     input: (..., classes) logits.
+///     target: (...) class ids, i64 or u32.
+///     ignore_index: rows with this target count nothing.
+///     reduction: "mean" (over the rows that count), "sum", or "none" for the losses of the rows.
+///     label_smoothing: in [0, 1], the share of each target that is spread evenly over all classes.
+///
+/// Raises:
+///     ShapeError, DTypeError: if the operands do not fit.
+///     IndexOutOfRangeError: if a target is no class.
+///     ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
+#[pyfunction]
+#[pyo3(signature = (input, target, *, ignore_index=-100, reduction="mean", label_smoothing=0.0))]
+pub fn cross_entropy(
+    py: Python<'_>,
+    input: &Tensor,
+    target: &Tensor,
+    ignore_index: i64,
+    reduction: &str,
+    label_smoothing: f64,
+) -> Result<Tensor> {
+    let reduction = reduction.parse()?;
+    compute(py, input.0.elem_count(), || loss::cross_entropy(&input.0, &target.0, ignore_index, label_smoothing, reduction))
+        .map(Tensor)
+}

@@ -1,0 +1,177 @@
+//! Operators and the methods of the same names.
+
+use pyo3::prelude::*;
+use trainable_candle_core as tc;
+
+use super::{Operand, Tensor};
+use crate::call::compute;
+use crate::error::Result;
+
+/// Elements that an operation on `a` and `b` touches.
+fn work(a: &tc::Tensor, b: &Operand<'_>) -> usize {
+    a.elem_count().max(b.elem_count())
+}
+
+/// `a op b`, with the operand's number made a tensor unless `scalar` handles it.
+#[inline]
+fn binary(
+    py: Python<'_>,
+    op: &'static str,
+    a: &tc::Tensor,
+    b: &Operand<'_>,
+    tensors: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<tc::Tensor> + Send,
+) -> Result<Tensor> {
+    compute(py, work(a, b), || b.with(op, a, |b| tensors(a, b))).map(Tensor)
+}
+
+/// As [`binary`]; a number is applied without a tensor of its own where `a` is floating point.
+#[inline]
+fn with_scalar(
+    py: Python<'_>,
+    op: &'static str,
+    a: &tc::Tensor,
+    b: &Operand<'_>,
+    tensors: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<tc::Tensor> + Send,
+    scalar: impl FnOnce(&tc::Tensor, f64) -> tc::Result<tc::Tensor> + Send,
+) -> Result<Tensor> {
+    match b {
+        Operand::Number(number) if tc::raw::is_float(a.dtype()) => {
+            let value = number.value;
+            compute(py, a.elem_count(), || scalar(a, value)).map(Tensor)
+        }
+        _ => binary(py, op, a, b, tensors),
+    }
+}
+
+#[pymethods]
+impl Tensor {
+    fn __add__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        with_scalar(py, "add", &self.0, &other, tc::Tensor::add, tc::Tensor::add_scalar)
+    }
+
+    fn __radd__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        with_scalar(py, "add", &self.0, &other, |a, b| b.add(a), tc::Tensor::add_scalar)
+    }
+
+    fn __sub__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        with_scalar(py, "sub", &self.0, &other, tc::Tensor::sub, |a, b| a.add_scalar(-b))
+    }
+
+    fn __rsub__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        with_scalar(py, "sub", &self.0, &other, |a, b| b.sub(a), |a, b| a.affine(-1.0, b))
+    }
+
+    fn __mul__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        with_scalar(py, "mul", &self.0, &other, tc::Tensor::mul, tc::Tensor::mul_scalar)
+    }
+
+    fn __rmul__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        with_scalar(py, "mul", &self.0, &other, |a, b| b.mul(a), tc::Tensor::mul_scalar)
+    }
+
+    // A quotient by a number is a true division: multiplying by the reciprocal rounds twice.
+    fn __truediv__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        binary(py, "div", &self.0, &other, tc::Tensor::div)
+    }
+
+    fn __rtruediv__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        binary(py, "div", &self.0, &other, |a, b| b.div(a))
+    }
+
+    fn __pow__(&self, py: Python<'_>, exponent: Operand<'_>, modulo: Option<&Bound<'_, PyAny>>) -> Result<Self> {
+        if modulo.is_some() {
+            return Err(tc::Error::argument("pow", "a third argument is not supported for tensors").into());
+        }
+        with_scalar(py, "pow", &self.0, &exponent, tc::Tensor::pow, tc::Tensor::pow_scalar)
+    }
+
+    fn __rpow__(&self, py: Python<'_>, base: Operand<'_>, modulo: Option<&Bound<'_, PyAny>>) -> Result<Self> {
+        if modulo.is_some() {
+            return Err(tc::Error::argument("pow", "a third argument is not supported for tensors").into());
+        }
+        binary(py, "pow", &self.0, &base, |a, b| b.pow(a))
+    }
+
+    fn __matmul__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        binary(py, "matmul", &self.0, &other, tc::Tensor::matmul)
+    }
+
+    fn __rmatmul__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        binary(py, "matmul", &self.0, &other, |a, b| b.matmul(a))
+    }
+
+    fn __neg__(&self, py: Python<'_>) -> Result<Self> {
+        compute(py, self.0.elem_count(), || self.0.neg()).map(Self)
+    }
+
+    fn __pos__(&self) -> Self {
+        Self(self.0.clone())
+    }
+
+    fn __abs__(&self, py: Python<'_>) -> Result<Self> {
+        compute(py, self.0.elem_count(), || self.0.abs()).map(Self)
+    }
+
+    fn __eq__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        binary(py, "eq", &self.0, &other, tc::Tensor::eq)
+    }
+
+    fn __ne__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        binary(py, "ne", &self.0, &other, tc::Tensor::ne)
+    }
+
+    fn __lt__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        binary(py, "lt", &self.0, &other, tc::Tensor::lt)
+    }
+
+    fn __le__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        binary(py, "le", &self.0, &other, tc::Tensor::le)
+    }
+
+    fn __gt__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        binary(py, "gt", &self.0, &other, tc::Tensor::gt)
+    }
+
+    fn __ge__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        binary(py, "ge", &self.0, &other, tc::Tensor::ge)
+    }
+
+    /// The larger of each pair of elements; equal ones share the gradient.
+    ///
+    /// Raises:
+    ///     ShapeError: if the shapes do not broadcast.
+    ///     DTypeError: if the dtypes differ.
+    fn maximum(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        binary(py, "maximum", &self.0, &other, tc::Tensor::maximum)
+    }
+
+    /// The smaller of each pair of elements; equal ones share the gradient.
+    ///
+    /// Raises:
+    ///     ShapeError: if the shapes do not broadcast.
+    ///     DTypeError: if the dtypes differ.
+    fn minimum(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        binary(py, "minimum", &self.0, &other, tc::Tensor::minimum)
+    }
+
+    /// Each element to the power of `exponent`.
+    ///
+    /// Raises:
+    ///     ShapeError: if the shapes do not broadcast.
+    ///     DTypeError: if the dtypes differ or are not floating point.
+    fn pow(&self, py: Python<'_>, exponent: Operand<'_>) -> Result<Self> {
+        self.__pow__(py, exponent, None)
+    }
+
+    /// The matrix product (..., m, k) x (..., k, n) -> (..., m, n).
+    ///
+    /// Batch dimensions broadcast; a vector on the left is a row, on the right a column, and that dimension is
+    /// dropped from the result, as in numpy.
+    ///
+    /// Raises:
+    ///     ShapeError: if the shapes do not fit.
+    ///     DTypeError: if the dtypes differ or are not floating point.
+    fn matmul(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
+        self.__matmul__(py, other)
+    }
+}

@@ -1,0 +1,280 @@
+//! Functions that make tensors.
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use tc::DType;
+use trainable_candle_core as tc;
+
+use super::operand::{Number, Operand};
+use super::{Tensor, to_raw};
+use crate::call::compute;
+use crate::device;
+use crate::dtype::DTypeArg;
+use crate::error::Result;
+use crate::types::Shape;
+
+fn dtype_or_f32(dtype: Option<DTypeArg>) -> DType {
+    dtype.map_or(DType::F32, |dtype| dtype.0)
+}
+
+/// Elements of a shape, as a measure of work.
+fn work(sizes: &[usize]) -> usize {
+    sizes.iter().fold(1, |n, &size| n.saturating_mul(size))
+}
+
+/// The values of `data` on `device`; tensors lose their place on the tape.
+pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Device) -> Result<tc::Tensor> {
+    let tensor = match data.cast::<Tensor>() {
+        // Converted where they are, then moved.
+        Ok(tensor) => {
+            let tensor = tensor.get().0.detach();
+            dtype.map_or(Ok(tensor.clone()), |dtype| tensor.to_dtype(dtype))?
+        }
+        Err(_) => to_raw("tensor", data, dtype)?.into(),
+    };
+    Ok(tensor.to_device(device)?)
+}
+
+/// A tensor with a copy of `data`.
+///
+/// Args:
+///     data: a number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or `__array__`.
+///     dtype: the dtype; without it, an array keeps its own, Python floats become f32, integers i64, bools u8.
+///         Narrower integers of arrays become i64 (u16: u32).
+///     device: the device.
+///
+/// Raises:
+///     DTypeError: if the data are not numbers, or of a kind that no dtype holds (complex, uint64).
+///     ShapeError: if nested lists are ragged.
+///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+#[pyfunction]
+#[pyo3(signature = (data, dtype=None, device="cpu"))]
+pub fn tensor(data: &Bound<'_, PyAny>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
+    let device = device::parse(device)?;
+    if let Ok(tensor) = data.cast::<Tensor>() {
+        let raw = tc::raw::own_copy(tensor.get().0.raw())?;
+        let copy = dtype.map_or(Ok(raw.clone()), |dtype| raw.to_dtype(dtype.0)).map_err(tc::Error::from)?;
+        return Ok(Tensor(tc::Tensor::from(copy).to_device(&device)?));
+    }
+    from_data(data, dtype.map(|dtype| dtype.0), &device).map(Tensor)
+}
+
+/// Zeros.
+///
+/// Args:
+///     shape: the sizes, as arguments or one sequence.
+///     dtype: the dtype; f32 without it.
+///     device: the device.
+///
+/// Raises:
+///     OutOfMemoryError: if it does not fit.
+#[pyfunction]
+#[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]", dtype=None, device="cpu"))]
+pub fn zeros(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
+    let sizes = Shape::from_arguments(shape)?.sizes("zeros")?;
+    let device = device::parse(device)?;
+    compute(py, work(&sizes), || tc::Tensor::zeros(sizes, dtype_or_f32(dtype), &device)).map(Tensor)
+}
+
+/// Ones.
+///
+/// Args:
+///     shape: the sizes, as arguments or one sequence.
+///     dtype: the dtype; f32 without it.
+///     device: the device.
+///
+/// Raises:
+///     OutOfMemoryError: if it does not fit.
+#[pyfunction]
+#[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]", dtype=None, device="cpu"))]
+pub fn ones(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
+    let sizes = Shape::from_arguments(shape)?.sizes("ones")?;
+    let device = device::parse(device)?;
+    compute(py, work(&sizes), || tc::Tensor::ones(sizes, dtype_or_f32(dtype), &device)).map(Tensor)
+}
+
+/// One value everywhere.
+///
+/// Args:
+///     shape: the sizes.
+///     value: the value.
+///     dtype: the dtype; without it, f32 for a float and i64 for an integer.
+///     device: the device.
+///
+/// Raises:
+///     OutOfMemoryError: if it does not fit.
+#[pyfunction]
+#[pyo3(signature = (shape, value, dtype=None, device="cpu"))]
+pub fn full(py: Python<'_>, shape: Shape, value: Operand<'_>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
+    let sizes = shape.sizes("full")?;
+    let device = device::parse(device)?;
+    let value = match value {
+        Operand::Number(number) => number,
+        Operand::Tensor(tensor) => Number { value: tensor.item()?, is_integer: !tc::raw::is_float(tensor.dtype()) },
+        Operand::Array(tensor) => Number { value: tensor.item()?, is_integer: !tc::raw::is_float(tensor.dtype()) },
+    };
+    let inferred = if value.is_integer { DType::I64 } else { DType::F32 };
+    let dtype = dtype.map_or(inferred, |dtype| dtype.0);
+    compute(py, work(&sizes), || tc::Tensor::full(value.value, sizes, dtype, &device)).map(Tensor)
+}
+
+fn filled_like(py: Python<'_>, value: f64, tensor: &tc::Tensor, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
+    let dtype = dtype.map_or_else(|| tensor.dtype(), |dtype| dtype.0);
+    let device = device.map_or_else(|| Ok(tensor.device().clone()), device::parse)?;
+    compute(py, tensor.elem_count(), || tc::Tensor::full(value, tensor.shape(), dtype, &device)).map(Tensor)
+}
+
+/// Zeros in the shape of `input`; dtype and device are its own unless given.
+#[pyfunction]
+#[pyo3(signature = (input, dtype=None, device=None))]
+pub fn zeros_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
+    filled_like(py, 0.0, &input.0, dtype, device)
+}
+
+/// Ones in the shape of `input`; dtype and device are its own unless given.
+#[pyfunction]
+#[pyo3(signature = (input, dtype=None, device=None))]
+pub fn ones_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
+    filled_like(py, 1.0, &input.0, dtype, device)
+}
+
+/// A tensor in the shape of `input` whose values mean nothing; dtype and device are its own unless given.
+#[pyfunction]
+#[pyo3(signature = (input, dtype=None, device=None))]
+pub fn empty_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
+    filled_like(py, 0.0, &input.0, dtype, device)
+}
+
+fn number(operand: &Operand<'_>) -> Result<Number> {
+    match operand {
+        Operand::Number(number) => Ok(*number),
+        _ => Err(tc::Error::argument("arange", "expected numbers, found a tensor").into()),
+    }
+}
+
+/// `start`, `start + step`, ... up to but without `end`.
+///
+/// Args:
+///     start: the first value; with one argument it is the end, and the start is 0.
+///     end: the end.
+///     step: the difference of neighbours.
+///     dtype: the dtype; without it, i64 if all arguments are integers, else f32.
+///     device: the device.
+///
+/// Raises:
+///     ArgumentError: if `step` is 0 or an argument is not finite.
+#[pyfunction]
+#[pyo3(signature = (start, end=None, step=None, dtype=None, device="cpu"))]
+pub fn arange(
+    start: Operand<'_>,
+    end: Option<Operand<'_>>,
+    step: Option<Operand<'_>>,
+    dtype: Option<DTypeArg>,
+    device: &str,
+) -> Result<Tensor> {
+    let first = number(&start)?;
+    let (start, end) = match end {
+        Some(end) => (first, number(&end)?),
+        None => (Number { value: 0.0, is_integer: true }, first),
+    };
+    let step = step.as_ref().map_or(Ok(Number { value: 1.0, is_integer: true }), number)?;
+    let parts = [start, end, step];
+    let count = ((end.value - start.value) / step.value).ceil();
+    if step.value == 0.0 || !count.is_finite() || parts.iter().any(|n| !n.value.is_finite()) {
+        let message = format!("from {} to {} by {} never ends; expected finite numbers and a step other than 0", start.value, end.value, step.value);
+        return Err(tc::Error::argument("arange", message).into());
+    }
+    let count = count.max(0.0) as usize;
+    let inferred = if parts.iter().all(|n| n.is_integer) { DType::I64 } else { DType::F32 };
+    let dtype = dtype.map_or(inferred, |dtype| dtype.0);
+    tc::raw::check_allocation("arange", &[count], DType::F64)?;
+    let values: Vec<f64> = (0..count).map(|i| start.value + i as f64 * step.value).collect();
+    let raw = tc::raw::from_vec(values, count).to_dtype(dtype).map_err(tc::Error::from)?;
+    Ok(Tensor(tc::Tensor::from(raw).to_device(&device::parse(device)?)?))
+}
+
+/// The identity matrix (n, m): ones on the diagonal, zeros elsewhere.
+///
+/// Args:
+///     n: rows.
+///     m: columns; `n` without it.
+///     dtype: the dtype; f32 without it.
+///     device: the device.
+///
+/// Raises:
+///     OutOfMemoryError: if it does not fit.
+#[pyfunction]
+#[pyo3(signature = (n, m=None, dtype=None, device="cpu"))]
+pub fn eye(n: usize, m: Option<usize>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
+    let m = m.unwrap_or(n);
+    let count = tc::raw::check_allocation("eye", &[n, m], DType::F32)?;
+    let mut values = vec![0f32; count];
+    values.iter_mut().step_by(m + 1).take(n.min(m)).for_each(|v| *v = 1.0);
+    let raw = tc::raw::from_vec(values, (n, m)).to_dtype(dtype_or_f32(dtype)).map_err(tc::Error::from)?;
+    Ok(Tensor(tc::Tensor::from(raw).to_device(&device::parse(device)?)?))
+}
+
+/// Uniform values in [0, 1) from the library's generator (`manual_seed`).
+///
+/// Args:
+///     shape: the sizes, as arguments or one sequence.
+///     dtype: a floating point dtype; f32 without it.
+///     device: the device.
+///
+/// Raises:
+///     DTypeError: if the dtype is not floating point.
+///     OutOfMemoryError: if it does not fit.
+#[pyfunction]
+#[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]", dtype=None, device="cpu"))]
+pub fn rand(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
+    let sizes = Shape::from_arguments(shape)?.sizes("rand")?;
+    let device = device::parse(device)?;
+    compute(py, work(&sizes), || tc::Tensor::rand(0.0, 1.0, sizes, dtype_or_f32(dtype), &device)).map(Tensor)
+}
+
+/// Standard normal values from the library's generator (`manual_seed`).
+///
+/// Args:
+///     shape: the sizes, as arguments or one sequence.
+///     dtype: a floating point dtype; f32 without it.
+///     device: the device.
+///
+/// Raises:
+///     DTypeError: if the dtype is not floating point.
+///     OutOfMemoryError: if it does not fit.
+#[pyfunction]
+#[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]", dtype=None, device="cpu"))]
+pub fn randn(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
+    let sizes = Shape::from_arguments(shape)?.sizes("randn")?;
+    let device = device::parse(device)?;
+    compute(py, work(&sizes), || tc::Tensor::randn(0.0, 1.0, sizes, dtype_or_f32(dtype), &device)).map(Tensor)
+}
+
+/// Integers in [low, high) from the library's generator (`manual_seed`), i64.
+///
+/// Args:
+///     low: the smallest value.
+///     high: one more than the largest value.
+///     shape: the sizes.
+///     device: the device.
+///
+/// Raises:
+///     ArgumentError: if the range is empty or has more than 2**32 - 1 values.
+///     OutOfMemoryError: if it does not fit.
+#[pyfunction]
+#[pyo3(signature = (low, high, shape, device="cpu"))]
+pub fn randint(py: Python<'_>, low: i64, high: i64, shape: Shape, device: &str) -> Result<Tensor> {
+    let sizes = shape.sizes("randint")?;
+    let device = device::parse(device)?;
+    let span = high.checked_sub(low).and_then(|span| u32::try_from(span).ok()).filter(|&span| span > 0);
+    let span = span.ok_or_else(|| {
+        tc::Error::argument("randint", format!("the range from {low} to {high} is empty or too wide; expected 1 to 2**32 - 1 values"))
+    })?;
+    let count = tc::raw::check_allocation("randint", &sizes, DType::I64)?;
+    compute(py, count, || {
+        let mut values = tc::rng::integers_vec(count, span)?;
+        values.iter_mut().for_each(|v| *v += low);
+        tc::Tensor::from(tc::raw::from_vec(values, sizes)).to_device(&device)
+    })
+    .map(Tensor)
+}

@@ -1,0 +1,97 @@
+//! Functions of each element.
+
+use pyo3::prelude::*;
+use trainable_candle_core as tc;
+
+use super::{Operand, Tensor};
+use crate::call::compute;
+use crate::error::Result;
+
+/// Methods without arguments: Python's name, the core's name, doc.
+macro_rules! unary_methods {
+    ($($name:ident = $method:ident, $doc:literal;)*) => {
+        #[pymethods]
+        impl Tensor {
+            $(
+                #[doc = $doc]
+                ///
+                /// Raises:
+                ///     DTypeError: if the tensor is not floating point.
+                fn $name(&self, py: Python<'_>) -> Result<Self> {
+                    compute(py, self.0.elem_count(), || self.0.$method()).map(Self)
+                }
+            )*
+        }
+    };
+}
+
+unary_methods! {
+    exp = exp, "e to the power of each element.";
+    log = log, "The natural logarithm.";
+    sqrt = sqrt, "The square root.";
+    square = sqr, "The square.";
+    reciprocal = recip, "One over each element.";
+    abs = abs, "The absolute value; the gradient at 0 is 0.";
+    neg = neg, "The negative.";
+    sin = sin, "The sine.";
+    cos = cos, "The cosine.";
+    tanh = tanh, "The hyperbolic tangent.";
+    sigmoid = sigmoid, "1 / (1 + exp(-x)).";
+    relu = relu, "max(x, 0); NaN stays NaN.";
+    silu = silu, "x * sigmoid(x).";
+}
+
+#[pymethods]
+impl Tensor {
+    /// GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+    ///
+    /// Args:
+    ///     approximate: "none" for x * Phi(x) with the error function, "tanh" for its approximation.
+    ///
+    /// Raises:
+    ///     ArgumentError: if `approximate` is something else.
+    ///     DTypeError: if the tensor is not floating point.
+    #[pyo3(signature = (approximate="none"))]
+    fn gelu(&self, py: Python<'_>, approximate: &str) -> Result<Self> {
+        let form: tc::ops::activation::Gelu = approximate.parse()?;
+        compute(py, self.0.elem_count(), || self.0.gelu(form)).map(Self)
+    }
+
+    /// Each element limited to [min, max]; outside, the gradient is 0.
+    ///
+    /// Raises:
+    ///     ArgumentError: if neither limit is given, or min > max.
+    ///     DTypeError: if the tensor is not floating point.
+    #[pyo3(signature = (min=None, max=None))]
+    fn clamp(&self, py: Python<'_>, min: Option<f64>, max: Option<f64>) -> Result<Self> {
+        compute(py, self.0.elem_count(), || self.0.clamp(min, max)).map(Self)
+    }
+}
+
+/// `input` where `condition` is not 0, else `other`; shapes broadcast as in numpy.
+///
+/// Args:
+///     condition: a u8 tensor, such as a comparison gives.
+///     input: a tensor or a number.
+///     other: a tensor or a number; two numbers give f32.
+///
+/// Raises:
+///     DTypeError: if the condition is not u8, or `input` and `other` differ in dtype.
+///     ShapeError: if the shapes do not broadcast.
+#[pyfunction]
+#[pyo3(name = "where")]
+pub fn where_(py: Python<'_>, condition: &Tensor, input: Operand<'_>, other: Operand<'_>) -> Result<Tensor> {
+    let work = condition.0.elem_count().max(input.elem_count()).max(other.elem_count());
+    let select = |a: &tc::Tensor, b: &tc::Tensor| tc::Tensor::select(&condition.0, a, b);
+    compute(py, work, || match (&input, &other) {
+        (Operand::Number(a), Operand::Number(b)) => {
+            let like = tc::Tensor::full(0.0, (), candle_core::DType::F32, condition.0.device())?;
+            select(&a.like("where", &like)?, &b.like("where", &like)?)
+        }
+        (Operand::Number(a), Operand::Tensor(b)) => select(&a.like("where", b)?, b),
+        (Operand::Number(a), Operand::Array(b)) => select(&a.like("where", b)?, b),
+        (Operand::Tensor(a), b) => b.with("where", a, |b| select(a, b)),
+        (Operand::Array(a), b) => b.with("where", a, |b| select(a, b)),
+    })
+    .map(Tensor)
+}

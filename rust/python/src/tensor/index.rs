@@ -1,0 +1,219 @@
+//! Indexing: `t[...]` and the functions that select by integer tensors.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyEllipsis, PyInt, PySlice, PySliceMethods, PyTuple};
+use tc::DType;
+use trainable_candle_core as tc;
+
+use super::{Tensor, to_raw};
+use crate::call::{compute, quick};
+use crate::error::Result;
+use crate::types::resolve_dim;
+
+const OP: &str = "index";
+
+/// One entry of an index.
+enum Item<'py> {
+    Integer(isize),
+    Slice(Bound<'py, PySlice>),
+    NewDim,
+    Ellipsis,
+    /// Positions along one dimension, of any shape.
+    Positions(tc::Tensor),
+    /// Which elements of as many dimensions as it has.
+    Mask(tc::Tensor),
+}
+
+impl<'py> Item<'py> {
+    fn parse(object: &Bound<'py, PyAny>) -> Result<Self> {
+        if let Ok(slice) = object.cast::<PySlice>() {
+            return Ok(Self::Slice(slice.clone()));
+        }
+        if object.is_none() {
+            return Ok(Self::NewDim);
+        }
+        if object.is_instance_of::<PyEllipsis>() {
+            return Ok(Self::Ellipsis);
+        }
+        if object.is_instance_of::<PyInt>() && !object.is_instance_of::<PyBool>() {
+            return Ok(Self::Integer(object.extract()?));
+        }
+        if let Ok(tensor) = object.cast::<Tensor>() {
+            return Self::from_tensor(tensor.get().0.detach());
+        }
+        if object.hasattr("__array__")? || object.is_instance_of::<pyo3::types::PyList>() {
+            return Self::from_tensor(to_raw(OP, object, None)?.into());
+        }
+        if object.hasattr("__index__")? && !object.is_instance_of::<PyBool>() {
+            return Ok(Self::Integer(object.extract()?));
+        }
+        let kind = object.get_type().name()?;
+        let message = format!("cannot index with {kind}; expected integers, slices, None, ..., or an integer or mask tensor");
+        Err(tc::Error::index(OP, message).into())
+    }
+
+    fn from_tensor(tensor: tc::Tensor) -> Result<Self> {
+        match tensor.dtype() {
+            DType::U8 => Ok(Self::Mask(tensor)),
+            DType::I64 | DType::U32 => Ok(Self::Positions(tensor)),
+            // An empty list has no integers to tell its dtype by.
+            _ if tensor.elem_count() == 0 => Ok(Self::Positions(tensor.to_dtype(DType::I64)?)),
+            other => Err(tc::Error::dtype(OP, format!("cannot index with a {} tensor; expected i64 or u32 positions, or a u8 mask", other.as_str())).into()),
+        }
+    }
+
+    /// Dimensions of the tensor that this entry consumes.
+    fn consumes(&self) -> usize {
+        match self {
+            Self::Integer(_) | Self::Slice(_) | Self::Positions(_) => 1,
+            Self::NewDim | Self::Ellipsis => 0,
+            Self::Mask(mask) => mask.rank(),
+        }
+    }
+}
+
+/// Positions with negative ones counted from the end, as a flat i64 tensor.
+fn positions(tensor: &tc::Tensor, size: usize) -> tc::Result<tc::Tensor> {
+    let mut values = tensor.to_dtype(DType::I64)?.to_vec::<i64>()?;
+    for value in &mut values {
+        let position = if *value < 0 { *value + size as i64 } else { *value };
+        if !(0..size as i64).contains(&position) {
+            return Err(tc::Error::index(OP, format!("position {value} is out of range for a dimension of size {size}")));
+        }
+        *value = position;
+    }
+    let count = values.len();
+    tc::Tensor::from(tc::raw::from_vec(values, count)).to_device(tensor.device())
+}
+
+/// The flat positions of the elements that are not 0.
+fn chosen(mask: &tc::Tensor) -> tc::Result<tc::Tensor> {
+    let values = mask.to_vec::<u8>()?;
+    let ids: Vec<i64> = values.iter().enumerate().filter(|(_, m)| **m != 0).map(|(i, _)| i as i64).collect();
+    let count = ids.len();
+    tc::Tensor::from(tc::raw::from_vec(ids, count)).to_device(mask.device())
+}
+
+/// `dims[dim..dim + count]` replaced by `new`.
+fn replaced(dims: &[usize], dim: usize, count: usize, new: &[usize]) -> Vec<usize> {
+    [&dims[..dim], new, &dims[dim + count..]].concat()
+}
+
+fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
+    let rank = tensor.rank();
+    let consumed: usize = items.iter().map(Item::consumes).sum();
+    if consumed > rank {
+        return Err(tc::Error::index(OP, format!("{consumed} indices for a tensor of {rank} dimensions (shape {:?})", tensor.dims())).into());
+    }
+    if items.iter().filter(|item| matches!(item, Item::Ellipsis)).count() > 1 {
+        return Err(tc::Error::index(OP, "more than one ... in an index").into());
+    }
+    if items.iter().filter(|item| matches!(item, Item::Positions(_) | Item::Mask(_))).count() > 1 {
+        return Err(tc::Error::argument(OP, "more than one tensor in an index; index by one at a time, or use gather()").into());
+    }
+    let mut result = tensor.clone();
+    let mut dim = 0;
+    for item in items {
+        match item {
+            Item::Integer(position) => {
+                let size = result.dims()[dim];
+                let index = if *position < 0 { position + size as isize } else { *position };
+                if !(0..size as isize).contains(&index) {
+                    let message = format!("position {position} is out of range for dimension {dim} of size {size}");
+                    return Err(tc::Error::index(OP, message).into());
+                }
+                result = quick(|| result.narrow(dim, index as usize, 1)?.squeeze(dim))?;
+            }
+            Item::Slice(slice) => {
+                let size = result.dims()[dim];
+                let range = slice.indices(size as isize)?;
+                if range.step == 1 || range.slicelength == 0 {
+                    if range.slicelength != size {
+                        let start = if range.slicelength == 0 { 0 } else { range.start as usize };
+                        result = quick(|| result.narrow(dim, start, range.slicelength))?;
+                    }
+                } else {
+                    result = quick(|| result.strided(dim, range.start as usize, range.slicelength, range.step))?;
+                }
+                dim += 1;
+            }
+            Item::NewDim => {
+                result = quick(|| result.unsqueeze(dim))?;
+                dim += 1;
+            }
+            Item::Ellipsis => dim += rank - consumed,
+            Item::Positions(ids) => {
+                let dims = replaced(result.dims(), dim, 1, ids.dims());
+                result = quick(|| {
+                    let ids = positions(ids, result.dims()[dim])?;
+                    result.index_select(&ids, dim)?.reshape(dims)
+                })?;
+                dim += ids.rank();
+            }
+            Item::Mask(mask) => {
+                let count = mask.rank();
+                let covered = &result.dims()[dim..dim + count];
+                if covered != mask.dims() {
+                    let message = format!("the mask has shape {:?}, the dimensions it selects from {covered:?}", mask.dims());
+                    return Err(tc::Error::index(OP, message).into());
+                }
+                let flat = replaced(result.dims(), dim, count, &[mask.elem_count()]);
+                result = quick(|| result.reshape(flat)?.index_select(&chosen(mask)?, dim))?;
+                dim += 1;
+            }
+        }
+    }
+    Ok(result)
+}
+
+#[pymethods]
+impl Tensor {
+    /// Integers, slices with any step, None and ... as in numpy; one integer tensor (positions along a dimension) or one
+    /// u8 mask, where torch would take it. A view except for steps other than 1 and tensors. Differentiable.
+    fn __getitem__(&self, index: &Bound<'_, PyAny>) -> Result<Self> {
+        let items = match index.cast::<PyTuple>() {
+            Ok(tuple) => tuple.iter().map(|item| Item::parse(&item)).collect::<Result<Vec<_>>>()?,
+            Err(_) => vec![Item::parse(index)?],
+        };
+        apply(&self.0, &items).map(Self)
+    }
+
+    /// The slices at positions `index` along `dim`.
+    ///
+    /// Args:
+    ///     dim: the dimension.
+    ///     index: (n,) i64 or u32 positions.
+    ///
+    /// Raises:
+    ///     IndexOutOfRangeError: if a position or the dimension is out of range.
+    ///     DTypeError: if `index` is not an integer tensor.
+    fn index_select(&self, py: Python<'_>, dim: isize, index: &Self) -> Result<Self> {
+        let dim = resolve_dim("index_select", dim, self.0.rank())?;
+        compute(py, self.0.elem_count(), || self.0.index_select(&index.0, dim)).map(Self)
+    }
+
+    /// One element along `dim` for each position in `index`, in the shape of `index`.
+    ///
+    /// Args:
+    ///     dim: the dimension.
+    ///     index: i64 or u32 positions, with as many dimensions as this tensor.
+    ///
+    /// Raises:
+    ///     IndexOutOfRangeError: if a position or the dimension is out of range.
+    ///     ShapeError: if the shapes do not fit.
+    ///     DTypeError: if `index` is not an integer tensor.
+    fn gather(&self, py: Python<'_>, dim: isize, index: &Self) -> Result<Self> {
+        let dim = resolve_dim("gather", dim, self.0.rank())?;
+        compute(py, index.0.elem_count(), || self.0.gather(&index.0, dim)).map(Self)
+    }
+
+    /// The rows of this table (entries, width) at positions `ids` of any shape: (..., width).
+    ///
+    /// Raises:
+    ///     IndexOutOfRangeError: if a position is out of range.
+    ///     ShapeError: if the table is not a matrix.
+    ///     DTypeError: if `ids` is not an integer tensor.
+    fn embedding(&self, py: Python<'_>, ids: &Self) -> Result<Self> {
+        compute(py, ids.0.elem_count(), || tc::ops::index::embedding(&self.0, &ids.0)).map(Self)
+    }
+}

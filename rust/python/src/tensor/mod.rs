@@ -1,0 +1,264 @@
+//! The class `Tensor`: properties and Python's protocols. Operations are in the other files of this folder.
+
+mod arithmetic;
+mod convert;
+mod create;
+mod elementwise;
+mod index;
+mod operand;
+mod reduce;
+mod shape;
+pub mod source;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyIterator};
+use trainable_candle_core as tc;
+
+pub use convert::to_raw;
+pub use create::{arange, empty_like, eye, from_data, full, ones, rand, randint, randn, tensor, zeros, zeros_like, ones_like};
+pub use elementwise::where_;
+pub use operand::Operand;
+pub use shape::{cat, stack};
+
+use crate::call::{compute, quick};
+use crate::device;
+use crate::dtype::{DType, DTypeArg};
+use crate::error::Result;
+use crate::types::{Anything, NdArray, Sizes};
+
+/// An immutable array of numbers on a device, and its place on the autograd tape.
+///
+/// Make one with `tensor`, `zeros`, `randn` and the like. Operations on tensors that depend on a `Var` are recorded;
+/// `backward` walks the record. Shapes broadcast as in numpy. There are no implicit casts: tensors that meet in an
+/// operation must have the same dtype; plain numbers adopt the tensor's.
+#[pyclass(frozen, subclass, module = "trainable_candle")]
+pub struct Tensor(pub tc::Tensor);
+
+impl From<tc::Tensor> for Tensor {
+    fn from(inner: tc::Tensor) -> Self {
+        Self(inner)
+    }
+}
+
+#[pymethods]
+impl Tensor {
+    /// The sizes of the dimensions.
+    #[getter]
+    fn shape(&self) -> Sizes<'_> {
+        Sizes(self.0.dims())
+    }
+
+    /// The number of dimensions.
+    #[getter]
+    fn ndim(&self) -> usize {
+        self.0.rank()
+    }
+
+    /// The dtype; compares equal to its names, such as "f32" and "float32".
+    #[getter]
+    fn dtype(&self) -> DType {
+        DType::new(self.0.dtype())
+    }
+
+    /// The device: "cpu" or "cuda:0".
+    #[getter]
+    fn device(&self) -> String {
+        device::name(self.0.device())
+    }
+
+    /// Whether a gradient flows through this value.
+    #[getter]
+    fn requires_grad(&self) -> bool {
+        self.0.requires_grad()
+    }
+
+    /// Whether this is a variable or a constant, not the result of a recorded operation.
+    #[getter]
+    fn is_leaf(&self) -> bool {
+        self.0.is_leaf()
+    }
+
+    /// Bytes of all elements.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.0.elem_count() * self.0.dtype().size_in_bytes()
+    }
+
+    /// The number of elements.
+    fn numel(&self) -> usize {
+        self.0.elem_count()
+    }
+
+    /// Whether the elements lie in row-major order without gaps.
+    fn is_contiguous(&self) -> bool {
+        self.0.raw().is_contiguous()
+    }
+
+    /// The same values (shared storage) without a place on the tape.
+    fn detach(&self) -> Self {
+        Self(self.0.detach())
+    }
+
+    /// The values in row-major order; a copy only if they are not.
+    fn contiguous(&self, py: Python<'_>) -> Result<Self> {
+        compute(py, self.0.elem_count(), || self.0.contiguous()).map(Self)
+    }
+
+    /// The same values in another dtype or on another device.
+    ///
+    /// A cast between floating point dtypes is differentiable: the gradient comes back in this tensor's dtype.
+    ///
+    /// Args:
+    ///     target: a dtype ("bf16", "float32", tc.float16) or a device ("cpu", "cuda", "cuda:1").
+    ///     dtype: the dtype, by keyword.
+    ///     device: the device, by keyword.
+    ///
+    /// Raises:
+    ///     DTypeError: if the dtype is unknown.
+    ///     DeviceError: if the device is unknown.
+    ///     CudaUnavailableError: if CUDA is asked for and cannot be used; the message says why.
+    #[pyo3(signature = (target=None, *, dtype=None, device=None))]
+    fn to(
+        &self,
+        py: Python<'_>,
+        target: Option<Target>,
+        dtype: Option<DTypeArg>,
+        device: Option<device::DeviceArg>,
+    ) -> Result<Self> {
+        let (mut dtype, mut device) = (dtype.map(|d| d.0), device.map(|d| d.0));
+        match target {
+            Some(Target::DType(target)) if dtype.is_none() => dtype = Some(target.0),
+            Some(Target::Device(target)) if device.is_none() => device = Some(target.0),
+            Some(_) => return Err(tc::Error::argument("to", "the target was given twice").into()),
+            None => {}
+        }
+        compute(py, self.0.elem_count(), || {
+            let cast = dtype.map_or_else(|| Ok(self.0.clone()), |dtype| self.0.to_dtype(dtype))?;
+            device.map_or_else(|| Ok(cast.clone()), |device| cast.to_device(&device))
+        })
+        .map(Self)
+    }
+
+    /// The values in f32.
+    fn float(&self, py: Python<'_>) -> Result<Self> {
+        compute(py, self.0.elem_count(), || self.0.to_dtype(candle_core::DType::F32)).map(Self)
+    }
+
+    /// A numpy array with a copy of the values. Gradients do not flow through it.
+    ///
+    /// For a view without a copy (read-only), use `numpy.from_dlpack(t)`.
+    ///
+    /// Raises:
+    ///     DTypeError: for bf16, which numpy does not have: convert with `.to("f32")` first.
+    fn numpy<'py>(&self, py: Python<'py>) -> Result<NdArray<'py>> {
+        convert::to_numpy(py, &self.0)
+    }
+
+    #[pyo3(signature = (dtype=None, copy=None))]
+    fn __array__<'py>(&self, py: Python<'py>, dtype: Option<&Bound<'py, PyAny>>, copy: Option<bool>) -> Result<NdArray<'py>> {
+        if copy == Some(false) {
+            return Err(tc::Error::argument("__array__", "numpy needs a copy of the values; allow it, or use numpy.from_dlpack()").into());
+        }
+        let array = convert::to_numpy(py, &self.0)?;
+        match dtype {
+            Some(dtype) => Ok(NdArray(array.0.call_method1("astype", (dtype,))?)),
+            None => Ok(array),
+        }
+    }
+
+    /// numpy arrays leave operators between them and tensors to the tensor.
+    #[classattr]
+    const __array_priority__: f64 = 1000.0;
+
+    /// The only element as a Python number.
+    ///
+    /// Raises:
+    ///     ShapeError: if there is not exactly one element.
+    fn item<'py>(&self, py: Python<'py>) -> Result<Anything<'py>> {
+        convert::item(py, &self.0).map(Anything)
+    }
+
+    /// The elements as nested lists of Python numbers; a number if there are no dimensions.
+    fn tolist<'py>(&self, py: Python<'py>) -> Result<Anything<'py>> {
+        convert::to_list(py, &self.0).map(Anything)
+    }
+
+    fn __float__(&self) -> Result<f64> {
+        quick(|| self.0.item())
+    }
+
+    fn __int__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        Ok(convert::item(py, &self.0)?.call_method0(pyo3::intern!(py, "__int__"))?)
+    }
+
+    fn __index__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        if tc::raw::is_float(self.0.dtype()) {
+            let message = format!("a {} tensor is no index, expected an integer dtype", self.0.dtype().as_str());
+            return Err(tc::Error::dtype("index", message).into());
+        }
+        convert::item(py, &self.0)
+    }
+
+    fn __bool__(&self) -> Result<bool> {
+        if self.0.elem_count() != 1 {
+            let message = format!("the truth of {} elements (shape {:?}) is ambiguous; compare one element", self.0.elem_count(), self.0.dims());
+            return Err(tc::Error::shape("bool", message).into());
+        }
+        Ok(quick(|| self.0.item())? != 0.0)
+    }
+
+    fn __len__(&self) -> Result<usize> {
+        let first = self.0.dims().first().copied();
+        first.ok_or_else(|| tc::Error::shape("len", "a tensor without dimensions has no length").into())
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyIterator>> {
+        if self.0.rank() == 0 {
+            return Err(tc::Error::shape("iter", "a tensor without dimensions cannot be iterated").into());
+        }
+        let rows = (0..self.0.dims()[0]).map(|row| quick(|| self.0.narrow(0, row, 1)?.squeeze(0)).map(Self));
+        let rows = rows.map(|row| Ok(Bound::new(py, row?)?.into_any())).collect::<Result<Vec<_>>>()?;
+        Ok(pyo3::types::PyList::new(py, rows)?.try_iter()?)
+    }
+
+    /// Identity: tensors are keys by what they are, not by their values.
+    fn __hash__(slf: &Bound<'_, Self>) -> isize {
+        // Objects are aligned to 16 bytes; the low bits say nothing.
+        (slf.as_ptr() as isize) >> 4
+    }
+
+    fn __repr__(slf: &Bound<'_, Self>) -> Result<String> {
+        let tensor = &slf.get().0;
+        let kind = if slf.is_exact_instance_of::<Self>() { "tensor" } else { "Var" };
+        let py = slf.py();
+        let shown = if tensor.dtype() == candle_core::DType::BF16 { tensor.detach().to_dtype(candle_core::DType::F32)? } else { tensor.detach() };
+        let options = PyDict::new(py);
+        options.set_item("separator", ", ")?;
+        options.set_item("prefix", format!("{kind}("))?;
+        options.set_item("threshold", 1000)?;
+        let text = py.import("numpy")?.call_method("array2string", (convert::to_numpy(py, &shown)?,), Some(&options))?;
+        let grad = if kind == "tensor" && tensor.requires_grad() { ", requires_grad=True" } else { "" };
+        let empty = if tensor.elem_count() == 0 { format!(", shape={:?}", tensor.dims()) } else { String::new() };
+        Ok(format!("{kind}({text}{empty}, dtype={}{grad})", tensor.dtype().as_str()))
+    }
+}
+
+/// A dtype or a device.
+pub enum Target {
+    DType(DTypeArg),
+    Device(device::DeviceArg),
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Target {
+    type Error = PyErr;
+    const INPUT_TYPE: pyo3::inspect::PyStaticExpr = <DTypeArg as FromPyObject<'_, '_>>::INPUT_TYPE;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(text) = object.cast::<pyo3::types::PyString>() {
+            if device::looks_like_device(text.to_str()?) {
+                return Ok(Self::Device(object.extract()?));
+            }
+        }
+        Ok(Self::DType(object.extract()?))
+    }
+}

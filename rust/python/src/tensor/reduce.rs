@@ -1,0 +1,120 @@
+//! Reductions and softmax.
+
+use pyo3::prelude::*;
+use trainable_candle_core as tc;
+
+use super::Tensor;
+use crate::call::compute;
+use crate::error::Result;
+use crate::types::{Dims, resolve_dim};
+
+/// The dimensions to reduce: the given ones, or all.
+fn dims_or_all(op: &'static str, tensor: &tc::Tensor, dim: Option<&Dims>) -> tc::Result<Vec<usize>> {
+    dim.map_or_else(|| Ok((0..tensor.rank()).collect()), |dims| dims.resolve(op, tensor.rank()))
+}
+
+/// Reductions over one dimension, several, or all: Python's name, the core's, doc.
+macro_rules! reductions {
+    ($($name:ident $doc:literal;)*) => {
+        #[pymethods]
+        impl Tensor {
+            $(
+                #[doc = $doc]
+                ///
+                /// Args:
+                ///     dim: a dimension or several; all without it.
+                ///     keepdim: whether reduced dimensions stay, with size 1.
+                ///
+                /// Raises:
+                ///     IndexOutOfRangeError: if a dimension is out of range.
+                ///     DTypeError: if the tensor is not floating point.
+                #[pyo3(signature = (dim=None, keepdim=false))]
+                fn $name(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool) -> Result<Self> {
+                    let dims = dims_or_all(stringify!($name), &self.0, dim.as_ref())?;
+                    compute(py, self.0.elem_count(), || self.0.$name(&dims, keepdim)).map(Self)
+                }
+            )*
+        }
+    };
+}
+
+reductions! {
+    sum "The sum.";
+    mean "The mean.";
+    max "The largest element. The gradient goes to the first of equal elements.";
+    min "The smallest element. The gradient goes to the first of equal elements.";
+    logsumexp "The logarithm of the sum of exponentials, without overflow.";
+}
+
+#[pymethods]
+impl Tensor {
+    /// The variance: squared deviations from the mean, summed and divided by `n - correction`.
+    ///
+    /// Args:
+    ///     dim: a dimension or several; all without it.
+    ///     keepdim: whether reduced dimensions stay, with size 1.
+    ///     correction: 1 for the unbiased estimate (torch's default), 0 for numpy's default.
+    ///
+    /// Raises:
+    ///     IndexOutOfRangeError: if a dimension is out of range.
+    ///     DTypeError: if the tensor is not floating point.
+    #[pyo3(signature = (dim=None, keepdim=false, *, correction=1.0))]
+    fn var(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, correction: f64) -> Result<Self> {
+        let dims = dims_or_all("var", &self.0, dim.as_ref())?;
+        compute(py, self.0.elem_count(), || self.0.var(&dims, keepdim, correction)).map(Self)
+    }
+
+    /// The position of the largest element, the first of equal ones (u32). No gradient flows through it.
+    ///
+    /// Args:
+    ///     dim: a dimension; without it, the position in the flattened tensor.
+    ///     keepdim: whether the dimension stays, with size 1.
+    ///
+    /// Raises:
+    ///     IndexOutOfRangeError: if the dimension is out of range.
+    #[pyo3(signature = (dim=None, keepdim=false))]
+    fn argmax(&self, py: Python<'_>, dim: Option<isize>, keepdim: bool) -> Result<Self> {
+        let tensor = self.0.detach();
+        let dim = dim.map(|dim| resolve_dim("argmax", dim, tensor.rank())).transpose()?;
+        compute(py, tensor.elem_count(), || match dim {
+            Some(dim) => tensor.argmax(dim, keepdim),
+            None => {
+                let flat = tensor.reshape(tensor.elem_count())?.argmax(0, false)?;
+                flat.reshape(if keepdim { vec![1; tensor.rank()] } else { Vec::new() })
+            }
+        })
+        .map(Self)
+    }
+
+    /// exp(x) over the sum of exponentials along `dim`, without overflow.
+    ///
+    /// Raises:
+    ///     IndexOutOfRangeError: if the dimension is out of range.
+    ///     DTypeError: if the tensor is not floating point.
+    #[pyo3(signature = (dim=-1))]
+    fn softmax(&self, py: Python<'_>, dim: isize) -> Result<Self> {
+        let dim = resolve_dim("softmax", dim, self.0.rank())?;
+        compute(py, self.0.elem_count(), || self.0.softmax(dim)).map(Self)
+    }
+
+    /// The logarithm of `softmax`, computed directly.
+    ///
+    /// Raises:
+    ///     IndexOutOfRangeError: if the dimension is out of range.
+    ///     DTypeError: if the tensor is not floating point.
+    #[pyo3(signature = (dim=-1))]
+    fn log_softmax(&self, py: Python<'_>, dim: isize) -> Result<Self> {
+        let dim = resolve_dim("log_softmax", dim, self.0.rank())?;
+        compute(py, self.0.elem_count(), || self.0.log_softmax(dim)).map(Self)
+    }
+
+    /// Sums of the elements up to each along `dim`.
+    ///
+    /// Raises:
+    ///     IndexOutOfRangeError: if the dimension is out of range.
+    ///     DTypeError: if the tensor is not floating point.
+    fn cumsum(&self, py: Python<'_>, dim: isize) -> Result<Self> {
+        let dim = resolve_dim("cumsum", dim, self.0.rank())?;
+        compute(py, self.0.elem_count(), || self.0.cumsum(dim)).map(Self)
+    }
+}

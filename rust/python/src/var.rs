@@ -1,0 +1,90 @@
+//! The class `Var`.
+
+use pyo3::prelude::*;
+use trainable_candle_core as tc;
+
+use crate::call::{compute, quick};
+use crate::device;
+use crate::dtype::DTypeArg;
+use crate::error::Result;
+use crate::tensor::{Tensor, from_data};
+
+/// A trainable variable: a tensor with storage of its own, whose value can be set and which collects a gradient.
+///
+/// Whatever takes a `Tensor` takes a `Var`. Tensors computed from it before it is changed are stale: walking back
+/// through them is an error, never a wrong gradient.
+///
+/// Args:
+///     data: a tensor (any strides; its values are copied and its graph is cut) or anything `tensor` takes.
+///     dtype: a floating point dtype; the data's without it.
+///     device: the device; the data's without it.
+///
+/// Raises:
+///     DTypeError: if the values are not floating point.
+#[pyclass(frozen, extends = Tensor, module = "trainable_candle")]
+pub struct Var(pub tc::Var);
+
+impl Var {
+    fn initializer(var: tc::Var) -> PyClassInitializer<Self> {
+        PyClassInitializer::from(Tensor(var.as_tensor().clone())).add_subclass(Self(var))
+    }
+
+    /// The Python object of a variable.
+    pub fn object(py: Python<'_>, var: tc::Var) -> PyResult<Py<Self>> {
+        Py::new(py, Self::initializer(var))
+    }
+}
+
+#[pymethods]
+impl Var {
+    #[new]
+    #[pyo3(signature = (data, dtype=None, device=None))]
+    fn new(data: &Bound<'_, PyAny>, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<PyClassInitializer<Self>> {
+        let device = match (device, data.cast::<Tensor>()) {
+            (Some(name), _) => device::parse(name)?,
+            (None, Ok(tensor)) => tensor.get().0.device().clone(),
+            (None, Err(_)) => tc::Device::Cpu,
+        };
+        let tensor = from_data(data, dtype.map(|dtype| dtype.0), &device)?;
+        Ok(Self::initializer(quick(|| tc::Var::from_tensor(&tensor))?))
+    }
+
+    /// The gradient collected so far, or None. Assigning replaces it; None forgets it.
+    ///
+    /// Raises:
+    ///     ShapeError, DTypeError: on assignment, if the gradient differs from the variable.
+    #[getter]
+    fn grad(&self) -> Option<Tensor> {
+        self.0.grad().map(Tensor)
+    }
+
+    #[setter]
+    fn set_grad(&self, grad: Option<&Tensor>) -> Result<()> {
+        quick(|| grad.map_or_else(|| self.0.zero_grad(), |grad| self.0.set_grad(&grad.0)))
+    }
+
+    /// Forget the gradient.
+    fn zero_grad(&self) -> Result<()> {
+        quick(|| self.0.zero_grad())
+    }
+
+    /// Overwrite the value in place.
+    ///
+    /// Raises:
+    ///     ShapeError, DTypeError, DeviceError: if `value` differs from the variable.
+    fn set(&self, py: Python<'_>, value: &Tensor) -> Result<()> {
+        compute(py, self.0.elem_count(), || self.0.set(&value.0))
+    }
+}
+
+#[pymethods]
+impl Tensor {
+    /// A variable with a copy of the values, whatever the strides, cut from the graph.
+    ///
+    /// Raises:
+    ///     DTypeError: if the values are not floating point.
+    fn make_var(&self, py: Python<'_>) -> Result<Py<Var>> {
+        let var = compute(py, self.0.elem_count(), || tc::Var::from_tensor(&self.0))?;
+        Ok(Var::object(py, var)?)
+    }
+}
