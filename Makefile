@@ -70,10 +70,10 @@ wheel: $(VENV)/.tools ## Build the sdist and, from it, the manylinux wheel, and 
 	pip install --quiet "$$(echo $(DIST)/*.whl)[test]"
 
 stubs: $(VENV)/.tools ## Generate the type stubs of the extension from its Rust signatures
-	.ci/stubs . write
+	.ci/stubs.py write .
 
 stubs-check: $(VENV)/.tools ## Check that the committed type stubs match the Rust signatures
-	.ci/stubs $(DIST)/source check
+	.ci/stubs.py check $(DIST)/source
 
 lint-python: $(VENV)/.tools ## Lint and type-check Python
 	ruff check
