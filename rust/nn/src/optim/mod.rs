@@ -1,0 +1,3 @@
+//! Optimizers.
+pub mod adam8bit;
+pub mod quant;
