@@ -9,7 +9,7 @@ fn main(){
   let at=Coefficients::new(&Adam8bitConfig{lr:1e-3,betas:(0.9,0.999),eps:1e-8,weight_decay:0.01,min_8bit_size:4096},step);
   let t=std::time::Instant::now();
   let mut parts:Vec<_>=p.chunks_mut(16384).zip(g.chunks(16384)).zip(c1.chunks_mut(16384).zip(a1.chunks_mut(64))).zip(c2.chunks_mut(16384).zip(a2.chunks_mut(64))).collect();
-  trainable_candle_core::cpu::pool::par_chunks_mut(&mut parts,1,|_,x|{ let (((p,g),s1),s2)=&mut x[0]; update_blockwise(at,p,g,(&mut *s1.0,&mut *s1.1),(&mut *s2.0,&mut *s2.1)) });
+  trainable_candle_core::cpu::pool::par_chunks_mut(&mut parts,1,|_,x|{ let (((p,g),s1),s2)=&mut x[0]; update_blockwise(at,p,g,Codes{codes:s1.0,absmax:s1.1},Codes{codes:s2.0,absmax:s2.1}) });
   ts.push(t.elapsed().as_secs_f64()*1e3);
  }
  println!("{ts:.1?} {}", p[5]);

@@ -89,23 +89,17 @@ impl Codebook {
     /// The code whose value is nearest to `x`. A tie goes to the even code, a NaN to code 0.
     #[inline(always)]
     pub fn encode(&self, x: f32) -> u8 {
-        let bits = x.to_bits();
-        let entry = self.table[(bits >> 16) as usize];
-        let inverted = bits ^ ((bits as i32) >> 31) as u32;
-        let above = u32::from(inverted & 0xffff > entry & 0xffff);
-        ((entry >> 16) + above) as u8
+        encode(&self.table, x)
     }
 
+    /// The codes of `values * scale`.
     #[inline(always)]
-    pub fn encode_block<const N: usize>(&self, values: &[f32; N], scale: f32) -> [u8; N] {
+    pub(crate) fn encode_block<const N: usize>(&self, values: &[f32; N], scale: f32) -> [u8; N] {
+        // Written through references to the table and a local array: both are what lets the loop vectorise.
         let table = &*self.table;
         let mut codes = [0; N];
         for (code, value) in codes.iter_mut().zip(values) {
-        let bits = (value * scale).to_bits();
-        let entry = table[(bits >> 16) as usize];
-        let inverted = bits ^ ((bits as i32) >> 31) as u32;
-        let above = u32::from(inverted & 0xffff > entry & 0xffff);
-        *code = ((entry >> 16) + above) as u8;
+            *code = encode(table, value * scale);
         }
         codes
     }
@@ -149,10 +143,33 @@ impl Codebook {
     }
 }
 
+#[inline(always)]
+fn encode(table: &[u32; 1 << 16], x: f32) -> u8 {
+    let bits = x.to_bits();
+    let entry = table[(bits >> 16) as usize];
+    let ascending = bits ^ ((bits as i32) >> 31) as u32;
+    let above = u32::from(ascending & 0xffff > entry & 0xffff);
+    ((entry >> 16) + above) as u8
+}
+
 /// The largest value whose code is not above `code`: halfway to the next one, or just below if ties go up.
 fn border(values: &[f32; 256], code: usize) -> f32 {
     let middle = (values[code] + values[code + 1]) * 0.5;
     if code % 2 == 0 { middle } else { middle.next_down() }
+}
+
+/// The 8-bit states of a run of elements: a code for each element, a scale for each [`BLOCK_SIZE`] elements.
+pub(crate) struct Codes<'a> {
+    pub(crate) codes: &'a mut [u8],
+    pub(crate) absmax: &'a mut [f32],
+}
+
+/// A block that starts with `data`; the rest is `value`.
+#[inline(always)]
+pub(crate) fn padded<T: Copy>(data: &[T], value: T) -> [T; BLOCK_SIZE] {
+    let mut block = [value; BLOCK_SIZE];
+    block[..data.len()].copy_from_slice(data);
+    block
 }
 
 /// Quantises `values` in blocks of `block_size` (the last may be shorter): the codes of `values / absmax`, and each
@@ -174,9 +191,9 @@ pub fn quantize_blockwise(
     par_chunks_mut(&mut blocks, GRAIN.div_ceil(block_size), |_, blocks| {
         for ((values, codes), absmax) in blocks {
             **absmax = values.iter().fold(0f32, |max, v| max.max(v.abs()));
-            let inverse = 1.0 / **absmax;
+            let scale = 1.0 / **absmax;
             for (code, value) in codes.iter_mut().zip(values.iter()) {
-                *code = codebook.encode(value * inverse);
+                *code = codebook.encode(value * scale);
             }
         }
     });
