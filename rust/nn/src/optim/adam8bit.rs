@@ -1,8 +1,12 @@
 //! Adam with 8-bit states, as bitsandbytes' `Adam8bit` and `AdamW8bit`.
 
+use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::dispatch;
+use trainable_candle_core::{Result, Var};
 
-use super::quant::{BLOCK_SIZE, Codebook, Codes, padded};
+use super::Stepper;
+use super::quant::{BLOCK_SIZE, Codebook, padded};
+use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
 
 /// Hyper-parameters of [`Adam8bit`] and [`AdamW8bit`]; names and meaning are those of bitsandbytes. The two differ only
 /// in the default of `weight_decay`: it is decoupled from the gradient in both.
@@ -32,10 +36,79 @@ impl Adam8bitConfig {
     }
 }
 
+/// Adam with 8-bit states, as bitsandbytes' `Adam8bit`.
+pub type Adam8bit = Stepper<Adam8bitRule>;
+
+/// AdamW with 8-bit states, as bitsandbytes' `AdamW8bit`.
+pub type AdamW8bit = Stepper<AdamW8bitRule>;
+
+impl Adam8bit {
+    /// Adam8bit on `params` with the defaults of [`Adam8bitConfig::adam`] but for `lr` and `weight_decay`.
+    ///
+    /// # Errors
+    /// As [`with_groups`](Self::with_groups).
+    pub fn new(params: Vec<Var>, lr: f64, weight_decay: f64) -> Result<Self> {
+        Self::with_config(params, Adam8bitConfig { weight_decay, ..Adam8bitConfig::adam(lr) })
+    }
+}
+
+impl AdamW8bit {
+    /// AdamW8bit on `params` with the defaults of [`Adam8bitConfig::adamw`] but for `lr` and `weight_decay`.
+    ///
+    /// # Errors
+    /// As [`with_groups`](Self::with_groups).
+    pub fn new(params: Vec<Var>, lr: f64, weight_decay: f64) -> Result<Self> {
+        Self::with_config(params, Adam8bitConfig { weight_decay, ..Adam8bitConfig::adamw(lr) })
+    }
+}
+
+/// The arithmetic of [`Adam8bit`].
+pub struct Adam8bitRule;
+
+/// The arithmetic of [`AdamW8bit`], which is that of [`Adam8bit`] under another name.
+pub struct AdamW8bitRule;
+
+macro_rules! rule {
+    ($rule:ident, $name:literal) => {
+        impl Rule for $rule {
+            const NAME: &'static str = $name;
+            type Config = Adam8bitConfig;
+            const UPDATE: Update<Adam8bitConfig, f32> = update;
+            const UPDATE_F64: Option<Update<Adam8bitConfig, f64>> = None;
+
+            fn validate(config: &Adam8bitConfig) -> Result<()> {
+                check_not_negative(Self::NAME, "lr", config.lr)?;
+                check_not_negative(Self::NAME, "eps", config.eps)?;
+                check_not_negative(Self::NAME, "weight_decay", config.weight_decay)?;
+                check_betas(Self::NAME, config.betas)
+            }
+
+            fn states(config: &Adam8bitConfig, numel: usize) -> SmallVec<[StateSpec; 4]> {
+                if numel < config.min_8bit_size {
+                    return smallvec![StateKind::Float.named("state1"), StateKind::Float.named("state2")];
+                }
+                smallvec![
+                    StateKind::Codes.named("state1"),
+                    StateKind::Scales.named("absmax1"),
+                    StateKind::Codes.named("state2"),
+                    StateKind::Scales.named("absmax2"),
+                ]
+            }
+
+            fn lr(config: &mut Adam8bitConfig) -> &mut f64 {
+                &mut config.lr
+            }
+        }
+    };
+}
+
+rule!(Adam8bitRule, "Adam8bit");
+rule!(AdamW8bitRule, "AdamW8bit");
+
 /// What one step needs of an [`Adam8bitConfig`], rounded as the kernels of bitsandbytes round it. Fused multiply-adds are
 /// where its CUDA code has them, so that moments are equal bit for bit.
 #[derive(Clone, Copy)]
-pub(crate) struct Coefficients {
+struct Coefficients {
     beta1: f32,
     beta2: f32,
     step_size: f32,
@@ -44,8 +117,7 @@ pub(crate) struct Coefficients {
 }
 
 impl Coefficients {
-    /// The coefficients of step `step`, which counts from 1.
-    pub(crate) fn new(config: &Adam8bitConfig, step: u64) -> Self {
+    fn new(config: &Adam8bitConfig, step: u64) -> Self {
         let (beta1, beta2, lr) = (config.betas.0 as f32, config.betas.1 as f32, config.lr as f32);
         let correction1 = (1.0 - f64::from(beta1).powf(step as f64)) as f32;
         let correction2 = (1.0 - f64::from(beta2).powf(step as f64)).sqrt() as f32;
@@ -74,40 +146,71 @@ impl Coefficients {
     }
 }
 
-/// One step on `param` with 8-bit moments, all zeros to begin with. An element whose gradient is not finite loses its
-/// moments and stays as it is.
-pub(crate) fn update_blockwise(at: Coefficients, param: &mut [f32], grad: &[f32], state1: Codes<'_>, state2: Codes<'_>) {
+fn update(config: &Adam8bitConfig, step: u64, chunk: Chunk<'_, f32>) {
+    let at = Coefficients::new(config, step);
     dispatch(
         #[inline(always)]
-        || update_blocks(at, param, grad, state1, state2),
+        || update_chunk(at, chunk),
     );
 }
 
 #[inline(always)]
-fn update_blocks(at: Coefficients, param: &mut [f32], grad: &[f32], state1: Codes<'_>, state2: Codes<'_>) {
-    let (params, param_rest) = param.as_chunks_mut();
-    let (grads, grad_rest) = grad.as_chunks();
-    let (codes1, codes1_rest) = state1.codes.as_chunks_mut();
-    let (codes2, codes2_rest) = state2.codes.as_chunks_mut();
-    let full = params.len();
-    for block in 0..full {
-        let moment1 = (&mut codes1[block], &mut state1.absmax[block]);
-        let moment2 = (&mut codes2[block], &mut state2.absmax[block]);
-        update_block(at, &mut params[block], &grads[block], moment1, moment2);
-    }
-    if !param_rest.is_empty() {
-        let (mut param, grad) = (padded(param_rest, 0.0), padded(grad_rest, 0.0));
-        let (mut codes1, mut codes2) = (padded(codes1_rest, 128), padded(codes2_rest, 0));
-        let moment1 = (&mut codes1, &mut state1.absmax[full]);
-        let moment2 = (&mut codes2, &mut state2.absmax[full]);
-        update_block(at, &mut param, &grad, moment1, moment2);
-        let len = param_rest.len();
-        param_rest.copy_from_slice(&param[..len]);
-        codes1_rest.copy_from_slice(&codes1[..len]);
-        codes2_rest.copy_from_slice(&codes2[..len]);
+fn update_chunk(at: Coefficients, mut chunk: Chunk<'_, f32>) {
+    let (param, grad) = (chunk.param, chunk.grad);
+    match chunk.states.as_mut_slice() {
+        [StateSlice::Float(state1), StateSlice::Float(state2)] => update_elements(at, param, grad, state1, state2),
+        [
+            StateSlice::Codes(codes1),
+            StateSlice::Scales(absmax1),
+            StateSlice::Codes(codes2),
+            StateSlice::Scales(absmax2),
+        ] => update_blocks(at, param, grad, (codes1, absmax1), (codes2, absmax2)),
+        _ => unreachable!("the states are those that the rule declares"),
     }
 }
 
+#[inline(always)]
+fn update_elements(at: Coefficients, param: &mut [f32], grad: &[f32], state1: &mut [f32], state2: &mut [f32]) {
+    for ((p, &g), (m, v)) in param.iter_mut().zip(grad).zip(state1.iter_mut().zip(state2)) {
+        // Here CUDA fuses the moments' multiplication, not the gradient's as with 8 bits.
+        *m = m.mul_add(at.beta1, (1.0 - at.beta1) * g);
+        *v = v.mul_add(at.beta2, (1.0 - at.beta2) * (g * g));
+        *p = at.updated(*p, *m, *v);
+    }
+}
+
+#[inline(always)]
+fn update_blocks(
+    at: Coefficients,
+    param: &mut [f32],
+    grad: &[f32],
+    (codes1, absmax1): (&mut [u8], &mut [f32]),
+    (codes2, absmax2): (&mut [u8], &mut [f32]),
+) {
+    let (params, param_rest) = param.as_chunks_mut();
+    let (grads, grad_rest) = grad.as_chunks();
+    let (blocks1, codes1_rest) = codes1.as_chunks_mut();
+    let (blocks2, codes2_rest) = codes2.as_chunks_mut();
+    let full = params.len();
+    for block in 0..full {
+        let moment1 = (&mut blocks1[block], &mut absmax1[block]);
+        let moment2 = (&mut blocks2[block], &mut absmax2[block]);
+        update_block(at, &mut params[block], &grads[block], moment1, moment2);
+    }
+    if !param_rest.is_empty() {
+        // The codes that bitsandbytes reads behind the end.
+        let (mut block1, mut block2) = (padded(codes1_rest, 128), padded(codes2_rest, 0));
+        let (mut param, grad) = (padded(param_rest, 0.0), padded(grad_rest, 0.0));
+        let (moment1, moment2) = ((&mut block1, &mut absmax1[full]), (&mut block2, &mut absmax2[full]));
+        update_block(at, &mut param, &grad, moment1, moment2);
+        let len = param_rest.len();
+        param_rest.copy_from_slice(&param[..len]);
+        codes1_rest.copy_from_slice(&block1[..len]);
+        codes2_rest.copy_from_slice(&block2[..len]);
+    }
+}
+
+/// One step on a block. An element whose gradient is not finite loses its moments and stays as it is.
 #[inline(always)]
 fn update_block(
     at: Coefficients,
@@ -136,28 +239,4 @@ fn update_block(
     *absmax2 = f32::from_bits(max2);
     *codes1 = codebook1.encode_block(&m, 1.0 / *absmax1);
     *codes2 = codebook2.encode_block(&v, 1.0 / *absmax2);
-}
-
-/// The moments of a run of elements in f32, zeros to begin with.
-pub(crate) struct Moments<'a> {
-    pub(crate) state1: &'a mut [f32],
-    pub(crate) state2: &'a mut [f32],
-}
-
-/// One step with f32 moments, for parameters smaller than [`Adam8bitConfig::min_8bit_size`].
-pub(crate) fn update_small(at: Coefficients, param: &mut [f32], grad: &[f32], moments: Moments<'_>) {
-    dispatch(
-        #[inline(always)]
-        || update_elements(at, param, grad, moments),
-    );
-}
-
-#[inline(always)]
-fn update_elements(at: Coefficients, param: &mut [f32], grad: &[f32], moments: Moments<'_>) {
-    let states = moments.state1.iter_mut().zip(moments.state2);
-    for ((p, &g), (m, v)) in param.iter_mut().zip(grad).zip(states) {
-        *m = at.first_moment(*m, g);
-        *v = (1.0 - at.beta2).mul_add(g * g, *v * at.beta2);
-        *p = at.updated(*p, *m, *v);
-    }
 }

@@ -158,12 +158,6 @@ fn border(values: &[f32; 256], code: usize) -> f32 {
     if code % 2 == 0 { middle } else { middle.next_down() }
 }
 
-/// The 8-bit states of a run of elements: a code for each element, a scale for each [`BLOCK_SIZE`] elements.
-pub(crate) struct Codes<'a> {
-    pub(crate) codes: &'a mut [u8],
-    pub(crate) absmax: &'a mut [f32],
-}
-
 /// A block that starts with `data`; the rest is `value`.
 #[inline(always)]
 pub(crate) fn padded<T: Copy>(data: &[T], value: T) -> [T; BLOCK_SIZE] {
