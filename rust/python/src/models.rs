@@ -9,8 +9,7 @@ use tc::checkpoint::Policy;
 use trainable_candle_core as tc;
 use trainable_candle_io as io;
 use trainable_candle_models::digits::DigitsConfig;
-use trainable_candle_models::{self as models, Model as _, Pretrained, registry};
-use trainable_candle_nn::Module as _;
+use trainable_candle_models::{self as models, Pretrained, registry};
 use trainable_candle_nn::adapter::AdapterSet as Set;
 
 use crate::adapter_set::{AdapterSet, Attached, LoraConfig};

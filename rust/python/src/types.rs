@@ -4,7 +4,7 @@ use std::convert::Infallible;
 
 use pyo3::inspect::{PyStaticConstant, PyStaticExpr};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyTuple};
+use pyo3::types::{PyDict, PyIterator, PyList, PyTuple};
 use pyo3::{PyTypeInfo, type_hint_identifier, type_hint_subscript, type_hint_union};
 use trainable_candle_core as tc;
 
@@ -136,6 +136,21 @@ impl<'py> IntoPyObject<'py> for NdArray<'py> {
     type Error = Infallible;
     const OUTPUT_TYPE: PyStaticExpr =
         type_hint_subscript!(type_hint_identifier!("numpy.typing", "NDArray"), type_hint_identifier!("typing", "Any"));
+
+    fn into_pyobject(self, _: Python<'py>) -> std::result::Result<Self::Output, Self::Error> {
+        Ok(self.0)
+    }
+}
+
+/// An iterator over tensors.
+pub struct Tensors<'py>(pub Bound<'py, PyIterator>);
+
+impl<'py> IntoPyObject<'py> for Tensors<'py> {
+    type Target = PyIterator;
+    type Output = Bound<'py, PyIterator>;
+    type Error = Infallible;
+    const OUTPUT_TYPE: PyStaticExpr =
+        type_hint_subscript!(type_hint_identifier!("collections.abc", "Iterator"), Tensor::TYPE_HINT);
 
     fn into_pyobject(self, _: Python<'py>) -> std::result::Result<Self::Output, Self::Error> {
         Ok(self.0)
