@@ -1,15 +1,16 @@
-"""What a training run does: every setting, its default, its range; read from YAML or the command line."""
+"""What a training run does: every setting, its default, its range; read from YAML."""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass, field, fields, replace
+import math
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args, get_origin, get_type_hints
 
 import yaml
 
-from trainable_candle.errors import ConfigError
+from trainable_candle.errors import ConfigError, MissingFileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -19,22 +20,31 @@ SCHEDULERS: Final = ("constant", "linear", "cosine", "polynomial")
 PRECISIONS: Final = ("f32", "bf16", "f16")
 CHECKPOINTING: Final = ("none", "full", "selective")
 TIMESTEPS: Final = ("uniform", "logit_normal")
+ADAPTERS: Final = ("lora", "dora")
 
 
-def _choice(default: str, choices: tuple[str, ...], text: str) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices})
+@dataclass(frozen=True)
+class Setting:
+    """What there is to know about a setting besides its name, type and default."""
+
+    help: str
+    group: str
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    """The least value."""
+    above: bool = False
+    """Whether `low` itself is too little."""
+    below: float | None = None
+    """The first value that is too much."""
+    rare: bool = False
+    """Whether a short help leaves it out."""
 
 
-def _number(default: float | None, low: float, text: str, *, above: bool = False) -> Any:
-    return field(default=default, metadata={"help": text, "low": low, "above": above})
-
-
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
-def _list(default: tuple[str, ...], text: str) -> Any:
-    return field(default_factory=lambda: list(default), metadata={"help": text})
+def _setting(default: Any, group: str, text: str, **facts: Any) -> Any:
+    metadata = {"setting": Setting(text, group, **facts)}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -45,40 +55,59 @@ class TrainConfig:
         ConfigError: a value has the wrong type or lies outside its range.
     """
 
-    model: str = _setting("", "which model: see `trainable-candle info`")
-    weights: str = _setting("", "its checkpoint: a folder or a file")
-    dataset: str = _setting("", "a folder of pictures, each with a caption in a .txt of the same name")
-    output: str = _setting("", "folder for the adapter, checkpoints and logs")
-    caption: str | None = _setting(None, "caption of pictures that have no .txt")
+    model: str = _setting("", "what", "which model; `trainable-candle info` lists them")
+    weights: str = _setting("", "what", "its checkpoint, a folder or a file")
+    dataset: str = _setting("", "what", "folder of pictures, captions in .txt files beside them")
+    output: str = _setting("", "what", "folder for the adapter, checkpoints and logs")
+    caption: str | None = _setting(None, "what", "caption of pictures without a .txt", rare=True)
 
-    rank: int = _number(16, 1, "rank of the adapter")
-    alpha: float | None = _number(None, 0, "numerator of the scale alpha / rank (default: the rank)", above=True)
-    target_modules: list[str] = _list((), "layers to adapt, by name (default: the model's)")
-    adapter: str = _choice("lora", ("lora", "dora"), "kind of adapter")
-    rslora: bool = _setting(default=False, text="scale alpha / sqrt(rank)")
-    lora_dropout: float = _number(0.0, 0, "dropout on the adapter's input")
+    adapter: str = _setting("lora", "adapter", "kind of adapter", choices=ADAPTERS)
+    rank: int = _setting(16, "adapter", "rank", low=1)
+    alpha: float | None = _setting(
+        None, "adapter", "numerator of the scale alpha / rank (default: rank)", low=0, above=True
+    )
+    target_modules: list[str] = _setting(
+        [], "adapter", "layers by name, comma-separated (default: the model's)"
+    )
+    exclude_modules: list[str] = _setting([], "adapter", "layers to leave out", rare=True)
+    rslora: bool = _setting(
+        default=False, group="adapter", text="scale by alpha / sqrt(rank)", rare=True
+    )
+    lora_dropout: float = _setting(
+        0.0, "adapter", "dropout on the adapter's input", low=0, below=1, rare=True
+    )
 
-    steps: int = _number(1000, 1, "optimizer steps")
-    batch_size: int = _number(1, 1, "pictures in a batch")
-    gradient_accumulation: int = _number(1, 1, "batches in an optimizer step")
-    learning_rate: float = _number(1e-4, 0, "learning rate", above=True)
-    optimizer: str = _choice("adamw8bit", OPTIMIZERS, "optimizer")
-    weight_decay: float = _number(0.01, 0, "weight decay")
-    lr_scheduler: str = _choice("constant", SCHEDULERS, "learning-rate schedule")
-    warmup_steps: int = _number(0, 0, "steps of linear warm-up")
-    max_grad_norm: float = _number(1.0, 0, "clip the gradient's norm; 0 leaves it alone")
-    timesteps: str = _choice("uniform", TIMESTEPS, "distribution of the noise level")
+    steps: int = _setting(1000, "training", "optimizer steps", low=1)
+    batch_size: int = _setting(1, "training", "pictures in a batch", low=1)
+    gradient_accumulation: int = _setting(1, "training", "batches in an optimizer step", low=1)
+    optimizer: str = _setting("adamw8bit", "training", "optimizer", choices=OPTIMIZERS)
+    learning_rate: float = _setting(1e-4, "training", "learning rate", low=0, above=True)
+    lr_scheduler: str = _setting(
+        "constant", "training", "learning-rate schedule", choices=SCHEDULERS
+    )
+    warmup_steps: int = _setting(0, "training", "steps of linear warm-up", low=0)
+    weight_decay: float = _setting(0.01, "training", "weight decay", low=0, rare=True)
+    max_grad_norm: float = _setting(
+        1.0, "training", "clip the gradient's norm; 0 leaves it alone", low=0, rare=True
+    )
+    timesteps: str = _setting(
+        "uniform", "training", "distribution of noise levels", choices=TIMESTEPS, rare=True
+    )
+    seed: int = _setting(0, "training", "seed of everything random", low=0, below=2**64)
 
-    precision: str = _choice("f32", PRECISIONS, "dtype of the base and of the arithmetic")
-    gradient_checkpointing: str = _choice("none", CHECKPOINTING, "recompute instead of keep")
-    device: str = _setting("cpu", "cpu, cuda or cuda:N")
-    threads: int | None = _number(None, 1, "CPU threads (default: all)")
-    seed: int = _number(0, 0, "seed of everything random")
+    device: str = _setting("cpu", "machine", "cpu, cuda or cuda:N")
+    precision: str = _setting(
+        "f32", "machine", "dtype of the base and of the arithmetic", choices=PRECISIONS
+    )
+    gradient_checkpointing: str = _setting(
+        "none", "machine", "what to recompute instead of keeping", choices=CHECKPOINTING
+    )
+    threads: int | None = _setting(None, "machine", "CPU threads (default: all)", low=1, rare=True)
 
-    save_every: int = _number(250, 0, "steps between checkpoints; 0 saves the end only")
-    keep_checkpoints: int = _number(3, 1, "checkpoints to keep")
-    log_every: int = _number(10, 1, "steps between lines of the log")
-    resume: str | None = _setting(None, "a checkpoint folder to continue from, or `latest`")
+    save_every: int = _setting(250, "files", "steps between checkpoints; 0: only the last", low=0)
+    keep_checkpoints: int = _setting(3, "files", "how many checkpoints to keep", low=1, rare=True)
+    log_every: int = _setting(1, "files", "steps between lines of train.csv", low=1, rare=True)
+    resume: str | None = _setting(None, "files", "checkpoint folder to continue from, or `latest`")
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -86,9 +115,7 @@ class TrainConfig:
         for item in fields(self):
             value = _typed(item.name, getattr(self, item.name), hints[item.name])
             object.__setattr__(self, item.name, value)
-            _check_range(item.name, value, item.metadata)
-        if self.lora_dropout >= 1:
-            raise ConfigError(f"lora_dropout is {self.lora_dropout}, expected a number in [0, 1)")
+            _check_range(item.name, value, item.metadata["setting"])
         if self.warmup_steps > self.steps:
             raise ConfigError(
                 f"warmup_steps is {self.warmup_steps}, more than the {self.steps} steps of the run"
@@ -102,7 +129,7 @@ class TrainConfig:
         """
         missing = [name for name in names if not getattr(self, name)]
         if missing:
-            flags = " ".join(f"--{name.replace('_', '-')}" for name in missing)
+            flags = " ".join(flag(name) for name in missing)
             raise ConfigError(
                 f"missing settings: {', '.join(missing)}; "
                 f"give {flags}, or set them in the file of --config"
@@ -118,7 +145,8 @@ class TrainConfig:
         known = [item.name for item in fields(cls)]
         for key in values:
             if key not in known:
-                raise ConfigError(f"{source}: {unknown_name(str(key), known)}")
+                hint = nearest(str(key).replace("-", "_"), known)
+                raise ConfigError(f"{source}: unknown setting `{key}`{hint}")
         try:
             return cls(**values)
         except ConfigError as error:
@@ -129,25 +157,10 @@ class TrainConfig:
         """Settings from a YAML file of `name: value` lines.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ConfigError: the file is no YAML, a name is unknown, a value is wrong.
+            MissingFileError: there is no such file.
+            ConfigError: the file cannot be read or is no YAML, a name is unknown, a value is wrong.
         """
-        path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{path}: there is no such configuration file") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from error
-        try:
-            values = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path}: is not valid YAML: {error}") from error
-        if values is None:
-            values = {}
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}: expected lines of `name: value`, found {_kind(values)}")
-        return cls.from_mapping(values, str(path))
+        return cls.from_mapping(read_yaml(path), str(path))
 
     def to_yaml(self) -> str:
         """The settings as YAML that `from_yaml` reads back to an equal configuration."""
@@ -162,30 +175,72 @@ class TrainConfig:
         return replace(self, **changes)
 
 
-def unknown_name(name: str, known: Iterable[str]) -> str:
-    """What to say about a name that does not exist: the nearest one that does."""
-    near = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1, cutoff=0.5)
-    hint = f"; did you mean `{near[0]}`?" if near else f"; known: {', '.join(sorted(known))}"
-    return f"unknown setting `{name}`{hint}"
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The `name: value` lines of a YAML file, unchecked.
+
+    Raises:
+        MissingFileError: there is no such file.
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    path = Path(path).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise MissingFileError(f"{path}: there is no such configuration file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not text in UTF-8: {error}") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected lines of `name: value`, found {_kind(values)}")
+    return values
+
+
+def flag(name: str) -> str:
+    """The command line's spelling of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def default_of(name: str) -> Any:
+    """The value that a setting has unless it is given."""
+    item = next(item for item in fields(TrainConfig) if item.name == name)
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to add to a complaint about a name that does not exist."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean `{near[0]}`?" if near else f"; expected one of {', '.join(known)}"
 
 
 def _kind(value: Any) -> str:
-    return f"{type(value).__name__} ({value!r})"
+    return f"{value!r} ({type(value).__name__})"
+
+
+_EXPECTED: Final = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type of its setting; whole numbers serve as floats, nothing else is converted."""
+    """`value` as its setting's type; whole numbers serve as floats, nothing else is converted."""
     options = get_args(hint) if get_origin(hint) is not list else ()
     if value is None and type(None) in options:
         return None
-    target = next((t for t in options if t is not type(None)), hint)
+    target = next((option for option in options if option is not type(None)), hint)
     if get_origin(target) is list:
-        if isinstance(value, str):
-            return [part.strip() for part in value.split(",") if part.strip()]
-        if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
-            return list(value)
-        raise ConfigError(f"{name} is {_kind(value)}, expected a list of names")
-    if target is float and isinstance(value, int) and not isinstance(value, bool):
+        return _names(name, value)
+    if target is float and type(value) is int:
         return float(value)
     if target is float and isinstance(value, str):
         # YAML 1.1 reads 1e-4 as text.
@@ -193,24 +248,32 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
             return float(value)
         except ValueError:
             pass
-    if isinstance(value, Path) and target is str:
+    if target is str and isinstance(value, Path):
         return str(value)
-    if not isinstance(value, target) or (target is int and isinstance(value, bool)):
-        raise ConfigError(f"{name} is {_kind(value)}, expected {target.__name__}")
+    if type(value) is not target:
+        raise ConfigError(f"{name} is {_kind(value)}, expected {_EXPECTED[target]}")
     return value
 
 
-def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    choices = metadata.get("choices")
-    if choices is not None and value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
+def _names(name: str, value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
+        return list(value)
+    raise ConfigError(f"{name} is {_kind(value)}, expected a list of names")
+
+
+def _check_range(name: str, value: Any, setting: Setting) -> None:
+    if setting.choices and value not in setting.choices:
+        near = difflib.get_close_matches(value, setting.choices, n=1)
         hint = f"; did you mean `{near[0]}`?" if near else ""
-        raise ConfigError(f"{name} is `{value}`, expected one of {', '.join(choices)}{hint}")
-    low = metadata.get("low")
-    if low is None or value is None:
+        raise ConfigError(f"{name} is `{value}`, expected one of {', '.join(setting.choices)}{hint}")
+    if value is None or setting.low is None:
         return
-    if value != value or value in (float("inf"), float("-inf")):  # noqa: PLR0124 (only NaN differs from itself)
+    if not math.isfinite(value):
         raise ConfigError(f"{name} is {value}, expected a finite number")
-    if value < low or (metadata["above"] and value == low):
-        bound = "above" if metadata["above"] else "at least"
-        raise ConfigError(f"{name} is {value}, expected {bound} {low}")
+    if value < setting.low or (setting.above and value == setting.low):
+        bound = "above" if setting.above else "at least"
+        raise ConfigError(f"{name} is {value}, expected {bound} {setting.low:g}")
+    if setting.below is not None and value >= setting.below:
+        raise ConfigError(f"{name} is {value}, expected below {setting.below}")
