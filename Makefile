@@ -20,7 +20,7 @@ export PYO3_BUILD_EXTENSION_MODULE := 1
 # The release profile and the whole workspace throughout, so that features unify alike: what is tested is what ships, and dependencies
 # compile once.
 CARGO_SCOPE := --release --workspace --locked
-# Only the extension itself is linked by zig, so the wheel shares every compiled dependency with the tests.
+# Only the extension itself is linked by zig, so the wheel shares everything compiled with the tests. Its symbols stay for the stubs.
 LINK := -- -C linker=$(CURDIR)/.ci/zig-cc -C strip=none
 PACKAGE := Cargo.toml Cargo.lock pyproject.toml $(shell find rust python -type f -not -name '*.pyc')
 
@@ -64,16 +64,16 @@ test-rust: $(VENV)/.tools ## Run the Rust tests, doctests and examples
 wheel: $(VENV)/.tools ## Build the sdist and, from it, the manylinux wheel, and install that into .venv
 	rm -rf $(DIST)
 	maturin sdist --out $(DIST)
-	.ci/unpack $(DIST)/*.tar.gz $(CARGO_TARGET_DIR)/sdist
-	cd $(CARGO_TARGET_DIR)/sdist && maturin build --release --compatibility manylinux_2_17 --out $(DIST) $(LINK)
+	.ci/unpack $(DIST)/*.tar.gz $(DIST)/source
+	cd $(DIST)/source && maturin build --release --compatibility manylinux_2_17 --out $(DIST) $(LINK)
 	pip install --quiet --force-reinstall --no-deps $(DIST)/*.whl
 	pip install --quiet "$$(echo $(DIST)/*.whl)[test]"
 
 stubs: $(VENV)/.tools ## Generate the type stubs of the extension from its Rust signatures
-	.ci/stubs . write
+	.ci/stubs.py write .
 
 stubs-check: $(VENV)/.tools ## Check that the committed type stubs match the Rust signatures
-	.ci/stubs $(CARGO_TARGET_DIR)/sdist check
+	.ci/stubs.py check $(DIST)/source
 
 lint-python: $(VENV)/.tools ## Lint and type-check Python
 	ruff check

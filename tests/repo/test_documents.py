@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
-TREE_LINE = re.compile(r"^(?P<indent> *)(?P<name>[\w.-]+/?)(?: {2,}.*)?$")
+TREE_LINE = re.compile(r"^(?P<indent> *)(?P<name>[\w./-]+)(?: {2,}.*)?$")
 
 
 @pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -24,7 +24,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 def test_paths_in_backquotes_exist(document: Path) -> None:
     top = "|".join(re.escape(path.name) for path in ROOT.iterdir() if path.is_dir())
     paths = re.findall(rf"`((?:{top})/[\w./-]+)`", document.read_text())
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
 
 
 def test_make_targets_exist(document: Path) -> None:

@@ -19,7 +19,7 @@ pub fn own_copy(raw: &Raw) -> Result<Raw> {
 }
 
 /// Identity and size in bytes of the storage behind `raw`; views of one storage share both.
-pub(crate) fn storage_identity(raw: &Raw) -> (usize, usize) {
+pub fn storage_identity(raw: &Raw) -> (usize, usize) {
     let (storage, _) = raw.storage_and_layout();
     let address = std::ptr::from_ref::<Storage>(&storage) as usize;
     let elements = match &*storage {

@@ -108,6 +108,20 @@ impl Var {
         self.leaf().replace(&grad.raw)
     }
 
+    /// The gradient where it lies: a view of the flat buffer if there is one. For kernels that only read it; a later
+    /// backward pass changes it.
+    pub fn grad_storage(&self) -> Option<Raw> {
+        self.leaf().grad_storage()
+    }
+
+    /// Multiply the gradient, if there is one, by `factor`. A tensor that [`grad`](Var::grad) has given keeps its values.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if a copy does not fit.
+    pub fn scale_grad(&self, factor: f64) -> Result<()> {
+        self.leaf().scale(factor)
+    }
+
     /// Overwrite the value in place.
     ///
     /// # Errors

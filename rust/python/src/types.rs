@@ -4,11 +4,12 @@ use std::convert::Infallible;
 
 use pyo3::inspect::{PyStaticConstant, PyStaticExpr};
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
-use pyo3::{type_hint_identifier, type_hint_subscript, type_hint_union};
+use pyo3::types::{PyIterator, PyList, PyTuple};
+use pyo3::{PyTypeInfo, type_hint_identifier, type_hint_subscript, type_hint_union};
 use trainable_candle_core as tc;
 
 use crate::error::Result;
+use crate::tensor::Tensor;
 
 /// `...` in an annotation.
 pub const ELLIPSIS: PyStaticExpr = PyStaticExpr::Constant { value: PyStaticConstant::Ellipsis };
@@ -134,6 +135,21 @@ impl<'py> IntoPyObject<'py> for NdArray<'py> {
     type Error = Infallible;
     const OUTPUT_TYPE: PyStaticExpr =
         type_hint_subscript!(type_hint_identifier!("numpy.typing", "NDArray"), type_hint_identifier!("typing", "Any"));
+
+    fn into_pyobject(self, _: Python<'py>) -> std::result::Result<Self::Output, Self::Error> {
+        Ok(self.0)
+    }
+}
+
+/// An iterator over tensors.
+pub struct Tensors<'py>(pub Bound<'py, PyIterator>);
+
+impl<'py> IntoPyObject<'py> for Tensors<'py> {
+    type Target = PyIterator;
+    type Output = Bound<'py, PyIterator>;
+    type Error = Infallible;
+    const OUTPUT_TYPE: PyStaticExpr =
+        type_hint_subscript!(type_hint_identifier!("collections.abc", "Iterator"), Tensor::TYPE_HINT);
 
     fn into_pyobject(self, _: Python<'py>) -> std::result::Result<Self::Output, Self::Error> {
         Ok(self.0)

@@ -174,6 +174,10 @@ pub(super) fn write1(
     dst: &Raw,
     f: impl Fn(&mut CpuStorage, &Layout) -> Result<()>,
 ) -> crate::Result<()> {
+    // Candle takes the strides of an empty tensor for repeated elements.
+    if dst.elem_count() == 0 {
+        return Ok(());
+    }
     Ok(dst.inplace_op1(&Call { op, f })?)
 }
 
@@ -184,6 +188,9 @@ pub(super) fn write2(
     src: &Raw,
     f: impl Fn(&mut CpuStorage, &Layout, Operand<'_>) -> Result<()>,
 ) -> crate::Result<()> {
+    if dst.elem_count() == 0 {
+        return Ok(());
+    }
     Ok(dst.inplace_op2(src, &Call { op, f })?)
 }
 

@@ -1,12 +1,10 @@
-//! Arithmetic of two tensors with numpy broadcasting, of a tensor and a number, casts, and selection by a mask.
-
-use candle_core::{DType, Device};
+//! Arithmetic of two tensors with numpy broadcasting, and the operators.
 
 use super::case::{Case, Domain, Entry};
-use super::elementwise::{Pointwise, pointwise};
-use crate::cpu::{self, Add, Binary, Div, Maximum, Minimum, Mul, Real, Sub, Unary};
+use super::scalar::Affine;
+use crate::cpu::{self, Add, Binary, Div, Maximum, Minimum, Mul, Real, Sub};
 use crate::raw::{Raw, is_float};
-use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record, record_view};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, Var};
 
 static ADD: OpInfo = OpInfo::cheap("add");
@@ -16,12 +14,6 @@ static DIV: OpInfo = OpInfo::cheap("div");
 static POW: OpInfo = OpInfo::cheap("pow");
 static MAXIMUM: OpInfo = OpInfo::cheap("maximum");
 static MINIMUM: OpInfo = OpInfo::cheap("minimum");
-static SCALAR: OpInfo = OpInfo::cheap("mul_scalar");
-static POW_SCALAR: OpInfo = OpInfo::cheap("pow_scalar");
-static CLAMP: OpInfo = OpInfo::cheap("clamp");
-static CAST: OpInfo = OpInfo::cheap("to_dtype");
-static TO_DEVICE: OpInfo = OpInfo::cheap("to_device");
-static SELECT: OpInfo = OpInfo::cheap("where");
 
 macro_rules! functors {
     ($($name:ident: |$a:ident, $b:ident| $value:expr;)*) => {$(
@@ -46,26 +38,13 @@ functors! {
     PowerLog: |a, b| if a == R::ZERO && b >= R::ZERO { R::ZERO } else { a.powf(b) * a.ln() };
 }
 
-#[derive(Clone, Copy)]
-struct Affine {
-    mul: f64,
-    add: f64,
-}
-
-impl Unary for Affine {
-    #[inline(always)]
-    fn apply<R: Real>(&self, x: R) -> R {
-        x * R::from_f64(self.mul) + R::from_f64(self.add)
-    }
-}
-
 /// The gradient of an operand that may have been broadcast.
-fn reduced(grad: Raw, dims: &[usize]) -> Result<Raw> {
+pub(super) fn reduced(grad: Raw, dims: &[usize]) -> Result<Raw> {
     if grad.dims() == dims { Ok(grad) } else { cpu::sum_to_shape(&grad, dims) }
 }
 
-/// Operands must be floating point and agree in dtype and device.
-fn check(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
+/// Operands must agree in dtype and device.
+pub(super) fn check(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
     if a.dtype() != b.dtype() {
         return Err(Error::dtype(
             op,
@@ -105,7 +84,7 @@ impl Backward for SumBackward {
             if context.needs(index) {
                 let mut grad = reduced(context.grad().clone(), dims)?;
                 if index == 1 && self.negate {
-                    grad = cpu::unary(&grad, Affine { mul: -1.0, add: 0.0 })?;
+                    grad = cpu::unary(&grad, Affine::times(-1.0))?;
                 }
                 context.add(index, grad)?;
             }
@@ -146,7 +125,7 @@ impl ProductBackward {
             (Product::Div, _) => {
                 let b = b()?;
                 let factor = cpu::binary(&cpu::binary(&a()?, &b, Div)?, &b, Div)?;
-                cpu::binary(grad, &cpu::unary(&factor, Affine { mul: -1.0, add: 0.0 })?, Mul)
+                cpu::binary(grad, &cpu::unary(&factor, Affine::times(-1.0))?, Mul)
             }
             (Product::Pow, 0) => cpu::binary(grad, &cpu::binary(&a()?, &b()?, PowerSlope)?, Mul),
             (Product::Pow, _) => cpu::binary(grad, &cpu::binary(&a()?, &b()?, PowerLog)?, Mul),
@@ -230,227 +209,6 @@ binary_methods! {
     minimum(MINIMUM) = product_like(Minimum, Product::Minimum), "The smaller of each pair; equal elements share the gradient.";
 }
 
-struct AffineBackward(f64);
-
-impl Backward for AffineBackward {
-    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = if self.0 == 1.0 { context.grad().clone() } else { cpu::unary(context.grad(), Affine { mul: self.0, add: 0.0 })? };
-        context.add(0, grad)
-    }
-}
-
-#[derive(Clone, Copy)]
-struct PowScalar(f64);
-
-impl Unary for PowScalar {
-    #[inline(always)]
-    fn apply<R: Real>(&self, x: R) -> R {
-        x.powf(R::from_f64(self.0))
-    }
-}
-
-impl Binary for PowScalar {
-    #[inline(always)]
-    fn apply<R: Real>(&self, g: R, x: R) -> R {
-        if self.0 == 0.0 { R::ZERO } else { g * R::from_f64(self.0) * x.powf(R::from_f64(self.0 - 1.0)) }
-    }
-}
-
-impl Pointwise for PowScalar {
-    const SAVES_RESULT: bool = false;
-}
-
-#[derive(Clone, Copy)]
-struct Clamp {
-    low: f64,
-    high: f64,
-}
-
-impl Unary for Clamp {
-    #[inline(always)]
-    fn apply<R: Real>(&self, x: R) -> R {
-        // NaN compares false and stays NaN.
-        let (low, high) = (R::from_f64(self.low), R::from_f64(self.high));
-        let x = if x < low { low } else { x };
-        if x > high { high } else { x }
-    }
-}
-
-impl Binary for Clamp {
-    #[inline(always)]
-    fn apply<R: Real>(&self, g: R, x: R) -> R {
-        if x < R::from_f64(self.low) || x > R::from_f64(self.high) { R::ZERO } else { g }
-    }
-}
-
-impl Pointwise for Clamp {
-    const SAVES_RESULT: bool = false;
-}
-
-struct CastBackward(DType);
-
-impl Backward for CastBackward {
-    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = context.grad().to_dtype(self.0)?;
-        context.add(0, grad)
-    }
-}
-
-struct ToDeviceBackward(Device);
-
-impl Backward for ToDeviceBackward {
-    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = context.grad().to_device(&self.0)?;
-        context.add(0, grad)
-    }
-}
-
-struct SelectBackward {
-    mask: Raw,
-    dims: [Vec<usize>; 2],
-}
-
-impl Backward for SelectBackward {
-    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = context.grad().clone();
-        let zeros = Raw::zeros((), grad.dtype(), grad.device())?.broadcast_as(grad.shape())?;
-        for index in 0..2 {
-            if context.needs(index) {
-                let part = if index == 0 { self.mask.where_cond(&grad, &zeros)? } else { self.mask.where_cond(&zeros, &grad)? };
-                context.add(index, reduced(part, &self.dims[index])?)?;
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Tensor {
-    /// `self * mul + add`.
-    ///
-    /// # Errors
-    /// [`Error::DType`] if the tensor is not floating point.
-    pub fn affine(&self, mul: f64, add: f64) -> Result<Self> {
-        if !is_float(self.dtype()) {
-            return Err(Error::dtype(
-                SCALAR.name,
-                format!("expected a floating point tensor, found {}; convert it with to()", self.dtype().as_str()),
-            ));
-        }
-        record(&SCALAR, &[self], || cpu::unary(&self.raw, Affine { mul, add }), |_, _| AffineBackward(mul))
-    }
-
-    /// Add a number to each element.
-    ///
-    /// # Errors
-    /// As [`affine`](Self::affine).
-    pub fn add_scalar(&self, value: f64) -> Result<Self> {
-        self.affine(1.0, value)
-    }
-
-    /// Multiply each element by a number.
-    ///
-    /// # Errors
-    /// As [`affine`](Self::affine).
-    pub fn mul_scalar(&self, value: f64) -> Result<Self> {
-        self.affine(value, 0.0)
-    }
-
-    /// The negative.
-    ///
-    /// # Errors
-    /// As [`affine`](Self::affine).
-    pub fn neg(&self) -> Result<Self> {
-        self.affine(-1.0, 0.0)
-    }
-
-    /// Each element to the power of a number.
-    ///
-    /// # Errors
-    /// [`Error::DType`] if the tensor is not floating point.
-    pub fn pow_scalar(&self, exponent: f64) -> Result<Self> {
-        if exponent == 2.0 {
-            return self.sqr();
-        }
-        pointwise(&POW_SCALAR, self, PowScalar(exponent))
-    }
-
-    /// Limit each element to `[low, high]`; outside, the gradient is 0.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] if neither limit is given or `low > high`.
-    pub fn clamp(&self, low: Option<f64>, high: Option<f64>) -> Result<Self> {
-        let limits = Clamp { low: low.unwrap_or(f64::NEG_INFINITY), high: high.unwrap_or(f64::INFINITY) };
-        if low.is_none() && high.is_none() {
-            return Err(Error::argument("clamp", "neither a lower nor an upper limit was given"));
-        }
-        if !(limits.low <= limits.high) {
-            return Err(Error::argument("clamp", format!("the lower limit {} is above the upper limit {}", limits.low, limits.high)));
-        }
-        pointwise(&CLAMP, self, limits)
-    }
-
-    /// The same values in another dtype. The gradient comes back in this tensor's dtype.
-    ///
-    /// # Errors
-    /// Candle's, for dtypes that it cannot convert.
-    pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
-        if dtype == self.dtype() {
-            return Ok(self.clone());
-        }
-        if !is_float(dtype) {
-            // Integers carry no gradient, in torch as here.
-            return Ok(Self::constant(self.raw.to_dtype(dtype)?));
-        }
-        let from = self.dtype();
-        record(&CAST, &[self], || Ok(self.raw.to_dtype(dtype)?), |_, _| CastBackward(from))
-    }
-
-    /// The same values on another device. The gradient comes back to this tensor's device.
-    ///
-    /// # Errors
-    /// Candle's, if the copy fails.
-    pub fn to_device(&self, device: &Device) -> Result<Self> {
-        if self.device().same_device(device) {
-            return Ok(self.clone());
-        }
-        record(&TO_DEVICE, &[self], || Ok(self.raw.to_device(device)?), |_, _| ToDeviceBackward(self.device().clone()))
-    }
-
-    /// `a` where `mask` (u8) is not 0, else `b`; shapes broadcast as in numpy.
-    ///
-    /// # Errors
-    /// [`Error::DType`] if the mask is not u8 or `a` and `b` differ, [`Error::Shape`] if shapes do not broadcast.
-    pub fn select(mask: &Self, a: &Self, b: &Self) -> Result<Self> {
-        check(SELECT.name, a, b)?;
-        if mask.dtype() != DType::U8 {
-            return Err(Error::dtype(SELECT.name, format!("the mask is {}, expected u8 (a comparison)", mask.dtype().as_str())));
-        }
-        let shape = a.shape().broadcast_shape_binary_op(b.shape(), SELECT.name)?;
-        let shape = shape.broadcast_shape_binary_op(mask.shape(), SELECT.name)?;
-        let mask = mask.raw.broadcast_as(&shape)?;
-        record(
-            &SELECT,
-            &[a, b],
-            || Ok(mask.where_cond(&a.raw.broadcast_as(&shape)?, &b.raw.broadcast_as(&shape)?)?),
-            |_, _| SelectBackward { mask: mask.clone(), dims: [a.dims().to_vec(), b.dims().to_vec()] },
-        )
-    }
-
-    /// The values in row-major order; a copy only if they are not.
-    ///
-    /// # Errors
-    /// Candle's, if the copy fails.
-    pub fn contiguous(&self) -> Result<Self> {
-        if self.raw.is_contiguous() {
-            return Ok(self.clone());
-        }
-        static CONTIGUOUS: OpInfo = OpInfo::cheap("contiguous");
-        let mut result = record_view(&CONTIGUOUS, self, self.raw.contiguous()?, || AffineBackward(1.0))?;
-        result.version = None;
-        Ok(result)
-    }
-}
-
 macro_rules! operators {
     ($($trait:ident $method:ident $scalar:expr, $scalar_left:expr;)*) => {$(
         operators!(@pair $trait $method Tensor Tensor);
@@ -520,38 +278,4 @@ pub static ENTRIES: &[Entry] = &[
     binary_entry!(POW, pow, Positive),
     binary_entry!(MAXIMUM, maximum, Distinct),
     binary_entry!(MINIMUM, minimum, Distinct),
-    Entry {
-        info: &SCALAR,
-        cases: || {
-            vec![
-                Case::new("affine", &[&[3, 5]], |x| x[0].affine(-1.5, 0.25)),
-                Case::new("empty", &[&[0]], |x| x[0].affine(2.0, 1.0)),
-            ]
-        },
-    },
-    Entry {
-        info: &POW_SCALAR,
-        cases: || vec![Case::new("2.5", &[&[7]], |x| x[0].pow_scalar(2.5)).domain(Domain::Positive)],
-    },
-    Entry {
-        info: &CLAMP,
-        cases: || vec![Case::new("both", &[&[9]], |x| x[0].clamp(Some(-0.55), Some(0.71))).domain(Domain::Distinct)],
-    },
-    Entry {
-        info: &CAST,
-        cases: || {
-            vec![Case::new("to f64", &[&[3, 3]], |x| x[0].to_dtype(DType::F64)), Case::new("to f64 empty", &[&[0]], |x| x[0].to_dtype(DType::F64))]
-        },
-    },
-    Entry { info: &TO_DEVICE, cases: || vec![Case::new("same", &[&[3]], |x| x[0].to_device(&Device::Cpu))] },
-    Entry {
-        info: &SELECT,
-        cases: || {
-            let select = |x: &[Tensor]| {
-                let mask = Tensor::from_vec(vec![1u8, 0, 1, 0, 1], 5, x[0].device())?;
-                Tensor::select(&mask, &x[0], &x[1])
-            };
-            vec![Case::new("same shape", &[&[3, 5], &[3, 5]], select), Case::new("broadcast", &[&[3, 1], &[5]], select)]
-        },
-    },
 ];

@@ -7,6 +7,7 @@ pub mod activation;
 pub mod arithmetic;
 pub mod attention;
 pub mod case;
+pub mod cast;
 pub mod compare;
 pub mod conv;
 pub mod dropout;
@@ -20,6 +21,8 @@ pub mod norm;
 pub mod reduce;
 pub mod rope;
 mod rows;
+pub mod scalar;
+pub mod select;
 pub mod shape;
 pub mod softmax;
 
@@ -30,6 +33,9 @@ pub static REGISTRY: &[&[Entry]] = &[
     elementwise::ENTRIES,
     activation::ENTRIES,
     arithmetic::ENTRIES,
+    scalar::ENTRIES,
+    cast::ENTRIES,
+    select::ENTRIES,
     compare::ENTRIES,
     shape::ENTRIES,
     index::ENTRIES,

@@ -81,12 +81,14 @@ fn rotate_rows(x: &Raw, cos: &Raw, sin: &Raw, repeats: usize, interleaved: bool,
     let positions = cos.dims()[0];
     let rows = x.elem_count() / len.max(1);
     dispatch_float!(x.dtype(), op, T => {
-        let dtype = <<T as Elem>::Acc as candle_core::WithDType>::DTYPE;
+        type Number = <T as Elem>::Acc;
+        let dtype = <Number as candle_core::WithDType>::DTYPE;
         let table = |table: &Raw| cpu::contiguous(&cpu::cast(table, dtype)?);
         let y = read_all(op, &[&x, &table(cos)?, &table(sin)?], |operands| {
             let x = elements::<T>(operands[0])?;
-            let (cos, sin) = (elements(operands[1])?, elements(operands[2])?);
-            let sign: <T as Elem>::Acc = if back { -Real::ONE } else { Real::ONE };
+            let (cos, sin) = (elements::<Number>(operands[1])?, elements::<Number>(operands[2])?);
+            let one = Number::ONE;
+            let sign = if back { -one } else { one };
             // SAFETY: each row is written as a whole.
             let y = unsafe {
                 rows::fill_rows::<T>(rows, len, rows::rows_per_block(len), |range, out| {
@@ -97,7 +99,7 @@ fn rotate_rows(x: &Raw, cos: &Raw, sin: &Raw, repeats: usize, interleaved: bool,
                                 let angle = row / repeats % positions * (len / 2);
                                 let angles = cos[angle..angle + len / 2].iter().zip(&sin[angle..angle + len / 2]);
                                 let x = &x[row * len..(row + 1) * len];
-                                let turn = |a: T, b: T, cos, sin| {
+                                let turn = |a: T, b: T, cos: Number, sin: Number| {
                                     let (a, b, sin) = (a.to_acc(), b.to_acc(), sign * sin);
                                     (T::from_acc(a * cos - b * sin), T::from_acc(a * sin + b * cos))
                                 };

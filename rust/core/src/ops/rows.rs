@@ -110,7 +110,7 @@ pub(super) fn sums_of_three<X: Copy, Y: Copy, Z: Copy, R: Real>(
 
 /// The largest `f` of a row; NaN if there is one, negative infinity if the row is empty.
 #[inline(always)]
-pub(super) fn max<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
+pub(super) fn max_by<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
     let mut lanes = [R::NEG_INFINITY; LANES];
     let chunks = x.chunks_exact(LANES);
     for (lane, x) in lanes.iter_mut().zip(chunks.remainder()) {
@@ -122,4 +122,10 @@ pub(super) fn max<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
         }
     }
     fold(lanes, Real::max)
+}
+
+/// The largest element of a row; NaN if there is one, negative infinity if the row is empty.
+#[inline(always)]
+pub(super) fn max<T: Elem>(x: &[T]) -> T::Acc {
+    max_by(x, |x: T| x.to_acc())
 }

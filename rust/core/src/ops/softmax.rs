@@ -26,7 +26,7 @@ struct Softmax;
 impl RowFunction for Softmax {
     #[inline(always)]
     fn forward<T: Elem>(&self, x: &[T], scratch: &mut [T::Acc], out: &mut [MaybeUninit<T>]) {
-        let max = rows::max(x, |x: T| x.to_acc());
+        let max = rows::max(x);
         for (e, x) in scratch.iter_mut().zip(x) {
             *e = (x.to_acc() - max).exp();
         }
@@ -52,7 +52,7 @@ struct LogSoftmax;
 impl RowFunction for LogSoftmax {
     #[inline(always)]
     fn forward<T: Elem>(&self, x: &[T], _scratch: &mut [T::Acc], out: &mut [MaybeUninit<T>]) {
-        let max = rows::max(x, |x: T| x.to_acc());
+        let max = rows::max(x);
         let log_sum = rows::sum(x, |x: T| (x.to_acc() - max).exp()).ln();
         for (o, x) in out.iter_mut().zip(x) {
             o.write(T::from_acc(x.to_acc() - max - log_sum));

@@ -142,6 +142,30 @@ impl Leaf {
         }
     }
 
+    /// The gradient where it lies.
+    pub(crate) fn grad_storage(&self) -> Option<Raw> {
+        let state = self.state();
+        match &state.buffer {
+            Some(buffer) => state.filled.then(|| buffer.clone()),
+            None => state.grad.clone(),
+        }
+    }
+
+    /// Multiply the gradient by `factor`.
+    pub(crate) fn scale(&self, factor: f64) -> Result<()> {
+        let mut state = self.state();
+        if let Some(buffer) = &state.buffer {
+            return if state.filled { cpu::scale_in_place(buffer, factor) } else { Ok(()) };
+        }
+        // A gradient that somebody has read stays as it was.
+        if let Some(grad) = &state.grad {
+            let scaled = raw::own_copy(grad)?;
+            cpu::scale_in_place(&scaled, factor)?;
+            state.grad = Some(scaled);
+        }
+        Ok(())
+    }
+
     pub(crate) fn has_grad(&self) -> bool {
         let state = self.state();
         state.filled || state.grad.is_some()

@@ -11,7 +11,7 @@ mod shape;
 pub mod source;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyIterator};
+use pyo3::types::{PyDict, PyList};
 use trainable_candle_core as tc;
 
 pub use convert::to_raw;
@@ -24,7 +24,7 @@ use crate::call::{compute, quick};
 use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
-use crate::types::{Anything, NdArray, Sizes};
+use crate::types::{Anything, NdArray, Sizes, Tensors};
 
 /// An immutable array of numbers on a device, and its place on the autograd tape.
 ///
@@ -212,13 +212,13 @@ impl Tensor {
         first.ok_or_else(|| tc::Error::shape("len", "a tensor without dimensions has no length").into())
     }
 
-    fn __iter__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyIterator>> {
+    fn __iter__<'py>(&self, py: Python<'py>) -> Result<Tensors<'py>> {
         if self.0.rank() == 0 {
             return Err(tc::Error::shape("iter", "a tensor without dimensions cannot be iterated").into());
         }
         let rows = (0..self.0.dims()[0]).map(|row| quick(|| self.0.narrow(0, row, 1)?.squeeze(0)).map(Self));
         let rows = rows.map(|row| Ok(Bound::new(py, row?)?.into_any())).collect::<Result<Vec<_>>>()?;
-        Ok(pyo3::types::PyList::new(py, rows)?.try_iter()?)
+        Ok(Tensors(PyList::new(py, rows)?.try_iter()?))
     }
 
     /// Identity: tensors are keys by what they are, not by their values.

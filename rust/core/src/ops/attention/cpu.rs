@@ -235,7 +235,7 @@ impl<R: Real> Running<R> {
     /// Turns scores into e^(score - largest) and adds them up. Returns what earlier results are to be multiplied with.
     #[inline(always)]
     fn exponentiate(&mut self, scores: &mut [R]) -> R {
-        let max = self.max.max(rows::max(scores, |s| s));
+        let max = self.max.max(rows::max_by(scores, |s| s));
         let base = finite_or_zero(max);
         for s in scores.iter_mut() {
             *s = (*s - base).exp();

@@ -76,8 +76,7 @@ pub fn select_backward(op: &'static str, g: &Raw, positions: &[usize], dim: usiz
                         add(&mut sum, &g[from..from + inner]);
                     }
                     if hits > 0 {
-                        T::store(&sum, dx);
-                        sum.fill(Real::ZERO);
+                        take(&mut sum, dx);
                     }
                     next += hits;
                 }
@@ -94,6 +93,19 @@ fn add<T: Elem>(sum: &mut [T::Acc], row: &[T]) {
         || {
             for (s, x) in sum.iter_mut().zip(row) {
                 *s += x.to_acc();
+            }
+        },
+    );
+}
+
+/// Round the sums to `row` and begin again.
+fn take<T: Elem>(sum: &mut [T::Acc], row: &mut [T]) {
+    dispatch(
+        #[inline(always)]
+        || {
+            for (s, x) in sum.iter_mut().zip(row) {
+                *x = T::from_acc(*s);
+                *s = Real::ZERO;
             }
         },
     );
@@ -138,8 +150,7 @@ pub fn gather_backward(op: &'static str, g: &Raw, positions: &[usize], dim: usiz
                     for ((at, g), &id) in g[from..].iter().enumerate().zip(ids) {
                         sum[id * inner + at % inner] += g.to_acc();
                     }
-                    T::store(&sum, dx);
-                    sum.fill(Real::ZERO);
+                    take(&mut sum, dx);
                 }
             });
         }

@@ -1,13 +1,11 @@
 //! Losses of the difference of two tensors.
 
-use candle_core::{Shape, WithDType};
-
 use super::super::linear::same_kind;
+use super::super::rows;
 use super::Reduction;
-use crate::cpu::access::{elements, read2};
 use crate::cpu::pool::par_chunks_mut;
-use crate::cpu::{self, Binary, Elem, Real, Ternary, Unary, dispatch};
-use crate::raw::{Raw, is_float};
+use crate::cpu::{self, Binary, Elem, Real, Ternary, Unary, dispatch, elements, read_all};
+use crate::raw::{Raw, from_vec, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, dispatch_float};
 

@@ -7,8 +7,6 @@
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use candle_core::WithDType;
-
 use super::{Affine, SavedAffine};
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};

@@ -4,13 +4,11 @@
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use candle_core::WithDType;
-
 use super::{Affine, SavedAffine};
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::ops::rows;
-use crate::raw::{Raw, from_vec};
+use crate::raw::from_vec;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, dispatch_float};
 
@@ -109,9 +107,7 @@ fn forward<T: Elem, const CENTER: bool>(
     let mut statistics = [vec![T::Acc::ZERO; if CENTER { rows } else { 0 }], vec![T::Acc::ZERO; rows]];
     let [means, rstds] = statistics.each_mut().map(|values| SharedMut::new(values));
     let count = T::Acc::from_f64(len as f64);
-    // SAFETY: each row is written as a whole.
-    let y = unsafe {
-        rows::fill_rows(rows, len, rows::rows_per_block(len), |range, out| {
+    let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
             // SAFETY: ranges of rows do not overlap.
             let rstds = unsafe { rstds.slice(range.clone()) };
             // SAFETY: as above.
@@ -137,8 +133,9 @@ fn forward<T: Elem, const CENTER: bool>(
                     }
                 },
             );
-        })
     };
+    // SAFETY: each row is written as a whole.
+    let y = unsafe { rows::fill_rows(rows, len, rows::rows_per_block(len), write) };
     (y, statistics)
 }
 

@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Generate the type stubs of the extension: `stubs.py write TREE` or `stubs.py check TREE`.
+
+TREE is the source tree that the extension is built from, the checkout or the unpacked sdist.
+"""
+
+import ast
+import builtins
+import difflib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMITTED = ROOT / "python" / "trainable_candle" / "_core.pyi"
+FOLDER = Path(os.environ["CARGO_TARGET_DIR"]) / "stubs"
+GENERATED = FOLDER / "trainable_candle" / "_core.pyi"
+
+
+def run(*command: str, folder: Path = ROOT) -> None:
+    """Run a command and stop with its exit code if it fails."""
+    result = subprocess.run(command, cwd=folder, check=False)
+    if result.returncode:
+        sys.exit(result.returncode)
+
+
+def hidden_builtins(tree: ast.Module) -> list[ast.Name]:
+    """Uses of a builtin type in a class whose method of that name a type checker would take."""
+    names = []
+    for scope in ast.walk(tree):
+        if isinstance(scope, ast.ClassDef):
+            methods = {node.name for node in scope.body if isinstance(node, ast.FunctionDef)}
+            hidden = {name for name in methods if isinstance(getattr(builtins, name, None), type)}
+            names += [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id in hidden]
+    return names
+
+
+def qualify_hidden_builtins(source: str) -> str:
+    """Write `float` as `builtins.float` where a method `float` hides it."""
+    lines = source.encode().split(b"\n")  # ast counts columns in bytes
+    tree = ast.parse(source)
+    names = hidden_builtins(tree)
+    for name in sorted(names, key=lambda n: (n.lineno, n.col_offset), reverse=True):
+        line = lines[name.lineno - 1]
+        lines[name.lineno - 1] = line[: name.col_offset] + b"builtins." + line[name.col_offset :]
+    if names:
+        first = next(node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
+        lines.insert(first.lineno - 1, b"import builtins")
+    return b"\n".join(lines).decode()
+
+
+def generate(tree: Path) -> str:
+    """The stubs of the extension that `tree` builds."""
+    linker = f"linker={ROOT / '.ci' / 'zig-cc'}"
+    build = ("maturin", "generate-stubs", "--profile", "release", "--out", str(FOLDER))
+    run(*build, "--", "-C", linker, "-C", "strip=none", folder=tree)
+    source = GENERATED.read_text()
+    for number, line in enumerate(source.splitlines(), 1):
+        if "Incomplete" in line:
+            sys.exit(
+                f"stubs: line {number} gives a type checker nothing to go by; "
+                f"give the Rust type an INPUT_TYPE or OUTPUT_TYPE: {line.strip()}"
+            )
+    GENERATED.write_text(qualify_hidden_builtins(source))
+    config = f"--config={ROOT / 'pyproject.toml'}"
+    run("ruff", "check", "--quiet", config, "--select=F401,I,UP", "--fix", str(GENERATED))
+    run("ruff", "format", "--quiet", config, str(GENERATED))
+    return GENERATED.read_text()
+
+
+def main(action: str, tree: str) -> None:
+    """Write the stubs into this tree, or compare them with those in it."""
+    generated = generate(Path(tree))
+    if action == "write":
+        COMMITTED.write_text(generated)
+        return
+    committed = COMMITTED.read_text()
+    if committed != generated:
+        sys.stdout.writelines(
+            difflib.unified_diff(
+                committed.splitlines(keepends=True),
+                generated.splitlines(keepends=True),
+                "_core.pyi",
+                "the Rust signatures",
+            )
+        )
+        sys.exit("stubs: _core.pyi differs from the Rust signatures; run `make stubs`")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,101 @@
+//! The same values in another form: dtype, device, layout.
+
+use candle_core::{DType, Device};
+
+use super::case::{Case, Entry};
+use crate::cpu;
+use crate::raw::is_float;
+use crate::tape::{Backward, BackwardContext, OpInfo, record};
+use crate::{Result, Tensor};
+
+static CAST: OpInfo = OpInfo::cheap("to_dtype");
+static TO_DEVICE: OpInfo = OpInfo::cheap("to_device");
+static CONTIGUOUS: OpInfo = OpInfo::cheap("contiguous");
+
+struct CastBackward(DType);
+
+impl Backward for CastBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = cpu::cast(context.grad(), self.0)?;
+        context.add(0, grad)
+    }
+}
+
+struct ToDeviceBackward(Device);
+
+impl Backward for ToDeviceBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = context.grad().to_device(&self.0)?;
+        context.add(0, grad)
+    }
+}
+
+struct ContiguousBackward;
+
+impl Backward for ContiguousBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = context.grad().clone();
+        context.add(0, grad)
+    }
+}
+
+impl Tensor {
+    /// The same values in another dtype. The gradient comes back in this tensor's dtype.
+    ///
+    /// # Errors
+    /// Candle's, for dtypes that it cannot convert.
+    pub fn to_dtype(&self, dtype: DType) -> Result<Self> {
+        if dtype == self.dtype() {
+            return Ok(self.clone());
+        }
+        if !is_float(dtype) {
+            // Integers carry no gradient, in torch as here.
+            return Ok(Self::constant(self.raw.to_dtype(dtype)?));
+        }
+        let from = self.dtype();
+        let forward = || if is_float(from) { cpu::cast(&self.raw, dtype) } else { Ok(self.raw.to_dtype(dtype)?) };
+        record(&CAST, &[self], forward, |_, _| CastBackward(from))
+    }
+
+    /// The same values on another device. The gradient comes back to this tensor's device.
+    ///
+    /// # Errors
+    /// Candle's, if the copy fails.
+    pub fn to_device(&self, device: &Device) -> Result<Self> {
+        if self.device().same_device(device) {
+            return Ok(self.clone());
+        }
+        record(&TO_DEVICE, &[self], || Ok(self.raw.to_device(device)?), |_, _| ToDeviceBackward(self.device().clone()))
+    }
+
+    /// The values in row-major order; a copy only if they are not.
+    ///
+    /// # Errors
+    /// Candle's, if the copy fails.
+    pub fn contiguous(&self) -> Result<Self> {
+        if self.raw.is_contiguous() {
+            return Ok(self.clone());
+        }
+        record(&CONTIGUOUS, &[self], || cpu::contiguous(&self.raw), |_, _| ContiguousBackward)
+    }
+}
+
+/// Registry entries of this file.
+pub static ENTRIES: &[Entry] = &[
+    Entry {
+        info: &CAST,
+        cases: || {
+            vec![Case::new("to f64", &[&[3, 3]], |x| x[0].to_dtype(DType::F64)), Case::new("to f64 empty", &[&[0]], |x| x[0].to_dtype(DType::F64))]
+        },
+    },
+    Entry { info: &TO_DEVICE, cases: || vec![Case::new("same", &[&[3]], |x| x[0].to_device(&Device::Cpu))] },
+    Entry {
+        info: &CONTIGUOUS,
+        cases: || {
+            vec![
+                Case::new("", &[&[3, 4, 2]], |x| x[0].permute(&[2, 0, 1])?.contiguous()),
+                Case::new("empty", &[&[3, 0]], |x| x[0].t()?.contiguous()),
+            ]
+        },
+    },
+];

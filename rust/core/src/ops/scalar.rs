@@ -1,0 +1,175 @@
+//! Arithmetic of a tensor and numbers.
+
+use super::case::{Case, Domain, Entry};
+use super::elementwise::{Pointwise, pointwise};
+use crate::cpu::{self, Binary, Real, Unary};
+use crate::raw::is_float;
+use crate::tape::{Backward, BackwardContext, OpInfo, record};
+use crate::{Error, Result, Tensor};
+
+static SCALAR: OpInfo = OpInfo::cheap("mul_scalar");
+static POW_SCALAR: OpInfo = OpInfo::cheap("pow_scalar");
+static CLAMP: OpInfo = OpInfo::cheap("clamp");
+
+#[derive(Clone, Copy)]
+pub(super) struct Affine {
+    mul: f64,
+    add: f64,
+}
+
+impl Affine {
+    pub(super) const fn times(mul: f64) -> Self {
+        Self { mul, add: 0.0 }
+    }
+}
+
+impl Unary for Affine {
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R) -> R {
+        x * R::from_f64(self.mul) + R::from_f64(self.add)
+    }
+}
+
+struct AffineBackward(f64);
+
+impl Backward for AffineBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = if self.0 == 1.0 { context.grad().clone() } else { cpu::unary(context.grad(), Affine::times(self.0))? };
+        context.add(0, grad)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct PowScalar(f64);
+
+impl Unary for PowScalar {
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R) -> R {
+        x.powf(R::from_f64(self.0))
+    }
+}
+
+impl Binary for PowScalar {
+    #[inline(always)]
+    fn apply<R: Real>(&self, g: R, x: R) -> R {
+        if self.0 == 0.0 { R::ZERO } else { g * R::from_f64(self.0) * x.powf(R::from_f64(self.0 - 1.0)) }
+    }
+}
+
+impl Pointwise for PowScalar {
+    const SAVES_RESULT: bool = false;
+}
+
+#[derive(Clone, Copy)]
+struct Clamp {
+    low: f64,
+    high: f64,
+}
+
+impl Unary for Clamp {
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R) -> R {
+        // NaN compares false and stays NaN.
+        let (low, high) = (R::from_f64(self.low), R::from_f64(self.high));
+        let x = if x < low { low } else { x };
+        if x > high { high } else { x }
+    }
+}
+
+impl Binary for Clamp {
+    #[inline(always)]
+    fn apply<R: Real>(&self, g: R, x: R) -> R {
+        if x < R::from_f64(self.low) || x > R::from_f64(self.high) { R::ZERO } else { g }
+    }
+}
+
+impl Pointwise for Clamp {
+    const SAVES_RESULT: bool = false;
+}
+
+impl Tensor {
+    /// `self * mul + add`.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if the tensor is not floating point.
+    pub fn affine(&self, mul: f64, add: f64) -> Result<Self> {
+        if !is_float(self.dtype()) {
+            return Err(Error::dtype(
+                SCALAR.name,
+                format!("expected a floating point tensor, found {}; convert it with to()", self.dtype().as_str()),
+            ));
+        }
+        record(&SCALAR, &[self], || cpu::unary(&self.raw, Affine { mul, add }), |_, _| AffineBackward(mul))
+    }
+
+    /// Add a number to each element.
+    ///
+    /// # Errors
+    /// As [`affine`](Self::affine).
+    pub fn add_scalar(&self, value: f64) -> Result<Self> {
+        self.affine(1.0, value)
+    }
+
+    /// Multiply each element by a number.
+    ///
+    /// # Errors
+    /// As [`affine`](Self::affine).
+    pub fn mul_scalar(&self, value: f64) -> Result<Self> {
+        self.affine(value, 0.0)
+    }
+
+    /// The negative.
+    ///
+    /// # Errors
+    /// As [`affine`](Self::affine).
+    pub fn neg(&self) -> Result<Self> {
+        self.affine(-1.0, 0.0)
+    }
+
+    /// Each element to the power of a number.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if the tensor is not floating point.
+    pub fn pow_scalar(&self, exponent: f64) -> Result<Self> {
+        if exponent == 2.0 {
+            return self.sqr();
+        }
+        pointwise(&POW_SCALAR, self, PowScalar(exponent))
+    }
+
+    /// Limit each element to `[low, high]`; outside, the gradient is 0.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if neither limit is given or `low > high`.
+    pub fn clamp(&self, low: Option<f64>, high: Option<f64>) -> Result<Self> {
+        let limits = Clamp { low: low.unwrap_or(f64::NEG_INFINITY), high: high.unwrap_or(f64::INFINITY) };
+        if low.is_none() && high.is_none() {
+            return Err(Error::argument("clamp", "neither a lower nor an upper limit was given"));
+        }
+        if !(limits.low <= limits.high) {
+            return Err(Error::argument("clamp", format!("the lower limit {} is above the upper limit {}", limits.low, limits.high)));
+        }
+        pointwise(&CLAMP, self, limits)
+    }
+}
+
+/// Registry entries of this file.
+pub static ENTRIES: &[Entry] = &[
+    Entry {
+        info: &SCALAR,
+        cases: || {
+            vec![
+                Case::new("affine", &[&[3, 5]], |x| x[0].affine(-1.5, 0.25)),
+                Case::new("empty", &[&[0]], |x| x[0].affine(2.0, 1.0)),
+            ]
+        },
+    },
+    Entry {
+        info: &POW_SCALAR,
+        cases: || vec![Case::new("2.5", &[&[7]], |x| x[0].pow_scalar(2.5)).domain(Domain::Positive)],
+    },
+    Entry {
+        info: &CLAMP,
+        cases: || vec![Case::new("both", &[&[9]], |x| x[0].clamp(Some(-0.55), Some(0.71))).domain(Domain::Distinct)],
+    },
+];

@@ -1,0 +1,120 @@
+//! Lion: the sign of an interpolated momentum.
+//!
+//! Chen et al., "Symbolic Discovery of Optimization Algorithms", <https://arxiv.org/abs/2302.06675>; the order of
+//! operations is that of bitsandbytes' `Lion32bit`.
+
+use smallvec::{SmallVec, smallvec};
+use trainable_candle_core::cpu::{Real, dispatch};
+use trainable_candle_core::{Result, Var};
+
+use super::Stepper;
+use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
+
+/// Hyper-parameters of [`Lion`]; names, meaning and defaults are those of the paper's implementation and bitsandbytes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LionConfig {
+    /// Learning rate, at least 0; 3 to 10 times smaller than Adam's.
+    pub lr: f64,
+    /// Weight of the momentum in the update, and its decay rate; each in [0, 1).
+    pub betas: (f64, f64),
+    /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+    pub weight_decay: f64,
+}
+
+impl Default for LionConfig {
+    fn default() -> Self {
+        Self { lr: 1e-4, betas: (0.9, 0.99), weight_decay: 0.0 }
+    }
+}
+
+/// Lion, as bitsandbytes' `Lion32bit`.
+pub type Lion = Stepper<LionRule>;
+
+impl Lion {
+    /// Lion on `params` with the defaults of [`LionConfig`] but for `lr` and `weight_decay`.
+    ///
+    /// # Errors
+    /// As [`with_groups`](Self::with_groups).
+    pub fn new(params: Vec<Var>, lr: f64, weight_decay: f64) -> Result<Self> {
+        Self::with_config(params, LionConfig { lr, weight_decay, ..LionConfig::default() })
+    }
+}
+
+/// The arithmetic of [`Lion`].
+pub struct LionRule;
+
+impl Rule for LionRule {
+    const NAME: &'static str = "Lion";
+    type Config = LionConfig;
+    const UPDATE: Update<LionConfig, f32> = update;
+    const UPDATE_F64: Option<Update<LionConfig, f64>> = Some(update);
+
+    fn validate(config: &LionConfig) -> Result<()> {
+        check_not_negative(Self::NAME, "lr", config.lr)?;
+        check_not_negative(Self::NAME, "weight_decay", config.weight_decay)?;
+        check_betas(Self::NAME, config.betas)
+    }
+
+    fn states(_config: &LionConfig, _numel: usize) -> SmallVec<[StateSpec; 4]> {
+        smallvec![StateKind::Float.named("exp_avg")]
+    }
+
+    fn lr(config: &mut LionConfig) -> &mut f64 {
+        &mut config.lr
+    }
+}
+
+/// What one step needs of a [`LionConfig`]. Fused multiply-adds are where the CUDA code of bitsandbytes has them, so that
+/// the momentum is equal bit for bit.
+#[derive(Clone, Copy)]
+pub(crate) struct Coefficients<T> {
+    pub(crate) beta1: T,
+    pub(crate) beta2: T,
+    lr: T,
+    decay: T,
+}
+
+impl<T: Real> Coefficients<T> {
+    pub(crate) fn new(lr: f64, betas: (f64, f64), weight_decay: f64) -> Self {
+        let (beta1, beta2, lr) = (T::from_f64(betas.0), T::from_f64(betas.1), T::from_f64(lr));
+        Self { beta1, beta2, lr, decay: T::ONE - lr * T::from_f64(weight_decay) }
+    }
+
+    /// The decayed parameter moved by `lr` against the sign of `direction`.
+    #[inline(always)]
+    pub(crate) fn descend(&self, p: T, direction: T) -> T {
+        let up = if direction > T::ZERO { self.lr } else { T::ZERO };
+        let down = if direction < T::ZERO { self.lr } else { T::ZERO };
+        p * self.decay - up + down
+    }
+
+    /// The parameter and the momentum after a gradient.
+    #[inline(always)]
+    fn advance(&self, p: T, g: T, m: T) -> (T, T) {
+        let direction = m.mul_add(self.beta1, (T::ONE - self.beta1) * g);
+        (self.descend(p, direction), m.mul_add(self.beta2, (T::ONE - self.beta2) * g))
+    }
+}
+
+fn update<T: Real>(config: &LionConfig, _step: u64, chunk: Chunk<'_, T>) {
+    let at = Coefficients::new(config.lr, config.betas, config.weight_decay);
+    update_float(at, chunk);
+}
+
+/// One step with a momentum in full precision.
+pub(crate) fn update_float<T: Real>(at: Coefficients<T>, chunk: Chunk<'_, T>) {
+    dispatch(
+        #[inline(always)]
+        || update_elements(at, chunk),
+    );
+}
+
+#[inline(always)]
+fn update_elements<T: Real>(at: Coefficients<T>, mut chunk: Chunk<'_, T>) {
+    let [StateSlice::Float(exp_avg)] = chunk.states.as_mut_slice() else {
+        unreachable!("the states are those that the rule declares");
+    };
+    for ((p, &g), m) in chunk.param.iter_mut().zip(chunk.grad).zip(exp_avg.iter_mut()) {
+        (*p, *m) = at.advance(*p, g, *m);
+    }
+}

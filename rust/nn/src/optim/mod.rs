@@ -1,0 +1,45 @@
+//! Optimizers and what goes with them: learning-rate schedules, gradient clipping, loss scaling.
+//!
+//! ```
+//! use trainable_candle_core::{Device, Tensor, Var};
+//! use trainable_candle_nn::optim::{Adam, Optimizer};
+//!
+//! let x = Var::new(2f32, &Device::Cpu)?;
+//! let mut opt = Adam::new(vec![x.clone()], 0.1)?;
+//! for _ in 0..200 {
+//!     let loss = (&*x * &*x)?;
+//!     let grads = loss.backward()?;
+//!     opt.step(&grads)?;
+//! }
+//! assert!(x.item()?.abs() < 0.05);
+//! # Ok::<(), trainable_candle_core::Error>(())
+//! ```
+//!
+//! Every optimizer is a [`Stepper`] over a [`Rule`]; a new one is a file with a rule. All take f32, f16 and bf16 variables
+//! (the two short dtypes with f32 master values that the optimizer holds), those with states in full precision also
+//! f64. Variables that share one flat buffer are updated in one pass over it.
+
+mod adam;
+mod adam8bit;
+mod clip;
+mod lion;
+mod lion8bit;
+pub mod quant;
+pub mod rule;
+mod scaler;
+mod schedule;
+mod sgd;
+mod state;
+mod stepper;
+mod update;
+
+pub use adam::{Adam, AdamConfig, AdamRule, AdamW, AdamWRule};
+pub use adam8bit::{Adam8bit, Adam8bitConfig, Adam8bitRule, AdamW8bit, AdamW8bitRule};
+pub use clip::{NormType, clip_grad_norm_, grad_norm};
+pub use lion::{Lion, LionConfig, LionRule};
+pub use lion8bit::{Lion8bit, Lion8bitConfig, Lion8bitRule};
+pub use rule::Rule;
+pub use scaler::{GradScaler, GradScalerConfig};
+pub use schedule::{Decay, Schedule};
+pub use sgd::{SGD, SGDConfig, SGDRule};
+pub use stepper::{Optimizer, ParamGroup, StateDict, Stepper};

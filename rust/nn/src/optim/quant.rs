@@ -1,0 +1,330 @@
+//! Block-wise 8-bit quantisation of optimizer states, as bitsandbytes defines it.
+//!
+//! A block of values is divided by its largest magnitude and each quotient is rounded to the nearest of 256 values, the
+//! *dynamic map*: more values near zero than near one, so that small states keep a relative precision of a few percent.
+//!
+//! Dettmers et al., "8-bit Optimizers via Block-wise Quantization", <https://arxiv.org/abs/2110.02861>; the map, the
+//! rounding of ties and the treatment of signs are those of bitsandbytes 0.50 (`create_dynamic_map`, `quantize_2D`).
+
+use std::sync::LazyLock;
+
+use trainable_candle_core::cpu::pool::par_chunks_mut;
+use trainable_candle_core::{Error, Result};
+
+/// Elements of an optimizer state that share one scale.
+pub const BLOCK_SIZE: usize = 256;
+
+/// Elements that one thread quantises at a time.
+const GRAIN: usize = 1 << 14;
+
+/// The 256 values of the dynamic map in ascending order: `signed` for values in [-1, 1], otherwise for [0, 1].
+///
+/// Decade i of seven (1e-6 to 1) holds 2^i values of each sign (2^(i+1) if unsigned), evenly spaced from a tenth of the
+/// decade's end to its end; 0 and 1 complete the map.
+pub fn create_dynamic_map(signed: bool) -> [f32; 256] {
+    const DECADES: u32 = 7;
+    let mut values = Vec::with_capacity(256);
+    for decade in 0..DECADES {
+        let items = 1usize << if signed { decade } else { decade + 1 };
+        let scale = 10f64.powi(decade as i32 - (DECADES as i32 - 1)) as f32;
+        for i in 0..items {
+            let middle = (linspace(0.1, 1.0, items, i) + linspace(0.1, 1.0, items, i + 1)) / 2.0;
+            values.push(scale * middle);
+            if signed {
+                values.push(-scale * middle);
+            }
+        }
+    }
+    values.extend([0.0, 1.0]);
+    values.sort_by(f32::total_cmp);
+    let mut map = [0.0; 256];
+    map.copy_from_slice(&values);
+    map
+}
+
+/// Point `i` of `0..=intervals` between two ends, rounded as torch's `linspace` rounds it: from the nearer end.
+fn linspace(start: f32, end: f32, intervals: usize, i: usize) -> f32 {
+    let step = (end - start) / intervals as f32;
+    if i < (intervals + 1) / 2 {
+        step.mul_add(i as f32, start)
+    } else {
+        (-step).mul_add((intervals - i) as f32, end)
+    }
+}
+
+/// A map of 256 ascending values and what finds the nearest of them in a few instructions.
+pub struct Codebook {
+    values: [f32; 256],
+    /// By the upper half of an f32's bits: in the upper half of the entry, the code of the smallest value with those
+    /// bits; in the lower half, the lower bits above which the code is one more. No two borders between codes share
+    /// their upper bits, so that is exact. Lower bits count upwards with the value: those of negative values are inverted.
+    table: Box<[u32; 1 << 16]>,
+}
+
+impl Codebook {
+    /// The dynamic map for values in [-1, 1].
+    pub fn signed() -> &'static Self {
+        static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| Codebook::dynamic(true, false));
+        &CODEBOOK
+    }
+
+    /// The dynamic map for values in [0, 1].
+    pub fn unsigned() -> &'static Self {
+        static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| Codebook::dynamic(false, false));
+        &CODEBOOK
+    }
+
+    /// The map of [`signed`](Self::signed) for optimizer states: a negative value never becomes zero but the negative
+    /// value next to it, so that its sign survives. A NaN, as 0 / 0 in a block of zeros, becomes code 255.
+    pub fn sign_preserving() -> &'static Self {
+        static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| Codebook::dynamic(true, true));
+        &CODEBOOK
+    }
+
+    /// The 256 values in ascending order.
+    pub fn values(&self) -> &[f32; 256] {
+        &self.values
+    }
+
+    /// The code whose value is nearest to `x`. A tie goes to the even code, a NaN to code 0.
+    #[inline(always)]
+    pub fn encode(&self, x: f32) -> u8 {
+        encode(&self.table, x)
+    }
+
+    /// The codes of `values * scale`.
+    #[inline(always)]
+    pub(crate) fn encode_block<const N: usize>(&self, values: &[f32; N], scale: f32) -> [u8; N] {
+        // Written through references to the table and a local array: both are what lets the loop vectorise.
+        let table = &*self.table;
+        let mut codes = [0; N];
+        for (code, value) in codes.iter_mut().zip(values) {
+            *code = encode(table, value * scale);
+        }
+        codes
+    }
+
+    /// The value of a code.
+    #[inline(always)]
+    pub fn decode(&self, code: u8) -> f32 {
+        self.values[usize::from(code)]
+    }
+
+    fn dynamic(signed: bool, preserve_sign: bool) -> Self {
+        let values = create_dynamic_map(signed);
+        let zero = values.partition_point(|&v| v < 0.0) as u32;
+        // What upper bits of NaNs alone keep: 0 by the search, made 255 by the correction of a positive zero's sign.
+        let mut table = vec![if preserve_sign { 255 << 16 | 0xffff } else { 0xffff }; 1 << 16];
+        let mut code = 0;
+        for order in 0..1u32 << 16 {
+            // Upper halves in the order of the values they belong to, most negative first.
+            let upper = if order < 0x8000 { 0xffff - order } else { order - 0x8000 };
+            if f32::from_bits(upper << 16).is_nan() {
+                continue;
+            }
+            let negative = upper >= 0x8000;
+            let mut entry = code << 16 | 0xffff;
+            if code < 255 {
+                let border = border(&values, code as usize).to_bits();
+                if border >> 16 == upper {
+                    let lower = if negative { !border } else { border } & 0xffff;
+                    entry = code << 16 | lower;
+                    code += 1;
+                }
+            }
+            if preserve_sign && negative && code >= zero {
+                entry = (entry >> 16).min(zero - 1) << 16 | 0xffff;
+            }
+            table[upper as usize] = entry;
+        }
+        debug_assert_eq!(code, 255, "every border has its entry");
+        let table = table.into_boxed_slice().try_into().unwrap_or_else(|_| unreachable!("its length is fixed"));
+        Self { values, table }
+    }
+}
+
+#[inline(always)]
+fn encode(table: &[u32; 1 << 16], x: f32) -> u8 {
+    let bits = x.to_bits();
+    let entry = table[(bits >> 16) as usize];
+    let ascending = bits ^ ((bits as i32) >> 31) as u32;
+    let above = u32::from(ascending & 0xffff > entry & 0xffff);
+    ((entry >> 16) + above) as u8
+}
+
+/// The largest value whose code is not above `code`: halfway to the next one, or just below if ties go up.
+fn border(values: &[f32; 256], code: usize) -> f32 {
+    let middle = (values[code] + values[code + 1]) * 0.5;
+    if code % 2 == 0 { middle } else { middle.next_down() }
+}
+
+/// A block that starts with `data`; the rest is `value`.
+#[inline(always)]
+pub(crate) fn padded<T: Copy>(data: &[T], value: T) -> [T; BLOCK_SIZE] {
+    let mut block = [value; BLOCK_SIZE];
+    block[..data.len()].copy_from_slice(data);
+    block
+}
+
+/// Quantises `values` in blocks of `block_size` (the last may be shorter): the codes of `values / absmax`, and each
+/// block's `absmax`, its largest magnitude.
+///
+/// # Errors
+/// [`Error::Argument`] if `block_size` is 0; [`Error::Shape`] if `codes` is not as long as `values` or `absmax` has not
+/// one entry for each block.
+pub fn quantize_blockwise(
+    values: &[f32],
+    codebook: &Codebook,
+    block_size: usize,
+    codes: &mut [u8],
+    absmax: &mut [f32],
+) -> Result<()> {
+    check_lengths("quantize_blockwise", values.len(), block_size, codes.len(), absmax.len())?;
+    let mut blocks: Vec<_> =
+        values.chunks(block_size).zip(codes.chunks_mut(block_size)).zip(absmax.iter_mut()).collect();
+    par_chunks_mut(&mut blocks, GRAIN.div_ceil(block_size), |_, blocks| {
+        for ((values, codes), absmax) in blocks {
+            **absmax = values.iter().fold(0f32, |max, v| max.max(v.abs()));
+            let scale = 1.0 / **absmax;
+            for (code, value) in codes.iter_mut().zip(values.iter()) {
+                *code = codebook.encode(value * scale);
+            }
+        }
+    });
+    Ok(())
+}
+
+/// The values that `codes` and `absmax` stand for: the inverse of [`quantize_blockwise`] up to rounding.
+///
+/// # Errors
+/// As [`quantize_blockwise`].
+pub fn dequantize_blockwise(
+    codes: &[u8],
+    absmax: &[f32],
+    codebook: &Codebook,
+    block_size: usize,
+    values: &mut [f32],
+) -> Result<()> {
+    check_lengths("dequantize_blockwise", values.len(), block_size, codes.len(), absmax.len())?;
+    let mut blocks: Vec<_> = values.chunks_mut(block_size).zip(codes.chunks(block_size)).zip(absmax).collect();
+    par_chunks_mut(&mut blocks, GRAIN.div_ceil(block_size), |_, blocks| {
+        for ((values, codes), absmax) in blocks {
+            for (value, &code) in values.iter_mut().zip(codes.iter()) {
+                *value = codebook.decode(code) * **absmax;
+            }
+        }
+    });
+    Ok(())
+}
+
+fn check_lengths(op: &'static str, values: usize, block_size: usize, codes: usize, absmax: usize) -> Result<()> {
+    if block_size == 0 {
+        return Err(Error::argument(op, "found block_size 0, expected at least 1"));
+    }
+    let blocks = values.div_ceil(block_size);
+    if codes != values || absmax != blocks {
+        return Err(Error::shape(
+            op,
+            format!("found {codes} codes and {absmax} scales, expected {values} and {blocks} for {values} values"),
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// bitsandbytes' binary search over the map, step by step.
+    fn binary_search(map: &[f32; 256], x: f32) -> u8 {
+        let (mut pivot, mut upper_pivot, mut lower_pivot) = (127usize, 255usize, 0usize);
+        let mut step = 64;
+        while step > 0 {
+            if x > map[pivot] {
+                lower_pivot = pivot;
+                pivot += step;
+            } else {
+                upper_pivot = pivot;
+                pivot -= step;
+            }
+            step /= 2;
+        }
+        let nearest = if x > map[pivot] {
+            if x > (map[upper_pivot] + map[pivot]) * 0.5 { upper_pivot } else { pivot }
+        } else if x < (map[lower_pivot] + map[pivot]) * 0.5 {
+            lower_pivot
+        } else {
+            pivot
+        };
+        nearest as u8
+    }
+
+    /// Every upper half of an f32 with the lower halves at its ends, and every border between codes with its neighbours.
+    fn probes(codebook: &Codebook) -> impl Iterator<Item = f32> {
+        let grid = (0..=0xffffu32).flat_map(|upper| [0, 1, 0x7fff, 0x8000, 0xffff].map(|lower| upper << 16 | lower));
+        let borders = (0..255).flat_map(|code| {
+            let middle = (codebook.values[code] + codebook.values[code + 1]) * 0.5;
+            [middle.next_down().next_down(), middle.next_down(), middle, middle.next_up()]
+        });
+        grid.map(f32::from_bits).filter(|x| !x.is_nan()).chain(borders)
+    }
+
+    #[test]
+    fn encode_equals_the_binary_search() {
+        for codebook in [Codebook::signed(), Codebook::unsigned()] {
+            for x in probes(codebook) {
+                assert_eq!(codebook.encode(x), binary_search(codebook.values(), x), "{x:e}");
+            }
+            assert_eq!(codebook.encode(f32::NAN), 0);
+            assert_eq!(codebook.encode(-f32::NAN), 0);
+        }
+    }
+
+    #[test]
+    fn sign_preserving_encode_corrects_the_sign() {
+        let codebook = Codebook::sign_preserving();
+        for x in probes(codebook) {
+            let mut expected = binary_search(codebook.values(), x);
+            if codebook.decode(expected).is_sign_negative() != x.is_sign_negative() {
+                expected = if x > 0.0 { expected + 1 } else { expected - 1 };
+            }
+            assert_eq!(codebook.encode(x), expected, "{x:e}");
+        }
+        assert_eq!(codebook.encode(f32::NAN), 255);
+    }
+
+    #[test]
+    fn maps_are_ascending_and_hold_zero_and_one() {
+        for signed in [false, true] {
+            let map = create_dynamic_map(signed);
+            assert!(map.windows(2).all(|pair| pair[0] < pair[1]));
+            assert!(map.contains(&0.0) && map[255] == 1.0);
+            assert_eq!(map[0] < 0.0, signed);
+        }
+    }
+
+    #[test]
+    fn blockwise_round_trip_keeps_the_largest_value_and_a_few_percent() {
+        let values: Vec<f32> = (0..1000).map(|i| ((i as f32) * 0.37).sin() * 10f32.powi(i / 300 - 2)).collect();
+        let (mut codes, mut absmax, mut back) = (vec![0; 1000], vec![0.0; 16], vec![0.0; 1000]);
+        quantize_blockwise(&values, Codebook::signed(), 64, &mut codes, &mut absmax).unwrap();
+        dequantize_blockwise(&codes, &absmax, Codebook::signed(), 64, &mut back).unwrap();
+        for (block, (values, back)) in values.chunks(64).zip(back.chunks(64)).enumerate() {
+            for (v, b) in values.iter().zip(back) {
+                // Half the widest gap of the map, 0.9 / 64.
+                assert!((v - b).abs() <= 0.0071 * absmax[block], "{v} became {b}");
+            }
+        }
+    }
+
+    #[test]
+    fn wrong_lengths_are_errors() {
+        let error = quantize_blockwise(&[0.0; 10], Codebook::signed(), 4, &mut [0; 10], &mut [0.0; 2]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "quantize_blockwise: found 10 codes and 2 scales, expected 10 and 3 for 10 values"
+        );
+        assert!(quantize_blockwise(&[], Codebook::signed(), 0, &mut [], &mut []).is_err());
+        assert!(dequantize_blockwise(&[0; 9], &[0.0; 3], Codebook::signed(), 4, &mut [0.0; 10]).is_err());
+    }
+}

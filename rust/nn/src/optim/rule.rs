@@ -1,0 +1,139 @@
+//! [`Rule`]: what distinguishes one optimizer from another.
+
+use smallvec::SmallVec;
+use trainable_candle_core::{Error, Result};
+
+use super::quant::BLOCK_SIZE;
+
+/// The arithmetic of an optimizer and the states it keeps; [`Stepper`](super::Stepper) does everything else.
+///
+/// An update is elementwise, except that the elements of one [`BLOCK_SIZE`] may share a scale.
+pub trait Rule: Sized + Send + Sync + 'static {
+    /// The optimizer's name, with which messages start.
+    const NAME: &'static str;
+
+    /// The hyper-parameters of a group of parameters.
+    type Config: Clone + std::fmt::Debug + PartialEq + Send + Sync + 'static;
+
+    /// The update of f32 values (and, through f32 master values, of f16 and bf16).
+    const UPDATE: Update<Self::Config, f32>;
+
+    /// The update of f64 values, if the optimizer takes them.
+    const UPDATE_F64: Option<Update<Self::Config, f64>>;
+
+    /// Checks the ranges of hyper-parameters.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] naming the first one outside its range.
+    fn validate(config: &Self::Config) -> Result<()>;
+
+    /// The states kept for a parameter of `numel` elements.
+    fn states(config: &Self::Config, numel: usize) -> SmallVec<[StateSpec; 4]>;
+
+    /// The learning rate.
+    fn lr(config: &mut Self::Config) -> &mut f64;
+}
+
+/// Step number `step` (from 1) of a chunk.
+pub type Update<C, T> = fn(config: &C, step: u64, chunk: Chunk<'_, T>);
+
+/// A run of elements of one parameter; all slices cover the same elements. Starts at a multiple of [`BLOCK_SIZE`].
+pub struct Chunk<'a, T> {
+    /// The values, to be changed.
+    pub param: &'a mut [T],
+    /// The gradient.
+    pub grad: &'a [T],
+    /// The states in the order of [`Rule::states`]; all zeros before the first step.
+    pub states: SmallVec<[StateSlice<'a, T>; 4]>,
+}
+
+/// A run of one state.
+pub enum StateSlice<'a, T> {
+    /// A number for each element.
+    Float(&'a mut [T]),
+    /// An 8-bit code for each element.
+    Codes(&'a mut [u8]),
+    /// A scale for each [`BLOCK_SIZE`] elements.
+    Scales(&'a mut [f32]),
+}
+
+/// A state that an optimizer keeps for each parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateSpec {
+    /// Its name in a state dict.
+    pub name: &'static str,
+    /// What it holds.
+    pub kind: StateKind,
+}
+
+/// What a state holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateKind {
+    /// A number for each element: f64 for f64 parameters, otherwise f32.
+    Float,
+    /// An 8-bit code for each element.
+    Codes,
+    /// A scale (f32) for each [`BLOCK_SIZE`] elements.
+    Scales,
+}
+
+impl StateKind {
+    /// Entries for `numel` elements.
+    pub(crate) const fn len(self, numel: usize) -> usize {
+        match self {
+            Self::Float | Self::Codes => numel,
+            Self::Scales => numel.div_ceil(BLOCK_SIZE),
+        }
+    }
+
+    /// A state of this kind under `name`.
+    pub(crate) const fn named(self, name: &'static str) -> StateSpec {
+        StateSpec { name, kind: self }
+    }
+}
+
+impl<'a, T> StateSlice<'a, T> {
+    pub(crate) fn reborrow(&mut self) -> StateSlice<'_, T> {
+        match self {
+            Self::Float(data) => StateSlice::Float(data),
+            Self::Codes(data) => StateSlice::Codes(data),
+            Self::Scales(data) => StateSlice::Scales(data),
+        }
+    }
+
+    /// Cuts after the entries of `at` elements, a multiple of [`BLOCK_SIZE`].
+    pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
+        match self {
+            Self::Float(data) => {
+                let (data, rest) = data.split_at_mut(at);
+                (Self::Float(data), Self::Float(rest))
+            }
+            Self::Codes(data) => {
+                let (data, rest) = data.split_at_mut(at);
+                (Self::Codes(data), Self::Codes(rest))
+            }
+            Self::Scales(data) => {
+                let (data, rest) = data.split_at_mut(at / BLOCK_SIZE);
+                (Self::Scales(data), Self::Scales(rest))
+            }
+        }
+    }
+}
+
+/// Checks that a hyper-parameter is a number of at least 0.
+pub(crate) fn check_not_negative(op: &'static str, name: &str, value: f64) -> Result<()> {
+    if value.is_finite() && value >= 0.0 {
+        return Ok(());
+    }
+    Err(Error::argument(op, format!("found {name} {value}, expected a number of at least 0")))
+}
+
+/// Checks that both betas are in [0, 1).
+pub(crate) fn check_betas(op: &'static str, betas: (f64, f64)) -> Result<()> {
+    for beta in [betas.0, betas.1] {
+        if !(0.0..1.0).contains(&beta) {
+            return Err(Error::argument(op, format!("found betas {betas:?}, expected both at least 0 and less than 1")));
+        }
+    }
+    Ok(())
+}

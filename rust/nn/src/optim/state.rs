@@ -1,0 +1,240 @@
+//! What an optimizer keeps for each variable, and how it is saved and loaded.
+
+use smallvec::SmallVec;
+use trainable_candle_core::cpu::Elem;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
+
+use super::quant::BLOCK_SIZE;
+use super::rule::{StateKind, StateSlice, StateSpec};
+use super::stepper::StateDict;
+
+const STEP: &str = "step";
+const LR: &str = "lr";
+const MASTER: &str = "master";
+
+/// A variable with its states.
+pub(super) struct Parameter {
+    pub(super) var: Var,
+    /// Steps taken.
+    pub(super) step: u64,
+    /// None before the first step.
+    pub(super) states: SmallVec<[State; 4]>,
+    pub(super) master: Option<Master>,
+}
+
+pub(super) struct State {
+    spec: StateSpec,
+    data: StateData,
+}
+
+pub(super) enum StateData {
+    F32(Vec<f32>),
+    F64(Vec<f64>),
+    U8(Vec<u8>),
+}
+
+/// The values of an f16 or bf16 variable in f32.
+pub(super) struct Master {
+    pub(super) values: Vec<f32>,
+    /// The variable's version that the values belong to; another one means that it was set by someone else.
+    pub(super) version: u64,
+}
+
+/// The types that updates compute in.
+pub(super) trait Number: Elem<Acc = Self> + trainable_candle_core::cpu::Real {
+    fn zeros(len: usize) -> StateData;
+    fn slice(data: &mut StateData) -> Option<&mut [Self]>;
+}
+
+impl Number for f32 {
+    fn zeros(len: usize) -> StateData {
+        StateData::F32(vec![0.0; len])
+    }
+
+    fn slice(data: &mut StateData) -> Option<&mut [Self]> {
+        if let StateData::F32(data) = data { Some(data) } else { None }
+    }
+}
+
+impl Number for f64 {
+    fn zeros(len: usize) -> StateData {
+        StateData::F64(vec![0.0; len])
+    }
+
+    fn slice(data: &mut StateData) -> Option<&mut [Self]> {
+        if let StateData::F64(data) = data { Some(data) } else { None }
+    }
+}
+
+impl State {
+    fn zeros<T: Number>(spec: StateSpec, numel: usize) -> Self {
+        let len = spec.kind.len(numel);
+        let data = match spec.kind {
+            StateKind::Float => T::zeros(len),
+            StateKind::Codes => StateData::U8(vec![0; len]),
+            StateKind::Scales => StateData::F32(vec![0.0; len]),
+        };
+        Self { spec, data }
+    }
+
+    pub(super) fn slice<T: Number>(&mut self) -> StateSlice<'_, T> {
+        const MADE: &str = "a state is made with the type of its kind";
+        match (self.spec.kind, &mut self.data) {
+            (StateKind::Float, data) => StateSlice::Float(T::slice(data).expect(MADE)),
+            (StateKind::Codes, StateData::U8(data)) => StateSlice::Codes(data),
+            (StateKind::Scales, StateData::F32(data)) => StateSlice::Scales(data),
+            _ => unreachable!("{MADE}"),
+        }
+    }
+
+    fn dims(spec: StateSpec, var: &Var) -> Vec<usize> {
+        match spec.kind {
+            StateKind::Float | StateKind::Codes => var.dims().to_vec(),
+            StateKind::Scales => vec![var.elem_count().div_ceil(BLOCK_SIZE)],
+        }
+    }
+
+    fn dtype(spec: StateSpec, var: &Var) -> DType {
+        match spec.kind {
+            StateKind::Float if var.dtype() == DType::F64 => DType::F64,
+            StateKind::Float | StateKind::Scales => DType::F32,
+            StateKind::Codes => DType::U8,
+        }
+    }
+
+    fn to_tensor(&self, var: &Var) -> Result<Tensor> {
+        let dims = Self::dims(self.spec, var);
+        match &self.data {
+            StateData::F32(data) => Tensor::from_vec(data.clone(), dims, &Device::Cpu),
+            StateData::F64(data) => Tensor::from_vec(data.clone(), dims, &Device::Cpu),
+            StateData::U8(data) => Tensor::from_vec(data.clone(), dims, &Device::Cpu),
+        }
+    }
+
+    fn from_tensor(spec: StateSpec, tensor: &Tensor) -> Result<Self> {
+        let data = match tensor.dtype() {
+            DType::U8 => StateData::U8(tensor.to_vec()?),
+            DType::F64 => StateData::F64(tensor.to_vec()?),
+            _ => StateData::F32(tensor.to_vec()?),
+        };
+        Ok(Self { spec, data })
+    }
+}
+
+impl Parameter {
+    pub(super) fn new(var: Var) -> Self {
+        Self { var, step: 0, states: SmallVec::new(), master: None }
+    }
+
+    /// Makes the states if there are none yet.
+    pub(super) fn make_states<T: Number>(&mut self, specs: &[StateSpec]) {
+        if self.states.is_empty() {
+            let numel = self.var.elem_count();
+            self.states = specs.iter().map(|&spec| State::zeros::<T>(spec, numel)).collect();
+        }
+    }
+
+    /// Whether the states are those of `specs`, or not made yet.
+    pub(super) fn states_are(&self, specs: &[StateSpec]) -> bool {
+        self.step == 0 || self.states.iter().map(|s| &s.spec).eq(specs)
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        let states = self.states.iter().map(|state| match &state.data {
+            StateData::F32(data) => size_of_val(data.as_slice()),
+            StateData::F64(data) => size_of_val(data.as_slice()),
+            StateData::U8(data) => data.len(),
+        });
+        states.sum::<usize>() + self.master.as_ref().map_or(0, |m| size_of_val(m.values.as_slice()))
+    }
+}
+
+pub(super) fn to_dict(parameters: &[&Parameter], lrs: Vec<f64>) -> Result<StateDict> {
+    let mut dict = StateDict::new();
+    for (index, parameter) in parameters.iter().enumerate() {
+        for state in &parameter.states {
+            dict.insert(format!("{index}.{}", state.spec.name), state.to_tensor(&parameter.var)?);
+        }
+        if let Some(master) = &parameter.master {
+            let values = Tensor::from_vec(master.values.clone(), parameter.var.dims(), &Device::Cpu)?;
+            dict.insert(format!("{index}.{MASTER}"), values);
+        }
+    }
+    let steps: Vec<i64> = parameters.iter().map(|p| p.step as i64).collect();
+    let (parameters, groups) = (steps.len(), lrs.len());
+    dict.insert(STEP.into(), Tensor::from_vec(steps, parameters, &Device::Cpu)?);
+    dict.insert(LR.into(), Tensor::from_vec(lrs, groups, &Device::Cpu)?);
+    Ok(dict)
+}
+
+/// The parameters with the states of `dict`, and the learning rate of each group.
+pub(super) fn from_dict(
+    name: &'static str,
+    parameters: &[&Parameter],
+    specs: &[SmallVec<[StateSpec; 4]>],
+    groups: usize,
+    dict: &StateDict,
+) -> Result<(Vec<Parameter>, Vec<f64>)> {
+    let reader = Reader { name, dict };
+    let steps: Vec<i64> = reader.get(STEP, DType::I64, &[parameters.len()])?.to_vec()?;
+    let lrs: Vec<f64> = reader.get(LR, DType::F64, &[groups])?.to_vec()?;
+    let mut known = 2;
+    let mut loaded = Vec::with_capacity(parameters.len());
+    for (index, ((parameter, specs), &step)) in parameters.iter().zip(specs).zip(&steps).enumerate() {
+        let var = &parameter.var;
+        let step = u64::try_from(step).map_err(|_| reader.error(format!("parameter {index} has taken {step} steps")))?;
+        let mut new = Parameter { step, ..Parameter::new(var.clone()) };
+        if step > 0 {
+            for &spec in specs {
+                let key = format!("{index}.{}", spec.name);
+                let tensor = reader.get(&key, State::dtype(spec, var), &State::dims(spec, var))?;
+                new.states.push(State::from_tensor(spec, tensor)?);
+                known += 1;
+            }
+            if matches!(var.dtype(), DType::F16 | DType::BF16) {
+                let values = reader.get(&format!("{index}.{MASTER}"), DType::F32, var.dims())?.to_vec()?;
+                new.master = Some(Master { values, version: var.version() });
+                known += 1;
+            }
+        }
+        loaded.push(new);
+    }
+    if dict.len() != known {
+        let expected = |key: &&String| {
+            let Some((index, state)) = key.split_once('.') else { return *key == STEP || *key == LR };
+            let parameter = index.parse::<usize>().ok().and_then(|i| loaded.get(i));
+            parameter.is_some_and(|p| {
+                p.states.iter().any(|s| s.spec.name == state) || (p.master.is_some() && state == MASTER)
+            })
+        };
+        let unexpected: Vec<&String> = dict.keys().filter(|key| !expected(key)).collect();
+        let count = unexpected.len();
+        return Err(reader.error(format!("found {count} states that this optimizer does not have, the first: {}", unexpected[0])));
+    }
+    Ok((loaded, lrs))
+}
+
+struct Reader<'a> {
+    name: &'static str,
+    dict: &'a StateDict,
+}
+
+impl<'a> Reader<'a> {
+    fn error(&self, message: String) -> Error {
+        Error::Config(format!("load_state_dict: {}: {message}", self.name))
+    }
+
+    fn get(&self, key: &str, dtype: DType, dims: &[usize]) -> Result<&'a Tensor> {
+        let Some(tensor) = self.dict.get(key) else {
+            return Err(self.error(format!("the state {key:?} is missing; were the states saved by the same optimizer?")));
+        };
+        if tensor.dtype() != dtype {
+            let (found, expected) = (tensor.dtype().as_str(), dtype.as_str());
+            return Err(Error::dtype("load_state_dict", format!("{key:?} is {found}, expected {expected}")));
+        }
+        if tensor.dims() != dims {
+            return Err(Error::shape("load_state_dict", format!("{key:?} has shape {:?}, expected {dims:?}", tensor.dims())));
+        }
+        Ok(tensor)
+    }
+}

@@ -1,0 +1,263 @@
+//! [`Stepper`]: what all optimizers have in common, and [`Optimizer`], their interface.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustc_hash::FxHashSet;
+use trainable_candle_core::{Error, GradStore, Result, Tensor, Var};
+
+use super::rule::Rule;
+use super::state::{self, Parameter};
+use super::update::{self, Item};
+
+/// The states of an optimizer under their names: `INDEX.NAME` for a state of the parameter with that index (counted through
+/// all groups), `INDEX.master` for its f32 master values, `step` (i64) with the steps of each parameter, and `lr` (f64) with
+/// the learning rate of each group. A snapshot: later steps do not change it.
+pub type StateDict = BTreeMap<String, Tensor>;
+
+/// What all optimizers can do.
+pub trait Optimizer: Send {
+    /// The optimizer's name, `AdamW` for example.
+    fn name(&self) -> &'static str;
+
+    /// A number that identifies this optimizer in this process.
+    fn id(&self) -> u64;
+
+    /// The variables, group by group.
+    fn vars(&self) -> Vec<Var>;
+
+    /// Updates every variable that has a gradient. The gradients stay; [`zero_grad`](Self::zero_grad) clears them.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a variable is not on the CPU.
+    fn step_all(&mut self) -> Result<()>;
+
+    /// Updates the variables that a backward pass has reached and clears their gradients, so that a loop of
+    /// `backward` and `step` needs nothing else. Gradients that earlier passes have left are part of the sum.
+    ///
+    /// # Errors
+    /// As [`step_all`](Self::step_all).
+    fn step(&mut self, grads: &GradStore) -> Result<()>;
+
+    /// Clears the gradients of all variables.
+    ///
+    /// # Errors
+    /// If a flat gradient buffer cannot be written.
+    fn zero_grad(&self) -> Result<()> {
+        self.vars().iter().try_for_each(Var::zero_grad)
+    }
+
+    /// The learning rate of each group.
+    fn group_lrs(&self) -> Vec<f64>;
+
+    /// The learning rate of the first group.
+    fn lr(&self) -> f64 {
+        self.group_lrs()[0]
+    }
+
+    /// Sets the learning rate of one group.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if `lr` is negative or not finite, or there is no such group.
+    fn set_group_lr(&mut self, group: usize, lr: f64) -> Result<()>;
+
+    /// Sets the learning rate of every group.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if `lr` is negative or not finite.
+    fn set_lr(&mut self, lr: f64) -> Result<()> {
+        (0..self.group_lrs().len()).try_for_each(|group| self.set_group_lr(group, lr))
+    }
+
+    /// A copy of all states.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the copy does not fit.
+    fn state_dict(&self) -> Result<StateDict>;
+
+    /// Takes over states that [`state_dict`](Self::state_dict) gave, of an optimizer of the same kind over variables of the
+    /// same shapes.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming states that are missing or not expected, [`Error::Shape`] or [`Error::DType`] naming one that
+    /// differs. Nothing is changed then.
+    fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
+
+    /// Bytes of all states and master values held now. A variable's states are made at its first step.
+    fn state_bytes(&self) -> usize;
+}
+
+/// Variables with hyper-parameters of their own.
+#[derive(Clone, Debug)]
+pub struct ParamGroup<C> {
+    /// The variables.
+    pub params: Vec<Var>,
+    /// Their hyper-parameters.
+    pub config: C,
+}
+
+/// An optimizer with the arithmetic of `R`.
+pub struct Stepper<R: Rule> {
+    id: u64,
+    groups: Vec<Group<R::Config>>,
+}
+
+struct Group<C> {
+    config: C,
+    parameters: Vec<Parameter>,
+}
+
+impl<R: Rule> Stepper<R> {
+    /// An optimizer of `params` with the same hyper-parameters for all.
+    ///
+    /// # Errors
+    /// As [`with_groups`](Self::with_groups).
+    pub fn with_config(params: Vec<Var>, config: R::Config) -> Result<Self> {
+        Self::with_groups(vec![ParamGroup { params, config }])
+    }
+
+    /// An optimizer of several groups of variables.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if a hyper-parameter is outside its range, there is no variable, or one appears twice;
+    /// [`Error::DType`] if the optimizer does not take a variable's dtype.
+    pub fn with_groups(groups: Vec<ParamGroup<R::Config>>) -> Result<Self> {
+        static NEXT_ID: AtomicU64 = AtomicU64::new(1);
+        let mut seen = FxHashSet::default();
+        for (index, group) in groups.iter().enumerate() {
+            R::validate(&group.config)?;
+            if group.params.is_empty() {
+                return Err(Error::argument(R::NAME, format!("parameter group {index} is empty, expected at least one Var")));
+            }
+            for var in &group.params {
+                if !seen.insert(var.id()) {
+                    let message = format!("a Var of shape {:?} in group {index} appears twice", var.dims());
+                    return Err(Error::argument(R::NAME, message));
+                }
+                update::check_dtype::<R>(var)?;
+            }
+        }
+        if groups.is_empty() {
+            return Err(Error::argument(R::NAME, "found no parameters, expected at least one Var"));
+        }
+        let groups = groups
+            .into_iter()
+            .map(|group| Group {
+                config: group.config,
+                parameters: group.params.into_iter().map(Parameter::new).collect(),
+            })
+            .collect();
+        Ok(Self { id: NEXT_ID.fetch_add(1, Ordering::Relaxed), groups })
+    }
+
+    /// The hyper-parameters of each group.
+    pub fn configs(&self) -> impl Iterator<Item = &R::Config> {
+        self.groups.iter().map(|group| &group.config)
+    }
+
+    /// Changes the hyper-parameters of one group.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if one is outside its range, there is no such group, or its states would have to be others.
+    pub fn set_config(&mut self, group: usize, config: R::Config) -> Result<()> {
+        R::validate(&config)?;
+        let group = self.group_mut(group)?;
+        if !group.parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.elem_count()))) {
+            let message = "the new hyper-parameters need other states than those that training has made; build a new optimizer";
+            return Err(Error::argument(R::NAME, message));
+        }
+        group.config = config;
+        Ok(())
+    }
+
+    fn group_mut(&mut self, index: usize) -> Result<&mut Group<R::Config>> {
+        let count = self.groups.len();
+        let none = || Error::argument(R::NAME, format!("found group {index}, expected less than {count}"));
+        self.groups.get_mut(index).ok_or_else(none)
+    }
+
+    fn parameters(&self) -> impl Iterator<Item = &Parameter> {
+        self.groups.iter().flat_map(|group| &group.parameters)
+    }
+
+    fn step_where(&mut self, wanted: impl Fn(&Var) -> bool) -> Result<()> {
+        let mut items = Vec::new();
+        for Group { config, parameters } in &mut self.groups {
+            for parameter in parameters.iter_mut().filter(|p| wanted(&p.var)) {
+                if let Some(grad) = parameter.var.grad_storage() {
+                    items.push(Item { parameter, config, grad });
+                }
+            }
+        }
+        update::run::<R>(items)
+    }
+}
+
+impl<R: Rule> Optimizer for Stepper<R> {
+    fn name(&self) -> &'static str {
+        R::NAME
+    }
+
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    fn vars(&self) -> Vec<Var> {
+        self.parameters().map(|p| p.var.clone()).collect()
+    }
+
+    fn step_all(&mut self) -> Result<()> {
+        self.step_where(|_| true)
+    }
+
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        self.step_where(|var| grads.contains(var))?;
+        self.parameters().filter(|p| grads.contains(&p.var)).try_for_each(|p| p.var.zero_grad())
+    }
+
+    fn group_lrs(&self) -> Vec<f64> {
+        self.groups.iter().map(|group| *R::lr(&mut group.config.clone())).collect()
+    }
+
+    fn set_group_lr(&mut self, group: usize, lr: f64) -> Result<()> {
+        let group = self.group_mut(group)?;
+        let mut config = group.config.clone();
+        *R::lr(&mut config) = lr;
+        R::validate(&config)?;
+        group.config = config;
+        Ok(())
+    }
+
+    fn state_dict(&self) -> Result<StateDict> {
+        let parameters: Vec<&Parameter> = self.parameters().collect();
+        state::to_dict(&parameters, self.group_lrs())
+    }
+
+    fn load_state_dict(&mut self, states: &StateDict) -> Result<()> {
+        let specs: Vec<_> = self
+            .groups
+            .iter()
+            .flat_map(|group| group.parameters.iter().map(|p| R::states(&group.config, p.var.elem_count())))
+            .collect();
+        let (parameters, lrs) = {
+            let parameters: Vec<&Parameter> = self.parameters().collect();
+            state::from_dict(R::NAME, &parameters, &specs, self.groups.len(), states)?
+        };
+        let configs = self.groups.iter().zip(&lrs).map(|(group, &lr)| {
+            let mut config = group.config.clone();
+            *R::lr(&mut config) = lr;
+            R::validate(&config).map(|()| config)
+        });
+        let configs = configs.collect::<Result<Vec<_>>>()?;
+        let mut parameters = parameters.into_iter();
+        for (group, config) in self.groups.iter_mut().zip(configs) {
+            group.config = config;
+            group.parameters = parameters.by_ref().take(group.parameters.len()).collect();
+        }
+        Ok(())
+    }
+
+    fn state_bytes(&self) -> usize {
+        self.parameters().map(Parameter::bytes).sum()
+    }
+}

@@ -1,0 +1,254 @@
+//! The step over the storage of variables: whole flat buffers at once, large variables on several threads.
+
+use std::cell::Cell;
+
+use candle_core::{CpuStorage, InplaceOp2, Layout};
+use half::{bf16, f16};
+use rustc_hash::FxHashMap;
+use smallvec::SmallVec;
+use trainable_candle_core::cpu::pool::par_chunks_mut;
+use trainable_candle_core::cpu::{Elem, Real};
+use trainable_candle_core::raw::{Raw, own_copy, storage_identity};
+use trainable_candle_core::{DType, Error, Result, Var};
+
+use super::quant::BLOCK_SIZE;
+use super::rule::{Chunk, Rule, StateSlice, Update};
+use super::state::{Master, Number, Parameter};
+
+/// Elements that one thread updates at a time.
+const CHUNK: usize = 32 * BLOCK_SIZE;
+
+/// A variable to update, with its gradient.
+pub(super) struct Item<'a, C> {
+    pub(super) parameter: &'a mut Parameter,
+    pub(super) config: &'a C,
+    pub(super) grad: Raw,
+}
+
+impl<C> Item<'_, C> {
+    fn numel(&self) -> usize {
+        self.parameter.var.elem_count()
+    }
+
+    fn offset(&self) -> usize {
+        self.parameter.var.raw().layout().start_offset()
+    }
+}
+
+/// Variables whose values share one storage and whose gradients share another.
+struct Bucket<'a, C> {
+    items: Vec<Item<'a, C>>,
+    result: Result<()>,
+}
+
+/// Checks that the optimizer can update a variable of that dtype.
+pub(super) fn check_dtype<R: Rule>(var: &Var) -> Result<()> {
+    match var.dtype() {
+        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+        DType::F64 if R::UPDATE_F64.is_some() => Ok(()),
+        other => {
+            let message = format!("found a Var of dtype {}, expected f32, f16 or bf16; convert it first", other.as_str());
+            Err(Error::dtype(R::NAME, message))
+        }
+    }
+}
+
+/// One step of every item.
+pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>) -> Result<()> {
+    if items.iter().any(|item| !item.parameter.var.device().is_cpu()) {
+        return Err(Error::device(R::NAME, "a Var is not on the CPU; move the model to the CPU or use its device's build"));
+    }
+    let mut buckets: Vec<Bucket<'_, R::Config>> = Vec::new();
+    let mut index_of = FxHashMap::default();
+    for mut item in items {
+        if !item.grad.is_contiguous() {
+            item.grad = own_copy(&item.grad)?;
+        }
+        let key = (storage_identity(item.parameter.var.raw()).0, storage_identity(&item.grad).0);
+        let index = *index_of.entry(key).or_insert_with(|| {
+            buckets.push(Bucket { items: Vec::new(), result: Ok(()) });
+            buckets.len() - 1
+        });
+        buckets[index].items.push(item);
+    }
+    // Large ones spread over the threads one by one; of small ones each thread takes its own. A thread that holds the lock
+    // of a storage must not wait for others, so small ones are not spread further.
+    let (mut small, large): (Vec<_>, Vec<_>) =
+        buckets.into_iter().partition(|bucket| bucket.items.iter().map(Item::numel).sum::<usize>() <= CHUNK);
+    for bucket in large {
+        run_bucket::<R>(bucket.items, true)?;
+    }
+    par_chunks_mut(&mut small, 1, |_, bucket| {
+        bucket[0].result = run_bucket::<R>(std::mem::take(&mut bucket[0].items), false);
+    });
+    small.into_iter().try_for_each(|bucket| bucket.result)
+}
+
+fn run_bucket<R: Rule>(mut items: Vec<Item<'_, R::Config>>, parallel: bool) -> Result<()> {
+    items.retain(|item| item.numel() > 0);
+    items.sort_unstable_by_key(Item::offset);
+    let Some(first) = items.first() else { return Ok(()) };
+    match (first.parameter.var.dtype(), R::UPDATE_F64) {
+        (DType::F32, _) => run_direct::<R, f32>(items, R::UPDATE, parallel),
+        (DType::F64, Some(update)) => run_direct::<R, f64>(items, update, parallel),
+        (DType::F16, _) => run_mastered::<R, f16>(items, parallel),
+        (DType::BF16, _) => run_mastered::<R, bf16>(items, parallel),
+        _ => check_dtype::<R>(&first.parameter.var),
+    }
+}
+
+/// Updates variables of the dtype that the update computes in.
+fn run_direct<R: Rule, T: Number>(
+    mut items: Vec<Item<'_, R::Config>>,
+    update: Update<R::Config, T>,
+    parallel: bool,
+) -> Result<()> {
+    for item in &mut items {
+        let specs = R::states(item.config, item.numel());
+        item.parameter.make_states::<T>(&specs);
+        item.parameter.step += 1;
+    }
+    with_storages::<_, T>(R::NAME, &mut items, |parts, items| {
+        let work = items.iter_mut().zip(parts).map(|(item, (param, grad))| {
+            let Parameter { states, step, .. } = &mut *item.parameter;
+            let states = states.iter_mut().map(|state| state.slice()).collect();
+            Work { config: item.config, step: *step, stored: &mut [][..], grad, param, states }
+        });
+        for_each_piece(work.collect(), parallel, |work| {
+            update(work.config, work.step, Chunk { param: work.param, grad: work.grad, states: work.states });
+        });
+    })
+}
+
+/// Updates f32 master values and rounds them to the variables.
+fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>, parallel: bool) -> Result<()> {
+    for item in &mut items {
+        let specs = R::states(item.config, item.numel());
+        item.parameter.make_states::<f32>(&specs);
+        item.parameter.step += 1;
+    }
+    with_storages::<_, D>(R::NAME, &mut items, |parts, items| {
+        let work = items.iter_mut().zip(parts).map(|(item, (stored, grad))| {
+            let Parameter { states, step, master, var } = &mut *item.parameter;
+            if master.as_ref().is_none_or(|master| master.version != var.version()) {
+                let mut values = vec![0.0; stored.len()];
+                D::load(stored, &mut values);
+                *master = Some(Master { values, version: var.version() });
+            }
+            let param = master.as_mut().map_or(&mut [][..], |master| &mut master.values);
+            let states = states.iter_mut().map(|state| state.slice()).collect();
+            Work { config: item.config, step: *step, stored, grad, param, states }
+        });
+        for_each_piece(work.collect(), parallel, |mut work| {
+            let mut grad = [0.0; CHUNK];
+            let grad = &mut grad[..work.grad.len()];
+            D::load(work.grad, grad);
+            let states = work.states.iter_mut().map(StateSlice::reborrow).collect();
+            (R::UPDATE)(work.config, work.step, Chunk { param: work.param, grad, states });
+            D::store(work.param, work.stored);
+        });
+    })?;
+    for item in items {
+        if let Some(master) = &mut item.parameter.master {
+            master.version = item.parameter.var.version();
+        }
+    }
+    Ok(())
+}
+
+/// A run of elements of one variable.
+struct Work<'a, C, T, D> {
+    config: &'a C,
+    step: u64,
+    param: &'a mut [T],
+    /// The variable itself where `param` is its master.
+    stored: &'a mut [D],
+    grad: &'a [D],
+    states: SmallVec<[StateSlice<'a, T>; 4]>,
+}
+
+/// Cuts work into pieces of at most [`CHUNK`] elements and calls `run` with each, on several threads if `parallel`.
+fn for_each_piece<C: Sync, T: Real, D: Elem>(
+    work: Vec<Work<'_, C, T, D>>,
+    parallel: bool,
+    run: impl Fn(Work<'_, C, T, D>) + Sync,
+) {
+    let mut pieces = Vec::new();
+    for mut work in work {
+        while work.param.len() > CHUNK {
+            let (piece, rest) = work.split_at(CHUNK);
+            pieces.push(Some(piece));
+            work = rest;
+        }
+        pieces.push(Some(work));
+    }
+    if parallel {
+        par_chunks_mut(&mut pieces, 1, |_, piece| piece[0].take().map_or((), &run));
+    } else {
+        pieces.into_iter().flatten().for_each(run);
+    }
+}
+
+impl<'a, C, T: Real, D> Work<'a, C, T, D> {
+    /// Cuts after `at` elements, a multiple of [`BLOCK_SIZE`].
+    fn split_at(self, at: usize) -> (Self, Self) {
+        let (param, param_rest) = self.param.split_at_mut(at);
+        let (stored, stored_rest) = self.stored.split_at_mut(at.min(self.stored.len()));
+        let (grad, grad_rest) = self.grad.split_at(at);
+        let (states, states_rest) = self.states.into_iter().map(|state| state.split_at(at)).unzip();
+        let (config, step) = (self.config, self.step);
+        let piece = Self { config, step, param, stored, grad, states };
+        (piece, Self { config, step, param: param_rest, stored: stored_rest, grad: grad_rest, states: states_rest })
+    }
+}
+
+/// The values and the gradient of one variable.
+type Part<'s, D> = (&'s mut [D], &'s [D]);
+
+/// Calls `f` with the values and the gradient of each item, which are sorted by offset and of one storage, then marks the
+/// variables as changed.
+fn with_storages<C, D: Elem>(
+    op: &'static str,
+    items: &mut [Item<'_, C>],
+    f: impl for<'s> FnOnce(Vec<Part<'s, D>>, &'s mut [Item<'_, C>]),
+) -> Result<()> {
+    let (var, grad) = (items[0].parameter.var.clone(), items[0].grad.clone());
+    let vars: Vec<Var> = items.iter().map(|item| item.parameter.var.clone()).collect();
+    let in_place = InPlace {
+        op,
+        f: Cell::new(Some(|values: &mut CpuStorage, grads: &CpuStorage| {
+            let (mut rest, grads) = (D::slice_mut(values)?, D::cpu_storage_as_slice(grads)?);
+            let mut position = 0;
+            let mut parts = Vec::with_capacity(items.len());
+            for item in items.iter() {
+                let (start, numel) = (item.offset(), item.numel());
+                let (_, tail) = rest.split_at_mut(start - position);
+                let (values, tail) = tail.split_at_mut(numel);
+                let grad_start = item.grad.layout().start_offset();
+                parts.push((values, &grads[grad_start..grad_start + numel]));
+                (rest, position) = (tail, start + numel);
+            }
+            f(parts, items);
+            Ok(())
+        })),
+    };
+    let result = var.update_in_place(|raw| Ok(raw.inplace_op2(&grad, &in_place)?));
+    vars.iter().skip(1).try_for_each(|var| var.update_in_place(|_| Ok(())))?;
+    result
+}
+
+/// A closure as an in-place operation of candle, which gives it the two storages under their locks.
+struct InPlace<F> {
+    op: &'static str,
+    f: Cell<Option<F>>,
+}
+
+impl<F: FnOnce(&mut CpuStorage, &CpuStorage) -> candle_core::Result<()>> InplaceOp2 for InPlace<F> {
+    fn name(&self) -> &'static str {
+        self.op
+    }
+
+    fn cpu_fwd(&self, values: &mut CpuStorage, _: &Layout, grads: &CpuStorage, _: &Layout) -> candle_core::Result<()> {
+        self.f.take().map_or(Ok(()), |f| f(values, grads))
+    }
+}

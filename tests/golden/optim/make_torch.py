@@ -1,0 +1,90 @@
+"""Optimizer trajectories, gradient clipping and learning-rate schedules of torch and transformers.
+
+    pip install torch==2.11.0 transformers==5.23.0 safetensors
+    python make_torch.py torch.safetensors
+
+All on the CPU. `NAME.p` and the states `NAME.STATE` are those after the last of the gradients `grad.I`.
+"""
+
+import sys
+
+import torch
+from safetensors.torch import save_file
+from torch.optim import SGD, Adam, AdamW
+from transformers import optimization
+
+CASES = {
+    "sgd": (SGD, {"lr": 0.05}),
+    "sgd_nesterov": (SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "sgd_dampening": (SGD, {"lr": 0.05, "momentum": 0.8, "dampening": 0.3, "maximize": True}),
+    "adam": (Adam, {"lr": 0.01}),
+    "adam_l2": (Adam, {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}),
+    "adam_amsgrad": (Adam, {"lr": 0.01, "amsgrad": True, "maximize": True}),
+    "adamw": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw_amsgrad": (AdamW, {"lr": 0.01, "amsgrad": True}),
+}
+SCHEDULES = {
+    "constant": (optimization.get_constant_schedule_with_warmup, {"num_warmup_steps": 10}),
+    "linear": (
+        optimization.get_linear_schedule_with_warmup,
+        {"num_warmup_steps": 10, "num_training_steps": 60},
+    ),
+    "cosine": (
+        optimization.get_cosine_schedule_with_warmup,
+        {"num_warmup_steps": 10, "num_training_steps": 60},
+    ),
+    "cosine_cycles": (
+        optimization.get_cosine_schedule_with_warmup,
+        {"num_warmup_steps": 0, "num_training_steps": 60, "num_cycles": 1.75},
+    ),
+    "polynomial": (
+        optimization.get_polynomial_decay_schedule_with_warmup,
+        {"num_warmup_steps": 10, "num_training_steps": 60, "lr_end": 0.001, "power": 2.0},
+    ),
+}
+SCHEDULE_STEPS = 80
+SCHEDULE_LR = 0.01
+
+
+def main(path: str) -> None:
+    """Write all cases to `path`."""
+    torch.manual_seed(20261121)
+    tensors = {"p0": torch.randn(37, 29)}
+    grads = [torch.randn(37, 29) * (0.5 + i) for i in range(8)]
+    for i, grad in enumerate(grads):
+        tensors[f"grad.{i}"] = grad
+    for dtype in (torch.float32, torch.float64):
+        for name, (optimizer, arguments) in CASES.items():
+            name = name if dtype == torch.float32 else f"{name}.f64"
+            param = torch.nn.Parameter(tensors["p0"].to(dtype, copy=True))
+            opt = optimizer([param], **arguments)
+            for grad in grads:
+                param.grad = grad.to(dtype, copy=True)
+                opt.step()
+            tensors[f"{name}.p"] = param.detach()
+            for key, value in opt.state[param].items():
+                if torch.is_tensor(value) and value.shape == param.shape:
+                    tensors[f"{name}.{key}"] = value
+
+    for norm_type in (2.0, float("inf")):
+        params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        norm = torch.nn.utils.clip_grad_norm_(params, 1.5, norm_type=norm_type)
+        tensors[f"clip.{norm_type:.0f}.norm"] = norm.reshape(1)
+        tensors[f"clip.{norm_type:.0f}.grad.3"] = params[3].grad
+
+    for name, (schedule, arguments) in SCHEDULES.items():
+        opt = SGD([torch.nn.Parameter(torch.zeros(1))], lr=SCHEDULE_LR)
+        scheduler = schedule(opt, **arguments)
+        factors = []
+        for _ in range(SCHEDULE_STEPS):
+            factors.append(scheduler.get_last_lr()[0] / SCHEDULE_LR)
+            opt.step()
+            scheduler.step()
+        tensors[f"schedule.{name}"] = torch.tensor(factors, dtype=torch.float64)
+    save_file({key: value.contiguous() for key, value in tensors.items()}, path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
