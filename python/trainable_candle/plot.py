@@ -30,7 +30,7 @@ def loss_curve(
         title: stands above the curve.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed; the message names the command that does it.
+        ModuleNotFoundError: matplotlib is not installed; the message says how to install it.
         ArgumentError: there is no loss, or the numbers of steps and losses differ.
         OSError: the file cannot be written.
     """

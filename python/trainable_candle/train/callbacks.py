@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 class Callback:
     """Override the events of interest; each gets the trainer."""
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: Trainer[Any]) -> None:
         """Before the first step (after a resume)."""
 
-    def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """After every optimizer step."""
 
-    def on_save(self, trainer: Trainer, folder: Path) -> None:
+    def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
         """After a checkpoint has been written to `folder`."""
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Trainer[Any]) -> None:
         """At the end, also of a run that was stopped or failed."""
 
 
@@ -45,7 +45,7 @@ class ProgressBar(Callback):
         self._bar: tqdm[Any] | None = None
         self._loss = math.nan
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: Trainer[Any]) -> None:
         """Open the bar where the run stands."""
         from tqdm import tqdm  # noqa: PLC0415 - only those who look at a bar wait for it
 
@@ -58,7 +58,7 @@ class ProgressBar(Callback):
             dynamic_ncols=True,
         )
 
-    def on_step_end(self, trainer: Trainer, report: StepReport) -> None:  # noqa: ARG002
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
         """Advance by one."""
         if self._bar is None:
             return
@@ -70,14 +70,14 @@ class ProgressBar(Callback):
         )
         self._bar.update()
 
-    def on_train_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+    def on_train_end(self, trainer: Trainer[Any]) -> None:  # noqa: ARG002
         """Close the bar."""
         if self._bar is not None:
             self._bar.close()
 
 
 class CsvLog(Callback):
-    """A table of steps: step, loss, lr, gradient norm, seconds. On resume it goes on where the run does.
+    """A table of steps: loss, lr, gradient norm, seconds. It goes on where a resumed run does.
 
     Args:
         path: the file.
@@ -90,13 +90,13 @@ class CsvLog(Callback):
         self.path = path
         self._every = every
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: Trainer[Any]) -> None:
         """Keep the lines up to the step that the run stands at."""
         kept = [report for report in read_log(self.path) if int(report["step"]) <= trainer.step]
         lines = [",".join(self.COLUMNS), *(",".join(row[c] for c in self.COLUMNS) for row in kept)]
         write_atomically(self.path, "".join(f"{line}\n" for line in lines))
 
-    def on_step_end(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """Append a line."""
         if report.step % self._every and report.step != trainer.steps:
             return
@@ -108,7 +108,7 @@ class CsvLog(Callback):
 
 
 def read_log(path: Path) -> list[dict[str, str]]:
-    """The lines of a `CsvLog`, oldest first, without one that a crash cut off; none without a file."""
+    """The lines of a `CsvLog`, oldest first, without one that a crash cut off."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -22,13 +23,19 @@ CHECKPOINTING: Final = ("none", "full", "selective")
 TIMESTEPS: Final = ("uniform", "logit_normal")
 ADAPTERS: Final = ("lora", "dora")
 
+DATA: Final = "model and data"
+ADAPTER: Final = "adapter"
+TRAINING: Final = "training"
+MACHINE: Final = "machine"
+FILES: Final = "files"
+
 
 @dataclass(frozen=True)
 class Setting:
     """What there is to know about a setting besides its name, type and default."""
 
-    help: str
     group: str
+    help: str
     choices: tuple[str, ...] = ()
     low: float | None = None
     """The least value."""
@@ -40,13 +47,6 @@ class Setting:
     """Whether a short help leaves it out."""
 
 
-def _setting(default: Any, group: str, text: str, **facts: Any) -> Any:
-    metadata = {"setting": Setting(text, group, **facts)}
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """Every setting of a training run.
@@ -55,67 +55,72 @@ class TrainConfig:
         ConfigError: a value has the wrong type or lies outside its range.
     """
 
-    model: str = _setting("", "what", "which model; `trainable-candle info` lists them")
-    weights: str = _setting("", "what", "its checkpoint, a folder or a file")
-    dataset: str = _setting("", "what", "folder of pictures, captions in .txt files beside them")
-    output: str = _setting("", "what", "folder for the adapter, checkpoints and logs")
-    caption: str | None = _setting(None, "what", "caption of pictures without a .txt", rare=True)
+    model: Annotated[str, Setting(DATA, "which model; see `trainable-candle info`")] = ""
+    weights: Annotated[str, Setting(DATA, "its checkpoint: a folder or a file")] = ""
+    dataset: Annotated[str, Setting(DATA, "folder of pictures, each with a .txt caption")] = ""
+    output: Annotated[str, Setting(DATA, "folder for adapter, checkpoints and logs")] = ""
+    caption: Annotated[
+        str | None, Setting(DATA, "caption of pictures without a .txt", rare=True)
+    ] = None
 
-    adapter: str = _setting("lora", "adapter", "kind of adapter", choices=ADAPTERS)
-    rank: int = _setting(16, "adapter", "rank", low=1)
-    alpha: float | None = _setting(
-        None, "adapter", "numerator of the scale alpha / rank (default: rank)", low=0, above=True
+    adapter: Annotated[str, Setting(ADAPTER, "kind", choices=ADAPTERS)] = "lora"
+    rank: Annotated[int, Setting(ADAPTER, "rank", low=1)] = 16
+    alpha: Annotated[
+        float | None, Setting(ADAPTER, "scale is alpha / rank (default: rank)", low=0, above=True)
+    ] = None
+    target_modules: Annotated[
+        list[str], Setting(ADAPTER, "layers, comma-separated (default: the model's)")
+    ] = field(default_factory=list)
+    exclude_modules: Annotated[list[str], Setting(ADAPTER, "layers to leave out", rare=True)] = (
+        field(default_factory=list)
     )
-    target_modules: list[str] = _setting(
-        [], "adapter", "layers by name, comma-separated (default: the model's)"
-    )
-    exclude_modules: list[str] = _setting([], "adapter", "layers to leave out", rare=True)
-    rslora: bool = _setting(
-        default=False, group="adapter", text="scale by alpha / sqrt(rank)", rare=True
-    )
-    lora_dropout: float = _setting(
-        0.0, "adapter", "dropout on the adapter's input", low=0, below=1, rare=True
-    )
+    rslora: Annotated[bool, Setting(ADAPTER, "scale by alpha / sqrt(rank)", rare=True)] = False
+    lora_dropout: Annotated[
+        float, Setting(ADAPTER, "dropout on the adapter's input", low=0, below=1, rare=True)
+    ] = 0.0
 
-    steps: int = _setting(1000, "training", "optimizer steps", low=1)
-    batch_size: int = _setting(1, "training", "pictures in a batch", low=1)
-    gradient_accumulation: int = _setting(1, "training", "batches in an optimizer step", low=1)
-    optimizer: str = _setting("adamw8bit", "training", "optimizer", choices=OPTIMIZERS)
-    learning_rate: float = _setting(1e-4, "training", "learning rate", low=0, above=True)
-    lr_scheduler: str = _setting(
-        "constant", "training", "learning-rate schedule", choices=SCHEDULERS
-    )
-    warmup_steps: int = _setting(0, "training", "steps of linear warm-up", low=0)
-    weight_decay: float = _setting(0.01, "training", "weight decay", low=0, rare=True)
-    max_grad_norm: float = _setting(
-        1.0, "training", "clip the gradient's norm; 0 leaves it alone", low=0, rare=True
-    )
-    timesteps: str = _setting(
-        "uniform", "training", "distribution of noise levels", choices=TIMESTEPS, rare=True
-    )
-    seed: int = _setting(0, "training", "seed of everything random", low=0, below=2**64)
+    steps: Annotated[int, Setting(TRAINING, "optimizer steps", low=1)] = 1000
+    batch_size: Annotated[int, Setting(TRAINING, "pictures in a batch", low=1)] = 1
+    gradient_accumulation: Annotated[int, Setting(TRAINING, "batches in a step", low=1)] = 1
+    optimizer: Annotated[str, Setting(TRAINING, "update rule", choices=OPTIMIZERS)] = "adamw8bit"
+    learning_rate: Annotated[float, Setting(TRAINING, "learning rate", low=0, above=True)] = 1e-4
+    lr_scheduler: Annotated[
+        str, Setting(TRAINING, "course of the learning rate", choices=SCHEDULERS)
+    ] = "constant"
+    warmup_steps: Annotated[int, Setting(TRAINING, "steps of linear warm-up", low=0)] = 0
+    weight_decay: Annotated[float, Setting(TRAINING, "weight decay", low=0, rare=True)] = 0.01
+    max_grad_norm: Annotated[
+        float, Setting(TRAINING, "clip the gradient's norm; 0: do not", low=0, rare=True)
+    ] = 1.0
+    timesteps: Annotated[
+        str, Setting(TRAINING, "distribution of noise levels", choices=TIMESTEPS, rare=True)
+    ] = "uniform"
+    seed: Annotated[int, Setting(TRAINING, "seed of everything random", low=0, below=2**64)] = 0
 
-    device: str = _setting("cpu", "machine", "cpu, cuda or cuda:N")
-    precision: str = _setting(
-        "f32", "machine", "dtype of the base and of the arithmetic", choices=PRECISIONS
-    )
-    gradient_checkpointing: str = _setting(
-        "none", "machine", "what to recompute instead of keeping", choices=CHECKPOINTING
-    )
-    threads: int | None = _setting(None, "machine", "CPU threads (default: all)", low=1, rare=True)
+    device: Annotated[str, Setting(MACHINE, "cpu, cuda or cuda:N")] = "cpu"
+    precision: Annotated[str, Setting(MACHINE, "of the arithmetic", choices=PRECISIONS)] = "f32"
+    gradient_checkpointing: Annotated[
+        str, Setting(MACHINE, "what to recompute", choices=CHECKPOINTING)
+    ] = "none"
+    threads: Annotated[
+        int | None, Setting(MACHINE, "CPU threads (default: all)", low=1, rare=True)
+    ] = None
 
-    save_every: int = _setting(250, "files", "steps between checkpoints; 0: only the last", low=0)
-    keep_checkpoints: int = _setting(3, "files", "how many checkpoints to keep", low=1, rare=True)
-    log_every: int = _setting(1, "files", "steps between lines of train.csv", low=1, rare=True)
-    resume: str | None = _setting(None, "files", "checkpoint folder to continue from, or `latest`")
+    save_every: Annotated[
+        int, Setting(FILES, "steps between checkpoints; 0: only the last", low=0)
+    ] = 250
+    keep_checkpoints: Annotated[int, Setting(FILES, "checkpoints to keep", low=1, rare=True)] = 3
+    log_every: Annotated[
+        int, Setting(FILES, "steps between lines of train.csv", low=1, rare=True)
+    ] = 1
+    resume: Annotated[str | None, Setting(FILES, "a checkpoint folder, or `latest`")] = None
 
     def __post_init__(self) -> None:
         """Check every value."""
-        hints = get_type_hints(type(self))
-        for item in fields(self):
-            value = _typed(item.name, getattr(self, item.name), hints[item.name])
-            object.__setattr__(self, item.name, value)
-            _check_range(item.name, value, item.metadata["setting"])
+        for name, (hint, setting) in settings().items():
+            value = _typed(name, getattr(self, name), hint)
+            object.__setattr__(self, name, value)
+            _check_range(name, value, setting)
         if self.warmup_steps > self.steps:
             raise ConfigError(
                 f"warmup_steps is {self.warmup_steps}, more than the {self.steps} steps of the run"
@@ -142,10 +147,9 @@ class TrainConfig:
         Raises:
             ConfigError: a name is unknown (the nearest right one is told) or a value is wrong.
         """
-        known = [item.name for item in fields(cls)]
         for key in values:
-            if key not in known:
-                hint = nearest(str(key).replace("-", "_"), known)
+            if key not in settings():
+                hint = nearest(str(key).replace("-", "_"), settings())
                 raise ConfigError(f"{source}: unknown setting `{key}`{hint}")
         try:
             return cls(**values)
@@ -173,6 +177,13 @@ class TrainConfig:
             ConfigError: as for the class.
         """
         return replace(self, **changes)
+
+
+@cache
+def settings() -> dict[str, tuple[Any, Setting]]:
+    """The type and the facts of every setting of `TrainConfig`, by name."""
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    return {name: get_args(hint) for name, hint in hints.items()}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -205,12 +216,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def flag(name: str) -> str:
     """The command line's spelling of a setting."""
     return f"--{name.replace('_', '-')}"
-
-
-def default_of(name: str) -> Any:
-    """The value that a setting has unless it is given."""
-    item = next(item for item in fields(TrainConfig) if item.name == name)
-    return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -267,7 +272,9 @@ def _check_range(name: str, value: Any, setting: Setting) -> None:
     if setting.choices and value not in setting.choices:
         near = difflib.get_close_matches(value, setting.choices, n=1)
         hint = f"; did you mean `{near[0]}`?" if near else ""
-        raise ConfigError(f"{name} is `{value}`, expected one of {', '.join(setting.choices)}{hint}")
+        raise ConfigError(
+            f"{name} is `{value}`, expected one of {', '.join(setting.choices)}{hint}"
+        )
     if value is None or setting.low is None:
         return
     if not math.isfinite(value):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from typing_extensions import Self
+
 _NOTICE: Final = b"\nstopping after this step; press Ctrl-C again to stop at once\n"
 
 
@@ -25,7 +27,7 @@ class InterruptGuard:
         self.signal: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> InterruptGuard:
+    def __enter__(self) -> Self:
         """Take over the two signals."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):

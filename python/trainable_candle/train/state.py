@@ -1,4 +1,4 @@
-"""Checkpoints of a run: all that the next step depends on, in a folder that is complete or absent."""
+"""Checkpoints: all that the next step depends on, in a folder that is complete or absent."""
 
 from __future__ import annotations
 

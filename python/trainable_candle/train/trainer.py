@@ -30,7 +30,7 @@ MAX_SKIPPED: Final = 50
 
 
 class BatchSource(Protocol[BatchOut]):
-    """Batches by number: the same number always gives the same batch, so a run can continue anywhere."""
+    """Batches by number; a number always gives the same batch, so a run can continue anywhere."""
 
     def batch(self, index: int) -> BatchOut:
         """Batch number `index`, from 0."""
@@ -226,7 +226,7 @@ class Trainer(Generic[Batch]):
         return folder
 
     def resume(self, folder: Path) -> dict[str, object]:
-        """Continue from a checkpoint: what follows equals an uninterrupted run, on the CPU bit for bit.
+        """Continue from a checkpoint; on the CPU what follows equals an unbroken run bit for bit.
 
         Returns:
             The settings of the run that wrote it.
