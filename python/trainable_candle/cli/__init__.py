@@ -51,9 +51,12 @@ Fine-tune large models with LoRA and DoRA.
 commands:
 {commands}
 
-`trainable-candle COMMAND --help` shows the options of a command; `train-lora` is short for
-`trainable-candle train`.
-  -h, --help  show this   --version  show the version"""
+`trainable-candle COMMAND --help` shows the options of a command;
+`train-lora` is short for `trainable-candle train`.
+
+options:
+  -h, --help  show this
+  --version   show the version"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

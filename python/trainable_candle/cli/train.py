@@ -61,4 +61,5 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
             return TrainConfig(**flags)
         except ConfigError as error:
             raise ConfigError(f"command line: {error}") from None
-    return TrainConfig.from_mapping({**read_yaml(path), **flags}, path)
+    source = f"{path} with the flags given" if flags else str(path)
+    return TrainConfig.from_mapping({**read_yaml(path), **flags}, source)
