@@ -86,16 +86,6 @@ impl TileShape {
         }
         crate::cpu::simd::arch().dispatch(Detect::<T>(std::marker::PhantomData))
     }
-
-    /// Rows of the panel that starts at row `i` of `m`, with those that fill up its last register.
-    pub fn panel_rows(self, i: usize, m: usize) -> usize {
-        self.rows.min((m - i).next_multiple_of(self.lanes))
-    }
-
-    /// Columns of the panel that starts at column `j` of `n`, with those that fill it up to a multiple of 4.
-    pub fn panel_columns(self, j: usize, n: usize) -> usize {
-        self.columns.min((n - j).next_multiple_of(4))
-    }
 }
 
 /// Elements of the largest tile over all instruction sets.
