@@ -59,9 +59,7 @@ def reset_peak_memory_stats() -> None:
     _refuse()
 
 
-def capture(
-    function: Callable[..., Any], static_inputs: Sequence[Tensor]
-) -> Callable[..., Any]:
+def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """Record `function` as a CUDA graph; the result copies new inputs in and replays it.
 
     Raises:

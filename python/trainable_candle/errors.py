@@ -94,7 +94,7 @@ class InternalError(Error, RuntimeError):
     """A bug in the library; the message asks for a report."""
 
 
-class ReplayComplete(BaseException):  # noqa: N818 - control flow, not an error
+class ReplayComplete(BaseException):
     """Leaves a checkpointed function when all that is needed of it has been recomputed.
 
     Never reaches the caller of `backward`. Not an `Exception`, so that functions that catch those

@@ -45,5 +45,7 @@ class ShuffledBatches:
         return np.array(picked, dtype=np.int64)
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        order: npt.NDArray[np.int64] = np.random.default_rng([self._seed, epoch]).permutation(self._items)
+        order: npt.NDArray[np.int64] = np.random.default_rng([self._seed, epoch]).permutation(
+            self._items
+        )
         return order

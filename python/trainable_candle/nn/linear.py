@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar
 
-
 from trainable_candle._core import Adapter, Tensor, Var, init_linear
 from trainable_candle._core import linear as _linear
 from trainable_candle.errors import ShapeError

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-
 from trainable_candle._core import Tensor, Var, tensor
 from trainable_candle.errors import ArgumentError, DTypeError, ShapeError
 
@@ -31,7 +30,7 @@ class _Slot(NamedTuple):
     tensor: Tensor
 
 
-def _not_implemented(self: "Module", *_: Any, **__: Any) -> NoReturn:
+def _not_implemented(self: Module, *_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(f"{type(self).__name__} has no forward()")
 
 
@@ -67,11 +66,11 @@ class Module:
         """Call `forward`."""
         return self.forward(*args, **kwargs)
 
-    def named_modules(self) -> Iterator[tuple[str, "Module"]]:
+    def named_modules(self) -> Iterator[tuple[str, Module]]:
         """Iterate over this module (named "") and all inside it, each once."""
         yield from self._modules("", self, set())
 
-    def _modules(self, name: str, node: Any, seen: set[int]) -> Iterator[tuple[str, "Module"]]:
+    def _modules(self, name: str, node: Any, seen: set[int]) -> Iterator[tuple[str, Module]]:
         if id(node) in seen:
             return
         seen.add(id(node))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.errors import ConfigError
+from trainable_candle.train.config import nearest
 
 if TYPE_CHECKING:
     from trainable_candle.recipes.base import Recipe
@@ -21,10 +23,32 @@ def find(name: str) -> type[Recipe]:
         ConfigError: there is none of that name.
     """
     if name not in NAMES:
-        raise ConfigError(f"model: `{name}` is not known; expected one of {', '.join(sorted(NAMES))}")
+        raise ConfigError(f"model: `{name}` is not known{nearest(name, NAMES)}")
     module, _, attribute = NAMES[name].partition(":")
     recipe: type[Recipe] = getattr(importlib.import_module(module), attribute)
     return recipe
 
 
-__all__ = ["NAMES", "find"]
+def weights_of(name: str, given: str | Path | None) -> Path:
+    """Where the weights of a model are: as given, else those that the package ships.
+
+    Raises:
+        ConfigError: there is no such model, or it needs weights and none are given.
+    """
+    weights = given or find(name).default_weights()
+    if not weights:
+        raise ConfigError(f"model: `{name}` needs its checkpoint; give --weights PATH")
+    return Path(weights).expanduser()
+
+
+def load(name: str, weights: str | Path | None, dtype: str, device: str) -> Recipe:
+    """A model by name, from its weights or those that the package ships.
+
+    Raises:
+        ConfigError: there is no such model, or it needs weights and none are given.
+        MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another model.
+    """
+    return find(name).load(weights_of(name, weights), dtype, device)
+
+
+__all__ = ["NAMES", "find", "load", "weights_of"]

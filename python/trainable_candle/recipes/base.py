@@ -10,17 +10,22 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
+    from typing_extensions import Self
 
-    import trainable_candle as tc
+    from trainable_candle import Tensor
     from trainable_candle.data import Picture
+    from trainable_candle.models import Model
     from trainable_candle.train.config import TrainConfig
 
 
 class Prepared(Protocol):
     """A data set in the form that the model trains on."""
 
-    def loss(self, batch: npt.NDArray[np.int64]) -> tc.Tensor:
-        """The training loss on the items of these numbers; a single element."""
+    def loss(self, batch: npt.NDArray[np.int64]) -> Tensor:
+        """The training loss on the items of these numbers, a single element.
+
+        Whatever is random comes from the library's generator, so that a resumed run repeats it.
+        """
 
     def __len__(self) -> int:
         """The number of items."""
@@ -29,17 +34,27 @@ class Prepared(Protocol):
 class Recipe(Protocol):
     """One loaded model with everything around it."""
 
+    summary: ClassVar[str]
+    """What the model is, in a line."""
+
     default_targets: ClassVar[tuple[str, ...]]
     """Layers that an adapter sits on unless the user names others."""
 
-    model: tc.models.Model
+    @property
+    def model(self) -> Model:
+        """The loaded model."""
 
     @classmethod
-    def load(cls, weights: str | Path, dtype: str, device: str) -> Recipe:
+    def default_weights(cls) -> Path | None:
+        """The weights that the package ships, if it ships any."""
+
+    @classmethod
+    def load(cls, weights: str | Path, dtype: str, device: str) -> Self:
         """Load the model.
 
         Raises:
-            WeightsFormatError: the files are missing, damaged, or of another model.
+            MissingFileError, WeightsFormatError, ConfigError: the files are missing, damaged, or of
+                another model.
         """
 
     def prepare(self, pictures: Sequence[Picture], config: TrainConfig) -> Prepared:
@@ -52,6 +67,8 @@ class Recipe(Protocol):
     def sample(self, prompts: Sequence[str], *, steps: int, seed: int) -> npt.NDArray[np.uint8]:
         """One picture a prompt; shape (n, height, width, 3).
 
+        The library's generator is left as it was.
+
         Raises:
-            DatasetError: a prompt does not suit the model.
+            ConfigError: a prompt does not suit the model.
         """

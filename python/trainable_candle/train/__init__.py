@@ -2,6 +2,16 @@
 
 from trainable_candle.train.callbacks import Callback, CsvLog, ProgressBar
 from trainable_candle.train.config import TrainConfig
+from trainable_candle.train.objective import FlowMatching
 from trainable_candle.train.trainer import BatchSource, StepReport, Trainer
 
-__all__ = ["BatchSource", "Callback", "CsvLog", "ProgressBar", "StepReport", "TrainConfig", "Trainer"]
+__all__ = [
+    "BatchSource",
+    "Callback",
+    "CsvLog",
+    "FlowMatching",
+    "ProgressBar",
+    "StepReport",
+    "TrainConfig",
+    "Trainer",
+]

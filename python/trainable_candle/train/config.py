@@ -1,15 +1,17 @@
-"""What a training run does: every setting, its default, its range; read from YAML or the command line."""
+"""What a training run does: every setting, its default, its range; read from YAML."""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass, field, fields, replace
+import math
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import yaml
 
-from trainable_candle.errors import ConfigError
+from trainable_candle.errors import ConfigError, MissingFileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -19,22 +21,30 @@ SCHEDULERS: Final = ("constant", "linear", "cosine", "polynomial")
 PRECISIONS: Final = ("f32", "bf16", "f16")
 CHECKPOINTING: Final = ("none", "full", "selective")
 TIMESTEPS: Final = ("uniform", "logit_normal")
+ADAPTERS: Final = ("lora", "dora")
+
+DATA: Final = "model and data"
+ADAPTER: Final = "adapter"
+TRAINING: Final = "training"
+MACHINE: Final = "machine"
+FILES: Final = "files"
 
 
-def _choice(default: str, choices: tuple[str, ...], text: str) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices})
+@dataclass(frozen=True)
+class Setting:
+    """What there is to know about a setting besides its name, type and default."""
 
-
-def _number(default: float | None, low: float, text: str, *, above: bool = False) -> Any:
-    return field(default=default, metadata={"help": text, "low": low, "above": above})
-
-
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
-def _list(default: tuple[str, ...], text: str) -> Any:
-    return field(default_factory=lambda: list(default), metadata={"help": text})
+    group: str
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    """The least value."""
+    above: bool = False
+    """Whether `low` itself is too little."""
+    below: float | None = None
+    """The first value that is too much."""
+    rare: bool = False
+    """Whether a short help leaves it out."""
 
 
 @dataclass(frozen=True)
@@ -45,50 +55,72 @@ class TrainConfig:
         ConfigError: a value has the wrong type or lies outside its range.
     """
 
-    model: str = _setting("", "which model: see `trainable-candle info`")
-    weights: str = _setting("", "its checkpoint: a folder or a file")
-    dataset: str = _setting("", "a folder of pictures, each with a caption in a .txt of the same name")
-    output: str = _setting("", "folder for the adapter, checkpoints and logs")
-    caption: str | None = _setting(None, "caption of pictures that have no .txt")
+    model: Annotated[str, Setting(DATA, "which model; see `trainable-candle info`")] = ""
+    weights: Annotated[str, Setting(DATA, "its checkpoint: a folder or a file")] = ""
+    dataset: Annotated[str, Setting(DATA, "folder of pictures, each with a .txt caption")] = ""
+    output: Annotated[str, Setting(DATA, "folder for adapter, checkpoints and logs")] = ""
+    caption: Annotated[
+        str | None, Setting(DATA, "caption of pictures without a .txt", rare=True)
+    ] = None
 
-    rank: int = _number(16, 1, "rank of the adapter")
-    alpha: float | None = _number(None, 0, "numerator of the scale alpha / rank (default: the rank)", above=True)
-    target_modules: list[str] = _list((), "layers to adapt, by name (default: the model's)")
-    adapter: str = _choice("lora", ("lora", "dora"), "kind of adapter")
-    rslora: bool = _setting(default=False, text="scale alpha / sqrt(rank)")
-    lora_dropout: float = _number(0.0, 0, "dropout on the adapter's input")
+    adapter: Annotated[str, Setting(ADAPTER, "kind", choices=ADAPTERS)] = "lora"
+    rank: Annotated[int, Setting(ADAPTER, "rank", low=1)] = 16
+    alpha: Annotated[
+        float | None, Setting(ADAPTER, "scale is alpha / rank (default: rank)", low=0, above=True)
+    ] = None
+    target_modules: Annotated[
+        list[str], Setting(ADAPTER, "layers, comma-separated (default: the model's)")
+    ] = field(default_factory=list)
+    exclude_modules: Annotated[list[str], Setting(ADAPTER, "layers to leave out", rare=True)] = (
+        field(default_factory=list)
+    )
+    rslora: Annotated[bool, Setting(ADAPTER, "scale by alpha / sqrt(rank)", rare=True)] = False
+    lora_dropout: Annotated[
+        float, Setting(ADAPTER, "dropout on the adapter's input", low=0, below=1, rare=True)
+    ] = 0.0
 
-    steps: int = _number(1000, 1, "optimizer steps")
-    batch_size: int = _number(1, 1, "pictures in a batch")
-    gradient_accumulation: int = _number(1, 1, "batches in an optimizer step")
-    learning_rate: float = _number(1e-4, 0, "learning rate", above=True)
-    optimizer: str = _choice("adamw8bit", OPTIMIZERS, "optimizer")
-    weight_decay: float = _number(0.01, 0, "weight decay")
-    lr_scheduler: str = _choice("constant", SCHEDULERS, "learning-rate schedule")
-    warmup_steps: int = _number(0, 0, "steps of linear warm-up")
-    max_grad_norm: float = _number(1.0, 0, "clip the gradient's norm; 0 leaves it alone")
-    timesteps: str = _choice("uniform", TIMESTEPS, "distribution of the noise level")
+    steps: Annotated[int, Setting(TRAINING, "optimizer steps", low=1)] = 1000
+    batch_size: Annotated[int, Setting(TRAINING, "pictures in a batch", low=1)] = 1
+    gradient_accumulation: Annotated[int, Setting(TRAINING, "batches in a step", low=1)] = 1
+    optimizer: Annotated[str, Setting(TRAINING, "update rule", choices=OPTIMIZERS)] = "adamw8bit"
+    learning_rate: Annotated[float, Setting(TRAINING, "learning rate", low=0, above=True)] = 1e-4
+    lr_scheduler: Annotated[
+        str, Setting(TRAINING, "course of the learning rate", choices=SCHEDULERS)
+    ] = "constant"
+    warmup_steps: Annotated[int, Setting(TRAINING, "steps of linear warm-up", low=0)] = 0
+    weight_decay: Annotated[float, Setting(TRAINING, "weight decay", low=0, rare=True)] = 0.01
+    max_grad_norm: Annotated[
+        float, Setting(TRAINING, "clip the gradient's norm; 0: do not", low=0, rare=True)
+    ] = 1.0
+    timesteps: Annotated[
+        str, Setting(TRAINING, "distribution of noise levels", choices=TIMESTEPS, rare=True)
+    ] = "uniform"
+    seed: Annotated[int, Setting(TRAINING, "seed of everything random", low=0, below=2**64)] = 0
 
-    precision: str = _choice("f32", PRECISIONS, "dtype of the base and of the arithmetic")
-    gradient_checkpointing: str = _choice("none", CHECKPOINTING, "recompute instead of keep")
-    device: str = _setting("cpu", "cpu, cuda or cuda:N")
-    threads: int | None = _number(None, 1, "CPU threads (default: all)")
-    seed: int = _number(0, 0, "seed of everything random")
+    device: Annotated[str, Setting(MACHINE, "cpu, cuda or cuda:N")] = "cpu"
+    precision: Annotated[str, Setting(MACHINE, "of the arithmetic", choices=PRECISIONS)] = "f32"
+    gradient_checkpointing: Annotated[
+        str, Setting(MACHINE, "what to recompute", choices=CHECKPOINTING)
+    ] = "none"
+    threads: Annotated[
+        int | None, Setting(MACHINE, "CPU threads (default: all)", low=1, rare=True)
+    ] = None
 
-    save_every: int = _number(250, 0, "steps between checkpoints; 0 saves the end only")
-    keep_checkpoints: int = _number(3, 1, "checkpoints to keep")
-    log_every: int = _number(10, 1, "steps between lines of the log")
-    resume: str | None = _setting(None, "a checkpoint folder to continue from, or `latest`")
+    save_every: Annotated[
+        int, Setting(FILES, "steps between checkpoints; 0: only the last", low=0)
+    ] = 250
+    keep_checkpoints: Annotated[int, Setting(FILES, "checkpoints to keep", low=1, rare=True)] = 3
+    log_every: Annotated[
+        int, Setting(FILES, "steps between lines of train.csv", low=1, rare=True)
+    ] = 1
+    resume: Annotated[str | None, Setting(FILES, "a checkpoint folder, or `latest`")] = None
 
     def __post_init__(self) -> None:
         """Check every value."""
-        hints = get_type_hints(type(self))
-        for item in fields(self):
-            value = _typed(item.name, getattr(self, item.name), hints[item.name])
-            object.__setattr__(self, item.name, value)
-            _check_range(item.name, value, item.metadata)
-        if self.lora_dropout >= 1:
-            raise ConfigError(f"lora_dropout is {self.lora_dropout}, expected a number in [0, 1)")
+        for name, (hint, setting) in settings().items():
+            value = _typed(name, getattr(self, name), hint)
+            object.__setattr__(self, name, value)
+            _check_range(name, value, setting)
         if self.warmup_steps > self.steps:
             raise ConfigError(
                 f"warmup_steps is {self.warmup_steps}, more than the {self.steps} steps of the run"
@@ -102,7 +134,7 @@ class TrainConfig:
         """
         missing = [name for name in names if not getattr(self, name)]
         if missing:
-            flags = " ".join(f"--{name.replace('_', '-')}" for name in missing)
+            flags = " ".join(flag(name) for name in missing)
             raise ConfigError(
                 f"missing settings: {', '.join(missing)}; "
                 f"give {flags}, or set them in the file of --config"
@@ -115,10 +147,10 @@ class TrainConfig:
         Raises:
             ConfigError: a name is unknown (the nearest right one is told) or a value is wrong.
         """
-        known = [item.name for item in fields(cls)]
         for key in values:
-            if key not in known:
-                raise ConfigError(f"{source}: {unknown_name(str(key), known)}")
+            if key not in settings():
+                hint = nearest(str(key).replace("-", "_"), settings())
+                raise ConfigError(f"{source}: unknown setting `{key}`{hint}")
         try:
             return cls(**values)
         except ConfigError as error:
@@ -129,25 +161,10 @@ class TrainConfig:
         """Settings from a YAML file of `name: value` lines.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ConfigError: the file is no YAML, a name is unknown, a value is wrong.
+            MissingFileError: there is no such file.
+            ConfigError: the file cannot be read or is no YAML, a name is unknown, a value is wrong.
         """
-        path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{path}: there is no such configuration file") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from error
-        try:
-            values = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path}: is not valid YAML: {error}") from error
-        if values is None:
-            values = {}
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}: expected lines of `name: value`, found {_kind(values)}")
-        return cls.from_mapping(values, str(path))
+        return cls.from_mapping(read_yaml(path), str(path))
 
     def to_yaml(self) -> str:
         """The settings as YAML that `from_yaml` reads back to an equal configuration."""
@@ -162,30 +179,73 @@ class TrainConfig:
         return replace(self, **changes)
 
 
-def unknown_name(name: str, known: Iterable[str]) -> str:
-    """What to say about a name that does not exist: the nearest one that does."""
-    near = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1, cutoff=0.5)
-    hint = f"; did you mean `{near[0]}`?" if near else f"; known: {', '.join(sorted(known))}"
-    return f"unknown setting `{name}`{hint}"
+@cache
+def settings() -> dict[str, tuple[Any, Setting]]:
+    """The type and the facts of every setting of `TrainConfig`, by name."""
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    return {name: get_args(hint) for name, hint in hints.items()}
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The `name: value` lines of a YAML file, unchecked.
+
+    Raises:
+        MissingFileError: there is no such file.
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    path = Path(path).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise MissingFileError(f"{path}: there is no such configuration file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not text in UTF-8: {error}") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected lines of `name: value`, found {_kind(values)}")
+    return values
+
+
+def flag(name: str) -> str:
+    """The command line's spelling of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to add to a complaint about a name that does not exist."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean `{near[0]}`?" if near else f"; expected one of {', '.join(known)}"
 
 
 def _kind(value: Any) -> str:
-    return f"{type(value).__name__} ({value!r})"
+    return f"{value!r} ({type(value).__name__})"
+
+
+_EXPECTED: Final = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type of its setting; whole numbers serve as floats, nothing else is converted."""
+    """`value` as its setting's type; whole numbers serve as floats, nothing else is converted."""
     options = get_args(hint) if get_origin(hint) is not list else ()
     if value is None and type(None) in options:
         return None
-    target = next((t for t in options if t is not type(None)), hint)
+    target = next((option for option in options if option is not type(None)), hint)
     if get_origin(target) is list:
-        if isinstance(value, str):
-            return [part.strip() for part in value.split(",") if part.strip()]
-        if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
-            return list(value)
-        raise ConfigError(f"{name} is {_kind(value)}, expected a list of names")
-    if target is float and isinstance(value, int) and not isinstance(value, bool):
+        return _names(name, value)
+    if target is float and type(value) is int:
         return float(value)
     if target is float and isinstance(value, str):
         # YAML 1.1 reads 1e-4 as text.
@@ -193,24 +253,34 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
             return float(value)
         except ValueError:
             pass
-    if isinstance(value, Path) and target is str:
+    if target is str and isinstance(value, Path):
         return str(value)
-    if not isinstance(value, target) or (target is int and isinstance(value, bool)):
-        raise ConfigError(f"{name} is {_kind(value)}, expected {target.__name__}")
+    if type(value) is not target:
+        raise ConfigError(f"{name} is {_kind(value)}, expected {_EXPECTED[target]}")
     return value
 
 
-def _check_range(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    choices = metadata.get("choices")
-    if choices is not None and value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
+def _names(name: str, value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
+        return list(value)
+    raise ConfigError(f"{name} is {_kind(value)}, expected a list of names")
+
+
+def _check_range(name: str, value: Any, setting: Setting) -> None:
+    if setting.choices and value not in setting.choices:
+        near = difflib.get_close_matches(value, setting.choices, n=1)
         hint = f"; did you mean `{near[0]}`?" if near else ""
-        raise ConfigError(f"{name} is `{value}`, expected one of {', '.join(choices)}{hint}")
-    low = metadata.get("low")
-    if low is None or value is None:
+        raise ConfigError(
+            f"{name} is `{value}`, expected one of {', '.join(setting.choices)}{hint}"
+        )
+    if value is None or setting.low is None:
         return
-    if value != value or value in (float("inf"), float("-inf")):  # noqa: PLR0124 (only NaN differs from itself)
+    if not math.isfinite(value):
         raise ConfigError(f"{name} is {value}, expected a finite number")
-    if value < low or (metadata["above"] and value == low):
-        bound = "above" if metadata["above"] else "at least"
-        raise ConfigError(f"{name} is {value}, expected {bound} {low}")
+    if value < setting.low or (setting.above and value == setting.low):
+        bound = "above" if setting.above else "at least"
+        raise ConfigError(f"{name} is {value}, expected {bound} {setting.low:g}")
+    if setting.below is not None and value >= setting.below:
+        raise ConfigError(f"{name} is {value}, expected below {setting.below}")

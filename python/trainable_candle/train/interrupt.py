@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+_NOTICE: Final = b"\nstopping after this step; press Ctrl-C again to stop at once\n"
 
 
 class InterruptGuard:
-    """Within this context the first Ctrl-C (or SIGTERM) sets `requested`; a second one acts at once.
+    """Within this context the first SIGINT (Ctrl-C) or SIGTERM only sets `signal`.
 
-    Outside the main thread, where Python delivers no signals, it changes nothing.
+    A second one acts as it would outside. In other threads than the main one, where Python
+    delivers no signals, the context changes nothing.
     """
 
     def __init__(self) -> None:
-        self.requested = False
-        self._previous: dict[int, object] = {}
+        self.signal: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> InterruptGuard:
+    def __enter__(self) -> Self:
         """Take over the two signals."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -36,12 +43,14 @@ class InterruptGuard:
         """Give the signals back."""
         self._restore()
 
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self.requested = True
+    def _request(self, number: int, _frame: object) -> None:
+        self.signal = signal.Signals(number)
         self._restore()
+        # Not print: a handler may run in the middle of one.
+        with suppress(OSError):
+            os.write(2, _NOTICE)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
         self._previous.clear()

@@ -1,22 +1,23 @@
-"""Checkpoints of a run: everything that the next step depends on, in one folder that is complete or absent."""
+"""Checkpoints: all that the next step depends on, in a folder that is complete or absent."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
-from trainable_candle.errors import ConfigError, WeightsFormatError
+from trainable_candle.errors import ConfigError, Error, WeightsFormatError
+from trainable_candle.files import sync_folder, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainable_candle import Tensor, Var
+    from trainable_candle.optim import Optimizer
 
 FORMAT: Final = 1
 _NAME: Final = re.compile(r"checkpoint-(\d+)")
@@ -30,11 +31,15 @@ class RunState:
     """What a checkpoint holds besides tensors."""
 
     step: int
+    """Optimizer steps taken."""
     batches: int
-    rng: Any
+    """Batches seen."""
+    rng: tuple[int, int]
+    """`tc.get_rng_state()`."""
     scaler: dict[str, Any] | None
-    optimizer: dict[str, Any]
-    run: dict[str, Any]
+    """State of the loss scaler, if there is one."""
+    settings: dict[str, Any]
+    """What the run was started with."""
 
 
 def checkpoint_path(output: Path, step: int) -> Path:
@@ -42,16 +47,21 @@ def checkpoint_path(output: Path, step: int) -> Path:
     return output / f"checkpoint-{step:06d}"
 
 
+def step_of(folder: Path) -> int:
+    """The step of a folder that `checkpoint_path` named."""
+    return int(folder.name.rpartition("-")[2])
+
+
 def checkpoints(output: Path) -> list[Path]:
-    """The complete checkpoints below `output`, oldest first."""
+    """The complete checkpoints in `output`, oldest first."""
     if not output.is_dir():
         return []
     found = [p for p in output.iterdir() if _NAME.fullmatch(p.name) and (p / _STATE).is_file()]
-    return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))
+    return sorted(found, key=step_of)
 
 
 def find(output: Path, resume: str) -> Path:
-    """The checkpoint folder that `resume` names: a path, or `latest` below `output`.
+    """The checkpoint folder that `resume` names: a path, or `latest` in `output`.
 
     Raises:
         ConfigError: there is none.
@@ -59,19 +69,32 @@ def find(output: Path, resume: str) -> Path:
     if resume == "latest":
         existing = checkpoints(output)
         if not existing:
-            raise ConfigError(f"resume: there is no checkpoint in {output}; leave --resume out to start")
+            raise ConfigError(
+                f"resume: there is no checkpoint in {output}; leave --resume out to start"
+            )
         return existing[-1]
-    path = Path(resume)
+    path = Path(resume).expanduser()
     if not (path / _STATE).is_file():
         raise ConfigError(f"resume: {path} is no checkpoint folder (it has no {_STATE})")
     return path
 
 
+def refuse_later(output: Path, step: int) -> None:
+    """Check that a run which stands at `step` would not mix its checkpoints with later ones.
+
+    Raises:
+        ConfigError: `output` holds checkpoints of later steps, so of another run.
+    """
+    later = [folder for folder in checkpoints(output) if step_of(folder) > step]
+    if later:
+        raise ConfigError(
+            f"output: {output} holds {later[-1].name} of an earlier run; continue it with "
+            "--resume latest, remove its checkpoints, or choose another --output"
+        )
+
+
 def save(
-    folder: Path,
-    parameters: Mapping[str, Var],
-    optimizer: tc.optim.Optimizer,
-    state: dict[str, Any],
+    folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer, state: RunState
 ) -> None:
     """Write a checkpoint: first under another name, then renamed.
 
@@ -79,63 +102,92 @@ def save(
         folder: where it will be; an older one of the same name is replaced.
         parameters: the trainable variables by name.
         optimizer: its state goes in whole.
-        state: the fields of `RunState` except `optimizer`.
+        state: the rest.
 
     Raises:
-        OSError: the disk is full or read-only; the older checkpoints are as they were.
+        OSError: it cannot be written; the older checkpoints are as they were.
     """
     partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    replaced = folder.with_name(folder.name + ".replaced")
+    for leftover in (partial, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors, numbers = _split(optimizer.state_dict())
     tc.save_file({name: var.detach() for name, var in parameters.items()}, partial / _PARAMETERS)
-    tc.save_file(tensors, partial / _OPTIMIZER)
-    text = json.dumps({"format": FORMAT, **state, "optimizer": numbers}, indent=1)
-    with (partial / _STATE).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    tc.save_file(optimizer.state_dict(), partial / _OPTIMIZER)
+    write_atomically(partial / _STATE, json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
     if folder.exists():
-        shutil.rmtree(folder)
+        folder.rename(replaced)
     partial.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
-def load(folder: Path, parameters: Mapping[str, Var], optimizer: tc.optim.Optimizer) -> RunState:
+def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> RunState:
     """Read a checkpoint into the variables and the optimizer.
 
     Raises:
         WeightsFormatError: a file is missing, damaged, of another format, or of another adapter.
     """
+    state = read_state(folder)
     try:
-        values = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise WeightsFormatError(f"{folder / _STATE}: cannot be read: {error}") from error
-    if values.pop("format", None) != FORMAT:
-        raise WeightsFormatError(f"{folder}: was written by another version of trainable-candle")
-    stored = tc.load_file(folder / _PARAMETERS)
-    if stored.keys() != parameters.keys():
-        odd = sorted(stored.keys() ^ parameters.keys())
-        raise WeightsFormatError(
-            f"{folder}: holds other parameters than this run trains ({len(odd)} differ, first: {odd[0]}); "
-            "resume with the settings that the run was started with"
-        )
-    numbers = values["optimizer"]
-    optimizer.load_state_dict(_join(tc.load_file(folder / _OPTIMIZER), numbers))
+        stored = tc.load_file(folder / _PARAMETERS)
+        states = tc.load_file(folder / _OPTIMIZER)
+    except Error as error:
+        raise WeightsFormatError(f"resume: {folder} is damaged: {error}") from error
+    _check_fit(folder, stored, parameters)
     for name, var in parameters.items():
         var.set(stored[name])
-    return RunState(**values)
+    try:
+        # After the variables: the optimizer keeps track of who changed them last.
+        optimizer.load_state_dict(states)
+    except Error as error:
+        raise WeightsFormatError(
+            f"resume: the optimizer of {folder} is another: {error}; {_ADVICE}"
+        ) from error
+    return state
+
+
+_ADVICE: Final = "resume with the settings that the run was started with"
+
+
+def read_state(folder: Path) -> RunState:
+    """What a checkpoint holds besides tensors.
+
+    Raises:
+        WeightsFormatError: it is missing, damaged or of another format.
+    """
+    path = folder / _STATE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        found = values.pop("format")
+        if found == FORMAT:
+            values["rng"] = tuple(values["rng"])
+            return RunState(**values)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise WeightsFormatError(f"resume: {path} cannot be read: {error}") from error
+    raise WeightsFormatError(
+        f"resume: {folder} has format {found!r}, expected {FORMAT}: "
+        "it was written by another version of trainable-candle"
+    )
+
+
+def _check_fit(folder: Path, stored: Mapping[str, Tensor], parameters: Mapping[str, Var]) -> None:
+    odd = sorted(stored.keys() ^ parameters.keys())
+    if odd:
+        raise WeightsFormatError(
+            f"resume: {folder} holds other parameters than this run trains "
+            f"({len(odd)} differ, the first is {odd[0]}); {_ADVICE}"
+        )
+    for name, var in parameters.items():
+        found, expected = stored[name], var
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            raise WeightsFormatError(
+                f"resume: {name} in {folder} has shape {found.shape} and dtype {found.dtype}, "
+                f"expected {expected.shape} and {expected.dtype}; {_ADVICE}"
+            )
 
 
 def prune(output: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints."""
     for folder in checkpoints(output)[:-keep]:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _split(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors = {name: value for name, value in values.items() if isinstance(value, tc.Tensor)}
-    return tensors, {name: value for name, value in values.items() if name not in tensors}
-
-
-def _join(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> dict[str, Any]:
-    return {**tensors, **numbers}

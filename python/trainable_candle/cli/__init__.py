@@ -1,0 +1,124 @@
+"""The command line: `trainable-candle COMMAND` and `train-lora`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from trainable_candle import __version__
+from trainable_candle.errors import ConfigError, Error, InternalError
+from trainable_candle.train.config import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+FAILED: Final = 1
+"""Exit status of an error that nobody expected."""
+REFUSED: Final = 2
+"""Exit status of an error that the message tells how to mend."""
+INTERRUPTED: Final = 130
+"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+
+TRACEBACK: Final = "TRAINABLE_CANDLE_TRACEBACK"
+"""Environment variable that lets errors show their traceback."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command: `module` has `run(arguments, program) -> exit status`."""
+
+    module: str
+    summary: str
+
+
+COMMANDS: Final = {
+    "train": Command("trainable_candle.cli.train", "fine-tune a model on a folder of pictures"),
+    "demo": Command("trainable_candle.cli.demo", "teach the built-in generator an unseen digit"),
+    "sample": Command("trainable_candle.cli.sample", "draw pictures, with an adapter or without"),
+    "merge": Command("trainable_candle.cli.merge", "write a model with an adapter merged into it"),
+    "info": Command("trainable_candle.cli.info", "show versions, devices and models"),
+}
+
+_HELP: Final = """\
+usage: trainable-candle COMMAND [options]
+
+Fine-tune large models with LoRA and DoRA.
+
+commands:
+{commands}
+
+`trainable-candle COMMAND --help` shows the options of a command;
+`train-lora` is short for `trainable-candle train`.
+
+options:
+  -h, --help  show this
+  --version   show the version"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`trainable-candle`: run a command; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded(lambda: _dispatch(given))
+
+
+def train_lora(arguments: Sequence[str] | None = None) -> int:
+    """`train-lora`, which is `trainable-candle train`; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded(lambda: _run("train", given, "train-lora"))
+
+
+def _dispatch(given: list[str]) -> int:
+    if not given or given[0] in {"-h", "--help"}:
+        lines = (f"  {name:<10}  {command.summary}" for name, command in COMMANDS.items())
+        print(_HELP.format(commands="\n".join(lines)))
+        return 0 if given else REFUSED
+    if given[0] == "--version":
+        print(f"trainable-candle {__version__}")
+        return 0
+    name = given[0]
+    if name not in COMMANDS:
+        raise ConfigError(f"unknown command `{name}`{nearest(name, COMMANDS)}")
+    return _run(name, given[1:], f"trainable-candle {name}")
+
+
+def _run(name: str, arguments: list[str], program: str) -> int:
+    # Imported when chosen, so that no command waits for what another needs.
+    module = importlib.import_module(COMMANDS[name].module)
+    status: int = module.run(arguments, program)
+    return status
+
+
+def guarded(action: Callable[[], int]) -> int:
+    """The exit status of `action`; an error is one line, without a traceback unless asked for."""
+    try:
+        return action()
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader, `head` for example, has seen enough; the interpreter must not flush again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:  # noqa: BLE001 - the outermost frame
+        if os.environ.get(TRACEBACK):
+            traceback.print_exc()
+        expected = isinstance(error, (Error, OSError, ModuleNotFoundError))
+        if expected and not isinstance(error, InternalError):
+            print(f"error: {_message(error)}", file=sys.stderr)
+            return REFUSED
+        print(
+            f"error: {type(error).__name__}: {error}\n"
+            f"this should not happen; {TRACEBACK}=1 in the environment shows where it did",
+            file=sys.stderr,
+        )
+        return FAILED
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and not isinstance(error, Error) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)

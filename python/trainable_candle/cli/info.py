@@ -1,0 +1,28 @@
+"""`trainable-candle info`: versions, devices and models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trainable_candle as tc
+from trainable_candle import recipes
+from trainable_candle.cli.options import Parser, add_help
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def run(arguments: Sequence[str], program: str) -> int:
+    """Print what there is; returns the exit status."""
+    parser = Parser(program, "Show versions, devices and the models that can be trained.", "[-h]")
+    add_help(parser.add_argument_group("options"))
+    parser.parse(arguments)
+    facts = tc.info()
+    print(f"trainable-candle {facts['version']}, Python {facts['python']}, {facts['platform']}")
+    why = f" ({facts['reason']})" if facts["reason"] else ""
+    print(f"backend: {facts['backend']}{why}")
+    print(f"devices: {', '.join(facts['devices'])}; {facts['threads']} CPU threads")
+    print("models:")
+    for name in recipes.NAMES:
+        print(f"  {name:<10}  {recipes.find(name).summary}")
+    return 0

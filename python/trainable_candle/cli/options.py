@@ -1,0 +1,152 @@
+"""Flags: a parser that reports errors as exceptions, and the flags of a `TrainConfig`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args, get_origin
+
+from trainable_candle.errors import ConfigError
+from trainable_candle.train.config import FILES, Setting, TrainConfig, flag, nearest, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_WIDTH: Final = 80
+_HELP_COLUMN: Final = 33
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` with compact help, no abbreviations, and errors that name the right flag.
+
+    Args:
+        program: the command as the user types it.
+        description: what it does.
+        usage: its arguments; argparse would list every flag.
+    """
+
+    def __init__(self, program: str, description: str, usage: str) -> None:
+        super().__init__(
+            prog=program,
+            usage=f"{program} {usage}",
+            description=description,
+            allow_abbrev=False,
+            add_help=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=_CompactHelp,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage and leaving.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """The given arguments by name; absent flags are absent unless they have a default.
+
+        Raises:
+            ConfigError: a flag is unknown (the nearest right one is told), or a value is wrong.
+        """
+        known, unknown = self.parse_known_args(arguments)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            if not name.startswith("-"):
+                raise ConfigError(f"unexpected argument `{name}` (see {self.prog} --help)")
+            flags = [option for action in self._actions for option in action.option_strings]
+            hint = nearest(name, [option for option in flags if option.startswith("--")])
+            if "did you mean" not in hint:
+                hint = f" (see {self.prog} --help)"
+            raise ConfigError(f"unknown flag `{name}`{hint}")
+        return vars(known)
+
+    def require(self, given: Mapping[str, Any], *names: str) -> None:
+        """Check that flags without a default were given.
+
+        Raises:
+            ConfigError: naming those that are missing.
+        """
+        missing = [flag(name) for name in names if name not in given]
+        if missing:
+            raise ConfigError(f"missing {', '.join(missing)} (see {self.prog} --help)")
+
+
+class _CompactHelp(argparse.HelpFormatter):
+    """One line a flag, so that a whole help fits on a screen."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=_HELP_COLUMN, width=_WIDTH)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return ", ".join(action.option_strings) or super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} {self._format_args(action, action.dest)}"
+
+
+def add_settings(parser: Parser, *, rare: bool) -> None:
+    """Add a flag for every setting of `TrainConfig`.
+
+    Args:
+        parser: gets the flags, in groups.
+        rare: whether the help shows those that are rarely needed.
+    """
+    defaults = asdict(TrainConfig())
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, (hint, setting) in settings().items():
+        if setting.group not in groups:
+            groups[setting.group] = parser.add_argument_group(setting.group)
+        shown = rare or not setting.rare
+        text = _help(setting, defaults[name]) if shown else argparse.SUPPRESS
+        facts: dict[str, Any] = {"dest": name, "help": text}
+        if _kind(hint) is bool:
+            facts["action"] = argparse.BooleanOptionalAction
+        else:
+            facts["type"] = _kind(hint)
+            facts["metavar"] = _metavar(setting, _kind(hint))
+        groups[setting.group].add_argument(flag(name), **facts)
+    files = groups[FILES]
+    files.add_argument("--config", metavar="FILE", help="YAML file, a `setting: value` a line")
+    add_help(files)
+    files.add_argument("--help-all", action="store_true", help="show all options")
+
+
+def add_help(group: argparse._ArgumentGroup) -> None:
+    """Add `-h` and `--help`."""
+    group.add_argument("-h", "--help", action="help", help="show this")
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """The `type=` of a flag that takes a whole number of at least `least`."""
+
+    def convert(text: str) -> int:
+        value = int(text) if text.lstrip("+-").isascii() else None
+        if value is None or value < least:
+            raise argparse.ArgumentTypeError(f"{text} is no whole number of at least {least}")
+        return value
+
+    convert.__name__ = "whole number"
+    return convert
+
+
+def _kind(hint: Any) -> type:
+    """The type that a flag's text is converted to; lists are split by `TrainConfig`."""
+    if get_origin(hint) is list:
+        return str
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
+    kind: type = kinds[0]
+    return kind
+
+
+def _metavar(setting: Setting, kind: type) -> str:
+    if setting.choices:
+        return "NAME"
+    return {int: "N", float: "X"}.get(kind, "TEXT")
+
+
+def _help(setting: Setting, default: Any) -> str:
+    if setting.choices:
+        return ", ".join(f"{c} (default)" if c == default else c for c in setting.choices)
+    shown = default is not False and default not in (None, "", [])
+    return f"{setting.help} (default: {default})" if shown else setting.help

@@ -1,0 +1,65 @@
+"""`trainable-candle train` and `train-lora`: fine-tune a model on a folder of pictures."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+from trainable_candle.cli.options import Parser, add_settings
+from trainable_candle.errors import ConfigError
+from trainable_candle.train.config import TrainConfig, read_yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def run(arguments: Sequence[str], program: str) -> int:
+    """Train as the arguments say; returns the exit status."""
+    parser = make_parser(program, rare=False)
+    given = parser.parse(arguments)
+    if given.pop("help_all", False):
+        make_parser(program, rare=True).print_help()
+        return 0
+    config = read_config(given)
+
+    # Imported after the arguments have proved right.
+    from trainable_candle.train.run import CONFIG, train_adapter  # noqa: PLC0415
+
+    result = train_adapter(config, report=lambda line: print(line, flush=True))
+    if result.completed:
+        return 0
+    print(
+        f"stopped after step {result.step} of {config.steps}; continue with:\n"
+        f"  {program} --config {shlex.quote(str(result.output / CONFIG))} --resume latest",
+        file=sys.stderr,
+    )
+    return 128 + result.stopped_by if result.stopped_by else 0
+
+
+def make_parser(program: str, *, rare: bool) -> Parser:
+    """The parser of the flags; `rare` decides whether its help shows them all."""
+    parser = Parser(
+        program,
+        "Fine-tune a model on a folder of pictures. Flags override --config.",
+        "--model NAME --dataset DIR --output DIR [options]",
+    )
+    add_settings(parser, rare=rare)
+    return parser
+
+
+def read_config(given: dict[str, Any]) -> TrainConfig:
+    """The configuration of a file, if one is given, overridden by flags.
+
+    Raises:
+        MissingFileError, ConfigError: the file is missing or wrong, or a flag is.
+    """
+    flags = dict(given)
+    path = flags.pop("config", None)
+    if path is None:
+        try:
+            return TrainConfig(**flags)
+        except ConfigError as error:
+            raise ConfigError(f"command line: {error}") from None
+    source = f"{path} with the flags given" if flags else str(path)
+    return TrainConfig.from_mapping({**read_yaml(path), **flags}, source)

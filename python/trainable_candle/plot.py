@@ -1,0 +1,118 @@
+"""Pictures of results: loss curves and grids of samples, as PNG files."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from trainable_candle.errors import ArgumentError
+from trainable_candle.files import write_atomically
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+
+def loss_curve(
+    path: Path, steps: Sequence[int], losses: Sequence[float], *, title: str = "Training loss"
+) -> None:
+    """Draw the loss of every step, and its running mean over a twentieth of the run.
+
+    Args:
+        path: the PNG file to write.
+        steps: the steps that the losses belong to, ascending.
+        losses: as many.
+        title: stands above the curve.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed; the message says how to install it.
+        ArgumentError: there is no loss, or the numbers of steps and losses differ.
+        OSError: the file cannot be written.
+    """
+    if not losses or len(steps) != len(losses):
+        raise ArgumentError(
+            f"loss_curve: found {len(steps)} steps and {len(losses)} losses, "
+            "expected as many of each and at least one"
+        )
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - optional, and slow to import
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "loss_curve: matplotlib, which draws the curve, is not installed; "
+            'run: pip install "trainable-candle[plot]"',
+            name=error.name,
+        ) from error
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="each step")
+    axes.plot(steps, running_mean(losses), color="tab:blue", linewidth=1.6, label="running mean")
+    axes.set(title=title, xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    write_atomically(path, buffer.getvalue())
+
+
+def running_mean(values: Sequence[float]) -> npt.NDArray[np.float64]:
+    """The mean of each value with those before it, at most a twentieth of all; same length."""
+    width = max(1, len(values) // 20)
+    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - width, 0)
+    mean: npt.NDArray[np.float64] = (sums[ends] - sums[starts]) / (ends - starts)
+    return mean
+
+
+def image_grid(
+    pictures: npt.NDArray[np.uint8], *, columns: int | None = None, scale: int = 1, gap: int = 1
+) -> Image.Image:
+    """Pictures side by side, row by row.
+
+    Args:
+        pictures: shape (n, height, width) for grey or (n, height, width, 3) for RGB; n at least 1.
+        columns: pictures in a row; by default the grid is about square.
+        scale: pixels drawn for each pixel, in both directions.
+        gap: pixels between pictures, before scaling.
+
+    Raises:
+        ArgumentError: the shape is another, or a number is out of its range.
+    """
+    count = len(pictures)
+    if pictures.ndim not in {3, 4} or count == 0 or pictures.shape[3:] not in {(), (3,)}:
+        raise ArgumentError(
+            f"image_grid: the pictures have shape {pictures.shape}, "
+            "expected (n, height, width) or (n, height, width, 3) with n at least 1"
+        )
+    columns = min(count, columns if columns is not None else int(np.ceil(np.sqrt(count))))
+    if columns < 1 or scale < 1 or gap < 0:
+        raise ArgumentError(
+            f"image_grid: {columns} columns, scale {scale}, gap {gap}; "
+            "expected at least one column, a scale of at least 1, a gap of at least 0"
+        )
+    height, width = pictures.shape[1:3]
+    rows = -(-count // columns)
+    size = (rows * (height + gap) - gap, columns * (width + gap) - gap)
+    grid = np.full((*size, *pictures.shape[3:]), 255, dtype=np.uint8)
+    for number, picture in enumerate(pictures):
+        row, column = divmod(number, columns)
+        top, left = row * (height + gap), column * (width + gap)
+        grid[top : top + height, left : left + width] = picture
+    return Image.fromarray(grid.repeat(scale, axis=0).repeat(scale, axis=1))
+
+
+def save_png(image: Image.Image, path: Path) -> None:
+    """Write a picture as PNG.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    write_atomically(path, buffer.getvalue())

@@ -1,0 +1,5 @@
+"""What a model is asked to predict."""
+
+from trainable_candle._core import FlowMatching
+
+__all__ = ["FlowMatching"]

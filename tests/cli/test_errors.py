@@ -1,0 +1,133 @@
+"""What a user sees when something goes wrong: a line, an exit status, no traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainable_candle import cli
+from trainable_candle.errors import ConfigError, DatasetError, InternalError
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trainable_candle", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def fail(error: BaseException) -> int:
+    def action() -> int:
+        raise error
+
+    return cli.guarded(action)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ConfigError("rank is 0"), 2, "error: rank is 0"),
+        (DatasetError("dataset: none"), 2, "error: dataset: none"),
+        (FileNotFoundError(2, "No such file or directory", "a.txt"), 2, "error: a.txt: No such"),
+        (PermissionError(13, "Permission denied", "/x"), 2, "error: /x: Permission denied"),
+        (OSError(28, "No space left on device"), 2, "error: No space left on device"),
+        (OSError("odd"), 2, "error: odd"),
+        (ModuleNotFoundError("matplotlib: run pip"), 2, "error: matplotlib: run pip"),
+        (ZeroDivisionError("division by zero"), 1, "error: ZeroDivisionError: division by zero"),
+        (InternalError("bug"), 1, "error: InternalError: bug"),
+        (KeyboardInterrupt(), 130, "\ninterrupted"),
+    ],
+)
+def test_errors_are_a_line_and_a_status(
+    error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fail(error) == status
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(line)
+    assert "Traceback" not in printed.err
+    assert (cli.TRACEBACK in printed.err) == (status == 1)
+
+
+def test_a_traceback_can_be_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cli.TRACEBACK, "1")
+    assert fail(ZeroDivisionError("x")) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_unknown_command_gets_the_nearest() -> None:
+    result = run("trian")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: unknown command `trian`; did you mean `train`?\n"
+
+
+def test_no_command_shows_the_commands() -> None:
+    result = run()
+    assert result.returncode == 2
+    assert "usage: trainable-candle COMMAND" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train --rnk 4", "unknown flag `--rnk`; did you mean `--rank`?"),
+        ("train --model digits --output o", "missing settings: dataset"),
+        ("train --model digitz --dataset d --output o", "did you mean `digits`?"),
+        ("train --model digits --dataset none --output o", "dataset: there is no folder none"),
+        ("train --config none.yaml", "none.yaml: there is no such configuration file"),
+        ("sample --model digits", "missing --prompt, --output"),
+        ("sample --model digits --prompt 1 --output a.jpg", "expected the name of a .png file"),
+        ("merge --model digits --adapter a", "missing --output"),
+        ("info --x", "unknown flag `--x`"),
+        ("demo --seed -1", "argument --seed: -1 is no whole number of at least 0"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: str, message: str, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "trainable_candle", *arguments.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f'"{sys.executable}" -m trainable_candle info | true'
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert result.stderr == ""
+
+
+def test_info_names_versions_devices_and_models() -> None:
+    result = run("info")
+    assert result.returncode == 0
+    for text in ("trainable-candle ", "backend: ", "devices: cpu", "digits"):
+        assert text in result.stdout
+
+
+def test_help_imports_nothing_slow() -> None:
+    code = """
+import sys
+from trainable_candle import cli
+try:
+    cli.main(["train", "--help"])
+except SystemExit:
+    pass
+heavy = {"matplotlib", "PIL", "tqdm", "sklearn", "scipy"} & sys.modules.keys()
+sys.exit(f"imported: {heavy}" if heavy else 0)"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,131 @@
+"""The data folder: what is read, and what is said about what cannot be."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trainable_candle.data import check_folder, read_pixels
+from trainable_candle.errors import DatasetError
+
+RED = (200, 10, 30)
+
+
+def write(
+    folder: Path, name: str, caption: str | None = "a", size: tuple[int, int] = (4, 3)
+) -> Path:
+    path = folder / name
+    Image.new("RGB", size, RED).save(path)
+    if caption is not None:
+        path.with_suffix(".txt").write_text(caption, encoding="utf-8")
+    return path
+
+
+def test_pictures_come_sorted_with_captions_and_sizes(tmp_path: Path) -> None:
+    write(tmp_path, "b.png", "a cat\n", (5, 2))
+    write(tmp_path, "a.JPG", "\ufeffein Hund äöü ", (4, 3))
+    (tmp_path / "notes.md").write_text("not a picture")
+    (tmp_path / ".b.png").write_bytes(b"what some systems leave behind")
+    (tmp_path / "deeper").mkdir()
+    found = [(p.path.name, p.caption, p.width, p.height) for p in check_folder(tmp_path)]
+    assert found == [("a.JPG", "ein Hund äöü", 4, 3), ("b.png", "a cat", 5, 2)]
+
+
+def test_names_may_be_anything(tmp_path: Path) -> None:
+    names = ["\N{CAT FACE} und 'Söhne'.png", "a.b.c.png", "-rf.png", "#1 100%.png"]
+    for name in names:
+        write(tmp_path, name, name)
+    assert {p.path.name: p.caption for p in check_folder(tmp_path)} == {n: n for n in names}
+
+
+def test_the_default_caption_is_for_pictures_without_one(tmp_path: Path) -> None:
+    write(tmp_path, "a.png", None)
+    write(tmp_path, "b.png", "")
+    assert [p.caption for p in check_folder(tmp_path, caption="sks")] == ["sks", ""]
+
+
+def test_a_missing_folder_a_file_and_an_empty_folder_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"dataset: there is no folder .*none"):
+        check_folder(tmp_path / "none")
+    with pytest.raises(DatasetError, match=r"a\.png is a file, expected a folder"):
+        check_folder(write(tmp_path, "a.png"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DatasetError, match=r"holds no pictures; expected files ending in \.avif"):
+        check_folder(tmp_path / "empty")
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    write(tmp_path, "good.png")
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    whole = write(tmp_path, "cut.png", size=(64, 64)).read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    write(tmp_path, "bare.png", None)
+    write(tmp_path, "latin.png").with_suffix(".txt").write_bytes(b"caf\xe9")
+    with pytest.raises(DatasetError) as caught:
+        check_folder(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"dataset: 5 of 6 pictures in {tmp_path} cannot be used:\n")
+    for text in (
+        "broken.png: cannot be decoded",
+        "empty.jpg: cannot be decoded",
+        "cut.png: cannot be decoded",
+        "bare.png: no caption; write bare.txt beside it, or give --caption",
+        "latin.txt: the caption cannot be read",
+    ):
+        assert text in message
+    assert "good.png" not in message
+
+
+def test_a_long_list_of_problems_is_cut(tmp_path: Path) -> None:
+    for number in range(12):
+        (tmp_path / f"{number:02d}.png").write_bytes(b"")
+    with pytest.raises(DatasetError, match="12 of 12 pictures") as caught:
+        check_folder(tmp_path)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 12
+    assert lines[-1] == "  and 2 more"
+
+
+def test_transparency_is_paper(tmp_path: Path) -> None:
+    rgba = np.zeros((1, 3, 4), dtype=np.uint8)
+    rgba[0, 1] = (*RED, 255)
+    rgba[0, 2] = (0, 0, 0, 128)
+    Image.fromarray(rgba).save(tmp_path / "a.png")
+    pixels = read_pixels(tmp_path / "a.png")
+    np.testing.assert_array_equal(pixels, [[(255, 255, 255), RED, (127, 127, 127)]])
+    palette = Image.new("P", (1, 1), 0)
+    palette.putpalette([*RED] * 2)
+    palette.save(tmp_path / "p.png", transparency=0)
+    assert (read_pixels(tmp_path / "p.png") == 255).all()
+
+
+def test_pictures_are_turned_upright(tmp_path: Path) -> None:
+    image = Image.fromarray(np.array([[[255, 0, 0], [0, 255, 0]]], dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees clockwise to see it upright
+    image.save(tmp_path / "a.png", exif=exif)
+    np.testing.assert_array_equal(read_pixels(tmp_path / "a.png"), [[[255, 0, 0]], [[0, 255, 0]]])
+
+
+def test_grey_and_sixteen_bits_are_scaled(tmp_path: Path) -> None:
+    Image.fromarray(np.array([[0, 77, 255]], dtype=np.uint8)).save(tmp_path / "8.png")
+    np.testing.assert_array_equal(read_pixels(tmp_path / "8.png")[0, :, 0], [0, 77, 255])
+    Image.fromarray(np.array([[0, 0x4D80, 0xFFFF]], dtype=np.uint16)).save(tmp_path / "16.png")
+    pixels = read_pixels(tmp_path / "16.png")
+    assert pixels.shape == (1, 3, 3)
+    np.testing.assert_array_equal(pixels[0, :, 2], [0, 77, 255])
+
+
+def test_floating_point_pixels_are_refused(tmp_path: Path) -> None:
+    Image.fromarray(np.zeros((2, 2), dtype=np.float32)).save(tmp_path / "f.tiff")
+    with pytest.raises(DatasetError, match=r"f\.tiff: cannot be decoded: .*floating-point"):
+        read_pixels(tmp_path / "f.tiff")
+
+
+def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, "a.png", size=(100, 100))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(DatasetError, match="too large to be decoded safely"):
+        read_pixels(path)

@@ -1,0 +1,85 @@
+"""Loss curves and grids of pictures."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trainable_candle.errors import ArgumentError
+from trainable_candle.plot import image_grid, loss_curve, running_mean, save_png
+
+
+def test_grid_puts_pictures_row_by_row() -> None:
+    pictures = np.arange(3, dtype=np.uint8)[:, None, None].repeat(2, 1).repeat(3, 2)
+    grid = np.asarray(image_grid(pictures, columns=2, gap=1))
+    paper = 255
+    row = [0, 0, 0, paper, 1, 1, 1]
+    last = [2, 2, 2, paper, paper, paper, paper]
+    np.testing.assert_array_equal(grid, [row, row, [paper] * 7, last, last])
+
+
+def test_grid_enlarges_and_keeps_colours() -> None:
+    pictures = np.zeros((1, 2, 2, 3), dtype=np.uint8)
+    pictures[0, 0, 1] = (9, 8, 7)
+    grid = np.asarray(image_grid(pictures, scale=3))
+    assert grid.shape == (6, 6, 3)
+    np.testing.assert_array_equal(grid[0:3, 3:6], np.broadcast_to((9, 8, 7), (3, 3, 3)))
+
+
+def test_grid_is_about_square_by_default() -> None:
+    assert image_grid(np.zeros((10, 8, 8), dtype=np.uint8), gap=0).size == (32, 24)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 8), (8, 8), (1, 8, 8, 4), (1, 2, 3, 4, 5)])
+def test_grid_refuses_other_shapes(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError, match="image_grid: the pictures have shape"):
+        image_grid(np.zeros(shape, dtype=np.uint8))
+
+
+@pytest.mark.parametrize("options", [{"columns": 0}, {"scale": 0}, {"gap": -1}])
+def test_grid_refuses_impossible_numbers(options: dict[str, int]) -> None:
+    with pytest.raises(ArgumentError, match="expected at least one column"):
+        image_grid(np.zeros((1, 2, 2), dtype=np.uint8), **options)
+
+
+def test_pictures_survive_the_file(tmp_path: Path) -> None:
+    image = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(3, 4))
+    save_png(image, tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as read:
+        np.testing.assert_array_equal(np.asarray(read), np.asarray(image))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+@pytest.mark.parametrize("count", [1, 19, 20, 400])
+def test_running_mean_is_the_mean_of_a_twentieth(count: int) -> None:
+    values = np.random.default_rng(0).normal(size=count)
+    width = max(1, count // 20)
+    expected = [values[max(0, i + 1 - width) : i + 1].mean() for i in range(count)]
+    np.testing.assert_allclose(running_mean(values.tolist()), expected, rtol=0, atol=1e-12)
+
+
+def test_loss_curve_is_drawn(tmp_path: Path) -> None:
+    loss_curve(tmp_path / "loss.png", list(range(1, 101)), [1 / n for n in range(1, 101)])
+    with Image.open(tmp_path / "loss.png") as image:
+        assert image.format == "PNG"
+        assert len(np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0)) > 10
+
+
+@pytest.mark.parametrize(("steps", "losses"), [([], []), ([1, 2], [0.5])])
+def test_loss_curve_needs_losses(tmp_path: Path, steps: list[int], losses: list[float]) -> None:
+    with pytest.raises(ArgumentError, match="loss_curve: found"):
+        loss_curve(tmp_path / "loss.png", steps, losses)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_matplotlib_names_the_cure(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.modules["matplotlib"] = None
+from pathlib import Path; import trainable_candle.plot as plot
+plot.loss_curve(Path({str(tmp_path)!r}) / "loss.png", [1], [1.0])"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert 'pip install "trainable-candle[plot]"' in run.stderr
