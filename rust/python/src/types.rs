@@ -183,9 +183,9 @@ const STR: PyStaticExpr = type_hint_identifier!("builtins", "str");
 const DICT: PyStaticExpr = type_hint_identifier!("builtins", "dict");
 
 /// A dict from names to variables.
-pub struct Vars<'py>(pub Bound<'py, PyDict>);
+pub struct NamedVars<'py>(pub Bound<'py, PyDict>);
 
-impl<'py> IntoPyObject<'py> for Vars<'py> {
+impl<'py> IntoPyObject<'py> for NamedVars<'py> {
     type Target = PyDict;
     type Output = Bound<'py, PyDict>;
     type Error = Infallible;
@@ -197,9 +197,9 @@ impl<'py> IntoPyObject<'py> for Vars<'py> {
 }
 
 /// A dict from names to tensors.
-pub struct Tensors<'py>(pub Bound<'py, PyDict>);
+pub struct NamedTensors<'py>(pub Bound<'py, PyDict>);
 
-impl<'py> IntoPyObject<'py> for Tensors<'py> {
+impl<'py> IntoPyObject<'py> for NamedTensors<'py> {
     type Target = PyDict;
     type Output = Bound<'py, PyDict>;
     type Error = Infallible;
