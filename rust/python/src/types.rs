@@ -181,9 +181,9 @@ const STR: PyStaticExpr = type_hint_identifier!("builtins", "str");
 const DICT: PyStaticExpr = type_hint_identifier!("builtins", "dict");
 
 /// A dict from names to variables.
-pub struct Vars<'py>(pub Bound<'py, PyDict>);
+pub struct NamedVars<'py>(pub Bound<'py, PyDict>);
 
-impl<'py> IntoPyObject<'py> for Vars<'py> {
+impl<'py> IntoPyObject<'py> for NamedVars<'py> {
     type Target = PyDict;
     type Output = Bound<'py, PyDict>;
     type Error = Infallible;
@@ -195,9 +195,9 @@ impl<'py> IntoPyObject<'py> for Vars<'py> {
 }
 
 /// A dict from names to tensors.
-pub struct Tensors<'py>(pub Bound<'py, PyDict>);
+pub struct NamedTensors<'py>(pub Bound<'py, PyDict>);
 
-impl<'py> IntoPyObject<'py> for Tensors<'py> {
+impl<'py> IntoPyObject<'py> for NamedTensors<'py> {
     type Target = PyDict;
     type Output = Bound<'py, PyDict>;
     type Error = Infallible;
@@ -205,5 +205,16 @@ impl<'py> IntoPyObject<'py> for Tensors<'py> {
 
     fn into_pyobject(self, _: Python<'py>) -> std::result::Result<Self::Output, Self::Error> {
         Ok(self.0)
+    }
+}
+
+impl<'py> NamedTensors<'py> {
+    /// The dict of named tensors.
+    pub fn new(py: Python<'py>, tensors: impl IntoIterator<Item = (String, tc::Tensor)>) -> Result<Self> {
+        let dict = PyDict::new(py);
+        for (name, tensor) in tensors {
+            dict.set_item(name, Bound::new(py, Tensor(tensor))?)?;
+        }
+        Ok(Self(dict))
     }
 }
