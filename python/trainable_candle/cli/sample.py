@@ -52,7 +52,7 @@ def make_parser(program: str) -> Parser:
         "--model", metavar="NAME", help="which model; `trainable-candle info` lists them"
     )
     group.add_argument(
-        "--weights", metavar="PATH", help="its checkpoint (default: the built-in one, if any)"
+        "--weights", metavar="PATH", help="its checkpoint (default: the built-in one)"
     )
     group.add_argument("--adapter", metavar="FILE", help="an adapter that train-lora wrote")
     group.add_argument(
@@ -66,7 +66,7 @@ def make_parser(program: str) -> Parser:
     )
     group.add_argument("--output", metavar="FILE.png", help="the picture to write")
     group.add_argument(
-        "--columns", metavar="N", type=whole(1), help="pictures in a row (default: about square)"
+        "--columns", metavar="N", type=whole(1), help="pictures in a row (default: square)"
     )
     group = parser.add_argument_group("how")
     group.add_argument("--steps", metavar="N", type=whole(1), help="sampling steps (default: 25)")
