@@ -45,20 +45,15 @@ def test_split_refuses_an_impossible_share(held_out: float) -> None:
         digits.split(digits.load(), held_out=held_out)
 
 
-def test_pixels_survive_the_way_to_the_model_and_back() -> None:
+def test_pixels_survive_the_way_to_a_picture_and_back() -> None:
     pixels = digits.load().pixels
-    images = digits.to_model(pixels)
-    assert images.dtype == np.float32
-    assert (images.min(), images.max()) == (-1.0, 1.0)
-    np.testing.assert_array_equal(digits.from_model(images), pixels)
+    grey = digits.to_grey(pixels)
+    assert (grey.min(), grey.max()) == (0, 255)
+    np.testing.assert_array_equal(digits.from_grey(grey), pixels)
 
 
-def test_drawings_are_clipped_to_the_range_of_ink() -> None:
-    images = np.full((1, 8, 8), 3.0, dtype=np.float32)
-    assert (digits.from_model(images) == 16).all()
-    assert (digits.from_model(-images) == 0).all()
-
-
-def test_drawings_that_are_not_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="not finite"):
-        digits.from_model(np.full((1, 8, 8), np.nan, dtype=np.float32))
+def test_greys_go_to_the_nearest_level() -> None:
+    grey = np.arange(256, dtype=np.uint8)
+    pixels = digits.from_grey(grey)
+    assert np.abs(digits.to_grey(pixels).astype(int) - grey).max() <= 8
+    assert (pixels[0], pixels[255]) == (16, 0)

@@ -49,6 +49,15 @@ def test_verdict_on_real_pictures(judge: Judge) -> None:
     assert result.share_after == 1.0
     assert result.spread_ratio == pytest.approx(1.0, abs=0.1)
     assert result.judge_accuracy == judge.accuracy(TRAIN)
+    assert result.passed
+    assert "100.0%" in str(result)
+
+
+def test_verdict_on_one_picture_again_and_again(judge: Judge) -> None:
+    copies = np.repeat(HELD_OUT.only(0).pixels[:1], 50, axis=0)
+    result = verdict(judge, 0, HELD_OUT.only(6).pixels, copies, TRAIN)
+    assert (result.share_after, result.spread_ratio) == (1.0, 0.0)
+    assert not result.passed
 
 
 def test_missing_scikit_learn_names_the_cure() -> None:

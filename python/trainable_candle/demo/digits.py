@@ -87,21 +87,13 @@ def split(
     return digits.where(~mask), digits.where(mask)
 
 
-def to_model(pixels: Pixels) -> npt.NDArray[np.float32]:
-    """Pixels as the model sees them: 0..16 becomes -1..1; same shape."""
-    images: npt.NDArray[np.float32] = pixels.astype(np.float32) / (MAX_PIXEL / 2) - 1.0
-    return images
+def to_grey(pixels: Pixels) -> npt.NDArray[np.uint8]:
+    """Pixels as a picture file holds them: 0..16 becomes 255 (paper) to 0 (ink); same shape."""
+    grey: npt.NDArray[np.uint8] = 255 - np.rint(pixels * (255 / MAX_PIXEL)).astype(np.uint8)
+    return grey
 
 
-def from_model(images: npt.NDArray[np.float32]) -> Pixels:
-    """The inverse of `to_model` for anything a model draws: rounded, clipped to 0..16.
-
-    Raises:
-        ValueError: a value is not a number, or infinite.
-    """
-    if not np.isfinite(images).all():
-        raise ValueError("from_model: the images hold values that are not finite numbers")
-    pixels: Pixels = np.clip(np.rint((images + 1.0) * (MAX_PIXEL / 2)), 0, MAX_PIXEL).astype(
-        np.uint8
-    )
+def from_grey(grey: npt.NDArray[np.uint8]) -> Pixels:
+    """The inverse of `to_grey`; greys between two levels become the nearer one."""
+    pixels: Pixels = np.rint((255 - grey) * (MAX_PIXEL / 255)).astype(np.uint8)
     return pixels

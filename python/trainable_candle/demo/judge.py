@@ -8,7 +8,7 @@ scikit-learn raises ModuleNotFoundError, which names the command that installs i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -25,6 +25,10 @@ from trainable_candle.demo.digits import MAX_PIXEL, Digits, Labels, Pixels
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+MOST_BEFORE: Final = 0.2
+LEAST_AFTER: Final = 0.8
+LEAST_SPREAD: Final = 0.6
 
 
 class Judge:
@@ -61,6 +65,24 @@ class Verdict:
     """`spread` of the samples with the LoRA, divided by that of real pictures of the digit."""
     judge_accuracy: float
     """Share (0 to 1) of real pictures, never shown to the judge, that it gets right."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the base did not know the digit, the LoRA draws it, and the drawings differ."""
+        return (
+            self.share_before < MOST_BEFORE
+            and self.share_after > LEAST_AFTER
+            and self.spread_ratio >= LEAST_SPREAD
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"A judge that gets {self.judge_accuracy:.1%} of real digits right sees a {self.digit}\n"
+            f"  in {self.share_before:6.1%} of the samples without the LoRA (expected under {MOST_BEFORE:.0%})\n"
+            f"  in {self.share_after:6.1%} of the samples with it (expected over {LEAST_AFTER:.0%}),\n"
+            f"which differ {self.spread_ratio:.0%} as much as real pictures of it do "
+            f"(expected at least {LEAST_SPREAD:.0%})."
+        )
 
 
 def verdict(judge: Judge, digit: int, before: Pixels, after: Pixels, train: Digits) -> Verdict:

@@ -42,22 +42,28 @@ pub static KINDS: &[ModelKind] = &[ModelKind {
     load: |files, dtype, device| Ok(Arc::new(DigitsTransformer::load(files, dtype, device)?)),
 }];
 
+/// The kind of the model whose files these are.
+///
+/// # Errors
+/// [`Error::Config`] if its configuration is of no known model; as [`Pretrained::class_name`].
+pub fn kind_of(files: &Pretrained) -> Result<&'static ModelKind> {
+    let class_name = files.class_name()?;
+    KINDS.iter().find(|kind| kind.class_name == class_name).ok_or_else(|| {
+        let known: Vec<&str> = KINDS.iter().map(|kind| kind.class_name).collect();
+        Error::Config(format!(
+            "{}: the model is a \"{class_name}\", which is not supported; supported are {}",
+            files.config_path().display(),
+            known.join(", ")
+        ))
+    })
+}
+
 /// Load the model at `path` (a folder with `config.json` and safetensors weights, or one weight file beside its
 /// `config.json`), frozen, whatever kind its configuration says it is.
 ///
 /// # Errors
-/// [`Error::Io`] or [`Error::WeightsFormat`] if the files are missing or damaged; [`Error::Config`] if the configuration is of
-/// no known model or does not fit the weights.
+/// As [`Pretrained::find`], [`kind_of`] and the kind's loader.
 pub fn load(path: &Path, dtype: Option<DType>, device: &Device) -> Result<Arc<dyn Model>> {
     let files = Pretrained::find(path)?;
-    let class_name = files.class_name()?;
-    let Some(kind) = KINDS.iter().find(|kind| kind.class_name == class_name) else {
-        let known: Vec<&str> = KINDS.iter().map(|kind| kind.class_name).collect();
-        return Err(Error::Config(format!(
-            "{}: the model is a \"{class_name}\", which is not supported; supported are {}",
-            files.config_path().display(),
-            known.join(", ")
-        )));
-    };
-    (kind.load)(&files, dtype, device)
+    (kind_of(&files)?.load)(&files, dtype, device)
 }

@@ -1,1 +1,278 @@
-//! What all optimizers have in common.
+//! What all optimizers have in common: groups, states, dtypes, flat buffers, threads, errors.
+
+use trainable_candle_core::cpu::pool::set_num_threads;
+use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var};
+use trainable_candle_nn::optim::{
+    Adam, Adam8bit, AdamConfig, AdamW, AdamW8bit, Lion, Lion8bit, NormType, Optimizer, ParamGroup, SGD, SGDConfig,
+    clip_grad_norm_,
+};
+
+/// Values that differ from seed to seed, the same on every machine.
+fn wave(n: usize, seed: usize) -> Vec<f32> {
+    (0..n).map(|i| ((i * 7919 + seed * 104_729) % 10_007) as f32 / 5003.0 - 1.0).collect()
+}
+
+fn tensor(n: usize, seed: usize, dtype: DType) -> Tensor {
+    let values = Tensor::from_vec(wave(n, seed), n, &Device::Cpu).unwrap();
+    Tensor::from(values.raw().to_dtype(dtype).unwrap())
+}
+
+fn var(n: usize, seed: usize) -> Var {
+    Var::from_tensor(&tensor(n, seed, DType::F32)).unwrap()
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.raw().to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Every optimizer, over the same variables.
+fn all(params: &[Var]) -> Vec<Box<dyn Optimizer>> {
+    let sgd = SGDConfig { lr: 0.01, momentum: 0.9, ..SGDConfig::default() };
+    vec![
+        Box::new(SGD::with_config(params.to_vec(), sgd).unwrap()),
+        Box::new(Adam::new(params.to_vec(), 0.01).unwrap()),
+        Box::new(AdamW::new(params.to_vec(), 0.01, 0.1).unwrap()),
+        Box::new(Lion::new(params.to_vec(), 0.01, 0.1).unwrap()),
+        Box::new(Adam8bit::new(params.to_vec(), 0.01, 0.0).unwrap()),
+        Box::new(AdamW8bit::new(params.to_vec(), 0.01, 0.1).unwrap()),
+        Box::new(Lion8bit::new(params.to_vec(), 0.01, 0.1).unwrap()),
+    ]
+}
+
+/// Steps `from..to` with gradients that depend on the step and the variable.
+fn train(opt: &mut dyn Optimizer, steps: std::ops::Range<usize>) {
+    for step in steps {
+        for (index, var) in opt.vars().iter().enumerate() {
+            var.set_grad(&tensor(var.elem_count(), 10 * step + index, var.dtype())).unwrap();
+        }
+        opt.step_all().unwrap();
+    }
+}
+
+fn fresh(dtype: DType) -> Vec<Var> {
+    let sizes = [5000, 300, 70_000];
+    (0..3).map(|i| Var::from_tensor(&tensor(sizes[i], i, dtype)).unwrap()).collect()
+}
+
+fn number_of_optimizers() -> usize {
+    all(&fresh(DType::F32)).len()
+}
+
+#[test]
+fn a_loop_of_backward_and_step_finds_the_minimum() -> Result<()> {
+    let x = Var::new(vec![3f32, -2.0], &Device::Cpu)?;
+    for (index, mut opt) in all(std::slice::from_ref(&x)).into_iter().enumerate() {
+        x.set(&Tensor::new(vec![3f32, -2.0], &Device::Cpu)?)?;
+        for _ in 0..1500 {
+            let grads = (&*x * &*x)?.backward_with(Some(&Tensor::ones(2, DType::F32, &Device::Cpu)?), false)?;
+            opt.step(&grads)?;
+        }
+        assert!(x.grad().is_none(), "step() clears the gradients it has used");
+        assert!(values(&x).iter().all(|v| v.abs() < 0.1), "{} ({index}) ends at {:?}", opt.name(), values(&x));
+    }
+    Ok(())
+}
+
+#[test]
+fn results_do_not_depend_on_threads_or_layout() {
+    for index in 0..number_of_optimizers() {
+        let mut results = Vec::new();
+        for (threads, flat) in [(1, false), (3, false), (3, true)] {
+            set_num_threads(threads).unwrap();
+            let loose = fresh(DType::F32);
+            let start: Vec<Tensor> = loose.iter().map(|v| v.detach()).collect();
+            let params = if flat { FlatBuffer::new(&start).unwrap().vars().to_vec() } else { loose };
+            let mut opt = all(&params).swap_remove(index);
+            train(&mut *opt, 0..3);
+            results.push(params.iter().map(|v| values(v)).collect::<Vec<_>>());
+        }
+        assert!(results[0] == results[1] && results[0] == results[2], "optimizer {index}");
+    }
+}
+
+#[test]
+fn short_dtypes_are_rounded_master_values() {
+    for dtype in [DType::BF16, DType::F16] {
+        for index in 0..number_of_optimizers() {
+            let short = fresh(dtype);
+            // The same start and the same gradients in f32.
+            let long: Vec<Var> = short
+                .iter()
+                .map(|v| Var::from_tensor(&Tensor::from(v.raw().to_dtype(DType::F32).unwrap())).unwrap())
+                .collect();
+            let (mut opt, mut oracle) = (all(&short).swap_remove(index), all(&long).swap_remove(index));
+            for step in 0..5 {
+                train(&mut *opt, step..step + 1);
+                for (short, long) in short.iter().zip(&long) {
+                    let grad = short.grad().unwrap();
+                    long.set_grad(&Tensor::from(grad.raw().to_dtype(DType::F32).unwrap())).unwrap();
+                }
+                oracle.step_all().unwrap();
+            }
+            for (short, long) in short.iter().zip(&long) {
+                assert_eq!(short.dtype(), dtype);
+                let rounded = Tensor::from(long.raw().to_dtype(dtype).unwrap());
+                assert_eq!(values(short), values(&rounded), "{} in {dtype:?}", opt.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_variable_that_is_set_replaces_its_master_values() -> Result<()> {
+    let x = Var::zeros(4, DType::BF16, &Device::Cpu)?;
+    let mut opt = SGD::new(vec![x.clone()], 1.0)?;
+    train(&mut opt, 0..1);
+    x.set(&Tensor::full(8.0, 4, DType::BF16, &Device::Cpu)?)?;
+    x.set_grad(&Tensor::full(1.0, 4, DType::BF16, &Device::Cpu)?)?;
+    opt.step_all()?;
+    assert_eq!(values(&x), [7.0; 4]);
+    Ok(())
+}
+
+#[test]
+fn variables_without_a_gradient_stay_and_count_no_step() -> Result<()> {
+    for flat in [false, true] {
+        let start = [tensor(3, 0, DType::F32), tensor(5, 1, DType::F32), tensor(7, 2, DType::F32)];
+        let params = if flat {
+            FlatBuffer::new(&start)?.vars().to_vec()
+        } else {
+            start.iter().map(Var::from_tensor).collect::<Result<_>>()?
+        };
+        let mut opt = Adam::new(params.clone(), 0.1)?;
+        params[0].set_grad(&tensor(3, 5, DType::F32))?;
+        params[2].set_grad(&tensor(7, 6, DType::F32))?;
+        opt.step_all()?;
+        assert_eq!(values(&params[1]), wave(5, 1));
+        assert!(values(&params[0]) != wave(3, 0) && values(&params[2]) != wave(7, 2));
+        let states = opt.state_dict()?;
+        assert_eq!(states["step"].to_vec::<i64>()?, [1, 0, 1]);
+        assert!(!states.contains_key("1.exp_avg"));
+        opt.zero_grad()?;
+        assert!(params.iter().all(|p| p.grad().is_none()));
+    }
+    Ok(())
+}
+
+#[test]
+fn groups_keep_their_own_hyper_parameters() -> Result<()> {
+    let (first, second) = (AdamConfig::adamw(0.1), AdamConfig { betas: (0.5, 0.9), ..AdamConfig::adamw(0.01) });
+    let (a, b) = (var(600, 0), var(600, 1));
+    let mut opt = AdamW::with_groups(vec![
+        ParamGroup { params: vec![a.clone()], config: first.clone() },
+        ParamGroup { params: vec![b.clone()], config: second.clone() },
+    ])?;
+    let (c, d) = (var(600, 0), var(600, 1));
+    let mut first = AdamW::with_config(vec![c.clone()], first)?;
+    let mut second = AdamW::with_config(vec![d.clone()], second)?;
+    for step in 0..4 {
+        if step == 2 {
+            opt.set_group_lr(1, 0.5)?;
+            second.set_lr(0.5)?;
+        }
+        train(&mut opt, step..step + 1);
+        for (copy, original) in [(&c, &a), (&d, &b)] {
+            copy.set_grad(&original.grad().unwrap())?;
+        }
+        first.step_all()?;
+        second.step_all()?;
+    }
+    assert_eq!(opt.group_lrs(), [0.1, 0.5]);
+    assert_eq!((values(&a), values(&b)), (values(&c), values(&d)));
+    Ok(())
+}
+
+#[test]
+fn a_step_makes_tensors_saved_before_it_stale() -> Result<()> {
+    for flat in [false, true] {
+        let start = [tensor(3, 0, DType::F32), tensor(3, 1, DType::F32)];
+        let params = if flat {
+            FlatBuffer::new(&start)?.vars().to_vec()
+        } else {
+            start.iter().map(Var::from_tensor).collect::<Result<_>>()?
+        };
+        let products: Vec<Tensor> = params.iter().map(|p| &**p * &**p).collect::<Result<_>>()?;
+        train(&mut SGD::new(params, 0.1)?, 0..1);
+        for product in products {
+            let error = product.backward_with(Some(&tensor(3, 0, DType::F32)), false).unwrap_err();
+            assert!(matches!(error, Error::Autograd { .. }), "{error}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn eight_bit_optimizers_skip_gradients_that_are_not_finite() -> Result<()> {
+    for index in [4, 5, 6] {
+        let (x, clean) = (var(5000, 0), var(5000, 0));
+        let mut grad = wave(5000, 1);
+        clean.set_grad(&Tensor::from_vec(grad.clone(), 5000, &Device::Cpu)?)?;
+        for (at, bad) in [(17, f32::NAN), (300, f32::INFINITY), (4999, f32::NEG_INFINITY)] {
+            grad[at] = bad;
+        }
+        x.set_grad(&Tensor::from_vec(grad.clone(), 5000, &Device::Cpu)?)?;
+        all(std::slice::from_ref(&x)).swap_remove(index).step_all()?;
+        all(std::slice::from_ref(&clean)).swap_remove(index).step_all()?;
+        for (at, (found, expected)) in values(&x).into_iter().zip(values(&clean)).enumerate() {
+            let expected = if grad[at].is_finite() { expected } else { wave(5000, 0)[at] };
+            assert_eq!(found, expected, "element {at}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn clipping_leaves_gradients_that_were_read_and_can_refuse() -> Result<()> {
+    let x = var(4, 0);
+    x.set_grad(&Tensor::full(3.0, 4, DType::F32, &Device::Cpu)?)?;
+    let before = x.grad().unwrap();
+    assert_eq!(clip_grad_norm_(std::slice::from_ref(&x), 3.0, NormType::L2, true)?, 6.0);
+    assert_eq!(values(&before), [3.0; 4]);
+    assert!(values(&x.grad().unwrap()).iter().all(|g| (g - 1.5).abs() < 1e-6));
+    assert_eq!(clip_grad_norm_(&[var(4, 0)], 1.0, NormType::L2, true)?, 0.0);
+
+    x.set_grad(&Tensor::new(vec![1f32, f32::INFINITY, 0.0, 0.0], &Device::Cpu)?)?;
+    let error = clip_grad_norm_(std::slice::from_ref(&x), 1.0, NormType::L2, true).unwrap_err();
+    assert!(matches!(error, Error::NonFinite { .. }) && error.to_string().contains("inf"), "{error}");
+    assert_eq!(values(&x.grad().unwrap())[0], 1.0);
+    for norm_type in [NormType::L2, NormType::Inf] {
+        x.set_grad(&Tensor::new(vec![1f32, f32::NAN, 0.0, 0.0], &Device::Cpu)?)?;
+        assert!(clip_grad_norm_(std::slice::from_ref(&x), 1.0, norm_type, false)?.is_nan());
+    }
+    assert!(clip_grad_norm_(&[x], -1.0, NormType::L2, false).is_err());
+    Ok(())
+}
+
+#[test]
+fn empty_variables_are_left_alone() -> Result<()> {
+    let empty = Var::zeros((0, 3), DType::F32, &Device::Cpu)?;
+    empty.set_grad(&Tensor::zeros((0, 3), DType::F32, &Device::Cpu)?)?;
+    for mut opt in all(std::slice::from_ref(&empty)) {
+        opt.step_all()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn wrong_arguments_are_errors_that_name_the_optimizer() {
+    let message = |result: Result<()>| result.unwrap_err().to_string();
+    let adam = |config: AdamConfig| message(Adam::with_config(vec![var(2, 0)], config).map(|_| ()));
+    assert_eq!(adam(AdamConfig::adam(-1.0)), "Adam: found lr -1, expected a number of at least 0");
+    let betas = AdamConfig { betas: (0.9, 1.0), ..AdamConfig::adam(0.1) };
+    assert_eq!(adam(betas), "Adam: found betas (0.9, 1.0), expected both at least 0 and less than 1");
+    let nesterov = SGDConfig { nesterov: true, ..SGDConfig::default() };
+    assert!(message(SGD::with_config(vec![var(2, 0)], nesterov).map(|_| ())).starts_with("SGD: nesterov needs"));
+    assert!(message(Adam::new(vec![], 0.1).map(|_| ())).starts_with("Adam: parameter group 0 is empty"));
+    let twice = var(2, 0);
+    assert!(message(Adam::new(vec![twice.clone(), twice], 0.1).map(|_| ())).contains("appears twice"));
+    let f64_var = || Var::zeros(2, DType::F64, &Device::Cpu).unwrap();
+    assert!(Adam::new(vec![f64_var()], 0.1).is_ok());
+    let error = Adam8bit::new(vec![f64_var()], 0.1, 0.0).map(|_| ()).unwrap_err();
+    assert!(matches!(error, Error::DType { .. }) && error.to_string().starts_with("Adam8bit: "), "{error}");
+    let mut opt = Adam::new(vec![var(2, 0)], 0.1).unwrap();
+    assert!(opt.set_lr(f64::NAN).is_err() && opt.set_group_lr(1, 0.1).is_err());
+    assert_eq!(opt.lr(), 0.1);
+    train(&mut opt, 0..1);
+    assert!(opt.set_config(0, AdamConfig { amsgrad: true, ..AdamConfig::adam(0.1) }).is_err());
+    assert!(opt.set_config(0, AdamConfig { eps: 1e-6, ..AdamConfig::adam(0.1) }).is_ok());
+}

@@ -4,6 +4,7 @@
 //! structure.
 
 mod adapter;
+mod adapter_set;
 mod autograd;
 mod call;
 mod device;
@@ -12,9 +13,11 @@ mod dtype;
 mod error;
 mod exceptions;
 mod functional;
+mod models;
 mod rng;
 mod runtime;
 mod tensor;
+mod train;
 mod types;
 mod var;
 
@@ -23,6 +26,8 @@ mod var;
 mod _core {
     #[pymodule_export]
     use crate::adapter::{Adapter, init_linear};
+    #[pymodule_export]
+    use crate::adapter_set::{AdapterSet, LoraConfig};
     #[pymodule_export]
     use crate::autograd::{checkpoint, grad, gradcheck, is_grad_enabled, set_grad_enabled};
     #[pymodule_export]
@@ -35,6 +40,8 @@ mod _core {
         rms_norm, rope, scaled_dot_product_attention,
     };
     #[pymodule_export]
+    use crate::models::{DigitsTransformer, Model, load_model};
+    #[pymodule_export]
     use crate::rng::{get_rng_state, manual_seed, set_rng_state};
     #[pymodule_export]
     use crate::runtime::{available_bytes, get_num_threads, saved_bytes, set_num_threads};
@@ -43,6 +50,8 @@ mod _core {
         Tensor, arange, cat, empty_like, eye, full, ones, ones_like, rand, randint, randn, stack, tensor, where_, zeros,
         zeros_like,
     };
+    #[pymodule_export]
+    use crate::train::FlowMatching;
     #[pymodule_export]
     use crate::var::Var;
 

@@ -9,8 +9,7 @@ use tc::checkpoint::Policy;
 use trainable_candle_core as tc;
 use trainable_candle_io as io;
 use trainable_candle_models::digits::DigitsConfig;
-use trainable_candle_models::{self as models, Model as _};
-use trainable_candle_nn::Module as _;
+use trainable_candle_models::{self as models, Pretrained, registry};
 use trainable_candle_nn::adapter::AdapterSet as Set;
 
 use crate::adapter_set::{AdapterSet, Attached, LoraConfig};
@@ -133,6 +132,29 @@ impl Model {
     fn __repr__(&self) -> String {
         let elements: usize = self.model.named_tensors().iter().map(|(_, tensor)| tensor.elem_count()).sum();
         format!("{}({elements} parameters, {})", self.model.class_name(), self.model.dtype().as_str())
+    }
+}
+
+/// Load the model at `path`, frozen, whatever kind its `config.json` says it is.
+///
+/// Args:
+///     path: a folder with `config.json` and safetensors weights, or a weight file beside its `config.json`.
+///     dtype: convert the weights; as they are stored without it.
+///     device: where to load it.
+///
+/// Raises:
+///     MissingFileError, WeightsFormatError: if files are missing or damaged.
+///     ConfigError: if the configuration is of no known model or does not fit the weights.
+#[pyfunction]
+#[pyo3(signature = (path, dtype=None, device="cpu"))]
+pub fn load_model(py: Python<'_>, path: PathBuf, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Model>> {
+    let kind = quick(|| registry::kind_of(&Pretrained::find(&path)?))?;
+    match kind.class_name {
+        models::DigitsTransformer::CLASS_NAME => {
+            let model = DigitsTransformer::from_pretrained(py, path, dtype, device)?;
+            Ok(model.into_bound(py).into_super().unbind())
+        }
+        other => Err(tc::Error::Config(format!("load: \"{other}\" has no Python class")).into()),
     }
 }
 

@@ -4,12 +4,13 @@ use std::convert::Infallible;
 
 use pyo3::inspect::{PyStaticConstant, PyStaticExpr};
 use pyo3::prelude::*;
-use pyo3::types::{PyIterator, PyList, PyTuple};
+use pyo3::types::{PyDict, PyIterator, PyList, PyTuple};
 use pyo3::{PyTypeInfo, type_hint_identifier, type_hint_subscript, type_hint_union};
 use trainable_candle_core as tc;
 
 use crate::error::Result;
 use crate::tensor::Tensor;
+use crate::var::Var;
 
 /// `...` in an annotation.
 pub const ELLIPSIS: PyStaticExpr = PyStaticExpr::Constant { value: PyStaticConstant::Ellipsis };
@@ -173,5 +174,36 @@ impl<'py> IntoPyObject<'py> for Anything<'py> {
 impl<'py> From<Bound<'py, PyList>> for Anything<'py> {
     fn from(list: Bound<'py, PyList>) -> Self {
         Self(list.into_any())
+    }
+}
+
+const STR: PyStaticExpr = type_hint_identifier!("builtins", "str");
+const DICT: PyStaticExpr = type_hint_identifier!("builtins", "dict");
+
+/// A dict from names to variables.
+pub struct Vars<'py>(pub Bound<'py, PyDict>);
+
+impl<'py> IntoPyObject<'py> for Vars<'py> {
+    type Target = PyDict;
+    type Output = Bound<'py, PyDict>;
+    type Error = Infallible;
+    const OUTPUT_TYPE: PyStaticExpr = type_hint_subscript!(DICT, STR, Var::TYPE_HINT);
+
+    fn into_pyobject(self, _: Python<'py>) -> std::result::Result<Self::Output, Self::Error> {
+        Ok(self.0)
+    }
+}
+
+/// A dict from names to tensors.
+pub struct Tensors<'py>(pub Bound<'py, PyDict>);
+
+impl<'py> IntoPyObject<'py> for Tensors<'py> {
+    type Target = PyDict;
+    type Output = Bound<'py, PyDict>;
+    type Error = Infallible;
+    const OUTPUT_TYPE: PyStaticExpr = type_hint_subscript!(DICT, STR, Tensor::TYPE_HINT);
+
+    fn into_pyobject(self, _: Python<'py>) -> std::result::Result<Self::Output, Self::Error> {
+        Ok(self.0)
     }
 }

@@ -63,7 +63,7 @@ mod tests {
         let velocity = noise.sub(&data).unwrap();
         let found = euler(&noise, &flow_sigmas(7, 3.0).unwrap(), |_, _| Ok(velocity.clone())).unwrap();
         let error =
-            found.sub(&data).unwrap().to_vec::<f64>().unwrap().into_iter().fold(0.0, |m, e: f64| m.max(e.abs()));
+            found.sub(&data).unwrap().to_vec::<f64>().unwrap().into_iter().fold(0.0f64, |m, e: f64| m.max(e.abs()));
         assert!(error < 1e-12, "{error}");
     }
 

@@ -108,5 +108,5 @@ pub use trainable_candle_models as models;
 pub use trainable_candle_nn as nn;
 pub use trainable_candle_nn::Linear;
 pub use trainable_candle_nn::adapter::{DoRALinear, LoRABackwardOps, LoRALinear, LoraConfig};
-pub use trainable_candle_nn::optim::{Adam, Adam8bit, AdamW, AdamW8bit, Lion, Lion8bit, Optimizer, Sgd};
+pub use trainable_candle_nn::optim::{Adam, Adam8bit, AdamW, AdamW8bit, Lion, Lion8bit, Optimizer, SGD};
 pub use trainable_candle_train as train;

@@ -4,7 +4,7 @@ use std::mem::MaybeUninit;
 
 use super::case::{Case, Entry};
 use super::rows;
-use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+use crate::cpu::{Elem, Real, contiguous, dispatch, elements, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, dispatch_float};
@@ -71,7 +71,7 @@ impl RowFunction for LogSoftmax {
 
 /// The tensor with dimension `dim` last, contiguous.
 fn as_rows(x: &Raw, dim: usize) -> Result<Raw> {
-    Ok(x.transpose(dim, x.rank() - 1)?.contiguous()?)
+    contiguous(&x.transpose(dim, x.rank() - 1)?)
 }
 
 fn forward<F: RowFunction>(op: &'static str, x: &Raw, dim: usize, function: F) -> Result<Raw> {

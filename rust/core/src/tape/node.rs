@@ -166,11 +166,6 @@ impl Leaf {
         Ok(())
     }
 
-    pub(crate) fn has_grad(&self) -> bool {
-        let state = self.state();
-        state.filled || state.grad.is_some()
-    }
-
     pub(crate) fn clear(&self) -> Result<()> {
         let mut state = self.state();
         state.grad = None;

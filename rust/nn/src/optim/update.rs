@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 use trainable_candle_core::cpu::pool::par_chunks_mut;
-use trainable_candle_core::cpu::{Elem, Real};
+use trainable_candle_core::cpu::{Elem, Real, dispatch};
 use trainable_candle_core::raw::{Raw, own_copy, storage_identity};
 use trainable_candle_core::{DType, Error, Result, Var};
 
@@ -120,6 +120,22 @@ fn run_direct<R: Rule, T: Number>(
     })
 }
 
+/// Stored values as f32.
+fn widen<D: Elem<Acc = f32>>(stored: &[D], values: &mut [f32]) {
+    dispatch(
+        #[inline(always)]
+        || values.iter_mut().zip(stored).for_each(|(value, stored)| *value = stored.to_acc()),
+    );
+}
+
+/// f32 values rounded to what is stored.
+fn narrow<D: Elem<Acc = f32>>(values: &[f32], stored: &mut [D]) {
+    dispatch(
+        #[inline(always)]
+        || stored.iter_mut().zip(values).for_each(|(stored, value)| *stored = D::from_acc(*value)),
+    );
+}
+
 /// Updates f32 master values and rounds them to the variables.
 fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>, parallel: bool) -> Result<()> {
     for item in &mut items {
@@ -132,7 +148,7 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
             let Parameter { states, step, master, var } = &mut *item.parameter;
             if master.as_ref().is_none_or(|master| master.version != var.version()) {
                 let mut values = vec![0.0; stored.len()];
-                D::load(stored, &mut values);
+                widen(stored, &mut values);
                 *master = Some(Master { values, version: var.version() });
             }
             let param = master.as_mut().map_or(&mut [][..], |master| &mut master.values);
@@ -142,10 +158,10 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
         for_each_piece(work.collect(), parallel, |mut work| {
             let mut grad = [0.0; CHUNK];
             let grad = &mut grad[..work.grad.len()];
-            D::load(work.grad, grad);
+            widen(work.grad, grad);
             let states = work.states.iter_mut().map(StateSlice::reborrow).collect();
             (R::UPDATE)(work.config, work.step, Chunk { param: work.param, grad, states });
-            D::store(work.param, work.stored);
+            narrow(work.param, work.stored);
         });
     })?;
     for item in items {

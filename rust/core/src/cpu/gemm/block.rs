@@ -5,6 +5,7 @@ use std::cell::RefCell;
 
 use super::kernel::{Block, Target, TileShape};
 use super::pack::{Along, Side, pack, packed_len};
+use super::thin::{self, Dot, Outer};
 use crate::cpu::{Elem, Real, dispatch, pool};
 
 /// Longest stretch of `k` that is packed at once, chosen so that a panel of `b` stays in the first-level cache.
@@ -13,6 +14,10 @@ const MAX_K: usize = 384;
 const MAX_ROWS: usize = 512;
 /// Most columns of a block.
 const MAX_COLUMNS: usize = 1024;
+/// Shortest sums for which a thin product has a method of its own.
+const MIN_THIN_K: usize = 64;
+/// Longest stretch of `k` of a thin product of outer products: its pages of `a` stay in the translation buffer.
+const OUTER_K: usize = 64;
 /// Multiply-adds that are worth a thread.
 const MIN_WORK: usize = 1 << 18;
 
@@ -46,13 +51,27 @@ where
     /// The operands are readable and the results writable at all their elements, and no element of a result
     /// is that of another or of an operand.
     pub unsafe fn run(self, batch: usize, offsets: impl Fn(usize) -> [usize; 3] + Sync) {
+        if self.m == 0 || self.n == 0 || batch == 0 {
+            return;
+        }
+        // Rows run along the large operand of a thin product, otherwise along the contiguous direction of the result:
+        // they are the direction of the vectors.
+        let thin = self.m.min(self.n) <= thin::max_columns() && self.k >= MIN_THIN_K;
+        let method = match thin {
+            true if self.n <= self.m => self.a.method(),
+            true => self.b.method(),
+            false => Method::Packed,
+        };
+        let keep = match method {
+            Method::Packed => self.c_strides[0] == 1 && (self.c_strides[1] != 1 || self.m > 1),
+            _ => self.n <= self.m,
+        };
         // SAFETY: as the caller promises; a transposed product has the same elements.
         unsafe {
-            // Vectors run along the contiguous direction of the result.
-            if self.c_strides[0] == 1 && (self.c_strides[1] != 1 || self.m > 1) {
-                self.run_along_rows(batch, offsets);
+            if keep {
+                self.run_blocks(method, batch, offsets);
             } else {
-                self.transposed().run_along_rows(batch, |i| {
+                self.transposed().run_blocks(method, batch, |i| {
                     let [a, b, c] = offsets(i);
                     [b, a, c]
                 });
@@ -74,10 +93,7 @@ where
         }
     }
 
-    unsafe fn run_along_rows(self, batch: usize, offsets: impl Fn(usize) -> [usize; 3] + Sync) {
-        if self.m == 0 || self.n == 0 || batch == 0 {
-            return;
-        }
+    unsafe fn run_blocks(self, method: Method, batch: usize, offsets: impl Fn(usize) -> [usize; 3] + Sync) {
         let shape = TileShape::detect::<A::Acc>();
         let work = self.m.saturating_mul(self.n).saturating_mul(self.k.max(1));
         let threads = pool::num_threads().min(work.saturating_mul(batch) / MIN_WORK).max(1);
@@ -101,33 +117,95 @@ where
                         c: this.c.add(offset[2] + i * this.c_strides[0] + j * this.c_strides[1]),
                         ..*this
                     };
-                    block.compute(shape);
+                    match method {
+                        Method::Packed => block.packed(shape),
+                        Method::Outer => block.outer(shape),
+                        Method::Dot => block.dot(),
+                    }
                 }
             }
         });
     }
 
-    /// Computes the product on this thread.
-    unsafe fn compute(self, shape: TileShape) {
+    /// The result, if it is of the accumulator's type, or `sums`, to be added to it at the end.
+    fn target(&self, direct: bool, sums: *mut A::Acc) -> Target<A::Acc> {
+        if direct {
+            let [row_stride, column_stride] = self.c_strides;
+            Target { ptr: self.c.cast(), row_stride, column_stride, alpha: self.alpha, accumulate: self.accumulate }
+        } else {
+            Target { ptr: sums, row_stride: 1, column_stride: self.m, alpha: self.alpha, accumulate: false }
+        }
+    }
+
+    /// Computes a thin product whose `a` has contiguous columns, on this thread.
+    unsafe fn outer(self, shape: TileShape) {
+        let shape = TileShape { columns: self.n.next_multiple_of(4), ..shape };
+        let stretch = self.k.min(OUTER_K);
+        let rest = self.m % shape.lanes;
+        let len_rest = packed_len(shape, Along::Rows, rest, stretch);
+        let len_b = packed_len(shape, Along::Columns, self.n, stretch);
+        let direct = is_accumulator::<C>() && (self.c_strides[0] == 1 || self.k <= stretch);
+        let len_c = if direct { 0 } else { self.m * self.n };
+        with_scratch([len_rest, len_b, len_c], |[a_rest, b, sums]: [*mut A::Acc; 3]| {
+            let target = self.target(direct, sums);
+            for p in (0..self.k).step_by(stretch) {
+                let k = stretch.min(self.k - p);
+                // SAFETY: the caller answers for the operands and the result, `with_scratch` for the panels.
+                unsafe {
+                    pack(a_rest, shape, Along::Rows, self.a.at(self.m - rest, p), rest, k);
+                    pack(b, shape, Along::Columns, self.b.at(0, p), self.n, k);
+                    let c = Target { accumulate: target.accumulate || p > 0, ..target };
+                    let a = self.a.at(0, p).ptr.cast();
+                    Outer { m: self.m, n: self.n, k, a, a_step: self.a.inner, a_rest, b, c }.run();
+                }
+            }
+            if !direct {
+                // SAFETY: `sums` holds the whole block.
+                unsafe { self.write(sums) };
+            }
+        });
+    }
+
+    /// Computes a thin product whose `a` has contiguous rows, on this thread.
+    unsafe fn dot(self) {
+        let direct = is_accumulator::<C>();
+        let len_c = if direct { 0 } else { self.m * self.n };
+        let in_place = self.b.inner == 1 && is_accumulator::<B>();
+        let len_b = if in_place { 0 } else { self.n * self.k };
+        with_scratch([0, len_b, len_c], |[_, b, sums]: [*mut A::Acc; 3]| {
+            // SAFETY: the caller answers for the operands and the result, `with_scratch` for the copies.
+            unsafe {
+                let (b, b_step) = if in_place {
+                    (self.b.ptr.cast(), self.b.outer)
+                } else {
+                    for j in 0..self.n {
+                        for p in 0..self.k {
+                            *b.add(j * self.k + p) = (*self.b.at(j, p).ptr).to_acc();
+                        }
+                    }
+                    (b.cast_const(), self.k)
+                };
+                let c = self.target(direct, sums);
+                let (a, a_step) = (self.a.ptr.cast(), self.a.outer);
+                Dot { m: self.m, n: self.n, k: self.k, a, a_step, b, b_step, c }.run();
+                if !direct {
+                    self.write(sums);
+                }
+            }
+        });
+    }
+
+    /// Computes the product on this thread from packed operands.
+    unsafe fn packed(self, shape: TileShape) {
         // Equal stretches of `k`, none longer than MAX_K.
         let stretch = self.k.div_ceil(self.k.div_ceil(MAX_K).max(1)).next_multiple_of(16).min(self.k);
         let len_a = packed_len(shape, Along::Rows, self.m, stretch);
         let len_b = packed_len(shape, Along::Columns, self.n, stretch);
         // f16 and bf16 results are summed up in a block of the accumulator's type and rounded at the end.
-        let direct = TypeId::of::<C>() == TypeId::of::<C::Acc>();
+        let direct = is_accumulator::<C>();
         let len_c = if direct { 0 } else { self.m * self.n };
         with_scratch([len_a, len_b, len_c], |[a, b, sums]: [*mut A::Acc; 3]| {
-            let target = if direct {
-                Target {
-                    ptr: self.c.cast(),
-                    row_stride: self.c_strides[0],
-                    column_stride: self.c_strides[1],
-                    alpha: self.alpha,
-                    accumulate: self.accumulate,
-                }
-            } else {
-                Target { ptr: sums, row_stride: 1, column_stride: self.m, alpha: self.alpha, accumulate: false }
-            };
+            let target = self.target(direct, sums);
             let mut p = 0;
             // Once even if k = 0: the result is then written as zeros.
             loop {
@@ -170,6 +248,34 @@ where
             },
         );
     }
+}
+
+/// How a block is computed.
+#[derive(Clone, Copy)]
+enum Method {
+    /// Both operands packed.
+    Packed,
+    /// Thin, `a` with contiguous columns.
+    Outer,
+    /// Thin, `a` with contiguous rows.
+    Dot,
+}
+
+impl<T: Elem> Side<T> {
+    /// How a thin product with this as its large operand is computed.
+    fn method(self) -> Method {
+        match (self.outer, self.inner) {
+            _ if !is_accumulator::<T>() => Method::Packed,
+            (1, _) => Method::Outer,
+            (_, 1) => Method::Dot,
+            _ => Method::Packed,
+        }
+    }
+}
+
+/// True if elements of `T` need no conversion.
+fn is_accumulator<T: Elem>() -> bool {
+    TypeId::of::<T>() == TypeId::of::<T::Acc>()
 }
 
 /// Rows and columns of the blocks of an (m, n) result: equal parts within the limits, and at least `parts` of them

@@ -15,6 +15,10 @@ pub trait Lane: Sized + Copy {
 
     /// A register with `value` in every lane.
     fn splat<S: Simd>(simd: S, value: Self) -> Self::Vector<S>;
+    /// The elements of `values`, fewer than a register has, and zeros.
+    fn load_part<S: Simd>(simd: S, values: &[Self]) -> Self::Vector<S>;
+    /// The sum of the lanes.
+    fn sum_lanes<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
     /// `a * b`.
     fn multiply<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
     /// `a * b + c`, rounded once where the processor can.
@@ -27,13 +31,23 @@ pub trait Lane: Sized + Copy {
 }
 
 macro_rules! lane {
-    ($t:ty, $vector:ident, $splat:ident, $multiply:ident, $multiply_add:ident) => {
+    ($t:ty, $vector:ident, $splat:ident, $load:ident, $sum:ident, $multiply:ident, $multiply_add:ident) => {
         impl Lane for $t {
             type Vector<S: Simd> = S::$vector;
 
             #[inline(always)]
             fn splat<S: Simd>(simd: S, value: Self) -> S::$vector {
                 simd.$splat(value)
+            }
+
+            #[inline(always)]
+            fn load_part<S: Simd>(simd: S, values: &[Self]) -> S::$vector {
+                simd.$load(values)
+            }
+
+            #[inline(always)]
+            fn sum_lanes<S: Simd>(simd: S, a: S::$vector) -> Self {
+                simd.$sum(a)
             }
 
             #[inline(always)]
@@ -49,8 +63,14 @@ macro_rules! lane {
     };
 }
 
-lane!(f32, f32s, splat_f32s, mul_f32s, mul_add_e_f32s);
-lane!(f64, f64s, splat_f64s, mul_f64s, mul_add_e_f64s);
+lane!(f32, f32s, splat_f32s, partial_load_f32s, reduce_sum_f32s, mul_f32s, mul_add_e_f32s);
+lane!(f64, f64s, splat_f64s, partial_load_f64s, reduce_sum_f64s, mul_f64s, mul_add_e_f64s);
+
+/// Elements of a register.
+#[inline(always)]
+pub const fn lanes<T: Lane, S: Simd>() -> usize {
+    size_of::<T::Vector<S>>() / size_of::<T>()
+}
 
 /// How large a tile is on this processor.
 #[derive(Clone, Copy, Debug)]
@@ -64,8 +84,8 @@ pub struct TileShape {
 }
 
 impl TileShape {
-    const fn of<T: Lane, S: Simd>() -> Self {
-        let lanes = size_of::<T::Vector<S>>() / size_of::<T>();
+    pub const fn of<T: Lane, S: Simd>() -> Self {
+        let lanes = lanes::<T, S>();
         // 2 x 12 accumulators of 32 registers, 3 x 4 of 16: enough chains to hide the latency of the multiply-add, and
         // registers left for the operands.
         if S::REGISTER_COUNT >= 32 {
@@ -85,16 +105,6 @@ impl TileShape {
             }
         }
         crate::cpu::simd::arch().dispatch(Detect::<T>(std::marker::PhantomData))
-    }
-
-    /// Rows of the panel that starts at row `i` of `m`, with those that fill up its last register.
-    pub fn panel_rows(self, i: usize, m: usize) -> usize {
-        self.rows.min((m - i).next_multiple_of(self.lanes))
-    }
-
-    /// Columns of the panel that starts at column `j` of `n`, with those that fill it up to a multiple of 4.
-    pub fn panel_columns(self, j: usize, n: usize) -> usize {
-        self.columns.min((n - j).next_multiple_of(4))
     }
 }
 
@@ -153,17 +163,19 @@ impl<T: Real> WithSimd for Block<T> {
         while j < self.n {
             let mut i = 0;
             while i < self.m {
+                let rows = shape.rows.min(self.m - i);
                 // SAFETY: `run` promises the panels and the destination.
                 unsafe {
                     let tile = Tile {
                         k: self.k,
                         a: self.a.add(i * self.k),
+                        a_step: rows.next_multiple_of(shape.lanes),
                         b: self.b.add(j * self.k),
                         c: Target {
                             ptr: self.c.ptr.add(i * self.c.row_stride + j * self.c.column_stride),
                             ..self.c
                         },
-                        rows: shape.rows.min(self.m - i),
+                        rows,
                         columns: shape.columns.min(self.n - j),
                     };
                     tile.run(simd);
@@ -175,42 +187,53 @@ impl<T: Real> WithSimd for Block<T> {
     }
 }
 
-/// One tile of a [`Block`], of which `rows × columns` elements are written.
-struct Tile<T> {
-    k: usize,
-    a: *const T,
-    b: *const T,
-    c: Target<T>,
-    rows: usize,
-    columns: usize,
+/// One tile of the result, of which `rows × columns` elements are written.
+pub struct Tile<T> {
+    /// Length of the sums.
+    pub k: usize,
+    /// For each step, as many elements as the registers of the rows hold, `a_step` after those of the step before.
+    pub a: *const T,
+    /// Distance of the steps of `a`.
+    pub a_step: usize,
+    /// For each step, as many elements as there are columns, rounded up to a multiple of 4.
+    pub b: *const T,
+    /// The result.
+    pub c: Target<T>,
+    /// Rows, of those that fill the registers.
+    pub rows: usize,
+    /// Columns.
+    pub columns: usize,
 }
 
 impl<T: Real> Tile<T> {
+    /// Computes the tile.
+    ///
+    /// # Safety
+    /// `a` and `b` are readable at each of the `k` steps, and nothing else reads or writes the tile of `c` meanwhile.
     #[inline(always)]
-    unsafe fn run<S: Simd>(self, simd: S) {
-        let shape = TileShape::of::<T, S>();
-        // The comparisons with the shape keep tiles that an instruction set never uses out of its code.
+    pub unsafe fn run<S: Simd>(self, simd: S) {
         macro_rules! tiles {
             ($($v:literal x $n:literal),*) => {
-                match (self.rows.div_ceil(shape.lanes), self.columns.next_multiple_of(4)) {
-                    $(($v, $n) if $v * shape.lanes <= shape.rows && $n <= shape.columns => unsafe {
+                match (self.rows.div_ceil(lanes::<T, S>()), self.columns.next_multiple_of(4)) {
+                    // Accumulators, a column of vectors and an element: larger tiles are not used where this is false.
+                    $(($v, $n) if $v * $n + $v + 1 <= S::REGISTER_COUNT => unsafe {
                         self.outer_products::<S, $v, $n>(simd);
                     },)*
                     _ => unreachable!("tile larger than the registers"),
                 }
             };
         }
-        tiles!(2 x 12, 1 x 12, 2 x 8, 1 x 8, 2 x 4, 1 x 4, 3 x 4);
+        tiles!(2 x 12, 1 x 12, 2 x 8, 1 x 8, 1 x 4, 2 x 4, 3 x 4, 4 x 4, 1 x 16);
     }
 
     #[inline(always)]
     unsafe fn outer_products<S: Simd, const V: usize, const N: usize>(self, simd: S) {
-        let lanes = TileShape::of::<T, S>().lanes;
+        let lanes = lanes::<T, S>();
         let zero = T::splat(simd, T::ZERO);
         let mut acc = [[zero; V]; N];
         let (mut a, mut b) = (self.a, self.b);
         for _ in 0..self.k {
-            // SAFETY: a panel holds `V * lanes`, or `N`, elements for each of the `k` steps.
+            // SAFETY: the caller gives `V * lanes` and `N` elements for each of the `k` steps.
             unsafe {
                 let mut vectors = [zero; V];
                 for (v, vector) in vectors.iter_mut().enumerate() {
@@ -222,7 +245,7 @@ impl<T: Real> Tile<T> {
                         *sum = T::multiply_add(simd, vector, element, *sum);
                     }
                 }
-                a = a.add(V * lanes);
+                a = a.add(self.a_step);
                 b = b.add(N);
             }
         }

@@ -12,6 +12,7 @@ mod batch;
 mod block;
 mod kernel;
 mod pack;
+mod thin;
 
 pub use batch::{matmul, matmul_accumulate};
 pub use kernel::Lane;

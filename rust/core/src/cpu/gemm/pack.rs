@@ -54,31 +54,34 @@ const GROUP: usize = 256;
 /// # Safety
 /// `src` is readable for `len × k` elements, `dst` writable for [`packed_len`] elements.
 pub unsafe fn pack<T: Elem>(dst: *mut T::Acc, shape: TileShape, along: Along, src: Side<T>, len: usize, k: usize) {
-    let full = match along {
-        Along::Rows => shape.rows,
-        Along::Columns => shape.columns,
+    let (full, multiple) = match along {
+        Along::Rows => (shape.rows, shape.lanes),
+        Along::Columns => (shape.columns, 4),
     };
-    let width = |i: usize| match along {
-        Along::Rows => shape.panel_rows(i, len),
-        Along::Columns => shape.panel_columns(i, len),
-    };
+    let last = len / full * full;
+    let width = (len - last).next_multiple_of(multiple);
+    let group = full * (GROUP / full).max(1);
     dispatch(
         #[inline(always)]
         || {
-            if src.outer == 1 {
-                let group = full * (GROUP / full).max(1);
-                for start in (0..len).step_by(group) {
-                    for p in 0..k {
-                        for i in (start..len.min(start + group)).step_by(full) {
-                            // SAFETY: row `p` of the panel that starts at `i`.
-                            unsafe { copy(dst.add(i * k + p * width(i)), src.at(i, p).ptr, full.min(len - i), width(i)) };
+            // SAFETY: each panel is packed from its rows or columns of the operand.
+            unsafe {
+                if src.outer == 1 {
+                    for start in (0..last).step_by(group) {
+                        for p in 0..k {
+                            for i in (start..last.min(start + group)).step_by(full) {
+                                copy(dst.add(i * k + p * full), src.at(i, p).ptr, full, full);
+                            }
                         }
                     }
-                }
-            } else {
-                for i in (0..len).step_by(full) {
-                    // SAFETY: the panel that starts at `i`.
-                    unsafe { transpose(dst.add(i * k), src.at(i, 0), full.min(len - i), width(i), k) };
+                    for p in 0..k {
+                        copy(dst.add(last * k + p * width), src.at(last, p).ptr, len - last, width);
+                    }
+                } else {
+                    for i in (0..last).step_by(full) {
+                        transpose(dst.add(i * k), src.at(i, 0), full, full, k);
+                    }
+                    transpose(dst.add(last * k), src.at(last, 0), len - last, width, k);
                 }
             }
         },
@@ -90,13 +93,32 @@ pub unsafe fn pack<T: Elem>(dst: *mut T::Acc, shape: TileShape, along: Along, sr
 unsafe fn copy<T: Elem>(dst: *mut T::Acc, src: *const T, len: usize, width: usize) {
     // SAFETY: the caller gives `len` readable and `width` writable elements.
     unsafe {
-        for i in 0..len {
-            *dst.add(i) = (*src.add(i)).to_acc();
-        }
-        for i in len..width {
+        let i = copy_runs::<T, 16>(dst, src, 0, len);
+        let i = copy_runs::<T, 4>(dst, src, i, len);
+        let i = copy_runs::<T, 1>(dst, src, i, len);
+        for i in i..width {
             *dst.add(i) = T::Acc::ZERO;
         }
     }
+}
+
+/// Copies elements `i..len` in runs of `N`, a length that makes them a few vector instructions, and returns where it
+/// stopped.
+#[inline(always)]
+unsafe fn copy_runs<T: Elem, const N: usize>(dst: *mut T::Acc, src: *const T, mut i: usize, len: usize) -> usize {
+    while i + N <= len {
+        // SAFETY: below `len`.
+        unsafe {
+            let from = src.add(i).cast::<[T; N]>().read_unaligned();
+            let mut to = [T::Acc::ZERO; N];
+            for (x, y) in to.iter_mut().zip(from) {
+                *x = y.to_acc();
+            }
+            dst.add(i).cast::<[T::Acc; N]>().write_unaligned(to);
+        }
+        i += N;
+    }
+    i
 }
 
 /// Packs one panel of an operand that is not contiguous along the panel.

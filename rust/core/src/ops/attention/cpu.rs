@@ -3,12 +3,11 @@
 
 use std::ops::Range;
 
-use candle_core::{CpuStorage, Layout, WithDType};
-
-use super::tile::{Matrices, Matrix, Output, Rows, multiply, to_compute};
-use super::{ATTENTION, compute_dtype};
+use super::ATTENTION;
+use super::tile::{Matrices, Output, Rows};
 use crate::cpu::pool::{SharedMut, par_ranges};
-use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+use crate::cpu::{Elem, MatMut, MatRef, Real, dispatch, elements, gemm, read_all};
+use smallvec::SmallVec;
 use crate::ops::rows;
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
@@ -70,89 +69,71 @@ impl Attention {
     }
 }
 
-/// Queries and keys of one head, for the scores of their blocks.
-struct Scores<'a, R> {
+/// Queries and keys, for the scores of their blocks.
+struct Scores<'a, T: Elem> {
     attention: &'a Attention,
-    queries: Matrices<'a, R>,
-    keys: Matrices<'a, R>,
-    mask: Option<Matrices<'a, R>>,
+    queries: Matrices<'a, T>,
+    keys: Matrices<'a, T>,
+    mask: Option<Matrices<'a, T::Acc>>,
 }
 
-impl<R: Real> Scores<'_, R> {
+impl<T: Elem<Acc: Elem<Acc = T::Acc>>> Scores<'_, T> {
     /// Scores of a block, one row for each query, negative infinity where a key is not seen.
-    fn block(&self, head: usize, queries: &Range<usize>, keys: &Range<usize>, width: usize, out: &mut [R]) {
-        let q = self.queries.from_row(head, queries.start);
-        let k = self.keys.from_row(head, keys.start);
-        let n = keys.len();
-        multiply([queries.len(), n, width], q, k.transposed(), self.attention.scale, out, false);
+    fn block(&self, head: usize, queries: &Range<usize>, keys: &Range<usize>, out: &mut [T::Acc]) {
+        let width = keys.len();
+        let (q, k) = (self.queries.rows(head, queries), self.keys.rows(head, keys));
+        gemm(MatMut::row_major(out, queries.len(), width), q, k.t(), self.attention.scale, false);
         if let Some(mask) = &self.mask {
-            let mask = mask.from_row(head, queries.start);
             dispatch(
                 #[inline(always)]
                 || {
-                    for (row, scores) in out.chunks_exact_mut(n).take(queries.len()).enumerate() {
-                        add_mask(&mask, row, keys.start, scores);
+                    for (query, scores) in queries.clone().zip(out.chunks_exact_mut(width)) {
+                        add_mask(mask.row(head, query), keys, scores);
                     }
                 },
             );
         }
         if self.attention.is_causal && keys.end > queries.start + 1 {
-            for (query, scores) in queries.clone().zip(out.chunks_exact_mut(n)) {
-                let seen = (query + 1).saturating_sub(keys.start).min(n);
-                scores[seen..].fill(R::NEG_INFINITY);
+            for (query, scores) in queries.clone().zip(out.chunks_exact_mut(width)) {
+                let seen = (query + 1).saturating_sub(keys.start).min(width);
+                scores[seen..].fill(T::Acc::NEG_INFINITY);
             }
         }
     }
 }
 
-/// Adds the mask of a row of scores, which start at key `first`.
+/// Adds the mask of a query, one number or one for each key, to its scores of some keys.
 #[inline(always)]
-fn add_mask<R: Real>(mask: &Matrix<'_, R>, row: usize, first: usize, scores: &mut [R]) {
-    let mask = &mask.data[row * mask.row_stride + first * mask.column_stride..][..1 + (scores.len() - 1) * mask.column_stride];
+fn add_mask<R: Real>(mask: &[R], keys: &Range<usize>, scores: &mut [R]) {
     if let [number] = mask {
         for s in scores {
             *s += *number;
         }
     } else {
-        for (s, m) in scores.iter_mut().zip(mask) {
+        for (s, m) in scores.iter_mut().zip(&mask[keys.clone()]) {
             *s += *m;
         }
     }
-}
-
-/// The matrices of an operand.
-fn matrices<'a, R: WithDType>(operand: &(&'a CpuStorage, &'a Layout)) -> candle_core::Result<Matrices<'a, R>> {
-    Ok(Matrices::new(elements(*operand)?, operand.1))
-}
-
-/// Tensors to read, in the dtype that is computed in.
-fn operands<'a>(inputs: impl IntoIterator<Item = &'a Raw>, mask: Option<Raw>) -> Result<Vec<Raw>> {
-    let mut operands = Vec::new();
-    for raw in inputs {
-        operands.push(to_compute(raw, compute_dtype(raw.dtype()))?);
-    }
-    operands.extend(mask);
-    Ok(operands)
 }
 
 /// The result and the logarithms of the sums.
 pub(super) fn forward(attention: &Attention, inputs: [&Raw; 3], mask: Option<&Raw>) -> Result<(Raw, Raw)> {
     let op = ATTENTION.name;
     let [q, _, v] = inputs;
-    let widths = [q, v].map(|raw| raw.dims()[raw.rank() - 1]);
-    let operands = operands(inputs, attention.broadcast(mask)?)?;
-    let operands: Vec<&Raw> = operands.iter().collect();
+    let value_width = v.dims()[v.rank() - 1];
+    let mask = attention.broadcast(mask)?;
+    let operands: SmallVec<[&Raw; 4]> = inputs.into_iter().chain(&mask).collect();
     dispatch_float!(q.dtype(), op, T => {
-        let mut output = Output::<T>::like(q, widths[1]);
+        let mut output = Output::<T>::like(q, value_width);
         let rows = output.rows();
         let log_sums = read_all(op, &operands, |operands| {
             let scores = Scores {
                 attention,
-                queries: matrices(&operands[0])?,
-                keys: matrices(&operands[1])?,
-                mask: operands.get(3).map(matrices).transpose()?,
+                queries: Matrices::new(&operands[0])?,
+                keys: Matrices::new(&operands[1])?,
+                mask: operands.get(3).map(Matrices::new).transpose()?,
             };
-            Ok(forward_blocks(&scores, &matrices(&operands[2])?, widths, &rows))
+            Ok(forward_blocks(&scores, &Matrices::new(&operands[2])?, value_width, &rows))
         })?;
         let log_sums = from_vec(log_sums, &attention.scores[..attention.scores.len() - 1]);
         // SAFETY: each block of queries of each head is written.
@@ -160,10 +141,10 @@ pub(super) fn forward(attention: &Attention, inputs: [&Raw; 3], mask: Option<&Ra
     })
 }
 
-fn forward_blocks<T: Elem>(
-    scores: &Scores<'_, T::Acc>,
-    values: &Matrices<'_, T::Acc>,
-    [width, value_width]: [usize; 2],
+fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
+    scores: &Scores<'_, T>,
+    values: &Matrices<'_, T>,
+    value_width: usize,
     output: &Rows<'_, T>,
 ) -> Vec<T::Acc> {
     let attention = scores.attention;
@@ -172,7 +153,7 @@ fn forward_blocks<T: Elem>(
     let mut log_sums = vec![T::Acc::ZERO; attention.heads() * queries];
     let shared = SharedMut::new(&mut log_sums);
     let (tall, wide) = (queries.min(QUERIES), keys.min(KEYS));
-    let grain = TASK / (tall * keys * (width + value_width)).max(1);
+    let grain = TASK / (tall * keys * 2 * value_width).max(1);
     par_ranges(attention.heads() * blocks, grain, |tasks| {
         let mut block = vec![T::Acc::ZERO; tall * wide];
         let mut result = vec![T::Acc::ZERO; tall * value_width];
@@ -185,7 +166,7 @@ fn forward_blocks<T: Elem>(
             result.fill(T::Acc::ZERO);
             for keys in attention.key_blocks(&queries) {
                 let block = &mut block[..queries.len() * keys.len()];
-                scores.block(head, &queries, &keys, width, block);
+                scores.block(head, &queries, &keys, block);
                 dispatch(
                     #[inline(always)]
                     || {
@@ -197,8 +178,9 @@ fn forward_blocks<T: Elem>(
                         }
                     },
                 );
-                let dims = [queries.len(), value_width, keys.len()];
-                multiply(dims, Matrix::dense(block, keys.len()), values.from_row(head, keys.start), 1.0, result, true);
+                let block = MatRef::row_major(block, queries.len(), keys.len());
+                let result = MatMut::row_major(result, queries.len(), value_width);
+                gemm(result, block, values.rows(head, &keys), 1.0, true);
             }
             let start = head * attention.queries() + queries.start;
             // SAFETY: tasks have different queries or heads.
@@ -264,9 +246,10 @@ pub(super) fn backward(
     let [q, k, v] = &saved.inputs;
     let widths = [q, v].map(|raw| raw.dims()[raw.rank() - 1]);
     // Rows of the result and its gradient are multiplied element by element.
-    let grad = if grad.stride()[grad.rank() - 1] == 1 { grad.clone() } else { grad.contiguous()? };
-    let operands = operands([q, k, v, &saved.result, &grad, &saved.log_sums], attention.broadcast(saved.mask.as_ref())?)?;
-    let operands: Vec<&Raw> = operands.iter().collect();
+    let grad = if grad.stride()[grad.rank() - 1] == 1 { grad.clone() } else { crate::cpu::contiguous(grad)? };
+    let mask = attention.broadcast(saved.mask.as_ref())?;
+    let operands: SmallVec<[&Raw; 8]> =
+        [q, k, v, &saved.result, &grad, &saved.log_sums].into_iter().chain(&mask).collect();
     dispatch_float!(q.dtype(), op, T => {
         let mut outputs = [0, 1, 2].map(|i| {
             let input = &saved.inputs[i];
@@ -277,13 +260,13 @@ pub(super) fn backward(
             let pass = BackwardPass {
                 scores: Scores {
                     attention,
-                    queries: matrices(&operands[0])?,
-                    keys: matrices(&operands[1])?,
-                    mask: operands.get(6).map(matrices).transpose()?,
+                    queries: Matrices::new(&operands[0])?,
+                    keys: Matrices::new(&operands[1])?,
+                    mask: operands.get(6).map(Matrices::new).transpose()?,
                 },
-                values: matrices(&operands[2])?,
-                result: matrices(&operands[3])?,
-                grad: matrices(&operands[4])?,
+                values: Matrices::new(&operands[2])?,
+                result: Matrices::new(&operands[3])?,
+                grad: Matrices::new(&operands[4])?,
                 log_sums: elements(operands[5])?,
                 widths,
                 rows: &rows,
@@ -300,11 +283,26 @@ pub(super) fn backward(
     })
 }
 
+/// Turns scores into probabilities, the rows of which belong to `log_sums`.
+fn probabilities<R: Real>(scores: &mut [R], width: usize, log_sums: &[R]) {
+    dispatch(
+        #[inline(always)]
+        || {
+            for (scores, log_sum) in scores.chunks_exact_mut(width).zip(log_sums) {
+                let base = finite_or_zero(*log_sum);
+                for s in scores {
+                    *s = (*s - base).exp();
+                }
+            }
+        },
+    );
+}
+
 struct BackwardPass<'a, T: Elem> {
-    scores: Scores<'a, T::Acc>,
-    values: Matrices<'a, T::Acc>,
-    result: Matrices<'a, T::Acc>,
-    grad: Matrices<'a, T::Acc>,
+    scores: Scores<'a, T>,
+    values: Matrices<'a, T>,
+    result: Matrices<'a, T>,
+    grad: Matrices<'a, T>,
     log_sums: &'a [T::Acc],
     /// Of queries and keys, of values.
     widths: [usize; 2],
@@ -319,7 +317,7 @@ struct Scratch<R> {
     query_grads: Vec<R>,
 }
 
-impl<T: Elem> BackwardPass<'_, T> {
+impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
     fn run(&self) {
         let attention = self.scores.attention;
         let (heads, keys) = (attention.heads(), attention.keys());
@@ -391,46 +389,35 @@ impl<T: Elem> BackwardPass<'_, T> {
             let queries = attention.query_block(index);
             let tall = queries.len();
             let log_sums = &self.log_sums[head * attention.queries()..][queries.clone()];
-            let grad = self.grad.from_row(head, queries.start);
+            let grad = self.grad.rows(head, &queries);
             let query_grads = &mut scratch.query_grads[..tall * width];
             query_grads.fill(T::Acc::ZERO);
             for keys in attention.key_blocks(&queries) {
                 let wide = keys.len();
                 let p = &mut scratch.probabilities[..tall * wide];
-                self.scores.block(head, &queries, &keys, width, p);
-                dispatch(
-                    #[inline(always)]
-                    || {
-                        for (scores, log_sum) in p.chunks_exact_mut(wide).zip(log_sums) {
-                            let base = finite_or_zero(*log_sum);
-                            for s in scores {
-                                *s = (*s - base).exp();
-                            }
-                        }
-                    },
-                );
-                let p = Matrix::dense(p, wide);
+                self.scores.block(head, &queries, &keys, p);
+                probabilities(p, wide, log_sums);
                 if wants_v {
-                    let out = &mut value_grads[keys.start * value_width..];
-                    multiply([wide, value_width, tall], p.transposed(), grad, 1.0, out, true);
+                    let out = &mut value_grads[keys.start * value_width..keys.end * value_width];
+                    let p = MatRef::row_major(p, tall, wide);
+                    gemm(MatMut::row_major(out, wide, value_width), p.t(), grad, 1.0, true);
                 }
                 if !wants_q && !wants_k {
                     continue;
                 }
                 let ds = &mut scratch.score_grads[..tall * wide];
-                let v = self.values.from_row(head, keys.start);
-                multiply([tall, wide, value_width], grad, v.transposed(), 1.0, ds, false);
-                self.score_gradients(head, queries.start, p.data, wide, ds);
-                let ds = Matrix::dense(ds, wide);
-                let scale = attention.scale;
+                let v = self.values.rows(head, &keys);
+                gemm(MatMut::row_major(ds, tall, wide), grad, v.t(), 1.0, false);
+                self.score_gradients(head, &queries, p, ds);
+                let ds = MatRef::row_major(ds, tall, wide);
                 if wants_q {
-                    let k = self.scores.keys.from_row(head, keys.start);
-                    multiply([tall, width, wide], ds, k, scale, query_grads, true);
+                    let out = MatMut::row_major(query_grads, tall, width);
+                    gemm(out, ds, self.scores.keys.rows(head, &keys), attention.scale, true);
                 }
                 if wants_k {
-                    let q = self.scores.queries.from_row(head, queries.start);
-                    let out = &mut key_grads[keys.start * width..];
-                    multiply([wide, width, tall], ds.transposed(), q, scale, out, true);
+                    let out = &mut key_grads[keys.start * width..keys.end * width];
+                    let q = self.scores.queries.rows(head, &queries);
+                    gemm(MatMut::row_major(out, wide, width), ds.t(), q, attention.scale, true);
                 }
             }
             if let Some(rows) = &self.rows[0] {
@@ -442,15 +429,14 @@ impl<T: Elem> BackwardPass<'_, T> {
 
     /// Turns gradients of probabilities into gradients of scores: p (dp - Σ o do), where the sum over the keys that softmax
     /// asks for, Σ p dp, is written as one over the width of the values.
-    fn score_gradients(&self, head: usize, first_query: usize, p: &[T::Acc], wide: usize, ds: &mut [T::Acc]) {
-        let (o, g) = (self.result.from_row(head, first_query), self.grad.from_row(head, first_query));
-        let width = self.widths[1];
+    fn score_gradients(&self, head: usize, queries: &Range<usize>, p: &[T::Acc], ds: &mut [T::Acc]) {
+        let wide = p.len() / queries.len();
         dispatch(
             #[inline(always)]
             || {
-                for (row, (ds, p)) in ds.chunks_exact_mut(wide).zip(p.chunks_exact(wide)).enumerate() {
-                    let (o, g) = (&o.data[row * o.row_stride..][..width], &g.data[row * g.row_stride..][..width]);
-                    let dot = rows::sum_pairs(o, g, |o, g| o * g);
+                for (query, (ds, p)) in queries.clone().zip(ds.chunks_exact_mut(wide).zip(p.chunks_exact(wide))) {
+                    let (o, g) = (self.result.row(head, query), self.grad.row(head, query));
+                    let dot = rows::sum_pairs(o, g, |o: T, g: T| o.to_acc() * g.to_acc());
                     for (d, p) in ds.iter_mut().zip(p) {
                         *d = *p * (*d - dot);
                     }

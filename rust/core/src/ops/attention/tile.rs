@@ -1,107 +1,50 @@
-//! Matrices of the heads: where they lie, products of their blocks, rows of results.
+//! The matrices of the heads: where they lie in memory, and how results are written.
 
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
-use candle_core::{DType, Layout};
+use candle_core::{CpuStorage, Layout};
 use smallvec::SmallVec;
 
-use crate::cpu::pool::SharedMut;
-use crate::cpu::{self, Elem, Real};
-use crate::raw::{Raw, from_vec};
 use crate::Result;
-
-/// A matrix in memory.
-#[derive(Clone, Copy)]
-pub(super) struct Matrix<'a, R> {
-    /// From the first element on.
-    pub data: &'a [R],
-    /// Distance of the elements of a column.
-    pub row_stride: usize,
-    /// Distance of the elements of a row.
-    pub column_stride: usize,
-}
-
-impl<'a, R> Matrix<'a, R> {
-    /// Rows of `width` elements one after another.
-    pub fn dense(data: &'a [R], width: usize) -> Self {
-        Self { data, row_stride: width, column_stride: 1 }
-    }
-
-    pub fn transposed(self) -> Self {
-        Self { data: self.data, row_stride: self.column_stride, column_stride: self.row_stride }
-    }
-
-    /// Whether all elements of the first `rows` rows and `columns` columns are there.
-    fn covers(&self, rows: usize, columns: usize) -> bool {
-        rows == 0
-            || columns == 0
-            || (rows - 1) * self.row_stride + (columns - 1) * self.column_stride < self.data.len()
-    }
-}
+use crate::cpu::pool::SharedMut;
+use crate::cpu::{self, Elem, MatRef, elements};
+use crate::raw::{Raw, from_vec};
 
 /// The last two dimensions of a tensor, for each index of the others.
-pub(super) struct Matrices<'a, R> {
-    data: &'a [R],
+pub(super) struct Matrices<'a, T> {
+    data: &'a [T],
     offsets: Vec<usize>,
-    row_stride: usize,
-    column_stride: usize,
+    columns: usize,
+    /// Of rows and columns.
+    strides: [usize; 2],
 }
 
-impl<'a, R> Matrices<'a, R> {
-    /// `data` starts at the first element of `layout`, which has two dimensions at least.
-    pub fn new(data: &'a [R], layout: &Layout) -> Self {
+impl<'a, T: Elem> Matrices<'a, T> {
+    /// Those of an operand of two dimensions or more.
+    pub fn new(operand: &(&'a CpuStorage, &'a Layout)) -> candle_core::Result<Self> {
+        let layout = operand.1;
         let rank = layout.dims().len();
         let mut offsets = vec![0];
         for (&size, &stride) in layout.dims()[..rank - 2].iter().zip(layout.stride()) {
             offsets = offsets.iter().flat_map(|o| (0..size).map(move |i| o + i * stride)).collect();
         }
-        Self { data, offsets, row_stride: layout.stride()[rank - 2], column_stride: layout.stride()[rank - 1] }
+        let strides = [layout.stride()[rank - 2], layout.stride()[rank - 1]];
+        Ok(Self { data: elements(*operand)?, offsets, columns: layout.dims()[rank - 1], strides })
     }
 
-    /// The matrix of one head from row `first_row` on.
-    pub fn from_row(&self, head: usize, first_row: usize) -> Matrix<'a, R> {
-        Matrix {
-            data: &self.data[self.offsets[head] + first_row * self.row_stride..],
-            row_stride: self.row_stride,
-            column_stride: self.column_stride,
-        }
+    /// Rows of the matrix of a head.
+    pub fn rows(&self, head: usize, rows: &Range<usize>) -> MatRef<'a, T> {
+        let start = self.offsets[head] + rows.start * self.strides[0];
+        MatRef::new(&self.data[start..], [rows.len(), self.columns], self.strides)
     }
-}
 
-/// `out = scale a b`, or `out += scale a b` if `add`, on this thread: `a (m, k)`, `b (k, n)`, `out` of rows of `n` elements.
-pub(super) fn multiply<R: Real>(
-    [m, n, k]: [usize; 3],
-    a: Matrix<'_, R>,
-    b: Matrix<'_, R>,
-    scale: f64,
-    out: &mut [R],
-    add: bool,
-) {
-    assert!(a.covers(m, k) && b.covers(k, n) && m * n <= out.len());
-    // SAFETY: by the assertion every element that the product touches lies within its slice; `out` overlaps no operand, as
-    // it is borrowed mutably. Strides fit in isize as they are distances in slices.
-    unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            out.as_mut_ptr(),
-            1,
-            n as isize,
-            add,
-            a.data.as_ptr(),
-            a.column_stride as isize,
-            a.row_stride as isize,
-            b.data.as_ptr(),
-            b.column_stride as isize,
-            b.row_stride as isize,
-            R::ONE,
-            R::from_f64(scale),
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
-        );
+    /// The elements of a row, which lie one after another; one element if the row repeats it.
+    pub fn row(&self, head: usize, row: usize) -> &'a [T] {
+        let start = self.offsets[head] + row * self.strides[0];
+        let len = if self.strides[1] == 0 { 1 } else { self.columns };
+        debug_assert!(len < 2 || self.strides[1] == 1);
+        &self.data[start..start + len]
     }
 }
 
@@ -183,16 +126,4 @@ impl<T: Elem> Rows<'_, T> {
             );
         }
     }
-}
-
-/// The tensor in the dtype that scores are computed in, as it lies in memory.
-pub(super) fn to_compute(raw: &Raw, dtype: DType) -> Result<Raw> {
-    if raw.dtype() == dtype {
-        return Ok(raw.clone());
-    }
-    if !heads_lie_inside(raw) {
-        return cpu::cast(raw, dtype);
-    }
-    let rank = raw.rank();
-    Ok(cpu::cast(&raw.transpose(rank - 3, rank - 2)?, dtype)?.transpose(rank - 3, rank - 2)?)
 }

@@ -49,7 +49,7 @@ impl Geometry {
                 format!("stride is {stride:?}, dilation {dilation:?}, groups {groups}; each must be at least 1"),
             ));
         }
-        if out_channels % groups != 0 || per_group.checked_mul(groups) != Some(channels) {
+        if !out_channels.is_multiple_of(groups) || per_group.checked_mul(groups) != Some(channels) {
             return Err(Error::shape(
                 op,
                 format!(

@@ -111,7 +111,7 @@ fn add_line<R: Real>(
         // The line of the result whose window meets line i at place k.
         let Some(steps) = (i + options.padding[0]).checked_sub(k * options.dilation[0]) else { continue };
         let line = steps / options.stride[0];
-        if steps % options.stride[0] != 0 || line >= output_height {
+        if !steps.is_multiple_of(options.stride[0]) || line >= output_height {
             continue;
         }
         let start = (image * output_height + line) * output_width;

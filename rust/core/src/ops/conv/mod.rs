@@ -89,8 +89,9 @@ impl Backward for Conv2dBackward {
 /// image, [`Error::Argument`] if a stride or dilation or the number of groups is 0.
 pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2dOptions) -> Result<Tensor> {
     let rank_4 = |name: &str, tensor: &Tensor, expected: &str| {
-        <[usize; 4]>::try_from(tensor.dims())
-            .map_err(|_| Error::shape(CONV2D.name, format!("the {name} has shape {:?}, expected {expected}", tensor.dims())))
+        <[usize; 4]>::try_from(tensor.dims()).map_err(|_| {
+            Error::shape(CONV2D.name, format!("the {name} has shape {:?}, expected {expected}", tensor.dims()))
+        })
     };
     let x_dims = rank_4("input", x, "(batch, height, width, channels)")?;
     let weight_dims = rank_4("weight", weight, "(out channels, kernel height, kernel width, channels / groups)")?;
@@ -167,9 +168,8 @@ fn plain(x: &[Tensor], options: Conv2dOptions) -> Result<Tensor> {
         let weight = weight.narrow(0, group * (out / groups), out / groups)?;
         let mut sum: Option<Tensor> = None;
         for (i, j) in (0..kernel[0]).flat_map(|i| (0..kernel[1]).map(move |j| (i, j))) {
-            let met = image
-                .strided(1, i * dilation[0], count(0), stride[0] as isize)?
-                .strided(2, j * dilation[1], count(1), stride[1] as isize)?;
+            let lines = image.strided(1, i * dilation[0], count(0), stride[0] as isize)?;
+            let met = lines.strided(2, j * dilation[1], count(1), stride[1] as isize)?;
             let place = weight.narrow(1, i, 1)?.narrow(2, j, 1)?.reshape((out / groups, width))?;
             let product = met.matmul(&place.t()?)?;
             sum = Some(match sum {
@@ -201,9 +201,17 @@ pub static ENTRIES: &[Entry] = &[Entry {
             case("1x1 strided", &[&[1, 5, 4, 3], &[2, 1, 1, 3], &[2]], Conv2dOptions { stride: [2, 2], ..default }),
             case("stride, dilation, groups", &[&[2, 5, 6, 4], &[6, 3, 2, 2], &[6]], all),
             case("depthwise", &[&[1, 4, 4, 3], &[3, 3, 3, 1], &[3]], Conv2dOptions { groups: 3, ..padded }),
-            case("stride beyond the kernel", &[&[1, 7, 7, 2], &[2, 2, 2, 2]], Conv2dOptions { stride: [3, 4], ..default }),
-            Case::new("torch's layout", &[&[2, 3, 4, 5], &[4, 3, 3, 3], &[4]], move |x| conv2d_nchw(&x[0], &x[1], x.get(2), padded)),
-            Case::new("no images", &[&[0, 4, 4, 3], &[2, 3, 3, 3], &[2]], move |x| conv2d(&x[0], &x[1], x.get(2), padded)),
+            case(
+                "stride beyond the kernel",
+                &[&[1, 7, 7, 2], &[2, 2, 2, 2]],
+                Conv2dOptions { stride: [3, 4], ..default },
+            ),
+            Case::new("torch's layout", &[&[2, 3, 4, 5], &[4, 3, 3, 3], &[4]], move |x| {
+                conv2d_nchw(&x[0], &x[1], x.get(2), padded)
+            }),
+            Case::new("no images", &[&[0, 4, 4, 3], &[2, 3, 3, 3], &[2]], move |x| {
+                conv2d(&x[0], &x[1], x.get(2), padded)
+            }),
         ]
     },
 }];

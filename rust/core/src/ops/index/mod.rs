@@ -20,14 +20,18 @@ static EMBEDDING: OpInfo = OpInfo::cheap("embedding");
 /// The ids in row-major order, each below `size`.
 pub(super) fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<usize>> {
     let outside = |id: i64, at: usize| {
-        Error::index(op, format!("id {id} at position {at} is out of range for a dimension of size {size}; expected 0 <= id < {size}"))
+        Error::index(
+            op,
+            format!(
+                "id {id} at position {at} is out of range for a dimension of size {size}; expected 0 <= id < {size}"
+            ),
+        )
     };
     let ids = ids.flatten_all()?;
     match ids.dtype() {
         DType::I64 => {
-            let check = |(at, id): (usize, i64)| {
-                usize::try_from(id).ok().filter(|&i| i < size).ok_or_else(|| outside(id, at))
-            };
+            let check =
+                |(at, id): (usize, i64)| usize::try_from(id).ok().filter(|&i| i < size).ok_or_else(|| outside(id, at));
             ids.to_vec1::<i64>()?.into_iter().enumerate().map(check).collect()
         }
         DType::U32 => {
@@ -36,7 +40,9 @@ pub(super) fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<
             };
             ids.to_vec1::<u32>()?.into_iter().enumerate().map(check).collect()
         }
-        other => Err(Error::dtype(op, format!("ids are {}, expected i64 or u32; convert them with to()", other.as_str()))),
+        other => {
+            Err(Error::dtype(op, format!("ids are {}, expected i64 or u32; convert them with to()", other.as_str())))
+        }
     }
 }
 
@@ -119,7 +125,10 @@ impl Tensor {
         check_dim(INDEX_SELECT.name, self, dim)?;
         check_device(INDEX_SELECT.name, self, ids)?;
         if ids.rank() != 1 {
-            return Err(Error::shape(INDEX_SELECT.name, format!("ids have shape {:?}, expected one dimension", ids.dims())));
+            return Err(Error::shape(
+                INDEX_SELECT.name,
+                format!("ids have shape {:?}, expected one dimension", ids.dims()),
+            ));
         }
         record(
             &INDEX_SELECT,
@@ -175,7 +184,10 @@ impl Tensor {
 /// [`Error::DType`] if `ids` is not i64 or u32.
 pub fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
     let &[_, features] = weight.dims() else {
-        return Err(Error::shape(EMBEDDING.name, format!("the weight has shape {:?}, expected (rows, features)", weight.dims())));
+        return Err(Error::shape(
+            EMBEDDING.name,
+            format!("the weight has shape {:?}, expected (rows, features)", weight.dims()),
+        ));
     };
     check_device(EMBEDDING.name, weight, ids)?;
     record(

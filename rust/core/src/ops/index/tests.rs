@@ -56,7 +56,9 @@ fn assert_close(found: &[f64], expected: &[f64]) {
 #[test]
 fn select_and_its_gradient_are_those_of_plain_loops() {
     // The larger ones are cut into several pieces, in the middle of the outer dimension.
-    for (dims, dim, count) in [([3, 4, 5], 1, 6), ([40, 90, 70], 1, 55), ([2000, 3, 41], 0, 700), ([9, 50, 300], 2, 111)] {
+    for (dims, dim, count) in
+        [([3, 4, 5], 1, 6), ([40, 90, 70], 1, 55), ([2000, 3, 41], 0, 700), ([9, 50, 300], 2, 111)]
+    {
         let x = numbers(&dims);
         let ids = some_ids(&[count], dims[dim]);
         let y = x.index_select(&ids, dim).unwrap();
@@ -69,7 +71,9 @@ fn select_and_its_gradient_are_those_of_plain_loops() {
 
 #[test]
 fn gather_and_its_gradient_are_those_of_plain_loops() {
-    for (dims, ids_dims, dim) in [([3, 4, 5], [2, 9, 5], 1), ([50, 40, 30], [50, 33, 30], 1), ([300, 7, 20], [300, 7, 21], 2)] {
+    for (dims, ids_dims, dim) in
+        [([3, 4, 5], [2, 9, 5], 1), ([50, 40, 30], [50, 33, 30], 1), ([300, 7, 20], [300, 7, 21], 2)]
+    {
         let x = numbers(&dims);
         let ids = some_ids(&ids_dims, dims[dim]);
         let y = x.gather(&ids, dim).unwrap();

@@ -27,7 +27,9 @@ type Targets = Vec<Option<usize>>;
 fn read_targets(targets: &Tensor, classes: usize, ignore_index: i64) -> Result<Targets> {
     let ids: Vec<i64> = match targets.dtype() {
         DType::I64 | DType::U32 => targets.raw.flatten_all()?.to_dtype(DType::I64)?.to_vec1()?,
-        other => return Err(Error::dtype(OP, format!("targets are {}, expected i64 or u32 class ids", other.as_str()))),
+        other => {
+            return Err(Error::dtype(OP, format!("targets are {}, expected i64 or u32 class ids", other.as_str())));
+        }
     };
     let class = |(at, id): (usize, i64)| {
         if id == ignore_index {

@@ -34,9 +34,10 @@ impl std::str::FromStr for Reduction {
             "mean" => Ok(Self::Mean),
             "sum" => Ok(Self::Sum),
             "none" => Ok(Self::None),
-            other => {
-                Err(Error::argument("loss", format!("reduction is \"{other}\"; expected \"mean\", \"sum\" or \"none\"")))
-            }
+            other => Err(Error::argument(
+                "loss",
+                format!("reduction is \"{other}\"; expected \"mean\", \"sum\" or \"none\""),
+            )),
         }
     }
 }
@@ -128,7 +129,10 @@ pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &regression::HUBER,
         cases: || {
-            regression_cases(|a, b, reduction| huber_loss(a, b, 0.7, reduction), |x, reduction| huber_plain(x, 0.7, reduction))
+            regression_cases(
+                |a, b, reduction| huber_loss(a, b, 0.7, reduction),
+                |x, reduction| huber_plain(x, 0.7, reduction),
+            )
         },
     },
     Entry {

@@ -220,7 +220,7 @@ pub fn l1_loss(input: &Tensor, target: &Tensor, reduction: Reduction) -> Result<
 /// # Errors
 /// As [`mse_loss`], and [`Error::Argument`] if `delta` is not positive.
 pub fn huber_loss(input: &Tensor, target: &Tensor, delta: f64, reduction: Reduction) -> Result<Tensor> {
-    if !(delta > 0.0) {
+    if delta.is_nan() || delta <= 0.0 {
         return Err(Error::argument(HUBER.name, format!("delta is {delta}, expected a number above 0")));
     }
     distance(&HUBER, input, target, reduction, Huber { delta })

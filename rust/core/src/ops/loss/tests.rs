@@ -184,7 +184,8 @@ fn the_loss_of_halves_is_rounded_once() {
 
 #[test]
 fn losses_do_not_depend_on_the_number_of_threads() {
-    let (a, b) = (tensor(&numbers(200_000, 0, 2.0), &[200_000], DType::F32), tensor(&[0.0; 200_000], &[200_000], DType::F32));
+    let (a, b) =
+        (tensor(&numbers(200_000, 0, 2.0), &[200_000], DType::F32), tensor(&[0.0; 200_000], &[200_000], DType::F32));
     let (one, many) = with_1_and_n_threads(4, || mse_loss(&a, &b, Reduction::Sum).unwrap().item().unwrap());
     assert_eq!(one, many);
     let logits = a.reshape((200, 1000)).unwrap();

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use super::{Affine, SavedAffine};
 use crate::cpu::pool::{SharedMut, par_ranges};
-use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+use crate::cpu::{Elem, Real, contiguous, dispatch, elements, read_all};
 use crate::ops::rows;
 use crate::raw::from_vec;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
@@ -44,7 +44,7 @@ pub fn group_norm(
         &GROUP_NORM,
         &affine.inputs(x),
         || {
-            let raw = x.raw.contiguous()?;
+            let raw = contiguous(&x.raw)?;
             dispatch_float!(x.dtype(), op, T => {
                 let (weight, bias) = (affine.scale(channels)?, affine.shift(channels)?);
                 let (y, statistics) = read_all(op, &[&raw], |operands| {
@@ -270,14 +270,15 @@ impl Backward for GroupNormBackward {
             return self.affine.add_shift_only(context, &context.grad().reshape((rows, size.channels))?);
         };
         let x = x.get()?;
-        let (shape, contiguous) = (x.shape().clone(), x.contiguous()?);
+        let shape = x.shape().clone();
+        let x = contiguous(&x)?;
         let (mean, rstd) = (mean.get()?, rstd.get()?);
-        let grad = context.grad().contiguous()?;
+        let grad = contiguous(context.grad())?;
         dispatch_float!(x.dtype(), GROUP_NORM.name, T => {
             let weight = self.affine.scale(size.channels)?;
             let wants_input = context.needs(0);
             let (grad_x, [grad_weight, grad_bias]) =
-                read_all(GROUP_NORM.name, &[&contiguous, &grad, &mean, &rstd], |operands| {
+                read_all(GROUP_NORM.name, &[&x, &grad, &mean, &rstd], |operands| {
                     let pass = BackwardPass::<T> {
                         size,
                         x: elements(operands[0])?,

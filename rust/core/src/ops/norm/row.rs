@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::{Affine, SavedAffine};
 use crate::cpu::pool::{SharedMut, par_ranges};
-use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+use crate::cpu::{Elem, Real, contiguous, dispatch, elements, read_all};
 use crate::ops::rows;
 use crate::raw::from_vec;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
@@ -64,7 +64,7 @@ fn row_norm<const CENTER: bool>(
         info,
         &affine.inputs(x),
         || {
-            let raw = x.raw.contiguous()?;
+            let raw = contiguous(&x.raw)?;
             dispatch_float!(x.dtype(), op, T => {
                 let (weight, bias) = (affine.scale(size.len)?, affine.shift(size.len)?);
                 let (y, [mean, rstd]) = read_all(op, &[&raw], |operands| {
@@ -160,8 +160,9 @@ impl<const CENTER: bool> Backward for RowNormBackward<CENTER> {
             return self.affine.add_shift_only(context, &context.grad().reshape((rows, len))?);
         };
         let x = x.get()?;
-        let (shape, contiguous) = (x.shape().clone(), x.contiguous()?);
-        let grad = context.grad().contiguous()?;
+        let shape = x.shape().clone();
+        let x = contiguous(&x)?;
+        let grad = contiguous(context.grad())?;
         let rstd = rstd.get()?;
         // RMS norm takes off nothing; any tensor stands in.
         let mean = mean.as_ref().map_or_else(|| Ok(rstd.clone()), Saved::get)?;
@@ -169,7 +170,7 @@ impl<const CENTER: bool> Backward for RowNormBackward<CENTER> {
             let scale = self.affine.scale(len)?;
             let (wants_input, wants_affine) = (context.needs(0), self.affine.needs_grad(context));
             let (grad_x, [grad_weight, grad_bias]) =
-                read_all(self.op, &[&contiguous, &grad, &mean, &rstd], |operands| {
+                read_all(self.op, &[&x, &grad, &mean, &rstd], |operands| {
                     let pass = BackwardPass::<T> {
                         size: self.size,
                         x: elements(operands[0])?,

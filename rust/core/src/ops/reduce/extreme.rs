@@ -89,7 +89,10 @@ fn check_not_empty(op: &'static str, reduction: &Reduction) -> Result<()> {
     }
     Err(Error::shape(
         op,
-        format!("shape {:?} has no elements along dimensions {:?}, expected at least one", reduction.input, reduction.dims),
+        format!(
+            "shape {:?} has no elements along dimensions {:?}, expected at least one",
+            reduction.input, reduction.dims
+        ),
     ))
 }
 

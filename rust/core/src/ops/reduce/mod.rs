@@ -274,7 +274,8 @@ pub static ENTRIES: &[Entry] = &[
                 x.sub(&x.mean(dims, true)?)?.sqr()?.sum(dims, keepdim)?.mul_scalar(1.0 / divisor)
             };
             vec![
-                Case::new("all", &[&[3, 5]], |x| x[0].var(&[0, 1], false, 1.0)).plain(move |x| plain(&x[0], &[0, 1], false, 14.0)),
+                Case::new("all", &[&[3, 5]], |x| x[0].var(&[0, 1], false, 1.0))
+                    .plain(move |x| plain(&x[0], &[0, 1], false, 14.0)),
                 Case::new("keepdim, no correction", &[&[3, 4, 5]], |x| x[0].var(&[0, 2], true, 0.0))
                     .plain(move |x| plain(&x[0], &[0, 2], true, 15.0)),
                 Case::new("empty", &[&[0, 4]], |x| x[0].var(&[1], false, 1.0)),
@@ -286,7 +287,8 @@ pub static ENTRIES: &[Entry] = &[
         cases: || {
             vec![
                 Case::new("one dimension", &[&[3, 4, 5]], |x| x[0].max(&[1], false)).domain(Domain::Distinct),
-                Case::new("two dimensions, keepdim", &[&[3, 4, 5]], |x| x[0].max(&[0, 2], true)).domain(Domain::Distinct),
+                Case::new("two dimensions, keepdim", &[&[3, 4, 5]], |x| x[0].max(&[0, 2], true))
+                    .domain(Domain::Distinct),
                 Case::new("all", &[&[3, 5]], |x| x[0].max_all()).domain(Domain::Distinct),
                 Case::new("empty", &[&[0, 4]], |x| x[0].max(&[1], true)).domain(Domain::Distinct),
             ]
@@ -307,7 +309,8 @@ pub static ENTRIES: &[Entry] = &[
         cases: || {
             let plain = |x: &Tensor, dims: &[usize], keepdim: bool| x.exp()?.sum(dims, keepdim)?.log();
             vec![
-                Case::new("last", &[&[3, 5]], |x| x[0].logsumexp(&[1], false)).plain(move |x| plain(&x[0], &[1], false)),
+                Case::new("last", &[&[3, 5]], |x| x[0].logsumexp(&[1], false))
+                    .plain(move |x| plain(&x[0], &[1], false)),
                 Case::new("first and last, keepdim", &[&[3, 4, 5]], |x| x[0].logsumexp(&[0, 2], true))
                     .plain(move |x| plain(&x[0], &[0, 2], true)),
                 Case::new("empty", &[&[0, 4]], |x| x[0].logsumexp(&[1], false)),

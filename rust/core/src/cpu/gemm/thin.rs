@@ -1,0 +1,199 @@
+//! Products with a result of a few columns, such as the rank of an adapter or a batch of one row.
+//!
+//! They read every element of the large operand for a few multiply-adds only, so it is read where it lies instead of
+//! being packed.
+
+use pulp::{Simd, WithSimd};
+
+use super::kernel::{Target, Tile, lanes};
+use crate::cpu::Real;
+use crate::cpu::simd::arch;
+
+/// Most columns of a thin product on this processor: accumulators for them and registers for the operands.
+pub fn max_columns() -> usize {
+    struct Detect;
+    impl WithSimd for Detect {
+        type Output = usize;
+        fn with_simd<S: Simd>(self, _: S) -> usize {
+            if S::REGISTER_COUNT >= 32 { 16 } else { 12 }
+        }
+    }
+    arch().dispatch(Detect)
+}
+
+/// `c (+)= alpha * a * b` with an `a` whose columns are contiguous, summed up as outer products.
+pub struct Outer<T> {
+    /// Rows.
+    pub m: usize,
+    /// Columns, at most [`max_columns`].
+    pub n: usize,
+    /// Length of the sums.
+    pub k: usize,
+    /// Columns of `a`, `a_step` elements from one to the next.
+    pub a: *const T,
+    pub a_step: usize,
+    /// The rows of `a` that fill no register, packed.
+    pub a_rest: *const T,
+    /// `b` as one packed panel.
+    pub b: *const T,
+    /// The result.
+    pub c: Target<T>,
+}
+
+impl<T: Real> Outer<T> {
+    /// Computes the product.
+    ///
+    /// # Safety
+    /// The operands are readable, and nothing else reads or writes the elements of `c` meanwhile.
+    pub unsafe fn run(self) {
+        arch().dispatch(self);
+    }
+}
+
+impl<T: Real> WithSimd for Outer<T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let lanes = lanes::<T, S>();
+        let columns = self.n.next_multiple_of(4);
+        // As many registers along the rows as leave the columns theirs.
+        let vectors = match (columns, S::REGISTER_COUNT >= 32) {
+            (4, true) => 4,
+            (4, false) => 3,
+            (8 | 12, true) => 2,
+            _ => 1,
+        };
+        let full = self.m / lanes * lanes;
+        let mut i = 0;
+        while i < self.m {
+            let (rows, a, a_step) = if i < full {
+                // SAFETY: row `i` of the operand.
+                ((vectors * lanes).min(full - i), unsafe { self.a.add(i) }, self.a_step)
+            } else {
+                (self.m - i, self.a_rest, lanes)
+            };
+            // SAFETY: `run` promises the operands and the result.
+            unsafe {
+                let c = Target { ptr: self.c.ptr.add(i * self.c.row_stride), ..self.c };
+                Tile { k: self.k, a, a_step, b: self.b, c, rows, columns: self.n }.run(simd);
+            }
+            i += rows;
+        }
+    }
+}
+
+/// `c (+)= alpha * a * b` with an `a` whose rows and a `b` whose columns are contiguous, as dot products.
+pub struct Dot<T> {
+    /// Rows.
+    pub m: usize,
+    /// Columns.
+    pub n: usize,
+    /// Length of the sums.
+    pub k: usize,
+    /// Rows of `a`, `a_step` elements from one to the next.
+    pub a: *const T,
+    pub a_step: usize,
+    /// Columns of `b`, `b_step` elements from one to the next.
+    pub b: *const T,
+    pub b_step: usize,
+    /// The result.
+    pub c: Target<T>,
+}
+
+impl<T: Real> Dot<T> {
+    /// Computes the product.
+    ///
+    /// # Safety
+    /// The operands are readable, and nothing else reads or writes the elements of `c` meanwhile.
+    pub unsafe fn run(self) {
+        arch().dispatch(self);
+    }
+
+    /// Computes `R` rows and `N` columns from element (i, j) on.
+    #[inline(always)]
+    unsafe fn tile<S: Simd, const R: usize, const N: usize>(&self, simd: S, i: usize, j: usize) {
+        let lanes = lanes::<T, S>();
+        let full = self.k / lanes * lanes;
+        let zero = T::splat(simd, T::ZERO);
+        let mut acc = [[zero; R]; N];
+        // SAFETY: rows `i..i + R` of `a`, columns `j..j + N` of `b` and the elements of `c` where they meet.
+        unsafe {
+            let a: [*const T; R] = std::array::from_fn(|r| self.a.add((i + r) * self.a_step));
+            let b: [*const T; N] = std::array::from_fn(|n| self.b.add((j + n) * self.b_step));
+            let mut p = 0;
+            while p < full {
+                let mut columns = [zero; N];
+                for n in 0..N {
+                    columns[n] = b[n].add(p).cast::<T::Vector<S>>().read_unaligned();
+                }
+                for r in 0..R {
+                    let row = a[r].add(p).cast::<T::Vector<S>>().read_unaligned();
+                    for n in 0..N {
+                        acc[n][r] = T::multiply_add(simd, row, columns[n], acc[n][r]);
+                    }
+                }
+                p += lanes;
+            }
+            if full < self.k {
+                for r in 0..R {
+                    let row = T::load_part(simd, std::slice::from_raw_parts(a[r].add(full), self.k - full));
+                    for n in 0..N {
+                        let column = T::load_part(simd, std::slice::from_raw_parts(b[n].add(full), self.k - full));
+                        acc[n][r] = T::multiply_add(simd, row, column, acc[n][r]);
+                    }
+                }
+            }
+            for n in 0..N {
+                for r in 0..R {
+                    let sum = self.c.alpha * T::sum_lanes(simd, acc[n][r]);
+                    let c = self.c.ptr.add((i + r) * self.c.row_stride + (j + n) * self.c.column_stride);
+                    *c = if self.c.accumulate { *c + sum } else { sum };
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn rows<S: Simd, const R: usize>(&self, simd: S, i: usize) {
+        let mut j = 0;
+        while j < self.n {
+            // SAFETY: within the product.
+            unsafe {
+                match self.n - j {
+                    1 => self.tile::<S, R, 1>(simd, i, j),
+                    2 => self.tile::<S, R, 2>(simd, i, j),
+                    3 => self.tile::<S, R, 3>(simd, i, j),
+                    _ => self.tile::<S, R, 4>(simd, i, j),
+                }
+            }
+            j += 4;
+        }
+    }
+}
+
+impl<T: Real> WithSimd for Dot<T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let rows = if S::REGISTER_COUNT >= 32 { 6 } else { 2 };
+        let mut i = 0;
+        while i < self.m {
+            // SAFETY: `run` promises the operands and the result.
+            unsafe {
+                if self.m - i < rows {
+                    self.rows::<S, 1>(simd, i);
+                    i += 1;
+                } else {
+                    if S::REGISTER_COUNT >= 32 {
+                        self.rows::<S, 6>(simd, i);
+                    } else {
+                        self.rows::<S, 2>(simd, i);
+                    }
+                    i += rows;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! The digits transformer against torch (`digits/reference.py`), its checkpoints, adapters and files.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use trainable_candle_core::checkpoint::Policy;
+use trainable_candle_core::ops::loss::{Reduction, mse_loss};
+use trainable_candle_core::{DType, Device, Error, Tensor, Var};
+use trainable_candle_io::load_tensors;
+use trainable_candle_models::digits::DigitsConfig;
+use trainable_candle_models::{DigitsTransformer, Model, Pretrained, load, save_pretrained};
+use trainable_candle_nn::Module;
+use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
+
+fn golden() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/digits")
+}
+
+fn frozen() -> DigitsTransformer {
+    DigitsTransformer::from_pretrained(&golden(), None, &Device::Cpu).unwrap()
+}
+
+/// The golden model with trainable parameters.
+fn trainable() -> DigitsTransformer {
+    let config = Pretrained::find(&golden()).unwrap().config::<DigitsConfig>().unwrap();
+    let model = DigitsTransformer::fresh(config, &Device::Cpu).unwrap();
+    let values: BTreeMap<String, Tensor> = frozen().named_tensors().into_iter().collect();
+    for (name, var) in model.named_vars() {
+        var.set(&values[&name]).unwrap();
+    }
+    model
+}
+
+struct Case(BTreeMap<String, Tensor>);
+
+impl Case {
+    fn load() -> Self {
+        Self(load_tensors(&golden().join("case.safetensors"), &Device::Cpu).unwrap())
+    }
+
+    fn run(&self, model: &DigitsTransformer) -> Tensor {
+        model.forward(&self.0["sample"], &self.0["timestep"], &self.0["class_labels"]).unwrap()
+    }
+
+    fn loss(&self, model: &DigitsTransformer) -> Tensor {
+        mse_loss(&self.run(model), &self.0["target"], Reduction::Mean).unwrap()
+    }
+}
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.to_vec().unwrap()
+}
+
+/// The largest difference, relative to the largest expected value.
+fn error(found: &Tensor, expected: &Tensor) -> f32 {
+    assert_eq!(found.dims(), expected.dims());
+    let expected = values(expected);
+    let largest = expected.iter().fold(0f32, |m, e| m.max(e.abs()));
+    values(found).iter().zip(&expected).fold(0f32, |m, (f, e)| m.max((f - e).abs())) / largest
+}
+
+#[test]
+fn velocity_and_gradients_are_those_of_torch() {
+    let case = Case::load();
+    assert!(error(&case.run(&frozen()), &case.0["velocity"]) < 1e-5);
+    let model = trainable();
+    case.loss(&model).backward().unwrap();
+    let vars = model.named_vars();
+    assert_eq!(vars.len(), case.0.keys().filter(|name| name.starts_with("grad.")).count());
+    for (name, var) in vars {
+        let expected = &case.0[&format!("grad.{name}")];
+        // A key's bias shifts a whole row of scores, which the softmax takes out again: its gradient is rounding alone.
+        if !name.ends_with("to_k.bias") {
+            assert!(error(&var.grad().unwrap(), expected) < 1e-4, "{name}");
+        }
+    }
+}
+
+#[test]
+fn checkpointed_equals_not_bit_for_bit() {
+    let case = Case::load();
+    let gradients = |policy| {
+        let model = trainable();
+        model.set_checkpointing(policy);
+        let loss = case.loss(&model);
+        loss.backward().unwrap();
+        let grads: Vec<Vec<f32>> = model.named_vars().iter().map(|(_, var)| values(&var.grad().unwrap())).collect();
+        (loss.item().unwrap(), grads)
+    };
+    let plain = gradients(Policy::None);
+    assert_eq!(gradients(Policy::Full), plain);
+    assert_eq!(gradients(Policy::Selective), plain);
+}
+
+#[test]
+fn switched_off_adapter_leaves_the_base_bit_for_bit() {
+    let (case, model) = (Case::load(), frozen());
+    let base = values(&case.run(&model));
+    let config = LoraConfig { target_modules: vec!["to_q".into(), "ff.net.2".into()], ..LoraConfig::default() };
+    let set = AdapterSet::attach(config, &model.named_layers()).unwrap();
+    assert_eq!(set.layers().count(), 4);
+    for var in set.vars() {
+        var.set(&Tensor::randn(0.0, 1.0, var.shape(), DType::F32, &Device::Cpu).unwrap()).unwrap();
+    }
+    assert_ne!(values(&case.run(&model)), base);
+    set.set_enabled(false);
+    assert_eq!(values(&case.run(&model)), base);
+}
+
+#[test]
+fn only_adapters_get_gradients() {
+    let (case, model) = (Case::load(), frozen());
+    assert!(model.named_vars().is_empty());
+    let set = AdapterSet::attach(LoraConfig::default(), &model.named_layers()).unwrap();
+    let grads = case.loss(&model).backward().unwrap();
+    assert_eq!(grads.len(), set.vars().len());
+    assert!(set.vars().iter().all(|var: &Var| grads.contains(var)));
+}
+
+#[test]
+fn saved_model_loads_as_it_was() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("saved_model");
+    let case = Case::load();
+    save_pretrained(&trainable(), &folder).unwrap();
+    let again = load(&folder, None, &Device::Cpu).unwrap();
+    assert_eq!(again.class_name(), "DigitsTransformer");
+    let names = |model: &dyn Model| model.named_tensors().into_iter().map(|(n, t)| (n, values(&t))).collect::<Vec<_>>();
+    assert_eq!(names(again.as_ref()), names(&frozen()));
+    let file = DigitsTransformer::from_pretrained(&folder.join("model.safetensors"), None, &Device::Cpu).unwrap();
+    assert_eq!(values(&case.run(&file)), values(&case.run(&frozen())));
+}
+
+#[test]
+fn bf16_weights_compute_in_bf16() {
+    let case = Case::load();
+    let model = DigitsTransformer::from_pretrained(&golden(), Some(DType::BF16), &Device::Cpu).unwrap();
+    assert_eq!(model.dtype(), DType::BF16);
+    let velocity = case.run(&model);
+    assert_eq!(velocity.dtype(), DType::BF16);
+    assert!(error(&velocity.to_dtype(DType::F32).unwrap(), &case.0["velocity"]) < 0.05);
+}
+
+#[test]
+fn wrong_inputs_are_named() {
+    let (case, model) = (Case::load(), frozen());
+    let (sample, timestep, labels) = (&case.0["sample"], &case.0["timestep"], &case.0["class_labels"]);
+    let message = |result: Result<Tensor, Error>| result.unwrap_err().to_string();
+    let wide = sample.narrow(3, 0, 4).unwrap();
+    assert!(message(model.forward(&wide, timestep, labels)).contains("sample has shape [4, 2, 6, 4], expected (B, 2, 6, 6)"));
+    let short = timestep.narrow(0, 0, 3).unwrap();
+    assert!(message(model.forward(sample, &short, labels)).contains("timestep has shape [3], expected (4,)"));
+    let unknown = Tensor::new(&[0i64, 1, 2, 3], &Device::Cpu).unwrap();
+    assert!(matches!(model.forward(sample, timestep, &unknown), Err(Error::Index { .. })));
+}
+
+#[test]
+fn wrong_configurations_and_files_are_named() {
+    let wrong = DigitsConfig { patch_size: 3, ..DigitsConfig::default() };
+    let message = |result: Result<DigitsTransformer, Error>| result.err().unwrap().to_string();
+    assert!(message(DigitsTransformer::fresh(wrong, &Device::Cpu)).contains("sample_size 8 is no multiple of patch_size 3"));
+    let wrong = DigitsConfig { num_layers: 0, ..DigitsConfig::default() };
+    assert!(message(DigitsTransformer::fresh(wrong, &Device::Cpu)).contains("num_layers is 0"));
+
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("wrong_model");
+    std::fs::create_dir_all(&folder).unwrap();
+    let from = |config: &str| {
+        std::fs::write(folder.join("config.json"), config).unwrap();
+        message(DigitsTransformer::from_pretrained(&folder, None, &Device::Cpu))
+    };
+    assert!(from("{}").contains("there are no weights in this folder"));
+    std::fs::copy(golden().join("model.safetensors"), folder.join("model.safetensors")).unwrap();
+    assert!(from(r#"{"_class_name": "UNet2DConditionModel"}"#).contains("\"UNet2DConditionModel\", expected \"DigitsTransformer\""));
+    assert!(from(r#"{"_class_name": "DigitsTransformer", "depth": 3}"#).contains("unknown field `depth`"));
+    assert!(from(r#"{"_class_name": "DigitsTransformer"}"#).contains("class_embedding.weight has shape [3, 8]"));
+}

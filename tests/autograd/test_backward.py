@@ -1,0 +1,210 @@
+"""Gradients from Python."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.testing import assert_close
+
+
+def test_square():
+    x = tc.Var(2.0)
+    (x * x).backward()
+    assert x.grad.item() == 4
+
+
+def test_gradients_accumulate_until_they_are_forgotten():
+    x = tc.Var([1.0, 2.0])
+    for times in (1, 2, 3):
+        (x * 3).sum().backward()
+        assert x.grad.tolist() == [3 * times, 3 * times]
+    x.zero_grad()
+    assert x.grad is None
+    (x * 2).sum().backward()
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_a_gradient_that_was_read_stays_as_it_was():
+    x = tc.Var([1.0])
+    (x * 3).backward()
+    first = x.grad
+    (x * 3).backward()
+    assert first.tolist() == [3]
+    assert x.grad.tolist() == [6]
+
+
+def test_assigning_a_gradient():
+    x = tc.Var([1.0, 2.0])
+    x.grad = tc.tensor([5.0, 6.0])
+    assert x.grad.tolist() == [5, 6]
+    x.grad = None
+    assert x.grad is None
+    with pytest.raises(tc.ShapeError, match="set_grad: the variable has shape"):
+        x.grad = tc.ones(3)
+    with pytest.raises(tc.DTypeError, match="set_grad: the variable is f32, the value f64"):
+        x.grad = tc.ones(2, dtype="f64")
+
+
+def test_a_chain_of_many_operations():
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((3, 4)), rng.standard_normal((4, 2))
+    va, vb = tc.Var(a), tc.Var(b)
+    ((va @ vb).tanh() ** 2).mean().backward()
+    h = np.tanh(a @ b)
+    g = 2 * h * (1 - h**2) / h.size
+    assert_close(va.grad, g @ b.T)
+    assert_close(vb.grad, a.T @ g)
+
+
+def test_broadcast_gradients_have_the_operands_shapes():
+    a, b = tc.Var(np.ones((3, 1))), tc.Var(np.ones(4))
+    (a * b + b).sum().backward()
+    assert a.grad.tolist() == [[4], [4], [4]]
+    assert b.grad.tolist() == [6, 6, 6, 6]
+
+
+def test_an_explicit_gradient():
+    x = tc.Var([1.0, 2.0])
+    (x * x).backward(tc.tensor([10.0, 100.0]))
+    assert x.grad.tolist() == [20, 400]
+    with pytest.raises(tc.ShapeError, match=r"backward: a tensor of shape \[2\] needs a gradient argument"):
+        (x * x).backward()
+    with pytest.raises(tc.ShapeError, match=r"backward: the gradient has shape \[3\], the tensor \[2\]"):
+        (x * x).backward(tc.ones(3))
+
+
+def test_a_graph_is_walked_once_unless_retained():
+    x = tc.Var([3.0])
+    y = (x * x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert x.grad.tolist() == [12]
+    with pytest.raises(tc.AutogradError, match="already walked and what it saved is freed; pass retain_graph=True"):
+        y.backward()
+
+
+def test_nothing_to_differentiate():
+    for t in (tc.ones(1), tc.Var([1.0]).detach() * 2):
+        with pytest.raises(tc.AutogradError, match="backward: the tensor does not depend on a variable"):
+            t.backward()
+
+
+def test_changing_a_variable_that_a_graph_needs():
+    x = tc.Var([1.0])
+    y = x * x
+    x.set(tc.tensor([2.0]))
+    with pytest.raises(tc.AutogradError, match="changed in place"):
+        y.backward()
+
+
+def test_casts_are_differentiable():
+    x = tc.Var([1.0, 2.0])
+    (x.to("bf16") * 2).to("f64").sum().backward()
+    assert x.grad.dtype == "f32"
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_views_join_and_split():
+    x = tc.Var(np.arange(6.0).reshape(2, 3))
+    a, b = x.T.reshape(6).chunk(2)
+    (tc.cat([a * 2, b * 3]) + tc.stack([x[0, 0], x[0, 0]]).sum()).sum().backward()
+    expected = np.array([2, 2, 2, 3, 3, 3.0]).reshape(3, 2).T.copy()
+    expected[0, 0] += 12
+    assert_close(x.grad, expected)
+
+
+def test_grad_leaves_variables_alone():
+    x, w = tc.Var([1.0, 2.0]), tc.Var([3.0, 4.0])
+    hidden = x * w
+    loss = (hidden * hidden).sum()
+    gx, gw, gh = tc.grad(loss, [x, w, hidden], retain_graph=True)
+    assert gx.tolist() == [18, 64]
+    assert gw.tolist() == [6, 32]
+    assert gh.tolist() == [6, 16]
+    assert x.grad is w.grad is None
+    assert tc.grad(loss, x)[0].tolist() == [18, 64]
+
+
+def test_grad_of_what_the_loss_does_not_use():
+    x, unused = tc.Var([1.0]), tc.Var([1.0])
+    assert tc.grad(x * 2, [x, unused])[1] is None
+    with pytest.raises(tc.AutogradError, match="grad: input 1 needs no gradient; make it a Var"):
+        tc.grad(x * 2, [x, tc.ones(1)])
+
+
+def test_operations_without_a_derivative():
+    x = tc.Var([1.0, 2.0])
+    assert not (x > 1).requires_grad
+    assert not x.argmax().requires_grad
+    assert not x.detach().requires_grad
+
+
+def test_deep_graphs_run_and_drop():
+    x = tc.Var([1.0])
+    y = x
+    for _ in range(100_000):
+        y = y + 1.0
+    y.backward()
+    assert x.grad.tolist() == [1]
+    y = x
+    for _ in range(100_000):
+        y = y * 1.0
+    del y
+
+
+def test_the_tape_tells_what_it_holds():
+    gc.collect()
+    before = tc.memory.saved_bytes()
+    x = tc.Var(tc.ones(1000))
+    y = (x * 2).exp()
+    assert tc.memory.saved_bytes() == before + 4000
+    y.sum().backward()
+    assert tc.memory.saved_bytes() == before
+    z = (x * 2).exp()
+    assert tc.memory.saved_bytes() == before + 4000
+    del z
+    assert tc.memory.saved_bytes() == before
+
+
+def test_threads_have_graphs_of_their_own():
+    results = {}
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        values = rng.standard_normal((64, 64))
+        x = tc.Var(values)
+        for _ in range(20):
+            x.zero_grad()
+            ((x @ x) * 0.5).sum().backward()
+        results[seed] = np.allclose(x.grad.numpy(), 0.5 * (values.sum(1)[None, :] + values.sum(0)[:, None]))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == dict.fromkeys(range(4), True)
+
+
+def test_gradcheck():
+    rng = np.random.default_rng(0)
+    a, b = tc.tensor(rng.standard_normal((3, 4))), tc.tensor(rng.standard_normal((4, 2)))
+    assert tc.gradcheck(lambda x, y: (x @ y).tanh(), [a, b])
+    assert tc.gradcheck(lambda x: x.softmax(0), a)
+
+
+def test_gradcheck_finds_what_is_wrong():
+    x = tc.tensor([0.5, 2.0, 1.0], dtype="f64")
+    with pytest.raises(tc.AutogradError, match=r"gradcheck: input 0, entry 1 of shape \[3\]: gradient"):
+        tc.gradcheck(lambda t: t.detach() * t.detach() * t + t.detach(), x)
+    with pytest.raises(tc.DTypeError, match="gradcheck: input 0 is f32; finite differences need f64"):
+        tc.gradcheck(lambda t: t, tc.ones(2))
+    with pytest.raises(ZeroDivisionError):
+        tc.gradcheck(lambda t: t * (1 / 0), x)
+    with pytest.raises(tc.ArgumentError, match="gradcheck: the function returned float"):
+        tc.gradcheck(lambda t: t.sum().item(), x)
+    with pytest.raises(TypeError, match="expected a function, found int"):
+        tc.gradcheck(3, x)

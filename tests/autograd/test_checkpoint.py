@@ -1,0 +1,233 @@
+"""Checkpoints around Python functions."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.nn import functional as F
+from trainable_candle.testing import assert_close
+
+POLICIES = ["full", "selective", "none"]
+
+
+def block(x, w):
+    return ((x @ w).gelu() @ w).softmax(-1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_the_same(policy):
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((4, 8)), rng.standard_normal((8, 8))
+    grads = []
+    for run in (block, lambda x, w: tc.checkpoint(block, x, w, policy=policy)):
+        x, w = tc.Var(a), tc.Var(b)
+        y = run(run(x, w), w)
+        (y * y).sum().backward()
+        grads.append((y, x.grad, w.grad))
+    for plain, checkpointed in zip(*grads, strict=True):
+        np.testing.assert_array_equal(plain.numpy(), checkpointed.numpy())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_captured_variables_and_several_results(policy):
+    x, scale = tc.Var([1.0, 2.0]), tc.Var([3.0, 4.0])
+
+    def both(t):
+        return t * scale, (t + scale).exp()
+
+    product, power = tc.checkpoint(both, x, policy=policy)
+    (product.sum() + power.sum()).backward()
+    expected = np.exp([4.0, 6.0])
+    assert_close(x.grad, [3, 4] + expected)
+    assert_close(scale.grad, [1, 2] + expected)
+
+
+def test_a_list_comes_back_as_a_tuple():
+    x = tc.Var([1.0])
+    assert isinstance(tc.checkpoint(lambda t: [t * 2, t * 3], x), tuple)
+    assert isinstance(tc.checkpoint(lambda t: (t * 2,), x), tuple)
+    assert isinstance(tc.checkpoint(lambda t: t * 2, x), tc.Tensor)
+
+
+def test_less_is_kept():
+    x = tc.Var(tc.ones(256, 256))
+
+    def deep(t):
+        for _ in range(8):
+            t = t.tanh().sin()
+        return t
+
+    before = tc.memory.saved_bytes()
+    y = deep(x)
+    plain = tc.memory.saved_bytes() - before
+    del y
+    y = tc.checkpoint(deep, x)
+    full = tc.memory.saved_bytes() - before
+    assert full <= plain / 8
+    y.sum().backward()
+    assert tc.memory.saved_bytes() == before
+
+
+def test_the_function_runs_again_in_backward_up_to_what_is_needed():
+    calls = []
+
+    def step(t):
+        calls.append("start")
+        t = t.exp()
+        calls.append("exp")
+        t = t * 2.0
+        calls.append("end")
+        return t
+
+    x = tc.Var([1.0])
+    y = tc.checkpoint(step, x)
+    assert calls == ["start", "exp", "end"]
+    y.backward()
+    # The product saves nothing, so the second run stops before it.
+    assert calls == ["start", "exp", "end", "start"]
+    assert_close(x.grad, [2 * np.e])
+
+
+def test_functions_that_catch_exceptions_do_not_stop_the_replay():
+    def careful(t):
+        try:
+            t = t.exp()
+        except Exception as error:
+            raise AssertionError("saw the end of the replay") from error
+        return t * 2.0
+
+    x = tc.Var([1.0])
+    tc.checkpoint(careful, x).backward()
+    assert_close(x.grad, [2 * np.e])
+
+
+def test_functions_that_catch_everything_do_not_stop_the_replay():
+    cleaned = []
+
+    def careless(t):
+        try:
+            t = t.exp()
+        except BaseException as error:
+            cleaned.append(type(error).__name__)
+            raise ValueError("swallowed") from error
+        finally:
+            cleaned.append("finally")
+        return t * 2.0
+
+    x = tc.Var([1.0])
+    tc.checkpoint(careless, x).backward()
+    assert_close(x.grad, [2 * np.e])
+    assert cleaned == ["finally", "ReplayComplete", "finally"]
+
+
+def test_dropout_draws_the_same_mask():
+    tc.manual_seed(0)
+    x = tc.Var(tc.ones(1000))
+    y = tc.checkpoint(lambda t: F.dropout(t, 0.5).exp().log(), x)
+    tc.randn(10)
+    state = tc.get_rng_state()
+    y.sum().backward()
+    assert tc.get_rng_state() == state
+    assert_close(x.grad, y.detach().numpy())
+
+
+def test_nested():
+    x = tc.Var([0.3, 0.7])
+    inner = functools.partial(tc.checkpoint, lambda t: t.exp().sin())
+    y = tc.checkpoint(lambda t: inner(inner(t)).tanh(), x)
+    y.sum().backward()
+    plain = tc.Var(x)
+    plain.exp().sin().exp().sin().tanh().sum().backward()
+    np.testing.assert_array_equal(x.grad.numpy(), plain.grad.numpy())
+
+
+def test_under_no_grad():
+    with tc.no_grad():
+        y = tc.checkpoint(lambda t: t.exp(), tc.Var([0.0]))
+    assert y.tolist() == [1]
+    assert not y.requires_grad
+
+
+class Trouble(Exception):
+    """An exception of the caller's own."""
+
+
+def test_exceptions_of_the_function_come_through():
+    def fail(_):
+        raise Trouble("first run", 42)
+
+    with pytest.raises(Trouble) as caught:
+        tc.checkpoint(fail, tc.Var([1.0]))
+    assert caught.value.args == ("first run", 42)
+    assert any(entry.name == "fail" for entry in caught.traceback)
+    assert tc.is_grad_enabled()
+
+
+def test_exceptions_of_the_second_run_come_through():
+    runs = []
+
+    def fail(t):
+        runs.append(1)
+        if len(runs) == 2:
+            raise Trouble("second run")
+        return t.exp()
+
+    x = tc.Var([1.0])
+    with pytest.raises(Trouble, match="second run"):
+        tc.checkpoint(fail, x).backward()
+    # The failed pass leaves nothing behind.
+    x.zero_grad()
+    (x * x).backward()
+    assert x.grad.tolist() == [2]
+
+
+def test_keyboard_interrupt_comes_through():
+    def fail(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tc.checkpoint(fail, tc.Var([1.0]))
+
+
+def test_errors_of_operations_come_through():
+    with pytest.raises(tc.ShapeError, match="reshape"):
+        tc.checkpoint(lambda t: t.reshape(7), tc.Var([1.0]))
+
+
+def test_a_function_that_changes_its_mind():
+    runs = []
+
+    def fickle(t):
+        runs.append(1)
+        return t.exp().exp() if len(runs) == 1 else t
+
+    with pytest.raises(tc.AutogradError, match="checkpoint: the function computed something else"):
+        tc.checkpoint(fickle, tc.Var([1.0])).backward()
+
+
+def test_a_captured_variable_that_changes():
+    x, w = tc.Var([1.0]), tc.Var([2.0])
+    y = tc.checkpoint(lambda t: (t * w).exp(), x)
+    w.set(tc.tensor([3.0]))
+    with pytest.raises(tc.AutogradError, match="changed in place"):
+        y.backward()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda x: tc.checkpoint(lambda t, _: t, x, 3), tc.ArgumentError,
+         "checkpoint: argument 1 is int, expected a Tensor; capture other values"),
+        (lambda x: tc.checkpoint(lambda _: 3, x), tc.ArgumentError,
+         "checkpoint: the function returned int, expected a Tensor or a tuple of Tensors"),
+        (lambda x: tc.checkpoint(lambda t: (t, 1), x), tc.ArgumentError, "the function returned tuple"),
+        (lambda x: tc.checkpoint(lambda t: t, x, policy="some"), tc.ArgumentError,
+         'checkpoint: unknown policy "some"; expected "none", "full" or "selective"'),
+        (lambda x: tc.checkpoint(3, x), TypeError, "expected a function, found int"),
+    ],
+)
+def test_wrong_arguments(call, error, text):
+    with pytest.raises(error, match=text):
+        call(tc.Var([1.0]))

@@ -1,0 +1,159 @@
+"""Tensors as numpy arrays, lists, numbers and text."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64", "f16", "u8", "u32", "i64"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3, 4)])
+def test_round_trip_through_numpy(dtype, shape):
+    values = (np.arange(np.prod(shape, dtype=int)) % 7).reshape(shape)
+    t = tc.tensor(values, dtype=dtype)
+    array = t.numpy()
+    assert array.shape == shape
+    assert array.dtype.name == str(tc.DType(dtype)).replace("f", "float").replace("u", "uint").replace("i64", "int64")
+    np.testing.assert_array_equal(array, values)
+    assert t.tolist() == values.tolist()
+
+
+def test_numpy_copies_and_is_writable():
+    t = tc.zeros(3)
+    array = t.numpy()
+    array[0] = 1
+    assert t.tolist() == [0, 0, 0]
+
+
+def test_numpy_of_views():
+    t = tc.arange(6).reshape(2, 3)
+    np.testing.assert_array_equal(t.T.numpy(), np.arange(6).reshape(2, 3).T)
+    np.testing.assert_array_equal(t[:, 1].numpy(), [1, 4])
+    np.testing.assert_array_equal(tc.ones(1).expand(4).numpy(), np.ones(4))
+
+
+def test_bf16_names_the_cure():
+    with pytest.raises(tc.DTypeError, match=r'numpy: numpy has no bf16; convert with .to\("f32"\) first'):
+        tc.ones(2, dtype="bf16").numpy()
+    assert tc.ones(2, dtype="bf16").tolist() == [1, 1]
+
+
+def test_numpy_functions_take_tensors():
+    t = tc.tensor([[1.0, 2.0], [3.0, 4.0]])
+    np.testing.assert_array_equal(np.asarray(t), [[1, 2], [3, 4]])
+    np.testing.assert_array_equal(np.asarray(t, dtype=np.float64), [[1, 2], [3, 4]])
+    np.testing.assert_allclose(t, [[1, 2], [3, 4]])
+    assert np.sum(np.asarray(t)) == 10
+    with pytest.raises(tc.ArgumentError, match="numpy needs a copy"):
+        np.asarray(t, copy=False)
+
+
+def test_item():
+    assert tc.tensor([[2.5]]).item() == 2.5
+    assert isinstance(tc.tensor(3).item(), int)
+    assert float(tc.tensor(3)) == 3.0
+    assert int(tc.tensor(3.7)) == 3
+    assert [10, 20, 30][tc.tensor(1)] == 20
+    with pytest.raises(tc.ShapeError, match=r"item: shape \[2\] has 2 elements, expected 1"):
+        tc.ones(2).item()
+    with pytest.raises(tc.DTypeError, match="a f32 tensor is no index"):
+        _ = [1, 2][tc.tensor(1.0)]
+
+
+def test_truth():
+    assert tc.tensor(1)
+    assert not tc.tensor([0.0])
+    with pytest.raises(tc.ShapeError, match="the truth of 2 elements"):
+        bool(tc.ones(2))
+
+
+def test_length_and_iteration():
+    t = tc.arange(6).reshape(3, 2)
+    assert len(t) == 3
+    assert [row.tolist() for row in t] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(tc.ShapeError, match="len: a tensor without dimensions"):
+        len(tc.tensor(1))
+    with pytest.raises(tc.ShapeError, match="iter: a tensor without dimensions"):
+        iter(tc.tensor(1))
+
+
+@pytest.mark.parametrize(
+    ("t", "text"),
+    [
+        (tc.tensor([1.0, 2.5]), "tensor([1. , 2.5], dtype=f32)"),
+        (tc.tensor(3), "tensor(3, dtype=i64)"),
+        (tc.ones(2, dtype="bf16"), "tensor([1., 1.], dtype=bf16)"),
+        (tc.zeros(0, 3), "tensor([], shape=[0, 3], dtype=f32)"),
+        (tc.Var([1.0]), "Var([1.], dtype=f32)"),
+        (tc.Var([1.0]) * 2, "tensor([2.], dtype=f32, requires_grad=True)"),
+    ],
+)
+def test_text(t, text):
+    assert repr(t) == text
+    assert str(t) == text
+
+
+def test_large_tensors_are_shortened():
+    assert len(repr(tc.zeros(100, 1000))) < 1000
+
+
+def test_hash_is_identity():
+    a, b = tc.ones(1), tc.ones(1)
+    assert len({a, b}) == 2
+    assert {a: 1}[a] == 1
+
+
+def test_properties():
+    t = tc.zeros(2, 3, dtype="f16")
+    assert (t.shape, t.ndim, t.numel(), t.nbytes, t.device) == ((2, 3), 2, 6, 12, "cpu")
+    assert not t.requires_grad
+    assert t.is_leaf
+    assert t.is_contiguous()
+    assert not t.T.is_contiguous()
+    assert t.T.contiguous().is_contiguous()
+
+
+def test_tensors_are_immutable():
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        tc.zeros(2)[0] = 1
+    with pytest.raises(AttributeError):
+        tc.zeros(2).shape = (1, 2)
+
+
+def test_dtypes():
+    assert tc.float32 == "f32" == tc.DType("float32")
+    assert tc.zeros(1).dtype == tc.float32
+    assert tc.zeros(1).dtype == "float32"
+    assert tc.zeros(1).dtype != "f16"
+    assert tc.zeros(1).dtype != "nonsense"
+    assert tc.zeros(1).dtype is not None
+    assert {"f32": 1}[tc.float32] == 1
+    assert str(tc.bfloat16) == f"{tc.bfloat16}" == "bf16"
+    assert repr(tc.bfloat16) == 'DType("bf16")'
+    assert (tc.bfloat16.itemsize, tc.bfloat16.is_floating_point) == (2, True)
+    assert (tc.int64.itemsize, tc.int64.is_floating_point) == (8, False)
+    assert tc.DType(np.float32) == tc.DType(np.dtype("float32")) == tc.float32
+    for dtype in (tc.float32, tc.float16, tc.bfloat16, tc.float64, tc.uint8, tc.uint32, tc.int64):
+        assert pickle.loads(pickle.dumps(dtype)) == copy.deepcopy(dtype) == dtype
+    with pytest.raises(tc.DTypeError, match="dtype: unknown dtype"):
+        tc.DType("f31")
+    with pytest.raises(tc.DTypeError, match="dtype: unknown dtype"):
+        tc.DType(np.complex64)
+
+
+def test_to():
+    t = tc.tensor([1.7, 2.3])
+    assert t.to("bf16").dtype == t.to(tc.bfloat16).dtype == t.to(dtype="bfloat16").dtype == "bf16"
+    assert t.to("cpu").device == t.to(device="cpu").device == "cpu"
+    assert t.to("cpu", dtype="f64").dtype == "f64"
+    assert t.to("i64").tolist() == [1, 2]
+    assert t.to("f16").float().dtype == "f32"
+    with pytest.raises(tc.CudaUnavailableError, match="CUDA is unavailable: this build has no CUDA support"):
+        t.to("cuda")
+    with pytest.raises(tc.DTypeError, match="dtype: unknown dtype"):
+        t.to("nonsense")
+    with pytest.raises(tc.ArgumentError, match="to: the target was given twice"):
+        t.to("f16", dtype="f32")

@@ -1,0 +1,83 @@
+"""Reductions and softmax, against numpy."""
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.testing import assert_close
+
+VALUES = np.random.default_rng(0).standard_normal((3, 4, 5))
+T = tc.tensor(VALUES)
+DIMS = [None, 0, 1, -1, (0, 2), [1, 2], (0, 1, 2)]
+
+
+def axis(dim):
+    return tuple(dim) if isinstance(dim, (list, tuple)) else dim
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min"])
+def test_reductions(name, dim, keepdim):
+    expected = getattr(np, name)(VALUES, axis=axis(dim), keepdims=keepdim)
+    assert_close(getattr(T, name)(dim=dim, keepdim=keepdim), expected)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_variance(dim):
+    assert_close(T.var(dim), np.var(VALUES, axis=axis(dim), ddof=1))
+    assert_close(T.var(dim, correction=0), np.var(VALUES, axis=axis(dim)))
+    assert_close(T.var(dim, keepdim=True), np.var(VALUES, axis=axis(dim), ddof=1, keepdims=True))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_logsumexp(dim):
+    assert_close(T.logsumexp(dim), np.log(np.exp(VALUES).sum(axis=axis(dim))))
+    assert_close((T + 1000).logsumexp(dim), np.log(np.exp(VALUES).sum(axis=axis(dim))) + 1000)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_along_one_dimension(dim):
+    exp = np.exp(VALUES)
+    assert_close(T.softmax(dim), exp / exp.sum(axis=dim, keepdims=True))
+    assert_close(T.log_softmax(dim=dim), np.log(exp / exp.sum(axis=dim, keepdims=True)))
+    assert_close(T.cumsum(dim), np.cumsum(VALUES, axis=dim))
+    np.testing.assert_array_equal(T.argmax(dim).numpy(), VALUES.argmax(axis=dim))
+    np.testing.assert_array_equal(T.argmax(dim, keepdim=True).numpy(), VALUES.argmax(axis=dim, keepdims=True))
+
+
+def test_argmax_of_all():
+    assert T.argmax().item() == VALUES.argmax()
+    assert T.argmax(keepdim=True).shape == (1, 1, 1)
+
+
+def test_half_types_sum_in_f32():
+    assert tc.ones(132_096, dtype="bf16").sum().item() == 132_096
+    assert tc.ones(40_000, dtype="f16").sum().item() == 40_000
+
+
+def test_nothing():
+    empty = tc.zeros(0, 3)
+    assert empty.sum().item() == 0
+    assert empty.sum(0).tolist() == [0, 0, 0]
+    assert empty.sum(1).shape == (0,)
+    assert np.isnan(empty.mean().item())
+    assert empty.softmax(-1).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: T.sum(3), tc.IndexOutOfRangeError, "sum: dimension 3 is out of range; expected -3 to 2"),
+        (lambda: T.mean((0, 0)), tc.ArgumentError, "mean: dimension 0 was given twice"),
+        (lambda: T.sum((1, -2)), tc.ArgumentError, "sum: dimension -2 was given twice"),
+        (lambda: T.softmax(-4), tc.IndexOutOfRangeError, "softmax: dimension -4 is out of range"),
+        (lambda: tc.tensor(1.0).softmax(0), tc.IndexOutOfRangeError, "without dimensions has none"),
+        (lambda: tc.tensor([1]).mean(), tc.DTypeError, "mean"),
+        (lambda: tc.zeros(0).max(), tc.Error, "max"),
+        (lambda: tc.zeros(0).argmax(), tc.Error, "argmax"),
+    ],
+)
+def test_errors(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
