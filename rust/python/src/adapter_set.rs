@@ -12,7 +12,7 @@ use trainable_candle_nn::adapter;
 
 use crate::call::{detached, quick};
 use crate::error::Result;
-use crate::types::Vars;
+use crate::types::NamedVars;
 use crate::var::Var;
 
 /// Which layers get an adapter, and of what kind and size. The names are peft's.
@@ -164,12 +164,12 @@ impl AdapterSet {
     }
 
     /// The trainable parameters under peft's names ("transformer_blocks.0.attn.to_q.lora_A.weight").
-    fn named_parameters<'py>(&self, py: Python<'py>) -> Result<Vars<'py>> {
+    fn named_parameters<'py>(&self, py: Python<'py>) -> Result<NamedVars<'py>> {
         let dict = PyDict::new(py);
         for (name, var) in &self.vars {
             dict.set_item(name, var)?;
         }
-        Ok(Vars(dict))
+        Ok(NamedVars(dict))
     }
 
     /// The configuration.

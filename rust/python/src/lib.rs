@@ -13,7 +13,9 @@ mod dtype;
 mod error;
 mod exceptions;
 mod functional;
+mod io;
 mod models;
+mod optim;
 mod rng;
 mod runtime;
 mod tensor;
@@ -41,6 +43,12 @@ mod _core {
     };
     #[pymodule_export]
     use crate::models::{DigitsTransformer, Model, load_model};
+    #[pymodule_export]
+    use crate::io::{load_file, save_file};
+    #[pymodule_export]
+    use crate::optim::{
+        Adam, Adam8bit, AdamW, AdamW8bit, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule, clip_grad_norm_,
+    };
     #[pymodule_export]
     use crate::rng::{get_rng_state, manual_seed, set_rng_state};
     #[pymodule_export]

@@ -18,7 +18,7 @@ use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
 use crate::tensor::Tensor;
-use crate::types::{Tensors, Vars};
+use crate::types::{NamedTensors, NamedVars};
 use crate::var::Var;
 
 /// A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called.
@@ -43,21 +43,21 @@ impl Model {
     }
 
     /// Every parameter by name, adapters left out; a merged one is part of its layer's weight.
-    fn named_tensors<'py>(&self, py: Python<'py>) -> Result<Tensors<'py>> {
+    fn named_tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
         for (name, tensor) in self.model.named_tensors() {
             dict.set_item(name, Bound::new(py, Tensor(tensor.detach()))?)?;
         }
-        Ok(Tensors(dict))
+        Ok(NamedTensors(dict))
     }
 
     /// The trainable parameters of the model itself by name: none if it was loaded, all if it is fresh.
-    fn named_parameters<'py>(&self, py: Python<'py>) -> Result<Vars<'py>> {
+    fn named_parameters<'py>(&self, py: Python<'py>) -> Result<NamedVars<'py>> {
         let dict = PyDict::new(py);
         for (name, var) in self.model.named_vars() {
             dict.set_item(name, Var::object(py, var)?)?;
         }
-        Ok(Vars(dict))
+        Ok(NamedVars(dict))
     }
 
     /// Put trainable adapters on the layers that `config` targets; the model itself stays as it is.

@@ -1,0 +1,55 @@
+//! Files of named tensors.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use pyo3::prelude::*;
+use trainable_candle_core as tc;
+use trainable_candle_io as io;
+
+use crate::call::detached;
+use crate::device;
+use crate::error::Result;
+use crate::tensor::Tensor;
+use crate::types::Tensors;
+
+/// Write tensors to a safetensors file, complete or not at all.
+///
+/// Args:
+///     tensors: tensors by name.
+///     path: the file.
+///     metadata: text entries for the file's header.
+///
+/// Raises:
+///     FileError: if the file cannot be written.
+#[pyfunction]
+#[pyo3(signature = (tensors, path, metadata=None))]
+pub fn save_file(
+    py: Python<'_>,
+    tensors: BTreeMap<String, PyRef<'_, Tensor>>,
+    path: PathBuf,
+    metadata: Option<BTreeMap<String, String>>,
+) -> Result<()> {
+    let tensors: BTreeMap<String, tc::Tensor> = tensors.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
+    let metadata = metadata.unwrap_or_default();
+    detached(py, || io::save_tensors(&path, tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)), &metadata))
+}
+
+/// Read a safetensors file.
+///
+/// Args:
+///     path: the file.
+///     device: where the tensors go.
+///
+/// Returns:
+///     Tensors by name.
+///
+/// Raises:
+///     MissingFileError: if there is no such file.
+///     WeightsFormatError: if it is no safetensors file, or holds a dtype that is not supported.
+#[pyfunction]
+#[pyo3(signature = (path, device="cpu"))]
+pub fn load_file<'py>(py: Python<'py>, path: PathBuf, device: &str) -> Result<Tensors<'py>> {
+    let device = device::parse(device)?;
+    Tensors::new(py, detached(py, || io::load_tensors(&path, &device))?)
+}

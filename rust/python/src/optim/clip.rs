@@ -1,0 +1,42 @@
+//! Gradient clipping.
+
+use pyo3::prelude::*;
+use trainable_candle_core as tc;
+use trainable_candle_nn::optim::{self, NormType};
+
+use super::Variables;
+use crate::call::detached;
+use crate::error::Result;
+
+/// Scale the gradients of `parameters` so that their common norm is at most `max_norm`, as torch's.
+///
+/// Args:
+///     parameters: the variables; those without a gradient count nothing.
+///     max_norm: at least 0; infinity leaves the gradients alone.
+///     norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude.
+///     error_if_nonfinite: whether a NaN or infinite norm is an error.
+///
+/// Returns:
+///     The norm before.
+///
+/// Raises:
+///     ArgumentError: if a number is out of range, or an item is no Var.
+///     NonFiniteError: if `error_if_nonfinite` and the norm is not finite; the gradients stay as they are then.
+#[pyfunction]
+#[pyo3(signature = (parameters, max_norm, norm_type=2.0, error_if_nonfinite=false))]
+pub fn clip_grad_norm_(
+    py: Python<'_>,
+    parameters: Variables,
+    max_norm: f64,
+    norm_type: f64,
+    error_if_nonfinite: bool,
+) -> Result<f64> {
+    let norm_type = if norm_type == 2.0 {
+        NormType::L2
+    } else if norm_type == f64::INFINITY {
+        NormType::Inf
+    } else {
+        return Err(tc::Error::argument("clip_grad_norm_", format!("found norm_type {norm_type}, expected 2 or infinity")).into());
+    };
+    detached(py, || optim::clip_grad_norm_(&parameters.0, max_norm, norm_type, error_if_nonfinite))
+}

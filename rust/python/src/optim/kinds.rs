@@ -1,0 +1,160 @@
+//! One class for each optimizer. Argument names and defaults are torch's, for 8-bit ones bitsandbytes'.
+
+use pyo3::prelude::*;
+use trainable_candle_nn::optim::{self, Adam8bitConfig, AdamConfig, Lion8bitConfig, LionConfig, SGDConfig};
+
+use super::{Optimizer, Params};
+use crate::error::Result;
+
+macro_rules! optimizers {
+    ($($(#[$doc:meta])* $name:ident($config:ident { $($field:ident: $type:ty = $default:tt),* } $(, only $($named:ident: $named_type:ty = $named_default:tt),*)?);)*) => {$(
+        $(#[$doc])*
+        #[pyclass(frozen, extends = Optimizer, module = "trainable_candle.optim")]
+        pub struct $name;
+
+        #[pymethods]
+        impl $name {
+            #[new]
+            #[pyo3(signature = (params, $($field = $default),* $(, *, $($named = $named_default),*)?))]
+            fn new(params: Params<'_>, $($field: $type),* $(, $($named: $named_type),*)?) -> Result<PyClassInitializer<Self>> {
+                let config = $config { $($field),* $(, $($named),*)? };
+                let fields = [$(stringify!($field)),* $(, $(stringify!($named)),*)?];
+                let groups = params.groups(stringify!($name), config, &fields, |config, key, value| {
+                    match key {
+                        $(stringify!($field) => config.$field = value.extract()?,)*
+                        $($(stringify!($named) => config.$named = value.extract()?,)*)?
+                        _ => return Ok(false),
+                    }
+                    Ok(true)
+                })?;
+                let optimizer = Optimizer::new(optim::$name::with_groups(groups)?);
+                Ok(PyClassInitializer::from(optimizer).add_subclass(Self))
+            }
+        }
+    )*};
+}
+
+optimizers! {
+    /// Stochastic gradient descent with momentum, as `torch.optim.SGD`.
+    ///
+    /// Args:
+    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     lr: learning rate, at least 0.
+    ///     momentum: share of the momentum buffer that stays from step to step; 0 for no buffer.
+    ///     dampening: the gradient enters the buffer with weight 1 - dampening.
+    ///     weight_decay: L2 penalty, added to the gradient.
+    ///     nesterov: look ahead along the momentum; needs momentum > 0 and dampening 0.
+    ///     maximize: ascend instead of descend.
+    ///
+    /// Raises:
+    ///     ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+    ///     DTypeError: if a variable's dtype is not supported.
+    SGD(
+        SGDConfig { lr: f64 = 1e-3, momentum: f64 = 0.0, dampening: f64 = 0.0, weight_decay: f64 = 0.0, nesterov: bool = false },
+        only maximize: bool = false
+    );
+
+    /// Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.
+    ///
+    /// Args:
+    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     lr: learning rate, at least 0.
+    ///     betas: decay rates of the first and the second moment, each in [0, 1).
+    ///     eps: added to the root of the second moment.
+    ///     weight_decay: L2 penalty, added to the gradient.
+    ///     amsgrad: divide by the largest second moment so far.
+    ///     maximize: ascend instead of descend.
+    ///
+    /// Raises:
+    ///     ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+    ///     DTypeError: if a variable's dtype is not supported.
+    Adam(
+        AdamConfig { lr: f64 = 1e-3, betas: (f64, f64) = (0.9, 0.999), eps: f64 = 1e-8, weight_decay: f64 = 0.0, amsgrad: bool = false },
+        only maximize: bool = false
+    );
+
+    /// Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101), as `torch.optim.AdamW`.
+    ///
+    /// Args:
+    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     lr: learning rate, at least 0.
+    ///     betas: decay rates of the first and the second moment, each in [0, 1).
+    ///     eps: added to the root of the second moment.
+    ///     weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+    ///     amsgrad: divide by the largest second moment so far.
+    ///     maximize: ascend instead of descend.
+    ///
+    /// Raises:
+    ///     ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+    ///     DTypeError: if a variable's dtype is not supported.
+    AdamW(
+        AdamConfig { lr: f64 = 1e-3, betas: (f64, f64) = (0.9, 0.999), eps: f64 = 1e-8, weight_decay: f64 = 1e-2, amsgrad: bool = false },
+        only maximize: bool = false
+    );
+
+    /// Adam with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `Adam8bit`.
+    ///
+    /// Args:
+    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     lr: learning rate, at least 0.
+    ///     betas: decay rates of the first and the second moment, each in [0, 1).
+    ///     eps: added to the root of the second moment.
+    ///     weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+    ///     min_8bit_size: variables with fewer elements keep their moments in f32.
+    ///
+    /// Raises:
+    ///     ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+    ///     DTypeError: if a variable's dtype is not supported.
+    Adam8bit(
+        Adam8bitConfig { lr: f64 = 1e-3, betas: (f64, f64) = (0.9, 0.999), eps: f64 = 1e-8, weight_decay: f64 = 0.0 },
+        only min_8bit_size: usize = 4096
+    );
+
+    /// AdamW with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `AdamW8bit`.
+    ///
+    /// Args:
+    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     lr: learning rate, at least 0.
+    ///     betas: decay rates of the first and the second moment, each in [0, 1).
+    ///     eps: added to the root of the second moment.
+    ///     weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+    ///     min_8bit_size: variables with fewer elements keep their moments in f32.
+    ///
+    /// Raises:
+    ///     ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+    ///     DTypeError: if a variable's dtype is not supported.
+    AdamW8bit(
+        Adam8bitConfig { lr: f64 = 1e-3, betas: (f64, f64) = (0.9, 0.999), eps: f64 = 1e-8, weight_decay: f64 = 1e-2 },
+        only min_8bit_size: usize = 4096
+    );
+
+    /// Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum.
+    ///
+    /// Args:
+    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     lr: learning rate, at least 0; 3 to 10 times smaller than Adam's.
+    ///     betas: weight of the momentum in the update, and its decay rate; each in [0, 1).
+    ///     weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+    ///
+    /// Raises:
+    ///     ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+    ///     DTypeError: if a variable's dtype is not supported.
+    Lion(LionConfig { lr: f64 = 1e-4, betas: (f64, f64) = (0.9, 0.99), weight_decay: f64 = 0.0 });
+
+    /// Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.
+    ///
+    /// Args:
+    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     lr: learning rate, at least 0; 3 to 10 times smaller than Adam's.
+    ///     betas: weight of the momentum in the update, and its decay rate; each in [0, 1).
+    ///     weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+    ///     min_8bit_size: variables with fewer elements keep their momentum in f32.
+    ///
+    /// Raises:
+    ///     ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+    ///     DTypeError: if a variable's dtype is not supported.
+    Lion8bit(
+        Lion8bitConfig { lr: f64 = 1e-4, betas: (f64, f64) = (0.9, 0.99), weight_decay: f64 = 0.0 },
+        only min_8bit_size: usize = 4096
+    );
+}

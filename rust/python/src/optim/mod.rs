@@ -1,0 +1,214 @@
+//! Optimizers and what goes with them.
+
+mod clip;
+mod kinds;
+mod scaler;
+mod schedule;
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pyo3::inspect::PyStaticExpr;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyDictMethods, PyString};
+use pyo3::{PyTypeInfo, type_hint_identifier, type_hint_subscript, type_hint_union};
+use trainable_candle_core as tc;
+use trainable_candle_nn::optim::{self, ParamGroup, StateDict};
+
+pub use clip::clip_grad_norm_;
+pub use kinds::{Adam, Adam8bit, AdamW, AdamW8bit, Lion, Lion8bit, SGD};
+pub use scaler::GradScaler;
+pub use schedule::Schedule;
+
+use crate::call::{detached, quick};
+use crate::error::Result;
+use crate::tensor::Tensor;
+use crate::types::Tensors;
+use crate::var::Var;
+
+/// What all optimizers can do. Make one of its subclasses.
+#[pyclass(frozen, subclass, module = "trainable_candle.optim")]
+pub struct Optimizer(Mutex<Box<dyn optim::Optimizer>>);
+
+impl Optimizer {
+    fn new(optimizer: impl optim::Optimizer + 'static) -> Self {
+        Self(Mutex::new(Box::new(optimizer)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Box<dyn optim::Optimizer>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl Optimizer {
+    /// Update every variable that has a gradient. The gradients stay; `zero_grad` forgets them.
+    fn step(&self, py: Python<'_>) -> Result<()> {
+        detached(py, || self.lock().step_all())
+    }
+
+    /// Forget the gradients of all variables.
+    fn zero_grad(&self, py: Python<'_>) -> Result<()> {
+        detached(py, || self.lock().zero_grad())
+    }
+
+    /// The learning rate: of the first group when read, of all groups when set.
+    ///
+    /// Raises:
+    ///     ArgumentError: on assignment, if it is negative or not finite.
+    #[getter]
+    fn lr(&self) -> f64 {
+        self.lock().lr()
+    }
+
+    #[setter]
+    fn set_lr(&self, lr: f64) -> Result<()> {
+        quick(|| self.lock().set_lr(lr))
+    }
+
+    /// The learning rate of each group; as many must be assigned.
+    ///
+    /// Raises:
+    ///     ArgumentError: on assignment, if there are more or fewer, or one is negative or not finite.
+    #[getter]
+    fn group_lrs(&self) -> Vec<f64> {
+        self.lock().group_lrs()
+    }
+
+    #[setter]
+    fn set_group_lrs(&self, lrs: Vec<f64>) -> Result<()> {
+        let mut optimizer = self.lock();
+        let groups = optimizer.group_lrs().len();
+        if lrs.len() != groups {
+            let message = format!("found {} learning rates, expected one for each of {groups} groups", lrs.len());
+            return Err(tc::Error::argument(optimizer.name(), message).into());
+        }
+        quick(|| lrs.iter().enumerate().try_for_each(|(group, &lr)| optimizer.set_group_lr(group, lr)))
+    }
+
+    /// A copy of all states: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
+    /// `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
+    /// learning rate of each group.
+    fn state_dict<'py>(&self, py: Python<'py>) -> Result<Tensors<'py>> {
+        Tensors::new(py, detached(py, || self.lock().state_dict())?)
+    }
+
+    /// Take over the states of an optimizer of the same kind over variables of the same shapes.
+    ///
+    /// Raises:
+    ///     ConfigError: if states are missing or not expected. Nothing is changed then.
+    ///     ShapeError, DTypeError: if one differs. Nothing is changed then.
+    fn load_state_dict(&self, py: Python<'_>, state: HashMap<String, PyRef<'_, Tensor>>) -> Result<()> {
+        let states: StateDict = state.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
+        detached(py, || self.lock().load_state_dict(&states))
+    }
+
+    /// Bytes of all states and master values held now. A variable's states are made at its first step.
+    #[getter]
+    fn state_bytes(&self) -> usize {
+        self.lock().state_bytes()
+    }
+
+    fn __repr__(&self) -> String {
+        let optimizer = self.lock();
+        let elements: usize = optimizer.vars().iter().map(|var| var.elem_count()).sum();
+        format!("{}({elements} parameters, lr={})", optimizer.name(), optimizer.lr())
+    }
+}
+
+const ITERABLE: PyStaticExpr = type_hint_identifier!("collections.abc", "Iterable");
+const VARIABLES: PyStaticExpr = type_hint_subscript!(ITERABLE, Var::TYPE_HINT);
+
+/// Variables, from any iterable or the values of a dict.
+pub struct Variables(Vec<tc::Var>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Variables {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = type_hint_union!(
+        VARIABLES,
+        type_hint_subscript!(
+            type_hint_identifier!("collections.abc", "Mapping"),
+            type_hint_identifier!("builtins", "str"),
+            Var::TYPE_HINT
+        )
+    );
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Ok(Self(variables("parameters", &items(&object)?)?))
+    }
+}
+
+/// The things in an iterable, or the values of a dict.
+fn items<'py>(object: &Bound<'py, PyAny>) -> Result<Vec<Bound<'py, PyAny>>> {
+    if object.is_instance_of::<Tensor>() {
+        return Err(tc::Error::argument("parameters", "found one tensor, expected a list of Vars").into());
+    }
+    if let Ok(named) = object.cast::<PyDict>() {
+        return Ok(named.values().iter().collect());
+    }
+    Ok(object.try_iter()?.collect::<PyResult<_>>()?)
+}
+
+fn variables(op: &'static str, items: &[Bound<'_, PyAny>]) -> Result<Vec<tc::Var>> {
+    let variable = |(index, item): (usize, &Bound<'_, PyAny>)| match item.cast::<Var>() {
+        Ok(var) => Ok(var.get().0.clone()),
+        Err(_) => {
+            let kind = item.get_type().name()?;
+            let message = format!("item {index} is {kind}, expected a Var; only variables are trained");
+            Err(tc::Error::argument(op, message).into())
+        }
+    };
+    items.iter().enumerate().map(variable).collect()
+}
+
+/// What an optimizer trains: variables, or groups of them with hyper-parameters of their own.
+pub struct Params<'py>(Vec<Bound<'py, PyAny>>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Params<'py> {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = type_hint_union!(
+        Variables::INPUT_TYPE,
+        type_hint_subscript!(
+            ITERABLE,
+            type_hint_subscript!(
+                type_hint_identifier!("collections.abc", "Mapping"),
+                type_hint_identifier!("builtins", "str"),
+                type_hint_identifier!("typing", "Any")
+            )
+        )
+    );
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Ok(Self(items(&object)?))
+    }
+}
+
+/// Sets the hyper-parameter of a name; false if there is none.
+type SetField<C> = fn(&mut C, &str, &Bound<'_, PyAny>) -> PyResult<bool>;
+
+impl Params<'_> {
+    /// The groups, each with `config` changed by its own entries.
+    fn groups<C: Clone>(&self, op: &'static str, config: C, fields: &[&str], set: SetField<C>) -> Result<Vec<ParamGroup<C>>> {
+        if !self.0.first().is_some_and(|item| item.is_instance_of::<PyDict>()) {
+            return Ok(vec![ParamGroup { params: variables(op, &self.0)?, config }]);
+        }
+        let group = |item: &Bound<'_, PyAny>| {
+            let item = item.cast::<PyDict>()?;
+            let mut config = config.clone();
+            let mut params = None;
+            for (key, value) in item.iter() {
+                let key = key.cast_into::<PyString>().map_err(PyErr::from)?;
+                let key = key.to_str()?;
+                if key == "params" {
+                    params = Some(variables(op, &items(&value)?)?);
+                } else if !set(&mut config, key, &value)? {
+                    let message = format!("unknown entry \"{key}\" in a parameter group; expected params, {}", fields.join(", "));
+                    return Err(tc::Error::argument(op, message).into());
+                }
+            }
+            let params = params.ok_or_else(|| tc::Error::argument(op, "a parameter group has no entry \"params\""))?;
+            Ok(ParamGroup { params, config })
+        };
+        self.0.iter().map(group).collect()
+    }
+}

@@ -1,0 +1,104 @@
+//! Loss scaling.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use trainable_candle_core as tc;
+use trainable_candle_nn::optim::{self, GradScalerConfig};
+
+use super::Optimizer;
+use crate::call::{detached, quick};
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+/// Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
+/// `torch.amp.GradScaler`.
+///
+/// One iteration: `scaler.scale(loss).backward()`, `scaler.unscale_(opt)` and clipping if wanted, `scaler.step(opt)`,
+/// `scaler.update()`.
+///
+/// Args:
+///     init_scale: the first scale.
+///     growth_factor: the scale is multiplied by this after `growth_interval` good steps in a row; above 1.
+///     backoff_factor: the scale is multiplied by this after a step with an infinity or a NaN; in (0, 1).
+///     growth_interval: good steps in a row before the scale grows.
+///     enabled: if not, losses and gradients stay as they are and every step is taken.
+///
+/// Raises:
+///     ArgumentError: if a number is out of range.
+#[pyclass(frozen, module = "trainable_candle.optim")]
+pub struct GradScaler(Mutex<optim::GradScaler>);
+
+impl GradScaler {
+    fn lock(&self) -> MutexGuard<'_, optim::GradScaler> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl GradScaler {
+    #[new]
+    #[pyo3(signature = (init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=true))]
+    fn new(init_scale: f64, growth_factor: f64, backoff_factor: f64, growth_interval: u64, enabled: bool) -> Result<Self> {
+        let config = GradScalerConfig { init_scale, growth_factor, backoff_factor, growth_interval, enabled };
+        Ok(Self(Mutex::new(optim::GradScaler::new(config)?)))
+    }
+
+    /// The loss times the scale.
+    fn scale(&self, loss: &Tensor) -> Result<Tensor> {
+        quick(|| self.lock().scale(&loss.0)).map(Tensor)
+    }
+
+    /// Divide the gradients of the optimizer's variables by the scale, to clip or look at them before the step.
+    ///
+    /// Raises:
+    ///     ArgumentError: if that was done since the last `update`.
+    fn unscale_(&self, py: Python<'_>, optimizer: &Optimizer) -> Result<()> {
+        detached(py, || self.lock().unscale(&**optimizer.lock()))
+    }
+
+    /// Unscale the gradients if that was not done, then let the optimizer step, unless one is infinite or NaN.
+    ///
+    /// Returns:
+    ///     Whether the step was taken.
+    ///
+    /// Raises:
+    ///     ArgumentError: if a step was taken since the last `update`.
+    fn step(&self, py: Python<'_>, optimizer: &Optimizer) -> Result<bool> {
+        detached(py, || self.lock().step(&mut **optimizer.lock()))
+    }
+
+    /// End the iteration: the scale falls after a step that was skipped, and grows after enough good ones in a row.
+    ///
+    /// Raises:
+    ///     ArgumentError: if no optimizer was unscaled or stepped since the last call.
+    fn update(&self) -> Result<()> {
+        quick(|| self.lock().update())
+    }
+
+    /// The current scale; 1 if not enabled.
+    fn get_scale(&self) -> f64 {
+        self.lock().get_scale()
+    }
+
+    /// The scale and the good steps in a row so far, as numbers.
+    fn state_dict(&self) -> BTreeMap<&'static str, f64> {
+        let scaler = self.lock();
+        BTreeMap::from([("scale", scaler.get_scale()), ("growth_tracker", scaler.growth_tracker() as f64)])
+    }
+
+    /// Go on with what `state_dict` returned.
+    ///
+    /// Raises:
+    ///     ConfigError: if an entry is missing.
+    ///     ArgumentError: if the scale is not a number above 0.
+    fn load_state_dict(&self, state: BTreeMap<String, f64>) -> Result<()> {
+        let entry = |name: &str| {
+            let missing = || tc::Error::Config(format!("GradScaler: the state has no entry \"{name}\""));
+            state.get(name).copied().ok_or_else(missing)
+        };
+        let (scale, tracker) = (entry("scale")?, entry("growth_tracker")?);
+        quick(|| self.lock().restore(scale, tracker as u64))
+    }
+}

@@ -1,0 +1,47 @@
+//! Learning-rate schedules.
+
+use pyo3::prelude::*;
+use trainable_candle_core as tc;
+use trainable_candle_nn::optim::{self, Decay};
+
+use crate::error::Result;
+
+/// The factor on the learning rate as a function of the step, as transformers' schedules with warm-up: over the first
+/// `warmup_steps` steps it rises linearly from 0, afterwards it follows its kind.
+///
+/// Args:
+///     kind: "constant", "linear", "cosine" or "polynomial".
+///     warmup_steps: steps of the warm-up.
+///     total_steps: steps of the training, warm-up included.
+///     cycles: waves of the cosine; half a one goes from 1 to 0.
+///     end: the last factor of the polynomial, in [0, 1).
+///     power: the power of the polynomial, above 0.
+///
+/// Raises:
+///     ArgumentError: if the kind is unknown or a number out of range.
+#[pyclass(frozen, module = "trainable_candle.optim")]
+pub struct Schedule(optim::Schedule);
+
+#[pymethods]
+impl Schedule {
+    #[new]
+    #[pyo3(signature = (kind, warmup_steps=0, total_steps=0, *, cycles=0.5, end=0.0, power=1.0))]
+    fn new(kind: &str, warmup_steps: u64, total_steps: u64, cycles: f64, end: f64, power: f64) -> Result<Self> {
+        let decay = match kind {
+            "constant" => Decay::Constant,
+            "linear" => Decay::Linear { total_steps },
+            "cosine" => Decay::Cosine { total_steps, cycles },
+            "polynomial" => Decay::Polynomial { total_steps, end, power },
+            other => {
+                let message = format!("unknown schedule \"{other}\"; expected \"constant\", \"linear\", \"cosine\" or \"polynomial\"");
+                return Err(tc::Error::argument("lr_scheduler", message).into());
+            }
+        };
+        Ok(Self(optim::Schedule::new(warmup_steps, decay)?))
+    }
+
+    /// The factor of step `step`, which counts from 0.
+    fn factor(&self, step: u64) -> f64 {
+        self.0.factor(step)
+    }
+}
