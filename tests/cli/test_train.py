@@ -1,6 +1,8 @@
 """`train-lora`, `sample` and `merge` as a user runs them."""
 
+import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from PIL import Image
 
 import trainable_candle as tc
 from trainable_candle.models import DigitsTransformer
+from trainable_candle.train import TrainConfig
 from trainable_candle.train.callbacks import read_log
 from trainable_candle.train.state import checkpoints, step_of
 
@@ -114,6 +117,18 @@ def test_a_file_of_settings_with_flags(
     assert len(read_log(tmp_path / "out" / "train.csv")) == 2
 
 
+def test_folders_may_have_any_name(digits_base: Path, digits_folder: Path, tmp_path: Path) -> None:
+    name = os.fsdecode(b"# \xf0\x9f\x90\x88 'a' \xff")  # an emoji, and a byte that is no UTF-8
+    dataset, output = tmp_path / name, tmp_path / f"{name} out"
+    shutil.copytree(digits_folder, dataset)
+    result = run(*training(digits_base, dataset, output, 2))
+    assert result.returncode == 0, result.stderr
+    config = TrainConfig.from_yaml(output / "config.yaml")
+    assert (config.dataset, config.output) == (str(dataset), str(output))
+    resumed = run("train", "--config", output / "config.yaml", "--resume", "latest", "--steps", 3)
+    assert resumed.returncode == 0, resumed.stderr
+
+
 def refused(result: subprocess.CompletedProcess[str], *texts: str) -> None:
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
@@ -159,6 +174,11 @@ def test_a_device_that_is_not_there_is_refused(
     arguments = training(digits_base, digits_folder, tmp_path / "out", 2)
     refused(run(*arguments, "--device", "gpu"), "gpu")
     refused(run(*arguments, "--target-modules", "to_x"), "to_x")
+
+
+def test_a_dtype_that_is_none_is_refused(digits_base: Path, tmp_path: Path) -> None:
+    arguments = ["--weights", digits_base, "--prompt", "1", "--output", tmp_path / "a.png"]
+    refused(sample(*arguments, "--dtype", "f8"), "f8")
 
 
 def sample(*arguments: Sequence[object] | object) -> subprocess.CompletedProcess[str]:

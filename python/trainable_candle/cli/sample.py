@@ -45,7 +45,7 @@ def make_parser(program: str) -> Parser:
     parser = Parser(
         program,
         "Draw pictures, with an adapter or without, into one PNG.",
-        "--model NAME --prompt TEXT --output FILE.png [options]",
+        "--model NAME --prompt TEXT --output PNG [options]",
     )
     group = parser.add_argument_group("what to draw")
     group.add_argument(
@@ -64,7 +64,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--count", metavar="N", type=whole(1), help="pictures for each prompt (default: 1)"
     )
-    group.add_argument("--output", metavar="FILE.png", help="the picture to write")
+    group.add_argument("--output", metavar="PNG", help="the picture to write")
     group.add_argument(
         "--columns", metavar="N", type=whole(1), help="pictures in a row (default: square)"
     )
