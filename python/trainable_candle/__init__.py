@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainable_candle._core import (
     DType,
+    LoraConfig,
     Tensor,
     Var,
     __version__,
@@ -21,6 +22,7 @@ from trainable_candle._core import (
     grad,
     gradcheck,
     is_grad_enabled,
+    load_file,
     lora_backward,
     manual_seed,
     ones,
@@ -28,6 +30,7 @@ from trainable_candle._core import (
     rand,
     randint,
     randn,
+    save_file,
     set_num_threads,
     set_rng_state,
     stack,
@@ -59,7 +62,7 @@ from trainable_candle.errors import (
 )
 
 if TYPE_CHECKING:
-    from trainable_candle import cuda, errors, memory, nn, optim, testing
+    from trainable_candle import cuda, errors, memory, models, nn, optim, testing, train
 
 float32 = DType("f32")
 float16 = DType("f16")
@@ -82,6 +85,7 @@ __all__ = [
     "FileError",
     "IndexOutOfRangeError",
     "InternalError",
+    "LoraConfig",
     "MissingFileError",
     "NoBackwardError",
     "NonFiniteError",
@@ -112,9 +116,11 @@ __all__ = [
     "info",
     "int64",
     "is_grad_enabled",
+    "load_file",
     "lora_backward",
     "manual_seed",
     "memory",
+    "models",
     "nn",
     "no_grad",
     "ones",
@@ -123,6 +129,7 @@ __all__ = [
     "rand",
     "randint",
     "randn",
+    "save_file",
     "set_num_threads",
     "set_rng_state",
     "stack",
@@ -136,7 +143,7 @@ __all__ = [
 ]
 
 # Imported when first used, so that `import trainable_candle` stays quick.
-_LAZY = frozenset({"memory", "nn", "optim", "testing"})
+_LAZY = frozenset({"memory", "models", "nn", "optim", "testing", "train"})
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -83,7 +83,7 @@ fn raise_io(path: &std::path::Path, source: &std::io::Error) -> PyErr {
     let reason = source.to_string();
     // The text of an operating system error ends with its number, which is an argument of its own here.
     let reason = reason.split(" (os error").next().unwrap_or_default().to_owned();
-    let arguments = (source.raw_os_error(), reason, path.to_path_buf());
+    let arguments = (source.raw_os_error(), reason, path.as_os_str().to_owned());
     if source.kind() == std::io::ErrorKind::NotFound {
         py::MissingFileError::new_err(arguments)
     } else {

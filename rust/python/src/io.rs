@@ -11,7 +11,7 @@ use crate::call::detached;
 use crate::device;
 use crate::error::Result;
 use crate::tensor::Tensor;
-use crate::types::Tensors;
+use crate::types::NamedTensors;
 
 /// Write tensors to a safetensors file, complete or not at all.
 ///
@@ -49,7 +49,7 @@ pub fn save_file(
 ///     WeightsFormatError: if it is no safetensors file, or holds a dtype that is not supported.
 #[pyfunction]
 #[pyo3(signature = (path, device="cpu"))]
-pub fn load_file<'py>(py: Python<'py>, path: PathBuf, device: &str) -> Result<Tensors<'py>> {
+pub fn load_file<'py>(py: Python<'py>, path: PathBuf, device: &str) -> Result<NamedTensors<'py>> {
     let device = device::parse(device)?;
-    Tensors::new(py, detached(py, || io::load_tensors(&path, &device))?)
+    NamedTensors::new(py, detached(py, || io::load_tensors(&path, &device))?)
 }

@@ -42,9 +42,9 @@ mod _core {
         rms_norm, rope, scaled_dot_product_attention,
     };
     #[pymodule_export]
-    use crate::models::{DigitsTransformer, Model, load_model};
-    #[pymodule_export]
     use crate::io::{load_file, save_file};
+    #[pymodule_export]
+    use crate::models::{DigitsTransformer, Model, load_model};
     #[pymodule_export]
     use crate::optim::{
         Adam, Adam8bit, AdamW, AdamW8bit, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule, clip_grad_norm_,

@@ -11,8 +11,6 @@ use trainable_candle_core as tc;
 use crate::error::Result;
 use crate::tensor::Tensor;
 use crate::var::Var;
-use crate::tensor::Tensor;
-use crate::var::Var;
 
 /// `...` in an annotation.
 pub const ELLIPSIS: PyStaticExpr = PyStaticExpr::Constant { value: PyStaticConstant::Ellipsis };
@@ -210,40 +208,7 @@ impl<'py> IntoPyObject<'py> for NamedTensors<'py> {
     }
 }
 
-/// Declares a dict with string keys and values of one class.
-macro_rules! named {
-    ($(#[$doc:meta])* $name:ident of $class:ty) => {
-        $(#[$doc])*
-        pub struct $name<'py>(pub Bound<'py, PyDict>);
-
-        impl<'py> IntoPyObject<'py> for $name<'py> {
-            type Target = PyDict;
-            type Output = Bound<'py, PyDict>;
-            type Error = Infallible;
-            const OUTPUT_TYPE: PyStaticExpr = type_hint_subscript!(
-                type_hint_identifier!("builtins", "dict"),
-                type_hint_identifier!("builtins", "str"),
-                <$class as PyTypeInfo>::TYPE_HINT
-            );
-
-            fn into_pyobject(self, _: Python<'py>) -> std::result::Result<Self::Output, Self::Error> {
-                Ok(self.0)
-            }
-        }
-    };
-}
-
-named! {
-    /// Tensors by name.
-    Tensors of Tensor
-}
-
-named! {
-    /// Variables by name.
-    Vars of Var
-}
-
-impl<'py> Tensors<'py> {
+impl<'py> NamedTensors<'py> {
     /// The dict of named tensors.
     pub fn new(py: Python<'py>, tensors: impl IntoIterator<Item = (String, tc::Tensor)>) -> Result<Self> {
         let dict = PyDict::new(py);

@@ -23,7 +23,7 @@ pub use schedule::Schedule;
 use crate::call::{detached, quick};
 use crate::error::Result;
 use crate::tensor::Tensor;
-use crate::types::Tensors;
+use crate::types::NamedTensors;
 use crate::var::Var;
 
 /// What all optimizers can do. Make one of its subclasses.
@@ -89,8 +89,8 @@ impl Optimizer {
     /// A copy of all states: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
     /// `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
     /// learning rate of each group.
-    fn state_dict<'py>(&self, py: Python<'py>) -> Result<Tensors<'py>> {
-        Tensors::new(py, detached(py, || self.lock().state_dict())?)
+    fn state_dict<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
+        NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
     }
 
     /// Take over the states of an optimizer of the same kind over variables of the same shapes.

@@ -1,0 +1,29 @@
+"""Optimizers, gradient clipping, loss scaling and learning-rate schedules."""
+
+from trainable_candle._core import (
+    SGD,
+    Adam,
+    Adam8bit,
+    AdamW,
+    AdamW8bit,
+    GradScaler,
+    Lion,
+    Lion8bit,
+    Optimizer,
+    clip_grad_norm_,
+)
+from trainable_candle.optim import lr_scheduler
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "Adam8bit",
+    "AdamW",
+    "AdamW8bit",
+    "GradScaler",
+    "Lion",
+    "Lion8bit",
+    "Optimizer",
+    "clip_grad_norm_",
+    "lr_scheduler",
+]

@@ -1,0 +1,129 @@
+"""Learning-rate schedules with warm-up; the definitions are those of transformers.
+
+    scheduler = tc.optim.lr_scheduler.cosine(opt, total_steps=1000, warmup_steps=50)
+    for batch in batches:
+        ...
+        opt.step()
+        scheduler.step()
+"""
+
+from trainable_candle._core import Optimizer, Schedule
+from trainable_candle.errors import ArgumentError
+
+__all__ = ["LRScheduler", "constant", "cosine", "linear", "polynomial"]
+
+
+class LRScheduler:
+    """Sets the learning rates of an optimizer: the ones it had at first times a factor of the step.
+
+    Step 0 is set at once, so that the optimizer's first step has its rate.
+
+    Args:
+        optimizer: The optimizer.
+        schedule: The factor as a function of the step.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._base_lrs = optimizer.group_lrs
+        self.set_step(0)
+
+    @property
+    def last_step(self) -> int:
+        """The step whose learning rates are set."""
+        return self._step
+
+    @property
+    def base_lrs(self) -> list[float]:
+        """The learning rates of the groups that the factor is applied to."""
+        return list(self._base_lrs)
+
+    def step(self) -> None:
+        """Go on to the next step; to be called after the optimizer's."""
+        self.set_step(self._step + 1)
+
+    def set_step(self, step: int) -> None:
+        """Jump to a step: as if `step` had been called that often from the start.
+
+        Raises:
+            ArgumentError: If it is negative.
+        """
+        if step < 0:
+            raise ArgumentError(f"lr_scheduler: found step {step}, expected 0 or more")
+        self._step = step
+        factor = self._schedule.factor(step)
+        self._optimizer.group_lrs = [lr * factor for lr in self._base_lrs]
+
+
+def constant(
+    optimizer: Optimizer, *, total_steps: int | None = None, warmup_steps: int = 0
+) -> LRScheduler:
+    """Rise linearly from 0 over `warmup_steps`, then stay.
+
+    Args:
+        optimizer: The optimizer.
+        total_steps: Means nothing here; for schedules that are picked by name.
+        warmup_steps: Steps of the warm-up.
+    """
+    del total_steps
+    return LRScheduler(optimizer, Schedule("constant", warmup_steps))
+
+
+def linear(optimizer: Optimizer, *, total_steps: int, warmup_steps: int = 0) -> LRScheduler:
+    """Rise linearly from 0 over `warmup_steps`, then fall linearly to 0 at `total_steps`.
+
+    Args:
+        optimizer: The optimizer.
+        total_steps: Steps of the training, warm-up included.
+        warmup_steps: Steps of the warm-up.
+    """
+    return LRScheduler(optimizer, Schedule("linear", warmup_steps, total_steps))
+
+
+def cosine(
+    optimizer: Optimizer, *, total_steps: int, warmup_steps: int = 0, num_cycles: float = 0.5
+) -> LRScheduler:
+    """Rise linearly from 0 over `warmup_steps`, then follow a cosine.
+
+    Args:
+        optimizer: The optimizer.
+        total_steps: Steps of the training, warm-up included.
+        warmup_steps: Steps of the warm-up.
+        num_cycles: Waves of the cosine; half a one falls to 0 at `total_steps`.
+
+    Raises:
+        ArgumentError: If `num_cycles` is negative.
+    """
+    return LRScheduler(optimizer, Schedule("cosine", warmup_steps, total_steps, cycles=num_cycles))
+
+
+def polynomial(
+    optimizer: Optimizer,
+    *,
+    total_steps: int,
+    warmup_steps: int = 0,
+    lr_end: float = 1e-7,
+    power: float = 1.0,
+) -> LRScheduler:
+    """Rise linearly from 0 over `warmup_steps`, then fall by a power to `lr_end` and stay.
+
+    Args:
+        optimizer: The optimizer.
+        total_steps: Steps of the training, warm-up included.
+        warmup_steps: Steps of the warm-up.
+        lr_end: The last learning rate of the first group; the others end in proportion.
+        power: 1 for a straight line.
+
+    Raises:
+        ArgumentError: If `lr_end` is not below the first group's learning rate, or `power` is not
+            above 0.
+    """
+    lr = optimizer.lr
+    if not 0 <= lr_end < lr:
+        raise ArgumentError(
+            f"lr_scheduler: found lr_end {lr_end}, expected at least 0 and less than the "
+            f"optimizer's learning rate {lr}"
+        )
+    schedule = Schedule("polynomial", warmup_steps, total_steps, end=lr_end / lr, power=power)
+    return LRScheduler(optimizer, schedule)

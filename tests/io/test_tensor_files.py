@@ -1,0 +1,55 @@
+"""safetensors files from Python."""
+
+import errno
+import json
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+
+def test_round_trip(tmp_path):
+    tensors = {
+        f"{dtype}.{name}": tc.tensor(values, dtype=dtype)
+        for dtype in ("f32", "f64", "f16", "bf16", "u8", "u32", "i64")
+        for name, values in (("matrix", np.arange(6).reshape(2, 3)), ("number", 3), ("empty", np.zeros((0, 2))))
+    }
+    tensors["view"] = tc.arange(12).reshape(3, 4).T[1:]
+    tensors["variable"] = tc.Var([1.0])
+    path = tmp_path / "file.safetensors"
+    tc.save_file(tensors, path, metadata={"made by": "a test"})
+    loaded = tc.load_file(str(path))
+    assert sorted(loaded) == sorted(tensors)
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert loaded[name].shape == tensor.shape
+        assert loaded[name].tolist() == tensor.tolist()
+        assert not loaded[name].requires_grad
+    header = path.read_bytes()[8:]
+    assert json.JSONDecoder().raw_decode(header.decode("latin1"))[0]["__metadata__"] == {"made by": "a test"}
+    assert [p.name for p in tmp_path.iterdir()] == ["file.safetensors"]
+
+
+def test_missing_file(tmp_path):
+    path = tmp_path / "none.safetensors"
+    with pytest.raises(FileNotFoundError) as caught:
+        tc.load_file(path)
+    assert isinstance(caught.value, tc.MissingFileError)
+    assert caught.value.errno == errno.ENOENT
+    assert caught.value.filename == str(path)
+    assert str(caught.value) == f"[Errno {errno.ENOENT}] No such file or directory: '{path}'"
+
+
+def test_folder_that_is_none(tmp_path):
+    with pytest.raises(tc.FileError):
+        tc.save_file({}, tmp_path / "none" / "file.safetensors")
+    assert issubclass(tc.FileError, OSError)
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 100, b"\x05\0\0\0\0\0\0\0hello", b"\x80\x04pickle"])
+def test_wrong_files(tmp_path, content):
+    path = tmp_path / "wrong.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(tc.WeightsFormatError, match=r"wrong.safetensors: "):
+        tc.load_file(path)

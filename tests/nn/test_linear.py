@@ -1,0 +1,160 @@
+"""Linear layers and single-layer adapters."""
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import nn
+from trainable_candle.testing import assert_close
+
+
+def arrays(seed, *shapes):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def test_linear():
+    x, w, b = arrays(0, (2, 3, 5), (4, 5), (4,))
+    assert_close(nn.Linear(tc.tensor(w), tc.tensor(b))(tc.tensor(x)), x @ w.T + b, atol=1e-5)
+    assert_close(nn.Linear(tc.tensor(w))(tc.tensor(x)), x @ w.T, atol=1e-5)
+
+
+def test_frozen_and_trainable():
+    x, w = arrays(1, (3, 5), (4, 5))
+    frozen = nn.Linear(tc.tensor(w))
+    assert frozen.parameters() == []
+    before = tc.memory.saved_bytes()
+    y = frozen(tc.Var(x))
+    assert tc.memory.saved_bytes() == before
+    del y
+    layer = nn.Linear(tc.Var(w))
+    layer(tc.tensor(x)).sum().backward()
+    assert_close(layer.weight.grad, np.broadcast_to(x.sum(0), (4, 5)), atol=1e-5)
+
+
+def test_init():
+    tc.manual_seed(0)
+    layer = nn.Linear.init(64, 128)
+    assert layer.weight.shape == (128, 64)
+    assert layer.bias.shape == (128,)
+    weight = layer.weight.numpy()
+    assert np.abs(weight).max() <= 1 / 8
+    assert abs(weight.std() - 1 / 8 / np.sqrt(3)) < 2e-3
+    assert nn.Linear.init(3, 2, bias=False).bias is None
+    assert nn.Linear.init(3, 2, dtype="f64").weight.dtype == "f64"
+    tc.manual_seed(0)
+    np.testing.assert_array_equal(nn.Linear.init(64, 128).weight.numpy(), weight)
+
+
+def test_linear_errors():
+    with pytest.raises(tc.ShapeError, match=r"Linear: the weight has shape \(3,\), expected \(out_features, in_features\)"):
+        nn.Linear(tc.ones(3))
+    with pytest.raises(tc.ShapeError, match=r"Linear: the bias has shape \(3,\), expected \(2,\)"):
+        nn.Linear(tc.ones(2, 3), tc.ones(3))
+    with pytest.raises(tc.ShapeError, match=r"linear: the input has shape \[4\], expected \(..., 3\)"):
+        nn.Linear(tc.ones(2, 3))(tc.ones(4))
+    with pytest.raises(tc.DTypeError, match="linear: the input is f64, the weight f32"):
+        nn.Linear(tc.ones(2, 3))(tc.ones(3, dtype="f64"))
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_lora(rslora, with_bias):
+    x, w, b, down, up = arrays(2, (2, 3, 5), (4, 5), (4,), (2, 5), (4, 2))
+    bias = tc.tensor(b) if with_bias else None
+    lora = nn.LoRALinear(tc.tensor(w), 2, 6.0, bias=bias, rslora=rslora)
+    scale = 6 / np.sqrt(2) if rslora else 3
+    assert lora.scale == pytest.approx(scale)
+    base = x @ w.T + (b if with_bias else 0)
+    assert_close(lora(tc.tensor(x)), base, atol=1e-5)
+    lora.lora_down.set(tc.tensor(down))
+    lora.lora_up.set(tc.tensor(up))
+    assert_close(lora.forward(tc.tensor(x)), base + scale * (x @ down.T) @ up.T, atol=1e-4)
+    assert_close(lora.merge(), w + scale * up @ down, atol=1e-5)
+    merged = nn.Linear(lora.merge(), bias)
+    assert_close(merged(tc.tensor(x)), lora(tc.tensor(x)).numpy(), atol=1e-4)
+
+
+def test_lora_gradients():
+    x, w, g, down, up = arrays(3, (2, 3, 5), (4, 5), (2, 3, 4), (2, 5), (4, 2))
+    lora = nn.LoRALinear(tc.tensor(w), 2, 4.0)
+    lora.lora_down.set(tc.tensor(down))
+    lora.lora_up.set(tc.tensor(up))
+    lora(tc.tensor(x)).backward(tc.tensor(g))
+    flat_x, flat_g = x.reshape(6, 5), g.reshape(6, 4)
+    expected_down = 2 * (flat_g @ up).T @ flat_x
+    expected_up = 2 * flat_g.T @ (flat_x @ down.T)
+    assert_close(lora.lora_down.grad, expected_down, atol=1e-4)
+    assert_close(lora.lora_up.grad, expected_up, atol=1e-4)
+    grad_down, grad_up = tc.lora_backward(tc.tensor(g), tc.tensor(x), tc.tensor(down), tc.tensor(up), 2.0)
+    assert_close(grad_down, expected_down, atol=1e-4)
+    assert_close(grad_up, expected_up, atol=1e-4)
+
+
+def test_lora_parameters():
+    lora = nn.LoRALinear(tc.ones(4, 5, dtype="bf16"), rank=3, alpha=3)
+    assert list(lora.named_parameters()) == ["lora_down", "lora_up"]
+    assert lora.get_vars() == lora.parameters() == [lora.lora_down, lora.lora_up]
+    assert (lora.lora_down.shape, lora.lora_up.shape) == ((3, 5), (4, 3))
+    assert lora.lora_down.dtype == lora.lora_up.dtype == "f32"
+    assert lora.lora_up.tolist() == [[0] * 3] * 4
+    assert lora.weight.dtype == "bf16"
+    assert lora(tc.ones(5, dtype="bf16")).dtype == "bf16"
+    assert lora.merge().dtype == "bf16"
+
+
+def test_a_variable_as_base_is_frozen():
+    lora = nn.LoRALinear(tc.Var(tc.ones(4, 5)), 2, 2.0)
+    assert lora.parameters() == [lora.lora_down, lora.lora_up]
+
+
+def test_dropout_only_while_training():
+    tc.manual_seed(0)
+    lora = nn.LoRALinear(tc.zeros(3, 50), 2, 2.0, dropout=0.5)
+    lora.lora_up.set(tc.ones(3, 2))
+    x = tc.ones(4, 50)
+    assert len(set(lora(x)[:, 0].tolist())) > 1
+    lora.eval()
+    assert len(set(lora(x)[:, 0].tolist())) == 1
+    np.testing.assert_allclose(lora(x)[0].numpy(), lora.merge().numpy().sum(1), rtol=1e-5)
+
+
+def test_dora():
+    x, w, b, down, up, magnitude = arrays(4, (2, 3, 5), (4, 5), (4,), (2, 5), (4, 2), (4,))
+    dora = nn.DoRALinear(tc.tensor(w), 2, 4.0, bias=tc.tensor(b))
+    assert list(dora.named_parameters()) == ["lora_down", "lora_up", "magnitude"]
+    assert_close(dora.magnitude, np.linalg.norm(w, axis=1), atol=1e-5)
+    assert_close(dora(tc.tensor(x)), x @ w.T + b, atol=1e-5)
+    for var, value in zip(dora.get_vars(), (down, up, magnitude), strict=True):
+        var.set(tc.tensor(value))
+    adapted = w + 2 * up @ down
+    merged = adapted * (magnitude / np.linalg.norm(adapted, axis=1))[:, None]
+    assert_close(dora(tc.tensor(x)), x @ merged.T + b, atol=1e-4)
+    assert_close(dora.merge(), merged, atol=1e-5)
+
+
+def test_states_of_adapters():
+    (w,) = arrays(5, (4, 5))
+    first, second = nn.DoRALinear(tc.tensor(w), 2, 4.0), nn.DoRALinear(tc.zeros(4, 5) + 1, 2, 4.0)
+    first.lora_up.set(tc.ones(4, 2))
+    assert list(first.state_dict()) == ["weight", "lora_down", "lora_up", "magnitude"]
+    second.load_state_dict(first.state_dict())
+    x = tc.ones(3, 5)
+    np.testing.assert_array_equal(first(x).numpy(), second(x).numpy())
+
+
+@pytest.mark.parametrize("kind", [nn.LoRALinear, nn.DoRALinear])
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "text"),
+    [
+        ((tc.ones(4), 2, 2.0), {}, tc.ShapeError, "Linear: the weight has shape"),
+        ((tc.ones(4, 5), 0, 2.0), {}, tc.ArgumentError, "Adapter: the rank is 0, expected at least 1"),
+        ((tc.ones(4, 5), -1, 2.0), {}, tc.ArgumentError, "Adapter: the rank is -1, expected at least 1"),
+        ((tc.ones(4, 5), 2, float("nan")), {}, tc.ArgumentError, "Adapter: the scale is NaN"),
+        ((tc.ones(4, 5), 2, 2.0), {"dropout": 1.0}, tc.ArgumentError, "Adapter: the dropout is 1, expected"),
+        ((tc.ones(4, 5), 2, 2.0), {"bias": tc.ones(5)}, tc.ShapeError, "Linear: the bias has shape"),
+    ],
+)
+def test_adapter_errors(kind, arguments, options, error, text):
+    with pytest.raises(error, match=text):
+        kind(*arguments, **options)

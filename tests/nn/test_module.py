@@ -1,0 +1,118 @@
+"""`nn.Module`: names, states, modes."""
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        self.fc = nn.Linear.init(width, width)
+        self.scale = tc.ones(width)
+        self._hidden = tc.zeros(3)
+
+    def forward(self, x):
+        return self.fc(x) * self.scale
+
+
+class Net(nn.Module):
+    def __init__(self):
+        self.blocks = [Block(4), Block(4)]
+        self.heads = {"out": nn.Linear.init(4, 2, bias=False)}
+        self.gain = tc.Var(2.0)
+        self.name = "net"
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.heads["out"](x) * self.gain
+
+
+NAMES = [
+    "blocks.0.fc.weight", "blocks.0.fc.bias", "blocks.0.scale",
+    "blocks.1.fc.weight", "blocks.1.fc.bias", "blocks.1.scale",
+    "heads.out.weight", "gain",
+]
+
+
+def test_names():
+    net = Net()
+    assert list(net.named_tensors()) == NAMES
+    assert list(net.named_parameters()) == [name for name in NAMES if "scale" not in name]
+    assert [name for name, _ in net.named_modules()] == ["", "blocks.0", "blocks.0.fc", "blocks.1", "blocks.1.fc", "heads.out"]
+    assert all(isinstance(p, tc.Var) for p in net.parameters())
+
+
+def test_gradients_reach_every_parameter():
+    net = Net()
+    net(tc.ones(3, 4)).square().sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+    net.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_shared_parameters_come_once():
+    net = Net()
+    net.tied = net.blocks[0].fc.weight
+    assert len(net.parameters()) == 6
+    net.again = net.blocks[1]
+    assert len(net.parameters()) == 6
+    net.parent = net
+    assert len(net.parameters()) == 6
+
+
+def test_modes():
+    net = Net()
+    assert net.training
+    assert net.eval() is net
+    assert not any(module.training for _, module in net.named_modules())
+    net.train()
+    assert all(module.training for _, module in net.named_modules())
+
+
+def test_a_state_is_a_snapshot():
+    net = Net()
+    state = net.state_dict()
+    assert list(state) == NAMES
+    before = state["gain"].item()
+    net.gain.set(tc.tensor(5.0))
+    assert state["gain"].item() == before
+
+
+def test_load():
+    first, second = Net(), Net()
+    first.blocks[0].scale = tc.full((4,), 3.0)
+    gain = second.gain
+    result = second.load_state_dict(first.state_dict())
+    assert result == ([], [])
+    assert second.gain is gain
+    x = tc.randn(5, 4)
+    np.testing.assert_array_equal(first(x).numpy(), second(x).numpy())
+    assert second.blocks[0].scale.tolist() == [3, 3, 3, 3]
+    arrays = {name: tensor.numpy() for name, tensor in first.state_dict().items()}
+    assert Net().load_state_dict(arrays).missing == []
+
+
+def test_load_errors_change_nothing():
+    net = Net()
+    before = net.state_dict()
+    state = {name: tc.ones(*t.shape) for name, t in before.items()}
+    with pytest.raises(tc.ArgumentError, match="load_state_dict: missing: gain; unexpected: extra; pass strict=False"):
+        net.load_state_dict({**{k: v for k, v in state.items() if k != "gain"}, "extra": tc.ones(1)})
+    with pytest.raises(tc.ShapeError, match=r"load_state_dict: gain has shape \(\), the state has \(3,\)"):
+        net.load_state_dict({**state, "gain": tc.ones(3)})
+    with pytest.raises(tc.DTypeError, match="load_state_dict: gain is f32, the state has f64"):
+        net.load_state_dict({**state, "gain": tc.tensor(1.0, dtype="f64")})
+    for name, tensor in net.state_dict().items():
+        np.testing.assert_array_equal(tensor.numpy(), before[name].numpy())
+    result = net.load_state_dict({"gain": tc.tensor(9.0), "extra": tc.ones(1)}, strict=False)
+    assert result.missing == [name for name in NAMES if name != "gain"]
+    assert result.unexpected == ["extra"]
+    assert net.gain.item() == 9
+
+
+def test_no_forward():
+    with pytest.raises(NotImplementedError, match="Module has no forward"):
+        nn.Module()(1)

@@ -1,0 +1,251 @@
+"""Optimizers from Python."""
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import optim
+from trainable_candle.testing import assert_close
+
+KINDS = [optim.SGD, optim.Adam, optim.AdamW, optim.Adam8bit, optim.AdamW8bit, optim.Lion, optim.Lion8bit]
+
+
+def quadratic(x, target):
+    x.zero_grad()
+    ((x - target) ** 2).sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_descent(kind):
+    rng = np.random.default_rng(0)
+    target = tc.tensor(rng.uniform(-1, 1, 5000).astype(np.float32))
+    x = tc.Var(tc.zeros(5000))
+    opt = kind([x], lr=0.01)
+    for _ in range(300):
+        quadratic(x, target)
+        opt.step()
+    assert (x.detach() - target).abs().max().item() < 0.1
+
+
+def test_sgd_with_momentum():
+    rng = np.random.default_rng(1)
+    start, gradients = rng.standard_normal(7), rng.standard_normal((5, 7))
+    x = tc.Var(start)
+    opt = optim.SGD([x], lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+    p, buffer = start.copy(), None
+    for g in gradients:
+        x.grad = tc.tensor(g)
+        opt.step()
+        g = g + 0.01 * p
+        buffer = g if buffer is None else 0.9 * buffer + g
+        p = p - 0.1 * (g + 0.9 * buffer)
+    assert_close(x.detach(), p)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_adam(decoupled):
+    rng = np.random.default_rng(2)
+    start, gradients = rng.standard_normal(7), rng.standard_normal((5, 7))
+    x = tc.Var(start)
+    kind = optim.AdamW if decoupled else optim.Adam
+    opt = kind([x], lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    p, m, v = start.copy(), 0.0, 0.0
+    for t, g in enumerate(gradients, 1):
+        x.grad = tc.tensor(g)
+        opt.step()
+        if decoupled:
+            p = p * (1 - 0.1 * 0.1)
+        else:
+            g = g + 0.1 * p
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
+        p = p - 0.1 * (m / (1 - 0.8**t)) / (np.sqrt(v / (1 - 0.9**t)) + 1e-6)
+    assert_close(x.detach(), p)
+
+
+def test_defaults_are_torchs():
+    x = tc.Var([1.0])
+    assert [kind([x]).lr for kind in KINDS] == [1e-3] * 5 + [1e-4] * 2
+    x.grad = tc.zeros(1)
+    optim.AdamW([x], lr=1.0).step()
+    assert x.item() == pytest.approx(0.99)
+
+
+def test_variables_without_a_gradient_stay():
+    x, y = tc.Var([1.0]), tc.Var([1.0])
+    opt = optim.SGD([x, y], lr=1.0)
+    x.grad = tc.ones(1)
+    opt.step()
+    assert (x.item(), y.item()) == (0, 1)
+    assert x.grad.tolist() == [1]
+    opt.zero_grad()
+    assert x.grad is None
+
+
+def test_groups():
+    x, y = tc.Var([1.0]), tc.Var([1.0])
+    opt = optim.SGD([{"params": [x]}, {"params": [y], "lr": 0.5}], lr=0.25)
+    x.grad = y.grad = tc.ones(1)
+    opt.step()
+    assert (x.item(), y.item()) == (0.75, 0.5)
+    assert opt.lr == 0.25
+    assert opt.group_lrs == [0.25, 0.5]
+    opt.group_lrs = [1.0, 2.0]
+    assert opt.group_lrs == [1, 2]
+    opt.lr = 3
+    assert opt.group_lrs == [3, 3]
+    with pytest.raises(tc.ArgumentError, match="SGD: found 1 learning rates, expected one for each of 2 groups"):
+        opt.group_lrs = [1.0]
+    with pytest.raises(tc.ArgumentError, match="SGD: found lr -1"):
+        opt.lr = -1
+    assert opt.group_lrs == [3, 3]
+
+
+def test_parameters_may_come_from_anywhere():
+    layer = tc.nn.Linear.init(3, 2)
+    for params in (layer.parameters(), iter(layer.parameters()), layer.named_parameters(), tuple(layer.parameters())):
+        assert repr(optim.Adam(params, lr=0.1)) == "Adam(8 parameters, lr=0.1)"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_state_continues_where_it_was(kind, dtype):
+    rng = np.random.default_rng(3)
+    start = tc.tensor(rng.standard_normal(5000), dtype=dtype)
+    gradients = [tc.tensor(rng.standard_normal(5000), dtype=dtype) for _ in range(6)]
+    x = tc.Var(start)
+    opt = kind([x], lr=0.01)
+    for g in gradients[:3]:
+        x.grad = g
+        opt.step()
+    state = opt.state_dict()
+    copy = {name: t.to("f64").tolist() for name, t in state.items()}
+    y = tc.Var(x)
+    other = kind([y], lr=1.0)
+    other.load_state_dict(state)
+    assert other.lr == 0.01
+    for g in gradients[3:]:
+        for var, optimizer in ((x, opt), (y, other)):
+            var.grad = g
+            optimizer.step()
+    np.testing.assert_array_equal(x.to("f32").detach().numpy(), y.to("f32").detach().numpy())
+    assert {name: t.to("f64").tolist() for name, t in state.items()} == copy
+    assert opt.state_bytes == other.state_bytes
+
+
+def test_8bit_states_are_small():
+    x = tc.Var(tc.zeros(1 << 16))
+    x.grad = tc.ones(1 << 16)
+    sizes = {}
+    for kind in KINDS:
+        opt = kind([x], lr=1e-3)
+        opt.step()
+        sizes[kind.__name__] = opt.state_bytes / x.numel()
+    assert sizes["Adam"] == sizes["AdamW"] == 8
+    assert sizes["Adam8bit"] == sizes["AdamW8bit"] < 2.1
+    assert sizes["Lion8bit"] < 1.1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda x: optim.Adam([]), tc.ArgumentError, "Adam: parameter group 0 is empty"),
+        (lambda x: optim.Adam(x), tc.ArgumentError, "found one tensor, expected a list of Vars"),
+        (lambda x: optim.Adam([x, tc.ones(1)]), tc.ArgumentError, "Adam: item 1 is Tensor, expected a Var"),
+        (lambda x: optim.Adam([x, x]), tc.ArgumentError, r"Adam: a Var of shape \[1\] in group 0 appears twice"),
+        (lambda x: optim.Adam([x], lr=-1), tc.ArgumentError, "Adam: found lr -1"),
+        (lambda x: optim.Adam([x], betas=(1.0, 0.9)), tc.ArgumentError, "Adam: found betas"),
+        (lambda x: optim.SGD([x], nesterov=True), tc.ArgumentError, "SGD: nesterov needs momentum"),
+        (lambda x: optim.SGD([{"lr": 1.0}]), tc.ArgumentError, 'SGD: a parameter group has no entry "params"'),
+        (lambda x: optim.SGD([{"params": [x], "beta": 1}]), tc.ArgumentError,
+         'SGD: unknown entry "beta" in a parameter group; expected params, lr, momentum'),
+        (lambda x: optim.AdamW8bit([tc.Var([1.0], dtype="f64")]), tc.DTypeError, "AdamW8bit"),
+        (lambda x: optim.Adam([x]).load_state_dict({"nonsense": tc.ones(1)}), tc.ConfigError, 'the state "step" is missing'),
+    ],
+)
+def test_errors(call, error, text):
+    with pytest.raises(error, match=text):
+        call(tc.Var([1.0]))
+
+
+def test_clipping():
+    x, y, z = tc.Var(tc.ones(2)), tc.Var(tc.ones(1)), tc.Var(tc.ones(1))
+    x.grad, y.grad = tc.tensor([3.0, 0.0]), tc.tensor([4.0])
+    assert optim.clip_grad_norm_([x, y, z], 10.0) == pytest.approx(5)
+    assert x.grad.tolist() == [3, 0]
+    assert optim.clip_grad_norm_([x, y, z], 1.0, norm_type=float("inf")) == pytest.approx(4)
+    assert_close(y.grad, [1.0])
+    x.grad = tc.tensor([float("nan"), 0.0])
+    with pytest.raises(tc.NonFiniteError, match="clip_grad_norm_: the norm of the gradients is NaN"):
+        optim.clip_grad_norm_([x, y], 1.0, error_if_nonfinite=True)
+    assert np.isnan(optim.clip_grad_norm_([x, y], float("inf")))
+    with pytest.raises(tc.ArgumentError, match="clip_grad_norm_: found max_norm -1"):
+        optim.clip_grad_norm_([x], -1)
+    with pytest.raises(tc.ArgumentError, match="found norm_type 3, expected 2 or infinity"):
+        optim.clip_grad_norm_([x], 1, 3)
+
+
+def test_loss_scaling():
+    x = tc.Var([1.0])
+    opt = optim.SGD([x], lr=1.0)
+    scaler = optim.GradScaler(init_scale=8.0, growth_interval=2)
+    for expected_scale, expected_x in ((8, 0.5), (16, 0)):
+        opt.zero_grad()
+        scaler.scale((x * 0.5).sum()).backward()
+        scaler.unscale_(opt)
+        assert x.grad.tolist() == [0.5]
+        assert scaler.step(opt)
+        scaler.update()
+        assert scaler.get_scale() == expected_scale
+        assert x.item() == expected_x
+    x.grad = tc.tensor([float("inf")])
+    assert not scaler.step(opt)
+    scaler.update()
+    assert (x.item(), scaler.get_scale()) == (0, 8)
+    state = scaler.state_dict()
+    other = optim.GradScaler()
+    other.load_state_dict(state)
+    assert other.state_dict() == state == {"scale": 8, "growth_tracker": 0}
+    with pytest.raises(tc.ArgumentError, match=r"GradScaler: update\(\) needs a step\(\)"):
+        scaler.update()
+    with pytest.raises(tc.ConfigError, match='GradScaler: the state has no entry "growth_tracker"'):
+        other.load_state_dict({"scale": 1.0})
+    with pytest.raises(tc.ArgumentError, match="GradScaler: found backoff_factor 2"):
+        optim.GradScaler(backoff_factor=2.0)
+
+
+SCHEDULES = {
+    "constant": ({}, lambda s: 1.0),
+    "linear": ({}, lambda s: max(0.0, (100 - s) / 90)),
+    "cosine": ({}, lambda s: 0.5 * (1 + np.cos(np.pi * (s - 10) / 90))),
+    "polynomial": ({"lr_end": 0.1, "power": 2.0}, lambda s: 0.9 * (1 - (s - 10) / 90) ** 2 + 0.1 if s < 100 else 0.1),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules(name):
+    options, factor = SCHEDULES[name]
+    opt = optim.SGD([{"params": [tc.Var([1.0])]}, {"params": [tc.Var([1.0])], "lr": 2.0}], lr=1.0)
+    scheduler = getattr(optim.lr_scheduler, name)(opt, total_steps=100, warmup_steps=10, **options)
+    seen = []
+    for _ in range(101):
+        seen.append(opt.group_lrs)
+        scheduler.step()
+    expected = [s / 10 if s < 10 else factor(s) for s in range(101)]
+    np.testing.assert_allclose(seen, [[f, 2 * f] for f in expected], atol=1e-12)
+    scheduler.set_step(5)
+    assert opt.lr == 0.5
+    assert scheduler.last_step == 5
+    assert scheduler.base_lrs == [1, 2]
+
+
+def test_schedule_errors():
+    opt = optim.SGD([tc.Var([1.0])], lr=0.1)
+    with pytest.raises(tc.ArgumentError, match="lr_scheduler: found lr_end 1"):
+        optim.lr_scheduler.polynomial(opt, total_steps=10, lr_end=1.0)
+    with pytest.raises(tc.ArgumentError, match="lr_scheduler: found power 0"):
+        optim.lr_scheduler.polynomial(opt, total_steps=10, power=0.0)
+    with pytest.raises(tc.ArgumentError, match="lr_scheduler: found -1 cosine cycles"):
+        optim.lr_scheduler.cosine(opt, total_steps=10, num_cycles=-1.0)
+    with pytest.raises(tc.ArgumentError, match="lr_scheduler: found step -1"):
+        optim.lr_scheduler.constant(opt).set_step(-1)
+    assert opt.lr == 0.1
