@@ -84,6 +84,8 @@ def test_no_command_shows_the_commands() -> None:
         ("train --config none.yaml", "none.yaml: there is no such configuration file"),
         ("sample --model digits", "missing --prompt, --output"),
         ("sample --model digits --prompt 1 --output a.jpg", "expected the name of a .png file"),
+        ("sample --scale 0", "argument --scale: 0 is no number other than 0"),
+        ("sample --scale nan", "argument --scale: nan is no number"),
         ("merge --model digits --adapter a", "missing --output"),
         ("info --x", "unknown flag `--x`"),
         ("demo --seed -1", "argument --seed: -1 is no whole number of at least 0"),

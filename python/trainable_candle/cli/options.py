@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args, get_origin
 
@@ -128,6 +129,16 @@ def whole(least: int) -> Callable[[str], int]:
 
     convert.__name__ = "whole number"
     return convert
+
+
+def factor(text: str) -> float:
+    """The `type=` of a flag that takes a factor on an adapter's effect."""
+    value = float(text)
+    if value == 0 or not math.isfinite(value):
+        raise argparse.ArgumentTypeError(
+            f"{text} is no number other than 0 (leave --adapter out for the base)"
+        )
+    return value
 
 
 def _kind(hint: Any) -> type:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainable_candle.cli.options import Parser, add_help, whole
+from trainable_candle.cli.options import Parser, add_help, factor, whole
 from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def make_parser(program: str) -> Parser:
     )
     group.add_argument("--adapter", metavar="FILE", help="an adapter that train-lora wrote")
     group.add_argument(
-        "--scale", metavar="X", type=float, help="factor on the adapter's effect (default: 1)"
+        "--scale", metavar="X", type=factor, help="factor on the adapter's effect (default: 1)"
     )
     group.add_argument(
         "--prompt", metavar="TEXT", action="append", help="what to draw; may be given again"

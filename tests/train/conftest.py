@@ -1,0 +1,40 @@
+"""A training run of a few steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainable_candle.train import Callback, TrainConfig
+from trainable_candle.train.run import train_adapter
+
+
+@pytest.fixture
+def config(digits_base: Path, digits_folder: Path, tmp_path: Path) -> TrainConfig:
+    """Twelve steps with a schedule and dropout, a checkpoint after every five."""
+    return TrainConfig(
+        model="digits",
+        weights=str(digits_base),
+        dataset=str(digits_folder),
+        output=str(tmp_path / "run"),
+        rank=4,
+        lora_dropout=0.1,
+        steps=12,
+        batch_size=4,
+        learning_rate=1e-2,
+        lr_scheduler="cosine",
+        warmup_steps=2,
+        save_every=5,
+    )
+
+
+@pytest.fixture(scope="session")
+def train() -> Callable[..., dict[str, bytes]]:
+    """Train as a configuration says; returns the bits of the adapter's parameters."""
+
+    def train(config: TrainConfig, *callbacks: Callback) -> dict[str, bytes]:
+        run = train_adapter(config, callbacks=callbacks, progress=False, report=lambda _: None)
+        parameters = run.adapter.named_parameters()
+        return {name: var.detach().numpy().tobytes() for name, var in parameters.items()}
+
+    return train

@@ -1,0 +1,141 @@
+"""A training run as a whole: what it leaves behind, and that every setting takes effect."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError
+from trainable_candle.train import TrainConfig
+from trainable_candle.train.callbacks import read_log
+from trainable_candle.train.run import ADAPTER, CONFIG, CURVE, LOG
+from trainable_candle.train.state import checkpoint_path, checkpoints
+
+Train = Callable[..., dict[str, bytes]]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Keeps the number of threads from test to test."""
+    before = tc.get_num_threads()
+    yield
+    tc.set_num_threads(before)
+
+
+def test_a_run_leaves_everything_in_its_folder(config: TrainConfig, train: Train) -> None:
+    train(config)
+    output = Path(config.output)
+    kept = [checkpoint_path(output, step).name for step in (5, 10, 12)]
+    assert sorted(p.name for p in output.iterdir()) == sorted([ADAPTER, CONFIG, CURVE, LOG, *kept])
+    assert TrainConfig.from_yaml(output / CONFIG) == config
+    for folder in checkpoints(output):
+        assert (folder / ADAPTER).is_file()
+    last, final = tc.load_file(folder / ADAPTER), tc.load_file(output / ADAPTER)
+    assert {n: t.tolist() for n, t in last.items()} == {n: t.tolist() for n, t in final.items()}
+
+
+def test_an_output_folder_with_checkpoints_is_not_reused(config: TrainConfig, train: Train) -> None:
+    train(config)
+    before = (Path(config.output) / LOG).read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"holds checkpoint-000012 of an earlier run; continue it"
+    ):
+        train(config)
+    assert (Path(config.output) / LOG).read_bytes() == before
+
+
+SETTINGS = [
+    {"rank": 5},
+    {"alpha": 7.0},
+    {"rslora": True},
+    {"adapter": "dora"},
+    {"lora_dropout": 0.5},
+    {"target_modules": ["to_q", "to_v"]},
+    {"exclude_modules": ["to_k"]},
+    {"steps": 4},
+    {"batch_size": 3},
+    {"gradient_accumulation": 2},
+    {"optimizer": "adamw"},
+    {"learning_rate": 1e-3},
+    {"lr_scheduler": "linear"},
+    {"warmup_steps": 0},
+    {"weight_decay": 0.5},
+    {"max_grad_norm": 1e-3},
+    {"timesteps": "logit_normal"},
+    {"seed": 1},
+    {"precision": "bf16"},
+]
+
+
+@pytest.fixture(scope="module")
+def reference(
+    train: Train, digits_base: Path, digits_folder: Path, tmp_path_factory: Any
+) -> dict[str, bytes]:
+    return train(of_six_steps(digits_base, digits_folder, tmp_path_factory.mktemp("reference")))
+
+
+def of_six_steps(base: Path, pictures: Path, output: Path, **changes: Any) -> TrainConfig:
+    settings = {
+        "rank": 4,
+        "steps": 6,
+        "batch_size": 4,
+        "optimizer": "sgd",
+        "learning_rate": 0.1,
+        "lr_scheduler": "cosine",
+        "warmup_steps": 2,
+    }
+    folders = {"weights": str(base), "dataset": str(pictures), "output": str(output / "run")}
+    return TrainConfig(model="digits", **folders, **{**settings, **changes})
+
+
+@pytest.mark.parametrize("change", SETTINGS, ids=lambda change: next(iter(change)))
+def test_every_setting_takes_effect(
+    change: dict[str, Any],
+    reference: dict[str, bytes],
+    train: Train,
+    digits_base: Path,
+    digits_folder: Path,
+    tmp_path: Path,
+) -> None:
+    assert train(of_six_steps(digits_base, digits_folder, tmp_path, **change)) != reference
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"threads": 1},
+        {"save_every": 1},
+        {"keep_checkpoints": 1},
+        {"log_every": 4},
+        {"caption": "1"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_other_settings_change_nothing(
+    change: dict[str, Any],
+    reference: dict[str, bytes],
+    train: Train,
+    digits_base: Path,
+    digits_folder: Path,
+    tmp_path: Path,
+) -> None:
+    assert train(of_six_steps(digits_base, digits_folder, tmp_path, **change)) == reference
+
+
+@pytest.mark.parametrize("precision", ["bf16", "f16"])
+def test_short_floats_train(config: TrainConfig, train: Train, precision: str) -> None:
+    short = config.with_(precision=precision, steps=60, batch_size=10, save_every=0)
+    train(short)
+    losses = [float(row["loss"]) for row in read_log(Path(short.output) / LOG)]
+    assert np.mean(losses[-15:]) < 0.9 * np.mean(losses[:15])
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_checkpointing_changes_nothing(
+    config: TrainConfig, train: Train, policy: str, tmp_path: Path
+) -> None:
+    other = config.with_(gradient_checkpointing=policy, output=str(tmp_path / "other"))
+    assert train(other) == train(config)
