@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import common
+import timing
 import numpy as np
 
 import trainable_candle as tc
@@ -11,7 +11,7 @@ PARAMETERS = 16 * 2**20
 
 
 def main() -> None:
-    options = common.arguments(__doc__)
+    options = timing.arguments(__doc__)
     rng = np.random.default_rng(0)
     values = rng.standard_normal(PARAMETERS, dtype=np.float32)
     grads = rng.standard_normal(PARAMETERS, dtype=np.float32)
@@ -23,7 +23,7 @@ def main() -> None:
         sides[name] = optimizer.step
         optimizer.step()
         print(f"{name}: {optimizer.state_bytes / PARAMETERS:.3f} bytes of state a parameter")
-    torch = common.find_torch()
+    torch = timing.find_torch()
     if torch:
         parameter = torch.from_numpy(values.copy()).requires_grad_()
         parameter.grad = torch.from_numpy(grads)
@@ -31,7 +31,7 @@ def main() -> None:
         fused = torch.from_numpy(values.copy()).requires_grad_()
         fused.grad = torch.from_numpy(grads)
         sides["torch fused"] = torch.optim.AdamW([fused], lr=1e-4, weight_decay=0.01, fused=True).step
-    common.report("16 M parameters", common.race(sides, max(options.rounds // 3, 5)))
+    timing.report("16 M parameters", timing.race(sides, max(options.rounds // 3, 5)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import common
+import timing
 import numpy as np
 
 import trainable_candle as tc
@@ -39,7 +39,7 @@ class Block:
 
 
 def main() -> None:
-    options = common.arguments(__doc__)
+    options = timing.arguments(__doc__)
     tc.manual_seed(0)
     rng = np.random.default_rng(0)
     blocks = [Block(rng) for _ in range(BLOCKS)]
@@ -54,7 +54,7 @@ def main() -> None:
         (y * y).mean().backward()
 
     sides = {policy: (lambda policy=policy: step(policy)) for policy in ("none", "selective", "full")}
-    seconds = common.race(sides, max(options.rounds // 3, 5))
+    seconds = timing.race(sides, max(options.rounds // 3, 5))
     for policy in sides:
         print(
             f"{policy}: {held[policy] / 2**20:.1f} MiB kept ({held[policy] / held['none']:.1%}), "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import common
+import timing
 import numpy as np
 
 import trainable_candle as tc
@@ -27,7 +27,7 @@ def case(rows: int, width: int, rank: int, rounds: int) -> None:
         layer(our_x).backward(our_grad)
 
     sides = {"ours": ours}
-    torch = common.find_torch()
+    torch = timing.find_torch()
     if torch:
         base, their_grad = torch.from_numpy(weight), torch.from_numpy(grad)
         their_x = torch.from_numpy(x).requires_grad_()
@@ -41,11 +41,11 @@ def case(rows: int, width: int, rank: int, rounds: int) -> None:
             y.backward(their_grad)
 
         sides["torch"] = theirs
-    common.report(f"{rows} rows, {width} -> {width}, rank {rank}", common.race(sides, rounds))
+    timing.report(f"{rows} rows, {width} -> {width}, rank {rank}", timing.race(sides, rounds))
 
 
 def main() -> None:
-    options = common.arguments(__doc__)
+    options = timing.arguments(__doc__)
     for rows, width, rank in ((512, 1024, 16), (1024, 768, 16), (2048, 640, 32), (64, 256, 8)):
         case(rows, width, rank, options.rounds)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import common
+import timing
 
 import trainable_candle as tc
 
 
 def main() -> None:
-    options = common.arguments(__doc__)
-    torch = common.find_torch()
+    options = timing.arguments(__doc__)
+    torch = timing.find_torch()
     ours = tc.Var([1.0], dtype="f32")
     other = tc.tensor([2.0], dtype="f32")
     theirs = torch.ones(1, requires_grad=True) if torch else None
@@ -23,7 +23,7 @@ def main() -> None:
     }
     for name, (mine, reference) in cases.items():
         sides = {"ours": mine} | ({"torch": reference} if torch else {})
-        common.report(name, common.race(sides, options.rounds, inner=20_000), 1e-6, "us")
+        timing.report(name, timing.race(sides, options.rounds, inner=20_000), 1e-6, "us")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -61,14 +62,21 @@ options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`trainable-candle`: run a command; returns the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = _given(arguments)
     return guarded(lambda: _dispatch(given))
 
 
 def train_lora(arguments: Sequence[str] | None = None) -> int:
     """`train-lora`, which is `trainable-candle train`; returns the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = _given(arguments)
     return guarded(lambda: _run("train", given, "train-lora"))
+
+
+def _given(arguments: Sequence[str] | None) -> list[str]:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file name may hold bytes that are no text; to print it must not fail.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return list(sys.argv[1:] if arguments is None else arguments)
 
 
 def _dispatch(given: list[str]) -> int:

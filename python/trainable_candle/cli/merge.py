@@ -43,7 +43,7 @@ def make_parser(program: str) -> Parser:
         "--model", metavar="NAME", help="which model; `trainable-candle info` lists them"
     )
     group.add_argument(
-        "--weights", metavar="PATH", help="its checkpoint (default: the built-in one, if any)"
+        "--weights", metavar="PATH", help="its checkpoint (default: the built-in one)"
     )
     group.add_argument("--adapter", metavar="FILE", help="an adapter that train-lora wrote")
     group.add_argument(

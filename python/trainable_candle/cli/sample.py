@@ -45,14 +45,14 @@ def make_parser(program: str) -> Parser:
     parser = Parser(
         program,
         "Draw pictures, with an adapter or without, into one PNG.",
-        "--model NAME --prompt TEXT --output FILE.png [options]",
+        "--model NAME --prompt TEXT --output PNG [options]",
     )
     group = parser.add_argument_group("what to draw")
     group.add_argument(
         "--model", metavar="NAME", help="which model; `trainable-candle info` lists them"
     )
     group.add_argument(
-        "--weights", metavar="PATH", help="its checkpoint (default: the built-in one, if any)"
+        "--weights", metavar="PATH", help="its checkpoint (default: the built-in one)"
     )
     group.add_argument("--adapter", metavar="FILE", help="an adapter that train-lora wrote")
     group.add_argument(
@@ -64,9 +64,9 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--count", metavar="N", type=whole(1), help="pictures for each prompt (default: 1)"
     )
-    group.add_argument("--output", metavar="FILE.png", help="the picture to write")
+    group.add_argument("--output", metavar="PNG", help="the picture to write")
     group.add_argument(
-        "--columns", metavar="N", type=whole(1), help="pictures in a row (default: about square)"
+        "--columns", metavar="N", type=whole(1), help="pictures in a row (default: square)"
     )
     group = parser.add_argument_group("how")
     group.add_argument("--steps", metavar="N", type=whole(1), help="sampling steps (default: 25)")

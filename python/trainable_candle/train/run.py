@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -85,8 +87,7 @@ def train_adapter(
 
     pictures = check_folder(config.dataset, config.caption)
     report(f"dataset: {len(pictures)} pictures in {config.dataset}")
-    output.mkdir(parents=True, exist_ok=True)
-    write_atomically(output / CONFIG, config.with_(resume=None).to_yaml())
+    _make_writable(output)
 
     if config.threads is not None:
         tc.set_num_threads(config.threads)
@@ -98,12 +99,14 @@ def train_adapter(
     count = sum(var.numel() for var in parameters.values())
     report(f"adapter: {count} parameters in {len(parameters)} tensors")
 
-    trainer = _trainer(config, adapter, prepared, output, callbacks, progress=progress)
+    settings = {**asdict(config), "pictures": len(pictures)}
+    trainer = _trainer(config, adapter, prepared, settings, callbacks, progress=progress)
     if start is not None:
         earlier = trainer.resume(start)
         report(f"resume: from step {trainer.step} of {config.steps} ({start})")
-        for line in _changes(earlier, config):
+        for line in _changes(earlier, settings):
             report(f"resume: {line}")
+    write_atomically(output / CONFIG, config.with_(resume=None).to_yaml())
     adapter.set_training(True)
     completed = trainer.train()
     adapter.set_training(False)
@@ -134,11 +137,12 @@ def _trainer(
     config: TrainConfig,
     adapter: AdapterSet,
     prepared: Prepared,
-    output: Path,
+    settings: dict[str, object],
     callbacks: Sequence[Callback],
     *,
     progress: bool,
 ) -> Trainer[Any]:
+    output = Path(config.output).expanduser()
     parameters = adapter.named_parameters()
     optimizer = make_optimizer(config, list(parameters.values()))
     bar = [ProgressBar()] if progress else []
@@ -161,7 +165,7 @@ def _trainer(
             *bar,
             *callbacks,
         ],
-        settings=asdict(config),
+        settings=settings,
     )
 
 
@@ -207,11 +211,18 @@ class _SaveAdapter(Callback):
         self._adapter.save(folder / ADAPTER, metadata={"model": self._model})
 
 
-def _changes(earlier: dict[str, object], config: TrainConfig) -> list[str]:
+def _make_writable(folder: Path) -> None:
+    """Make a folder, and complain now rather than after a model has been loaded."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+
+def _changes(earlier: dict[str, object], settings: dict[str, object]) -> list[str]:
     """The settings in which a resumed run differs from the one that it continues."""
     return [
-        f"{name} is {value!r}, was {earlier.get(name)!r}: the run will not repeat the earlier one"
-        for name, value in asdict(config).items()
+        f"{name} is {value!r}, was {earlier[name]!r}: the run will not repeat the earlier one"
+        for name, value in settings.items()
         if name not in _FREE and name in earlier and earlier[name] != value
     ]
 

@@ -84,7 +84,19 @@ pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Resul
     Ok(bytes / dtype.size_in_bytes())
 }
 
+/// All elements in row-major order.
+pub fn to_vec<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
+    if raw.elem_count() == 0 {
+        // A view without elements may start behind the end of its storage, which candle does not expect.
+        return Ok(Vec::new());
+    }
+    Ok(raw.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<T>()?)
+}
+
 /// All elements as f64 in row-major order, for tests and scalars.
 pub fn to_f64_vec(raw: &Raw) -> Result<Vec<f64>> {
-    Ok(raw.to_device(&Device::Cpu)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?)
+    if raw.elem_count() == 0 {
+        return Ok(Vec::new());
+    }
+    to_vec(&raw.to_dtype(DType::F64)?)
 }

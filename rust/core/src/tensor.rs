@@ -189,7 +189,7 @@ impl Tensor {
     /// [`Error::DType`] if `T` is not the dtype.
     pub fn to_vec<T: candle_core::WithDType>(&self) -> Result<Vec<T>> {
         self.check_rust_type::<T>("to_vec")?;
-        Ok(self.raw.flatten_all()?.to_vec1::<T>()?)
+        raw::to_vec(&self.raw)
     }
 
     fn check_rust_type<T: candle_core::WithDType>(&self, op: &'static str) -> Result<()> {

@@ -6,8 +6,8 @@ use safetensors::SafeTensors;
 use trainable_candle_core::{DType, Device, FlatBuffer, Result, Tensor, Var};
 use trainable_candle_nn::optim::quant::{Codebook, create_dynamic_map};
 use trainable_candle_nn::optim::{
-    Adam, Adam8bit, AdamConfig, AdamW, AdamW8bit, Decay, Lion, Lion8bit, NormType, Optimizer, SGD,
-    SGDConfig, Schedule, clip_grad_norm_,
+    Adam, Adam8bit, AdamConfig, AdamW, AdamW8bit, Decay, Lion, Lion8bit, NormType, Optimizer, SGD, SGDConfig, Schedule,
+    clip_grad_norm_,
 };
 
 struct Golden(Vec<u8>);

@@ -77,12 +77,7 @@ fn a_state_dict_is_a_snapshot() {
 #[test]
 fn state_bytes_are_those_of_the_states() {
     let blocks = 6000usize.div_ceil(256);
-    let expected = [
-        4 * 6040,
-        3 * 4 * 6040,
-        2 * (6000 + 4 * blocks) + 2 * 4 * 40,
-        6000 + 4 * blocks + 4 * 40,
-    ];
+    let expected = [4 * 6040, 3 * 4 * 6040, 2 * (6000 + 4 * blocks) + 2 * 4 * 40, 6000 + 4 * blocks + 4 * 40];
     for (dtype, master) in [(DType::F32, 0), (DType::F16, 4 * 6040)] {
         for (mut opt, expected) in all(dtype).into_iter().zip(expected) {
             assert_eq!(opt.state_bytes(), 0);

@@ -143,9 +143,9 @@ impl<'py> IntoPyObject<'py> for NdArray<'py> {
 }
 
 /// An iterator over tensors.
-pub struct Tensors<'py>(pub Bound<'py, PyIterator>);
+pub struct TensorIterator<'py>(pub Bound<'py, PyIterator>);
 
-impl<'py> IntoPyObject<'py> for Tensors<'py> {
+impl<'py> IntoPyObject<'py> for TensorIterator<'py> {
     type Target = PyIterator;
     type Output = Bound<'py, PyIterator>;
     type Error = Infallible;

@@ -101,7 +101,7 @@
 
 pub use trainable_candle_core as core;
 pub use trainable_candle_core::checkpoint as gradient_checkpoint;
-pub use trainable_candle_core::ops::loss::{cross_entropy, huber_loss, l1_loss, mse_loss};
+pub use trainable_candle_core::ops::loss::{Reduction, cross_entropy, huber_loss, l1_loss};
 pub use trainable_candle_core::{DType, Device, Error, GradStore, MakeVar, Raw, Result, Shape, Tensor, Var, grad, no_grad};
 pub use trainable_candle_io as io;
 pub use trainable_candle_models as models;
@@ -110,3 +110,11 @@ pub use trainable_candle_nn::Linear;
 pub use trainable_candle_nn::adapter::{DoRALinear, LoRABackwardOps, LoRALinear, LoraConfig};
 pub use trainable_candle_nn::optim::{Adam, Adam8bit, AdamW, AdamW8bit, Lion, Lion8bit, Optimizer, SGD};
 pub use trainable_candle_train as train;
+
+/// The mean of the squared differences of `input` and `target`, which have one shape: a single element.
+///
+/// # Errors
+/// [`Error::Shape`] or [`Error::DType`] if they do not fit.
+pub fn mse_loss(input: &Tensor, target: &Tensor) -> Result<Tensor> {
+    core::ops::loss::mse_loss(input, target, Reduction::Mean)
+}

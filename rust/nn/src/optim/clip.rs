@@ -1,7 +1,7 @@
 //! Gradient clipping by the global norm, as `torch.nn.utils.clip_grad_norm_`.
 
-use trainable_candle_core::cpu::{Elem, dispatch};
 use trainable_candle_core::cpu::pool::par_chunks_mut;
+use trainable_candle_core::cpu::{Elem, Real, dispatch};
 use trainable_candle_core::raw::{Raw, own_copy};
 use trainable_candle_core::{Error, Result, Var, dispatch_float};
 
@@ -52,7 +52,7 @@ pub fn clip_grad_norm_(params: &[Var], max_norm: f64, norm_type: NormType, error
         return Err(Error::NonFinite { op: OP, message });
     }
     let factor = max_norm / (norm + 1e-6);
-    if !(factor >= 1.0) {
+    if factor < 1.0 || factor.is_nan() {
         for var in params {
             var.scale_grad(factor)?;
         }
@@ -98,7 +98,6 @@ const LANES: usize = 16;
 
 #[inline(always)]
 fn sum_of_squares<T: Elem>(data: &[T]) -> f64 {
-    use trainable_candle_core::cpu::Real;
     let mut sums = [0f64; LANES];
     let (blocks, rest) = data.as_chunks::<LANES>();
     for block in blocks {
@@ -116,7 +115,6 @@ fn sum_of_squares<T: Elem>(data: &[T]) -> f64 {
 
 #[inline(always)]
 fn largest<T: Elem>(data: &[T]) -> f64 {
-    use trainable_candle_core::cpu::Real;
     let mut maxima = [0f64; LANES];
     for block in data.chunks(LANES) {
         for (max, x) in maxima.iter_mut().zip(block) {

@@ -45,11 +45,7 @@ pub fn create_dynamic_map(signed: bool) -> [f32; 256] {
 /// Point `i` of `0..=intervals` between two ends, rounded as torch's `linspace` rounds it: from the nearer end.
 fn linspace(start: f32, end: f32, intervals: usize, i: usize) -> f32 {
     let step = (end - start) / intervals as f32;
-    if i < (intervals + 1) / 2 {
-        step.mul_add(i as f32, start)
-    } else {
-        (-step).mul_add((intervals - i) as f32, end)
-    }
+    if i < intervals.div_ceil(2) { step.mul_add(i as f32, start) } else { (-step).mul_add((intervals - i) as f32, end) }
 }
 
 /// A map of 256 ascending values and what finds the nearest of them in a few instructions.
@@ -155,7 +151,7 @@ fn encode(table: &[u32; 1 << 16], x: f32) -> u8 {
 /// The largest value whose code is not above `code`: halfway to the next one, or just below if ties go up.
 fn border(values: &[f32; 256], code: usize) -> f32 {
     let middle = (values[code] + values[code + 1]) * 0.5;
-    if code % 2 == 0 { middle } else { middle.next_down() }
+    if code.is_multiple_of(2) { middle } else { middle.next_down() }
 }
 
 /// A block that starts with `data`; the rest is `value`.

@@ -132,7 +132,10 @@ pub(crate) fn check_not_negative(op: &'static str, name: &str, value: f64) -> Re
 pub(crate) fn check_betas(op: &'static str, betas: (f64, f64)) -> Result<()> {
     for beta in [betas.0, betas.1] {
         if !(0.0..1.0).contains(&beta) {
-            return Err(Error::argument(op, format!("found betas {betas:?}, expected both at least 0 and less than 1")));
+            return Err(Error::argument(
+                op,
+                format!("found betas {betas:?}, expected both at least 0 and less than 1"),
+            ));
         }
     }
     Ok(())

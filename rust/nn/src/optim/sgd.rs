@@ -4,8 +4,8 @@ use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{Error, Result, Var};
 
-use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_not_negative};
 use super::Stepper;
+use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_not_negative};
 
 /// Hyper-parameters of [`SGD`]; names, meaning and defaults are torch's.
 #[derive(Clone, Debug, PartialEq)]
@@ -58,7 +58,10 @@ impl Rule for SGDRule {
         check_not_negative(Self::NAME, "weight_decay", config.weight_decay)?;
         if config.nesterov && (config.momentum == 0.0 || config.dampening != 0.0) {
             let found = format!("momentum {} and dampening {}", config.momentum, config.dampening);
-            return Err(Error::argument(Self::NAME, format!("nesterov needs momentum > 0 and dampening 0, found {found}")));
+            return Err(Error::argument(
+                Self::NAME,
+                format!("nesterov needs momentum > 0 and dampening 0, found {found}"),
+            ));
         }
         Ok(())
     }

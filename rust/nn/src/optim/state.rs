@@ -182,7 +182,8 @@ pub(super) fn from_dict(
     let mut loaded = Vec::with_capacity(parameters.len());
     for (index, ((parameter, specs), &step)) in parameters.iter().zip(specs).zip(&steps).enumerate() {
         let var = &parameter.var;
-        let step = u64::try_from(step).map_err(|_| reader.error(format!("parameter {index} has taken {step} steps")))?;
+        let step =
+            u64::try_from(step).map_err(|_| reader.error(format!("parameter {index} has taken {step} steps")))?;
         let mut new = Parameter { step, ..Parameter::new(var.clone()) };
         if step > 0 {
             for &spec in specs {
@@ -209,7 +210,8 @@ pub(super) fn from_dict(
         };
         let unexpected: Vec<&String> = dict.keys().filter(|key| !expected(key)).collect();
         let count = unexpected.len();
-        return Err(reader.error(format!("found {count} states that this optimizer does not have, the first: {}", unexpected[0])));
+        return Err(reader
+            .error(format!("found {count} states that this optimizer does not have, the first: {}", unexpected[0])));
     }
     Ok((loaded, lrs))
 }
@@ -226,14 +228,19 @@ impl<'a> Reader<'a> {
 
     fn get(&self, key: &str, dtype: DType, dims: &[usize]) -> Result<&'a Tensor> {
         let Some(tensor) = self.dict.get(key) else {
-            return Err(self.error(format!("the state {key:?} is missing; were the states saved by the same optimizer?")));
+            return Err(
+                self.error(format!("the state {key:?} is missing; were the states saved by the same optimizer?"))
+            );
         };
         if tensor.dtype() != dtype {
             let (found, expected) = (tensor.dtype().as_str(), dtype.as_str());
             return Err(Error::dtype("load_state_dict", format!("{key:?} is {found}, expected {expected}")));
         }
         if tensor.dims() != dims {
-            return Err(Error::shape("load_state_dict", format!("{key:?} has shape {:?}, expected {dims:?}", tensor.dims())));
+            return Err(Error::shape(
+                "load_state_dict",
+                format!("{key:?} has shape {:?}, expected {dims:?}", tensor.dims()),
+            ));
         }
         Ok(tensor)
     }

@@ -127,7 +127,10 @@ impl<R: Rule> Stepper<R> {
         for (index, group) in groups.iter().enumerate() {
             R::validate(&group.config)?;
             if group.params.is_empty() {
-                return Err(Error::argument(R::NAME, format!("parameter group {index} is empty, expected at least one Var")));
+                return Err(Error::argument(
+                    R::NAME,
+                    format!("parameter group {index} is empty, expected at least one Var"),
+                ));
             }
             for var in &group.params {
                 if !seen.insert(var.id()) {
@@ -163,7 +166,8 @@ impl<R: Rule> Stepper<R> {
         R::validate(&config)?;
         let group = self.group_mut(group)?;
         if !group.parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.elem_count()))) {
-            let message = "the new hyper-parameters need other states than those that training has made; build a new optimizer";
+            let message =
+                "the new hyper-parameters need other states than those that training has made; build a new optimizer";
             return Err(Error::argument(R::NAME, message));
         }
         group.config = config;

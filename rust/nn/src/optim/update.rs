@@ -47,7 +47,8 @@ pub(super) fn check_dtype<R: Rule>(var: &Var) -> Result<()> {
         DType::F32 | DType::F16 | DType::BF16 => Ok(()),
         DType::F64 if R::UPDATE_F64.is_some() => Ok(()),
         other => {
-            let message = format!("found a Var of dtype {}, expected f32, f16 or bf16; convert it first", other.as_str());
+            let message =
+                format!("found a Var of dtype {}, expected f32, f16 or bf16; convert it first", other.as_str());
             Err(Error::dtype(R::NAME, message))
         }
     }
@@ -56,7 +57,10 @@ pub(super) fn check_dtype<R: Rule>(var: &Var) -> Result<()> {
 /// One step of every item.
 pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>) -> Result<()> {
     if items.iter().any(|item| !item.parameter.var.device().is_cpu()) {
-        return Err(Error::device(R::NAME, "a Var is not on the CPU; move the model to the CPU or use its device's build"));
+        return Err(Error::device(
+            R::NAME,
+            "a Var is not on the CPU; move the model to the CPU or use its device's build",
+        ));
     }
     let mut buckets: Vec<Bucket<'_, R::Config>> = Vec::new();
     let mut index_of = FxHashMap::default();

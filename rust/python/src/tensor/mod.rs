@@ -24,7 +24,7 @@ use crate::call::{compute, quick};
 use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
-use crate::types::{Anything, NdArray, Sizes, Tensors};
+use crate::types::{Anything, NdArray, Sizes, TensorIterator};
 
 /// An immutable array of numbers on a device, and its place on the autograd tape.
 ///
@@ -212,13 +212,13 @@ impl Tensor {
         first.ok_or_else(|| tc::Error::shape("len", "a tensor without dimensions has no length").into())
     }
 
-    fn __iter__<'py>(&self, py: Python<'py>) -> Result<Tensors<'py>> {
+    fn __iter__<'py>(&self, py: Python<'py>) -> Result<TensorIterator<'py>> {
         if self.0.rank() == 0 {
             return Err(tc::Error::shape("iter", "a tensor without dimensions cannot be iterated").into());
         }
         let rows = (0..self.0.dims()[0]).map(|row| quick(|| self.0.narrow(0, row, 1)?.squeeze(0)).map(Self));
         let rows = rows.map(|row| Ok(Bound::new(py, row?)?.into_any())).collect::<Result<Vec<_>>>()?;
-        Ok(Tensors(PyList::new(py, rows)?.try_iter()?))
+        Ok(TensorIterator(PyList::new(py, rows)?.try_iter()?))
     }
 
     /// Identity: tensors are keys by what they are, not by their values.

@@ -3,7 +3,7 @@
 use std::any::TypeId;
 use std::cell::RefCell;
 
-use super::kernel::{Block, Target, TileShape};
+use super::kernel::{Ahead, Columns, Target, TileShape};
 use super::pack::{Along, Side, pack, packed_len};
 use super::thin::{self, Dot, Outer};
 use crate::cpu::{Elem, Real, dispatch, pool};
@@ -200,7 +200,8 @@ where
         // Equal stretches of `k`, none longer than MAX_K.
         let stretch = self.k.div_ceil(self.k.div_ceil(MAX_K).max(1)).next_multiple_of(16).min(self.k);
         let len_a = packed_len(shape, Along::Rows, self.m, stretch);
-        let len_b = packed_len(shape, Along::Columns, self.n, stretch);
+        // Each panel of `b` is packed just before its use, and stays in the first-level cache meanwhile.
+        let len_b = packed_len(shape, Along::Columns, shape.columns.min(self.n), stretch);
         // f16 and bf16 results are summed up in a block of the accumulator's type and rounded at the end.
         let direct = is_accumulator::<C>();
         let len_c = if direct { 0 } else { self.m * self.n };
@@ -213,9 +214,18 @@ where
                 // SAFETY: the caller answers for the operands and the result, `with_scratch` for the panels.
                 unsafe {
                     pack(a, shape, Along::Rows, self.a.at(0, p), self.m, k);
-                    pack(b, shape, Along::Columns, self.b.at(0, p), self.n, k);
-                    let c = Target { accumulate: target.accumulate || p > 0, ..target };
-                    Block { m: self.m, n: self.n, k, a, b, c }.run();
+                    for j in (0..self.n).step_by(shape.columns) {
+                        let n = shape.columns.min(self.n - j);
+                        let next = j + n;
+                        let ahead = self.b.at(next.min(self.n - 1), p).ahead(shape.columns.min(self.n - next), k);
+                        pack(b, shape, Along::Columns, self.b.at(j, p), n, k);
+                        let c = Target {
+                            ptr: target.ptr.add(j * target.column_stride),
+                            accumulate: target.accumulate || p > 0,
+                            ..target
+                        };
+                        Columns { m: self.m, n, k, a, b, c, ahead }.run();
+                    }
                 }
                 p += k;
                 if p == self.k {
@@ -231,22 +241,37 @@ where
 
     /// Rounds a block of sums into the result.
     unsafe fn write(self, sums: *const A::Acc) {
-        dispatch(
-            #[inline(always)]
-            || {
-                let [row_stride, column_stride] = self.c_strides;
-                for j in 0..self.n {
-                    for i in 0..self.m {
-                        // SAFETY: element (i, j) of the block.
-                        unsafe {
-                            let c = self.c.add(if row_stride == 1 { i } else { i * row_stride } + j * column_stride);
-                            let sum = *sums.add(j * self.m + i);
-                            *c = C::from_acc(if self.accumulate { (*c).to_acc() + sum } else { sum });
+        let [row_stride, column_stride] = self.c_strides;
+        for j in 0..self.n {
+            // SAFETY: column `j` of the sums and of the result, which is contiguous or has elements of its own.
+            unsafe {
+                let sums = std::slice::from_raw_parts(sums.add(j * self.m), self.m);
+                let c = self.c.add(j * column_stride);
+                match (row_stride, self.accumulate) {
+                    (1, false) => {
+                        let c = std::slice::from_raw_parts_mut(c, self.m);
+                        C::store(sums, c);
+                    }
+                    (1, true) => {
+                        let c = std::slice::from_raw_parts_mut(c, self.m);
+                        dispatch(
+                            #[inline(always)]
+                            || {
+                                for (c, &sum) in c.iter_mut().zip(sums) {
+                                    *c = C::from_acc(c.to_acc() + sum);
+                                }
+                            },
+                        );
+                    }
+                    (_, accumulate) => {
+                        for (i, &sum) in sums.iter().enumerate() {
+                            let c = c.add(i * row_stride);
+                            *c = C::from_acc(if accumulate { (*c).to_acc() + sum } else { sum });
                         }
                     }
                 }
-            },
-        );
+            }
+        }
     }
 }
 
@@ -262,6 +287,17 @@ enum Method {
 }
 
 impl<T: Elem> Side<T> {
+    /// The first `len × k` elements, as far as they are contiguous.
+    fn ahead(self, len: usize, k: usize) -> Ahead {
+        let (runs, run, stride) = match (self.outer, self.inner) {
+            (_, 1) => (len, k, self.outer),
+            (1, _) => (k, len, self.inner),
+            _ => (0, 0, 0),
+        };
+        let size = size_of::<T>();
+        Ahead { ptr: self.ptr.cast(), runs, len: run * size, stride: stride * size }
+    }
+
     /// How a thin product with this as its large operand is computed.
     fn method(self) -> Method {
         match (self.outer, self.inner) {

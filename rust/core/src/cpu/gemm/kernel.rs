@@ -7,6 +7,7 @@
 use pulp::{Simd, WithSimd};
 
 use crate::cpu::Real;
+use crate::cpu::simd::arch;
 
 /// A floating-point type with SIMD registers.
 pub trait Lane: Sized + Copy {
@@ -104,7 +105,7 @@ impl TileShape {
                 TileShape::of::<T, S>()
             }
         }
-        crate::cpu::simd::arch().dispatch(Detect::<T>(std::marker::PhantomData))
+        arch().dispatch(Detect::<T>(std::marker::PhantomData))
     }
 }
 
@@ -126,63 +127,104 @@ pub struct Target<T> {
     pub accumulate: bool,
 }
 
-/// `c (+)= alpha * a * b` for one block of the result with panels packed by [`pack`](super::pack::pack).
-pub struct Block<T> {
+/// Memory that will be read next: `runs` of `len` bytes, `stride` bytes from one to the next.
+#[derive(Clone, Copy)]
+pub struct Ahead {
+    /// The first byte.
+    pub ptr: *const u8,
+    /// Number of runs.
+    pub runs: usize,
+    /// Bytes of a run.
+    pub len: usize,
+    /// Distance of the runs in bytes.
+    pub stride: usize,
+}
+
+impl Ahead {
+    const LINE: usize = 64;
+
+    fn lines(&self) -> usize {
+        self.runs * self.len.div_ceil(Self::LINE)
+    }
+
+    /// Asks the processor for the line `offset` bytes into the current run and moves on.
+    #[inline(always)]
+    fn fetch(&mut self, offset: &mut usize) {
+        if self.runs > 0 {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: a prefetch of any address is harmless, and SSE is part of x86-64.
+            unsafe {
+                use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+                _mm_prefetch::<_MM_HINT_T1>(self.ptr.wrapping_add(*offset).cast());
+            }
+            *offset += Self::LINE;
+            if *offset >= self.len {
+                *offset = 0;
+                self.ptr = self.ptr.wrapping_add(self.stride);
+                self.runs -= 1;
+            }
+        }
+    }
+}
+
+/// `c (+)= alpha * a * b` for one panel of columns, with operands packed by [`pack`](super::pack::pack).
+pub struct Columns<T> {
     /// Rows.
     pub m: usize,
-    /// Columns.
+    /// Columns, at most those of a tile.
     pub n: usize,
     /// Length of the sums.
     pub k: usize,
     /// `a` in panels of rows.
     pub a: *const T,
-    /// `b` in panels of columns.
+    /// `b` as one panel.
     pub b: *const T,
     /// The result.
     pub c: Target<T>,
+    /// What the next panel will be packed from.
+    pub ahead: Ahead,
 }
 
-impl<T: Real> Block<T> {
-    /// Computes the block.
+impl<T: Real> Columns<T> {
+    /// Computes the columns.
     ///
     /// # Safety
     /// `a` and `b` hold packed panels of `m × k` and `k × n` elements, and nothing else reads or writes the elements
     /// of `c` meanwhile.
     pub unsafe fn run(self) {
-        crate::cpu::simd::arch().dispatch(self);
+        arch().dispatch(self);
     }
 }
 
-impl<T: Real> WithSimd for Block<T> {
+impl<T: Real> WithSimd for Columns<T> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let shape = TileShape::of::<T, S>();
-        let mut j = 0;
-        while j < self.n {
-            let mut i = 0;
-            while i < self.m {
-                let rows = shape.rows.min(self.m - i);
-                // SAFETY: `run` promises the panels and the destination.
-                unsafe {
-                    let tile = Tile {
-                        k: self.k,
-                        a: self.a.add(i * self.k),
-                        a_step: rows.next_multiple_of(shape.lanes),
-                        b: self.b.add(j * self.k),
-                        c: Target {
-                            ptr: self.c.ptr.add(i * self.c.row_stride + j * self.c.column_stride),
-                            ..self.c
-                        },
-                        rows,
-                        columns: shape.columns.min(self.n - j),
-                    };
-                    tile.run(simd);
-                }
-                i += shape.rows;
+        let mut ahead = self.ahead;
+        let mut offset = 0;
+        let lines = ahead.lines().div_ceil(self.m.div_ceil(shape.rows).max(1));
+        let mut i = 0;
+        while i < self.m {
+            for _ in 0..lines {
+                ahead.fetch(&mut offset);
             }
-            j += shape.columns;
+            let rows = shape.rows.min(self.m - i);
+            // SAFETY: `run` promises the panels and the destination.
+            unsafe {
+                let tile = Tile {
+                    k: self.k,
+                    a: self.a.add(i * self.k),
+                    a_step: rows.next_multiple_of(shape.lanes),
+                    b: self.b,
+                    c: Target { ptr: self.c.ptr.add(i * self.c.row_stride), ..self.c },
+                    rows,
+                    columns: self.n,
+                };
+                tile.run(simd);
+            }
+            i += shape.rows;
         }
     }
 }

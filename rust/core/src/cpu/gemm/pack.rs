@@ -1,5 +1,7 @@
 //! Packing: copies a block of an operand into panels in the order the tiles read it, as numbers of the accumulator.
 
+use std::any::TypeId;
+
 use super::kernel::TileShape;
 use crate::cpu::{Elem, Real, dispatch};
 
@@ -42,11 +44,10 @@ pub fn packed_len(shape: TileShape, along: Along, len: usize, k: usize) -> usize
     }
 }
 
-/// Elements along `k` that are transposed at a time.
-const RUN: usize = 16;
-
-/// Elements of contiguous rows that are copied at a time: reading in runs lets the processor fetch ahead.
-const GROUP: usize = 256;
+/// Rows that are transposed at a time.
+const ROWS: usize = 16;
+/// Steps of `k` that are transposed at a time.
+const RUN: usize = 64;
 
 /// Packs `len × k` elements: panels of as many rows or columns as a tile has, each panel in the order of `k`. Rows
 /// that fill up the last panel are zeros.
@@ -58,120 +59,194 @@ pub unsafe fn pack<T: Elem>(dst: *mut T::Acc, shape: TileShape, along: Along, sr
         Along::Rows => (shape.rows, shape.lanes),
         Along::Columns => (shape.columns, 4),
     };
-    let last = len / full * full;
-    let width = (len - last).next_multiple_of(multiple);
-    let group = full * (GROUP / full).max(1);
+    for i in (0..len).step_by(full) {
+        let rows = full.min(len - i);
+        let width = full.min(rows.next_multiple_of(multiple));
+        // SAFETY: the panel that starts at row `i`.
+        unsafe {
+            let (dst, src) = (dst.add(i * k), src.at(i, 0));
+            if src.outer != 1 {
+                transpose(dst, src, rows, width, k);
+            } else {
+                match width {
+                    _ if rows < width => copy::<T>(dst, src, rows, width, k),
+                    4 => copy_exact::<T, 4>(dst, src, k),
+                    8 => copy_exact::<T, 8>(dst, src, k),
+                    12 => copy_exact::<T, 12>(dst, src, k),
+                    16 => copy_exact::<T, 16>(dst, src, k),
+                    24 => copy_exact::<T, 24>(dst, src, k),
+                    32 => copy_exact::<T, 32>(dst, src, k),
+                    _ => copy::<T>(dst, src, rows, width, k),
+                }
+            }
+        }
+    }
+}
+
+/// Packs a panel of `N` contiguous elements for each step.
+unsafe fn copy_exact<T: Elem, const N: usize>(dst: *mut T::Acc, src: Side<T>, k: usize) {
     dispatch(
         #[inline(always)]
         || {
-            // SAFETY: each panel is packed from its rows or columns of the operand.
-            unsafe {
-                if src.outer == 1 {
-                    for start in (0..last).step_by(group) {
-                        for p in 0..k {
-                            for i in (start..last.min(start + group)).step_by(full) {
-                                copy(dst.add(i * k + p * full), src.at(i, p).ptr, full, full);
-                            }
-                        }
-                    }
-                    for p in 0..k {
-                        copy(dst.add(last * k + p * width), src.at(last, p).ptr, len - last, width);
-                    }
-                } else {
-                    for i in (0..last).step_by(full) {
-                        transpose(dst.add(i * k), src.at(i, 0), full, full, k);
-                    }
-                    transpose(dst.add(last * k), src.at(last, 0), len - last, width, k);
+            for p in 0..k {
+                // SAFETY: step `p` of the caller's panel.
+                unsafe {
+                    let from = src.at(0, p).ptr.cast::<[T; N]>().read_unaligned();
+                    dst.add(p * N).cast::<[T::Acc; N]>().write_unaligned(widen(from));
                 }
             }
         },
     );
 }
 
-/// Copies `len` elements and fills up to `width` with zeros.
+/// Elements as numbers of the accumulator.
 #[inline(always)]
-unsafe fn copy<T: Elem>(dst: *mut T::Acc, src: *const T, len: usize, width: usize) {
-    // SAFETY: the caller gives `len` readable and `width` writable elements.
-    unsafe {
-        let i = copy_runs::<T, 16>(dst, src, 0, len);
-        let i = copy_runs::<T, 4>(dst, src, i, len);
-        let i = copy_runs::<T, 1>(dst, src, i, len);
-        for i in i..width {
-            *dst.add(i) = T::Acc::ZERO;
+fn widen<T: Elem, const N: usize>(from: [T; N]) -> [T::Acc; N] {
+    let mut to = [T::Acc::ZERO; N];
+    for (x, y) in to.iter_mut().zip(from) {
+        *x = y.to_acc();
+    }
+    to
+}
+
+/// Packs a panel of `rows` contiguous elements for each step, filled up to `width` with zeros.
+unsafe fn copy<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width: usize, k: usize) {
+    for p in 0..k {
+        for i in 0..width {
+            // SAFETY: step `p` of the caller's panel, within its rows.
+            unsafe { *dst.add(p * width + i) = if i < rows { (*src.at(i, p).ptr).to_acc() } else { T::Acc::ZERO } };
         }
     }
 }
 
-/// Copies elements `i..len` in runs of `N`, a length that makes them a few vector instructions, and returns where it
-/// stopped.
-#[inline(always)]
-unsafe fn copy_runs<T: Elem, const N: usize>(dst: *mut T::Acc, src: *const T, mut i: usize, len: usize) -> usize {
-    while i + N <= len {
-        // SAFETY: below `len`.
-        unsafe {
-            let from = src.add(i).cast::<[T; N]>().read_unaligned();
-            let mut to = [T::Acc::ZERO; N];
-            for (x, y) in to.iter_mut().zip(from) {
-                *x = y.to_acc();
+/// Packs a panel of an operand that is not contiguous along the panel, 16 rows at a time.
+unsafe fn transpose<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width: usize, k: usize) {
+    let in_place = TypeId::of::<T>() == TypeId::of::<T::Acc>() && src.inner == 1;
+    let mut copied = None;
+    for p in (0..k).step_by(RUN) {
+        let run = RUN.min(k - p);
+        for i in (0..width).step_by(ROWS) {
+            let part = ROWS.min(width - i);
+            // SAFETY: rows from `i` and steps from `p` on, where they are within the caller's panel.
+            unsafe {
+                let src = src.at(i.min(rows), p);
+                let (from, stride) = if in_place && i + part <= rows && run.is_multiple_of(ROWS) {
+                    (src.ptr.cast(), src.outer)
+                } else {
+                    let copied = copied.get_or_insert([[T::Acc::ZERO; RUN]; ROWS]);
+                    convert(copied, src, rows.saturating_sub(i), run);
+                    (copied.as_ptr().cast(), RUN)
+                };
+                store_columns::<T::Acc>(from, stride, part, run, dst.add(p * width + i), width);
             }
-            dst.add(i).cast::<[T::Acc; N]>().write_unaligned(to);
         }
-        i += N;
     }
-    i
 }
 
-/// Packs one panel of an operand that is not contiguous along the panel.
-#[inline(always)]
-unsafe fn transpose<T: Elem>(dst: *mut T::Acc, src: Side<T>, len: usize, width: usize, k: usize) {
-    // SAFETY: the caller gives `len × k` readable and `width × k` writable elements; rows from `len` on are not read.
-    unsafe {
-        let runs = if src.inner == 1 { k / RUN * RUN } else { 0 };
-        for p in (0..runs).step_by(RUN) {
-            for i in (0..width).step_by(4) {
-                let mut rows = [[T::Acc::ZERO; RUN]; 4];
-                for (r, row) in rows.iter_mut().enumerate().take(len.saturating_sub(i)) {
-                    let from = src.at(i + r, p).ptr;
-                    for (q, x) in row.iter_mut().enumerate() {
-                        *x = (*from.add(q)).to_acc();
+/// Copies up to [`ROWS`] rows of `run` elements as numbers of the accumulator; those that `src` lacks become zeros.
+unsafe fn convert<T: Elem>(copied: &mut [[T::Acc; RUN]; ROWS], src: Side<T>, rows: usize, run: usize) {
+    dispatch(
+        #[inline(always)]
+        || {
+            for (i, row) in copied.iter_mut().enumerate() {
+                if i >= rows {
+                    *row = [T::Acc::ZERO; RUN];
+                } else if src.inner == 1 && run.is_multiple_of(ROWS) {
+                    for p in (0..run).step_by(ROWS) {
+                        // SAFETY: within the caller's rows; `run` is at most RUN.
+                        unsafe {
+                            let from = src.at(i, p).ptr.cast::<[T; ROWS]>().read_unaligned();
+                            let to = row.as_mut_ptr().add(p).cast::<[T::Acc; ROWS]>();
+                            to.write_unaligned(widen(from));
+                        }
+                    }
+                } else {
+                    for (p, x) in row.iter_mut().enumerate().take(run) {
+                        // SAFETY: within the caller's rows.
+                        *x = unsafe { *src.at(i, p).ptr }.to_acc();
                     }
                 }
-                store_columns(&rows, dst.add(p * width + i), width);
             }
-        }
-        for p in runs..k {
-            for i in 0..width {
-                *dst.add(p * width + i) = if i < len { (*src.at(i, p).ptr).to_acc() } else { T::Acc::ZERO };
-            }
+        },
+    );
+}
+
+/// Writes each of the first `run` columns of `width` rows as neighbours, one column `dst_stride` after the other.
+unsafe fn store_columns<T: Real>(
+    src: *const T,
+    src_stride: usize,
+    width: usize,
+    run: usize,
+    dst: *mut T,
+    dst_stride: usize,
+) {
+    #[cfg(target_arch = "x86_64")]
+    if TypeId::of::<T>() == TypeId::of::<f32>() && is_x86_feature_detected!("avx512f") {
+        // SAFETY: `T` is f32 and the processor has AVX-512.
+        return unsafe { transpose_avx512(src.cast(), src_stride, width, run, dst.cast(), dst_stride) };
+    }
+    for p in 0..run {
+        for i in 0..width {
+            // SAFETY: the caller gives the rows and the columns.
+            unsafe { *dst.add(p * dst_stride + i) = *src.add(i * src_stride + p) };
         }
     }
 }
 
-/// Writes each of the columns as four neighbours, one column `width` elements after the other.
-#[inline(always)]
-unsafe fn store_columns<T: Real>(rows: &[[T; RUN]; 4], dst: *mut T, width: usize) {
-    #[cfg(target_arch = "x86_64")]
-    if std::any::TypeId::of::<T>() == std::any::TypeId::of::<f32>() {
-        use std::arch::x86_64::{_MM_TRANSPOSE4_PS, _mm_loadu_ps, _mm_storeu_ps};
-        let (from, to) = (rows.as_ptr().cast::<f32>(), dst.cast::<f32>());
-        for q in (0..RUN).step_by(4) {
-            // SAFETY: SSE is part of x86-64; `T` is f32; the loads stay in `rows`, the stores in the caller's panel.
-            unsafe {
-                let (mut r0, mut r1) = (_mm_loadu_ps(from.add(q)), _mm_loadu_ps(from.add(RUN + q)));
-                let (mut r2, mut r3) = (_mm_loadu_ps(from.add(2 * RUN + q)), _mm_loadu_ps(from.add(3 * RUN + q)));
-                _MM_TRANSPOSE4_PS(&mut r0, &mut r1, &mut r2, &mut r3);
-                _mm_storeu_ps(to.add(q * width), r0);
-                _mm_storeu_ps(to.add((q + 1) * width), r1);
-                _mm_storeu_ps(to.add((q + 2) * width), r2);
-                _mm_storeu_ps(to.add((q + 3) * width), r3);
+/// [`store_columns`] in blocks of 16 × 16 elements. Reads rows up to the next multiple of 16 elements.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn transpose_avx512(
+    src: *const f32,
+    src_stride: usize,
+    width: usize,
+    run: usize,
+    dst: *mut f32,
+    dst_stride: usize,
+) {
+    use std::arch::x86_64::*;
+    let mask = ((1u32 << width) - 1) as __mmask16;
+    for p in (0..run).step_by(16) {
+        let mut rows = [_mm512_setzero_ps(); 16];
+        for (i, row) in rows.iter_mut().enumerate() {
+            if i < width {
+                // SAFETY: within a row, or after its end up to a multiple of 16.
+                *row = unsafe { _mm512_loadu_ps(src.add(i * src_stride + p)) };
             }
         }
-        return;
-    }
-    for q in 0..RUN {
-        for (r, row) in rows.iter().enumerate() {
-            // SAFETY: within the caller's panel.
-            unsafe { *dst.add(q * width + r) = row[q] };
+        // Pairs of rows, then four: `fours[4 g + c]` has in its 128-bit part `l` column `4 l + c` of rows `4 g..4 g + 4`.
+        let mut fours = [_mm512_setzero_pd(); 16];
+        for g in 0..4 {
+            let [r0, r1, r2, r3] = [rows[4 * g], rows[4 * g + 1], rows[4 * g + 2], rows[4 * g + 3]];
+            let lo01 = _mm512_castps_pd(_mm512_unpacklo_ps(r0, r1));
+            let hi01 = _mm512_castps_pd(_mm512_unpackhi_ps(r0, r1));
+            let lo23 = _mm512_castps_pd(_mm512_unpacklo_ps(r2, r3));
+            let hi23 = _mm512_castps_pd(_mm512_unpackhi_ps(r2, r3));
+            fours[4 * g] = _mm512_unpacklo_pd(lo01, lo23);
+            fours[4 * g + 1] = _mm512_unpackhi_pd(lo01, lo23);
+            fours[4 * g + 2] = _mm512_unpacklo_pd(hi01, hi23);
+            fours[4 * g + 3] = _mm512_unpackhi_pd(hi01, hi23);
+        }
+        // The parts of one column together.
+        for c in 0..4 {
+            let part = |g: usize| _mm512_castpd_ps(fours[4 * g + c]);
+            let even01 = _mm512_shuffle_f32x4::<0x88>(part(0), part(1));
+            let odd01 = _mm512_shuffle_f32x4::<0xdd>(part(0), part(1));
+            let even23 = _mm512_shuffle_f32x4::<0x88>(part(2), part(3));
+            let odd23 = _mm512_shuffle_f32x4::<0xdd>(part(2), part(3));
+            let columns = [
+                _mm512_shuffle_f32x4::<0x88>(even01, even23),
+                _mm512_shuffle_f32x4::<0x88>(odd01, odd23),
+                _mm512_shuffle_f32x4::<0xdd>(even01, even23),
+                _mm512_shuffle_f32x4::<0xdd>(odd01, odd23),
+            ];
+            for (l, column) in columns.into_iter().enumerate() {
+                let p = p + 4 * l + c;
+                if p < run {
+                    // SAFETY: column `p` of the destination.
+                    unsafe { _mm512_mask_storeu_ps(dst.add(p * dst_stride), mask, column) };
+                }
+            }
         }
     }
 }

@@ -1,0 +1,243 @@
+"""`train-lora`, `sample` and `merge` as a user runs them."""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import trainable_candle as tc
+from trainable_candle.models import DigitsTransformer
+from trainable_candle.train import TrainConfig
+from trainable_candle.train.callbacks import read_log
+from trainable_candle.train.state import checkpoints, step_of
+
+PROGRAM = [sys.executable, "-m", "trainable_candle"]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [*PROGRAM, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def training(base: Path, pictures: Path, output: Path, steps: int) -> list[str]:
+    settings = {
+        "model": "digits",
+        "weights": base,
+        "dataset": pictures,
+        "output": output,
+        "steps": steps,
+        "rank": 4,
+        "batch-size": 4,
+        "learning-rate": 1e-2,
+        "optimizer": "adamw",
+        "lora-dropout": 0.1,
+    }
+    return ["train", *(str(part) for k, v in settings.items() for part in (f"--{k}", v))]
+
+
+@pytest.fixture(scope="module")
+def trained(
+    digits_base: Path, digits_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    output = tmp_path_factory.mktemp("trained") / "run"
+    result = run(*training(digits_base, digits_folder, output, 30))
+    assert result.returncode == 0, result.stderr
+    assert f"adapter: {output / 'adapter.safetensors'}" in result.stdout
+    assert "30/30" in result.stderr
+    return output
+
+
+def wait_for_steps(process: subprocess.Popen[str], log: Path, steps: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(read_log(log)) < steps:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_says_how_to_resume(
+    digits_base: Path,
+    digits_folder: Path,
+    tmp_path: Path,
+    number: signal.Signals,
+    status: int,
+) -> None:
+    output = tmp_path / "a run"
+    command = [*PROGRAM, *training(digits_base, digits_folder, output, 1_000_000)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_for_steps(process, output / "train.csv", 3)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert "Traceback" not in errors
+    stopped = step_of(checkpoints(output)[-1])
+    assert f"stopped after step {stopped} of 1000000; continue with:" in errors
+    assert len(read_log(output / "train.csv")) == stopped
+    assert not (output / "adapter.safetensors").exists()
+
+    advice = shlex.split(errors.splitlines()[-1])
+    assert advice[:2] == ["trainable-candle", "train"]
+    steps = stopped + 4
+    resumed = run(*advice[1:], "--steps", steps)
+    assert resumed.returncode == 0, resumed.stderr
+    unbroken = run(*training(digits_base, digits_folder, tmp_path / "unbroken", steps))
+    assert unbroken.returncode == 0, unbroken.stderr
+    of_both = [
+        tc.load_file(folder / "adapter.safetensors") for folder in (output, tmp_path / "unbroken")
+    ]
+    assert of_both[0].keys() == of_both[1].keys()
+    for name, tensor in of_both[0].items():
+        np.testing.assert_array_equal(tensor.numpy(), of_both[1][name].numpy())
+    logs = [read_log(folder / "train.csv") for folder in (output, tmp_path / "unbroken")]
+    assert [row["loss"] for row in logs[0]] == [row["loss"] for row in logs[1]]
+
+
+def test_a_file_of_settings_with_flags(
+    digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: digits\nweights: {digits_base}\ndataset: {digits_folder}\n"
+        f"output: {tmp_path / 'out'}\nsteps: 50\nlearning_rate: 1e-3\n"
+    )
+    result = run("train", "--config", path, "--steps", 2)
+    assert result.returncode == 0, result.stderr
+    assert len(read_log(tmp_path / "out" / "train.csv")) == 2
+
+
+def test_folders_may_have_any_name(digits_base: Path, digits_folder: Path, tmp_path: Path) -> None:
+    name = os.fsdecode(b"# \xf0\x9f\x90\x88 'a' \xff")  # an emoji, and a byte that is no UTF-8
+    dataset, output = tmp_path / name, tmp_path / f"{name} out"
+    shutil.copytree(digits_folder, dataset)
+    result = run(*training(digits_base, dataset, output, 2))
+    assert result.returncode == 0, result.stderr
+    config = TrainConfig.from_yaml(output / "config.yaml")
+    assert (config.dataset, config.output) == (str(dataset), str(output))
+    resumed = run("train", "--config", output / "config.yaml", "--resume", "latest", "--steps", 3)
+    assert resumed.returncode == 0, resumed.stderr
+
+
+def refused(result: subprocess.CompletedProcess[str], *texts: str) -> None:
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+    for text in texts:
+        assert text in result.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    refused(run(*training(digits_base, digits_folder, file, 2)), str(file), "exists")
+    refused(run(*training(digits_base, digits_folder, file / "x", 2)), str(file), "Not a directory")
+    read_only = Path("/proc/self")  # not even root can make a folder there
+    refused(run(*training(digits_base, digits_folder, read_only / "x", 2)), "/proc/self/x: No such")
+
+
+def test_weights_and_pictures_that_do_not_suit_are_refused(
+    digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    refused(run(*training(tmp_path / "none", digits_folder, out, 2)), str(tmp_path / "none"))
+    refused(run(*training(digits_folder, digits_folder, out, 2)), "config.json")
+    large = tmp_path / "large"
+    large.mkdir()
+    Image.new("RGB", (9, 8)).save(large / "a.png")
+    (large / "a.txt").write_text("a cat")
+    Image.new("RGB", (8, 8)).save(large / "b.png")
+    (large / "b.txt").write_text("one or two")
+    refused(
+        run(*training(digits_base, large, out, 2)),
+        "2 of 2 pictures",
+        "a.png: is 9x8 pixels, expected 8x8",
+        "b.txt: 'one or two' names the digits 1, 2, expected one",
+    )
+
+
+def test_a_device_that_is_not_there_is_refused(
+    digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
+    arguments = training(digits_base, digits_folder, tmp_path / "out", 2)
+    refused(run(*arguments, "--device", "gpu"), "gpu")
+    refused(run(*arguments, "--target-modules", "to_x"), "to_x")
+
+
+def test_a_dtype_that_is_none_is_refused(digits_base: Path, tmp_path: Path) -> None:
+    arguments = ["--weights", digits_base, "--prompt", "1", "--output", tmp_path / "a.png"]
+    refused(sample(*arguments, "--dtype", "f8"), "f8")
+
+
+def sample(*arguments: Sequence[object] | object) -> subprocess.CompletedProcess[str]:
+    return run("sample", "--model", "digits", *arguments)
+
+
+def pixels(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def test_sample_draws_a_grid(digits_base: Path, trained: Path, tmp_path: Path) -> None:
+    common = ["--weights", digits_base, "--prompt", "a two", "--prompt", "7", "--count", 3]
+    common += ["--steps", 4, "--columns", 3]
+    result = sample(*common, "--output", tmp_path / "base.png")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"6 pictures: {tmp_path / 'base.png'}\n"
+    assert pixels(tmp_path / "base.png").shape == (8 * (2 * 8 + 1), 8 * (3 * 8 + 2), 3)
+    sample(*common, "--output", tmp_path / "again.png")
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "base.png").read_bytes()
+    adapter = ["--adapter", trained / "adapter.safetensors"]
+    sample(*common, *adapter, "--output", tmp_path / "adapted.png")
+    assert not np.array_equal(pixels(tmp_path / "adapted.png"), pixels(tmp_path / "base.png"))
+    sample(*common, *adapter, "--scale", 0, "--output", tmp_path / "off.png")
+    np.testing.assert_array_equal(pixels(tmp_path / "off.png"), pixels(tmp_path / "base.png"))
+
+
+def test_sample_refuses_prompts_without_a_digit(digits_base: Path, tmp_path: Path) -> None:
+    output = tmp_path / "a.png"
+    result = sample("--weights", digits_base, "--prompt", "a cat", "--output", output)
+    refused(result, "'a cat' names no digit, expected one of 0 to 9 or of zero to nine")
+    assert not output.exists()
+
+
+def test_merge_writes_a_model_that_draws_the_same(
+    digits_base: Path, trained: Path, tmp_path: Path
+) -> None:
+    arguments = ["--model", "digits", "--weights", digits_base]
+    arguments += ["--adapter", trained / "adapter.safetensors", "--output", tmp_path / "merged"]
+    result = run("merge", *arguments)
+    assert result.returncode == 0, result.stderr
+    refused(run("merge", *arguments), "which exists; expected a new or an empty folder")
+
+    sampled, timestep, labels = (
+        tc.randn((3, 1, 8, 8)),
+        tc.tensor([1.0, 500.0, 999.0]),
+        tc.tensor([0, 5, 9]),
+    )
+    merged = DigitsTransformer.from_pretrained(tmp_path / "merged")
+    adapted = DigitsTransformer.from_pretrained(digits_base)
+    plain = adapted(sampled, timestep, labels).numpy()
+    adapted.load_adapter(trained / "adapter.safetensors")
+    expected = adapted(sampled, timestep, labels).numpy()
+    assert np.abs(expected - plain).max() > 1e-2
+    np.testing.assert_allclose(merged(sampled, timestep, labels).numpy(), expected, atol=1e-4)
+
+
+def test_what_is_no_adapter_is_refused(digits_base: Path, trained: Path, tmp_path: Path) -> None:
+    arguments = ["--weights", digits_base, "--prompt", "1", "--output", tmp_path / "a.png"]
+    refused(sample(*arguments, "--adapter", tmp_path / "none.safetensors"), "none.safetensors")
+    refused(sample(*arguments, "--adapter", trained / "train.csv"), "train.csv")
+    refused(sample(*arguments, "--adapter", digits_base / "model.safetensors"), "model.safetensors")

@@ -1,0 +1,96 @@
+"""The digits recipe: captions, pixels, loss, sampling."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import recipes
+from trainable_candle.data import check_folder
+from trainable_candle.errors import ConfigError
+from trainable_candle.recipes.digits import TIMESTEPS, DigitsRecipe, digits_in, from_model, to_model
+from trainable_candle.train import FlowMatching, TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("caption", "digits"),
+    [
+        ("a handwritten 7", [7]),
+        ("Zero", [0]),
+        ("three!", [3]),
+        ("5five FIVE", [5]),
+        ("no.9,", [9]),
+        ("one two", [1, 2]),
+        ("10", []),
+        ("phone", []),
+        ("", []),
+    ],
+)
+def test_captions_name_digits(caption: str, digits: list[int]) -> None:
+    assert digits_in(caption) == digits
+
+
+def test_grey_survives_the_way_to_the_model_and_back() -> None:
+    pixels = np.arange(256, dtype=np.uint8).reshape(4, 8, 8)[..., None].repeat(3, axis=-1)
+    images = to_model(pixels)
+    assert (images.shape, images.dtype) == ((4, 1, 8, 8), np.float32)
+    np.testing.assert_allclose([images.min(), images.max()], [-1, 1], atol=1e-6)
+    np.testing.assert_array_equal(from_model(images), pixels)
+    assert from_model(np.full((1, 1, 8, 8), 3.0, np.float32)).max() == 255
+
+
+def test_the_loss_is_that_of_flow_matching(digits_base: Path, digits_folder: Path) -> None:
+    recipe = DigitsRecipe.load(digits_base, "f32", "cpu")
+    prepared = recipe.prepare(check_folder(digits_folder), TrainConfig(timesteps="logit_normal"))
+    assert len(prepared) == 10
+    tc.manual_seed(4)
+    loss = prepared.loss(np.array([3, 8])).item()
+
+    tc.manual_seed(4)
+    pictures = [picture for picture in check_folder(digits_folder) if picture.path.stem in "38"]
+    data = to_model(np.stack([np.asarray(_pixels(picture.path)) for picture in pictures]))
+    sample, sigmas, _ = FlowMatching("logit_normal").noise(tc.tensor(data))
+    sigma = sigmas.numpy()[:, None, None, None]
+    noise = (sample.numpy() - (1 - sigma) * data) / sigma
+    velocity = recipe.model(sample, sigmas * TIMESTEPS, tc.tensor([3, 8])).numpy()
+    assert loss == pytest.approx(np.mean((velocity - (noise - data)) ** 2), rel=1e-4)
+
+
+def _pixels(path: Path) -> np.ndarray:
+    from trainable_candle.data import read_pixels
+
+    return read_pixels(path)
+
+
+def test_samples_follow_the_seed_and_leave_the_generator(digits_base: Path) -> None:
+    recipe = DigitsRecipe.load(digits_base, "f32", "cpu")
+    state = tc.get_rng_state()
+    first = recipe.sample(["4", "four"], steps=3, seed=1)
+    assert tc.get_rng_state() == state
+    assert (first.shape, first.dtype) == ((2, 8, 8, 3), np.uint8)
+    np.testing.assert_array_equal(recipe.sample(["4", "4"], steps=3, seed=1), first)
+    assert not np.array_equal(recipe.sample(["4", "4"], steps=3, seed=2), first)
+
+
+def test_sampling_follows_the_velocity_from_noise(digits_base: Path) -> None:
+    recipe = DigitsRecipe.load(digits_base, "f32", "cpu")
+    tc.manual_seed(6)
+    x = tc.randn((1, 1, 8, 8)).numpy()
+    for sigma in (1.0, 0.75, 0.5, 0.25):
+        timestep = tc.tensor(np.array([1000 * sigma], np.float32))
+        x = x - 0.25 * recipe.model(tc.tensor(x), timestep, tc.tensor([2])).numpy()
+    found = recipe.sample(["two"], steps=4, seed=6).astype(int)
+    assert np.abs(found - from_model(x).astype(int)).max() <= 1
+
+
+def test_unknown_models_get_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="model: `digit` is not known; did you mean `digits`"):
+        recipes.find("digit")
+
+
+def test_every_recipe_can_be_found() -> None:
+    for name in recipes.NAMES:
+        recipe = recipes.find(name)
+        assert recipe.summary
+        assert recipe.default_targets

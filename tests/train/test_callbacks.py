@@ -1,0 +1,86 @@
+"""The log and the progress bar."""
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainable_candle.train import CsvLog, ProgressBar, StepReport
+from trainable_candle.train.callbacks import read_log
+
+
+def at(step: int, steps: int = 10) -> Any:
+    return SimpleNamespace(step=step, steps=steps)
+
+
+def report(step: int, loss: float = 0.1 + 0.2) -> StepReport:
+    return StepReport(step, loss, 1e-4, 1.5, 0.25)
+
+
+def log(path: Path, first: int, last: int, every: int = 1) -> None:
+    callback = CsvLog(path, every)
+    callback.on_train_begin(at(first))
+    for step in range(first + 1, last + 1):
+        callback.on_step_end(at(step), report(step))
+
+
+def steps(path: Path) -> list[int]:
+    return [int(row["step"]) for row in read_log(path)]
+
+
+def test_numbers_survive_exactly(tmp_path: Path) -> None:
+    log(tmp_path / "a.csv", 0, 1)
+    text = (tmp_path / "a.csv").read_text()
+    assert text == "step,loss,lr,grad_norm,seconds\n1,0.30000000000000004,0.0001,1.5,0.2500\n"
+    assert float(read_log(tmp_path / "a.csv")[0]["loss"]) == 0.1 + 0.2
+
+
+def test_a_resumed_run_goes_on_where_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    log(path, 0, 7)
+    log(path, 4, 10)
+    assert steps(path) == list(range(1, 11))
+    log(path, 0, 2)
+    assert steps(path) == [1, 2]
+
+
+def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    log(path, 0, 3)
+    with path.open("a") as file:
+        file.write("4,0.")
+    assert steps(path) == [1, 2, 3]
+    log(path, 3, 4)
+    assert steps(path) == [1, 2, 3, 4]
+    path.write_text("step,loss,lr,grad_norm,seconds\n1,2\nx,1,1,1,1\n2,1,1,1,1,1\n3,1,1,1,1\n")
+    assert steps(path) == [3]
+
+
+def test_every_so_many_steps_and_the_last(tmp_path: Path) -> None:
+    log(tmp_path / "a.csv", 0, 10, every=4)
+    assert steps(tmp_path / "a.csv") == [4, 8, 10]
+
+
+def test_a_file_that_is_missing_or_something_else_has_no_lines(tmp_path: Path) -> None:
+    assert read_log(tmp_path / "none.csv") == []
+    (tmp_path / "a.csv").write_text("time,value\n1,2\n")
+    assert read_log(tmp_path / "a.csv") == []
+
+
+def test_the_bar_shows_loss_rate_and_time() -> None:
+    screen = io.StringIO()
+    bar = ProgressBar(screen)
+    bar.on_train_begin(at(4))
+    bar.on_step_end(at(5), report(5, loss=2.0))
+    bar.on_train_end(at(5))
+    shown = screen.getvalue()
+    assert "5/10" in shown
+    assert "loss 2.0000, lr 1.00e-04, 250 ms" in shown
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_train_end"])
+def test_a_bar_that_was_never_opened_is_silent(event: str) -> None:
+    bar = ProgressBar(io.StringIO())
+    getattr(bar, event)(at(1), *([report(1)] if event == "on_step_end" else []))

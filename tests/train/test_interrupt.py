@@ -1,0 +1,51 @@
+"""Signals become requests, once, and only within the context."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from trainable_candle.train.interrupt import InterruptGuard
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_request(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
+    with InterruptGuard() as guard:
+        assert guard.signal is None
+        os.kill(os.getpid(), number)
+        assert guard.signal is number
+        assert signal.getsignal(number) == before
+    assert "stopping after this step" in capfd.readouterr().err
+
+
+def test_the_second_one_acts() -> None:
+    with InterruptGuard() as guard:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert guard.signal is signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with InterruptGuard():
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_in_another_thread_it_changes_nothing() -> None:
+    found: list[bool] = []
+
+    def work() -> None:
+        before = signal.getsignal(signal.SIGINT)
+        with InterruptGuard():
+            found.append(signal.getsignal(signal.SIGINT) == before)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [True]

@@ -1,0 +1,208 @@
+"""A resumed run equals an unbroken one, bit for bit (CPU, f32)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.data import ShuffledBatches
+from trainable_candle.errors import ConfigError, WeightsFormatError
+from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
+from trainable_candle.train.callbacks import read_log
+from trainable_candle.train.config import OPTIMIZERS
+from trainable_candle.train.run import ADAPTER, CONFIG, CURVE, LOG, make_optimizer, train_adapter
+from trainable_candle.train.state import checkpoint_path, checkpoints
+
+STEPS = 12
+
+
+class StopAfter(Callback):
+    """Ends the run as Ctrl-C would, and keeps the losses."""
+
+    def __init__(self, step: int = STEPS) -> None:
+        self._step = step
+        self.losses: list[float] = []
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        self.losses.append(report.loss)
+        if report.step == self._step:
+            trainer.stop()
+
+
+class Problem:
+    """Noisy regression with two layers and dropout: random numbers at every step."""
+
+    def __init__(self, config: TrainConfig, output: Path, stop_after: int = STEPS) -> None:
+        tc.manual_seed(config.seed)
+        self.parameters = {
+            "hidden": tc.Var(tc.randn((64, 80)) * 0.1),
+            "out": tc.Var(tc.randn((1, 64)) * 0.1),
+        }
+        optimizer = make_optimizer(config, list(self.parameters.values()))
+        self.callback = StopAfter(stop_after)
+        self.trainer = Trainer(
+            self.loss,
+            self.parameters,
+            optimizer,
+            ShuffledBatches(10, 4, config.seed),
+            steps=STEPS,
+            scheduler=tc.optim.lr_scheduler.cosine(optimizer, total_steps=STEPS, warmup_steps=3),
+            gradient_accumulation=2,
+            max_grad_norm=0.5,
+            output=output,
+            callbacks=[self.callback],
+        )
+        self.data = np.random.default_rng(0).normal(size=(10, 80)).astype(np.float32)
+
+    def loss(self, rows: npt.NDArray[np.int64]) -> tc.Tensor:
+        functional = tc.nn.functional
+        x = tc.tensor(self.data[rows]) + tc.randn((len(rows), 80)) * 0.1
+        hidden = functional.dropout(functional.linear(x, self.parameters["hidden"]).relu(), 0.2)
+        target = tc.tensor(self.data[rows].sum(1, keepdims=True))
+        return functional.mse_loss(functional.linear(hidden, self.parameters["out"]), target)
+
+    def bits(self) -> dict[str, bytes]:
+        return {name: var.detach().numpy().tobytes() for name, var in self.parameters.items()}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+    config = TrainConfig(optimizer=optimizer, learning_rate=1e-2, seed=3)
+    unbroken = Problem(config, tmp_path / "unbroken")
+    assert unbroken.trainer.train()
+    start = Problem(config, tmp_path / "start").bits()
+    assert all(start[name] != bits for name, bits in unbroken.bits().items())
+
+    losses: list[float] = []
+    output = tmp_path / "broken"
+    for stop_after in (1, 5, 11, STEPS):
+        part = Problem(config, output, stop_after)
+        if losses:
+            part.trainer.resume(checkpoints(output)[-1])
+        # What happens between the parts must not matter.
+        part.trainer.train()
+        tc.randn((7,))
+        losses += part.callback.losses
+    assert losses == unbroken.callback.losses
+    assert part.bits() == unbroken.bits()
+
+
+@pytest.fixture
+def config(digits_base: Path, digits_folder: Path, tmp_path: Path) -> Iterator[TrainConfig]:
+    threads = tc.get_num_threads()
+    yield TrainConfig(
+        model="digits",
+        weights=str(digits_base),
+        dataset=str(digits_folder),
+        output=str(tmp_path / "run"),
+        rank=4,
+        lora_dropout=0.1,
+        steps=STEPS,
+        batch_size=4,
+        learning_rate=1e-2,
+        lr_scheduler="cosine",
+        warmup_steps=2,
+        save_every=5,
+    )
+    tc.set_num_threads(threads)
+
+
+def train(config: TrainConfig, *callbacks: Callback) -> dict[str, bytes]:
+    run = train_adapter(config, callbacks=callbacks, progress=False, report=lambda _: None)
+    return {
+        name: v.detach().numpy().tobytes() for name, v in run.adapter.named_parameters().items()
+    }
+
+
+def logged(output: str) -> list[tuple[str, ...]]:
+    rows = read_log(Path(output) / LOG)
+    return [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in rows]
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+@pytest.mark.parametrize("stop_after", [1, 7])
+def test_a_run_resumes_bit_for_bit(
+    config: TrainConfig, adapter: str, stop_after: int, tmp_path: Path
+) -> None:
+    config = config.with_(adapter=adapter)
+    expected = train(config)
+    broken = config.with_(output=str(tmp_path / "broken"))
+    assert train(broken, StopAfter(stop_after)) != expected
+    assert not (Path(broken.output) / ADAPTER).exists()
+    assert train(broken.with_(resume="latest", threads=1)) == expected
+    assert logged(broken.output) == logged(config.output)
+    one, other = (tc.load_file(Path(run.output) / ADAPTER) for run in (config, broken))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        np.testing.assert_array_equal(tensor.numpy(), other[name].numpy())
+
+
+def test_a_run_can_start_again_from_an_older_checkpoint_elsewhere(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    expected = train(config)
+    folder = checkpoint_path(Path(config.output), 5)
+    with pytest.raises(ConfigError, match="of an earlier run"):
+        train(config.with_(resume=str(folder)))
+    again = config.with_(resume=str(folder), output=str(tmp_path / "again"))
+    assert train(again) == expected
+
+
+def test_a_run_leaves_everything_in_its_folder(config: TrainConfig) -> None:
+    train(config)
+    output = Path(config.output)
+    kept = [checkpoint_path(output, step).name for step in (5, 10, 12)]
+    assert sorted(p.name for p in output.iterdir()) == sorted([ADAPTER, CONFIG, CURVE, LOG, *kept])
+    assert TrainConfig.from_yaml(output / CONFIG) == config
+    for folder in checkpoints(output):
+        assert (folder / ADAPTER).is_file()
+    last, final = tc.load_file(folder / ADAPTER), tc.load_file(output / ADAPTER)
+    assert {n: t.tolist() for n, t in last.items()} == {n: t.tolist() for n, t in final.items()}
+
+
+def test_an_output_folder_with_checkpoints_is_not_reused(config: TrainConfig) -> None:
+    train(config)
+    before = (Path(config.output) / LOG).read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"holds checkpoint-000012 of an earlier run; continue it"
+    ):
+        train(config)
+    assert (Path(config.output) / LOG).read_bytes() == before
+
+
+def test_resuming_with_another_adapter_is_refused(config: TrainConfig) -> None:
+    train(config, StopAfter(3))
+    for change in ({"rank": 8}, {"adapter": "dora"}, {"target_modules": ["to_q"]}):
+        with pytest.raises(WeightsFormatError, match="resume with the settings that the run was"):
+            train(config.with_(resume="latest", **change))
+    # The refused attempts have left no trace.
+    assert TrainConfig.from_yaml(Path(config.output) / CONFIG) == config
+    train(config.with_(resume="latest"))
+
+
+def test_changed_settings_are_reported(config: TrainConfig) -> None:
+    train(config, StopAfter(3))
+    said: list[str] = []
+    changed = config.with_(resume="latest", learning_rate=0.5, save_every=1)
+    train_adapter(changed, progress=False, report=said.append)
+    assert [line for line in said if "was" in line] == [
+        "resume: learning_rate is 0.5, was 0.01: the run will not repeat the earlier one"
+    ]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "f16"])
+def test_short_floats_train(config: TrainConfig, precision: str) -> None:
+    short = config.with_(precision=precision, steps=60, batch_size=10, save_every=0)
+    train(short)
+    losses = [float(row["loss"]) for row in read_log(Path(short.output) / LOG)]
+    assert np.mean(losses[-15:]) < 0.9 * np.mean(losses[:15])
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_checkpointing_changes_nothing(config: TrainConfig, policy: str, tmp_path: Path) -> None:
+    other = config.with_(gradient_checkpointing=policy, output=str(tmp_path / "other"))
+    assert train(other) == train(config)

@@ -1,0 +1,217 @@
+"""Checkpoints: complete or absent, checked when read."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError, WeightsFormatError
+from trainable_candle.train import state
+
+
+def variables() -> dict[str, tc.Var]:
+    return {
+        "a": tc.Var(np.arange(6, dtype=np.float32).reshape(2, 3)),
+        "b": tc.Var(np.ones(2, np.float32)),
+    }
+
+
+def stepped(parameters: dict[str, tc.Var]) -> tc.optim.Optimizer:
+    optimizer = tc.optim.AdamW(list(parameters.values()), lr=0.1)
+    sum((var * var).sum() for var in parameters.values()).backward()
+    optimizer.step()
+    return optimizer
+
+
+def run_state(step: int) -> state.RunState:
+    return state.RunState(step, 2 * step, (2**64 - 1, 5), {"scale": 2.0}, {"rank": 4})
+
+
+def save(output: Path, step: int) -> Path:
+    parameters = variables()
+    folder = state.checkpoint_path(output, step)
+    state.save(folder, parameters, stepped(parameters), run_state(step))
+    return folder
+
+
+def names(output: Path) -> list[str]:
+    return sorted(path.name for path in output.iterdir())
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    saved = variables()
+    optimizer = stepped(saved)
+    folder = state.checkpoint_path(tmp_path, 7)
+    state.save(folder, saved, optimizer, run_state(7))
+    loaded = variables()
+    other = tc.optim.AdamW(list(loaded.values()), lr=0.1)
+    assert state.load(folder, loaded, other) == run_state(7)
+    for name, var in loaded.items():
+        np.testing.assert_array_equal(var.detach().numpy(), saved[name].detach().numpy())
+    expected, found = optimizer.state_dict(), other.state_dict()
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        np.testing.assert_array_equal(tensor.numpy(), expected[key].numpy())
+
+
+def test_a_checkpoint_is_a_snapshot(tmp_path: Path) -> None:
+    parameters = variables()
+    optimizer = stepped(parameters)
+    before = {key: tensor.numpy() for key, tensor in optimizer.state_dict().items()}
+    folder = state.checkpoint_path(tmp_path, 1)
+    state.save(folder, parameters, optimizer, run_state(1))
+    optimizer.step()
+    stored = tc.load_file(folder / "optimizer.safetensors")
+    for key, value in before.items():
+        np.testing.assert_array_equal(stored[key].numpy(), value)
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    for step in (5, 40, 300, 1000000, 20):
+        save(tmp_path, step)
+    (tmp_path / "checkpoint-000400").mkdir()  # incomplete: not counted, not touched
+    (tmp_path / "checkpoint-final").mkdir()
+    state.prune(tmp_path, 2)
+    assert [state.step_of(path) for path in state.checkpoints(tmp_path)] == [300, 1000000]
+    assert {"checkpoint-000400", "checkpoint-final"} <= set(names(tmp_path))
+
+
+def test_saving_again_replaces(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    (state.checkpoint_path(tmp_path, 3) / "stray").write_text("of the first")
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["checkpoint-000003"]
+    assert names(state.checkpoint_path(tmp_path, 3)) == [
+        "optimizer.safetensors",
+        "parameters.safetensors",
+        "state.json",
+    ]
+
+
+@pytest.mark.parametrize("victim", ["save_file", "write_atomically"])
+def test_a_write_that_fails_leaves_the_older_ones(
+    tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tc if victim == "save_file" else state, victim, full)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 2)
+    monkeypatch.undo()
+    assert state.checkpoints(tmp_path) == [state.checkpoint_path(tmp_path, 1)]
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"]
+
+
+@pytest.mark.parametrize("victim", ["write_atomically", "sync_folder"])
+def test_a_process_killed_while_saving_leaves_complete_ones(tmp_path: Path, victim: str) -> None:
+    save(tmp_path, 1)
+    code = f"""
+import os, signal
+import numpy as np, trainable_candle as tc
+from trainable_candle.train import state
+state.{victim} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+parameters = {{"a": tc.Var(np.zeros((2, 3), np.float32)), "b": tc.Var(np.zeros(2, np.float32))}}
+optimizer = tc.optim.AdamW(list(parameters.values()), lr=0.1)
+from pathlib import Path
+folder = state.checkpoint_path(Path({str(tmp_path)!r}), 2)
+state.save(folder, parameters, optimizer, state.RunState(2, 2, (0, 0), None, {{}}))"""
+    run = subprocess.run([sys.executable, "-c", code], check=False)
+    assert run.returncode == -signal.SIGKILL
+    expected = {"write_atomically": 1, "sync_folder": 2}[victim]  # the second dies after the rename
+    newest = state.find(tmp_path, "latest")
+    assert newest == state.checkpoint_path(tmp_path, expected)
+    parameters = variables()
+    loaded = state.load(newest, parameters, tc.optim.AdamW(list(parameters.values()), lr=0.1))
+    assert loaded.step == expected
+
+
+def test_later_checkpoints_are_another_runs(tmp_path: Path) -> None:
+    state.refuse_later(tmp_path / "none", 0)
+    save(tmp_path, 10)
+    state.refuse_later(tmp_path, 10)
+    with pytest.raises(ConfigError, match=r"holds checkpoint-000010 of an earlier run; .* latest"):
+        state.refuse_later(tmp_path, 9)
+
+
+def test_find_says_what_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no checkpoint in .*; leave --resume out"):
+        state.find(tmp_path, "latest")
+    with pytest.raises(ConfigError, match=r"is no checkpoint folder \(it has no state\.json\)"):
+        state.find(tmp_path, str(tmp_path))
+    folder = save(tmp_path, 4)
+    assert state.find(tmp_path, str(folder)) == state.find(tmp_path, "latest") == folder
+
+
+def load(folder: Path) -> None:
+    parameters = variables()
+    state.load(folder, parameters, tc.optim.AdamW(list(parameters.values()), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        ("{}", "cannot be read"),
+        ('{"format": 1}', "cannot be read"),
+        ('{"format": 1, "rng": [0, 0], "step": 1}', "cannot be read"),
+        ('{"format": 2}', "has format 2, expected 1: it was written by another version"),
+    ],
+)
+def test_damaged_numbers_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    folder = save(tmp_path, 1)
+    (folder / "state.json").write_text(text)
+    with pytest.raises(WeightsFormatError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["parameters.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("keep", [None, 0, 100])
+def test_damaged_tensors_are_refused(tmp_path: Path, name: str, keep: int | None) -> None:
+    folder = save(tmp_path, 1)
+    if keep is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes((folder / name).read_bytes()[:keep])
+    with pytest.raises(WeightsFormatError, match="is damaged") as caught:
+        load(folder)
+    assert name in str(caught.value)
+
+
+def test_another_adapter_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    others = [
+        ({"a": (2, 3)}, r"holds other parameters .* \(1 differ, the first is b\)"),
+        ({"a": (2, 3), "b": (2,), "c": (1,)}, "the first is c"),
+        ({"a": (2, 4), "b": (2,)}, r"a in .* has shape \(2, 3\).*, expected \(2, 4\)"),
+    ]
+    for shapes, message in others:
+        parameters = {name: tc.Var(np.zeros(shape, np.float32)) for name, shape in shapes.items()}
+        optimizer = tc.optim.AdamW(list(parameters.values()), lr=0.1)
+        with pytest.raises(WeightsFormatError, match=message) as caught:
+            state.load(folder, parameters, optimizer)
+        assert "resume with the settings that the run was started with" in str(caught.value)
+        assert all(not var.detach().numpy().any() for var in parameters.values())
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    parameters = variables()
+    optimizer = tc.optim.Lion(list(parameters.values()), lr=0.1)
+    with pytest.raises(WeightsFormatError, match=r"the optimizer of .* is another"):
+        state.load(folder, parameters, optimizer)
+
+
+def test_the_state_is_readable(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    stored = json.loads((folder / "state.json").read_text())
+    assert (stored["step"], stored["settings"]) == (3, {"rank": 4})

@@ -1,0 +1,230 @@
+"""The training loop on problems whose answer numpy knows."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import NonFiniteError
+from trainable_candle.train import Callback, StepReport, Trainer
+from trainable_candle.train.trainer import MAX_SKIPPED
+
+Array = npt.NDArray[np.float32]
+X: Array = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
+Y: Array = X @ np.array([1.0, -2.0, 0.5], dtype=np.float32) + 3
+
+
+class Slices:
+    """Consecutive rows of the data; after the last row the first follows."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def batch(self, index: int) -> npt.NDArray[np.int64]:
+        return np.arange(index * self._size, (index + 1) * self._size) % len(X)
+
+
+class Recorder(Callback):
+    """Keeps what happened, in order."""
+
+    def __init__(self, name: str = "", events: list[str] | None = None) -> None:
+        self.name = name
+        self.events = [] if events is None else events
+        self.reports: list[StepReport] = []
+
+    def on_train_begin(self, trainer: Trainer[Any]) -> None:
+        self.events.append(f"{self.name}begin {trainer.step}")
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        assert trainer.step == report.step
+        self.events.append(f"{self.name}step {report.step}")
+        self.reports.append(report)
+
+    def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
+        assert (folder / "state.json").is_file()
+        self.events.append(f"{self.name}save {trainer.step}")
+
+    def on_train_end(self, trainer: Trainer[Any]) -> None:
+        self.events.append(f"{self.name}end {trainer.step}")
+
+
+def regression(weight: tc.Var, rows: npt.NDArray[np.int64]) -> tc.Tensor:
+    residual = (tc.tensor(X[rows]) * weight).sum(1) - tc.tensor(Y[rows])
+    return (residual * residual).mean()
+
+
+def trainer(weight: tc.Var, size: int = 8, **options: Any) -> Trainer[Any]:
+    settings = {"steps": 3, **options}
+    optimizer = tc.optim.SGD([weight], lr=settings.pop("lr", 0.1))
+    return Trainer(
+        lambda rows: regression(weight, rows),
+        {"weight": weight},
+        optimizer,
+        Slices(size),
+        **settings,
+    )
+
+
+def gradient(weight: Array, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    x, y = X[rows].astype(np.float64), Y[rows].astype(np.float64)
+    result: npt.NDArray[np.float64] = 2 * x.T @ (x @ weight - y) / len(rows)
+    return result
+
+
+def test_steps_are_gradient_descent() -> None:
+    weight, recorder = tc.Var(np.zeros(3, np.float32)), Recorder()
+    assert trainer(weight, steps=5, callbacks=[recorder]).train()
+    expected = np.zeros(3)
+    for report in recorder.reports:
+        slope = gradient(expected, Slices(8).batch(report.step - 1))
+        assert report.grad_norm == pytest.approx(np.linalg.norm(slope), rel=1e-5)
+        expected = expected - 0.1 * slope
+    np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-5)
+
+
+def test_accumulated_batches_equal_the_big_batch() -> None:
+    big, small = (tc.Var(np.zeros(3, np.float32)) for _ in range(2))
+    of_big, of_small = Recorder(), Recorder()
+    trainer(big, size=12, callbacks=[of_big]).train()
+    trainer(small, size=3, gradient_accumulation=4, callbacks=[of_small]).train()
+    np.testing.assert_allclose(small.detach().numpy(), big.detach().numpy(), rtol=1e-6)
+    for one, other in zip(of_big.reports, of_small.reports, strict=True):
+        assert (one.loss, one.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-6)
+
+
+def test_clipping_shortens_the_step_and_reports_the_whole_norm() -> None:
+    weight, recorder = tc.Var(np.zeros(3, np.float32)), Recorder()
+    trainer(weight, steps=1, lr=1.0, max_grad_norm=0.25, callbacks=[recorder]).train()
+    slope = gradient(np.zeros(3, np.float32), Slices(8).batch(0))
+    assert np.linalg.norm(slope) > 1
+    assert recorder.reports[0].grad_norm == pytest.approx(np.linalg.norm(slope), rel=1e-5)
+    expected = -0.25 * slope / np.linalg.norm(slope)
+    np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-4)
+
+
+def test_the_schedule_sets_the_learning_rate() -> None:
+    weight, recorder = tc.Var(np.zeros(3, np.float32)), Recorder()
+    optimizer = tc.optim.SGD([weight], lr=0.1)
+    scheduler = tc.optim.lr_scheduler.linear(optimizer, total_steps=8, warmup_steps=4)
+    Trainer(
+        lambda rows: regression(weight, rows),
+        {"weight": weight},
+        optimizer,
+        Slices(4),
+        steps=8,
+        scheduler=scheduler,
+        callbacks=[recorder],
+    ).train()
+    expected = [0.0, 0.025, 0.05, 0.075, 0.1, 0.075, 0.05, 0.025]
+    assert [report.lr for report in recorder.reports] == pytest.approx(expected)
+
+
+def test_callbacks_are_called_in_order(tmp_path: Path) -> None:
+    events: list[str] = []
+    callbacks = [Recorder("a ", events), Recorder("b ", events)]
+    trainer(
+        tc.Var(np.zeros(3, np.float32)), output=tmp_path, save_every=2, callbacks=callbacks
+    ).train()
+    each = ["begin 0", "step 1", "step 2", "save 2", "step 3", "save 3", "end 3"]
+    assert events == [f"{name} {event}" for event in each for name in "ab"]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, [6]), (3, [3, 6]), (4, [4, 6])])
+def test_checkpoints_come_as_asked_and_at_the_end(
+    tmp_path: Path, every: int, expected: list[int]
+) -> None:
+    trainer(tc.Var(np.zeros(3, np.float32)), steps=6, output=tmp_path, save_every=every).train()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"checkpoint-{n:06d}" for n in expected]
+
+
+def test_a_callback_can_stop_the_run(tmp_path: Path) -> None:
+    class Enough(Callback):
+        def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+            if report.step == 2:
+                trainer.stop()
+
+    run = trainer(tc.Var(np.zeros(3, np.float32)), output=tmp_path, callbacks=[Enough()])
+    assert not run.train()
+    assert (run.step, run.stopped_by) == (2, None)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-000002"]
+    assert run.train()
+    assert run.step == 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, value: float) -> None:
+    weight, recorder = tc.Var(np.ones(1, np.float32)), Recorder()
+
+    def loss(rows: npt.NDArray[np.int64]) -> tc.Tensor:
+        return (weight * (value if rows[0] == 2 else 0.5)).sum()
+
+    run = Trainer(
+        loss,
+        {"weight": weight},
+        tc.optim.SGD([weight], lr=0.1),
+        Slices(1),
+        steps=5,
+        output=tmp_path,
+        callbacks=[recorder],
+    )
+    with pytest.raises(NonFiniteError, match=rf"in step 3 the loss of batch 2 is {value}; lower"):
+        run.train()
+    assert weight.item() == pytest.approx(0.9)
+    assert recorder.events == ["begin 0", "step 1", "step 2", "end 2"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gradient_that_is_no_number_leaves_the_parameters() -> None:
+    weight = tc.Var(np.zeros(1, np.float32))
+    run = Trainer(
+        lambda _: weight.sqrt().sum(),
+        {"weight": weight},
+        tc.optim.SGD([weight], lr=0.1),
+        Slices(1),
+        steps=1,
+    )
+    with pytest.raises(NonFiniteError, match="in step 1 the gradient's norm is inf"):
+        run.train()
+    assert weight.item() == 0.0
+
+
+def half(weight: tc.Var) -> tc.Tensor:
+    return weight.to("f16").sum()
+
+
+def test_the_scaler_skips_steps_that_overflow() -> None:
+    # 65536 is more than an f16 holds, half of it is not.
+    weight, recorder = tc.Var(np.ones(1, np.float32)), Recorder()
+    scaler = tc.optim.GradScaler()
+    Trainer(
+        lambda _: half(weight),
+        {"weight": weight},
+        tc.optim.SGD([weight], lr=0.125),
+        Slices(1),
+        steps=3,
+        scaler=scaler,
+        callbacks=[recorder],
+    ).train()
+    assert [math.isfinite(report.grad_norm) for report in recorder.reports] == [False, True, True]
+    assert [report.grad_norm for report in recorder.reports[1:]] == [1.0, 1.0]
+    assert weight.item() == 0.75
+    assert scaler.get_scale() == 32768
+
+
+def test_a_scaler_that_skips_for_ever_is_an_error() -> None:
+    weight = tc.Var(np.ones(1, np.float32))
+    run = Trainer(
+        lambda _: half(weight) * math.inf,
+        {"weight": weight},
+        tc.optim.SGD([weight], lr=0.1),
+        Slices(1),
+        steps=1000,
+        scaler=tc.optim.GradScaler(),
+    )
+    with pytest.raises(NonFiniteError, match=f"after {MAX_SKIPPED} skipped steps"):
+        run.train()
+    assert weight.item() == 1.0
