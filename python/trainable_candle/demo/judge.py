@@ -82,7 +82,7 @@ class Verdict:
             ("their spread, of real pictures'", self.spread_ratio, f"at least {LEAST_SPREAD:.0%}"),
         ]
         lines = [f"  {what:38}{found:7.1%}  (expected: {wanted})" for what, found, wanted in rows]
-        head = f"A judge right on {self.judge_accuracy:.1%} of real digits looks for a {self.digit}:"
+        head = f"A judge right on {self.judge_accuracy:.1%} of real digits looks for {self.digit}:"
         return "\n".join([head, *lines])
 
 
