@@ -69,6 +69,15 @@ def test_tensors_as_indices():
     np.testing.assert_array_equal(T[:, tc.tensor([0, 2])].numpy(), VALUES[:, [0, 2]])
 
 
+@pytest.mark.parametrize("dtype", ["u8", "u32", "i64", "bf16"])
+def test_every_dtype(dtype):
+    values = np.arange(12).reshape(3, 4)
+    t = tc.tensor(values, dtype=dtype)
+    for index in (1, slice(None, None, -1), [2, 0], (..., [1, 1]), values > 5):
+        assert t[index].dtype == dtype
+        assert t[index].tolist() == values[index].tolist()
+
+
 def test_selecting():
     ids = np.array([2, 0, 2])
     np.testing.assert_array_equal(T.index_select(1, tc.tensor(ids)).numpy(), VALUES[:, ids])

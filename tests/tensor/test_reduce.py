@@ -58,6 +58,30 @@ def test_half_types_sum_in_f32():
     assert tc.ones(40_000, dtype="f16").sum().item() == 40_000
 
 
+@pytest.mark.parametrize("dtype", ["u8", "u32", "i64"])
+def test_integers_sum_to_i64(dtype):
+    values = np.arange(600).reshape(2, 300) % 200
+    t = tc.tensor(values, dtype=dtype)
+    assert t.sum().dtype == "i64"
+    assert t.sum().item() == values.sum()
+    np.testing.assert_array_equal(t.sum(1).numpy(), values.sum(1))
+    np.testing.assert_array_equal(t.sum(0, keepdim=True).numpy(), values.sum(0, keepdims=True))
+    assert (t > 100).sum().item() == (values > 100).sum()
+
+
+def test_accuracy_reads_as_in_torch():
+    logits, labels = tc.tensor([[1.0, 3.0], [2.0, 1.0], [0.0, 1.0]]), tc.tensor([1, 1, 1])
+    assert logits.argmax(1).dtype == "i64"
+    assert_close((logits.argmax(1) == labels).float().mean(), 2 / 3)
+
+
+def test_equal_extremes():
+    for reduce, expected in ((lambda x: x.max(), [0, 0.5, 0.5]), (lambda x: x.max(0), [0, 1, 0])):
+        x = tc.Var([1.0, 2.0, 2.0])
+        reduce(x).backward()
+        assert x.grad.tolist() == expected
+
+
 def test_nothing():
     empty = tc.zeros(0, 3)
     assert empty.sum().item() == 0

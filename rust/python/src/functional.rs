@@ -100,6 +100,7 @@ impl Pair {
 ///     ArgumentError: if a stride or dilation or the number of groups is 0.
 #[pyfunction]
 #[pyo3(signature = (input, weight, bias=None, stride=Pair::Same(1), padding=Pair::Same(0), dilation=Pair::Same(1), groups=1, *, channels_last=false))]
+#[allow(clippy::too_many_arguments)] // torch's
 pub fn conv2d(
     py: Python<'_>,
     input: &Tensor,

@@ -96,7 +96,7 @@ impl Shape {
         }
         let mut sizes = Self(known).sizes(op)?;
         let product = sizes.iter().try_fold(1usize, |n, &s| n.checked_mul(s)).unwrap_or(usize::MAX);
-        if product == 0 || elements % product != 0 {
+        if product == 0 || !elements.is_multiple_of(product) {
             return Err(tc::Error::shape(op, format!("{elements} elements do not fill shape {:?}", self.0)));
         }
         sizes.insert(unknown, elements / product);

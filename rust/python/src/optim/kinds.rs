@@ -10,6 +10,7 @@ macro_rules! optimizers {
     ($($(#[$doc:meta])* $name:ident($config:ident { $($field:ident: $type:ty = $default:tt),* } $(, only $($named:ident: $named_type:ty = $named_default:tt),*)?);)*) => {$(
         $(#[$doc])*
         #[pyclass(frozen, extends = Optimizer, module = "trainable_candle.optim")]
+        #[allow(clippy::upper_case_acronyms)] // torch's names
         pub struct $name;
 
         #[pymethods]

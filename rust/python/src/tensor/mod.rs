@@ -275,10 +275,10 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Target {
     const INPUT_TYPE: pyo3::inspect::PyStaticExpr = <DTypeArg as FromPyObject<'_, '_>>::INPUT_TYPE;
 
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        if let Ok(text) = object.cast::<pyo3::types::PyString>() {
-            if device::looks_like_device(text.to_str()?) {
-                return Ok(Self::Device(object.extract()?));
-            }
+        if let Ok(text) = object.cast::<pyo3::types::PyString>()
+            && device::looks_like_device(text.to_str()?)
+        {
+            return Ok(Self::Device(object.extract()?));
         }
         Ok(Self::DType(object.extract()?))
     }

@@ -15,7 +15,7 @@ fn dims_or_all(op: &'static str, tensor: &tc::Tensor, dim: Option<&Dims>) -> tc:
 
 /// Reductions over one dimension, several, or all: Python's name, the core's, doc.
 macro_rules! reductions {
-    ($($name:ident $doc:literal;)*) => {
+    ($($name:ident $doc:literal $(raises $raises:literal)?;)*) => {
         #[pymethods]
         impl Tensor {
             $(
@@ -27,7 +27,7 @@ macro_rules! reductions {
                 ///
                 /// Raises:
                 ///     IndexOutOfRangeError: if a dimension is out of range.
-                ///     DTypeError: if the tensor is not floating point.
+                $(#[doc = $raises])?
                 #[pyo3(signature = (dim=None, keepdim=false))]
                 fn $name(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool) -> Result<Self> {
                     let dims = dims_or_all(stringify!($name), &self.0, dim.as_ref())?;
@@ -39,15 +39,60 @@ macro_rules! reductions {
 }
 
 reductions! {
-    sum "The sum.";
-    mean "The mean.";
-    max "The largest element. The gradient goes to the first of equal elements.";
-    min "The smallest element. The gradient goes to the first of equal elements.";
-    logsumexp "The logarithm of the sum of exponentials, without overflow.";
+    sum "The sum. Integers and masks sum to i64.";
+    mean "The mean." raises "    DTypeError: if the tensor is not floating point.";
+    logsumexp "The logarithm of the sum of exponentials, without overflow."
+        raises "    DTypeError: if the tensor is not floating point.";
+}
+
+/// The result of reducing everything, in the shape that `keepdim` asks for.
+fn of_all(tensor: &tc::Tensor, result: &tc::Tensor, keepdim: bool) -> tc::Result<tc::Tensor> {
+    result.reshape(if keepdim { vec![1; tensor.rank()] } else { Vec::new() })
 }
 
 #[pymethods]
 impl Tensor {
+    /// The largest element. Over one dimension the first of equal elements gets the gradient; over several or all they
+    /// share it.
+    ///
+    /// Args:
+    ///     dim: a dimension or several; all without it.
+    ///     keepdim: whether reduced dimensions stay, with size 1.
+    ///
+    /// Raises:
+    ///     IndexOutOfRangeError: if a dimension is out of range.
+    ///     ShapeError: if there are no elements.
+    ///     DTypeError: if the tensor is not floating point.
+    #[pyo3(signature = (dim=None, keepdim=false))]
+    fn max(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool) -> Result<Self> {
+        let dims = dim.map(|dim| dim.resolve("max", self.0.rank())).transpose()?;
+        compute(py, self.0.elem_count(), || match dims {
+            Some(dims) => self.0.max(&dims, keepdim),
+            None => of_all(&self.0, &self.0.max_all()?, keepdim),
+        })
+        .map(Self)
+    }
+
+    /// The smallest element, with gradients as in `max`.
+    ///
+    /// Args:
+    ///     dim: a dimension or several; all without it.
+    ///     keepdim: whether reduced dimensions stay, with size 1.
+    ///
+    /// Raises:
+    ///     IndexOutOfRangeError: if a dimension is out of range.
+    ///     ShapeError: if there are no elements.
+    ///     DTypeError: if the tensor is not floating point.
+    #[pyo3(signature = (dim=None, keepdim=false))]
+    fn min(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool) -> Result<Self> {
+        let dims = dim.map(|dim| dim.resolve("min", self.0.rank())).transpose()?;
+        compute(py, self.0.elem_count(), || match dims {
+            Some(dims) => self.0.min(&dims, keepdim),
+            None => of_all(&self.0, &self.0.min_all()?, keepdim),
+        })
+        .map(Self)
+    }
+
     /// The variance: squared deviations from the mean, summed and divided by `n - correction`.
     ///
     /// Args:
@@ -64,7 +109,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.var(&dims, keepdim, correction)).map(Self)
     }
 
-    /// The position of the largest element, the first of equal ones (u32). No gradient flows through it.
+    /// The position of the largest element, the first of equal ones, as i64. No gradient flows through it.
     ///
     /// Args:
     ///     dim: a dimension; without it, the position in the flattened tensor.
@@ -76,12 +121,13 @@ impl Tensor {
     fn argmax(&self, py: Python<'_>, dim: Option<isize>, keepdim: bool) -> Result<Self> {
         let tensor = self.0.detach();
         let dim = dim.map(|dim| resolve_dim("argmax", dim, tensor.rank())).transpose()?;
-        compute(py, tensor.elem_count(), || match dim {
-            Some(dim) => tensor.argmax(dim, keepdim),
-            None => {
-                let flat = tensor.reshape(tensor.elem_count())?.argmax(0, false)?;
-                flat.reshape(if keepdim { vec![1; tensor.rank()] } else { Vec::new() })
-            }
+        compute(py, tensor.elem_count(), || {
+            let position = match dim {
+                Some(dim) => tensor.argmax(dim, keepdim)?,
+                None => of_all(&tensor, &tensor.reshape(tensor.elem_count())?.argmax(0, false)?, keepdim)?,
+            };
+            // Labels and positions are i64 everywhere else.
+            position.to_dtype(candle_core::DType::I64)
         })
         .map(Self)
     }

@@ -50,6 +50,11 @@ impl Reduction {
                 format!("expected a floating point tensor, found {}; convert it with to()", x.dtype().as_str()),
             ));
         }
+        Self::of(op, x, dims)
+    }
+
+    /// Check that `dims` are dimensions of `x`.
+    fn of(op: &'static str, x: &Tensor, dims: &[usize]) -> Result<Self> {
         let input = x.dims().to_vec();
         let mut kept = input.clone();
         let mut sorted = dims.to_vec();
@@ -160,12 +165,14 @@ impl Tensor {
         (0..self.rank()).collect()
     }
 
-    /// The sum over `dims`; 0 over no elements.
+    /// The sum over `dims`; 0 over no elements. Integers sum to i64, as in torch.
     ///
     /// # Errors
-    /// [`Error::Index`] if a dimension is out of range, [`Error::Argument`] if one is named twice, [`Error::DType`] if the
-    /// tensor is not floating point.
+    /// [`Error::Index`] if a dimension is out of range, [`Error::Argument`] if one is named twice.
     pub fn sum(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
+        if !is_float(self.dtype()) {
+            return self.sum_integers(dims, keepdim);
+        }
         let reduction = Reduction::new(SUM.name, self, dims)?;
         record(
             &SUM,
@@ -175,10 +182,16 @@ impl Tensor {
         )
     }
 
+    fn sum_integers(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
+        let dims = Reduction::of(SUM.name, self, dims)?.dims;
+        let wide = self.raw.to_dtype(DType::I64)?;
+        Ok(Self::constant(if keepdim { wide.sum_keepdim(dims)? } else { wide.sum(dims)? }))
+    }
+
     /// The sum of all elements.
     ///
     /// # Errors
-    /// [`Error::DType`] if the tensor is not floating point.
+    /// Those of the arithmetic.
     pub fn sum_all(&self) -> Result<Self> {
         self.sum(&self.all_dims(), false)
     }
