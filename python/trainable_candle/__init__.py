@@ -135,6 +135,7 @@ __all__ = [
     "stack",
     "tensor",
     "testing",
+    "train",
     "uint8",
     "uint32",
     "where",

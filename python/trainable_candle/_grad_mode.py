@@ -9,7 +9,7 @@ __all__ = ["enable_grad", "no_grad"]
 
 
 class _GradMode(ContextDecorator):
-    """Sets the mode on entering and puts the earlier one back on leaving; may be nested and reused."""
+    """Sets the mode on entering and the earlier one again on leaving; may be nested and reused."""
 
     _enabled: bool
 

@@ -12,8 +12,8 @@ def info() -> dict[str, Any]:
     """Return versions, the backend picked and why, devices and threads.
 
     Returns:
-        A dictionary with `version`, `python`, `platform`, `backend` ("cpu" or "cuda"), `reason` (why
-        it is not CUDA, or None), `devices`, `threads`.
+        A dictionary with `version`, `python`, `platform`, `backend` ("cpu" or "cuda"), `reason`
+        (why it is not CUDA, or None), `devices`, `threads`.
     """
     reason = cuda.unavailable_reason()
     return {

@@ -70,9 +70,13 @@ def test_an_explicit_gradient():
     x = tc.Var([1.0, 2.0])
     (x * x).backward(tc.tensor([10.0, 100.0]))
     assert x.grad.tolist() == [20, 400]
-    with pytest.raises(tc.ShapeError, match=r"backward: a tensor of shape \[2\] needs a gradient argument"):
+    with pytest.raises(
+        tc.ShapeError, match=r"backward: a tensor of shape \[2\] needs a gradient argument"
+    ):
         (x * x).backward()
-    with pytest.raises(tc.ShapeError, match=r"backward: the gradient has shape \[3\], the tensor \[2\]"):
+    with pytest.raises(
+        tc.ShapeError, match=r"backward: the gradient has shape \[3\], the tensor \[2\]"
+    ):
         (x * x).backward(tc.ones(3))
 
 
@@ -82,13 +86,17 @@ def test_a_graph_is_walked_once_unless_retained():
     y.backward(retain_graph=True)
     y.backward()
     assert x.grad.tolist() == [12]
-    with pytest.raises(tc.AutogradError, match="already walked and what it saved is freed; pass retain_graph=True"):
+    with pytest.raises(
+        tc.AutogradError, match="already walked and what it saved is freed; pass retain_graph=True"
+    ):
         y.backward()
 
 
 def test_nothing_to_differentiate():
     for t in (tc.ones(1), tc.Var([1.0]).detach() * 2):
-        with pytest.raises(tc.AutogradError, match="backward: the tensor does not depend on a variable"):
+        with pytest.raises(
+            tc.AutogradError, match="backward: the tensor does not depend on a variable"
+        ):
             t.backward()
 
 
@@ -179,7 +187,9 @@ def test_threads_have_graphs_of_their_own():
         for _ in range(20):
             x.zero_grad()
             ((x @ x) * 0.5).sum().backward()
-        results[seed] = np.allclose(x.grad.numpy(), 0.5 * (values.sum(1)[None, :] + values.sum(0)[:, None]))
+        results[seed] = np.allclose(
+            x.grad.numpy(), 0.5 * (values.sum(1)[None, :] + values.sum(0)[:, None])
+        )
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
@@ -198,9 +208,13 @@ def test_gradcheck():
 
 def test_gradcheck_finds_what_is_wrong():
     x = tc.tensor([0.5, 2.0, 1.0], dtype="f64")
-    with pytest.raises(tc.AutogradError, match=r"gradcheck: input 0, entry 1 of shape \[3\]: gradient"):
+    with pytest.raises(
+        tc.AutogradError, match=r"gradcheck: input 0, entry 1 of shape \[3\]: gradient"
+    ):
         tc.gradcheck(lambda t: t.detach() * t.detach() * t + t.detach(), x)
-    with pytest.raises(tc.DTypeError, match="gradcheck: input 0 is f32; finite differences need f64"):
+    with pytest.raises(
+        tc.DTypeError, match="gradcheck: input 0 is f32; finite differences need f64"
+    ):
         tc.gradcheck(lambda t: t, tc.ones(2))
     with pytest.raises(ZeroDivisionError):
         tc.gradcheck(lambda t: t * (1 / 0), x)

@@ -83,9 +83,13 @@ def test_set():
     v.set(v * 2)
     v.set(v)
     assert v.tolist() == [[2, 2, 2], [2, 2, 2]]
-    with pytest.raises(tc.ShapeError, match=r"set: the variable has shape \[2, 3\], the value \[3\]"):
+    with pytest.raises(
+        tc.ShapeError, match=r"set: the variable has shape \[2, 3\], the value \[3\]"
+    ):
         v.set(tc.ones(3))
-    with pytest.raises(tc.DTypeError, match=r"set: the variable is f32, the value f64; convert it with to\(\)"):
+    with pytest.raises(
+        tc.DTypeError, match=r"set: the variable is f32, the value f64; convert it with to\(\)"
+    ):
         v.set(tc.ones(2, 3, dtype="f64"))
 
 

@@ -13,7 +13,11 @@ def test_round_trip(tmp_path):
     tensors = {
         f"{dtype}.{name}": tc.tensor(values, dtype=dtype)
         for dtype in ("f32", "f64", "f16", "bf16", "u8", "u32", "i64")
-        for name, values in (("matrix", np.arange(6).reshape(2, 3)), ("number", 3), ("empty", np.zeros((0, 2))))
+        for name, values in (
+            ("matrix", np.arange(6).reshape(2, 3)),
+            ("number", 3),
+            ("empty", np.zeros((0, 2))),
+        )
     }
     tensors["view"] = tc.arange(12).reshape(3, 4).T[1:]
     tensors["variable"] = tc.Var([1.0])
@@ -27,7 +31,9 @@ def test_round_trip(tmp_path):
         assert loaded[name].tolist() == tensor.tolist()
         assert not loaded[name].requires_grad
     header = path.read_bytes()[8:]
-    assert json.JSONDecoder().raw_decode(header.decode("latin1"))[0]["__metadata__"] == {"made by": "a test"}
+    assert json.JSONDecoder().raw_decode(header.decode("latin1"))[0]["__metadata__"] == {
+        "made by": "a test"
+    }
     assert [p.name for p in tmp_path.iterdir()] == ["file.safetensors"]
 
 
@@ -47,7 +53,9 @@ def test_folder_that_is_none(tmp_path):
     assert issubclass(tc.FileError, OSError)
 
 
-@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 100, b"\x05\0\0\0\0\0\0\0hello", b"\x80\x04pickle"])
+@pytest.mark.parametrize(
+    "content", [b"", b"short", b"\xff" * 100, b"\x05\0\0\0\0\0\0\0hello", b"\x80\x04pickle"]
+)
 def test_wrong_files(tmp_path, content):
     path = tmp_path / "wrong.safetensors"
     path.write_bytes(content)

@@ -47,11 +47,16 @@ def test_init():
 
 
 def test_linear_errors():
-    with pytest.raises(tc.ShapeError, match=r"Linear: the weight has shape \(3,\), expected \(out_features, in_features\)"):
+    with pytest.raises(
+        tc.ShapeError,
+        match=r"Linear: the weight has shape \(3,\), expected \(out_features, in_features\)",
+    ):
         nn.Linear(tc.ones(3))
     with pytest.raises(tc.ShapeError, match=r"Linear: the bias has shape \(3,\), expected \(2,\)"):
         nn.Linear(tc.ones(2, 3), tc.ones(3))
-    with pytest.raises(tc.ShapeError, match=r"linear: the input has shape \[4\], expected \(..., 3\)"):
+    with pytest.raises(
+        tc.ShapeError, match=r"linear: the input has shape \[4\], expected \(..., 3\)"
+    ):
         nn.Linear(tc.ones(2, 3))(tc.ones(4))
     with pytest.raises(tc.DTypeError, match="linear: the input is f64, the weight f32"):
         nn.Linear(tc.ones(2, 3))(tc.ones(3, dtype="f64"))
@@ -86,7 +91,9 @@ def test_lora_gradients():
     expected_up = 2 * flat_g.T @ (flat_x @ down.T)
     assert_close(lora.lora_down.grad, expected_down, atol=1e-4)
     assert_close(lora.lora_up.grad, expected_up, atol=1e-4)
-    grad_down, grad_up = tc.lora_backward(tc.tensor(g), tc.tensor(x), tc.tensor(down), tc.tensor(up), 2.0)
+    grad_down, grad_up = tc.lora_backward(
+        tc.tensor(g), tc.tensor(x), tc.tensor(down), tc.tensor(up), 2.0
+    )
     assert_close(grad_down, expected_down, atol=1e-4)
     assert_close(grad_up, expected_up, atol=1e-4)
 
@@ -148,11 +155,31 @@ def test_states_of_adapters():
     ("arguments", "options", "error", "text"),
     [
         ((tc.ones(4), 2, 2.0), {}, tc.ShapeError, "Linear: the weight has shape"),
-        ((tc.ones(4, 5), 0, 2.0), {}, tc.ArgumentError, "Adapter: the rank is 0, expected at least 1"),
-        ((tc.ones(4, 5), -1, 2.0), {}, tc.ArgumentError, "Adapter: the rank is -1, expected at least 1"),
+        (
+            (tc.ones(4, 5), 0, 2.0),
+            {},
+            tc.ArgumentError,
+            "Adapter: the rank is 0, expected at least 1",
+        ),
+        (
+            (tc.ones(4, 5), -1, 2.0),
+            {},
+            tc.ArgumentError,
+            "Adapter: the rank is -1, expected at least 1",
+        ),
         ((tc.ones(4, 5), 2, float("nan")), {}, tc.ArgumentError, "Adapter: the scale is NaN"),
-        ((tc.ones(4, 5), 2, 2.0), {"dropout": 1.0}, tc.ArgumentError, "Adapter: the dropout is 1, expected"),
-        ((tc.ones(4, 5), 2, 2.0), {"bias": tc.ones(5)}, tc.ShapeError, "Linear: the bias has shape"),
+        (
+            (tc.ones(4, 5), 2, 2.0),
+            {"dropout": 1.0},
+            tc.ArgumentError,
+            "Adapter: the dropout is 1, expected",
+        ),
+        (
+            (tc.ones(4, 5), 2, 2.0),
+            {"bias": tc.ones(5)},
+            tc.ShapeError,
+            "Linear: the bias has shape",
+        ),
     ],
 )
 def test_adapter_errors(kind, arguments, options, error, text):

@@ -31,9 +31,14 @@ class Net(nn.Module):
 
 
 NAMES = [
-    "blocks.0.fc.weight", "blocks.0.fc.bias", "blocks.0.scale",
-    "blocks.1.fc.weight", "blocks.1.fc.bias", "blocks.1.scale",
-    "heads.out.weight", "gain",
+    "blocks.0.fc.weight",
+    "blocks.0.fc.bias",
+    "blocks.0.scale",
+    "blocks.1.fc.weight",
+    "blocks.1.fc.bias",
+    "blocks.1.scale",
+    "heads.out.weight",
+    "gain",
 ]
 
 
@@ -41,7 +46,14 @@ def test_names():
     net = Net()
     assert list(net.named_tensors()) == NAMES
     assert list(net.named_parameters()) == [name for name in NAMES if "scale" not in name]
-    assert [name for name, _ in net.named_modules()] == ["", "blocks.0", "blocks.0.fc", "blocks.1", "blocks.1.fc", "heads.out"]
+    assert [name for name, _ in net.named_modules()] == [
+        "",
+        "blocks.0",
+        "blocks.0.fc",
+        "blocks.1",
+        "blocks.1.fc",
+        "heads.out",
+    ]
     assert all(isinstance(p, tc.Var) for p in net.parameters())
 
 
@@ -99,9 +111,16 @@ def test_load_errors_change_nothing():
     net = Net()
     before = net.state_dict()
     state = {name: tc.ones(*t.shape) for name, t in before.items()}
-    with pytest.raises(tc.ArgumentError, match="load_state_dict: missing: gain; unexpected: extra; pass strict=False"):
-        net.load_state_dict({**{k: v for k, v in state.items() if k != "gain"}, "extra": tc.ones(1)})
-    with pytest.raises(tc.ShapeError, match=r"load_state_dict: gain has shape \(\), the state has \(3,\)"):
+    with pytest.raises(
+        tc.ArgumentError,
+        match="load_state_dict: missing: gain; unexpected: extra; pass strict=False",
+    ):
+        net.load_state_dict(
+            {**{k: v for k, v in state.items() if k != "gain"}, "extra": tc.ones(1)}
+        )
+    with pytest.raises(
+        tc.ShapeError, match=r"load_state_dict: gain has shape \(\), the state has \(3,\)"
+    ):
         net.load_state_dict({**state, "gain": tc.ones(3)})
     with pytest.raises(tc.DTypeError, match="load_state_dict: gain is f32, the state has f64"):
         net.load_state_dict({**state, "gain": tc.tensor(1.0, dtype="f64")})

@@ -7,7 +7,15 @@ import trainable_candle as tc
 from trainable_candle import optim
 from trainable_candle.testing import assert_close
 
-KINDS = [optim.SGD, optim.Adam, optim.AdamW, optim.Adam8bit, optim.AdamW8bit, optim.Lion, optim.Lion8bit]
+KINDS = [
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adam8bit,
+    optim.AdamW8bit,
+    optim.Lion,
+    optim.Lion8bit,
+]
 
 
 def quadratic(x, target):
@@ -36,9 +44,9 @@ def test_sgd_with_momentum():
     for g in gradients:
         x.grad = tc.tensor(g)
         opt.step()
-        g = g + 0.01 * p
-        buffer = g if buffer is None else 0.9 * buffer + g
-        p = p - 0.1 * (g + 0.9 * buffer)
+        penalised = g + 0.01 * p
+        buffer = penalised if buffer is None else 0.9 * buffer + penalised
+        p = p - 0.1 * (penalised + 0.9 * buffer)
     assert_close(x.detach(), p)
 
 
@@ -53,11 +61,10 @@ def test_adam(decoupled):
     for t, g in enumerate(gradients, 1):
         x.grad = tc.tensor(g)
         opt.step()
+        total = g if decoupled else g + 0.1 * p
         if decoupled:
             p = p * (1 - 0.1 * 0.1)
-        else:
-            g = g + 0.1 * p
-        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
+        m, v = 0.8 * m + 0.2 * total, 0.9 * v + 0.1 * total**2
         p = p - 0.1 * (m / (1 - 0.8**t)) / (np.sqrt(v / (1 - 0.9**t)) + 1e-6)
     assert_close(x.detach(), p)
 
@@ -93,7 +100,9 @@ def test_groups():
     assert opt.group_lrs == [1, 2]
     opt.lr = 3
     assert opt.group_lrs == [3, 3]
-    with pytest.raises(tc.ArgumentError, match="SGD: found 1 learning rates, expected one for each of 2 groups"):
+    with pytest.raises(
+        tc.ArgumentError, match="SGD: found 1 learning rates, expected one for each of 2 groups"
+    ):
         opt.group_lrs = [1.0]
     with pytest.raises(tc.ArgumentError, match="SGD: found lr -1"):
         opt.lr = -1
@@ -102,7 +111,12 @@ def test_groups():
 
 def test_parameters_may_come_from_anywhere():
     layer = tc.nn.Linear.init(3, 2)
-    for params in (layer.parameters(), iter(layer.parameters()), layer.named_parameters(), tuple(layer.parameters())):
+    for params in (
+        layer.parameters(),
+        iter(layer.parameters()),
+        layer.named_parameters(),
+        tuple(layer.parameters()),
+    ):
         assert repr(optim.Adam(params, lr=0.1)) == "Adam(8 parameters, lr=0.1)"
 
 
@@ -148,18 +162,37 @@ def test_8bit_states_are_small():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda x: optim.Adam([]), tc.ArgumentError, "Adam: parameter group 0 is empty"),
-        (lambda x: optim.Adam(x), tc.ArgumentError, "found one tensor, expected a list of Vars"),
-        (lambda x: optim.Adam([x, tc.ones(1)]), tc.ArgumentError, "Adam: item 1 is Tensor, expected a Var"),
-        (lambda x: optim.Adam([x, x]), tc.ArgumentError, r"Adam: a Var of shape \[1\] in group 0 appears twice"),
+        (lambda _: optim.Adam([]), tc.ArgumentError, "Adam: parameter group 0 is empty"),
+        (optim.Adam, tc.ArgumentError, "found one tensor, expected a list of Vars"),
+        (
+            lambda x: optim.Adam([x, tc.ones(1)]),
+            tc.ArgumentError,
+            "Adam: item 1 is Tensor, expected a Var",
+        ),
+        (
+            lambda x: optim.Adam([x, x]),
+            tc.ArgumentError,
+            r"Adam: a Var of shape \[1\] in group 0 appears twice",
+        ),
         (lambda x: optim.Adam([x], lr=-1), tc.ArgumentError, "Adam: found lr -1"),
         (lambda x: optim.Adam([x], betas=(1.0, 0.9)), tc.ArgumentError, "Adam: found betas"),
         (lambda x: optim.SGD([x], nesterov=True), tc.ArgumentError, "SGD: nesterov needs momentum"),
-        (lambda x: optim.SGD([{"lr": 1.0}]), tc.ArgumentError, 'SGD: a parameter group has no entry "params"'),
-        (lambda x: optim.SGD([{"params": [x], "beta": 1}]), tc.ArgumentError,
-         'SGD: unknown entry "beta" in a parameter group; expected params, lr, momentum'),
-        (lambda x: optim.AdamW8bit([tc.Var([1.0], dtype="f64")]), tc.DTypeError, "AdamW8bit"),
-        (lambda x: optim.Adam([x]).load_state_dict({"nonsense": tc.ones(1)}), tc.ConfigError, 'the state "step" is missing'),
+        (
+            lambda _: optim.SGD([{"lr": 1.0}]),
+            tc.ArgumentError,
+            'SGD: a parameter group has no entry "params"',
+        ),
+        (
+            lambda x: optim.SGD([{"params": [x], "beta": 1}]),
+            tc.ArgumentError,
+            'SGD: unknown entry "beta" in a parameter group; expected params, lr, momentum',
+        ),
+        (lambda _: optim.AdamW8bit([tc.Var([1.0], dtype="f64")]), tc.DTypeError, "AdamW8bit"),
+        (
+            lambda x: optim.Adam([x]).load_state_dict({"nonsense": tc.ones(1)}),
+            tc.ConfigError,
+            'the state "step" is missing',
+        ),
     ],
 )
 def test_errors(call, error, text):
@@ -175,7 +208,9 @@ def test_clipping():
     assert optim.clip_grad_norm_([x, y, z], 1.0, norm_type=float("inf")) == pytest.approx(4)
     assert_close(y.grad, [1.0])
     x.grad = tc.tensor([float("nan"), 0.0])
-    with pytest.raises(tc.NonFiniteError, match="clip_grad_norm_: the norm of the gradients is NaN"):
+    with pytest.raises(
+        tc.NonFiniteError, match="clip_grad_norm_: the norm of the gradients is NaN"
+    ):
         optim.clip_grad_norm_([x, y], 1.0, error_if_nonfinite=True)
     assert np.isnan(optim.clip_grad_norm_([x, y], float("inf")))
     with pytest.raises(tc.ArgumentError, match="clip_grad_norm_: found max_norm -1"):
@@ -214,10 +249,13 @@ def test_loss_scaling():
 
 
 SCHEDULES = {
-    "constant": ({}, lambda s: 1.0),
+    "constant": ({}, lambda _: 1.0),
     "linear": ({}, lambda s: max(0.0, (100 - s) / 90)),
     "cosine": ({}, lambda s: 0.5 * (1 + np.cos(np.pi * (s - 10) / 90))),
-    "polynomial": ({"lr_end": 0.1, "power": 2.0}, lambda s: 0.9 * (1 - (s - 10) / 90) ** 2 + 0.1 if s < 100 else 0.1),
+    "polynomial": (
+        {"lr_end": 0.1, "power": 2.0},
+        lambda s: 0.9 * (1 - (s - 10) / 90) ** 2 + 0.1 if s < 100 else 0.1,
+    ),
 }
 
 

@@ -16,7 +16,9 @@ def test_round_trip_through_numpy(dtype, shape):
     t = tc.tensor(values, dtype=dtype)
     array = t.numpy()
     assert array.shape == shape
-    assert array.dtype.name == str(tc.DType(dtype)).replace("f", "float").replace("u", "uint").replace("i64", "int64")
+    assert array.dtype.name == str(tc.DType(dtype)).replace("f", "float").replace(
+        "u", "uint"
+    ).replace("i64", "int64")
     np.testing.assert_array_equal(array, values)
     assert t.tolist() == values.tolist()
 
@@ -36,7 +38,9 @@ def test_numpy_of_views():
 
 
 def test_bf16_names_the_cure():
-    with pytest.raises(tc.DTypeError, match=r'numpy: numpy has no bf16; convert with .to\("f32"\) first'):
+    with pytest.raises(
+        tc.DTypeError, match=r'numpy: numpy has no bf16; convert with .to\("f32"\) first'
+    ):
         tc.ones(2, dtype="bf16").numpy()
     assert tc.ones(2, dtype="bf16").tolist() == [1, 1]
 
@@ -151,7 +155,9 @@ def test_to():
     assert t.to("cpu", dtype="f64").dtype == "f64"
     assert t.to("i64").tolist() == [1, 2]
     assert t.to("f16").float().dtype == "f32"
-    with pytest.raises(tc.CudaUnavailableError, match="CUDA is unavailable: this build has no CUDA support"):
+    with pytest.raises(
+        tc.CudaUnavailableError, match="CUDA is unavailable: this build has no CUDA support"
+    ):
         t.to("cuda")
     with pytest.raises(tc.DTypeError, match="dtype: unknown dtype"):
         t.to("nonsense")

@@ -124,8 +124,11 @@ def test_array_protocol():
 @pytest.mark.parametrize(
     ("data", "error", "text"),
     [
-        ([[1, 2], [3]], tc.ShapeError, "tensor: nested lists are ragged: found a sequence of 1 at "
-         "depth 1, expected a sequence of 2"),
+        (
+            [[1, 2], [3]],
+            tc.ShapeError,
+            "ragged: found a sequence of 1 at depth 1, expected a sequence of 2",
+        ),
         ([1, [2]], tc.ShapeError, "tensor: nested lists are ragged"),
         ([[1], 2], tc.ShapeError, "tensor: nested lists are ragged: found a number at depth 1"),
         ([[], [1]], tc.ShapeError, "tensor: nested lists are ragged"),
@@ -232,11 +235,23 @@ def test_random_values_repeat_and_have_their_moments():
         (lambda: tc.randn(10**12), tc.OutOfMemoryError, "randn: a f32 tensor of shape"),
         (lambda: tc.eye(10**7), tc.OutOfMemoryError, "eye: a f32 tensor of shape"),
         (lambda: tc.zeros(-1), tc.ShapeError, "zeros: negative size -1"),
-        (lambda: tc.zeros(2, dtype="f8"), tc.DTypeError, 'dtype: unknown dtype "f8"; expected one of f32'),
+        (
+            lambda: tc.zeros(2, dtype="f8"),
+            tc.DTypeError,
+            'dtype: unknown dtype "f8"; expected one of f32',
+        ),
         (lambda: tc.zeros(2, device="tpu"), tc.DeviceError, 'device: unknown device "tpu"'),
         (lambda: tc.zeros(2, device="cuda:x"), tc.DeviceError, "device: unknown device"),
-        (lambda: tc.zeros(2, device="cuda"), tc.CudaUnavailableError, "this build has no CUDA support"),
-        (lambda: tc.zeros(2, device="cuda:1"), tc.CudaUnavailableError, "this build has no CUDA support"),
+        (
+            lambda: tc.zeros(2, device="cuda"),
+            tc.CudaUnavailableError,
+            "this build has no CUDA support",
+        ),
+        (
+            lambda: tc.zeros(2, device="cuda:1"),
+            tc.CudaUnavailableError,
+            "this build has no CUDA support",
+        ),
         (lambda: tc.rand(2, dtype="i64"), tc.DTypeError, "rand: random values are floating point"),
         (lambda: tc.randint(3, 3, 2), tc.ArgumentError, "randint: the range from 3 to 3 is empty"),
     ],

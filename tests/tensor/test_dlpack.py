@@ -19,7 +19,14 @@ def test_export_shares_memory(dtype):
 
 
 @pytest.mark.parametrize(
-    "view", [lambda t: t.T, lambda t: t[1:, 1], lambda t: t[:0], lambda t: t[0, 0], lambda t: t[:1].expand(4, 3)]
+    "view",
+    [
+        lambda t: t.T,
+        lambda t: t[1:, 1],
+        lambda t: t[:0],
+        lambda t: t[0, 0],
+        lambda t: t[:1].expand(4, 3),
+    ],
 )
 def test_export_of_views(view):
     t = view(tc.tensor(np.arange(6.0).reshape(2, 3)))

@@ -13,12 +13,39 @@ MASK = VALUES[:, 0, 0] > 0
 @pytest.mark.parametrize(
     "index",
     [
-        0, -1, slice(None), slice(1, 3), slice(None, None, 2), slice(None, None, -1), slice(10, 1, -3),
-        slice(3, 1), slice(-2, None), slice(100, 200), ..., None, (), (0, 1, 2), (-1, -1, -1),
-        (slice(None), 2), (..., 2), (..., slice(1, None, 2)), (None, 0, ..., None), (0, ..., 1),
-        (slice(1, 2), None, slice(None), 3), np.int64(2), (slice(None), np.int64(-1)),
-        [0, 2, 2], np.array([[0, 1], [3, 3]]), (slice(None), [4, 0]), (..., [-1, 0]), [],
-        (0, [1, 2]), MASK, VALUES > 0, (slice(None), VALUES[0, :, 0] > 0), np.array(2),
+        0,
+        -1,
+        slice(None),
+        slice(1, 3),
+        slice(None, None, 2),
+        slice(None, None, -1),
+        slice(10, 1, -3),
+        slice(3, 1),
+        slice(-2, None),
+        slice(100, 200),
+        ...,
+        None,
+        (),
+        (0, 1, 2),
+        (-1, -1, -1),
+        (slice(None), 2),
+        (..., 2),
+        (..., slice(1, None, 2)),
+        (None, 0, ..., None),
+        (0, ..., 1),
+        (slice(1, 2), None, slice(None), 3),
+        np.int64(2),
+        (slice(None), np.int64(-1)),
+        [0, 2, 2],
+        np.array([[0, 1], [3, 3]]),
+        (slice(None), [4, 0]),
+        (..., [-1, 0]),
+        [],
+        (0, [1, 2]),
+        MASK,
+        VALUES > 0,
+        (slice(None), VALUES[0, :, 0] > 0),
+        np.array(2),
     ],
     ids=str,
 )
@@ -46,7 +73,9 @@ def test_selecting():
     ids = np.array([2, 0, 2])
     np.testing.assert_array_equal(T.index_select(1, tc.tensor(ids)).numpy(), VALUES[:, ids])
     where = np.random.default_rng(1).integers(0, 5, (4, 3, 6))
-    np.testing.assert_array_equal(T.gather(1, tc.tensor(where)).numpy(), np.take_along_axis(VALUES, where, 1))
+    np.testing.assert_array_equal(
+        T.gather(1, tc.tensor(where)).numpy(), np.take_along_axis(VALUES, where, 1)
+    )
     table = T[0]
     np.testing.assert_array_equal(table.embedding(tc.tensor([[0, 4]])).numpy(), VALUES[0][[[0, 4]]])
 
@@ -65,14 +94,22 @@ def test_gradients_go_where_values_came_from():
     ("index", "error", "text"),
     [
         (4, tc.IndexOutOfRangeError, "index: position 4 is out of range for dimension 0 of size 4"),
-        ((0, -6), tc.IndexOutOfRangeError, "index: position -6 is out of range for dimension 0 of size 5"),
+        (
+            (0, -6),
+            tc.IndexOutOfRangeError,
+            "index: position -6 is out of range for dimension 0 of size 5",
+        ),
         ((0, 0, 0, 0), tc.IndexOutOfRangeError, "index: 4 indices for a tensor of 3 dimensions"),
         ((..., ...), tc.IndexOutOfRangeError, "index: more than one ..."),
         ("a", tc.IndexOutOfRangeError, "index: cannot index with str"),
         (1.0, tc.IndexOutOfRangeError, "index: cannot index with float"),
         (True, tc.IndexOutOfRangeError, "index: cannot index with bool"),
         (slice(None, None, 0), ValueError, "slice step cannot be zero"),
-        ([0, 9], tc.IndexOutOfRangeError, "index: position 9 is out of range for a dimension of size 4"),
+        (
+            [0, 9],
+            tc.IndexOutOfRangeError,
+            "index: position 9 is out of range for a dimension of size 4",
+        ),
         (np.array([0.5]), tc.DTypeError, "index: cannot index with a f64 tensor"),
         (([0], [1]), tc.ArgumentError, "index: more than one tensor in an index"),
         (np.array([True, False]), tc.IndexOutOfRangeError, "index: the mask has shape"),

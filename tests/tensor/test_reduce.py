@@ -43,7 +43,9 @@ def test_along_one_dimension(dim):
     assert_close(T.log_softmax(dim=dim), np.log(exp / exp.sum(axis=dim, keepdims=True)))
     assert_close(T.cumsum(dim), np.cumsum(VALUES, axis=dim))
     np.testing.assert_array_equal(T.argmax(dim).numpy(), VALUES.argmax(axis=dim))
-    np.testing.assert_array_equal(T.argmax(dim, keepdim=True).numpy(), VALUES.argmax(axis=dim, keepdims=True))
+    np.testing.assert_array_equal(
+        T.argmax(dim, keepdim=True).numpy(), VALUES.argmax(axis=dim, keepdims=True)
+    )
 
 
 def test_argmax_of_all():
@@ -68,7 +70,11 @@ def test_nothing():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: T.sum(3), tc.IndexOutOfRangeError, "sum: dimension 3 is out of range; expected -3 to 2"),
+        (
+            lambda: T.sum(3),
+            tc.IndexOutOfRangeError,
+            "sum: dimension 3 is out of range; expected -3 to 2",
+        ),
         (lambda: T.mean((0, 0)), tc.ArgumentError, "mean: dimension 0 was given twice"),
         (lambda: T.sum((1, -2)), tc.ArgumentError, "sum: dimension -2 was given twice"),
         (lambda: T.softmax(-4), tc.IndexOutOfRangeError, "softmax: dimension -4 is out of range"),

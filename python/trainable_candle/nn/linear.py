@@ -94,7 +94,7 @@ class _AdaptedLinear(Module):
 
     @property
     def scale(self) -> float:
-        """The factor in front of the low-rank product: alpha / rank, alpha / sqrt(rank) for rsLoRA."""
+        """The factor in front of the product: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
         return self._adapter.scale
 
     def get_vars(self) -> list[Var]:

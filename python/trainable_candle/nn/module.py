@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from trainable_candle._core import Tensor, Var, tensor
 from trainable_candle.errors import ArgumentError, DTypeError, ShapeError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
     from typing_extensions import Self
 
 __all__ = ["LoadResult", "Module"]

@@ -1,10 +1,10 @@
 """Learning-rate schedules with warm-up; the definitions are those of transformers.
 
-    scheduler = tc.optim.lr_scheduler.cosine(opt, total_steps=1000, warmup_steps=50)
-    for batch in batches:
-        ...
-        opt.step()
-        scheduler.step()
+scheduler = tc.optim.lr_scheduler.cosine(opt, total_steps=1000, warmup_steps=50)
+for batch in batches:
+...
+opt.step()
+scheduler.step()
 """
 
 from trainable_candle._core import Optimizer, Schedule

@@ -18,6 +18,7 @@ pub mod cpu;
 mod error;
 mod flat;
 pub mod gradcheck;
+pub mod interrupt;
 pub mod memory;
 pub mod ops;
 pub mod raw;

@@ -54,14 +54,18 @@ impl Adapter {
             return Err(tc::Error::argument(OP, format!("the rank is {rank}, expected at least 1")).into());
         };
         if !(0.0..1.0).contains(&dropout) {
-            return Err(tc::Error::argument(OP, format!("the dropout is {dropout}, expected a number in [0, 1)")).into());
+            return Err(
+                tc::Error::argument(OP, format!("the dropout is {dropout}, expected a number in [0, 1)")).into()
+            );
         }
         if !scale.is_finite() {
             return Err(tc::Error::argument(OP, format!("the scale is {scale}, expected a finite number")).into());
         }
         let base = Linear::<Inner>::from_parameters(weight.0.detach(), bias.map(|b| b.0.detach()))?;
         let settings = AdapterSettings { rank, scale, dropout };
-        let vars = quick(|| (kind.init)(&base.weight, &settings)?.iter().map(tc::Var::from_tensor).collect::<tc::Result<Vec<_>>>())?;
+        let vars = quick(|| {
+            (kind.init)(&base.weight, &settings)?.iter().map(tc::Var::from_tensor).collect::<tc::Result<Vec<_>>>()
+        })?;
         let inner = (kind.build)(&vars, &settings)?;
         let vars = vars.into_iter().map(|var| Var::object(py, var)).collect::<PyResult<_>>()?;
         Ok(Self { inner, vars })
@@ -119,7 +123,8 @@ pub fn init_linear(
     let dtype = dtype.map_or(DType::F32, |dtype| dtype.0);
     let (weight, bias) = compute(py, in_features.saturating_mul(out_features), || {
         let weight = tc::Var::from_tensor(&init::kaiming_uniform((out_features, in_features), dtype, &device)?)?;
-        let bias = bias.then(|| tc::Var::from_tensor(&init::uniform_by_fan(in_features, out_features, dtype, &device)?));
+        let bias =
+            bias.then(|| tc::Var::from_tensor(&init::uniform_by_fan(in_features, out_features, dtype, &device)?));
         Ok((weight, bias.transpose()?))
     })?;
     Ok((Var::object(py, weight)?, bias.map(|bias| Var::object(py, bias)).transpose()?))

@@ -56,7 +56,8 @@ impl LoraConfig {
         let config = adapter::LoraConfig {
             r,
             lora_alpha,
-            target_modules: target_modules.map_or_else(|| adapter::LoraConfig::default().target_modules, Names::into_vec),
+            target_modules: target_modules
+                .map_or_else(|| adapter::LoraConfig::default().target_modules, Names::into_vec),
             exclude_modules: exclude_modules.map_or_else(Vec::new, Names::into_vec),
             lora_dropout,
             use_dora,
@@ -68,46 +69,55 @@ impl LoraConfig {
         Ok(Self(config))
     }
 
+    /// Rank.
     #[getter]
     fn r(&self) -> usize {
         self.0.r
     }
 
+    /// The numerator of the scale.
     #[getter]
     fn lora_alpha(&self) -> f64 {
         self.0.lora_alpha
     }
 
+    /// The layers that get an adapter.
     #[getter]
     fn target_modules(&self) -> Vec<String> {
         self.0.target_modules.clone()
     }
 
+    /// The layers that are left out.
     #[getter]
     fn exclude_modules(&self) -> Vec<String> {
         self.0.exclude_modules.clone()
     }
 
+    /// The probability of dropping an element of an adapter's input while training.
     #[getter]
     fn lora_dropout(&self) -> f64 {
         self.0.lora_dropout
     }
 
+    /// Whether adapters are weight-decomposed (DoRA).
     #[getter]
     fn use_dora(&self) -> bool {
         self.0.use_dora
     }
 
+    /// Whether the scale is lora_alpha / sqrt(r).
     #[getter]
     fn use_rslora(&self) -> bool {
         self.0.use_rslora
     }
 
+    /// Other ranks for layers by name.
     #[getter]
     fn rank_pattern(&self) -> BTreeMap<String, usize> {
         self.0.rank_pattern.clone()
     }
 
+    /// Other alphas for layers by name.
     #[getter]
     fn alpha_pattern(&self) -> BTreeMap<String, f64> {
         self.0.alpha_pattern.clone()
@@ -151,7 +161,11 @@ pub struct AdapterSet {
 impl AdapterSet {
     /// The Python object of a set.
     pub fn object(py: Python<'_>, set: Arc<adapter::AdapterSet>) -> PyResult<Py<Self>> {
-        let vars = set.named_vars().into_iter().map(|(name, var)| Ok((name, Var::object(py, var)?))).collect::<PyResult<_>>()?;
+        let vars = set
+            .named_vars()
+            .into_iter()
+            .map(|(name, var)| Ok((name, Var::object(py, var)?)))
+            .collect::<PyResult<_>>()?;
         Py::new(py, Self { set, vars })
     }
 }
@@ -199,7 +213,13 @@ impl AdapterSet {
     ///     FileError: if the file cannot be written.
     ///     ArgumentError: if the format is unknown.
     #[pyo3(signature = (path, format="peft", metadata=None))]
-    fn save(&self, py: Python<'_>, path: PathBuf, format: &str, metadata: Option<BTreeMap<String, String>>) -> Result<()> {
+    fn save(
+        &self,
+        py: Python<'_>,
+        path: PathBuf,
+        format: &str,
+        metadata: Option<BTreeMap<String, String>>,
+    ) -> Result<()> {
         let format: io::AdapterFormat = format.parse()?;
         let metadata = metadata.unwrap_or_default();
         detached(py, || io::save_adapter(&path, &self.set, format, &metadata))
@@ -230,7 +250,11 @@ impl Attached {
     }
 
     /// Attach a set that `make` builds.
-    pub fn attach(&self, py: Python<'_>, make: impl FnOnce() -> tc::Result<adapter::AdapterSet> + Send) -> Result<Py<AdapterSet>> {
+    pub fn attach(
+        &self,
+        py: Python<'_>,
+        make: impl FnOnce() -> tc::Result<adapter::AdapterSet> + Send,
+    ) -> Result<Py<AdapterSet>> {
         let set = Arc::new(detached(py, make)?);
         *self.lock() = Some(set.clone());
         Ok(AdapterSet::object(py, set)?)
@@ -238,7 +262,8 @@ impl Attached {
 
     /// The set, for the operation `op` that needs one.
     pub fn get(&self, op: &'static str) -> Result<Arc<adapter::AdapterSet>> {
-        let missing = || tc::Error::argument(op, "the model has no adapter; call add_adapter() or load_adapter() first");
+        let missing =
+            || tc::Error::argument(op, "the model has no adapter; call add_adapter() or load_adapter() first");
         Ok(self.lock().clone().ok_or_else(missing)?)
     }
 

@@ -115,7 +115,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Function {
 impl Function {
     /// Call with tensors. What it raises comes back as it is.
     fn call<'py>(&self, py: Python<'py>, inputs: &[tc::Tensor]) -> PyResult<Bound<'py, PyAny>> {
-        let inputs = inputs.iter().map(|tensor| Bound::new(py, Tensor(tensor.clone()))).collect::<PyResult<Vec<_>>>()?;
+        let inputs =
+            inputs.iter().map(|tensor| Bound::new(py, Tensor(tensor.clone()))).collect::<PyResult<Vec<_>>>()?;
         self.0.bind(py).call1(PyTuple::new(py, inputs)?)
     }
 }
@@ -130,7 +131,10 @@ fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::T
         Err(_) => returned.cast::<PyList>().ok().cloned(),
     };
     let tensors = items.and_then(|items| {
-        items.iter().map(|item| item.cast::<Tensor>().ok().map(|tensor| tensor.get().0.clone())).collect::<Option<Vec<_>>>()
+        items
+            .iter()
+            .map(|item| item.cast::<Tensor>().ok().map(|tensor| tensor.get().0.clone()))
+            .collect::<Option<Vec<_>>>()
     });
     match tensors {
         Some(tensors) => Ok((tensors, false)),
@@ -173,7 +177,8 @@ pub fn checkpoint<'py>(
     for (index, tensor) in tensors.iter().enumerate() {
         let Ok(tensor) = tensor.cast::<Tensor>() else {
             let kind = tensor.get_type().name()?;
-            let message = format!("argument {index} is {kind}, expected a Tensor; capture other values in the function");
+            let message =
+                format!("argument {index} is {kind}, expected a Tensor; capture other values in the function");
             return Err(tc::Error::argument(OP, message).into());
         };
         inputs.push(tensor.get().0.clone());
@@ -215,7 +220,14 @@ pub fn checkpoint<'py>(
 ///     Whatever the function raises.
 #[pyfunction]
 #[pyo3(signature = (function, inputs, eps=1e-6, atol=1e-5, rtol=1e-3))]
-pub fn gradcheck(py: Python<'_>, function: Function, inputs: Tensors<'_>, eps: f64, atol: f64, rtol: f64) -> Result<bool> {
+pub fn gradcheck(
+    py: Python<'_>,
+    function: Function,
+    inputs: Tensors<'_>,
+    eps: f64,
+    atol: f64,
+    rtol: f64,
+) -> Result<bool> {
     let inputs: Vec<tc::Tensor> = inputs.inner().into_iter().map(tc::Tensor::detach).collect();
     let run = |inputs: &[tc::Tensor]| {
         let returned = function.call(py, inputs).and_then(|returned| outputs("gradcheck", &returned));
@@ -228,4 +240,3 @@ pub fn gradcheck(py: Python<'_>, function: Function, inputs: Tensors<'_>, eps: f
     quick(|| tc::gradcheck::gradcheck(run, &inputs, Tolerance { eps, atol, rtol }))?;
     Ok(true)
 }
-

@@ -3,8 +3,8 @@
 use candle_core::DeviceLocation;
 use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
-use pyo3::types::PyString;
 use pyo3::type_hint_identifier;
+use pyo3::types::PyString;
 use trainable_candle_core as tc;
 
 use crate::error::Result;
@@ -45,7 +45,9 @@ pub fn parse(text: &str) -> Result<tc::Device> {
     let index_is_number = index.is_none_or(|i| i.parse::<usize>().is_ok());
     match kind {
         "cpu" if index.is_none_or(|i| i == "0") => Ok(tc::Device::Cpu),
-        "cuda" if index_is_number => Err(tc::Error::CudaUnavailable("this build has no CUDA support".to_owned()).into()),
+        "cuda" if index_is_number => {
+            Err(tc::Error::CudaUnavailable("this build has no CUDA support".to_owned()).into())
+        }
         _ => {
             let message = format!("unknown device \"{text}\"; expected \"cpu\", \"cuda\" or \"cuda:N\"");
             Err(tc::Error::device("device", message).into())

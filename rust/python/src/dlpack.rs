@@ -190,7 +190,9 @@ fn export<'py, E: Exchange>(py: Python<'py>, tensor: Raw, flags: u64) -> Result<
     };
     let managed = Box::into_raw(Box::new(E::pack(view, std::ptr::from_mut(exported).cast(), flags)));
     // SAFETY: `managed` is valid until its deleter runs; the destructor runs it unless a consumer took the structure.
-    let capsule = unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(managed.cast(), E::NAME.as_ptr(), Some(dispose::<E>))) };
+    let capsule = unsafe {
+        Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(managed.cast(), E::NAME.as_ptr(), Some(dispose::<E>)))
+    };
     if capsule.is_err() {
         // SAFETY: nobody else has seen `managed`.
         unsafe { E::delete(managed) };
@@ -255,7 +257,10 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
     // SAFETY: as above.
     let view = unsafe { taken.0.as_ref() }.view();
     if view.device.kind != CPU {
-        let message = format!("the data are on a device of DLPack type {}, expected the CPU; copy them there first", view.device.kind);
+        let message = format!(
+            "the data are on a device of DLPack type {}, expected the CPU; copy them there first",
+            view.device.kind
+        );
         return Err(tc::Error::device(OP, message).into());
     }
     let Some(element) = element(view.dtype) else {
@@ -295,7 +300,9 @@ pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
         options.set_item("max_version", (1, 0))?;
         match object.call_method("__dlpack__", (), Some(&options)) {
             // Producers from before DLPack 1.0 do not know the argument.
-            Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => object.call_method0("__dlpack__")?,
+            Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => {
+                object.call_method0("__dlpack__")?
+            }
             other => other?,
         }
     };
@@ -359,13 +366,16 @@ impl Tensor {
             return Err(PyBufferError::new_err("dlpack: the tensor is on the CPU; move it with to() first").into());
         }
         if self.0.requires_grad() {
-            return Err(tc::Error::autograd(OP, "the tensor needs a gradient, which would be lost; detach() it first").into());
+            return Err(
+                tc::Error::autograd(OP, "the tensor needs a gradient, which would be lost; detach() it first").into()
+            );
         }
         let versioned = max_version.is_some_and(|(major, _)| major >= 1);
         let copies = copy.unwrap_or(!versioned);
         let tensor = if copies { tc::raw::own_copy(self.0.raw())? } else { self.0.raw().clone() };
         let flags = if copies { IS_COPIED } else { READ_ONLY };
-        if versioned { export::<ManagedVersioned>(py, tensor, flags) } else { export::<Managed>(py, tensor, 0) }.map(Capsule)
+        if versioned { export::<ManagedVersioned>(py, tensor, flags) } else { export::<Managed>(py, tensor, 0) }
+            .map(Capsule)
     }
 
     /// DLPack's device type and number.
@@ -373,5 +383,3 @@ impl Tensor {
         (CPU, 0)
     }
 }
-
-

@@ -1,9 +1,9 @@
 //! Element types and their names.
 
 use candle_core::DType as Kind;
+use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
-use pyo3::inspect::PyStaticExpr;
 use pyo3::{PyTypeInfo, type_hint_identifier, type_hint_union};
 use trainable_candle_core as tc;
 
@@ -29,7 +29,10 @@ fn parse(text: &str) -> Option<Kind> {
 fn unknown(found: &str) -> Error {
     tc::Error::dtype(
         "dtype",
-        format!("unknown dtype {found}; expected one of {}, or torch's names of them", NAMES.map(|(_, name, _)| name).join(", ")),
+        format!(
+            "unknown dtype {found}; expected one of {}, or torch's names of them",
+            NAMES.map(|(_, name, _)| name).join(", ")
+        ),
     )
     .into()
 }

@@ -91,6 +91,11 @@ fn raise_io(path: &std::path::Path, source: &std::io::Error) -> PyErr {
     }
 }
 
+/// Whether the user pressed Ctrl-C, which long computations ask from time to time.
+pub fn check_signals() -> tc::Result<()> {
+    Python::attach(|py| py.check_signals().map_err(|error| from_callback(py, error)))
+}
+
 /// The core's view of an exception that a callback raised: it travels through the library unchanged.
 pub fn from_callback(py: Python<'_>, error: PyErr) -> tc::Error {
     if error.is_instance_of::<py::ReplayComplete>(py) {

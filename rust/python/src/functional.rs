@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use tc::ops::attention::scaled_dot_product_attention as attention;
 use tc::ops::conv::{self, Conv2dOptions};
-use tc::ops::{dropout as drop, index, linear as lin, loss, lora, norm, rope as rotary};
+use tc::ops::{dropout as drop, index, linear as lin, lora, loss, norm, rope as rotary};
 use trainable_candle_core as tc;
 
 use crate::call::compute;
@@ -58,7 +58,8 @@ pub fn lora_backward(
     scale: f64,
 ) -> Result<(Tensor, Tensor)> {
     let work = grad_output.0.elem_count().saturating_add(input.0.elem_count());
-    let (down, up) = compute(py, work, || lora::lora_backward(&grad_output.0, &input.0, &lora_down.0, &lora_up.0, scale))?;
+    let (down, up) =
+        compute(py, work, || lora::lora_backward(&grad_output.0, &input.0, &lora_down.0, &lora_up.0, scale))?;
     Ok((Tensor(down), Tensor(up)))
 }
 
@@ -121,7 +122,10 @@ fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> t
     if !sizes.is_empty() && input.dims().ends_with(&sizes) {
         return Ok(sizes.len());
     }
-    Err(tc::Error::shape(op, format!("the input has shape {:?}, which does not end in normalized_shape {sizes:?}", input.dims())))
+    Err(tc::Error::shape(
+        op,
+        format!("the input has shape {:?}, which does not end in normalized_shape {sizes:?}", input.dims()),
+    ))
 }
 
 /// Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions.
@@ -161,9 +165,19 @@ pub fn layer_norm(
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 #[pyfunction]
 #[pyo3(signature = (input, normalized_shape, weight=None, eps=1e-6))]
-pub fn rms_norm(py: Python<'_>, input: &Tensor, normalized_shape: Shape, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+pub fn rms_norm(
+    py: Python<'_>,
+    input: &Tensor,
+    normalized_shape: Shape,
+    weight: Option<&Tensor>,
+    eps: f64,
+) -> Result<Tensor> {
     if trailing("rms_norm", &input.0, &normalized_shape)? != 1 {
-        return Err(tc::Error::argument("rms_norm", "only the last dimension can be normalised; reshape the others into it").into());
+        return Err(tc::Error::argument(
+            "rms_norm",
+            "only the last dimension can be normalised; reshape the others into it",
+        )
+        .into());
     }
     compute(py, input.0.elem_count(), || norm::rms_norm(&input.0, inner(weight), eps)).map(Tensor)
 }
@@ -360,6 +374,8 @@ pub fn cross_entropy(
     label_smoothing: f64,
 ) -> Result<Tensor> {
     let reduction = reduction.parse()?;
-    compute(py, input.0.elem_count(), || loss::cross_entropy(&input.0, &target.0, ignore_index, label_smoothing, reduction))
-        .map(Tensor)
+    compute(py, input.0.elem_count(), || {
+        loss::cross_entropy(&input.0, &target.0, ignore_index, label_smoothing, reduction)
+    })
+    .map(Tensor)
 }

@@ -30,7 +30,8 @@ pub fn save_file(
     path: PathBuf,
     metadata: Option<BTreeMap<String, String>>,
 ) -> Result<()> {
-    let tensors: BTreeMap<String, tc::Tensor> = tensors.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
+    let tensors: BTreeMap<String, tc::Tensor> =
+        tensors.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
     let metadata = metadata.unwrap_or_default();
     detached(py, || io::save_tensors(&path, tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)), &metadata))
 }

@@ -38,8 +38,8 @@ mod _core {
     use crate::dtype::DType;
     #[pymodule_export]
     use crate::functional::{
-        conv2d, cross_entropy, dropout, embedding, group_norm, huber_loss, l1_loss, layer_norm, linear, lora_backward, mse_loss,
-        rms_norm, rope, scaled_dot_product_attention,
+        conv2d, cross_entropy, dropout, embedding, group_norm, huber_loss, l1_loss, layer_norm, linear, lora_backward,
+        mse_loss, rms_norm, rope, scaled_dot_product_attention,
     };
     #[pymodule_export]
     use crate::io::{load_file, save_file};
@@ -55,8 +55,8 @@ mod _core {
     use crate::runtime::{available_bytes, get_num_threads, saved_bytes, set_num_threads};
     #[pymodule_export]
     use crate::tensor::{
-        Tensor, arange, cat, empty_like, eye, full, ones, ones_like, rand, randint, randn, stack, tensor, where_, zeros,
-        zeros_like,
+        Tensor, arange, cat, empty_like, eye, full, ones, ones_like, rand, randint, randn, stack, tensor, where_,
+        zeros, zeros_like,
     };
     #[pymodule_export]
     use crate::train::FlowMatching;
@@ -72,4 +72,9 @@ mod _core {
     #[pymodule_export]
     #[allow(non_upper_case_globals)]
     const build_profile: &str = if cfg!(debug_assertions) { "debug" } else { "release" };
+
+    #[pymodule_init]
+    fn init() {
+        trainable_candle_core::interrupt::set_check(crate::error::check_signals);
+    }
 }

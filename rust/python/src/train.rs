@@ -66,7 +66,15 @@ impl FlowMatching {
     ///
     /// Raises:
     ///     ShapeError: if the shapes differ.
-    fn euler_step(&self, py: Python<'_>, sample: &Tensor, velocity: &Tensor, sigma: f64, next_sigma: f64) -> Result<Tensor> {
-        compute(py, sample.0.elem_count(), || sampler::euler_step(&sample.0, &velocity.0, sigma, next_sigma)).map(Tensor)
+    fn euler_step(
+        &self,
+        py: Python<'_>,
+        sample: &Tensor,
+        velocity: &Tensor,
+        sigma: f64,
+        next_sigma: f64,
+    ) -> Result<Tensor> {
+        compute(py, sample.0.elem_count(), || sampler::euler_step(&sample.0, &velocity.0, sigma, next_sigma))
+            .map(Tensor)
     }
 }

@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 
 use super::mode::no_grad;
 use super::node::{Kind, Node};
+use crate::interrupt::Interrupt;
 use crate::raw::{self, Raw};
 use crate::tensor::Tensor;
 use crate::var::Var;
@@ -135,8 +136,10 @@ fn walk(
     table.insert(root.id(), Pending { sum: seed, owned: false });
     heap.push(Youngest(root.clone()));
     let mut queued: FxHashSet<u64> = std::iter::once(root.id()).collect();
+    let mut interrupt = Interrupt::new();
     while let Some(Youngest(node)) = heap.pop() {
         let Some(pending) = table.remove(&node.id()) else { continue };
+        interrupt.step(pending.sum.elem_count())?;
         let is_target = targets.is_some_and(|t| t.contains_key(&node.id()));
         if is_target || (targets.is_none() && node.leaf().is_some()) {
             finish(&node, pending.sum.clone())?;

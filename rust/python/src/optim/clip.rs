@@ -36,7 +36,11 @@ pub fn clip_grad_norm_(
     } else if norm_type == f64::INFINITY {
         NormType::Inf
     } else {
-        return Err(tc::Error::argument("clip_grad_norm_", format!("found norm_type {norm_type}, expected 2 or infinity")).into());
+        return Err(tc::Error::argument(
+            "clip_grad_norm_",
+            format!("found norm_type {norm_type}, expected 2 or infinity"),
+        )
+        .into());
     };
     detached(py, || optim::clip_grad_norm_(&parameters.0, max_norm, norm_type, error_if_nonfinite))
 }

@@ -188,7 +188,13 @@ type SetField<C> = fn(&mut C, &str, &Bound<'_, PyAny>) -> PyResult<bool>;
 
 impl Params<'_> {
     /// The groups, each with `config` changed by its own entries.
-    fn groups<C: Clone>(&self, op: &'static str, config: C, fields: &[&str], set: SetField<C>) -> Result<Vec<ParamGroup<C>>> {
+    fn groups<C: Clone>(
+        &self,
+        op: &'static str,
+        config: C,
+        fields: &[&str],
+        set: SetField<C>,
+    ) -> Result<Vec<ParamGroup<C>>> {
         if !self.0.first().is_some_and(|item| item.is_instance_of::<PyDict>()) {
             return Ok(vec![ParamGroup { params: variables(op, &self.0)?, config }]);
         }
@@ -202,7 +208,8 @@ impl Params<'_> {
                 if key == "params" {
                     params = Some(variables(op, &items(&value)?)?);
                 } else if !set(&mut config, key, &value)? {
-                    let message = format!("unknown entry \"{key}\" in a parameter group; expected params, {}", fields.join(", "));
+                    let message =
+                        format!("unknown entry \"{key}\" in a parameter group; expected params, {}", fields.join(", "));
                     return Err(tc::Error::argument(op, message).into());
                 }
             }

@@ -40,7 +40,13 @@ impl GradScaler {
 impl GradScaler {
     #[new]
     #[pyo3(signature = (init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=true))]
-    fn new(init_scale: f64, growth_factor: f64, backoff_factor: f64, growth_interval: u64, enabled: bool) -> Result<Self> {
+    fn new(
+        init_scale: f64,
+        growth_factor: f64,
+        backoff_factor: f64,
+        growth_interval: u64,
+        enabled: bool,
+    ) -> Result<Self> {
         let config = GradScalerConfig { init_scale, growth_factor, backoff_factor, growth_interval, enabled };
         Ok(Self(Mutex::new(optim::GradScaler::new(config)?)))
     }

@@ -33,7 +33,9 @@ impl Schedule {
             "cosine" => Decay::Cosine { total_steps, cycles },
             "polynomial" => Decay::Polynomial { total_steps, end, power },
             other => {
-                let message = format!("unknown schedule \"{other}\"; expected \"constant\", \"linear\", \"cosine\" or \"polynomial\"");
+                let message = format!(
+                    "unknown schedule \"{other}\"; expected \"constant\", \"linear\", \"cosine\" or \"polynomial\""
+                );
                 return Err(tc::Error::argument("lr_scheduler", message).into());
             }
         };

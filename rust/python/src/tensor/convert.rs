@@ -41,7 +41,9 @@ pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -
 }
 
 fn is_number(data: &Bound<'_, PyAny>) -> PyResult<bool> {
-    Ok(data.is_instance_of::<PyFloat>() || data.is_instance_of::<PyInt>() || (data.hasattr("__float__")? && !data.hasattr("__array__")?))
+    Ok(data.is_instance_of::<PyFloat>()
+        || data.is_instance_of::<PyInt>()
+        || (data.hasattr("__float__")? && !data.hasattr("__array__")?))
 }
 
 /// Whatever numpy can read: `__array__`, the buffer protocol, sequences.
@@ -50,7 +52,11 @@ fn from_array_like(op: &'static str, data: &Bound<'_, PyAny>) -> Result<Raw> {
     let array = array.cast::<PyUntypedArray>()?;
     if array.dtype().has_object() || array.dtype().kind() == b'U' {
         let kind = data.get_type().name()?;
-        return Err(tc::Error::dtype(op, format!("cannot make a tensor of {kind}; expected numbers, nested lists of them, or an array")).into());
+        return Err(tc::Error::dtype(
+            op,
+            format!("cannot make a tensor of {kind}; expected numbers, nested lists of them, or an array"),
+        )
+        .into());
     }
     from_numpy(op, array)
 }
@@ -73,7 +79,11 @@ fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw
         (_, 2) if dtype.getattr("name")?.eq("bfloat16")? => Element::BF16,
         _ => {
             let name = dtype.str()?;
-            return Err(tc::Error::dtype(op, format!("an array of dtype {name} has no tensor counterpart; convert it with astype() first")).into());
+            return Err(tc::Error::dtype(
+                op,
+                format!("an array of dtype {name} has no tensor counterpart; convert it with astype() first"),
+            )
+            .into());
         }
     };
     let source = Source {
@@ -139,8 +149,13 @@ fn from_nested(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) 
         DType::U32 => Some((0, i64::from(u32::MAX))),
         _ => None,
     };
-    if let Some(outside) = bounds.and_then(|(low, high)| values.iter().find(|v| v.as_i64() < low || v.as_i64() > high)) {
-        return Err(tc::Error::argument(op, format!("{} is outside the range of {}", outside.as_i64(), dtype.as_str())).into());
+    if let Some(outside) = bounds.and_then(|(low, high)| values.iter().find(|v| v.as_i64() < low || v.as_i64() > high))
+    {
+        return Err(tc::Error::argument(
+            op,
+            format!("{} is outside the range of {}", outside.as_i64(), dtype.as_str()),
+        )
+        .into());
     }
     let raw = match dtype {
         DType::I64 => tc::raw::from_vec(values.iter().map(|v| v.as_i64()).collect(), dims),
@@ -212,7 +227,11 @@ impl Nested {
 
     fn ragged(&self, depth: usize, found: &str) -> Refusal {
         let expected = self.dims.get(depth).map_or_else(|| "a number".to_owned(), |n| format!("a sequence of {n}"));
-        tc::Error::shape(self.op, format!("nested lists are ragged: found {found} at depth {depth}, expected {expected}")).into()
+        tc::Error::shape(
+            self.op,
+            format!("nested lists are ragged: found {found} at depth {depth}, expected {expected}"),
+        )
+        .into()
     }
 
     fn scalar(&self, object: &Bound<'_, PyAny>) -> std::result::Result<Scalar, Refusal> {
@@ -223,13 +242,18 @@ impl Nested {
             return Ok(Scalar::Bool(value.is_true()));
         }
         if object.is_instance_of::<PyInt>() {
-            let value = object.extract().map_err(|_| tc::Error::argument(self.op, format!("{object} does not fit in 64 bits")))?;
+            let value = object
+                .extract()
+                .map_err(|_| tc::Error::argument(self.op, format!("{object} does not fit in 64 bits")))?;
             return Ok(Scalar::Int(value));
         }
         if let Ok(tensor) = object.cast::<Tensor>() {
             return Err(tc::Error::argument(
                 self.op,
-                format!("found a Tensor of shape {:?} in a list; join tensors with stack() or cat()", tensor.get().0.dims()),
+                format!(
+                    "found a Tensor of shape {:?} in a list; join tensors with stack() or cat()",
+                    tensor.get().0.dims()
+                ),
             )
             .into());
         }
@@ -243,7 +267,11 @@ impl Nested {
             return Ok(Scalar::Float(object.extract()?));
         }
         let kind = object.get_type().name()?;
-        Err(tc::Error::dtype(self.op, format!("cannot make a tensor of {kind}; expected numbers, nested lists of them, or an array")).into())
+        Err(tc::Error::dtype(
+            self.op,
+            format!("cannot make a tensor of {kind}; expected numbers, nested lists of them, or an array"),
+        )
+        .into())
     }
 }
 
@@ -252,7 +280,10 @@ impl Nested {
 /// # Errors
 /// `DTypeError` for bf16, which numpy does not have.
 pub fn to_numpy<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py>> {
-    fn array<'py, T: candle_core::WithDType + NumpyElement>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py>> {
+    fn array<'py, T: candle_core::WithDType + NumpyElement>(
+        py: Python<'py>,
+        tensor: &tc::Tensor,
+    ) -> Result<NdArray<'py>> {
         let values = PyArray1::from_vec(py, tensor.to_vec::<T>()?);
         Ok(NdArray(values.reshape(tensor.dims())?.into_any()))
     }
@@ -263,7 +294,10 @@ pub fn to_numpy<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py
         DType::U8 => array::<u8>(py, tensor),
         DType::U32 => array::<u32>(py, tensor),
         DType::I64 => array::<i64>(py, tensor),
-        other => Err(tc::Error::dtype("numpy", format!("numpy has no {}; convert with .to(\"f32\") first", other.as_str())).into()),
+        other => {
+            Err(tc::Error::dtype("numpy", format!("numpy has no {}; convert with .to(\"f32\") first", other.as_str()))
+                .into())
+        }
     }
 }
 

@@ -118,7 +118,13 @@ pub fn full(py: Python<'_>, shape: Shape, value: Operand<'_>, dtype: Option<DTyp
     compute(py, work(&sizes), || tc::Tensor::full(value.value, sizes, dtype, &device)).map(Tensor)
 }
 
-fn filled_like(py: Python<'_>, value: f64, tensor: &tc::Tensor, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
+fn filled_like(
+    py: Python<'_>,
+    value: f64,
+    tensor: &tc::Tensor,
+    dtype: Option<DTypeArg>,
+    device: Option<&str>,
+) -> Result<Tensor> {
     let dtype = dtype.map_or_else(|| tensor.dtype(), |dtype| dtype.0);
     let device = device.map_or_else(|| Ok(tensor.device().clone()), device::parse)?;
     compute(py, tensor.elem_count(), || tc::Tensor::full(value, tensor.shape(), dtype, &device)).map(Tensor)
@@ -181,7 +187,10 @@ pub fn arange(
     let parts = [start, end, step];
     let count = ((end.value - start.value) / step.value).ceil();
     if step.value == 0.0 || !count.is_finite() || parts.iter().any(|n| !n.value.is_finite()) {
-        let message = format!("from {} to {} by {} never ends; expected finite numbers and a step other than 0", start.value, end.value, step.value);
+        let message = format!(
+            "from {} to {} by {} never ends; expected finite numbers and a step other than 0",
+            start.value, end.value, step.value
+        );
         return Err(tc::Error::argument("arange", message).into());
     }
     let count = count.max(0.0) as usize;
@@ -268,7 +277,10 @@ pub fn randint(py: Python<'_>, low: i64, high: i64, shape: Shape, device: &str) 
     let device = device::parse(device)?;
     let span = high.checked_sub(low).and_then(|span| u32::try_from(span).ok()).filter(|&span| span > 0);
     let span = span.ok_or_else(|| {
-        tc::Error::argument("randint", format!("the range from {low} to {high} is empty or too wide; expected 1 to 2**32 - 1 values"))
+        tc::Error::argument(
+            "randint",
+            format!("the range from {low} to {high} is empty or too wide; expected 1 to 2**32 - 1 values"),
+        )
     })?;
     let count = tc::raw::check_allocation("randint", &sizes, DType::I64)?;
     compute(py, count, || {

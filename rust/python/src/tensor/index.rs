@@ -48,7 +48,8 @@ impl<'py> Item<'py> {
             return Ok(Self::Integer(object.extract()?));
         }
         let kind = object.get_type().name()?;
-        let message = format!("cannot index with {kind}; expected integers, slices, None, ..., or an integer or mask tensor");
+        let message =
+            format!("cannot index with {kind}; expected integers, slices, None, ..., or an integer or mask tensor");
         Err(tc::Error::index(OP, message).into())
     }
 
@@ -58,7 +59,11 @@ impl<'py> Item<'py> {
             DType::I64 | DType::U32 => Ok(Self::Positions(tensor)),
             // An empty list has no integers to tell its dtype by.
             _ if tensor.elem_count() == 0 => Ok(Self::Positions(tensor.to_dtype(DType::I64)?)),
-            other => Err(tc::Error::dtype(OP, format!("cannot index with a {} tensor; expected i64 or u32 positions, or a u8 mask", other.as_str())).into()),
+            other => Err(tc::Error::dtype(
+                OP,
+                format!("cannot index with a {} tensor; expected i64 or u32 positions, or a u8 mask", other.as_str()),
+            )
+            .into()),
         }
     }
 
@@ -78,7 +83,10 @@ fn positions(tensor: &tc::Tensor, size: usize) -> tc::Result<tc::Tensor> {
     for value in &mut values {
         let position = if *value < 0 { *value + size as i64 } else { *value };
         if !(0..size as i64).contains(&position) {
-            return Err(tc::Error::index(OP, format!("position {value} is out of range for a dimension of size {size}")));
+            return Err(tc::Error::index(
+                OP,
+                format!("position {value} is out of range for a dimension of size {size}"),
+            ));
         }
         *value = position;
     }
@@ -103,13 +111,21 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
     let rank = tensor.rank();
     let consumed: usize = items.iter().map(Item::consumes).sum();
     if consumed > rank {
-        return Err(tc::Error::index(OP, format!("{consumed} indices for a tensor of {rank} dimensions (shape {:?})", tensor.dims())).into());
+        return Err(tc::Error::index(
+            OP,
+            format!("{consumed} indices for a tensor of {rank} dimensions (shape {:?})", tensor.dims()),
+        )
+        .into());
     }
     if items.iter().filter(|item| matches!(item, Item::Ellipsis)).count() > 1 {
         return Err(tc::Error::index(OP, "more than one ... in an index").into());
     }
     if items.iter().filter(|item| matches!(item, Item::Positions(_) | Item::Mask(_))).count() > 1 {
-        return Err(tc::Error::argument(OP, "more than one tensor in an index; index by one at a time, or use gather()").into());
+        return Err(tc::Error::argument(
+            OP,
+            "more than one tensor in an index; index by one at a time, or use gather()",
+        )
+        .into());
     }
     let mut result = tensor.clone();
     let mut dim = 0;
@@ -154,7 +170,8 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
                 let count = mask.rank();
                 let covered = &result.dims()[dim..dim + count];
                 if covered != mask.dims() {
-                    let message = format!("the mask has shape {:?}, the dimensions it selects from {covered:?}", mask.dims());
+                    let message =
+                        format!("the mask has shape {:?}, the dimensions it selects from {covered:?}", mask.dims());
                     return Err(tc::Error::index(OP, message).into());
                 }
                 let flat = replaced(result.dims(), dim, count, &[mask.elem_count()]);

@@ -15,7 +15,9 @@ use pyo3::types::{PyDict, PyList};
 use trainable_candle_core as tc;
 
 pub use convert::to_raw;
-pub use create::{arange, empty_like, eye, from_data, full, ones, rand, randint, randn, tensor, zeros, zeros_like, ones_like};
+pub use create::{
+    arange, empty_like, eye, from_data, full, ones, ones_like, rand, randint, randn, tensor, zeros, zeros_like,
+};
 pub use elementwise::where_;
 pub use operand::Operand;
 pub use shape::{cat, stack};
@@ -155,9 +157,18 @@ impl Tensor {
     }
 
     #[pyo3(signature = (dtype=None, copy=None))]
-    fn __array__<'py>(&self, py: Python<'py>, dtype: Option<&Bound<'py, PyAny>>, copy: Option<bool>) -> Result<NdArray<'py>> {
+    fn __array__<'py>(
+        &self,
+        py: Python<'py>,
+        dtype: Option<&Bound<'py, PyAny>>,
+        copy: Option<bool>,
+    ) -> Result<NdArray<'py>> {
         if copy == Some(false) {
-            return Err(tc::Error::argument("__array__", "numpy needs a copy of the values; allow it, or use numpy.from_dlpack()").into());
+            return Err(tc::Error::argument(
+                "__array__",
+                "numpy needs a copy of the values; allow it, or use numpy.from_dlpack()",
+            )
+            .into());
         }
         let array = convert::to_numpy(py, &self.0)?;
         match dtype {
@@ -168,6 +179,7 @@ impl Tensor {
 
     /// numpy arrays leave operators between them and tensors to the tensor.
     #[classattr]
+    #[allow(non_upper_case_globals)]
     const __array_priority__: f64 = 1000.0;
 
     /// The only element as a Python number.
@@ -201,7 +213,11 @@ impl Tensor {
 
     fn __bool__(&self) -> Result<bool> {
         if self.0.elem_count() != 1 {
-            let message = format!("the truth of {} elements (shape {:?}) is ambiguous; compare one element", self.0.elem_count(), self.0.dims());
+            let message = format!(
+                "the truth of {} elements (shape {:?}) is ambiguous; compare one element",
+                self.0.elem_count(),
+                self.0.dims()
+            );
             return Err(tc::Error::shape("bool", message).into());
         }
         Ok(quick(|| self.0.item())? != 0.0)
@@ -231,12 +247,17 @@ impl Tensor {
         let tensor = &slf.get().0;
         let kind = if slf.is_exact_instance_of::<Self>() { "tensor" } else { "Var" };
         let py = slf.py();
-        let shown = if tensor.dtype() == candle_core::DType::BF16 { tensor.detach().to_dtype(candle_core::DType::F32)? } else { tensor.detach() };
+        let shown = if tensor.dtype() == candle_core::DType::BF16 {
+            tensor.detach().to_dtype(candle_core::DType::F32)?
+        } else {
+            tensor.detach()
+        };
         let options = PyDict::new(py);
         options.set_item("separator", ", ")?;
         options.set_item("prefix", format!("{kind}("))?;
         options.set_item("threshold", 1000)?;
-        let text = py.import("numpy")?.call_method("array2string", (convert::to_numpy(py, &shown)?,), Some(&options))?;
+        let text =
+            py.import("numpy")?.call_method("array2string", (convert::to_numpy(py, &shown)?,), Some(&options))?;
         let grad = if kind == "tensor" && tensor.requires_grad() { ", requires_grad=True" } else { "" };
         let empty = if tensor.elem_count() == 0 { format!(", shape={:?}", tensor.dims()) } else { String::new() };
         Ok(format!("{kind}({text}{empty}, dtype={}{grad})", tensor.dtype().as_str()))

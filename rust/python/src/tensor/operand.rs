@@ -37,7 +37,11 @@ impl Number {
         if !self.is_integer && !tc::raw::is_float(like.dtype()) {
             return Err(tc::Error::dtype(
                 op,
-                format!("the tensor is {}, the number {} is not an integer; convert the tensor with to()", like.dtype().as_str(), self.value),
+                format!(
+                    "the tensor is {}, the number {} is not an integer; convert the tensor with to()",
+                    like.dtype().as_str(),
+                    self.value
+                ),
             ));
         }
         tc::Tensor::full(self.value, (), like.dtype(), like.device())
@@ -46,7 +50,12 @@ impl Number {
 
 impl Operand<'_> {
     /// The operand as a tensor that can meet `other` in `op`.
-    pub fn with<T>(&self, op: &'static str, other: &tc::Tensor, apply: impl FnOnce(&tc::Tensor) -> tc::Result<T>) -> tc::Result<T> {
+    pub fn with<T>(
+        &self,
+        op: &'static str,
+        other: &tc::Tensor,
+        apply: impl FnOnce(&tc::Tensor) -> tc::Result<T>,
+    ) -> tc::Result<T> {
         match self {
             Self::Tensor(tensor) => apply(tensor),
             Self::Array(tensor) => apply(tensor),

@@ -42,9 +42,12 @@ impl Tensor {
         if dims.is_empty() {
             return quick(|| self.0.reshape(1)).map(Self);
         }
-        let (start, end) = (resolve_dim("flatten", start_dim, dims.len())?, resolve_dim("flatten", end_dim, dims.len())?);
+        let (start, end) =
+            (resolve_dim("flatten", start_dim, dims.len())?, resolve_dim("flatten", end_dim, dims.len())?);
         if start > end {
-            return Err(tc::Error::argument("flatten", format!("start_dim {start_dim} comes after end_dim {end_dim}")).into());
+            return Err(
+                tc::Error::argument("flatten", format!("start_dim {start_dim} comes after end_dim {end_dim}")).into()
+            );
         }
         let mut sizes = dims[..start].to_vec();
         sizes.push(dims[start..=end].iter().product());
@@ -167,7 +170,9 @@ impl Tensor {
         let dim = resolve_dim("split", dim, self.0.rank())?;
         let lengths = match split_size_or_sections {
             Sections::Lengths(lengths) => lengths,
-            Sections::Size(0) => return Err(tc::Error::argument("split", "the size of a part must be at least 1, found 0").into()),
+            Sections::Size(0) => {
+                return Err(tc::Error::argument("split", "the size of a part must be at least 1, found 0").into());
+            }
             Sections::Size(size) => {
                 let total = self.0.dims()[dim];
                 (0..total.max(1)).step_by(size).map(|start| size.min(total - start)).collect()

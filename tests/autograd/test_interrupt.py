@@ -1,0 +1,44 @@
+"""Ctrl-C during a long backward pass."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+import trainable_candle as tc
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_keyboard_interrupt_ends_a_backward_pass():
+    x = tc.Var([1.0])
+    # Views: made in no time, but each gradient fills ten million elements.
+    parts = tc.stack([x.expand(10_000_000)[i] for i in range(300)])
+    runs, in_backward, done = [], threading.Event(), threading.Event()
+
+    def last_step(t):
+        runs.append(1)
+        if len(runs) == 2:
+            in_backward.set()
+        return t.exp().sum()
+
+    def press():
+        in_backward.wait()
+        # Python's handler must find the main thread outside of last_step.
+        if not done.wait(0.2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    loss = tc.checkpoint(last_step, parts)
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    finally:
+        done.set()
+        in_backward.set()
+        thread.join()
+    # The pass did not reach the variable, and what comes next works.
+    assert x.grad is None
+    (x * 2).sum().backward()
+    assert x.grad.tolist() == [2]

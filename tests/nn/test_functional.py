@@ -1,0 +1,244 @@
+"""`nn.functional`, against numpy."""
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.nn import functional as F
+from trainable_candle.testing import assert_close
+
+RNG = np.random.default_rng(0)
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def normalised(x, axes, eps):
+    mean, var = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
+    return (x - mean) / np.sqrt(var + eps)
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5), (0, 5)])
+def test_linear(shape):
+    x, w, b = RNG.standard_normal(shape), RNG.standard_normal((4, 5)), RNG.standard_normal(4)
+    assert_close(F.linear(tc.tensor(x), tc.tensor(w)), x @ w.T)
+    assert_close(F.linear(tc.tensor(x), tc.tensor(w), bias=tc.tensor(b)), x @ w.T + b)
+
+
+def convolved(x, w, b, stride, padding, dilation, groups):
+    """Direct convolution in torch's layout."""
+    x = np.pad(x, ((0, 0), (0, 0), (padding[0],) * 2, (padding[1],) * 2))
+    batch, _, height, width = x.shape
+    out, per_group, kh, kw = w.shape
+    oh = (height - dilation[0] * (kh - 1) - 1) // stride[0] + 1
+    ow = (width - dilation[1] * (kw - 1) - 1) // stride[1] + 1
+    y = np.zeros((batch, out, oh, ow))
+    for o in range(out):
+        first = o // (out // groups) * per_group
+        for i in range(oh):
+            for j in range(ow):
+                rows = i * stride[0] + dilation[0] * np.arange(kh)
+                columns = j * stride[1] + dilation[1] * np.arange(kw)
+                window = x[:, first : first + per_group][:, :, rows][:, :, :, columns]
+                y[:, o, i, j] = (window * w[o]).sum((1, 2, 3)) + b[o]
+    return y
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stride": 2, "padding": 1},
+        {"stride": (2, 1), "padding": (0, 2), "dilation": (1, 2)},
+        {"groups": 2},
+        {"groups": 4, "padding": 1},
+    ],
+)
+def test_conv2d(options):
+    groups = options.get("groups", 1)
+    x, w, b = (
+        RNG.standard_normal((2, 4, 7, 6)),
+        RNG.standard_normal((8, 4 // groups, 3, 2)),
+        RNG.standard_normal(8),
+    )
+    pair = {k: v if isinstance(v, tuple) else (v, v) for k, v in options.items() if k != "groups"}
+    defaults = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
+    expected = convolved(x, w, b, **{**defaults, **pair}, groups=groups)
+    tx, tw, tb = (tc.tensor(a) for a in (x, w, b))
+    assert_close(F.conv2d(tx, tw, tb, **options), expected)
+    assert_close(F.conv2d(tx, tw, **options), expected - b[None, :, None, None])
+    last = F.conv2d(
+        tx.permute(0, 2, 3, 1), tw.permute(0, 2, 3, 1), tb, channels_last=True, **options
+    )
+    assert_close(last, expected.transpose(0, 2, 3, 1))
+
+
+def test_norms():
+    x, w, b = (
+        RNG.standard_normal((2, 3, 4, 6)),
+        RNG.standard_normal((4, 6)),
+        RNG.standard_normal((4, 6)),
+    )
+    t = tc.tensor(x)
+    assert_close(
+        F.layer_norm(t, (4, 6), tc.tensor(w), tc.tensor(b)), normalised(x, (2, 3), 1e-5) * w + b
+    )
+    assert_close(F.layer_norm(t, 6, eps=1e-3), normalised(x, 3, 1e-3))
+    rms = np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+    assert_close(F.rms_norm(t, (6,), tc.tensor(w[0])), x / rms * w[0])
+
+
+def test_group_norm():
+    x, w, b = RNG.standard_normal((2, 6, 3, 4)), RNG.standard_normal(6), RNG.standard_normal(6)
+    grouped = normalised(x.reshape(2, 3, -1), 2, 1e-5).reshape(x.shape)
+    expected = grouped * w[:, None, None] + b[:, None, None]
+    t, tw, tb = tc.tensor(x), tc.tensor(w), tc.tensor(b)
+    assert_close(F.group_norm(t, 3, tw, tb), expected)
+    last = F.group_norm(t.permute(0, 2, 3, 1), 3, tw, tb, channels_last=True)
+    assert_close(last, expected.transpose(0, 2, 3, 1))
+    flat = RNG.standard_normal((5, 6))
+    assert_close(
+        F.group_norm(tc.tensor(flat), 2), normalised(flat.reshape(5, 2, 3), 2, 1e-5).reshape(5, 6)
+    )
+
+
+@pytest.mark.parametrize("masking", ["none", "causal", "boolean", "additive"])
+def test_attention(masking):
+    q, k, v = (RNG.standard_normal(shape) for shape in ((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6)))
+    scores = q @ k.swapaxes(-1, -2) / 2
+    options = {}
+    if masking == "causal":
+        scores = np.where(np.tril(np.ones((5, 7))), scores, -np.inf)
+        options = {"is_causal": True}
+    elif masking == "boolean":
+        mask = RNG.random((5, 7)) < 0.7
+        mask[:, 0] = True
+        scores = np.where(mask, scores, -np.inf)
+        options = {"attn_mask": tc.tensor(mask)}
+    elif masking == "additive":
+        mask = RNG.standard_normal((2, 1, 5, 7))
+        scores = scores + mask
+        options = {"attn_mask": tc.tensor(mask)}
+    tensors = [tc.tensor(a) for a in (q, k, v)]
+    assert_close(F.scaled_dot_product_attention(*tensors, **options), softmax(scores) @ v)
+
+
+def test_attention_scale():
+    q, k, v = (RNG.standard_normal((3, 4)) for _ in range(3))
+    result = F.scaled_dot_product_attention(tc.tensor(q), tc.tensor(k), tc.tensor(v), scale=0.3)
+    assert_close(result, softmax(0.3 * q @ k.T) @ v)
+
+
+def test_dropout():
+    tc.manual_seed(0)
+    x = tc.Var(tc.ones(20_000))
+    y = F.dropout(x, 0.25)
+    kept = y.numpy() if not y.requires_grad else y.detach().numpy()
+    assert set(np.round(np.unique(kept), 5)) == {0, np.float32(np.round(4 / 3, 5))}
+    assert abs((kept == 0).mean() - 0.25) < 0.02
+    y.sum().backward()
+    np.testing.assert_array_equal(x.grad.numpy(), kept)
+    np.testing.assert_array_equal(
+        F.dropout(x, 0.25, training=False).detach().numpy(), np.ones(20_000)
+    )
+    np.testing.assert_array_equal(F.dropout(x, 0.0).detach().numpy(), np.ones(20_000))
+    with pytest.raises(tc.ArgumentError, match="dropout"):
+        F.dropout(x, 1.5)
+
+
+def test_embedding():
+    table, ids = RNG.standard_normal((7, 3)), np.array([[0, 6, 3], [3, 3, 1]])
+    weight = tc.Var(table)
+    y = F.embedding(tc.tensor(ids), weight)
+    assert_close(y.detach(), table[ids])
+    y.sum().backward()
+    assert_close(weight.grad, np.bincount(ids.ravel(), minlength=7)[:, None] * np.ones(3))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(interleaved):
+    x, angles = RNG.standard_normal((2, 5, 6)), RNG.standard_normal((5, 3))
+    cos, sin = np.cos(angles), np.sin(angles)
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :3], x[..., 3:])
+    turned = (a * cos - b * sin, a * sin + b * cos)
+    expected = np.stack(turned, -1).reshape(x.shape) if interleaved else np.concatenate(turned, -1)
+    assert_close(
+        F.rope(tc.tensor(x), tc.tensor(cos), tc.tensor(sin), interleaved=interleaved), expected
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_regression_losses(reduction):
+    a, b = RNG.standard_normal((3, 4)) * 2, RNG.standard_normal((3, 4))
+    d = np.abs(a - b)
+    huber = np.where(d <= 0.7, 0.5 * d**2, 0.7 * (d - 0.35))
+    reduce = {"mean": np.mean, "sum": np.sum, "none": np.asarray}[reduction]
+    ta, tb = tc.tensor(a), tc.tensor(b)
+    assert_close(F.mse_loss(ta, tb, reduction), reduce(d**2))
+    assert_close(F.l1_loss(ta, tb, reduction=reduction), reduce(d))
+    assert_close(F.huber_loss(ta, tb, reduction=reduction, delta=0.7), reduce(huber))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy(reduction, smoothing):
+    logits, targets = RNG.standard_normal((2, 4, 5)), RNG.integers(0, 5, (2, 4))
+    targets[0, 1] = -100
+    counts = targets != -100
+    log_p = np.log(softmax(logits))
+    picked = np.take_along_axis(log_p, np.where(counts, targets, 0)[..., None], -1)[..., 0]
+    losses = np.where(counts, -(1 - smoothing) * picked - smoothing * log_p.mean(-1), 0)
+    expected = {"mean": losses.sum() / counts.sum(), "sum": losses.sum(), "none": losses}[reduction]
+    result = F.cross_entropy(
+        tc.tensor(logits), tc.tensor(targets), reduction=reduction, label_smoothing=smoothing
+    )
+    assert_close(result, expected)
+
+
+def test_activations():
+    x = tc.tensor(RNG.standard_normal((3, 4)))
+    for function, method in (
+        (F.relu, x.relu()),
+        (F.gelu, x.gelu()),
+        (F.silu, x.silu()),
+        (F.sigmoid, x.sigmoid()),
+        (F.tanh, x.tanh()),
+        (F.softmax, x.softmax(-1)),
+        (F.log_softmax, x.log_softmax(-1)),
+    ):
+        np.testing.assert_array_equal(function(x).numpy(), method.numpy())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda x: F.layer_norm(x, 5),
+            tc.ShapeError,
+            r"layer_norm: the input has shape \[2, 4\], which does not end in",
+        ),
+        (lambda x: F.layer_norm(x, ()), tc.ShapeError, "layer_norm"),
+        (lambda x: F.layer_norm(x, 4, tc.ones(3)), tc.ShapeError, "layer_norm"),
+        (lambda x: F.rms_norm(x, (2, 4)), tc.ArgumentError, "rms_norm: only the last dimension"),
+        (lambda x: F.group_norm(x, 3), tc.Error, "group_norm"),
+        (lambda x: F.conv2d(x, x), tc.ShapeError, "conv2d: the input has shape"),
+        (lambda _: F.conv2d(tc.ones(1, 1, 2, 2), tc.ones(1, 1, 3, 3)), tc.ShapeError, "conv2d"),
+        (
+            lambda _: F.conv2d(tc.ones(1, 1, 2, 2), tc.ones(1, 1, 1, 1), stride=0),
+            tc.ArgumentError,
+            "conv2d",
+        ),
+        (lambda x: F.scaled_dot_product_attention(x, tc.ones(2, 5), x), tc.ShapeError, "attention"),
+        (lambda x: F.mse_loss(x, tc.ones(3)), tc.ShapeError, "mse_loss"),
+        (lambda x: F.mse_loss(x, x, "avg"), tc.ArgumentError, 'reduction is "avg"'),
+        (lambda x: F.huber_loss(x, x, delta=0), tc.ArgumentError, "huber_loss: delta is 0"),
+        (lambda x: F.cross_entropy(x, tc.tensor([0, 9])), tc.IndexOutOfRangeError, "cross_entropy"),
+        (lambda x: F.cross_entropy(x, tc.tensor([0.0, 1.0])), tc.DTypeError, "cross_entropy"),
+        (lambda x: F.embedding(tc.tensor([0.5]), x), tc.DTypeError, "embedding"),
+    ],
+)
+def test_errors(call, error, text):
+    with pytest.raises(error, match=text):
+        call(tc.ones(2, 4))

@@ -1,0 +1,180 @@
+"""What `import trainable_candle` offers."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import _core, errors
+
+MODULES = [
+    "trainable_candle",
+    *(
+        f"trainable_candle.{name}"
+        for name in (
+            "cuda",
+            "errors",
+            "memory",
+            "nn",
+            "nn.functional",
+            "optim",
+            "optim.lr_scheduler",
+            "testing",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_public_names_exist_and_are_documented(name):
+    module = importlib.import_module(name)
+    for public in module.__all__:
+        value = getattr(module, public)
+        if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value):
+            assert inspect.getdoc(value), f"{name}.{public} has no docstring"
+
+
+def test_every_method_is_documented():
+    classes = [c for c in vars(_core).values() if inspect.isclass(c)]
+    assert classes
+    for cls in classes:
+        assert inspect.getdoc(cls), f"{cls.__name__} has no docstring"
+        for name, member in vars(cls).items():
+            if not name.startswith("_"):
+                assert inspect.getdoc(member), f"{cls.__name__}.{name} has no docstring"
+
+
+def test_every_function_of_the_extension_has_a_home():
+    homes = [
+        importlib.import_module(name)
+        for name in [*MODULES, "trainable_candle.models", "trainable_candle.train"]
+    ]
+    public = {id(getattr(module, name)) for module in homes for name in module.__all__}
+    inside = {"AdapterSet", "Adapter", "Schedule", "init_linear", "set_grad_enabled"}
+    for name, value in vars(_core).items():
+        if callable(value) and not name.startswith("_") and name not in inside:
+            assert id(value) in public, f"_core.{name} is not exported"
+
+
+def test_exceptions():
+    builtin = {
+        "ShapeError": ValueError,
+        "DTypeError": TypeError,
+        "DeviceError": ValueError,
+        "CudaUnavailableError": RuntimeError,
+        "IndexOutOfRangeError": IndexError,
+        "ArgumentError": ValueError,
+        "NoBackwardError": RuntimeError,
+        "AutogradError": RuntimeError,
+        "OutOfMemoryError": MemoryError,
+        "NonFiniteError": ArithmeticError,
+        "WeightsFormatError": ValueError,
+        "DatasetError": ValueError,
+        "ConfigError": ValueError,
+        "FileError": OSError,
+        "MissingFileError": FileNotFoundError,
+        "InternalError": RuntimeError,
+    }
+    assert {"Error", *builtin} == set(errors.__all__)
+    for name, base in builtin.items():
+        assert getattr(tc, name) is getattr(errors, name)
+        assert issubclass(getattr(tc, name), (base,))
+        assert issubclass(getattr(tc, name), tc.Error)
+
+
+def test_info():
+    info = tc.info()
+    assert info["version"] == tc.__version__
+    assert info["backend"] == "cpu"
+    assert info["reason"] == "this build has no CUDA support"
+    assert info["devices"] == ["cpu"]
+    assert info["threads"] == tc.get_num_threads()
+
+
+def test_cuda_without_cuda():
+    assert not tc.cuda.is_available()
+    assert tc.cuda.device_count() == 0
+    for call in (
+        tc.cuda.synchronize,
+        tc.cuda.memory_stats,
+        tc.cuda.reset_peak_memory_stats,
+        lambda: tc.cuda.capture(lambda x: x, []),
+    ):
+        with pytest.raises(
+            tc.CudaUnavailableError, match="CUDA is unavailable: this build has no CUDA support"
+        ):
+            call()
+
+
+def test_threads():
+    before = tc.get_num_threads()
+    x = tc.randn(300, 300)
+    results = []
+    for n in (1, 2, 3):
+        tc.set_num_threads(n)
+        assert tc.get_num_threads() == n
+        results.append(((x @ x).softmax(-1).sum().item(), x.sum().item()))
+    tc.set_num_threads(before)
+    assert len(set(results)) == 1
+    with pytest.raises(
+        tc.ArgumentError, match="set_num_threads: found 0 threads, expected at least 1"
+    ):
+        tc.set_num_threads(0)
+
+
+def test_memory():
+    assert tc.memory.saved_bytes() >= 0
+    assert tc.memory.available_bytes() is None or tc.memory.available_bytes() > 0
+
+
+def test_unknown_attributes():
+    with pytest.raises(
+        AttributeError, match="module 'trainable_candle' has no attribute 'nonsense'"
+    ):
+        _ = tc.nonsense
+    assert "Tensor" in dir(tc)
+
+
+def test_import_is_light():
+    code = "import sys, trainable_candle; print(*sys.modules)"
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    for heavy in (
+        "torch",
+        "yaml",
+        "PIL",
+        "tqdm",
+        "matplotlib",
+        "sklearn",
+        "trainable_candle.train",
+        "trainable_candle.optim",
+    ):
+        assert heavy not in modules
+
+
+def test_the_gil_is_released_in_long_calls():
+    """A thread that counts goes on while another multiplies matrices."""
+    import threading
+
+    x = tc.randn(1500, 1500)
+    counted, done = [0], threading.Event()
+
+    def count():
+        while not done.is_set():
+            counted[0] += 1
+            done.wait(1e-4)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        before = counted[0]
+        _ = x @ x
+        during = counted[0] - before
+    finally:
+        done.set()
+        thread.join()
+    assert during > 3
