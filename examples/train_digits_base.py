@@ -1,8 +1,8 @@
 """Train the demo's image generator from the start, on real handwritten digits of nine classes.
 
 The tenth, 0, is left for the demo's LoRA: its pictures are never shown, and its row of the class
-embedding keeps its random start. Takes some minutes on two cores and ends with the files that ship in
-the package:
+embedding keeps its random start. Takes some minutes on two cores and ends with the two files that
+ship in the package:
 
     python examples/train_digits_base.py --output digits-base
 """
@@ -26,8 +26,12 @@ SEED = 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for config.json and model.safetensors")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for config.json and model.safetensors"
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
 
@@ -46,13 +50,15 @@ def main() -> None:
         optimizer,
         ShuffledBatches(len(data), BATCH_SIZE, SEED),
         steps=arguments.steps,
-        scheduler=tc.optim.lr_scheduler.cosine(optimizer, total_steps=arguments.steps, warmup_steps=200),
+        scheduler=tc.optim.lr_scheduler.cosine(
+            optimizer, total_steps=arguments.steps, warmup_steps=200
+        ),
         max_grad_norm=1.0,
         callbacks=[ProgressBar()],
     )
     trainer.train()
     model.save_pretrained(arguments.output)
-    print(f"{len(seen)} pictures, {sum(v.elem_count for v in parameters.values())} parameters -> {arguments.output}")
+    print(f"{len(seen)} pictures -> {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 1797 pictures of 8x8 pixels, digits 0 to 9, written by 13 people: the test part of the UCI data set
 "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, 1998; CC BY 4.0, see
-``data/digits.LICENSE.txt``). It ships in the wheel, so that the demo runs offline.
+``assets/digits.LICENSE.txt``). It ships in the wheel, so that the demo runs offline.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Digits:
 
 def load() -> Digits:
     """All 1797 pictures, in the order of the data set."""
-    resource = files("trainable_candle") / "data" / "digits.npz"
+    resource = files("trainable_candle.demo") / "assets" / "digits.npz"
     with resource.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         return Digits(arrays["pixels"], arrays["labels"])
 

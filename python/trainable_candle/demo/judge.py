@@ -76,13 +76,14 @@ class Verdict:
         )
 
     def __str__(self) -> str:
-        return (
-            f"A judge that gets {self.judge_accuracy:.1%} of real digits right sees a {self.digit}\n"
-            f"  in {self.share_before:6.1%} of the samples without the LoRA (expected under {MOST_BEFORE:.0%})\n"
-            f"  in {self.share_after:6.1%} of the samples with it (expected over {LEAST_AFTER:.0%}),\n"
-            f"which differ {self.spread_ratio:.0%} as much as real pictures of it do "
-            f"(expected at least {LEAST_SPREAD:.0%})."
-        )
+        rows = [
+            ("samples without the LoRA that are it", self.share_before, f"under {MOST_BEFORE:.0%}"),
+            ("samples with the LoRA that are it", self.share_after, f"over {LEAST_AFTER:.0%}"),
+            ("their spread, of real pictures'", self.spread_ratio, f"at least {LEAST_SPREAD:.0%}"),
+        ]
+        lines = [f"  {what:38}{found:7.1%}  (expected: {wanted})" for what, found, wanted in rows]
+        head = f"A judge right on {self.judge_accuracy:.1%} of real digits looks for {self.digit}:"
+        return "\n".join([head, *lines])
 
 
 def verdict(judge: Judge, digit: int, before: Pixels, after: Pixels, train: Digits) -> Verdict:

@@ -1,8 +1,9 @@
-"""The demo: fine-tune the image generator in the package on the digit it has never seen, and judge the result."""
+"""The demo: fine-tune the built-in generator on the digit it has never seen; judge the result."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -15,7 +16,8 @@ from trainable_candle.demo.judge import Judge, Verdict, verdict
 from trainable_candle.errors import InternalError
 from trainable_candle.files import write_atomically
 from trainable_candle.plot import image_grid, save_png
-from trainable_candle.recipes.digits import SIDE, TIMESTEPS, DigitsRecipe
+from trainable_candle.recipes.digits import BASE, SIDE, TIMESTEPS, DigitsRecipe
+from trainable_candle.train import state as run_state
 from trainable_candle.train.config import TrainConfig
 from trainable_candle.train.run import train_adapter
 
@@ -30,12 +32,16 @@ if TYPE_CHECKING:
 UNSEEN: Final = 0
 """The digit that the base in the package was not trained on.
 
-Zero, because it is the fairest to judge: its empty middle sets it apart from every mixture of the other
-digits, so neither the base nor the judge takes something else for it.
+Zero, because it is the fairest to judge: its empty middle sets it apart from every mixture of the
+other digits, so neither the base nor the judge takes something else for it.
 """
 
 SAMPLES: Final = 256
 SAMPLING_STEPS: Final = 25
+DATASET: Final = "dataset"
+BEFORE: Final = "before.png"
+AFTER: Final = "after.png"
+VERDICT: Final = "verdict.json"
 _SHOWN: Final = 64
 
 
@@ -50,11 +56,78 @@ class DemoResult:
     """None if the training was interrupted."""
 
 
-def configuration(dataset: Path, output: Path, seed: int = 0) -> TrainConfig:
-    """The settings of the demo's training run."""
+def run_demo(output: Path, *, seed: int = 0, threads: int | None = None) -> int:
+    """What `trainable-candle demo` does; returns its exit status: 0 if the judge is content.
+
+    Args:
+        output: the folder for everything; made if need be.
+        seed: of the training and of the samples.
+        threads: CPU threads; all without it.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    result = run(output, seed=seed, threads=threads)
+    if result.verdict is None:
+        return 1
+    print(f"\n{result.verdict}\n\nEverything is in {output}")
+    return 0 if result.verdict.passed else 1
+
+
+def run(
+    output: Path,
+    *,
+    seed: int = 0,
+    threads: int | None = None,
+    progress: bool = True,
+    report: Callable[[str], None] = print,
+) -> DemoResult:
+    """Train a LoRA on real pictures of the unseen digit, sample before and after, and judge.
+
+    Args:
+        output: the folder for everything; made if need be.
+        seed: of the training and of the samples.
+        threads: CPU threads; all without it.
+        progress: whether to show a progress bar.
+        report: gets a line at each stage.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    train, held_out = digits.split(digits.load())
+    judge = Judge(held_out)
+    config = configuration(output, seed=seed, threads=threads)
+    _clear(output)
+    write_dataset(train.only(UNSEEN), output / DATASET)
+    if threads is not None:
+        tc.set_num_threads(threads)
+
+    base = DigitsRecipe.load(BASE, config.precision, config.device)
+    report(f"base: draws every handwritten digit but {UNSEEN}, which it has never seen")
+    untouched = _velocity(base.model)
+    before = _sample(base, seed)
+    _save_grid(before, output / BEFORE, report)
+
+    training = train_adapter(config, progress=progress, report=report)
+    assert isinstance(training.recipe, DigitsRecipe)
+    if not training.completed:
+        return DemoResult(output, None)
+    after = _sample(training.recipe, seed)
+    _save_grid(after, output / AFTER, report)
+
+    training.adapter.set_enabled(False)
+    if not np.array_equal(_velocity(training.recipe.model), untouched):
+        raise InternalError("demo: the model without its adapter is no longer the base")
+    result = verdict(judge, UNSEEN, digits.from_grey(before), digits.from_grey(after), train)
+    write_atomically(output / VERDICT, json.dumps(asdict(result), indent=2) + "\n")
+    return DemoResult(output, result)
+
+
+def configuration(output: Path, *, seed: int = 0, threads: int | None = None) -> TrainConfig:
+    """The settings of the demo's training run, into `output`, on the pictures in its `dataset`."""
     return TrainConfig(
         model="digits",
-        dataset=str(dataset),
+        dataset=str(output / DATASET),
         output=str(output),
         rank=8,
         steps=300,
@@ -67,44 +140,8 @@ def configuration(dataset: Path, output: Path, seed: int = 0) -> TrainConfig:
         save_every=0,
         log_every=1,
         seed=seed,
+        threads=threads,
     )
-
-
-def run(
-    output: Path, *, seed: int = 0, progress: bool = True, report: Callable[[str], None] = print
-) -> DemoResult:
-    """Train a LoRA on real pictures of the unseen digit, sample before and after, and judge.
-
-    Args:
-        output: the folder for everything; made if need be.
-        seed: of the training and of the samples.
-        progress: whether to show a progress bar.
-        report: gets a line at each stage.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    train, held_out = digits.split(digits.load())
-    judge = Judge(held_out)
-    dataset = output / "dataset"
-    write_dataset(train.only(UNSEEN), dataset)
-    report(f"base: draws every handwritten digit but {UNSEEN}, which it has never seen")
-
-    before = _sample(DigitsRecipe.load(DigitsRecipe.default_weights(), "f32", "cpu"), seed)
-    _save_grid(before, output / "before.png", report)
-    training = train_adapter(configuration(dataset, output, seed), progress=progress, report=report)
-    if not training.completed:
-        return DemoResult(output, None)
-    after = _sample(training.recipe, seed)
-    _save_grid(after, output / "after.png", report)
-
-    training.adapter.set_enabled(False)
-    if not np.array_equal(_sample(training.recipe, seed), before):
-        raise InternalError("demo: the model without its adapter is no longer the base")
-
-    result = verdict(judge, UNSEEN, digits.from_grey(before), digits.from_grey(after), train)
-    write_atomically(output / "verdict.json", json.dumps(asdict(result), indent=2) + "\n")
-    return DemoResult(output, result)
 
 
 def write_dataset(pictures: digits.Digits, folder: Path) -> None:
@@ -114,9 +151,8 @@ def write_dataset(pictures: digits.Digits, folder: Path) -> None:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for number, (grey, label) in enumerate(
-        zip(digits.to_grey(pictures.pixels), pictures.labels, strict=True)
-    ):
+    drawings = zip(digits.to_grey(pictures.pixels), pictures.labels, strict=True)
+    for number, (grey, label) in enumerate(drawings):
         path = folder / f"{number:03d}.png"
         save_png(Image.fromarray(grey), path)
         write_atomically(path.with_suffix(".txt"), caption(int(label)) + "\n")
@@ -127,10 +163,26 @@ def caption(digit: int) -> str:
     return f"a handwritten {digit}"
 
 
+def _clear(output: Path) -> None:
+    """Remove the checkpoints of an earlier demo, which training would refuse to write over."""
+    if (output / BEFORE).exists():
+        for checkpoint in run_state.checkpoints(output):
+            shutil.rmtree(checkpoint)
+
+
 def _sample(recipe: DigitsRecipe, seed: int) -> npt.NDArray[np.uint8]:
-    """Grey pictures of the unseen digit, or what the model takes for it; shape (n, 8, 8)."""
+    """Grey pictures of the unseen digit, or of what the model takes for it; shape (n, 8, 8)."""
     prompts = [caption(UNSEEN)] * SAMPLES
     return recipe.sample(prompts, steps=SAMPLING_STEPS, seed=seed)[..., 0]
+
+
+@tc.no_grad()
+def _velocity(model: DigitsTransformer) -> npt.NDArray[np.float32]:
+    """What the model says of one blank picture of each digit, half way to noise."""
+    blank = tc.zeros((digits.CLASSES, 1, SIDE, SIDE))
+    velocity = model(blank, tc.full((digits.CLASSES,), TIMESTEPS / 2), tc.arange(digits.CLASSES))
+    array: npt.NDArray[np.float32] = velocity.numpy()
+    return array
 
 
 def _save_grid(grey: npt.NDArray[np.uint8], path: Path, report: Callable[[str], None]) -> None:

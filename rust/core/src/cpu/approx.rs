@@ -33,7 +33,9 @@ fn pow2(k: i32) -> f32 {
 pub(super) fn exp(x: f32) -> f32 {
     // Beyond these the result is infinity or zero. Comparisons are written so that NaN passes through.
     let x = if x > 89.0 { 89.0 } else { x };
-    let x = if x < -105.0 { -105.0 } else { x };
+    let vanishes = x < -104.0;
+    // Not computed: results below the normal numbers are slow, and masked scores would all be of this kind.
+    let x = if vanishes { 0.0 } else { x };
     let shifted = x.mul_add(LOG2_E, ROUND);
     let n = shifted - ROUND;
     let r = n.mul_add(-LN_2_LO, n.mul_add(-LN_2_HI, x));
@@ -42,7 +44,8 @@ pub(super) fn exp(x: f32) -> f32 {
     // 2^n in two factors, since n may lie outside the exponents of f32.
     let n = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let half = n >> 1;
-    y * pow2(half) * pow2(n.wrapping_sub(half))
+    let y = y * pow2(half) * pow2(n.wrapping_sub(half));
+    if vanishes { 0.0 } else { y }
 }
 
 /// Natural logarithm, within 1.5 ulp.

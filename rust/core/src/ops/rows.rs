@@ -9,8 +9,8 @@ use crate::cpu::{Elem, Real};
 /// Elements that one thread takes at a time.
 const GRAIN: usize = 32 * 1024;
 
-/// Partial sums of a row: enough for two vectors of the widest instruction set.
-const LANES: usize = 32;
+/// Partial sums of a row: enough for four vectors of the widest instruction set.
+const LANES: usize = 64;
 
 /// How many rows of `len` elements one thread takes at a time. Depends on sizes only, so that results do too.
 pub(super) fn rows_per_block(len: usize) -> usize {
@@ -39,93 +39,101 @@ pub(super) unsafe fn fill_rows<T: Elem>(
     result
 }
 
-/// Adds up the lanes in pairs.
+/// The results of a stretch of at most [`LANES`] elements, the others `neutral`. Results are stored before they are joined
+/// because two simple loops vectorise for every element type, and one that does both does not.
 #[inline(always)]
-fn fold<R: Real>(mut lanes: [R; LANES], combine: impl Fn(R, R) -> R) -> R {
+fn stage<R: Real>(neutral: R, results: impl Iterator<Item = R>) -> [R; LANES] {
+    let mut stage = [neutral; LANES];
+    for (slot, result) in stage.iter_mut().zip(results) {
+        *slot = result;
+    }
+    stage
+}
+
+#[inline(always)]
+fn join<R: Real>(lanes: &mut [R; LANES], stage: [R; LANES], operation: impl Fn(R, R) -> R) {
+    for (lane, result) in lanes.iter_mut().zip(stage) {
+        *lane = operation(*lane, result);
+    }
+}
+
+/// Joins the lanes in pairs.
+#[inline(always)]
+fn fold<R: Real>(mut lanes: [R; LANES], operation: impl Fn(R, R) -> R) -> R {
     let mut width = LANES / 2;
     while width > 0 {
         for i in 0..width {
-            lanes[i] = combine(lanes[i], lanes[i + width]);
+            lanes[i] = operation(lanes[i], lanes[i + width]);
         }
         width /= 2;
     }
     lanes[0]
 }
 
+#[inline(always)]
+fn add<R: Real>(a: R, b: R) -> R {
+    a + b
+}
+
+#[inline(always)]
+fn larger<R: Real>(a: R, b: R) -> R {
+    if b > a { b } else { a }
+}
+
+/// Joins the results of `f` over a row, one after another in each lane.
+#[inline(always)]
+fn reduce<X: Copy, R: Real>(x: &[X], neutral: R, f: impl Fn(X) -> R, operation: impl Fn(R, R) -> R) -> R {
+    let chunks = x.chunks_exact(LANES);
+    let mut lanes = stage(neutral, chunks.remainder().iter().map(|x| f(*x)));
+    for x in chunks {
+        join(&mut lanes, stage(neutral, x.iter().map(|x| f(*x))), &operation);
+    }
+    fold(lanes, operation)
+}
+
 /// The sum of `f` over a row.
 #[inline(always)]
 pub(super) fn sum<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
-    let mut lanes = [R::ZERO; LANES];
-    let chunks = x.chunks_exact(LANES);
-    for (lane, x) in lanes.iter_mut().zip(chunks.remainder()) {
-        *lane += f(*x);
-    }
-    for x in chunks {
-        for (lane, x) in lanes.iter_mut().zip(x) {
-            *lane += f(*x);
-        }
-    }
-    fold(lanes, |a, b| a + b)
+    reduce(x, R::ZERO, f, add)
+}
+
+/// The largest `f` of a row, NaN left out; negative infinity if there is none.
+#[inline(always)]
+pub(super) fn max_by<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
+    reduce(x, R::NEG_INFINITY, f, larger)
+}
+
+/// The largest element of a row, NaN left out; negative infinity if there is none.
+#[inline(always)]
+pub(super) fn max<T: Elem>(x: &[T]) -> T::Acc {
+    max_by(x, |x: T| x.to_acc())
 }
 
 /// The sum of `f` over the pairs of two rows of the same length.
 #[inline(always)]
 pub(super) fn sum_pairs<X: Copy, Y: Copy, R: Real>(x: &[X], y: &[Y], f: impl Fn(X, Y) -> R) -> R {
-    let mut lanes = [R::ZERO; LANES];
     let (xs, ys) = (x.chunks_exact(LANES), y.chunks_exact(LANES));
-    for (lane, (x, y)) in lanes.iter_mut().zip(xs.remainder().iter().zip(ys.remainder())) {
-        *lane += f(*x, *y);
-    }
+    let rest = xs.remainder().iter().zip(ys.remainder());
+    let mut lanes = stage(R::ZERO, rest.map(|(x, y)| f(*x, *y)));
     for (x, y) in xs.zip(ys) {
-        for (lane, (x, y)) in lanes.iter_mut().zip(x.iter().zip(y)) {
-            *lane += f(*x, *y);
-        }
+        join(&mut lanes, stage(R::ZERO, x.iter().zip(y).map(|(x, y)| f(*x, *y))), add);
     }
-    fold(lanes, |a, b| a + b)
+    fold(lanes, add)
 }
 
-/// Two sums of `f` over three rows of the same length.
+/// The sum of `f` over three rows of the same length.
 #[inline(always)]
-pub(super) fn sums_of_three<X: Copy, Y: Copy, Z: Copy, R: Real>(
+pub(super) fn sum_triples<X: Copy, Y: Copy, Z: Copy, R: Real>(
     x: &[X],
     y: &[Y],
     z: &[Z],
-    f: impl Fn(X, Y, Z) -> [R; 2],
-) -> [R; 2] {
-    let (mut first, mut second) = ([R::ZERO; LANES], [R::ZERO; LANES]);
+    f: impl Fn(X, Y, Z) -> R,
+) -> R {
     let (xs, ys, zs) = (x.chunks_exact(LANES), y.chunks_exact(LANES), z.chunks_exact(LANES));
-    let add = |first: &mut [R; LANES], second: &mut [R; LANES], x: &[X], y: &[Y], z: &[Z]| {
-        for ((a, b), (x, (y, z))) in first.iter_mut().zip(second).zip(x.iter().zip(y.iter().zip(z))) {
-            let [to_a, to_b] = f(*x, *y, *z);
-            *a += to_a;
-            *b += to_b;
-        }
-    };
-    add(&mut first, &mut second, xs.remainder(), ys.remainder(), zs.remainder());
+    let rest = xs.remainder().iter().zip(ys.remainder().iter().zip(zs.remainder()));
+    let mut lanes = stage(R::ZERO, rest.map(|(x, (y, z))| f(*x, *y, *z)));
     for (x, (y, z)) in xs.zip(ys.zip(zs)) {
-        add(&mut first, &mut second, x, y, z);
+        join(&mut lanes, stage(R::ZERO, x.iter().zip(y.iter().zip(z)).map(|(x, (y, z))| f(*x, *y, *z))), add);
     }
-    [fold(first, |a, b| a + b), fold(second, |a, b| a + b)]
-}
-
-/// The largest `f` of a row; NaN if there is one, negative infinity if the row is empty.
-#[inline(always)]
-pub(super) fn max_by<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
-    let mut lanes = [R::NEG_INFINITY; LANES];
-    let chunks = x.chunks_exact(LANES);
-    for (lane, x) in lanes.iter_mut().zip(chunks.remainder()) {
-        *lane = lane.max(f(*x));
-    }
-    for x in chunks {
-        for (lane, x) in lanes.iter_mut().zip(x) {
-            *lane = lane.max(f(*x));
-        }
-    }
-    fold(lanes, Real::max)
-}
-
-/// The largest element of a row; NaN if there is one, negative infinity if the row is empty.
-#[inline(always)]
-pub(super) fn max<T: Elem>(x: &[T]) -> T::Acc {
-    max_by(x, |x: T| x.to_acc())
+    fold(lanes, add)
 }

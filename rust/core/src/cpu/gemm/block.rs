@@ -248,17 +248,13 @@ where
                 let sums = std::slice::from_raw_parts(sums.add(j * self.m), self.m);
                 let c = self.c.add(j * column_stride);
                 match (row_stride, self.accumulate) {
-                    (1, false) => {
-                        let c = std::slice::from_raw_parts_mut(c, self.m);
-                        C::store(sums, c);
-                    }
-                    (1, true) => {
+                    (1, accumulate) => {
                         let c = std::slice::from_raw_parts_mut(c, self.m);
                         dispatch(
                             #[inline(always)]
                             || {
                                 for (c, &sum) in c.iter_mut().zip(sums) {
-                                    *c = C::from_acc(c.to_acc() + sum);
+                                    *c = C::from_acc(if accumulate { c.to_acc() + sum } else { sum });
                                 }
                             },
                         );

@@ -185,14 +185,19 @@ fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
             let start = head * attention.queries() + queries.start;
             // SAFETY: tasks have different queries or heads.
             let log_sums = unsafe { shared.slice(start..start + queries.len()) };
-            for (row, (state, log_sum)) in state.iter().zip(log_sums).enumerate() {
-                *log_sum = state.max + state.sum.ln();
-                // Nothing is seen: the result is zero, not zero divided by zero.
-                let scale = if state.sum == T::Acc::ZERO { T::Acc::ZERO } else { T::Acc::ONE / state.sum };
-                for r in &mut result[row * value_width..(row + 1) * value_width] {
-                    *r *= scale;
-                }
-            }
+            dispatch(
+                #[inline(always)]
+                || {
+                    for (row, (state, log_sum)) in state.iter().zip(log_sums).enumerate() {
+                        *log_sum = state.max + state.sum.ln();
+                        // Nothing is seen: the result is zero, not zero divided by zero.
+                        let scale = if state.sum == T::Acc::ZERO { T::Acc::ZERO } else { T::Acc::ONE / state.sum };
+                        for r in &mut result[row * value_width..(row + 1) * value_width] {
+                            *r *= scale;
+                        }
+                    }
+                },
+            );
             // SAFETY: as above.
             unsafe { output.write(head, queries.start, result) };
         }
@@ -222,7 +227,7 @@ impl<R: Real> Running<R> {
         for s in scores.iter_mut() {
             *s = (*s - base).exp();
         }
-        let correction = (self.max - base).exp();
+        let correction = if self.max == R::NEG_INFINITY { R::ZERO } else { (self.max - base).exp() };
         self.sum = self.sum * correction + rows::sum(scores, |s| s);
         self.max = max;
         correction

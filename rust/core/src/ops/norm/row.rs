@@ -256,11 +256,8 @@ impl<T: Elem> BackwardPass<'_, T> {
                 *db += g.to_acc();
             }
             let Some(out) = out.next() else { continue };
-            let [sum, dot] = rows::sums_of_three(x, g, self.scale, |x, g: T, w| {
-                let g = g.to_acc() * w;
-                [g, g * normal(x)]
-            });
-            let (sum, dot) = (if CENTER { sum / count } else { T::Acc::ZERO }, dot / count);
+            let sum = if CENTER { rows::sum_pairs(g, self.scale, |g: T, w| g.to_acc() * w) / count } else { T::Acc::ZERO };
+            let dot = rows::sum_triples(x, g, self.scale, |x, g: T, w| g.to_acc() * w * normal(x)) / count;
             for ((o, x), (g, w)) in out.iter_mut().zip(x).zip(g.iter().zip(self.scale)) {
                 o.write(T::from_acc(rstd * (g.to_acc() * *w - sum - normal(*x) * dot)));
             }

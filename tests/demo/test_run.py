@@ -1,0 +1,112 @@
+"""The main job: the demo's LoRA, trained and judged."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import trainable_candle as tc
+from trainable_candle.data import check_folder
+from trainable_candle.demo import digits
+from trainable_candle.demo.run import SAMPLES, UNSEEN, DemoResult, run, write_dataset
+from trainable_candle.recipes.digits import BASE, DigitsRecipe
+from trainable_candle.train.config import TrainConfig
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
+    return run(tmp_path_factory.mktemp("demo"), progress=False, report=lambda _: None)
+
+
+@pytest.mark.slow
+def test_lora_teaches_the_unseen_digit(demo: DemoResult) -> None:
+    verdict = demo.verdict
+    assert verdict is not None
+    assert verdict.judge_accuracy > 0.97
+    assert verdict.share_before < 0.2
+    assert verdict.share_after > 0.8
+    assert verdict.spread_ratio >= 0.6
+    assert verdict.passed
+
+
+@pytest.mark.slow
+def test_everything_is_written(demo: DemoResult) -> None:
+    assert demo.verdict is not None
+    written = json.loads((demo.output / "verdict.json").read_text())
+    assert written["share_after"] == demo.verdict.share_after
+    assert TrainConfig.from_yaml(demo.output / "config.yaml").rank == 8
+    for name in ("loss.png", "before.png", "after.png"):
+        with Image.open(demo.output / name) as image:
+            assert min(image.size) > 300
+    pictures = check_folder(demo.output / "dataset")
+    assert {picture.caption for picture in pictures} == {"a handwritten 0"}
+    assert len(pictures) == 125
+
+
+@pytest.mark.slow
+def test_adapter_file_gives_the_same_samples_and_comes_off_again(demo: DemoResult) -> None:
+    recipe = DigitsRecipe.load(BASE, "f32", "cpu")
+    prompts = ["a 0", "a 3"]
+    base = recipe.sample(prompts, steps=3, seed=1)
+    recipe.model.load_adapter(demo.output / "adapter.safetensors")
+    adapted = recipe.sample(prompts, steps=3, seed=1)
+    assert not np.array_equal(adapted, base)
+    recipe.model.remove_adapter()
+    np.testing.assert_array_equal(recipe.sample(prompts, steps=3, seed=1), base)
+
+
+@pytest.mark.slow
+def test_samples_are_no_copies_of_the_training_pictures(demo: DemoResult) -> None:
+    recipe = DigitsRecipe.load(BASE, "f32", "cpu")
+    recipe.model.load_adapter(demo.output / "adapter.safetensors")
+    drawn = digits.from_grey(recipe.sample(["0"] * SAMPLES, steps=25, seed=2)[..., 0])
+    train, held_out = digits.split(digits.load())
+
+    def to_nearest(pixels: digits.Pixels) -> float:
+        """Mean distance to the nearest training picture."""
+        a, b = (p.reshape(len(p), -1).astype(float) for p in (pixels, train.only(UNSEEN).pixels))
+        return float(np.sqrt(((a[:, None] - b[None]) ** 2).sum(-1)).min(axis=1).mean())
+
+    assert to_nearest(drawn) > 0.8 * to_nearest(held_out.only(UNSEEN).pixels)
+
+
+def test_base_draws_the_nine_digits_it_has_seen() -> None:
+    from trainable_candle.demo.judge import Judge
+
+    train, held_out = digits.split(digits.load())
+    seen = [digit for digit in range(10) if digit != UNSEEN]
+    recipe = DigitsRecipe.load(BASE, "f32", "cpu")
+    prompts = [f"a handwritten {digit}" for digit in seen for _ in range(20)]
+    judged = Judge(held_out).labels(
+        digits.from_grey(recipe.sample(prompts, steps=25, seed=0)[..., 0])
+    )
+    assert (judged == np.repeat(seen, 20)).mean() > 0.9
+    assert len(train.without(UNSEEN)) == 1133
+
+
+def test_base_row_of_the_unseen_digit_is_as_it_started() -> None:
+    tc.manual_seed(0)
+    fresh = tc.models.DigitsTransformer().named_tensors()["class_embedding.weight"].numpy()
+    shipped = tc.models.load(BASE).named_tensors()["class_embedding.weight"].numpy()
+    np.testing.assert_array_equal(shipped[UNSEEN], fresh[UNSEEN])
+    assert not np.array_equal(shipped[UNSEEN + 1], fresh[UNSEEN + 1])
+
+
+def test_base_is_small() -> None:
+    assert (BASE / "model.safetensors").stat().st_size <= 2_000_000
+
+
+def test_data_set_is_written_the_same_again(tmp_path: Path) -> None:
+    pictures = digits.load().only(UNSEEN)
+
+    def write(folder: Path) -> list[tuple[str, str]]:
+        write_dataset(pictures, folder)
+        return [
+            (p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p in sorted(folder.iterdir())
+        ]
+
+    assert write(tmp_path / "a") == write(tmp_path / "b")
+    assert len(list((tmp_path / "a").glob("*.png"))) == len(pictures)
