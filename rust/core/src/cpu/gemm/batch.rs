@@ -222,3 +222,6 @@ fn split(layout: &Layout, left: bool) -> Option<(&[usize], [usize; 2], [usize; 2
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -3,7 +3,7 @@
 use std::any::TypeId;
 use std::cell::RefCell;
 
-use super::kernel::{Ahead, Columns, Target, TileShape};
+use super::kernel::{Ahead, Broadcast, Columns, Target, TileShape};
 use super::pack::{Along, Side, pack, packed_len};
 use super::thin::{self, Dot, Outer};
 use crate::cpu::{Elem, Real, dispatch, pool};
@@ -13,11 +13,13 @@ const MAX_K: usize = 384;
 /// Most rows of a block (along the vectors): its packed `a` stays in the second-level cache.
 const MAX_ROWS: usize = 512;
 /// Most columns of a block.
-const MAX_COLUMNS: usize = 1024;
+const MAX_COLUMNS: usize = 4096;
 /// Shortest sums for which a thin product has a method of its own.
 const MIN_THIN_K: usize = 64;
 /// Longest stretch of `k` of a thin product of outer products: its pages of `a` stay in the translation buffer.
 const OUTER_K: usize = 64;
+/// Bytes of the largest `b` that is not packed.
+const MAX_IN_PLACE: usize = 32 << 10;
 /// Multiply-adds that are worth a thread.
 const MIN_WORK: usize = 1 << 18;
 
@@ -200,6 +202,8 @@ where
         // Equal stretches of `k`, none longer than MAX_K.
         let stretch = self.k.div_ceil(self.k.div_ceil(MAX_K).max(1)).next_multiple_of(16).min(self.k);
         let len_a = packed_len(shape, Along::Rows, self.m, stretch);
+        // A `b` that stays in the first-level cache is read where it lies.
+        let in_place = is_accumulator::<B>() && self.n * self.k * size_of::<B>() <= MAX_IN_PLACE && self.b.outer.max(self.b.inner) <= 128;
         // Each panel of `b` is packed just before its use, and stays in the first-level cache meanwhile.
         let len_b = packed_len(shape, Along::Columns, shape.columns.min(self.n), stretch);
         // f16 and bf16 results are summed up in a block of the accumulator's type and rounded at the end.
@@ -218,7 +222,12 @@ where
                         let n = shape.columns.min(self.n - j);
                         let next = j + n;
                         let ahead = self.b.at(next.min(self.n - 1), p).ahead(shape.columns.min(self.n - next), k);
-                        pack(b, shape, Along::Columns, self.b.at(j, p), n, k);
+                        let b = if in_place && n.is_multiple_of(4) {
+                            Broadcast { ptr: self.b.at(j, p).ptr.cast(), step: self.b.inner, column: self.b.outer }
+                        } else {
+                            pack(b, shape, Along::Columns, self.b.at(j, p), n, k);
+                            Broadcast::packed(b.cast_const(), n)
+                        };
                         let c = Target {
                             ptr: target.ptr.add(j * target.column_stride),
                             accumulate: target.accumulate || p > 0,

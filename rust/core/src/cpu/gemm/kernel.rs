@@ -23,12 +23,7 @@ pub trait Lane: Sized + Copy {
     /// `a * b`.
     fn multiply<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
     /// `a * b + c`, rounded once where the processor can.
-    fn multiply_add<S: Simd>(
-        simd: S,
-        a: Self::Vector<S>,
-        b: Self::Vector<S>,
-        c: Self::Vector<S>,
-    ) -> Self::Vector<S>;
+    fn multiply_add<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>, c: Self::Vector<S>) -> Self::Vector<S>;
 }
 
 macro_rules! lane {
@@ -167,7 +162,25 @@ impl Ahead {
     }
 }
 
-/// `c (+)= alpha * a * b` for one panel of columns, with operands packed by [`pack`](super::pack::pack).
+/// Broadcast elements: `step` from one position of `k` to the next, `column` from one column to the next.
+#[derive(Clone, Copy)]
+pub struct Broadcast<T> {
+    /// The first element.
+    pub ptr: *const T,
+    /// Distance of the positions of `k`.
+    pub step: usize,
+    /// Distance of the columns.
+    pub column: usize,
+}
+
+impl<T> Broadcast<T> {
+    /// A packed panel of `columns`.
+    pub fn packed(ptr: *const T, columns: usize) -> Self {
+        Self { ptr, step: columns.next_multiple_of(4), column: 1 }
+    }
+}
+
+/// `c (+)= alpha * a * b` for one panel of columns, with an `a` packed by [`pack`](super::pack::pack).
 pub struct Columns<T> {
     /// Rows.
     pub m: usize,
@@ -177,8 +190,8 @@ pub struct Columns<T> {
     pub k: usize,
     /// `a` in panels of rows.
     pub a: *const T,
-    /// `b` as one panel.
-    pub b: *const T,
+    /// `b`, with columns up to a multiple of 4.
+    pub b: Broadcast<T>,
     /// The result.
     pub c: Target<T>,
     /// What the next panel will be packed from.
@@ -189,8 +202,8 @@ impl<T: Real> Columns<T> {
     /// Computes the columns.
     ///
     /// # Safety
-    /// `a` and `b` hold packed panels of `m × k` and `k × n` elements, and nothing else reads or writes the elements
-    /// of `c` meanwhile.
+    /// `a` holds packed panels of `m × k` elements, `b` is readable, and nothing else reads or writes the elements of `c`
+    /// meanwhile.
     pub unsafe fn run(self) {
         arch().dispatch(self);
     }
@@ -238,7 +251,7 @@ pub struct Tile<T> {
     /// Distance of the steps of `a`.
     pub a_step: usize,
     /// For each step, as many elements as there are columns, rounded up to a multiple of 4.
-    pub b: *const T,
+    pub b: Broadcast<T>,
     /// The result.
     pub c: Target<T>,
     /// Rows, of those that fill the registers.
@@ -259,7 +272,11 @@ impl<T: Real> Tile<T> {
                 match (self.rows.div_ceil(lanes::<T, S>()), self.columns.next_multiple_of(4)) {
                     // Accumulators, a column of vectors and an element: larger tiles are not used where this is false.
                     $(($v, $n) if $v * $n + $v + 1 <= S::REGISTER_COUNT => unsafe {
-                        self.outer_products::<S, $v, $n>(simd);
+                        if self.b.column == 1 && self.b.step == $n {
+                            self.outer_products::<S, $v, $n, true>(simd);
+                        } else {
+                            self.outer_products::<S, $v, $n, false>(simd);
+                        }
                     },)*
                     _ => unreachable!("tile larger than the registers"),
                 }
@@ -269,11 +286,12 @@ impl<T: Real> Tile<T> {
     }
 
     #[inline(always)]
-    unsafe fn outer_products<S: Simd, const V: usize, const N: usize>(self, simd: S) {
+    unsafe fn outer_products<S: Simd, const V: usize, const N: usize, const PACKED: bool>(self, simd: S) {
         let lanes = lanes::<T, S>();
         let zero = T::splat(simd, T::ZERO);
         let mut acc = [[zero; V]; N];
-        let (mut a, mut b) = (self.a, self.b);
+        let (mut a, mut b) = (self.a, self.b.ptr);
+        let (step, distance) = if PACKED { (N, 1) } else { (self.b.step, self.b.column) };
         for _ in 0..self.k {
             // SAFETY: the caller gives `V * lanes` and `N` elements for each of the `k` steps.
             unsafe {
@@ -282,13 +300,13 @@ impl<T: Real> Tile<T> {
                     *vector = a.add(v * lanes).cast::<T::Vector<S>>().read_unaligned();
                 }
                 for (n, column) in acc.iter_mut().enumerate() {
-                    let element = T::splat(simd, *b.add(n));
+                    let element = T::splat(simd, *b.add(n * distance));
                     for (sum, vector) in column.iter_mut().zip(vectors) {
                         *sum = T::multiply_add(simd, vector, element, *sum);
                     }
                 }
                 a = a.add(self.a_step);
-                b = b.add(N);
+                b = b.add(step);
             }
         }
         if self.c.row_stride == 1 && self.rows == V * lanes {

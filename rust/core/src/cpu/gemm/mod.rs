@@ -142,7 +142,12 @@ where
     assert!(
         a.cols == b.rows && c.rows == a.rows && c.cols == b.cols,
         "gemm: {} x {} times {} x {} does not give {} x {}",
-        a.rows, a.cols, b.rows, b.cols, c.rows, c.cols,
+        a.rows,
+        a.cols,
+        b.rows,
+        b.cols,
+        c.rows,
+        c.cols,
     );
     let product = Product {
         m: c.rows,

@@ -177,5 +177,11 @@ fn elements_of_a_result_are_distinct() {
 #[should_panic(expected = "gemm: 2 x 3 times 2 x 3 does not give 2 x 3")]
 fn sizes_must_fit() {
     let a = [0.0f32; 6];
-    gemm(MatMut::row_major(&mut [0.0f32; 6], 2, 3), MatRef::row_major(&a, 2, 3), MatRef::row_major(&a, 2, 3), 1.0, false);
+    gemm(
+        MatMut::row_major(&mut [0.0f32; 6], 2, 3),
+        MatRef::row_major(&a, 2, 3),
+        MatRef::row_major(&a, 2, 3),
+        1.0,
+        false,
+    );
 }

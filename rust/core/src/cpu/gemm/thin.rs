@@ -5,7 +5,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::kernel::{Target, Tile, lanes};
+use super::kernel::{Broadcast, Target, Tile, lanes};
 use crate::cpu::Real;
 use crate::cpu::simd::arch;
 
@@ -57,6 +57,7 @@ impl<T: Real> WithSimd for Outer<T> {
     fn with_simd<S: Simd>(self, simd: S) {
         let lanes = lanes::<T, S>();
         let columns = self.n.next_multiple_of(4);
+        let b = Broadcast::packed(self.b, self.n);
         // As many registers along the rows as leave the columns theirs.
         let vectors = match (columns, S::REGISTER_COUNT >= 32) {
             (4, true) => 4,
@@ -76,7 +77,7 @@ impl<T: Real> WithSimd for Outer<T> {
             // SAFETY: `run` promises the operands and the result.
             unsafe {
                 let c = Target { ptr: self.c.ptr.add(i * self.c.row_stride), ..self.c };
-                Tile { k: self.k, a, a_step, b: self.b, c, rows, columns: self.n }.run(simd);
+                Tile { k: self.k, a, a_step, b, c, rows, columns: self.n }.run(simd);
             }
             i += rows;
         }
