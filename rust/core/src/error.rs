@@ -151,6 +151,16 @@ impl Error {
         Self::Autograd { op, message: message.into() }
     }
 
+    /// The same error under the name that the caller knows the operation by.
+    #[cold]
+    pub(crate) fn under(self, op: &'static str) -> Self {
+        match self {
+            Self::Shape { message, .. } => Self::Shape { op, message },
+            Self::DType { message, .. } => Self::DType { op, message },
+            other => other,
+        }
+    }
+
     /// A file-system error on `path`.
     #[cold]
     pub fn io(path: impl Into<PathBuf>, source: std::io::Error) -> Self {

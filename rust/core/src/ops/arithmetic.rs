@@ -59,7 +59,7 @@ pub(super) fn check(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
 
 fn compute(op: &'static str, a: &Raw, b: &Raw, functor: impl Binary + Copy + Send + Sync) -> Result<Raw> {
     if is_float(a.dtype()) {
-        return cpu::binary(a, b, functor);
+        return cpu::binary(a, b, functor).map_err(|error| error.under(op));
     }
     let shape = a.shape().broadcast_shape_binary_op(b.shape(), op)?;
     let (a, b) = (a.broadcast_as(&shape)?, b.broadcast_as(&shape)?);
