@@ -1,4 +1,4 @@
-"""Writes the files beside it: a small digits transformer with random weights, an input, and what torch makes of it.
+"""A small digits transformer with random weights, an input, and what torch makes of it.
 
 Run with torch, numpy and safetensors installed: python reference.py
 """
@@ -8,8 +8,8 @@ import math
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch.nn import functional as F  # noqa: N812 (its usual name)
 
 HERE = Path(__file__).parent
 SIZES = {
