@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import timing
 import numpy as np
+import timing
 
 import trainable_candle as tc
 
@@ -30,7 +30,9 @@ def main() -> None:
         sides["torch"] = torch.optim.AdamW([parameter], lr=1e-4, weight_decay=0.01).step
         fused = torch.from_numpy(values.copy()).requires_grad_()
         fused.grad = torch.from_numpy(grads)
-        sides["torch fused"] = torch.optim.AdamW([fused], lr=1e-4, weight_decay=0.01, fused=True).step
+        sides["torch fused"] = torch.optim.AdamW(
+            [fused], lr=1e-4, weight_decay=0.01, fused=True
+        ).step
     timing.report("16 M parameters", timing.race(sides, max(options.rounds // 3, 5)))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import timing
 import numpy as np
+import timing
 
 import trainable_candle as tc
 from trainable_candle.nn import functional as F  # noqa: N812 (the field's name for it)
@@ -53,7 +53,9 @@ def main() -> None:
         held[policy] = tc.memory.saved_bytes()
         (y * y).mean().backward()
 
-    sides = {policy: (lambda policy=policy: step(policy)) for policy in ("none", "selective", "full")}
+    sides = {
+        policy: (lambda policy=policy: step(policy)) for policy in ("none", "selective", "full")
+    }
     seconds = timing.race(sides, max(options.rounds // 3, 5))
     for policy in sides:
         print(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import timing
 import numpy as np
+import timing
 
 import trainable_candle as tc
 

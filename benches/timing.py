@@ -22,14 +22,18 @@ def arguments(description: str) -> argparse.Namespace:
     """`--threads` and `--rounds`; sets the threads of both libraries."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of both libraries")
-    parser.add_argument("--rounds", type=int, default=30, help="timed rounds, the sides taking turns")
+    parser.add_argument(
+        "--rounds", type=int, default=30, help="timed rounds, the sides taking turns"
+    )
     options = parser.parse_args()
     tc.set_num_threads(options.threads)
     torch = find_torch()
     if torch is not None:
         torch.set_num_threads(options.threads)
-    print(f"{processor()}, {options.threads} threads, Python {platform.python_version()}, "
-          f"trainable-candle {tc.__version__}, torch {torch.__version__ if torch else 'not installed'}")
+    print(
+        f"{processor()}, {options.threads} threads, Python {platform.python_version()}, "
+        f"trainable-candle {tc.__version__}, torch {torch.__version__ if torch else 'not installed'}"
+    )
     return options
 
 
@@ -45,7 +49,9 @@ def processor() -> str:
     """The processor's name where the system tells."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+            names = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
         return f"{names[0]} ({os.cpu_count()} cores)"
     except (OSError, IndexError):
         return platform.processor() or "unknown processor"

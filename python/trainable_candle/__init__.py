@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from trainable_candle._core import (
+    AdapterSet,
     DType,
     LoraConfig,
     Tensor,
@@ -73,6 +74,7 @@ uint32 = DType("u32")
 int64 = DType("i64")
 
 __all__ = [
+    "AdapterSet",
     "ArgumentError",
     "AutogradError",
     "ConfigError",

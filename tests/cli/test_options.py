@@ -1,11 +1,13 @@
 """Flags: every setting has one, files are overridden by them, help fits on a screen."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from trainable_candle.cli import COMMANDS, main
+from trainable_candle.cli import COMMANDS, main, merge, sample
 from trainable_candle.cli.train import make_parser, read_config
 from trainable_candle.errors import ConfigError
 from trainable_candle.train.config import TrainConfig, flag, settings
@@ -119,3 +121,15 @@ def test_the_long_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -
     assert main(["train", "--help-all"]) == 0
     text = capsys.readouterr().out
     assert [name for name in settings() if f"  {flag(name)}" not in text] == []
+
+
+def test_the_guide_names_flags_that_exist() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    parsers = [make_parser("train", rare=True), sample.make_parser("s"), merge.make_parser("m")]
+    known = {option for parser in parsers for a in parser._actions for option in a.option_strings}
+    named = set(re.findall(r"--[a-z][a-z-]+", guide))
+    assert len(named) > 10
+    assert named - known == set()
+    block = re.search(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    assert block is not None
+    assert TrainConfig.from_mapping(yaml.safe_load(block[1])).model == "digits"

@@ -53,7 +53,9 @@ def test_value_gradients_and_merged_weight(case: str) -> None:
     loss = functional.mse_loss(y, GOLDEN["target"])
     loss.backward()
     assert math.isclose(loss.item(), GOLDEN[f"{case}.loss"].item(), rel_tol=1e-6)
-    found = {f"grad.{name}": var.grad for name, var in model.parameters.items()} | {"grad_input": x.grad}
+    found = {f"grad.{name}": var.grad for name, var in model.parameters.items()} | {
+        "grad_input": x.grad
+    }
     for name, gradient in found.items():
         expected = GOLDEN[f"{case}.{name}"].numpy()
         np.testing.assert_allclose(
@@ -78,4 +80,6 @@ def test_five_steps_of_adamw(case: str) -> None:
     np.testing.assert_allclose(losses, GOLDEN[f"{case}.losses"].numpy(), rtol=1e-5)
     for name, var in model.parameters.items():
         expected = GOLDEN[f"{case}.final.{name}"].numpy()
-        np.testing.assert_allclose(var.detach().numpy(), expected, rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            var.detach().numpy(), expected, rtol=1e-4, atol=1e-5, err_msg=name
+        )

@@ -171,7 +171,7 @@ def _trainer(
 
 def make_optimizer(config: TrainConfig, parameters: Sequence[Var]) -> Optimizer:
     """The optimizer that a configuration names, over `parameters`."""
-    kinds: dict[str, type[Optimizer]] = {
+    kinds: dict[str, Callable[..., Optimizer]] = {
         kind.__name__.lower(): kind
         for kind in (
             tc.optim.AdamW8bit,

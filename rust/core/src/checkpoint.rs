@@ -207,7 +207,12 @@ impl Region {
         let inputs = self.inputs.iter().map(|(saved, needs_grad)| Ok(replayed(saved.get()?, *needs_grad)));
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
         let selective = self.policy == Policy::Selective;
-        let scope = Scope::enter(Recorder::Replay(Replaying { expected, values: Vec::with_capacity(expected), kept, selective }));
+        let scope = Scope::enter(Recorder::Replay(Replaying {
+            expected,
+            values: Vec::with_capacity(expected),
+            kept,
+            selective,
+        }));
         let replay_rng = rng::Replay::from(self.rng);
         let outcome = (self.function)(&inputs);
         drop(replay_rng);
@@ -263,7 +268,15 @@ struct Recording {
 
 impl Recording {
     const fn new(region: Arc<Region>) -> Self {
-        Self { region, sequence: 0, saved: 0, last_saved: 0, saved_by_last: Vec::new(), kept: Vec::new(), versions: Vec::new() }
+        Self {
+            region,
+            sequence: 0,
+            saved: 0,
+            last_saved: 0,
+            saved_by_last: Vec::new(),
+            kept: Vec::new(),
+            versions: Vec::new(),
+        }
     }
 }
 
@@ -339,10 +352,12 @@ where
             let keep = recording.region.policy == Policy::Selective && op.cost == Cost::Dear;
             Ok(if keep { Plan::ComputeAndKeep } else { Plan::Compute })
         }
-        Some(Recorder::Replay(replaying)) if replaying.selective && op.cost == Cost::Dear => match replaying.kept.pop_front() {
-            Some(kept) if kept.name == op.name => Ok(Plan::Take(kept)),
-            _ => Err(nondeterministic()),
-        },
+        Some(Recorder::Replay(replaying)) if replaying.selective && op.cost == Cost::Dear => {
+            match replaying.kept.pop_front() {
+                Some(kept) if kept.name == op.name => Ok(Plan::Take(kept)),
+                _ => Err(nondeterministic()),
+            }
+        }
         _ => Ok(Plan::Compute),
     })?;
     match plan {

@@ -198,7 +198,9 @@ impl From<candle_core::Error> for Error {
             C::DeviceMismatchBinaryOp { lhs, rhs, op } => {
                 Self::device(op, format!("tensors are on different devices ({lhs:?} and {rhs:?}); move one with to()"))
             }
-            C::UnsupportedDTypeForOp(dtype, op) => Self::dtype(op, format!("dtype {} is not supported", dtype.as_str())),
+            C::UnsupportedDTypeForOp(dtype, op) => {
+                Self::dtype(op, format!("dtype {} is not supported", dtype.as_str()))
+            }
             C::NotCompiledWithCudaSupport => Self::CudaUnavailable("this build has no CUDA support".into()),
             C::Io(source) => Self::Candle(source.to_string()),
             other => Self::Candle(other.to_string()),

@@ -49,7 +49,9 @@ impl FlatBuffer {
         let mut start = 0;
         for value in values {
             let range = start..start + value.elem_count();
-            let view = |buffer: &Raw| -> Result<Raw> { Ok(buffer.narrow(0, range.start, range.len())?.reshape(value.shape())?) };
+            let view = |buffer: &Raw| -> Result<Raw> {
+                Ok(buffer.narrow(0, range.start, range.len())?.reshape(value.shape())?)
+            };
             let storage = view(&data)?;
             cpu::copy_into(&storage, value.raw())?;
             let var = Var::adopt(storage)?;

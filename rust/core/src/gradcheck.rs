@@ -29,7 +29,11 @@ impl Default for Tolerance {
 ///
 /// # Errors
 /// [`Error::DType`] if an input is not f64; [`Error::Autograd`] naming the worst entry, if one is off.
-pub fn gradcheck(function: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tolerance: Tolerance) -> Result<()> {
+pub fn gradcheck(
+    function: impl Fn(&[Tensor]) -> Result<Tensor>,
+    inputs: &[Tensor],
+    tolerance: Tolerance,
+) -> Result<()> {
     let Tolerance { eps, atol, rtol } = tolerance;
     let mut vars = Vec::with_capacity(inputs.len());
     for (index, input) in inputs.iter().enumerate() {

@@ -209,10 +209,7 @@ mod tests {
 
     #[test]
     fn normal_values_have_their_moments() {
-        let values: Vec<f64> = (0..25_000u64)
-            .flat_map(|b| philox(7, b).map(unit))
-            .map(f64::from)
-            .collect();
+        let values: Vec<f64> = (0..25_000u64).flat_map(|b| philox(7, b).map(unit)).map(f64::from).collect();
         let mean = values.iter().sum::<f64>() / values.len() as f64;
         let var = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / values.len() as f64;
         assert!((mean - 0.5).abs() < 5e-3 && (var - 1.0 / 12.0).abs() < 1e-3, "{mean} {var}");

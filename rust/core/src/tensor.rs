@@ -166,7 +166,10 @@ impl Tensor {
     /// [`Error::Shape`] if there is not exactly one element.
     pub fn item(&self) -> Result<f64> {
         if self.elem_count() != 1 {
-            return Err(Error::shape("item", format!("shape {:?} has {} elements, expected 1", self.dims(), self.elem_count())));
+            return Err(Error::shape(
+                "item",
+                format!("shape {:?} has {} elements, expected 1", self.dims(), self.elem_count()),
+            ));
         }
         Ok(raw::to_f64_vec(&self.raw)?[0])
     }
@@ -177,7 +180,10 @@ impl Tensor {
     /// [`Error::Shape`] if there is not exactly one element, [`Error::DType`] if `T` is not the dtype.
     pub fn to_scalar<T: candle_core::WithDType>(&self) -> Result<T> {
         if self.elem_count() != 1 {
-            return Err(Error::shape("to_scalar", format!("shape {:?} has {} elements, expected 1", self.dims(), self.elem_count())));
+            return Err(Error::shape(
+                "to_scalar",
+                format!("shape {:?} has {} elements, expected 1", self.dims(), self.elem_count()),
+            ));
         }
         self.check_rust_type::<T>("to_scalar")?;
         Ok(self.raw.flatten_all()?.to_vec1::<T>()?[0])

@@ -158,12 +158,19 @@ impl Var {
 
     fn check_like(&self, op: &'static str, other: &Tensor) -> Result<()> {
         if other.dims() != self.0.dims() {
-            return Err(Error::shape(op, format!("the variable has shape {:?}, the value {:?}", self.0.dims(), other.dims())));
+            return Err(Error::shape(
+                op,
+                format!("the variable has shape {:?}, the value {:?}", self.0.dims(), other.dims()),
+            ));
         }
         if other.dtype() != self.0.dtype() {
             return Err(Error::dtype(
                 op,
-                format!("the variable is {}, the value {}; convert it with to()", self.0.dtype().as_str(), other.dtype().as_str()),
+                format!(
+                    "the variable is {}, the value {}; convert it with to()",
+                    self.0.dtype().as_str(),
+                    other.dtype().as_str()
+                ),
             ));
         }
         if !other.device().same_device(self.0.device()) {

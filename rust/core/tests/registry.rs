@@ -68,7 +68,10 @@ fn walk(check: impl Fn(&Case) -> std::result::Result<(), String>) {
 }
 
 /// Value and gradients of `run`, the result weighted with fixed numbers.
-fn value_and_gradients(run: &dyn Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor]) -> Result<(Tensor, Vec<Vec<f64>>)> {
+fn value_and_gradients(
+    run: &dyn Fn(&[Tensor]) -> Result<Tensor>,
+    inputs: &[Tensor],
+) -> Result<(Tensor, Vec<Vec<f64>>)> {
     let vars = inputs.iter().map(leaf).collect::<Result<Vec<_>>>()?;
     let result = run(&vars)?;
     let weights: Vec<f64> = (0..result.elem_count()).map(|i| ((i * 5 % 7) as f64 - 3.0) / 4.0).collect();
@@ -148,7 +151,8 @@ fn every_dtype_agrees_with_f64_and_keeps_its_dtype() {
         let cast = expected.dtype() == DType::F64 && case.label.starts_with("to f64");
         for (dtype, tolerance) in TOLERANCE {
             let inputs = text(draw(case, dtype, false))?;
-            let (value, grads) = text(value_and_gradients(&*case.run, &inputs)).map_err(|e| format!("{}: {e}", dtype.as_str()))?;
+            let (value, grads) =
+                text(value_and_gradients(&*case.run, &inputs)).map_err(|e| format!("{}: {e}", dtype.as_str()))?;
             if value.dtype() != dtype && !cast {
                 return Err(format!("{} became {}", dtype.as_str(), value.dtype().as_str()));
             }
@@ -174,12 +178,16 @@ fn strided_inputs_give_what_contiguous_ones_give() {
             let views = x.iter().map(turned_view).collect::<Result<Vec<_>>>()?;
             (case.run)(&views)
         };
-        let turned = text(contiguous.iter().map(|t| turned_view(t).and_then(|v| v.contiguous())).collect::<Result<Vec<_>>>())?;
+        let turned =
+            text(contiguous.iter().map(|t| turned_view(t).and_then(|v| v.contiguous())).collect::<Result<Vec<_>>>())?;
         let (_, found) = text(value_and_gradients(&through_views, &turned))?;
         let (_, expected) = text(value_and_gradients(&*case.run, &contiguous))?;
         for (index, (f, e)) in found.iter().zip(&expected).enumerate() {
             let shape: Vec<usize> = case.inputs[index].dims.clone();
-            let e = text(turned_view(&Tensor::from_raw(&from_vec(e.clone(), shape))).and_then(|t| to_f64_vec(t.contiguous()?.raw())))?;
+            let e = text(
+                turned_view(&Tensor::from_raw(&from_vec(e.clone(), shape)))
+                    .and_then(|t| to_f64_vec(t.contiguous()?.raw())),
+            )?;
             close(&format!("gradient of input {index}"), f, &e, 1e-12)?;
         }
         Ok(())
@@ -204,7 +212,11 @@ fn checkpointed_equals_not_bit_for_bit() {
                 Ok(checkpoint_with(policy, move |xs| Ok(vec![inner(xs)?]), &inputs)?.remove(0))
             };
             let (again, again_grads) = text(value_and_gradients(&run, &inputs))?;
-            if text(to_f64_vec(value.raw()))?.iter().map(|v| v.to_bits()).ne(text(to_f64_vec(again.raw()))?.iter().map(|v| v.to_bits())) {
+            if text(to_f64_vec(value.raw()))?
+                .iter()
+                .map(|v| v.to_bits())
+                .ne(text(to_f64_vec(again.raw()))?.iter().map(|v| v.to_bits()))
+            {
                 return Err(format!("{policy:?}: another value"));
             }
             for (index, (a, b)) in grads.iter().zip(&again_grads).enumerate() {

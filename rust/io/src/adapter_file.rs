@@ -26,7 +26,10 @@ impl std::str::FromStr for AdapterFormat {
         match text {
             "peft" => Ok(Self::Peft),
             "diffusers" => Ok(Self::Diffusers),
-            other => Err(Error::argument("save_adapter", format!("unknown format \"{other}\"; expected \"peft\" or \"diffusers\""))),
+            other => Err(Error::argument(
+                "save_adapter",
+                format!("unknown format \"{other}\"; expected \"peft\" or \"diffusers\""),
+            )),
         }
     }
 }
@@ -43,7 +46,12 @@ const MAGNITUDE: &str = ".lora_magnitude_vector.weight";
 ///
 /// # Errors
 /// [`Error::Io`] naming the path if it cannot be written.
-pub fn save_adapter(path: &Path, set: &AdapterSet, format: AdapterFormat, metadata: &BTreeMap<String, String>) -> Result<()> {
+pub fn save_adapter(
+    path: &Path,
+    set: &AdapterSet,
+    format: AdapterFormat,
+    metadata: &BTreeMap<String, String>,
+) -> Result<()> {
     let prefix = match format {
         AdapterFormat::Peft => PEFT_PREFIX,
         AdapterFormat::Diffusers => "",
@@ -135,7 +143,10 @@ pub fn attach_adapter(path: &Path, scale: f64, layers: &[(String, Layer<'_>)]) -
         config.use_dora |= name.ends_with(MAGNITUDE);
         let Some(layer) = name.strip_suffix(DOWN) else { continue };
         if !layers.iter().any(|(known, _)| known == layer) {
-            return Err(Error::weights(path, format!("the model has no layer {layer}; the adapter is for another model")));
+            return Err(Error::weights(
+                path,
+                format!("the model has no layer {layer}; the adapter is for another model"),
+            ));
         }
         let rank = tensor.dims().first().copied().unwrap_or(0);
         config.rank_pattern.insert(layer.to_string(), rank);

@@ -50,7 +50,9 @@ impl TensorFile {
         if header_length > LONGEST_HEADER || header_length + 8 > length {
             return Err(Error::weights(
                 &path,
-                format!("no safetensors file, or an incomplete one: {length} bytes long with a header of {header_length}"),
+                format!(
+                    "no safetensors file, or an incomplete one: {length} bytes long with a header of {header_length}"
+                ),
             ));
         }
         let mut header = start.to_vec();
@@ -63,7 +65,10 @@ impl TensorFile {
         if data + end != length {
             return Err(Error::weights(
                 &path,
-                format!("the file is incomplete or damaged: {length} bytes long, its header says {}; download or copy it again", data + end),
+                format!(
+                    "the file is incomplete or damaged: {length} bytes long, its header says {}; download or copy it again",
+                    data + end
+                ),
             ));
         }
         Ok(Self { path, file, data, metadata })
@@ -105,7 +110,10 @@ impl TensorFile {
             Dtype::I64 => Ok(DType::I64),
             Dtype::U32 => Ok(DType::U32),
             Dtype::U8 | Dtype::BOOL => Ok(DType::U8),
-            other => Err(Error::weights(&self.path, format!("tensor \"{name}\" has dtype {other:?}, which is not supported"))),
+            other => Err(Error::weights(
+                &self.path,
+                format!("tensor \"{name}\" has dtype {other:?}, which is not supported"),
+            )),
         }
     }
 
@@ -140,7 +148,8 @@ fn check_layout(metadata: &Metadata) -> std::result::Result<u64, String> {
 
 /// A zip archive (`torch.save`) or a bare pickle.
 fn looks_like_pickle(start: &[u8; 8]) -> bool {
-    start.starts_with(b"PK\x03\x04") || (start[0] == 0x80 && (2..=5).contains(&start[1]) && start[2..].iter().any(|&b| b != 0))
+    start.starts_with(b"PK\x03\x04")
+        || (start[0] == 0x80 && (2..=5).contains(&start[1]) && start[2..].iter().any(|&b| b != 0))
 }
 
 /// Read every tensor of the file at `path` to `device`.
@@ -191,7 +200,10 @@ fn bytes_of(name: &str, tensor: &Tensor) -> Result<Bytes> {
         DType::U32 => (Dtype::U32, le(raw, u32::to_le_bytes)?),
         DType::U8 => (Dtype::U8, raw.flatten_all()?.to_vec1::<u8>()?),
         other => {
-            return Err(Error::dtype("save", format!("tensor \"{name}\" has dtype {}, which safetensors files do not hold", other.as_str())));
+            return Err(Error::dtype(
+                "save",
+                format!("tensor \"{name}\" has dtype {}, which safetensors files do not hold", other.as_str()),
+            ));
         }
     };
     Ok(Bytes { dtype, shape: tensor.dims().to_vec(), bytes })

@@ -146,7 +146,10 @@ fn wrong_inputs_are_named() {
     let (sample, timestep, labels) = (&case.0["sample"], &case.0["timestep"], &case.0["class_labels"]);
     let message = |result: Result<Tensor, Error>| result.unwrap_err().to_string();
     let wide = sample.narrow(3, 0, 4).unwrap();
-    assert!(message(model.forward(&wide, timestep, labels)).contains("sample has shape [4, 2, 6, 4], expected (B, 2, 6, 6)"));
+    assert!(
+        message(model.forward(&wide, timestep, labels))
+            .contains("sample has shape [4, 2, 6, 4], expected (B, 2, 6, 6)")
+    );
     let short = timestep.narrow(0, 0, 3).unwrap();
     assert!(message(model.forward(sample, &short, labels)).contains("timestep has shape [3], expected (4,)"));
     let unknown = Tensor::new(&[0i64, 1, 2, 3], &Device::Cpu).unwrap();
@@ -157,7 +160,9 @@ fn wrong_inputs_are_named() {
 fn wrong_configurations_and_files_are_named() {
     let wrong = DigitsConfig { patch_size: 3, ..DigitsConfig::default() };
     let message = |result: Result<DigitsTransformer, Error>| result.err().unwrap().to_string();
-    assert!(message(DigitsTransformer::fresh(wrong, &Device::Cpu)).contains("sample_size 8 is no multiple of patch_size 3"));
+    assert!(
+        message(DigitsTransformer::fresh(wrong, &Device::Cpu)).contains("sample_size 8 is no multiple of patch_size 3")
+    );
     let wrong = DigitsConfig { num_layers: 0, ..DigitsConfig::default() };
     assert!(message(DigitsTransformer::fresh(wrong, &Device::Cpu)).contains("num_layers is 0"));
 
@@ -169,7 +174,10 @@ fn wrong_configurations_and_files_are_named() {
     };
     assert!(from("{}").contains("there are no weights in this folder"));
     std::fs::copy(golden().join("model.safetensors"), folder.join("model.safetensors")).unwrap();
-    assert!(from(r#"{"_class_name": "UNet2DConditionModel"}"#).contains("\"UNet2DConditionModel\", expected \"DigitsTransformer\""));
+    assert!(
+        from(r#"{"_class_name": "UNet2DConditionModel"}"#)
+            .contains("\"UNet2DConditionModel\", expected \"DigitsTransformer\"")
+    );
     assert!(from(r#"{"_class_name": "DigitsTransformer", "depth": 3}"#).contains("unknown field `depth`"));
     assert!(from(r#"{"_class_name": "DigitsTransformer"}"#).contains("class_embedding.weight has shape [3, 8]"));
 }

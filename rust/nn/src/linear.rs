@@ -55,10 +55,16 @@ impl<T: AsRef<Tensor>> Linear<T> {
     pub fn from_parameters(weight: T, bias: Option<T>) -> Result<Self> {
         let dims = weight.as_ref().dims();
         if dims.len() != 2 {
-            return Err(Error::shape("Linear", format!("the weight has shape {dims:?}, expected (out_features, in_features)")));
+            return Err(Error::shape(
+                "Linear",
+                format!("the weight has shape {dims:?}, expected (out_features, in_features)"),
+            ));
         }
         if let Some(bias) = bias.as_ref().map(AsRef::as_ref).filter(|b| b.dims() != [dims[0]]) {
-            return Err(Error::shape("Linear", format!("the bias has shape {:?}, expected ({},)", bias.dims(), dims[0])));
+            return Err(Error::shape(
+                "Linear",
+                format!("the bias has shape {:?}, expected ({},)", bias.dims(), dims[0]),
+            ));
         }
         Ok(Self { weight, bias, adapter: AdapterSlot::default() })
     }

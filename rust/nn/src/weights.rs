@@ -130,7 +130,13 @@ impl Weights<'_> {
     ///
     /// # Errors
     /// As [`get`](Weights::get).
-    pub fn linear(&mut self, name: &str, in_features: usize, out_features: usize, bias: bool) -> Result<Linear<Tensor>> {
+    pub fn linear(
+        &mut self,
+        name: &str,
+        in_features: usize,
+        out_features: usize,
+        bias: bool,
+    ) -> Result<Linear<Tensor>> {
         self.linear_init(name, in_features, out_features, bias, Init::Kaiming)
     }
 
@@ -138,7 +144,14 @@ impl Weights<'_> {
     ///
     /// # Errors
     /// As [`get`](Weights::get).
-    pub fn linear_init(&mut self, name: &str, in_features: usize, out_features: usize, bias: bool, init: Init) -> Result<Linear<Tensor>> {
+    pub fn linear_init(
+        &mut self,
+        name: &str,
+        in_features: usize,
+        out_features: usize,
+        bias: bool,
+        init: Init,
+    ) -> Result<Linear<Tensor>> {
         let bias_init = if matches!(init, Init::Kaiming) { Init::Fan(in_features) } else { Init::Constant(0.0) };
         let mut scope = self.pp(name);
         let weight = scope.get("weight", (out_features, in_features), init)?;

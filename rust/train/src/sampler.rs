@@ -45,7 +45,10 @@ pub fn euler(
 /// [`Error::Shape`] if the shapes differ.
 pub fn euler_step(x: &Tensor, velocity: &Tensor, sigma: f64, next: f64) -> Result<Tensor> {
     if velocity.dims() != x.dims() {
-        return Err(Error::shape("euler_step", format!("the sample has shape {:?}, the velocity {:?}", x.dims(), velocity.dims())));
+        return Err(Error::shape(
+            "euler_step",
+            format!("the sample has shape {:?}, the velocity {:?}", x.dims(), velocity.dims()),
+        ));
     }
     x.add(&velocity.to_dtype(x.dtype())?.mul_scalar(next - sigma)?)
 }

@@ -102,7 +102,9 @@
 pub use trainable_candle_core as core;
 pub use trainable_candle_core::checkpoint as gradient_checkpoint;
 pub use trainable_candle_core::ops::loss::{Reduction, cross_entropy, huber_loss, l1_loss};
-pub use trainable_candle_core::{DType, Device, Error, GradStore, MakeVar, Raw, Result, Shape, Tensor, Var, grad, no_grad};
+pub use trainable_candle_core::{
+    DType, Device, Error, GradStore, MakeVar, Raw, Result, Shape, Tensor, Var, grad, no_grad,
+};
 pub use trainable_candle_io as io;
 pub use trainable_candle_models as models;
 pub use trainable_candle_nn as nn;

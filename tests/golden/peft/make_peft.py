@@ -1,7 +1,7 @@
 """What peft computes for LoRA, rsLoRA and DoRA on two linear layers.
 
-    pip install torch==2.11.0 peft==0.21.2 safetensors
-    python make_peft.py peft.safetensors
+pip install torch==2.11.0 peft==0.21.2 safetensors
+python make_peft.py peft.safetensors
 """
 
 import sys

@@ -62,7 +62,16 @@ pub(super) fn ln(x: f32) -> f32 {
     let s = f * f;
     let p = polynomial(
         f,
-        [0.333_333_3, -0.250_008_3, 0.200_012_45, -0.166_229_31, 0.142_009_78, -0.131_638_29, 0.127_692_85, -0.076_342_82],
+        [
+            0.333_333_3,
+            -0.250_008_3,
+            0.200_012_45,
+            -0.166_229_31,
+            0.142_009_78,
+            -0.131_638_29,
+            0.127_692_85,
+            -0.076_342_82,
+        ],
     );
     let low = s.mul_add(-0.5, k.mul_add(LN_2_LO, s * f * p));
     let y = k.mul_add(LN_2_HI, f + low);
@@ -95,10 +104,8 @@ pub(super) fn erf(x: f32) -> f32 {
     );
     let small = a.mul_add(p, a);
     // The logarithm of 1 - erf(a), divided by -a.
-    let q = polynomial(
-        a,
-        [1.128_516_6, 0.635_711_25, 0.105_270_51, -0.022_895_128, 0.003_216_452_2, -0.000_214_153_94],
-    );
+    let q =
+        polynomial(a, [1.128_516_6, 0.635_711_25, 0.105_270_51, -0.022_895_128, 0.003_216_452_2, -0.000_214_153_94]);
     let large = 1.0 - exp(-a * q);
     let y = if a < 0.9 { small } else { large };
     y.copysign(x)
@@ -127,7 +134,8 @@ mod tests {
 
     /// The largest error over numbers of every sign and exponent, NaN and infinities.
     fn worst(f: impl Fn(f32) -> f32, exact: impl Fn(f64) -> f64) -> (f64, f32) {
-        let special = [0.0, f32::INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1), 1.0, 4.0, 0.9, 0.625];
+        let special =
+            [0.0, f32::INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1), 1.0, 4.0, 0.9, 0.625];
         let swept = (0..=u32::MAX).step_by(1009).map(f32::from_bits);
         let near = (-2_000_000..2_000_000).map(|i| i as f32 * 1e-4 / 2.0);
         let mut worst = (0.0, 0.0);

@@ -112,9 +112,7 @@ fn scale_slice<T: Elem>(dst: &mut [T], factor: f64) {
 }
 
 fn copy_same<T: Stored>(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
-    write2(op, dst, src, |dst, layout, src| {
-        update_from::<T, T>(dst, layout, src, &|dst, src| dst.copy_from_slice(src))
-    })
+    write2(op, dst, src, |dst, layout, src| update_from::<T, T>(dst, layout, src, &|dst, src| dst.copy_from_slice(src)))
 }
 
 fn check_dims(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {

@@ -303,7 +303,8 @@ mod tests {
         for dtype in FLOATS {
             for (a, b) in shapes {
                 let (a, b) = (whole(a, dtype), whole(b, dtype));
-                let expected = (a.to_dtype(DType::F64).unwrap()).broadcast_sub(&b.to_dtype(DType::F64).unwrap()).unwrap();
+                let expected =
+                    (a.to_dtype(DType::F64).unwrap()).broadcast_sub(&b.to_dtype(DType::F64).unwrap()).unwrap();
                 let result = binary(&a, &b, Sub).unwrap();
                 assert_eq!((result.dims(), result.dtype()), (expected.dims(), dtype));
                 assert_eq!(values(&result), values(&expected), "{:?} {:?} {dtype:?}", a.dims(), b.dims());
@@ -368,7 +369,10 @@ mod tests {
     fn results_do_not_depend_on_the_number_of_threads() {
         let (a, b) = (whole(&[700, 301], DType::F32), whole(&[301], DType::F32));
         let (one, many) = with_1_and_n_threads(3, || values(&binary(&a, &b, Div).unwrap()));
-        assert_eq!(one.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), many.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
+        assert_eq!(
+            one.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
+            many.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+        );
     }
 
     #[test]

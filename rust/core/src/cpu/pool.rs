@@ -47,8 +47,8 @@ pub fn set_num_threads(n: usize) -> Result<()> {
     if n == 0 {
         return Err(Error::argument("set_num_threads", "found 0 threads, expected at least 1"));
     }
-    let new = build_pool(n)
-        .map_err(|e| Error::argument("set_num_threads", format!("cannot start {n} threads: {e}")))?;
+    let new =
+        build_pool(n).map_err(|e| Error::argument("set_num_threads", format!("cannot start {n} threads: {e}")))?;
     let old = {
         let mut slot = POOL.write().unwrap_or_else(PoisonError::into_inner);
         NUM_THREADS.store(n, Ordering::Relaxed);
@@ -116,7 +116,8 @@ impl Job {
     fn new<'a>(piece: &'a (dyn Fn(usize) + Sync + 'a), pieces: usize) -> Self {
         // SAFETY: only the lifetime changes. `work` calls the function only for pieces that are not done, and the
         // caller of `finish`, in whose frame the function lives, does not return before all are.
-        let piece = unsafe { std::mem::transmute::<&'a (dyn Fn(usize) + Sync + 'a), &'static (dyn Fn(usize) + Sync)>(piece) };
+        let piece =
+            unsafe { std::mem::transmute::<&'a (dyn Fn(usize) + Sync + 'a), &'static (dyn Fn(usize) + Sync)>(piece) };
         Self { piece, pieces, taken: AtomicUsize::new(0), done: AtomicUsize::new(0), panic: Mutex::new(None) }
     }
 
@@ -184,11 +185,7 @@ unsafe impl<T: Send> Sync for SharedMut<'_, T> {}
 impl<'a, T> SharedMut<'a, T> {
     /// Takes the slice for as long as parts of it are in use.
     pub fn new(data: &'a mut [T]) -> Self {
-        Self {
-            ptr: data.as_mut_ptr(),
-            len: data.len(),
-            data: PhantomData,
-        }
+        Self { ptr: data.as_mut_ptr(), len: data.len(), data: PhantomData }
     }
 
     /// The elements of `range`.
@@ -208,10 +205,8 @@ impl<'a, T> SharedMut<'a, T> {
 }
 
 fn default_num_threads() -> usize {
-    let from_env = std::env::var("RAYON_NUM_THREADS")
-        .ok()
-        .and_then(|v| v.trim().parse::<usize>().ok())
-        .filter(|&n| n > 0);
+    let from_env =
+        std::env::var("RAYON_NUM_THREADS").ok().and_then(|v| v.trim().parse::<usize>().ok()).filter(|&n| n > 0);
     from_env.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 

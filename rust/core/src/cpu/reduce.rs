@@ -257,7 +257,8 @@ mod tests {
                         let dims: Vec<usize> = (0..x.rank()).filter(|d| set >> d & 1 == 1).collect();
                         for keepdim in [false, true] {
                             let wide = wide(&x);
-                            let expected = if keepdim { wide.sum_keepdim(&dims[..]) } else { wide.sum(&dims[..]) }.unwrap();
+                            let expected =
+                                if keepdim { wide.sum_keepdim(&dims[..]) } else { wide.sum(&dims[..]) }.unwrap();
                             let result = sum(&x, &dims, keepdim).unwrap();
                             assert_eq!((result.dims(), result.dtype()), (expected.dims(), dtype), "{shape:?} {dims:?}");
                             let expected = expected.to_dtype(dtype).unwrap();

@@ -69,7 +69,12 @@ fn compute(op: &'static str, a: &Raw, b: &Raw, functor: impl Binary + Copy + Sen
         "mul" => a.mul(&b)?,
         "maximum" => a.maximum(&b)?,
         "minimum" => a.minimum(&b)?,
-        _ => return Err(Error::dtype(op, format!("expected floating point tensors, found {}; convert them with to()", a.dtype().as_str()))),
+        _ => {
+            return Err(Error::dtype(
+                op,
+                format!("expected floating point tensors, found {}; convert them with to()", a.dtype().as_str()),
+            ));
+        }
     })
 }
 
@@ -112,7 +117,9 @@ enum Product {
 
 impl ProductBackward {
     fn operand(&self, index: usize) -> Result<Raw> {
-        self.saved[index].as_ref().map_or_else(|| Err(Error::autograd("backward", "an operand was not saved")), Saved::get)
+        self.saved[index]
+            .as_ref()
+            .map_or_else(|| Err(Error::autograd("backward", "an operand was not saved")), Saved::get)
     }
 
     /// The gradient of operand `index` before it is reduced to the operand's shape.
@@ -149,7 +156,13 @@ impl Backward for ProductBackward {
     }
 }
 
-fn sum_like(info: &'static OpInfo, a: &Tensor, b: &Tensor, functor: impl Binary + Copy + Send + Sync, negate: bool) -> Result<Tensor> {
+fn sum_like(
+    info: &'static OpInfo,
+    a: &Tensor,
+    b: &Tensor,
+    functor: impl Binary + Copy + Send + Sync,
+    negate: bool,
+) -> Result<Tensor> {
     check(info.name, a, b)?;
     record(
         info,
@@ -159,7 +172,13 @@ fn sum_like(info: &'static OpInfo, a: &Tensor, b: &Tensor, functor: impl Binary 
     )
 }
 
-fn product_like(info: &'static OpInfo, a: &Tensor, b: &Tensor, functor: impl Binary + Copy + Send + Sync, kind: Product) -> Result<Tensor> {
+fn product_like(
+    info: &'static OpInfo,
+    a: &Tensor,
+    b: &Tensor,
+    functor: impl Binary + Copy + Send + Sync,
+    kind: Product,
+) -> Result<Tensor> {
     check(info.name, a, b)?;
     record(
         info,

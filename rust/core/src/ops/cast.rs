@@ -85,7 +85,10 @@ pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &CAST,
         cases: || {
-            vec![Case::new("to f64", &[&[3, 3]], |x| x[0].to_dtype(DType::F64)), Case::new("to f64 empty", &[&[0]], |x| x[0].to_dtype(DType::F64))]
+            vec![
+                Case::new("to f64", &[&[3, 3]], |x| x[0].to_dtype(DType::F64)),
+                Case::new("to f64 empty", &[&[0]], |x| x[0].to_dtype(DType::F64)),
+            ]
         },
     },
     Entry { info: &TO_DEVICE, cases: || vec![Case::new("same", &[&[3]], |x| x[0].to_device(&Device::Cpu))] },

@@ -44,13 +44,20 @@ pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> 
 /// Check `x (..., in)`, `weight (out, in)`, `bias (out)`.
 pub(super) fn check(op: &'static str, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     if weight.rank() != 2 {
-        return Err(Error::shape(op, format!("the weight has shape {:?}, expected (out_features, in_features)", weight.dims())));
+        return Err(Error::shape(
+            op,
+            format!("the weight has shape {:?}, expected (out_features, in_features)", weight.dims()),
+        ));
     }
     let (out, inner) = (weight.dims()[0], weight.dims()[1]);
     if x.dims().last() != Some(&inner) {
         return Err(Error::shape(
             op,
-            format!("the input has shape {:?}, expected (..., {inner}) for a weight of shape {:?}", x.dims(), weight.dims()),
+            format!(
+                "the input has shape {:?}, expected (..., {inner}) for a weight of shape {:?}",
+                x.dims(),
+                weight.dims()
+            ),
         ));
     }
     if let Some(bias) = bias.filter(|b| b.dims() != [out]) {
@@ -67,7 +74,11 @@ pub(super) fn same_kind(op: &'static str, x: &Tensor, name: &str, other: &Tensor
     if other.dtype() != x.dtype() {
         return Err(Error::dtype(
             op,
-            format!("the input is {}, the {name} {}; convert one with to()", x.dtype().as_str(), other.dtype().as_str()),
+            format!(
+                "the input is {}, the {name} {}; convert one with to()",
+                x.dtype().as_str(),
+                other.dtype().as_str()
+            ),
         ));
     }
     if !other.device().same_device(x.device()) {

@@ -20,7 +20,11 @@ static DORA: OpInfo = OpInfo::dear("dora_linear");
 
 /// Rank of `down (r, in)`, `up (out, r)` against a base of `(out, in)`.
 fn check_factors(op: &'static str, x: &Tensor, (out, inner): (usize, usize), down: &Tensor, up: &Tensor) -> Result<()> {
-    let fits = down.rank() == 2 && up.rank() == 2 && down.dims()[1] == inner && up.dims()[0] == out && down.dims()[0] == up.dims()[1];
+    let fits = down.rank() == 2
+        && up.rank() == 2
+        && down.dims()[1] == inner
+        && up.dims()[0] == out
+        && down.dims()[0] == up.dims()[1];
     if !fits {
         return Err(Error::shape(
             op,
@@ -69,7 +73,13 @@ fn grad_up(grad: &Raw, hidden: &Raw, scale: f64) -> Result<Raw> {
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
-pub fn lora_backward(grad_output: &Tensor, input: &Tensor, down: &Tensor, up: &Tensor, scale: f64) -> Result<(Tensor, Tensor)> {
+pub fn lora_backward(
+    grad_output: &Tensor,
+    input: &Tensor,
+    down: &Tensor,
+    up: &Tensor,
+    scale: f64,
+) -> Result<(Tensor, Tensor)> {
     const OP: &str = "lora_backward";
     let (Some(&out), Some(&inner)) = (grad_output.dims().last(), input.dims().last()) else {
         return Err(Error::shape(OP, "grad_output and input need at least one dimension"));
@@ -77,7 +87,11 @@ pub fn lora_backward(grad_output: &Tensor, input: &Tensor, down: &Tensor, up: &T
     if grad_output.dims()[..grad_output.rank() - 1] != input.dims()[..input.rank() - 1] {
         return Err(Error::shape(
             OP,
-            format!("grad_output has shape {:?}, input {:?}; all but the last size must agree", grad_output.dims(), input.dims()),
+            format!(
+                "grad_output has shape {:?}, input {:?}; all but the last size must agree",
+                grad_output.dims(),
+                input.dims()
+            ),
         ));
     }
     check_factors(OP, input, (out, inner), down, up)?;
@@ -225,7 +239,10 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
     w.check(DORA.name, x)?;
     let out = w.weight.dims()[0];
     if magnitude.dims() != [out] {
-        return Err(Error::shape(DORA.name, format!("the magnitude has shape {:?}, expected ({out},)", magnitude.dims())));
+        return Err(Error::shape(
+            DORA.name,
+            format!("the magnitude has shape {:?}, expected ({out},)", magnitude.dims()),
+        ));
     }
     same_kind(DORA.name, x, "magnitude", magnitude)?;
     record_with_aux(
@@ -270,7 +287,10 @@ pub static ENTRIES: &[Entry] = &[
             }
             let run = |x: &[Tensor]| {
                 let (weight, bias) = (frozen(&x[0], &[4, 5])?, frozen(&x[0], &[4])?);
-                lora_linear(&x[0], LoraWeights { weight: &weight, bias: Some(&bias), down: &x[1], up: &x[2], scale: 0.5 })
+                lora_linear(
+                    &x[0],
+                    LoraWeights { weight: &weight, bias: Some(&bias), down: &x[1], up: &x[2], scale: 0.5 },
+                )
             };
             let plain = |x: &[Tensor]| {
                 let all = [x[0].clone(), x[1].clone(), x[2].clone(), frozen(&x[0], &[4, 5])?, frozen(&x[0], &[4])?];

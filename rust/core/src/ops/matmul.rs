@@ -55,7 +55,11 @@ impl Tensor {
         if self.dtype() != other.dtype() {
             return Err(Error::dtype(
                 "matmul",
-                format!("dtypes {} and {} differ; convert one with to()", self.dtype().as_str(), other.dtype().as_str()),
+                format!(
+                    "dtypes {} and {} differ; convert one with to()",
+                    self.dtype().as_str(),
+                    other.dtype().as_str()
+                ),
             ));
         }
         record(

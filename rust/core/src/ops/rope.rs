@@ -31,7 +31,12 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result
         if *table.dims() != [length, width / 2] {
             return Err(Error::shape(
                 op,
-                format!("{name} has shape {:?}, expected {:?} for an input of shape {:?}", table.dims(), [length, width / 2], x.dims()),
+                format!(
+                    "{name} has shape {:?}, expected {:?} for an input of shape {:?}",
+                    table.dims(),
+                    [length, width / 2],
+                    x.dims()
+                ),
             ));
         }
         if !table.device().same_device(x.device()) {

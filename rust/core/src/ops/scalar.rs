@@ -34,7 +34,8 @@ struct AffineBackward(f64);
 
 impl Backward for AffineBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = if self.0 == 1.0 { context.grad().clone() } else { cpu::unary(context.grad(), Affine::times(self.0))? };
+        let grad =
+            if self.0 == 1.0 { context.grad().clone() } else { cpu::unary(context.grad(), Affine::times(self.0))? };
         context.add(0, grad)
     }
 }
@@ -147,7 +148,10 @@ impl Tensor {
             return Err(Error::argument("clamp", "neither a lower nor an upper limit was given"));
         }
         if !(limits.low <= limits.high) {
-            return Err(Error::argument("clamp", format!("the lower limit {} is above the upper limit {}", limits.low, limits.high)));
+            return Err(Error::argument(
+                "clamp",
+                format!("the lower limit {} is above the upper limit {}", limits.low, limits.high),
+            ));
         }
         pointwise(&CLAMP, self, limits)
     }

@@ -21,7 +21,11 @@ impl Backward for SelectBackward {
         let zeros = Raw::zeros((), grad.dtype(), grad.device())?.broadcast_as(grad.shape())?;
         for index in 0..2 {
             if context.needs(index) {
-                let part = if index == 0 { self.mask.where_cond(&grad, &zeros)? } else { self.mask.where_cond(&zeros, &grad)? };
+                let part = if index == 0 {
+                    self.mask.where_cond(&grad, &zeros)?
+                } else {
+                    self.mask.where_cond(&zeros, &grad)?
+                };
                 context.add(index, reduced(part, &self.dims[index])?)?;
             }
         }
@@ -37,7 +41,10 @@ impl Tensor {
     pub fn select(mask: &Self, a: &Self, b: &Self) -> Result<Self> {
         check(SELECT.name, a, b)?;
         if mask.dtype() != DType::U8 {
-            return Err(Error::dtype(SELECT.name, format!("the mask is {}, expected u8 (a comparison)", mask.dtype().as_str())));
+            return Err(Error::dtype(
+                SELECT.name,
+                format!("the mask is {}, expected u8 (a comparison)", mask.dtype().as_str()),
+            ));
         }
         let shape = a.shape().broadcast_shape_binary_op(b.shape(), SELECT.name)?;
         let shape = shape.broadcast_shape_binary_op(mask.shape(), SELECT.name)?;
@@ -52,15 +59,13 @@ impl Tensor {
 }
 
 /// Registry entries of this file.
-pub static ENTRIES: &[Entry] = &[
-    Entry {
-        info: &SELECT,
-        cases: || {
-            let select = |x: &[Tensor]| {
-                let mask = Tensor::from_vec(vec![1u8, 0, 1, 0, 1], 5, x[0].device())?;
-                Tensor::select(&mask, &x[0], &x[1])
-            };
-            vec![Case::new("same shape", &[&[3, 5], &[3, 5]], select), Case::new("broadcast", &[&[3, 1], &[5]], select)]
-        },
+pub static ENTRIES: &[Entry] = &[Entry {
+    info: &SELECT,
+    cases: || {
+        let select = |x: &[Tensor]| {
+            let mask = Tensor::from_vec(vec![1u8, 0, 1, 0, 1], 5, x[0].device())?;
+            Tensor::select(&mask, &x[0], &x[1])
+        };
+        vec![Case::new("same shape", &[&[3, 5], &[3, 5]], select), Case::new("broadcast", &[&[3, 1], &[5]], select)]
     },
-];
+}];

@@ -106,7 +106,12 @@ impl Tensor {
         if shape.elem_count() != self.elem_count() {
             return Err(Error::shape(
                 "reshape",
-                format!("{} elements of shape {:?} do not fill shape {:?}", self.elem_count(), self.dims(), shape.dims()),
+                format!(
+                    "{} elements of shape {:?} do not fill shape {:?}",
+                    self.elem_count(),
+                    self.dims(),
+                    shape.dims()
+                ),
             ));
         }
         let view = self.raw.reshape(&shape)?;
@@ -167,7 +172,10 @@ impl Tensor {
     /// [`Error::Index`] if `dim` is above the rank.
     pub fn unsqueeze(&self, dim: usize) -> Result<Self> {
         if dim > self.rank() {
-            return Err(Error::index("unsqueeze", format!("position {dim} is out of range for shape {:?}", self.dims())));
+            return Err(Error::index(
+                "unsqueeze",
+                format!("position {dim} is out of range for shape {:?}", self.dims()),
+            ));
         }
         let shape = self.shape().clone();
         record_view(&RESHAPE, self, self.raw.unsqueeze(dim)?, || ReshapeBackward(shape))
@@ -263,7 +271,11 @@ impl Tensor {
             if !fits {
                 return Err(Error::shape(
                     "cat",
-                    format!("tensor {index} has shape {:?}, which does not fit {:?} along dimension {dim}", tensor.dims(), first.dims()),
+                    format!(
+                        "tensor {index} has shape {:?}, which does not fit {:?} along dimension {dim}",
+                        tensor.dims(),
+                        first.dims()
+                    ),
                 ));
             }
             if tensor.dtype() != first.dtype() {

@@ -51,7 +51,11 @@ impl BackwardContext<'_> {
 
     /// Whether input `index` exists and needs a gradient in this pass.
     pub fn needs(&self, index: usize) -> bool {
-        self.node.inputs.get(index).and_then(Option::as_ref).is_some_and(|n| self.wanted.is_none_or(|w| w.contains(&n.id())))
+        self.node
+            .inputs
+            .get(index)
+            .and_then(Option::as_ref)
+            .is_some_and(|n| self.wanted.is_none_or(|w| w.contains(&n.id())))
     }
 
     /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first gradient is
@@ -156,7 +160,8 @@ fn walk(
                 ),
             ));
         };
-        let mut context = BackwardContext { node: &node, grad: pending.sum, wanted, table: &mut table, reached: SmallVec::new() };
+        let mut context =
+            BackwardContext { node: &node, grad: pending.sum, wanted, table: &mut table, reached: SmallVec::new() };
         backward.backward(&mut context)?;
         let reached = std::mem::take(&mut context.reached);
         if !retain_graph {
@@ -184,7 +189,10 @@ fn seed_for(op: &'static str, loss: &Tensor, gradient: Option<&Tensor>) -> Resul
     };
     let seed = match gradient {
         Some(g) if g.dims() != loss.dims() => {
-            return Err(Error::shape(op, format!("the gradient has shape {:?}, the tensor {:?}", g.dims(), loss.dims())));
+            return Err(Error::shape(
+                op,
+                format!("the gradient has shape {:?}, the tensor {:?}", g.dims(), loss.dims()),
+            ));
         }
         Some(g) if g.dtype() != loss.dtype() => g.raw.to_dtype(loss.dtype())?,
         Some(g) => g.raw.clone(),
@@ -192,7 +200,10 @@ fn seed_for(op: &'static str, loss: &Tensor, gradient: Option<&Tensor>) -> Resul
         None => {
             return Err(Error::shape(
                 op,
-                format!("a tensor of shape {:?} needs a gradient argument; only a single element can do without", loss.dims()),
+                format!(
+                    "a tensor of shape {:?} needs a gradient argument; only a single element can do without",
+                    loss.dims()
+                ),
             ));
         }
     };
@@ -238,7 +249,12 @@ impl Tensor {
 ///
 /// # Errors
 /// As [`Tensor::backward`].
-pub fn grad(loss: &Tensor, inputs: &[&Tensor], gradient: Option<&Tensor>, retain_graph: bool) -> Result<Vec<Option<Tensor>>> {
+pub fn grad(
+    loss: &Tensor,
+    inputs: &[&Tensor],
+    gradient: Option<&Tensor>,
+    retain_graph: bool,
+) -> Result<Vec<Option<Tensor>>> {
     let (root, seed) = seed_for("grad", loss, gradient)?;
     let mut targets: FxHashMap<u64, usize> = FxHashMap::default();
     for (index, input) in inputs.iter().enumerate() {

@@ -59,12 +59,20 @@ impl Saver<'_> {
 
     /// Keep an input that the backward reads.
     pub fn save(&mut self, tensor: &Tensor) -> Saved {
-        if self.recording { checkpoint::save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor)) } else { Saved::keep(tensor) }
+        if self.recording {
+            checkpoint::save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor))
+        } else {
+            Saved::keep(tensor)
+        }
     }
 
     /// Keep a result or an auxiliary value that the backward reads.
     pub fn save_raw(&mut self, raw: &Raw) -> Saved {
-        if self.recording { checkpoint::save(raw).unwrap_or_else(|| Saved::keep_raw(raw)) } else { Saved::keep_raw(raw) }
+        if self.recording {
+            checkpoint::save(raw).unwrap_or_else(|| Saved::keep_raw(raw))
+        } else {
+            Saved::keep_raw(raw)
+        }
     }
 
     /// Refer to a parameter (a weight, a bias, a norm's scale): kept alive, checked for changes, not counted as saved.
@@ -124,7 +132,11 @@ pub fn record_view<B: Backward + 'static>(
 ///
 /// # Errors
 /// [`Error::NoBackward`] if an input needs a gradient and recording is on.
-pub fn record_no_backward(op: &'static str, inputs: &[&Tensor], forward: impl FnOnce() -> Result<Raw>) -> Result<Tensor> {
+pub fn record_no_backward(
+    op: &'static str,
+    inputs: &[&Tensor],
+    forward: impl FnOnce() -> Result<Raw>,
+) -> Result<Tensor> {
     if flags().grad_enabled() && inputs.iter().any(|t| t.node.is_some()) {
         return Err(Error::NoBackward { op });
     }

@@ -42,7 +42,9 @@ def weights() -> dict[str, torch.Tensor]:
     for i in range(2):
         block = f"transformer_blocks.{i}."
         linears[block + "norm1.linear"] = (6 * DIM, DIM)
-        linears |= {block + f"attn.{name}": (DIM, DIM) for name in ("to_q", "to_k", "to_v", "to_out.0")}
+        linears |= {
+            block + f"attn.{name}": (DIM, DIM) for name in ("to_q", "to_k", "to_v", "to_out.0")
+        }
         linears[block + "ff.net.0.proj"] = (HIDDEN, DIM)
         linears[block + "ff.net.2"] = (DIM, HIDDEN)
     for name, (out, inner) in linears.items():
@@ -51,7 +53,9 @@ def weights() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
 
 
-def forward(w: dict[str, torch.Tensor], x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def forward(
+    w: dict[str, torch.Tensor], x: torch.Tensor, t: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
     def linear(name: str, v: torch.Tensor) -> torch.Tensor:
         return F.linear(v, w[name + ".weight"], w[name + ".bias"])
 
@@ -60,19 +64,28 @@ def forward(w: dict[str, torch.Tensor], x: torch.Tensor, t: torch.Tensor, y: tor
 
     # A convolution whose kernel is its stride is diffusers' way to cut patches.
     kernel = w["pos_embed.proj.weight"].reshape(DIM, 2, 2, 2)
-    h = F.conv2d(x, kernel, w["pos_embed.proj.bias"], stride=2).flatten(2).transpose(1, 2) + w["pos_embed.pos_embed"]
+    h = (
+        F.conv2d(x, kernel, w["pos_embed.proj.bias"], stride=2).flatten(2).transpose(1, 2)
+        + w["pos_embed.pos_embed"]
+    )
     frequencies = torch.exp(-math.log(10000) * torch.arange(3) / 3)
     angles = t[:, None] * frequencies
     e = linear("time_embedding.linear_1", torch.cat([angles.cos(), angles.sin()], dim=1))
     e = F.silu(linear("time_embedding.linear_2", F.silu(e)) + w["class_embedding.weight"][y])
     for i in range(2):
         block = f"transformer_blocks.{i}."
-        shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = linear(block + "norm1.linear", e).chunk(6, dim=1)
+        shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = linear(
+            block + "norm1.linear", e
+        ).chunk(6, dim=1)
         n = modulated(h, shift_a, scale_a)
-        q, k, v = (linear(block + f"attn.to_{c}", n).unflatten(2, (2, 4)).transpose(1, 2) for c in "qkv")
+        q, k, v = (
+            linear(block + f"attn.to_{c}", n).unflatten(2, (2, 4)).transpose(1, 2) for c in "qkv"
+        )
         a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         h = h + gate_a[:, None] * linear(block + "attn.to_out.0", a)
-        n = F.gelu(linear(block + "ff.net.0.proj", modulated(h, shift_f, scale_f)), approximate="tanh")
+        n = F.gelu(
+            linear(block + "ff.net.0.proj", modulated(h, shift_f, scale_f)), approximate="tanh"
+        )
         h = h + gate_f[:, None] * linear(block + "ff.net.2", n)
     scale, shift = linear("norm_out.linear", e).chunk(2, dim=1)
     out = linear("proj_out", modulated(h, shift, scale)).reshape(-1, GRID, GRID, 2, 2, 2)
@@ -88,8 +101,24 @@ if __name__ == "__main__":
     velocity = forward(w, sample.double(), timestep.double(), labels)
     target = torch.randn(sample.shape, generator=generator)
     F.mse_loss(velocity, target.double()).backward()
-    case = {"sample": sample, "timestep": timestep, "class_labels": labels, "target": target, "velocity": velocity.detach()}
+    case = {
+        "sample": sample,
+        "timestep": timestep,
+        "class_labels": labels,
+        "target": target,
+        "velocity": velocity.detach(),
+    }
     case |= {f"grad.{name}": value.grad.float() for name, value in w.items()}
-    save_file({name: value.detach().float() for name, value in w.items()}, HERE / "model.safetensors")
-    save_file({name: v.contiguous() if name == "class_labels" else v.float().contiguous() for name, v in case.items()}, HERE / "case.safetensors")
-    (HERE / "config.json").write_text(json.dumps({"_class_name": "DigitsTransformer", **SIZES}, indent=2) + "\n")
+    save_file(
+        {name: value.detach().float() for name, value in w.items()}, HERE / "model.safetensors"
+    )
+    save_file(
+        {
+            name: v.contiguous() if name == "class_labels" else v.float().contiguous()
+            for name, v in case.items()
+        },
+        HERE / "case.safetensors",
+    )
+    (HERE / "config.json").write_text(
+        json.dumps({"_class_name": "DigitsTransformer", **SIZES}, indent=2) + "\n"
+    )

@@ -59,17 +59,25 @@ impl LoraConfig {
                 return Err(Error::Config(format!("LoraConfig: the rank of {name} is 0, expected at least 1")));
             }
         }
-        let alphas = std::iter::once(("lora_alpha", self.lora_alpha)).chain(self.alpha_pattern.iter().map(|(k, &v)| (k.as_str(), v)));
+        let alphas = std::iter::once(("lora_alpha", self.lora_alpha))
+            .chain(self.alpha_pattern.iter().map(|(k, &v)| (k.as_str(), v)));
         for (name, alpha) in alphas {
             if !alpha.is_finite() || alpha == 0.0 {
-                return Err(Error::Config(format!("LoraConfig: the alpha of {name} is {alpha}, expected a finite number other than 0")));
+                return Err(Error::Config(format!(
+                    "LoraConfig: the alpha of {name} is {alpha}, expected a finite number other than 0"
+                )));
             }
         }
         if !(0.0..1.0).contains(&self.lora_dropout) {
-            return Err(Error::Config(format!("LoraConfig: lora_dropout is {}, expected a number in [0, 1)", self.lora_dropout)));
+            return Err(Error::Config(format!(
+                "LoraConfig: lora_dropout is {}, expected a number in [0, 1)",
+                self.lora_dropout
+            )));
         }
         if self.target_modules.is_empty() {
-            return Err(Error::Config("LoraConfig: target_modules is empty; name layers such as \"to_q\", or \"all-linear\"".into()));
+            return Err(Error::Config(
+                "LoraConfig: target_modules is empty; name layers such as \"to_q\", or \"all-linear\"".into(),
+            ));
         }
         Ok(())
     }

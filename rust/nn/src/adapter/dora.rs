@@ -101,7 +101,12 @@ impl DoRALinear {
     ///
     /// # Errors
     /// As [`LoRALinear::new`](super::LoRALinear::new).
-    pub fn with_settings(base_weight: Tensor, bias: Option<Tensor>, settings: AdapterSettings, device: &Device) -> Result<Self> {
+    pub fn with_settings(
+        base_weight: Tensor,
+        bias: Option<Tensor>,
+        settings: AdapterSettings,
+        device: &Device,
+    ) -> Result<Self> {
         check_base("DoRALinear", &base_weight, bias.as_ref(), settings.rank, device)?;
         let vars = start(&base_weight, &settings)?.iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
         Ok(Self { weight: base_weight.detach(), bias: bias.map(|b| b.detach()), adapter: build(&vars, &settings)? })

@@ -113,12 +113,24 @@ pub struct LoRALinear {
 }
 
 /// A frozen base must be a matrix on the device that was asked for; the rank at least 1.
-pub(super) fn check_base(op: &'static str, weight: &Tensor, bias: Option<&Tensor>, rank: usize, device: &Device) -> Result<()> {
+pub(super) fn check_base(
+    op: &'static str,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    rank: usize,
+    device: &Device,
+) -> Result<()> {
     if weight.rank() != 2 {
-        return Err(Error::shape(op, format!("the base weight has shape {:?}, expected (out_features, in_features)", weight.dims())));
+        return Err(Error::shape(
+            op,
+            format!("the base weight has shape {:?}, expected (out_features, in_features)", weight.dims()),
+        ));
     }
     if let Some(bias) = bias.filter(|b| b.dims() != [weight.dims()[0]]) {
-        return Err(Error::shape(op, format!("the bias has shape {:?}, expected ({},)", bias.dims(), weight.dims()[0])));
+        return Err(Error::shape(
+            op,
+            format!("the bias has shape {:?}, expected ({},)", bias.dims(), weight.dims()[0]),
+        ));
     }
     if rank == 0 {
         return Err(Error::argument(op, "the rank is 0, expected at least 1"));
@@ -144,7 +156,12 @@ impl LoRALinear {
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn with_settings(base_weight: Tensor, bias: Option<Tensor>, settings: AdapterSettings, device: &Device) -> Result<Self> {
+    pub fn with_settings(
+        base_weight: Tensor,
+        bias: Option<Tensor>,
+        settings: AdapterSettings,
+        device: &Device,
+    ) -> Result<Self> {
         check_base("LoRALinear", &base_weight, bias.as_ref(), settings.rank, device)?;
         let vars = start(&base_weight, &settings)?.iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
         let adapter = Lora::new(vars[0].clone(), vars[1].clone(), settings.scale, settings.dropout);
@@ -192,7 +209,13 @@ impl LoRABackwardOps {
     ///
     /// # Errors
     /// [`Error::Shape`] and its kin if the operands do not fit.
-    pub fn backward(grad_output: &Tensor, input: &Tensor, lora_down: &Tensor, lora_up: &Tensor, scale: f64) -> Result<(Tensor, Tensor)> {
+    pub fn backward(
+        grad_output: &Tensor,
+        input: &Tensor,
+        lora_down: &Tensor,
+        lora_up: &Tensor,
+        scale: f64,
+    ) -> Result<(Tensor, Tensor)> {
         lora_backward(grad_output, input, lora_down, lora_up, scale)
     }
 }

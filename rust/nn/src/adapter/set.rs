@@ -71,7 +71,9 @@ impl AdapterSet {
                 continue;
             }
             if linear.slot().read().unwrap_or_else(PoisonError::into_inner).is_some() {
-                return Err(Error::Config(format!("add_adapter: {name} already has an adapter; call remove_adapter() or merge_adapter() first")));
+                return Err(Error::Config(format!(
+                    "add_adapter: {name} already has an adapter; call remove_adapter() or merge_adapter() first"
+                )));
             }
             let settings = config.settings(name)?;
             values.extend((kind.init)(&linear.weight, &settings)?);
@@ -91,7 +93,14 @@ impl AdapterSet {
             let adapter: Arc<dyn Adapter> = (kind.build)(vars, &settings)?.into();
             let slot = linear.slot().clone();
             *slot.write().unwrap_or_else(PoisonError::into_inner) = Some(adapter.clone());
-            members.push(Member { name: name.clone(), settings, weight: linear.weight.clone(), slot, adapter, vars: vars.to_vec() });
+            members.push(Member {
+                name: name.clone(),
+                settings,
+                weight: linear.weight.clone(),
+                slot,
+                adapter,
+                vars: vars.to_vec(),
+            });
         }
         Ok(Self { config, members, buffer })
     }
@@ -116,7 +125,9 @@ impl AdapterSet {
         let suffixes = self.config.kind().suffixes;
         self.members
             .iter()
-            .flat_map(|m| suffixes.iter().zip(&m.vars).map(|(suffix, var)| (format!("{}.{suffix}", m.name), var.clone())))
+            .flat_map(|m| {
+                suffixes.iter().zip(&m.vars).map(|(suffix, var)| (format!("{}.{suffix}", m.name), var.clone()))
+            })
             .collect()
     }
 
@@ -131,8 +142,10 @@ impl AdapterSet {
     /// [`Error::Config`] naming what is missing or unexpected; [`Error::Shape`] if a shape differs. Nothing is changed then.
     pub fn load(&self, values: &BTreeMap<String, Tensor>) -> Result<()> {
         let named = self.named_vars();
-        let missing: Vec<&str> = named.iter().filter(|(n, _)| !values.contains_key(n)).map(|(n, _)| n.as_str()).collect();
-        let unexpected: Vec<&str> = values.keys().filter(|k| !named.iter().any(|(n, _)| n == *k)).map(String::as_str).collect();
+        let missing: Vec<&str> =
+            named.iter().filter(|(n, _)| !values.contains_key(n)).map(|(n, _)| n.as_str()).collect();
+        let unexpected: Vec<&str> =
+            values.keys().filter(|k| !named.iter().any(|(n, _)| n == *k)).map(String::as_str).collect();
         if let (Some(_), _) | (_, Some(_)) = (missing.first(), unexpected.first()) {
             return Err(Error::Config(format!(
                 "load_adapter: the file does not fit this adapter: {} missing (first: {}), {} unexpected (first: {})",
@@ -146,7 +159,11 @@ impl AdapterSet {
             if values[name].dims() != var.dims() {
                 return Err(Error::shape(
                     "load_adapter",
-                    format!("{name} has shape {:?} in the file, {:?} here; is the rank the same?", values[name].dims(), var.dims()),
+                    format!(
+                        "{name} has shape {:?} in the file, {:?} here; is the rank the same?",
+                        values[name].dims(),
+                        var.dims()
+                    ),
                 ));
             }
         }

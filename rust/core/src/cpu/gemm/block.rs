@@ -203,7 +203,9 @@ where
         let stretch = self.k.div_ceil(self.k.div_ceil(MAX_K).max(1)).next_multiple_of(16).min(self.k);
         let len_a = packed_len(shape, Along::Rows, self.m, stretch);
         // A `b` that stays in the first-level cache is read where it lies.
-        let in_place = is_accumulator::<B>() && self.n * self.k * size_of::<B>() <= MAX_IN_PLACE && self.b.outer.max(self.b.inner) <= 128;
+        let in_place = is_accumulator::<B>()
+            && self.n * self.k * size_of::<B>() <= MAX_IN_PLACE
+            && self.b.outer.max(self.b.inner) <= 128;
         // Each panel of `b` is packed just before its use, and stays in the first-level cache meanwhile.
         let len_b = packed_len(shape, Along::Columns, shape.columns.min(self.n), stretch);
         // f16 and bf16 results are summed up in a block of the accumulator's type and rounded at the end.

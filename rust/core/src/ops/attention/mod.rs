@@ -2,11 +2,10 @@
 //! scores never exists (Dao et al. 2022, arXiv:2205.14135).
 
 mod cpu;
-mod tile;
 
 use candle_core::{D, DType};
 
-pub(super) use tile::heads_lie_inside;
+pub(super) use cpu::heads_lie_inside;
 
 use super::case::{Case, Entry};
 use crate::raw::{Raw, is_float};
@@ -72,7 +71,11 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()
     if k.rank() != rank || k.dims()[..rank - 2] != *batch || k.dims()[rank - 1] != width {
         return Err(Error::shape(
             op,
-            format!("k has shape {:?}, expected {batch:?} and (length, {width}) for q of shape {:?}", k.dims(), q.dims()),
+            format!(
+                "k has shape {:?}, expected {batch:?} and (length, {width}) for q of shape {:?}",
+                k.dims(),
+                q.dims()
+            ),
         ));
     }
     let keys = k.dims()[rank - 2];
@@ -89,7 +92,10 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()
     let mut scores = q.dims().to_vec();
     scores[rank - 1] = keys;
     if engine::broadcast_dims(mask.dims(), &scores).is_none_or(|dims| *dims != *scores) {
-        return Err(Error::shape(op, format!("the mask has shape {:?}, expected one that broadcasts to {scores:?}", mask.dims())));
+        return Err(Error::shape(
+            op,
+            format!("the mask has shape {:?}, expected one that broadcasts to {scores:?}", mask.dims()),
+        ));
     }
     if mask.dtype() != DType::U8 && !is_float(mask.dtype()) {
         return Err(Error::dtype(op, format!("the mask is {}, expected u8 or floating point", mask.dtype().as_str())));
@@ -109,9 +115,8 @@ const fn compute_dtype(dtype: DType) -> DType {
 fn additive(mask: &Raw, dtype: DType) -> Result<Raw> {
     let dtype = compute_dtype(dtype);
     let numbers = if mask.dtype() == DType::U8 {
-        let number = |x: f64| -> Result<Raw> {
-            Ok(Raw::new(x, mask.device())?.to_dtype(dtype)?.broadcast_as(mask.shape())?)
-        };
+        let number =
+            |x: f64| -> Result<Raw> { Ok(Raw::new(x, mask.device())?.to_dtype(dtype)?.broadcast_as(mask.shape())?) };
         mask.where_cond(&number(0.0)?, &number(f64::NEG_INFINITY)?)?
     } else {
         engine::cast(mask, dtype)?
@@ -171,7 +176,8 @@ impl Backward for AttentionBackward {
 fn cases() -> Vec<Case> {
     const QKV: &[&[usize]] = &[&[2, 3, 5, 4], &[2, 3, 7, 4], &[2, 3, 7, 6]];
     let case = |label, shapes: &[&[usize]], mask: fn() -> Result<Option<Tensor>>, is_causal, scale: Option<f64>| {
-        let fused = move |x: &[Tensor]| scaled_dot_product_attention(&x[0], &x[1], &x[2], mask()?.as_ref(), is_causal, scale);
+        let fused =
+            move |x: &[Tensor]| scaled_dot_product_attention(&x[0], &x[1], &x[2], mask()?.as_ref(), is_causal, scale);
         Case::new(label, shapes, fused).plain(move |x| {
             let scale = scale.unwrap_or_else(|| 1.0 / (x[0].dims()[x[0].rank() - 1] as f64).sqrt());
             plain(&x[0], &x[1], &x[2], mask()?.as_ref(), is_causal, scale)

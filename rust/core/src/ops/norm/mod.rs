@@ -78,7 +78,8 @@ impl<'a> Affine<'a> {
 
     /// What the backward pass needs to know of both.
     fn save(&self, saver: &mut Saver<'_>) -> SavedAffine {
-        let place = |parameter: &Tensor, index| Place { index, dims: parameter.dims().to_vec(), dtype: parameter.dtype() };
+        let place =
+            |parameter: &Tensor, index| Place { index, dims: parameter.dims().to_vec(), dtype: parameter.dtype() };
         SavedAffine {
             scale: self.weight.filter(|_| saver.needs(0)).map(|weight| saver.hold(weight)),
             weight: self.weight.map(|weight| place(weight, 1)),

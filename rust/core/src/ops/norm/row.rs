@@ -108,31 +108,31 @@ fn forward<T: Elem, const CENTER: bool>(
     let [means, rstds] = statistics.each_mut().map(|values| SharedMut::new(values));
     let count = T::Acc::from_f64(len as f64);
     let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
-            // SAFETY: ranges of rows do not overlap.
-            let rstds = unsafe { rstds.slice(range.clone()) };
-            // SAFETY: as above.
-            let mut means = unsafe { means.slice(if CENTER { range.clone() } else { 0..0 }) }.iter_mut();
-            let x = x[range.start * len..range.end * len].chunks_exact(len);
-            dispatch(
-                #[inline(always)]
-                || {
-                    for (x, (out, rstd)) in x.zip(out.chunks_exact_mut(len).zip(rstds.iter_mut())) {
-                        let center = if CENTER { rows::sum(x, |x: T| x.to_acc()) / count } else { T::Acc::ZERO };
-                        let squares = rows::sum(x, |x: T| {
-                            let d = x.to_acc() - center;
-                            d * d
-                        });
-                        let scale = T::Acc::ONE / (squares / count + eps).sqrt();
-                        for ((o, x), (w, b)) in out.iter_mut().zip(x).zip(weight.iter().zip(bias)) {
-                            o.write(T::from_acc(((x.to_acc() - center) * scale).mul_add(*w, *b)));
-                        }
-                        *rstd = scale;
-                        if let Some(mean) = means.next() {
-                            *mean = center;
-                        }
+        // SAFETY: ranges of rows do not overlap.
+        let rstds = unsafe { rstds.slice(range.clone()) };
+        // SAFETY: as above.
+        let mut means = unsafe { means.slice(if CENTER { range.clone() } else { 0..0 }) }.iter_mut();
+        let x = x[range.start * len..range.end * len].chunks_exact(len);
+        dispatch(
+            #[inline(always)]
+            || {
+                for (x, (out, rstd)) in x.zip(out.chunks_exact_mut(len).zip(rstds.iter_mut())) {
+                    let center = if CENTER { rows::sum(x, |x: T| x.to_acc()) / count } else { T::Acc::ZERO };
+                    let squares = rows::sum(x, |x: T| {
+                        let d = x.to_acc() - center;
+                        d * d
+                    });
+                    let scale = T::Acc::ONE / (squares / count + eps).sqrt();
+                    for ((o, x), (w, b)) in out.iter_mut().zip(x).zip(weight.iter().zip(bias)) {
+                        o.write(T::from_acc(((x.to_acc() - center) * scale).mul_add(*w, *b)));
                     }
-                },
-            );
+                    *rstd = scale;
+                    if let Some(mean) = means.next() {
+                        *mean = center;
+                    }
+                }
+            },
+        );
     };
     // SAFETY: each row is written as a whole.
     let y = unsafe { rows::fill_rows(rows, len, rows::rows_per_block(len), write) };
@@ -256,7 +256,8 @@ impl<T: Elem> BackwardPass<'_, T> {
                 *db += g.to_acc();
             }
             let Some(out) = out.next() else { continue };
-            let sum = if CENTER { rows::sum_pairs(g, self.scale, |g: T, w| g.to_acc() * w) / count } else { T::Acc::ZERO };
+            let sum =
+                if CENTER { rows::sum_pairs(g, self.scale, |g: T, w| g.to_acc() * w) / count } else { T::Acc::ZERO };
             let dot = rows::sum_triples(x, g, self.scale, |x, g: T, w| g.to_acc() * w * normal(x)) / count;
             for ((o, x), (g, w)) in out.iter_mut().zip(x).zip(g.iter().zip(self.scale)) {
                 o.write(T::from_acc(rstd * (g.to_acc() * *w - sum - normal(*x) * dot)));

@@ -1,37 +1,22 @@
-//! The CPU kernels: blocks of queries against blocks of keys, with a running maximum and sum for each query (Milakov &
-//! Gimelshein 2018, arXiv:1805.02867). One thread works on a head and a range of its queries.
+//! The gradients, block by block, from the log-sums of the forward pass (Dao et al. 2022, algorithm 4).
 
 use std::ops::Range;
 
-use super::ATTENTION;
+use smallvec::SmallVec;
+
 use super::tile::{Matrices, Output, Rows};
+use super::{ATTENTION, Attention, KEYS, QUERIES, Scores, TASK, finite_or_zero};
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, MatMut, MatRef, Real, dispatch, elements, gemm, read_all};
-use smallvec::SmallVec;
 use crate::ops::rows;
-use crate::raw::{Raw, from_vec};
+use crate::raw::Raw;
 use crate::{Result, dispatch_float};
 
-/// Queries in a block.
-const QUERIES: usize = 64;
-/// Keys in a block: its scores stay in the second-level cache.
-const KEYS: usize = 512;
-/// Multiplications worth a task of their own.
-const TASK: usize = 1 << 19;
 /// Tasks that the backward pass is split into, if it has as many blocks of queries.
 const BACKWARD_TASKS: usize = 16;
 
-/// What is computed.
-#[derive(Clone, Debug)]
-pub(super) struct Attention {
-    /// The shape of the scores: (..., queries, keys).
-    pub scores: Vec<usize>,
-    pub scale: f64,
-    pub is_causal: bool,
-}
-
 /// What the backward pass reads.
-pub(super) struct SavedValues {
+pub(in crate::ops::attention) struct SavedValues {
     pub inputs: [Raw; 3],
     pub mask: Option<Raw>,
     pub result: Raw,
@@ -39,209 +24,8 @@ pub(super) struct SavedValues {
     pub log_sums: Raw,
 }
 
-impl Attention {
-    fn heads(&self) -> usize {
-        self.scores[..self.scores.len() - 2].iter().product()
-    }
-
-    fn queries(&self) -> usize {
-        self.scores[self.scores.len() - 2]
-    }
-
-    fn keys(&self) -> usize {
-        self.scores[self.scores.len() - 1]
-    }
-
-    /// The mask, one number for each score.
-    fn broadcast(&self, mask: Option<&Raw>) -> Result<Option<Raw>> {
-        Ok(mask.map(|mask| mask.broadcast_as(self.scores.as_slice())).transpose()?)
-    }
-
-    /// The queries of block `index`.
-    fn query_block(&self, index: usize) -> Range<usize> {
-        index * QUERIES..self.queries().min((index + 1) * QUERIES)
-    }
-
-    /// The blocks of keys that some query of a block sees.
-    fn key_blocks(&self, queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
-        let end = if self.is_causal { self.keys().min(queries.end) } else { self.keys() };
-        (0..end).step_by(KEYS).map(move |start| start..end.min(start + KEYS))
-    }
-}
-
-/// Queries and keys, for the scores of their blocks.
-struct Scores<'a, T: Elem> {
-    attention: &'a Attention,
-    queries: Matrices<'a, T>,
-    keys: Matrices<'a, T>,
-    mask: Option<Matrices<'a, T::Acc>>,
-}
-
-impl<T: Elem<Acc: Elem<Acc = T::Acc>>> Scores<'_, T> {
-    /// Scores of a block, one row for each query, negative infinity where a key is not seen.
-    fn block(&self, head: usize, queries: &Range<usize>, keys: &Range<usize>, out: &mut [T::Acc]) {
-        let width = keys.len();
-        let (q, k) = (self.queries.rows(head, queries), self.keys.rows(head, keys));
-        gemm(MatMut::row_major(out, queries.len(), width), q, k.t(), self.attention.scale, false);
-        if let Some(mask) = &self.mask {
-            dispatch(
-                #[inline(always)]
-                || {
-                    for (query, scores) in queries.clone().zip(out.chunks_exact_mut(width)) {
-                        add_mask(mask.row(head, query), keys, scores);
-                    }
-                },
-            );
-        }
-        if self.attention.is_causal && keys.end > queries.start + 1 {
-            for (query, scores) in queries.clone().zip(out.chunks_exact_mut(width)) {
-                let seen = (query + 1).saturating_sub(keys.start).min(width);
-                scores[seen..].fill(T::Acc::NEG_INFINITY);
-            }
-        }
-    }
-}
-
-/// Adds the mask of a query, one number or one for each key, to its scores of some keys.
-#[inline(always)]
-fn add_mask<R: Real>(mask: &[R], keys: &Range<usize>, scores: &mut [R]) {
-    if let [number] = mask {
-        for s in scores {
-            *s += *number;
-        }
-    } else {
-        for (s, m) in scores.iter_mut().zip(&mask[keys.clone()]) {
-            *s += *m;
-        }
-    }
-}
-
-/// The result and the logarithms of the sums.
-pub(super) fn forward(attention: &Attention, inputs: [&Raw; 3], mask: Option<&Raw>) -> Result<(Raw, Raw)> {
-    let op = ATTENTION.name;
-    let [q, _, v] = inputs;
-    let value_width = v.dims()[v.rank() - 1];
-    let mask = attention.broadcast(mask)?;
-    let operands: SmallVec<[&Raw; 4]> = inputs.into_iter().chain(&mask).collect();
-    dispatch_float!(q.dtype(), op, T => {
-        let mut output = Output::<T>::like(q, value_width);
-        let rows = output.rows();
-        let log_sums = read_all(op, &operands, |operands| {
-            let scores = Scores {
-                attention,
-                queries: Matrices::new(&operands[0])?,
-                keys: Matrices::new(&operands[1])?,
-                mask: operands.get(3).map(Matrices::new).transpose()?,
-            };
-            Ok(forward_blocks(&scores, &Matrices::new(&operands[2])?, value_width, &rows))
-        })?;
-        let log_sums = from_vec(log_sums, &attention.scores[..attention.scores.len() - 1]);
-        // SAFETY: each block of queries of each head is written.
-        Ok((unsafe { output.finish() }?, log_sums))
-    })
-}
-
-fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
-    scores: &Scores<'_, T>,
-    values: &Matrices<'_, T>,
-    value_width: usize,
-    output: &Rows<'_, T>,
-) -> Vec<T::Acc> {
-    let attention = scores.attention;
-    let (queries, keys) = (attention.queries(), attention.keys());
-    let blocks = queries.div_ceil(QUERIES);
-    let mut log_sums = vec![T::Acc::ZERO; attention.heads() * queries];
-    let shared = SharedMut::new(&mut log_sums);
-    let (tall, wide) = (queries.min(QUERIES), keys.min(KEYS));
-    let grain = TASK / (tall * keys * 2 * value_width).max(1);
-    par_ranges(attention.heads() * blocks, grain, |tasks| {
-        let mut block = vec![T::Acc::ZERO; tall * wide];
-        let mut result = vec![T::Acc::ZERO; tall * value_width];
-        let mut state = vec![Running::default(); tall];
-        for task in tasks {
-            let (head, queries) = (task / blocks, attention.query_block(task % blocks));
-            let state = &mut state[..queries.len()];
-            let result = &mut result[..queries.len() * value_width];
-            state.fill(Running::default());
-            result.fill(T::Acc::ZERO);
-            for keys in attention.key_blocks(&queries) {
-                let block = &mut block[..queries.len() * keys.len()];
-                scores.block(head, &queries, &keys, block);
-                dispatch(
-                    #[inline(always)]
-                    || {
-                        for (row, (state, scores)) in state.iter_mut().zip(block.chunks_exact_mut(keys.len())).enumerate() {
-                            let correction = state.exponentiate(scores);
-                            for r in &mut result[row * value_width..(row + 1) * value_width] {
-                                *r *= correction;
-                            }
-                        }
-                    },
-                );
-                let block = MatRef::row_major(block, queries.len(), keys.len());
-                let result = MatMut::row_major(result, queries.len(), value_width);
-                gemm(result, block, values.rows(head, &keys), 1.0, true);
-            }
-            let start = head * attention.queries() + queries.start;
-            // SAFETY: tasks have different queries or heads.
-            let log_sums = unsafe { shared.slice(start..start + queries.len()) };
-            dispatch(
-                #[inline(always)]
-                || {
-                    for (row, (state, log_sum)) in state.iter().zip(log_sums).enumerate() {
-                        *log_sum = state.max + state.sum.ln();
-                        // Nothing is seen: the result is zero, not zero divided by zero.
-                        let scale = if state.sum == T::Acc::ZERO { T::Acc::ZERO } else { T::Acc::ONE / state.sum };
-                        for r in &mut result[row * value_width..(row + 1) * value_width] {
-                            *r *= scale;
-                        }
-                    }
-                },
-            );
-            // SAFETY: as above.
-            unsafe { output.write(head, queries.start, result) };
-        }
-    });
-    log_sums
-}
-
-/// The largest score of a query so far, and the sum of e^(score - largest).
-#[derive(Clone, Copy)]
-struct Running<R> {
-    max: R,
-    sum: R,
-}
-
-impl<R: Real> Default for Running<R> {
-    fn default() -> Self {
-        Self { max: R::NEG_INFINITY, sum: R::ZERO }
-    }
-}
-
-impl<R: Real> Running<R> {
-    /// Turns scores into e^(score - largest) and adds them up. Returns what earlier results are to be multiplied with.
-    #[inline(always)]
-    fn exponentiate(&mut self, scores: &mut [R]) -> R {
-        let max = self.max.max(rows::max_by(scores, |s| s));
-        let base = finite_or_zero(max);
-        for s in scores.iter_mut() {
-            *s = (*s - base).exp();
-        }
-        let correction = if self.max == R::NEG_INFINITY { R::ZERO } else { (self.max - base).exp() };
-        self.sum = self.sum * correction + rows::sum(scores, |s| s);
-        self.max = max;
-        correction
-    }
-}
-
-/// The number to take off scores: their maximum or log-sum, unless no key is seen, when all are negative infinity.
-#[inline(always)]
-fn finite_or_zero<R: Real>(x: R) -> R {
-    if x == R::NEG_INFINITY { R::ZERO } else { x }
-}
-
 /// The gradients of q, k and v that are wanted.
-pub(super) fn backward(
+pub(in crate::ops::attention) fn backward(
     attention: &Attention,
     saved: &SavedValues,
     grad: &Raw,

@@ -1,0 +1,135 @@
+//! The result, block by block.
+
+use smallvec::SmallVec;
+
+use super::tile::{Matrices, Output, Rows};
+use super::{ATTENTION, Attention, KEYS, QUERIES, Scores, TASK, finite_or_zero};
+use crate::cpu::pool::{SharedMut, par_ranges};
+use crate::cpu::{Elem, MatMut, MatRef, Real, dispatch, gemm, read_all};
+use crate::ops::rows;
+use crate::raw::{Raw, from_vec};
+use crate::{Result, dispatch_float};
+
+/// The result and the logarithms of the sums.
+pub(in crate::ops::attention) fn forward(
+    attention: &Attention,
+    inputs: [&Raw; 3],
+    mask: Option<&Raw>,
+) -> Result<(Raw, Raw)> {
+    let op = ATTENTION.name;
+    let [q, _, v] = inputs;
+    let value_width = v.dims()[v.rank() - 1];
+    let mask = attention.broadcast(mask)?;
+    let operands: SmallVec<[&Raw; 4]> = inputs.into_iter().chain(&mask).collect();
+    dispatch_float!(q.dtype(), op, T => {
+        let mut output = Output::<T>::like(q, value_width);
+        let rows = output.rows();
+        let log_sums = read_all(op, &operands, |operands| {
+            let scores = Scores {
+                attention,
+                queries: Matrices::new(&operands[0])?,
+                keys: Matrices::new(&operands[1])?,
+                mask: operands.get(3).map(Matrices::new).transpose()?,
+            };
+            Ok(forward_blocks(&scores, &Matrices::new(&operands[2])?, value_width, &rows))
+        })?;
+        let log_sums = from_vec(log_sums, &attention.scores[..attention.scores.len() - 1]);
+        // SAFETY: each block of queries of each head is written.
+        Ok((unsafe { output.finish() }?, log_sums))
+    })
+}
+
+fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
+    scores: &Scores<'_, T>,
+    values: &Matrices<'_, T>,
+    value_width: usize,
+    output: &Rows<'_, T>,
+) -> Vec<T::Acc> {
+    let attention = scores.attention;
+    let (queries, keys) = (attention.queries(), attention.keys());
+    let blocks = queries.div_ceil(QUERIES);
+    let mut log_sums = vec![T::Acc::ZERO; attention.heads() * queries];
+    let shared = SharedMut::new(&mut log_sums);
+    let (tall, wide) = (queries.min(QUERIES), keys.min(KEYS));
+    let grain = TASK / (tall * keys * 2 * value_width).max(1);
+    par_ranges(attention.heads() * blocks, grain, |tasks| {
+        let mut block = vec![T::Acc::ZERO; tall * wide];
+        let mut result = vec![T::Acc::ZERO; tall * value_width];
+        let mut state = vec![Running::default(); tall];
+        for task in tasks {
+            let (head, queries) = (task / blocks, attention.query_block(task % blocks));
+            let state = &mut state[..queries.len()];
+            let result = &mut result[..queries.len() * value_width];
+            state.fill(Running::default());
+            result.fill(T::Acc::ZERO);
+            for keys in attention.key_blocks(&queries) {
+                let block = &mut block[..queries.len() * keys.len()];
+                scores.block(head, &queries, &keys, block);
+                dispatch(
+                    #[inline(always)]
+                    || {
+                        for (row, (state, scores)) in
+                            state.iter_mut().zip(block.chunks_exact_mut(keys.len())).enumerate()
+                        {
+                            let correction = state.exponentiate(scores);
+                            for r in &mut result[row * value_width..(row + 1) * value_width] {
+                                *r *= correction;
+                            }
+                        }
+                    },
+                );
+                let block = MatRef::row_major(block, queries.len(), keys.len());
+                let result = MatMut::row_major(result, queries.len(), value_width);
+                gemm(result, block, values.rows(head, &keys), 1.0, true);
+            }
+            let start = head * attention.queries() + queries.start;
+            // SAFETY: tasks have different queries or heads.
+            let log_sums = unsafe { shared.slice(start..start + queries.len()) };
+            dispatch(
+                #[inline(always)]
+                || {
+                    for (row, (state, log_sum)) in state.iter().zip(log_sums).enumerate() {
+                        *log_sum = state.max + state.sum.ln();
+                        // Nothing is seen: the result is zero, not zero divided by zero.
+                        let scale = if state.sum == T::Acc::ZERO { T::Acc::ZERO } else { T::Acc::ONE / state.sum };
+                        for r in &mut result[row * value_width..(row + 1) * value_width] {
+                            *r *= scale;
+                        }
+                    }
+                },
+            );
+            // SAFETY: as above.
+            unsafe { output.write(head, queries.start, result) };
+        }
+    });
+    log_sums
+}
+
+/// The largest score of a query so far, and the sum of e^(score - largest).
+#[derive(Clone, Copy)]
+struct Running<R> {
+    max: R,
+    sum: R,
+}
+
+impl<R: Real> Default for Running<R> {
+    fn default() -> Self {
+        Self { max: R::NEG_INFINITY, sum: R::ZERO }
+    }
+}
+
+impl<R: Real> Running<R> {
+    /// Turns scores into e^(score - largest) and adds them up. Returns what earlier results are to be multiplied with.
+    #[inline(always)]
+    fn exponentiate(&mut self, scores: &mut [R]) -> R {
+        let max = self.max.max(rows::max_by(scores, |s| s));
+        let base = finite_or_zero(max);
+        for s in scores.iter_mut() {
+            *s = (*s - base).exp();
+        }
+        let correction = if self.max == R::NEG_INFINITY { R::ZERO } else { (self.max - base).exp() };
+        self.sum = self.sum * correction + rows::sum(scores, |s| s);
+        self.max = max;
+        correction
+    }
+}

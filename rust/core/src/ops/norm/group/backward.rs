@@ -1,0 +1,117 @@
+//! The gradients: sums over the positions for each channel, from which those over groups follow, then the input's.
+
+use super::{Size, channel_table};
+use crate::cpu::pool::SharedMut;
+use crate::cpu::{Elem, Real, dispatch};
+
+/// What the pass reads.
+pub(super) struct BackwardPass<'a, T: Elem> {
+    pub size: Size,
+    pub x: &'a [T],
+    pub grad: &'a [T],
+    pub mean: &'a [T::Acc],
+    pub rstd: &'a [T::Acc],
+    pub weight: &'a [T::Acc],
+}
+
+impl<T: Elem> BackwardPass<'_, T> {
+    /// The gradients of the input (empty if not wanted) and of scale and shift.
+    pub fn run(&self, wants_input: bool) -> (Vec<T>, [Vec<T::Acc>; 2]) {
+        let means = channel_table(self.size, |group, _| self.mean[group]);
+        let [dots, sums] = self.channel_sums(&means);
+        let grad_x = if wants_input { self.input_gradient(&means, &dots, &sums) } else { Vec::new() };
+        let over_samples = |table: &[T::Acc]| {
+            let mut total = vec![T::Acc::ZERO; self.size.channels];
+            for sample in table.chunks_exact(self.size.channels.max(1)) {
+                for (t, s) in total.iter_mut().zip(sample) {
+                    *t += *s;
+                }
+            }
+            total
+        };
+        (grad_x, [over_samples(&dots), over_samples(&sums)])
+    }
+
+    /// Σ g (x - mean) rstd and Σ g over the positions, for each channel of each sample.
+    fn channel_sums(&self, means: &[T::Acc]) -> [Vec<T::Acc>; 2] {
+        let size @ Size { channels, .. } = self.size;
+        let mut partial = vec![T::Acc::ZERO; size.blocks() * 2 * channels];
+        let shared = SharedMut::new(&mut partial);
+        size.for_each_block(|block| {
+            // SAFETY: each block has its own part.
+            let partial = unsafe { shared.slice(block.index * 2 * channels..(block.index + 1) * 2 * channels) };
+            let (dots, sums) = partial.split_at_mut(channels);
+            let means = &means[block.sample * channels..(block.sample + 1) * channels];
+            let (x, g) = (&self.x[block.elements.clone()], &self.grad[block.elements]);
+            dispatch(
+                #[inline(always)]
+                || {
+                    for (x, g) in x.chunks_exact(channels).zip(g.chunks_exact(channels)) {
+                        let sums = dots.iter_mut().zip(sums.iter_mut());
+                        for (((dot, sum), mean), (x, g)) in sums.zip(means).zip(x.iter().zip(g)) {
+                            *dot += g.to_acc() * (x.to_acc() - *mean);
+                            *sum += g.to_acc();
+                        }
+                    }
+                },
+            );
+        });
+        let mut tables = [0, 1].map(|_| vec![T::Acc::ZERO; size.batch * channels]);
+        for index in 0..size.blocks() {
+            let start = size.block(index).sample * channels;
+            let partial = &partial[index * 2 * channels..(index + 1) * 2 * channels];
+            for (table, partial) in tables.iter_mut().zip(partial.chunks_exact(channels)) {
+                for (t, p) in table[start..start + channels].iter_mut().zip(partial) {
+                    *t += *p;
+                }
+            }
+        }
+        let rstds = channel_table(size, |group, _| self.rstd[group]);
+        for (dot, rstd) in tables[0].iter_mut().zip(&rstds) {
+            *dot *= *rstd;
+        }
+        tables
+    }
+
+    /// rstd (g w - mean(g w) - x̂ mean(g w x̂)) with the means over a group, from the sums over the channels.
+    fn input_gradient(&self, means: &[T::Acc], dots: &[T::Acc], sums: &[T::Acc]) -> Vec<T> {
+        let size @ Size { channels, .. } = self.size;
+        let width = size.group_width();
+        let count = T::Acc::from_f64((size.positions * width) as f64);
+        let of_groups = |table: &[T::Acc]| -> Vec<T::Acc> {
+            let groups = table.chunks_exact(width.max(1)).enumerate();
+            groups
+                .map(|(group, values)| {
+                    let weight = &self.weight[group % size.groups * width..];
+                    values.iter().zip(weight).map(|(v, w)| *v * *w).sum::<T::Acc>() / count
+                })
+                .collect()
+        };
+        let (mean_dots, mean_sums) = (of_groups(dots), of_groups(sums));
+        // The gradient is a g - b (x - mean) - c with these for each channel.
+        let a = channel_table(size, |group, channel| self.rstd[group] * self.weight[channel]);
+        let b = channel_table(size, |group, _| self.rstd[group] * self.rstd[group] * mean_dots[group]);
+        let c = channel_table(size, |group, _| self.rstd[group] * mean_sums[group]);
+        // SAFETY: every element of a block is written.
+        unsafe {
+            size.fill(|block, out| {
+                let table = block.sample * channels..(block.sample + 1) * channels;
+                let [means, a, b, c] = [means, &a, &b, &c].map(|values| &values[table.clone()]);
+                let (x, g) = (&self.x[block.elements.clone()], &self.grad[block.elements]);
+                dispatch(
+                    #[inline(always)]
+                    || {
+                        let rows = x.chunks_exact(channels).zip(g.chunks_exact(channels));
+                        for ((x, g), out) in rows.zip(out.chunks_exact_mut(channels)) {
+                            let constants = means.iter().zip(a).zip(b.iter().zip(c));
+                            for ((o, (x, g)), ((mean, a), (b, c))) in out.iter_mut().zip(x.iter().zip(g)).zip(constants)
+                            {
+                                o.write(T::from_acc(g.to_acc() * *a - (x.to_acc() - *mean) * *b - *c));
+                            }
+                        }
+                    },
+                );
+            })
+        }
+    }
+}

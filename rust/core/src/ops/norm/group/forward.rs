@@ -1,0 +1,110 @@
+//! Statistics and result.
+
+use super::{Size, channel_table};
+use crate::cpu::pool::SharedMut;
+use crate::cpu::{Elem, Real, dispatch};
+
+/// Mean and 1/√(var + eps) of each group of each sample.
+pub(super) struct Statistics<R> {
+    pub mean: Vec<R>,
+    pub rstd: Vec<R>,
+}
+
+/// Adds `f(x, constant of the channel)` of each element to the sum of its channel.
+#[inline(always)]
+fn add_to_channels<T: Elem>(x: &[T], constants: &[T::Acc], sums: &mut [T::Acc], f: impl Fn(T::Acc, T::Acc) -> T::Acc) {
+    for row in x.chunks_exact(sums.len()) {
+        for (sum, (x, c)) in sums.iter_mut().zip(row.iter().zip(constants)) {
+            *sum += f(x.to_acc(), *c);
+        }
+    }
+}
+
+pub(super) fn statistics<T: Elem>(size: Size, x: &[T], eps: T::Acc) -> Statistics<T::Acc> {
+    let Size { channels, groups, .. } = size;
+    let width = size.group_width();
+    // Mean and sum of squared deviations of each group in each block.
+    let mut partial = vec![(0.0, 0.0); size.blocks() * groups];
+    let shared = SharedMut::new(&mut partial);
+    size.for_each_block(|block| {
+        // SAFETY: each block has its own part.
+        let partial = unsafe { shared.slice(block.index * groups..(block.index + 1) * groups) };
+        let x = &x[block.elements];
+        let count = (x.len() / groups) as f64;
+        let mut sums = vec![T::Acc::ZERO; channels];
+        let mut means = vec![T::Acc::ZERO; channels];
+        dispatch(
+            #[inline(always)]
+            || add_to_channels(x, &means, &mut sums, |x, _| x),
+        );
+        let of_group = |sums: &[T::Acc]| sums.iter().map(|sum| sum.to_f64()).sum::<f64>();
+        for ((mean, _), (sums, means)) in
+            partial.iter_mut().zip(sums.chunks_exact(width).zip(means.chunks_exact_mut(width)))
+        {
+            *mean = of_group(sums) / count;
+            means.fill(T::Acc::from_f64(*mean));
+        }
+        sums.fill(T::Acc::ZERO);
+        dispatch(
+            #[inline(always)]
+            || {
+                add_to_channels(x, &means, &mut sums, |x, mean| {
+                    let d = x - mean;
+                    d * d
+                });
+            },
+        );
+        for ((_, squares), sums) in partial.iter_mut().zip(sums.chunks_exact(width)) {
+            *squares = of_group(sums);
+        }
+    });
+    let mut result = Statistics { mean: Vec::new(), rstd: Vec::new() };
+    for sample in 0..size.batch {
+        for group in 0..groups {
+            let (mut count, mut mean, mut squares) = (0.0, 0.0, 0.0);
+            for index in 0..size.blocks_per_sample() {
+                let block = size.block(sample * size.blocks_per_sample() + index);
+                let more = (block.elements.len() / groups) as f64;
+                let (block_mean, block_squares) = partial[block.index * groups + group];
+                let (total, distance) = (count + more, block_mean - mean);
+                mean += distance * more / total;
+                squares += block_squares + distance * distance * count * more / total;
+                count = total;
+            }
+            result.mean.push(T::Acc::from_f64(mean));
+            result.rstd.push(T::Acc::from_f64(1.0 / (squares / count.max(1.0) + eps.to_f64()).sqrt()));
+        }
+    }
+    result
+}
+
+/// The result, from the statistics.
+pub(super) fn forward<T: Elem>(
+    size: Size,
+    x: &[T],
+    statistics: &Statistics<T::Acc>,
+    weight: &[T::Acc],
+    bias: &[T::Acc],
+) -> Vec<T> {
+    let channels = size.channels;
+    let means = channel_table(size, |group, _| statistics.mean[group]);
+    let scales = channel_table(size, |group, channel| statistics.rstd[group] * weight[channel]);
+    // SAFETY: every element of a block is written.
+    unsafe {
+        size.fill(|block, out| {
+            let table = block.sample * channels..(block.sample + 1) * channels;
+            let (x, means, scales) = (&x[block.elements], &means[table.clone()], &scales[table]);
+            dispatch(
+                #[inline(always)]
+                || {
+                    for (x, out) in x.chunks_exact(channels).zip(out.chunks_exact_mut(channels)) {
+                        let constants = means.iter().zip(scales).zip(bias);
+                        for ((o, x), ((mean, scale), bias)) in out.iter_mut().zip(x).zip(constants) {
+                            o.write(T::from_acc((x.to_acc() - *mean).mul_add(*scale, *bias)));
+                        }
+                    }
+                },
+            );
+        })
+    }
+}

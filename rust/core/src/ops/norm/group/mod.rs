@@ -1,0 +1,202 @@
+//! Group norm (Wu & He 2018, arXiv:1803.08494) of channels that come last.
+//!
+//! A sample is walked in blocks of positions that fit in the cache. Blocks give sums for each channel, groups are sums of
+//! channels, and the means and squared deviations of blocks are joined by Chan's formula, so that one pass over memory suffices
+//! and nothing cancels.
+
+mod backward;
+mod forward;
+
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use backward::BackwardPass;
+use forward::{forward, statistics};
+
+use super::{Affine, SavedAffine};
+use crate::cpu::pool::{SharedMut, par_ranges};
+use crate::cpu::{Elem, Real, contiguous, elements, read_all};
+use crate::ops::rows;
+use crate::raw::from_vec;
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::{Error, Result, Tensor, dispatch_float};
+
+pub(super) static GROUP_NORM: OpInfo = OpInfo::cheap("group_norm");
+
+/// (x - mean) / √(var + eps) · weight + bias with the statistics of each of `groups` equal groups of neighbouring channels of
+/// a sample: `x (batch, ..., channels)`, `weight` and `bias` of size channels in the dtype of `x`, or f32. The variance is
+/// biased; statistics are in f32 (f64 for f64).
+///
+/// # Errors
+/// [`Error::Argument`] if `groups` does not divide the channels, [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the
+/// operands do not fit.
+pub fn group_norm(
+    x: &Tensor,
+    groups: usize,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<Tensor> {
+    let op = GROUP_NORM.name;
+    let &[batch, ref positions @ .., channels] = x.dims() else {
+        return Err(Error::shape(op, format!("the input has shape {:?}, expected (batch, ..., channels)", x.dims())));
+    };
+    if groups == 0 || channels % groups != 0 {
+        return Err(Error::argument(op, format!("{channels} channels cannot be split into {groups} equal groups")));
+    }
+    let size = Size { batch, positions: positions.iter().product(), channels, groups };
+    let affine = Affine::new(op, x, weight, bias, &[channels])?;
+    record_with_aux(
+        &GROUP_NORM,
+        &affine.inputs(x),
+        || {
+            let raw = contiguous(&x.raw)?;
+            dispatch_float!(x.dtype(), op, T => {
+                let (weight, bias) = (affine.scale(channels)?, affine.shift(channels)?);
+                let (y, statistics) = read_all(op, &[&raw], |operands| {
+                    let x = elements::<T>(operands[0])?;
+                    let statistics = statistics(size, x, Real::from_f64(eps));
+                    Ok((forward(size, x, &statistics, &weight, &bias), statistics))
+                })?;
+                let statistics = [statistics.mean, statistics.rstd];
+                let statistics = statistics.into_iter().map(|values| from_vec(values, (batch, groups))).collect();
+                Ok((from_vec(y, x.shape()), statistics))
+            })
+        },
+        |saver, _, statistics| GroupNormBackward {
+            size,
+            // The gradient of the shift alone reads nothing.
+            reads: (saver.needs(0) || affine.weight.is_some() && saver.needs(1)).then(|| Reads {
+                x: saver.save(x),
+                mean: saver.save_raw(&statistics[0]),
+                rstd: saver.save_raw(&statistics[1]),
+            }),
+            affine: affine.save(saver),
+        },
+    )
+}
+
+struct GroupNormBackward {
+    size: Size,
+    reads: Option<Reads>,
+    affine: SavedAffine,
+}
+
+struct Reads {
+    x: Saved,
+    mean: Saved,
+    rstd: Saved,
+}
+
+impl Backward for GroupNormBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let size = self.size;
+        let rows = size.batch * size.positions;
+        let Some(Reads { x, mean, rstd }) = &self.reads else {
+            return self.affine.add_shift_only(context, &context.grad().reshape((rows, size.channels))?);
+        };
+        let x = x.get()?;
+        let shape = x.shape().clone();
+        let x = contiguous(&x)?;
+        let (mean, rstd) = (mean.get()?, rstd.get()?);
+        let grad = contiguous(context.grad())?;
+        dispatch_float!(x.dtype(), GROUP_NORM.name, T => {
+            let weight = self.affine.scale(size.channels)?;
+            let wants_input = context.needs(0);
+            let (grad_x, [grad_weight, grad_bias]) =
+                read_all(GROUP_NORM.name, &[&x, &grad, &mean, &rstd], |operands| {
+                    let pass = BackwardPass::<T> {
+                        size,
+                        x: elements(operands[0])?,
+                        grad: elements(operands[1])?,
+                        mean: elements(operands[2])?,
+                        rstd: elements(operands[3])?,
+                        weight: &weight,
+                    };
+                    Ok(pass.run(wants_input))
+                })?;
+            if wants_input {
+                context.add(0, from_vec(grad_x, shape))?;
+            }
+            self.affine.add(context, grad_weight, grad_bias)
+        })
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Size {
+    batch: usize,
+    positions: usize,
+    channels: usize,
+    groups: usize,
+}
+
+/// A few positions of one sample.
+struct Block {
+    sample: usize,
+    /// Index among all blocks of all samples.
+    index: usize,
+    /// Where its elements are.
+    elements: Range<usize>,
+}
+
+impl Size {
+    fn group_width(self) -> usize {
+        self.channels / self.groups
+    }
+
+    fn block_positions(self) -> usize {
+        rows::rows_per_block(self.channels)
+    }
+
+    fn blocks_per_sample(self) -> usize {
+        if self.channels == 0 { 0 } else { self.positions.div_ceil(self.block_positions()) }
+    }
+
+    fn blocks(self) -> usize {
+        self.batch * self.blocks_per_sample()
+    }
+
+    fn block(self, index: usize) -> Block {
+        let sample = index / self.blocks_per_sample();
+        let first = index % self.blocks_per_sample() * self.block_positions();
+        let last = self.positions.min(first + self.block_positions());
+        let position = sample * self.positions;
+        Block { sample, index, elements: (position + first) * self.channels..(position + last) * self.channels }
+    }
+
+    /// Calls `f` for each block, on several threads.
+    fn for_each_block(self, f: impl Fn(Block) + Sync) {
+        // Small samples are handed out together.
+        let sample = (self.positions * self.channels).max(1);
+        let grain = if self.blocks_per_sample() > 1 { 1 } else { rows::rows_per_block(sample) };
+        par_ranges(self.blocks(), grain, |range| range.for_each(|index| f(self.block(index))));
+    }
+
+    /// A new buffer in the shape of the input, which `write` fills block by block.
+    ///
+    /// # Safety
+    /// `write` must initialise every element that it is given.
+    unsafe fn fill<T: Elem>(self, write: impl Fn(Block, &mut [MaybeUninit<T>]) + Sync) -> Vec<T> {
+        let total = self.batch * self.positions * self.channels;
+        let mut result = Vec::with_capacity(total);
+        let shared = SharedMut::new(&mut result.spare_capacity_mut()[..total]);
+        self.for_each_block(|block| {
+            // SAFETY: blocks do not overlap.
+            let out = unsafe { shared.slice(block.elements.clone()) };
+            write(block, out);
+        });
+        // SAFETY: the blocks cover everything, and `write` has initialised all of it.
+        unsafe { result.set_len(total) };
+        result
+    }
+}
+
+/// `value(group of the sample, channel)` for each channel of each sample.
+fn channel_table<R: Real>(size: Size, value: impl Fn(usize, usize) -> R) -> Vec<R> {
+    let of_sample = |sample| (0..size.channels).map(move |channel| (sample * size.groups, channel));
+    (0..size.batch)
+        .flat_map(of_sample)
+        .map(|(first_group, channel)| value(first_group + channel / size.group_width(), channel))
+        .collect()
+}

@@ -1,0 +1,250 @@
+//! Fused kernels where the registry's small cases do not reach: sizes beyond one block, layouts, extremes, mixed dtypes.
+
+use trainable_candle_core::cpu::pool::set_num_threads;
+use trainable_candle_core::ops::attention::scaled_dot_product_attention as attention;
+use trainable_candle_core::ops::norm::{group_norm, layer_norm, rms_norm};
+use trainable_candle_core::ops::rope::rope;
+use trainable_candle_core::{DType, Device, Result, Tensor, Var, grad, raw::to_f64_vec};
+
+/// Numbers of size about one, different for each `seed`.
+fn draw(dims: &[usize], seed: usize, dtype: DType) -> Tensor {
+    let number =
+        |i: usize| ((i * 7919 + seed * 104_729) as f64 * 0.618_034).sin() + ((i * i + seed) as f64 * 0.31).cos();
+    let values = (0..dims.iter().product()).map(number).collect::<Vec<_>>();
+    Tensor::from_vec(values, dims, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+}
+
+/// The result and the gradients of the inputs, the gradient of the result being drawn.
+fn run(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Result<Tensor>) -> Vec<Vec<f64>> {
+    let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
+    let inputs: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
+    let y = f(&inputs).unwrap();
+    let g = draw(y.dims(), 99, y.dtype());
+    let grads = grad(&y, &inputs.iter().collect::<Vec<_>>(), Some(&g), false).unwrap();
+    let grads = grads.iter().map(|g| to_f64_vec(g.as_ref().unwrap().raw()).unwrap());
+    std::iter::once(to_f64_vec(y.raw()).unwrap()).chain(grads).collect()
+}
+
+fn assert_close(found: &[Vec<f64>], expected: &[Vec<f64>], tolerance: f64) {
+    for (part, (found, expected)) in found.iter().zip(expected).enumerate() {
+        assert_eq!(found.len(), expected.len());
+        let size = expected.iter().fold(1.0, |m: f64, x| m.max(x.abs()));
+        for (i, (f, e)) in found.iter().zip(expected).enumerate() {
+            assert!((f - e).abs() <= tolerance * size, "part {part}, element {i}: {f}, expected {e}");
+        }
+    }
+}
+
+/// Attention in basic operations.
+fn attention_plain(x: &[Tensor], mask: Option<&Tensor>, is_causal: bool) -> Result<Tensor> {
+    let (queries, keys, width) =
+        (x[0].dims()[x[0].rank() - 2], x[1].dims()[x[1].rank() - 2], x[0].dims()[x[0].rank() - 1]);
+    let mut scores = x[0].matmul(&x[1].t()?)?.mul_scalar(1.0 / (width as f64).sqrt())?;
+    if let Some(mask) = mask {
+        scores = scores.add(mask)?;
+    }
+    if is_causal {
+        let hidden =
+            (0..queries).flat_map(|i| (0..keys).map(move |j| if j <= i { 0.0 } else { -1e30 })).collect::<Vec<f64>>();
+        scores = scores.add(&Tensor::from_vec(hidden, (queries, keys), &Device::Cpu)?.to_dtype(scores.dtype())?)?;
+    }
+    scores.softmax(scores.rank() - 1)?.matmul(&x[2])
+}
+
+/// Shapes of q, k and v whose queries and keys fill several blocks: few heads, whose gradients are made in parts, and many.
+const SHAPES: [[[usize; 3]; 3]; 2] =
+    [[[2, 200, 8], [2, 1100, 8], [2, 1100, 5]], [[20, 70, 4], [20, 70, 4], [20, 70, 4]]];
+
+#[test]
+fn attention_of_several_blocks_is_that_of_basic_operations() {
+    for shapes in SHAPES {
+        let inputs: Vec<Tensor> = (0..3).map(|i| draw(&shapes[i], i, DType::F64)).collect();
+        let mask = draw(&[shapes[0][1], shapes[1][1]], 7, DType::F64);
+        for (mask, is_causal) in [(None, false), (None, true), (Some(&mask), false), (Some(&mask), true)] {
+            let found = run(&inputs, |x| attention(&x[0], &x[1], &x[2], mask, is_causal, None));
+            assert_close(&found, &run(&inputs, |x| attention_plain(x, mask, is_causal)), 1e-11);
+            let singles: Vec<Tensor> = inputs.iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
+            let singles = run(&singles, |x| attention(&x[0], &x[1], &x[2], mask, is_causal, None));
+            assert_close(&singles, &found, 2e-6);
+        }
+    }
+}
+
+#[test]
+fn attention_keeps_the_layout_of_split_heads() {
+    let split = |x: &Tensor| x.reshape((2, 70, 3, 4))?.transpose(1, 2);
+    let inputs: Vec<Tensor> = (0..3).map(|i| draw(&[2, 70, 12], i, DType::F64)).collect();
+    let found = run(&inputs, |x| {
+        let y = attention(&split(&x[0])?, &split(&x[1])?, &split(&x[2])?, None, true, None)?.transpose(1, 2)?;
+        assert!(y.raw().is_contiguous());
+        y.reshape((2, 70, 12))
+    });
+    let expected = run(&inputs, |x| {
+        let heads = x.iter().map(split).collect::<Result<Vec<_>>>()?;
+        attention_plain(&heads, None, true)?.transpose(1, 2)?.reshape((2, 70, 12))
+    });
+    assert_close(&found, &expected, 1e-12);
+}
+
+#[test]
+fn keys_may_repeat_and_lie_transposed() {
+    // One head of keys for three of queries, stored (width, length).
+    let inputs = [draw(&[3, 9, 4], 0, DType::F64), draw(&[1, 4, 6], 1, DType::F64), draw(&[3, 6, 4], 2, DType::F64)];
+    let keys = |x: &Tensor| x.t()?.broadcast_as((3, 6, 4));
+    let found = run(&inputs, |x| attention(&x[0], &keys(&x[1])?, &x[2], None, false, None));
+    let expected = run(&inputs, |x| attention_plain(&[x[0].clone(), keys(&x[1])?, x[2].clone()], None, false));
+    assert_close(&found, &expected, 1e-12);
+}
+
+#[test]
+fn a_query_that_sees_no_key_gives_zeros_and_no_gradient() {
+    let inputs: Vec<Tensor> = (0..3).map(|i| draw(&[3, 4], i, DType::F32)).collect();
+    let mask = Tensor::from_vec(vec![1u8, 1, 0, 0, 0, 0, 1, 1, 1], (3, 3), &Device::Cpu).unwrap();
+    let found = run(&inputs, |x| attention(&x[0], &x[1], &x[2], Some(&mask), false, None));
+    assert!(found.iter().flatten().all(|x| x.is_finite()));
+    assert!(found[0][4..8].iter().chain(&found[1][4..8]).all(|x| *x == 0.0));
+    assert!(found[0][..4].iter().any(|x| *x != 0.0));
+}
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    type Kernel = fn(&[Tensor]) -> Result<Tensor>;
+    let kernels: [(&[&[usize]], Kernel); 6] = [
+        (&[&[999, 77]], |x| x[0].softmax(1)),
+        (&[&[999, 77]], |x| x[0].log_softmax(0)),
+        (&[&[999, 77], &[77], &[77]], |x| layer_norm(&x[0], 1, Some(&x[1]), Some(&x[2]), 1e-5)),
+        (&[&[999, 77], &[77]], |x| rms_norm(&x[0], Some(&x[1]), 1e-5)),
+        (&[&[2, 999, 60], &[60], &[60]], |x| group_norm(&x[0], 5, Some(&x[1]), Some(&x[2]), 1e-5)),
+        (&[&[2, 200, 8], &[2, 1100, 8], &[2, 1100, 8]], |x| attention(&x[0], &x[1], &x[2], None, true, None)),
+    ];
+    for (shapes, kernel) in kernels {
+        let inputs: Vec<Tensor> = shapes.iter().enumerate().map(|(i, dims)| draw(dims, i, DType::F32)).collect();
+        let results = [1, 3, 4].map(|threads| {
+            set_num_threads(threads).unwrap();
+            run(&inputs, kernel)
+        });
+        assert!(results[0] == results[1] && results[0] == results[2]);
+    }
+}
+
+#[test]
+fn norms_of_many_rows_are_those_in_double_precision() {
+    let shapes: [&[usize]; 3] = [&[1500, 40], &[40], &[40]];
+    let doubles: Vec<Tensor> = (0..3).map(|i| draw(shapes[i], i, DType::F64)).collect();
+    let singles: Vec<Tensor> = doubles.iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
+    let layer = |x: &[Tensor]| layer_norm(&x[0], 1, Some(&x[1]), Some(&x[2]), 1e-5);
+    let layer_plain = |x: &[Tensor]| {
+        let centered = x[0].sub(&x[0].mean(&[1], true)?)?;
+        let std = centered.sqr()?.mean(&[1], true)?.add_scalar(1e-5)?.sqrt()?;
+        centered.div(&std)?.mul(&x[1])?.add(&x[2])
+    };
+    let expected = run(&doubles, layer_plain);
+    assert_close(&run(&doubles, layer), &expected, 1e-12);
+    assert_close(&run(&singles, layer), &expected, 3e-6);
+
+    let group = |x: &[Tensor]| group_norm(&x[0].reshape((1, 1500, 40))?, 4, Some(&x[1]), Some(&x[2]), 1e-5);
+    let group_plain = |x: &[Tensor]| {
+        let split = x[0].reshape((1, 1500, 4, 10))?;
+        let centered = split.sub(&split.mean(&[1, 3], true)?)?;
+        let std = centered.sqr()?.mean(&[1, 3], true)?.add_scalar(1e-5)?.sqrt()?;
+        centered.div(&std)?.reshape((1, 1500, 40))?.mul(&x[1])?.add(&x[2])
+    };
+    let expected = run(&doubles, group_plain);
+    assert_close(&run(&doubles, group), &expected, 1e-12);
+    assert_close(&run(&singles, group), &expected, 3e-6);
+}
+
+#[test]
+fn norms_do_not_cancel_where_the_mean_is_large() {
+    // Multiples of 1/256 above 4096 are exact in f32.
+    let values = (0..2000u32).map(|i| 4096.0 + f64::from(i * 37 % 256) / 256.0).collect::<Vec<_>>();
+    let x = |dtype| Tensor::from_vec(values.clone(), (1, 50, 40), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+    for norm in [|x: &Tensor| layer_norm(x, 2, None, None, 1e-5), |x: &Tensor| group_norm(x, 1, None, None, 1e-5)] {
+        let single = to_f64_vec(norm(&x(DType::F32)).unwrap().raw()).unwrap();
+        let double = to_f64_vec(norm(&x(DType::F64)).unwrap().raw()).unwrap();
+        // The mean itself is rounded to a relative 2^-24, a part in 3000 of the deviation.
+        assert_close(&[single], &[double], 1e-3);
+    }
+}
+
+#[test]
+fn parameters_in_f32_serve_inputs_in_bf16() {
+    let x = draw(&[300, 40], 0, DType::BF16);
+    let (weight, bias) = (draw(&[40], 1, DType::F32), draw(&[40], 2, DType::F32));
+    let inputs = [x.clone(), weight.clone(), bias.clone()];
+    let found = run(&inputs, |x| layer_norm(&x[0], 1, Some(&x[1]), Some(&x[2]), 1e-5));
+    let inputs = [x.to_dtype(DType::F32).unwrap(), weight, bias];
+    let expected = run(&inputs, |x| {
+        let y = layer_norm(&x[0], 1, Some(&x[1]), Some(&x[2]), 1e-5)?;
+        y.to_dtype(DType::BF16)
+    });
+    // Sums are made in f32: only the results are rounded to bf16.
+    assert_close(&found[2..], &expected[2..], 1e-6);
+    assert_close(&found[..2], &expected[..2], 1e-2);
+}
+
+#[test]
+fn softmax_of_extremes() {
+    let row = |values: [f32; 4]| Tensor::new(&values, &Device::Cpu).unwrap();
+    let found = |values| row(values).softmax(0).unwrap().to_vec::<f32>().unwrap();
+    assert_eq!(found([1e30, -1e30, 0.0, f32::NEG_INFINITY]), [1.0, 0.0, 0.0, 0.0]);
+    assert_eq!(found([-1e30, -1e30, f32::NEG_INFINITY, -1e30]), [1.0 / 3.0, 1.0 / 3.0, 0.0, 1.0 / 3.0]);
+    assert!(found([0.0, f32::NAN, 0.0, 0.0]).iter().all(|y| y.is_nan()));
+    assert!(found([f32::NEG_INFINITY; 4]).iter().all(|y| y.is_nan()));
+    let log = row([0.0, -200.0, 0.0, 0.0]).log_softmax(0).unwrap().to_vec::<f32>().unwrap();
+    assert!((log[1] + 200.0 + 3f32.ln()).abs() < 2e-5, "{log:?}");
+}
+
+#[test]
+fn rope_keeps_lengths_and_layouts() {
+    let angles = draw(&[70, 2], 1, DType::F64);
+    let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
+    let x = draw(&[2, 70, 3, 4], 0, DType::F64).transpose(1, 2).unwrap();
+    for interleaved in [false, true] {
+        let y = rope(&x, &cos, &sin, interleaved).unwrap();
+        assert!(y.transpose(1, 2).unwrap().raw().is_contiguous());
+        let same = rope(&Tensor::from_raw(&x.raw().force_contiguous().unwrap()), &cos, &sin, interleaved).unwrap();
+        assert_eq!(to_f64_vec(y.raw()).unwrap(), to_f64_vec(same.raw()).unwrap());
+        let length = |x: &Tensor| to_f64_vec(x.sqr().unwrap().sum(&[3], false).unwrap().raw()).unwrap();
+        assert_close(&[length(&y)], &[length(&x)], 1e-14);
+    }
+}
+
+#[test]
+fn operands_that_do_not_fit_are_errors_that_name_the_operation() {
+    let x = |dims: &[usize]| draw(dims, 0, DType::F32);
+    let message = |result: Result<Tensor>| result.unwrap_err().to_string();
+    let cases = [
+        (message(x(&[2, 3]).softmax(2)), "softmax: dimension 2 is out of range for shape [2, 3]"),
+        (message(Tensor::new(&[1u8], &Device::Cpu).unwrap().softmax(0)), "softmax: found dtype u8"),
+        (message(layer_norm(&x(&[2, 3]), 0, None, None, 1e-5)), "layer_norm: cannot normalise the last 0"),
+        (
+            message(layer_norm(&x(&[2, 3]), 1, Some(&x(&[2])), None, 1e-5)),
+            "layer_norm: the weight has shape [2], expected [3]",
+        ),
+        (message(rms_norm(&x(&[2, 3]), Some(&draw(&[3], 0, DType::F64)), 1e-5)), "rms_norm: the weight is f64"),
+        (message(group_norm(&x(&[2, 5, 6]), 4, None, None, 1e-5)), "group_norm: 6 channels cannot be split into 4"),
+        (message(group_norm(&x(&[6]), 2, None, None, 1e-5)), "group_norm: the input has shape [6]"),
+        (
+            message(attention(&x(&[2, 5, 4]), &x(&[2, 7, 3]), &x(&[2, 7, 4]), None, false, None)),
+            "scaled_dot_product_attention: k has shape [2, 7, 3]",
+        ),
+        (
+            message(attention(&x(&[2, 5, 4]), &x(&[2, 7, 4]), &x(&[2, 6, 4]), None, false, None)),
+            "scaled_dot_product_attention: v has shape [2, 6, 4]",
+        ),
+        (
+            message(attention(&x(&[5, 4]), &x(&[7, 4]), &x(&[7, 4]), Some(&x(&[5, 6])), false, None)),
+            "scaled_dot_product_attention: the mask has shape [5, 6]",
+        ),
+        (message(rope(&x(&[5, 3]), &x(&[5, 1]), &x(&[5, 1]), false)), "rope: the width 3"),
+        (message(rope(&x(&[5, 4]), &x(&[4, 2]), &x(&[5, 2]), false)), "rope: cos has shape [4, 2]"),
+        (
+            message(rope(&x(&[5, 4]), Var::from_tensor(&x(&[5, 2])).unwrap().as_tensor(), &x(&[5, 2]), false)),
+            "rope: has no backward",
+        ),
+    ];
+    for (found, expected) in cases {
+        assert!(found.starts_with(expected), "{found}");
+    }
+}

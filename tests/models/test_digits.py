@@ -1,0 +1,175 @@
+"""The digits transformer from Python: names, shapes, adapters, checkpointing, files, errors."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.models import DigitsTransformer
+from trainable_candle.nn.functional import mse_loss
+
+
+def inputs(batch: int = 3) -> tuple[tc.Tensor, tc.Tensor, tc.Tensor]:
+    tc.manual_seed(1)
+    sample = tc.randn((batch, 1, 8, 8))
+    return sample, tc.rand((batch,)) * 1000.0, tc.tensor(np.arange(batch) % 10)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved model whose layers all matter (a fresh one's gates are zero)."""
+    tc.manual_seed(0)
+    model = DigitsTransformer(num_layers=2)
+    for var in model.named_parameters().values():
+        var.set(var + tc.randn(var.shape) * 0.05)
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def frozen(folder: Path) -> DigitsTransformer:
+    return DigitsTransformer.from_pretrained(folder)
+
+
+def test_fresh_model_is_trainable_and_a_loaded_one_is_not(frozen: DigitsTransformer) -> None:
+    fresh = DigitsTransformer(num_layers=2)
+    assert fresh.named_parameters().keys() == frozen.named_tensors().keys()
+    assert frozen.named_parameters() == {}
+    velocity = fresh(*inputs())
+    assert velocity.shape == (3, 1, 8, 8)
+    assert velocity.requires_grad
+    assert not frozen(*inputs()).requires_grad
+
+
+def test_load_finds_the_class(folder: Path) -> None:
+    model = tc.models.load(folder, dtype="bf16")
+    assert type(model) is DigitsTransformer
+    assert model.dtype == "bf16"
+
+
+def test_training_the_adapter_leaves_the_base_bit_for_bit(frozen: DigitsTransformer) -> None:
+    arguments = inputs()
+    base = frozen(*arguments).numpy()
+    adapter = frozen.add_adapter(
+        tc.LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "ff.net.2"])
+    )
+    np.testing.assert_array_equal(frozen(*arguments).numpy(), base)
+    parameters = adapter.named_parameters()
+    assert "transformer_blocks.1.ff.net.2.lora_B.weight" in parameters
+    assert len(parameters) == 8
+    optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-2)
+    target = tc.zeros((3, 1, 8, 8))
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = mse_loss(frozen(*arguments), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    adapter.set_enabled(False)
+    np.testing.assert_array_equal(frozen(*arguments).numpy(), base)
+    adapter.set_enabled(True)
+    assert not np.array_equal(frozen(*arguments).numpy(), base)
+    frozen.remove_adapter()
+    np.testing.assert_array_equal(frozen(*arguments).numpy(), base)
+
+
+def test_adapter_survives_its_file(frozen: DigitsTransformer, tmp_path: Path) -> None:
+    arguments = inputs()
+    base = frozen(*arguments).numpy()
+    config = tc.LoraConfig(
+        r=4, lora_alpha=2, rank_pattern={"to_v": 2}, target_modules=["to_q", "to_v"]
+    )
+    adapter = frozen.add_adapter(config)
+    for var in adapter.parameters():
+        var.set(tc.randn(var.shape) * 0.3)
+    adapted = frozen(*arguments).numpy()
+    adapter.save(tmp_path / "adapter.safetensors", metadata={"note": "test"})
+    frozen.remove_adapter()
+
+    frozen.load_adapter(tmp_path / "adapter.safetensors")
+    np.testing.assert_array_equal(frozen(*arguments).numpy(), adapted)
+    frozen.merge_adapter()
+    np.testing.assert_allclose(frozen(*arguments).numpy(), adapted, rtol=1e-4, atol=1e-5)
+    frozen.unmerge_adapter()
+    np.testing.assert_array_equal(frozen(*arguments).numpy(), adapted)
+    frozen.remove_adapter()
+    frozen.load_adapter(tmp_path / "adapter.safetensors", scale=1e-30)
+    np.testing.assert_allclose(frozen(*arguments).numpy(), base, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_checkpointed_gradients_are_the_same_bit_for_bit(
+    frozen: DigitsTransformer, policy: str
+) -> None:
+    adapter = frozen.add_adapter(tc.LoraConfig(r=2))
+    for var in adapter.parameters():
+        var.set(tc.randn(var.shape) * 0.1)
+
+    def gradients() -> list[np.ndarray]:
+        loss = frozen(*inputs()).mean()
+        return [g.numpy() for g in tc.grad(loss, adapter.parameters()) if g is not None]
+
+    plain = gradients()
+    frozen.enable_gradient_checkpointing(policy)
+    for found, expected in zip(gradients(), plain, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    frozen.disable_gradient_checkpointing()
+
+
+def test_full_checkpointing_keeps_less(frozen: DigitsTransformer) -> None:
+    frozen.add_adapter(tc.LoraConfig(r=2))
+    arguments = inputs(16)
+
+    def kept() -> int:
+        before = tc.memory.saved_bytes()
+        loss = frozen(*arguments).mean()
+        bytes_kept = tc.memory.saved_bytes() - before
+        del loss
+        return bytes_kept
+
+    everything = kept()
+    frozen.enable_gradient_checkpointing("full")
+    assert kept() < 0.5 * everything
+
+
+def test_wrong_use_is_named(frozen: DigitsTransformer, folder: Path, tmp_path: Path) -> None:
+    sample, timestep, labels = inputs()
+    with pytest.raises(
+        tc.ShapeError, match=r"sample has shape \[3, 8, 8\], expected \(B, 1, 8, 8\)"
+    ):
+        frozen(sample.squeeze(1), timestep, labels)
+    with pytest.raises(tc.IndexOutOfRangeError, match="embedding"):
+        frozen(sample, timestep, labels + 8)
+    with pytest.raises(tc.ConfigError, match="match no layer"):
+        frozen.add_adapter(tc.LoraConfig(target_modules=["to_x"]))
+    with pytest.raises(tc.ConfigError, match="rank"):
+        tc.LoraConfig(r=0)
+    with pytest.raises(tc.ArgumentError, match="the model has no adapter"):
+        frozen.merge_adapter()
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        tc.models.load(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(tc.WeightsFormatError, match=r"no config\.json"):
+        tc.models.load(tmp_path / "empty")
+    (folder / "config.json").write_text('{"_class_name": "UNet"}')
+    with pytest.raises(tc.ConfigError, match='"UNet", which is not supported'):
+        tc.models.load(folder)
+
+
+def test_second_adapter_is_refused_until_the_first_is_off(frozen: DigitsTransformer) -> None:
+    frozen.add_adapter(tc.LoraConfig(r=2))
+    with pytest.raises(tc.ConfigError, match="already has an adapter"):
+        frozen.add_adapter(tc.LoraConfig(r=2))
+    frozen.remove_adapter()
+    frozen.add_adapter(tc.LoraConfig(r=2))
+
+
+def test_adapter_of_another_model_is_refused(frozen: DigitsTransformer, tmp_path: Path) -> None:
+    other = DigitsTransformer(num_layers=4)
+    other.add_adapter(tc.LoraConfig(r=2)).save(tmp_path / "adapter.safetensors")
+    with pytest.raises(tc.WeightsFormatError, match="the adapter is for another model"):
+        frozen.load_adapter(tmp_path / "adapter.safetensors")
+    frozen.add_adapter(tc.LoraConfig(r=2))
