@@ -1,4 +1,7 @@
-"""AdamW8bit over 16 M parameters against torch's f32 AdamW. `python benches/adamw8bit.py`"""
+"""AdamW8bit over 16 M parameters against torch's f32 AdamW.
+
+python benches/adamw8bit.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Memory and time of checkpointing on 24 transformer blocks, frozen but for LoRA. `python benches/checkpointing.py`"""
+"""Memory and time of checkpointing on 24 transformer blocks, frozen but for LoRA.
+
+python benches/checkpointing.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A frozen linear layer with LoRA, forward and backward. `python benches/lora_linear.py`"""
+"""A frozen linear layer with LoRA, forward and backward.
+
+python benches/lora_linear.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: side-by-side timing, so that noise of the machine hits both sides alike."""
+"""What the benchmarks share: side-by-side timing, so that noise hits both sides alike."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trainable_candle as tc
@@ -30,9 +31,10 @@ def arguments(description: str) -> argparse.Namespace:
     torch = find_torch()
     if torch is not None:
         torch.set_num_threads(options.threads)
+    version = torch.__version__ if torch else "not installed"
     print(
         f"{processor()}, {options.threads} threads, Python {platform.python_version()}, "
-        f"trainable-candle {tc.__version__}, torch {torch.__version__ if torch else 'not installed'}"
+        f"trainable-candle {tc.__version__}, torch {version}"
     )
     return options
 
@@ -48,7 +50,7 @@ def find_torch() -> Any:
 def processor() -> str:
     """The processor's name where the system tells."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
             names = [
                 line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
             ]

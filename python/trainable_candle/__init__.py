@@ -63,7 +63,17 @@ from trainable_candle.errors import (
 )
 
 if TYPE_CHECKING:
-    from trainable_candle import cuda, errors, memory, models, nn, optim, testing, train
+    from trainable_candle import (
+        cuda,
+        errors,
+        memory,
+        models,
+        nn,
+        optim,
+        recipes,
+        testing,
+        train,
+    )
 
 float32 = DType("f32")
 float16 = DType("f16")
@@ -131,6 +141,7 @@ __all__ = [
     "rand",
     "randint",
     "randn",
+    "recipes",
     "save_file",
     "set_num_threads",
     "set_rng_state",
@@ -146,7 +157,7 @@ __all__ = [
 ]
 
 # Imported when first used, so that `import trainable_candle` stays quick.
-_LAZY = frozenset({"memory", "models", "nn", "optim", "testing", "train"})
+_LAZY = frozenset({"memory", "models", "nn", "optim", "recipes", "testing", "train"})
 
 
 def __getattr__(name: str) -> ModuleType:

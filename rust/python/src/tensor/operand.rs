@@ -44,7 +44,11 @@ impl Number {
                 ),
             ));
         }
-        tc::Tensor::full(self.value, (), like.dtype(), like.device())
+        match like.dtype() {
+            // A number in an operation on small tensors is most of its cost.
+            tc::DType::F32 if like.device().is_cpu() => Ok(tc::raw::from_vec(vec![self.value as f32], ()).into()),
+            dtype => tc::Tensor::full(self.value, (), dtype, like.device()),
+        }
     }
 }
 
