@@ -68,9 +68,9 @@ def test_wrong_files(tmp_path, content):
     [
         ([2], [0, 8], 4, "incomplete or damaged"),
         ([2], [0, 8], 12, "incomplete or damaged"),
-        ([2], [0, 4], 4, "lies at bytes 0 to 4"),
-        ([2], [4, 12], 12, "lies at bytes 4 to 12"),
-        ([2**33, 2**33], [0, 8], 8, "lies at bytes 0 to 8"),
+        ([2], [0, 4], 4, "header is damaged"),
+        ([2], [4, 12], 12, "header is damaged"),
+        ([2**33, 2**33], [0, 8], 8, "header is damaged"),
     ],
 )
 def test_layouts_that_do_not_fit(tmp_path, shape, offsets, data, message):
