@@ -11,7 +11,8 @@ from PIL import Image
 import trainable_candle as tc
 from trainable_candle.data import check_folder
 from trainable_candle.demo import digits
-from trainable_candle.demo.run import SAMPLES, UNSEEN, DemoResult, run, write_dataset
+from trainable_candle.demo.digits import UNSEEN
+from trainable_candle.demo.run import SAMPLES, DemoResult, run, write_dataset
 from trainable_candle.recipes.digits import BASE, DigitsRecipe
 from trainable_candle.train.config import TrainConfig
 

@@ -27,6 +27,13 @@ MAX_PIXEL: Final = 16
 HELD_OUT: Final = 0.3
 SPLIT_SEED: Final = 0
 
+UNSEEN: Final = 0
+"""The digit that the base in the package was not trained on.
+
+Zero, because it is the fairest to judge: its empty middle sets it apart from every mixture of the
+other digits, so neither the base nor the judge takes something else for it.
+"""
+
 
 @dataclass(frozen=True)
 class Digits:

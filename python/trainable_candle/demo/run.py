@@ -29,13 +29,6 @@ if TYPE_CHECKING:
 
     from trainable_candle.models import DigitsTransformer
 
-UNSEEN: Final = 0
-"""The digit that the base in the package was not trained on.
-
-Zero, because it is the fairest to judge: its empty middle sets it apart from every mixture of the
-other digits, so neither the base nor the judge takes something else for it.
-"""
-
 SAMPLES: Final = 256
 SAMPLING_STEPS: Final = 25
 DATASET: Final = "dataset"
@@ -98,12 +91,12 @@ def run(
     judge = Judge(held_out)
     config = configuration(output, seed=seed, threads=threads)
     _clear(output)
-    write_dataset(train.only(UNSEEN), output / DATASET)
+    write_dataset(train.only(digits.UNSEEN), output / DATASET)
     if threads is not None:
         tc.set_num_threads(threads)
 
     base = DigitsRecipe.load(BASE, config.precision, config.device)
-    report(f"base: draws every handwritten digit but {UNSEEN}, which it has never seen")
+    report(f"base: draws every handwritten digit but {digits.UNSEEN}, which it has never seen")
     untouched = _velocity(base.model)
     before = _sample(base, seed)
     _save_grid(before, output / BEFORE, report)
@@ -118,7 +111,7 @@ def run(
     training.adapter.set_enabled(False)
     if not np.array_equal(_velocity(training.recipe.model), untouched):
         raise InternalError("demo: the model without its adapter is no longer the base")
-    result = verdict(judge, UNSEEN, digits.from_grey(before), digits.from_grey(after), train)
+    result = verdict(judge, digits.UNSEEN, digits.from_grey(before), digits.from_grey(after), train)
     write_atomically(output / VERDICT, json.dumps(asdict(result), indent=2) + "\n")
     return DemoResult(output, result)
 
@@ -172,7 +165,7 @@ def _clear(output: Path) -> None:
 
 def _sample(recipe: DigitsRecipe, seed: int) -> npt.NDArray[np.uint8]:
     """Grey pictures of the unseen digit, or of what the model takes for it; shape (n, 8, 8)."""
-    prompts = [caption(UNSEEN)] * SAMPLES
+    prompts = [caption(digits.UNSEEN)] * SAMPLES
     return recipe.sample(prompts, steps=SAMPLING_STEPS, seed=seed)[..., 0]
 
 

@@ -1,6 +1,6 @@
-"""A small digits transformer with random weights, an input, and what torch makes of it.
+"""Make the files beside this one: a small digits transformer, an input, and what torch makes of it.
 
-Run with torch, numpy and safetensors installed: python reference.py
+Run with torch and safetensors installed: python make_torch.py
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch.nn import functional as F  # noqa: N812 (its usual name)
+from torch.nn import functional
 
 HERE = Path(__file__).parent
 SIZES = {
@@ -27,6 +27,7 @@ DIM, HIDDEN, PATCH, GRID = 8, 24, 8, 3
 
 
 def weights() -> dict[str, torch.Tensor]:
+    """Random parameters under our names."""
     generator = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {
         "pos_embed.pos_embed": (1, GRID * GRID, DIM),
@@ -57,21 +58,23 @@ def forward(
     w: dict[str, torch.Tensor], x: torch.Tensor, t: torch.Tensor, y: torch.Tensor
 ) -> torch.Tensor:
     def linear(name: str, v: torch.Tensor) -> torch.Tensor:
-        return F.linear(v, w[name + ".weight"], w[name + ".bias"])
+        return functional.linear(v, w[name + ".weight"], w[name + ".bias"])
 
     def modulated(v: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(v, (DIM,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
+        return functional.layer_norm(v, (DIM,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
 
     # A convolution whose kernel is its stride is diffusers' way to cut patches.
     kernel = w["pos_embed.proj.weight"].reshape(DIM, 2, 2, 2)
     h = (
-        F.conv2d(x, kernel, w["pos_embed.proj.bias"], stride=2).flatten(2).transpose(1, 2)
+        functional.conv2d(x, kernel, w["pos_embed.proj.bias"], stride=2).flatten(2).transpose(1, 2)
         + w["pos_embed.pos_embed"]
     )
     frequencies = torch.exp(-math.log(10000) * torch.arange(3) / 3)
     angles = t[:, None] * frequencies
     e = linear("time_embedding.linear_1", torch.cat([angles.cos(), angles.sin()], dim=1))
-    e = F.silu(linear("time_embedding.linear_2", F.silu(e)) + w["class_embedding.weight"][y])
+    e = functional.silu(
+        linear("time_embedding.linear_2", functional.silu(e)) + w["class_embedding.weight"][y]
+    )
     for i in range(2):
         block = f"transformer_blocks.{i}."
         shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = linear(
@@ -81,9 +84,9 @@ def forward(
         q, k, v = (
             linear(block + f"attn.to_{c}", n).unflatten(2, (2, 4)).transpose(1, 2) for c in "qkv"
         )
-        a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        a = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         h = h + gate_a[:, None] * linear(block + "attn.to_out.0", a)
-        n = F.gelu(
+        n = functional.gelu(
             linear(block + "ff.net.0.proj", modulated(h, shift_f, scale_f)), approximate="tanh"
         )
         h = h + gate_f[:, None] * linear(block + "ff.net.2", n)
@@ -100,7 +103,7 @@ if __name__ == "__main__":
     labels = torch.tensor([0, 2, 1, 2])
     velocity = forward(w, sample.double(), timestep.double(), labels)
     target = torch.randn(sample.shape, generator=generator)
-    F.mse_loss(velocity, target.double()).backward()
+    functional.mse_loss(velocity, target.double()).backward()
     case = {
         "sample": sample,
         "timestep": timestep,

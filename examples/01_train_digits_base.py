@@ -4,7 +4,7 @@ The tenth, 0, is left for the demo's LoRA: its pictures are never shown, and its
 embedding keeps its random start. Takes some minutes on two cores and ends with the two files that
 ship in the package:
 
-    python examples/train_digits_base.py --output digits-base
+    python examples/01_train_digits_base.py
 """
 
 import argparse
@@ -15,7 +15,6 @@ import numpy as np
 import trainable_candle as tc
 from trainable_candle.data import ShuffledBatches
 from trainable_candle.demo import digits
-from trainable_candle.demo.run import UNSEEN
 from trainable_candle.models import DigitsTransformer
 from trainable_candle.recipes.digits import PreparedDigits, to_model
 from trainable_candle.train import FlowMatching, ProgressBar, Trainer
@@ -30,13 +29,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--output", type=Path, required=True, help="folder for config.json and model.safetensors"
+        "--output", type=Path, default=Path("digits-base"), help="folder for the files"
     )
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
 
     train, _ = digits.split(digits.load())
-    seen = train.without(UNSEEN)
+    seen = train.without(digits.UNSEEN)
     rgb = np.repeat(digits.to_grey(seen.pixels)[..., None], 3, axis=-1)
 
     tc.manual_seed(SEED)
