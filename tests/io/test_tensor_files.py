@@ -61,3 +61,21 @@ def test_wrong_files(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(tc.WeightsFormatError, match=r"wrong.safetensors: "):
         tc.load_file(path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets", "data", "message"),
+    [
+        ([2], [0, 8], 4, "incomplete or damaged"),
+        ([2], [0, 8], 12, "incomplete or damaged"),
+        ([2], [0, 4], 4, "header is damaged"),
+        ([2], [4, 12], 12, "header is damaged"),
+        ([2**33, 2**33], [0, 8], 8, "header is damaged"),
+    ],
+)
+def test_layouts_that_do_not_fit(tmp_path, shape, offsets, data, message):
+    header = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
+    path = tmp_path / "damaged.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(data))
+    with pytest.raises(tc.WeightsFormatError, match=message):
+        tc.load_file(path)
