@@ -2,9 +2,85 @@
 The compiled part of trainable-candle; import `trainable_candle` instead.
 """
 
-from typing import Final
+import builtins
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__version__", "build_profile"]
+from _typeshed import SupportsGetItem
+from numpy.typing import NDArray
+from typing_extensions import disjoint_base
+
+__all__ = [
+    "__version__",
+    "build_profile",
+    "Adam",
+    "Adam8bit",
+    "AdamW",
+    "AdamW8bit",
+    "Adapter",
+    "AdapterSet",
+    "DType",
+    "DigitsTransformer",
+    "FlowMatching",
+    "GradScaler",
+    "Lion",
+    "Lion8bit",
+    "LoraConfig",
+    "Model",
+    "Optimizer",
+    "SGD",
+    "Schedule",
+    "Tensor",
+    "Var",
+    "arange",
+    "available_bytes",
+    "cat",
+    "checkpoint",
+    "clip_grad_norm_",
+    "conv2d",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "empty_like",
+    "eye",
+    "from_dlpack",
+    "full",
+    "get_num_threads",
+    "get_rng_state",
+    "grad",
+    "gradcheck",
+    "group_norm",
+    "huber_loss",
+    "init_linear",
+    "is_grad_enabled",
+    "l1_loss",
+    "layer_norm",
+    "linear",
+    "load_file",
+    "load_model",
+    "lora_backward",
+    "manual_seed",
+    "mse_loss",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "rms_norm",
+    "rope",
+    "save_file",
+    "saved_bytes",
+    "scaled_dot_product_attention",
+    "set_grad_enabled",
+    "set_num_threads",
+    "set_rng_state",
+    "stack",
+    "tensor",
+    "where",
+    "zeros",
+    "zeros_like",
+]
 
 __version__: Final[str]
 """
@@ -15,3 +91,2137 @@ build_profile: Final[str]
 """
 Cargo profile of this build, `"release"` or `"debug"`.
 """
+
+@final
+class Adam(Optimizer):
+    """
+    Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.
+
+    Args:
+        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        lr: learning rate, at least 0.
+        betas: decay rates of the first and the second moment, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: L2 penalty, added to the gradient.
+        amsgrad: divide by the largest second moment so far.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> Adam: ...
+
+@final
+class Adam8bit(Optimizer):
+    """
+    Adam with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `Adam8bit`.
+
+    Args:
+        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        lr: learning rate, at least 0.
+        betas: decay rates of the first and the second moment, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+        min_8bit_size: variables with fewer elements keep their moments in f32.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        *,
+        min_8bit_size: SupportsIndex = 4096,
+    ) -> Adam8bit: ...
+
+@final
+class AdamW(Optimizer):
+    """
+    Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101), as `torch.optim.AdamW`.
+
+    Args:
+        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        lr: learning rate, at least 0.
+        betas: decay rates of the first and the second moment, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+        amsgrad: divide by the largest second moment so far.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> AdamW: ...
+
+@final
+class AdamW8bit(Optimizer):
+    """
+    AdamW with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `AdamW8bit`.
+
+    Args:
+        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        lr: learning rate, at least 0.
+        betas: decay rates of the first and the second moment, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+        min_8bit_size: variables with fewer elements keep their moments in f32.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
+        *,
+        min_8bit_size: SupportsIndex = 4096,
+    ) -> AdamW8bit: ...
+
+@final
+class Adapter:
+    """
+    A trainable change to one frozen linear layer.
+
+    Args:
+        kind: "lora" or "dora".
+        weight: the layer's frozen weight, (out_features, in_features).
+        bias: the layer's frozen bias, (out_features,).
+        rank: rank of the low-rank product, at least 1.
+        scale: factor in front of it.
+        dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
+
+    Raises:
+        ArgumentError: if the kind is unknown, or a number is out of range.
+        ShapeError: if the weight is no matrix or the bias does not fit it.
+    """
+    def __new__(
+        cls,
+        /,
+        kind: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        rank: SupportsIndex,
+        scale: SupportsFloat | SupportsIndex,
+        dropout: SupportsFloat | SupportsIndex = 0.0,
+    ) -> Adapter: ...
+    def forward(self, /, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """
+        The layer's result with the adapter: (..., in_features) -> (..., out_features).
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        """
+    def merged_weight(self, /, weight: Tensor) -> Tensor:
+        """
+        The weight with which a plain layer computes the same.
+        """
+    @property
+    def scale(self, /) -> float:
+        """
+        The factor in front of the low-rank product.
+        """
+    def set_training(self, /, training: bool) -> None:
+        """
+        Training (dropout on) or not.
+        """
+    def vars(self, /) -> list[Var]:
+        """
+        The trainable parameters: down, up, and for DoRA the magnitude.
+        """
+
+@final
+class AdapterSet:
+    """
+    The adapters that `add_adapter` or `load_adapter` put on a model.
+    """
+    def __repr__(self, /) -> str: ...
+    @property
+    def config(self, /) -> LoraConfig:
+        """
+        The configuration.
+        """
+    def load(self, /, path: str | PathLike[str]) -> None:
+        """
+        Read the parameters of an adapter file with the same layers, ranks and alphas.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter.
+            ConfigError, ShapeError: if it does not fit; nothing is changed then.
+        """
+    def named_parameters(self, /) -> dict[str, Var]:
+        """
+        The trainable parameters under peft's names ("transformer_blocks.0.attn.to_q.lora_A.weight").
+        """
+    def parameters(self, /) -> list[Var]:
+        """
+        The trainable parameters in the order of the layers.
+        """
+    def save(
+        self,
+        /,
+        path: str | PathLike[str],
+        format: str = "peft",
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        """
+        Write the adapters to a safetensors file, complete or not at all.
+
+        Args:
+            path: the file.
+            format: whose names it carries: "peft" or "diffusers".
+            metadata: text entries for the file's header.
+
+        Raises:
+            FileError: if the file cannot be written.
+            ArgumentError: if the format is unknown.
+        """
+    def set_enabled(self, /, enabled: bool) -> None:
+        """
+        Let the model compute through the adapters, or exactly as if there were none.
+        """
+    def set_training(self, /, training: bool) -> None:
+        """
+        Training (dropout on) or not.
+        """
+
+@final
+class DType:
+    """
+    The type of a tensor's elements.
+
+    Equal to its name in either spelling: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`.
+    Wherever a dtype is expected, the name will do.
+
+    Args:
+        name: "f32", "f16", "bf16", "f64", "u8", "u32" or "i64", or torch's name ("float32", "bfloat16", ...).
+
+    Raises:
+        DTypeError: if the name is unknown.
+    """
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int:
+        """
+        The hash of the short name, so that `{"f32": ...}[t.dtype]` finds its entry.
+        """
+    def __new__(cls, /, name: DType | str) -> DType: ...
+    def __reduce__(self, /) -> tuple[Any, ...]: ...
+    def __repr__(self, /) -> str: ...
+    def __str__(self, /) -> str: ...
+    @property
+    def is_floating_point(self, /) -> bool:
+        """
+        Whether gradients can flow through values of this dtype.
+        """
+    @property
+    def itemsize(self, /) -> int:
+        """
+        Bytes of one element.
+        """
+    @property
+    def name(self, /) -> str:
+        """
+        The short name, such as "bf16".
+        """
+
+@final
+class DigitsTransformer(Model):
+    """
+    The demo's image generator: a flow-matching diffusion transformer over pictures of handwritten digits.
+
+    The constructor makes a fresh model whose parameters are trainable; `from_pretrained` loads a frozen one.
+
+    Args:
+        sample_size: height and width of a picture in pixels.
+        patch_size: height and width of the square that becomes one token.
+        num_layers: number of blocks.
+        num_attention_heads: heads of each attention.
+        attention_head_dim: width of each head.
+        mlp_ratio: width of the feed-forward layers' middle, as a multiple of the model's width.
+        num_classes: number of classes.
+        device: where its parameters are.
+
+    Raises:
+        ConfigError: if the sizes do not fit together.
+    """
+    def __call__(self, /, sample: Tensor, timestep: Tensor, class_labels: Tensor) -> Tensor:
+        """
+        The velocity `noise - picture` of flow matching.
+
+        Args:
+            sample: pictures under noise, (B, 1, H, W), values about -1 to 1.
+            timestep: noise levels from 0 (picture) to 1000 (noise), (B,).
+            class_labels: the class of each, (B,), i64 or u32.
+
+        Returns:
+            A tensor of the shape of `sample`.
+
+        Raises:
+            ShapeError: if the inputs do not fit the model or one another.
+            IndexOutOfRangeError: if a label is no class.
+        """
+    def __new__(
+        cls,
+        /,
+        *,
+        sample_size: SupportsIndex = 8,
+        patch_size: SupportsIndex = 2,
+        num_layers: SupportsIndex = 3,
+        num_attention_heads: SupportsIndex = 3,
+        attention_head_dim: SupportsIndex = 32,
+        mlp_ratio: SupportsIndex = 3,
+        num_classes: SupportsIndex = 10,
+        device: str = "cpu",
+    ) -> DigitsTransformer: ...
+    @staticmethod
+    def from_pretrained(
+        path: str | PathLike[str], dtype: DType | str | None = None, device: str = "cpu"
+    ) -> DigitsTransformer:
+        """
+        The frozen model at `path`: a folder with `config.json` and safetensors weights, or a weight file beside its
+        `config.json`.
+
+        Args:
+            path: the folder or the file.
+            dtype: convert the weights; as they are stored without it.
+            device: where to load it.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's or does not fit the weights.
+        """
+
+@final
+class FlowMatching:
+    """
+    The flow-matching objective: a model sees (1 - s) * data + s * noise and predicts noise - data.
+
+    Args:
+        distribution: how noise levels s in (0, 1) are drawn: "uniform" or "logit_normal".
+        shift: moves them towards noise (above 1) or data (below 1); 1 changes nothing.
+
+    Raises:
+        ArgumentError: if the distribution is unknown or the shift is not above 0.
+    """
+    def __new__(
+        cls, /, distribution: str = "uniform", shift: SupportsFloat | SupportsIndex = 1.0
+    ) -> FlowMatching: ...
+    def euler_step(
+        self,
+        /,
+        sample: Tensor,
+        velocity: Tensor,
+        sigma: SupportsFloat | SupportsIndex,
+        next_sigma: SupportsFloat | SupportsIndex,
+    ) -> Tensor:
+        """
+        One step of Euler's method along a velocity.
+
+        Args:
+            sample: where the path is at noise level `sigma`.
+            velocity: what the model says there, in the shape of `sample`.
+            sigma: the noise level.
+            next_sigma: the noise level to go to.
+
+        Returns:
+            sample + (next_sigma - sigma) * velocity.
+
+        Raises:
+            ShapeError: if the shapes differ.
+        """
+    def noise(self, /, data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """
+        Put noise on a batch of data, each example at a level of its own.
+
+        Args:
+            data: (B, ...).
+
+        Returns:
+            The noised data, the noise levels (B,) in f32, and what a model should say of them (noise - data).
+
+        Raises:
+            ShapeError: if the data has no dimension.
+        """
+    def sigmas(self, /, steps: SupportsIndex) -> list[float]:
+        """
+        The noise levels of `steps` sampling steps: from 1 down to 0, `steps + 1` numbers.
+
+        Raises:
+            ArgumentError: if there are no steps.
+        """
+
+@final
+class GradScaler:
+    """
+    Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
+    `torch.amp.GradScaler`.
+
+    One iteration: `scaler.scale(loss).backward()`, `scaler.unscale_(opt)` and clipping if wanted, `scaler.step(opt)`,
+    `scaler.update()`.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: the scale is multiplied by this after `growth_interval` good steps in a row; above 1.
+        backoff_factor: the scale is multiplied by this after a step with an infinity or a NaN; in (0, 1).
+        growth_interval: good steps in a row before the scale grows.
+        enabled: if not, losses and gradients stay as they are and every step is taken.
+
+    Raises:
+        ArgumentError: if a number is out of range.
+    """
+    def __new__(
+        cls,
+        /,
+        init_scale: SupportsFloat | SupportsIndex = 65536.0,
+        growth_factor: SupportsFloat | SupportsIndex = 2.0,
+        backoff_factor: SupportsFloat | SupportsIndex = 0.5,
+        growth_interval: SupportsIndex = 2000,
+        enabled: bool = True,
+    ) -> GradScaler: ...
+    def get_scale(self, /) -> float:
+        """
+        The current scale; 1 if not enabled.
+        """
+    def load_state_dict(self, /, state: dict[str, SupportsFloat | SupportsIndex]) -> None:
+        """
+        Go on with what `state_dict` returned.
+
+        Raises:
+            ConfigError: if an entry is missing.
+            ArgumentError: if the scale is not a number above 0.
+        """
+    def scale(self, /, loss: Tensor) -> Tensor:
+        """
+        The loss times the scale.
+        """
+    def state_dict(self, /) -> dict[str, float]:
+        """
+        The scale and the good steps in a row so far, as numbers.
+        """
+    def step(self, /, optimizer: Optimizer) -> bool:
+        """
+        Unscale the gradients if that was not done, then let the optimizer step, unless one is infinite or NaN.
+
+        Returns:
+            Whether the step was taken.
+
+        Raises:
+            ArgumentError: if a step was taken since the last `update`.
+        """
+    def unscale_(self, /, optimizer: Optimizer) -> None:
+        """
+        Divide the gradients of the optimizer's variables by the scale, to clip or look at them before the step.
+
+        Raises:
+            ArgumentError: if that was done since the last `update`.
+        """
+    def update(self, /) -> None:
+        """
+        End the iteration: the scale falls after a step that was skipped, and grows after enough good ones in a row.
+
+        Raises:
+            ArgumentError: if no optimizer was unscaled or stepped since the last call.
+        """
+
+@final
+class Lion(Optimizer):
+    """
+    Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum.
+
+    Args:
+        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        lr: learning rate, at least 0; 3 to 10 times smaller than Adam's.
+        betas: weight of the momentum in the update, and its decay rate; each in [0, 1).
+        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 1e-4,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+    ) -> Lion: ...
+
+@final
+class Lion8bit(Optimizer):
+    """
+    Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.
+
+    Args:
+        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        lr: learning rate, at least 0; 3 to 10 times smaller than Adam's.
+        betas: weight of the momentum in the update, and its decay rate; each in [0, 1).
+        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+        min_8bit_size: variables with fewer elements keep their momentum in f32.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 1e-4,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        *,
+        min_8bit_size: SupportsIndex = 4096,
+    ) -> Lion8bit: ...
+
+@final
+class LoraConfig:
+    """
+    Which layers get an adapter, and of what kind and size. The names are peft's.
+
+    A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
+    whole name; "all-linear" stands for every linear layer.
+
+    Args:
+        r: rank, at least 1.
+        lora_alpha: numerator of the scale, lora_alpha / r.
+        target_modules: the layers that get an adapter.
+        exclude_modules: layers to leave out.
+        lora_dropout: probability of dropping an element of an adapter's input while training, in [0, 1).
+        use_dora: weight-decomposed adapters (DoRA) instead of LoRA.
+        use_rslora: scale by lora_alpha / sqrt(r).
+        rank_pattern: other ranks for layers by name.
+        alpha_pattern: other alphas for layers by name.
+
+    Raises:
+        ConfigError: if a value is out of range.
+    """
+    def __new__(
+        cls,
+        /,
+        r: SupportsIndex = 8,
+        lora_alpha: SupportsFloat | SupportsIndex = 8.0,
+        target_modules: str | SupportsGetItem[int, str] | None = None,
+        exclude_modules: str | SupportsGetItem[int, str] | None = None,
+        lora_dropout: SupportsFloat | SupportsIndex = 0.0,
+        use_dora: bool = False,
+        use_rslora: bool = False,
+        rank_pattern: dict[str, SupportsIndex] | None = None,
+        alpha_pattern: dict[str, SupportsFloat | SupportsIndex] | None = None,
+    ) -> LoraConfig: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def alpha_pattern(self, /) -> dict[str, float]:
+        """
+        Other alphas for layers by name.
+        """
+    @property
+    def exclude_modules(self, /) -> list[str]:
+        """
+        The layers that are left out.
+        """
+    @property
+    def lora_alpha(self, /) -> float:
+        """
+        The numerator of the scale.
+        """
+    @property
+    def lora_dropout(self, /) -> float:
+        """
+        The probability of dropping an element of an adapter's input while training.
+        """
+    @property
+    def r(self, /) -> int:
+        """
+        Rank.
+        """
+    @property
+    def rank_pattern(self, /) -> dict[str, int]:
+        """
+        Other ranks for layers by name.
+        """
+    @property
+    def target_modules(self, /) -> list[str]:
+        """
+        The layers that get an adapter.
+        """
+    @property
+    def use_dora(self, /) -> bool:
+        """
+        Whether adapters are weight-decomposed (DoRA).
+        """
+    @property
+    def use_rslora(self, /) -> bool:
+        """
+        Whether the scale is lora_alpha / sqrt(r).
+        """
+
+@disjoint_base
+class Model:
+    """
+    A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called.
+    """
+    def __repr__(self, /) -> str: ...
+    def add_adapter(self, /, config: LoraConfig) -> AdapterSet:
+        """
+        Put trainable adapters on the layers that `config` targets; the model itself stays as it is.
+
+        Raises:
+            ConfigError: if no layer matches, or one has an adapter already.
+        """
+    def disable_gradient_checkpointing(self, /) -> None:
+        """
+        Keep everything between forward and backward.
+        """
+    @property
+    def dtype(self, /) -> DType:
+        """
+        The dtype of the weights, in which the model computes.
+        """
+    def enable_gradient_checkpointing(self, /, policy: str = "full") -> None:
+        """
+        Keep little between forward and backward, and recompute the rest.
+
+        Args:
+            policy: "full" keeps the inputs of blocks, "selective" also the results of matrix products and attention.
+
+        Raises:
+            ArgumentError: if the policy is unknown.
+        """
+    def load_adapter(
+        self, /, path: str | PathLike[str], scale: SupportsFloat | SupportsIndex = 1.0
+    ) -> AdapterSet:
+        """
+        Put the adapters of a file on the model, their effect multiplied by `scale`.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
+            ConfigError: if a layer has an adapter already.
+        """
+    def merge_adapter(self, /) -> None:
+        """
+        Let the adapted layers compute with one merged weight each, at the speed of the base. Training has no effect
+        until `unmerge_adapter`.
+
+        Raises:
+            ArgumentError: if the model has no adapter.
+        """
+    def named_parameters(self, /) -> dict[str, Var]:
+        """
+        The trainable parameters of the model itself by name: none if it was loaded, all if it is fresh.
+        """
+    def named_tensors(self, /) -> dict[str, Tensor]:
+        """
+        Every parameter by name, adapters left out; a merged one is part of its layer's weight.
+        """
+    def remove_adapter(self, /) -> None:
+        """
+        Take the adapters off, merged or not; the model computes exactly what it did before them.
+        """
+    def save_pretrained(self, /, folder: str | PathLike[str]) -> None:
+        """
+        Write `config.json` and `model.safetensors` to a folder, adapters left out.
+
+        Raises:
+            FileError: if a file cannot be written.
+        """
+    def unmerge_adapter(self, /) -> None:
+        """
+        Undo `merge_adapter`, exactly.
+
+        Raises:
+            ArgumentError: if the model has no adapter.
+        """
+
+@disjoint_base
+class Optimizer:
+    """
+    What all optimizers can do. Make one of its subclasses.
+    """
+    def __repr__(self, /) -> str: ...
+    @property
+    def group_lrs(self, /) -> list[float]:
+        """
+        The learning rate of each group; as many must be assigned.
+
+        Raises:
+            ArgumentError: on assignment, if there are more or fewer, or one is negative or not finite.
+        """
+    @group_lrs.setter
+    def group_lrs(self, /, lrs: SupportsGetItem[int, SupportsFloat | SupportsIndex]) -> None: ...
+    def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
+        """
+        Take over the states of an optimizer of the same kind over variables of the same shapes.
+
+        Raises:
+            ConfigError: if states are missing or not expected. Nothing is changed then.
+            ShapeError, DTypeError: if one differs. Nothing is changed then.
+        """
+    @property
+    def lr(self, /) -> float:
+        """
+        The learning rate: of the first group when read, of all groups when set.
+
+        Raises:
+            ArgumentError: on assignment, if it is negative or not finite.
+        """
+    @lr.setter
+    def lr(self, /, lr: SupportsFloat | SupportsIndex) -> None: ...
+    @property
+    def state_bytes(self, /) -> int:
+        """
+        Bytes of all states and master values held now. A variable's states are made at its first step.
+        """
+    def state_dict(self, /) -> dict[str, Tensor]:
+        """
+        A copy of all states: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
+        `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
+        learning rate of each group.
+        """
+    def step(self, /) -> None:
+        """
+        Update every variable that has a gradient. The gradients stay; `zero_grad` forgets them.
+        """
+    def zero_grad(self, /) -> None:
+        """
+        Forget the gradients of all variables.
+        """
+
+@final
+class SGD(Optimizer):
+    """
+    Stochastic gradient descent with momentum, as `torch.optim.SGD`.
+
+    Args:
+        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        lr: learning rate, at least 0.
+        momentum: share of the momentum buffer that stays from step to step; 0 for no buffer.
+        dampening: the gradient enters the buffer with weight 1 - dampening.
+        weight_decay: L2 penalty, added to the gradient.
+        nesterov: look ahead along the momentum; needs momentum > 0 and dampening 0.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        momentum: SupportsFloat | SupportsIndex = 0.0,
+        dampening: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> SGD: ...
+
+@final
+class Schedule:
+    """
+    The factor on the learning rate as a function of the step, as transformers' schedules with warm-up: over the first
+    `warmup_steps` steps it rises linearly from 0, afterwards it follows its kind.
+
+    Args:
+        kind: "constant", "linear", "cosine" or "polynomial".
+        warmup_steps: steps of the warm-up.
+        total_steps: steps of the training, warm-up included.
+        cycles: waves of the cosine; half a one goes from 1 to 0.
+        end: the last factor of the polynomial, in [0, 1).
+        power: the power of the polynomial, above 0.
+
+    Raises:
+        ArgumentError: if the kind is unknown or a number out of range.
+    """
+    def __new__(
+        cls,
+        /,
+        kind: str,
+        warmup_steps: SupportsIndex = 0,
+        total_steps: SupportsIndex = 0,
+        *,
+        cycles: SupportsFloat | SupportsIndex = 0.5,
+        end: SupportsFloat | SupportsIndex = 0.0,
+        power: SupportsFloat | SupportsIndex = 1.0,
+    ) -> Schedule: ...
+    def factor(self, /, step: SupportsIndex) -> float:
+        """
+        The factor of step `step`, which counts from 0.
+        """
+
+@disjoint_base
+class Tensor:
+    """
+    An immutable array of numbers on a device, and its place on the autograd tape.
+
+    Make one with `tensor`, `zeros`, `randn` and the like. Operations on tensors that depend on a `Var` are recorded;
+    `backward` walks the record. Shapes broadcast as in numpy. There are no implicit casts: tensors that meet in an
+    operation must have the same dtype; plain numbers adopt the tensor's.
+    """
+
+    __array_priority__: Final = 1000.0
+    """
+    numpy arrays leave operators between them and tensors to the tensor.
+    """
+    @property
+    def T(self, /) -> Tensor:
+        """
+        The dimensions in reverse order: the transpose of a matrix.
+        """
+    def __abs__(self, /) -> Tensor: ...
+    def __add__(self, other: object, /) -> Tensor: ...
+    def __array__(self, /, dtype: Any | None = None, copy: bool | None = None) -> NDArray[Any]: ...
+    def __bool__(self, /) -> bool: ...
+    def __dlpack__(
+        self,
+        /,
+        *,
+        stream: Any | None = None,
+        max_version: tuple[SupportsIndex, SupportsIndex] | None = None,
+        dl_device: tuple[SupportsIndex, SupportsIndex] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """
+        A capsule for other libraries' `from_dlpack`. Shares memory with consumers that know it is read-only (DLPack
+        1.0), copies for others unless `copy=False`.
+        """
+    def __dlpack_device__(self, /) -> tuple[int, int]:
+        """
+        DLPack's device type and number.
+        """
+    def __eq__(self, other: object, /) -> Tensor: ...
+    def __float__(self, /) -> builtins.float: ...
+    def __ge__(self, other: object, /) -> Tensor: ...
+    def __getitem__(self, index: Any, /) -> Tensor:
+        """
+        Integers, slices with any step, None and ... as in numpy; one integer tensor (positions along a dimension) or one
+        u8 mask, where torch would take it. A view except for steps other than 1 and tensors. Differentiable.
+        """
+    def __gt__(self, other: object, /) -> Tensor: ...
+    def __hash__(self, /) -> int:
+        """
+        Identity: tensors are keys by what they are, not by their values.
+        """
+    def __index__(self, /) -> Any: ...
+    def __int__(self, /) -> Any: ...
+    def __iter__(self, /) -> Iterator[Tensor]: ...
+    def __le__(self, other: object, /) -> Tensor: ...
+    def __len__(self, /) -> int: ...
+    def __lt__(self, other: object, /) -> Tensor: ...
+    def __matmul__(self, other: object, /) -> Tensor: ...
+    def __mul__(self, other: object, /) -> Tensor: ...
+    def __ne__(self, other: object, /) -> Tensor: ...
+    def __neg__(self, /) -> Tensor: ...
+    def __pos__(self, /) -> Tensor: ...
+    def __pow__(self, exponent: object, modulo: object = None, /) -> Tensor: ...
+    def __radd__(self, other: object, /) -> Tensor: ...
+    def __repr__(self, /) -> str: ...
+    def __rmatmul__(self, other: object, /) -> Tensor: ...
+    def __rmul__(self, other: object, /) -> Tensor: ...
+    def __rpow__(self, base: object, modulo: object = None, /) -> Tensor: ...
+    def __rsub__(self, other: object, /) -> Tensor: ...
+    def __rtruediv__(self, other: object, /) -> Tensor: ...
+    def __sub__(self, other: object, /) -> Tensor: ...
+    def __truediv__(self, other: object, /) -> Tensor: ...
+    def abs(self, /) -> Tensor:
+        """
+        The absolute value; the gradient at 0 is 0.
+
+        Raises:
+            DTypeError: if the tensor is not floating point.
+        """
+    def argmax(self, /, dim: SupportsIndex | None = None, keepdim: bool = False) -> Tensor:
+        """
+        The position of the largest element, the first of equal ones, as i64. No gradient flows through it.
+
+        Args:
+            dim: a dimension; without it, the position in the flattened tensor.
+            keepdim: whether the dimension stays, with size 1.
+
+        Raises:
+            IndexOutOfRangeError: if the dimension is out of range.
+        """
+    def backward(self, /, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
+        """
+        Differentiate with respect to every variable that this depends on; gradients are added to their `.grad`.
+
+        What the tape saved is freed on the way, unless `retain_graph`.
+
+        Args:
+            gradient: the gradient of this tensor, in its shape; not needed for a single element.
+            retain_graph: whether the graph can be walked again.
+
+        Raises:
+            ShapeError: if there is more than one element and no gradient, or its shape differs.
+            AutogradError: if nothing depends on a variable, the graph was walked before, or a variable was changed
+                in place since it was used.
+        """
+    def broadcast_to(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
+        """
+        A view in which dimensions of size 1, and new leading ones, repeat up to `shape`.
+
+        Raises:
+            ShapeError: if the shape is not reached by repeating.
+        """
+    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
+        """
+        Views of `chunks` parts along `dim`, the last possibly smaller.
+
+        Raises:
+            ArgumentError: if `chunks` is 0.
+            IndexOutOfRangeError: if the dimension is out of range.
+        """
+    def clamp(
+        self,
+        /,
+        min: SupportsFloat | SupportsIndex | None = None,
+        max: SupportsFloat | SupportsIndex | None = None,
+    ) -> Tensor:
+        """
+        Each element limited to [min, max]; outside, the gradient is 0.
+
+        Raises:
+            ArgumentError: if neither limit is given, or min > max.
+            DTypeError: if the tensor is not floating point.
+        """
+    def contiguous(self, /) -> Tensor:
+        """
+        The values in row-major order; a copy only if they are not.
+        """
+    def cos(self, /) -> Tensor:
+        """
+        The cosine.
+
+        Raises:
+            DTypeError: if the tensor is not floating point.
+        """
+    def cumsum(self, /, dim: SupportsIndex) -> Tensor:
+        """
+        Sums of the elements up to each along `dim`.
+
+        Raises:
+            IndexOutOfRangeError: if the dimension is out of range.
+            DTypeError: if the tensor is not floating point.
+        """
+    def detach(self, /) -> Tensor:
+        """
+        The same values (shared storage) without a place on the tape.
+        """
+    @property
+    def device(self, /) -> str:
+        """
+        The device: "cpu" or "cuda:0".
+        """
+    @property
+    def dtype(self, /) -> DType:
+        """
+        The dtype; compares equal to its names, such as "f32" and "float32".
+        """
+    def embedding(self, /, ids: Tensor) -> Tensor:
+        """
+        The rows of this table (entries, width) at positions `ids` of any shape: (..., width).
+
+        Raises:
+            IndexOutOfRangeError: if a position is out of range.
+            ShapeError: if the table is not a matrix.
+            DTypeError: if `ids` is not an integer tensor.
+        """
+    def exp(self, /) -> Tensor:
+        """
+        e to the power of each element.
+
+        Raises:
+            DTypeError: if the tensor is not floating point.
+        """
+    def expand(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
+        """
+        `broadcast_to`, where -1 keeps a dimension's size (torch's name).
+
+        Raises:
+            ShapeError: if the shape is not reached by repeating.
+        """
+    def flatten(self, /, start_dim: SupportsIndex = 0, end_dim: SupportsIndex = ...) -> Tensor:
+        """
+        Dimensions `start_dim` to `end_dim` made one.
+
+        Raises:
+            IndexOutOfRangeError: if a dimension is out of range.
+        """
+    def float(self, /) -> Tensor:
+        """
+        The values in f32.
+        """
+    def gather(self, /, dim: SupportsIndex, index: Tensor) -> Tensor:
+        """
+        One element along `dim` for each position in `index`, in the shape of `index`.
+
+        Args:
+            dim: the dimension.
+            index: i64 or u32 positions, with as many dimensions as this tensor.
+
+        Raises:
+            IndexOutOfRangeError: if a position or the dimension is out of range.
+            ShapeError: if the shapes do not fit.
+            DTypeError: if `index` is not an integer tensor.
+        """
+    def gelu(self, /, approximate: str = "none") -> Tensor:
+        """
+        GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+
+        Args:
+            approximate: "none" for x * Phi(x) with the error function, "tanh" for its approximation.
+
+        Raises:
+            ArgumentError: if `approximate` is something else.
+            DTypeError: if the tensor is not floating point.
+        """
+    def index_select(self, /, dim: SupportsIndex, index: Tensor) -> Tensor:
+        """
+        The slices at positions `index` along `dim`.
+
+        Args:
+            dim: the dimension.
+            index: (n,) i64 or u32 positions.
+
+        Raises:
+            IndexOutOfRangeError: if a position or the dimension is out of range.
+            DTypeError: if `index` is not an integer tensor.
+        """
+    def is_contiguous(self, /) -> bool:
+        """
+        Whether the elements lie in row-major order without gaps.
+        """
+    @property
+    def is_leaf(self, /) -> bool:
+        """
+        Whether this is a variable or a constant, not the result of a recorded operation.
+        """
+    def item(self, /) -> Any:
+        """
+        The only element as a Python number.
+
+        Raises:
+            ShapeError: if there is not exactly one element.
+        """
+    def log(self, /) -> Tensor:
+        """
+        The natural logarithm.
+
+        Raises:
+            DTypeError: if the tensor is not floating point.
+        """
+    def log_softmax(self, /, dim: SupportsIndex = ...) -> Tensor:
+        """
+        The logarithm of `softmax`, computed directly.
+
+        Raises:
+            IndexOutOfRangeError: if the dimension is out of range.
+            DTypeError: if the tensor is not floating point.
+        """
+    def logsumexp(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+        """
+        The logarithm of the sum of exponentials, without overflow.
+
+        Args:
+            dim: a dimension or several; all without it.
+            keepdim: whether reduced dimensions stay, with size 1.
+
+        Raises:
+            IndexOutOfRangeError: if a dimension is out of range.
+           DTypeError: if the tensor is not floating point.
+        """
+    def make_var(self, /) -> Var:
+        """
+        A variable with a copy of the values, whatever the strides, cut from the graph.
+
+        Raises:
+            DTypeError: if the values are not floating point.
+        """
+    def matmul(self, /, other: Tensor | builtins.float | int) -> Tensor:
+        """
+        The matrix product (..., m, k) x (..., k, n) -> (..., m, n).
+
+        Batch dimensions broadcast; a vector on the left is a row, on the right a column, and that dimension is
+        dropped from the result, as in numpy.
+
+        Raises:
+            ShapeError: if the shapes do not fit.
+            DTypeError: if the dtypes differ or are not floating point.
+        """
+    def max(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+        """
+        The largest element. Over one dimension the first of equal elements gets the gradient; over several or all they
+        share it.
+
+        Args:
+            dim: a dimension or several; all without it.
+            keepdim: whether reduced dimensions stay, with size 1.
+
+        Raises:
+            IndexOutOfRangeError: if a dimension is out of range.
+            ShapeError: if there are no elements.
+            DTypeError: if the tensor is not floating point.
+        """
+    def maximum(self, /, other: Tensor | builtins.float | int) -> Tensor:
+        """
+        The larger of each pair of elements; equal ones share the gradient.
+
+        Raises:
+            ShapeError: if the shapes do not broadcast.
+            DTypeError: if the dtypes differ.
+        """
+    def mean(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+        """
+        The mean.
+
+        Args:
+            dim: a dimension or several; all without it.
+            keepdim: whether reduced dimensions stay, with size 1.
+
+        Raises:
+            IndexOutOfRangeError: if a dimension is out of range.
+           DTypeError: if the tensor is not floating point.
+        """
+    def min(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+        """
+        The smallest element, with gradients as in `max`.
+
+        Args:
+            dim: a dimension or several; all without it.
+            keepdim: whether reduced dimensions stay, with size 1.
+
+        Raises:
+            IndexOutOfRangeError: if a dimension is out of range.
+            ShapeError: if there are no elements.
+            DTypeError: if the tensor is not floating point.
+        """
+    def minimum(self, /, other: Tensor | builtins.float | int) -> Tensor:
+        """
+        The smaller of each pair of elements; equal ones share the gradient.
+
+        Raises:
+            ShapeError: if the shapes do not broadcast.
+            DTypeError: if the dtypes differ.
+        """
+    def narrow(self, /, dim: SupportsIndex, start: SupportsIndex, length: SupportsIndex) -> Tensor:
+        """
+        A view of `length` elements from `start` along `dim`.
+
+        Raises:
+            IndexOutOfRangeError: if the range is not inside the dimension.
+        """
+    @property
+    def nbytes(self, /) -> int:
+        """
+        Bytes of all elements.
+        """
+    @property
+    def ndim(self, /) -> int:
+        """
+        The number of dimensions.
+        """
+    def neg(self, /) -> Tensor:
+        """
+        The negative.
+
+        Raises:
+            DTypeError: if the tensor is not floating point.
+        """
+    def numel(self, /) -> int:
+        """
+        The number of elements.
+        """
+    def numpy(self, /) -> NDArray[Any]:
+        """
+        A numpy array with a copy of the values. Gradients do not flow through it.
+
+        For a view without a copy (read-only), use `numpy.from_dlpack(t)`.
+
+        Raises:
+            DTypeError: for bf16, which numpy does not have: convert with `.to("f32")` first.
+        """
+    def permute(self, /, *dims: int | tuple[int, ...] | list[int]) -> Tensor:
+        """
+        The dimensions in another order, given as arguments or one sequence.
+
+        Raises:
+            ShapeError: if it is not a permutation of the dimensions.
+        """
+    def pow(self, /, exponent: Tensor | builtins.float | int) -> Tensor:
+        """
+        Each element to the power of `exponent`.
+
+        Raises:
+            ShapeError: if the shapes do not broadcast.
+            DTypeError: if the dtypes differ or are not floating point.
+        """
+    def reciprocal(self, /) -> Tensor:
+        """
+        One over each element.
+
+        Raises:
+            DTypeError: if the tensor is not floating point.
+        """
+    def relu(self, /) -> Tensor:
+        """
+        max(x, 0); NaN stays NaN.
+
+        Raises:
+            DTypeError: if the tensor is not floating point.
+        """
+    @property
+    def requires_grad(self, /) -> bool:
+        """
+        Whether a gradient flows through this value.
+        """
+    def reshape(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
+        """
+        The same elements, in row-major order, in another shape. A view where the layout allows.
+
+        Args:
+            shape: the sizes, as arguments or one sequence; one may be -1 and is worked out.
+
+        Raises:
+            ShapeError: if the number of elements differs.
+        """
+    @property
+    def shape(self, /) -> tuple[int, ...]:
+        """
+        The sizes of the dimensions.
+        """
+    def sigmoid(self, /) -> Tensor:
+        """
+        1 / (1 + exp(-x)).
+
+        Raises:
+            DTypeError: if the tensor is not floating point.
+        """
+    def silu(self, /) -> Tensor:
+        """
+        x * sigmoid(x).
+
+        Raises:
+            DTypeError: if the tensor is not floating point.
+        """
+    def sin(self, /) -> Tensor:
+        """
+        The sine.
+
+        Raises:
+            DTypeError: if the tensor is not floating point.
+        """
+    def softmax(self, /, dim: SupportsIndex = ...) -> Tensor:
+        """
+        exp(x) over the sum of exponentials along `dim`, without overflow.
+
+        Raises:
+            IndexOutOfRangeError: if the dimension is out of range.
+            DTypeError: if the tensor is not floating point.
+        """
+    def split(
+        self,
+        /,
+        split_size_or_sections: SupportsIndex | SupportsGetItem[int, SupportsIndex],
+        dim: SupportsIndex = 0,
+    ) -> list[Tensor]:
+        """
+        Views of parts along `dim`.
+
+        Args:
+            split_size_or_sections: the size of all parts but the last, or the size of each.
+            dim: the dimension.
+
+        Raises:
+            ShapeError: if the sizes do not add up to the dimension's.
+            ArgumentError: if the one size is 0.
+            IndexOutOfRangeError: if the dimension is out of range.
+        """
+    def sqrt(self, /) -> Tensor:
+        """
+        The square root.
+
+        Raises:
+            DTypeError: if the tensor is not floating point.
+        """
+    def square(self, /) -> Tensor:
+        """
+        The square.
+
+        Raises:
+            DTypeError: if the tensor is not floating point.
+        """
+    def squeeze(self, /, dim: int | Sequence[int] | None = None) -> Tensor:
+        """
+        Without the dimensions of size 1: all, or those among `dim`.
+
+        Raises:
+            IndexOutOfRangeError: if a dimension is out of range.
+        """
+    def sum(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+        """
+        The sum. Integers and masks sum to i64.
+
+        Args:
+            dim: a dimension or several; all without it.
+            keepdim: whether reduced dimensions stay, with size 1.
+
+        Raises:
+            IndexOutOfRangeError: if a dimension is out of range.
+        """
+    def tanh(self, /) -> Tensor:
+        """
+        The hyperbolic tangent.
+
+        Raises:
+            DTypeError: if the tensor is not floating point.
+        """
+    def to(
+        self,
+        /,
+        target: DType | str | None = None,
+        *,
+        dtype: DType | str | None = None,
+        device: str | None = None,
+    ) -> Tensor:
+        """
+        The same values in another dtype or on another device.
+
+        A cast between floating point dtypes is differentiable: the gradient comes back in this tensor's dtype.
+
+        Args:
+            target: a dtype ("bf16", "float32", tc.float16) or a device ("cpu", "cuda", "cuda:1").
+            dtype: the dtype, by keyword.
+            device: the device, by keyword.
+
+        Raises:
+            DTypeError: if the dtype is unknown.
+            DeviceError: if the device is unknown.
+            CudaUnavailableError: if CUDA is asked for and cannot be used; the message says why.
+        """
+    def tolist(self, /) -> Any:
+        """
+        The elements as nested lists of Python numbers; a number if there are no dimensions.
+        """
+    def transpose(self, /, dim0: SupportsIndex, dim1: SupportsIndex) -> Tensor:
+        """
+        Two dimensions swapped.
+
+        Raises:
+            IndexOutOfRangeError: if a dimension is out of range.
+        """
+    def unsqueeze(self, /, dim: SupportsIndex) -> Tensor:
+        """
+        A new dimension of size 1 at position `dim`.
+
+        Raises:
+            IndexOutOfRangeError: if the position is out of range.
+        """
+    def var(
+        self,
+        /,
+        dim: int | Sequence[int] | None = None,
+        keepdim: bool = False,
+        *,
+        correction: SupportsFloat | SupportsIndex = 1.0,
+    ) -> Tensor:
+        """
+        The variance: squared deviations from the mean, summed and divided by `n - correction`.
+
+        Args:
+            dim: a dimension or several; all without it.
+            keepdim: whether reduced dimensions stay, with size 1.
+            correction: 1 for the unbiased estimate (torch's default), 0 for numpy's default.
+
+        Raises:
+            IndexOutOfRangeError: if a dimension is out of range.
+            DTypeError: if the tensor is not floating point.
+        """
+    def view(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
+        """
+        `reshape`, under torch's other name.
+        """
+
+@final
+class Var(Tensor):
+    """
+    A trainable variable: a tensor with storage of its own, whose value can be set and which collects a gradient.
+
+    Whatever takes a `Tensor` takes a `Var`. Tensors computed from it before it is changed are stale: walking back
+    through them is an error, never a wrong gradient.
+
+    Args:
+        data: a tensor (any strides; its values are copied and its graph is cut) or anything `tensor` takes.
+        dtype: a floating point dtype; the data's without it.
+        device: the device; the data's without it.
+
+    Raises:
+        DTypeError: if the values are not floating point.
+    """
+    def __new__(
+        cls, /, data: Any, dtype: DType | str | None = None, device: str | None = None
+    ) -> Var: ...
+    @property
+    def grad(self, /) -> Tensor | None:
+        """
+        The gradient collected so far, or None. Assigning replaces it; None forgets it.
+
+        Raises:
+            ShapeError, DTypeError: on assignment, if the gradient differs from the variable.
+        """
+    @grad.setter
+    def grad(self, /, grad: Tensor | None) -> None: ...
+    def set(self, /, value: Tensor) -> None:
+        """
+        Overwrite the value in place.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if `value` differs from the variable.
+        """
+    def zero_grad(self, /) -> None:
+        """
+        Forget the gradient.
+        """
+
+def arange(
+    start: Tensor | float | int,
+    end: Tensor | float | int | None = None,
+    step: Tensor | float | int | None = None,
+    dtype: DType | str | None = None,
+    device: str = "cpu",
+) -> Tensor:
+    """
+    `start`, `start + step`, ... up to but without `end`.
+
+    Args:
+        start: the first value; with one argument it is the end, and the start is 0.
+        end: the end.
+        step: the difference of neighbours.
+        dtype: the dtype; without it, i64 if all arguments are integers, else f32.
+        device: the device.
+
+    Raises:
+        ArgumentError: if `step` is 0 or an argument is not finite.
+    """
+
+def available_bytes() -> int | None:
+    """
+    Bytes of host memory that can still be allocated, where the system tells.
+    """
+
+def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
+    """
+    Tensors one after the other along `dim`; all other sizes must agree.
+
+    Raises:
+        ArgumentError: without tensors.
+        ShapeError: if the sizes do not agree.
+        DTypeError: if the dtypes differ.
+        IndexOutOfRangeError: if the dimension is out of range.
+    """
+
+def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "full") -> Any:
+    """
+    Run `function(*tensors)`, keeping little for the backward pass; what it needs is recomputed then.
+
+    The function must compute the same when it is called again; random numbers are replayed, so that dropout draws the
+    same mask. Variables that it captures get their gradients.
+
+    Args:
+        function: takes the tensors, returns a Tensor or a tuple of Tensors.
+        tensors: its arguments; capture anything else in the function.
+        policy: "full" keeps the tensors only, "selective" also the results of matrix products and attention, so that
+            only cheap operations are recomputed, "none" keeps everything.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        ArgumentError: if an argument or a result is not a Tensor, or the policy is unknown.
+        Whatever the function raises.
+    """
+
+def clip_grad_norm_(
+    parameters: Iterable[Var] | Mapping[str, Var],
+    max_norm: SupportsFloat | SupportsIndex,
+    norm_type: SupportsFloat | SupportsIndex = 2.0,
+    error_if_nonfinite: bool = False,
+) -> float:
+    """
+    Scale the gradients of `parameters` so that their common norm is at most `max_norm`, as torch's.
+
+    Args:
+        parameters: the variables; those without a gradient count nothing.
+        max_norm: at least 0; infinity leaves the gradients alone.
+        norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude.
+        error_if_nonfinite: whether a NaN or infinite norm is an error.
+
+    Returns:
+        The norm before.
+
+    Raises:
+        ArgumentError: if a number is out of range, or an item is no Var.
+        NonFiniteError: if `error_if_nonfinite` and the norm is not finite; the gradients stay as they are then.
+    """
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
+    padding: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
+    dilation: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
+    groups: SupportsIndex = 1,
+    *,
+    channels_last: bool = False,
+) -> Tensor:
+    """
+    Two-dimensional convolution.
+
+    Args:
+        input: (B, C, H, W).
+        weight: (O, C / groups, KH, KW).
+        bias: (O,).
+        stride: pixels from one window to the next, one number or (height, width).
+        padding: zeros on each side.
+        dilation: distance of the pixels that neighbouring places of the kernel meet.
+        groups: parts of the channels that are convolved each by itself.
+        channels_last: whether input (B, H, W, C), weight (O, KH, KW, C / groups) and result have the channels last, which
+            saves copies.
+
+    Returns:
+        (B, O, OH, OW); (B, OH, OW, O) with `channels_last`.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        ArgumentError: if a stride or dilation or the number of groups is 0.
+    """
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: SupportsIndex = ...,
+    reduction: str = "mean",
+    label_smoothing: SupportsFloat | SupportsIndex = 0.0,
+) -> Tensor:
+    """
+    The cross-entropy of logits and class ids.
+
+    Args:
+        input: (..., classes) logits.
+        target: (...) class ids, i64 or u32.
+        ignore_index: rows with this target count nothing.
+        reduction: "mean" (over the rows that count), "sum", or "none" for the losses of the rows.
+        label_smoothing: in [0, 1], the share of each target that is spread evenly over all classes.
+
+    Raises:
+        ShapeError, DTypeError: if the operands do not fit.
+        IndexOutOfRangeError: if a target is no class.
+        ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
+    """
+
+def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = 0.5, training: bool = True) -> Tensor:
+    """
+    Zero each element with probability `p` and scale the others by 1 / (1 - p) (Srivastava et al. 2014).
+
+    Args:
+        input: any shape.
+        p: the probability, in [0, 1).
+        training: whether to do anything.
+
+    Raises:
+        ArgumentError: if `p` is out of range.
+        DTypeError: if the input is not floating point.
+    """
+
+def embedding(input: Tensor, weight: Tensor) -> Tensor:
+    """
+    The rows of a table at given positions.
+
+    Args:
+        input: i64 or u32 positions of any shape.
+        weight: (entries, features).
+
+    Returns:
+        (..., features).
+
+    Raises:
+        IndexOutOfRangeError: if a position is out of range.
+        ShapeError, DTypeError: if the operands do not fit.
+    """
+
+def empty_like(
+    input: Tensor, dtype: DType | str | None = None, device: str | None = None
+) -> Tensor:
+    """
+    A tensor in the shape of `input` whose values mean nothing; dtype and device are its own unless given.
+    """
+
+def eye(
+    n: SupportsIndex,
+    m: SupportsIndex | None = None,
+    dtype: DType | str | None = None,
+    device: str = "cpu",
+) -> Tensor:
+    """
+    The identity matrix (n, m): ones on the diagonal, zeros elsewhere.
+
+    Args:
+        n: rows.
+        m: columns; `n` without it.
+        dtype: the dtype; f32 without it.
+        device: the device.
+
+    Raises:
+        OutOfMemoryError: if it does not fit.
+    """
+
+def from_dlpack(data: Any) -> Tensor:
+    """
+    A tensor with a copy of the values of an object that speaks DLPack.
+
+    Raises:
+        DeviceError: if they are not on the CPU.
+        DTypeError: if no dtype holds them.
+    """
+
+def full(
+    shape: int | Sequence[int],
+    value: Tensor | float | int,
+    dtype: DType | str | None = None,
+    device: str = "cpu",
+) -> Tensor:
+    """
+    One value everywhere.
+
+    Args:
+        shape: the sizes.
+        value: the value.
+        dtype: the dtype; without it, f32 for a float and i64 for an integer.
+        device: the device.
+
+    Raises:
+        OutOfMemoryError: if it does not fit.
+    """
+
+def get_num_threads() -> int:
+    """
+    The number of threads that CPU work is spread over.
+    """
+
+def get_rng_state() -> tuple[int, int]:
+    """
+    Seed and position of the generator; `set_rng_state` repeats the draws that followed.
+    """
+
+def grad(
+    loss: Tensor,
+    inputs: Tensor | SupportsGetItem[int, Tensor],
+    gradient: Tensor | None = None,
+    retain_graph: bool = False,
+) -> list[Tensor | None]:
+    """
+    The gradients of `loss` with respect to `inputs`; `.grad` is left alone.
+
+    Args:
+        loss: a tensor on the tape.
+        inputs: variables, or any tensors on the tape.
+        gradient: the gradient of `loss`, in its shape; not needed for a single element.
+        retain_graph: whether the graph can be walked again.
+
+    Returns:
+        One gradient for each input, None for those that the loss does not depend on.
+
+    Raises:
+        AutogradError: as `backward`, and if an input needs no gradient.
+        ShapeError: as `backward`.
+    """
+
+def gradcheck(
+    function: Callable[..., Any],
+    inputs: Tensor | SupportsGetItem[int, Tensor],
+    eps: SupportsFloat | SupportsIndex = 1e-6,
+    atol: SupportsFloat | SupportsIndex = 1e-5,
+    rtol: SupportsFloat | SupportsIndex = 1e-3,
+) -> bool:
+    """
+    Check the gradient of `function` at `inputs` against central differences in f64:
+    `|analytic - numeric| <= atol + rtol * |numeric|` for every entry.
+
+    Args:
+        function: takes the inputs, returns a Tensor of any shape.
+        inputs: an f64 tensor or several.
+        eps: step of the differences.
+        atol: absolute tolerance.
+        rtol: relative tolerance.
+
+    Returns:
+        True.
+
+    Raises:
+        AutogradError: if an entry is off; names the worst.
+        DTypeError: if an input is not f64.
+        Whatever the function raises.
+    """
+
+def group_norm(
+    input: Tensor,
+    num_groups: SupportsIndex,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: SupportsFloat | SupportsIndex = 1e-5,
+    *,
+    channels_last: bool = False,
+) -> Tensor:
+    """
+    Group normalisation (Wu & He 2018, arXiv:1803.08494).
+
+    Args:
+        input: (B, C, ...).
+        num_groups: the number of groups of channels, a divisor of C.
+        weight: scale, (C,).
+        bias: shift, (C,).
+        eps: added to the variance.
+        channels_last: whether the input is (B, ..., C), which saves copies.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        ArgumentError: if `num_groups` does not divide C.
+    """
+
+def huber_loss(
+    input: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    delta: SupportsFloat | SupportsIndex = 1.0,
+) -> Tensor:
+    """
+    The Huber loss: squared up to `delta`, linear beyond (Huber 1964).
+
+    Args:
+        input: any shape.
+        target: the same shape.
+        reduction: "mean", "sum", or "none" for the losses of the elements.
+        delta: where the loss turns linear, above 0.
+
+    Raises:
+        ShapeError, DTypeError: if the operands do not fit.
+        ArgumentError: if the reduction is unknown or `delta` is not above 0.
+    """
+
+def init_linear(
+    in_features: SupportsIndex,
+    out_features: SupportsIndex,
+    bias: bool = True,
+    dtype: DType | str | None = None,
+    device: str = "cpu",
+) -> tuple[Var, Var | None]:
+    """
+    Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,), uniform in
+    +-1 / sqrt(in_features), as torch starts one.
+
+    Raises:
+        OutOfMemoryError: if they do not fit.
+        DTypeError: if the dtype is not floating point.
+    """
+
+def is_grad_enabled() -> bool:
+    """
+    Whether operations of this thread are recorded.
+    """
+
+def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """
+    The mean absolute error.
+
+    Args:
+        input: any shape.
+        target: the same shape.
+        reduction: "mean", "sum", or "none" for the losses of the elements.
+
+    Raises:
+        ShapeError, DTypeError: if the operands do not fit.
+        ArgumentError: if the reduction is unknown.
+    """
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: SupportsFloat | SupportsIndex = 1e-5,
+) -> Tensor:
+    """
+    Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions.
+
+    Args:
+        input: (..., *normalized_shape).
+        normalized_shape: the sizes of the trailing dimensions, or the last one's.
+        weight: scale, of shape `normalized_shape`.
+        bias: shift, of shape `normalized_shape`.
+        eps: added to the variance.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+    """
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """
+    `input @ weight.T + bias`.
+
+    Args:
+        input: (..., in_features).
+        weight: (out_features, in_features). The input is kept for the backward only if the weight needs a gradient.
+        bias: (out_features,).
+
+    Returns:
+        (..., out_features).
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+    """
+
+def load_file(path: str | PathLike[str], device: str = "cpu") -> dict[str, Tensor]:
+    """
+    Read a safetensors file.
+
+    Args:
+        path: the file.
+        device: where the tensors go.
+
+    Returns:
+        Tensors by name.
+
+    Raises:
+        MissingFileError: if there is no such file.
+        WeightsFormatError: if it is no safetensors file, or holds a dtype that is not supported.
+    """
+
+def load_model(
+    path: str | PathLike[str], dtype: DType | str | None = None, device: str = "cpu"
+) -> Model:
+    """
+    Load the model at `path`, frozen, whatever kind its `config.json` says it is.
+
+    Args:
+        path: a folder with `config.json` and safetensors weights, or a weight file beside its `config.json`.
+        dtype: convert the weights; as they are stored without it.
+        device: where to load it.
+
+    Raises:
+        MissingFileError, WeightsFormatError: if files are missing or damaged.
+        ConfigError: if the configuration is of no known model or does not fit the weights.
+    """
+
+def lora_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    lora_down: Tensor,
+    lora_up: Tensor,
+    scale: SupportsFloat | SupportsIndex,
+) -> tuple[Tensor, Tensor]:
+    """
+    The gradients of the two matrices of y = scale * (input @ lora_down.T) @ lora_up.T.
+
+    Args:
+        grad_output: (..., out_features), the gradient of y.
+        input: (..., in_features).
+        lora_down: (rank, in_features).
+        lora_up: (out_features, rank).
+        scale: the factor.
+
+    Returns:
+        (grad_down, grad_up), in the shapes of the matrices.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+    """
+
+def manual_seed(seed: SupportsIndex) -> None:
+    """
+    Start the generator's stream of `seed`.
+
+    Args:
+        seed: 0 to 2**64 - 1.
+    """
+
+def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """
+    The mean squared error.
+
+    Args:
+        input: any shape.
+        target: the same shape.
+        reduction: "mean", "sum", or "none" for the losses of the elements.
+
+    Raises:
+        ShapeError, DTypeError: if the operands do not fit.
+        ArgumentError: if the reduction is unknown.
+    """
+
+def ones(
+    *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
+) -> Tensor:
+    """
+    Ones.
+
+    Args:
+        shape: the sizes, as arguments or one sequence.
+        dtype: the dtype; f32 without it.
+        device: the device.
+
+    Raises:
+        OutOfMemoryError: if it does not fit.
+    """
+
+def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | None = None) -> Tensor:
+    """
+    Ones in the shape of `input`; dtype and device are its own unless given.
+    """
+
+def rand(
+    *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
+) -> Tensor:
+    """
+    Uniform values in [0, 1) from the library's generator (`manual_seed`).
+
+    Args:
+        shape: the sizes, as arguments or one sequence.
+        dtype: a floating point dtype; f32 without it.
+        device: the device.
+
+    Raises:
+        DTypeError: if the dtype is not floating point.
+        OutOfMemoryError: if it does not fit.
+    """
+
+def randint(
+    low: SupportsIndex, high: SupportsIndex, shape: int | Sequence[int], device: str = "cpu"
+) -> Tensor:
+    """
+    Integers in [low, high) from the library's generator (`manual_seed`), i64.
+
+    Args:
+        low: the smallest value.
+        high: one more than the largest value.
+        shape: the sizes.
+        device: the device.
+
+    Raises:
+        ArgumentError: if the range is empty or has more than 2**32 - 1 values.
+        OutOfMemoryError: if it does not fit.
+    """
+
+def randn(
+    *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
+) -> Tensor:
+    """
+    Standard normal values from the library's generator (`manual_seed`).
+
+    Args:
+        shape: the sizes, as arguments or one sequence.
+        dtype: a floating point dtype; f32 without it.
+        device: the device.
+
+    Raises:
+        DTypeError: if the dtype is not floating point.
+        OutOfMemoryError: if it does not fit.
+    """
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: SupportsFloat | SupportsIndex = 1e-6,
+) -> Tensor:
+    """
+    Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) of the last dimension.
+
+    Args:
+        input: (..., features).
+        normalized_shape: (features,) or features.
+        weight: scale, (features,).
+        eps: added to the mean square.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+    """
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """
+    Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features turned by angles.
+
+    Args:
+        x: (..., S, D), D even.
+        cos: (S, D / 2), cosines of the angles.
+        sin: (S, D / 2), sines of the angles.
+        interleaved: whether pairs are neighbours (2i, 2i + 1) instead of (i, i + D / 2).
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+    """
+
+def save_file(
+    tensors: dict[str, Tensor], path: str | PathLike[str], metadata: dict[str, str] | None = None
+) -> None:
+    """
+    Write tensors to a safetensors file, complete or not at all.
+
+    Args:
+        tensors: tensors by name.
+        path: the file.
+        metadata: text entries for the file's header.
+
+    Raises:
+        FileError: if the file cannot be written.
+    """
+
+def saved_bytes() -> int:
+    """
+    Bytes that the live tape keeps for backward passes: saved activations and the inputs of checkpoints, each storage
+    counted once; parameters are not counted.
+    """
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: SupportsFloat | SupportsIndex | None = None,
+) -> Tensor:
+    """
+    softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762), without the matrix of scores.
+
+    Args:
+        query: (..., S, D).
+        key: (..., L, D).
+        value: (..., L, Dv).
+        attn_mask: broadcastable to (..., S, L): u8, where 1 means "take part", or floating point, added to the scores.
+        is_causal: whether position i sees positions up to i only.
+        scale: factor of the scores, 1 / sqrt(D) without it.
+
+    Returns:
+        (..., S, Dv).
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+    """
+
+def set_grad_enabled(enabled: bool) -> bool:
+    """
+    Switch recording on this thread; returns what it was.
+    """
+
+def set_num_threads(n: SupportsIndex) -> None:
+    """
+    Set the number of threads that CPU work is spread over. Results do not depend on it.
+
+    Raises:
+        ArgumentError: if `n` is 0, or the system refuses.
+    """
+
+def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
+    """
+    Continue from what `get_rng_state` returned.
+    """
+
+def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
+    """
+    Tensors of one shape along a new dimension `dim`.
+
+    Raises:
+        ArgumentError: without tensors.
+        ShapeError: if the shapes differ.
+        DTypeError: if the dtypes differ.
+        IndexOutOfRangeError: if the dimension is out of range.
+    """
+
+def tensor(data: Any, dtype: DType | str | None = None, device: str = "cpu") -> Tensor:
+    """
+    A tensor with a copy of `data`.
+
+    Args:
+        data: a number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or `__array__`.
+        dtype: the dtype; without it, an array keeps its own, Python floats become f32, integers i64, bools u8.
+            Narrower integers of arrays become i64 (u16: u32).
+        device: the device.
+
+    Raises:
+        DTypeError: if the data are not numbers, or of a kind that no dtype holds (complex, uint64).
+        ShapeError: if nested lists are ragged.
+        DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+    """
+
+def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float | int) -> Tensor:
+    """
+    `input` where `condition` is not 0, else `other`; shapes broadcast as in numpy.
+
+    Args:
+        condition: a u8 tensor, such as a comparison gives.
+        input: a tensor or a number.
+        other: a tensor or a number; two numbers give f32.
+
+    Raises:
+        DTypeError: if the condition is not u8, or `input` and `other` differ in dtype.
+        ShapeError: if the shapes do not broadcast.
+    """
+
+def zeros(
+    *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
+) -> Tensor:
+    """
+    Zeros.
+
+    Args:
+        shape: the sizes, as arguments or one sequence.
+        dtype: the dtype; f32 without it.
+        device: the device.
+
+    Raises:
+        OutOfMemoryError: if it does not fit.
+    """
+
+def zeros_like(
+    input: Tensor, dtype: DType | str | None = None, device: str | None = None
+) -> Tensor:
+    """
+    Zeros in the shape of `input`; dtype and device are its own unless given.
+    """

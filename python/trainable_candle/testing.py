@@ -21,8 +21,8 @@ TOLERANCES: dict[str, tuple[float, float]] = {
 def _as_array(value: Any) -> npt.NDArray[Any]:
     if not isinstance(value, Tensor):
         return np.asarray(value)
-    value = value.detach()
-    return value.to("f32").numpy() if value.dtype == "bf16" else value.numpy()
+    tensor = value.detach()
+    return tensor.to("f32").numpy() if tensor.dtype == "bf16" else tensor.numpy()
 
 
 def assert_close(

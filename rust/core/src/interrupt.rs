@@ -41,7 +41,7 @@ impl Interrupt {
     pub(crate) fn step(&mut self, elements: usize) -> Result<()> {
         let Some(check) = self.check else { return Ok(()) };
         self.steps += 1;
-        if elements < LARGE && self.steps % STEPS != 0 {
+        if elements < LARGE && !self.steps.is_multiple_of(STEPS) {
             return Ok(());
         }
         let now = Instant::now();

@@ -68,18 +68,18 @@ pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Resul
             message: format!("a {} tensor of shape {dims:?} has more bytes than can be addressed", dtype.as_str()),
         });
     };
-    if bytes > ALWAYS_FINE {
-        if let Some(available) = crate::memory::available_bytes().filter(|&a| bytes > a) {
-            return Err(Error::OutOfMemory {
-                op,
-                message: format!(
-                    "a {} tensor of shape {dims:?} needs {:.1} GiB, {:.1} GiB are available; use a smaller shape or a smaller dtype",
-                    dtype.as_str(),
-                    bytes as f64 / (1u64 << 30) as f64,
-                    available as f64 / (1u64 << 30) as f64
-                ),
-            });
-        }
+    // Asking the system costs microseconds, so small tensors go without.
+    let available = if bytes > ALWAYS_FINE { crate::memory::available_bytes() } else { None };
+    if let Some(available) = available.filter(|&a| bytes > a) {
+        return Err(Error::OutOfMemory {
+            op,
+            message: format!(
+                "a {} tensor of shape {dims:?} needs {:.1} GiB, {:.1} GiB are available; use a smaller shape or a smaller dtype",
+                dtype.as_str(),
+                bytes as f64 / (1u64 << 30) as f64,
+                available as f64 / (1u64 << 30) as f64
+            ),
+        });
     }
     Ok(bytes / dtype.size_in_bytes())
 }

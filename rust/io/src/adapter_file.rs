@@ -7,7 +7,8 @@ use trainable_candle_core::{Device, Error, Result, Tensor};
 use trainable_candle_nn::Layer;
 use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
 
-use crate::tensor_file::{TensorFile, save_tensors};
+use crate::tensor_file::TensorFile;
+use crate::tensor_writer::save_tensors;
 
 /// Whose names an adapter file carries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,17 +1,14 @@
-//! safetensors files: read tensor by tensor, written atomically.
+//! Reading safetensors files, tensor by tensor.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
+use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
-use safetensors::{Dtype, View};
 use trainable_candle_core::raw::check_allocation;
 use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor};
-
-use crate::atomic::write_atomically;
 
 /// The longest header that the format allows.
 const LONGEST_HEADER: u64 = 100_000_000;
@@ -142,68 +139,4 @@ fn looks_like_pickle(start: &[u8; 8]) -> bool {
 pub fn load_tensors(path: &Path, device: &Device) -> Result<BTreeMap<String, Tensor>> {
     let mut file = TensorFile::open(path)?;
     file.names().into_iter().map(|name| Ok((name.clone(), file.read(&name, device)?))).collect()
-}
-
-/// A tensor's bytes for the writer.
-struct Bytes {
-    dtype: Dtype,
-    shape: Vec<usize>,
-    bytes: Vec<u8>,
-}
-
-impl View for &Bytes {
-    fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        Cow::Borrowed(&self.bytes)
-    }
-
-    fn data_len(&self) -> usize {
-        self.bytes.len()
-    }
-}
-
-fn bytes_of(name: &str, tensor: &Tensor) -> Result<Bytes> {
-    fn le<T: candle_core::WithDType, const N: usize>(raw: &Raw, to: fn(T) -> [u8; N]) -> Result<Vec<u8>> {
-        Ok(raw.flatten_all()?.to_vec1::<T>()?.into_iter().flat_map(to).collect())
-    }
-    let raw = tensor.raw();
-    let (dtype, bytes) = match tensor.dtype() {
-        DType::F64 => (Dtype::F64, le(raw, f64::to_le_bytes)?),
-        DType::F32 => (Dtype::F32, le(raw, f32::to_le_bytes)?),
-        DType::F16 => (Dtype::F16, le(raw, half::f16::to_le_bytes)?),
-        DType::BF16 => (Dtype::BF16, le(raw, half::bf16::to_le_bytes)?),
-        DType::I64 => (Dtype::I64, le(raw, i64::to_le_bytes)?),
-        DType::U32 => (Dtype::U32, le(raw, u32::to_le_bytes)?),
-        DType::U8 => (Dtype::U8, raw.flatten_all()?.to_vec1::<u8>()?),
-        other => {
-            return Err(Error::dtype(
-                "save",
-                format!("tensor \"{name}\" has dtype {}, which safetensors files do not hold", other.as_str()),
-            ));
-        }
-    };
-    Ok(Bytes { dtype, shape: tensor.dims().to_vec(), bytes })
-}
-
-/// Write `tensors` and text `metadata` to `path`, atomically.
-///
-/// # Errors
-/// [`Error::Io`] naming the path if it cannot be written, [`Error::DType`] for a dtype that the format does not hold.
-pub fn save_tensors<'a>(
-    path: &Path,
-    tensors: impl IntoIterator<Item = (&'a str, &'a Tensor)>,
-    metadata: &BTreeMap<String, String>,
-) -> Result<()> {
-    let views = tensors.into_iter().map(|(name, t)| Ok((name, bytes_of(name, t)?))).collect::<Result<Vec<_>>>()?;
-    let metadata = (!metadata.is_empty()).then(|| metadata.iter().map(|(k, v)| (k.clone(), v.clone())).collect());
-    let serialized = safetensors::serialize(views.iter().map(|(n, v)| (*n, v)), metadata)
-        .map_err(|e| Error::weights(path, format!("cannot be written: {e}")))?;
-    write_atomically(path, |file| file.write_all(&serialized))
 }

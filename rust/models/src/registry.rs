@@ -33,8 +33,11 @@ pub struct ModelKind {
     /// The `_class_name` in its `config.json`.
     pub class_name: &'static str,
     /// Load it, frozen, its weights converted to `dtype` if one is given.
-    pub load: fn(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Arc<dyn Model>>,
+    pub load: Load,
 }
+
+/// Loads a model.
+pub type Load = fn(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Arc<dyn Model>>;
 
 /// Every kind of model.
 pub static KINDS: &[ModelKind] = &[ModelKind {

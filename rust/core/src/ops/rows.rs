@@ -9,8 +9,9 @@ use crate::cpu::{Elem, Real};
 /// Elements that one thread takes at a time.
 const GRAIN: usize = 32 * 1024;
 
-/// Partial sums of a row: enough for four vectors of the widest instruction set.
-const LANES: usize = 64;
+/// Partial sums of a row. One vector of the widest instruction set: more would serve long rows a little, and cost short
+/// ones, such as the scores of a short sequence, a lot.
+const LANES: usize = 16;
 
 /// How many rows of `len` elements one thread takes at a time. Depends on sizes only, so that results do too.
 pub(super) fn rows_per_block(len: usize) -> usize {

@@ -147,7 +147,7 @@ impl Tensor {
         if low.is_none() && high.is_none() {
             return Err(Error::argument("clamp", "neither a lower nor an upper limit was given"));
         }
-        if !(limits.low <= limits.high) {
+        if limits.low > limits.high || limits.low.is_nan() || limits.high.is_nan() {
             return Err(Error::argument(
                 "clamp",
                 format!("the lower limit {} is above the upper limit {}", limits.low, limits.high),

@@ -169,10 +169,8 @@ fn walk(
         }
         drop(state);
         for index in reached {
-            if let Some(input) = &node.inputs[index] {
-                if queued.insert(input.id()) {
-                    heap.push(Youngest(input.clone()));
-                }
+            if let Some(input) = node.inputs[index].as_ref().filter(|i| queued.insert(i.id())) {
+                heap.push(Youngest(input.clone()));
             }
         }
     }

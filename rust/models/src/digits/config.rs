@@ -83,13 +83,13 @@ impl DigitsConfig {
         if let Some((name, size)) = sizes.iter().find(|(_, size)| !(1..=LARGEST).contains(size)) {
             return Err(Error::Config(format!("DigitsTransformer: {name} is {size}, expected 1 to {LARGEST}")));
         }
-        if self.sample_size % self.patch_size != 0 {
+        if !self.sample_size.is_multiple_of(self.patch_size) {
             return Err(Error::Config(format!(
                 "DigitsTransformer: sample_size {} is no multiple of patch_size {}",
                 self.sample_size, self.patch_size
             )));
         }
-        if self.frequency_embedding_size % 2 != 0 {
+        if !self.frequency_embedding_size.is_multiple_of(2) {
             return Err(Error::Config(format!(
                 "DigitsTransformer: frequency_embedding_size is {}, expected an even number",
                 self.frequency_embedding_size

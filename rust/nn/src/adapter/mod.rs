@@ -65,8 +65,11 @@ pub struct AdapterKind {
     /// The shapes of the parameters.
     pub shapes: fn(weight: &Tensor, rank: usize) -> Vec<Vec<usize>>,
     /// The adapter over its parameters.
-    pub build: fn(vars: &[Var], settings: &AdapterSettings) -> Result<Box<dyn Adapter>>,
+    pub build: Build,
 }
+
+/// Makes an adapter of its parameters.
+pub type Build = fn(vars: &[Var], settings: &AdapterSettings) -> Result<Box<dyn Adapter>>;
 
 /// Every kind of adapter.
 pub static KINDS: &[&AdapterKind] = &[&lora::KIND, &dora::KIND];

@@ -140,10 +140,24 @@ impl Coefficients {
         ((1.0 - self.beta2) * g).mul_add(g, v * self.beta2)
     }
 
+    /// The parameter after a move along `ratio`, the first moment over the root of the second, and decay.
     #[inline(always)]
-    fn updated(&self, param: f32, m: f32, v: f32) -> f32 {
-        self.step_size.mul_add(m / (v.sqrt() + self.eps), param) * self.decay
+    fn updated(&self, param: f32, ratio: f32) -> f32 {
+        self.step_size.mul_add(ratio, param) * self.decay
     }
+}
+
+/// 1 / x for a positive x, to within 2^-22: a first guess from the bits and two Newton steps of third order.
+///
+/// Division would take the most time of an update; CUDA's kernel, too, has an approximation (`__fdividef`) there.
+#[inline(always)]
+fn reciprocal(x: f32) -> f32 {
+    let mut y = f32::from_bits(0x7ef3_11c7_u32.wrapping_sub(x.to_bits()));
+    for _ in 0..2 {
+        let error = (-x).mul_add(y, 1.0);
+        y = error.mul_add(error, error).mul_add(y, y);
+    }
+    y
 }
 
 fn update(config: &Adam8bitConfig, step: u64, chunk: Chunk<'_, f32>) {
@@ -175,7 +189,7 @@ fn update_elements(at: Coefficients, param: &mut [f32], grad: &[f32], state1: &m
         // Here CUDA fuses the moments' multiplication, not the gradient's as with 8 bits.
         *m = m.mul_add(at.beta1, (1.0 - at.beta1) * g);
         *v = v.mul_add(at.beta2, (1.0 - at.beta2) * (g * g));
-        *p = at.updated(*p, *m, *v);
+        *p = at.updated(*p, *m / (v.sqrt() + at.eps));
     }
 }
 
@@ -210,7 +224,7 @@ fn update_blocks(
     }
 }
 
-/// One step on a block. An element whose gradient is not finite loses its moments and stays as it is.
+/// One step on a block. An element whose gradient or its square is not finite loses its moments and stays as it is.
 #[inline(always)]
 fn update_block(
     at: Coefficients,
@@ -226,8 +240,9 @@ fn update_block(
         let g = grad[i];
         let moment1 = at.first_moment(codebook1.decode(codes1[i]) * *absmax1, g);
         let moment2 = at.second_moment(codebook2.decode(codes2[i]) * *absmax2, g);
-        let updated = at.updated(param[i], moment1, moment2);
-        let finite = g.is_finite();
+        let updated = at.updated(param[i], moment1 * reciprocal(moment2.sqrt() + at.eps));
+        // Not so if the gradient is infinite or NaN, or its square is infinite.
+        let finite = moment2 <= f32::MAX;
         param[i] = if finite { updated } else { param[i] };
         m[i] = if finite { moment1 } else { 0.0 };
         v[i] = if finite { moment2 } else { 0.0 };
@@ -239,4 +254,20 @@ fn update_block(
     *absmax2 = f32::from_bits(max2);
     *codes1 = codebook1.encode_block(&m, 1.0 / *absmax1);
     *codes2 = codebook2.encode_block(&v, 1.0 / *absmax2);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::reciprocal;
+
+    #[test]
+    fn reciprocals_are_accurate() {
+        for exponent in -100..=100 {
+            for fraction in 0..1000 {
+                let x = (1.0 + fraction as f32 / 1000.0) * 2f32.powi(exponent);
+                let error = (f64::from(reciprocal(x)) * f64::from(x) - 1.0).abs();
+                assert!(error <= 2f64.powi(-22), "1 / {x:e} is off by {error:e}");
+            }
+        }
+    }
 }

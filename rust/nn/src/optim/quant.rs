@@ -51,9 +51,10 @@ fn linspace(start: f32, end: f32, intervals: usize, i: usize) -> f32 {
 /// A map of 256 ascending values and what finds the nearest of them in a few instructions.
 pub struct Codebook {
     values: [f32; 256],
-    /// By the upper half of an f32's bits: in the upper half of the entry, the code of the smallest value with those
-    /// bits; in the lower half, the lower bits above which the code is one more. No two borders between codes share
-    /// their upper bits, so that is exact. Lower bits count upwards with the value: those of negative values are inverted.
+    /// By the upper half of an f32's bits, what to add its lower half to: the sum has the code in its upper half. The
+    /// upper half of an entry is the code of the smallest value with those bits; if the next code begins among them,
+    /// the lower half is such that the first value of that code carries over. No two codes begin among the values of
+    /// one entry. Lower halves count upwards with the value: those of negative values are inverted.
     table: Box<[u32; 1 << 16]>,
 }
 
@@ -110,7 +111,7 @@ impl Codebook {
         let values = create_dynamic_map(signed);
         let zero = values.partition_point(|&v| v < 0.0) as u32;
         // What upper bits of NaNs alone keep: 0 by the search, made 255 by the correction of a positive zero's sign.
-        let mut table = vec![if preserve_sign { 255 << 16 | 0xffff } else { 0xffff }; 1 << 16];
+        let mut table = vec![if preserve_sign { 255 << 16 } else { 0 }; 1 << 16];
         let mut code = 0;
         for order in 0..1u32 << 16 {
             // Upper halves in the order of the values they belong to, most negative first.
@@ -119,17 +120,17 @@ impl Codebook {
                 continue;
             }
             let negative = upper >= 0x8000;
-            let mut entry = code << 16 | 0xffff;
+            let mut entry = code << 16;
             if code < 255 {
                 let border = border(&values, code as usize).to_bits();
                 if border >> 16 == upper {
-                    let lower = if negative { !border } else { border } & 0xffff;
-                    entry = code << 16 | lower;
+                    let last = if negative { !border } else { border } & 0xffff;
+                    entry |= 0xffff - last;
                     code += 1;
                 }
             }
             if preserve_sign && negative && code >= zero {
-                entry = (entry >> 16).min(zero - 1) << 16 | 0xffff;
+                entry = (entry >> 16).min(zero - 1) << 16;
             }
             table[upper as usize] = entry;
         }
@@ -144,8 +145,7 @@ fn encode(table: &[u32; 1 << 16], x: f32) -> u8 {
     let bits = x.to_bits();
     let entry = table[(bits >> 16) as usize];
     let ascending = bits ^ ((bits as i32) >> 31) as u32;
-    let above = u32::from(ascending & 0xffff > entry & 0xffff);
-    ((entry >> 16) + above) as u8
+    ((entry + (ascending & 0xffff)) >> 16) as u8
 }
 
 /// The largest value whose code is not above `code`: halfway to the next one, or just below if ties go up.

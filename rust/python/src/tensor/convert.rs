@@ -5,18 +5,16 @@ use numpy::prelude::*;
 use numpy::{Element as NumpyElement, PyArray1, PyUntypedArray};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyTuple};
+use pyo3::types::{PyFloat, PyInt, PyList, PyTuple};
 use tc::{DType, Raw};
 use trainable_candle_core as tc;
 
 use super::Tensor;
+use super::nested;
 use super::source::{Element, Source};
 use crate::dlpack;
 use crate::error::Result;
 use crate::types::NdArray;
-
-/// How deep lists may be nested; a list that contains itself ends here.
-const MAX_DEPTH: usize = 32;
 
 /// The values of any Python object that holds numbers, as CPU storage of their own.
 ///
@@ -28,7 +26,11 @@ pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -
     } else if let Ok(array) = data.cast::<PyUntypedArray>() {
         from_numpy(op, array)?
     } else if data.is_instance_of::<PyList>() || data.is_instance_of::<PyTuple>() || is_number(data)? {
-        return from_nested(op, data, dtype);
+        match nested::read(op, data, dtype)? {
+            Some(raw) => return Ok(raw),
+            // Lists of arrays: numpy knows how to stack them.
+            None => from_array_like(op, data)?,
+        }
     } else if data.hasattr("__dlpack__")? {
         dlpack::import(data)?
     } else {
@@ -96,183 +98,6 @@ fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw
     };
     // SAFETY: the array keeps its memory while it lives, and numpy's strides stay inside it. The GIL is held.
     Ok(unsafe { source.read(op) }?)
-}
-
-/// A Python number.
-#[derive(Clone, Copy)]
-enum Scalar {
-    Bool(bool),
-    Int(i64),
-    Float(f64),
-}
-
-impl Scalar {
-    fn as_f64(self) -> f64 {
-        match self {
-            Self::Bool(value) => f64::from(u8::from(value)),
-            Self::Int(value) => value as f64,
-            Self::Float(value) => value,
-        }
-    }
-
-    fn as_i64(self) -> i64 {
-        match self {
-            Self::Bool(value) => i64::from(value),
-            Self::Int(value) => value,
-            Self::Float(value) => value as i64,
-        }
-    }
-}
-
-fn from_nested(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Raw> {
-    let mut nested = Nested { op, dims: Vec::new(), values: Vec::new() };
-    match nested.visit(data, 0) {
-        Ok(()) => {}
-        // Lists of arrays: numpy knows how to stack them.
-        Err(Refusal::Array) => {
-            let raw = from_array_like(op, data)?;
-            return Ok(dtype.map_or(Ok(raw.clone()), |dtype| raw.to_dtype(dtype)).map_err(tc::Error::from)?);
-        }
-        Err(Refusal::Error(error)) => return Err(error),
-    }
-    let Nested { dims, values, .. } = nested;
-    let inferred = if values.is_empty() || values.iter().any(|v| matches!(v, Scalar::Float(_))) {
-        DType::F32
-    } else if values.iter().all(|v| matches!(v, Scalar::Bool(_))) {
-        DType::U8
-    } else {
-        DType::I64
-    };
-    let dtype = dtype.unwrap_or(inferred);
-    let bounds = match dtype {
-        DType::U8 => Some((0, i64::from(u8::MAX))),
-        DType::U32 => Some((0, i64::from(u32::MAX))),
-        _ => None,
-    };
-    if let Some(outside) = bounds.and_then(|(low, high)| values.iter().find(|v| v.as_i64() < low || v.as_i64() > high))
-    {
-        return Err(tc::Error::argument(
-            op,
-            format!("{} is outside the range of {}", outside.as_i64(), dtype.as_str()),
-        )
-        .into());
-    }
-    let raw = match dtype {
-        DType::I64 => tc::raw::from_vec(values.iter().map(|v| v.as_i64()).collect(), dims),
-        DType::U32 => tc::raw::from_vec(values.iter().map(|v| v.as_i64() as u32).collect(), dims),
-        DType::U8 => tc::raw::from_vec(values.iter().map(|v| v.as_i64() as u8).collect(), dims),
-        DType::F64 => tc::raw::from_vec(values.iter().map(|v| v.as_f64()).collect(), dims),
-        _ => {
-            let raw = tc::raw::from_vec(values.iter().map(|v| v.as_f64() as f32).collect(), dims);
-            if dtype == DType::F32 { raw } else { raw.to_dtype(dtype).map_err(tc::Error::from)? }
-        }
-    };
-    Ok(raw)
-}
-
-/// Why nested lists cannot be read here.
-enum Refusal {
-    /// An element is an array.
-    Array,
-    Error(crate::error::Error),
-}
-
-impl<E: Into<crate::error::Error>> From<E> for Refusal {
-    fn from(error: E) -> Self {
-        Self::Error(error.into())
-    }
-}
-
-struct Nested {
-    op: &'static str,
-    dims: Vec<usize>,
-    values: Vec<Scalar>,
-}
-
-impl Nested {
-    fn visit(&mut self, object: &Bound<'_, PyAny>, depth: usize) -> std::result::Result<(), Refusal> {
-        if let Ok(list) = object.cast::<PyList>() {
-            self.enter(list.len(), depth)?;
-            return list.iter().try_for_each(|item| self.visit(&item, depth + 1));
-        }
-        if let Ok(tuple) = object.cast::<PyTuple>() {
-            self.enter(tuple.len(), depth)?;
-            return tuple.iter().try_for_each(|item| self.visit(&item, depth + 1));
-        }
-        let value = self.scalar(object)?;
-        if self.values.is_empty() && self.dims.len() > depth {
-            // An empty list came before: the shape is already complete.
-            return Err(self.ragged(depth, "a number"));
-        }
-        if self.dims.len() != depth {
-            return Err(self.ragged(depth, "a number"));
-        }
-        self.values.push(value);
-        Ok(())
-    }
-
-    fn enter(&mut self, length: usize, depth: usize) -> std::result::Result<(), Refusal> {
-        if depth >= MAX_DEPTH {
-            return Err(tc::Error::shape(self.op, format!("lists are nested deeper than {MAX_DEPTH}")).into());
-        }
-        match self.dims.get(depth) {
-            Some(&expected) if expected == length => Ok(()),
-            None if self.values.is_empty() && self.dims.len() == depth => {
-                self.dims.push(length);
-                Ok(())
-            }
-            _ => Err(self.ragged(depth, &format!("a sequence of {length}"))),
-        }
-    }
-
-    fn ragged(&self, depth: usize, found: &str) -> Refusal {
-        let expected = self.dims.get(depth).map_or_else(|| "a number".to_owned(), |n| format!("a sequence of {n}"));
-        tc::Error::shape(
-            self.op,
-            format!("nested lists are ragged: found {found} at depth {depth}, expected {expected}"),
-        )
-        .into()
-    }
-
-    fn scalar(&self, object: &Bound<'_, PyAny>) -> std::result::Result<Scalar, Refusal> {
-        if let Ok(value) = object.cast::<PyFloat>() {
-            return Ok(Scalar::Float(value.value()));
-        }
-        if let Ok(value) = object.cast::<PyBool>() {
-            return Ok(Scalar::Bool(value.is_true()));
-        }
-        if object.is_instance_of::<PyInt>() {
-            let value = object
-                .extract()
-                .map_err(|_| tc::Error::argument(self.op, format!("{object} does not fit in 64 bits")))?;
-            return Ok(Scalar::Int(value));
-        }
-        if let Ok(tensor) = object.cast::<Tensor>() {
-            return Err(tc::Error::argument(
-                self.op,
-                format!(
-                    "found a Tensor of shape {:?} in a list; join tensors with stack() or cat()",
-                    tensor.get().0.dims()
-                ),
-            )
-            .into());
-        }
-        if object.hasattr("__array__")? && object.getattr("ndim")?.extract::<usize>()? > 0 {
-            return Err(Refusal::Array);
-        }
-        if object.hasattr("__index__")? {
-            return Ok(Scalar::Int(object.extract()?));
-        }
-        if object.hasattr("__float__")? {
-            return Ok(Scalar::Float(object.extract()?));
-        }
-        let kind = object.get_type().name()?;
-        Err(tc::Error::dtype(
-            self.op,
-            format!("cannot make a tensor of {kind}; expected numbers, nested lists of them, or an array"),
-        )
-        .into())
-    }
 }
 
 /// A numpy array with a copy of the values.

@@ -5,6 +5,7 @@ mod convert;
 mod create;
 mod elementwise;
 mod index;
+mod nested;
 mod operand;
 mod reduce;
 mod shape;

@@ -59,15 +59,15 @@ impl FlowMatching {
         if !(shift > 0.0 && shift.is_finite()) {
             return Err(Error::argument("flow_matching", format!("shift is {shift}, expected a number above 0")));
         }
-        if let SigmaDistribution::LogitNormal { mean, std } = distribution {
-            if !(std > 0.0 && std.is_finite() && mean.is_finite()) {
-                return Err(Error::argument(
-                    "flow_matching",
-                    format!(
-                        "the logit-normal distribution has mean {mean} and deviation {std}, expected finite numbers, the deviation above 0"
-                    ),
-                ));
-            }
+        if let SigmaDistribution::LogitNormal { mean, std } = distribution
+            && !(std > 0.0 && std.is_finite() && mean.is_finite())
+        {
+            return Err(Error::argument(
+                "flow_matching",
+                format!(
+                    "the logit-normal distribution has mean {mean} and deviation {std}, expected finite numbers, the deviation above 0"
+                ),
+            ));
         }
         Ok(Self { distribution, shift })
     }

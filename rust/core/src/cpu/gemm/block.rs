@@ -18,7 +18,7 @@ const MAX_COLUMNS: usize = 4096;
 const MIN_THIN_K: usize = 64;
 /// Longest stretch of `k` of a thin product of outer products: its pages of `a` stay in the translation buffer.
 const OUTER_K: usize = 64;
-/// Bytes of the largest `b` that is not packed.
+/// Most bytes that a `b` that is not packed extends over.
 const MAX_IN_PLACE: usize = 32 << 10;
 /// Multiply-adds that are worth a thread.
 const MIN_WORK: usize = 1 << 18;
@@ -202,10 +202,7 @@ where
         // Equal stretches of `k`, none longer than MAX_K.
         let stretch = self.k.div_ceil(self.k.div_ceil(MAX_K).max(1)).next_multiple_of(16).min(self.k);
         let len_a = packed_len(shape, Along::Rows, self.m, stretch);
-        // A `b` that stays in the first-level cache is read where it lies.
-        let in_place = is_accumulator::<B>()
-            && self.n * self.k * size_of::<B>() <= MAX_IN_PLACE
-            && self.b.outer.max(self.b.inner) <= 128;
+        let in_place = self.b.is_small(self.n, self.k);
         // Each panel of `b` is packed just before its use, and stays in the first-level cache meanwhile.
         let len_b = packed_len(shape, Along::Columns, shape.columns.min(self.n), stretch);
         // f16 and bf16 results are summed up in a block of the accumulator's type and rounded at the end.
@@ -294,6 +291,12 @@ enum Method {
 }
 
 impl<T: Elem> Side<T> {
+    /// True if `len × k` elements need no conversion and lie close enough together to stay in the first-level cache.
+    fn is_small(self, len: usize, k: usize) -> bool {
+        let extent = len.saturating_sub(1) * self.outer + k.saturating_sub(1) * self.inner;
+        is_accumulator::<T>() && extent * size_of::<T>() < MAX_IN_PLACE
+    }
+
     /// The first `len × k` elements, as far as they are contiguous.
     fn ahead(self, len: usize, k: usize) -> Ahead {
         let (runs, run, stride) = match (self.outer, self.inner) {

@@ -199,7 +199,7 @@ fn cases() -> Vec<Case> {
         case("added mask", QKV, numbers, false, None),
         case("mask of keys", QKV, visible, false, None),
         case("mask and causal", QKV, numbers, true, None),
-        case("several blocks", &[&[70, 2], &[3, 2], &[3, 2]], || Ok(None), false, None),
+        case("several blocks", &[&[130, 2], &[3, 2], &[3, 2]], || Ok(None), false, None),
         Case::new("learned mask", &[&[5, 4], &[7, 4], &[7, 4], &[5, 7]], |x| {
             scaled_dot_product_attention(&x[0], &x[1], &x[2], Some(&x[3]), false, None)
         }),

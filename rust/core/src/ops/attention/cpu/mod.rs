@@ -19,9 +19,9 @@ pub(super) use forward::forward;
 pub(in crate::ops) use tile::heads_lie_inside;
 
 /// Queries in a block.
-const QUERIES: usize = 64;
-/// Keys in a block: its scores stay in the second-level cache.
-const KEYS: usize = 512;
+const QUERIES: usize = 128;
+/// Keys in a block. The scores of a block stay in the second-level cache.
+const KEYS: usize = 256;
 /// Multiplications worth a task of their own.
 const TASK: usize = 1 << 19;
 

@@ -1,0 +1,145 @@
+//! Writing safetensors files.
+//!
+//! The safetensors crate writes text entries in random order and needs all bytes at once; here equal contents give equal
+//! files, and one tensor at a time is turned into bytes. The format: the header's length in eight bytes, a JSON header of
+//! offsets, the data (<https://github.com/huggingface/safetensors#format>).
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+use candle_core::WithDType;
+use serde_json::{Map, Value, json};
+use trainable_candle_core::raw::to_vec;
+use trainable_candle_core::{DType, Error, Raw, Result, Tensor};
+
+use crate::atomic::write_atomically;
+
+/// Write `tensors` and text `metadata` to `path`, atomically.
+///
+/// # Errors
+/// [`Error::Io`] naming the path if it cannot be written, [`Error::DType`] for a dtype that the format does not hold.
+pub fn save_tensors<'a>(
+    path: &Path,
+    tensors: impl IntoIterator<Item = (&'a str, &'a Tensor)>,
+    metadata: &BTreeMap<String, String>,
+) -> Result<()> {
+    let mut tensors: Vec<(&str, &Tensor)> = tensors.into_iter().collect();
+    // The widest first, so that every tensor begins at a multiple of its element size.
+    tensors.sort_by_key(|(name, tensor)| (std::cmp::Reverse(tensor.dtype().size_in_bytes()), *name));
+    let header = header(&tensors, metadata)?;
+    let mut failure = None;
+    let written = write_atomically(path, |file| {
+        file.write_all(&(header.len() as u64).to_le_bytes())?;
+        file.write_all(&header)?;
+        for (_, tensor) in &tensors {
+            write_elements(file, tensor.raw(), &mut failure)?;
+        }
+        Ok(())
+    });
+    failure.map_or(written, Err)
+}
+
+/// The JSON header, padded with spaces to a multiple of eight bytes.
+fn header(tensors: &[(&str, &Tensor)], metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
+    let mut entries = Map::new();
+    if !metadata.is_empty() {
+        entries.insert("__metadata__".into(), json!(metadata));
+    }
+    let mut start = 0;
+    for (name, tensor) in tensors {
+        let end = start + tensor.elem_count() * tensor.dtype().size_in_bytes();
+        let entry =
+            json!({"dtype": dtype_name(name, tensor.dtype())?, "shape": tensor.dims(), "data_offsets": [start, end]});
+        entries.insert((*name).into(), entry);
+        start = end;
+    }
+    let mut header = Value::Object(entries).to_string().into_bytes();
+    header.resize(header.len().next_multiple_of(8), b' ');
+    Ok(header)
+}
+
+fn dtype_name(tensor: &str, dtype: DType) -> Result<&'static str> {
+    Ok(match dtype {
+        DType::F64 => "F64",
+        DType::F32 => "F32",
+        DType::F16 => "F16",
+        DType::BF16 => "BF16",
+        DType::I64 => "I64",
+        DType::U32 => "U32",
+        DType::U8 => "U8",
+        other => {
+            let message =
+                format!("tensor \"{tensor}\" has dtype {}, which safetensors files do not hold", other.as_str());
+            return Err(Error::dtype("save", message));
+        }
+    })
+}
+
+/// The elements as little-endian bytes. What is no fault of the file goes to `failure`.
+fn write_elements(file: &mut dyn Write, raw: &Raw, failure: &mut Option<Error>) -> std::io::Result<()> {
+    fn le<T: WithDType, const N: usize>(raw: &Raw, to: fn(T) -> [u8; N]) -> Result<Vec<u8>> {
+        Ok(to_vec::<T>(raw)?.into_iter().flat_map(to).collect())
+    }
+    let bytes = match raw.dtype() {
+        DType::F64 => le(raw, f64::to_le_bytes),
+        DType::F32 => le(raw, f32::to_le_bytes),
+        DType::F16 => le(raw, half::f16::to_le_bytes),
+        DType::BF16 => le(raw, half::bf16::to_le_bytes),
+        DType::I64 => le(raw, i64::to_le_bytes),
+        DType::U32 => le(raw, u32::to_le_bytes),
+        _ => to_vec::<u8>(raw),
+    };
+    match bytes {
+        Ok(bytes) => file.write_all(&bytes),
+        Err(error) => {
+            *failure = Some(error);
+            Err(std::io::Error::other("a tensor cannot be read"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor_file::{TensorFile, load_tensors};
+    use trainable_candle_core::Device;
+
+    #[test]
+    fn equal_contents_give_equal_files_that_read_back() -> Result<()> {
+        let folder = std::env::temp_dir().join(format!("tensor_writer_{}", std::process::id()));
+        std::fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, e))?;
+        let tensors: Vec<(String, Tensor)> = [DType::U8, DType::BF16, DType::F64, DType::F32, DType::I64]
+            .into_iter()
+            .enumerate()
+            .map(|(i, dtype)| {
+                Ok((format!("t{i}"), Tensor::full(i as f64, (2, i + 1), DType::F32, &Device::Cpu)?.to_dtype(dtype)?))
+            })
+            .collect::<Result<_>>()?;
+        let metadata: BTreeMap<String, String> = (0..20).map(|i| (format!("key{i}"), i.to_string())).collect();
+        let mut files = Vec::new();
+        for (name, reversed) in [("a", false), ("b", true)] {
+            let path = folder.join(name);
+            let mut order: Vec<_> = tensors.iter().map(|(n, t)| (n.as_str(), t)).collect();
+            if reversed {
+                order.reverse();
+            }
+            save_tensors(&path, order, &metadata)?;
+            files.push(std::fs::read(&path).map_err(|e| Error::io(&path, e))?);
+        }
+        assert_eq!(files[0], files[1]);
+        let read = load_tensors(&folder.join("a"), &Device::Cpu)?;
+        for (name, tensor) in &tensors {
+            assert_eq!((read[name].dims(), read[name].dtype()), (tensor.dims(), tensor.dtype()));
+            assert_eq!(
+                read[name].to_dtype(DType::F64)?.to_vec::<f64>()?,
+                tensor.to_dtype(DType::F64)?.to_vec::<f64>()?
+            );
+        }
+        assert_eq!(TensorFile::open(folder.join("a"))?.metadata().len(), 20);
+        // The reference implementation reads them, too.
+        let parsed = safetensors::SafeTensors::deserialize(&files[0]).map_err(|e| Error::Config(e.to_string()))?;
+        assert_eq!(parsed.len(), 5);
+        std::fs::remove_dir_all(&folder).map_err(|e| Error::io(&folder, e))
+    }
+}

@@ -1,0 +1,191 @@
+//! Numbers in nested Python lists.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyTuple};
+use tc::{DType, Raw};
+use trainable_candle_core as tc;
+
+use super::Tensor;
+use crate::error::Result;
+
+/// How deep lists may be nested; a list that contains itself ends here.
+const MAX_DEPTH: usize = 32;
+
+/// A Python number.
+#[derive(Clone, Copy)]
+enum Scalar {
+    Bool(bool),
+    Int(i64),
+    Float(f64),
+}
+
+impl Scalar {
+    fn as_f64(self) -> f64 {
+        match self {
+            Self::Bool(value) => f64::from(u8::from(value)),
+            Self::Int(value) => value as f64,
+            Self::Float(value) => value,
+        }
+    }
+
+    fn as_i64(self) -> i64 {
+        match self {
+            Self::Bool(value) => i64::from(value),
+            Self::Int(value) => value,
+            Self::Float(value) => value as i64,
+        }
+    }
+}
+
+/// The numbers in nested lists, in `dtype`: without it f32 if one is a fraction, u8 if all are bools, else i64.
+/// None if there are arrays in the lists.
+///
+/// # Errors
+/// `ShapeError` if the lists are ragged, `DTypeError` if something is no number, `ArgumentError` if one does not fit the
+/// dtype.
+pub fn read(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Option<Raw>> {
+    let mut nested = Nested { op, dims: Vec::new(), values: Vec::new() };
+    match nested.visit(data, 0) {
+        Ok(()) => {}
+        Err(Refusal::Array) => return Ok(None),
+        Err(Refusal::Error(error)) => return Err(error),
+    }
+    let Nested { dims, values, .. } = nested;
+    let inferred = if values.is_empty() || values.iter().any(|v| matches!(v, Scalar::Float(_))) {
+        DType::F32
+    } else if values.iter().all(|v| matches!(v, Scalar::Bool(_))) {
+        DType::U8
+    } else {
+        DType::I64
+    };
+    let dtype = dtype.unwrap_or(inferred);
+    let bounds = match dtype {
+        DType::U8 => Some((0, i64::from(u8::MAX))),
+        DType::U32 => Some((0, i64::from(u32::MAX))),
+        _ => None,
+    };
+    if let Some(outside) = bounds.and_then(|(low, high)| values.iter().find(|v| v.as_i64() < low || v.as_i64() > high))
+    {
+        return Err(tc::Error::argument(
+            op,
+            format!("{} is outside the range of {}", outside.as_i64(), dtype.as_str()),
+        )
+        .into());
+    }
+    let raw = match dtype {
+        DType::I64 => tc::raw::from_vec(values.iter().map(|v| v.as_i64()).collect(), dims),
+        DType::U32 => tc::raw::from_vec(values.iter().map(|v| v.as_i64() as u32).collect(), dims),
+        DType::U8 => tc::raw::from_vec(values.iter().map(|v| v.as_i64() as u8).collect(), dims),
+        DType::F64 => tc::raw::from_vec(values.iter().map(|v| v.as_f64()).collect(), dims),
+        _ => {
+            let raw = tc::raw::from_vec(values.iter().map(|v| v.as_f64() as f32).collect(), dims);
+            if dtype == DType::F32 { raw } else { raw.to_dtype(dtype).map_err(tc::Error::from)? }
+        }
+    };
+    Ok(Some(raw))
+}
+
+/// Why nested lists cannot be read here.
+enum Refusal {
+    /// An element is an array.
+    Array,
+    Error(crate::error::Error),
+}
+
+impl<E: Into<crate::error::Error>> From<E> for Refusal {
+    fn from(error: E) -> Self {
+        Self::Error(error.into())
+    }
+}
+
+struct Nested {
+    op: &'static str,
+    dims: Vec<usize>,
+    values: Vec<Scalar>,
+}
+
+impl Nested {
+    fn visit(&mut self, object: &Bound<'_, PyAny>, depth: usize) -> std::result::Result<(), Refusal> {
+        if let Ok(list) = object.cast::<PyList>() {
+            self.enter(list.len(), depth)?;
+            return list.iter().try_for_each(|item| self.visit(&item, depth + 1));
+        }
+        if let Ok(tuple) = object.cast::<PyTuple>() {
+            self.enter(tuple.len(), depth)?;
+            return tuple.iter().try_for_each(|item| self.visit(&item, depth + 1));
+        }
+        let value = self.scalar(object)?;
+        if self.values.is_empty() && self.dims.len() > depth {
+            // An empty list came before: the shape is already complete.
+            return Err(self.ragged(depth, "a number"));
+        }
+        if self.dims.len() != depth {
+            return Err(self.ragged(depth, "a number"));
+        }
+        self.values.push(value);
+        Ok(())
+    }
+
+    fn enter(&mut self, length: usize, depth: usize) -> std::result::Result<(), Refusal> {
+        if depth >= MAX_DEPTH {
+            return Err(tc::Error::shape(self.op, format!("lists are nested deeper than {MAX_DEPTH}")).into());
+        }
+        match self.dims.get(depth) {
+            Some(&expected) if expected == length => Ok(()),
+            None if self.values.is_empty() && self.dims.len() == depth => {
+                self.dims.push(length);
+                Ok(())
+            }
+            _ => Err(self.ragged(depth, &format!("a sequence of {length}"))),
+        }
+    }
+
+    fn ragged(&self, depth: usize, found: &str) -> Refusal {
+        let expected = self.dims.get(depth).map_or_else(|| "a number".to_owned(), |n| format!("a sequence of {n}"));
+        tc::Error::shape(
+            self.op,
+            format!("nested lists are ragged: found {found} at depth {depth}, expected {expected}"),
+        )
+        .into()
+    }
+
+    fn scalar(&self, object: &Bound<'_, PyAny>) -> std::result::Result<Scalar, Refusal> {
+        if let Ok(value) = object.cast::<PyFloat>() {
+            return Ok(Scalar::Float(value.value()));
+        }
+        if let Ok(value) = object.cast::<PyBool>() {
+            return Ok(Scalar::Bool(value.is_true()));
+        }
+        if object.is_instance_of::<PyInt>() {
+            let value = object
+                .extract()
+                .map_err(|_| tc::Error::argument(self.op, format!("{object} does not fit in 64 bits")))?;
+            return Ok(Scalar::Int(value));
+        }
+        if let Ok(tensor) = object.cast::<Tensor>() {
+            return Err(tc::Error::argument(
+                self.op,
+                format!(
+                    "found a Tensor of shape {:?} in a list; join tensors with stack() or cat()",
+                    tensor.get().0.dims()
+                ),
+            )
+            .into());
+        }
+        if object.hasattr("__array__")? && object.getattr("ndim")?.extract::<usize>()? > 0 {
+            return Err(Refusal::Array);
+        }
+        if object.hasattr("__index__")? {
+            return Ok(Scalar::Int(object.extract()?));
+        }
+        if object.hasattr("__float__")? {
+            return Ok(Scalar::Float(object.extract()?));
+        }
+        let kind = object.get_type().name()?;
+        Err(tc::Error::dtype(
+            self.op,
+            format!("cannot make a tensor of {kind}; expected numbers, nested lists of them, or an array"),
+        )
+        .into())
+    }
+}
