@@ -270,7 +270,7 @@ impl<T: Real> Tile<T> {
         macro_rules! tiles {
             ($($v:literal x $n:literal),*) => {
                 match (self.rows.div_ceil(lanes::<T, S>()), self.columns.next_multiple_of(4)) {
-                    // Accumulators, a column of vectors and an element: larger tiles are not used where this is false.
+                    // Room for the accumulators, a column of vectors and an element; larger tiles are never asked for.
                     $(($v, $n) if $v * $n + $v < S::REGISTER_COUNT => unsafe {
                         if self.b.column == 1 && self.b.step == $n {
                             self.outer_products::<S, $v, $n, true>(simd);

@@ -112,6 +112,7 @@ impl<T: Real> Dot<T> {
     }
 
     /// Computes `R` rows and `N` columns from element (i, j) on.
+    #[expect(clippy::needless_range_loop, reason = "with iterators the sums do not stay in registers")]
     #[inline(always)]
     unsafe fn tile<S: Simd, const R: usize, const N: usize>(&self, simd: S, i: usize, j: usize) {
         let lanes = lanes::<T, S>();
