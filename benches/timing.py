@@ -16,7 +16,8 @@ import trainable_candle as tc
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Step = "Callable[[], object]"
+BLOCKS, REST, WARM_UP = 3, 0.3, 2
+"""Turns of each side, seconds of rest before a turn, untimed rounds in a turn."""
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -60,22 +61,27 @@ def processor() -> str:
 
 
 def race(sides: dict[str, Callable[[], object]], rounds: int, inner: int = 1) -> dict[str, float]:
-    """Median seconds of one call of each side; the sides take turns, after three rounds of warm-up.
+    """Median seconds of one call of each side.
+
+    The sides take turns in blocks. Before each block the machine rests: the OpenMP threads of torch
+    spin for some time after a call and would take a core from the other side.
 
     Args:
         sides: name -> what to time.
-        rounds: timed rounds.
+        rounds: timed rounds of each side.
         inner: calls in a round, for what is too short to time alone.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for index in range(rounds + 3):
+    for _ in range(BLOCKS):
         for name, call in sides.items():
-            started = time.perf_counter()
-            for _ in range(inner):
-                call()
-            elapsed = (time.perf_counter() - started) / inner
-            if index >= 3:
-                times[name].append(elapsed)
+            time.sleep(REST)
+            for index in range(WARM_UP + -(-rounds // BLOCKS)):
+                started = time.perf_counter()
+                for _ in range(inner):
+                    call()
+                elapsed = (time.perf_counter() - started) / inner
+                if index >= WARM_UP:
+                    times[name].append(elapsed)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
