@@ -98,7 +98,8 @@ fn close(what: &str, found: &[f64], expected: &[f64], tolerance: f64) -> std::re
     let scale = expected.iter().fold(1.0f64, |m, e| m.max(e.abs()));
     for (index, (f, e)) in found.iter().zip(expected).enumerate() {
         let both_nan = f.is_nan() && e.is_nan();
-        if !both_nan && !((f - e).abs() <= tolerance * scale) {
+        let off = (f - e).abs();
+        if !both_nan && (off.is_nan() || off > tolerance * scale) {
             return Err(format!("{what}: entry {index} is {f}, expected {e}"));
         }
     }

@@ -3,9 +3,9 @@
 use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::lora::{LoraWeights, adapted_row_norm, dora_linear};
-use trainable_candle_core::{DType, Device, Result, Tensor, Var};
+use trainable_candle_core::{DType, Result, Tensor, Var};
 
-use super::lora::{Lora, check_base};
+use super::lora::Lora;
 use super::{Adapter, AdapterKind, AdapterSettings, lora};
 
 /// DoRA in the registry.
@@ -77,69 +77,5 @@ impl Adapter for Dora {
 
     fn set_training(&self, training: bool) {
         self.factors.set_training(training);
-    }
-}
-
-/// A frozen linear layer with a DoRA adapter, for loops that need no model.
-pub struct DoRALinear {
-    weight: Tensor,
-    bias: Option<Tensor>,
-    adapter: Box<dyn Adapter>,
-}
-
-impl DoRALinear {
-    /// A layer over a frozen `base_weight (out, in)` with scale alpha / rank; computes what the base does until trained.
-    ///
-    /// # Errors
-    /// As [`LoRALinear::new`](super::LoRALinear::new).
-    pub fn new(base_weight: Tensor, rank: usize, alpha: f64, device: &Device) -> Result<Self> {
-        let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, dropout: 0.0 };
-        Self::with_settings(base_weight, None, settings, device)
-    }
-
-    /// [`new`](Self::new) with a frozen bias (out) and every setting.
-    ///
-    /// # Errors
-    /// As [`LoRALinear::new`](super::LoRALinear::new).
-    pub fn with_settings(
-        base_weight: Tensor,
-        bias: Option<Tensor>,
-        settings: AdapterSettings,
-        device: &Device,
-    ) -> Result<Self> {
-        check_base("DoRALinear", &base_weight, bias.as_ref(), settings.rank, device)?;
-        let vars = start(&base_weight, &settings)?.iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
-        Ok(Self { weight: base_weight.detach(), bias: bias.map(|b| b.detach()), adapter: build(&vars, &settings)? })
-    }
-
-    /// `x (..., in)` → `(..., out)`.
-    ///
-    /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] and its kin if the input does not fit.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.adapter.forward(x, &self.weight, self.bias.as_ref())
-    }
-
-    /// The trainable parameters: down, up, magnitude.
-    pub fn get_vars(&self) -> Vec<Var> {
-        self.adapter.vars()
-    }
-
-    /// alpha / rank.
-    pub fn scale(&self) -> f64 {
-        self.adapter.scale()
-    }
-
-    /// magnitude · (W + scale · up · down) / its row norms.
-    ///
-    /// # Errors
-    /// Those of the arithmetic.
-    pub fn merge(&self) -> Result<Tensor> {
-        self.adapter.merged_weight(&self.weight)
-    }
-
-    /// Training (dropout on) or not.
-    pub fn set_training(&self, training: bool) {
-        self.adapter.set_training(training);
     }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::lora::{LoraWeights, lora_backward, lora_linear};
-use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
+use trainable_candle_core::{DType, Result, Tensor, Var};
 
 use super::{Adapter, AdapterKind, AdapterSettings};
 use crate::init;
@@ -105,101 +105,6 @@ impl Adapter for Lora {
     }
 }
 
-/// A frozen linear layer with a LoRA adapter, for loops that need no model.
-pub struct LoRALinear {
-    weight: Tensor,
-    bias: Option<Tensor>,
-    adapter: Lora,
-}
-
-/// A frozen base must be a matrix on the device that was asked for; the rank at least 1.
-pub(super) fn check_base(
-    op: &'static str,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    rank: usize,
-    device: &Device,
-) -> Result<()> {
-    if weight.rank() != 2 {
-        return Err(Error::shape(
-            op,
-            format!("the base weight has shape {:?}, expected (out_features, in_features)", weight.dims()),
-        ));
-    }
-    if let Some(bias) = bias.filter(|b| b.dims() != [weight.dims()[0]]) {
-        return Err(Error::shape(
-            op,
-            format!("the bias has shape {:?}, expected ({},)", bias.dims(), weight.dims()[0]),
-        ));
-    }
-    if rank == 0 {
-        return Err(Error::argument(op, "the rank is 0, expected at least 1"));
-    }
-    if !weight.device().same_device(device) {
-        return Err(Error::device(op, "the base weight is on another device; move it with to_device()"));
-    }
-    Ok(())
-}
-
-impl LoRALinear {
-    /// A layer over a frozen `base_weight (out, in)`: A (rank, in) uniform as torch starts a linear layer, B (out, rank) zero,
-    /// scale alpha / rank. The adapter's parameters are f32.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] if the weight is no matrix, [`Error::Argument`] if the rank is 0, [`Error::Device`] if the weight is elsewhere.
-    pub fn new(base_weight: Tensor, rank: usize, alpha: f64, device: &Device) -> Result<Self> {
-        let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, dropout: 0.0 };
-        Self::with_settings(base_weight, None, settings, device)
-    }
-
-    /// [`new`](Self::new) with a frozen bias (out) and every setting.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
-    pub fn with_settings(
-        base_weight: Tensor,
-        bias: Option<Tensor>,
-        settings: AdapterSettings,
-        device: &Device,
-    ) -> Result<Self> {
-        check_base("LoRALinear", &base_weight, bias.as_ref(), settings.rank, device)?;
-        let vars = start(&base_weight, &settings)?.iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
-        let adapter = Lora::new(vars[0].clone(), vars[1].clone(), settings.scale, settings.dropout);
-        Ok(Self { weight: base_weight.detach(), bias: bias.map(|b| b.detach()), adapter })
-    }
-
-    /// `x (..., in)` → `(..., out)`.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] and its kin if the input does not fit.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.adapter.forward(x, &self.weight, self.bias.as_ref())
-    }
-
-    /// The trainable parameters: down, up.
-    pub fn get_vars(&self) -> Vec<Var> {
-        self.adapter.vars()
-    }
-
-    /// alpha / rank.
-    pub const fn scale(&self) -> f64 {
-        self.adapter.scale()
-    }
-
-    /// W + scale · up · down.
-    ///
-    /// # Errors
-    /// Those of the arithmetic.
-    pub fn merge(&self) -> Result<Tensor> {
-        self.adapter.merged_weight(&self.weight)
-    }
-
-    /// Training (dropout on) or not.
-    pub fn set_training(&self, training: bool) {
-        self.adapter.set_training(training);
-    }
-}
-
 /// The LoRA backward by itself.
 pub struct LoRABackwardOps;
 
@@ -208,7 +113,7 @@ impl LoRABackwardOps {
     /// `grad_output (..., out)` and `input (..., in)`.
     ///
     /// # Errors
-    /// [`Error::Shape`] and its kin if the operands do not fit.
+    /// [`trainable_candle_core::Error::Shape`] and its kin if the operands do not fit.
     pub fn backward(
         grad_output: &Tensor,
         input: &Tensor,

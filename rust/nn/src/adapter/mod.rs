@@ -5,12 +5,14 @@
 
 mod config;
 mod dora;
+mod layer;
 mod lora;
 mod set;
 
 pub use config::LoraConfig;
-pub use dora::{DoRALinear, Dora};
-pub use lora::{LoRABackwardOps, LoRALinear, Lora};
+pub use dora::Dora;
+pub use layer::{AdaptedLinear, DoRALinear, DoraLayer, LayerKind, LoRALinear, LoraLayer};
+pub use lora::{LoRABackwardOps, Lora};
 pub use set::AdapterSet;
 use trainable_candle_core::{Result, Tensor, Var};
 

@@ -146,9 +146,9 @@ impl<T: Real> Dot<T> {
                     }
                 }
             }
-            for (n, acc) in acc.iter().enumerate() {
-                for (r, &lanes) in acc.iter().enumerate() {
-                    let sum = self.c.alpha * T::sum_lanes(simd, lanes);
+            for n in 0..N {
+                for r in 0..R {
+                    let sum = self.c.alpha * T::sum_lanes(simd, acc[n][r]);
                     let c = self.c.ptr.add((i + r) * self.c.row_stride + (j + n) * self.c.column_stride);
                     *c = if self.c.accumulate { *c + sum } else { sum };
                 }

@@ -1,0 +1,129 @@
+//! A frozen linear layer with an adapter of its own, for loops that need no model.
+
+use std::marker::PhantomData;
+
+use trainable_candle_core::{Device, Error, Result, Tensor, Var};
+
+use super::{Adapter, AdapterKind, AdapterSettings, dora, lora};
+
+/// A frozen linear layer with an adapter of kind `K`.
+pub struct AdaptedLinear<K> {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    adapter: Box<dyn Adapter>,
+    kind: PhantomData<K>,
+}
+
+/// A frozen linear layer with a LoRA adapter.
+pub type LoRALinear = AdaptedLinear<LoraLayer>;
+
+/// A frozen linear layer with a DoRA adapter.
+pub type DoRALinear = AdaptedLinear<DoraLayer>;
+
+/// Names a kind of adapter in the type of a layer.
+pub trait LayerKind {
+    /// The layer's name in errors.
+    const NAME: &'static str;
+    /// The kind of adapter.
+    const KIND: &'static AdapterKind;
+}
+
+/// LoRA.
+pub struct LoraLayer;
+
+impl LayerKind for LoraLayer {
+    const NAME: &'static str = "LoRALinear";
+    const KIND: &'static AdapterKind = &lora::KIND;
+}
+
+/// DoRA.
+pub struct DoraLayer;
+
+impl LayerKind for DoraLayer {
+    const NAME: &'static str = "DoRALinear";
+    const KIND: &'static AdapterKind = &dora::KIND;
+}
+
+/// A frozen base must be a matrix on the device that was asked for; the rank at least 1.
+fn check_base(op: &'static str, weight: &Tensor, bias: Option<&Tensor>, rank: usize, device: &Device) -> Result<()> {
+    if weight.rank() != 2 {
+        return Err(Error::shape(
+            op,
+            format!("the base weight has shape {:?}, expected (out_features, in_features)", weight.dims()),
+        ));
+    }
+    if let Some(bias) = bias.filter(|b| b.dims() != [weight.dims()[0]]) {
+        return Err(Error::shape(
+            op,
+            format!("the bias has shape {:?}, expected ({},)", bias.dims(), weight.dims()[0]),
+        ));
+    }
+    if rank == 0 {
+        return Err(Error::argument(op, "the rank is 0, expected at least 1"));
+    }
+    if !weight.device().same_device(device) {
+        return Err(Error::device(op, "the base weight is on another device; move it with to_device()"));
+    }
+    Ok(())
+}
+
+impl<K: LayerKind> AdaptedLinear<K> {
+    /// A layer over a frozen `base_weight (out, in)` with scale alpha / rank; computes what the base does until it is trained. The
+    /// adapter's parameters are f32: A (rank, in) uniform as torch starts a linear layer, B (out, rank) zero, and for
+    /// DoRA the magnitude (out), the norms of the weight's rows.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the weight is no matrix, [`Error::Argument`] if the rank is 0, [`Error::Device`] if the weight is elsewhere.
+    pub fn new(base_weight: Tensor, rank: usize, alpha: f64, device: &Device) -> Result<Self> {
+        let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, dropout: 0.0 };
+        Self::with_settings(base_weight, None, settings, device)
+    }
+
+    /// [`new`](Self::new) with a frozen bias (out) and every setting.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_settings(
+        base_weight: Tensor,
+        bias: Option<Tensor>,
+        settings: AdapterSettings,
+        device: &Device,
+    ) -> Result<Self> {
+        check_base(K::NAME, &base_weight, bias.as_ref(), settings.rank, device)?;
+        let (weight, bias) = (base_weight.detach(), bias.map(|b| b.detach()));
+        let start = (K::KIND.init)(&weight, &settings)?;
+        let vars = start.iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
+        Ok(Self { weight, bias, adapter: (K::KIND.build)(&vars, &settings)?, kind: PhantomData })
+    }
+
+    /// `x (..., in)` → `(..., out)`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] and its kin if the input does not fit.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.adapter.forward(x, &self.weight, self.bias.as_ref())
+    }
+
+    /// The trainable parameters: down, up, and for DoRA the magnitude.
+    pub fn get_vars(&self) -> Vec<Var> {
+        self.adapter.vars()
+    }
+
+    /// The factor in front of the low-rank product.
+    pub fn scale(&self) -> f64 {
+        self.adapter.scale()
+    }
+
+    /// W + scale · up · down; for DoRA its rows brought to the length of the magnitude.
+    ///
+    /// # Errors
+    /// Those of the arithmetic.
+    pub fn merge(&self) -> Result<Tensor> {
+        self.adapter.merged_weight(&self.weight)
+    }
+
+    /// Training (dropout on) or not.
+    pub fn set_training(&self, training: bool) {
+        self.adapter.set_training(training);
+    }
+}
