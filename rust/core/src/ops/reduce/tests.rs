@@ -149,8 +149,15 @@ fn wrong_dimensions_and_dtypes_are_errors() {
     assert!(matches!(x.cumsum(5), Err(Error::Index { op: "cumsum", .. })));
     assert!(matches!(x.argmax(2, false), Err(Error::Index { op: "argmax", .. })));
     let integers = Tensor::zeros(3, DType::I64, &Device::Cpu).unwrap();
-    for result in [integers.sum_all(), integers.max_all(), integers.cumsum(0), integers.logsumexp(&[0], false)] {
+    for result in [integers.mean_all(), integers.max_all(), integers.cumsum(0), integers.logsumexp(&[0], false)] {
         let message = result.unwrap_err().to_string();
         assert!(message.contains("i64") && message.contains("to()"), "{message}");
     }
+}
+
+#[test]
+fn integers_sum_to_i64() {
+    let bytes = Tensor::from_vec(vec![200u8, 200, 1, 2], (2, 2), &Device::Cpu).unwrap();
+    let rows = bytes.sum(&[1], false).unwrap();
+    assert_eq!(rows.to_vec::<i64>().unwrap(), [400, 3]);
 }
