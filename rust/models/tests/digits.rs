@@ -167,6 +167,8 @@ fn wrong_configurations_and_files_are_named() {
     assert!(message(DigitsTransformer::fresh(wrong, &Device::Cpu)).contains("num_layers is 0"));
 
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("wrong_model");
+    // What an earlier run of this test left.
+    let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir_all(&folder).unwrap();
     let from = |config: &str| {
         std::fs::write(folder.join("config.json"), config).unwrap();
