@@ -3,8 +3,8 @@
 use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var};
 use trainable_candle_nn::optim::{
-    Adam, Adam8bit, AdamConfig, AdamW, AdamW8bit, Lion, Lion8bit, NormType, Optimizer, ParamGroup, SGD, SGDConfig,
-    clip_grad_norm_,
+    Adafactor, Adam, Adam8bit, AdamConfig, AdamW, AdamW8bit, Lion, Lion8bit, NormType, Optimizer, ParamGroup, SGD,
+    SGDConfig, clip_grad_norm_,
 };
 
 /// Values that differ from seed to seed, the same on every machine.
@@ -36,6 +36,7 @@ fn all(params: &[Var]) -> Vec<Box<dyn Optimizer>> {
         Box::new(Adam8bit::new(params.to_vec(), 0.01, 0.0).unwrap()),
         Box::new(AdamW8bit::new(params.to_vec(), 0.01, 0.1).unwrap()),
         Box::new(Lion8bit::new(params.to_vec(), 0.01, 0.1).unwrap()),
+        Box::new(Adafactor::new(params.to_vec(), 0.01).unwrap()),
     ]
 }
 

@@ -6,8 +6,8 @@ use safetensors::SafeTensors;
 use trainable_candle_core::{DType, Device, FlatBuffer, Result, Tensor, Var};
 use trainable_candle_nn::optim::quant::{Codebook, create_dynamic_map};
 use trainable_candle_nn::optim::{
-    Adam, Adam8bit, AdamConfig, AdamW, AdamW8bit, Decay, Lion, Lion8bit, NormType, Optimizer, SGD, SGDConfig, Schedule,
-    clip_grad_norm_,
+    Adafactor, AdafactorConfig, Adam, Adam8bit, AdamConfig, AdamW, AdamW8bit, Decay, Lion, Lion8bit, NormType,
+    Optimizer, SGD, SGDConfig, Schedule, clip_grad_norm_,
 };
 
 struct Golden(Vec<u8>);
@@ -96,6 +96,47 @@ fn sgd_adam_and_adamw_follow_torch() {
         for (name, mut opt) in cases {
             train(&golden, &mut *opt, dtype).unwrap();
             let error = difference(&opt.vars()[0], &golden.tensor(&format!("{name}{suffix}.p")));
+            assert!(error <= tolerance, "{name}{suffix}: values differ by {error:e}");
+            for (key, state) in opt.state_dict().unwrap() {
+                let Some(key) = key.strip_prefix("0.") else { continue };
+                let error = difference(&state, &golden.tensor(&format!("{name}{suffix}.{key}")));
+                assert!(error <= tolerance, "{name}{suffix}: {key} differs by {error:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn adafactor_follows_torch() {
+    let golden = Golden::open("torch.safetensors");
+    let options = AdafactorConfig {
+        lr: 0.4,
+        beta2_decay: -0.5,
+        eps: (Some(1e-6), 1.2),
+        d: 1.01,
+        weight_decay: 0.1,
+        maximize: true,
+    };
+    let default = AdafactorConfig::default();
+    let cases: [(&str, &[usize], &AdafactorConfig); 4] = [
+        ("adafactor", &[37, 29], &default),
+        ("adafactor_options", &[37, 29], &options),
+        ("adafactor_vector", &[1073], &default),
+        ("adafactor_matrices", &[2, 16, 30], &default),
+    ];
+    for (dtype, suffix, tolerance) in [(DType::F32, "", 1e-6), (DType::F64, ".f64", 1e-14)] {
+        for (name, dims, config) in cases {
+            let part = |name: &str| {
+                let values = golden.f32(name)[..dims.iter().product()].to_vec();
+                cast(&Tensor::from_vec(values, dims, &Device::Cpu).unwrap(), dtype)
+            };
+            let var = Var::from_tensor(&part("p0")).unwrap();
+            let mut opt = Adafactor::with_config(vec![var.clone()], config.clone()).unwrap();
+            for i in 0..8 {
+                var.set_grad(&part(&format!("grad.{i}"))).unwrap();
+                opt.step_all().unwrap();
+            }
+            let error = difference(&var, &golden.tensor(&format!("{name}{suffix}.p")));
             assert!(error <= tolerance, "{name}{suffix}: values differ by {error:e}");
             for (key, state) in opt.state_dict().unwrap() {
                 let Some(key) = key.strip_prefix("0.") else { continue };

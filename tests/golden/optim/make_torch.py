@@ -10,7 +10,7 @@ import sys
 
 import torch
 from safetensors.torch import save_file
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adafactor, Adam, AdamW
 from transformers import optimization
 
 CASES = {
@@ -22,7 +22,21 @@ CASES = {
     "adam_amsgrad": (Adam, {"lr": 0.01, "amsgrad": True, "maximize": True}),
     "adamw": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "adamw_amsgrad": (AdamW, {"lr": 0.01, "amsgrad": True}),
+    "adafactor": (Adafactor, {"lr": 0.01}),
+    "adafactor_options": (
+        Adafactor,
+        {
+            "lr": 0.4,
+            "beta2_decay": -0.5,
+            "eps": (1e-6, 1.2),
+            "d": 1.01,
+            "weight_decay": 0.1,
+            "maximize": True,
+        },
+    ),
 }
+# Shapes that Adafactor treats in other ways: a vector, two matrices.
+ADAFACTOR_SHAPES = {"vector": (1073,), "matrices": (2, 16, 30)}
 SCHEDULES = {
     "constant": (optimization.get_constant_schedule_with_warmup, {"num_warmup_steps": 10}),
     "linear": (
@@ -63,8 +77,23 @@ def main(path: str) -> None:
                 opt.step()
             tensors[f"{name}.p"] = param.detach()
             for key, value in opt.state[param].items():
-                if torch.is_tensor(value) and value.shape == param.shape:
+                if key != "step":
                     tensors[f"{name}.{key}"] = value
+
+    for shape_name, shape in ADAFACTOR_SHAPES.items():
+        count = torch.Size(shape).numel()
+        for dtype in (torch.float32, torch.float64):
+            suffix = "" if dtype == torch.float32 else ".f64"
+            start = tensors["p0"].flatten()[:count].reshape(shape)
+            param = torch.nn.Parameter(start.to(dtype, copy=True))
+            opt = Adafactor([param], lr=0.01)
+            for grad in grads:
+                param.grad = grad.flatten()[:count].reshape(shape).to(dtype, copy=True)
+                opt.step()
+            tensors[f"adafactor_{shape_name}{suffix}.p"] = param.detach()
+            for key, value in opt.state[param].items():
+                if key != "step":
+                    tensors[f"adafactor_{shape_name}{suffix}.{key}"] = value
 
     for norm_type in (2.0, float("inf")):
         params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]

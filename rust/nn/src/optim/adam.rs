@@ -97,7 +97,7 @@ impl Rule for AdamRule {
         config.validate(Self::NAME)
     }
 
-    fn states(config: &AdamConfig, _numel: usize) -> SmallVec<[StateSpec; 4]> {
+    fn states(config: &AdamConfig, _dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
         config.states()
     }
 
@@ -116,7 +116,7 @@ impl Rule for AdamWRule {
         config.validate(Self::NAME)
     }
 
-    fn states(config: &AdamConfig, _numel: usize) -> SmallVec<[StateSpec; 4]> {
+    fn states(config: &AdamConfig, _dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
         config.states()
     }
 

@@ -83,8 +83,8 @@ macro_rules! rule {
                 check_betas(Self::NAME, config.betas)
             }
 
-            fn states(config: &Adam8bitConfig, numel: usize) -> SmallVec<[StateSpec; 4]> {
-                if numel < config.min_8bit_size {
+            fn states(config: &Adam8bitConfig, dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
+                if dims.iter().product::<usize>() < config.min_8bit_size {
                     return smallvec![StateKind::Float.named("state1"), StateKind::Float.named("state2")];
                 }
                 smallvec![

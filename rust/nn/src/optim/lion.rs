@@ -55,7 +55,7 @@ impl Rule for LionRule {
         check_betas(Self::NAME, config.betas)
     }
 
-    fn states(_config: &LionConfig, _numel: usize) -> SmallVec<[StateSpec; 4]> {
+    fn states(_config: &LionConfig, _dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
         smallvec![StateKind::Float.named("exp_avg")]
     }
 

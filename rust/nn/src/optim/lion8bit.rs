@@ -56,8 +56,8 @@ impl Rule for Lion8bitRule {
         check_betas(Self::NAME, config.betas)
     }
 
-    fn states(config: &Lion8bitConfig, numel: usize) -> SmallVec<[StateSpec; 4]> {
-        if numel < config.min_8bit_size {
+    fn states(config: &Lion8bitConfig, dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
+        if dims.iter().product::<usize>() < config.min_8bit_size {
             return smallvec![StateKind::Float.named("state1")];
         }
         smallvec![StateKind::Codes.named("state1"), StateKind::Scales.named("absmax1")]

@@ -19,6 +19,7 @@
 //! (the two short dtypes with f32 master values that the optimizer holds), those with states in full precision also
 //! f64. Variables that share one flat buffer are updated in one pass over it.
 
+mod adafactor;
 mod adam;
 mod adam8bit;
 mod clip;
@@ -33,6 +34,7 @@ mod state;
 mod stepper;
 mod update;
 
+pub use adafactor::{Adafactor, AdafactorConfig, AdafactorRule};
 pub use adam::{Adam, AdamConfig, AdamRule, AdamW, AdamWRule};
 pub use adam8bit::{Adam8bit, Adam8bitConfig, Adam8bitRule, AdamW8bit, AdamW8bitRule};
 pub use clip::{NormType, clip_grad_norm_, grad_norm};

@@ -7,7 +7,8 @@ use super::quant::BLOCK_SIZE;
 
 /// The arithmetic of an optimizer and the states it keeps; [`Stepper`](super::Stepper) does everything else.
 ///
-/// An update is elementwise, except that the elements of one [`BLOCK_SIZE`] may share a scale.
+/// An update is elementwise, except that the elements of one [`BLOCK_SIZE`] may share a scale, or it sees whole variables
+/// ([`ELEMENTWISE`](Self::ELEMENTWISE)).
 pub trait Rule: Sized + Send + Sync + 'static {
     /// The optimizer's name, with which messages start.
     const NAME: &'static str;
@@ -21,14 +22,17 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// The update of f64 values, if the optimizer takes them.
     const UPDATE_F64: Option<Update<Self::Config, f64>>;
 
+    /// Whether a variable may be updated in chunks, on several threads.
+    const ELEMENTWISE: bool = true;
+
     /// Checks the ranges of hyper-parameters.
     ///
     /// # Errors
     /// [`Error::Argument`] naming the first one outside its range.
     fn validate(config: &Self::Config) -> Result<()>;
 
-    /// The states kept for a parameter of `numel` elements.
-    fn states(config: &Self::Config, numel: usize) -> SmallVec<[StateSpec; 4]>;
+    /// The states kept for a parameter of shape `dims`.
+    fn states(config: &Self::Config, dims: &[usize]) -> SmallVec<[StateSpec; 4]>;
 
     /// The learning rate.
     fn lr(config: &mut Self::Config) -> &mut f64;
@@ -37,8 +41,11 @@ pub trait Rule: Sized + Send + Sync + 'static {
 /// Step number `step` (from 1) of a chunk.
 pub type Update<C, T> = fn(config: &C, step: u64, chunk: Chunk<'_, T>);
 
-/// A run of elements of one parameter; all slices cover the same elements. Starts at a multiple of [`BLOCK_SIZE`].
+/// A run of elements of one parameter, or all of them; all slices cover the same elements. Starts at a multiple of
+/// [`BLOCK_SIZE`].
 pub struct Chunk<'a, T> {
+    /// The shape of the whole parameter.
+    pub dims: &'a [usize],
     /// The values, to be changed.
     pub param: &'a mut [T],
     /// The gradient.
@@ -49,7 +56,7 @@ pub struct Chunk<'a, T> {
 
 /// A run of one state.
 pub enum StateSlice<'a, T> {
-    /// A number for each element.
+    /// Numbers: one for each element, row or column.
     Float(&'a mut [T]),
     /// An 8-bit code for each element.
     Codes(&'a mut [u8]),
@@ -75,15 +82,22 @@ pub enum StateKind {
     Codes,
     /// A scale (f32) for each [`BLOCK_SIZE`] elements.
     Scales,
+    /// As `Float`, one for each row of the last two dimensions.
+    Rows,
+    /// As `Float`, one for each column of the last two dimensions.
+    Columns,
 }
 
 impl StateKind {
-    /// Entries for `numel` elements.
-    pub(crate) const fn len(self, numel: usize) -> usize {
-        match self {
-            Self::Float | Self::Codes => numel,
-            Self::Scales => numel.div_ceil(BLOCK_SIZE),
+    /// The shape of the state of a parameter of shape `dims`.
+    pub(crate) fn dims(self, dims: &[usize]) -> Vec<usize> {
+        let mut shape = dims.to_vec();
+        match (self, shape.as_mut_slice()) {
+            (Self::Scales, _) => return vec![dims.iter().product::<usize>().div_ceil(BLOCK_SIZE)],
+            (Self::Rows, [.., last]) | (Self::Columns, [.., last, _]) => *last = 1,
+            _ => {}
         }
+        shape
     }
 
     /// A state of this kind under `name`.

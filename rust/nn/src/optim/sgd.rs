@@ -66,7 +66,7 @@ impl Rule for SGDRule {
         Ok(())
     }
 
-    fn states(config: &SGDConfig, _numel: usize) -> SmallVec<[StateSpec; 4]> {
+    fn states(config: &SGDConfig, _dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
         if config.momentum == 0.0 { smallvec![] } else { smallvec![StateKind::Float.named("momentum_buffer")] }
     }
 

@@ -4,7 +4,6 @@ use smallvec::SmallVec;
 use trainable_candle_core::cpu::Elem;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
 
-use super::quant::BLOCK_SIZE;
 use super::rule::{StateKind, StateSlice, StateSpec};
 use super::stepper::StateDict;
 
@@ -67,10 +66,10 @@ impl Number for f64 {
 }
 
 impl State {
-    fn zeros<T: Number>(spec: StateSpec, numel: usize) -> Self {
-        let len = spec.kind.len(numel);
+    fn zeros<T: Number>(spec: StateSpec, dims: &[usize]) -> Self {
+        let len = spec.kind.dims(dims).iter().product();
         let data = match spec.kind {
-            StateKind::Float => T::zeros(len),
+            StateKind::Float | StateKind::Rows | StateKind::Columns => T::zeros(len),
             StateKind::Codes => StateData::U8(vec![0; len]),
             StateKind::Scales => StateData::F32(vec![0.0; len]),
         };
@@ -80,30 +79,23 @@ impl State {
     pub(super) fn slice<T: Number>(&mut self) -> StateSlice<'_, T> {
         const MADE: &str = "a state is made with the type of its kind";
         match (self.spec.kind, &mut self.data) {
-            (StateKind::Float, data) => StateSlice::Float(T::slice(data).expect(MADE)),
             (StateKind::Codes, StateData::U8(data)) => StateSlice::Codes(data),
             (StateKind::Scales, StateData::F32(data)) => StateSlice::Scales(data),
-            _ => unreachable!("{MADE}"),
-        }
-    }
-
-    fn dims(spec: StateSpec, var: &Var) -> Vec<usize> {
-        match spec.kind {
-            StateKind::Float | StateKind::Codes => var.dims().to_vec(),
-            StateKind::Scales => vec![var.elem_count().div_ceil(BLOCK_SIZE)],
+            (_, data) => StateSlice::Float(T::slice(data).expect(MADE)),
         }
     }
 
     fn dtype(spec: StateSpec, var: &Var) -> DType {
         match spec.kind {
-            StateKind::Float if var.dtype() == DType::F64 => DType::F64,
-            StateKind::Float | StateKind::Scales => DType::F32,
             StateKind::Codes => DType::U8,
+            StateKind::Scales => DType::F32,
+            _ if var.dtype() == DType::F64 => DType::F64,
+            _ => DType::F32,
         }
     }
 
     fn to_tensor(&self, var: &Var) -> Result<Tensor> {
-        let dims = Self::dims(self.spec, var);
+        let dims = self.spec.kind.dims(var.dims());
         match &self.data {
             StateData::F32(data) => Tensor::from_vec(data.clone(), dims, &Device::Cpu),
             StateData::F64(data) => Tensor::from_vec(data.clone(), dims, &Device::Cpu),
@@ -129,8 +121,8 @@ impl Parameter {
     /// Makes the states if there are none yet.
     pub(super) fn make_states<T: Number>(&mut self, specs: &[StateSpec]) {
         if self.states.is_empty() {
-            let numel = self.var.elem_count();
-            self.states = specs.iter().map(|&spec| State::zeros::<T>(spec, numel)).collect();
+            let dims = self.var.dims();
+            self.states = specs.iter().map(|&spec| State::zeros::<T>(spec, dims)).collect();
         }
     }
 
@@ -188,7 +180,7 @@ pub(super) fn from_dict(
         if step > 0 {
             for &spec in specs {
                 let key = format!("{index}.{}", spec.name);
-                let tensor = reader.get(&key, State::dtype(spec, var), &State::dims(spec, var))?;
+                let tensor = reader.get(&key, State::dtype(spec, var), &spec.kind.dims(var.dims()))?;
                 new.states.push(State::from_tensor(spec, tensor)?);
                 known += 1;
             }

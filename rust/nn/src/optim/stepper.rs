@@ -165,7 +165,7 @@ impl<R: Rule> Stepper<R> {
     pub fn set_config(&mut self, group: usize, config: R::Config) -> Result<()> {
         R::validate(&config)?;
         let group = self.group_mut(group)?;
-        if !group.parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.elem_count()))) {
+        if !group.parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.dims()))) {
             let message =
                 "the new hyper-parameters need other states than those that training has made; build a new optimizer";
             return Err(Error::argument(R::NAME, message));
@@ -241,7 +241,7 @@ impl<R: Rule> Optimizer for Stepper<R> {
         let specs: Vec<_> = self
             .groups
             .iter()
-            .flat_map(|group| group.parameters.iter().map(|p| R::states(&group.config, p.var.elem_count())))
+            .flat_map(|group| group.parameters.iter().map(|p| R::states(&group.config, p.var.dims())))
             .collect();
         let (parameters, lrs) = {
             let parameters: Vec<&Parameter> = self.parameters().collect();

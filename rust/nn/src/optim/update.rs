@@ -77,8 +77,11 @@ pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>) -> Result<()> {
     }
     // Large ones spread over the threads one by one; of small ones each thread takes its own. A thread that holds the lock
     // of a storage must not wait for others, so small ones are not spread further.
-    let (mut small, large): (Vec<_>, Vec<_>) =
-        buckets.into_iter().partition(|bucket| bucket.items.iter().map(Item::numel).sum::<usize>() <= CHUNK);
+    let is_small = |bucket: &Bucket<'_, R::Config>| {
+        let numel: usize = bucket.items.iter().map(Item::numel).sum();
+        numel <= CHUNK || (bucket.items.len() == 1 && !R::ELEMENTWISE)
+    };
+    let (mut small, large): (Vec<_>, Vec<_>) = buckets.into_iter().partition(is_small);
     for bucket in large {
         run_bucket::<R>(bucket.items, true)?;
     }
@@ -108,18 +111,19 @@ fn run_direct<R: Rule, T: Number>(
     parallel: bool,
 ) -> Result<()> {
     for item in &mut items {
-        let specs = R::states(item.config, item.numel());
+        let specs = R::states(item.config, item.parameter.var.dims());
         item.parameter.make_states::<T>(&specs);
         item.parameter.step += 1;
     }
     with_storages::<_, T>(R::NAME, &mut items, |parts, items| {
         let work = items.iter_mut().zip(parts).map(|(item, (param, grad))| {
-            let Parameter { states, step, .. } = &mut *item.parameter;
+            let Parameter { states, step, var, .. } = &mut *item.parameter;
             let states = states.iter_mut().map(|state| state.slice()).collect();
-            Work { config: item.config, step: *step, stored: &mut [][..], grad, param, states }
+            Work { config: item.config, step: *step, dims: var.dims(), stored: &mut [][..], grad, param, states }
         });
-        for_each_piece(work.collect(), parallel, |work| {
-            update(work.config, work.step, Chunk { param: work.param, grad: work.grad, states: work.states });
+        for_each_piece(work.collect(), longest::<R>(), parallel, |work| {
+            let Work { dims, param, grad, states, .. } = work;
+            update(work.config, work.step, Chunk { dims, param, grad, states });
         });
     })
 }
@@ -143,7 +147,7 @@ fn narrow<D: Elem<Acc = f32>>(values: &[f32], stored: &mut [D]) {
 /// Updates f32 master values and rounds them to the variables.
 fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>, parallel: bool) -> Result<()> {
     for item in &mut items {
-        let specs = R::states(item.config, item.numel());
+        let specs = R::states(item.config, item.parameter.var.dims());
         item.parameter.make_states::<f32>(&specs);
         item.parameter.step += 1;
     }
@@ -157,14 +161,13 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
             }
             let param = master.as_mut().map_or(&mut [][..], |master| &mut master.values);
             let states = states.iter_mut().map(|state| state.slice()).collect();
-            Work { config: item.config, step: *step, stored, grad, param, states }
+            Work { config: item.config, step: *step, dims: var.dims(), stored, grad, param, states }
         });
-        for_each_piece(work.collect(), parallel, |mut work| {
-            let mut grad = [0.0; CHUNK];
-            let grad = &mut grad[..work.grad.len()];
-            widen(work.grad, grad);
+        for_each_piece(work.collect(), longest::<R>(), parallel, |mut work| {
+            let mut grad = SmallVec::<[f32; CHUNK]>::from_elem(0.0, work.grad.len());
+            widen(work.grad, &mut grad);
             let states = work.states.iter_mut().map(StateSlice::reborrow).collect();
-            (R::UPDATE)(work.config, work.step, Chunk { param: work.param, grad, states });
+            (R::UPDATE)(work.config, work.step, Chunk { dims: work.dims, param: work.param, grad: &grad, states });
             narrow(work.param, work.stored);
         });
     })?;
@@ -180,6 +183,8 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
 struct Work<'a, C, T, D> {
     config: &'a C,
     step: u64,
+    /// The shape of the variable.
+    dims: &'a [usize],
     param: &'a mut [T],
     /// The variable itself where `param` is its master.
     stored: &'a mut [D],
@@ -187,16 +192,22 @@ struct Work<'a, C, T, D> {
     states: SmallVec<[StateSlice<'a, T>; 4]>,
 }
 
-/// Cuts work into pieces of at most [`CHUNK`] elements and calls `run` with each, on several threads if `parallel`.
+/// The most elements that an update gets at a time.
+const fn longest<R: Rule>() -> usize {
+    if R::ELEMENTWISE { CHUNK } else { usize::MAX }
+}
+
+/// Cuts work into pieces of at most `longest` elements and calls `run` with each, on several threads if `parallel`.
 fn for_each_piece<C: Sync, T: Real, D: Elem>(
     work: Vec<Work<'_, C, T, D>>,
+    longest: usize,
     parallel: bool,
     run: impl Fn(Work<'_, C, T, D>) + Sync,
 ) {
     let mut pieces = Vec::new();
     for mut work in work {
-        while work.param.len() > CHUNK {
-            let (piece, rest) = work.split_at(CHUNK);
+        while work.param.len() > longest {
+            let (piece, rest) = work.split_at(longest);
             pieces.push(Some(piece));
             work = rest;
         }
@@ -216,9 +227,8 @@ impl<'a, C, T: Real, D> Work<'a, C, T, D> {
         let (stored, stored_rest) = self.stored.split_at_mut(at.min(self.stored.len()));
         let (grad, grad_rest) = self.grad.split_at(at);
         let (states, states_rest) = self.states.into_iter().map(|state| state.split_at(at)).unzip();
-        let (config, step) = (self.config, self.step);
-        let piece = Self { config, step, param, stored, grad, states };
-        (piece, Self { config, step, param: param_rest, stored: stored_rest, grad: grad_rest, states: states_rest })
+        let rest = Self { param: param_rest, stored: stored_rest, grad: grad_rest, states: states_rest, ..self };
+        (Self { param, stored, grad, states, ..rest }, rest)
     }
 }
 

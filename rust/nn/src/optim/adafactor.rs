@@ -1,0 +1,194 @@
+//! Adafactor: Adam's second moment of a matrix from the moments of its rows and columns, as `torch.optim.Adafactor`.
+//!
+//! Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", <https://arxiv.org/abs/1804.04235>.
+
+use smallvec::{SmallVec, smallvec};
+use trainable_candle_core::cpu::{Real, dispatch};
+use trainable_candle_core::{Error, Result, Var};
+
+use super::Stepper;
+use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_not_negative};
+
+/// Hyper-parameters of [`Adafactor`]; names, meaning and defaults are torch's.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AdafactorConfig {
+    /// Bound of the relative step size, at least 0: step t moves a parameter by min(lr, 1/√t) of its root mean square.
+    pub lr: f64,
+    /// At most 0: the second moments take the square of gradient t with weight t^`beta2_decay`.
+    pub beta2_decay: f64,
+    /// The least second moment is the square of the first one, by default the precision of the dtype that is computed in;
+    /// the least root mean square of a parameter is the second one. Both at least 0.
+    pub eps: (Option<f64>, f64),
+    /// At least 1: the root mean square of an update, before the step size, is clipped to it.
+    pub d: f64,
+    /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+    pub weight_decay: f64,
+    /// Ascend instead of descend.
+    pub maximize: bool,
+}
+
+impl Default for AdafactorConfig {
+    fn default() -> Self {
+        Self { lr: 1e-2, beta2_decay: -0.8, eps: (None, 1e-3), d: 1.0, weight_decay: 0.0, maximize: false }
+    }
+}
+
+/// Adafactor, as `torch.optim.Adafactor`. Its states are as small as a row and a column of each matrix.
+pub type Adafactor = Stepper<AdafactorRule>;
+
+impl Adafactor {
+    /// Adafactor on `params` with the defaults of [`AdafactorConfig`] but for `lr`.
+    ///
+    /// # Errors
+    /// As [`with_groups`](Self::with_groups).
+    pub fn new(params: Vec<Var>, lr: f64) -> Result<Self> {
+        Self::with_config(params, AdafactorConfig { lr, ..AdafactorConfig::default() })
+    }
+}
+
+/// The arithmetic of [`Adafactor`].
+pub struct AdafactorRule;
+
+impl Rule for AdafactorRule {
+    const NAME: &'static str = "Adafactor";
+    type Config = AdafactorConfig;
+    const UPDATE: Update<AdafactorConfig, f32> = update::<f32>;
+    const UPDATE_F64: Option<Update<AdafactorConfig, f64>> = Some(update::<f64>);
+    const ELEMENTWISE: bool = false;
+
+    fn validate(config: &AdafactorConfig) -> Result<()> {
+        check_not_negative(Self::NAME, "lr", config.lr)?;
+        check_not_negative(Self::NAME, "eps[0]", config.eps.0.unwrap_or(0.0))?;
+        check_not_negative(Self::NAME, "eps[1]", config.eps.1)?;
+        check_not_negative(Self::NAME, "weight_decay", config.weight_decay)?;
+        let out_of_range = |name: &str, found: f64, expected: &str| {
+            Err(Error::argument(Self::NAME, format!("found {name} {found}, expected a number of {expected}")))
+        };
+        if !(config.beta2_decay.is_finite() && config.beta2_decay <= 0.0) {
+            return out_of_range("beta2_decay", config.beta2_decay, "at most 0");
+        }
+        if !(config.d.is_finite() && config.d >= 1.0) {
+            return out_of_range("d", config.d, "at least 1");
+        }
+        Ok(())
+    }
+
+    fn states(_config: &AdafactorConfig, dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
+        if dims.len() < 2 {
+            return smallvec![StateKind::Float.named("variance")];
+        }
+        smallvec![StateKind::Rows.named("row_var"), StateKind::Columns.named("col_var")]
+    }
+
+    fn lr(config: &mut AdafactorConfig) -> &mut f64 {
+        &mut config.lr
+    }
+}
+
+fn update<T: Precision>(config: &AdafactorConfig, step: u64, chunk: Chunk<'_, T>) {
+    dispatch(
+        #[inline(always)]
+        || update_all(config, step, chunk),
+    );
+}
+
+/// A type with the distance from 1 to the next number.
+trait Precision: Real {
+    const EPSILON: f64;
+}
+
+impl Precision for f32 {
+    const EPSILON: f64 = f32::EPSILON as f64;
+}
+
+impl Precision for f64 {
+    const EPSILON: f64 = f64::EPSILON;
+}
+
+#[inline(always)]
+fn update_all<T: Precision>(config: &AdafactorConfig, step: u64, mut chunk: Chunk<'_, T>) {
+    let (step, numel) = (step as f64, chunk.param.len() as f64);
+    let weight = step.powf(config.beta2_decay);
+    let eps = config.eps.0.unwrap_or(T::EPSILON);
+    let size = (sum_of_squares(chunk.param) / numel).sqrt().max(config.eps.1);
+    let step_size = size * config.lr.min(1.0 / step.sqrt());
+
+    // The roots of the second moments, then the direction.
+    let mut direction = vec![T::ZERO; chunk.param.len()];
+    match chunk.states.as_mut_slice() {
+        [StateSlice::Float(variance)] => {
+            for ((root, v), &g) in direction.iter_mut().zip(variance.iter_mut()).zip(chunk.grad) {
+                *v = lerp(*v, g * g, T::from_f64(weight));
+                *root = v.max(T::from_f64(eps * eps)).sqrt();
+            }
+        }
+        [StateSlice::Float(rows), StateSlice::Float(columns)] => {
+            let matrix = chunk.dims[chunk.dims.len() - 2..].iter().product();
+            let (height, width) = (matrix / chunk.dims[chunk.dims.len() - 1], chunk.dims[chunk.dims.len() - 1]);
+            let moments = rows.chunks_mut(height).zip(columns.chunks_mut(width));
+            let matrices = chunk.grad.chunks(matrix).zip(direction.chunks_mut(matrix));
+            for ((rows, columns), (grad, roots)) in moments.zip(matrices) {
+                update_moments(rows, columns, grad, weight);
+                factored_roots(rows, columns, eps, roots);
+            }
+        }
+        _ => unreachable!("the states are those that the rule declares"),
+    }
+    let sign = if config.maximize { -T::ONE } else { T::ONE };
+    for (x, &g) in direction.iter_mut().zip(chunk.grad) {
+        *x = sign * g / *x;
+    }
+
+    let clip = ((sum_of_squares(&direction) / numel).sqrt() / config.d).max(1.0);
+    let decay = T::from_f64(1.0 - config.lr * config.weight_decay);
+    let step_size = T::from_f64(step_size / clip);
+    for (p, x) in chunk.param.iter_mut().zip(direction) {
+        *p = *p * decay - step_size * x;
+    }
+}
+
+/// Moves the moments of rows and columns towards the mean squares of a gradient.
+#[inline(always)]
+fn update_moments<T: Real>(rows: &mut [T], columns: &mut [T], grad: &[T], weight: f64) {
+    let (height, width) = (rows.len() as f64, columns.len() as f64);
+    let mut column_sums = vec![0f64; columns.len()];
+    for (row, grad) in rows.iter_mut().zip(grad.chunks(columns.len())) {
+        *row = lerp(*row, T::from_f64(sum_of_squares(grad) / width), T::from_f64(weight));
+        for (sum, g) in column_sums.iter_mut().zip(grad) {
+            *sum += g.to_f64() * g.to_f64();
+        }
+    }
+    for (column, sum) in columns.iter_mut().zip(column_sums) {
+        *column = lerp(*column, T::from_f64(sum / height), T::from_f64(weight));
+    }
+}
+
+/// The roots of the second moments that the moments of rows and columns stand for, at least `eps`.
+#[inline(always)]
+fn factored_roots<T: Real>(rows: &[T], columns: &[T], eps: f64, roots: &mut [T]) {
+    let mean = rows.iter().map(|row| row.to_f64()).sum::<f64>() / rows.len() as f64;
+    let mean = T::from_f64(mean.max(eps));
+    for (roots, &row) in roots.chunks_mut(columns.len()).zip(rows) {
+        for (root, &column) in roots.iter_mut().zip(columns) {
+            *root = (row * column / mean).max(T::from_f64(eps * eps)).sqrt();
+        }
+    }
+}
+
+/// `a` moved by `weight` of the way to `b`, which it reaches exactly.
+#[inline(always)]
+fn lerp<T: Real>(a: T, b: T, weight: T) -> T {
+    if weight.to_f64() < 0.5 { a + weight * (b - a) } else { b - (T::ONE - weight) * (b - a) }
+}
+
+#[inline(always)]
+fn sum_of_squares<T: Real>(data: &[T]) -> f64 {
+    const LANES: usize = 8;
+    let mut sums = [0f64; LANES];
+    for block in data.chunks(LANES) {
+        for (sum, x) in sums.iter_mut().zip(block) {
+            *sum += x.to_f64() * x.to_f64();
+        }
+    }
+    sums.iter().sum()
+}
