@@ -23,6 +23,9 @@ mod train;
 mod types;
 mod var;
 
+#[global_allocator]
+static ALLOCATOR: trainable_candle_core::RecyclingAllocator = trainable_candle_core::RecyclingAllocator::new();
+
 /// The compiled part of trainable-candle; import `trainable_candle` instead.
 #[pyo3::pymodule]
 mod _core {

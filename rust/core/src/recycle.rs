@@ -1,0 +1,324 @@
+//! [`RecyclingAllocator`]: large blocks are kept for the next tensor instead of going back to the system.
+//!
+//! A training step frees and takes the same buffers again and again. From a size on, the C library gives freed memory back,
+//! and the system hands it out page by page, zeroed: on small models that costs a quarter of the step. A program opts in by
+//!
+//! ```
+//! use trainable_candle_core::RecyclingAllocator;
+//!
+//! #[global_allocator]
+//! static ALLOCATOR: RecyclingAllocator = RecyclingAllocator::new();
+//! # fn main() {}
+//! ```
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::UnsafeCell;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// Smaller blocks are the C library's, which keeps them anyway.
+const SMALLEST: usize = 1 << SMALLEST_LOG2;
+const SMALLEST_LOG2: u32 = 16;
+/// Larger blocks are worth their page faults.
+const LARGEST: usize = 1 << 27;
+/// Sizes are rounded up to four steps an octave.
+const STEPS: usize = 4;
+const CLASSES: usize = (LARGEST.ilog2() - SMALLEST_LOG2) as usize * STEPS + 1;
+/// Blocks kept of each size.
+const KEPT: usize = 128;
+/// Bytes kept in all.
+const MOST_BYTES: usize = 256 << 20;
+
+/// The system's allocator with a store of freed blocks of 64 KiB to 128 MiB, of 256 MiB at most.
+///
+/// Never waits: where another thread is at the same shelf, or the process was forked while one was, blocks come from the
+/// system and go back to it.
+pub struct RecyclingAllocator {
+    shelves: [Shelf; CLASSES],
+    bytes: AtomicUsize,
+}
+
+impl RecyclingAllocator {
+    /// An allocator with an empty store.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { shelves: [const { Shelf::new() }; CLASSES], bytes: AtomicUsize::new(0) }
+    }
+
+    /// Give every kept block back to the system.
+    fn clear(&self) {
+        for (class, shelf) in self.shelves.iter().enumerate() {
+            while let Some(block) = shelf.take() {
+                self.bytes.fetch_sub(size_of_class(class), Ordering::Relaxed);
+                // SAFETY: blocks of this shelf were allocated with this layout.
+                unsafe { System.dealloc(block, layout_of_class(class)) };
+            }
+        }
+    }
+
+    /// A kept block of a class.
+    fn recycle(&self, class: usize) -> Option<*mut u8> {
+        let block = self.shelves[class].take()?;
+        self.bytes.fetch_sub(size_of_class(class), Ordering::Relaxed);
+        Some(block)
+    }
+
+    /// A block of a class from the system, by `allocate`; with nothing left there, the store is given back first.
+    fn fetch(&self, class: usize, allocate: unsafe fn(&System, Layout) -> *mut u8) -> *mut u8 {
+        // SAFETY: the layout of a class has a size.
+        let block = unsafe { allocate(&System, layout_of_class(class)) };
+        if !block.is_null() {
+            return block;
+        }
+        self.clear();
+        // SAFETY: as above.
+        unsafe { allocate(&System, layout_of_class(class)) }
+    }
+}
+
+impl Default for RecyclingAllocator {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+// SAFETY: a block lies on at most one shelf and is handed out by taking it from there; its layout is a function of the
+// caller's, so that it is allocated and freed with the same one.
+unsafe impl GlobalAlloc for RecyclingAllocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        match class_of(layout) {
+            Some(class) => self.recycle(class).unwrap_or_else(|| self.fetch(class, System::alloc)),
+            // SAFETY: the caller's promise.
+            None => unsafe { System.alloc(layout) },
+        }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        let Some(class) = class_of(layout) else {
+            // SAFETY: the caller's promise.
+            return unsafe { System.alloc_zeroed(layout) };
+        };
+        match self.recycle(class) {
+            Some(block) => {
+                // SAFETY: the block is at least as large as the layout.
+                unsafe { block.write_bytes(0, layout.size()) };
+                block
+            }
+            None => self.fetch(class, System::alloc_zeroed),
+        }
+    }
+
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        let Some(class) = class_of(layout) else {
+            // SAFETY: the caller's promise; blocks of this layout are the system's.
+            return unsafe { System.dealloc(block, layout) };
+        };
+        let size = size_of_class(class);
+        if self.bytes.fetch_add(size, Ordering::Relaxed) + size <= MOST_BYTES && self.shelves[class].put(block) {
+            return;
+        }
+        self.bytes.fetch_sub(size, Ordering::Relaxed);
+        // SAFETY: blocks of this class were allocated with this layout.
+        unsafe { System.dealloc(block, layout_of_class(class)) };
+    }
+
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: the caller promises that the size does not overflow when rounded up to the alignment.
+        let wanted = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
+        match (class_of(layout), class_of(wanted)) {
+            // SAFETY: the caller's promise; both are the system's.
+            (None, None) => unsafe { System.realloc(block, layout, size) },
+            (Some(class), Some(same)) if class == same => block,
+            _ => {
+                // SAFETY: the block that is moved to holds `size` bytes, the old one `layout.size()`, and they differ.
+                unsafe {
+                    let moved = self.alloc(wanted);
+                    if !moved.is_null() {
+                        block.copy_to_nonoverlapping(moved, size.min(layout.size()));
+                        self.dealloc(block, layout);
+                    }
+                    moved
+                }
+            }
+        }
+    }
+}
+
+/// A stack of blocks of one size.
+struct Shelf {
+    busy: AtomicBool,
+    blocks: UnsafeCell<Blocks>,
+}
+
+struct Blocks {
+    count: usize,
+    kept: [*mut u8; KEPT],
+}
+
+// SAFETY: `blocks` is only touched while `busy` is held.
+unsafe impl Sync for Shelf {}
+
+impl Shelf {
+    const fn new() -> Self {
+        Self { busy: AtomicBool::new(false), blocks: UnsafeCell::new(Blocks { count: 0, kept: [null_mut(); KEPT] }) }
+    }
+
+    /// Run `action` unless another thread is at this shelf.
+    fn with<R>(&self, action: impl FnOnce(&mut Blocks) -> R) -> Option<R> {
+        if self.busy.swap(true, Ordering::Acquire) {
+            return None;
+        }
+        // SAFETY: this thread set `busy`, and `action`, which does not panic, runs before it is cleared.
+        let result = action(unsafe { &mut *self.blocks.get() });
+        self.busy.store(false, Ordering::Release);
+        Some(result)
+    }
+
+    fn take(&self) -> Option<*mut u8> {
+        self.with(|blocks| {
+            blocks.count = blocks.count.checked_sub(1)?;
+            blocks.kept.get(blocks.count).copied()
+        })?
+    }
+
+    fn put(&self, block: *mut u8) -> bool {
+        self.with(|blocks| match blocks.kept.get_mut(blocks.count) {
+            Some(free) => {
+                *free = block;
+                blocks.count += 1;
+                true
+            }
+            None => false,
+        })
+        .unwrap_or(false)
+    }
+}
+
+/// The alignment of all kept blocks: a cache line.
+const ALIGN: usize = 64;
+
+/// The class of a layout, if its blocks are kept.
+const fn class_of(layout: Layout) -> Option<usize> {
+    let size = layout.size();
+    if size < SMALLEST || size > LARGEST || layout.align() > ALIGN {
+        return None;
+    }
+    // The octave of the largest size below, and the step above it: 2^k (1 + s / 4) < size <= 2^k (1 + (s + 1) / 4).
+    let octave = (size - 1).ilog2();
+    if octave < SMALLEST_LOG2 {
+        return Some(0);
+    }
+    let step = (size - 1 - (1 << octave)) >> (octave - STEPS.ilog2());
+    Some((octave - SMALLEST_LOG2) as usize * STEPS + step + 1)
+}
+
+const fn size_of_class(class: usize) -> usize {
+    let (octave, step) = (class / STEPS, class % STEPS);
+    (SMALLEST << octave) / STEPS * (STEPS + step)
+}
+
+const fn layout_of_class(class: usize) -> Layout {
+    // SAFETY: the alignment is a power of two and the size far below the limit.
+    unsafe { Layout::from_size_align_unchecked(size_of_class(class), ALIGN) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout(size: usize) -> Layout {
+        Layout::from_size_align(size, 16).unwrap()
+    }
+
+    #[test]
+    fn classes_hold_their_sizes_with_little_waste() {
+        assert_eq!(size_of_class(CLASSES - 1), LARGEST);
+        for size in (SMALLEST..4 * SMALLEST).step_by(777).chain([SMALLEST, SMALLEST + 1, LARGEST - 1, LARGEST]) {
+            let class = class_of(layout(size)).unwrap();
+            let held = size_of_class(class);
+            assert!(held >= size && held <= size + size / 4 + 1, "{size} in {held}");
+            assert_eq!(class_of(layout(held)), Some(class));
+        }
+        assert_eq!(class_of(layout(SMALLEST - 1)), None);
+        assert_eq!(class_of(layout(LARGEST + 1)), None);
+        assert_eq!(class_of(Layout::from_size_align(SMALLEST, 4096).unwrap()), None);
+    }
+
+    #[test]
+    fn freed_block_comes_back_and_zeroed_if_asked() {
+        let allocator = RecyclingAllocator::new();
+        let layout = layout(100_000);
+        // SAFETY: every block is used within its layout and freed once.
+        unsafe {
+            let block = allocator.alloc(layout);
+            block.write_bytes(7, layout.size());
+            allocator.dealloc(block, layout);
+            let again = allocator.alloc_zeroed(layout);
+            assert_eq!(again, block);
+            assert!(std::slice::from_raw_parts(again, layout.size()).iter().all(|&b| b == 0));
+            assert_eq!(again.addr() % ALIGN, 0);
+            allocator.dealloc(again, layout);
+        }
+        assert_eq!(allocator.bytes.load(Ordering::Relaxed), size_of_class(class_of(layout).unwrap()));
+        allocator.clear();
+        assert_eq!(allocator.bytes.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn store_is_bounded() {
+        let allocator = RecyclingAllocator::new();
+        let layout = layout(100 << 20);
+        // SAFETY: every block is freed once.
+        unsafe {
+            let blocks = [0; 4].map(|_| allocator.alloc(layout));
+            for block in blocks {
+                allocator.dealloc(block, layout);
+            }
+        }
+        assert!(allocator.bytes.load(Ordering::Relaxed) <= MOST_BYTES);
+        allocator.clear();
+        assert_eq!(allocator.bytes.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn growing_and_shrinking_keeps_the_content() {
+        let allocator = RecyclingAllocator::new();
+        let sizes = [1000, 70_000, 71_000, 300_000, 65_536, 500, 200_000];
+        // SAFETY: every block is used within its present layout and freed once.
+        unsafe {
+            let mut block = allocator.alloc(layout(sizes[0]));
+            (0..500).for_each(|i| block.add(i).write(i as u8));
+            for pair in sizes.windows(2) {
+                block = allocator.realloc(block, layout(pair[0]), pair[1]);
+                assert!((0..500).all(|i| block.add(i).read() == i as u8));
+            }
+            allocator.dealloc(block, layout(sizes[6]));
+        }
+        allocator.clear();
+    }
+
+    #[test]
+    fn threads_never_share_a_block() {
+        let allocator = RecyclingAllocator::new();
+        std::thread::scope(|scope| {
+            for thread in 0..4u8 {
+                let allocator = &allocator;
+                scope.spawn(move || {
+                    for round in 0..2000usize {
+                        let layout = layout(SMALLEST + round % 3 * 20_000);
+                        // SAFETY: the block is used within its layout and freed once.
+                        unsafe {
+                            let block = allocator.alloc(layout);
+                            block.write_bytes(thread, 4096);
+                            std::thread::yield_now();
+                            assert!(std::slice::from_raw_parts(block, 4096).iter().all(|&b| b == thread));
+                            allocator.dealloc(block, layout);
+                        }
+                    }
+                });
+            }
+        });
+        allocator.clear();
+        assert_eq!(allocator.bytes.load(Ordering::Relaxed), 0);
+    }
+}
