@@ -20,9 +20,12 @@ static NUM_THREADS: AtomicUsize = AtomicUsize::new(0);
 /// The pool, created at its first use. Replaced, never resized: calls that already run keep the one they started on.
 static POOL: RwLock<Option<Arc<rayon::ThreadPool>>> = RwLock::new(None);
 
+/// More threads than any machine has use for; as many as a mistyped number asks for would bring the machine down.
+const MOST_THREADS: usize = 1024;
+
 /// Number of threads that CPU work is spread over.
 ///
-/// Defaults to the environment variable `RAYON_NUM_THREADS` if it holds a positive number, otherwise to the number of
+/// Defaults to the environment variable `RAYON_NUM_THREADS` if it holds a number from 1 to 1024, otherwise to the number of
 /// processors this process may use.
 pub fn num_threads() -> usize {
     match NUM_THREADS.load(Ordering::Relaxed) {
@@ -41,11 +44,11 @@ pub fn num_threads() -> usize {
 /// Sets the number of threads that CPU work is spread over. Results do not depend on it.
 ///
 /// # Errors
-/// [`Error::Argument`] if `n` is 0, or if the operating system refuses to start the threads; the pool then stays as it
+/// [`Error::Argument`] if `n` is 0 or above 1024, or if the operating system refuses to start the threads; the pool then stays as it
 /// was.
 pub fn set_num_threads(n: usize) -> Result<()> {
-    if n == 0 {
-        return Err(Error::argument("set_num_threads", "found 0 threads, expected at least 1"));
+    if n == 0 || n > MOST_THREADS {
+        return Err(Error::argument("set_num_threads", format!("found {n} threads, expected 1 to {MOST_THREADS}")));
     }
     let new =
         build_pool(n).map_err(|e| Error::argument("set_num_threads", format!("cannot start {n} threads: {e}")))?;
@@ -205,8 +208,10 @@ impl<'a, T> SharedMut<'a, T> {
 }
 
 fn default_num_threads() -> usize {
-    let from_env =
-        std::env::var("RAYON_NUM_THREADS").ok().and_then(|v| v.trim().parse::<usize>().ok()).filter(|&n| n > 0);
+    let from_env = std::env::var("RAYON_NUM_THREADS")
+        .ok()
+        .and_then(|v| v.trim().parse::<usize>().ok())
+        .filter(|n| (1..=MOST_THREADS).contains(n));
     from_env.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
@@ -312,8 +317,10 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn zero_threads_is_an_error() {
-        let message = set_num_threads(0).unwrap_err().to_string();
-        assert!(message.starts_with("set_num_threads"), "{message}");
+    fn absurd_numbers_of_threads_are_errors() {
+        for n in [0, MOST_THREADS + 1, usize::MAX] {
+            let message = set_num_threads(n).unwrap_err().to_string();
+            assert!(message.contains("expected 1 to 1024"), "{message}");
+        }
     }
 }
