@@ -9,6 +9,7 @@ use super::access::{elements, read1};
 use super::map::GRAIN;
 use super::pool::{SharedMut, par_chunks_mut, par_ranges};
 use super::strided::{Axis, View, collapse};
+use crate::raw::check_allocation;
 use crate::{Raw, Result};
 
 /// Rows and columns of the tiles that transposed tensors are copied in: a row of the source's tile fills a cache line
@@ -19,11 +20,12 @@ const TILE_COLUMNS: usize = 64;
 /// The tensor itself if it is contiguous, a contiguous copy otherwise; any dtype.
 ///
 /// # Errors
-/// None for CPU tensors of the dtypes that candle computes with.
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit: a broadcast view may stand for more than there is.
 pub fn contiguous(x: &Raw) -> Result<Raw> {
     if x.is_contiguous() {
         return Ok(x.clone());
     }
+    check_allocation("contiguous", x.dims(), x.dtype())?;
     match x.dtype() {
         DType::F32 => copy::<f32>(x),
         DType::F64 => copy::<f64>(x),
