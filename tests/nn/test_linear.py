@@ -1,5 +1,7 @@
 """Linear layers and single-layer adapters."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -185,3 +187,12 @@ def test_states_of_adapters():
 def test_adapter_errors(kind, arguments, options, error, text):
     with pytest.raises(error, match=text):
         kind(*arguments, **options)
+
+
+@pytest.mark.parametrize("layer", [tc.nn.Linear, tc.nn.LoRALinear, tc.nn.DoRALinear])
+@pytest.mark.parametrize("operand", ["weight", "bias"])
+def test_what_is_no_tensor_is_refused_by_name(layer: Any, operand: str) -> None:
+    weight = [[1.0]] if operand == "weight" else tc.zeros(3, 4)
+    rank_and_alpha = () if layer is tc.nn.Linear else (2, 2.0)
+    with pytest.raises(TypeError, match=f"{layer.__name__}: the {operand} is (list|int)"):
+        layer(weight, *rank_and_alpha, bias=None if operand == "weight" else 3)

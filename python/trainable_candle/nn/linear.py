@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["DoRALinear", "Linear", "LoRALinear"]
 
 
+def _check_tensors(layer: str, weight: object, bias: object) -> None:
+    """Raise a `TypeError` unless the weight is a tensor and the bias is one or None."""
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{layer}: the weight is {type(weight).__name__}, expected a Tensor")
+    if bias is not None and not isinstance(bias, Tensor):
+        raise TypeError(f"{layer}: the bias is {type(bias).__name__}, expected a Tensor or None")
+
+
 class Linear(Module):
     """y = x @ weight.T + bias.
 
@@ -26,10 +34,12 @@ class Linear(Module):
         bias: (out_features,).
 
     Raises:
+        TypeError: If the weight or the bias is no tensor.
         ShapeError: If the weight is no matrix or the bias does not fit it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        _check_tensors("Linear", weight, bias)
         if weight.ndim != 2:
             raise ShapeError(
                 f"Linear: the weight has shape {weight.shape}, expected (out_features, in_features)"
@@ -85,6 +95,7 @@ class _AdaptedLinear(Module):
         dropout: float = 0.0,
         rslora: bool = False,
     ) -> None:
+        _check_tensors(type(self).__name__, base_weight, bias)
         scale = alpha / (math.sqrt(rank) if rslora else rank) if rank > 0 else 0.0
         self.weight = base_weight.detach()
         self.bias = None if bias is None else bias.detach()
@@ -131,6 +142,7 @@ class LoRALinear(_AdaptedLinear):
         rslora: Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732).
 
     Raises:
+        TypeError: If the weight or the bias is no tensor.
         ShapeError: If the weight is no matrix or the bias does not fit it.
         ArgumentError: If the rank is below 1 or the dropout not in [0, 1).
     """
@@ -157,6 +169,7 @@ class DoRALinear(_AdaptedLinear):
         rslora: Scale by alpha / sqrt(rank) instead.
 
     Raises:
+        TypeError: If the weight or the bias is no tensor.
         ShapeError: If the weight is no matrix or the bias does not fit it.
         ArgumentError: If the rank is below 1 or the dropout not in [0, 1).
     """
