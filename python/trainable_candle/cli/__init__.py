@@ -103,7 +103,10 @@ def _run(name: str, arguments: list[str], program: str) -> int:
 def guarded(action: Callable[[], int]) -> int:
     """The exit status of `action`; an error is one line, without a traceback unless asked for."""
     try:
-        return action()
+        status = action()
+        # Here, not at the interpreter's exit, where a reader that has gone is reported on stderr.
+        sys.stdout.flush()
+        return status  # noqa: TRY300 - nothing of an else belongs outside the guard
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED

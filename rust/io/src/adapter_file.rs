@@ -138,6 +138,10 @@ pub fn load_adapter(path: &Path, set: &AdapterSet) -> Result<()> {
 /// [`Error::WeightsFormat`] if it is no adapter file or names layers that are not there; as [`AdapterSet::attach`] and
 /// [`AdapterSet::load`].
 pub fn attach_adapter(path: &Path, scale: f64, layers: &[(String, Layer<'_>)]) -> Result<AdapterSet> {
+    if !scale.is_finite() || scale == 0.0 {
+        let cure = "give a finite number other than 0, or leave the adapter off the model";
+        return Err(Error::argument("load_adapter", format!("scale is {scale}; {cure}")));
+    }
     let AdapterTensors { values, alphas } = read_adapter(path)?;
     let mut config = LoraConfig { target_modules: Vec::new(), ..LoraConfig::default() };
     for (name, tensor) in &values {

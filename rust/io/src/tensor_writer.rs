@@ -48,6 +48,12 @@ fn header(tensors: &[(&str, &Tensor)], metadata: &BTreeMap<String, String>) -> R
     }
     let mut start = 0;
     for (name, tensor) in tensors {
+        if *name == "__metadata__" {
+            return Err(Error::argument(
+                "save",
+                "a tensor cannot be named \"__metadata__\" in a safetensors file; rename it",
+            ));
+        }
         let end = start + tensor.elem_count() * tensor.dtype().size_in_bytes();
         let entry =
             json!({"dtype": dtype_name(name, tensor.dtype())?, "shape": tensor.dims(), "data_offsets": [start, end]});

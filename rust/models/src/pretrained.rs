@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::{load_tensors, save_tensors, write_atomically};
 use trainable_candle_nn::{Source, Weights};
@@ -96,6 +97,12 @@ impl Pretrained {
         device: &Device,
         model: impl FnOnce(&mut Weights<'_>) -> Result<M>,
     ) -> Result<M> {
+        if let Some(dtype) = dtype.filter(|&d| !is_float(d)) {
+            return Err(Error::dtype(
+                "from_pretrained",
+                format!("a model computes in floating point, found {}", dtype.as_str()),
+            ));
+        }
         let mut source = Source::loaded(self.tensors(device)?, dtype);
         let model = model(&mut source.root())?;
         source.finish()?;

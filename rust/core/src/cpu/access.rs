@@ -203,5 +203,8 @@ pub(super) fn write3(
     b: &Raw,
     f: impl Fn(&mut CpuStorage, &Layout, [Operand<'_>; 2]) -> Result<()>,
 ) -> crate::Result<()> {
+    if dst.elem_count() == 0 {
+        return Ok(());
+    }
     Ok(dst.inplace_op3(a, b, &Call { op, f })?)
 }

@@ -13,6 +13,7 @@ use super::map::GRAIN;
 use super::pool::{SharedMut, par_ranges};
 use super::simd::{Real, dispatch};
 use super::strided::Dims;
+use crate::raw::check_allocation;
 use crate::{Error, Raw, Result, dispatch_float};
 
 /// The sum over `dims`, which stay with size 1 if `keepdim`. The sum of nothing is 0.
@@ -130,6 +131,8 @@ pub fn sum_to_shape(x: &Raw, dims: &[usize]) -> Result<Raw> {
 fn check_dims(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()> {
     match dims.iter().find(|&&d| d >= x.rank()) {
         Some(d) => Err(Error::index(op, format!("found dimension {d} of a tensor of shape {:?}", x.dims()))),
+        // Only the result of an empty tensor can be larger than the tensor.
+        None if x.elem_count() == 0 => check_allocation(op, &reduced_dims(x.dims(), dims, true), x.dtype()).map(|_| ()),
         None => Ok(()),
     }
 }

@@ -33,7 +33,7 @@ pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> 
         None => cpu::matmul(x, &weight),
         Some(bias) => {
             // The bias is written first and the product added to it: one pass over y less than adding it after.
-            let y = bias.broadcast_as((x.dims()[0], bias.dims()[0]))?.contiguous()?;
+            let y = cpu::contiguous(&bias.broadcast_as((x.dims()[0], bias.dims()[0]))?)?;
             let y = if bias.elem_count() == y.elem_count() { crate::raw::own_copy(&y)? } else { y };
             cpu::matmul_accumulate(&y, x, &weight, 1.0)?;
             Ok(y)

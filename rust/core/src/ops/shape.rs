@@ -4,7 +4,7 @@ use candle_core::Shape;
 
 use super::case::{Case, Entry};
 use crate::cpu;
-use crate::raw::Raw;
+use crate::raw::{Raw, check_allocation};
 use crate::tape::{Backward, BackwardContext, OpInfo, record, record_view};
 use crate::{Error, Result, Tensor};
 
@@ -197,7 +197,7 @@ impl Tensor {
     /// A view in which dimensions of size 1 (and new leading ones) repeat up to `shape`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `shape` is not reached by repeating.
+    /// [`Error::Shape`] if `shape` is not reached by repeating, [`Error::OutOfMemory`] if so many elements would not fit.
     pub fn broadcast_as(&self, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
         let fits = shape.rank() >= self.rank()
@@ -208,6 +208,8 @@ impl Tensor {
                 format!("shape {:?} cannot be broadcast to {:?}", self.dims(), shape.dims()),
             ));
         }
+        // A view costs nothing, but the first operation on it would fill memory, or its size would overflow.
+        check_allocation(BROADCAST.name, shape.dims(), self.dtype())?;
         let dims = self.dims().to_vec();
         record_view(&BROADCAST, self, self.raw.broadcast_as(&shape)?, || BroadcastBackward(dims))
     }
@@ -285,6 +287,9 @@ impl Tensor {
                 ));
             }
         }
+        let mut dims = first.dims().to_vec();
+        dims[dim] = tensors.iter().map(|t| t.dims()[dim]).sum();
+        check_allocation(CAT.name, &dims, first.dtype())?;
         record(
             &CAT,
             tensors,

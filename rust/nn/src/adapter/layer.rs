@@ -2,6 +2,7 @@
 
 use std::marker::PhantomData;
 
+use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{Device, Error, Result, Tensor, Var};
 
 use super::{Adapter, AdapterKind, AdapterSettings, dora, lora};
@@ -56,6 +57,12 @@ fn check_base(op: &'static str, weight: &Tensor, bias: Option<&Tensor>, rank: us
         return Err(Error::shape(
             op,
             format!("the bias has shape {:?}, expected ({},)", bias.dims(), weight.dims()[0]),
+        ));
+    }
+    if !is_float(weight.dtype()) {
+        return Err(Error::dtype(
+            op,
+            format!("the base weight is {}, expected floating point", weight.dtype().as_str()),
         ));
     }
     if rank == 0 {

@@ -8,7 +8,7 @@ use candle_core::{D, DType};
 pub(super) use cpu::heads_lie_inside;
 
 use super::case::{Case, Entry};
-use crate::raw::{Raw, is_float};
+use crate::raw::{Raw, check_allocation, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, cpu as engine};
 
@@ -35,6 +35,8 @@ pub fn scaled_dot_product_attention(
 ) -> Result<Tensor> {
     check(q, k, v, mask)?;
     let (rank, width) = (q.rank(), q.dims()[q.rank() - 1]);
+    let result = [&q.dims()[..rank - 1], &v.dims()[rank - 1..]].concat();
+    check_allocation("scaled_dot_product_attention", &result, q.dtype())?;
     let scale = scale.unwrap_or_else(|| 1.0 / (width.max(1) as f64).sqrt());
     // A mask that learns (relative positions) needs the gradient of every score.
     if let Some(mask) = mask.filter(|mask| mask.requires_grad()) {
