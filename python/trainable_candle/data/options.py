@@ -47,9 +47,10 @@ class Source:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        if not isinstance(self.path, (str, Path)) or not str(self.path):
-            raise ConfigError(f"dataset: path is {self.path!r}, expected a folder")
-        object.__setattr__(self, "path", Path(self.path).expanduser())
+        given: Any = self.path
+        if not isinstance(given, (str, Path)) or not str(given):
+            raise ConfigError(f"dataset: path is {given!r}, expected a folder")
+        object.__setattr__(self, "path", Path(given).expanduser())
         for name in ("caption", "trigger"):
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise ConfigError(f"dataset: {name} is {getattr(self, name)!r}, expected text")
