@@ -1,0 +1,88 @@
+//! CUDA without linking to it.
+//!
+//! Candle's CUDA backend calls the driver and the CUDA libraries as ordinary linked functions. Here each of these functions is
+//! defined: as a jump through a slot that [`load`] fills with the address found in the library of this machine. So an executable
+//! or extension built with CUDA starts where there is none, and says then what is missing.
+
+#[cfg(feature = "cuda")]
+mod library;
+#[cfg(feature = "cuda")]
+mod symbols;
+
+use std::path::Path;
+
+use thiserror::Error;
+
+/// The lowest CUDA version that the driver must offer, as (major, minor).
+pub const MINIMUM_DRIVER: (i32, i32) = (13, 0);
+/// The lowest compute capability of a GPU, as (major, minor): bf16 arithmetic needs it.
+pub const MINIMUM_CAPABILITY: (i32, i32) = (8, 0);
+
+/// Why CUDA cannot be used.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum Unavailable {
+    /// The program was built for the CPU alone.
+    #[error("this build has no CUDA support")]
+    NotBuilt,
+    /// There is no driver library.
+    #[error("there is no NVIDIA driver on this machine ({0})")]
+    NoDriver(String),
+    /// The driver is there but does not start.
+    #[error("the NVIDIA driver does not start: {0}")]
+    DriverFailed(String),
+    /// The driver's version is below [`MINIMUM_DRIVER`].
+    #[error(
+        "the NVIDIA driver offers CUDA {}.{}, expected at least {}.{}; update the driver",
+        .found.0, .found.1, MINIMUM_DRIVER.0, MINIMUM_DRIVER.1
+    )]
+    DriverTooOld {
+        /// The CUDA version that the driver offers, as (major, minor).
+        found: (i32, i32),
+    },
+    /// A library cannot be opened.
+    #[error("{file} cannot be opened ({reason}); pip install \"trainable-candle[cuda13]\", or install CUDA 13")]
+    NoLibrary {
+        /// The file's name.
+        file: &'static str,
+        /// What the system's loader says.
+        reason: String,
+    },
+    /// A library lacks a function.
+    #[error("{file} has no function {symbol}; its version is too old, expected that of CUDA 13")]
+    NoFunction {
+        /// The file's name.
+        file: &'static str,
+        /// The function's name.
+        symbol: &'static str,
+    },
+    /// The driver sees no GPU.
+    #[error("the NVIDIA driver finds no GPU; is it hidden by CUDA_VISIBLE_DEVICES?")]
+    NoDevice,
+    /// The GPU is below [`MINIMUM_CAPABILITY`].
+    #[error(
+        "the GPU {name} has compute capability {}.{}, expected at least {}.{} (Ampere or newer)",
+        .found.0, .found.1, MINIMUM_CAPABILITY.0, MINIMUM_CAPABILITY.1
+    )]
+    CardTooOld {
+        /// The GPU's name.
+        name: String,
+        /// Its compute capability, as (major, minor).
+        found: (i32, i32),
+    },
+}
+
+/// Find the driver and the CUDA libraries and make candle's CUDA backend usable: libraries are looked for in `folders` first (where pip
+/// puts NVIDIA's), then where the system's loader looks. Must succeed before any CUDA call; a call before that answers
+/// `CUDA_ERROR_UNKNOWN`. Repeated calls are cheap after a success.
+///
+/// # Errors
+/// The first reason why CUDA cannot be used. Nothing is changed then.
+pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
+    #[cfg(feature = "cuda")]
+    return library::load(folders);
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = folders;
+        Err(Unavailable::NotBuilt)
+    }
+}

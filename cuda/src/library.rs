@@ -1,0 +1,141 @@
+//! Opening the libraries and filling the slots.
+
+use std::error::Error;
+use std::ffi::{CStr, OsStr, c_char, c_int};
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
+
+use libloading::Library as Handle;
+
+use crate::symbols::{DRIVER, Library, Symbol, TOOLKIT};
+use crate::{MINIMUM_CAPABILITY, MINIMUM_DRIVER, Unavailable};
+
+/// Whether the slots are filled.
+static LOADED: Mutex<bool> = Mutex::new(false);
+
+type Found = (&'static Symbol, *mut ());
+
+pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
+    let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    if *loaded {
+        return Ok(());
+    }
+    let driver = open(DRIVER, &[]).map_err(Unavailable::NoDriver)?;
+    let mut found = resolve(&driver, DRIVER)?;
+    Driver(&found).check()?;
+    let mut handles = vec![driver];
+    for library in TOOLKIT {
+        let handle =
+            open(library, folders).map_err(|reason| Unavailable::NoLibrary { file: library.file, reason })?;
+        found.extend(resolve(&handle, library)?);
+        handles.push(handle);
+    }
+    for ((_, slot), address) in found {
+        slot.store(address, Ordering::Release);
+    }
+    // The addresses must stay good for the rest of the process.
+    handles.into_iter().for_each(std::mem::forget);
+    *loaded = true;
+    Ok(())
+}
+
+/// The library from the first of `folders` that has it, else from wherever the system finds it; or what the system's loader says.
+fn open(library: &Library, folders: &[&Path]) -> Result<Handle, String> {
+    let path = folders.iter().map(|folder| folder.join(library.file)).find(|path| path.is_file());
+    let name = path.as_deref().map_or(OsStr::new(library.file), Path::as_os_str);
+    // SAFETY: these are NVIDIA's libraries, whose initialisers ask nothing of the caller.
+    unsafe { Handle::new(name) }.map_err(|error| error.source().map_or_else(|| error.to_string(), ToString::to_string))
+}
+
+fn resolve(handle: &Handle, library: &'static Library) -> Result<Vec<Found>, Unavailable> {
+    library
+        .symbols
+        .iter()
+        .map(|symbol| {
+            // SAFETY: only the address is taken here.
+            match unsafe { handle.get::<*mut ()>(symbol.0) } {
+                Ok(address) => Ok((symbol, *address)),
+                Err(_) => Err(Unavailable::NoFunction { file: library.file, symbol: symbol.0 }),
+            }
+        })
+        .collect()
+}
+
+/// Calls into the driver before the slots are filled.
+struct Driver<'a>(&'a [Found]);
+
+impl Driver<'_> {
+    /// The address of a function in [`DRIVER`]'s list.
+    fn address(&self, name: &str) -> *mut () {
+        let found = self.0.iter().find(|((symbol, _), _)| *symbol == name);
+        found.map_or_else(|| unreachable!("{name} is in the list"), |&(_, address)| address)
+    }
+
+    fn ok(&self, status: c_int) -> Result<(), Unavailable> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: the signature is that of the driver's header; the text it gives is static.
+        let text = unsafe {
+            let describe: extern "C" fn(c_int, *mut *const c_char) -> c_int =
+                std::mem::transmute(self.address("cuGetErrorString"));
+            let mut text = std::ptr::null();
+            describe(status, &raw mut text);
+            if text.is_null() { None } else { Some(CStr::from_ptr(text).to_string_lossy().into_owned()) }
+        };
+        let text = text.unwrap_or_else(|| "unknown error".to_owned());
+        const NO_DEVICE: c_int = 100;
+        if status == NO_DEVICE {
+            return Err(Unavailable::NoDevice);
+        }
+        Err(Unavailable::DriverFailed(format!("{text} (error {status})")))
+    }
+
+    /// The driver starts, is new enough, and has a GPU that is new enough.
+    fn check(&self) -> Result<(), Unavailable> {
+        // SAFETY: the signatures are those of the driver's header.
+        unsafe {
+            let version: extern "C" fn(*mut c_int) -> c_int = std::mem::transmute(self.address("cuDriverGetVersion"));
+            let mut number = 0;
+            self.ok(version(&raw mut number))?;
+            let found = (number / 1000, number % 1000 / 10);
+            if found < MINIMUM_DRIVER {
+                return Err(Unavailable::DriverTooOld { found });
+            }
+            let init: extern "C" fn(u32) -> c_int = std::mem::transmute(self.address("cuInit"));
+            self.ok(init(0))?;
+            let count: extern "C" fn(*mut c_int) -> c_int = std::mem::transmute(self.address("cuDeviceGetCount"));
+            let mut devices = 0;
+            self.ok(count(&raw mut devices))?;
+            if devices == 0 {
+                return Err(Unavailable::NoDevice);
+            }
+            self.check_capability(0)
+        }
+    }
+
+    /// # Safety
+    /// The driver must be initialised and have the device.
+    unsafe fn check_capability(&self, ordinal: c_int) -> Result<(), Unavailable> {
+        const MAJOR: c_int = 75;
+        const MINOR: c_int = 76;
+        // SAFETY: the signatures are those of the driver's header.
+        unsafe {
+            let attribute: extern "C" fn(*mut c_int, c_int, c_int) -> c_int =
+                std::mem::transmute(self.address("cuDeviceGetAttribute"));
+            let mut found = (0, 0);
+            self.ok(attribute(&raw mut found.0, MAJOR, ordinal))?;
+            self.ok(attribute(&raw mut found.1, MINOR, ordinal))?;
+            if found >= MINIMUM_CAPABILITY {
+                return Ok(());
+            }
+            let name_of: extern "C" fn(*mut c_char, c_int, c_int) -> c_int =
+                std::mem::transmute(self.address("cuDeviceGetName"));
+            let mut name = [0; 128];
+            self.ok(name_of(name.as_mut_ptr(), 127, ordinal))?;
+            let name = CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned();
+            Err(Unavailable::CardTooOld { name, found })
+        }
+    }
+}

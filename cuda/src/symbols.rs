@@ -1,0 +1,81 @@
+//! The functions of the CUDA libraries that are called, each a jump through a slot.
+//!
+//! The list is what candle's CUDA backend leaves undefined; a missing one shows as an undefined symbol of the extension, which the
+//! check of the wheel refuses.
+
+use std::arch::global_asm;
+use std::sync::atomic::AtomicPtr;
+
+/// One function: its name, and where its address goes.
+pub type Symbol = (&'static str, &'static AtomicPtr<()>);
+
+/// A library: the file that holds it, and its functions.
+pub struct Library {
+    /// The name under which the system's loader knows it.
+    pub file: &'static str,
+    /// Its functions.
+    pub symbols: &'static [Symbol],
+}
+
+/// What an unfilled slot points at; every function of these libraries returns a status, and this one is `CUDA_ERROR_UNKNOWN`.
+extern "C" fn absent() -> i32 {
+    999
+}
+
+macro_rules! library {
+    ($library:ident, $file:literal, [$($symbol:ident)*]) => {
+        mod $library {
+            use super::{AtomicPtr, Library, absent, global_asm};
+
+            $(
+                #[allow(non_upper_case_globals, reason = "named as the function")]
+                static $symbol: AtomicPtr<()> = AtomicPtr::new(absent as *mut ());
+
+                // Hidden, so that no other library of the process takes these for the real ones.
+                #[cfg(target_arch = "x86_64")]
+                global_asm!(
+                    concat!(".globl ", stringify!($symbol)),
+                    concat!(".hidden ", stringify!($symbol)),
+                    concat!(".type ", stringify!($symbol), ",@function"),
+                    concat!(stringify!($symbol), ":"),
+                    "jmp qword ptr [rip + {slot}]",
+                    slot = sym $symbol,
+                );
+                #[cfg(target_arch = "aarch64")]
+                global_asm!(
+                    concat!(".globl ", stringify!($symbol)),
+                    concat!(".hidden ", stringify!($symbol)),
+                    concat!(".type ", stringify!($symbol), ",@function"),
+                    concat!(stringify!($symbol), ":"),
+                    "adrp x16, {slot}",
+                    "ldr x16, [x16, :lo12:{slot}]",
+                    "br x16",
+                    slot = sym $symbol,
+                );
+            )*
+
+            pub static LIBRARY: Library =
+                Library { file: $file, symbols: &[$((stringify!($symbol), &$symbol)),*] };
+        }
+    };
+}
+
+library!(driver, "libcuda.so.1", [
+    cuCtxDestroy_v2 cuCtxGetCurrent cuCtxSetCurrent cuCtxSynchronize cuDeviceGet cuDeviceGetAttribute cuDeviceGetCount
+    cuDeviceGetName cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate cuEventDestroy_v2
+    cuEventRecord cuGetErrorString cuInit cuLaunchKernel cuMemAllocAsync cuMemAlloc_v2 cuMemFreeAsync cuMemFree_v2
+    cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuModuleGetFunction
+    cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamCreate cuStreamDestroy_v2 cuStreamIsCapturing cuStreamSynchronize
+    cuStreamWaitEvent
+]);
+library!(blas, "libcublas.so.13", [
+    cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmStridedBatchedEx cublasSetStream_v2
+]);
+library!(random, "libcurand.so.10", [
+    curandCreateGenerator curandDestroyGenerator curandSetPseudoRandomGeneratorSeed curandSetStream
+]);
+
+/// The driver.
+pub static DRIVER: &Library = &driver::LIBRARY;
+/// The libraries that come with pip's packages or the toolkit.
+pub static TOOLKIT: &[&Library] = &[&blas::LIBRARY, &random::LIBRARY];
