@@ -16,6 +16,9 @@ const CONFIG: &str = "config.json";
 /// The names of a weight file in one piece: transformers', then diffusers'.
 const WEIGHTS: [&str; 2] = ["model.safetensors", "diffusion_pytorch_model.safetensors"];
 
+/// Endings of checkpoints that Python's pickle wrote.
+const PICKLES: [&str; 6] = ["ckpt", "pt", "pth", "bin", "pkl", "pickle"];
+
 /// Where a model's files are.
 #[derive(Clone, Debug)]
 pub struct Pretrained {
@@ -31,6 +34,9 @@ impl Pretrained {
     /// [`Error::Io`] if `path` does not exist or cannot be read, [`Error::WeightsFormat`] if it is no such folder or file.
     pub fn find(path: &Path) -> Result<Self> {
         let is_folder = std::fs::metadata(path).map_err(|e| Error::io(path, e))?.is_dir();
+        if !is_folder {
+            refuse_pickle(path)?;
+        }
         let folder = if is_folder { path } else { path.parent().unwrap_or(Path::new("")) };
         let config = folder.join(CONFIG);
         if !config.is_file() {
@@ -110,19 +116,39 @@ impl Pretrained {
     }
 }
 
+/// Refuse a checkpoint that is a pickle, whatever lies beside it.
+fn refuse_pickle(path: &Path) -> Result<()> {
+    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default().to_ascii_lowercase();
+    if !PICKLES.contains(&extension.as_str()) {
+        return Ok(());
+    }
+    Err(Error::weights(
+        path,
+        format!(
+            "a .{extension} file is a pickle, which can run any program when it is opened, and is refused; download the \
+             safetensors file of the same model, or convert it with safetensors.torch.save_file where you trust it"
+        ),
+    ))
+}
+
 fn weights_in(folder: &Path) -> Result<Vec<PathBuf>> {
     if let Some(whole) = WEIGHTS.iter().map(|name| folder.join(name)).find(|path| path.is_file()) {
         return Ok(vec![whole]);
     }
     let io = |source| Error::io(folder, source);
-    let mut shards = Vec::new();
+    let (mut shards, mut pickles) = (Vec::new(), Vec::new());
     for entry in std::fs::read_dir(folder).map_err(io)? {
         let path = entry.map_err(io)?.path();
         if path.file_name().and_then(|name| name.to_str()).is_some_and(is_shard) {
             shards.push(path);
+        } else if refuse_pickle(&path).is_err() {
+            pickles.push(path);
         }
     }
     if shards.is_empty() {
+        if let Some(pickle) = pickles.first() {
+            refuse_pickle(pickle)?;
+        }
         return Err(Error::weights(
             folder,
             format!("there are no weights in this folder; expected {}, or shards of it", WEIGHTS.join(" or ")),

@@ -6,6 +6,7 @@ use trainable_candle_core as tc;
 use trainable_candle_nn::adapter::{self, AdapterSettings, KINDS};
 use trainable_candle_nn::{Linear, init};
 
+use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::device;
 use crate::dtype::DTypeArg;
@@ -41,7 +42,7 @@ impl Adapter {
         kind: &str,
         weight: &Tensor,
         bias: Option<&Tensor>,
-        rank: isize,
+        rank: Integer,
         scale: f64,
         dropout: f64,
     ) -> Result<Self> {
@@ -50,9 +51,10 @@ impl Adapter {
             let known = KINDS.iter().map(|k| k.name).collect::<Vec<_>>().join("\", \"");
             return Err(tc::Error::argument(OP, format!("unknown kind \"{kind}\"; expected \"{known}\"")).into());
         };
-        let Some(rank) = usize::try_from(rank).ok().filter(|&rank| rank > 0) else {
-            return Err(tc::Error::argument(OP, format!("the rank is {rank}, expected at least 1")).into());
-        };
+        let rank = rank.count(OP, "rank")?;
+        if rank == 0 {
+            return Err(tc::Error::argument(OP, "the rank is 0, expected at least 1").into());
+        }
         if !(0.0..1.0).contains(&dropout) {
             return Err(
                 tc::Error::argument(OP, format!("the dropout is {dropout}, expected a number in [0, 1)")).into()
@@ -113,12 +115,14 @@ impl Adapter {
 #[pyo3(signature = (in_features, out_features, bias=true, dtype=None, device="cpu"))]
 pub fn init_linear(
     py: Python<'_>,
-    in_features: usize,
-    out_features: usize,
+    in_features: Integer,
+    out_features: Integer,
     bias: bool,
     dtype: Option<DTypeArg>,
     device: &str,
 ) -> Result<(Py<Var>, Option<Py<Var>>)> {
+    const OP: &str = "Linear.init";
+    let (in_features, out_features) = (in_features.count(OP, "in_features")?, out_features.count(OP, "out_features")?);
     let device = device::parse(device)?;
     let dtype = dtype.map_or(DType::F32, |dtype| dtype.0);
     let (weight, bias) = compute(py, in_features.saturating_mul(out_features), || {

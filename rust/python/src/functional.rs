@@ -3,13 +3,14 @@
 use pyo3::prelude::*;
 use tc::ops::attention::scaled_dot_product_attention as attention;
 use tc::ops::conv::{self, Conv2dOptions};
+use tc::ops::loss::Reduction;
 use tc::ops::{dropout as drop, index, linear as lin, lora, loss, norm, rope as rotary};
 use trainable_candle_core as tc;
 
+use crate::arguments::{Integer, Pair, Shape};
 use crate::call::compute;
 use crate::error::Result;
 use crate::tensor::Tensor;
-use crate::types::Shape;
 
 fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
     tensor.map(|tensor| &tensor.0)
@@ -63,22 +64,6 @@ pub fn lora_backward(
     Ok((Tensor(down), Tensor(up)))
 }
 
-/// One number for both directions, or (height, width).
-#[derive(FromPyObject)]
-pub enum Pair {
-    Same(usize),
-    Each((usize, usize)),
-}
-
-impl Pair {
-    const fn get(&self) -> [usize; 2] {
-        match *self {
-            Self::Same(size) => [size, size],
-            Self::Each((height, width)) => [height, width],
-        }
-    }
-}
-
 /// Two-dimensional convolution.
 ///
 /// Args:
@@ -99,7 +84,8 @@ impl Pair {
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if a stride or dilation or the number of groups is 0.
 #[pyfunction]
-#[pyo3(signature = (input, weight, bias=None, stride=Pair::Same(1), padding=Pair::Same(0), dilation=Pair::Same(1), groups=1, *, channels_last=false))]
+#[pyo3(signature = (input, weight, bias=None, stride=Pair::of(1), padding=Pair::of(0), dilation=Pair::of(1),
+    groups=Integer::of(1), *, channels_last=false))]
 #[allow(clippy::too_many_arguments)] // torch's
 pub fn conv2d(
     py: Python<'_>,
@@ -109,16 +95,22 @@ pub fn conv2d(
     stride: Pair,
     padding: Pair,
     dilation: Pair,
-    groups: usize,
+    groups: Integer,
     channels_last: bool,
 ) -> Result<Tensor> {
-    let options = Conv2dOptions { stride: stride.get(), padding: padding.get(), dilation: dilation.get(), groups };
+    const OP: &str = "conv2d";
+    let options = Conv2dOptions {
+        stride: stride.get(OP, "stride")?,
+        padding: padding.get(OP, "padding")?,
+        dilation: dilation.get(OP, "dilation")?,
+        groups: groups.count(OP, "groups")?,
+    };
     let apply = if channels_last { conv::conv2d } else { conv::conv2d_nchw };
     compute(py, input.0.elem_count(), || apply(&input.0, &weight.0, inner(bias), options)).map(Tensor)
 }
 
 /// The number of trailing dimensions that `normalized_shape` names.
-fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> tc::Result<usize> {
+fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> Result<usize> {
     let sizes = normalized_shape.sizes(op)?;
     if !sizes.is_empty() && input.dims().ends_with(&sizes) {
         return Ok(sizes.len());
@@ -126,7 +118,8 @@ fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> t
     Err(tc::Error::shape(
         op,
         format!("the input has shape {:?}, which does not end in normalized_shape {sizes:?}", input.dims()),
-    ))
+    )
+    .into())
 }
 
 /// Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions.
@@ -201,12 +194,13 @@ pub fn rms_norm(
 pub fn group_norm(
     py: Python<'_>,
     input: &Tensor,
-    num_groups: usize,
+    num_groups: Integer,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
     eps: f64,
     channels_last: bool,
 ) -> Result<Tensor> {
+    let num_groups = num_groups.count("group_norm", "num_groups")?;
     let apply = |x: &tc::Tensor| norm::group_norm(x, num_groups, inner(weight), inner(bias), eps);
     let rank = input.0.rank();
     compute(py, input.0.elem_count(), || {
@@ -254,7 +248,7 @@ pub fn scaled_dot_product_attention(
 ///
 /// Args:
 ///     input: any shape.
-///     p: the probability, in [0, 1).
+///     p: the probability, in [0, 1].
 ///     training: whether to do anything.
 ///
 /// Raises:
@@ -312,7 +306,7 @@ pub fn rope(py: Python<'_>, x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved:
 #[pyfunction]
 #[pyo3(signature = (input, target, reduction="mean"))]
 pub fn mse_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str) -> Result<Tensor> {
-    let reduction = reduction.parse()?;
+    let reduction = Reduction::parse("mse_loss", reduction)?;
     compute(py, input.0.elem_count(), || loss::mse_loss(&input.0, &target.0, reduction)).map(Tensor)
 }
 
@@ -329,7 +323,7 @@ pub fn mse_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str
 #[pyfunction]
 #[pyo3(signature = (input, target, reduction="mean"))]
 pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str) -> Result<Tensor> {
-    let reduction = reduction.parse()?;
+    let reduction = Reduction::parse("l1_loss", reduction)?;
     compute(py, input.0.elem_count(), || loss::l1_loss(&input.0, &target.0, reduction)).map(Tensor)
 }
 
@@ -347,7 +341,7 @@ pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str)
 #[pyfunction]
 #[pyo3(signature = (input, target, reduction="mean", delta=1.0))]
 pub fn huber_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str, delta: f64) -> Result<Tensor> {
-    let reduction = reduction.parse()?;
+    let reduction = Reduction::parse("huber_loss", reduction)?;
     compute(py, input.0.elem_count(), || loss::huber_loss(&input.0, &target.0, delta, reduction)).map(Tensor)
 }
 
@@ -365,16 +359,17 @@ pub fn huber_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &s
 ///     IndexOutOfRangeError: if a target is no class.
 ///     ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
 #[pyfunction]
-#[pyo3(signature = (input, target, *, ignore_index=-100, reduction="mean", label_smoothing=0.0))]
+#[pyo3(signature = (input, target, *, ignore_index=Integer::of(-100), reduction="mean", label_smoothing=0.0))]
 pub fn cross_entropy(
     py: Python<'_>,
     input: &Tensor,
     target: &Tensor,
-    ignore_index: i64,
+    ignore_index: Integer,
     reduction: &str,
     label_smoothing: f64,
 ) -> Result<Tensor> {
-    let reduction = reduction.parse()?;
+    let ignore_index = ignore_index.signed("cross_entropy", "ignore_index")?;
+    let reduction = Reduction::parse("cross_entropy", reduction)?;
     compute(py, input.0.elem_count(), || {
         loss::cross_entropy(&input.0, &target.0, ignore_index, label_smoothing, reduction)
     })

@@ -5,6 +5,7 @@
 
 mod adapter;
 mod adapter_set;
+mod arguments;
 mod autograd;
 mod call;
 mod device;
@@ -50,7 +51,8 @@ mod _core {
     use crate::models::{DigitsTransformer, Model, load_model};
     #[pymodule_export]
     use crate::optim::{
-        Adam, Adam8bit, AdamW, AdamW8bit, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule, clip_grad_norm_,
+        Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule,
+        clip_grad_norm_,
     };
     #[pymodule_export]
     use crate::rng::{get_rng_state, manual_seed, set_rng_state};

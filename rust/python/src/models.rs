@@ -1,6 +1,5 @@
 //! Models: what all have in common, and one class for each.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -13,6 +12,7 @@ use trainable_candle_models::{self as models, Pretrained, registry};
 use trainable_candle_nn::adapter::AdapterSet as Set;
 
 use crate::adapter_set::{AdapterSet, Attached, LoraConfig};
+use crate::arguments::{FilePath, Integer};
 use crate::call::{detached, quick};
 use crate::device;
 use crate::dtype::{DType, DTypeArg};
@@ -75,7 +75,8 @@ impl Model {
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
     ///     ConfigError: if a layer has an adapter already.
     #[pyo3(signature = (path, scale=1.0))]
-    fn load_adapter(&self, py: Python<'_>, path: PathBuf, scale: f64) -> Result<Py<AdapterSet>> {
+    fn load_adapter(&self, py: Python<'_>, path: FilePath, scale: f64) -> Result<Py<AdapterSet>> {
+        let path = path.get("load_adapter")?;
         self.adapter.attach(py, || io::attach_adapter(&path, scale, &self.model.named_layers()))
     }
 
@@ -125,7 +126,8 @@ impl Model {
     ///
     /// Raises:
     ///     FileError: if a file cannot be written.
-    fn save_pretrained(&self, py: Python<'_>, folder: PathBuf) -> Result<()> {
+    fn save_pretrained(&self, py: Python<'_>, folder: FilePath) -> Result<()> {
+        let folder = folder.get("save_pretrained")?;
         detached(py, || models::save_pretrained(self.model.as_ref(), &folder))
     }
 
@@ -147,8 +149,9 @@ impl Model {
 ///     ConfigError: if the configuration is of no known model or does not fit the weights.
 #[pyfunction]
 #[pyo3(signature = (path, dtype=None, device="cpu"))]
-pub fn load_model(py: Python<'_>, path: PathBuf, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Model>> {
-    let kind = quick(|| registry::kind_of(&Pretrained::find(&path)?))?;
+pub fn load_model(py: Python<'_>, path: FilePath, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Model>> {
+    let found = path.get("load")?;
+    let kind = quick(|| registry::kind_of(&Pretrained::find(&found)?))?;
     match kind.class_name {
         models::DigitsTransformer::CLASS_NAME => {
             let model = DigitsTransformer::from_pretrained(py, path, dtype, device)?;
@@ -187,27 +190,28 @@ impl DigitsTransformer {
 #[pymethods]
 impl DigitsTransformer {
     #[new]
-    #[pyo3(signature = (*, sample_size=8, patch_size=2, num_layers=3, num_attention_heads=3, attention_head_dim=32,
-        mlp_ratio=3, num_classes=10, device="cpu"))]
+    #[pyo3(signature = (*, sample_size=Integer::of(8), patch_size=Integer::of(2), num_layers=Integer::of(3), num_attention_heads=Integer::of(3), attention_head_dim=Integer::of(32),
+        mlp_ratio=Integer::of(3), num_classes=Integer::of(10), device="cpu"))]
     #[allow(clippy::too_many_arguments)] // one for each size
     fn new(
-        sample_size: usize,
-        patch_size: usize,
-        num_layers: usize,
-        num_attention_heads: usize,
-        attention_head_dim: usize,
-        mlp_ratio: usize,
-        num_classes: usize,
+        sample_size: Integer,
+        patch_size: Integer,
+        num_layers: Integer,
+        num_attention_heads: Integer,
+        attention_head_dim: Integer,
+        mlp_ratio: Integer,
+        num_classes: Integer,
         device: &str,
     ) -> Result<PyClassInitializer<Self>> {
+        const OP: &str = models::DigitsTransformer::CLASS_NAME;
         let config = DigitsConfig {
-            sample_size,
-            patch_size,
-            num_layers,
-            num_attention_heads,
-            attention_head_dim,
-            mlp_ratio,
-            num_classes,
+            sample_size: sample_size.count(OP, "sample_size")?,
+            patch_size: patch_size.count(OP, "patch_size")?,
+            num_layers: num_layers.count(OP, "num_layers")?,
+            num_attention_heads: num_attention_heads.count(OP, "num_attention_heads")?,
+            attention_head_dim: attention_head_dim.count(OP, "attention_head_dim")?,
+            mlp_ratio: mlp_ratio.count(OP, "mlp_ratio")?,
+            num_classes: num_classes.count(OP, "num_classes")?,
             ..DigitsConfig::default()
         };
         let device = device::parse(device)?;
@@ -227,8 +231,8 @@ impl DigitsTransformer {
     ///     ConfigError: if the configuration is another model's or does not fit the weights.
     #[staticmethod]
     #[pyo3(signature = (path, dtype=None, device="cpu"))]
-    fn from_pretrained(py: Python<'_>, path: PathBuf, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Self>> {
-        let device = device::parse(device)?;
+    fn from_pretrained(py: Python<'_>, path: FilePath, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Self>> {
+        let (path, device) = (path.get("from_pretrained")?, device::parse(device)?);
         let load = || models::DigitsTransformer::from_pretrained(&path, dtype.map(|dtype| dtype.0), &device);
         Ok(Py::new(py, Self::initializer(detached(py, load)?))?)
     }

@@ -13,6 +13,7 @@ pub mod conv;
 pub mod dropout;
 pub mod elementwise;
 pub mod index;
+mod integer;
 pub mod linear;
 pub mod lora;
 pub mod loss;
