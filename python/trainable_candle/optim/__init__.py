@@ -2,6 +2,7 @@
 
 from trainable_candle._core import (
     SGD,
+    Adafactor,
     Adam,
     Adam8bit,
     AdamW,
@@ -16,6 +17,7 @@ from trainable_candle.optim import lr_scheduler
 
 __all__ = [
     "SGD",
+    "Adafactor",
     "Adam",
     "Adam8bit",
     "AdamW",

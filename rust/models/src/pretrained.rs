@@ -40,6 +40,9 @@ impl Pretrained {
         let folder = if is_folder { path } else { path.parent().unwrap_or(Path::new("")) };
         let config = folder.join(CONFIG);
         if !config.is_file() {
+            if is_folder {
+                weights_in(folder)?;
+            }
             let place = if is_folder { "in this folder" } else { "beside this file" };
             return Err(Error::weights(
                 path,

@@ -21,8 +21,9 @@ use crate::var::Var;
 ///     weight: the layer's frozen weight, (out_features, in_features).
 ///     bias: the layer's frozen bias, (out_features,).
 ///     rank: rank of the low-rank product, at least 1.
-///     scale: factor in front of it.
+///     alpha: the factor in front of it is alpha / rank.
 ///     dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
+///     rslora: make that factor alpha / sqrt(rank).
 ///
 /// Raises:
 ///     ArgumentError: if the kind is unknown, or a number is out of range.
@@ -36,33 +37,32 @@ pub struct Adapter {
 #[pymethods]
 impl Adapter {
     #[new]
-    #[pyo3(signature = (kind, weight, bias, rank, scale, dropout=0.0))]
+    #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=0.0, rslora=false))]
     fn new(
         py: Python<'_>,
         kind: &str,
         weight: &Tensor,
         bias: Option<&Tensor>,
         rank: Integer,
-        scale: f64,
+        alpha: f64,
         dropout: f64,
+        rslora: bool,
     ) -> Result<Self> {
         const OP: &str = "Adapter";
         let Some(kind) = KINDS.iter().find(|k| k.name == kind) else {
             let known = KINDS.iter().map(|k| k.name).collect::<Vec<_>>().join("\", \"");
             return Err(tc::Error::argument(OP, format!("unknown kind \"{kind}\"; expected \"{known}\"")).into());
         };
-        let rank = rank.count(OP, "rank")?;
-        if rank == 0 {
-            return Err(tc::Error::argument(OP, "the rank is 0, expected at least 1").into());
-        }
+        let rank = rank.at_least(OP, "rank", 1)?;
         if !(0.0..1.0).contains(&dropout) {
             return Err(
                 tc::Error::argument(OP, format!("the dropout is {dropout}, expected a number in [0, 1)")).into()
             );
         }
-        if !scale.is_finite() {
-            return Err(tc::Error::argument(OP, format!("the scale is {scale}, expected a finite number")).into());
+        if !alpha.is_finite() {
+            return Err(tc::Error::argument(OP, format!("alpha is {alpha}, expected a finite number")).into());
         }
+        let scale = adapter::scale(alpha, rank, rslora);
         let base = Linear::<Inner>::from_parameters(weight.0.detach(), bias.map(|b| b.0.detach()))?;
         let settings = AdapterSettings { rank, scale, dropout };
         let vars = quick(|| {

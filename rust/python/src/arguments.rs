@@ -76,11 +76,19 @@ impl Integer {
 
     /// The value as a number of things.
     pub fn count(&self, op: &'static str, name: &str) -> Result<usize> {
-        self.ranged::<i64>(op, name, "an integer from 0 to 2**63 - 1").and_then(|value| {
-            usize::try_from(value).or_else(|_| {
-                Err(tc::Error::argument(op, format!("{name} is {value}, expected an integer of at least 0")).into())
-            })
-        })
+        self.at_least(op, name, 0)
+    }
+
+    /// The value as a number of things, of which there must be `least`.
+    pub fn at_least(&self, op: &'static str, name: &str, least: usize) -> Result<usize> {
+        let value: i64 = self.ranged(op, name, &format!("an integer from {least} to 2**63 - 1"))?;
+        match usize::try_from(value) {
+            Ok(count) if count >= least => Ok(count),
+            _ => {
+                let message = format!("{name} is {value}, expected an integer of at least {least}");
+                Err(tc::Error::argument(op, message).into())
+            }
+        }
     }
 
     /// The value as 64 bits.

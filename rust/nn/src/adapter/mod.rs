@@ -9,7 +9,7 @@ mod layer;
 mod lora;
 mod set;
 
-pub use config::LoraConfig;
+pub use config::{LoraConfig, scale};
 pub use dora::Dora;
 pub use layer::{AdaptedLinear, DoRALinear, DoraLayer, LayerKind, LoRALinear, LoraLayer};
 pub use lora::{LoRABackwardOps, Lora};

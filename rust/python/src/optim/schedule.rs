@@ -16,7 +16,7 @@ const OP: &str = "lr_scheduler";
 ///     kind: "constant", "linear", "cosine" or "polynomial".
 ///     warmup_steps: steps of the warm-up.
 ///     total_steps: steps of the training, warm-up included.
-///     cycles: waves of the cosine; half a one goes from 1 to 0.
+///     num_cycles: waves of the cosine; half a one goes from 1 to 0.
 ///     end: the last factor of the polynomial, in [0, 1).
 ///     power: the power of the polynomial, above 0.
 ///
@@ -28,14 +28,21 @@ pub struct Schedule(optim::Schedule);
 #[pymethods]
 impl Schedule {
     #[new]
-    #[pyo3(signature = (kind, warmup_steps=Integer::of(0), total_steps=Integer::of(0), *, cycles=0.5, end=0.0, power=1.0))]
-    fn new(kind: &str, warmup_steps: Integer, total_steps: Integer, cycles: f64, end: f64, power: f64) -> Result<Self> {
+    #[pyo3(signature = (kind, warmup_steps=Integer::of(0), total_steps=Integer::of(0), *, num_cycles=0.5, end=0.0, power=1.0))]
+    fn new(
+        kind: &str,
+        warmup_steps: Integer,
+        total_steps: Integer,
+        num_cycles: f64,
+        end: f64,
+        power: f64,
+    ) -> Result<Self> {
         let warmup_steps = warmup_steps.word(OP, "warmup_steps")?;
         let total_steps = total_steps.word(OP, "total_steps")?;
         let decay = match kind {
             "constant" => Decay::Constant,
             "linear" => Decay::Linear { total_steps },
-            "cosine" => Decay::Cosine { total_steps, cycles },
+            "cosine" => Decay::Cosine { total_steps, cycles: num_cycles },
             "polynomial" => Decay::Polynomial { total_steps, end, power },
             other => {
                 let message = format!(
