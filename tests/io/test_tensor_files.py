@@ -1,8 +1,8 @@
 """safetensors files from Python."""
 
 import errno
-import os
 import json
+import os
 
 import numpy as np
 import pytest

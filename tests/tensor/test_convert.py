@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import copy
-import pickle
 
 import numpy as np
 import pytest

@@ -97,9 +97,9 @@ def conv2d(**options):
     ("call", "text"),
     [
         (lambda: tc.full((2,), -1, dtype="u8"), "full: the number -1 does not fit into u8"),
-        (lambda: tc.full((2,), 10**30, dtype="i64"), "full: the number 1e30|full: the number 1000"),
+        (lambda: tc.full((2,), 10**30, dtype="i64"), r"full: the number 1.*e30 does not fit into i64"),
         (lambda: tc.full((2,), 10**400), "full: "),
-        (lambda: tc.tensor([1]) + 2**63, "add: the number 9223372036854775808 does not fit"),
+        (lambda: tc.tensor([1]) + 2**63, r"add: the number 9\.22.*e18 does not fit into i64"),
         (lambda: tc.tensor([1], dtype="u8") * 256, "mul: the number 256 does not fit into u8"),
         (lambda: tc.ones(1) + 10**400, "add: the integer is too large for a floating point"),
     ],
@@ -113,7 +113,7 @@ def test_integers_are_exact() -> None:
     odd = 2**62 + 1
     assert tc.full((2,), odd).tolist() == [odd, odd]
     assert (tc.tensor([0]) + odd).item() == odd
-    with pytest.raises(tc.DTypeError, match="full: .* 1.5 is not an integer"):
+    with pytest.raises(tc.DTypeError, match=r"full: .* 1\.5 is not an integer"):
         tc.full((2,), 1.5, dtype="i64")
 
 
@@ -125,7 +125,7 @@ def test_eps_of_a_norm_is_checked(eps) -> None:
         lambda: functional.rms_norm(x, 4, eps=eps),
         lambda: functional.group_norm(x, 2, eps=eps),
     ):
-        with pytest.raises(tc.ArgumentError, match="_norm: eps is .*expected a number of at least"):
+        with pytest.raises(tc.ArgumentError, match=r"_norm: eps is .*expected a number of at least"):
             norm()
 
 

@@ -103,7 +103,9 @@ def cosine(
     Raises:
         ArgumentError: If `num_cycles` is negative.
     """
-    return LRScheduler(optimizer, Schedule("cosine", warmup_steps, total_steps, num_cycles=num_cycles))
+    return LRScheduler(
+        optimizer, Schedule("cosine", warmup_steps, total_steps, num_cycles=num_cycles)
+    )
 
 
 def polynomial(

@@ -40,8 +40,8 @@ impl Pretrained {
         let folder = if is_folder { path } else { path.parent().unwrap_or(Path::new("")) };
         let config = folder.join(CONFIG);
         if !config.is_file() {
-            if is_folder {
-                weights_in(folder)?;
+            if is_folder && files_in(folder, |path| has_extension(path, &["safetensors"]))?.is_empty() {
+                refuse_pickles_in(folder)?;
             }
             let place = if is_folder { "in this folder" } else { "beside this file" };
             return Err(Error::weights(
@@ -121,10 +121,10 @@ impl Pretrained {
 
 /// Refuse a checkpoint that is a pickle, whatever lies beside it.
 fn refuse_pickle(path: &Path) -> Result<()> {
-    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default().to_ascii_lowercase();
-    if !PICKLES.contains(&extension.as_str()) {
+    if !has_extension(path, &PICKLES) {
         return Ok(());
     }
+    let extension = path.extension().unwrap_or_default().display();
     Err(Error::weights(
         path,
         format!(
@@ -134,30 +134,42 @@ fn refuse_pickle(path: &Path) -> Result<()> {
     ))
 }
 
+/// Refuse the first pickle of a folder that has no other weights.
+fn refuse_pickles_in(folder: &Path) -> Result<()> {
+    files_in(folder, |path| has_extension(path, &PICKLES))?.first().map_or(Ok(()), |path| refuse_pickle(path))
+}
+
+fn has_extension(path: &Path, extensions: &[&str]) -> bool {
+    let found = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+    extensions.iter().any(|extension| found.eq_ignore_ascii_case(extension))
+}
+
+/// The files of a folder that `wanted` picks, in order.
+fn files_in(folder: &Path, wanted: impl Fn(&Path) -> bool) -> Result<Vec<PathBuf>> {
+    let io = |source| Error::io(folder, source);
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(io)? {
+        let path = entry.map_err(io)?.path();
+        if wanted(&path) {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
 fn weights_in(folder: &Path) -> Result<Vec<PathBuf>> {
     if let Some(whole) = WEIGHTS.iter().map(|name| folder.join(name)).find(|path| path.is_file()) {
         return Ok(vec![whole]);
     }
-    let io = |source| Error::io(folder, source);
-    let (mut shards, mut pickles) = (Vec::new(), Vec::new());
-    for entry in std::fs::read_dir(folder).map_err(io)? {
-        let path = entry.map_err(io)?.path();
-        if path.file_name().and_then(|name| name.to_str()).is_some_and(is_shard) {
-            shards.push(path);
-        } else if refuse_pickle(&path).is_err() {
-            pickles.push(path);
-        }
-    }
+    let shards = files_in(folder, |path| path.file_name().and_then(|name| name.to_str()).is_some_and(is_shard))?;
     if shards.is_empty() {
-        if let Some(pickle) = pickles.first() {
-            refuse_pickle(pickle)?;
-        }
+        refuse_pickles_in(folder)?;
         return Err(Error::weights(
             folder,
             format!("there are no weights in this folder; expected {}, or shards of it", WEIGHTS.join(" or ")),
         ));
     }
-    shards.sort();
     Ok(shards)
 }
 

@@ -95,7 +95,7 @@ impl Number {
                 op,
                 format!(
                     "the number {} does not fit into {}, which holds {} to {}",
-                    self.value,
+                    if let Kind::Integer(value) = self.kind { value.to_string() } else { format!("{:e}", self.value) },
                     dtype.as_str(),
                     range.start(),
                     range.end()
