@@ -6,9 +6,11 @@ mod linear;
 mod module;
 mod norm;
 pub mod optim;
+mod source;
 mod weights;
 
 pub use linear::Linear;
 pub use module::{Layer, Module, Part, Visitor};
-pub use norm::{LayerNorm, RmsNorm};
-pub use weights::{Init, Source, Weights};
+pub use norm::{GroupNorm, LayerNorm, RmsNorm};
+pub use source::{Source, Stored};
+pub use weights::{Init, Weights};
