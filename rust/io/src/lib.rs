@@ -9,5 +9,5 @@ mod weight_files;
 pub use adapter_file::{AdapterFormat, attach_adapter, load_adapter, save_adapter};
 pub use atomic::write_atomically;
 pub use tensor_file::{TensorFile, load_tensors};
-pub use tensor_writer::save_tensors;
+pub use tensor_writer::{TensorEntry, save_entries, save_tensors};
 pub use weight_files::WeightFiles;

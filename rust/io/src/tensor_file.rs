@@ -92,6 +92,12 @@ impl TensorFile {
         self.metadata.info(name).map(|info| info.shape.as_slice())
     }
 
+    /// The dtype of a tensor, if there is one of that name and its dtype is supported.
+    pub fn dtype_of(&self, name: &str) -> Option<DType> {
+        let info = self.metadata.info(name)?;
+        self.dtype(name, info).ok()
+    }
+
     /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path

@@ -19,6 +19,15 @@ pub trait Layout {
     }
 }
 
+/// Files whose names are the model's own.
+pub struct OwnNames;
+
+impl Layout for OwnNames {
+    fn places(&self, name: &str) -> Vec<Place> {
+        vec![Place::plain(name)]
+    }
+}
+
 /// One parameter in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
@@ -64,6 +73,16 @@ impl Form {
                 Some(std::iter::once(rows / of).chain(rest.iter().copied()).collect())
             }
             _ => None,
+        }
+    }
+
+    /// The shape of the tensor if the parameter's is `dims`.
+    pub(super) fn stored_shape(self, dims: &[usize]) -> Vec<usize> {
+        match (self, dims) {
+            (Self::Transposed, &[rows, columns]) => vec![columns, rows],
+            (Self::Pointwise, dims) => [dims, &[1, 1]].concat(),
+            (Self::Rows { of, .. }, &[rows, ref rest @ ..]) => [&[rows * of], rest].concat(),
+            _ => dims.to_vec(),
         }
     }
 
