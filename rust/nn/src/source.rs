@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use trainable_candle_core::{DType, Device, Error, Result, Shape, Tensor, Var};
 
+use crate::conv::weight_from_file;
 use crate::{Init, Weights, init};
 
 /// Parameters to give out: stored ones, frozen; fresh ones, trainable; or their shapes alone.
@@ -44,6 +45,31 @@ enum Kind {
     },
 }
 
+/// How a parameter lies in memory, compared with a file.
+#[derive(Clone, Copy)]
+pub(crate) enum Packing {
+    /// As in the file.
+    Plain,
+    /// The weight of a convolution, (out, in, height, width) in a file and (out, height, width, in) in memory.
+    ChannelsLast,
+}
+
+impl Packing {
+    fn pack(self, tensor: Tensor) -> Result<Tensor> {
+        match self {
+            Self::Plain => Ok(tensor),
+            Self::ChannelsLast => weight_from_file(&tensor),
+        }
+    }
+
+    fn shape(self, shape: &Shape) -> Shape {
+        match (self, shape.dims()) {
+            (Self::ChannelsLast, &[out, input, height, width]) => Shape::from((out, height, width, input)),
+            _ => shape.clone(),
+        }
+    }
+}
+
 impl Source {
     /// Give out stored parameters, frozen.
     pub fn stored(stored: impl Stored + 'static) -> Self {
@@ -82,7 +108,8 @@ impl Source {
         )))
     }
 
-    pub(crate) fn get(&mut self, name: String, shape: &Shape, init: Init) -> Result<Tensor> {
+    /// The parameter `name`, of `shape` in files.
+    pub(crate) fn get(&mut self, name: String, shape: &Shape, init: Init, packing: Packing) -> Result<Tensor> {
         match &mut self.kind {
             Kind::Stored { stored, taken, missing } => match stored.shape(&name)? {
                 Some(found) if found != shape.dims() => Err(Error::Config(format!(
@@ -90,18 +117,18 @@ impl Source {
                     shape.dims()
                 ))),
                 Some(_) => {
-                    let tensor = stored.read(&name)?;
+                    let tensor = packing.pack(stored.read(&name)?)?;
                     taken.insert(name);
                     Ok(tensor)
                 }
                 None => {
                     missing.push(name);
                     // Never used: `finish` fails.
-                    without_memory(shape, DType::F32)
+                    without_memory(&packing.shape(shape), DType::F32)
                 }
             },
-            Kind::Fresh { device } => Ok(Var::from_tensor(&draw(shape, init, device)?)?.into_inner()),
-            Kind::Shapes { dtype } => without_memory(shape, *dtype),
+            Kind::Fresh { device } => Ok(Var::from_tensor(&packing.pack(draw(shape, init, device)?)?)?.into_inner()),
+            Kind::Shapes { dtype } => without_memory(&packing.shape(shape), *dtype),
         }
     }
 }

@@ -1,8 +1,11 @@
 //! [`Weights`]: where a model under construction gets its parameters.
 
+use trainable_candle_core::ops::conv::Conv2dOptions;
 use trainable_candle_core::{Result, Shape, Tensor};
 
-use crate::{GroupNorm, LayerNorm, Linear, Source};
+use crate::conv::channels_per_group;
+use crate::source::Packing;
+use crate::{Conv2d, GroupNorm, LayerNorm, Linear, Source};
 
 /// Gives a model its parameters by name: read ones, frozen, or fresh ones, trainable.
 ///
@@ -47,8 +50,8 @@ impl Weights<'_> {
     /// # Errors
     /// [`Error::Shape`] if the file has another shape. A missing parameter is reported by [`Source::finish`].
     pub fn get(&mut self, name: &str, shape: impl Into<Shape>, init: Init) -> Result<Tensor> {
-        let (name, shape) = (self.join(name), shape.into());
-        self.source.get(name, &shape, init)
+        let name = self.join(name);
+        self.source.get(name, &shape.into(), init, Packing::Plain)
     }
 
     /// A linear layer `name` with torch's initial values.
@@ -82,6 +85,28 @@ impl Weights<'_> {
         let weight = scope.get("weight", (out_features, in_features), init)?;
         let bias = if bias { Some(scope.get("bias", out_features, bias_init)?) } else { None };
         Ok(Linear::from_weight(weight, bias))
+    }
+
+    /// A convolution `name` with torch's initial values. Files hold its weight as (out, in / groups, height, width).
+    ///
+    /// # Errors
+    /// As [`get`](Weights::get); [`Error::Argument`] if the channels do not divide into the groups.
+    pub fn conv2d(
+        &mut self,
+        name: &str,
+        in_channels: usize,
+        out_channels: usize,
+        kernel: [usize; 2],
+        options: Conv2dOptions,
+        bias: bool,
+    ) -> Result<Conv2d<Tensor>> {
+        let per_group = channels_per_group(in_channels, out_channels, options.groups)?;
+        let fan_in = per_group * kernel[0] * kernel[1];
+        let mut scope = self.pp(name);
+        let shape = Shape::from((out_channels, per_group, kernel[0], kernel[1]));
+        let weight = scope.source.get(scope.join("weight"), &shape, Init::Kaiming, Packing::ChannelsLast)?;
+        let bias = if bias { Some(scope.get("bias", out_channels, Init::Fan(fan_in))?) } else { None };
+        Conv2d::from_parameters(weight, bias, options)
     }
 
     /// A layer norm `name` over `features`, starting as the identity.
