@@ -1,13 +1,18 @@
 //! Layers, adapters and optimizers of trainable-candle.
 
 pub mod adapter;
+mod base;
+pub mod conv;
 pub mod init;
 mod linear;
 mod module;
 mod norm;
 pub mod optim;
+mod slot;
 mod weights;
 
+pub use base::{Base, Operation};
+pub use conv::Conv2d;
 pub use linear::Linear;
 pub use module::{Layer, Module, Part, Visitor};
 pub use norm::{LayerNorm, RmsNorm};

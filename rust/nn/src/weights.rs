@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use trainable_candle_core::ops::conv::Conv2dOptions;
 use trainable_candle_core::{DType, Device, Error, Result, Shape, Tensor, Var};
 
-use crate::{Linear, init};
+use crate::conv::{channels_per_group, weight_from_file};
+use crate::{Conv2d, Linear, init};
 
 /// Gives a model its parameters by name: read ones, frozen, or fresh ones, trainable.
 ///
@@ -103,7 +105,18 @@ impl Weights<'_> {
     /// # Errors
     /// [`Error::Shape`] if the file has another shape. A missing parameter is reported by [`Source::finish`].
     pub fn get(&mut self, name: &str, shape: impl Into<Shape>, init: Init) -> Result<Tensor> {
-        let (name, shape) = (self.join(name), shape.into());
+        self.packed(name, shape.into(), init, |tensor| Ok(tensor.clone()))
+    }
+
+    /// The parameter `name`, of `shape` in files, as `pack` lays it out.
+    fn packed(
+        &mut self,
+        name: &str,
+        shape: Shape,
+        init: Init,
+        pack: impl Fn(&Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let name = self.join(name);
         let tensor = match &mut self.source.kind {
             Kind::Loaded { tensors, dtype, missing } => match tensors.get(&name) {
                 Some(tensor) if tensor.dims() != shape.dims() => {
@@ -113,14 +126,14 @@ impl Weights<'_> {
                         shape.dims()
                     )));
                 }
-                Some(tensor) => dtype.map_or_else(|| Ok(tensor.clone()), |d| tensor.to_dtype(d))?,
+                Some(tensor) => pack(&dtype.map_or_else(|| Ok(tensor.clone()), |d| tensor.to_dtype(d))?)?,
                 None => {
                     missing.push(name.clone());
                     // Never used: `finish` fails.
-                    Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(shape)?
+                    pack(&Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(shape)?)?
                 }
             },
-            Kind::Fresh { device } => Var::from_tensor(&draw(&shape, init, device)?)?.into_inner(),
+            Kind::Fresh { device } => Var::from_tensor(&pack(&draw(&shape, init, device)?)?)?.into_inner(),
         };
         self.source.taken.insert(name, tensor.clone());
         Ok(tensor)
@@ -157,6 +170,28 @@ impl Weights<'_> {
         let weight = scope.get("weight", (out_features, in_features), init)?;
         let bias = if bias { Some(scope.get("bias", out_features, bias_init)?) } else { None };
         Ok(Linear::from_weight(weight, bias))
+    }
+
+    /// A convolution `name` with torch's initial values. Files hold its weight as (out, in / groups, height, width).
+    ///
+    /// # Errors
+    /// As [`get`](Weights::get); [`Error::Argument`] if the channels do not divide into the groups.
+    pub fn conv2d(
+        &mut self,
+        name: &str,
+        in_channels: usize,
+        out_channels: usize,
+        kernel: [usize; 2],
+        options: Conv2dOptions,
+        bias: bool,
+    ) -> Result<Conv2d<Tensor>> {
+        let per_group = channels_per_group(in_channels, out_channels, options.groups)?;
+        let fan_in = per_group * kernel[0] * kernel[1];
+        let mut scope = self.pp(name);
+        let shape = Shape::from((out_channels, per_group, kernel[0], kernel[1]));
+        let weight = scope.packed("weight", shape, Init::Kaiming, weight_from_file)?;
+        let bias = if bias { Some(scope.get("bias", out_channels, Init::Fan(fan_in))?) } else { None };
+        Conv2d::from_parameters(weight, bias, options)
     }
 }
 
