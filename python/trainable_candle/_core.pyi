@@ -47,11 +47,13 @@ __all__ = [
     "eye",
     "from_dlpack",
     "full",
+    "geglu",
     "get_num_threads",
     "get_rng_state",
     "grad",
     "gradcheck",
     "group_norm",
+    "group_norm_silu",
     "huber_loss",
     "init_linear",
     "is_grad_enabled",
@@ -65,6 +67,7 @@ __all__ = [
     "mse_loss",
     "ones",
     "ones_like",
+    "quick_gelu",
     "rand",
     "randint",
     "randn",
@@ -76,8 +79,11 @@ __all__ = [
     "set_grad_enabled",
     "set_num_threads",
     "set_rng_state",
+    "smooth_l1_loss",
     "stack",
+    "swiglu",
     "tensor",
+    "upsample_nearest2d",
     "where",
     "zeros",
     "zeros_like",
@@ -1797,6 +1803,21 @@ def full(
         OutOfMemoryError: if it does not fit.
     """
 
+def geglu(input: Tensor) -> Tensor:
+    """
+    `h * gelu(gate)` with h and the gate the halves of the last dimension (Shazeer 2020, arXiv:2002.05202).
+
+    Args:
+        input: (..., 2 n).
+
+    Returns:
+        (..., n).
+
+    Raises:
+        ShapeError: if the last dimension is odd.
+        DTypeError: if the input is not floating point.
+    """
+
 def get_num_threads() -> int:
     """
     The number of threads that CPU work is spread over.
@@ -1868,6 +1889,31 @@ def group_norm(
 ) -> Tensor:
     """
     Group normalisation (Wu & He 2018, arXiv:1803.08494).
+
+    Args:
+        input: (B, C, ...).
+        num_groups: the number of groups of channels, a divisor of C.
+        weight: scale, (C,).
+        bias: shift, (C,).
+        eps: added to the variance.
+        channels_last: whether the input is (B, ..., C), which saves copies.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        ArgumentError: if `num_groups` does not divide C.
+    """
+
+def group_norm_silu(
+    input: Tensor,
+    num_groups: SupportsIndex,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: SupportsFloat | SupportsIndex = 1e-5,
+    *,
+    channels_last: bool = False,
+) -> Tensor:
+    """
+    SiLU of `group_norm`, in one operation that keeps no result of the norm.
 
     Args:
         input: (B, C, ...).
@@ -2076,6 +2122,14 @@ def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | Non
     Ones in the shape of `input`; dtype and device are its own unless given.
     """
 
+def quick_gelu(input: Tensor) -> Tensor:
+    """
+    `input * sigmoid(1.702 * input)`, an approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), used by CLIP.
+
+    Raises:
+        DTypeError: if the input is not floating point.
+    """
+
 def rand(
     *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
 ) -> Tensor:
@@ -2229,7 +2283,27 @@ def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
     Continue from what `get_rng_state` returned.
     """
 
-def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
+def smooth_l1_loss(
+    input: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    beta: SupportsFloat | SupportsIndex = 1.0,
+) -> Tensor:
+    """
+    The Huber loss divided by its threshold, torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083).
+
+    Args:
+        input: any shape.
+        target: the same shape.
+        reduction: "mean", "sum", or "none" for the losses of the elements.
+        beta: where the loss turns linear, from 0 up; 0 makes it the absolute error.
+
+    Raises:
+        ShapeError, DTypeError: if the operands do not fit.
+        ArgumentError: if the reduction is unknown or `beta` is negative.
+    """
+
+def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
     Tensors of one shape along a new dimension `dim`.
 
@@ -2238,6 +2312,21 @@ def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Te
         ShapeError: if the shapes differ.
         DTypeError: if the dtypes differ.
         IndexOutOfRangeError: if the dimension is out of range.
+    """
+
+def swiglu(input: Tensor) -> Tensor:
+    """
+    `h * silu(gate)` with h and the gate the halves of the last dimension (Shazeer 2020, arXiv:2002.05202).
+
+    Args:
+        input: (..., 2 n).
+
+    Returns:
+        (..., n).
+
+    Raises:
+        ShapeError: if the last dimension is odd.
+        DTypeError: if the input is not floating point.
     """
 
 def tensor(data: Any, dtype: DType | str | None = None, device: str = "cpu") -> Tensor:
@@ -2254,6 +2343,31 @@ def tensor(data: Any, dtype: DType | str | None = None, device: str = "cpu") -> 
         DTypeError: if the data are not numbers, or of a kind that no dtype holds (complex, uint64).
         ShapeError: if nested lists are ragged.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
+    """
+
+def upsample_nearest2d(
+    input: Tensor,
+    size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
+    scale_factor: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
+    *,
+    channels_last: bool = False,
+) -> Tensor:
+    """
+    Resize an image by the nearest pixel, as torch's `interpolate(mode="nearest")`: position i of n copies floor(i * m / n) of m.
+
+    Args:
+        input: (B, C, H, W).
+        size: of the result, one number or (height, width).
+        scale_factor: instead of the size, how many times larger the result is.
+        channels_last: whether input and result are (B, H, W, C), which saves copies.
+
+    Returns:
+        (B, C, *size); (B, *size, C) with `channels_last`.
+
+    Raises:
+        ArgumentError: unless exactly one of `size` and `scale_factor` is given.
+        ShapeError: if the input has not four dimensions or no pixels.
+        DTypeError: if the input is not floating point.
     """
 
 def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float | int) -> Tensor:

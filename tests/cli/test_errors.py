@@ -10,7 +10,8 @@ import pytest
 from trainable_candle import cli
 from trainable_candle.cli.options import ALIASES
 from trainable_candle.errors import ConfigError, DatasetError, InternalError
-from trainable_candle.train.config import flag, settings
+from trainable_candle.train.config import settings
+from trainable_candle.train.settings import flag
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -131,7 +132,7 @@ def test_a_pickle_is_refused(ending: str, tmp_path: Path) -> None:
         result = run("sample", *arguments, "--weights", str(given))
         assert (result.returncode, result.stdout) == (2, "")
         assert (
-            f"{weights}: a .{ending} file is a pickle, which can run any program" in result.stderr
+            f"{weights}: a .{ending} file is a pickle checkpoint, which can run program" in result.stderr
         )
         assert "safetensors file of the same model" in result.stderr
 

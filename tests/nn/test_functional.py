@@ -1,5 +1,7 @@
 """`nn.functional`, against numpy."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -197,6 +199,45 @@ def test_cross_entropy(reduction, smoothing):
     assert_close(result, expected)
 
 
+def test_smooth_l1_loss_is_huber_over_its_threshold():
+    a, b = (tc.tensor(RNG.standard_normal((3, 4))) for _ in range(2))
+    assert_close(F.smooth_l1_loss(a, b, beta=0.3), F.huber_loss(a, b, delta=0.3).numpy() / 0.3)
+    assert_close(F.smooth_l1_loss(a, b, "sum", 0), np.abs(a.numpy() - b.numpy()).sum())
+
+
+def test_gated_units():
+    x = RNG.standard_normal((2, 3, 10))
+    h, gate = x[..., :5], x[..., 5:]
+    gelu = 0.5 * gate * (1 + np.vectorize(math.erf)(gate / math.sqrt(2)))
+    assert_close(F.geglu(tc.tensor(x)), h * gelu)
+    assert_close(F.swiglu(tc.tensor(x)), h * gate / (1 + np.exp(-gate)))
+    assert_close(F.quick_gelu(tc.tensor(x)), x / (1 + np.exp(-1.702 * x)))
+
+
+def test_group_norm_silu():
+    x, w, b = RNG.standard_normal((2, 6, 3, 5)), RNG.standard_normal(6), RNG.standard_normal(6)
+    y = F.group_norm(tc.tensor(x), 3, tc.tensor(w), tc.tensor(b)).silu()
+    fused = F.group_norm_silu(tc.tensor(x), 3, tc.tensor(w), tc.tensor(b))
+    assert_close(fused, y.numpy())
+    last = tc.tensor(x.transpose(0, 2, 3, 1))
+    fused = F.group_norm_silu(last, 3, tc.tensor(w), tc.tensor(b), channels_last=True)
+    assert_close(fused, y.numpy().transpose(0, 2, 3, 1))
+
+
+def test_upsample_nearest2d():
+    x = RNG.standard_normal((2, 3, 4, 5))
+    doubled = x.repeat(2, axis=2).repeat(2, axis=3)
+    assert_close(F.upsample_nearest2d(tc.tensor(x), scale_factor=2), doubled)
+    assert_close(F.upsample_nearest2d(tc.tensor(x), (8, 10)), doubled)
+    last = F.upsample_nearest2d(
+        tc.tensor(x.transpose(0, 2, 3, 1)), scale_factor=(2, 2), channels_last=True
+    )
+    assert_close(last, doubled.transpose(0, 2, 3, 1))
+    # By torch: interpolate(..., size=(7, 3), mode="nearest").
+    rows, columns = [0, 0, 1, 1, 2, 2, 3], [0, 1, 3]
+    assert_close(F.upsample_nearest2d(tc.tensor(x), (7, 3)), x[:, :, rows][..., columns])
+
+
 def test_activations():
     x = tc.tensor(RNG.standard_normal((3, 4)))
     for function, method in (
@@ -234,6 +275,16 @@ def test_activations():
         (lambda x: F.mse_loss(x, tc.ones(3)), tc.ShapeError, "mse_loss"),
         (lambda x: F.mse_loss(x, x, "avg"), tc.ArgumentError, 'reduction is "avg"'),
         (lambda x: F.huber_loss(x, x, delta=0), tc.ArgumentError, "huber_loss: delta is 0"),
+        (lambda x: F.smooth_l1_loss(x, x, beta=-1), tc.ArgumentError, "smooth_l1_loss: beta is -1"),
+        (lambda _: F.geglu(tc.ones(2, 3)), tc.ShapeError, "geglu: the input has shape"),
+        (lambda _: F.swiglu(tc.ones(1)), tc.ShapeError, "swiglu: the input has shape"),
+        (lambda x: F.group_norm_silu(x, 3), tc.ArgumentError, "group_norm_silu: 4 channels"),
+        (lambda x: F.upsample_nearest2d(x, 2), tc.ShapeError, "upsample_nearest2d"),
+        (
+            lambda _: F.upsample_nearest2d(tc.ones(1, 1, 2, 2)),
+            tc.ArgumentError,
+            "upsample_nearest2d",
+        ),
         (lambda x: F.cross_entropy(x, tc.tensor([0, 9])), tc.IndexOutOfRangeError, "cross_entropy"),
         (lambda x: F.cross_entropy(x, tc.tensor([0.0, 1.0])), tc.DTypeError, "cross_entropy"),
         (lambda x: F.embedding(tc.tensor([0.5]), x), tc.DTypeError, "embedding"),

@@ -44,5 +44,5 @@ def load_model(given: Mapping[str, Any]) -> Recipe:
     )
     if "adapter" in given:
         adapter = recipes.existing("adapter", Path(given["adapter"]).expanduser())
-        recipe.model.load_adapter(adapter, scale=given.get("scale", 1.0))
+        recipe.load_adapter(adapter, given.get("scale", 1.0))
     return recipe

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from trainable_candle.cli.loading import add_model, load_model
 from trainable_candle.cli.options import Parser, add_help
-from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,11 +19,8 @@ def run(arguments: Sequence[str], program: str) -> int:
     parser.require(given, "model", "adapter", "output")
 
     output = Path(given["output"]).expanduser()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
     recipe = load_model(given)
-    recipe.model.merge_adapter()
-    recipe.model.save_pretrained(output)
+    recipe.save_merged(output)
     print(f"merged model: {output}")
     return 0
 

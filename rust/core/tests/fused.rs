@@ -2,7 +2,7 @@
 
 use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::ops::attention::scaled_dot_product_attention as attention;
-use trainable_candle_core::ops::norm::{group_norm, layer_norm, rms_norm};
+use trainable_candle_core::ops::norm::{group_norm, group_norm_silu, layer_norm, rms_norm};
 use trainable_candle_core::ops::rope::rope;
 use trainable_candle_core::{DType, Device, Result, Tensor, Var, grad, raw::to_f64_vec};
 
@@ -51,9 +51,14 @@ fn attention_plain(x: &[Tensor], mask: Option<&Tensor>, is_causal: bool) -> Resu
     scores.softmax(scores.rank() - 1)?.matmul(&x[2])
 }
 
-/// Shapes of q, k and v whose queries and keys fill several blocks: few heads, whose gradients are made in parts, and many.
-const SHAPES: [[[usize; 3]; 3]; 2] =
-    [[[2, 300, 8], [2, 600, 8], [2, 600, 5]], [[20, 150, 4], [20, 150, 4], [20, 150, 4]]];
+/// Shapes of q, k and v whose queries and keys fill several blocks: few heads, whose gradients are made in parts, and many;
+/// then heads as wide as those of the large models over a prompt of 77, and heads of an odd width.
+const SHAPES: [[[usize; 3]; 3]; 4] = [
+    [[2, 300, 8], [2, 600, 8], [2, 600, 5]],
+    [[20, 150, 4], [20, 150, 4], [20, 150, 4]],
+    [[3, 130, 64], [3, 77, 64], [3, 77, 64]],
+    [[2, 77, 33], [2, 77, 33], [2, 77, 33]],
+];
 
 #[test]
 fn attention_of_several_blocks_is_that_of_basic_operations() {
@@ -109,12 +114,13 @@ fn a_query_that_sees_no_key_gives_zeros_and_no_gradient() {
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
     type Kernel = fn(&[Tensor]) -> Result<Tensor>;
-    let kernels: [(&[&[usize]], Kernel); 6] = [
+    let kernels: [(&[&[usize]], Kernel); 7] = [
         (&[&[999, 77]], |x| x[0].softmax(1)),
         (&[&[999, 77]], |x| x[0].log_softmax(0)),
         (&[&[999, 77], &[77], &[77]], |x| layer_norm(&x[0], 1, Some(&x[1]), Some(&x[2]), 1e-5)),
         (&[&[999, 77], &[77]], |x| rms_norm(&x[0], Some(&x[1]), 1e-5)),
         (&[&[2, 999, 60], &[60], &[60]], |x| group_norm(&x[0], 5, Some(&x[1]), Some(&x[2]), 1e-5)),
+        (&[&[2, 999, 60], &[60], &[60]], |x| group_norm_silu(&x[0], 5, Some(&x[1]), Some(&x[2]), 1e-5)),
         (&[&[2, 300, 8], &[2, 600, 8], &[2, 600, 8]], |x| attention(&x[0], &x[1], &x[2], None, true, None)),
     ];
     for (shapes, kernel) in kernels {

@@ -96,6 +96,11 @@ impl Integer {
         self.ranged(op, name, "an integer from 0 to 2**64 - 1")
     }
 
+    /// The value as 32 bits.
+    pub fn word32(&self, op: &'static str, name: &str) -> Result<u32> {
+        self.ranged(op, name, "an integer from 0 to 2**32 - 1")
+    }
+
     /// The position of a dimension (negative counts from the end) among `rank` dimensions.
     pub fn dim(&self, op: &'static str, rank: usize) -> Result<usize> {
         Ok(resolve_dim(op, self.signed(op, "dim")?, rank)?)

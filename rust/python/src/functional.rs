@@ -1,10 +1,9 @@
-//! The functions of `trainable_candle.nn.functional`. Argument names and layouts are torch's.
+//! The functions of `trainable_candle.nn.functional` but for the losses. Argument names and layouts are torch's.
 
 use pyo3::prelude::*;
 use tc::ops::attention::scaled_dot_product_attention as attention;
 use tc::ops::conv::{self, Conv2dOptions};
-use tc::ops::loss::Reduction;
-use tc::ops::{dropout as drop, index, linear as lin, lora, loss, norm, rope as rotary};
+use tc::ops::{dropout as drop, gated, index, linear as lin, lora, norm, rope as rotary, upsample};
 use trainable_candle_core as tc;
 
 use crate::arguments::{Integer, Pair, Shape};
@@ -176,6 +175,21 @@ pub fn rms_norm(
     compute(py, input.0.elem_count(), || norm::rms_norm(&input.0, inner(weight), eps)).map(Tensor)
 }
 
+/// `apply` to the tensor with its channels last, where they come second unless `channels_last`.
+fn with_channels_last(
+    x: &tc::Tensor,
+    channels_last: bool,
+    apply: impl Fn(&tc::Tensor) -> tc::Result<tc::Tensor>,
+) -> tc::Result<tc::Tensor> {
+    let rank = x.rank();
+    if channels_last || rank < 3 {
+        return apply(x);
+    }
+    let to_last: Vec<usize> = std::iter::once(0).chain(2..rank).chain([1]).collect();
+    let back: Vec<usize> = [0, rank - 1].into_iter().chain(1..rank - 1).collect();
+    apply(&x.permute(&to_last)?)?.permute(&back)
+}
+
 /// Group normalisation (Wu & He 2018, arXiv:1803.08494).
 ///
 /// Args:
@@ -202,16 +216,119 @@ pub fn group_norm(
 ) -> Result<Tensor> {
     let num_groups = num_groups.count("group_norm", "num_groups")?;
     let apply = |x: &tc::Tensor| norm::group_norm(x, num_groups, inner(weight), inner(bias), eps);
-    let rank = input.0.rank();
-    compute(py, input.0.elem_count(), || {
-        if channels_last || rank < 3 {
-            return apply(&input.0);
+    compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
+}
+
+/// SiLU of `group_norm`, in one operation that keeps no result of the norm.
+///
+/// Args:
+///     input: (B, C, ...).
+///     num_groups: the number of groups of channels, a divisor of C.
+///     weight: scale, (C,).
+///     bias: shift, (C,).
+///     eps: added to the variance.
+///     channels_last: whether the input is (B, ..., C), which saves copies.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     ArgumentError: if `num_groups` does not divide C.
+#[pyfunction]
+#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=1e-5, *, channels_last=false))]
+pub fn group_norm_silu(
+    py: Python<'_>,
+    input: &Tensor,
+    num_groups: Integer,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: f64,
+    channels_last: bool,
+) -> Result<Tensor> {
+    let num_groups = num_groups.count("group_norm_silu", "num_groups")?;
+    let apply = |x: &tc::Tensor| norm::group_norm_silu(x, num_groups, inner(weight), inner(bias), eps);
+    compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
+}
+
+/// Resize an image by the nearest pixel, as torch's `interpolate(mode="nearest")`: position i of n copies floor(i * m / n) of m.
+///
+/// Args:
+///     input: (B, C, H, W).
+///     size: of the result, one number or (height, width).
+///     scale_factor: instead of the size, how many times larger the result is.
+///     channels_last: whether input and result are (B, H, W, C), which saves copies.
+///
+/// Returns:
+///     (B, C, *size); (B, *size, C) with `channels_last`.
+///
+/// Raises:
+///     ArgumentError: unless exactly one of `size` and `scale_factor` is given.
+///     ShapeError: if the input has not four dimensions or no pixels.
+///     DTypeError: if the input is not floating point.
+#[pyfunction]
+#[pyo3(signature = (input, size=None, scale_factor=None, *, channels_last=false))]
+pub fn upsample_nearest2d(
+    py: Python<'_>,
+    input: &Tensor,
+    size: Option<Pair>,
+    scale_factor: Option<Pair>,
+    channels_last: bool,
+) -> Result<Tensor> {
+    const OP: &str = "upsample_nearest2d";
+    let size = size.map(|size| size.get(OP, "size")).transpose()?;
+    let scale_factor = scale_factor.map(|factor| factor.get(OP, "scale_factor")).transpose()?;
+    let apply = |x: &tc::Tensor| match (size, scale_factor) {
+        (Some(size), None) => upsample::upsample_nearest2d(x, size),
+        (None, Some(factor)) => {
+            let scaled = |axis: usize| x.dims().get(axis + 1).map_or(0, |size| size.saturating_mul(factor[axis]));
+            upsample::upsample_nearest2d(x, [scaled(0), scaled(1)])
         }
-        let to_last: Vec<usize> = std::iter::once(0).chain(2..rank).chain([1]).collect();
-        let back: Vec<usize> = [0, rank - 1].into_iter().chain(1..rank - 1).collect();
-        apply(&input.0.permute(&to_last)?)?.permute(&back)
-    })
-    .map(Tensor)
+        _ => Err(tc::Error::argument(OP, "expected either size or scale_factor")),
+    };
+    if input.0.rank() != 4 {
+        let found = input.0.dims();
+        return Err(tc::Error::shape(OP, format!("the input has shape {found:?}, expected four dimensions")).into());
+    }
+    compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
+}
+
+/// `input * sigmoid(1.702 * input)`, an approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), used by CLIP.
+///
+/// Raises:
+///     DTypeError: if the input is not floating point.
+#[pyfunction]
+pub fn quick_gelu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
+    compute(py, input.0.elem_count(), || input.0.quick_gelu()).map(Tensor)
+}
+
+/// `h * gelu(gate)` with h and the gate the halves of the last dimension (Shazeer 2020, arXiv:2002.05202).
+///
+/// Args:
+///     input: (..., 2 n).
+///
+/// Returns:
+///     (..., n).
+///
+/// Raises:
+///     ShapeError: if the last dimension is odd.
+///     DTypeError: if the input is not floating point.
+#[pyfunction]
+pub fn geglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
+    compute(py, input.0.elem_count(), || gated::geglu(&input.0)).map(Tensor)
+}
+
+/// `h * silu(gate)` with h and the gate the halves of the last dimension (Shazeer 2020, arXiv:2002.05202).
+///
+/// Args:
+///     input: (..., 2 n).
+///
+/// Returns:
+///     (..., n).
+///
+/// Raises:
+///     ShapeError: if the last dimension is odd.
+///     DTypeError: if the input is not floating point.
+#[pyfunction]
+pub fn swiglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
+    compute(py, input.0.elem_count(), || gated::swiglu(&input.0)).map(Tensor)
 }
 
 /// softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762), without the matrix of scores.
@@ -291,87 +408,4 @@ pub fn embedding(py: Python<'_>, input: &Tensor, weight: &Tensor) -> Result<Tens
 #[pyo3(signature = (x, cos, sin, interleaved=false))]
 pub fn rope(py: Python<'_>, x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
     compute(py, x.0.elem_count(), || rotary::rope(&x.0, &cos.0, &sin.0, interleaved)).map(Tensor)
-}
-
-/// The mean squared error.
-///
-/// Args:
-///     input: any shape.
-///     target: the same shape.
-///     reduction: "mean", "sum", or "none" for the losses of the elements.
-///
-/// Raises:
-///     ShapeError, DTypeError: if the operands do not fit.
-///     ArgumentError: if the reduction is unknown.
-#[pyfunction]
-#[pyo3(signature = (input, target, reduction="mean"))]
-pub fn mse_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str) -> Result<Tensor> {
-    let reduction = Reduction::parse("mse_loss", reduction)?;
-    compute(py, input.0.elem_count(), || loss::mse_loss(&input.0, &target.0, reduction)).map(Tensor)
-}
-
-/// The mean absolute error.
-///
-/// Args:
-///     input: any shape.
-///     target: the same shape.
-///     reduction: "mean", "sum", or "none" for the losses of the elements.
-///
-/// Raises:
-///     ShapeError, DTypeError: if the operands do not fit.
-///     ArgumentError: if the reduction is unknown.
-#[pyfunction]
-#[pyo3(signature = (input, target, reduction="mean"))]
-pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str) -> Result<Tensor> {
-    let reduction = Reduction::parse("l1_loss", reduction)?;
-    compute(py, input.0.elem_count(), || loss::l1_loss(&input.0, &target.0, reduction)).map(Tensor)
-}
-
-/// The Huber loss: squared up to `delta`, linear beyond (Huber 1964).
-///
-/// Args:
-///     input: any shape.
-///     target: the same shape.
-///     reduction: "mean", "sum", or "none" for the losses of the elements.
-///     delta: where the loss turns linear, above 0.
-///
-/// Raises:
-///     ShapeError, DTypeError: if the operands do not fit.
-///     ArgumentError: if the reduction is unknown or `delta` is not above 0.
-#[pyfunction]
-#[pyo3(signature = (input, target, reduction="mean", delta=1.0))]
-pub fn huber_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str, delta: f64) -> Result<Tensor> {
-    let reduction = Reduction::parse("huber_loss", reduction)?;
-    compute(py, input.0.elem_count(), || loss::huber_loss(&input.0, &target.0, delta, reduction)).map(Tensor)
-}
-
-/// The cross-entropy of logits and class ids.
-///
-/// Args:
-///     input: (..., classes) logits.
-///     target: (...) class ids, i64 or u32.
-///     ignore_index: rows with this target count nothing.
-///     reduction: "mean" (over the rows that count), "sum", or "none" for the losses of the rows.
-///     label_smoothing: in [0, 1], the share of each target that is spread evenly over all classes.
-///
-/// Raises:
-///     ShapeError, DTypeError: if the operands do not fit.
-///     IndexOutOfRangeError: if a target is no class.
-///     ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
-#[pyfunction]
-#[pyo3(signature = (input, target, *, ignore_index=Integer::of(-100), reduction="mean", label_smoothing=0.0))]
-pub fn cross_entropy(
-    py: Python<'_>,
-    input: &Tensor,
-    target: &Tensor,
-    ignore_index: Integer,
-    reduction: &str,
-    label_smoothing: f64,
-) -> Result<Tensor> {
-    let ignore_index = ignore_index.signed("cross_entropy", "ignore_index")?;
-    let reduction = Reduction::parse("cross_entropy", reduction)?;
-    compute(py, input.0.elem_count(), || {
-        loss::cross_entropy(&input.0, &target.0, ignore_index, label_smoothing, reduction)
-    })
-    .map(Tensor)
 }

@@ -15,6 +15,7 @@ mod error;
 mod exceptions;
 mod functional;
 mod io;
+mod loss;
 mod models;
 mod optim;
 mod rng;
@@ -42,11 +43,13 @@ mod _core {
     use crate::dtype::DType;
     #[pymodule_export]
     use crate::functional::{
-        conv2d, cross_entropy, dropout, embedding, group_norm, huber_loss, l1_loss, layer_norm, linear, lora_backward,
-        mse_loss, rms_norm, rope, scaled_dot_product_attention,
+        conv2d, dropout, embedding, geglu, group_norm, group_norm_silu, layer_norm, linear, lora_backward, quick_gelu,
+        rms_norm, rope, scaled_dot_product_attention, swiglu, upsample_nearest2d,
     };
     #[pymodule_export]
     use crate::io::{load_file, save_file};
+    #[pymodule_export]
+    use crate::loss::{cross_entropy, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
     #[pymodule_export]
     use crate::models::{DigitsTransformer, Model, load_model};
     #[pymodule_export]
@@ -64,7 +67,9 @@ mod _core {
         zeros, zeros_like,
     };
     #[pymodule_export]
-    use crate::train::FlowMatching;
+    use crate::train::{
+        DiffusionObjective, FlowMatching, NoiseSchedule, NoisedLatents, Sampler, classifier_free_guidance,
+    };
     #[pymodule_export]
     use crate::var::Var;
 

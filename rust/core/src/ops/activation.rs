@@ -1,4 +1,4 @@
-//! Activations with a derivative worth fusing: GELU in both forms, SiLU.
+//! Activations with a derivative worth fusing: GELU in its forms, SiLU.
 
 use super::case::{Case, Entry};
 use super::elementwise::{Pointwise, pointwise};
@@ -30,6 +30,7 @@ impl std::str::FromStr for Gelu {
 }
 
 static GELU: OpInfo = OpInfo::cheap("gelu");
+static QUICK_GELU: OpInfo = OpInfo::cheap("quick_gelu");
 static SILU: OpInfo = OpInfo::cheap("silu");
 
 const SQRT_HALF: f64 = std::f64::consts::FRAC_1_SQRT_2;
@@ -38,9 +39,10 @@ const INV_SQRT_TAU: f64 = 0.398_942_280_401_432_7;
 /// √(2/π).
 const TANH_SCALE: f64 = 0.797_884_560_802_865_4;
 const TANH_CUBE: f64 = 0.044_715;
+const QUICK_SCALE: f64 = 1.702;
 
 #[derive(Clone, Copy)]
-struct GeluExact;
+pub(super) struct GeluExact;
 
 impl Unary for GeluExact {
     #[inline(always)]
@@ -91,7 +93,30 @@ impl Pointwise for GeluTanh {
 }
 
 #[derive(Clone, Copy)]
-struct Silu;
+struct QuickGelu;
+
+impl Unary for QuickGelu {
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R) -> R {
+        x * (R::from_f64(QUICK_SCALE) * x).sigmoid()
+    }
+}
+
+impl Binary for QuickGelu {
+    #[inline(always)]
+    fn apply<R: Real>(&self, g: R, x: R) -> R {
+        let scaled = R::from_f64(QUICK_SCALE) * x;
+        let s = scaled.sigmoid();
+        g * s * (R::ONE + scaled * (R::ONE - s))
+    }
+}
+
+impl Pointwise for QuickGelu {
+    const SAVES_RESULT: bool = false;
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Silu;
 
 impl Unary for Silu {
     #[inline(always)]
@@ -124,6 +149,14 @@ impl Tensor {
         }
     }
 
+    /// x · sigmoid(1.702 x), the approximation of GELU in section 2 of its paper that CLIP was trained with.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if the tensor is not floating point.
+    pub fn quick_gelu(&self) -> Result<Self> {
+        pointwise(&QUICK_GELU, self, QuickGelu)
+    }
+
     /// SiLU: x · sigmoid(x).
     ///
     /// # Errors
@@ -148,6 +181,16 @@ pub static ENTRIES: &[Entry] = &[
                 Case::new("exact", &[&[3, 7]], |x| x[0].gelu(Gelu::Exact)),
                 Case::new("exact empty", &[&[0]], |x| x[0].gelu(Gelu::Exact)),
                 Case::new("tanh", &[&[3, 7]], |x| x[0].gelu(Gelu::Tanh)).plain(|x| gelu_tanh_plain(&x[0])),
+            ]
+        },
+    },
+    Entry {
+        info: &QUICK_GELU,
+        cases: || {
+            vec![
+                Case::new("", &[&[3, 7]], |x| x[0].quick_gelu())
+                    .plain(|x| x[0].mul(&x[0].mul_scalar(QUICK_SCALE)?.sigmoid()?)),
+                Case::new("empty", &[&[0]], |x| x[0].quick_gelu()),
             ]
         },
     },

@@ -12,6 +12,7 @@ pub mod compare;
 pub mod conv;
 pub mod dropout;
 pub mod elementwise;
+pub mod gated;
 pub mod index;
 mod integer;
 pub mod linear;
@@ -26,6 +27,7 @@ pub mod scalar;
 pub mod select;
 pub mod shape;
 pub mod softmax;
+pub mod upsample;
 
 pub use case::{Case, Domain, Entry, Input};
 
@@ -33,6 +35,7 @@ pub use case::{Case, Domain, Entry, Input};
 pub static REGISTRY: &[&[Entry]] = &[
     elementwise::ENTRIES,
     activation::ENTRIES,
+    gated::ENTRIES,
     arithmetic::ENTRIES,
     scalar::ENTRIES,
     cast::ENTRIES,
@@ -48,6 +51,7 @@ pub static REGISTRY: &[&[Entry]] = &[
     norm::ENTRIES,
     attention::ENTRIES,
     conv::ENTRIES,
+    upsample::ENTRIES,
     rope::ENTRIES,
     dropout::ENTRIES,
     loss::ENTRIES,

@@ -11,7 +11,7 @@ use crate::raw::from_vec;
 use crate::{Error, Result, Tensor};
 
 pub use cross_entropy::{IGNORE_INDEX, cross_entropy};
-pub use regression::{huber_loss, l1_loss, mse_loss};
+pub use regression::{huber_loss, l1_loss, mse_loss, smooth_l1_loss};
 
 /// What becomes of the losses of the elements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -133,6 +133,20 @@ pub static ENTRIES: &[Entry] = &[
                 |a, b, reduction| huber_loss(a, b, 0.7, reduction),
                 |x, reduction| huber_plain(x, 0.7, reduction),
             )
+        },
+    },
+    Entry {
+        info: &regression::SMOOTH_L1,
+        cases: || {
+            let mut cases = regression_cases(
+                |a, b, reduction| smooth_l1_loss(a, b, 0.7, reduction),
+                |x, reduction| huber_plain(x, 0.7, reduction)?.mul_scalar(1.0 / 0.7),
+            );
+            let (dims, reduction): (&[usize], _) = (&[3, 5], Reduction::Mean);
+            let sharp = |a: &Tensor, b: &Tensor, reduction| smooth_l1_loss(a, b, 0.0, reduction);
+            let absolute = |x: &[Tensor], reduction| reduced(&x[0].sub(&x[1])?.abs()?, reduction);
+            cases.push(regression_case("beta of 0", dims, reduction, sharp, absolute).domain(Domain::Distinct));
+            cases
         },
     },
     Entry {

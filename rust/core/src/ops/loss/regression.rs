@@ -12,6 +12,7 @@ use crate::{Error, Result, Tensor, dispatch_float};
 pub(super) static MSE: OpInfo = OpInfo::cheap("mse_loss");
 pub(super) static L1: OpInfo = OpInfo::cheap("l1_loss");
 pub(super) static HUBER: OpInfo = OpInfo::cheap("huber_loss");
+pub(super) static SMOOTH_L1: OpInfo = OpInfo::cheap("smooth_l1_loss");
 
 /// Elements that one thread takes at a time.
 const GRAIN: usize = 32 * 1024;
@@ -79,6 +80,28 @@ impl Distance for Huber {
         let delta = R::from_f64(self.delta);
         let d = if d > delta { delta } else { d };
         if d < -delta { -delta } else { d }
+    }
+}
+
+/// [`Huber`] over its threshold.
+#[derive(Clone, Copy)]
+struct SmoothAbsolute {
+    beta: f64,
+}
+
+impl Distance for SmoothAbsolute {
+    #[inline(always)]
+    fn value<R: Real>(&self, d: R) -> R {
+        let (half, beta) = (R::from_f64(0.5), R::from_f64(self.beta));
+        let size = d.abs();
+        if size > beta { size - half * beta } else { half * d * d / beta }
+    }
+
+    #[inline(always)]
+    fn slope<R: Real>(&self, d: R) -> R {
+        let scaled = d / R::from_f64(self.beta);
+        let scaled = if scaled > R::ONE { R::ONE } else { scaled };
+        if scaled < -R::ONE { -R::ONE } else { scaled }
     }
 }
 
@@ -224,4 +247,19 @@ pub fn huber_loss(input: &Tensor, target: &Tensor, delta: f64, reduction: Reduct
         return Err(Error::argument(HUBER.name, format!("delta is {delta}, expected a number above 0")));
     }
     distance(&HUBER, input, target, reduction, Huber { delta })
+}
+
+/// [`huber_loss`] divided by its threshold (Girshick 2015, arXiv:1504.08083): d²/(2 `beta`) up to the distance `beta`,
+/// |d| - `beta`/2 beyond. With a `beta` of 0 it is [`l1_loss`].
+///
+/// # Errors
+/// As [`mse_loss`], and [`Error::Argument`] if `beta` is negative.
+pub fn smooth_l1_loss(input: &Tensor, target: &Tensor, beta: f64, reduction: Reduction) -> Result<Tensor> {
+    if beta.is_nan() || beta < 0.0 {
+        return Err(Error::argument(SMOOTH_L1.name, format!("beta is {beta}, expected a number from 0 up")));
+    }
+    if beta == 0.0 {
+        return distance(&SMOOTH_L1, input, target, reduction, Absolute);
+    }
+    distance(&SMOOTH_L1, input, target, reduction, SmoothAbsolute { beta })
 }

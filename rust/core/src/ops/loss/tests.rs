@@ -167,6 +167,8 @@ fn distances_are_their_definitions() {
         check(&|x| l1_loss(&x[0], &x[1], Reduction::Mean), mean(&f64::abs), &f64::signum);
         let huber = |d: f64| if d.abs() <= 0.5 { 0.5 * d * d } else { 0.5 * (d.abs() - 0.25) };
         check(&|x| huber_loss(&x[0], &x[1], 0.5, Reduction::Mean), mean(&huber), &|d| d.clamp(-0.5, 0.5));
+        let smooth = |d: f64| huber(d) / 0.5;
+        check(&|x| smooth_l1_loss(&x[0], &x[1], 0.5, Reduction::Mean), mean(&smooth), &|d| (2.0 * d).clamp(-1.0, 1.0));
     }
 }
 

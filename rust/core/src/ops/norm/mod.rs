@@ -15,7 +15,7 @@ use crate::raw::{Raw, from_vec};
 use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Error, Result, Tensor};
 
-pub use group::group_norm;
+pub use group::{group_norm, group_norm_silu};
 pub use row::{layer_norm, rms_norm};
 
 /// The optional scale and shift of a norm as inputs of an operation.
@@ -76,12 +76,13 @@ impl<'a> Affine<'a> {
         std::iter::once(x).chain(self.weight).chain(self.bias).collect()
     }
 
-    /// What the backward pass needs to know of both.
-    fn save(&self, saver: &mut Saver<'_>) -> SavedAffine {
+    /// What the backward pass needs to know of both, which may compute the normalised, scaled and shifted values again.
+    fn save(&self, saver: &mut Saver<'_>, computes_again: bool) -> SavedAffine {
         let place =
             |parameter: &Tensor, index| Place { index, dims: parameter.dims().to_vec(), dtype: parameter.dtype() };
         SavedAffine {
-            scale: self.weight.filter(|_| saver.needs(0)).map(|weight| saver.hold(weight)),
+            scale: self.weight.filter(|_| computes_again || saver.needs(0)).map(|weight| saver.hold(weight)),
+            shift: self.bias.filter(|_| computes_again).map(|bias| saver.hold(bias)),
             weight: self.weight.map(|weight| place(weight, 1)),
             bias: self.bias.map(|bias| place(bias, 1 + usize::from(self.weight.is_some()))),
         }
@@ -118,8 +119,10 @@ impl Place {
 }
 
 struct SavedAffine {
-    /// The scale, if the input needs a gradient.
+    /// The scale, if the backward pass reads it.
     scale: Option<Saved>,
+    /// The shift, if the backward pass reads it.
+    shift: Option<Saved>,
     weight: Option<Place>,
     bias: Option<Place>,
 }
@@ -133,6 +136,11 @@ impl SavedAffine {
     /// The scale for arithmetic; ones if there is none, or if nothing reads it.
     fn scale<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
         numbers(self.scale.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ONE)
+    }
+
+    /// The shift for arithmetic; zeros if there is none, or if nothing reads it.
+    fn shift<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
+        numbers(self.shift.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ZERO)
     }
 
     /// Hand over the gradients that are wanted.
@@ -234,9 +242,30 @@ fn group_norm_cases() -> Vec<Case> {
     ]
 }
 
+fn group_norm_silu_cases() -> Vec<Case> {
+    const EPS: f64 = 1e-6;
+    let run = |x: &[Tensor]| group_norm_silu(&x[0], 3, x.get(1), x.get(2), EPS);
+    let plain = |x: &[Tensor]| group_norm_plain(x, 3, EPS)?.silu();
+    vec![
+        Case::new("scale and shift", &[&[2, 5, 6], &[6], &[6]], run).plain(plain),
+        Case::new("plain", &[&[2, 5, 6]], run).plain(plain),
+        Case::new("picture", &[&[2, 3, 5, 6], &[6]], run),
+        Case::new("frozen input", &[&[6], &[6]], |x| {
+            let input = frozen(&[2, 3, 6], x[0].dtype())?;
+            group_norm_silu(&input, 3, Some(&x[0]), Some(&x[1]), EPS)
+        }),
+        Case::new("frozen input and scale", &[&[6]], |x| {
+            let (input, scale) = (frozen(&[2, 3, 6], x[0].dtype())?, frozen(&[6], x[0].dtype())?);
+            group_norm_silu(&input, 3, Some(&scale), Some(&x[0]), EPS)
+        }),
+        Case::new("empty batch", &[&[0, 5, 6], &[6], &[6]], run),
+    ]
+}
+
 /// Registry entries of the norms.
 pub static ENTRIES: &[Entry] = &[
     Entry { info: &row::LAYER_NORM, cases: layer_norm_cases },
     Entry { info: &row::RMS_NORM, cases: rms_norm_cases },
     Entry { info: &group::GROUP_NORM, cases: group_norm_cases },
+    Entry { info: &group::GROUP_NORM_SILU, cases: group_norm_silu_cases },
 ];

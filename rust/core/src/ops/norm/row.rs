@@ -86,7 +86,7 @@ fn row_norm<const CENTER: bool>(
                 rstd: saver.save_raw(&statistics[0]),
                 mean: statistics.get(1).map(|mean| saver.save_raw(mean)),
             }),
-            affine: affine.save(saver),
+            affine: affine.save(saver, false),
         },
     )
 }

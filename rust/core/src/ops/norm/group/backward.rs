@@ -2,7 +2,8 @@
 
 use super::{Size, channel_table};
 use crate::cpu::pool::SharedMut;
-use crate::cpu::{Elem, Real, dispatch};
+use crate::cpu::{Binary, Elem, Real, dispatch};
+use crate::ops::activation::Silu;
 
 /// What the pass reads.
 pub(super) struct BackwardPass<'a, T: Elem> {
@@ -12,14 +13,23 @@ pub(super) struct BackwardPass<'a, T: Elem> {
     pub mean: &'a [T::Acc],
     pub rstd: &'a [T::Acc],
     pub weight: &'a [T::Acc],
+    pub bias: &'a [T::Acc],
+}
+
+/// The gradient of the norm's result from that of the operation's.
+#[inline(always)]
+fn of_norm<T: Elem, const SILU: bool>(g: T, x: T, mean: T::Acc, scale: T::Acc, bias: T::Acc) -> T::Acc {
+    let g = g.to_acc();
+    if SILU { Silu.apply(g, (x.to_acc() - mean).mul_add(scale, bias)) } else { g }
 }
 
 impl<T: Elem> BackwardPass<'_, T> {
     /// The gradients of the input (empty if not wanted) and of scale and shift.
-    pub fn run(&self, wants_input: bool) -> (Vec<T>, [Vec<T::Acc>; 2]) {
+    pub fn run<const SILU: bool>(&self, wants_input: bool) -> (Vec<T>, [Vec<T::Acc>; 2]) {
         let means = channel_table(self.size, |group, _| self.mean[group]);
-        let [dots, sums] = self.channel_sums(&means);
-        let grad_x = if wants_input { self.input_gradient(&means, &dots, &sums) } else { Vec::new() };
+        let scales = channel_table(self.size, |group, channel| self.rstd[group] * self.weight[channel]);
+        let [dots, sums] = self.channel_sums::<SILU>(&means, &scales);
+        let grad_x = if wants_input { self.input_gradient::<SILU>(&means, &scales, &dots, &sums) } else { Vec::new() };
         let over_samples = |table: &[T::Acc]| {
             let mut total = vec![T::Acc::ZERO; self.size.channels];
             for sample in table.chunks_exact(self.size.channels.max(1)) {
@@ -33,7 +43,7 @@ impl<T: Elem> BackwardPass<'_, T> {
     }
 
     /// Σ g (x - mean) rstd and Σ g over the positions, for each channel of each sample.
-    fn channel_sums(&self, means: &[T::Acc]) -> [Vec<T::Acc>; 2] {
+    fn channel_sums<const SILU: bool>(&self, means: &[T::Acc], scales: &[T::Acc]) -> [Vec<T::Acc>; 2] {
         let size @ Size { channels, .. } = self.size;
         let mut partial = vec![T::Acc::ZERO; size.blocks() * 2 * channels];
         let shared = SharedMut::new(&mut partial);
@@ -41,16 +51,19 @@ impl<T: Elem> BackwardPass<'_, T> {
             // SAFETY: each block has its own part.
             let partial = unsafe { shared.slice(block.index * 2 * channels..(block.index + 1) * 2 * channels) };
             let (dots, sums) = partial.split_at_mut(channels);
-            let means = &means[block.sample * channels..(block.sample + 1) * channels];
+            let table = block.sample * channels..(block.sample + 1) * channels;
+            let (means, scales) = (&means[table.clone()], &scales[table]);
             let (x, g) = (&self.x[block.elements.clone()], &self.grad[block.elements]);
             dispatch(
                 #[inline(always)]
                 || {
                     for (x, g) in x.chunks_exact(channels).zip(g.chunks_exact(channels)) {
                         let sums = dots.iter_mut().zip(sums.iter_mut());
-                        for (((dot, sum), mean), (x, g)) in sums.zip(means).zip(x.iter().zip(g)) {
-                            *dot += g.to_acc() * (x.to_acc() - *mean);
-                            *sum += g.to_acc();
+                        let constants = means.iter().zip(scales).zip(self.bias);
+                        for (((dot, sum), ((mean, scale), bias)), (x, g)) in sums.zip(constants).zip(x.iter().zip(g)) {
+                            let g = of_norm::<T, SILU>(*g, *x, *mean, *scale, *bias);
+                            *dot += g * (x.to_acc() - *mean);
+                            *sum += g;
                         }
                     }
                 },
@@ -74,7 +87,13 @@ impl<T: Elem> BackwardPass<'_, T> {
     }
 
     /// rstd (g w - mean(g w) - x̂ mean(g w x̂)) with the means over a group, from the sums over the channels.
-    fn input_gradient(&self, means: &[T::Acc], dots: &[T::Acc], sums: &[T::Acc]) -> Vec<T> {
+    fn input_gradient<const SILU: bool>(
+        &self,
+        means: &[T::Acc],
+        scales: &[T::Acc],
+        dots: &[T::Acc],
+        sums: &[T::Acc],
+    ) -> Vec<T> {
         let size @ Size { channels, .. } = self.size;
         let width = size.group_width();
         let count = T::Acc::from_f64((size.positions * width) as f64);
@@ -88,25 +107,26 @@ impl<T: Elem> BackwardPass<'_, T> {
                 .collect()
         };
         let (mean_dots, mean_sums) = (of_groups(dots), of_groups(sums));
-        // The gradient is a g - b (x - mean) - c with these for each channel.
-        let a = channel_table(size, |group, channel| self.rstd[group] * self.weight[channel]);
+        // The gradient is scale g - b (x - mean) - c with these for each channel.
         let b = channel_table(size, |group, _| self.rstd[group] * self.rstd[group] * mean_dots[group]);
         let c = channel_table(size, |group, _| self.rstd[group] * mean_sums[group]);
         // SAFETY: every element of a block is written.
         unsafe {
             size.fill(|block, out| {
                 let table = block.sample * channels..(block.sample + 1) * channels;
-                let [means, a, b, c] = [means, &a, &b, &c].map(|values| &values[table.clone()]);
+                let [means, scales, b, c] = [means, scales, &b, &c].map(|values| &values[table.clone()]);
                 let (x, g) = (&self.x[block.elements.clone()], &self.grad[block.elements]);
                 dispatch(
                     #[inline(always)]
                     || {
                         let rows = x.chunks_exact(channels).zip(g.chunks_exact(channels));
                         for ((x, g), out) in rows.zip(out.chunks_exact_mut(channels)) {
-                            let constants = means.iter().zip(a).zip(b.iter().zip(c));
-                            for ((o, (x, g)), ((mean, a), (b, c))) in out.iter_mut().zip(x.iter().zip(g)).zip(constants)
-                            {
-                                o.write(T::from_acc(g.to_acc() * *a - (x.to_acc() - *mean) * *b - *c));
+                            let of_forward = means.iter().zip(scales).zip(self.bias);
+                            let constants = of_forward.zip(b.iter().zip(c));
+                            let values = out.iter_mut().zip(x.iter().zip(g));
+                            for ((o, (x, g)), (((mean, scale), bias), (b, c))) in values.zip(constants) {
+                                let g = of_norm::<T, SILU>(*g, *x, *mean, *scale, *bias);
+                                o.write(T::from_acc(g * *scale - (x.to_acc() - *mean) * *b - *c));
                             }
                         }
                     },

@@ -2,7 +2,8 @@
 
 use super::{Size, channel_table};
 use crate::cpu::pool::SharedMut;
-use crate::cpu::{Elem, Real, dispatch};
+use crate::cpu::{Elem, Real, Unary, dispatch};
+use crate::ops::activation::Silu;
 
 /// Mean and 1/√(var + eps) of each group of each sample.
 pub(super) struct Statistics<R> {
@@ -79,7 +80,7 @@ pub(super) fn statistics<T: Elem>(size: Size, x: &[T], eps: T::Acc) -> Statistic
 }
 
 /// The result, from the statistics.
-pub(super) fn forward<T: Elem>(
+pub(super) fn forward<T: Elem, const SILU: bool>(
     size: Size,
     x: &[T],
     statistics: &Statistics<T::Acc>,
@@ -100,7 +101,8 @@ pub(super) fn forward<T: Elem>(
                     for (x, out) in x.chunks_exact(channels).zip(out.chunks_exact_mut(channels)) {
                         let constants = means.iter().zip(scales).zip(bias);
                         for ((o, x), ((mean, scale), bias)) in out.iter_mut().zip(x).zip(constants) {
-                            o.write(T::from_acc((x.to_acc() - *mean).mul_add(*scale, *bias)));
+                            let y = (x.to_acc() - *mean).mul_add(*scale, *bias);
+                            o.write(T::from_acc(if SILU { Silu.apply(y) } else { y }));
                         }
                     }
                 },

@@ -1,4 +1,4 @@
-//! Group norm (Wu & He 2018, arXiv:1803.08494) of channels that come last.
+//! Group norm (Wu & He 2018, arXiv:1803.08494) of channels that come last, alone and followed by SiLU.
 //!
 //! A sample is walked in blocks of positions that fit in the cache. Blocks give sums for each channel, groups are sums of
 //! channels, and the means and squared deviations of blocks are joined by Chan's formula, so that one pass over memory suffices
@@ -22,6 +22,7 @@ use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, dispatch_float};
 
 pub(super) static GROUP_NORM: OpInfo = OpInfo::cheap("group_norm");
+pub(super) static GROUP_NORM_SILU: OpInfo = OpInfo::cheap("group_norm_silu");
 
 /// (x - mean) / √(var + eps) · weight + bias with the statistics of each of `groups` equal groups of neighbouring channels of
 /// a sample: `x (batch, ..., channels)`, `weight` and `bias` of size channels in the dtype of `x`, or f32. The variance is
@@ -37,7 +38,32 @@ pub fn group_norm(
     bias: Option<&Tensor>,
     eps: f64,
 ) -> Result<Tensor> {
-    let op = GROUP_NORM.name;
+    apply::<false>(&GROUP_NORM, x, groups, weight, bias, eps)
+}
+
+/// SiLU of [`group_norm`], in one operation: saves what the norm saves, and no result of it.
+///
+/// # Errors
+/// As [`group_norm`].
+pub fn group_norm_silu(
+    x: &Tensor,
+    groups: usize,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<Tensor> {
+    apply::<true>(&GROUP_NORM_SILU, x, groups, weight, bias, eps)
+}
+
+fn apply<const SILU: bool>(
+    info: &'static OpInfo,
+    x: &Tensor,
+    groups: usize,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<Tensor> {
+    let op = info.name;
     check_eps(op, eps)?;
     let &[batch, ref positions @ .., channels] = x.dims() else {
         return Err(Error::shape(op, format!("the input has shape {:?}, expected (batch, ..., channels)", x.dims())));
@@ -48,7 +74,7 @@ pub fn group_norm(
     let size = Size { batch, positions: positions.iter().product(), channels, groups };
     let affine = Affine::new(op, x, weight, bias, &[channels])?;
     record_with_aux(
-        &GROUP_NORM,
+        info,
         &affine.inputs(x),
         || {
             let raw = contiguous(&x.raw)?;
@@ -57,27 +83,29 @@ pub fn group_norm(
                 let (y, statistics) = read_all(op, &[&raw], |operands| {
                     let x = elements::<T>(operands[0])?;
                     let statistics = statistics(size, x, Real::from_f64(eps));
-                    Ok((forward(size, x, &statistics, &weight, &bias), statistics))
+                    Ok((forward::<T, SILU>(size, x, &statistics, &weight, &bias), statistics))
                 })?;
                 let statistics = [statistics.mean, statistics.rstd];
                 let statistics = statistics.into_iter().map(|values| from_vec(values, (batch, groups))).collect();
                 Ok((from_vec(y, x.shape()), statistics))
             })
         },
-        |saver, _, statistics| GroupNormBackward {
+        |saver, _, statistics| GroupNormBackward::<SILU> {
+            op,
             size,
-            // The gradient of the shift alone reads nothing.
-            reads: (saver.needs(0) || affine.weight.is_some() && saver.needs(1)).then(|| Reads {
+            // The gradient of the norm's shift alone reads nothing.
+            reads: (SILU || saver.needs(0) || affine.weight.is_some() && saver.needs(1)).then(|| Reads {
                 x: saver.save(x),
                 mean: saver.save_raw(&statistics[0]),
                 rstd: saver.save_raw(&statistics[1]),
             }),
-            affine: affine.save(saver),
+            affine: affine.save(saver, SILU),
         },
     )
 }
 
-struct GroupNormBackward {
+struct GroupNormBackward<const SILU: bool> {
+    op: &'static str,
     size: Size,
     reads: Option<Reads>,
     affine: SavedAffine,
@@ -89,7 +117,7 @@ struct Reads {
     rstd: Saved,
 }
 
-impl Backward for GroupNormBackward {
+impl<const SILU: bool> Backward for GroupNormBackward<SILU> {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let size = self.size;
         let rows = size.batch * size.positions;
@@ -101,11 +129,11 @@ impl Backward for GroupNormBackward {
         let x = contiguous(&x)?;
         let (mean, rstd) = (mean.get()?, rstd.get()?);
         let grad = contiguous(context.grad())?;
-        dispatch_float!(x.dtype(), GROUP_NORM.name, T => {
-            let weight = self.affine.scale(size.channels)?;
+        dispatch_float!(x.dtype(), self.op, T => {
+            let (weight, bias) = (self.affine.scale(size.channels)?, self.affine.shift(size.channels)?);
             let wants_input = context.needs(0);
             let (grad_x, [grad_weight, grad_bias]) =
-                read_all(GROUP_NORM.name, &[&x, &grad, &mean, &rstd], |operands| {
+                read_all(self.op, &[&x, &grad, &mean, &rstd], |operands| {
                     let pass = BackwardPass::<T> {
                         size,
                         x: elements(operands[0])?,
@@ -113,8 +141,9 @@ impl Backward for GroupNormBackward {
                         mean: elements(operands[2])?,
                         rstd: elements(operands[3])?,
                         weight: &weight,
+                        bias: &bias,
                     };
-                    Ok(pass.run(wants_input))
+                    Ok(pass.run::<SILU>(wants_input))
                 })?;
             if wants_input {
                 context.add(0, from_vec(grad_x, shape))?;

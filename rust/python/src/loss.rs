@@ -1,0 +1,111 @@
+//! The losses of `trainable_candle.nn.functional`. Argument names are torch's.
+
+use pyo3::prelude::*;
+use tc::ops::loss::{self, Reduction};
+use trainable_candle_core as tc;
+
+use crate::arguments::Integer;
+use crate::call::compute;
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+/// The mean squared error.
+///
+/// Args:
+///     input: any shape.
+///     target: the same shape.
+///     reduction: "mean", "sum", or "none" for the losses of the elements.
+///
+/// Raises:
+///     ShapeError, DTypeError: if the operands do not fit.
+///     ArgumentError: if the reduction is unknown.
+#[pyfunction]
+#[pyo3(signature = (input, target, reduction="mean"))]
+pub fn mse_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str) -> Result<Tensor> {
+    let reduction = Reduction::parse("mse_loss", reduction)?;
+    compute(py, input.0.elem_count(), || loss::mse_loss(&input.0, &target.0, reduction)).map(Tensor)
+}
+
+/// The mean absolute error.
+///
+/// Args:
+///     input: any shape.
+///     target: the same shape.
+///     reduction: "mean", "sum", or "none" for the losses of the elements.
+///
+/// Raises:
+///     ShapeError, DTypeError: if the operands do not fit.
+///     ArgumentError: if the reduction is unknown.
+#[pyfunction]
+#[pyo3(signature = (input, target, reduction="mean"))]
+pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str) -> Result<Tensor> {
+    let reduction = Reduction::parse("l1_loss", reduction)?;
+    compute(py, input.0.elem_count(), || loss::l1_loss(&input.0, &target.0, reduction)).map(Tensor)
+}
+
+/// The Huber loss: squared up to `delta`, linear beyond (Huber 1964).
+///
+/// Args:
+///     input: any shape.
+///     target: the same shape.
+///     reduction: "mean", "sum", or "none" for the losses of the elements.
+///     delta: where the loss turns linear, above 0.
+///
+/// Raises:
+///     ShapeError, DTypeError: if the operands do not fit.
+///     ArgumentError: if the reduction is unknown or `delta` is not above 0.
+#[pyfunction]
+#[pyo3(signature = (input, target, reduction="mean", delta=1.0))]
+pub fn huber_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str, delta: f64) -> Result<Tensor> {
+    let reduction = Reduction::parse("huber_loss", reduction)?;
+    compute(py, input.0.elem_count(), || loss::huber_loss(&input.0, &target.0, delta, reduction)).map(Tensor)
+}
+
+/// The Huber loss divided by its threshold, torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083).
+///
+/// Args:
+///     input: any shape.
+///     target: the same shape.
+///     reduction: "mean", "sum", or "none" for the losses of the elements.
+///     beta: where the loss turns linear, from 0 up; 0 makes it the absolute error.
+///
+/// Raises:
+///     ShapeError, DTypeError: if the operands do not fit.
+///     ArgumentError: if the reduction is unknown or `beta` is negative.
+#[pyfunction]
+#[pyo3(signature = (input, target, reduction="mean", beta=1.0))]
+pub fn smooth_l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str, beta: f64) -> Result<Tensor> {
+    let reduction = Reduction::parse("smooth_l1_loss", reduction)?;
+    compute(py, input.0.elem_count(), || loss::smooth_l1_loss(&input.0, &target.0, beta, reduction)).map(Tensor)
+}
+
+/// The cross-entropy of logits and class ids.
+///
+/// Args:
+///     input: (..., classes) logits.
+///     target: (...) class ids, i64 or u32.
+///     ignore_index: rows with this target count nothing.
+///     reduction: "mean" (over the rows that count), "sum", or "none" for the losses of the rows.
+///     label_smoothing: in [0, 1], the share of each target that is spread evenly over all classes.
+///
+/// Raises:
+///     ShapeError, DTypeError: if the operands do not fit.
+///     IndexOutOfRangeError: if a target is no class.
+///     ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
+#[pyfunction]
+#[pyo3(signature = (input, target, *, ignore_index=Integer::of(-100), reduction="mean", label_smoothing=0.0))]
+pub fn cross_entropy(
+    py: Python<'_>,
+    input: &Tensor,
+    target: &Tensor,
+    ignore_index: Integer,
+    reduction: &str,
+    label_smoothing: f64,
+) -> Result<Tensor> {
+    let ignore_index = ignore_index.signed("cross_entropy", "ignore_index")?;
+    let reduction = Reduction::parse("cross_entropy", reduction)?;
+    compute(py, input.0.elem_count(), || {
+        loss::cross_entropy(&input.0, &target.0, ignore_index, label_smoothing, reduction)
+    })
+    .map(Tensor)
+}
