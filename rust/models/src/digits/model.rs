@@ -12,9 +12,9 @@ use trainable_candle_nn::{Init, Linear, Module, Source, Visitor, Weights};
 
 use super::DigitsConfig;
 use super::blocks::{Block, modulated_norm, xavier};
+use crate::Model;
 use crate::layers::{Sinusoids, TimestepEmbedding};
 use crate::pretrained::{Choice, Component, Layout, OwnNames, Pretrained};
-use crate::Model;
 
 /// A class-conditional diffusion transformer for small pictures. It predicts the velocity `noise - picture` of flow matching.
 pub struct DigitsTransformer {
@@ -90,7 +90,7 @@ impl DigitsTransformer {
         };
         let nowhere = |_: &WeightFiles, _: &str, _| Err(Error::Config("DigitsTransformer: no configuration".into()));
         let config = files.config(&Self::COMPONENT, read, nowhere)?;
-        files.build(Box::new(OwnNames), dtype, device, |weights| Self::new(config, weights))
+        files.build(|_| Box::new(OwnNames), dtype, device, |weights| Self::new(config, weights))
     }
 
     /// Where its files are.
@@ -110,8 +110,11 @@ impl DigitsTransformer {
     pub fn forward(&self, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<Tensor> {
         self.check(sample, timestep, class_labels)?;
         let mut x = self.patch_embed.forward(&self.patchify(&sample.to_dtype(self.dtype())?)?)?.add(&self.pos_embed)?;
-        let condition =
-            self.time_embedding.forward(&self.sinusoids.forward(timestep)?)?.add(&embedding(&self.class_embedding, class_labels)?)?.silu()?;
+        let condition = self
+            .time_embedding
+            .forward(&self.sinusoids.forward(timestep)?)?
+            .add(&embedding(&self.class_embedding, class_labels)?)?
+            .silu()?;
         let policy = *self.checkpointing.read().unwrap_or_else(PoisonError::into_inner);
         for block in &self.blocks {
             let block = block.clone();
@@ -199,7 +202,7 @@ impl Model for DigitsTransformer {
         Self::COMPONENT
     }
 
-    fn layout(&self, _prefix: Option<&'static str>) -> Box<dyn Layout> {
+    fn layout(&self, _prefix: Option<&'static str>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Box::new(OwnNames)
     }
 }

@@ -4,6 +4,7 @@ use std::sync::{PoisonError, RwLock};
 
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_io::WeightFiles;
 use trainable_candle_nn::{Conv2d, GroupNorm, Module, Visitor, Weights};
 
 use super::blocks::{Conditions, DownBlock, MidBlock, UpBlock};
@@ -85,7 +86,7 @@ impl SDXLUNet {
     pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
         let config = files.config(&Self::COMPONENT, UNetConfig::from_json, keys::deduce)?;
         let layout = keys::layout(files.prefix(), &config);
-        files.build(layout, dtype, device, |weights| Self::new(config, weights))
+        files.build(|_| layout, dtype, device, |weights| Self::new(config, weights))
     }
 
     /// Where its files are in pipelines and checkpoints.
@@ -132,7 +133,8 @@ impl SDXLUNet {
         let timestep = timestep.reshape(timestep.elem_count())?;
         let time = self.time_embedding.forward(&self.time_sinusoids.forward(&timestep)?)?;
         let ids = conditions.time_ids.reshape(batch * TIME_IDS)?;
-        let sizes = self.size_sinusoids.forward(&ids)?.reshape((batch, TIME_IDS * self.config.addition_time_embed_dim))?;
+        let sizes =
+            self.size_sinusoids.forward(&ids)?.reshape((batch, TIME_IDS * self.config.addition_time_embed_dim))?;
         // As diffusers does, the pooled text meets the f32 sinusoids before both go to the dtype of the weights.
         let added = Tensor::cat(&[&conditions.text_embeds.to_dtype(DType::F32)?, &sizes], 1)?;
         time.add(&self.add_embedding.forward(&added)?)?.silu()
@@ -204,7 +206,7 @@ impl Model for SDXLUNet {
         Self::COMPONENT
     }
 
-    fn layout(&self, prefix: Option<&'static str>) -> Box<dyn Layout> {
+    fn layout(&self, prefix: Option<&'static str>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
         keys::layout(prefix, &self.config)
     }
 }
