@@ -1,7 +1,8 @@
 """Training: configuration, loop, checkpoints."""
 
-from trainable_candle.train.callbacks import Callback, CsvLog, ProgressBar
+from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.config import TrainConfig
+from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog
 from trainable_candle.train.objective import FlowMatching
 from trainable_candle.train.trainer import BatchSource, StepReport, Trainer
 
@@ -10,8 +11,10 @@ __all__ = [
     "Callback",
     "CsvLog",
     "FlowMatching",
+    "JsonLog",
     "ProgressBar",
     "StepReport",
+    "TensorBoardLog",
     "TrainConfig",
     "Trainer",
 ]

@@ -65,7 +65,9 @@ mod _core {
         zeros, zeros_like,
     };
     #[pymodule_export]
-    use crate::train::FlowMatching;
+    use crate::train::{
+        DiffusionObjective, FlowMatching, NoiseSchedule, NoisedLatents, Sampler, classifier_free_guidance,
+    };
     #[pymodule_export]
     use crate::var::Var;
 

@@ -1,4 +1,4 @@
-//! From noise to data: samplers over any model, given as a closure.
+//! Euler's method along the paths of rectified flow, over any model given as a closure.
 
 use trainable_candle_core::{Error, Result, Tensor, no_grad};
 

@@ -1,4 +1,4 @@
-//! Objectives and samplers.
+//! The flow-matching objective.
 
 use pyo3::prelude::*;
 use trainable_candle_train::objective;
