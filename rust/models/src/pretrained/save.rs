@@ -7,8 +7,8 @@ use std::path::Path;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::{TensorEntry, TensorFile, save_entries, write_atomically};
 
-use super::layout::{Form, Layout};
 use super::CONFIG;
+use super::layout::{Form, Layout};
 use crate::Model;
 
 /// Write `config.json` and the weights of `model` to `folder`, which is made if need be, under the names that diffusers and
@@ -59,7 +59,10 @@ pub fn save_checkpoint(
         let written: std::collections::BTreeSet<String> = all.iter().map(|entry| entry.name.clone()).collect();
         for name in file.names().into_iter().filter(|name| !written.contains(name)) {
             let (Some(shape), Some(dtype)) = (file.shape(&name), file.dtype_of(&name)) else {
-                return Err(Error::weights(file.path(), format!("tensor \"{name}\" has a dtype that is not supported")));
+                return Err(Error::weights(
+                    file.path(),
+                    format!("tensor \"{name}\" has a dtype that is not supported"),
+                ));
             };
             let read = name.clone();
             let values = Box::new(move || base.borrow_mut().read(&read, &Device::Cpu));
