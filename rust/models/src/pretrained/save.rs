@@ -36,6 +36,7 @@ pub fn save_checkpoint(
     base: Option<&Path>,
     dtype: Option<DType>,
 ) -> Result<()> {
+    let base = base.map(TensorFile::open).transpose()?.map(RefCell::new);
     let mut all = Vec::new();
     for &(subfolder, model) in models {
         let component = model.component();
@@ -51,7 +52,6 @@ pub fn save_checkpoint(
         };
         all.extend(entries(model, model.layout(Some(part.prefixes[0])).as_ref(), dtype)?);
     }
-    let base = base.map(TensorFile::open).transpose()?.map(RefCell::new);
     let mut metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     if let Some(base) = &base {
         let file = base.borrow();
