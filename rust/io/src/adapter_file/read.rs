@@ -37,10 +37,13 @@ pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str
     places
 }
 
-/// Prefixes of keys that belong to some part of a pipeline.
-const PART_PREFIXES: [&str; 9] = [
+/// Beginnings of keys that say which part of a pipeline they are of.
+const PART_PREFIXES: [&str; 12] = [
     "lora_unet_",
-    "lora_te",
+    "lora_te_",
+    "lora_te1_",
+    "lora_te2_",
+    "lora_te3_",
     "lycoris_",
     "unet.",
     "text_encoder.",
@@ -50,14 +53,8 @@ const PART_PREFIXES: [&str; 9] = [
     "transformer.",
 ];
 
-/// The prefix that says which part a key is of, with the encoder's number.
-fn part_prefix(key: &str) -> Option<&str> {
-    let prefix = PART_PREFIXES.iter().find(|prefix| key.starts_with(*prefix))?;
-    if *prefix == "lora_te" {
-        key.split_inclusive('_').take(2).map(str::len).sum::<usize>().checked_sub(0).map(|n| &key[..n])
-    } else {
-        Some(prefix)
-    }
+fn part_prefix(key: &str) -> Option<&'static str> {
+    PART_PREFIXES.iter().find(|prefix| key.starts_with(*prefix)).copied()
 }
 
 /// The adapters that the file at `path` has for each of `parts`, under the layers' own names. Modules of other parts are left out.
@@ -87,16 +84,10 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
         contents.modules.keys().filter(|m| places.contains_key(*m)).filter_map(|m| part_prefix(m)).collect();
     // A module of a part that was not asked for is no mistake.
     let strange = |key: &String| part_prefix(key).is_none_or(|prefix| prefixes.contains(&prefix));
-    if found.iter().all(BTreeMap::is_empty)
-        || lost.iter().any(|key| strange(key))
-        || contents.others.iter().any(strange)
-    {
-        let all: Vec<&String> = lost
-            .into_iter()
-            .chain(&contents.others)
-            .filter(|k| strange(k) || found.iter().all(BTreeMap::is_empty))
-            .collect();
-        return Err(Error::weights(path, mismatch(contents.modules.len(), &all)));
+    let nothing = found.iter().all(BTreeMap::is_empty);
+    let wrong: Vec<&String> = lost.into_iter().chain(&contents.others).filter(|key| nothing || strange(key)).collect();
+    if nothing || !wrong.is_empty() {
+        return Err(Error::weights(path, mismatch(contents.modules.len(), &wrong)));
     }
     Ok(found)
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use trainable_candle_core::{DType, Error, Result};
+use trainable_candle_core::{DType, Result};
 use trainable_candle_nn::adapter::LayerValues;
 
 use super::modules::Contents;
