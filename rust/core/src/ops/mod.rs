@@ -13,6 +13,7 @@ pub mod conv;
 pub mod dropout;
 pub mod elementwise;
 pub mod gated;
+pub mod hadamard;
 pub mod index;
 mod integer;
 pub mod linear;
@@ -48,6 +49,7 @@ pub static REGISTRY: &[&[Entry]] = &[
     matmul::ENTRIES,
     linear::ENTRIES,
     lora::ENTRIES,
+    hadamard::ENTRIES,
     norm::ENTRIES,
     attention::ENTRIES,
     conv::ENTRIES,
