@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainable_candle.cli.options import Parser, add_help, factor
-from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,12 +20,9 @@ def run(arguments: Sequence[str], program: str) -> int:
     from trainable_candle import recipes  # noqa: PLC0415 - after the arguments proved right
 
     output = Path(given["output"]).expanduser()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
     recipe = recipes.load(given["model"], given.get("weights"), given.get("dtype", "f32"), "cpu")
-    recipe.model.load_adapter(Path(given["adapter"]).expanduser(), scale=given.get("scale", 1.0))
-    recipe.model.merge_adapter()
-    recipe.model.save_pretrained(output)
+    recipe.load_adapter(Path(given["adapter"]).expanduser(), given.get("scale", 1.0))
+    recipe.save_merged(output)
     print(f"merged model: {output}")
     return 0
 

@@ -8,10 +8,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args, get_origin
 
 from trainable_candle.errors import ConfigError
-from trainable_candle.train.config import FILES, Setting, TrainConfig, flag, nearest, settings
+from trainable_candle.train.config import FILES, TrainConfig, settings
+from trainable_candle.train.settings import flag, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from trainable_candle.train.settings import Setting
 
 _WIDTH: Final = 80
 _HELP_COLUMN: Final = 33
@@ -104,6 +107,8 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
         if _kind(hint) is bool:
             facts["action"] = argparse.BooleanOptionalAction
         else:
+            if setting.texts:
+                facts["action"] = "append"
             facts["type"] = _kind(hint)
             facts["metavar"] = _metavar(setting, _kind(hint))
         groups[setting.group].add_argument(flag(name), **facts)
@@ -138,6 +143,14 @@ def factor(text: str) -> float:
         raise argparse.ArgumentTypeError(
             f"{text} is no number other than 0 (leave --adapter out for the base)"
         )
+    return value
+
+
+def guidance(text: str) -> float:
+    """The `type=` of a flag that takes a guidance scale."""
+    value = float(text)
+    if value < 0 or not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
     return value
 
 

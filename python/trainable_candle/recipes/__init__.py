@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.errors import ConfigError
-from trainable_candle.train.config import nearest
+from trainable_candle.train.settings import nearest
 
 if TYPE_CHECKING:
     from trainable_candle.recipes.base import Recipe

@@ -1,7 +1,8 @@
 """Training: configuration, loop, checkpoints."""
 
-from trainable_candle.train.callbacks import Callback, CsvLog, ProgressBar
+from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.config import TrainConfig
+from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog
 from trainable_candle.train.objective import (
     DiffusionObjective,
     FlowMatching,
@@ -18,11 +19,13 @@ __all__ = [
     "DiffusionObjective",
     "FlowMatching",
     "Guided",
+    "JsonLog",
     "NoiseSchedule",
     "NoisedLatents",
     "ProgressBar",
     "Sampler",
     "StepReport",
+    "TensorBoardLog",
     "TrainConfig",
     "Trainer",
     "classifier_free_guidance",

@@ -98,7 +98,7 @@ fn switched_off_adapter_leaves_the_base_bit_for_bit() {
     let base = values(&case.run(&model));
     let config = LoraConfig { target_modules: vec!["to_q".into(), "ff.net.2".into()], ..LoraConfig::default() };
     let set = AdapterSet::attach(config, &model.named_layers()).unwrap();
-    assert_eq!(set.layers().count(), 4);
+    assert_eq!(set.len(), 4);
     for var in set.vars() {
         var.set(&Tensor::randn(0.0, 1.0, var.shape(), DType::F32, &Device::Cpu).unwrap()).unwrap();
     }

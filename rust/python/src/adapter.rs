@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use tc::{DType, Tensor as Inner};
 use trainable_candle_core as tc;
 use trainable_candle_nn::adapter::{self, AdapterSettings, KINDS};
-use trainable_candle_nn::{Linear, init};
+use trainable_candle_nn::{Base, Linear, Operation, init};
 
 use crate::call::{compute, quick};
 use crate::device;
@@ -62,12 +62,16 @@ impl Adapter {
             return Err(tc::Error::argument(OP, format!("the scale is {scale}, expected a finite number")).into());
         }
         let base = Linear::<Inner>::from_parameters(weight.0.detach(), bias.map(|b| b.0.detach()))?;
-        let settings = AdapterSettings { rank, scale, dropout };
-        let vars = quick(|| {
-            (kind.init)(&base.weight, &settings)?.iter().map(tc::Var::from_tensor).collect::<tc::Result<Vec<_>>>()
+        let settings = AdapterSettings { rank, scale, dropout, wd_on_output: true };
+        let parameters = quick(|| {
+            let start = (kind.init)(&base.base(), &settings)?;
+            start
+                .into_iter()
+                .map(|(name, value)| Ok((name, tc::Var::from_tensor(&value)?)))
+                .collect::<tc::Result<Vec<_>>>()
         })?;
-        let inner = (kind.build)(&vars, &settings)?;
-        let vars = vars.into_iter().map(|var| Var::object(py, var)).collect::<PyResult<_>>()?;
+        let inner = (kind.build)(&parameters, &base.base(), &settings)?;
+        let vars = parameters.into_iter().map(|(_, var)| Var::object(py, var)).collect::<PyResult<_>>()?;
         Ok(Self { inner, vars })
     }
 
@@ -89,12 +93,14 @@ impl Adapter {
     #[pyo3(signature = (input, weight, bias=None))]
     fn forward(&self, py: Python<'_>, input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let work = input.0.elem_count().saturating_add(weight.0.elem_count());
-        compute(py, work, || self.inner.forward(&input.0, &weight.0, bias.map(|b| &b.0))).map(Tensor)
+        let base = Base { weight: &weight.0, bias: bias.map(|b| &b.0), operation: Operation::Linear };
+        compute(py, work, || self.inner.forward(&input.0, &base)).map(Tensor)
     }
 
     /// The weight with which a plain layer computes the same.
     fn merged_weight(&self, py: Python<'_>, weight: &Tensor) -> Result<Tensor> {
-        compute(py, weight.0.elem_count(), || self.inner.merged_weight(&weight.0)).map(Tensor)
+        let base = Base { weight: &weight.0, bias: None, operation: Operation::Linear };
+        compute(py, weight.0.elem_count(), || self.inner.merged_weight(&base)).map(Tensor)
     }
 
     /// Training (dropout on) or not.

@@ -18,7 +18,8 @@ use crate::var::Var;
 /// Which layers get an adapter, and of what kind and size. The names are peft's.
 ///
 /// A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
-/// whole name; "all-linear" stands for every linear layer.
+/// whole name; "all-linear" stands for every linear layer, "all-conv" for every convolution, "all-attention" for the
+/// projections of attention.
 ///
 /// Args:
 ///     r: rank, at least 1.
@@ -30,6 +31,8 @@ use crate::var::Var;
 ///     use_rslora: scale by lora_alpha / sqrt(r).
 ///     rank_pattern: other ranks for layers by name.
 ///     alpha_pattern: other alphas for layers by name.
+///     adapter: the kind of adapter, "lora" or "dora".
+///     wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
 ///
 /// Raises:
 ///     ConfigError: if a value is out of range.
@@ -40,7 +43,7 @@ pub struct LoraConfig(adapter::LoraConfig);
 impl LoraConfig {
     #[new]
     #[pyo3(signature = (r=8, lora_alpha=8.0, target_modules=None, exclude_modules=None, lora_dropout=0.0, use_dora=false,
-        use_rslora=false, rank_pattern=None, alpha_pattern=None))]
+        use_rslora=false, rank_pattern=None, alpha_pattern=None, adapter="lora", wd_on_output=true))]
     #[allow(clippy::too_many_arguments)] // peft's
     fn new(
         r: usize,
@@ -52,6 +55,8 @@ impl LoraConfig {
         use_rslora: bool,
         rank_pattern: Option<BTreeMap<String, usize>>,
         alpha_pattern: Option<BTreeMap<String, f64>>,
+        adapter: &str,
+        wd_on_output: bool,
     ) -> Result<Self> {
         let config = adapter::LoraConfig {
             r,
@@ -62,6 +67,8 @@ impl LoraConfig {
             lora_dropout,
             use_dora,
             use_rslora,
+            adapter: adapter.to_owned(),
+            wd_on_output,
             rank_pattern: rank_pattern.unwrap_or_default(),
             alpha_pattern: alpha_pattern.unwrap_or_default(),
         };
@@ -109,6 +116,18 @@ impl LoraConfig {
     #[getter]
     fn use_rslora(&self) -> bool {
         self.0.use_rslora
+    }
+
+    /// The kind of adapter.
+    #[getter]
+    fn adapter(&self) -> &str {
+        &self.0.adapter
+    }
+
+    /// Whether DoRA has one magnitude for each output (otherwise for each input).
+    #[getter]
+    fn wd_on_output(&self) -> bool {
+        self.0.wd_on_output
     }
 
     /// Other ranks for layers by name.
@@ -241,7 +260,7 @@ impl AdapterSet {
 
     fn __repr__(&self) -> String {
         let elements: usize = self.set.vars().iter().map(|var| var.elem_count()).sum();
-        format!("AdapterSet({} layers, {elements} parameters)", self.set.layers().count())
+        format!("AdapterSet({} layers, {elements} parameters)", self.set.len())
     }
 }
 

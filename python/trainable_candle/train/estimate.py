@@ -1,0 +1,182 @@
+"""What a run will hold in memory, before anything is loaded, and what to change."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.errors import OutOfMemoryError
+from trainable_candle.train.settings import flag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from trainable_candle.train.config import TrainConfig
+    from trainable_candle.train.headers import TensorFacts
+
+GIB: Final = 2**30
+RUNTIME_BYTES: Final = 200 * 2**20
+"""Interpreter, libraries, and blocks that the allocator keeps."""
+_MIN_8BIT: Final = 4096
+_BLOCK: Final = 256
+_STATES: Final = {"adam": 2, "lion": 1, "sgd": 0}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing in memory."""
+
+    component: str
+    """Whose it is: `unet`, for example."""
+    what: str
+    """`weights`, `activations`, `cache`, ..."""
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is in memory at the same time, by phase of a run."""
+
+    phases: Mapping[str, Sequence[Item]]
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the largest phase, with the runtime."""
+        return max(map(_total, self.phases.values())) + RUNTIME_BYTES
+
+    def table(self) -> list[str]:
+        """Lines for a user: each phase with its items and its sum."""
+        lines = []
+        for phase, items in self.phases.items():
+            lines.append(f"memory while {phase}: {_size(_total(items) + RUNTIME_BYTES)}")
+            lines += [
+                f"  {f'{item.component} {item.what}'.strip():<32}{_size(item.bytes):>12}"
+                for item in items
+                if item.bytes
+            ]
+        return lines
+
+
+def require_fit(
+    config: TrainConfig, limit: float, estimate: Callable[[TrainConfig], Estimate]
+) -> None:
+    """Check that a run fits in memory.
+
+    Args:
+        config: its settings.
+        limit: bytes that there are.
+        estimate: what a run with other settings would hold.
+
+    Raises:
+        OutOfMemoryError: it does not; the message names settings that would.
+    """
+    needed = estimate(config).peak
+    if needed <= limit:
+        return
+    changes, least = _what_fits(config, limit, estimate)
+    start = f"memory: the run needs about {_size(needed)}, and {_size(limit)} are there"
+    if changes is None:
+        raise OutOfMemoryError(
+            f"{start}; with the smallest settings it would be {_size(least)}: "
+            "use a smaller --resolution or another machine (--memory-limit overrides the check)"
+        )
+    flags = " ".join(f"{flag(name)} {value}" for name, value in changes.items())
+    raise OutOfMemoryError(
+        f"{start}; with {flags} it would be {_size(least)} (--memory-limit overrides the check)"
+    )
+
+
+_SMALLER: Final[tuple[tuple[str, Any], ...]] = (
+    ("gradient_checkpointing", "selective"),
+    ("gradient_checkpointing", "full"),
+    ("batch_size", 1),
+    ("optimizer", "adamw8bit"),
+    ("cache", "disk"),
+    ("train_text_encoder", False),
+    ("precision", "bf16"),
+)
+
+
+def _what_fits(
+    config: TrainConfig, limit: float, estimate: Callable[[TrainConfig], Estimate]
+) -> tuple[dict[str, Any] | None, int]:
+    """The first of ever smaller settings that fit, as changes, and what they need."""
+    changes: dict[str, Any] = {}
+    least = estimate(config).peak
+    for name, value in _SMALLER:
+        needed = estimate(config.with_(**{**changes, name: value})).peak
+        if needed >= least:
+            continue
+        changes[name], least = value, needed
+        if least <= limit:
+            return changes, least
+    return None, least
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a layer is named: by its whole name, its end after a dot, or a regular expression."""
+    return any(
+        name == pattern or name.endswith(f".{pattern}") or _full_match(pattern, name)
+        for pattern in patterns
+    )
+
+
+def _full_match(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def adapted_layers(
+    tensors: Mapping[str, TensorFacts], targets: Sequence[str], exclude: Sequence[str] = ()
+) -> dict[str, tuple[int, ...]]:
+    """The weights of the layers that adapters sit on: layer name -> shape."""
+    everything = "all-linear" in targets
+    return {
+        layer: facts.shape
+        for name, facts in tensors.items()
+        if (layer := name.removesuffix(".weight")) != name
+        and len(facts.shape) in {2, 4}
+        and ((everything and len(facts.shape) == 2) or matches(layer, targets))
+        and not matches(layer, exclude)
+    }
+
+
+def adapter_items(
+    component: str, layers: Iterable[tuple[int, ...]], config: TrainConfig
+) -> list[Item]:
+    """The adapter's parameters, their gradients and the optimizer's states for these layers."""
+    sizes = [size for shape in layers for size in _parameter_sizes(shape, config)]
+    count = sum(sizes)
+    copies = 0 if config.precision == "f32" else 2 * count
+    average = 4 * count if config.ema_decay else 0
+    return [
+        Item(component, "adapter", 4 * count + copies + average),
+        Item(component, "gradients", 4 * count),
+        Item(component, "optimizer", sum(_state_bytes(size, config.optimizer) for size in sizes)),
+    ]
+
+
+def _parameter_sizes(shape: tuple[int, ...], config: TrainConfig) -> list[int]:
+    out_features, in_features, *kernel = shape
+    area = kernel[0] * kernel[1] if kernel else 1
+    rank = min(config.rank, out_features, in_features * area) if kernel else config.rank
+    sizes = [rank * in_features * area, rank * out_features]
+    return [*sizes, out_features] if config.adapter == "dora" else sizes
+
+
+def _state_bytes(size: int, optimizer: str) -> int:
+    kind = optimizer.removesuffix("8bit").removesuffix("w")
+    if optimizer.endswith("8bit") and size >= _MIN_8BIT:
+        return _STATES[kind] * (size + 4 * -(-size // _BLOCK))
+    return _STATES[kind] * 4 * size
+
+
+def _total(items: Iterable[Item]) -> int:
+    return sum(item.bytes for item in items)
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"
