@@ -30,14 +30,14 @@ use trainable_candle::train::objective::{DiffusionConfig, DiffusionObjective, No
 use trainable_candle::{AdamW, DType, Device, Error, LoraConfig, Optimizer, Result, Tensor, no_grad};
 
 const BATCH: usize = 2;
-const LEARNING_RATE: f64 = 1e-3;
 
 /// What a run needs.
-struct Paths {
+struct Run {
     unet: PathBuf,
     cache: PathBuf,
     output: PathBuf,
     steps: usize,
+    learning_rate: f64,
 }
 
 /// Examples, the first dimension of each tensor counting them.
@@ -110,22 +110,22 @@ fn validate(unet: &SDXLUNet, objective: &DiffusionObjective, examples: &Examples
 }
 
 /// Trains and saves an adapter; the validation losses before and after.
-fn train(paths: &Paths, device: &Device) -> Result<(f64, f64)> {
+fn train(run: &Run, device: &Device) -> Result<(f64, f64)> {
     rng::manual_seed(0);
-    let files = Pretrained::find(&paths.unet, &SDXLUNet::COMPONENT, &Choice::default())?;
+    let files = Pretrained::find(&run.unet, &SDXLUNet::COMPONENT, &Choice::default())?;
     let unet = SDXLUNet::load(&files, None, device)?;
-    let examples = Examples::load(&paths.cache, device)?;
+    let examples = Examples::load(&run.cache, device)?;
     let config =
         LoraConfig { r: 16, lora_alpha: 16.0, target_modules: vec!["all-attention".into()], ..LoraConfig::default() };
     let adapter = AdapterSet::attach(config, &unet.named_layers())?;
     let config = DiffusionConfig { min_snr_gamma: Some(5.0), ..DiffusionConfig::default() };
     let objective = DiffusionObjective::new(&NoiseSchedule::sdxl()?, config, device)?;
-    let mut optimizer = AdamW::new(adapter.vars().to_vec(), LEARNING_RATE, 0.01)?;
+    let mut optimizer = AdamW::new(adapter.vars().to_vec(), run.learning_rate, 0.01)?;
     let mut ema = EMA::new(adapter.buffer(), EMAConfig::default())?;
 
     let before = validate(&unet, &objective, &examples)?;
     println!("{} examples, validation loss {before:.4}", examples.len());
-    for step in 1..=paths.steps {
+    for step in 1..=run.steps {
         let ids = Tensor::from_vec(rng::integers_vec(BATCH, examples.len() as u32)?, BATCH, &Device::Cpu)?;
         let batch = examples.select(&ids.to_device(device)?)?;
         let noised = objective.noise(&batch.latents)?;
@@ -138,13 +138,13 @@ fn train(paths: &Paths, device: &Device) -> Result<(f64, f64)> {
     }
     ema.swap_in()?;
     let after = validate(&unet, &objective, &examples)?;
-    save_adapter(&paths.output, &adapter, AdapterFormat::default(), &BTreeMap::new())?;
-    println!("validation loss {after:.4}; the averaged adapter is in {}", paths.output.display());
+    save_adapter(&run.output, &adapter, AdapterFormat::default(), &BTreeMap::new())?;
+    println!("validation loss {after:.4}; the averaged adapter is in {}", run.output.display());
     Ok((before, after))
 }
 
 /// A tiny UNet with random weights and a cache of random examples in `folder`.
-fn tiny(folder: &Path, device: &Device) -> Result<Paths> {
+fn tiny(folder: &Path, device: &Device) -> Result<Run> {
     rng::manual_seed(1);
     let config = UNetConfig {
         block_out_channels: vec![32, 32, 64],
@@ -155,13 +155,14 @@ fn tiny(folder: &Path, device: &Device) -> Result<Paths> {
         projection_class_embeddings_input_dim: 88,
         ..UNetConfig::default()
     };
-    let paths = Paths {
+    let run = Run {
         unet: folder.join("unet"),
         cache: folder.join("cache.safetensors"),
         output: folder.join("lora.safetensors"),
         steps: 40,
+        learning_rate: 2e-2,
     };
-    save_pretrained(&SDXLUNet::new(config, &mut Source::fresh(device).root())?, &paths.unet)?;
+    save_pretrained(&SDXLUNet::new(config, &mut Source::fresh(device).root())?, &run.unet)?;
     let random = |dims: &[usize]| Tensor::randn(0.0, 1.0, dims, DType::F32, device);
     let sizes = Tensor::new(&[128f32, 128.0, 0.0, 0.0, 128.0, 128.0], device)?.broadcast_as((4, 6))?;
     let cache = [
@@ -170,8 +171,8 @@ fn tiny(folder: &Path, device: &Device) -> Result<Paths> {
         ("text_embeds", random(&[4, 40])?),
         ("time_ids", sizes),
     ];
-    save_tensors(&paths.cache, cache.iter().map(|(name, tensor)| (*name, tensor)), &BTreeMap::new())?;
-    Ok(paths)
+    save_tensors(&run.cache, cache.iter().map(|(name, tensor)| (*name, tensor)), &BTreeMap::new())?;
+    Ok(run)
 }
 
 fn main() -> Result<()> {
@@ -182,7 +183,7 @@ fn main() -> Result<()> {
         [] => {
             let folder = std::env::temp_dir().join(format!("train_sdxl_lora-{}", std::process::id()));
             std::fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, e))?;
-            let result = tiny(&folder, &device).and_then(|paths| train(&paths, &device));
+            let result = tiny(&folder, &device).and_then(|run| train(&run, &device));
             std::fs::remove_dir_all(&folder).map_err(|e| Error::io(&folder, e))?;
             let (before, after) = result?;
             assert!(after < before, "the loss went from {before} to {after}");
@@ -190,8 +191,8 @@ fn main() -> Result<()> {
         }
         [unet, cache, output, rest @ ..] if rest.len() < 2 => {
             let steps = rest.first().map_or(Ok(1000), |text| text.parse()).map_err(|_| usage())?;
-            let paths = Paths { unet: unet.into(), cache: cache.into(), output: output.into(), steps };
-            train(&paths, &device).map(drop)
+            let run = Run { unet: unet.into(), cache: cache.into(), output: output.into(), steps, learning_rate: 1e-4 };
+            train(&run, &device).map(drop)
         }
         _ => Err(usage()),
     }
