@@ -57,7 +57,7 @@ mod _core {
     };
     #[pymodule_export]
     use crate::optim::{
-        Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule,
+        Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, EMA, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule,
         clip_grad_norm_,
     };
     #[pymodule_export]
