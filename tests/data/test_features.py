@@ -100,7 +100,7 @@ def test_a_second_run_finds_everything(pictures: MakePictures, tmp_path: Path) -
     [
         ({"resolution": 32, "max_side": 64}, {"vae": "a"}, 4),
         ({"bucketing": False}, {"vae": "a"}, 1),
-        ({"bucketing": False, "crop": "random"}, {"vae": "a"}, 4),
+        ({"bucketing": False, "crop": "random"}, {"vae": "a"}, None),
         ({"flip": True}, {"vae": "a"}, 4),
         ({}, {"vae": "b"}, 4),
         ({}, {"vae": "a", "dtype": "f16"}, 4),
@@ -109,7 +109,7 @@ def test_a_second_run_finds_everything(pictures: MakePictures, tmp_path: Path) -
 def test_other_settings_are_other_entries(
     settings: dict[str, Any],
     identity: dict[str, str],
-    made: int,
+    made: int | None,
     pictures: MakePictures,
     tmp_path: Path,
 ) -> None:
@@ -117,7 +117,10 @@ def test_other_settings_are_other_entries(
     cached(load(tmp_path / "a"), tmp_path / "c")[0].fill()
     options = {"resolution": 64, "bucket_step": 16, **settings}
     data = load_dataset(DatasetOptions(parse_sources(tmp_path / "a"), **options))
-    assert cached(data, tmp_path / "c", identity=identity)[0].fill().made == made
+    # Of random cuts, only those of the wide picture are new.
+    expected = len(data.views()) - 3 if made is None else made
+    assert expected > 0
+    assert cached(data, tmp_path / "c", identity=identity)[0].fill().made == expected
     assert cached(load(tmp_path / "a"), tmp_path / "c")[0].fill().made == 0
 
 

@@ -42,7 +42,7 @@ class Item:
 
     @property
     def seed(self) -> int:
-        """For what is random about the picture: the same among other pictures, and in later runs."""
+        """For what is random about the picture: the same in whatever company it is."""
         return int(self.picture.digest[:8], 16)
 
 
