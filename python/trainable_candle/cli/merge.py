@@ -20,7 +20,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     from trainable_candle import recipes  # noqa: PLC0415 - after the arguments proved right
 
     output = Path(given["output"]).expanduser()
-    recipe = recipes.load(given["model"], given.get("weights"), given.get("dtype", "f32"), "cpu")
+    recipe = recipes.load(given["model"], given.get("weights"), given.get("dtype"), "cpu")
     recipe.load_adapter(Path(given["adapter"]).expanduser(), given.get("scale", 1.0))
     recipe.save_merged(output)
     print(f"merged model: {output}")
@@ -46,8 +46,8 @@ def make_parser(program: str) -> Parser:
         "--scale", metavar="X", type=factor, help="factor on the adapter's effect (default: 1)"
     )
     group.add_argument(
-        "--dtype", metavar="f32|bf16|f16", help="dtype of the written weights (default: f32)"
+        "--dtype", metavar="f32|bf16|f16", help="dtype of the written weights (default: as stored)"
     )
-    group.add_argument("--output", metavar="DIR", help="the folder to write; new or empty")
+    group.add_argument("--output", metavar="DIR", help="new folder, or .safetensors file")
     add_help(group)
     return parser

@@ -117,7 +117,7 @@ class DigitsRecipe:
         return Estimate({"training": items})
 
     @classmethod
-    def load(cls, weights: Path, dtype: str, device: str) -> Self:
+    def load(cls, weights: Path, dtype: str | None, device: str) -> Self:
         """Load the model from a folder of `config.json` and `model.safetensors`.
 
         Raises:

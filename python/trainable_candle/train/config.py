@@ -59,8 +59,8 @@ class TrainConfig:
     ] = None
     bucketing: Annotated[bool, Setting(PICTURES, "keep aspect ratios", rare=True)] = True
     bucket_step: Annotated[
-        int, Setting(PICTURES, "sides are multiples of it, px", low=8, rare=True)
-    ] = 64
+        int | None, Setting(PICTURES, "sides are multiples (default: 64 px)", low=8, rare=True)
+    ] = None
     min_side: Annotated[
         int | None, Setting(PICTURES, "shortest side (default: resolution / 4)", low=8, rare=True)
     ] = None

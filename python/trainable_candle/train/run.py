@@ -113,15 +113,14 @@ def train_adapter(
 
     if config.threads is not None:
         tc.set_num_threads(config.threads)
-    tc.manual_seed(config.seed)
     recipe = recipes.load(config.model, weights, config.precision, config.device)
+    prepared = recipe.prepare(data, config, report)
+    # How much there was to prepare must not matter for what follows.
+    tc.manual_seed(config.seed)
     adapters = recipe.attach(config)
     parameters = adapters.named_parameters()
     count = sum(var.numel() for var in parameters.values())
     report(f"adapter: {count} parameters in {len(parameters)} tensors")
-    rng = tc.get_rng_state()
-    prepared = recipe.prepare(data, config, report)
-    tc.set_rng_state(rng)
 
     session = _Session(config, recipe, adapters, prepared, output)
     settings = {**asdict(config), "pictures": len(prepared.train)}
