@@ -21,15 +21,20 @@ __all__ = [
     "Adapter",
     "AdapterSet",
     "DType",
+    "DiffusionObjective",
     "DigitsTransformer",
+    "EMA",
     "FlowMatching",
     "GradScaler",
     "Lion",
     "Lion8bit",
     "LoraConfig",
     "Model",
+    "NoiseSchedule",
+    "NoisedLatents",
     "Optimizer",
     "SGD",
+    "Sampler",
     "Schedule",
     "Tensor",
     "Var",
@@ -37,6 +42,7 @@ __all__ = [
     "available_bytes",
     "cat",
     "checkpoint",
+    "classifier_free_guidance",
     "clip_grad_norm_",
     "conv2d",
     "cross_entropy",
@@ -365,6 +371,119 @@ class DType:
         """
 
 @final
+class DiffusionObjective:
+    """
+    The objective of diffusion models such as SDXL: predict the noise, or the velocity, of latents under noise.
+
+    Args:
+        schedule: how the model was trained.
+        timesteps: how timesteps are drawn: "uniform" or "logit_normal" (arXiv:2403.03206).
+        logit_mean: mean of the normal behind "logit_normal"; positive favours noise.
+        logit_std: its deviation, above 0.
+        shift: moves timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
+        min_timestep: the first timestep that is drawn.
+        max_timestep: the timestep after the last that is drawn; None stands for all.
+        min_snr_gamma: weighs timesteps by min(SNR, gamma) / SNR, or / (SNR + 1) for velocities (arXiv:2303.09556); 5 is the
+            paper's, None weighs nothing.
+        noise_offset: this much noise that is the same over each channel of each example, 0 or up to about 0.1.
+        loss: of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the same divided by delta).
+        huber_delta: where the Huber losses turn from squares to lines, above 0.
+        huber_schedule: how that depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
+            "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
+        device: where latents will be.
+
+    Raises:
+        ArgumentError: if a name is unknown, a number is out of range, or the schedule ends in noise alone and the model
+            predicts noise.
+    """
+    def __new__(
+        cls,
+        /,
+        schedule: NoiseSchedule,
+        *,
+        timesteps: str = "uniform",
+        logit_mean: SupportsFloat | SupportsIndex = 0.0,
+        logit_std: SupportsFloat | SupportsIndex = 1.0,
+        shift: SupportsFloat | SupportsIndex = 1.0,
+        min_timestep: SupportsIndex = 0,
+        max_timestep: SupportsIndex | None = None,
+        min_snr_gamma: SupportsFloat | SupportsIndex | None = None,
+        noise_offset: SupportsFloat | SupportsIndex = 0.0,
+        loss: str = "mse",
+        huber_delta: SupportsFloat | SupportsIndex = 0.1,
+        huber_schedule: str = "constant",
+        device: str = "cpu",
+    ) -> DiffusionObjective: ...
+    def loss(
+        self,
+        /,
+        prediction: Tensor,
+        noised: NoisedLatents,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """
+        The loss of a prediction: the mean over the batch of each example's mean loss, times the weights.
+
+        Args:
+            prediction: what the model said of `noised.sample` at `noised.timesteps`.
+            noised: from `noise`, `noise_at` or `validation_noise`.
+            mask: (B, 1, ...) in the size of the latents, 0 or more: how much each place counts beside the other places of its
+                example. It is divided by its mean over the example, so what it shows counts the same large or small; an
+                example whose mask is 0 everywhere counts nothing.
+            weights: (B,), how much each example counts (the prior's weight for regularisation images).
+
+        Returns:
+            One element, f32.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if something does not fit.
+        """
+    def noise(self, /, latents: Tensor) -> NoisedLatents:
+        """
+        Put noise on latents, each example at a timestep of its own, from the library's generator.
+
+        Args:
+            latents: (B, C, ...).
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if the latents are not such.
+        """
+    def noise_at(self, /, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisedLatents:
+        """
+        Put given noise on latents at given timesteps.
+
+        Args:
+            latents: (B, C, ...).
+            noise: in the shape of the latents.
+            timesteps: (B,), integers.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if the three do not fit together.
+            IndexOutOfRangeError: if there is no such timestep.
+        """
+    def validation_noise(
+        self,
+        /,
+        latents: Tensor,
+        examples: SupportsGetItem[int, SupportsIndex],
+        seed: SupportsIndex = 0,
+    ) -> NoisedLatents:
+        """
+        Put noise on latents for a validation loss: an example has the same noise and the same timestep every time, whatever batch
+        it is in, and the library's generator stays where it is. Timesteps are spread evenly: any run of numbers covers
+        the range.
+
+        Args:
+            latents: (B, C, ...).
+            examples: a number for each, from 0.
+            seed: another one gives other noise.
+
+        Raises:
+            ShapeError: if there is not a number for each example.
+        """
+
+@final
 class DigitsTransformer(Model):
     """
     The demo's image generator: a flow-matching diffusion transformer over pictures of handwritten digits.
@@ -429,6 +548,80 @@ class DigitsTransformer(Model):
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration is another model's or does not fit the weights.
+        """
+
+@final
+class EMA:
+    """
+    The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer; inside `with ema:` the
+    adapter computes with the averages, and is saved as them.
+
+    Args:
+        adapter: what `add_adapter` returned.
+        decay: how much of the average stays at each update, in [0, 1).
+        warmup: use min(decay, (1 + n) / (10 + n)) after n updates, so that the start is soon forgotten.
+
+    Raises:
+        ArgumentError: if the decay is out of range.
+        DTypeError: if the parameters are not f32.
+    """
+    def __enter__(self, /) -> EMA: ...
+    def __exit__(self, /, *exception: object) -> None: ...
+    def __new__(
+        cls,
+        /,
+        adapter: AdapterSet,
+        decay: SupportsFloat | SupportsIndex = 0.999,
+        warmup: bool = True,
+    ) -> EMA: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def decay(self, /) -> float:
+        """
+        How much of the average the next update keeps.
+        """
+    @property
+    def is_swapped_in(self, /) -> bool:
+        """
+        Whether the averages are in the place of the parameters.
+        """
+    def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
+        """
+        Take over the state of an adapter with the same shapes.
+
+        Raises:
+            ConfigError: if an entry is missing or not expected. Nothing is changed then.
+            ShapeError, DTypeError: if one differs. Nothing is changed then.
+        """
+    def state_dict(self, /) -> dict[str, Tensor]:
+        """
+        A copy of the state: `INDEX.average` for the parameter with that index, `updates` (i64).
+        """
+    def swap_in(self, /) -> None:
+        """
+        Put the averages in the place of the parameters.
+
+        Raises:
+            ArgumentError: if they are there.
+        """
+    def swap_out(self, /) -> None:
+        """
+        Put the parameters back, bit for bit.
+
+        Raises:
+            ArgumentError: if they are in their place.
+        """
+    def update(self, /) -> None:
+        """
+        Move the averages towards the parameters.
+
+        Raises:
+            ArgumentError: while the averages are in the place of the parameters.
+        """
+    @property
+    def updates(self, /) -> int:
+        """
+        How often `update` was called.
         """
 
 @final
@@ -773,6 +966,102 @@ class Model:
             ArgumentError: if the model has no adapter.
         """
 
+@final
+class NoiseSchedule:
+    """
+    How much noise a diffusion model was trained with at each timestep. Names are diffusers', defaults SDXL's.
+
+    Args:
+        beta_schedule: how the variances of the added noise grow: "linear", "scaled_linear" or "squaredcos_cap_v2".
+        beta_start: that of the first timestep, in (0, 1).
+        beta_end: that of the last timestep, in (0, 1).
+        num_train_timesteps: the number of timesteps, at least 2.
+        prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
+            sqrt(a) * noise - sqrt(1 - a) * data; arXiv:2202.00512).
+        rescale_betas_zero_snr: move the schedule so that the last timestep is noise alone (arXiv:2305.08891).
+        timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
+        steps_offset: added to the timesteps of the leading spacing.
+
+    Raises:
+        ArgumentError: if a name is unknown or a number out of range.
+    """
+    def __new__(
+        cls,
+        /,
+        beta_schedule: str = "scaled_linear",
+        beta_start: SupportsFloat | SupportsIndex = 0.00085,
+        beta_end: SupportsFloat | SupportsIndex = 0.012,
+        num_train_timesteps: SupportsIndex = 1000,
+        prediction_type: str = "epsilon",
+        rescale_betas_zero_snr: bool = False,
+        timestep_spacing: str = "leading",
+        steps_offset: SupportsIndex = 1,
+    ) -> NoiseSchedule: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def alphas_cumprod(self, /) -> list[float]:
+        """
+        The share a of the data in the variance of the noised data, for each timestep.
+        """
+    @staticmethod
+    def from_pretrained(path: str | PathLike[str]) -> NoiseSchedule:
+        """
+        Read a diffusers configuration; what it lacks is SDXL's.
+
+        Args:
+            path: `scheduler_config.json`, its folder, or the folder of a model that has it in `scheduler`.
+
+        Raises:
+            MissingFileError: if there is no such file.
+            ConfigError, ArgumentError: if an entry is wrong.
+        """
+    @property
+    def num_train_timesteps(self, /) -> int:
+        """
+        The number of timesteps.
+        """
+    @property
+    def prediction_type(self, /) -> str:
+        """
+        What the model predicts: "epsilon" or "v_prediction".
+        """
+    @property
+    def rescale_betas_zero_snr(self, /) -> bool:
+        """
+        Whether the last timestep is noise alone.
+        """
+    @property
+    def sigmas(self, /) -> list[float]:
+        """
+        sqrt((1 - a) / a) for each timestep: the noise to a unit of data.
+        """
+    @property
+    def timestep_spacing(self, /) -> str:
+        """
+        How samplers pick timesteps.
+        """
+
+@final
+class NoisedLatents:
+    """
+    A batch under noise: what the model sees, and what it should say.
+    """
+    @property
+    def sample(self, /) -> Tensor:
+        """
+        The latents under noise, in their shape and dtype.
+        """
+    @property
+    def target(self, /) -> Tensor:
+        """
+        What the model should predict, in the shape of the latents, f32.
+        """
+    @property
+    def timesteps(self, /) -> Tensor:
+        """
+        The timestep of each example: (B,), i64.
+        """
+
 @disjoint_base
 class Optimizer:
     """
@@ -857,6 +1146,74 @@ class SGD(Optimizer):
         *,
         maximize: bool = False,
     ) -> SGD: ...
+
+@final
+class Sampler:
+    """
+    One run of a diffusion model from noise to data.
+
+    Args:
+        schedule: how the model was trained.
+        steps: calls of the model, at least 1.
+        kind: "euler" (diffusers' EulerDiscreteScheduler) or "dpmpp_2m" (DPM-Solver++ of second order, arXiv:2211.01095;
+            diffusers' DPMSolverMultistepScheduler).
+        karras_sigmas: space noise levels as in arXiv:2206.00364, equation 5.
+
+    Raises:
+        ArgumentError: if the kind is unknown, or there are no steps or more than the schedule has timesteps.
+    """
+    def __new__(
+        cls,
+        /,
+        schedule: NoiseSchedule,
+        steps: SupportsIndex,
+        kind: str = "euler",
+        karras_sigmas: bool = False,
+    ) -> Sampler: ...
+    def init_noise(self, /, noise: Tensor) -> Tensor:
+        """
+        What the run starts from, f32.
+
+        Args:
+            noise: standard normal values.
+        """
+    def scale_input(self, /, x: Tensor, i: SupportsIndex) -> Tensor:
+        """
+        The sample as the model wants to see it.
+
+        Args:
+            x: the sample at step `i`.
+            i: the step, from 0.
+
+        Raises:
+            ArgumentError: if there is no such step.
+        """
+    @property
+    def sigmas(self, /) -> list[float]:
+        """
+        The noise to a unit of data at each step, and 0 after the last.
+        """
+    def step(self, /, model_output: Tensor, i: SupportsIndex, x: Tensor) -> Tensor:
+        """
+        Go on to the next noise level. Steps are taken in order; step 0 starts the run again.
+
+        Args:
+            model_output: what the model said of the scaled sample.
+            i: the step, from 0.
+            x: the sample at step `i`.
+
+        Returns:
+            The sample at step `i + 1`, f32.
+
+        Raises:
+            ArgumentError: if it is not the turn of step `i`.
+            ShapeError: if the model's output is not like the sample.
+        """
+    @property
+    def timesteps(self, /) -> list[float]:
+        """
+        What the model is told at each step.
+        """
 
 @final
 class Schedule:
@@ -1580,6 +1937,24 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
     Raises:
         ArgumentError: if an argument or a result is not a Tensor, or the policy is unknown.
         Whatever the function raises.
+    """
+
+def classifier_free_guidance(
+    negative: Tensor, positive: Tensor, scale: SupportsFloat | SupportsIndex
+) -> Tensor:
+    """
+    Guide a model's output away from what it says for a negative prompt (arXiv:2207.12598).
+
+    Args:
+        negative: its output for the negative prompt.
+        positive: its output for the prompt.
+        scale: 1 is the prompt alone.
+
+    Returns:
+        negative + scale * (positive - negative).
+
+    Raises:
+        ShapeError, DTypeError: if the outputs differ.
     """
 
 def clip_grad_norm_(

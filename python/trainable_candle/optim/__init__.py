@@ -1,6 +1,7 @@
 """Optimizers, gradient clipping, loss scaling and learning-rate schedules."""
 
 from trainable_candle._core import (
+    EMA,
     SGD,
     Adam,
     Adam8bit,
@@ -15,6 +16,7 @@ from trainable_candle._core import (
 from trainable_candle.optim import lr_scheduler
 
 __all__ = [
+    "EMA",
     "SGD",
     "Adam",
     "Adam8bit",

@@ -187,6 +187,11 @@ impl AdapterSet {
             .collect::<PyResult<_>>()?;
         Py::new(py, Self { set, vars })
     }
+
+    /// The set itself.
+    pub const fn inner(&self) -> &Arc<adapter::AdapterSet> {
+        &self.set
+    }
 }
 
 #[pymethods]

@@ -53,7 +53,7 @@ mod _core {
     use crate::models::{DigitsTransformer, Model, load_model};
     #[pymodule_export]
     use crate::optim::{
-        Adam, Adam8bit, AdamW, AdamW8bit, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule, clip_grad_norm_,
+        Adam, Adam8bit, AdamW, AdamW8bit, EMA, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule, clip_grad_norm_,
     };
     #[pymodule_export]
     use crate::rng::{get_rng_state, manual_seed, set_rng_state};

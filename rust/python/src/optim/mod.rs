@@ -1,6 +1,7 @@
 //! Optimizers and what goes with them.
 
 mod clip;
+mod ema;
 mod kinds;
 mod scaler;
 mod schedule;
@@ -16,6 +17,7 @@ use trainable_candle_core as tc;
 use trainable_candle_nn::optim::{self, ParamGroup, StateDict};
 
 pub use clip::clip_grad_norm_;
+pub use ema::EMA;
 pub use kinds::{Adam, Adam8bit, AdamW, AdamW8bit, Lion, Lion8bit, SGD};
 pub use scaler::GradScaler;
 pub use schedule::Schedule;
