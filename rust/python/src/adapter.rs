@@ -62,7 +62,7 @@ impl Adapter {
             return Err(tc::Error::argument(OP, format!("the scale is {scale}, expected a finite number")).into());
         }
         let base = Linear::<Inner>::from_parameters(weight.0.detach(), bias.map(|b| b.0.detach()))?;
-        let settings = AdapterSettings { rank, scale, dropout, wd_on_output: true };
+        let settings = AdapterSettings { rank, scale, dropout, ..AdapterSettings::default() };
         let parameters = quick(|| {
             let start = (kind.init)(&base.base(), &settings)?;
             start

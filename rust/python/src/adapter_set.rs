@@ -31,8 +31,10 @@ use crate::var::Var;
 ///     use_rslora: scale by lora_alpha / sqrt(r).
 ///     rank_pattern: other ranks for layers by name.
 ///     alpha_pattern: other alphas for layers by name.
-///     adapter: the kind of adapter, "lora" or "dora".
+///     adapter: the kind of adapter, "lora", "dora", "loha" or "lokr".
 ///     wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
+///     decompose_both: LoKr: whether the smaller factor may be low-rank, too.
+///     decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
 ///
 /// Raises:
 ///     ConfigError: if a value is out of range.
@@ -43,7 +45,8 @@ pub struct LoraConfig(adapter::LoraConfig);
 impl LoraConfig {
     #[new]
     #[pyo3(signature = (r=8, lora_alpha=8.0, target_modules=None, exclude_modules=None, lora_dropout=0.0, use_dora=false,
-        use_rslora=false, rank_pattern=None, alpha_pattern=None, adapter="lora", wd_on_output=true))]
+        use_rslora=false, rank_pattern=None, alpha_pattern=None, adapter="lora", wd_on_output=true,
+        decompose_both=false, decompose_factor=-1))]
     #[allow(clippy::too_many_arguments)] // peft's
     fn new(
         r: usize,
@@ -57,6 +60,8 @@ impl LoraConfig {
         alpha_pattern: Option<BTreeMap<String, f64>>,
         adapter: &str,
         wd_on_output: bool,
+        decompose_both: bool,
+        decompose_factor: i64,
     ) -> Result<Self> {
         let config = adapter::LoraConfig {
             r,
@@ -69,6 +74,8 @@ impl LoraConfig {
             use_rslora,
             adapter: adapter.to_owned(),
             wd_on_output,
+            decompose_both,
+            decompose_factor: usize::try_from(decompose_factor).ok(),
             rank_pattern: rank_pattern.unwrap_or_default(),
             alpha_pattern: alpha_pattern.unwrap_or_default(),
         };
@@ -128,6 +135,18 @@ impl LoraConfig {
     #[getter]
     fn wd_on_output(&self) -> bool {
         self.0.wd_on_output
+    }
+
+    /// Whether the smaller factor of LoKr may be low-rank, too.
+    #[getter]
+    fn decompose_both(&self) -> bool {
+        self.0.decompose_both
+    }
+
+    /// The size of the smaller factor of LoKr; -1 for one near the root of the layer's size.
+    #[getter]
+    fn decompose_factor(&self) -> i64 {
+        self.0.decompose_factor.and_then(|factor| i64::try_from(factor).ok()).unwrap_or(-1)
     }
 
     /// Other ranks for layers by name.

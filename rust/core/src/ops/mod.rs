@@ -13,6 +13,7 @@ pub mod conv;
 pub mod dropout;
 pub mod elementwise;
 pub mod gated;
+pub mod hadamard;
 pub mod index;
 pub mod linear;
 pub mod lora;
@@ -47,6 +48,7 @@ pub static REGISTRY: &[&[Entry]] = &[
     matmul::ENTRIES,
     linear::ENTRIES,
     lora::ENTRIES,
+    hadamard::ENTRIES,
     norm::ENTRIES,
     attention::ENTRIES,
     conv::ENTRIES,
