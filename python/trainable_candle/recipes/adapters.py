@@ -61,6 +61,6 @@ def adapter_config(config: TrainConfig, targets: Sequence[str]) -> tc.LoraConfig
         target_modules=config.target_modules or list(targets),
         exclude_modules=config.exclude_modules,
         lora_dropout=config.lora_dropout,
-        use_dora=config.adapter == "dora",
+        adapter=config.adapter,
         use_rslora=config.rslora,
     )

@@ -161,11 +161,7 @@ class _Session:
         self._adapters = adapters
         self._train = prepared.train
         self._output = output
-        self._average = (
-            AdapterAverage(adapters.named_parameters(), config.ema_decay)
-            if config.ema_decay
-            else None
-        )
+        self._average = AdapterAverage(adapters, config.ema_decay) if config.ema_decay else None
         as_used: Callable[[], AbstractContextManager[None]] = partial(
             evaluated, adapters, self._average
         )

@@ -9,6 +9,7 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.recipes.sdxl import SDXLRecipe
 from trainable_candle.train import TrainConfig
+from trainable_candle.train.config import ADAPTERS
 from trainable_candle.train.optimizers import make_optimizer
 
 
@@ -68,7 +69,7 @@ def test_activations_are_within_a_third_of_what_the_tape_holds(
 
 
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
-@pytest.mark.parametrize("adapter", ["lora", "dora"])
+@pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("train_text_encoder", [False, True])
 def test_parameters_states_and_weights_are_exact(
     sdxl_base: Path,

@@ -105,9 +105,7 @@ def read_datasets(config: TrainConfig, resolution: int) -> Split[Dataset]:
     held_out = set(held_out_items(len(dataset), config.validation_split, config.seed))
 
     def part(*, validation: bool) -> Dataset:
-        items = [
-            item for n, item in enumerate(dataset.items) if (n in held_out) == validation
-        ]
+        items = [item for n, item in enumerate(dataset.items) if (n in held_out) == validation]
         return Dataset(items, dataset.options, captions, config.seed, dataset.summary())
 
     return Split(part(validation=False), part(validation=True))

@@ -216,9 +216,7 @@ def save_merged_file(weights: Path, models: Mapping[str, Model], output: Path) -
     if output.exists():
         raise ConfigError(f"--output is {output}, which exists; expected a new file")
     if weights.is_dir():
-        others = {
-            name: load(weights, subfolder=name) for name in SUBFOLDERS if name not in models
-        }
+        others = {name: load(weights, subfolder=name) for name in SUBFOLDERS if name not in models}
         save_checkpoint(output, {**models, **others})
     else:
         save_checkpoint(output, dict(models), base=weights)

@@ -174,14 +174,14 @@ class SDXLRecipe:
     ) -> Callable[[Sequence[str]], dict[str, Tensor]]:
         """From captions to their features: remembered ones if the encoders do not change."""
         if config.train_text_encoder or config.cache == "off" or not config.caption_variants:
-            return lambda captions: self.encoders(captions)
+            return self._features
         cache = TextCache(
-            lambda captions: self.encoders(captions),
+            self._features,
             cache_options(config),
             {"weights": identity, "clip_skip": str(self._clip_skip), "dtype": self._dtype},
             folder=folder_for_cache(config, data.train, report),
             device=self._device,
-            group=self.encoders.chunks,
+            group=self._chunks,
         )
         captions = data.train.possible_captions()
         if data.validation is not None:
@@ -189,13 +189,17 @@ class SDXLRecipe:
             captions += [caption for batch in batches for caption in batch.captions]
         report(f"captions: {cache.fill(captions)}")
         for prompt in {*config.sample_prompts, config.negative_prompt}:
-            self._remembered[prompt] = dict(self._encode([prompt]))
+            with tc.no_grad():
+                self._remembered[prompt] = self._features([prompt])
         self._drop("encoders")
         return cache.batch
 
-    @tc.no_grad()
-    def _encode(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        return self.encoders(prompts)
+    # Methods, not those of the encoders: who holds on to these does not hold on to the encoders.
+    def _features(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        return self.encoders(captions)
+
+    def _chunks(self, caption: str) -> int:
+        return self.encoders.chunks(caption)
 
     def _latents(
         self,

@@ -73,7 +73,9 @@ class UNetWalk:
             0,
             (
                 _convolution("conv_in", self.config["in_channels"], widths[0], self._area(0)),
-                *_linears("time_embedding", ("linear_1", widths[0], time), ("linear_2", time, time)),
+                *_linears(
+                    "time_embedding", ("linear_1", widths[0], time), ("linear_2", time, time)
+                ),
                 *_linears("add_embedding", ("linear_1", added, time), ("linear_2", time, time)),
             ),
         )
@@ -162,14 +164,14 @@ def _linears(name: str, *layers: tuple[str, int, int]) -> list[Piece]:
     ]
 
 
-def _convolution(name: str, inner: int, out: int, area: int, input_area: int | None = None) -> Piece:
+def _convolution(
+    name: str, inner: int, out: int, area: int, input_area: int | None = None
+) -> Piece:
     inputs = inner * (area if input_area is None else input_area)
     return Piece((Layer(name, (out, inner, 3, 3)),), (inputs,), (area,))
 
 
-def _resnet(
-    name: str, inner: int, out: int, time: int, area: int, *, joins: bool = False
-) -> Block:
+def _resnet(name: str, inner: int, out: int, time: int, area: int, *, joins: bool = False) -> Block:
     """A `ResnetBlock2D`; where it joins two images, the joined one is made inside."""
     pieces = [
         Piece(kept=area * inner),
