@@ -76,10 +76,9 @@ fn indexed(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
     }
     let files: Vec<PathBuf> = names.iter().map(|name| folder.join(name)).collect();
     match files.iter().find(|path| !path.is_file()) {
-        Some(missing) => Err(Error::weights(
-            index,
-            format!("the shard {} is missing; download the folder again", missing.display()),
-        )),
+        Some(missing) => {
+            Err(Error::weights(index, format!("the shard {} is missing; download the folder again", missing.display())))
+        }
         None if files.is_empty() => Err(Error::weights(index, "the index lists no shards")),
         None => Ok(files),
     }

@@ -114,7 +114,8 @@ impl Pretrained {
         let beside = path.with_file_name(CONFIG);
         let beside = beside.is_file().then_some(beside);
         let file = TensorFile::open(path)?;
-        let parts = component.parts.iter().filter(|part| choice.subfolder.as_deref().is_none_or(|s| s == part.subfolder));
+        let parts =
+            component.parts.iter().filter(|part| choice.subfolder.as_deref().is_none_or(|s| s == part.subfolder));
         let original = parts
             .flat_map(|&part| part.prefixes.iter().map(move |&prefix| (part, prefix)))
             .find(|(part, prefix)| file.shape(&format!("{prefix}{}", part.probe)).is_some());
@@ -123,13 +124,17 @@ impl Pretrained {
         let weights = vec![path.to_path_buf()];
         match (original, beside) {
             (Some(_), _) => Ok(Self { path: path.to_path_buf(), config: None, weights, original }),
-            (None, Some(beside)) => Ok(Self { path: path.to_path_buf(), config: Some(beside), weights, original: None }),
+            (None, Some(beside)) => {
+                Ok(Self { path: path.to_path_buf(), config: Some(beside), weights, original: None })
+            }
             (None, None) if choice.config.is_some() => {
                 Ok(Self { path: path.to_path_buf(), config: None, weights, original: None })
             }
             (None, None) => Err(Error::weights(
                 path,
-                format!("there is no {CONFIG} beside this file, which is no original checkpoint that holds this model either"),
+                format!(
+                    "there is no {CONFIG} beside this file, which is no original checkpoint that holds this model either"
+                ),
             )),
         }
     }

@@ -1,5 +1,12 @@
 //! Models: what all have in common, and one class for each.
 
+mod clip;
+mod digits;
+mod request;
+mod sdxl;
+mod vae;
+
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -8,18 +15,22 @@ use pyo3::types::PyDict;
 use tc::checkpoint::Policy;
 use trainable_candle_core as tc;
 use trainable_candle_io as io;
-use trainable_candle_models::digits::DigitsConfig;
-use trainable_candle_models::{self as models, Pretrained, registry};
+use trainable_candle_models::{self as models, registry};
 use trainable_candle_nn::adapter::AdapterSet as Set;
 
 use crate::adapter_set::{AdapterSet, Attached, LoraConfig};
-use crate::call::{detached, quick};
-use crate::device;
+use crate::call::detached;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
 use crate::tensor::Tensor;
 use crate::types::{NamedTensors, NamedVars};
 use crate::var::Var;
+
+pub use clip::{CLIPTextModel, TextFeatures};
+pub use digits::DigitsTransformer;
+use request::Request;
+pub use sdxl::SDXLUNet;
+pub use vae::AutoencoderKL;
 
 /// A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called.
 #[pyclass(frozen, subclass, module = "trainable_candle.models")]
@@ -29,10 +40,29 @@ pub struct Model {
 }
 
 impl Model {
-    fn new(model: Arc<dyn models::Model>) -> Self {
+    /// The part of a model's object that all have in common.
+    pub fn new(model: Arc<dyn models::Model>) -> Self {
         Self { model, adapter: Attached::default() }
     }
 }
+
+/// How the class of a kind of model is made: `class!(Class)` for a tuple struct around an `Arc` of `models::Class`.
+macro_rules! class {
+    ($class:ident) => {
+        impl $class {
+            fn initializer(model: trainable_candle_models::$class) -> pyo3::PyClassInitializer<Self> {
+                let model = std::sync::Arc::new(model);
+                pyo3::PyClassInitializer::from(super::Model::new(model.clone())).add_subclass(Self(model))
+            }
+
+            /// The object of a loaded model.
+            pub fn object(py: Python<'_>, model: trainable_candle_models::$class) -> PyResult<Py<Self>> {
+                Py::new(py, Self::initializer(model))
+            }
+        }
+    };
+}
+pub(crate) use class;
 
 #[pymethods]
 impl Model {
@@ -121,7 +151,8 @@ impl Model {
         self.model.set_checkpointing(Policy::None);
     }
 
-    /// Write `config.json` and `model.safetensors` to a folder, adapters left out.
+    /// Write `config.json` and the weights to a folder as diffusers and transformers read them, adapters left out; a merged
+    /// one is part of its layer's weight.
     ///
     /// Raises:
     ///     FileError: if a file cannot be written.
@@ -135,118 +166,81 @@ impl Model {
     }
 }
 
-/// Load the model at `path`, frozen, whatever kind its `config.json` says it is.
+/// Load the model at `path`, frozen, whatever kind its files say it is.
 ///
 /// Args:
-///     path: a folder with `config.json` and safetensors weights, or a weight file beside its `config.json`.
+///     path: a model's folder; a weight file beside its `config.json`; a pipeline's folder or an original checkpoint, of which the
+///         model that is fine-tuned is meant unless `subfolder` names another; or a name on the Hugging Face hub,
+///         "organisation/name".
 ///     dtype: convert the weights; as they are stored without it.
 ///     device: where to load it.
+///     subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint.
+///     config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
 ///
 /// Raises:
 ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
 ///     ConfigError: if the configuration is of no known model or does not fit the weights.
 #[pyfunction]
-#[pyo3(signature = (path, dtype=None, device="cpu"))]
-pub fn load_model(py: Python<'_>, path: PathBuf, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Model>> {
-    let kind = quick(|| registry::kind_of(&Pretrained::find(&path)?))?;
-    match kind.class_name {
-        models::DigitsTransformer::CLASS_NAME => {
-            let model = DigitsTransformer::from_pretrained(py, path, dtype, device)?;
-            Ok(model.into_bound(py).into_super().unbind())
+#[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None))]
+pub fn load_model(
+    py: Python<'_>,
+    path: PathBuf,
+    dtype: Option<DTypeArg>,
+    device: &str,
+    subfolder: Option<String>,
+    config: Option<PathBuf>,
+) -> Result<Py<Model>> {
+    let request = Request::new(py, path, dtype, device, subfolder, config)?;
+    let (kind, files) = detached(py, || registry::find(&request.path, &request.choice))?;
+    let Request { dtype, device, .. } = &request;
+    Ok(match kind.name {
+        "SDXLUNet" => {
+            let model = detached(py, || models::SDXLUNet::load(&files, *dtype, device))?;
+            SDXLUNet::object(py, model)?.into_bound(py).into_super().unbind()
         }
-        other => Err(tc::Error::Config(format!("load: \"{other}\" has no Python class")).into()),
-    }
+        "AutoencoderKL" => {
+            let model = detached(py, || models::AutoencoderKL::load(&files, *dtype, device, None))?;
+            AutoencoderKL::object(py, model)?.into_bound(py).into_super().unbind()
+        }
+        "CLIPTextModel" => {
+            let model = detached(py, || models::CLIPTextModel::load(&files, *dtype, device))?;
+            CLIPTextModel::object(py, model)?.into_bound(py).into_super().unbind()
+        }
+        "DigitsTransformer" => {
+            let model = detached(py, || models::DigitsTransformer::load(&files, *dtype, device))?;
+            DigitsTransformer::object(py, model)?.into_bound(py).into_super().unbind()
+        }
+        other => return Err(tc::Error::Config(format!("load: \"{other}\" has no Python class")).into()),
+    })
 }
 
-/// The demo's image generator: a flow-matching diffusion transformer over pictures of handwritten digits.
-///
-/// The constructor makes a fresh model whose parameters are trainable; `from_pretrained` loads a frozen one.
+/// Write models to one file under the names of the original checkpoints, as ComfyUI and others read them.
 ///
 /// Args:
-///     sample_size: height and width of a picture in pixels.
-///     patch_size: height and width of the square that becomes one token.
-///     num_layers: number of blocks.
-///     num_attention_heads: heads of each attention.
-///     attention_head_dim: width of each head.
-///     mlp_ratio: width of the feed-forward layers' middle, as a multiple of the model's width.
-///     num_classes: number of classes.
-///     device: where its parameters are.
+///     path: the file.
+///     models: each model by the folder that it would have in a pipeline: "unet", "vae", "text_encoder", "text_encoder_2".
+///         Adapters are left out; a merged one is part of its layer's weight.
+///     base: a checkpoint from which all else is taken, as it is.
+///     dtype: convert the weights of the models.
 ///
 /// Raises:
-///     ConfigError: if the sizes do not fit together.
-#[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
-pub struct DigitsTransformer(Arc<models::DigitsTransformer>);
-
-impl DigitsTransformer {
-    fn initializer(model: models::DigitsTransformer) -> PyClassInitializer<Self> {
-        let model = Arc::new(model);
-        PyClassInitializer::from(Model::new(model.clone())).add_subclass(Self(model))
-    }
-}
-
-#[pymethods]
-impl DigitsTransformer {
-    #[new]
-    #[pyo3(signature = (*, sample_size=8, patch_size=2, num_layers=3, num_attention_heads=3, attention_head_dim=32,
-        mlp_ratio=3, num_classes=10, device="cpu"))]
-    #[allow(clippy::too_many_arguments)] // one for each size
-    fn new(
-        sample_size: usize,
-        patch_size: usize,
-        num_layers: usize,
-        num_attention_heads: usize,
-        attention_head_dim: usize,
-        mlp_ratio: usize,
-        num_classes: usize,
-        device: &str,
-    ) -> Result<PyClassInitializer<Self>> {
-        let config = DigitsConfig {
-            sample_size,
-            patch_size,
-            num_layers,
-            num_attention_heads,
-            attention_head_dim,
-            mlp_ratio,
-            num_classes,
-            ..DigitsConfig::default()
-        };
-        let device = device::parse(device)?;
-        Ok(Self::initializer(quick(|| models::DigitsTransformer::fresh(config, &device))?))
-    }
-
-    /// The frozen model at `path`: a folder with `config.json` and safetensors weights, or a weight file beside its
-    /// `config.json`.
-    ///
-    /// Args:
-    ///     path: the folder or the file.
-    ///     dtype: convert the weights; as they are stored without it.
-    ///     device: where to load it.
-    ///
-    /// Raises:
-    ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
-    ///     ConfigError: if the configuration is another model's or does not fit the weights.
-    #[staticmethod]
-    #[pyo3(signature = (path, dtype=None, device="cpu"))]
-    fn from_pretrained(py: Python<'_>, path: PathBuf, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Self>> {
-        let device = device::parse(device)?;
-        let load = || models::DigitsTransformer::from_pretrained(&path, dtype.map(|dtype| dtype.0), &device);
-        Ok(Py::new(py, Self::initializer(detached(py, load)?))?)
-    }
-
-    /// The velocity `noise - picture` of flow matching.
-    ///
-    /// Args:
-    ///     sample: pictures under noise, (B, 1, H, W), values about -1 to 1.
-    ///     timestep: noise levels from 0 (picture) to 1000 (noise), (B,).
-    ///     class_labels: the class of each, (B,), i64 or u32.
-    ///
-    /// Returns:
-    ///     A tensor of the shape of `sample`.
-    ///
-    /// Raises:
-    ///     ShapeError: if the inputs do not fit the model or one another.
-    ///     IndexOutOfRangeError: if a label is no class.
-    fn __call__(&self, py: Python<'_>, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<Tensor> {
-        detached(py, || self.0.forward(&sample.0, &timestep.0, &class_labels.0)).map(Tensor)
-    }
+///     ArgumentError: if a model has no such place.
+///     FileError, MissingFileError: if a file cannot be written or read.
+#[pyfunction]
+#[pyo3(signature = (path, models, base=None, dtype=None))]
+pub fn save_checkpoint(
+    py: Python<'_>,
+    path: PathBuf,
+    models: BTreeMap<String, PyRef<'_, Model>>,
+    base: Option<PathBuf>,
+    dtype: Option<DTypeArg>,
+) -> Result<()> {
+    let models: Vec<(String, Arc<dyn models::Model>)> =
+        models.into_iter().map(|(place, model)| (place, model.model.clone())).collect();
+    let dtype = dtype.map(|dtype| dtype.0);
+    detached(py, || {
+        let models: Vec<(&str, &dyn models::Model)> =
+            models.iter().map(|(place, model)| (place.as_str(), model.as_ref())).collect();
+        models::save_checkpoint(&path, &models, base.as_deref(), dtype)
+    })
 }
