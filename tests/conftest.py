@@ -12,6 +12,8 @@ import trainable_candle as tc
 from trainable_candle.models import DigitsTransformer
 
 GOLDEN_SDXL = Path(__file__).parent / "golden" / "sdxl"
+UNET_FILE = "diffusion_pytorch_model.safetensors"
+TEXT_WIDTH = 112
 
 
 @pytest.fixture(scope="session")
@@ -42,19 +44,41 @@ def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sdxl_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden SDXL with random weights as a pipeline's folder, with tokenizers of 600 tokens."""
+    """The golden SDXL with random weights as a pipeline's folder, with tokenizers of 600 tokens.
+
+    Its UNet reads texts of width 64, and its text encoders make 112: it gets other projections.
+    """
     folder = tmp_path_factory.mktemp("sdxl model") / "base"
     for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
         shutil.copytree(GOLDEN_SDXL / name, folder / name)
     for name, pad in (("tokenizer", "<|endoftext|>"), ("tokenizer_2", "!")):
         write_tokenizer(folder / name, pad)
+    path = folder / "unet" / "config.json"
+    config = {**json.loads(path.read_text()), "cross_attention_dim": TEXT_WIDTH}
+    path.unlink()
+    path.write_text(json.dumps(config))
+    widen(GOLDEN_SDXL / "unet" / UNET_FILE, folder / "unet" / UNET_FILE)
     return folder
 
 
 @pytest.fixture(scope="session")
-def sdxl_file() -> Path:
+def sdxl_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same weights under the original names; its tokenizer is the published one, too large."""
-    return GOLDEN_SDXL / "single_file.safetensors"
+    path = tmp_path_factory.mktemp("sdxl file") / "single_file.safetensors"
+    widen(GOLDEN_SDXL / path.name, path)
+    return path
+
+
+def widen(source: Path, target: Path) -> None:
+    """Copy weights, with random projections of texts of another width."""
+    tensors = tc.load_file(source)
+    for name, tensor in tensors.items():
+        if name.endswith(("attn2.to_k.weight", "attn2.to_v.weight")):
+            rng = np.random.default_rng(list(name.rpartition("transformer_blocks")[2].encode()))
+            values = rng.normal(0, 0.1, (tensor.shape[0], TEXT_WIDTH)).astype(np.float32)
+            tensors[name] = tc.tensor(values).to(tensor.dtype)
+    target.unlink(missing_ok=True)
+    tc.save_file(tensors, target)
 
 
 def write_tokenizer(folder: Path, pad: str) -> None:

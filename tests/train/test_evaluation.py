@@ -202,6 +202,7 @@ def test_the_average_is_that_of_the_definition(everything: TrainConfig) -> None:
 
     class Watch(Callback):
         def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+            assert trainer.step == report.step
             values.append({n: v.numpy().copy() for n, v in trainer.parameters.items()})
 
     config = everything.with_(save_every=0, sample_prompts=[], validation_split=0.0)

@@ -41,7 +41,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_activations_are_within_a_third_of_what_the_tape_holds(
+def test_activations_are_what_the_tape_holds_within_a_seventh(
     sdxl_base: Path,
     configure: Callable[..., TrainConfig],
     targets: dict[str, Any],
@@ -65,7 +65,7 @@ def test_activations_are_within_a_third_of_what_the_tape_holds(
         # Backward recomputes one block at a time, which the estimate adds.
         assert max(held) < estimated < 5 * max(held)
     else:
-        assert estimated == pytest.approx(max(held), rel=1 / 3)
+        assert estimated == pytest.approx(max(held), rel=1 / 7)
 
 
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)

@@ -30,6 +30,7 @@ _PREFIXES: Final = {
 }
 """Where an original checkpoint has the parts."""
 _LABELS: Final = "label_emb.0.0.weight"
+_PUBLISHED_POOLED: Final = 1280
 _PUBLISHED: Final[Mapping[str, Any]] = {
     "block_out_channels": [320, 640, 1280],
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
@@ -131,13 +132,14 @@ def _in_file(path: Path) -> Facts:
     }
     missing = [part for part, found in parts.items() if not found]
     if missing or _LABELS not in parts["unet"]:
-        raise WeightsFormatError(
-            f"weights: {path} is no SDXL checkpoint: it has no {' and no '.join(missing) or _LABELS}"
-        )
-    return Facts(_deduced(parts["unet"]), parts, *_vae_of(parts["vae"]))
+        lacking = " and no ".join(missing) or _LABELS
+        raise WeightsFormatError(f"weights: {path} is no SDXL checkpoint: it has no {lacking}")
+    pooled = parts["text_encoder_2"].get("text_projection")
+    config = _deduced(parts["unet"], pooled.shape[1] if pooled else _PUBLISHED_POOLED)
+    return Facts(config, parts, *_vae_of(parts["vae"]))
 
 
-def _deduced(unet: Mapping[str, TensorFacts]) -> Mapping[str, Any]:
+def _deduced(unet: Mapping[str, TensorFacts], pooled: int) -> Mapping[str, Any]:
     """The published configuration, with the sizes of an original checkpoint where they differ."""
     first = unet["input_blocks.0.0.weight"].shape[0]
     widths, depths = [first], [_depth(unet, "input_blocks.1.1")]
@@ -151,6 +153,7 @@ def _deduced(unet: Mapping[str, TensorFacts]) -> Mapping[str, Any]:
         "transformer_layers_per_block": [max(1, depth) for depth in depths],
         "cross_attention_dim": unet[keys[0]].shape[1],
         "projection_class_embeddings_input_dim": unet[_LABELS].shape[1],
+        "addition_time_embed_dim": (unet[_LABELS].shape[1] - pooled) // 6,
     }
 
 

@@ -178,7 +178,7 @@ class SDXLRecipe:
         cache = TextCache(
             self._features,
             cache_options(config),
-            {"weights": identity, "clip_skip": str(self._clip_skip), "dtype": self._dtype},
+            {"weights": identity, "clip_skip": str(self._clip_skip), "dtype": str(self._dtype)},
             folder=folder_for_cache(config, data.train, report),
             device=self._device,
             group=self._chunks,

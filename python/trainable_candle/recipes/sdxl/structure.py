@@ -31,6 +31,8 @@ class Piece:
     """Of each layer, the positions that its adapter's middle has values for."""
     kept: int = 0
     """Values that are kept whether there is an adapter or not, for one picture."""
+    cheap: bool = False
+    """Whether selective checkpointing recomputes the inputs: they come from a norm or a gate."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ class UNetWalk:
         yield Block("out", 0, (Piece(kept=area * channels), out))
 
     def _area(self, level: int) -> int:
-        return -(-self.height // 2**level) * -(-self.width // 2**level)
+        step = 1 << level
+        return -(-self.height // step) * -(-self.width // step)
 
     def _transformer(
         self, name: str, width: int, depth: int, context: int, area: int
@@ -132,7 +135,7 @@ class UNetWalk:
 
         def projection(end: str) -> Piece:
             layer = Layer(f"{name}.{end}", (width, width, *kernel))
-            return Piece((layer,), (inside,), (area,))
+            return Piece((layer,), (inside,), (area,), cheap=end == "proj_in")
 
         yield Block(f"{name}.in", 0, (Piece(kept=inside), projection("proj_in")))
         for number in range(depth):
@@ -149,9 +152,9 @@ class UNetWalk:
         yield Piece(kept=inside)
         middle = _FEED_FORWARD * width
         up = Layer(f"{name}.ff.net.0.proj", (2 * middle, width))
-        yield Piece((up,), (inside,), (area,), kept=2 * area * middle)
+        yield Piece((up,), (inside,), (area,), kept=2 * area * middle, cheap=True)
         down = Layer(f"{name}.ff.net.2", (width, middle))
-        yield Piece((down,), (area * middle,), (area,))
+        yield Piece((down,), (area * middle,), (area,), cheap=True)
 
 
 def _per_level(value: Any, levels: int) -> list[int]:
@@ -168,7 +171,8 @@ def _convolution(
     name: str, inner: int, out: int, area: int, input_area: int | None = None
 ) -> Piece:
     inputs = inner * (area if input_area is None else input_area)
-    return Piece((Layer(name, (out, inner, 3, 3)),), (inputs,), (area,))
+    layer = Layer(name, (out, inner, 3, 3))
+    return Piece((layer,), (inputs,), (area,), cheap=name.endswith(("conv1", "conv2")))
 
 
 def _resnet(name: str, inner: int, out: int, time: int, area: int, *, joins: bool = False) -> Block:
@@ -192,7 +196,7 @@ def _attention(
     """The four projections; backward of attention reads q, k, v and the result."""
     inside, outside = area * width, context_area * width
     query = Layer(f"{name}.to_q", (width, width))
-    yield Piece((query,), (inside,), (area,))
+    yield Piece((query,), (inside,), (area,), cheap=True)
     for end in ("to_k", "to_v"):
         # Self-attention shares the input of the three; the text is there anyway.
         layer = Layer(f"{name}.{end}", (width, context))
@@ -217,20 +221,24 @@ def saved_values(
     held = largest = 0
     reached = False
     for block in blocks:
-        inside = 0
-        entered = reached
+        entered, kept, again = reached, 0, 0
         for piece in block.pieces:
             for layer, inputs, positions in zip(
                 piece.layers, piece.inputs, piece.positions, strict=True
             ):
                 if adapted(layer.name):
                     reached = True
-                    inside += inputs + positions * rank
+                    kept += positions * rank
+                    if checkpointing == "selective" and piece.cheap:
+                        again += inputs
+                    else:
+                        kept += inputs
             if reached:
-                inside += piece.kept
+                kept += piece.kept
         if checkpointing == "full" and block.enters:
-            held += block.enters if entered or inside else 0
-            largest = max(largest, inside)
+            held += block.enters if entered or kept else 0
+            largest = max(largest, kept)
         else:
-            held += inside
+            held += kept
+            largest = max(largest, again)
     return held + largest

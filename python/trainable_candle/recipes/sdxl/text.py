@@ -46,7 +46,7 @@ class TextEncoders:
         self._device = device
 
     @classmethod
-    def load(cls, weights: Path, dtype: str, device: str, clip_skip: int = 0) -> Self:
+    def load(cls, weights: Path, dtype: str | None, device: str, clip_skip: int = 0) -> Self:
         """The encoders of a pipeline's folder or of an original checkpoint.
 
         Raises:
