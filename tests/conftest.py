@@ -62,9 +62,13 @@ def sdxl_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sdxl_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdxl_file(sdxl_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same weights under the original names; its tokenizer is the published one, too large."""
     path = tmp_path_factory.mktemp("sdxl file") / "single_file.safetensors"
+    # Its shapes do not tell the numbers of heads: the configurations lie beside it.
+    for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
+        (path.parent / name).mkdir()
+        shutil.copy(sdxl_base / name / "config.json", path.parent / name)
     widen(GOLDEN_SDXL / path.name, path)
     return path
 

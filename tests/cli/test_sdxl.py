@@ -297,6 +297,40 @@ def test_every_setting_takes_effect(
     assert (tmp_path / "run" / "adapter.safetensors").read_bytes() != plain
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gradient_checkpointing": "full"},
+        {"gradient_checkpointing": "selective"},
+        {"threads": 1},
+        {"sample_prompts": "a blur", "sample_steps": 1, "negative_prompt": "sharp"},
+        {"validation_dataset": "DATASET", "validate_every": 1},
+        {"log_every": 2},
+    ],
+    ids=str,
+)
+def test_other_settings_change_nothing(
+    flags: Callable[..., list[str]],
+    sdxl_folder: Path,
+    tmp_path: Path,
+    plain: bytes,
+    change: dict[str, Any],
+) -> None:
+    change = {k: sdxl_folder if v == "DATASET" else v for k, v in change.items()}
+    done(*flags(tmp_path / "run", 2, **change))
+    assert (tmp_path / "run" / "adapter.safetensors").read_bytes() == plain
+
+
+@pytest.mark.parametrize("precision", ["bf16", "f16"])
+def test_short_floats_train_and_draw(
+    flags: Callable[..., list[str]], tmp_path: Path, precision: str
+) -> None:
+    prompt = {"sample_prompts": "a blur", "sample_steps": 2, "validation_split": 0.2}
+    done(*flags(tmp_path / "run", 3, precision=precision, **prompt))
+    losses = [float(row["loss"]) for row in read_log(tmp_path / "run" / "train.csv")]
+    assert np.isfinite(losses).all()
+
+
 def test_what_is_no_dataset_is_refused(
     flags: Callable[..., list[str]], sdxl_folder: Path, tmp_path: Path
 ) -> None:
@@ -372,8 +406,8 @@ def test_the_adapter_of_another_model_is_refused(
     adapter = tmp_path / "digits" / "adapter.safetensors"
     common = ["--model", "sdxl", "--weights", sdxl_base, "--adapter", adapter]
     drawing = ["--prompt", "x", "--steps", "1", "--output", tmp_path / "a.png"]
-    refused(run("sample", *common, *drawing), "adapter.safetensors")
-    refused(run("merge", *common, "--output", tmp_path / "merged"), "adapter.safetensors")
+    refused(run("sample", *common, *drawing), "adapter")
+    refused(run("merge", *common, "--output", tmp_path / "merged"), "adapter")
     assert not (tmp_path / "merged").exists()
 
 

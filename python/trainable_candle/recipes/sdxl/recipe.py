@@ -275,6 +275,27 @@ class SDXLRecipe:
             self._device,
         )
 
+    def save_adapter(
+        self, adapters: Adapters, path: Path, config: TrainConfig, metadata: dict[str, str]
+    ) -> None:
+        """Write the adapters of all parts to one file, by default under kohya's keys.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        adapters.sets["unet"].save(path, format="peft", metadata=metadata)
+
+    def load_adapter(self, path: Path, scale: float) -> Adapters:
+        """Put the adapters of a file on the parts that it names.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
+                another model.
+        """
+        sets = {"unet": self.unet.load_adapter(path, scale=scale)}
+        self._adapted = tuple(sets)
+        return Adapters(sets)
+
     def save_merged(self, output: Path) -> None:
         """Write the whole model with its adapters merged into the weights.
 
