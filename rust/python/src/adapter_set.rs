@@ -8,9 +8,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use trainable_candle_core as tc;
 use trainable_candle_io as io;
+use trainable_candle_models::Model;
 use trainable_candle_nn::adapter;
 
 use crate::call::{detached, quick};
+use crate::dtype::DTypeArg;
 use crate::error::Result;
 use crate::types::NamedVars;
 use crate::var::Var;
@@ -193,18 +195,19 @@ impl Names {
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct AdapterSet {
     set: Arc<adapter::AdapterSet>,
+    model: Arc<dyn Model>,
     vars: Vec<(String, Py<Var>)>,
 }
 
 impl AdapterSet {
     /// The Python object of a set.
-    pub fn object(py: Python<'_>, set: Arc<adapter::AdapterSet>) -> PyResult<Py<Self>> {
+    pub fn object(py: Python<'_>, set: Arc<adapter::AdapterSet>, model: Arc<dyn Model>) -> PyResult<Py<Self>> {
         let vars = set
             .named_vars()
             .into_iter()
             .map(|(name, var)| Ok((name, Var::object(py, var)?)))
             .collect::<PyResult<_>>()?;
-        Py::new(py, Self { set, vars })
+        Py::new(py, Self { set, model, vars })
     }
 
     /// The set itself.
@@ -249,38 +252,94 @@ impl AdapterSet {
     ///
     /// Args:
     ///     path: the file.
-    ///     format: whose names it carries: "peft" or "diffusers".
-    ///     metadata: text entries for the file's header.
+    ///     format: whose names it carries: "kohya", "diffusers", "peft" or "comfyui"; without it those that most tools
+    ///         load: "kohya" for SDXL, "peft" for a model that no other tool knows.
+    ///     metadata: text entries for the file's header, added to those that tools look for.
+    ///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+    ///
+    /// Returns:
+    ///     The names of layers whose adapter has no effect, because a factor is zero everywhere; none once all of them are
+    ///     trained.
     ///
     /// Raises:
     ///     FileError: if the file cannot be written.
-    ///     ArgumentError: if the format is unknown.
-    #[pyo3(signature = (path, format="peft", metadata=None))]
+    ///     ArgumentError: if the format is unknown or cannot hold these adapters.
+    #[pyo3(signature = (path, format=None, metadata=None, dtype=None))]
     fn save(
         &self,
         py: Python<'_>,
         path: PathBuf,
-        format: &str,
+        format: Option<&str>,
         metadata: Option<BTreeMap<String, String>>,
-    ) -> Result<()> {
-        let format: io::AdapterFormat = format.parse()?;
-        let metadata = metadata.unwrap_or_default();
-        detached(py, || io::save_adapter(&path, &self.set, format, &metadata))
+        dtype: Option<DTypeArg>,
+    ) -> Result<Vec<String>> {
+        let options = options(format, metadata, dtype)?;
+        let names = self.model.adapter_names();
+        detached(py, || Ok(io::save_adapters(&path, &[(&names, &self.set)], &options)?.zero))
     }
 
     /// Read the parameters of an adapter file with the same layers, ranks and alphas.
     ///
     /// Raises:
-    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter.
+    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
     ///     ConfigError, ShapeError: if it does not fit; nothing is changed then.
     fn load(&self, py: Python<'_>, path: PathBuf) -> Result<()> {
-        detached(py, || io::load_adapter(&path, &self.set))
+        detached(py, || {
+            let (names, layers) = (self.model.adapter_names(), self.model.named_layers());
+            io::load_adapter(&path, &self.set, io::PartLayers { names: &names, layers: &layers })
+        })
     }
 
     fn __repr__(&self) -> String {
         let elements: usize = self.set.vars().iter().map(|var| var.elem_count()).sum();
         format!("AdapterSet({} layers, {elements} parameters)", self.set.len())
     }
+}
+
+fn options(
+    format: Option<&str>,
+    metadata: Option<BTreeMap<String, String>>,
+    dtype: Option<DTypeArg>,
+) -> Result<io::SaveOptions> {
+    Ok(io::SaveOptions {
+        format: format.map(str::parse).transpose()?,
+        dtype: dtype.map(|dtype| dtype.0),
+        metadata: metadata.unwrap_or_default(),
+    })
+}
+
+/// Write the adapters of several models, a UNet and its text encoders, to one safetensors file.
+///
+/// Args:
+///     path: the file.
+///     adapters: what `add_adapter` gave for each model.
+///     format: whose names it carries: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+///     metadata: text entries for the file's header, added to those that tools look for.
+///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+///
+/// Returns:
+///     The names of layers whose adapter has no effect, because a factor is zero everywhere.
+///
+/// Raises:
+///     FileError: if the file cannot be written.
+///     ArgumentError: if the format is unknown or cannot hold these adapters.
+#[pyfunction]
+#[pyo3(signature = (path, adapters, format=None, metadata=None, dtype=None))]
+pub fn save_adapters(
+    py: Python<'_>,
+    path: PathBuf,
+    adapters: Vec<Py<AdapterSet>>,
+    format: Option<&str>,
+    metadata: Option<BTreeMap<String, String>>,
+    dtype: Option<DTypeArg>,
+) -> Result<Vec<String>> {
+    let options = options(format, metadata, dtype)?;
+    let names: Vec<io::PartNames> = adapters.iter().map(|adapter| adapter.get().model.adapter_names()).collect();
+    let sets: Vec<Arc<adapter::AdapterSet>> = adapters.iter().map(|adapter| adapter.get().set.clone()).collect();
+    detached(py, || {
+        let parts: Vec<_> = names.iter().zip(sets.iter().map(Arc::as_ref)).collect();
+        Ok(io::save_adapters(&path, &parts, &options)?.zero)
+    })
 }
 
 /// The adapters of a model: none, or one set.
@@ -296,11 +355,12 @@ impl Attached {
     pub fn attach(
         &self,
         py: Python<'_>,
+        model: &Arc<dyn Model>,
         make: impl FnOnce() -> tc::Result<adapter::AdapterSet> + Send,
     ) -> Result<Py<AdapterSet>> {
         let set = Arc::new(detached(py, make)?);
         *self.lock() = Some(set.clone());
-        Ok(AdapterSet::object(py, set)?)
+        Ok(AdapterSet::object(py, set, model.clone())?)
     }
 
     /// The set, for the operation `op` that needs one.

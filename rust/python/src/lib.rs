@@ -23,6 +23,7 @@ mod tensor;
 mod train;
 mod types;
 mod var;
+mod verify;
 
 #[global_allocator]
 static ALLOCATOR: trainable_candle_core::RecyclingAllocator = trainable_candle_core::RecyclingAllocator::new();
@@ -33,7 +34,7 @@ mod _core {
     #[pymodule_export]
     use crate::adapter::{Adapter, init_linear};
     #[pymodule_export]
-    use crate::adapter_set::{AdapterSet, LoraConfig};
+    use crate::adapter_set::{AdapterSet, LoraConfig, save_adapters};
     #[pymodule_export]
     use crate::autograd::{checkpoint, grad, gradcheck, is_grad_enabled, set_grad_enabled};
     #[pymodule_export]
@@ -72,6 +73,8 @@ mod _core {
     };
     #[pymodule_export]
     use crate::var::Var;
+    #[pymodule_export]
+    use crate::verify::{AdapterModule, AdapterReport, verify_adapter};
 
     /// Version of the package.
     #[pymodule_export]
