@@ -231,3 +231,33 @@ def test_digests_tell_contents_apart(tmp_path: Path) -> None:
     write(tmp_path, "c.png", size=(4, 4))
     a, b, c = (picture.digest for picture in check_folder(tmp_path))
     assert a == b != c
+
+
+@pytest.mark.parametrize("part", [0.02, 0.5, 0.9])
+def test_cut_files_of_every_format_are_named(tmp_path: Path, part: float) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
+    for suffix in MODES:
+        path = tmp_path / f"{suffix[1:]}{suffix}"
+        Image.fromarray(pixels).save(path)
+        data = path.read_bytes()
+        path.write_bytes(data[: int(len(data) * part)])
+    found = read_folder(Source(tmp_path, "x"))
+    assert found.pictures == ()
+    for suffix, problem in zip(sorted(MODES), found.problems, strict=True):
+        assert f"{suffix[1:]}{suffix}: cannot be decoded: " in problem
+
+
+@pytest.mark.parametrize("suffix", sorted(MODES))
+def test_damaged_files_are_problems_and_nothing_worse(tmp_path: Path, suffix: str) -> None:
+    rng = np.random.default_rng(0)
+    path = tmp_path / f"a{suffix}"
+    Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
+    data = path.read_bytes()
+    for number in range(60):
+        damaged = bytearray(data)
+        for place in rng.integers(0, min(len(data), 500), 8):
+            damaged[place] = rng.integers(0, 256)
+        (tmp_path / f"{number}{suffix}").write_bytes(damaged)
+    found = read_folder(Source(tmp_path, "x"))
+    assert 0 < len(found.problems) < 61
+    assert found.count == 61
