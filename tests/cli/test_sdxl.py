@@ -109,8 +109,9 @@ def test_a_run_leaves_adapters_logs_previews_and_checkpoints(trained: Path) -> N
 
 def test_adapter_files_carry_kohyas_keys(trained: Path) -> None:
     keys = tc.load_file(trained / "adapter.safetensors").keys()
-    start = "lora_unet_"
-    assert all(key.startswith(start) for key in keys)
+    start = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+    assert f"{start}.lora_down.weight" in keys
+    assert all(key.startswith("lora_unet_") for key in keys)
     ends = {key.partition(".")[2] for key in keys}
     assert ends == {"lora_down.weight", "lora_up.weight", "alpha"}
 
@@ -164,9 +165,14 @@ def test_merging_writes_a_checkpoint_that_draws_the_same(
     np.testing.assert_allclose(predict(output), expected, atol=1e-4)
 
 
-def same_bytes(one: Path, other: Path, *names: str) -> None:
+def contents(path: Path) -> dict[str, bytes]:
+    """The tensors of an adapter file; its header names the run."""
+    return {name: tensor.numpy().tobytes() for name, tensor in tc.load_file(path).items()}
+
+
+def same_adapters(one: Path, other: Path, *names: str) -> None:
     for name in names:
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+        assert contents(one / name) == contents(other / name), name
 
 
 @pytest.mark.parametrize("extra", [{}, {"train_text_encoder": True, "lora_dropout": 0.1}], ids=str)
@@ -187,7 +193,7 @@ def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(
     advice = shlex.split(errors.splitlines()[-1])
     done(*advice[1:], "--steps", steps)
     done(*flags(tmp_path / "unbroken", steps, save_every=50, **extra))
-    same_bytes(output, tmp_path / "unbroken", "adapter.safetensors", "adapter-best.safetensors")
+    same_adapters(output, tmp_path / "unbroken", "adapter.safetensors", "adapter-best.safetensors")
 
 
 def wait_for_steps(process: subprocess.Popen[str], log: Path, steps: int) -> None:
@@ -237,7 +243,7 @@ def test_killed_at_random_moments_it_loses_only_the_steps_since_the_last_save(
             assert step_of(after[-1]) >= steps - 2
     resume = {"resume": "latest"} if checkpoints(output) else {}
     done(*flags(output, 12, **settings, **resume))
-    same_bytes(whole, output, "adapter.safetensors", "adapter-best.safetensors")
+    same_adapters(whole, output, "adapter.safetensors", "adapter-best.safetensors")
     logs = [[row["loss"] for row in read_log(path / "train.csv")] for path in (whole, output)]
     assert logs[0] == logs[1]
 
@@ -250,9 +256,34 @@ def test_a_cache_on_disk_serves_the_next_run(
     second = done(*flags(tmp_path / "b", 2, **settings)).stdout
     assert "latents: 0 found, 8 made" in first
     assert "latents: 8 found, 0 made" in second
-    same_bytes(tmp_path / "a", tmp_path / "b", "adapter.safetensors")
+    same_adapters(tmp_path / "a", tmp_path / "b", "adapter.safetensors")
     done(*flags(tmp_path / "c", 2, cache="off"))
-    same_bytes(tmp_path / "a", tmp_path / "c", "adapter.safetensors")
+    same_adapters(tmp_path / "a", tmp_path / "c", "adapter.safetensors")
+
+
+@pytest.mark.parametrize("form", ["kohya", "diffusers", "comfyui"])
+@pytest.mark.parametrize("precision", ["f32", "f16"])
+def test_every_format_holds_all_parts_and_is_read_back(
+    flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path, form: str, precision: str
+) -> None:
+    output = tmp_path / "run"
+    settings = {"format": form, "adapter_precision": precision, "train_text_encoder": True}
+    prompt = {"sample_prompts": "a blur", "sample_steps": 2, "guidance": 1.5}
+    done(*flags(output, 3, **settings, **prompt))
+    dtypes = {str(tensor.dtype) for tensor in tc.load_file(output / "adapter.safetensors").values()}
+    assert precision in dtypes
+    common = ["sample", "--model", "sdxl", "--weights", sdxl_base, "--prompt", "a blur"]
+    common += ["--size", "64", "--steps", "2", "--guidance", "1.5"]
+    drawn = tmp_path / "drawn.png"
+    done(*common, "--adapter", output / "adapter.safetensors", "--output", drawn)
+    difference = np.abs(pixels(drawn) - pixels(output / "samples" / "step-000003.png"))
+    assert difference.max() <= (1 if precision == "f32" else 3)
+    # It can be trained on, and starts where it ended.
+    again = tmp_path / "again"
+    start = {"initial_adapter": output / "adapter.safetensors", **settings, **prompt}
+    done(*flags(again, 1, **start))
+    difference = np.abs(pixels(drawn) - pixels(again / "samples" / "step-000000.png"))
+    assert difference.max() <= (1 if precision == "f32" else 3)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -282,19 +313,21 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def plain(flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def plain(
+    flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
     """The adapter of a run without further settings."""
     output = tmp_path_factory.mktemp("plain") / "run"
     done(*flags(output, 2))
-    return (output / "adapter.safetensors").read_bytes()
+    return contents(output / "adapter.safetensors")
 
 
 @pytest.mark.parametrize("change", SETTINGS, ids=str)
 def test_every_setting_takes_effect(
-    flags: Callable[..., list[str]], tmp_path: Path, plain: bytes, change: dict[str, Any]
+    flags: Callable[..., list[str]], tmp_path: Path, plain: dict[str, bytes], change: dict[str, Any]
 ) -> None:
     done(*flags(tmp_path / "run", 2, **change))
-    assert (tmp_path / "run" / "adapter.safetensors").read_bytes() != plain
+    assert contents(tmp_path / "run" / "adapter.safetensors") != plain
 
 
 @pytest.mark.parametrize(
@@ -313,12 +346,12 @@ def test_other_settings_change_nothing(
     flags: Callable[..., list[str]],
     sdxl_folder: Path,
     tmp_path: Path,
-    plain: bytes,
+    plain: dict[str, bytes],
     change: dict[str, Any],
 ) -> None:
     change = {k: sdxl_folder if v == "DATASET" else v for k, v in change.items()}
     done(*flags(tmp_path / "run", 2, **change))
-    assert (tmp_path / "run" / "adapter.safetensors").read_bytes() == plain
+    assert contents(tmp_path / "run" / "adapter.safetensors") == plain
 
 
 @pytest.mark.parametrize("precision", ["bf16", "f16"])

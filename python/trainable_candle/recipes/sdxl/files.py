@@ -29,6 +29,10 @@ _PREFIXES: Final = {
     "text_encoder_2": "conditioner.embedders.1.model.",
 }
 """Where an original checkpoint has the parts."""
+_ADAPTER_MARKS: Final = {
+    "text_encoder_2": ("lora_te2_", "text_encoder_2.", "text_encoders.clip_g."),
+    "text_encoder": ("lora_te1_", "text_encoder.", "text_encoders.clip_l."),
+}
 _LABELS: Final = "label_emb.0.0.weight"
 _PUBLISHED_POOLED: Final = 1280
 _PUBLISHED: Final[Mapping[str, Any]] = {
@@ -207,6 +211,19 @@ def schedule(weights: Path, prediction_type: str | None) -> NoiseSchedule:
     return NoiseSchedule(
         prediction_type=prediction_type or velocity, rescale_betas_zero_snr="ztsnr" in names
     )
+
+
+def adapted_parts(path: Path) -> list[str]:
+    """The parts of the model that an adapter file is for, whatever its names' style.
+
+    Raises:
+        MissingFileError, WeightsFormatError: it is missing or damaged.
+    """
+    found = set()
+    for name in read_header(path):
+        marks = [part for part, starts in _ADAPTER_MARKS.items() if name.startswith(starts)]
+        found.add(marks[0] if marks else "unet")
+    return [part for part in SUBFOLDERS if part in found]
 
 
 def save_merged_file(weights: Path, models: Mapping[str, Model], output: Path) -> None:

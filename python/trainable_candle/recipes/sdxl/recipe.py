@@ -283,7 +283,7 @@ class SDXLRecipe:
         Raises:
             OSError: the file cannot be written.
         """
-        adapters.sets["unet"].save(path, format="peft", metadata=metadata)
+        adapters.save(path, config, metadata)
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
         """Put the adapters of a file on the parts that it names.
@@ -292,7 +292,10 @@ class SDXLRecipe:
             MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
                 another model.
         """
-        sets = {"unet": self.unet.load_adapter(path, scale=scale)}
+        sets = {
+            name: self._part(name).load_adapter(path, scale=scale)
+            for name in files.adapted_parts(path)
+        }
         self._adapted = tuple(sets)
         return Adapters(sets)
 
