@@ -29,8 +29,12 @@ def add_model(group: argparse._ArgumentGroup, dtype: str) -> None:
     group.add_argument("--dtype", metavar="f32|bf16|f16", help=dtype)
 
 
-def load_model(given: Mapping[str, Any]) -> Recipe:
+def load_model(given: Mapping[str, Any], dtype: str | None) -> Recipe:
     """The model that the flags name, with its adapter if they name one.
+
+    Args:
+        given: the flags and their values.
+        dtype: of the weights unless a flag says it; as they are stored if None.
 
     Raises:
         ConfigError: there is no such model, or it needs weights and none are given.
@@ -40,7 +44,7 @@ def load_model(given: Mapping[str, Any]) -> Recipe:
     from trainable_candle import recipes  # noqa: PLC0415 - after the arguments proved right
 
     recipe = recipes.load(
-        given["model"], given.get("weights"), given.get("dtype", "f32"), given.get("device", "cpu")
+        given["model"], given.get("weights"), given.get("dtype", dtype), given.get("device", "cpu")
     )
     if "adapter" in given:
         adapter = recipes.existing("adapter", Path(given["adapter"]).expanduser())

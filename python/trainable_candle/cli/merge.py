@@ -19,7 +19,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     parser.require(given, "model", "adapter", "output")
 
     output = Path(given["output"]).expanduser()
-    recipe = load_model(given)
+    recipe = load_model(given, dtype=None)
     recipe.save_merged(output)
     print(f"merged model: {output}")
     return 0
@@ -33,7 +33,7 @@ def make_parser(program: str) -> Parser:
         "--model NAME --adapter FILE --output DIR [options]",
     )
     group = parser.add_argument_group("options")
-    add_model(group, "dtype of the written weights (default: f32)")
-    group.add_argument("--output", metavar="DIR", help="the folder to write; new or empty")
+    add_model(group, "dtype of the written weights (default: as stored)")
+    group.add_argument("--output", metavar="DIR", help="new folder, or .safetensors file")
     add_help(group)
     return parser

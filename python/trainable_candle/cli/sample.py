@@ -27,7 +27,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     output = Path(given["output"]).expanduser()
     if output.suffix.lower() != ".png":
         raise ConfigError(f"--output is {output}, expected the name of a .png file")
-    recipe = load_model(given)
+    recipe = load_model(given, dtype="f32")
     prompts = [prompt for prompt in given["prompt"] for _ in range(given.get("count", 1))]
     options = SampleOptions(
         steps=given.get("steps", 25),

@@ -12,7 +12,10 @@ from trainable_candle.train.settings import flag, nearest
 if TYPE_CHECKING:
     from trainable_candle.recipes.base import Recipe
 
-NAMES: Final = {"digits": "trainable_candle.recipes.digits:DigitsRecipe"}
+NAMES: Final = {
+    "sdxl": "trainable_candle.recipes.sdxl:SDXLRecipe",
+    "digits": "trainable_candle.recipes.digits:DigitsRecipe",
+}
 """Model name -> its recipe; adding a model is one line here."""
 
 
@@ -53,7 +56,7 @@ def existing(setting: str, path: Path) -> Path:
     return path
 
 
-def load(name: str, weights: str | Path | None, dtype: str, device: str) -> Recipe:
+def load(name: str, weights: str | Path | None, dtype: str | None, device: str) -> Recipe:
     """A model by name, from its weights or those that the package ships.
 
     Raises:
