@@ -56,11 +56,7 @@ pub fn save_tensors<'a>(
 /// # Errors
 /// [`Error::Io`] naming the path if it cannot be written, [`Error::DType`] for a dtype that the format does not hold; whatever
 /// getting the values raises.
-pub fn save_entries(
-    path: &Path,
-    mut entries: Vec<TensorEntry<'_>>,
-    metadata: &BTreeMap<String, String>,
-) -> Result<()> {
+pub fn save_entries(path: &Path, mut entries: Vec<TensorEntry<'_>>, metadata: &BTreeMap<String, String>) -> Result<()> {
     // The widest first, so that every tensor begins at a multiple of its element size.
     entries.sort_by(|a, b| (b.dtype.size_in_bytes(), &a.name).cmp(&(a.dtype.size_in_bytes(), &b.name)));
     let header = header(&entries, metadata)?;
@@ -71,9 +67,8 @@ pub fn save_entries(
         for entry in entries {
             let values = (entry.values)().and_then(|tensor| {
                 let fits = tensor.dims() == entry.shape && tensor.dtype() == entry.dtype;
-                fits.then_some(tensor).ok_or_else(|| {
-                    Error::shape("save", format!("\"{}\" is not what the header says", entry.name))
-                })
+                fits.then_some(tensor)
+                    .ok_or_else(|| Error::shape("save", format!("\"{}\" is not what the header says", entry.name)))
             });
             match values {
                 Ok(tensor) => write_elements(file, tensor.raw(), &mut failure)?,

@@ -54,9 +54,9 @@ impl<'a> Fields<'a> {
             Some(one) => Self::as_size(one).map(|size| vec![size; count]),
             None => default.map(|size| vec![size; count]),
         };
-        sizes.filter(|sizes| sizes.len() == count).ok_or_else(|| {
-            self.wrong(name, &format!("a positive integer, or a list of {count}, one for each level"))
-        })
+        sizes
+            .filter(|sizes| sizes.len() == count)
+            .ok_or_else(|| self.wrong(name, &format!("a positive integer, or a list of {count}, one for each level")))
     }
 
     /// A list of positive integers, one at least.
@@ -127,9 +127,10 @@ impl<'a> Fields<'a> {
     /// Every field that says something was asked for.
     pub fn finish(self) -> Result<()> {
         let says_nothing = |value: &Value| matches!(value, Value::Null | Value::Bool(false));
-        let unknown = self.map.iter().find(|(name, value)| {
-            !name.starts_with('_') && !self.seen.contains(name.as_str()) && !says_nothing(value)
-        });
+        let unknown = self
+            .map
+            .iter()
+            .find(|(name, value)| !name.starts_with('_') && !self.seen.contains(name.as_str()) && !says_nothing(value));
         match unknown {
             None => Ok(()),
             Some((name, value)) => {

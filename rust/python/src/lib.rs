@@ -51,7 +51,9 @@ mod _core {
     #[pymodule_export]
     use crate::loss::{cross_entropy, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
     #[pymodule_export]
-    use crate::models::{DigitsTransformer, Model, load_model};
+    use crate::models::{
+        AutoencoderKL, CLIPTextModel, DigitsTransformer, Model, SDXLUNet, TextFeatures, load_model, save_checkpoint,
+    };
     #[pymodule_export]
     use crate::optim::{
         Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule,

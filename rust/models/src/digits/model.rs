@@ -12,9 +12,9 @@ use trainable_candle_nn::{Init, Linear, Module, Source, Visitor, Weights};
 
 use super::DigitsConfig;
 use super::blocks::{Block, modulated_norm, xavier};
+use crate::Model;
 use crate::layers::{Sinusoids, TimestepEmbedding};
 use crate::pretrained::{Choice, Component, Layout, OwnNames, Pretrained};
-use crate::Model;
 
 /// A class-conditional diffusion transformer for small pictures. It predicts the velocity `noise - picture` of flow matching.
 pub struct DigitsTransformer {
@@ -110,8 +110,11 @@ impl DigitsTransformer {
     pub fn forward(&self, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<Tensor> {
         self.check(sample, timestep, class_labels)?;
         let mut x = self.patch_embed.forward(&self.patchify(&sample.to_dtype(self.dtype())?)?)?.add(&self.pos_embed)?;
-        let condition =
-            self.time_embedding.forward(&self.sinusoids.forward(timestep)?)?.add(&embedding(&self.class_embedding, class_labels)?)?.silu()?;
+        let condition = self
+            .time_embedding
+            .forward(&self.sinusoids.forward(timestep)?)?
+            .add(&embedding(&self.class_embedding, class_labels)?)?
+            .silu()?;
         let policy = *self.checkpointing.read().unwrap_or_else(PoisonError::into_inner);
         for block in &self.blocks {
             let block = block.clone();

@@ -132,7 +132,10 @@ impl Downsample {
             return self.conv.forward(x);
         }
         let &[batch, height, width, channels] = x.dims() else {
-            return Err(Error::shape("Downsample", format!("the input has shape {:?}, expected (B, H, W, C)", x.dims())));
+            return Err(Error::shape(
+                "Downsample",
+                format!("the input has shape {:?}, expected (B, H, W, C)", x.dims()),
+            ));
         };
         let zeros = |shape: [usize; 4]| Tensor::zeros(shape.as_slice(), x.dtype(), x.device());
         let x = Tensor::cat(&[x, &zeros([batch, 1, width, channels])?], 1)?;

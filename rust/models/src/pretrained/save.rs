@@ -7,8 +7,8 @@ use std::path::Path;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::{TensorEntry, TensorFile, save_entries, write_atomically};
 
-use super::layout::{Form, Layout};
 use super::CONFIG;
+use super::layout::{Form, Layout};
 use crate::Model;
 
 /// Write `config.json` and the weights of `model` to `folder`, which is made if need be, under the names that diffusers and
@@ -36,6 +36,7 @@ pub fn save_checkpoint(
     base: Option<&Path>,
     dtype: Option<DType>,
 ) -> Result<()> {
+    let base = base.map(TensorFile::open).transpose()?.map(RefCell::new);
     let mut all = Vec::new();
     for &(subfolder, model) in models {
         let component = model.component();
@@ -51,7 +52,6 @@ pub fn save_checkpoint(
         };
         all.extend(entries(model, model.layout(Some(part.prefixes[0])).as_ref(), dtype)?);
     }
-    let base = base.map(TensorFile::open).transpose()?.map(RefCell::new);
     let mut metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     if let Some(base) = &base {
         let file = base.borrow();
@@ -59,7 +59,10 @@ pub fn save_checkpoint(
         let written: std::collections::BTreeSet<String> = all.iter().map(|entry| entry.name.clone()).collect();
         for name in file.names().into_iter().filter(|name| !written.contains(name)) {
             let (Some(shape), Some(dtype)) = (file.shape(&name), file.dtype_of(&name)) else {
-                return Err(Error::weights(file.path(), format!("tensor \"{name}\" has a dtype that is not supported")));
+                return Err(Error::weights(
+                    file.path(),
+                    format!("tensor \"{name}\" has a dtype that is not supported"),
+                ));
             };
             let read = name.clone();
             let values = Box::new(move || base.borrow_mut().read(&read, &Device::Cpu));

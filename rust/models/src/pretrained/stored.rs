@@ -30,7 +30,8 @@ impl Stored for StoredWeights {
     fn shape(&self, name: &str) -> Result<Option<Vec<usize>>> {
         let Some((key, form)) = self.find(name) else { return Ok(None) };
         let stored = self.files.shape(&key).unwrap_or_default();
-        let misfit = || Error::weights(self.files.path(), format!("\"{key}\" has shape {stored:?}, which is no {name}"));
+        let misfit =
+            || Error::weights(self.files.path(), format!("\"{key}\" has shape {stored:?}, which is no {name}"));
         form.shape(stored).map(Some).ok_or_else(misfit)
     }
 

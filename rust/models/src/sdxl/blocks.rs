@@ -78,7 +78,12 @@ impl DownBlock {
     }
 
     /// `x (B, H, W, C)` → the next level's image; every result on the way goes to `skips`.
-    pub(super) fn forward(&self, mut x: Tensor, conditions: &Conditions<'_>, skips: &mut Vec<Tensor>) -> Result<Tensor> {
+    pub(super) fn forward(
+        &self,
+        mut x: Tensor,
+        conditions: &Conditions<'_>,
+        skips: &mut Vec<Tensor>,
+    ) -> Result<Tensor> {
         for (i, block) in self.resnets.iter().enumerate() {
             x = run(block, &[&x], conditions)?;
             if let Some(attention) = self.attentions.get(i) {
@@ -162,13 +167,17 @@ impl UpBlock {
                 attentions.push(transformer(config, level, &mut weights.pp(&format!("attentions.{i}")))?);
             }
         }
-        let upsample =
-            (level > 0).then(|| Upsample::new(channels, &mut weights.pp("upsamplers.0"))).transpose()?;
+        let upsample = (level > 0).then(|| Upsample::new(channels, &mut weights.pp("upsamplers.0"))).transpose()?;
         Ok(Self { resnets, attentions, upsample })
     }
 
     /// `x (B, H, W, C)` → the image of the level before, in the size of the result that `skips` then ends with.
-    pub(super) fn forward(&self, mut x: Tensor, conditions: &Conditions<'_>, skips: &mut Vec<Tensor>) -> Result<Tensor> {
+    pub(super) fn forward(
+        &self,
+        mut x: Tensor,
+        conditions: &Conditions<'_>,
+        skips: &mut Vec<Tensor>,
+    ) -> Result<Tensor> {
         for (i, block) in self.resnets.iter().enumerate() {
             let skip = skips.pop().ok_or_else(|| Error::shape("SDXLUNet", "more blocks on the way up than down"))?;
             x = run(block, &[&x, &skip], conditions)?;

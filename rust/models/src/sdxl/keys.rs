@@ -140,7 +140,9 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, beside: Option<UNetConfi
         ))
     };
     let size = |key: &str, dim: usize| {
-        shape(key.to_owned()).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| untold(&format!("the size of {key}")))
+        shape(key.to_owned())
+            .and_then(|dims| dims.get(dim).copied())
+            .ok_or_else(|| untold(&format!("the size of {key}")))
     };
     let depth = |block: &str| {
         (0..).take_while(|i| shape(format!("{block}.1.transformer_blocks.{i}.norm1.weight")).is_some()).count()

@@ -132,7 +132,8 @@ impl SDXLUNet {
         let timestep = timestep.reshape(timestep.elem_count())?;
         let time = self.time_embedding.forward(&self.time_sinusoids.forward(&timestep)?)?;
         let ids = conditions.time_ids.reshape(batch * TIME_IDS)?;
-        let sizes = self.size_sinusoids.forward(&ids)?.reshape((batch, TIME_IDS * self.config.addition_time_embed_dim))?;
+        let sizes =
+            self.size_sinusoids.forward(&ids)?.reshape((batch, TIME_IDS * self.config.addition_time_embed_dim))?;
         // As diffusers does, the pooled text meets the f32 sinusoids before both go to the dtype of the weights.
         let added = Tensor::cat(&[&conditions.text_embeds.to_dtype(DType::F32)?, &sizes], 1)?;
         time.add(&self.add_embedding.forward(&added)?)?.silu()

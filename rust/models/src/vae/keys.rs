@@ -8,11 +8,8 @@ use super::VaeConfig;
 use crate::pretrained::{Form, Layout, Part, Place};
 
 /// The autoencoder in pipelines and in original checkpoints, whole ones and those of the autoencoder alone.
-pub(super) const PART: Part = Part {
-    subfolder: "vae",
-    prefixes: &["first_stage_model.", "vae.", ""],
-    probe: "decoder.mid.block_1.conv1.weight",
-};
+pub(super) const PART: Part =
+    Part { subfolder: "vae", prefixes: &["first_stage_model.", "vae.", ""], probe: "decoder.mid.block_1.conv1.weight" };
 
 /// The names in a folder, or those of an original checkpoint with this prefix.
 pub(super) fn layout(prefix: Option<&'static str>, config: &VaeConfig) -> Box<dyn Layout> {

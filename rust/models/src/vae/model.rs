@@ -67,12 +67,7 @@ impl AutoencoderKL {
     ///
     /// # Errors
     /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
-    pub fn load(
-        files: &Pretrained,
-        dtype: Option<DType>,
-        device: &Device,
-        force_upcast: Option<bool>,
-    ) -> Result<Self> {
+    pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device, force_upcast: Option<bool>) -> Result<Self> {
         let config = files.config(&Self::COMPONENT, VaeConfig::from_json, keys::deduce)?;
         let layout = keys::layout(files.prefix(), &config);
         let half = matches!(dtype, None | Some(DType::F16 | DType::BF16));

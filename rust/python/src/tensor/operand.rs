@@ -144,6 +144,15 @@ impl Operand<'_> {
         }
     }
 
+    /// The operand as a tensor; a number becomes f32.
+    pub fn in_f32<T>(&self, device: &tc::Device, apply: impl FnOnce(&tc::Tensor) -> tc::Result<T>) -> tc::Result<T> {
+        match self {
+            Self::Tensor(tensor) => apply(tensor),
+            Self::Array(tensor) => apply(tensor),
+            Self::Number(number) => apply(&tc::Tensor::full(number.value, (), tc::DType::F32, device)?),
+        }
+    }
+
     /// The number of elements, as a measure of work.
     pub fn elem_count(&self) -> usize {
         match self {
