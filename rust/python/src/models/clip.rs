@@ -47,7 +47,7 @@ impl CLIPTextModel {
         subfolder: Option<String>,
         config: Option<FilePath>,
     ) -> Result<Py<Self>> {
-        let request = Request::new(py, path, dtype, device, subfolder, config, &models::CLIPTextModel::COMPONENT)?;
+        let request = Request::new(py, "from_pretrained", path, dtype, device, subfolder, config)?;
         Ok(Self::object(py, request.load(py, &models::CLIPTextModel::COMPONENT, models::CLIPTextModel::load)?)?)
     }
 

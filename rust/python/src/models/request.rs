@@ -22,29 +22,22 @@ pub struct Request {
 }
 
 impl Request {
-    /// The arguments of a call; the name of a model on the Hugging Face hub becomes the folder of its files.
+    /// The arguments of a call of `op`; the name of a model on the Hugging Face hub becomes the folder of its files.
     pub fn new(
         py: Python<'_>,
+        op: &'static str,
         path: FilePath,
         dtype: Option<DTypeArg>,
         device: &str,
         subfolder: Option<String>,
         config: Option<FilePath>,
-        component: &Component,
     ) -> Result<Self> {
-        const OP: &str = "from_pretrained";
-        let (path, config) = (path.get(OP)?, config.map(|config| config.get(OP)).transpose()?);
+        let path = path.get(op)?;
+        let config = config.map(|config| config.get(op)).transpose()?;
         let dtype = dtype.map(|dtype| dtype.0);
-        let (half, mut subfolder) = (dtype == Some(tc::DType::F16), subfolder);
+        let half = dtype == Some(tc::DType::F16);
         let path = match path.to_str() {
-            Some(name) if is_hub_name(name) => {
-                let likeliest = component.parts.iter().map(|part| part.subfolder).take(1).chain([""]);
-                let places = match subfolder.take() {
-                    Some(subfolder) => vec![subfolder],
-                    None => likeliest.map(str::to_owned).collect(),
-                };
-                from_hub(py, name, places, half)?
-            }
+            Some(name) if is_hub_name(name) => from_hub(py, name, subfolder.as_deref(), half)?,
             _ => path,
         };
         Ok(Self { path, choice: Choice { subfolder, config, half }, dtype, device: device::parse(device)? })
@@ -78,7 +71,7 @@ fn parent_exists(path: &Path) -> bool {
     path.parent().is_some_and(Path::is_dir)
 }
 
-fn from_hub(py: Python<'_>, name: &str, subfolders: Vec<String>, half: bool) -> Result<PathBuf> {
+fn from_hub(py: Python<'_>, name: &str, subfolder: Option<&str>, half: bool) -> Result<PathBuf> {
     let hub = py.import("trainable_candle.hub")?;
-    Ok(hub.call_method1("download", (name, subfolders, half))?.extract()?)
+    Ok(hub.call_method1("download", (name, subfolder, half))?.extract()?)
 }

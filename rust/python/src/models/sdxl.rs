@@ -45,7 +45,7 @@ impl SDXLUNet {
         subfolder: Option<String>,
         config: Option<FilePath>,
     ) -> Result<Py<Self>> {
-        let request = Request::new(py, path, dtype, device, subfolder, config, &models::SDXLUNet::COMPONENT)?;
+        let request = Request::new(py, "from_pretrained", path, dtype, device, subfolder, config)?;
         Ok(Self::object(py, request.load(py, &models::SDXLUNet::COMPONENT, models::SDXLUNet::load)?)?)
     }
 
