@@ -14,6 +14,7 @@ from typing_extensions import disjoint_base
 __all__ = [
     "__version__",
     "build_profile",
+    "Adafactor",
     "Adam",
     "Adam8bit",
     "AdamW",
@@ -21,15 +22,20 @@ __all__ = [
     "Adapter",
     "AdapterSet",
     "DType",
+    "DiffusionObjective",
     "DigitsTransformer",
+    "EMA",
     "FlowMatching",
     "GradScaler",
     "Lion",
     "Lion8bit",
     "LoraConfig",
     "Model",
+    "NoiseSchedule",
+    "NoisedLatents",
     "Optimizer",
     "SGD",
+    "Sampler",
     "Schedule",
     "Tensor",
     "Var",
@@ -37,6 +43,7 @@ __all__ = [
     "available_bytes",
     "cat",
     "checkpoint",
+    "classifier_free_guidance",
     "clip_grad_norm_",
     "conv2d",
     "cross_entropy",
@@ -99,6 +106,40 @@ Cargo profile of this build, `"release"` or `"debug"`.
 """
 
 @final
+class Adafactor(Optimizer):
+    """
+    Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from
+    those of its rows and columns.
+
+    Args:
+        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        lr: bound of the relative step size, at least 0: step t moves a variable by min(lr, 1 / sqrt(t)) of its root mean
+            square.
+        beta2_decay: at most 0; the second moments take the square of gradient t with weight t**beta2_decay.
+        eps: root of the least second moment (None for the precision of the dtype), and the least root mean square of a
+            variable.
+        d: at least 1; the root mean square of an update is clipped to it.
+        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = ...,
+        beta2_decay: SupportsFloat | SupportsIndex = ...,
+        eps: tuple[SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex] = ...,
+        d: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        *,
+        maximize: bool = ...,
+    ) -> Adafactor: ...
+
+@final
 class Adam(Optimizer):
     """
     Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.
@@ -120,13 +161,13 @@ class Adam(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        amsgrad: bool = False,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        amsgrad: bool = ...,
         *,
-        maximize: bool = False,
+        maximize: bool = ...,
     ) -> Adam: ...
 
 @final
@@ -150,12 +191,12 @@ class Adam8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
         *,
-        min_8bit_size: SupportsIndex = 4096,
+        min_8bit_size: SupportsIndex = ...,
     ) -> Adam8bit: ...
 
 @final
@@ -180,13 +221,13 @@ class AdamW(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
-        amsgrad: bool = False,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        amsgrad: bool = ...,
         *,
-        maximize: bool = False,
+        maximize: bool = ...,
     ) -> AdamW: ...
 
 @final
@@ -210,12 +251,12 @@ class AdamW8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
         *,
-        min_8bit_size: SupportsIndex = 4096,
+        min_8bit_size: SupportsIndex = ...,
     ) -> AdamW8bit: ...
 
 @final
@@ -228,8 +269,9 @@ class Adapter:
         weight: the layer's frozen weight, (out_features, in_features).
         bias: the layer's frozen bias, (out_features,).
         rank: rank of the low-rank product, at least 1.
-        scale: factor in front of it.
+        alpha: the factor in front of it is alpha / rank.
         dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
+        rslora: make that factor alpha / sqrt(rank).
 
     Raises:
         ArgumentError: if the kind is unknown, or a number is out of range.
@@ -242,8 +284,9 @@ class Adapter:
         weight: Tensor,
         bias: Tensor | None,
         rank: SupportsIndex,
-        scale: SupportsFloat | SupportsIndex,
+        alpha: SupportsFloat | SupportsIndex,
         dropout: SupportsFloat | SupportsIndex = 0.0,
+        rslora: bool = False,
     ) -> Adapter: ...
     def forward(self, /, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """
@@ -281,7 +324,7 @@ class AdapterSet:
         """
         The configuration.
         """
-    def load(self, /, path: str | PathLike[str]) -> None:
+    def load(self, /, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
         Read the parameters of an adapter file with the same layers, ranks and alphas.
 
@@ -300,7 +343,7 @@ class AdapterSet:
     def save(
         self,
         /,
-        path: str | PathLike[str],
+        path: str | bytes | PathLike[str] | PathLike[bytes],
         format: str = "peft",
         metadata: dict[str, str] | None = None,
     ) -> None:
@@ -365,6 +408,119 @@ class DType:
         """
 
 @final
+class DiffusionObjective:
+    """
+    The objective of diffusion models such as SDXL: predict the noise, or the velocity, of latents under noise.
+
+    Args:
+        schedule: how the model was trained.
+        timesteps: how timesteps are drawn: "uniform" or "logit_normal" (arXiv:2403.03206).
+        logit_mean: mean of the normal behind "logit_normal"; positive favours noise.
+        logit_std: its deviation, above 0.
+        shift: moves timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
+        min_timestep: the first timestep that is drawn.
+        max_timestep: the timestep after the last that is drawn; None stands for all.
+        min_snr_gamma: weighs timesteps by min(SNR, gamma) / SNR, or / (SNR + 1) for velocities (arXiv:2303.09556); 5 is the
+            paper's, None weighs nothing.
+        noise_offset: this much noise that is the same over each channel of each example, 0 or up to about 0.1.
+        loss: of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the same divided by delta).
+        huber_delta: where the Huber losses turn from squares to lines, above 0.
+        huber_schedule: how that depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
+            "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
+        device: where latents will be.
+
+    Raises:
+        ArgumentError: if a name is unknown, a number is out of range, or the schedule ends in noise alone and the model
+            predicts noise.
+    """
+    def __new__(
+        cls,
+        /,
+        schedule: NoiseSchedule,
+        *,
+        timesteps: str = "uniform",
+        logit_mean: SupportsFloat | SupportsIndex = 0.0,
+        logit_std: SupportsFloat | SupportsIndex = 1.0,
+        shift: SupportsFloat | SupportsIndex = 1.0,
+        min_timestep: SupportsIndex = 0,
+        max_timestep: SupportsIndex | None = None,
+        min_snr_gamma: SupportsFloat | SupportsIndex | None = None,
+        noise_offset: SupportsFloat | SupportsIndex = 0.0,
+        loss: str = "mse",
+        huber_delta: SupportsFloat | SupportsIndex = 0.1,
+        huber_schedule: str = "constant",
+        device: str = "cpu",
+    ) -> DiffusionObjective: ...
+    def loss(
+        self,
+        /,
+        prediction: Tensor,
+        noised: NoisedLatents,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """
+        The loss of a prediction: the mean over the batch of each example's mean loss, times the weights.
+
+        Args:
+            prediction: what the model said of `noised.sample` at `noised.timesteps`.
+            noised: from `noise`, `noise_at` or `validation_noise`.
+            mask: (B, 1, ...) in the size of the latents, 0 or more: how much each place counts beside the other places of its
+                example. It is divided by its mean over the example, so what it shows counts the same large or small; an
+                example whose mask is 0 everywhere counts nothing.
+            weights: (B,), how much each example counts (the prior's weight for regularisation images).
+
+        Returns:
+            One element, f32.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if something does not fit.
+        """
+    def noise(self, /, latents: Tensor) -> NoisedLatents:
+        """
+        Put noise on latents, each example at a timestep of its own, from the library's generator.
+
+        Args:
+            latents: (B, C, ...).
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if the latents are not such.
+        """
+    def noise_at(self, /, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisedLatents:
+        """
+        Put given noise on latents at given timesteps.
+
+        Args:
+            latents: (B, C, ...).
+            noise: in the shape of the latents.
+            timesteps: (B,), integers.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if the three do not fit together.
+            IndexOutOfRangeError: if there is no such timestep.
+        """
+    def validation_noise(
+        self,
+        /,
+        latents: Tensor,
+        examples: SupportsGetItem[int, SupportsIndex],
+        seed: SupportsIndex = 0,
+    ) -> NoisedLatents:
+        """
+        Put noise on latents for a validation loss: an example has the same noise and the same timestep every time, whatever batch
+        it is in, and the library's generator stays where it is. Timesteps are spread evenly: any run of numbers covers
+        the range.
+
+        Args:
+            latents: (B, C, ...).
+            examples: a number for each, from 0.
+            seed: another one gives other noise.
+
+        Raises:
+            ShapeError: if there is not a number for each example.
+        """
+
+@final
 class DigitsTransformer(Model):
     """
     The demo's image generator: a flow-matching diffusion transformer over pictures of handwritten digits.
@@ -404,18 +560,20 @@ class DigitsTransformer(Model):
         cls,
         /,
         *,
-        sample_size: SupportsIndex = 8,
-        patch_size: SupportsIndex = 2,
-        num_layers: SupportsIndex = 3,
-        num_attention_heads: SupportsIndex = 3,
-        attention_head_dim: SupportsIndex = 32,
-        mlp_ratio: SupportsIndex = 3,
-        num_classes: SupportsIndex = 10,
+        sample_size: SupportsIndex = ...,
+        patch_size: SupportsIndex = ...,
+        num_layers: SupportsIndex = ...,
+        num_attention_heads: SupportsIndex = ...,
+        attention_head_dim: SupportsIndex = ...,
+        mlp_ratio: SupportsIndex = ...,
+        num_classes: SupportsIndex = ...,
         device: str = "cpu",
     ) -> DigitsTransformer: ...
     @staticmethod
     def from_pretrained(
-        path: str | PathLike[str], dtype: DType | str | None = None, device: str = "cpu"
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
     ) -> DigitsTransformer:
         """
         The frozen model at `path`: a folder with `config.json` and safetensors weights, or a weight file beside its
@@ -429,6 +587,80 @@ class DigitsTransformer(Model):
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration is another model's or does not fit the weights.
+        """
+
+@final
+class EMA:
+    """
+    The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer; inside `with ema:` the
+    adapter computes with the averages, and is saved as them.
+
+    Args:
+        adapter: what `add_adapter` returned.
+        decay: how much of the average stays at each update, in [0, 1).
+        warmup: use min(decay, (1 + n) / (10 + n)) after n updates, so that the start is soon forgotten.
+
+    Raises:
+        ArgumentError: if the decay is out of range.
+        DTypeError: if the parameters are not f32.
+    """
+    def __enter__(self, /) -> EMA: ...
+    def __exit__(self, /, *exception: object) -> None: ...
+    def __new__(
+        cls,
+        /,
+        adapter: AdapterSet,
+        decay: SupportsFloat | SupportsIndex = 0.999,
+        warmup: bool = True,
+    ) -> EMA: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def decay(self, /) -> float:
+        """
+        How much of the average the next update keeps.
+        """
+    @property
+    def is_swapped_in(self, /) -> bool:
+        """
+        Whether the averages are in the place of the parameters.
+        """
+    def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
+        """
+        Take over the state of an adapter with the same shapes.
+
+        Raises:
+            ConfigError: if an entry is missing or not expected. Nothing is changed then.
+            ShapeError, DTypeError: if one differs. Nothing is changed then.
+        """
+    def state_dict(self, /) -> dict[str, Tensor]:
+        """
+        A copy of the state: `INDEX.average` for the parameter with that index, `updates` (i64).
+        """
+    def swap_in(self, /) -> None:
+        """
+        Put the averages in the place of the parameters.
+
+        Raises:
+            ArgumentError: if they are there.
+        """
+    def swap_out(self, /) -> None:
+        """
+        Put the parameters back, bit for bit.
+
+        Raises:
+            ArgumentError: if they are in their place.
+        """
+    def update(self, /) -> None:
+        """
+        Move the averages towards the parameters.
+
+        Raises:
+            ArgumentError: while the averages are in the place of the parameters.
+        """
+    @property
+    def updates(self, /) -> int:
+        """
+        How often `update` was called.
         """
 
 @final
@@ -515,7 +747,7 @@ class GradScaler:
         init_scale: SupportsFloat | SupportsIndex = 65536.0,
         growth_factor: SupportsFloat | SupportsIndex = 2.0,
         backoff_factor: SupportsFloat | SupportsIndex = 0.5,
-        growth_interval: SupportsIndex = 2000,
+        growth_interval: SupportsIndex = ...,
         enabled: bool = True,
     ) -> GradScaler: ...
     def get_scale(self, /) -> float:
@@ -582,9 +814,9 @@ class Lion(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-4,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
     ) -> Lion: ...
 
 @final
@@ -607,11 +839,11 @@ class Lion8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-4,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
         *,
-        min_8bit_size: SupportsIndex = 4096,
+        min_8bit_size: SupportsIndex = ...,
     ) -> Lion8bit: ...
 
 @final
@@ -639,10 +871,10 @@ class LoraConfig:
     def __new__(
         cls,
         /,
-        r: SupportsIndex = 8,
+        r: SupportsIndex = ...,
         lora_alpha: SupportsFloat | SupportsIndex = 8.0,
-        target_modules: str | SupportsGetItem[int, str] | None = None,
-        exclude_modules: str | SupportsGetItem[int, str] | None = None,
+        target_modules: str | Sequence[str] | None = None,
+        exclude_modules: str | Sequence[str] | None = None,
         lora_dropout: SupportsFloat | SupportsIndex = 0.0,
         use_dora: bool = False,
         use_rslora: bool = False,
@@ -729,7 +961,10 @@ class Model:
             ArgumentError: if the policy is unknown.
         """
     def load_adapter(
-        self, /, path: str | PathLike[str], scale: SupportsFloat | SupportsIndex = 1.0
+        self,
+        /,
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        scale: SupportsFloat | SupportsIndex = 1.0,
     ) -> AdapterSet:
         """
         Put the adapters of a file on the model, their effect multiplied by `scale`.
@@ -758,7 +993,7 @@ class Model:
         """
         Take the adapters off, merged or not; the model computes exactly what it did before them.
         """
-    def save_pretrained(self, /, folder: str | PathLike[str]) -> None:
+    def save_pretrained(self, /, folder: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
         Write `config.json` and `model.safetensors` to a folder, adapters left out.
 
@@ -771,6 +1006,102 @@ class Model:
 
         Raises:
             ArgumentError: if the model has no adapter.
+        """
+
+@final
+class NoiseSchedule:
+    """
+    How much noise a diffusion model was trained with at each timestep. Names are diffusers', defaults SDXL's.
+
+    Args:
+        beta_schedule: how the variances of the added noise grow: "linear", "scaled_linear" or "squaredcos_cap_v2".
+        beta_start: that of the first timestep, in (0, 1).
+        beta_end: that of the last timestep, in (0, 1).
+        num_train_timesteps: the number of timesteps, at least 2.
+        prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
+            sqrt(a) * noise - sqrt(1 - a) * data; arXiv:2202.00512).
+        rescale_betas_zero_snr: move the schedule so that the last timestep is noise alone (arXiv:2305.08891).
+        timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
+        steps_offset: added to the timesteps of the leading spacing.
+
+    Raises:
+        ArgumentError: if a name is unknown or a number out of range.
+    """
+    def __new__(
+        cls,
+        /,
+        beta_schedule: str = "scaled_linear",
+        beta_start: SupportsFloat | SupportsIndex = 0.00085,
+        beta_end: SupportsFloat | SupportsIndex = 0.012,
+        num_train_timesteps: SupportsIndex = 1000,
+        prediction_type: str = "epsilon",
+        rescale_betas_zero_snr: bool = False,
+        timestep_spacing: str = "leading",
+        steps_offset: SupportsIndex = 1,
+    ) -> NoiseSchedule: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def alphas_cumprod(self, /) -> list[float]:
+        """
+        The share a of the data in the variance of the noised data, for each timestep.
+        """
+    @staticmethod
+    def from_pretrained(path: str | PathLike[str]) -> NoiseSchedule:
+        """
+        Read a diffusers configuration; what it lacks is SDXL's.
+
+        Args:
+            path: `scheduler_config.json`, its folder, or the folder of a model that has it in `scheduler`.
+
+        Raises:
+            MissingFileError: if there is no such file.
+            ConfigError, ArgumentError: if an entry is wrong.
+        """
+    @property
+    def num_train_timesteps(self, /) -> int:
+        """
+        The number of timesteps.
+        """
+    @property
+    def prediction_type(self, /) -> str:
+        """
+        What the model predicts: "epsilon" or "v_prediction".
+        """
+    @property
+    def rescale_betas_zero_snr(self, /) -> bool:
+        """
+        Whether the last timestep is noise alone.
+        """
+    @property
+    def sigmas(self, /) -> list[float]:
+        """
+        sqrt((1 - a) / a) for each timestep: the noise to a unit of data.
+        """
+    @property
+    def timestep_spacing(self, /) -> str:
+        """
+        How samplers pick timesteps.
+        """
+
+@final
+class NoisedLatents:
+    """
+    A batch under noise: what the model sees, and what it should say.
+    """
+    @property
+    def sample(self, /) -> Tensor:
+        """
+        The latents under noise, in their shape and dtype.
+        """
+    @property
+    def target(self, /) -> Tensor:
+        """
+        What the model should predict, in the shape of the latents, f32.
+        """
+    @property
+    def timesteps(self, /) -> Tensor:
+        """
+        The timestep of each example: (B,), i64.
         """
 
 @disjoint_base
@@ -794,7 +1125,7 @@ class Optimizer:
         Take over the states of an optimizer of the same kind over variables of the same shapes.
 
         Raises:
-            ConfigError: if states are missing or not expected. Nothing is changed then.
+            ConfigError: if they are of another kind, or states are missing or not expected. Nothing is changed then.
             ShapeError, DTypeError: if one differs. Nothing is changed then.
         """
     @property
@@ -816,7 +1147,7 @@ class Optimizer:
         """
         A copy of all states: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
         `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
-        learning rate of each group.
+        learning rate of each group, `kind` (u8) with the optimizer's name in ASCII.
         """
     def step(self, /) -> None:
         """
@@ -849,14 +1180,82 @@ class SGD(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        momentum: SupportsFloat | SupportsIndex = 0.0,
-        dampening: SupportsFloat | SupportsIndex = 0.0,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        nesterov: bool = False,
+        lr: SupportsFloat | SupportsIndex = ...,
+        momentum: SupportsFloat | SupportsIndex = ...,
+        dampening: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        nesterov: bool = ...,
         *,
-        maximize: bool = False,
+        maximize: bool = ...,
     ) -> SGD: ...
+
+@final
+class Sampler:
+    """
+    One run of a diffusion model from noise to data.
+
+    Args:
+        schedule: how the model was trained.
+        steps: calls of the model, at least 1.
+        kind: "euler" (diffusers' EulerDiscreteScheduler) or "dpmpp_2m" (DPM-Solver++ of second order, arXiv:2211.01095;
+            diffusers' DPMSolverMultistepScheduler).
+        karras_sigmas: space noise levels as in arXiv:2206.00364, equation 5.
+
+    Raises:
+        ArgumentError: if the kind is unknown, or there are no steps or more than the schedule has timesteps.
+    """
+    def __new__(
+        cls,
+        /,
+        schedule: NoiseSchedule,
+        steps: SupportsIndex,
+        kind: str = "euler",
+        karras_sigmas: bool = False,
+    ) -> Sampler: ...
+    def init_noise(self, /, noise: Tensor) -> Tensor:
+        """
+        What the run starts from, f32.
+
+        Args:
+            noise: standard normal values.
+        """
+    def scale_input(self, /, x: Tensor, i: SupportsIndex) -> Tensor:
+        """
+        The sample as the model wants to see it.
+
+        Args:
+            x: the sample at step `i`.
+            i: the step, from 0.
+
+        Raises:
+            ArgumentError: if there is no such step.
+        """
+    @property
+    def sigmas(self, /) -> list[float]:
+        """
+        The noise to a unit of data at each step, and 0 after the last.
+        """
+    def step(self, /, model_output: Tensor, i: SupportsIndex, x: Tensor) -> Tensor:
+        """
+        Go on to the next noise level. Steps are taken in order; step 0 starts the run again.
+
+        Args:
+            model_output: what the model said of the scaled sample.
+            i: the step, from 0.
+            x: the sample at step `i`.
+
+        Returns:
+            The sample at step `i + 1`, f32.
+
+        Raises:
+            ArgumentError: if it is not the turn of step `i`.
+            ShapeError: if the model's output is not like the sample.
+        """
+    @property
+    def timesteps(self, /) -> list[float]:
+        """
+        What the model is told at each step.
+        """
 
 @final
 class Schedule:
@@ -868,7 +1267,7 @@ class Schedule:
         kind: "constant", "linear", "cosine" or "polynomial".
         warmup_steps: steps of the warm-up.
         total_steps: steps of the training, warm-up included.
-        cycles: waves of the cosine; half a one goes from 1 to 0.
+        num_cycles: waves of the cosine; half a one goes from 1 to 0.
         end: the last factor of the polynomial, in [0, 1).
         power: the power of the polynomial, above 0.
 
@@ -879,10 +1278,10 @@ class Schedule:
         cls,
         /,
         kind: str,
-        warmup_steps: SupportsIndex = 0,
-        total_steps: SupportsIndex = 0,
+        warmup_steps: SupportsIndex = ...,
+        total_steps: SupportsIndex = ...,
         *,
-        cycles: SupportsFloat | SupportsIndex = 0.5,
+        num_cycles: SupportsFloat | SupportsIndex = 0.5,
         end: SupportsFloat | SupportsIndex = 0.0,
         power: SupportsFloat | SupportsIndex = 1.0,
     ) -> Schedule: ...
@@ -957,6 +1356,10 @@ class Tensor:
     def __pos__(self, /) -> Tensor: ...
     def __pow__(self, exponent: object, modulo: object = None, /) -> Tensor: ...
     def __radd__(self, other: object, /) -> Tensor: ...
+    def __reduce__(self, /) -> tuple[Any, tuple[NDArray[Any], str, str]]:
+        """
+        Pickles and copies hold the values: a variable becomes a variable without a gradient, any other tensor a constant.
+        """
     def __repr__(self, /) -> str: ...
     def __rmatmul__(self, other: object, /) -> Tensor: ...
     def __rmul__(self, other: object, /) -> Tensor: ...
@@ -1005,7 +1408,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
+    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = ...) -> list[Tensor]:
         """
         Views of `chunks` parts along `dim`, the last possibly smaller.
 
@@ -1082,7 +1485,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def flatten(self, /, start_dim: SupportsIndex = 0, end_dim: SupportsIndex = ...) -> Tensor:
+    def flatten(self, /, start_dim: SupportsIndex = ..., end_dim: SupportsIndex = ...) -> Tensor:
         """
         Dimensions `start_dim` to `end_dim` made one.
 
@@ -1160,7 +1563,9 @@ class Tensor:
             IndexOutOfRangeError: if the dimension is out of range.
             DTypeError: if the tensor is not floating point.
         """
-    def logsumexp(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def logsumexp(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The logarithm of the sum of exponentials, without overflow.
 
@@ -1190,7 +1595,9 @@ class Tensor:
             ShapeError: if the shapes do not fit.
             DTypeError: if the dtypes differ or are not floating point.
         """
-    def max(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def max(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The largest element. Over one dimension the first of equal elements gets the gradient; over several or all they
         share it.
@@ -1212,7 +1619,9 @@ class Tensor:
             ShapeError: if the shapes do not broadcast.
             DTypeError: if the dtypes differ.
         """
-    def mean(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def mean(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The mean.
 
@@ -1224,7 +1633,9 @@ class Tensor:
             IndexOutOfRangeError: if a dimension is out of range.
            DTypeError: if the tensor is not floating point.
         """
-    def min(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def min(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The smallest element, with gradients as in `max`.
 
@@ -1363,8 +1774,8 @@ class Tensor:
     def split(
         self,
         /,
-        split_size_or_sections: SupportsIndex | SupportsGetItem[int, SupportsIndex],
-        dim: SupportsIndex = 0,
+        split_size_or_sections: SupportsIndex | Sequence[SupportsIndex],
+        dim: SupportsIndex = ...,
     ) -> list[Tensor]:
         """
         Views of parts along `dim`.
@@ -1392,14 +1803,16 @@ class Tensor:
         Raises:
             DTypeError: if the tensor is not floating point.
         """
-    def squeeze(self, /, dim: int | Sequence[int] | None = None) -> Tensor:
+    def squeeze(self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None) -> Tensor:
         """
         Without the dimensions of size 1: all, or those among `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
         """
-    def sum(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def sum(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The sum. Integers and masks sum to i64.
 
@@ -1461,7 +1874,7 @@ class Tensor:
     def var(
         self,
         /,
-        dim: int | Sequence[int] | None = None,
+        dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
         keepdim: bool = False,
         *,
         correction: SupportsFloat | SupportsIndex = 1.0,
@@ -1550,7 +1963,7 @@ def available_bytes() -> int | None:
     Bytes of host memory that can still be allocated, where the system tells.
     """
 
-def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
+def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
     """
     Tensors one after the other along `dim`; all other sizes must agree.
 
@@ -1582,6 +1995,24 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
         Whatever the function raises.
     """
 
+def classifier_free_guidance(
+    negative: Tensor, positive: Tensor, scale: SupportsFloat | SupportsIndex
+) -> Tensor:
+    """
+    Guide a model's output away from what it says for a negative prompt (arXiv:2207.12598).
+
+    Args:
+        negative: its output for the negative prompt.
+        positive: its output for the prompt.
+        scale: 1 is the prompt alone.
+
+    Returns:
+        negative + scale * (positive - negative).
+
+    Raises:
+        ShapeError, DTypeError: if the outputs differ.
+    """
+
 def clip_grad_norm_(
     parameters: Iterable[Var] | Mapping[str, Var],
     max_norm: SupportsFloat | SupportsIndex,
@@ -1609,10 +2040,10 @@ def conv2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
-    padding: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
-    dilation: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
-    groups: SupportsIndex = 1,
+    stride: SupportsIndex | Sequence[SupportsIndex] = ...,
+    padding: SupportsIndex | Sequence[SupportsIndex] = ...,
+    dilation: SupportsIndex | Sequence[SupportsIndex] = ...,
+    groups: SupportsIndex = ...,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -1668,7 +2099,7 @@ def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = 0.5, training: boo
 
     Args:
         input: any shape.
-        p: the probability, in [0, 1).
+        p: the probability, in [0, 1].
         training: whether to do anything.
 
     Raises:
@@ -1728,7 +2159,7 @@ def from_dlpack(data: Any) -> Tensor:
     """
 
 def full(
-    shape: int | Sequence[int],
+    shape: SupportsIndex | Sequence[SupportsIndex],
     value: Tensor | float | int,
     dtype: DType | str | None = None,
     device: str = "cpu",
@@ -1743,6 +2174,7 @@ def full(
         device: the device.
 
     Raises:
+        ArgumentError, DTypeError: if an integer dtype does not hold the value.
         OutOfMemoryError: if it does not fit.
     """
 
@@ -1773,7 +2205,7 @@ def get_rng_state() -> tuple[int, int]:
 
 def grad(
     loss: Tensor,
-    inputs: Tensor | SupportsGetItem[int, Tensor],
+    inputs: Tensor | Sequence[Tensor],
     gradient: Tensor | None = None,
     retain_graph: bool = False,
 ) -> list[Tensor | None]:
@@ -1796,7 +2228,7 @@ def grad(
 
 def gradcheck(
     function: Callable[..., Any],
-    inputs: Tensor | SupportsGetItem[int, Tensor],
+    inputs: Tensor | Sequence[Tensor],
     eps: SupportsFloat | SupportsIndex = 1e-6,
     atol: SupportsFloat | SupportsIndex = 1e-5,
     rtol: SupportsFloat | SupportsIndex = 1e-3,
@@ -1928,7 +2360,7 @@ def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 def layer_norm(
     input: Tensor,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: SupportsFloat | SupportsIndex = 1e-5,
@@ -1963,7 +2395,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
-def load_file(path: str | PathLike[str], device: str = "cpu") -> dict[str, Tensor]:
+def load_file(
+    path: str | bytes | PathLike[str] | PathLike[bytes], device: str = "cpu"
+) -> dict[str, Tensor]:
     """
     Read a safetensors file.
 
@@ -1980,7 +2414,9 @@ def load_file(path: str | PathLike[str], device: str = "cpu") -> dict[str, Tenso
     """
 
 def load_model(
-    path: str | PathLike[str], dtype: DType | str | None = None, device: str = "cpu"
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    dtype: DType | str | None = None,
+    device: str = "cpu",
 ) -> Model:
     """
     Load the model at `path`, frozen, whatever kind its `config.json` says it is.
@@ -2086,7 +2522,10 @@ def rand(
     """
 
 def randint(
-    low: SupportsIndex, high: SupportsIndex, shape: int | Sequence[int], device: str = "cpu"
+    low: SupportsIndex,
+    high: SupportsIndex,
+    shape: SupportsIndex | Sequence[SupportsIndex],
+    device: str = "cpu",
 ) -> Tensor:
     """
     Integers in [low, high) from the library's generator (`manual_seed`), i64.
@@ -2120,7 +2559,7 @@ def randn(
 
 def rms_norm(
     input: Tensor,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
     eps: SupportsFloat | SupportsIndex = 1e-6,
 ) -> Tensor:
@@ -2152,7 +2591,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     """
 
 def save_file(
-    tensors: dict[str, Tensor], path: str | PathLike[str], metadata: dict[str, str] | None = None
+    tensors: dict[str, Tensor],
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    metadata: dict[str, str] | None = None,
 ) -> None:
     """
     Write tensors to a safetensors file, complete or not at all.

@@ -40,6 +40,11 @@ class Item:
     mask: str
     """`off`, `file` or `alpha`."""
 
+    @property
+    def seed(self) -> int:
+        """For what is random about the picture: the same in whatever company it is."""
+        return int(self.picture.digest[:8], 16)
+
 
 @dataclass(frozen=True)
 class View:
@@ -150,8 +155,8 @@ class Dataset:
             )
         found = {
             caption: None
-            for number, item in enumerate(self.items)
-            for caption in self._maker.possible(item.picture.caption, item.trigger, number)
+            for item in self.items
+            for caption in self._maker.possible(item.picture.caption, item.trigger, item.seed)
         }
         return list(found)
 
@@ -206,7 +211,7 @@ class Dataset:
             views.append(variants[side % len(variants)])
             item = self.items[number]
             captions.append(
-                self._maker.use(item.picture.caption, item.trigger, number, index, place)
+                self._maker.use(item.picture.caption, item.trigger, item.seed, index, place)
             )
         return self._batch(index, views, captions)
 
@@ -231,9 +236,10 @@ class Dataset:
 
     def _variants(self, number: int, crop: int) -> list[View]:
         """The views of one cut: as it is and, if asked for, mirrored."""
-        fit = self.items[number].fit
+        item = self.items[number]
+        fit = item.fit
         if self.options.crop == "random":
-            rng = np.random.default_rng([self._seed, number, crop, _CROP_STREAM])
+            rng = np.random.default_rng([self._seed, item.seed, crop, _CROP_STREAM])
             left, top = fit.box(rng.random(), rng.random())
         else:
             left, top = fit.box()

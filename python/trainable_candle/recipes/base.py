@@ -147,7 +147,7 @@ class Recipe(Protocol):
         """
 
     @classmethod
-    def load(cls, weights: Path, dtype: str, device: str) -> Self:
+    def load(cls, weights: Path, dtype: str | None, device: str) -> Self:
         """Load the model.
 
         Raises:

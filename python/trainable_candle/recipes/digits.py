@@ -117,7 +117,7 @@ class DigitsRecipe:
         return Estimate({"training": items})
 
     @classmethod
-    def load(cls, weights: Path, dtype: str, device: str) -> Self:
+    def load(cls, weights: Path, dtype: str | None, device: str) -> Self:
         """Load the model from a folder of `config.json` and `model.safetensors`.
 
         Raises:
@@ -187,7 +187,7 @@ class DigitsRecipe:
         Raises:
             OSError: the file cannot be written.
         """
-        adapters.sets[""].save(path, format=config.format or "peft", metadata=metadata)
+        adapters.save(path, config, metadata)
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
         """Put the adapter of a file on the model.

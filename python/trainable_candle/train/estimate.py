@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -160,11 +161,31 @@ def adapter_items(
 
 
 def _parameter_sizes(shape: tuple[int, ...], config: TrainConfig) -> list[int]:
+    """Elements of each parameter of one layer's adapter."""
     out_features, in_features, *kernel = shape
-    area = kernel[0] * kernel[1] if kernel else 1
-    rank = min(config.rank, out_features, in_features * area) if kernel else config.rank
-    sizes = [rank * in_features * area, rank * out_features]
-    return [*sizes, out_features] if config.adapter == "dora" else sizes
+    area = math.prod(kernel)
+    low_rank = [config.rank * in_features * area, config.rank * out_features]
+    if config.adapter == "dora":
+        return [*low_rank, out_features]
+    if config.adapter == "loha":
+        return 2 * low_rank
+    if config.adapter == "lokr":
+        return _kronecker_sizes(out_features, in_features, area, config.rank)
+    return low_rank
+
+
+def _kronecker_sizes(out_features: int, in_features: int, area: int, rank: int) -> list[int]:
+    out_small, in_small = _divisor(out_features), _divisor(in_features)
+    out_large, in_large = out_features // out_small, in_features // in_small
+    small = out_small * in_small
+    if 2 * rank < max(out_large, in_large):
+        return [small, out_large * rank, rank * in_large * area]
+    return [small, out_large * in_large * area]
+
+
+def _divisor(size: int) -> int:
+    """The largest divisor up to the root."""
+    return next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
 
 
 def _state_bytes(size: int, optimizer: str) -> int:

@@ -8,6 +8,7 @@ pub mod clip;
 pub mod digits;
 mod fields;
 pub mod layers;
+mod outline;
 pub mod pretrained;
 pub mod registry;
 pub mod sdxl;
@@ -15,6 +16,7 @@ pub mod vae;
 
 pub use clip::CLIPTextModel;
 pub use digits::DigitsTransformer;
+pub use outline::outlines;
 pub use pretrained::{Choice, Pretrained, save_checkpoint, save_pretrained};
 pub use registry::{Model, load};
 pub use sdxl::SDXLUNet;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{DType, Device, Error, Result};
-use trainable_candle_io::WeightFiles;
+use trainable_candle_io::{PartNames, WeightFiles};
 use trainable_candle_nn::Module;
 
 use crate::clip::CLIPTextModel;
@@ -34,6 +34,11 @@ pub trait Model: Module + Send + Sync {
 
     /// Where its files are in pipelines and checkpoints.
     fn component(&self) -> Component;
+
+    /// What other tools call it and its layers in adapter files.
+    fn adapter_names(&self) -> PartNames {
+        PartNames::default()
+    }
 
     /// The names of its parameters in a folder, or in an original checkpoint where they begin with `prefix`: in `files`, if such a
     /// checkpoint is there already.

@@ -3,6 +3,7 @@
 mod config;
 pub mod keys;
 mod layers;
+pub mod lora_keys;
 mod model;
 
 pub use config::{Activation, CLIPTextConfig};

@@ -5,11 +5,11 @@ use std::sync::{Arc, PoisonError, RwLock};
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
-use trainable_candle_io::WeightFiles;
+use trainable_candle_io::{PartNames, WeightFiles};
 use trainable_candle_nn::{Init, LayerNorm, Linear, Module, Visitor, Weights};
 
 use super::layers::EncoderLayer;
-use super::{CLIPTextConfig, keys};
+use super::{CLIPTextConfig, keys, lora_keys};
 use crate::pretrained::{Component, Layout, Pretrained};
 use crate::registry::{Model, json_text};
 
@@ -210,6 +210,10 @@ impl Model for CLIPTextModel {
 
     fn component(&self) -> Component {
         Self::COMPONENT
+    }
+
+    fn adapter_names(&self) -> PartNames {
+        lora_keys::names(&self.config)
     }
 
     fn layout(&self, prefix: Option<&'static str>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {

@@ -3,6 +3,7 @@
 mod blocks;
 mod config;
 pub mod keys;
+pub mod lora_keys;
 mod model;
 
 pub use config::UNetConfig;

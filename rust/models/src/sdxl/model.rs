@@ -4,12 +4,12 @@ use std::sync::{PoisonError, RwLock};
 
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
-use trainable_candle_io::WeightFiles;
+use trainable_candle_io::{PartNames, WeightFiles};
 use trainable_candle_nn::{Conv2d, GroupNorm, Module, Visitor, Weights};
 
 use super::blocks::{Conditions, DownBlock, MidBlock, UpBlock};
 use super::config::TIME_IDS;
-use super::{UNetConfig, keys};
+use super::{UNetConfig, keys, lora_keys};
 use crate::layers::{Sinusoids, TimestepEmbedding, conv3x3};
 use crate::pretrained::{Component, Layout, Pretrained};
 use crate::registry::{Model, json_text};
@@ -204,6 +204,10 @@ impl Model for SDXLUNet {
 
     fn component(&self) -> Component {
         Self::COMPONENT
+    }
+
+    fn adapter_names(&self) -> PartNames {
+        lora_keys::names(&self.config)
     }
 
     fn layout(&self, prefix: Option<&'static str>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {

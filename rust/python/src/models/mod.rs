@@ -96,17 +96,21 @@ impl Model {
     ///     ConfigError: if no layer matches, or one has an adapter already.
     fn add_adapter(&self, py: Python<'_>, config: &LoraConfig) -> Result<Py<AdapterSet>> {
         let config = config.inner();
-        self.adapter.attach(py, || Set::attach(config, &self.model.named_layers()))
+        self.adapter.attach(py, &self.model, || Set::attach(config, &self.model.named_layers()))
     }
 
-    /// Put the adapters of a file on the model, their effect multiplied by `scale`.
+    /// Put the adapters of a file on the model, their effect multiplied by `scale`: of a file in any of the formats of
+    /// `AdapterSet.save`, by whatever tool. Its adapters for other parts of a pipeline are left out.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
     ///     ConfigError: if a layer has an adapter already.
     #[pyo3(signature = (path, scale=1.0))]
     fn load_adapter(&self, py: Python<'_>, path: PathBuf, scale: f64) -> Result<Py<AdapterSet>> {
-        self.adapter.attach(py, || io::attach_adapter(&path, scale, &self.model.named_layers()))
+        self.adapter.attach(py, &self.model, || {
+            let (names, layers) = (self.model.adapter_names(), self.model.named_layers());
+            io::attach_adapter(&path, scale, io::PartLayers { names: &names, layers: &layers })
+        })
     }
 
     /// Let the adapted layers compute with one merged weight each, at the speed of the base. Training has no effect
