@@ -21,10 +21,11 @@ __all__ = [
     "AdamW8bit",
     "Adapter",
     "AdapterSet",
+    "AutoencoderKL",
+    "CLIPTextModel",
     "DType",
     "DiffusionObjective",
     "DigitsTransformer",
-    "EMA",
     "FlowMatching",
     "GradScaler",
     "Lion",
@@ -34,10 +35,12 @@ __all__ = [
     "NoiseSchedule",
     "NoisedLatents",
     "Optimizer",
+    "SDXLUNet",
     "SGD",
     "Sampler",
     "Schedule",
     "Tensor",
+    "TextFeatures",
     "Var",
     "arange",
     "available_bytes",
@@ -79,6 +82,7 @@ __all__ = [
     "randn",
     "rms_norm",
     "rope",
+    "save_checkpoint",
     "save_file",
     "saved_bytes",
     "scaled_dot_product_attention",
@@ -369,6 +373,130 @@ class AdapterSet:
         """
 
 @final
+class AutoencoderKL(Model):
+    """
+    The autoencoder between pictures and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
+    `from_pretrained`.
+    """
+    def decode(self, /, latent: Tensor, *, tile_size: SupportsIndex | None = None) -> Tensor:
+        """
+        The pictures of latents.
+
+        Args:
+            latent: latents, (B, 4, h, w), not scaled.
+            tile_size: decode larger pictures in tiles of so many pixels, which overlap by a quarter, their seams blended (512
+                is usual): memory no longer grows with the picture.
+
+        Returns:
+            Pictures, (B, 3, h * downscale, w * downscale), values about -1 to 1.
+
+        Raises:
+            ShapeError: if the latents do not fit the model.
+        """
+    @property
+    def downscale(self, /) -> int:
+        """
+        Pixels along one side of a picture for each of the latents.
+        """
+    def encode(
+        self, /, image: Tensor, *, tile_size: SupportsIndex | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        The distribution of a picture's latents.
+
+        Args:
+            image: pictures, (B, 3, H, W), values -1 to 1.
+            tile_size: encode larger pictures in tiles of so many pixels, which overlap by a quarter (512 is usual);
+                near seams the result differs a little.
+
+        Returns:
+            Mean and logarithm of the variance, (B, 4, H / downscale, W / downscale) each; not scaled.
+
+        Raises:
+            ShapeError: if the picture does not fit the model.
+        """
+    @staticmethod
+    def from_pretrained(
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+        force_upcast: bool | None = None,
+    ) -> AutoencoderKL:
+        """
+        The frozen model at `path`.
+
+        Args:
+            path: an autoencoder, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
+                file; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights. Values in SDXL's autoencoder leave the range of f16: where its configuration says
+                `force_upcast`, as SDXL's does, the model is f32 although half precision is asked for or stored.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline, also for a checkpoint.
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+            force_upcast: overrules the configuration; False gives the weights the dtype that is asked for.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
+        """
+    @property
+    def scaling_factor(self, /) -> float:
+        """
+        A diffusion model sees (latent - shift_factor) * scaling_factor.
+        """
+    @property
+    def shift_factor(self, /) -> float:
+        """
+        See `scaling_factor`; 0 for SDXL.
+        """
+
+@final
+class CLIPTextModel(Model):
+    """
+    A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Names begin with
+    "text_model.", as in the published files. Made by `from_pretrained`.
+    """
+    def __call__(self, /, input_ids: Tensor) -> TextFeatures:
+        """
+        What the encoder makes of texts.
+
+        Args:
+            input_ids: token ids, (B, S), i64 or u32, S up to 77.
+
+        Raises:
+            ShapeError: if a text is too long.
+            IndexOutOfRangeError: if an id is no token.
+        """
+    @staticmethod
+    def from_pretrained(
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+    ) -> CLIPTextModel:
+        """
+        The frozen model at `path`.
+
+        Args:
+            path: a text encoder, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
+                file; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights; as they are stored without it.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline, also for a checkpoint: "text_encoder" (which is meant
+                without it) or "text_encoder_2".
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
+        """
+
+@final
 class DType:
     """
     The type of a tensor's elements.
@@ -442,7 +570,7 @@ class DiffusionObjective:
         logit_mean: SupportsFloat | SupportsIndex = 0.0,
         logit_std: SupportsFloat | SupportsIndex = 1.0,
         shift: SupportsFloat | SupportsIndex = 1.0,
-        min_timestep: SupportsIndex = 0,
+        min_timestep: SupportsIndex = ...,
         max_timestep: SupportsIndex | None = None,
         min_snr_gamma: SupportsFloat | SupportsIndex | None = None,
         noise_offset: SupportsFloat | SupportsIndex = 0.0,
@@ -504,7 +632,7 @@ class DiffusionObjective:
         /,
         latents: Tensor,
         examples: SupportsGetItem[int, SupportsIndex],
-        seed: SupportsIndex = 0,
+        seed: SupportsIndex = ...,
     ) -> NoisedLatents:
         """
         Put noise on latents for a validation loss: an example has the same noise and the same timestep every time, whatever batch
@@ -587,80 +715,6 @@ class DigitsTransformer(Model):
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration is another model's or does not fit the weights.
-        """
-
-@final
-class EMA:
-    """
-    The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer; inside `with ema:` the
-    adapter computes with the averages, and is saved as them.
-
-    Args:
-        adapter: what `add_adapter` returned.
-        decay: how much of the average stays at each update, in [0, 1).
-        warmup: use min(decay, (1 + n) / (10 + n)) after n updates, so that the start is soon forgotten.
-
-    Raises:
-        ArgumentError: if the decay is out of range.
-        DTypeError: if the parameters are not f32.
-    """
-    def __enter__(self, /) -> EMA: ...
-    def __exit__(self, /, *exception: object) -> None: ...
-    def __new__(
-        cls,
-        /,
-        adapter: AdapterSet,
-        decay: SupportsFloat | SupportsIndex = 0.999,
-        warmup: bool = True,
-    ) -> EMA: ...
-    def __repr__(self, /) -> str: ...
-    @property
-    def decay(self, /) -> float:
-        """
-        How much of the average the next update keeps.
-        """
-    @property
-    def is_swapped_in(self, /) -> bool:
-        """
-        Whether the averages are in the place of the parameters.
-        """
-    def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
-        """
-        Take over the state of an adapter with the same shapes.
-
-        Raises:
-            ConfigError: if an entry is missing or not expected. Nothing is changed then.
-            ShapeError, DTypeError: if one differs. Nothing is changed then.
-        """
-    def state_dict(self, /) -> dict[str, Tensor]:
-        """
-        A copy of the state: `INDEX.average` for the parameter with that index, `updates` (i64).
-        """
-    def swap_in(self, /) -> None:
-        """
-        Put the averages in the place of the parameters.
-
-        Raises:
-            ArgumentError: if they are there.
-        """
-    def swap_out(self, /) -> None:
-        """
-        Put the parameters back, bit for bit.
-
-        Raises:
-            ArgumentError: if they are in their place.
-        """
-    def update(self, /) -> None:
-        """
-        Move the averages towards the parameters.
-
-        Raises:
-            ArgumentError: while the averages are in the place of the parameters.
-        """
-    @property
-    def updates(self, /) -> int:
-        """
-        How often `update` was called.
         """
 
 @final
@@ -852,7 +906,8 @@ class LoraConfig:
     Which layers get an adapter, and of what kind and size. The names are peft's.
 
     A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
-    whole name; "all-linear" stands for every linear layer.
+    whole name; "all-linear" stands for every linear layer, "all-conv" for every convolution, "all-attention" for the
+    projections of attention.
 
     Args:
         r: rank, at least 1.
@@ -864,6 +919,8 @@ class LoraConfig:
         use_rslora: scale by lora_alpha / sqrt(r).
         rank_pattern: other ranks for layers by name.
         alpha_pattern: other alphas for layers by name.
+        adapter: the kind of adapter, "lora" or "dora".
+        wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
 
     Raises:
         ConfigError: if a value is out of range.
@@ -880,8 +937,15 @@ class LoraConfig:
         use_rslora: bool = False,
         rank_pattern: dict[str, SupportsIndex] | None = None,
         alpha_pattern: dict[str, SupportsFloat | SupportsIndex] | None = None,
+        adapter: str = "lora",
+        wd_on_output: bool = True,
     ) -> LoraConfig: ...
     def __repr__(self, /) -> str: ...
+    @property
+    def adapter(self, /) -> str:
+        """
+        The kind of adapter.
+        """
     @property
     def alpha_pattern(self, /) -> dict[str, float]:
         """
@@ -926,6 +990,11 @@ class LoraConfig:
     def use_rslora(self, /) -> bool:
         """
         Whether the scale is lora_alpha / sqrt(r).
+        """
+    @property
+    def wd_on_output(self, /) -> bool:
+        """
+        Whether DoRA has one magnitude for each output (otherwise for each input).
         """
 
 @disjoint_base
@@ -995,7 +1064,8 @@ class Model:
         """
     def save_pretrained(self, /, folder: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
-        Write `config.json` and `model.safetensors` to a folder, adapters left out.
+        Write `config.json` and the weights to a folder as diffusers and transformers read them, adapters left out; a merged
+        one is part of its layer's weight.
 
         Raises:
             FileError: if a file cannot be written.
@@ -1033,11 +1103,11 @@ class NoiseSchedule:
         beta_schedule: str = "scaled_linear",
         beta_start: SupportsFloat | SupportsIndex = 0.00085,
         beta_end: SupportsFloat | SupportsIndex = 0.012,
-        num_train_timesteps: SupportsIndex = 1000,
+        num_train_timesteps: SupportsIndex = ...,
         prediction_type: str = "epsilon",
         rescale_betas_zero_snr: bool = False,
         timestep_spacing: str = "leading",
-        steps_offset: SupportsIndex = 1,
+        steps_offset: SupportsIndex = ...,
     ) -> NoiseSchedule: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -1046,7 +1116,7 @@ class NoiseSchedule:
         The share a of the data in the variance of the noised data, for each timestep.
         """
     @staticmethod
-    def from_pretrained(path: str | PathLike[str]) -> NoiseSchedule:
+    def from_pretrained(path: str | bytes | PathLike[str] | PathLike[bytes]) -> NoiseSchedule:
         """
         Read a diffusers configuration; what it lacks is SDXL's.
 
@@ -1156,6 +1226,62 @@ class Optimizer:
     def zero_grad(self, /) -> None:
         """
         Forget the gradients of all variables.
+        """
+
+@final
+class SDXLUNet(Model):
+    """
+    SDXL's UNet, computing what diffusers' `UNet2DConditionModel` computes, under its names. Made by `from_pretrained`.
+    """
+    def __call__(
+        self,
+        /,
+        sample: Tensor,
+        timestep: Tensor | float | int,
+        encoder_hidden_states: Tensor,
+        *,
+        text_embeds: Tensor,
+        time_ids: Tensor,
+    ) -> Tensor:
+        """
+        The prediction for noisy latents: the noise, or the velocity if the model was trained for it.
+
+        Args:
+            sample: latents under noise, (B, 4, h, w), scaled as the autoencoder says.
+            timestep: from 0 (clean) to 999 (noise): (B,), (1,), or a number.
+            encoder_hidden_states: the text's tokens, (B, L, cross_attention_dim).
+            text_embeds: the pooled text, (B, P).
+            time_ids: original height and width, top and left of the crop, target height and width, (B, 6).
+
+        Returns:
+            A tensor of the shape of `sample`, in the dtype of the weights.
+
+        Raises:
+            ShapeError: if the inputs do not fit the model or one another.
+        """
+    @staticmethod
+    def from_pretrained(
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+    ) -> SDXLUNet:
+        """
+        The frozen model at `path`.
+
+        Args:
+            path: a UNet, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
+                file; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights; as they are stored without it.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline, also for a checkpoint.
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
         """
 
 @final
@@ -1897,6 +2023,39 @@ class Tensor:
         """
 
 @final
+class TextFeatures:
+    """
+    What a text encoder makes of texts.
+    """
+    @property
+    def hidden_states(self, /) -> list[Tensor]:
+        """
+        The states after each layer, those of the embedding first; the final norm is not applied.
+        """
+    @property
+    def last_hidden_state(self, /) -> Tensor:
+        """
+        The last layer's states after the final norm, (B, S, D).
+        """
+    @property
+    def penultimate(self, /) -> Tensor:
+        """
+        The states that enter the last layer, (B, S, D): what SDXL reads.
+        """
+    @property
+    def pooled(self, /) -> Tensor:
+        """
+        The state of each text's end after the final norm, projected if the model projects: (B, D) or (B, P).
+        """
+    def skipped(self, /, clip_skip: SupportsIndex) -> Tensor:
+        """
+        The states `clip_skip` layers before the penultimate ones, as diffusers' SDXL pipelines count.
+
+        Raises:
+            ArgumentError: if the model has not so many layers.
+        """
+
+@final
 class Var(Tensor):
     """
     A trainable variable: a tensor with storage of its own, whose value can be set and which collects a gradient.
@@ -2417,14 +2576,21 @@ def load_model(
     path: str | bytes | PathLike[str] | PathLike[bytes],
     dtype: DType | str | None = None,
     device: str = "cpu",
+    *,
+    subfolder: str | None = None,
+    config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
 ) -> Model:
     """
-    Load the model at `path`, frozen, whatever kind its `config.json` says it is.
+    Load the model at `path`, frozen, whatever kind its files say it is.
 
     Args:
-        path: a folder with `config.json` and safetensors weights, or a weight file beside its `config.json`.
+        path: a model's folder; a weight file beside its `config.json`; a pipeline's folder or an original checkpoint, of which the
+            model that is fine-tuned is meant unless `subfolder` names another; or a name on the Hugging Face hub,
+            "organisation/name".
         dtype: convert the weights; as they are stored without it.
         device: where to load it.
+        subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint.
+        config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
 
     Raises:
         MissingFileError, WeightsFormatError: if files are missing or damaged.
@@ -2590,6 +2756,27 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
+def save_checkpoint(
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    models: dict[str, Model],
+    base: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+    dtype: DType | str | None = None,
+) -> None:
+    """
+    Write models to one file under the names of the original checkpoints, as ComfyUI and others read them.
+
+    Args:
+        path: the file.
+        models: each model by the folder that it would have in a pipeline: "unet", "vae", "text_encoder", "text_encoder_2".
+            Adapters are left out; a merged one is part of its layer's weight.
+        base: a checkpoint from which all else is taken, as it is.
+        dtype: convert the weights of the models.
+
+    Raises:
+        ArgumentError: if a model has no such place.
+        FileError, MissingFileError: if a file cannot be written or read.
+    """
+
 def save_file(
     tensors: dict[str, Tensor],
     path: str | bytes | PathLike[str] | PathLike[bytes],
@@ -2678,7 +2865,7 @@ def smooth_l1_loss(
         ArgumentError: if the reduction is unknown or `beta` is negative.
     """
 
-def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
+def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
     """
     Tensors of one shape along a new dimension `dim`.
 
@@ -2722,8 +2909,8 @@ def tensor(data: Any, dtype: DType | str | None = None, device: str = "cpu") -> 
 
 def upsample_nearest2d(
     input: Tensor,
-    size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
-    scale_factor: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
+    size: SupportsIndex | Sequence[SupportsIndex] | None = None,
+    scale_factor: SupportsIndex | Sequence[SupportsIndex] | None = None,
     *,
     channels_last: bool = False,
 ) -> Tensor:

@@ -1,14 +1,14 @@
 //! SDXL's UNet.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use trainable_candle_models as models;
 use trainable_candle_models::sdxl::UNetConditions;
 
-use super::request::Request;
+use super::request::{Call, Request};
 use super::{Model, class};
+use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::dtype::DTypeArg;
 use crate::error::Result;
@@ -39,13 +39,21 @@ impl SDXLUNet {
     #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None))]
     fn from_pretrained(
         py: Python<'_>,
-        path: PathBuf,
+        path: FilePath,
         dtype: Option<DTypeArg>,
         device: &str,
         subfolder: Option<String>,
-        config: Option<PathBuf>,
+        config: Option<FilePath>,
     ) -> Result<Py<Self>> {
-        let request = Request::new(py, path, dtype, device, subfolder, config, &models::SDXLUNet::COMPONENT)?;
+        let request = Request::new(
+            py,
+            Call::from_pretrained(&models::SDXLUNet::COMPONENT),
+            path,
+            dtype,
+            device,
+            subfolder,
+            config,
+        )?;
         Ok(Self::object(py, request.load(py, &models::SDXLUNet::COMPONENT, models::SDXLUNet::load)?)?)
     }
 
