@@ -151,11 +151,6 @@ impl Pretrained {
         self.original.map(|(_, prefix)| prefix)
     }
 
-    /// The folder in a pipeline that would hold the model of an original checkpoint.
-    pub fn subfolder(&self) -> Option<&'static str> {
-        self.original.map(|(part, _)| part.subfolder)
-    }
-
     /// The class that `config.json` names; none for an original checkpoint.
     ///
     /// # Errors
@@ -204,7 +199,7 @@ impl Pretrained {
     }
 
     /// Build a frozen model of these weights, each of which must be asked for. They are read one at a time and converted on the
-    /// way: beside the model, memory holds its largest parameter at most.
+    /// way to `dtype`, or to the one that most of them are stored in: beside the model, memory holds its largest parameter at most.
     ///
     /// # Errors
     /// [`Error::DType`] if `dtype` is not floating-point; as [`WeightFiles::open`], [`WeightFiles::read`] and
@@ -224,6 +219,8 @@ impl Pretrained {
         }
         let files = WeightFiles::open(&self.weights)?;
         let layout = layout(&files);
+        // A model computes in one dtype, also if its file mixes some.
+        let dtype = dtype.or_else(|| files.common_dtype(layout.prefix()));
         let mut source = Source::stored(StoredWeights { files, layout, dtype, device: device.clone() });
         let in_file = |error| match error {
             Error::Config(text) => Error::Config(format!("{}: {text}", self.path.display())),
