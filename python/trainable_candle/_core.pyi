@@ -14,6 +14,7 @@ from typing_extensions import disjoint_base
 __all__ = [
     "__version__",
     "build_profile",
+    "Adafactor",
     "Adam",
     "Adam8bit",
     "AdamW",
@@ -105,6 +106,40 @@ Cargo profile of this build, `"release"` or `"debug"`.
 """
 
 @final
+class Adafactor(Optimizer):
+    """
+    Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from
+    those of its rows and columns.
+
+    Args:
+        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        lr: bound of the relative step size, at least 0: step t moves a variable by min(lr, 1 / sqrt(t)) of its root mean
+            square.
+        beta2_decay: at most 0; the second moments take the square of gradient t with weight t**beta2_decay.
+        eps: root of the least second moment (None for the precision of the dtype), and the least root mean square of a
+            variable.
+        d: at least 1; the root mean square of an update is clipped to it.
+        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = ...,
+        beta2_decay: SupportsFloat | SupportsIndex = ...,
+        eps: tuple[SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex] = ...,
+        d: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        *,
+        maximize: bool = ...,
+    ) -> Adafactor: ...
+
+@final
 class Adam(Optimizer):
     """
     Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.
@@ -126,13 +161,13 @@ class Adam(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        amsgrad: bool = False,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        amsgrad: bool = ...,
         *,
-        maximize: bool = False,
+        maximize: bool = ...,
     ) -> Adam: ...
 
 @final
@@ -156,12 +191,12 @@ class Adam8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
         *,
-        min_8bit_size: SupportsIndex = 4096,
+        min_8bit_size: SupportsIndex = ...,
     ) -> Adam8bit: ...
 
 @final
@@ -186,13 +221,13 @@ class AdamW(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
-        amsgrad: bool = False,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        amsgrad: bool = ...,
         *,
-        maximize: bool = False,
+        maximize: bool = ...,
     ) -> AdamW: ...
 
 @final
@@ -216,12 +251,12 @@ class AdamW8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
         *,
-        min_8bit_size: SupportsIndex = 4096,
+        min_8bit_size: SupportsIndex = ...,
     ) -> AdamW8bit: ...
 
 @final
@@ -234,8 +269,9 @@ class Adapter:
         weight: the layer's frozen weight, (out_features, in_features).
         bias: the layer's frozen bias, (out_features,).
         rank: rank of the low-rank product, at least 1.
-        scale: factor in front of it.
+        alpha: the factor in front of it is alpha / rank.
         dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
+        rslora: make that factor alpha / sqrt(rank).
 
     Raises:
         ArgumentError: if the kind is unknown, or a number is out of range.
@@ -248,8 +284,9 @@ class Adapter:
         weight: Tensor,
         bias: Tensor | None,
         rank: SupportsIndex,
-        scale: SupportsFloat | SupportsIndex,
+        alpha: SupportsFloat | SupportsIndex,
         dropout: SupportsFloat | SupportsIndex = 0.0,
+        rslora: bool = False,
     ) -> Adapter: ...
     def forward(self, /, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """
@@ -287,7 +324,7 @@ class AdapterSet:
         """
         The configuration.
         """
-    def load(self, /, path: str | PathLike[str]) -> None:
+    def load(self, /, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
         Read the parameters of an adapter file with the same layers, ranks and alphas.
 
@@ -306,7 +343,7 @@ class AdapterSet:
     def save(
         self,
         /,
-        path: str | PathLike[str],
+        path: str | bytes | PathLike[str] | PathLike[bytes],
         format: str = "peft",
         metadata: dict[str, str] | None = None,
     ) -> None:
@@ -523,18 +560,20 @@ class DigitsTransformer(Model):
         cls,
         /,
         *,
-        sample_size: SupportsIndex = 8,
-        patch_size: SupportsIndex = 2,
-        num_layers: SupportsIndex = 3,
-        num_attention_heads: SupportsIndex = 3,
-        attention_head_dim: SupportsIndex = 32,
-        mlp_ratio: SupportsIndex = 3,
-        num_classes: SupportsIndex = 10,
+        sample_size: SupportsIndex = ...,
+        patch_size: SupportsIndex = ...,
+        num_layers: SupportsIndex = ...,
+        num_attention_heads: SupportsIndex = ...,
+        attention_head_dim: SupportsIndex = ...,
+        mlp_ratio: SupportsIndex = ...,
+        num_classes: SupportsIndex = ...,
         device: str = "cpu",
     ) -> DigitsTransformer: ...
     @staticmethod
     def from_pretrained(
-        path: str | PathLike[str], dtype: DType | str | None = None, device: str = "cpu"
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
     ) -> DigitsTransformer:
         """
         The frozen model at `path`: a folder with `config.json` and safetensors weights, or a weight file beside its
@@ -708,7 +747,7 @@ class GradScaler:
         init_scale: SupportsFloat | SupportsIndex = 65536.0,
         growth_factor: SupportsFloat | SupportsIndex = 2.0,
         backoff_factor: SupportsFloat | SupportsIndex = 0.5,
-        growth_interval: SupportsIndex = 2000,
+        growth_interval: SupportsIndex = ...,
         enabled: bool = True,
     ) -> GradScaler: ...
     def get_scale(self, /) -> float:
@@ -775,9 +814,9 @@ class Lion(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-4,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
     ) -> Lion: ...
 
 @final
@@ -800,11 +839,11 @@ class Lion8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-4,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
         *,
-        min_8bit_size: SupportsIndex = 4096,
+        min_8bit_size: SupportsIndex = ...,
     ) -> Lion8bit: ...
 
 @final
@@ -832,10 +871,10 @@ class LoraConfig:
     def __new__(
         cls,
         /,
-        r: SupportsIndex = 8,
+        r: SupportsIndex = ...,
         lora_alpha: SupportsFloat | SupportsIndex = 8.0,
-        target_modules: str | SupportsGetItem[int, str] | None = None,
-        exclude_modules: str | SupportsGetItem[int, str] | None = None,
+        target_modules: str | Sequence[str] | None = None,
+        exclude_modules: str | Sequence[str] | None = None,
         lora_dropout: SupportsFloat | SupportsIndex = 0.0,
         use_dora: bool = False,
         use_rslora: bool = False,
@@ -922,7 +961,10 @@ class Model:
             ArgumentError: if the policy is unknown.
         """
     def load_adapter(
-        self, /, path: str | PathLike[str], scale: SupportsFloat | SupportsIndex = 1.0
+        self,
+        /,
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        scale: SupportsFloat | SupportsIndex = 1.0,
     ) -> AdapterSet:
         """
         Put the adapters of a file on the model, their effect multiplied by `scale`.
@@ -951,7 +993,7 @@ class Model:
         """
         Take the adapters off, merged or not; the model computes exactly what it did before them.
         """
-    def save_pretrained(self, /, folder: str | PathLike[str]) -> None:
+    def save_pretrained(self, /, folder: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
         Write `config.json` and `model.safetensors` to a folder, adapters left out.
 
@@ -1083,7 +1125,7 @@ class Optimizer:
         Take over the states of an optimizer of the same kind over variables of the same shapes.
 
         Raises:
-            ConfigError: if states are missing or not expected. Nothing is changed then.
+            ConfigError: if they are of another kind, or states are missing or not expected. Nothing is changed then.
             ShapeError, DTypeError: if one differs. Nothing is changed then.
         """
     @property
@@ -1105,7 +1147,7 @@ class Optimizer:
         """
         A copy of all states: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
         `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
-        learning rate of each group.
+        learning rate of each group, `kind` (u8) with the optimizer's name in ASCII.
         """
     def step(self, /) -> None:
         """
@@ -1138,13 +1180,13 @@ class SGD(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        momentum: SupportsFloat | SupportsIndex = 0.0,
-        dampening: SupportsFloat | SupportsIndex = 0.0,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        nesterov: bool = False,
+        lr: SupportsFloat | SupportsIndex = ...,
+        momentum: SupportsFloat | SupportsIndex = ...,
+        dampening: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        nesterov: bool = ...,
         *,
-        maximize: bool = False,
+        maximize: bool = ...,
     ) -> SGD: ...
 
 @final
@@ -1225,7 +1267,7 @@ class Schedule:
         kind: "constant", "linear", "cosine" or "polynomial".
         warmup_steps: steps of the warm-up.
         total_steps: steps of the training, warm-up included.
-        cycles: waves of the cosine; half a one goes from 1 to 0.
+        num_cycles: waves of the cosine; half a one goes from 1 to 0.
         end: the last factor of the polynomial, in [0, 1).
         power: the power of the polynomial, above 0.
 
@@ -1236,10 +1278,10 @@ class Schedule:
         cls,
         /,
         kind: str,
-        warmup_steps: SupportsIndex = 0,
-        total_steps: SupportsIndex = 0,
+        warmup_steps: SupportsIndex = ...,
+        total_steps: SupportsIndex = ...,
         *,
-        cycles: SupportsFloat | SupportsIndex = 0.5,
+        num_cycles: SupportsFloat | SupportsIndex = 0.5,
         end: SupportsFloat | SupportsIndex = 0.0,
         power: SupportsFloat | SupportsIndex = 1.0,
     ) -> Schedule: ...
@@ -1314,6 +1356,10 @@ class Tensor:
     def __pos__(self, /) -> Tensor: ...
     def __pow__(self, exponent: object, modulo: object = None, /) -> Tensor: ...
     def __radd__(self, other: object, /) -> Tensor: ...
+    def __reduce__(self, /) -> tuple[Any, tuple[NDArray[Any], str, str]]:
+        """
+        Pickles and copies hold the values: a variable becomes a variable without a gradient, any other tensor a constant.
+        """
     def __repr__(self, /) -> str: ...
     def __rmatmul__(self, other: object, /) -> Tensor: ...
     def __rmul__(self, other: object, /) -> Tensor: ...
@@ -1362,7 +1408,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
+    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = ...) -> list[Tensor]:
         """
         Views of `chunks` parts along `dim`, the last possibly smaller.
 
@@ -1439,7 +1485,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def flatten(self, /, start_dim: SupportsIndex = 0, end_dim: SupportsIndex = ...) -> Tensor:
+    def flatten(self, /, start_dim: SupportsIndex = ..., end_dim: SupportsIndex = ...) -> Tensor:
         """
         Dimensions `start_dim` to `end_dim` made one.
 
@@ -1517,7 +1563,9 @@ class Tensor:
             IndexOutOfRangeError: if the dimension is out of range.
             DTypeError: if the tensor is not floating point.
         """
-    def logsumexp(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def logsumexp(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The logarithm of the sum of exponentials, without overflow.
 
@@ -1547,7 +1595,9 @@ class Tensor:
             ShapeError: if the shapes do not fit.
             DTypeError: if the dtypes differ or are not floating point.
         """
-    def max(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def max(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The largest element. Over one dimension the first of equal elements gets the gradient; over several or all they
         share it.
@@ -1569,7 +1619,9 @@ class Tensor:
             ShapeError: if the shapes do not broadcast.
             DTypeError: if the dtypes differ.
         """
-    def mean(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def mean(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The mean.
 
@@ -1581,7 +1633,9 @@ class Tensor:
             IndexOutOfRangeError: if a dimension is out of range.
            DTypeError: if the tensor is not floating point.
         """
-    def min(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def min(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The smallest element, with gradients as in `max`.
 
@@ -1720,8 +1774,8 @@ class Tensor:
     def split(
         self,
         /,
-        split_size_or_sections: SupportsIndex | SupportsGetItem[int, SupportsIndex],
-        dim: SupportsIndex = 0,
+        split_size_or_sections: SupportsIndex | Sequence[SupportsIndex],
+        dim: SupportsIndex = ...,
     ) -> list[Tensor]:
         """
         Views of parts along `dim`.
@@ -1749,14 +1803,16 @@ class Tensor:
         Raises:
             DTypeError: if the tensor is not floating point.
         """
-    def squeeze(self, /, dim: int | Sequence[int] | None = None) -> Tensor:
+    def squeeze(self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None) -> Tensor:
         """
         Without the dimensions of size 1: all, or those among `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
         """
-    def sum(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def sum(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The sum. Integers and masks sum to i64.
 
@@ -1818,7 +1874,7 @@ class Tensor:
     def var(
         self,
         /,
-        dim: int | Sequence[int] | None = None,
+        dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
         keepdim: bool = False,
         *,
         correction: SupportsFloat | SupportsIndex = 1.0,
@@ -1907,7 +1963,7 @@ def available_bytes() -> int | None:
     Bytes of host memory that can still be allocated, where the system tells.
     """
 
-def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
+def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
     """
     Tensors one after the other along `dim`; all other sizes must agree.
 
@@ -1984,10 +2040,10 @@ def conv2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
-    padding: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
-    dilation: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
-    groups: SupportsIndex = 1,
+    stride: SupportsIndex | Sequence[SupportsIndex] = ...,
+    padding: SupportsIndex | Sequence[SupportsIndex] = ...,
+    dilation: SupportsIndex | Sequence[SupportsIndex] = ...,
+    groups: SupportsIndex = ...,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -2043,7 +2099,7 @@ def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = 0.5, training: boo
 
     Args:
         input: any shape.
-        p: the probability, in [0, 1).
+        p: the probability, in [0, 1].
         training: whether to do anything.
 
     Raises:
@@ -2103,7 +2159,7 @@ def from_dlpack(data: Any) -> Tensor:
     """
 
 def full(
-    shape: int | Sequence[int],
+    shape: SupportsIndex | Sequence[SupportsIndex],
     value: Tensor | float | int,
     dtype: DType | str | None = None,
     device: str = "cpu",
@@ -2118,6 +2174,7 @@ def full(
         device: the device.
 
     Raises:
+        ArgumentError, DTypeError: if an integer dtype does not hold the value.
         OutOfMemoryError: if it does not fit.
     """
 
@@ -2148,7 +2205,7 @@ def get_rng_state() -> tuple[int, int]:
 
 def grad(
     loss: Tensor,
-    inputs: Tensor | SupportsGetItem[int, Tensor],
+    inputs: Tensor | Sequence[Tensor],
     gradient: Tensor | None = None,
     retain_graph: bool = False,
 ) -> list[Tensor | None]:
@@ -2171,7 +2228,7 @@ def grad(
 
 def gradcheck(
     function: Callable[..., Any],
-    inputs: Tensor | SupportsGetItem[int, Tensor],
+    inputs: Tensor | Sequence[Tensor],
     eps: SupportsFloat | SupportsIndex = 1e-6,
     atol: SupportsFloat | SupportsIndex = 1e-5,
     rtol: SupportsFloat | SupportsIndex = 1e-3,
@@ -2303,7 +2360,7 @@ def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 def layer_norm(
     input: Tensor,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: SupportsFloat | SupportsIndex = 1e-5,
@@ -2338,7 +2395,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
-def load_file(path: str | PathLike[str], device: str = "cpu") -> dict[str, Tensor]:
+def load_file(
+    path: str | bytes | PathLike[str] | PathLike[bytes], device: str = "cpu"
+) -> dict[str, Tensor]:
     """
     Read a safetensors file.
 
@@ -2355,7 +2414,9 @@ def load_file(path: str | PathLike[str], device: str = "cpu") -> dict[str, Tenso
     """
 
 def load_model(
-    path: str | PathLike[str], dtype: DType | str | None = None, device: str = "cpu"
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    dtype: DType | str | None = None,
+    device: str = "cpu",
 ) -> Model:
     """
     Load the model at `path`, frozen, whatever kind its `config.json` says it is.
@@ -2461,7 +2522,10 @@ def rand(
     """
 
 def randint(
-    low: SupportsIndex, high: SupportsIndex, shape: int | Sequence[int], device: str = "cpu"
+    low: SupportsIndex,
+    high: SupportsIndex,
+    shape: SupportsIndex | Sequence[SupportsIndex],
+    device: str = "cpu",
 ) -> Tensor:
     """
     Integers in [low, high) from the library's generator (`manual_seed`), i64.
@@ -2495,7 +2559,7 @@ def randn(
 
 def rms_norm(
     input: Tensor,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
     eps: SupportsFloat | SupportsIndex = 1e-6,
 ) -> Tensor:
@@ -2527,7 +2591,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     """
 
 def save_file(
-    tensors: dict[str, Tensor], path: str | PathLike[str], metadata: dict[str, str] | None = None
+    tensors: dict[str, Tensor],
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    metadata: dict[str, str] | None = None,
 ) -> None:
     """
     Write tensors to a safetensors file, complete or not at all.

@@ -130,6 +130,6 @@ def guarded(action: Callable[[], int]) -> int:
 
 
 def _message(error: Exception) -> str:
-    if isinstance(error, OSError) and not isinstance(error, Error) and error.strerror:
+    if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)

@@ -3,6 +3,7 @@
 from trainable_candle._core import (
     EMA,
     SGD,
+    Adafactor,
     Adam,
     Adam8bit,
     AdamW,
@@ -18,6 +19,7 @@ from trainable_candle.optim import lr_scheduler
 __all__ = [
     "EMA",
     "SGD",
+    "Adafactor",
     "Adam",
     "Adam8bit",
     "AdamW",

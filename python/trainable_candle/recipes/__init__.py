@@ -6,8 +6,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from trainable_candle.errors import ConfigError
-from trainable_candle.train.settings import nearest
+from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.train.settings import flag, nearest
 
 if TYPE_CHECKING:
     from trainable_candle.recipes.base import Recipe
@@ -37,11 +37,23 @@ def weights_of(name: str, given: str | Path | None) -> Path:
 
     Raises:
         ConfigError: there is no such model, or it needs weights and none are given.
+        MissingFileError: there are no such weights.
     """
     weights = given or find(name).default_weights()
     if not weights:
         raise ConfigError(f"model: `{name}` needs its checkpoint; give --weights PATH")
-    return Path(weights).expanduser()
+    return existing("weights", Path(weights).expanduser())
+
+
+def existing(setting: str, path: Path) -> Path:
+    """The path itself if there is something.
+
+    Raises:
+        MissingFileError: there is nothing; names the flag of the setting.
+    """
+    if not path.exists():
+        raise MissingFileError(f"{flag(setting)}: there is no file or folder {path}")
+    return path
 
 
 def load(name: str, weights: str | Path | None, dtype: str | None, device: str) -> Recipe:
@@ -54,4 +66,4 @@ def load(name: str, weights: str | Path | None, dtype: str | None, device: str) 
     return find(name).load(weights_of(name, weights), dtype, device)
 
 
-__all__ = ["NAMES", "find", "load", "weights_of"]
+__all__ = ["NAMES", "existing", "find", "load", "weights_of"]

@@ -1,7 +1,6 @@
 //! The adapters of a whole model and their configuration.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -11,6 +10,7 @@ use trainable_candle_io as io;
 use trainable_candle_models::Model;
 use trainable_candle_nn::adapter;
 
+use crate::arguments::{FilePath, Integer, Names};
 use crate::call::{detached, quick};
 use crate::dtype::DTypeArg;
 use crate::error::Result;
@@ -46,39 +46,45 @@ pub struct LoraConfig(adapter::LoraConfig);
 #[pymethods]
 impl LoraConfig {
     #[new]
-    #[pyo3(signature = (r=8, lora_alpha=8.0, target_modules=None, exclude_modules=None, lora_dropout=0.0, use_dora=false,
-        use_rslora=false, rank_pattern=None, alpha_pattern=None, adapter="lora", wd_on_output=true,
-        decompose_both=false, decompose_factor=-1))]
+    #[pyo3(signature = (r=Integer::of(8), lora_alpha=8.0, target_modules=None, exclude_modules=None, lora_dropout=0.0,
+        use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=None, adapter="lora", wd_on_output=true,
+        decompose_both=false, decompose_factor=Integer::of(-1)))]
     #[allow(clippy::too_many_arguments)] // peft's
     fn new(
-        r: usize,
+        r: Integer,
         lora_alpha: f64,
         target_modules: Option<Names>,
         exclude_modules: Option<Names>,
         lora_dropout: f64,
         use_dora: bool,
         use_rslora: bool,
-        rank_pattern: Option<BTreeMap<String, usize>>,
+        rank_pattern: Option<BTreeMap<String, Integer>>,
         alpha_pattern: Option<BTreeMap<String, f64>>,
         adapter: &str,
         wd_on_output: bool,
         decompose_both: bool,
-        decompose_factor: i64,
+        decompose_factor: Integer,
     ) -> Result<Self> {
+        const OP: &str = "LoraConfig";
+        let rank =
+            |(name, rank): (String, Integer)| Ok((name.clone(), rank.count(OP, &format!("rank_pattern[{name:?}]"))?));
         let config = adapter::LoraConfig {
-            r,
+            r: r.count(OP, "r")?,
             lora_alpha,
-            target_modules: target_modules
-                .map_or_else(|| adapter::LoraConfig::default().target_modules, Names::into_vec),
-            exclude_modules: exclude_modules.map_or_else(Vec::new, Names::into_vec),
+            target_modules: match target_modules {
+                Some(names) => names.get(OP, "target_modules")?,
+                None => adapter::LoraConfig::default().target_modules,
+            },
+            exclude_modules: exclude_modules
+                .map_or_else(|| Ok(Vec::new()), |names| names.get(OP, "exclude_modules"))?,
             lora_dropout,
             use_dora,
             use_rslora,
             adapter: adapter.to_owned(),
             wd_on_output,
             decompose_both,
-            decompose_factor: usize::try_from(decompose_factor).ok(),
-            rank_pattern: rank_pattern.unwrap_or_default(),
+            decompose_factor: usize::try_from(decompose_factor.signed(OP, "decompose_factor")?).ok(),
+            rank_pattern: rank_pattern.unwrap_or_default().into_iter().map(rank).collect::<Result<_>>()?,
             alpha_pattern: alpha_pattern.unwrap_or_default(),
         };
         config.validate()?;
@@ -175,22 +181,6 @@ impl LoraConfig {
     }
 }
 
-/// One name or several.
-#[derive(FromPyObject)]
-enum Names {
-    One(String),
-    Several(Vec<String>),
-}
-
-impl Names {
-    fn into_vec(self) -> Vec<String> {
-        match self {
-            Self::One(name) => vec![name],
-            Self::Several(names) => names,
-        }
-    }
-}
-
 /// The adapters that `add_adapter` or `load_adapter` put on a model.
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct AdapterSet {
@@ -268,11 +258,12 @@ impl AdapterSet {
     fn save(
         &self,
         py: Python<'_>,
-        path: PathBuf,
+        path: FilePath,
         format: Option<&str>,
         metadata: Option<BTreeMap<String, String>>,
         dtype: Option<DTypeArg>,
     ) -> Result<Vec<String>> {
+        let path = path.get("save")?;
         let options = options(format, metadata, dtype)?;
         let names = self.model.adapter_names();
         detached(py, || Ok(io::save_adapters(&path, &[(&names, &self.set)], &options)?.zero))
@@ -283,7 +274,8 @@ impl AdapterSet {
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
     ///     ConfigError, ShapeError: if it does not fit; nothing is changed then.
-    fn load(&self, py: Python<'_>, path: PathBuf) -> Result<()> {
+    fn load(&self, py: Python<'_>, path: FilePath) -> Result<()> {
+        let path = path.get("load")?;
         detached(py, || {
             let (names, layers) = (self.model.adapter_names(), self.model.named_layers());
             io::load_adapter(&path, &self.set, io::PartLayers { names: &names, layers: &layers })

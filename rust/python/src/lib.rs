@@ -5,6 +5,7 @@
 
 mod adapter;
 mod adapter_set;
+mod arguments;
 mod autograd;
 mod call;
 mod device;
@@ -56,7 +57,8 @@ mod _core {
     };
     #[pymodule_export]
     use crate::optim::{
-        Adam, Adam8bit, AdamW, AdamW8bit, EMA, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule, clip_grad_norm_,
+        Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, EMA, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule,
+        clip_grad_norm_,
     };
     #[pymodule_export]
     use crate::rng::{get_rng_state, manual_seed, set_rng_state};

@@ -24,5 +24,6 @@ pub use gemm::{MatMut, MatRef, gemm, matmul, matmul_accumulate};
 pub use inplace::{accumulate, copy_into, fill, lerp_in_place, scale_in_place};
 pub use map::{Add, Binary, Div, Maximum, Minimum, Mul, Sub, Ternary, Unary, binary, cast, ternary, unary};
 pub use reduce::{argmax, cumsum, max, mean, min, sum, sum_to_shape};
+pub(crate) use simd::vectorized;
 pub use simd::{Real, dispatch};
 pub use strided::{Dims, broadcast_dims};

@@ -19,6 +19,12 @@ pub fn dispatch<R>(f: impl FnOnce() -> R) -> R {
     arch().dispatch(f)
 }
 
+/// Runs an operation that is written in registers for the widest instruction set that this processor has.
+#[inline(always)]
+pub(crate) fn vectorized<Op: pulp::WithSimd>(operation: Op) -> Op::Output {
+    arch().dispatch(operation)
+}
+
 /// The instruction set of this processor.
 #[inline(always)]
 pub(super) fn arch() -> pulp::Arch {

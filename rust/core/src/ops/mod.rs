@@ -15,6 +15,7 @@ pub mod elementwise;
 pub mod gated;
 pub mod hadamard;
 pub mod index;
+mod integer;
 pub mod linear;
 pub mod lora;
 pub mod loss;

@@ -11,6 +11,9 @@ const STEMS: [&str; 2] = ["model", "diffusion_pytorch_model"];
 /// The name of the half-precision variant in file names.
 const HALF: &str = "fp16";
 
+/// Endings of checkpoints that Python's pickle wrote.
+const PICKLES: [&str; 6] = ["ckpt", "pt", "pth", "bin", "pkl", "pickle"];
+
 /// The weight files in `folder`: one file or its shards, of the plain variant or of the half-precision one (`*.fp16.safetensors`).
 /// Where both are there, `half` says which.
 ///
@@ -26,16 +29,59 @@ pub(super) fn weights_in(folder: &Path, half: bool) -> Result<Vec<PathBuf>> {
         }
     }
     let names: Vec<String> = STEMS.iter().map(|stem| format!("{stem}.safetensors")).collect();
-    let pickled = STEMS.iter().flat_map(|stem| [format!("{stem}.bin"), format!("pytorch_{stem}.bin")]);
-    let hint = if pickled.into_iter().any(|name| folder.join(name).is_file()) {
-        "; a pickle checkpoint (.bin) can run code when opened and is refused: convert it to safetensors"
-    } else {
-        ""
-    };
+    refuse_pickles_in(folder)?;
     Err(Error::weights(
         folder,
-        format!("there are no weights in this folder; expected {}, or shards of it{hint}", names.join(" or ")),
+        format!("there are no weights in this folder; expected {}, or shards of it", names.join(" or ")),
     ))
+}
+
+/// Refuse a checkpoint that is a pickle by its name, whatever lies beside it.
+///
+/// # Errors
+/// [`Error::WeightsFormat`] saying why, and what to do.
+pub(super) fn refuse_pickle(path: &Path) -> Result<()> {
+    if !has_extension(path, &PICKLES) {
+        return Ok(());
+    }
+    let extension = path.extension().unwrap_or_default().display();
+    Err(Error::weights(
+        path,
+        format!(
+            "a .{extension} file is a pickle checkpoint, which can run code when opened and is refused; download the \
+             safetensors file of the same model, or convert it with safetensors.torch.save_file where you trust it"
+        ),
+    ))
+}
+
+/// Refuse the first pickle of a folder that holds no safetensors files.
+///
+/// # Errors
+/// As [`refuse_pickle`]; [`Error::Io`] if the folder cannot be read.
+pub(super) fn refuse_pickles_in(folder: &Path) -> Result<()> {
+    if !files_in(folder, |path| has_extension(path, &["safetensors"]))?.is_empty() {
+        return Ok(());
+    }
+    files_in(folder, |path| has_extension(path, &PICKLES))?.first().map_or(Ok(()), |path| refuse_pickle(path))
+}
+
+fn has_extension(path: &Path, extensions: &[&str]) -> bool {
+    let found = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+    extensions.iter().any(|extension| found.eq_ignore_ascii_case(extension))
+}
+
+/// The files of a folder that `wanted` picks, in order.
+fn files_in(folder: &Path, wanted: impl Fn(&Path) -> bool) -> Result<Vec<PathBuf>> {
+    let io = |source| Error::io(folder, source);
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(io)? {
+        let path = entry.map_err(io)?.path();
+        if wanted(&path) {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
 }
 
 /// The files of one variant, if it is there.
@@ -49,15 +95,9 @@ fn variant_in(folder: &Path, stem: &str, variant: Option<&str>) -> Result<Option
     if index.is_file() {
         return indexed(folder, &index).map(Some);
     }
-    let mut shards = Vec::new();
-    let io = |source| Error::io(folder, source);
-    for entry in std::fs::read_dir(folder).map_err(io)? {
-        let path = entry.map_err(io)?.path();
-        if path.file_name().and_then(|name| name.to_str()).is_some_and(|name| is_shard(name, stem, variant)) {
-            shards.push(path);
-        }
-    }
-    shards.sort();
+    let shards = files_in(folder, |path| {
+        path.file_name().and_then(|name| name.to_str()).is_some_and(|name| is_shard(name, stem, variant))
+    })?;
     Ok((!shards.is_empty()).then_some(shards))
 }
 

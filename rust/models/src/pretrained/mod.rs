@@ -15,7 +15,7 @@ use trainable_candle_core::{DType, Device, Error, Result};
 use trainable_candle_io::{TensorFile, WeightFiles};
 use trainable_candle_nn::{Source, Weights};
 
-use files::weights_in;
+use files::{refuse_pickle, refuse_pickles_in, weights_in};
 pub use layout::{Form, Layout, OwnNames, Place};
 pub use save::{save_checkpoint, save_pretrained};
 use stored::StoredWeights;
@@ -100,6 +100,7 @@ impl Pretrained {
                 Some(subfolder) => vec![subfolder],
                 None => component.parts.iter().map(|part| part.subfolder).collect(),
             };
+            refuse_pickles_in(path)?;
             let nor = if subfolders.is_empty() { String::new() } else { format!(" or in {}", subfolders.join(", ")) };
             return Err(Error::weights(
                 path,
@@ -111,6 +112,7 @@ impl Pretrained {
     }
 
     fn in_file(path: &Path, component: &Component, choice: &Choice) -> Result<Self> {
+        refuse_pickle(path)?;
         let beside = path.with_file_name(CONFIG);
         let beside = beside.is_file().then_some(beside);
         let file = TensorFile::open(path)?;

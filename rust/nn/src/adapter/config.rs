@@ -163,16 +163,20 @@ impl LoraConfig {
     pub fn settings(&self, name: &str) -> Result<AdapterSettings> {
         let rank = lookup(&self.rank_pattern, name)?.unwrap_or(self.r);
         let alpha = lookup(&self.alpha_pattern, name)?.unwrap_or(self.lora_alpha);
-        let denominator = if self.use_rslora { (rank as f64).sqrt() } else { rank as f64 };
         Ok(AdapterSettings {
             rank,
-            scale: alpha / denominator,
+            scale: scale(alpha, rank, self.use_rslora),
             dropout: self.lora_dropout,
             wd_on_output: self.wd_on_output,
             decompose_both: self.decompose_both,
             decompose_factor: self.decompose_factor,
         })
     }
+}
+
+/// The factor in front of a product of rank `rank`: alpha / r, or alpha / √r for rsLoRA.
+pub fn scale(alpha: f64, rank: usize, rslora: bool) -> f64 {
+    alpha / if rslora { (rank as f64).sqrt() } else { rank as f64 }
 }
 
 /// The projections of an attention by the names of diffusers and transformers.

@@ -15,7 +15,7 @@ mod lora;
 mod merged;
 mod set;
 
-pub use config::LoraConfig;
+pub use config::{LoraConfig, scale};
 pub use dora::Dora;
 pub use kind::{AdapterKind, Build, Init, Parameters};
 pub use layer::{AdaptedLinear, DoRALinear, DoraLayer, LayerKind, LoRALinear, LoraLayer};
