@@ -155,8 +155,8 @@ def test_merging_writes_a_checkpoint_that_draws_the_same(
         if adapter is not None:
             unet.load_adapter(adapter)
         tc.manual_seed(0)
-        sample, text = tc.randn((1, 4, 8, 8)), tc.randn((1, 7, 112))
-        pooled, sizes = tc.randn((1, 40)), tc.ones((1, 6))
+        sample, text = tc.randn((1, 4, 8, 8)), tc.randn((1, 7, 20))
+        pooled, sizes = tc.randn((1, 12)), tc.ones((1, 6))
         with tc.no_grad():
             return unet(sample, 500.0, text, text_embeds=pooled, time_ids=sizes).numpy()
 
