@@ -1,4 +1,4 @@
-"""Where models are loaded from and saved to: folders, pipelines, shards, variants, original checkpoints, the hub."""
+"""Where models come from and go to: folders, shards, variants, original checkpoints, the hub."""
 
 import json
 import shutil
@@ -64,7 +64,7 @@ def test_checkpoint_without_configurations_says_what_it_lacks(
 ) -> None:
     alone = tmp_path / "alone.safetensors"
     shutil.copy(single_file, alone)
-    with pytest.raises(tc.ConfigError, match="do not tell how many heads .* give config="):
+    with pytest.raises(tc.ConfigError, match=r"do not tell how many heads .* give config="):
         SDXLUNet.from_pretrained(alone)
     for config in (GOLDEN, GOLDEN / "unet", GOLDEN / "unet" / "config.json"):
         assert_same(SDXLUNet.from_pretrained(alone, config=config), from_folder("unet"))
@@ -84,7 +84,9 @@ def test_shards_are_one_model(unet: Path) -> None:
     tensors = weights_of("unet")
     whole = unet / "diffusion_pytorch_model.safetensors"
     names = sorted(tensors)
-    shards = {f"diffusion_pytorch_model-0000{i}-of-00003.safetensors": names[i::3] for i in range(3)}
+    shards = {
+        f"diffusion_pytorch_model-0000{i}-of-00003.safetensors": names[i::3] for i in range(3)
+    }
     for shard, held in shards.items():
         tc.save_file({name: tensors[name] for name in held}, unet / shard)
     whole.unlink()
@@ -250,9 +252,7 @@ print(status("VmHWM") - before)
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads Linux's /proc")
 @pytest.mark.parametrize(("dtype", "size"), [("f32", 4), ("bf16", 2)])
-def test_memory_for_loading_is_the_model_and_a_tenth(
-    tmp_path: Path, dtype: str, size: int
-) -> None:
+def test_memory_for_loading_is_the_model_and_a_tenth(tmp_path: Path, dtype: str, size: int) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     config = json.loads((GOLDEN / "text_encoder" / "config.json").read_text())
     config |= sizes | {"vocab_size": 49408, "max_position_embeddings": 77}

@@ -34,9 +34,7 @@ def test_features_are_transformers(sdxl: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_names_are_those_of_published_files(sdxl: Path, name: str) -> None:
-    wrapped = {
-        key if key.startswith("text_") else f"text_model.{key}" for key in weights_of(name)
-    }
+    wrapped = {key if key.startswith("text_") else f"text_model.{key}" for key in weights_of(name)}
     assert set(load(sdxl, name).named_tensors()) == wrapped
 
 

@@ -22,8 +22,13 @@ pub struct CLIPTextModel {
     layers: Vec<Arc<EncoderLayer>>,
     final_layer_norm: LayerNorm,
     text_projection: Option<Linear<Tensor>>,
+    /// The id that ends a text, i64 without dimensions; none if it is the largest id of each text.
+    end_of_text: Option<Tensor>,
     checkpointing: RwLock<Policy>,
 }
+
+/// Files made before the id was right say 2 for the end of a text, and mean the token of the largest id.
+const LEGACY_END: u32 = 2;
 
 /// What a text encoder makes of a text.
 #[derive(Clone)]
@@ -79,8 +84,13 @@ impl CLIPTextModel {
         let dim = config.hidden_size;
         let mut inner = weights.pp("text_model");
         let start = Init::Normal(0.02);
+        let token_embedding = inner.get("embeddings.token_embedding.weight", (config.vocab_size, dim), start)?;
+        let end_of_text = (config.eos_token_id != LEGACY_END)
+            .then(|| Tensor::new(i64::from(config.eos_token_id), &Device::Cpu)?.to_device(token_embedding.device()))
+            .transpose()?;
         Ok(Self {
-            token_embedding: inner.get("embeddings.token_embedding.weight", (config.vocab_size, dim), start)?,
+            token_embedding,
+            end_of_text,
             position_embedding: inner.get(
                 "embeddings.position_embedding.weight",
                 (config.max_position_embeddings, dim),
@@ -143,7 +153,7 @@ impl CLIPTextModel {
             hidden_states.push(x.clone());
         }
         let last_hidden_state = self.final_layer_norm.forward(&x)?;
-        let end = self.end_of_text(&last_hidden_state, input_ids)?;
+        let end = self.state_at_end(&last_hidden_state, input_ids)?;
         let pooled = match &self.text_projection {
             Some(projection) => projection.forward(&end)?,
             None => end,
@@ -152,15 +162,11 @@ impl CLIPTextModel {
     }
 
     /// The state of the token that ends each text: `states (B, S, D)` → (B, D).
-    fn end_of_text(&self, states: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
-        /// Files made before the id was right say 2, and mean the token of the largest id.
-        const LEGACY: u32 = 2;
+    fn state_at_end(&self, states: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
         let ids = input_ids.to_dtype(DType::I64)?;
-        let score = if self.config.eos_token_id == LEGACY {
-            ids
-        } else {
-            let eos = Tensor::new(i64::from(self.config.eos_token_id), &Device::Cpu)?.to_device(ids.device())?;
-            ids.eq(&eos.broadcast_as(ids.shape())?)?
+        let score = match &self.end_of_text {
+            Some(id) => ids.eq(&id.broadcast_as(ids.shape())?)?,
+            None => ids,
         };
         // Ids are small enough for f32 to hold them exactly; of equal ones, argmax takes the first.
         let place = score.to_dtype(DType::F32)?.argmax(1, true)?;

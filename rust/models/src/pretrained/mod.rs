@@ -151,11 +151,6 @@ impl Pretrained {
         self.original.map(|(_, prefix)| prefix)
     }
 
-    /// The folder in a pipeline that would hold the model of an original checkpoint.
-    pub fn subfolder(&self) -> Option<&'static str> {
-        self.original.map(|(part, _)| part.subfolder)
-    }
-
     /// The class that `config.json` names; none for an original checkpoint.
     ///
     /// # Errors

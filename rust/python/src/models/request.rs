@@ -68,11 +68,8 @@ fn is_hub_name(text: &str) -> bool {
     let named = text.split_once('/').is_some_and(|(organisation, name)| word(organisation) && word(name));
     // A file, or a folder whose parent is there, was meant as a path.
     let path = Path::new(text);
-    named && !path.exists() && path.extension().is_none_or(|end| end != "safetensors") && !parent_exists(path)
-}
-
-fn parent_exists(path: &Path) -> bool {
-    path.parent().is_some_and(Path::is_dir)
+    let is_path = path.exists() || path.parent().is_some_and(Path::is_dir);
+    named && !is_path && path.extension().is_none_or(|end| end != "safetensors")
 }
 
 fn from_hub(py: Python<'_>, name: &str, subfolders: Vec<String>, half: bool) -> Result<PathBuf> {
