@@ -90,7 +90,13 @@ def trained(flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFa
             tensorboard=True,
         )
     )
-    for text in ("memory while training", "unet weights", "latents: ", "captions: ", "6/6"):
+    for text in (
+        "memory while training",
+        "unet weights",
+        "latents of 6 pictures: ",
+        "captions: ",
+        "6/6",
+    ):
         assert text in result.stdout + result.stderr
     return output
 
@@ -254,8 +260,8 @@ def test_a_cache_on_disk_serves_the_next_run(
     settings = {"cache": "disk", "cache_dir": tmp_path / "cache"}
     first = done(*flags(tmp_path / "a", 2, **settings)).stdout
     second = done(*flags(tmp_path / "b", 2, **settings)).stdout
-    assert "latents: 0 found, 8 made" in first
-    assert "latents: 8 found, 0 made" in second
+    assert "latents of 8 pictures: 0 found, 8 made" in first
+    assert "latents of 8 pictures: 8 found, 0 made" in second
     same_adapters(tmp_path / "a", tmp_path / "b", "adapter.safetensors")
     done(*flags(tmp_path / "c", 2, cache="off"))
     same_adapters(tmp_path / "a", tmp_path / "c", "adapter.safetensors")
@@ -420,6 +426,13 @@ def test_another_model_is_refused(
     out = tmp_path / "out"
     refused(run(*flags(out, weights=digits_base)), "is no SDXL model", "unet")
     refused(run(*flags(out, weights=tmp_path / "none")), "there is no file or folder")
+    # In the form of a name on the hub, which no test asks.
+    unreachable = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    command = [*PROGRAM, *flags(out, weights="nobody/nothing")]
+    refused(
+        subprocess.run(command, capture_output=True, text=True, check=False, env=unreachable),
+        "nobody/nothing: there is no such file or folder",
+    )
     refused(run(*flags(out, weights=digits_base / "model.safetensors")), "is no SDXL checkpoint")
     refused(run(*flags(out, model="digits", resolution=64)), "has no effect on the model `digits`")
     truncated = tmp_path / "truncated"

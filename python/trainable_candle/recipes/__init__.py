@@ -35,8 +35,13 @@ def find(name: str) -> type[Recipe]:
 def weights_of(name: str, given: str | Path | None) -> Path:
     """Where the weights of a model are: as given, else those that the package ships.
 
+    Args:
+        name: of the model.
+        given: a path, or the name of a pipeline on the Hugging Face hub, which is fetched.
+
     Raises:
         ConfigError: there is no such model, or it needs weights and none are given.
+        MissingFileError: the hub has no such pipeline, or cannot be reached.
         MissingFileError: there are no such weights.
     """
     weights = given or find(name).default_weights()

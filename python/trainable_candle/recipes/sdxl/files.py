@@ -86,7 +86,7 @@ class Facts:
 
 def shipped() -> Path | None:
     """The small checkpoint in the package."""
-    folder = Path(str(files("trainable_candle") / "assets" / "sdxl"))
+    folder = Path(str(files("trainable_candle") / "assets" / "sdxl_tiny"))
     return folder if folder.is_dir() else None
 
 
