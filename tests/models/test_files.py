@@ -117,6 +117,13 @@ def test_half_precision_files_stand_in_or_are_preferred(unet: Path) -> None:
         SDXLUNet.from_pretrained(unet, dtype="f32")
 
 
+def test_files_of_mixed_dtypes_make_models_of_one(unet: Path) -> None:
+    tensors = weights_of("unet")
+    mixed = {name: t.to("f32") if t.ndim == 1 else t for name, t in tensors.items()}
+    tc.save_file(mixed, unet / "diffusion_pytorch_model.safetensors")
+    assert_same(SDXLUNet.from_pretrained(unet), from_folder("unet"))
+
+
 def test_text_encoders_load_with_and_without_the_wrapper(tmp_path: Path) -> None:
     for name in ("text_encoder", "text_encoder_2"):
         shutil.copytree(GOLDEN / name, tmp_path / name)

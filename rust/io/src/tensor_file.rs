@@ -14,7 +14,7 @@ use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor};
 /// The longest header that the format allows.
 const LONGEST_HEADER: u64 = 100_000_000;
 /// Bytes read at a time; a multiple of every element's size.
-const CHUNK: usize = 4 << 20;
+const CHUNK: usize = 1 << 20;
 
 /// An open safetensors file whose tensors are read one at a time.
 pub struct TensorFile {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
 use crate::tensor_file::TensorFile;
@@ -51,6 +52,20 @@ impl WeightFiles {
     /// The dtype of a tensor, if there is one of that name and its dtype is supported.
     pub fn dtype(&self, name: &str) -> Option<DType> {
         self.files[*self.index.get(name)?].dtype_of(name)
+    }
+
+    /// The floating-point dtype of most elements of the tensors whose names begin with `prefix`.
+    pub fn common_dtype(&self, prefix: &str) -> Option<DType> {
+        let mut elements: Vec<(DType, usize)> = Vec::new();
+        for name in self.names().filter(|name| name.starts_with(prefix)) {
+            let Some(dtype) = self.dtype(name).filter(|&dtype| is_float(dtype)) else { continue };
+            let count = self.shape(name).map_or(0, |dims| dims.iter().product());
+            match elements.iter_mut().find(|(known, _)| *known == dtype) {
+                Some((_, sum)) => *sum += count,
+                None => elements.push((dtype, count)),
+            }
+        }
+        elements.into_iter().max_by_key(|&(_, count)| count).map(|(dtype, _)| dtype)
     }
 
     /// The text entries of the headers.

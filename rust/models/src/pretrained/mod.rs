@@ -199,7 +199,7 @@ impl Pretrained {
     }
 
     /// Build a frozen model of these weights, each of which must be asked for. They are read one at a time and converted on the
-    /// way: beside the model, memory holds its largest parameter at most.
+    /// way to `dtype`, or to the one that most of them are stored in: beside the model, memory holds its largest parameter at most.
     ///
     /// # Errors
     /// [`Error::DType`] if `dtype` is not floating-point; as [`WeightFiles::open`], [`WeightFiles::read`] and
@@ -219,6 +219,8 @@ impl Pretrained {
         }
         let files = WeightFiles::open(&self.weights)?;
         let layout = layout(&files);
+        // A model computes in one dtype, also if its file mixes some.
+        let dtype = dtype.or_else(|| files.common_dtype(layout.prefix()));
         let mut source = Source::stored(StoredWeights { files, layout, dtype, device: device.clone() });
         let in_file = |error| match error {
             Error::Config(text) => Error::Config(format!("{}: {text}", self.path.display())),
