@@ -48,6 +48,16 @@ impl WeightFiles {
         self.files[*self.index.get(name)?].shape(name)
     }
 
+    /// The dtype of a tensor, if there is one of that name and its dtype is supported.
+    pub fn dtype(&self, name: &str) -> Option<DType> {
+        self.files[*self.index.get(name)?].dtype_of(name)
+    }
+
+    /// The text entries of the headers.
+    pub fn metadata(&self) -> BTreeMap<String, String> {
+        self.files.iter().flat_map(TensorFile::metadata).collect()
+    }
+
     /// Read one tensor to `device`, floating-point values converted to `dtype` on the way if one is given.
     ///
     /// # Errors

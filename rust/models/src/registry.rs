@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{DType, Device, Error, Result};
-use trainable_candle_io::PartNames;
+use trainable_candle_io::{PartNames, WeightFiles};
 use trainable_candle_nn::Module;
 
 use crate::clip::CLIPTextModel;
@@ -40,8 +40,9 @@ pub trait Model: Module + Send + Sync {
         PartNames::default()
     }
 
-    /// The names of its parameters in a folder, or in an original checkpoint where they begin with `prefix`.
-    fn layout(&self, prefix: Option<&'static str>) -> Box<dyn Layout>;
+    /// The names of its parameters in a folder, or in an original checkpoint where they begin with `prefix`: in `files`, if such a
+    /// checkpoint is there already.
+    fn layout(&self, prefix: Option<&'static str>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
 }
 
 /// How a kind of model is loaded.

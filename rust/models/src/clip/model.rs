@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
-use trainable_candle_io::PartNames;
+use trainable_candle_io::{PartNames, WeightFiles};
 use trainable_candle_nn::{Init, LayerNorm, Linear, Module, Visitor, Weights};
 
 use super::layers::EncoderLayer;
@@ -105,7 +105,7 @@ impl CLIPTextModel {
     /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
     pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
         let config = files.config(&Self::COMPONENT, CLIPTextConfig::from_json, keys::deduce)?;
-        files.build(keys::layout(files.prefix()), dtype, device, |weights| Self::new(config, weights))
+        files.build(|_| keys::layout(files.prefix()), dtype, device, |weights| Self::new(config, weights))
     }
 
     /// The configuration.
@@ -210,7 +210,7 @@ impl Model for CLIPTextModel {
         lora_keys::names(&self.config)
     }
 
-    fn layout(&self, prefix: Option<&'static str>) -> Box<dyn Layout> {
+    fn layout(&self, prefix: Option<&'static str>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
         keys::layout(prefix)
     }
 }

@@ -90,7 +90,7 @@ impl DigitsTransformer {
         };
         let nowhere = |_: &WeightFiles, _: &str, _| Err(Error::Config("DigitsTransformer: no configuration".into()));
         let config = files.config(&Self::COMPONENT, read, nowhere)?;
-        files.build(Box::new(OwnNames), dtype, device, |weights| Self::new(config, weights))
+        files.build(|_| Box::new(OwnNames), dtype, device, |weights| Self::new(config, weights))
     }
 
     /// Where its files are.
@@ -202,7 +202,7 @@ impl Model for DigitsTransformer {
         Self::COMPONENT
     }
 
-    fn layout(&self, _prefix: Option<&'static str>) -> Box<dyn Layout> {
+    fn layout(&self, _prefix: Option<&'static str>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Box::new(OwnNames)
     }
 }

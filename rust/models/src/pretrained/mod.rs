@@ -209,7 +209,7 @@ impl Pretrained {
     /// [`Source::finish`]; whatever `model` raises.
     pub fn build<M>(
         &self,
-        layout: Box<dyn Layout>,
+        layout: impl FnOnce(&WeightFiles) -> Box<dyn Layout>,
         dtype: Option<DType>,
         device: &Device,
         model: impl FnOnce(&mut Weights<'_>) -> Result<M>,
@@ -221,6 +221,7 @@ impl Pretrained {
             ));
         }
         let files = WeightFiles::open(&self.weights)?;
+        let layout = layout(&files);
         let mut source = Source::stored(StoredWeights { files, layout, dtype, device: device.clone() });
         let in_file = |error| match error {
             Error::Config(text) => Error::Config(format!("{}: {text}", self.path.display())),

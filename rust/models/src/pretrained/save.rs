@@ -1,11 +1,11 @@
 //! Writing models: to a folder, or into an original checkpoint.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
-use trainable_candle_io::{TensorEntry, TensorFile, save_entries, write_atomically};
+use trainable_candle_io::{TensorEntry, WeightFiles, save_entries, write_atomically};
 
 use super::CONFIG;
 use super::layout::{Form, Layout};
@@ -19,7 +19,7 @@ use crate::Model;
 pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
     let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
-    let entries = entries(model, model.layout(None).as_ref(), None)?;
+    let entries = entries(model, model.layout(None, None).as_ref(), None)?;
     save_entries(&folder.join(model.component().weights_name), entries, &metadata)?;
     let config = model.config_json()?;
     write_atomically(&folder.join(CONFIG), |file| file.write_all(config.as_bytes()))
@@ -36,7 +36,7 @@ pub fn save_checkpoint(
     base: Option<&Path>,
     dtype: Option<DType>,
 ) -> Result<()> {
-    let base = base.map(TensorFile::open).transpose()?.map(RefCell::new);
+    let base = base.map(|path| WeightFiles::open(&[path.to_path_buf()])).transpose()?.map(RefCell::new);
     let mut all = Vec::new();
     for &(subfolder, model) in models {
         let component = model.component();
@@ -50,23 +50,32 @@ pub fn save_checkpoint(
                 ),
             ));
         };
-        all.extend(entries(model, model.layout(Some(part.prefixes[0])).as_ref(), dtype)?);
+        let layout = match &base {
+            Some(base) => {
+                let file = base.borrow();
+                let is_there = |prefix: &&&str| file.shape(&format!("{prefix}{}", part.probe)).is_some();
+                let prefix = part.prefixes.iter().find(is_there).unwrap_or(&part.prefixes[0]);
+                model.layout(Some(prefix), Some(&file))
+            }
+            None => model.layout(Some(part.prefixes[0]), None),
+        };
+        all.extend(entries(model, layout.as_ref(), dtype)?);
     }
     let mut metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     if let Some(base) = &base {
         let file = base.borrow();
         metadata.extend(file.metadata());
-        let written: std::collections::BTreeSet<String> = all.iter().map(|entry| entry.name.clone()).collect();
-        for name in file.names().into_iter().filter(|name| !written.contains(name)) {
-            let (Some(shape), Some(dtype)) = (file.shape(&name), file.dtype_of(&name)) else {
+        let written: BTreeSet<String> = all.iter().map(|entry| entry.name.clone()).collect();
+        for name in file.names().filter(|name| !written.contains(*name)) {
+            let (Some(shape), Some(dtype)) = (file.shape(name), file.dtype(name)) else {
                 return Err(Error::weights(
                     file.path(),
                     format!("tensor \"{name}\" has a dtype that is not supported"),
                 ));
             };
-            let read = name.clone();
-            let values = Box::new(move || base.borrow_mut().read(&read, &Device::Cpu));
-            all.push(TensorEntry { shape: shape.to_vec(), name, dtype, values });
+            let (name, read) = (name.to_owned(), name.to_owned());
+            let values = Box::new(move || base.borrow_mut().read(&read, None, &Device::Cpu));
+            all.push(TensorEntry { name, shape: shape.to_vec(), dtype, values });
         }
     }
     save_entries(path, all, &metadata)

@@ -4,7 +4,7 @@ use std::sync::{PoisonError, RwLock};
 
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
-use trainable_candle_io::PartNames;
+use trainable_candle_io::{PartNames, WeightFiles};
 use trainable_candle_nn::{Conv2d, GroupNorm, Module, Visitor, Weights};
 
 use super::blocks::{Conditions, DownBlock, MidBlock, UpBlock};
@@ -86,7 +86,7 @@ impl SDXLUNet {
     pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
         let config = files.config(&Self::COMPONENT, UNetConfig::from_json, keys::deduce)?;
         let layout = keys::layout(files.prefix(), &config);
-        files.build(layout, dtype, device, |weights| Self::new(config, weights))
+        files.build(|_| layout, dtype, device, |weights| Self::new(config, weights))
     }
 
     /// Where its files are in pipelines and checkpoints.
@@ -210,7 +210,7 @@ impl Model for SDXLUNet {
         lora_keys::names(&self.config)
     }
 
-    fn layout(&self, prefix: Option<&'static str>) -> Box<dyn Layout> {
+    fn layout(&self, prefix: Option<&'static str>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
         keys::layout(prefix, &self.config)
     }
 }

@@ -11,13 +11,20 @@ use crate::pretrained::{Form, Layout, Part, Place};
 pub(super) const PART: Part =
     Part { subfolder: "vae", prefixes: &["first_stage_model.", "vae.", ""], probe: "decoder.mid.block_1.conv1.weight" };
 
-/// The names in a folder, or those of an original checkpoint with this prefix.
-pub(super) fn layout(prefix: Option<&'static str>, config: &VaeConfig) -> Box<dyn Layout> {
-    match prefix {
-        Some(prefix) => Box::new(Original { prefix, levels: config.block_out_channels.len() }),
-        None => Box::new(Diffusers),
-    }
+/// The names in a folder, or those of an original checkpoint with this prefix, `files` if it is there.
+pub(super) fn layout(prefix: Option<&'static str>, config: &VaeConfig, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    let Some(prefix) = prefix else { return Box::new(Diffusers) };
+    let is_last = |files: &WeightFiles, level: &usize| {
+        files.shape(&format!("{prefix}decoder.up.{level}.block.0.conv1.weight")).is_some()
+    };
+    // diffusers' converter counts down from 3 also where there are fewer levels.
+    let last_level = files.and_then(|files| (0..HIGHEST_LEVEL).rev().find(|level| is_last(files, level)));
+    let last_level = last_level.unwrap_or(config.block_out_channels.len() - 1);
+    Box::new(Original { prefix, last_level })
 }
+
+/// More levels than any autoencoder has.
+const HIGHEST_LEVEL: usize = 16;
 
 /// The projections of the attention, and where they are linear layers here and convolutions of one pixel there.
 fn attention(name: &str, names: [(&str, &str); 5]) -> Option<Place> {
@@ -46,7 +53,8 @@ impl Layout for Diffusers {
 
 struct Original {
     prefix: &'static str,
-    levels: usize,
+    /// The number of the decoder's first level in the file.
+    last_level: usize,
 }
 
 impl Layout for Original {
@@ -79,7 +87,7 @@ impl Original {
             }
             "down_blocks" => level(inside, "down", |index| Some(index))?,
             // The original counts the decoder's levels from the widest image.
-            "up_blocks" => level(inside, "up", |index| self.levels.checked_sub(index + 1))?,
+            "up_blocks" => level(inside, "up", |index| self.last_level.checked_sub(index))?,
             _ => rest.to_owned(),
         };
         Some(Place::plain(format!("{coder}.{}", key.replace("conv_shortcut", "nin_shortcut"))))

@@ -4,6 +4,7 @@ use std::sync::{PoisonError, RwLock};
 
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_io::WeightFiles;
 use trainable_candle_nn::{Conv2d, Module, Visitor, Weights};
 
 use super::coders::{Decoder, Encoder};
@@ -69,11 +70,12 @@ impl AutoencoderKL {
     /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
     pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device, force_upcast: Option<bool>) -> Result<Self> {
         let config = files.config(&Self::COMPONENT, VaeConfig::from_json, keys::deduce)?;
-        let layout = keys::layout(files.prefix(), &config);
         let half = matches!(dtype, None | Some(DType::F16 | DType::BF16));
         let upcast = half && force_upcast.unwrap_or(config.force_upcast);
         let dtype = if upcast { Some(DType::F32) } else { dtype };
-        files.build(layout, dtype, device, |weights| Self::new(config, weights))
+        let prefix = files.prefix();
+        let layout = |files: &WeightFiles| keys::layout(prefix, &config, Some(files));
+        files.build(layout, dtype, device, |weights| Self::new(config.clone(), weights))
     }
 
     /// The configuration.
@@ -193,7 +195,7 @@ impl Model for AutoencoderKL {
         Self::COMPONENT
     }
 
-    fn layout(&self, prefix: Option<&'static str>) -> Box<dyn Layout> {
-        keys::layout(prefix, &self.config)
+    fn layout(&self, prefix: Option<&'static str>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(prefix, &self.config, files)
     }
 }

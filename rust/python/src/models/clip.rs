@@ -47,7 +47,7 @@ impl CLIPTextModel {
         subfolder: Option<String>,
         config: Option<PathBuf>,
     ) -> Result<Py<Self>> {
-        let request = Request::new(py, path, dtype, device, subfolder, config)?;
+        let request = Request::new(py, path, dtype, device, subfolder, config, &models::CLIPTextModel::COMPONENT)?;
         Ok(Self::object(py, request.load(py, &models::CLIPTextModel::COMPONENT, models::CLIPTextModel::load)?)?)
     }
 

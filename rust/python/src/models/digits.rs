@@ -80,7 +80,7 @@ impl DigitsTransformer {
     #[staticmethod]
     #[pyo3(signature = (path, dtype=None, device="cpu"))]
     fn from_pretrained(py: Python<'_>, path: PathBuf, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Self>> {
-        let request = Request::new(py, path, dtype, device, None, None)?;
+        let request = Request::new(py, path, dtype, device, None, None, &models::DigitsTransformer::COMPONENT)?;
         Ok(Self::object(py, request.load(py, &models::DigitsTransformer::COMPONENT, models::DigitsTransformer::load)?)?)
     }
 

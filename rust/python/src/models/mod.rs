@@ -194,7 +194,7 @@ pub fn load_model(
     subfolder: Option<String>,
     config: Option<PathBuf>,
 ) -> Result<Py<Model>> {
-    let request = Request::new(py, path, dtype, device, subfolder, config)?;
+    let request = Request::new(py, path, dtype, device, subfolder, config, &registry::KINDS[0].component)?;
     let (kind, files) = detached(py, || registry::find(&request.path, &request.choice))?;
     let Request { dtype, device, .. } = &request;
     Ok(match kind.name {

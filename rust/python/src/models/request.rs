@@ -29,11 +29,19 @@ impl Request {
         device: &str,
         subfolder: Option<String>,
         config: Option<PathBuf>,
+        component: &Component,
     ) -> Result<Self> {
         let dtype = dtype.map(|dtype| dtype.0);
-        let half = dtype == Some(tc::DType::F16);
+        let (half, mut subfolder) = (dtype == Some(tc::DType::F16), subfolder);
         let path = match path.to_str() {
-            Some(name) if is_hub_name(name) => from_hub(py, name, subfolder.as_deref(), half)?,
+            Some(name) if is_hub_name(name) => {
+                let likeliest = component.parts.iter().map(|part| part.subfolder).take(1).chain([""]);
+                let places = match subfolder.take() {
+                    Some(subfolder) => vec![subfolder],
+                    None => likeliest.map(str::to_owned).collect(),
+                };
+                from_hub(py, name, places, half)?
+            }
             _ => path,
         };
         Ok(Self { path, choice: Choice { subfolder, config, half }, dtype, device: device::parse(device)? })
@@ -67,7 +75,7 @@ fn parent_exists(path: &Path) -> bool {
     path.parent().is_some_and(Path::is_dir)
 }
 
-fn from_hub(py: Python<'_>, name: &str, subfolder: Option<&str>, half: bool) -> Result<PathBuf> {
+fn from_hub(py: Python<'_>, name: &str, subfolders: Vec<String>, half: bool) -> Result<PathBuf> {
     let hub = py.import("trainable_candle.hub")?;
-    Ok(hub.call_method1("download", (name, subfolder, half))?.extract()?)
+    Ok(hub.call_method1("download", (name, subfolders, half))?.extract()?)
 }

@@ -45,7 +45,7 @@ impl SDXLUNet {
         subfolder: Option<String>,
         config: Option<PathBuf>,
     ) -> Result<Py<Self>> {
-        let request = Request::new(py, path, dtype, device, subfolder, config)?;
+        let request = Request::new(py, path, dtype, device, subfolder, config, &models::SDXLUNet::COMPONENT)?;
         Ok(Self::object(py, request.load(py, &models::SDXLUNet::COMPONENT, models::SDXLUNet::load)?)?)
     }
 

@@ -49,7 +49,7 @@ impl AutoencoderKL {
         config: Option<PathBuf>,
         force_upcast: Option<bool>,
     ) -> Result<Py<Self>> {
-        let request = Request::new(py, path, dtype, device, subfolder, config)?;
+        let request = Request::new(py, path, dtype, device, subfolder, config, &models::AutoencoderKL::COMPONENT)?;
         let load = |files: &_, dtype, device: &_| models::AutoencoderKL::load(files, dtype, device, force_upcast);
         Ok(Self::object(py, request.load(py, &models::AutoencoderKL::COMPONENT, load)?)?)
     }
