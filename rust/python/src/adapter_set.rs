@@ -319,12 +319,13 @@ fn options(
 #[pyo3(signature = (path, adapters, format=None, metadata=None, dtype=None))]
 pub fn save_adapters(
     py: Python<'_>,
-    path: PathBuf,
+    path: FilePath,
     adapters: Vec<Py<AdapterSet>>,
     format: Option<&str>,
     metadata: Option<BTreeMap<String, String>>,
     dtype: Option<DTypeArg>,
 ) -> Result<Vec<String>> {
+    let path = path.get("save_adapters")?;
     let options = options(format, metadata, dtype)?;
     let names: Vec<io::PartNames> = adapters.iter().map(|adapter| adapter.get().model.adapter_names()).collect();
     let sets: Vec<Arc<adapter::AdapterSet>> = adapters.iter().map(|adapter| adapter.get().set.clone()).collect();
