@@ -21,6 +21,9 @@ RUNTIME_BYTES: Final = 200 * 2**20
 """Interpreter, libraries, and blocks that the allocator keeps."""
 _MIN_8BIT: Final = 4096
 _BLOCK: Final = 256
+_ATTENTION: Final = (
+    ".to_q", ".to_k", ".to_v", ".to_out.0", ".q_proj", ".k_proj", ".v_proj", ".out_proj",
+)  # fmt: skip
 _STATES: Final = {"adam": 2, "lion": 1, "sgd": 0}
 
 
@@ -134,14 +137,19 @@ def adapted_layers(
     tensors: Mapping[str, TensorFacts], targets: Sequence[str], exclude: Sequence[str] = ()
 ) -> dict[str, tuple[int, ...]]:
     """The weights of the layers that adapters sit on: layer name -> shape."""
-    everything = "all-linear" in targets
+
+    def hit(layer: str, dims: int, patterns: Sequence[str]) -> bool:
+        groups = {"all-linear": dims == 2, "all-conv": dims == 4}
+        groups["all-attention"] = layer.endswith(_ATTENTION)
+        return matches(layer, patterns) or any(groups.get(pattern, False) for pattern in patterns)
+
     return {
         layer: facts.shape
         for name, facts in tensors.items()
         if (layer := name.removesuffix(".weight")) != name
         and len(facts.shape) in {2, 4}
-        and ((everything and len(facts.shape) == 2) or matches(layer, targets))
-        and not matches(layer, exclude)
+        and hit(layer, len(facts.shape), targets)
+        and not hit(layer, len(facts.shape), exclude)
     }
 
 
