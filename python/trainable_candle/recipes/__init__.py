@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from trainable_candle import hub
 from trainable_candle.errors import ConfigError, MissingFileError
 from trainable_candle.train.settings import flag, nearest
 
@@ -41,12 +42,14 @@ def weights_of(name: str, given: str | Path | None) -> Path:
 
     Raises:
         ConfigError: there is no such model, or it needs weights and none are given.
-        MissingFileError: the hub has no such pipeline, or cannot be reached.
-        MissingFileError: there are no such weights.
+        MissingFileError: there are no such weights, or the hub cannot be reached.
     """
-    weights = given or find(name).default_weights()
+    recipe = find(name)
+    weights = given or recipe.default_weights()
     if not weights:
         raise ConfigError(f"model: `{name}` needs its checkpoint; give --weights PATH")
+    if recipe.parts and hub.is_name(str(weights)):
+        return hub.download_pipeline(str(weights), recipe.parts)
     return existing("weights", Path(weights).expanduser())
 
 
