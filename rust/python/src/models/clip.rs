@@ -1,6 +1,5 @@
 //! CLIP's text encoders.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -9,6 +8,7 @@ use trainable_candle_models::clip;
 
 use super::request::Request;
 use super::{Model, class};
+use crate::arguments::{FilePath, Integer};
 use crate::call::{detached, quick};
 use crate::dtype::DTypeArg;
 use crate::error::Result;
@@ -41,11 +41,11 @@ impl CLIPTextModel {
     #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None))]
     fn from_pretrained(
         py: Python<'_>,
-        path: PathBuf,
+        path: FilePath,
         dtype: Option<DTypeArg>,
         device: &str,
         subfolder: Option<String>,
-        config: Option<PathBuf>,
+        config: Option<FilePath>,
     ) -> Result<Py<Self>> {
         let request = Request::new(py, path, dtype, device, subfolder, config, &models::CLIPTextModel::COMPONENT)?;
         Ok(Self::object(py, request.load(py, &models::CLIPTextModel::COMPONENT, models::CLIPTextModel::load)?)?)
@@ -79,7 +79,7 @@ impl TextFeatures {
     /// The states that enter the last layer, (B, S, D): what SDXL reads.
     #[getter]
     fn penultimate(&self) -> Result<Tensor> {
-        self.skipped(0)
+        self.skipped(Integer::of(0))
     }
 
     /// The state of each text's end after the final norm, projected if the model projects: (B, D) or (B, P).
@@ -98,7 +98,8 @@ impl TextFeatures {
     ///
     /// Raises:
     ///     ArgumentError: if the model has not so many layers.
-    fn skipped(&self, clip_skip: usize) -> Result<Tensor> {
+    fn skipped(&self, clip_skip: Integer) -> Result<Tensor> {
+        let clip_skip = clip_skip.count("skipped", "clip_skip")?;
         quick(|| self.0.skipped(clip_skip).cloned()).map(Tensor)
     }
 }

@@ -1,6 +1,5 @@
 //! The demo's model.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -9,6 +8,7 @@ use trainable_candle_models::digits::DigitsConfig;
 
 use super::request::Request;
 use super::{Model, class};
+use crate::arguments::{FilePath, Integer};
 use crate::call::{detached, quick};
 use crate::device;
 use crate::dtype::DTypeArg;
@@ -39,27 +39,29 @@ class!(DigitsTransformer);
 #[pymethods]
 impl DigitsTransformer {
     #[new]
-    #[pyo3(signature = (*, sample_size=8, patch_size=2, num_layers=3, num_attention_heads=3, attention_head_dim=32,
-        mlp_ratio=3, num_classes=10, device="cpu"))]
+    #[pyo3(signature = (*, sample_size=Integer::of(8), patch_size=Integer::of(2), num_layers=Integer::of(3),
+        num_attention_heads=Integer::of(3), attention_head_dim=Integer::of(32), mlp_ratio=Integer::of(3),
+        num_classes=Integer::of(10), device="cpu"))]
     #[allow(clippy::too_many_arguments)] // one for each size
     fn new(
-        sample_size: usize,
-        patch_size: usize,
-        num_layers: usize,
-        num_attention_heads: usize,
-        attention_head_dim: usize,
-        mlp_ratio: usize,
-        num_classes: usize,
+        sample_size: Integer,
+        patch_size: Integer,
+        num_layers: Integer,
+        num_attention_heads: Integer,
+        attention_head_dim: Integer,
+        mlp_ratio: Integer,
+        num_classes: Integer,
         device: &str,
     ) -> Result<PyClassInitializer<Self>> {
+        const OP: &str = models::DigitsTransformer::CLASS_NAME;
         let config = DigitsConfig {
-            sample_size,
-            patch_size,
-            num_layers,
-            num_attention_heads,
-            attention_head_dim,
-            mlp_ratio,
-            num_classes,
+            sample_size: sample_size.count(OP, "sample_size")?,
+            patch_size: patch_size.count(OP, "patch_size")?,
+            num_layers: num_layers.count(OP, "num_layers")?,
+            num_attention_heads: num_attention_heads.count(OP, "num_attention_heads")?,
+            attention_head_dim: attention_head_dim.count(OP, "attention_head_dim")?,
+            mlp_ratio: mlp_ratio.count(OP, "mlp_ratio")?,
+            num_classes: num_classes.count(OP, "num_classes")?,
             ..DigitsConfig::default()
         };
         let device = device::parse(device)?;
@@ -79,7 +81,7 @@ impl DigitsTransformer {
     ///     ConfigError: if the configuration is another model's or does not fit the weights.
     #[staticmethod]
     #[pyo3(signature = (path, dtype=None, device="cpu"))]
-    fn from_pretrained(py: Python<'_>, path: PathBuf, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Self>> {
+    fn from_pretrained(py: Python<'_>, path: FilePath, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Self>> {
         let request = Request::new(py, path, dtype, device, None, None, &models::DigitsTransformer::COMPONENT)?;
         Ok(Self::object(py, request.load(py, &models::DigitsTransformer::COMPONENT, models::DigitsTransformer::load)?)?)
     }

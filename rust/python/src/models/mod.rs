@@ -7,7 +7,6 @@ mod sdxl;
 mod vae;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -19,6 +18,7 @@ use trainable_candle_models::{self as models, registry};
 use trainable_candle_nn::adapter::AdapterSet as Set;
 
 use crate::adapter_set::{AdapterSet, Attached, LoraConfig};
+use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
@@ -106,7 +106,8 @@ impl Model {
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
     ///     ConfigError: if a layer has an adapter already.
     #[pyo3(signature = (path, scale=1.0))]
-    fn load_adapter(&self, py: Python<'_>, path: PathBuf, scale: f64) -> Result<Py<AdapterSet>> {
+    fn load_adapter(&self, py: Python<'_>, path: FilePath, scale: f64) -> Result<Py<AdapterSet>> {
+        let path = path.get("load_adapter")?;
         self.adapter.attach(py, &self.model, || {
             let (names, layers) = (self.model.adapter_names(), self.model.named_layers());
             io::attach_adapter(&path, scale, io::PartLayers { names: &names, layers: &layers })
@@ -160,7 +161,8 @@ impl Model {
     ///
     /// Raises:
     ///     FileError: if a file cannot be written.
-    fn save_pretrained(&self, py: Python<'_>, folder: PathBuf) -> Result<()> {
+    fn save_pretrained(&self, py: Python<'_>, folder: FilePath) -> Result<()> {
+        let folder = folder.get("save_pretrained")?;
         detached(py, || models::save_pretrained(self.model.as_ref(), &folder))
     }
 
@@ -188,11 +190,11 @@ impl Model {
 #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None))]
 pub fn load_model(
     py: Python<'_>,
-    path: PathBuf,
+    path: FilePath,
     dtype: Option<DTypeArg>,
     device: &str,
     subfolder: Option<String>,
-    config: Option<PathBuf>,
+    config: Option<FilePath>,
 ) -> Result<Py<Model>> {
     let request = Request::new(py, path, dtype, device, subfolder, config, &registry::KINDS[0].component)?;
     let (kind, files) = detached(py, || registry::find(&request.path, &request.choice))?;
@@ -234,11 +236,13 @@ pub fn load_model(
 #[pyo3(signature = (path, models, base=None, dtype=None))]
 pub fn save_checkpoint(
     py: Python<'_>,
-    path: PathBuf,
+    path: FilePath,
     models: BTreeMap<String, PyRef<'_, Model>>,
-    base: Option<PathBuf>,
+    base: Option<FilePath>,
     dtype: Option<DTypeArg>,
 ) -> Result<()> {
+    const OP: &str = "save_checkpoint";
+    let (path, base) = (path.get(OP)?, base.map(|base| base.get(OP)).transpose()?);
     let models: Vec<(String, Arc<dyn models::Model>)> =
         models.into_iter().map(|(place, model)| (place, model.model.clone())).collect();
     let dtype = dtype.map(|dtype| dtype.0);

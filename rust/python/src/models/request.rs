@@ -7,6 +7,7 @@ use trainable_candle_core as tc;
 use trainable_candle_models::pretrained::Component;
 use trainable_candle_models::{Choice, Pretrained};
 
+use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::device;
 use crate::dtype::DTypeArg;
@@ -24,13 +25,15 @@ impl Request {
     /// The arguments of a call; the name of a model on the Hugging Face hub becomes the folder of its files.
     pub fn new(
         py: Python<'_>,
-        path: PathBuf,
+        path: FilePath,
         dtype: Option<DTypeArg>,
         device: &str,
         subfolder: Option<String>,
-        config: Option<PathBuf>,
+        config: Option<FilePath>,
         component: &Component,
     ) -> Result<Self> {
+        const OP: &str = "from_pretrained";
+        let (path, config) = (path.get(OP)?, config.map(|config| config.get(OP)).transpose()?);
         let dtype = dtype.map(|dtype| dtype.0);
         let (half, mut subfolder) = (dtype == Some(tc::DType::F16), subfolder);
         let path = match path.to_str() {

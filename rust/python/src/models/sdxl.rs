@@ -1,6 +1,5 @@
 //! SDXL's UNet.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -9,6 +8,7 @@ use trainable_candle_models::sdxl::UNetConditions;
 
 use super::request::Request;
 use super::{Model, class};
+use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::dtype::DTypeArg;
 use crate::error::Result;
@@ -39,11 +39,11 @@ impl SDXLUNet {
     #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None))]
     fn from_pretrained(
         py: Python<'_>,
-        path: PathBuf,
+        path: FilePath,
         dtype: Option<DTypeArg>,
         device: &str,
         subfolder: Option<String>,
-        config: Option<PathBuf>,
+        config: Option<FilePath>,
     ) -> Result<Py<Self>> {
         let request = Request::new(py, path, dtype, device, subfolder, config, &models::SDXLUNet::COMPONENT)?;
         Ok(Self::object(py, request.load(py, &models::SDXLUNet::COMPONENT, models::SDXLUNet::load)?)?)

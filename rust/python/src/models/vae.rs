@@ -1,6 +1,5 @@
 //! The autoencoder of latent diffusion.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -8,6 +7,7 @@ use trainable_candle_models as models;
 
 use super::request::Request;
 use super::{Model, class};
+use crate::arguments::{FilePath, Integer};
 use crate::call::detached;
 use crate::dtype::DTypeArg;
 use crate::error::Result;
@@ -42,11 +42,11 @@ impl AutoencoderKL {
     #[allow(clippy::too_many_arguments)] // each is a name in Python
     fn from_pretrained(
         py: Python<'_>,
-        path: PathBuf,
+        path: FilePath,
         dtype: Option<DTypeArg>,
         device: &str,
         subfolder: Option<String>,
-        config: Option<PathBuf>,
+        config: Option<FilePath>,
         force_upcast: Option<bool>,
     ) -> Result<Py<Self>> {
         let request = Request::new(py, path, dtype, device, subfolder, config, &models::AutoencoderKL::COMPONENT)?;
@@ -85,7 +85,8 @@ impl AutoencoderKL {
     /// Raises:
     ///     ShapeError: if the picture does not fit the model.
     #[pyo3(signature = (image, *, tile_size=None))]
-    fn encode(&self, py: Python<'_>, image: &Tensor, tile_size: Option<usize>) -> Result<(Tensor, Tensor)> {
+    fn encode(&self, py: Python<'_>, image: &Tensor, tile_size: Option<Integer>) -> Result<(Tensor, Tensor)> {
+        let tile_size = tile_size.map(|size| size.count("encode", "tile_size")).transpose()?;
         let (mean, logvar) = detached(py, || self.0.encode(&image.0, tile_size))?;
         Ok((Tensor(mean), Tensor(logvar)))
     }
@@ -103,7 +104,8 @@ impl AutoencoderKL {
     /// Raises:
     ///     ShapeError: if the latents do not fit the model.
     #[pyo3(signature = (latent, *, tile_size=None))]
-    fn decode(&self, py: Python<'_>, latent: &Tensor, tile_size: Option<usize>) -> Result<Tensor> {
+    fn decode(&self, py: Python<'_>, latent: &Tensor, tile_size: Option<Integer>) -> Result<Tensor> {
+        let tile_size = tile_size.map(|size| size.count("decode", "tile_size")).transpose()?;
         detached(py, || self.0.decode(&latent.0, tile_size)).map(Tensor)
     }
 }
