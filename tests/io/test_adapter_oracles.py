@@ -74,6 +74,8 @@ import comfy.options
 comfy.options.enable_args_parsing()
 class Classes(types.ModuleType):
     def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
         return type(name, (), {})
 # The loader asks what class a model is of; the classes themselves need every model's code.
 sys.modules["comfy.model_base"] = Classes("comfy.model_base")
