@@ -56,55 +56,6 @@ pub struct Codebook {
     /// the lower half is such that the first value of that code carries over. No two codes begin among the values of
     /// one entry. Lower halves count upwards with the value: those of negative values are inverted.
     table: Box<[u32; 1 << 16]>,
-    /// The first bytes of all values, then the second, third and fourth.
-    #[cfg(target_arch = "x86_64")]
-    planes: [[u8; 256]; 4],
-}
-
-/// Whether the processor looks bytes up in registers (AVX-512 VBMI).
-#[cfg(target_arch = "x86_64")]
-static HAS_VBMI: LazyLock<bool> =
-    LazyLock::new(|| is_x86_feature_detected!("avx512vbmi") && is_x86_feature_detected!("avx512bw"));
-
-/// [`Codebook::decode_block`] byte by byte, each looked up in registers: gathering the values from memory takes longer.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-fn decode_vbmi(planes: &[[u8; 256]; 4], codes: &[u8; BLOCK_SIZE], values: &mut [f32; BLOCK_SIZE]) {
-    use std::arch::x86_64::*;
-    // Interleaving works within the four parts of a register: part `p` of the result `r` is to come from codes
-    // 16 r + 4 p, so these go to place 16 p + 4 r.
-    let order: [u8; 64] = std::array::from_fn(|place| {
-        let (part, rest) = (place / 16, place % 16);
-        (16 * (rest / 4) + 4 * part + rest % 4) as u8
-    });
-    // SAFETY: loads and stores within arrays of their size.
-    unsafe {
-        let order = _mm512_loadu_si512(order.as_ptr().cast());
-        let tables = planes.each_ref().map(|plane| {
-            let quarters: [__m512i; 4] = std::array::from_fn(|q| _mm512_loadu_si512(plane.as_ptr().add(64 * q).cast()));
-            quarters
-        });
-        for start in (0..BLOCK_SIZE).step_by(64) {
-            let codes = _mm512_permutexvar_epi8(order, _mm512_loadu_si512(codes.as_ptr().add(start).cast()));
-            let upper = _mm512_movepi8_mask(codes);
-            let [b0, b1, b2, b3] = tables.map(|[q0, q1, q2, q3]| {
-                let low = _mm512_permutex2var_epi8(q0, codes, q1);
-                let high = _mm512_permutex2var_epi8(q2, codes, q3);
-                _mm512_mask_blend_epi8(upper, low, high)
-            });
-            let (lo01, hi01) = (_mm512_unpacklo_epi8(b0, b1), _mm512_unpackhi_epi8(b0, b1));
-            let (lo23, hi23) = (_mm512_unpacklo_epi8(b2, b3), _mm512_unpackhi_epi8(b2, b3));
-            let results = [
-                _mm512_unpacklo_epi16(lo01, lo23),
-                _mm512_unpackhi_epi16(lo01, lo23),
-                _mm512_unpacklo_epi16(hi01, hi23),
-                _mm512_unpackhi_epi16(hi01, hi23),
-            ];
-            for (r, result) in results.into_iter().enumerate() {
-                _mm512_storeu_si512(values.as_mut_ptr().add(start + 16 * r).cast(), result);
-            }
-        }
-    }
 }
 
 impl Codebook {
@@ -156,22 +107,6 @@ impl Codebook {
         self.values[usize::from(code)]
     }
 
-    /// The values of codes.
-    #[inline(always)]
-    pub(crate) fn decode_block(&self, codes: &[u8; BLOCK_SIZE]) -> [f32; BLOCK_SIZE] {
-        let mut values = [0.0; BLOCK_SIZE];
-        #[cfg(target_arch = "x86_64")]
-        if *HAS_VBMI {
-            // SAFETY: the processor has the instructions.
-            unsafe { decode_vbmi(&self.planes, codes, &mut values) };
-            return values;
-        }
-        for (value, &code) in values.iter_mut().zip(codes) {
-            *value = self.decode(code);
-        }
-        values
-    }
-
     fn dynamic(signed: bool, preserve_sign: bool) -> Self {
         let values = create_dynamic_map(signed);
         let zero = values.partition_point(|&v| v < 0.0) as u32;
@@ -201,12 +136,7 @@ impl Codebook {
         }
         debug_assert_eq!(code, 255, "every border has its entry");
         let table = table.into_boxed_slice().try_into().unwrap_or_else(|_| unreachable!("its length is fixed"));
-        Self {
-            #[cfg(target_arch = "x86_64")]
-            planes: std::array::from_fn(|byte| values.map(|value| value.to_le_bytes()[byte])),
-            values,
-            table,
-        }
+        Self { values, table }
     }
 }
 
@@ -357,15 +287,6 @@ mod tests {
             assert_eq!(codebook.encode(x), expected, "{x:e}");
         }
         assert_eq!(codebook.encode(f32::NAN), 255);
-    }
-
-    #[test]
-    fn a_block_is_decoded_code_by_code() {
-        for codebook in [Codebook::sign_preserving(), Codebook::unsigned()] {
-            let codes: [u8; BLOCK_SIZE] = std::array::from_fn(|i| (i * 37 + 11) as u8);
-            let expected = codes.map(|code| codebook.decode(code).to_bits());
-            assert_eq!(codebook.decode_block(&codes).map(f32::to_bits), expected);
-        }
     }
 
     #[test]
