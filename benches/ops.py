@@ -30,8 +30,8 @@ RNG = np.random.default_rng(0)
 class Case:
     """An operation on inputs, all of which get gradients but the last `frozen`.
 
-    `ours` takes images with the channels last; `theirs` gets them as (B, C, H, W), once contiguous and
-    once in torch's memory format of channels last.
+    `ours` takes images with the channels last; `theirs` gets them as (B, C, H, W), once contiguous
+    and once in torch's memory format of channels last.
     """
 
     title: str
