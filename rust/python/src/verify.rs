@@ -1,12 +1,12 @@
 //! What other tools would make of an adapter file.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use trainable_candle_io::adapter_file::{self as io, Tool};
 use trainable_candle_models as models;
 
+use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::error::Result;
 
@@ -60,7 +60,9 @@ pub struct AdapterReport {
 ///     ConfigError: if the model is not known.
 #[pyfunction]
 #[pyo3(signature = (path, model="sdxl", weights=None))]
-pub fn verify_adapter(py: Python<'_>, path: PathBuf, model: &str, weights: Option<PathBuf>) -> Result<AdapterReport> {
+pub fn verify_adapter(py: Python<'_>, path: FilePath, model: &str, weights: Option<FilePath>) -> Result<AdapterReport> {
+    const OP: &str = "verify_adapter";
+    let (path, weights) = (path.get(OP)?, weights.map(|weights| weights.get(OP)).transpose()?);
     let report = detached(py, || io::verify_adapter(&path, &models::outlines(model, weights.as_deref())?))?;
     let good = report.is_good();
     let modules = report
