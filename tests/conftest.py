@@ -12,8 +12,7 @@ import trainable_candle as tc
 from trainable_candle.models import DigitsTransformer
 
 GOLDEN_SDXL = Path(__file__).parent / "golden" / "sdxl"
-UNET_FILE = "diffusion_pytorch_model.safetensors"
-TEXT_WIDTH = 112
+SDXL_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 
 
 @pytest.fixture(scope="session")
@@ -44,59 +43,42 @@ def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sdxl_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden SDXL with random weights as a pipeline's folder, with tokenizers of 600 tokens.
-
-    Its UNet reads texts of width 64, and its text encoders make 112: it gets other projections.
-    """
+    """The golden SDXL with random weights as a pipeline's folder, with tokenizers of 200 tokens."""
     folder = tmp_path_factory.mktemp("sdxl model") / "base"
-    for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
+    for name in SDXL_PARTS:
         shutil.copytree(GOLDEN_SDXL / name, folder / name)
     for name, pad in (("tokenizer", "<|endoftext|>"), ("tokenizer_2", "!")):
         write_tokenizer(folder / name, pad)
-    path = folder / "unet" / "config.json"
-    config = {**json.loads(path.read_text()), "cross_attention_dim": TEXT_WIDTH}
-    path.unlink()
-    path.write_text(json.dumps(config))
-    widen(GOLDEN_SDXL / "unet" / UNET_FILE, folder / "unet" / UNET_FILE)
     return folder
 
 
 @pytest.fixture(scope="session")
 def sdxl_file(sdxl_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights under the original names; its tokenizer is the published one, too large."""
-    path = tmp_path_factory.mktemp("sdxl file") / "single_file.safetensors"
-    # Its shapes do not tell the numbers of heads: the configurations lie beside it.
-    for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
-        (path.parent / name).mkdir()
-        shutil.copy(sdxl_base / name / "config.json", path.parent / name)
-    widen(GOLDEN_SDXL / path.name, path)
+    """The same weights under the original names, in a folder with their configurations.
+
+    Its tokenizer is the published one, which has more tokens than the model.
+    """
+    folder = tmp_path_factory.mktemp("sdxl file")
+    path = folder / "single_file.safetensors"
+    models = {name: tc.models.load(sdxl_base, subfolder=name) for name in SDXL_PARTS}
+    tc.models.save_checkpoint(path, models)
+    for name in SDXL_PARTS:
+        (folder / name).mkdir()
+        shutil.copy(sdxl_base / name / "config.json", folder / name)
     return path
 
 
-def widen(source: Path, target: Path) -> None:
-    """Copy weights, with random projections of texts of another width."""
-    tensors = tc.load_file(source)
-    for name, tensor in tensors.items():
-        if name.endswith(("attn2.to_k.weight", "attn2.to_v.weight")):
-            rng = np.random.default_rng(list(name.rpartition("transformer_blocks")[2].encode()))
-            values = rng.normal(0, 0.1, (tensor.shape[0], TEXT_WIDTH)).astype(np.float32)
-            tensors[name] = tc.tensor(values).to(tensor.dtype)
-    target.unlink(missing_ok=True)
-    tc.save_file(tensors, target)
-
-
 def write_tokenizer(folder: Path, pad: str) -> None:
-    """A CLIP tokenizer of single letters: 256 within and 256 at the end of a word, 600 in all."""
-    codes = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters = [chr(code) for code in (*codes, *range(0x100, 0x100 + 256 - len(codes)))]
+    """A CLIP tokenizer of single letters, within and at the end of a word; 200 tokens."""
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789!#$%&'()*+,-./:;<=>?@[]_"
     tokens = [*letters, *(f"{letter}</w>" for letter in letters)]
-    tokens += [f"unused{n}</w>" for n in range(598 - len(tokens))]
+    tokens += [f"unused{n}</w>" for n in range(198 - len(tokens))]
     tokens += ["<|startoftext|>", "<|endoftext|>"]
     folder.mkdir()
     vocabulary = {token: number for number, token in enumerate(tokens)}
     (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-    settings = {"pad_token": pad, "model_max_length": 77}
+    settings = {"pad_token": pad, "model_max_length": 17}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 

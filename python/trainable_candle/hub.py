@@ -1,5 +1,7 @@
 """Models by name from the Hugging Face hub, through its own client and cache."""
 
+import re
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
@@ -9,6 +11,7 @@ from trainable_candle.errors import MissingFileError
 # The names of a weight file without its ending: diffusers', then transformers'.
 _STEMS: Final = ("diffusion_pytorch_model", "model")
 _PLAIN: Final = (".safetensors", "-*-of-*.safetensors", ".safetensors.index.json")
+_WORD: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
 _HALF: Final = (
     ".fp16.safetensors",
     ".fp16-*-of-*.safetensors",
@@ -51,6 +54,31 @@ def download(name: str, subfolders: list[str], half: bool = False) -> str:
         raise MissingFileError(f"{name}: {place or 'the repository'} has no safetensors weights")
     searched = ", ".join(f"{place}config.json" for place in places)
     raise MissingFileError(f"{name}: no such model: neither of {searched} is in the repository")
+
+
+def is_name(text: str) -> bool:
+    """Whether a text is "organisation/name" on the hub, and no path."""
+    organisation, slash, name = text.partition("/")
+    path = Path(text)
+    named = bool(slash) and all(map(_WORD.fullmatch, (organisation, name)))
+    # A folder whose parent is there, and a file, were meant as paths.
+    return named and path.suffix != ".safetensors" and not (path.exists() or path.parent.is_dir())
+
+
+def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Path:
+    """The local folder of a pipeline on the hub, fetched if it is not in the client's cache.
+
+    Args:
+        name: "organisation/name".
+        parts: the folders of models that are needed; tokenizers and schedulers come with them.
+        half: as for `download`.
+
+    Raises:
+        MissingFileError: as `download`.
+    """
+    folders = [Path(download(name, [part], half)) for part in parts]
+    _fetch(name, ["model_index.json", "tokenizer*/*", "scheduler*/*"], [])
+    return folders[0].parent
 
 
 def _weights(folder: Path, variant: tuple[str, ...]) -> bool:

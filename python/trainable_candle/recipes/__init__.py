@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from trainable_candle import hub
 from trainable_candle.errors import ConfigError, MissingFileError
 from trainable_candle.train.settings import flag, nearest
 
@@ -35,13 +36,20 @@ def find(name: str) -> type[Recipe]:
 def weights_of(name: str, given: str | Path | None) -> Path:
     """Where the weights of a model are: as given, else those that the package ships.
 
+    Args:
+        name: of the model.
+        given: a path, or the name of a pipeline on the Hugging Face hub, which is fetched.
+
     Raises:
         ConfigError: there is no such model, or it needs weights and none are given.
-        MissingFileError: there are no such weights.
+        MissingFileError: there are no such weights, or the hub cannot be reached.
     """
-    weights = given or find(name).default_weights()
+    recipe = find(name)
+    weights = given or recipe.default_weights()
     if not weights:
         raise ConfigError(f"model: `{name}` needs its checkpoint; give --weights PATH")
+    if recipe.parts and hub.is_name(str(weights)):
+        return hub.download_pipeline(str(weights), recipe.parts)
     return existing("weights", Path(weights).expanduser())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import trainable_candle as tc
-from trainable_candle._core import save_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,7 +60,7 @@ class Adapters:
             FileError: the file cannot be written.
             ArgumentError: the format cannot hold these adapters.
         """
-        save_adapters(
+        tc.save_adapters(
             path,
             list(self.sets.values()),
             format=config.format,

@@ -122,6 +122,8 @@ class Recipe(Protocol):
     """What `--model` calls it."""
     summary: ClassVar[str]
     """What the model is, in a line."""
+    parts: ClassVar[tuple[str, ...]]
+    """The folders of its models in a pipeline; none if it is no pipeline."""
     unused: ClassVar[frozenset[str]]
     """Settings that mean nothing to this model; giving one is an error."""
 

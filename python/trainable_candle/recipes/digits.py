@@ -52,6 +52,7 @@ class DigitsRecipe:
 
     name: ClassVar[str] = "digits"
     summary: ClassVar[str] = "8x8 handwritten digits, the demo's generator (its base is built in)"
+    parts: ClassVar[tuple[str, ...]] = ()
     unused: ClassVar[frozenset[str]] = frozenset(
         name
         for name, (_, setting) in settings().items()

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-OPTIMIZERS: Final = ("adamw8bit", "adamw", "adam8bit", "adam", "lion8bit", "lion", "sgd")
+OPTIMIZERS: Final = (
+    "adamw8bit", "adamw", "adam8bit", "adam", "lion8bit", "lion", "adafactor", "sgd",
+)  # fmt: skip
 SCHEDULERS: Final = ("constant", "linear", "cosine", "polynomial")
 PRECISIONS: Final = ("f32", "bf16", "f16")
 CHECKPOINTING: Final = ("none", "full", "selective")

@@ -255,7 +255,9 @@ def training_metadata(config: TrainConfig, step: int, pictures: int) -> dict[str
         "ss_seed": config.seed,
         "ss_training_comment": config.trigger,
     }
-    return {name: str(value) for name, value in facts.items() if value not in {None, ""}}
+    # Names of files may hold bytes that are no text.
+    texts = {name: str(value).encode(errors="replace").decode() for name, value in facts.items()}
+    return {name: text for name, text in texts.items() if facts[name] not in {None, ""}}
 
 
 def _refuse_unused(kind: type[Recipe], config: TrainConfig) -> None:

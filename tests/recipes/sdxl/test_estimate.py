@@ -34,8 +34,9 @@ def items(base: Path, config: TrainConfig, phase: str = "training") -> dict[str,
 
 TARGETS: dict[str, dict[str, Any]] = {
     "default": {},
-    "attention": {"target_modules": ["to_q", "to_k", "to_v", "to_out.0"]},
+    "attention": {"target_modules": ["all-attention"]},
     "all": {"target_modules": ["all-linear"]},
+    "convolutions": {"target_modules": ["all-conv"], "exclude_modules": ["conv_in"]},
 }
 
 

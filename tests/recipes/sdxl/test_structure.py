@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 from trainable_candle.models import SDXLUNet
+from trainable_candle.recipes.sdxl import files
 from trainable_candle.recipes.sdxl.structure import UNetWalk, saved_values
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "sdxl"
 
 
 def walk(base: Path, side: int = 16) -> UNetWalk:
@@ -22,6 +25,20 @@ def test_it_names_every_layer_with_its_shape(sdxl_base: Path) -> None:
     layers = [layer for b in walk(sdxl_base).blocks() for p in b.pieces for layer in p.layers]
     assert {layer.name: layer.shape for layer in layers} == expected
     assert len(layers) == len(expected)
+
+
+def test_it_names_every_layer_of_the_published_model() -> None:
+    expected = json.loads((GOLDEN / "unet_shapes.json").read_text())
+    layers = [layer for b in published().blocks() for p in b.pieces for layer in p.layers]
+    assert {f"{layer.name}.weight": list(layer.shape) for layer in layers} == {
+        name: shape
+        for name, shape in expected.items()
+        if name.endswith(".weight") and len(shape) in {2, 4}
+    }
+
+
+def published() -> UNetWalk:
+    return UNetWalk(files.PUBLISHED, 128, 128, 77)
 
 
 def test_nothing_is_kept_before_the_first_adapter(sdxl_base: Path) -> None:

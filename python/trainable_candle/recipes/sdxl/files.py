@@ -35,7 +35,7 @@ _ADAPTER_MARKS: Final = {
 }
 _LABELS: Final = "label_emb.0.0.weight"
 _PUBLISHED_POOLED: Final = 1280
-_PUBLISHED: Final[Mapping[str, Any]] = {
+PUBLISHED: Final[Mapping[str, Any]] = {
     "block_out_channels": [320, 640, 1280],
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
     "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
@@ -86,7 +86,7 @@ class Facts:
 
 def shipped() -> Path | None:
     """The small checkpoint in the package."""
-    folder = Path(str(files("trainable_candle") / "assets" / "sdxl"))
+    folder = Path(str(files("trainable_candle") / "assets" / "sdxl_tiny"))
     return folder if folder.is_dir() else None
 
 
@@ -120,7 +120,7 @@ def _in_folder(folder: Path) -> Facts:
     vae = _read_json(folder / "vae" / "config.json")
     parts = {name: read_folder(folder / name) for name in SUBFOLDERS}
     widths = tuple(map(int, vae.get("block_out_channels", (128, 256, 512, 512))))
-    return Facts({**_PUBLISHED, **config}, parts, widths, int(vae.get("latent_channels", 4)))
+    return Facts({**PUBLISHED, **config}, parts, widths, int(vae.get("latent_channels", 4)))
 
 
 @lru_cache(maxsize=1)
@@ -152,7 +152,7 @@ def _deduced(unet: Mapping[str, TensorFacts], pooled: int) -> Mapping[str, Any]:
         depths.append(_depth(unet, f"input_blocks.{number}.1"))
     keys = [name for name in unet if name.endswith("attn2.to_k.weight")]
     return {
-        **_PUBLISHED,
+        **PUBLISHED,
         "block_out_channels": widths,
         "transformer_layers_per_block": [max(1, depth) for depth in depths],
         "cross_attention_dim": unet[keys[0]].shape[1],

@@ -38,7 +38,7 @@ pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str
 }
 
 /// Beginnings of keys that say which part of a pipeline they are of.
-const PART_PREFIXES: [&str; 12] = [
+const PART_PREFIXES: [&str; 14] = [
     "lora_unet_",
     "lora_te_",
     "lora_te1_",
@@ -48,6 +48,8 @@ const PART_PREFIXES: [&str; 12] = [
     "unet.",
     "text_encoder.",
     "text_encoder_2.",
+    "text_encoders.clip_l.",
+    "text_encoders.clip_g.",
     "text_encoders.",
     "diffusion_model.",
     "transformer.",

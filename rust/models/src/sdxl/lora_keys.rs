@@ -23,7 +23,10 @@ pub fn names(config: &UNetConfig) -> PartNames {
         kohya: "lora_unet",
         comfyui: Some("diffusion_model"),
         base: Some(BASE),
-        original: Arc::new(move |layer| keys::original_name(layer, &config)),
+        original: Arc::new(move |layer| {
+            let parameter = keys::original_name(&format!("{layer}.weight"), &config)?;
+            parameter.strip_suffix(".weight").map(str::to_owned)
+        }),
     }
 }
 

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use trainable_candle_models as models;
 use trainable_candle_models::digits::DigitsConfig;
 
-use super::request::Request;
+use super::request::{Call, Request};
 use super::{Model, class};
 use crate::arguments::{FilePath, Integer};
 use crate::call::{detached, quick};
@@ -81,7 +81,15 @@ impl DigitsTransformer {
     #[staticmethod]
     #[pyo3(signature = (path, dtype=None, device="cpu"))]
     fn from_pretrained(py: Python<'_>, path: FilePath, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Self>> {
-        let request = Request::new(py, "from_pretrained", path, dtype, device, None, None)?;
+        let request = Request::new(
+            py,
+            Call::from_pretrained(&models::DigitsTransformer::COMPONENT),
+            path,
+            dtype,
+            device,
+            None,
+            None,
+        )?;
         Ok(Self::object(py, request.load(py, &models::DigitsTransformer::COMPONENT, models::DigitsTransformer::load)?)?)
     }
 

@@ -28,7 +28,7 @@ use crate::var::Var;
 
 pub use clip::{CLIPTextModel, TextFeatures};
 pub use digits::DigitsTransformer;
-use request::Request;
+use request::{Call, Request};
 pub use sdxl::SDXLUNet;
 pub use vae::AutoencoderKL;
 
@@ -96,10 +96,11 @@ impl Model {
     ///     ConfigError: if no layer matches, or one has an adapter already.
     fn add_adapter(&self, py: Python<'_>, config: &LoraConfig) -> Result<Py<AdapterSet>> {
         let config = config.inner();
-        self.adapter.attach(py, || Set::attach(config, &self.model.named_layers()))
+        self.adapter.attach(py, &self.model, || Set::attach(config, &self.model.named_layers()))
     }
 
-    /// Put the adapters of a file on the model, their effect multiplied by `scale`.
+    /// Put the adapters of a file on the model, their effect multiplied by `scale`: of a file in any of the formats of
+    /// `AdapterSet.save`, by whatever tool. Its adapters for other parts of a pipeline are left out.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
@@ -107,7 +108,10 @@ impl Model {
     #[pyo3(signature = (path, scale=1.0))]
     fn load_adapter(&self, py: Python<'_>, path: FilePath, scale: f64) -> Result<Py<AdapterSet>> {
         let path = path.get("load_adapter")?;
-        self.adapter.attach(py, || io::attach_adapter(&path, scale, &self.model.named_layers()))
+        self.adapter.attach(py, &self.model, || {
+            let (names, layers) = (self.model.adapter_names(), self.model.named_layers());
+            io::attach_adapter(&path, scale, io::PartLayers { names: &names, layers: &layers })
+        })
     }
 
     /// Let the adapted layers compute with one merged weight each, at the speed of the base. Training has no effect
@@ -192,7 +196,15 @@ pub fn load_model(
     subfolder: Option<String>,
     config: Option<FilePath>,
 ) -> Result<Py<Model>> {
-    let request = Request::new(py, "load", path, dtype, device, subfolder, config)?;
+    let request = Request::new(
+        py,
+        Call { op: "load", component: &registry::KINDS[0].component },
+        path,
+        dtype,
+        device,
+        subfolder,
+        config,
+    )?;
     let (kind, files) = detached(py, || registry::find(&request.path, &request.choice))?;
     let Request { dtype, device, .. } = &request;
     Ok(match kind.name {

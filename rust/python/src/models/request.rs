@@ -21,23 +21,44 @@ pub struct Request {
     pub device: tc::Device,
 }
 
+/// Who asks, and for what kind of model.
+#[derive(Clone, Copy)]
+pub struct Call {
+    pub op: &'static str,
+    pub component: &'static Component,
+}
+
+impl Call {
+    /// The `from_pretrained` of a kind of model.
+    pub const fn from_pretrained(component: &'static Component) -> Self {
+        Self { op: "from_pretrained", component }
+    }
+}
+
 impl Request {
-    /// The arguments of a call of `op`; the name of a model on the Hugging Face hub becomes the folder of its files.
+    /// The arguments of a call; the name of a model on the Hugging Face hub becomes the folder of its files.
     pub fn new(
         py: Python<'_>,
-        op: &'static str,
+        call: Call,
         path: FilePath,
         dtype: Option<DTypeArg>,
         device: &str,
         subfolder: Option<String>,
         config: Option<FilePath>,
     ) -> Result<Self> {
-        let path = path.get(op)?;
-        let config = config.map(|config| config.get(op)).transpose()?;
+        let path = path.get(call.op)?;
+        let config = config.map(|config| config.get(call.op)).transpose()?;
         let dtype = dtype.map(|dtype| dtype.0);
-        let half = dtype == Some(tc::DType::F16);
+        let (half, mut subfolder) = (dtype == Some(tc::DType::F16), subfolder);
         let path = match path.to_str() {
-            Some(name) if is_hub_name(name) => from_hub(py, name, subfolder.as_deref(), half)?,
+            Some(name) if is_hub_name(name) => {
+                let likeliest = call.component.parts.iter().map(|part| part.subfolder).take(1).chain([""]);
+                let places = match subfolder.take() {
+                    Some(subfolder) => vec![subfolder],
+                    None => likeliest.map(str::to_owned).collect(),
+                };
+                from_hub(py, name, places, half)?
+            }
             _ => path,
         };
         Ok(Self { path, choice: Choice { subfolder, config, half }, dtype, device: device::parse(device)? })
@@ -64,14 +85,11 @@ fn is_hub_name(text: &str) -> bool {
     let named = text.split_once('/').is_some_and(|(organisation, name)| word(organisation) && word(name));
     // A file, or a folder whose parent is there, was meant as a path.
     let path = Path::new(text);
-    named && !path.exists() && path.extension().is_none_or(|end| end != "safetensors") && !parent_exists(path)
+    let is_path = path.exists() || path.parent().is_some_and(Path::is_dir);
+    named && !is_path && path.extension().is_none_or(|end| end != "safetensors")
 }
 
-fn parent_exists(path: &Path) -> bool {
-    path.parent().is_some_and(Path::is_dir)
-}
-
-fn from_hub(py: Python<'_>, name: &str, subfolder: Option<&str>, half: bool) -> Result<PathBuf> {
+fn from_hub(py: Python<'_>, name: &str, subfolders: Vec<String>, half: bool) -> Result<PathBuf> {
     let hub = py.import("trainable_candle.hub")?;
-    Ok(hub.call_method1("download", (name, subfolder, half))?.extract()?)
+    Ok(hub.call_method1("download", (name, subfolders, half))?.extract()?)
 }
