@@ -14,17 +14,19 @@ from typing_extensions import disjoint_base
 __all__ = [
     "__version__",
     "build_profile",
-    "Adafactor",
     "Adam",
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
     "Adapter",
+    "AdapterModule",
+    "AdapterReport",
     "AdapterSet",
+    "AutoencoderKL",
+    "CLIPTextModel",
     "DType",
     "DiffusionObjective",
     "DigitsTransformer",
-    "EMA",
     "FlowMatching",
     "GradScaler",
     "Lion",
@@ -34,10 +36,12 @@ __all__ = [
     "NoiseSchedule",
     "NoisedLatents",
     "Optimizer",
+    "SDXLUNet",
     "SGD",
     "Sampler",
     "Schedule",
     "Tensor",
+    "TextFeatures",
     "Var",
     "arange",
     "available_bytes",
@@ -79,6 +83,8 @@ __all__ = [
     "randn",
     "rms_norm",
     "rope",
+    "save_adapters",
+    "save_checkpoint",
     "save_file",
     "saved_bytes",
     "scaled_dot_product_attention",
@@ -90,6 +96,7 @@ __all__ = [
     "swiglu",
     "tensor",
     "upsample_nearest2d",
+    "verify_adapter",
     "where",
     "zeros",
     "zeros_like",
@@ -104,40 +111,6 @@ build_profile: Final[str]
 """
 Cargo profile of this build, `"release"` or `"debug"`.
 """
-
-@final
-class Adafactor(Optimizer):
-    """
-    Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from
-    those of its rows and columns.
-
-    Args:
-        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
-        lr: bound of the relative step size, at least 0: step t moves a variable by min(lr, 1 / sqrt(t)) of its root mean
-            square.
-        beta2_decay: at most 0; the second moments take the square of gradient t with weight t**beta2_decay.
-        eps: root of the least second moment (None for the precision of the dtype), and the least root mean square of a
-            variable.
-        d: at least 1; the root mean square of an update is clipped to it.
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-        maximize: ascend instead of descend.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        beta2_decay: SupportsFloat | SupportsIndex = ...,
-        eps: tuple[SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex] = ...,
-        d: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        *,
-        maximize: bool = ...,
-    ) -> Adafactor: ...
 
 @final
 class Adam(Optimizer):
@@ -161,13 +134,13 @@ class Adam(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        amsgrad: bool = ...,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        amsgrad: bool = False,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> Adam: ...
 
 @final
@@ -191,12 +164,12 @@ class Adam8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
-        min_8bit_size: SupportsIndex = ...,
+        min_8bit_size: SupportsIndex = 4096,
     ) -> Adam8bit: ...
 
 @final
@@ -221,13 +194,13 @@ class AdamW(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        amsgrad: bool = ...,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
+        amsgrad: bool = False,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> AdamW: ...
 
 @final
@@ -251,12 +224,12 @@ class AdamW8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
         *,
-        min_8bit_size: SupportsIndex = ...,
+        min_8bit_size: SupportsIndex = 4096,
     ) -> AdamW8bit: ...
 
 @final
@@ -269,9 +242,8 @@ class Adapter:
         weight: the layer's frozen weight, (out_features, in_features).
         bias: the layer's frozen bias, (out_features,).
         rank: rank of the low-rank product, at least 1.
-        alpha: the factor in front of it is alpha / rank.
+        scale: factor in front of it.
         dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
-        rslora: make that factor alpha / sqrt(rank).
 
     Raises:
         ArgumentError: if the kind is unknown, or a number is out of range.
@@ -284,9 +256,8 @@ class Adapter:
         weight: Tensor,
         bias: Tensor | None,
         rank: SupportsIndex,
-        alpha: SupportsFloat | SupportsIndex,
+        scale: SupportsFloat | SupportsIndex,
         dropout: SupportsFloat | SupportsIndex = 0.0,
-        rslora: bool = False,
     ) -> Adapter: ...
     def forward(self, /, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """
@@ -314,6 +285,58 @@ class Adapter:
         """
 
 @final
+class AdapterModule:
+    """
+    One module of an adapter file.
+
+    Attributes:
+        module: its name in the file.
+        layer: the layer that it is for, None if the model has none.
+        kind: the kind of adapter, None if it is none.
+        rank: its rank, 0 if nothing is decomposed.
+        scale: the factor that tools apply.
+        zero: whether a factor is zero everywhere, so that it has no effect.
+        fault: what is wrong with its shapes or values.
+        ignored_by: tools that leave it out, and why.
+    """
+    @property
+    def fault(self, /) -> str | None: ...
+    @property
+    def ignored_by(self, /) -> dict[str, str]: ...
+    @property
+    def kind(self, /) -> str | None: ...
+    @property
+    def layer(self, /) -> str | None: ...
+    @property
+    def module(self, /) -> str: ...
+    @property
+    def rank(self, /) -> int: ...
+    @property
+    def scale(self, /) -> float: ...
+    @property
+    def zero(self, /) -> bool: ...
+
+@final
+class AdapterReport:
+    """
+    What other tools would make of an adapter file.
+
+    Attributes:
+        modules: every module, by name.
+        others: keys that are no parameter of an adapter.
+        remarks: remarks about the header.
+        good: whether ComfyUI applies every module, and each has an effect.
+    """
+    @property
+    def good(self, /) -> bool: ...
+    @property
+    def modules(self, /) -> list[AdapterModule]: ...
+    @property
+    def others(self, /) -> list[str]: ...
+    @property
+    def remarks(self, /) -> list[str]: ...
+
+@final
 class AdapterSet:
     """
     The adapters that `add_adapter` or `load_adapter` put on a model.
@@ -324,12 +347,12 @@ class AdapterSet:
         """
         The configuration.
         """
-    def load(self, /, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
+    def load(self, /, path: str | PathLike[str]) -> None:
         """
         Read the parameters of an adapter file with the same layers, ranks and alphas.
 
         Raises:
-            MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter.
+            MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
             ConfigError, ShapeError: if it does not fit; nothing is changed then.
         """
     def named_parameters(self, /) -> dict[str, Var]:
@@ -343,21 +366,28 @@ class AdapterSet:
     def save(
         self,
         /,
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        format: str = "peft",
+        path: str | PathLike[str],
+        format: str | None = None,
         metadata: dict[str, str] | None = None,
-    ) -> None:
+        dtype: DType | str | None = None,
+    ) -> list[str]:
         """
         Write the adapters to a safetensors file, complete or not at all.
 
         Args:
             path: the file.
-            format: whose names it carries: "peft" or "diffusers".
-            metadata: text entries for the file's header.
+            format: whose names it carries: "kohya", "diffusers", "peft" or "comfyui"; without it those that most tools
+                load: "kohya" for SDXL, "peft" for a model that no other tool knows.
+            metadata: text entries for the file's header, added to those that tools look for.
+            dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+
+        Returns:
+            The names of layers whose adapter has no effect, because a factor is zero everywhere; none once all of them are
+            trained.
 
         Raises:
             FileError: if the file cannot be written.
-            ArgumentError: if the format is unknown.
+            ArgumentError: if the format is unknown or cannot hold these adapters.
         """
     def set_enabled(self, /, enabled: bool) -> None:
         """
@@ -366,6 +396,130 @@ class AdapterSet:
     def set_training(self, /, training: bool) -> None:
         """
         Training (dropout on) or not.
+        """
+
+@final
+class AutoencoderKL(Model):
+    """
+    The autoencoder between pictures and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
+    `from_pretrained`.
+    """
+    def decode(self, /, latent: Tensor, *, tile_size: SupportsIndex | None = None) -> Tensor:
+        """
+        The pictures of latents.
+
+        Args:
+            latent: latents, (B, 4, h, w), not scaled.
+            tile_size: decode larger pictures in tiles of so many pixels, which overlap by a quarter, their seams blended (512
+                is usual): memory no longer grows with the picture.
+
+        Returns:
+            Pictures, (B, 3, h * downscale, w * downscale), values about -1 to 1.
+
+        Raises:
+            ShapeError: if the latents do not fit the model.
+        """
+    @property
+    def downscale(self, /) -> int:
+        """
+        Pixels along one side of a picture for each of the latents.
+        """
+    def encode(
+        self, /, image: Tensor, *, tile_size: SupportsIndex | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        The distribution of a picture's latents.
+
+        Args:
+            image: pictures, (B, 3, H, W), values -1 to 1.
+            tile_size: encode larger pictures in tiles of so many pixels, which overlap by a quarter (512 is usual);
+                near seams the result differs a little.
+
+        Returns:
+            Mean and logarithm of the variance, (B, 4, H / downscale, W / downscale) each; not scaled.
+
+        Raises:
+            ShapeError: if the picture does not fit the model.
+        """
+    @staticmethod
+    def from_pretrained(
+        path: str | PathLike[str],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | PathLike[str] | None = None,
+        force_upcast: bool | None = None,
+    ) -> AutoencoderKL:
+        """
+        The frozen model at `path`.
+
+        Args:
+            path: an autoencoder, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
+                file; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights. Values in SDXL's autoencoder leave the range of f16: where its configuration says
+                `force_upcast`, as SDXL's does, the model is f32 although half precision is asked for or stored.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline, also for a checkpoint.
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+            force_upcast: overrules the configuration; False gives the weights the dtype that is asked for.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
+        """
+    @property
+    def scaling_factor(self, /) -> float:
+        """
+        A diffusion model sees (latent - shift_factor) * scaling_factor.
+        """
+    @property
+    def shift_factor(self, /) -> float:
+        """
+        See `scaling_factor`; 0 for SDXL.
+        """
+
+@final
+class CLIPTextModel(Model):
+    """
+    A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Names begin with
+    "text_model.", as in the published files. Made by `from_pretrained`.
+    """
+    def __call__(self, /, input_ids: Tensor) -> TextFeatures:
+        """
+        What the encoder makes of texts.
+
+        Args:
+            input_ids: token ids, (B, S), i64 or u32, S up to 77.
+
+        Raises:
+            ShapeError: if a text is too long.
+            IndexOutOfRangeError: if an id is no token.
+        """
+    @staticmethod
+    def from_pretrained(
+        path: str | PathLike[str],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | PathLike[str] | None = None,
+    ) -> CLIPTextModel:
+        """
+        The frozen model at `path`.
+
+        Args:
+            path: a text encoder, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
+                file; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights; as they are stored without it.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline, also for a checkpoint: "text_encoder" (which is meant
+                without it) or "text_encoder_2".
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
         """
 
 @final
@@ -560,20 +714,18 @@ class DigitsTransformer(Model):
         cls,
         /,
         *,
-        sample_size: SupportsIndex = ...,
-        patch_size: SupportsIndex = ...,
-        num_layers: SupportsIndex = ...,
-        num_attention_heads: SupportsIndex = ...,
-        attention_head_dim: SupportsIndex = ...,
-        mlp_ratio: SupportsIndex = ...,
-        num_classes: SupportsIndex = ...,
+        sample_size: SupportsIndex = 8,
+        patch_size: SupportsIndex = 2,
+        num_layers: SupportsIndex = 3,
+        num_attention_heads: SupportsIndex = 3,
+        attention_head_dim: SupportsIndex = 32,
+        mlp_ratio: SupportsIndex = 3,
+        num_classes: SupportsIndex = 10,
         device: str = "cpu",
     ) -> DigitsTransformer: ...
     @staticmethod
     def from_pretrained(
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        dtype: DType | str | None = None,
-        device: str = "cpu",
+        path: str | PathLike[str], dtype: DType | str | None = None, device: str = "cpu"
     ) -> DigitsTransformer:
         """
         The frozen model at `path`: a folder with `config.json` and safetensors weights, or a weight file beside its
@@ -587,80 +739,6 @@ class DigitsTransformer(Model):
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration is another model's or does not fit the weights.
-        """
-
-@final
-class EMA:
-    """
-    The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer; inside `with ema:` the
-    adapter computes with the averages, and is saved as them.
-
-    Args:
-        adapter: what `add_adapter` returned.
-        decay: how much of the average stays at each update, in [0, 1).
-        warmup: use min(decay, (1 + n) / (10 + n)) after n updates, so that the start is soon forgotten.
-
-    Raises:
-        ArgumentError: if the decay is out of range.
-        DTypeError: if the parameters are not f32.
-    """
-    def __enter__(self, /) -> EMA: ...
-    def __exit__(self, /, *exception: object) -> None: ...
-    def __new__(
-        cls,
-        /,
-        adapter: AdapterSet,
-        decay: SupportsFloat | SupportsIndex = 0.999,
-        warmup: bool = True,
-    ) -> EMA: ...
-    def __repr__(self, /) -> str: ...
-    @property
-    def decay(self, /) -> float:
-        """
-        How much of the average the next update keeps.
-        """
-    @property
-    def is_swapped_in(self, /) -> bool:
-        """
-        Whether the averages are in the place of the parameters.
-        """
-    def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
-        """
-        Take over the state of an adapter with the same shapes.
-
-        Raises:
-            ConfigError: if an entry is missing or not expected. Nothing is changed then.
-            ShapeError, DTypeError: if one differs. Nothing is changed then.
-        """
-    def state_dict(self, /) -> dict[str, Tensor]:
-        """
-        A copy of the state: `INDEX.average` for the parameter with that index, `updates` (i64).
-        """
-    def swap_in(self, /) -> None:
-        """
-        Put the averages in the place of the parameters.
-
-        Raises:
-            ArgumentError: if they are there.
-        """
-    def swap_out(self, /) -> None:
-        """
-        Put the parameters back, bit for bit.
-
-        Raises:
-            ArgumentError: if they are in their place.
-        """
-    def update(self, /) -> None:
-        """
-        Move the averages towards the parameters.
-
-        Raises:
-            ArgumentError: while the averages are in the place of the parameters.
-        """
-    @property
-    def updates(self, /) -> int:
-        """
-        How often `update` was called.
         """
 
 @final
@@ -747,7 +825,7 @@ class GradScaler:
         init_scale: SupportsFloat | SupportsIndex = 65536.0,
         growth_factor: SupportsFloat | SupportsIndex = 2.0,
         backoff_factor: SupportsFloat | SupportsIndex = 0.5,
-        growth_interval: SupportsIndex = ...,
+        growth_interval: SupportsIndex = 2000,
         enabled: bool = True,
     ) -> GradScaler: ...
     def get_scale(self, /) -> float:
@@ -814,9 +892,9 @@ class Lion(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-4,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
     ) -> Lion: ...
 
 @final
@@ -839,11 +917,11 @@ class Lion8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-4,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
-        min_8bit_size: SupportsIndex = ...,
+        min_8bit_size: SupportsIndex = 4096,
     ) -> Lion8bit: ...
 
 @final
@@ -852,7 +930,8 @@ class LoraConfig:
     Which layers get an adapter, and of what kind and size. The names are peft's.
 
     A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
-    whole name; "all-linear" stands for every linear layer.
+    whole name; "all-linear" stands for every linear layer, "all-conv" for every convolution, "all-attention" for the
+    projections of attention.
 
     Args:
         r: rank, at least 1.
@@ -864,6 +943,10 @@ class LoraConfig:
         use_rslora: scale by lora_alpha / sqrt(r).
         rank_pattern: other ranks for layers by name.
         alpha_pattern: other alphas for layers by name.
+        adapter: the kind of adapter, "lora", "dora", "loha" or "lokr".
+        wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
+        decompose_both: LoKr: whether the smaller factor may be low-rank, too.
+        decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
 
     Raises:
         ConfigError: if a value is out of range.
@@ -871,21 +954,40 @@ class LoraConfig:
     def __new__(
         cls,
         /,
-        r: SupportsIndex = ...,
+        r: SupportsIndex = 8,
         lora_alpha: SupportsFloat | SupportsIndex = 8.0,
-        target_modules: str | Sequence[str] | None = None,
-        exclude_modules: str | Sequence[str] | None = None,
+        target_modules: str | SupportsGetItem[int, str] | None = None,
+        exclude_modules: str | SupportsGetItem[int, str] | None = None,
         lora_dropout: SupportsFloat | SupportsIndex = 0.0,
         use_dora: bool = False,
         use_rslora: bool = False,
         rank_pattern: dict[str, SupportsIndex] | None = None,
         alpha_pattern: dict[str, SupportsFloat | SupportsIndex] | None = None,
+        adapter: str = "lora",
+        wd_on_output: bool = True,
+        decompose_both: bool = False,
+        decompose_factor: SupportsIndex = ...,
     ) -> LoraConfig: ...
     def __repr__(self, /) -> str: ...
+    @property
+    def adapter(self, /) -> str:
+        """
+        The kind of adapter.
+        """
     @property
     def alpha_pattern(self, /) -> dict[str, float]:
         """
         Other alphas for layers by name.
+        """
+    @property
+    def decompose_both(self, /) -> bool:
+        """
+        Whether the smaller factor of LoKr may be low-rank, too.
+        """
+    @property
+    def decompose_factor(self, /) -> int:
+        """
+        The size of the smaller factor of LoKr; -1 for one near the root of the layer's size.
         """
     @property
     def exclude_modules(self, /) -> list[str]:
@@ -927,6 +1029,11 @@ class LoraConfig:
         """
         Whether the scale is lora_alpha / sqrt(r).
         """
+    @property
+    def wd_on_output(self, /) -> bool:
+        """
+        Whether DoRA has one magnitude for each output (otherwise for each input).
+        """
 
 @disjoint_base
 class Model:
@@ -961,13 +1068,11 @@ class Model:
             ArgumentError: if the policy is unknown.
         """
     def load_adapter(
-        self,
-        /,
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        scale: SupportsFloat | SupportsIndex = 1.0,
+        self, /, path: str | PathLike[str], scale: SupportsFloat | SupportsIndex = 1.0
     ) -> AdapterSet:
         """
-        Put the adapters of a file on the model, their effect multiplied by `scale`.
+        Put the adapters of a file on the model, their effect multiplied by `scale`: of a file in any of the formats of
+        `AdapterSet.save`, by whatever tool. Its adapters for other parts of a pipeline are left out.
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
@@ -993,9 +1098,10 @@ class Model:
         """
         Take the adapters off, merged or not; the model computes exactly what it did before them.
         """
-    def save_pretrained(self, /, folder: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
+    def save_pretrained(self, /, folder: str | PathLike[str]) -> None:
         """
-        Write `config.json` and `model.safetensors` to a folder, adapters left out.
+        Write `config.json` and the weights to a folder as diffusers and transformers read them, adapters left out; a merged
+        one is part of its layer's weight.
 
         Raises:
             FileError: if a file cannot be written.
@@ -1125,7 +1231,7 @@ class Optimizer:
         Take over the states of an optimizer of the same kind over variables of the same shapes.
 
         Raises:
-            ConfigError: if they are of another kind, or states are missing or not expected. Nothing is changed then.
+            ConfigError: if states are missing or not expected. Nothing is changed then.
             ShapeError, DTypeError: if one differs. Nothing is changed then.
         """
     @property
@@ -1147,7 +1253,7 @@ class Optimizer:
         """
         A copy of all states: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
         `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
-        learning rate of each group, `kind` (u8) with the optimizer's name in ASCII.
+        learning rate of each group.
         """
     def step(self, /) -> None:
         """
@@ -1156,6 +1262,62 @@ class Optimizer:
     def zero_grad(self, /) -> None:
         """
         Forget the gradients of all variables.
+        """
+
+@final
+class SDXLUNet(Model):
+    """
+    SDXL's UNet, computing what diffusers' `UNet2DConditionModel` computes, under its names. Made by `from_pretrained`.
+    """
+    def __call__(
+        self,
+        /,
+        sample: Tensor,
+        timestep: Tensor | float | int,
+        encoder_hidden_states: Tensor,
+        *,
+        text_embeds: Tensor,
+        time_ids: Tensor,
+    ) -> Tensor:
+        """
+        The prediction for noisy latents: the noise, or the velocity if the model was trained for it.
+
+        Args:
+            sample: latents under noise, (B, 4, h, w), scaled as the autoencoder says.
+            timestep: from 0 (clean) to 999 (noise): (B,), (1,), or a number.
+            encoder_hidden_states: the text's tokens, (B, L, cross_attention_dim).
+            text_embeds: the pooled text, (B, P).
+            time_ids: original height and width, top and left of the crop, target height and width, (B, 6).
+
+        Returns:
+            A tensor of the shape of `sample`, in the dtype of the weights.
+
+        Raises:
+            ShapeError: if the inputs do not fit the model or one another.
+        """
+    @staticmethod
+    def from_pretrained(
+        path: str | PathLike[str],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | PathLike[str] | None = None,
+    ) -> SDXLUNet:
+        """
+        The frozen model at `path`.
+
+        Args:
+            path: a UNet, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
+                file; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights; as they are stored without it.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline, also for a checkpoint.
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
         """
 
 @final
@@ -1180,13 +1342,13 @@ class SGD(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        momentum: SupportsFloat | SupportsIndex = ...,
-        dampening: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        nesterov: bool = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        momentum: SupportsFloat | SupportsIndex = 0.0,
+        dampening: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        nesterov: bool = False,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> SGD: ...
 
 @final
@@ -1267,7 +1429,7 @@ class Schedule:
         kind: "constant", "linear", "cosine" or "polynomial".
         warmup_steps: steps of the warm-up.
         total_steps: steps of the training, warm-up included.
-        num_cycles: waves of the cosine; half a one goes from 1 to 0.
+        cycles: waves of the cosine; half a one goes from 1 to 0.
         end: the last factor of the polynomial, in [0, 1).
         power: the power of the polynomial, above 0.
 
@@ -1278,10 +1440,10 @@ class Schedule:
         cls,
         /,
         kind: str,
-        warmup_steps: SupportsIndex = ...,
-        total_steps: SupportsIndex = ...,
+        warmup_steps: SupportsIndex = 0,
+        total_steps: SupportsIndex = 0,
         *,
-        num_cycles: SupportsFloat | SupportsIndex = 0.5,
+        cycles: SupportsFloat | SupportsIndex = 0.5,
         end: SupportsFloat | SupportsIndex = 0.0,
         power: SupportsFloat | SupportsIndex = 1.0,
     ) -> Schedule: ...
@@ -1356,10 +1518,6 @@ class Tensor:
     def __pos__(self, /) -> Tensor: ...
     def __pow__(self, exponent: object, modulo: object = None, /) -> Tensor: ...
     def __radd__(self, other: object, /) -> Tensor: ...
-    def __reduce__(self, /) -> tuple[Any, tuple[NDArray[Any], str, str]]:
-        """
-        Pickles and copies hold the values: a variable becomes a variable without a gradient, any other tensor a constant.
-        """
     def __repr__(self, /) -> str: ...
     def __rmatmul__(self, other: object, /) -> Tensor: ...
     def __rmul__(self, other: object, /) -> Tensor: ...
@@ -1408,7 +1566,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = ...) -> list[Tensor]:
+    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
         """
         Views of `chunks` parts along `dim`, the last possibly smaller.
 
@@ -1485,7 +1643,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def flatten(self, /, start_dim: SupportsIndex = ..., end_dim: SupportsIndex = ...) -> Tensor:
+    def flatten(self, /, start_dim: SupportsIndex = 0, end_dim: SupportsIndex = ...) -> Tensor:
         """
         Dimensions `start_dim` to `end_dim` made one.
 
@@ -1563,9 +1721,7 @@ class Tensor:
             IndexOutOfRangeError: if the dimension is out of range.
             DTypeError: if the tensor is not floating point.
         """
-    def logsumexp(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
-    ) -> Tensor:
+    def logsumexp(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
         """
         The logarithm of the sum of exponentials, without overflow.
 
@@ -1595,9 +1751,7 @@ class Tensor:
             ShapeError: if the shapes do not fit.
             DTypeError: if the dtypes differ or are not floating point.
         """
-    def max(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
-    ) -> Tensor:
+    def max(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
         """
         The largest element. Over one dimension the first of equal elements gets the gradient; over several or all they
         share it.
@@ -1619,9 +1773,7 @@ class Tensor:
             ShapeError: if the shapes do not broadcast.
             DTypeError: if the dtypes differ.
         """
-    def mean(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
-    ) -> Tensor:
+    def mean(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
         """
         The mean.
 
@@ -1633,9 +1785,7 @@ class Tensor:
             IndexOutOfRangeError: if a dimension is out of range.
            DTypeError: if the tensor is not floating point.
         """
-    def min(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
-    ) -> Tensor:
+    def min(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
         """
         The smallest element, with gradients as in `max`.
 
@@ -1774,8 +1924,8 @@ class Tensor:
     def split(
         self,
         /,
-        split_size_or_sections: SupportsIndex | Sequence[SupportsIndex],
-        dim: SupportsIndex = ...,
+        split_size_or_sections: SupportsIndex | SupportsGetItem[int, SupportsIndex],
+        dim: SupportsIndex = 0,
     ) -> list[Tensor]:
         """
         Views of parts along `dim`.
@@ -1803,16 +1953,14 @@ class Tensor:
         Raises:
             DTypeError: if the tensor is not floating point.
         """
-    def squeeze(self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None) -> Tensor:
+    def squeeze(self, /, dim: int | Sequence[int] | None = None) -> Tensor:
         """
         Without the dimensions of size 1: all, or those among `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
         """
-    def sum(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
-    ) -> Tensor:
+    def sum(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
         """
         The sum. Integers and masks sum to i64.
 
@@ -1874,7 +2022,7 @@ class Tensor:
     def var(
         self,
         /,
-        dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        dim: int | Sequence[int] | None = None,
         keepdim: bool = False,
         *,
         correction: SupportsFloat | SupportsIndex = 1.0,
@@ -1894,6 +2042,39 @@ class Tensor:
     def view(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
         `reshape`, under torch's other name.
+        """
+
+@final
+class TextFeatures:
+    """
+    What a text encoder makes of texts.
+    """
+    @property
+    def hidden_states(self, /) -> list[Tensor]:
+        """
+        The states after each layer, those of the embedding first; the final norm is not applied.
+        """
+    @property
+    def last_hidden_state(self, /) -> Tensor:
+        """
+        The last layer's states after the final norm, (B, S, D).
+        """
+    @property
+    def penultimate(self, /) -> Tensor:
+        """
+        The states that enter the last layer, (B, S, D): what SDXL reads.
+        """
+    @property
+    def pooled(self, /) -> Tensor:
+        """
+        The state of each text's end after the final norm, projected if the model projects: (B, D) or (B, P).
+        """
+    def skipped(self, /, clip_skip: SupportsIndex) -> Tensor:
+        """
+        The states `clip_skip` layers before the penultimate ones, as diffusers' SDXL pipelines count.
+
+        Raises:
+            ArgumentError: if the model has not so many layers.
         """
 
 @final
@@ -1963,7 +2144,7 @@ def available_bytes() -> int | None:
     Bytes of host memory that can still be allocated, where the system tells.
     """
 
-def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
+def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
     Tensors one after the other along `dim`; all other sizes must agree.
 
@@ -2040,10 +2221,10 @@ def conv2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: SupportsIndex | Sequence[SupportsIndex] = ...,
-    padding: SupportsIndex | Sequence[SupportsIndex] = ...,
-    dilation: SupportsIndex | Sequence[SupportsIndex] = ...,
-    groups: SupportsIndex = ...,
+    stride: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
+    padding: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
+    dilation: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
+    groups: SupportsIndex = 1,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -2099,7 +2280,7 @@ def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = 0.5, training: boo
 
     Args:
         input: any shape.
-        p: the probability, in [0, 1].
+        p: the probability, in [0, 1).
         training: whether to do anything.
 
     Raises:
@@ -2159,7 +2340,7 @@ def from_dlpack(data: Any) -> Tensor:
     """
 
 def full(
-    shape: SupportsIndex | Sequence[SupportsIndex],
+    shape: int | Sequence[int],
     value: Tensor | float | int,
     dtype: DType | str | None = None,
     device: str = "cpu",
@@ -2174,7 +2355,6 @@ def full(
         device: the device.
 
     Raises:
-        ArgumentError, DTypeError: if an integer dtype does not hold the value.
         OutOfMemoryError: if it does not fit.
     """
 
@@ -2205,7 +2385,7 @@ def get_rng_state() -> tuple[int, int]:
 
 def grad(
     loss: Tensor,
-    inputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | SupportsGetItem[int, Tensor],
     gradient: Tensor | None = None,
     retain_graph: bool = False,
 ) -> list[Tensor | None]:
@@ -2228,7 +2408,7 @@ def grad(
 
 def gradcheck(
     function: Callable[..., Any],
-    inputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | SupportsGetItem[int, Tensor],
     eps: SupportsFloat | SupportsIndex = 1e-6,
     atol: SupportsFloat | SupportsIndex = 1e-5,
     rtol: SupportsFloat | SupportsIndex = 1e-3,
@@ -2360,7 +2540,7 @@ def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 def layer_norm(
     input: Tensor,
-    normalized_shape: SupportsIndex | Sequence[SupportsIndex],
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: SupportsFloat | SupportsIndex = 1e-5,
@@ -2395,9 +2575,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
-def load_file(
-    path: str | bytes | PathLike[str] | PathLike[bytes], device: str = "cpu"
-) -> dict[str, Tensor]:
+def load_file(path: str | PathLike[str], device: str = "cpu") -> dict[str, Tensor]:
     """
     Read a safetensors file.
 
@@ -2414,17 +2592,24 @@ def load_file(
     """
 
 def load_model(
-    path: str | bytes | PathLike[str] | PathLike[bytes],
+    path: str | PathLike[str],
     dtype: DType | str | None = None,
     device: str = "cpu",
+    *,
+    subfolder: str | None = None,
+    config: str | PathLike[str] | None = None,
 ) -> Model:
     """
-    Load the model at `path`, frozen, whatever kind its `config.json` says it is.
+    Load the model at `path`, frozen, whatever kind its files say it is.
 
     Args:
-        path: a folder with `config.json` and safetensors weights, or a weight file beside its `config.json`.
+        path: a model's folder; a weight file beside its `config.json`; a pipeline's folder or an original checkpoint, of which the
+            model that is fine-tuned is meant unless `subfolder` names another; or a name on the Hugging Face hub,
+            "organisation/name".
         dtype: convert the weights; as they are stored without it.
         device: where to load it.
+        subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint.
+        config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
 
     Raises:
         MissingFileError, WeightsFormatError: if files are missing or damaged.
@@ -2522,10 +2707,7 @@ def rand(
     """
 
 def randint(
-    low: SupportsIndex,
-    high: SupportsIndex,
-    shape: SupportsIndex | Sequence[SupportsIndex],
-    device: str = "cpu",
+    low: SupportsIndex, high: SupportsIndex, shape: int | Sequence[int], device: str = "cpu"
 ) -> Tensor:
     """
     Integers in [low, high) from the library's generator (`manual_seed`), i64.
@@ -2559,7 +2741,7 @@ def randn(
 
 def rms_norm(
     input: Tensor,
-    normalized_shape: SupportsIndex | Sequence[SupportsIndex],
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: SupportsFloat | SupportsIndex = 1e-6,
 ) -> Tensor:
@@ -2590,10 +2772,54 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
-def save_file(
-    tensors: dict[str, Tensor],
-    path: str | bytes | PathLike[str] | PathLike[bytes],
+def save_adapters(
+    path: str | PathLike[str],
+    adapters: SupportsGetItem[int, AdapterSet],
+    format: str | None = None,
     metadata: dict[str, str] | None = None,
+    dtype: DType | str | None = None,
+) -> list[str]:
+    """
+    Write the adapters of several models, a UNet and its text encoders, to one safetensors file.
+
+    Args:
+        path: the file.
+        adapters: what `add_adapter` gave for each model.
+        format: whose names it carries: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+        metadata: text entries for the file's header, added to those that tools look for.
+        dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+
+    Returns:
+        The names of layers whose adapter has no effect, because a factor is zero everywhere.
+
+    Raises:
+        FileError: if the file cannot be written.
+        ArgumentError: if the format is unknown or cannot hold these adapters.
+    """
+
+def save_checkpoint(
+    path: str | PathLike[str],
+    models: dict[str, Model],
+    base: str | PathLike[str] | None = None,
+    dtype: DType | str | None = None,
+) -> None:
+    """
+    Write models to one file under the names of the original checkpoints, as ComfyUI and others read them.
+
+    Args:
+        path: the file.
+        models: each model by the folder that it would have in a pipeline: "unet", "vae", "text_encoder", "text_encoder_2".
+            Adapters are left out; a merged one is part of its layer's weight.
+        base: a checkpoint from which all else is taken, as it is.
+        dtype: convert the weights of the models.
+
+    Raises:
+        ArgumentError: if a model has no such place.
+        FileError, MissingFileError: if a file cannot be written or read.
+    """
+
+def save_file(
+    tensors: dict[str, Tensor], path: str | PathLike[str], metadata: dict[str, str] | None = None
 ) -> None:
     """
     Write tensors to a safetensors file, complete or not at all.
@@ -2743,6 +2969,22 @@ def upsample_nearest2d(
         ArgumentError: unless exactly one of `size` and `scale_factor` is given.
         ShapeError: if the input has not four dimensions or no pixels.
         DTypeError: if the input is not floating point.
+    """
+
+def verify_adapter(
+    path: str | PathLike[str], model: str = "sdxl", weights: str | PathLike[str] | None = None
+) -> AdapterReport:
+    """
+    Match an adapter file against a model's layers as ComfyUI, diffusers and A1111 do.
+
+    Args:
+        path: the file.
+        model: "sdxl".
+        weights: the model's files, for one of other sizes than the published; they are not read beyond their headers.
+
+    Raises:
+        MissingFileError, WeightsFormatError: if there is no such file, or it is no safetensors file.
+        ConfigError: if the model is not known.
     """
 
 def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float | int) -> Tensor:

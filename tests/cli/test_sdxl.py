@@ -173,6 +173,23 @@ def test_merging_writes_a_checkpoint_that_draws_the_same(
     np.testing.assert_allclose(predict(output), expected, atol=1e-4)
 
 
+def test_merging_an_adapter_of_all_parts_draws_the_same(
+    flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path
+) -> None:
+    done(*flags(tmp_path / "run", 3, train_text_encoder=True))
+    adapter = ["--adapter", tmp_path / "run" / "adapter.safetensors"]
+    base = ["--model", "sdxl", "--weights", sdxl_base]
+    done("merge", *base, *adapter, "--dtype", "f32", "--output", tmp_path / "merged")
+    how = ["--prompt", "a blur", "--size", "64", "--steps", "2", "--seed", "3"]
+    done("sample", *base, *adapter, *how, "--output", tmp_path / "adapted.png")
+    merged = ["--model", "sdxl", "--weights", tmp_path / "merged"]
+    done("sample", *merged, *how, "--output", tmp_path / "merged.png")
+    done("sample", *base, *how, "--output", tmp_path / "base.png")
+    drawn = {name: pixels(tmp_path / f"{name}.png") for name in ("adapted", "merged", "base")}
+    assert np.abs(drawn["merged"] - drawn["adapted"]).max() <= 1
+    assert np.abs(drawn["base"] - drawn["adapted"]).max() > 1
+
+
 def contents(path: Path) -> dict[str, bytes]:
     """The tensors of an adapter file; its header names the run."""
     return {name: tensor.numpy().tobytes() for name, tensor in tc.load_file(path).items()}

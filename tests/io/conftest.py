@@ -10,7 +10,11 @@ import trainable_candle as tc
 
 SDXL = Path(__file__).parents[1] / "golden" / "sdxl"
 ATTENTION: dict[str, Any] = {"r": 4, "lora_alpha": 6.0, "target_modules": ["all-attention"]}
-EVERYWHERE: dict[str, Any] = {"r": 3, "lora_alpha": 2.0, "target_modules": ["all-linear", "all-conv"]}
+EVERYWHERE: dict[str, Any] = {
+    "r": 3,
+    "lora_alpha": 2.0,
+    "target_modules": ["all-linear", "all-conv"],
+}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": ATTENTION,
     "rslora": ATTENTION | {"use_rslora": True},

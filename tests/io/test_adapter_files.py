@@ -35,9 +35,9 @@ def test_files_come_back_as_they_were(
 ) -> None:
     path = tmp_path / "adapter.safetensors"
     adapter = attach(unet, kind)
-    cannot = (format == "diffusers" and kind.startswith("lo") and kind not in {"lora", "locon"}) or (
-        format in {"diffusers", "peft"} and kind == "dora_input"
-    )
+    cannot = (
+        format == "diffusers" and kind.startswith("lo") and kind not in {"lora", "locon"}
+    ) or (format in {"diffusers", "peft"} and kind == "dora_input")
     if cannot:
         with pytest.raises(tc.ArgumentError, match='save with format "kohya"'):
             adapter.save(path, format=format)
@@ -159,9 +159,7 @@ def test_files_of_other_tools(
     np.testing.assert_allclose(merged(unet)[f"{LAYER}.weight"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_alphas_of_a_configuration_in_the_header(
-    unet: tc.models.SDXLUNet, tmp_path: Path
-) -> None:
+def test_alphas_of_a_configuration_in_the_header(unet: tc.models.SDXLUNet, tmp_path: Path) -> None:
     weight = unet.named_tensors()[f"{LAYER}.weight"].numpy()
     down, up = tc.randn((2, weight.shape[1])), tc.randn((weight.shape[0], 2))
     tensors = {f"unet.{LAYER}.lora_A.weight": down, f"unet.{LAYER}.lora_B.weight": up}

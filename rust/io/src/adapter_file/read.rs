@@ -50,7 +50,7 @@ const PART_PREFIXES: [&str; 14] = [
     "text_encoder_2.",
     "text_encoders.clip_l.",
     "text_encoders.clip_g.",
-    "text_encoders.t5xxl.",
+    "text_encoders.",
     "diffusion_model.",
     "transformer.",
 ];

@@ -32,8 +32,8 @@ pub struct Saved {
     pub zero: Vec<String>,
 }
 
-/// Write the adapters of one part or several to `path`, atomically: with `.alpha` beside each layer (alpha / rank is the scale that
-/// was trained with, for rsLoRA too) and the metadata that tools look for.
+/// Write the adapters of one part or several to `path`, atomically, with the metadata that tools look for. Alpha / rank is the scale
+/// that was trained with, for rsLoRA too; alphas are beside each layer, in diffusers' format in the header.
 ///
 /// # Errors
 /// [`Error::Io`] naming the path if it cannot be written, [`Error::Argument`] if the format cannot hold these adapters.
@@ -152,8 +152,11 @@ fn file_parameters(
             (name, _) => (name, value),
         });
     }
-    let alpha = if undecomposed { 1.0 } else { layer.settings.scale * rank as f64 };
-    found.push(("alpha", Tensor::new(alpha as f32, &Device::Cpu)?));
+    // diffusers refuses a file with a key that does not contain "lora", and takes alphas from the header.
+    if format != AdapterFormat::Diffusers {
+        let alpha = if undecomposed { 1.0 } else { layer.settings.scale * rank as f64 };
+        found.push(("alpha", Tensor::new(alpha as f32, &Device::Cpu)?));
+    }
     Ok(found)
 }
 
