@@ -114,6 +114,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "name": lambda: "x",
     "module": lambda: tc.nn.Linear.init(2, 2),
     "scaled_dot_product_attention.value": lambda: tc.ones(4, 4),
+    "save_checkpoint.models": dict,
     "save_file.tensors": lambda: {"t": tc.ones(2)},
 }
 # Called for what they change, not for their arguments: what they would break is shared.

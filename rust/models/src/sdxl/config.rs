@@ -189,7 +189,7 @@ impl UNetConfig {
                 ));
             }
         }
-        if self.block_out_channels[0] % 2 != 0 || self.addition_time_embed_dim % 2 != 0 {
+        if !self.block_out_channels[0].is_multiple_of(2) || !self.addition_time_embed_dim.is_multiple_of(2) {
             return wrong("block_out_channels[0] and addition_time_embed_dim must be even".to_owned());
         }
         if self.cross_attention_dim.iter().any(|&dim| dim != self.cross_attention_dim[0]) {

@@ -85,7 +85,7 @@ impl Original {
                 let (index, rest) = inside.strip_prefix("resnets.")?.split_once('.')?;
                 format!("mid.block_{}.{rest}", index.parse::<usize>().ok()? + 1)
             }
-            "down_blocks" => level(inside, "down", |index| Some(index))?,
+            "down_blocks" => level(inside, "down", Some)?,
             // The original counts the decoder's levels from the widest image.
             "up_blocks" => level(inside, "up", |index| self.last_level.checked_sub(index))?,
             _ => rest.to_owned(),

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use trainable_candle_models as models;
 use trainable_candle_models::clip;
 
-use super::request::Request;
+use super::request::{Call, Request};
 use super::{Model, class};
 use crate::arguments::{FilePath, Integer};
 use crate::call::{detached, quick};
@@ -47,7 +47,15 @@ impl CLIPTextModel {
         subfolder: Option<String>,
         config: Option<FilePath>,
     ) -> Result<Py<Self>> {
-        let request = Request::new(py, path, dtype, device, subfolder, config, &models::CLIPTextModel::COMPONENT)?;
+        let request = Request::new(
+            py,
+            Call::from_pretrained(&models::CLIPTextModel::COMPONENT),
+            path,
+            dtype,
+            device,
+            subfolder,
+            config,
+        )?;
         Ok(Self::object(py, request.load(py, &models::CLIPTextModel::COMPONENT, models::CLIPTextModel::load)?)?)
     }
 

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use trainable_candle_models as models;
 use trainable_candle_models::digits::DigitsConfig;
 
-use super::request::Request;
+use super::request::{Call, Request};
 use super::{Model, class};
 use crate::arguments::{FilePath, Integer};
 use crate::call::{detached, quick};
@@ -40,8 +40,7 @@ class!(DigitsTransformer);
 impl DigitsTransformer {
     #[new]
     #[pyo3(signature = (*, sample_size=Integer::of(8), patch_size=Integer::of(2), num_layers=Integer::of(3),
-        num_attention_heads=Integer::of(3), attention_head_dim=Integer::of(32), mlp_ratio=Integer::of(3),
-        num_classes=Integer::of(10), device="cpu"))]
+        num_attention_heads=Integer::of(3), attention_head_dim=Integer::of(32), mlp_ratio=Integer::of(3), num_classes=Integer::of(10), device="cpu"))]
     #[allow(clippy::too_many_arguments)] // one for each size
     fn new(
         sample_size: Integer,
@@ -53,7 +52,7 @@ impl DigitsTransformer {
         num_classes: Integer,
         device: &str,
     ) -> Result<PyClassInitializer<Self>> {
-        const OP: &str = models::DigitsTransformer::CLASS_NAME;
+        const OP: &str = "DigitsTransformer";
         let config = DigitsConfig {
             sample_size: sample_size.count(OP, "sample_size")?,
             patch_size: patch_size.count(OP, "patch_size")?,
@@ -82,7 +81,15 @@ impl DigitsTransformer {
     #[staticmethod]
     #[pyo3(signature = (path, dtype=None, device="cpu"))]
     fn from_pretrained(py: Python<'_>, path: FilePath, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Self>> {
-        let request = Request::new(py, path, dtype, device, None, None, &models::DigitsTransformer::COMPONENT)?;
+        let request = Request::new(
+            py,
+            Call::from_pretrained(&models::DigitsTransformer::COMPONENT),
+            path,
+            dtype,
+            device,
+            None,
+            None,
+        )?;
         Ok(Self::object(py, request.load(py, &models::DigitsTransformer::COMPONENT, models::DigitsTransformer::load)?)?)
     }
 

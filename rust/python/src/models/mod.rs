@@ -28,7 +28,7 @@ use crate::var::Var;
 
 pub use clip::{CLIPTextModel, TextFeatures};
 pub use digits::DigitsTransformer;
-use request::Request;
+use request::{Call, Request};
 pub use sdxl::SDXLUNet;
 pub use vae::AutoencoderKL;
 
@@ -196,7 +196,15 @@ pub fn load_model(
     subfolder: Option<String>,
     config: Option<FilePath>,
 ) -> Result<Py<Model>> {
-    let request = Request::new(py, path, dtype, device, subfolder, config, &registry::KINDS[0].component)?;
+    let request = Request::new(
+        py,
+        Call { op: "load", component: &registry::KINDS[0].component },
+        path,
+        dtype,
+        device,
+        subfolder,
+        config,
+    )?;
     let (kind, files) = detached(py, || registry::find(&request.path, &request.choice))?;
     let Request { dtype, device, .. } = &request;
     Ok(match kind.name {
@@ -242,7 +250,8 @@ pub fn save_checkpoint(
     dtype: Option<DTypeArg>,
 ) -> Result<()> {
     const OP: &str = "save_checkpoint";
-    let (path, base) = (path.get(OP)?, base.map(|base| base.get(OP)).transpose()?);
+    let path = path.get(OP)?;
+    let base = base.map(|base| base.get(OP)).transpose()?;
     let models: Vec<(String, Arc<dyn models::Model>)> =
         models.into_iter().map(|(place, model)| (place, model.model.clone())).collect();
     let dtype = dtype.map(|dtype| dtype.0);

@@ -21,24 +21,38 @@ pub struct Request {
     pub device: tc::Device,
 }
 
+/// Who asks, and for what kind of model.
+#[derive(Clone, Copy)]
+pub struct Call {
+    pub op: &'static str,
+    pub component: &'static Component,
+}
+
+impl Call {
+    /// The `from_pretrained` of a kind of model.
+    pub const fn from_pretrained(component: &'static Component) -> Self {
+        Self { op: "from_pretrained", component }
+    }
+}
+
 impl Request {
     /// The arguments of a call; the name of a model on the Hugging Face hub becomes the folder of its files.
     pub fn new(
         py: Python<'_>,
+        call: Call,
         path: FilePath,
         dtype: Option<DTypeArg>,
         device: &str,
         subfolder: Option<String>,
         config: Option<FilePath>,
-        component: &Component,
     ) -> Result<Self> {
-        const OP: &str = "from_pretrained";
-        let (path, config) = (path.get(OP)?, config.map(|config| config.get(OP)).transpose()?);
+        let path = path.get(call.op)?;
+        let config = config.map(|config| config.get(call.op)).transpose()?;
         let dtype = dtype.map(|dtype| dtype.0);
         let (half, mut subfolder) = (dtype == Some(tc::DType::F16), subfolder);
         let path = match path.to_str() {
             Some(name) if is_hub_name(name) => {
-                let likeliest = component.parts.iter().map(|part| part.subfolder).take(1).chain([""]);
+                let likeliest = call.component.parts.iter().map(|part| part.subfolder).take(1).chain([""]);
                 let places = match subfolder.take() {
                     Some(subfolder) => vec![subfolder],
                     None => likeliest.map(str::to_owned).collect(),

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use trainable_candle_models as models;
 use trainable_candle_models::sdxl::UNetConditions;
 
-use super::request::Request;
+use super::request::{Call, Request};
 use super::{Model, class};
 use crate::arguments::FilePath;
 use crate::call::detached;
@@ -45,7 +45,15 @@ impl SDXLUNet {
         subfolder: Option<String>,
         config: Option<FilePath>,
     ) -> Result<Py<Self>> {
-        let request = Request::new(py, path, dtype, device, subfolder, config, &models::SDXLUNet::COMPONENT)?;
+        let request = Request::new(
+            py,
+            Call::from_pretrained(&models::SDXLUNet::COMPONENT),
+            path,
+            dtype,
+            device,
+            subfolder,
+            config,
+        )?;
         Ok(Self::object(py, request.load(py, &models::SDXLUNet::COMPONENT, models::SDXLUNet::load)?)?)
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use trainable_candle_models as models;
 
-use super::request::Request;
+use super::request::{Call, Request};
 use super::{Model, class};
 use crate::arguments::{FilePath, Integer};
 use crate::call::detached;
@@ -49,7 +49,15 @@ impl AutoencoderKL {
         config: Option<FilePath>,
         force_upcast: Option<bool>,
     ) -> Result<Py<Self>> {
-        let request = Request::new(py, path, dtype, device, subfolder, config, &models::AutoencoderKL::COMPONENT)?;
+        let request = Request::new(
+            py,
+            Call::from_pretrained(&models::AutoencoderKL::COMPONENT),
+            path,
+            dtype,
+            device,
+            subfolder,
+            config,
+        )?;
         let load = |files: &_, dtype, device: &_| models::AutoencoderKL::load(files, dtype, device, force_upcast);
         Ok(Self::object(py, request.load(py, &models::AutoencoderKL::COMPONENT, load)?)?)
     }
