@@ -169,7 +169,7 @@ def adapter_items(
     ]
 
 
-def _parameter_shapes(layer: tuple[int, ...], config: TrainConfig) -> list[tuple[int, ...]]:
+def _parameter_shapes(layer: tuple[int, ...], config: TrainConfig) -> Sequence[tuple[int, ...]]:
     """The parameters of one adapter; a convolution's kernel comes before its inputs."""
     out_features, in_features, *kernel = layer
     flat, rank = in_features * math.prod(kernel), config.rank
