@@ -269,6 +269,7 @@ def test_killed_at_random_moments_it_loses_only_the_steps_since_the_last_save(
     resume = {"resume": "latest"} if checkpoints(output) else {}
     done(*flags(output, 12, **settings, **resume))
     same_adapters(whole, output, "adapter.safetensors", "adapter-best.safetensors")
+    assert {path.name for path in output.iterdir()} == {path.name for path in whole.iterdir()}
     logs = [[row["loss"] for row in read_log(path / "train.csv")] for path in (whole, output)]
     assert logs[0] == logs[1]
 

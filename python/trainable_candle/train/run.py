@@ -110,6 +110,7 @@ def train_adapter(
         report(line)
     require_fit(config, _memory(config), lambda other: kind.estimate(weights, other, data))
     _make_writable(output)
+    run_state.remove_leftovers(output)
 
     if config.threads is not None:
         tc.set_num_threads(config.threads)
