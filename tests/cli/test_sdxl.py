@@ -537,3 +537,19 @@ def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
         )
         assert result.returncode == 0, (command, result.stderr)
     assert (tmp_path / "run" / "adapter.safetensors").is_file()
+
+
+def test_weights_may_be_a_pipeline_on_the_hub(
+    flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path, plain: dict[str, bytes]
+) -> None:
+    """From the cache of the hub's client, without a connection."""
+    revision = "0" * 40
+    repository = tmp_path / "hub" / "models--someone--tiny-sdxl"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(revision)
+    shutil.copytree(sdxl_base, repository / "snapshots" / revision)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    command = [*PROGRAM, *flags(tmp_path / "run", 2, weights="someone/tiny-sdxl")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert contents(tmp_path / "run" / "adapter.safetensors") == plain
