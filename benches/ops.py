@@ -13,7 +13,7 @@ import numpy as np
 import timing
 
 import trainable_candle as tc
-from trainable_candle.nn import functional as F
+from trainable_candle.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +30,8 @@ RNG = np.random.default_rng(0)
 class Case:
     """An operation on inputs, all of which get gradients but the last `frozen`.
 
-    `ours` takes images with the channels last; `theirs` gets views (B, C, H, W) of memory laid out so
-    too if `torch_channels_last`, else contiguous ones.
+    `ours` takes images with the channels last; `theirs` gets them as (B, C, H, W), once contiguous
+    and once in torch's memory format of channels last.
     """
 
     title: str
@@ -99,7 +99,7 @@ def convolution(
     return Case(
         f"conv2d {title}{', frozen weight' if frozen else ''}",
         [(1, *image), (out, kernel, kernel, channels // groups)],
-        partial(F.conv2d, **options, channels_last=True),
+        partial(functional.conv2d, **options, channels_last=True),
         lambda torch, x, w: torch.nn.functional.conv2d(x, w, **options),
         frozen=int(frozen),
         images=True,
@@ -124,44 +124,44 @@ def cases() -> list[Case]:
         Case(
             "attention 4x8x512x64",
             [heads] * 3,
-            F.scaled_dot_product_attention,
+            functional.scaled_dot_product_attention,
             lambda torch, *x: torch.nn.functional.scaled_dot_product_attention(*x),
         ),
         Case(
             "attention 4x8x512x64, causal",
             [heads] * 3,
-            partial(F.scaled_dot_product_attention, is_causal=True),
+            partial(functional.scaled_dot_product_attention, is_causal=True),
             lambda torch, *x: torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True),
         ),
         Case(
             "cross-attention 4x8x512x64 over 77 keys",
             [heads, prompt, prompt],
-            F.scaled_dot_product_attention,
+            functional.scaled_dot_product_attention,
             lambda torch, *x: torch.nn.functional.scaled_dot_product_attention(*x),
         ),
         Case(
             "GELU, 5 M elements",
             [(rows, width)],
-            F.gelu,
+            functional.gelu,
             lambda torch, x: torch.nn.functional.gelu(x),
         ),
         Case(
             "layer norm, 5 M elements in rows of 1024",
             [(rows, width), (width,), (width,)],
-            lambda x, w, b: F.layer_norm(x, width, w, b),
+            lambda x, w, b: functional.layer_norm(x, width, w, b),
             lambda torch, x, w, b: torch.nn.functional.layer_norm(x, (width,), w, b),
         ),
         Case(
             "layer norm, 5 M elements in rows of 1024, frozen scale and shift",
             [(rows, width), (width,), (width,)],
-            lambda x, w, b: F.layer_norm(x, width, w, b),
+            lambda x, w, b: functional.layer_norm(x, width, w, b),
             lambda torch, x, w, b: torch.nn.functional.layer_norm(x, (width,), w, b),
             frozen=2,
         ),
         Case(
             "group norm + SiLU, 1x320x64x64",
             [(1, 64, 64, 320), (320,), (320,)],
-            lambda x, w, b: F.group_norm_silu(x, 32, w, b, channels_last=True),
+            lambda x, w, b: functional.group_norm_silu(x, 32, w, b, channels_last=True),
             lambda torch, x, w, b: torch.nn.functional.silu(
                 torch.nn.functional.group_norm(x, 32, w, b)
             ),
@@ -170,13 +170,13 @@ def cases() -> list[Case]:
         Case(
             "GEGLU, 1024 rows of 2 x 2560",
             [(1024, 5120)],
-            F.geglu,
-            lambda torch, x: geglu(torch, x),
+            functional.geglu,
+            geglu,
         ),
         Case(
             "nearest up-sampling of 1x320x32x32, doubled",
             [(1, 32, 32, 320)],
-            partial(F.upsample_nearest2d, scale_factor=2, channels_last=True),
+            partial(functional.upsample_nearest2d, scale_factor=2, channels_last=True),
             lambda torch, x: torch.nn.functional.interpolate(x, scale_factor=2, mode="nearest"),
             images=True,
         ),

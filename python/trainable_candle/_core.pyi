@@ -14,12 +14,13 @@ from typing_extensions import disjoint_base
 __all__ = [
     "__version__",
     "build_profile",
-    "Adafactor",
     "Adam",
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
     "Adapter",
+    "AdapterModule",
+    "AdapterReport",
     "AdapterSet",
     "AutoencoderKL",
     "CLIPTextModel",
@@ -82,6 +83,7 @@ __all__ = [
     "randn",
     "rms_norm",
     "rope",
+    "save_adapters",
     "save_checkpoint",
     "save_file",
     "saved_bytes",
@@ -94,6 +96,7 @@ __all__ = [
     "swiglu",
     "tensor",
     "upsample_nearest2d",
+    "verify_adapter",
     "where",
     "zeros",
     "zeros_like",
@@ -108,40 +111,6 @@ build_profile: Final[str]
 """
 Cargo profile of this build, `"release"` or `"debug"`.
 """
-
-@final
-class Adafactor(Optimizer):
-    """
-    Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from
-    those of its rows and columns.
-
-    Args:
-        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
-        lr: bound of the relative step size, at least 0: step t moves a variable by min(lr, 1 / sqrt(t)) of its root mean
-            square.
-        beta2_decay: at most 0; the second moments take the square of gradient t with weight t**beta2_decay.
-        eps: root of the least second moment (None for the precision of the dtype), and the least root mean square of a
-            variable.
-        d: at least 1; the root mean square of an update is clipped to it.
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-        maximize: ascend instead of descend.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        beta2_decay: SupportsFloat | SupportsIndex = ...,
-        eps: tuple[SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex] = ...,
-        d: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        *,
-        maximize: bool = ...,
-    ) -> Adafactor: ...
 
 @final
 class Adam(Optimizer):
@@ -165,13 +134,13 @@ class Adam(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        amsgrad: bool = ...,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        amsgrad: bool = False,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> Adam: ...
 
 @final
@@ -195,12 +164,12 @@ class Adam8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
-        min_8bit_size: SupportsIndex = ...,
+        min_8bit_size: SupportsIndex = 4096,
     ) -> Adam8bit: ...
 
 @final
@@ -225,13 +194,13 @@ class AdamW(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        amsgrad: bool = ...,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
+        amsgrad: bool = False,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> AdamW: ...
 
 @final
@@ -255,12 +224,12 @@ class AdamW8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
         *,
-        min_8bit_size: SupportsIndex = ...,
+        min_8bit_size: SupportsIndex = 4096,
     ) -> AdamW8bit: ...
 
 @final
@@ -273,9 +242,8 @@ class Adapter:
         weight: the layer's frozen weight, (out_features, in_features).
         bias: the layer's frozen bias, (out_features,).
         rank: rank of the low-rank product, at least 1.
-        alpha: the factor in front of it is alpha / rank.
+        scale: factor in front of it.
         dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
-        rslora: make that factor alpha / sqrt(rank).
 
     Raises:
         ArgumentError: if the kind is unknown, or a number is out of range.
@@ -288,9 +256,8 @@ class Adapter:
         weight: Tensor,
         bias: Tensor | None,
         rank: SupportsIndex,
-        alpha: SupportsFloat | SupportsIndex,
+        scale: SupportsFloat | SupportsIndex,
         dropout: SupportsFloat | SupportsIndex = 0.0,
-        rslora: bool = False,
     ) -> Adapter: ...
     def forward(self, /, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """
@@ -318,6 +285,58 @@ class Adapter:
         """
 
 @final
+class AdapterModule:
+    """
+    One module of an adapter file.
+
+    Attributes:
+        module: its name in the file.
+        layer: the layer that it is for, None if the model has none.
+        kind: the kind of adapter, None if it is none.
+        rank: its rank, 0 if nothing is decomposed.
+        scale: the factor that tools apply.
+        zero: whether a factor is zero everywhere, so that it has no effect.
+        fault: what is wrong with its shapes or values.
+        ignored_by: tools that leave it out, and why.
+    """
+    @property
+    def fault(self, /) -> str | None: ...
+    @property
+    def ignored_by(self, /) -> dict[str, str]: ...
+    @property
+    def kind(self, /) -> str | None: ...
+    @property
+    def layer(self, /) -> str | None: ...
+    @property
+    def module(self, /) -> str: ...
+    @property
+    def rank(self, /) -> int: ...
+    @property
+    def scale(self, /) -> float: ...
+    @property
+    def zero(self, /) -> bool: ...
+
+@final
+class AdapterReport:
+    """
+    What other tools would make of an adapter file.
+
+    Attributes:
+        modules: every module, by name.
+        others: keys that are no parameter of an adapter.
+        remarks: remarks about the header.
+        good: whether ComfyUI applies every module, and each has an effect.
+    """
+    @property
+    def good(self, /) -> bool: ...
+    @property
+    def modules(self, /) -> list[AdapterModule]: ...
+    @property
+    def others(self, /) -> list[str]: ...
+    @property
+    def remarks(self, /) -> list[str]: ...
+
+@final
 class AdapterSet:
     """
     The adapters that `add_adapter` or `load_adapter` put on a model.
@@ -328,12 +347,12 @@ class AdapterSet:
         """
         The configuration.
         """
-    def load(self, /, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
+    def load(self, /, path: str | PathLike[str]) -> None:
         """
         Read the parameters of an adapter file with the same layers, ranks and alphas.
 
         Raises:
-            MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter.
+            MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
             ConfigError, ShapeError: if it does not fit; nothing is changed then.
         """
     def named_parameters(self, /) -> dict[str, Var]:
@@ -347,21 +366,28 @@ class AdapterSet:
     def save(
         self,
         /,
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        format: str = "peft",
+        path: str | PathLike[str],
+        format: str | None = None,
         metadata: dict[str, str] | None = None,
-    ) -> None:
+        dtype: DType | str | None = None,
+    ) -> list[str]:
         """
         Write the adapters to a safetensors file, complete or not at all.
 
         Args:
             path: the file.
-            format: whose names it carries: "peft" or "diffusers".
-            metadata: text entries for the file's header.
+            format: whose names it carries: "kohya", "diffusers", "peft" or "comfyui"; without it those that most tools
+                load: "kohya" for SDXL, "peft" for a model that no other tool knows.
+            metadata: text entries for the file's header, added to those that tools look for.
+            dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+
+        Returns:
+            The names of layers whose adapter has no effect, because a factor is zero everywhere; none once all of them are
+            trained.
 
         Raises:
             FileError: if the file cannot be written.
-            ArgumentError: if the format is unknown.
+            ArgumentError: if the format is unknown or cannot hold these adapters.
         """
     def set_enabled(self, /, enabled: bool) -> None:
         """
@@ -417,12 +443,12 @@ class AutoencoderKL(Model):
         """
     @staticmethod
     def from_pretrained(
-        path: str | bytes | PathLike[str] | PathLike[bytes],
+        path: str | PathLike[str],
         dtype: DType | str | None = None,
         device: str = "cpu",
         *,
         subfolder: str | None = None,
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+        config: str | PathLike[str] | None = None,
         force_upcast: bool | None = None,
     ) -> AutoencoderKL:
         """
@@ -472,12 +498,12 @@ class CLIPTextModel(Model):
         """
     @staticmethod
     def from_pretrained(
-        path: str | bytes | PathLike[str] | PathLike[bytes],
+        path: str | PathLike[str],
         dtype: DType | str | None = None,
         device: str = "cpu",
         *,
         subfolder: str | None = None,
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+        config: str | PathLike[str] | None = None,
     ) -> CLIPTextModel:
         """
         The frozen model at `path`.
@@ -570,7 +596,7 @@ class DiffusionObjective:
         logit_mean: SupportsFloat | SupportsIndex = 0.0,
         logit_std: SupportsFloat | SupportsIndex = 1.0,
         shift: SupportsFloat | SupportsIndex = 1.0,
-        min_timestep: SupportsIndex = ...,
+        min_timestep: SupportsIndex = 0,
         max_timestep: SupportsIndex | None = None,
         min_snr_gamma: SupportsFloat | SupportsIndex | None = None,
         noise_offset: SupportsFloat | SupportsIndex = 0.0,
@@ -632,7 +658,7 @@ class DiffusionObjective:
         /,
         latents: Tensor,
         examples: SupportsGetItem[int, SupportsIndex],
-        seed: SupportsIndex = ...,
+        seed: SupportsIndex = 0,
     ) -> NoisedLatents:
         """
         Put noise on latents for a validation loss: an example has the same noise and the same timestep every time, whatever batch
@@ -688,20 +714,18 @@ class DigitsTransformer(Model):
         cls,
         /,
         *,
-        sample_size: SupportsIndex = ...,
-        patch_size: SupportsIndex = ...,
-        num_layers: SupportsIndex = ...,
-        num_attention_heads: SupportsIndex = ...,
-        attention_head_dim: SupportsIndex = ...,
-        mlp_ratio: SupportsIndex = ...,
-        num_classes: SupportsIndex = ...,
+        sample_size: SupportsIndex = 8,
+        patch_size: SupportsIndex = 2,
+        num_layers: SupportsIndex = 3,
+        num_attention_heads: SupportsIndex = 3,
+        attention_head_dim: SupportsIndex = 32,
+        mlp_ratio: SupportsIndex = 3,
+        num_classes: SupportsIndex = 10,
         device: str = "cpu",
     ) -> DigitsTransformer: ...
     @staticmethod
     def from_pretrained(
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        dtype: DType | str | None = None,
-        device: str = "cpu",
+        path: str | PathLike[str], dtype: DType | str | None = None, device: str = "cpu"
     ) -> DigitsTransformer:
         """
         The frozen model at `path`: a folder with `config.json` and safetensors weights, or a weight file beside its
@@ -801,7 +825,7 @@ class GradScaler:
         init_scale: SupportsFloat | SupportsIndex = 65536.0,
         growth_factor: SupportsFloat | SupportsIndex = 2.0,
         backoff_factor: SupportsFloat | SupportsIndex = 0.5,
-        growth_interval: SupportsIndex = ...,
+        growth_interval: SupportsIndex = 2000,
         enabled: bool = True,
     ) -> GradScaler: ...
     def get_scale(self, /) -> float:
@@ -868,9 +892,9 @@ class Lion(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-4,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
     ) -> Lion: ...
 
 @final
@@ -893,11 +917,11 @@ class Lion8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-4,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
-        min_8bit_size: SupportsIndex = ...,
+        min_8bit_size: SupportsIndex = 4096,
     ) -> Lion8bit: ...
 
 @final
@@ -919,8 +943,10 @@ class LoraConfig:
         use_rslora: scale by lora_alpha / sqrt(r).
         rank_pattern: other ranks for layers by name.
         alpha_pattern: other alphas for layers by name.
-        adapter: the kind of adapter, "lora" or "dora".
+        adapter: the kind of adapter, "lora", "dora", "loha" or "lokr".
         wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
+        decompose_both: LoKr: whether the smaller factor may be low-rank, too.
+        decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
 
     Raises:
         ConfigError: if a value is out of range.
@@ -928,10 +954,10 @@ class LoraConfig:
     def __new__(
         cls,
         /,
-        r: SupportsIndex = ...,
+        r: SupportsIndex = 8,
         lora_alpha: SupportsFloat | SupportsIndex = 8.0,
-        target_modules: str | Sequence[str] | None = None,
-        exclude_modules: str | Sequence[str] | None = None,
+        target_modules: str | SupportsGetItem[int, str] | None = None,
+        exclude_modules: str | SupportsGetItem[int, str] | None = None,
         lora_dropout: SupportsFloat | SupportsIndex = 0.0,
         use_dora: bool = False,
         use_rslora: bool = False,
@@ -939,6 +965,8 @@ class LoraConfig:
         alpha_pattern: dict[str, SupportsFloat | SupportsIndex] | None = None,
         adapter: str = "lora",
         wd_on_output: bool = True,
+        decompose_both: bool = False,
+        decompose_factor: SupportsIndex = ...,
     ) -> LoraConfig: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -950,6 +978,16 @@ class LoraConfig:
     def alpha_pattern(self, /) -> dict[str, float]:
         """
         Other alphas for layers by name.
+        """
+    @property
+    def decompose_both(self, /) -> bool:
+        """
+        Whether the smaller factor of LoKr may be low-rank, too.
+        """
+    @property
+    def decompose_factor(self, /) -> int:
+        """
+        The size of the smaller factor of LoKr; -1 for one near the root of the layer's size.
         """
     @property
     def exclude_modules(self, /) -> list[str]:
@@ -1030,13 +1068,11 @@ class Model:
             ArgumentError: if the policy is unknown.
         """
     def load_adapter(
-        self,
-        /,
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        scale: SupportsFloat | SupportsIndex = 1.0,
+        self, /, path: str | PathLike[str], scale: SupportsFloat | SupportsIndex = 1.0
     ) -> AdapterSet:
         """
-        Put the adapters of a file on the model, their effect multiplied by `scale`.
+        Put the adapters of a file on the model, their effect multiplied by `scale`: of a file in any of the formats of
+        `AdapterSet.save`, by whatever tool. Its adapters for other parts of a pipeline are left out.
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
@@ -1062,7 +1098,7 @@ class Model:
         """
         Take the adapters off, merged or not; the model computes exactly what it did before them.
         """
-    def save_pretrained(self, /, folder: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
+    def save_pretrained(self, /, folder: str | PathLike[str]) -> None:
         """
         Write `config.json` and the weights to a folder as diffusers and transformers read them, adapters left out; a merged
         one is part of its layer's weight.
@@ -1103,11 +1139,11 @@ class NoiseSchedule:
         beta_schedule: str = "scaled_linear",
         beta_start: SupportsFloat | SupportsIndex = 0.00085,
         beta_end: SupportsFloat | SupportsIndex = 0.012,
-        num_train_timesteps: SupportsIndex = ...,
+        num_train_timesteps: SupportsIndex = 1000,
         prediction_type: str = "epsilon",
         rescale_betas_zero_snr: bool = False,
         timestep_spacing: str = "leading",
-        steps_offset: SupportsIndex = ...,
+        steps_offset: SupportsIndex = 1,
     ) -> NoiseSchedule: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -1116,7 +1152,7 @@ class NoiseSchedule:
         The share a of the data in the variance of the noised data, for each timestep.
         """
     @staticmethod
-    def from_pretrained(path: str | bytes | PathLike[str] | PathLike[bytes]) -> NoiseSchedule:
+    def from_pretrained(path: str | PathLike[str]) -> NoiseSchedule:
         """
         Read a diffusers configuration; what it lacks is SDXL's.
 
@@ -1195,7 +1231,7 @@ class Optimizer:
         Take over the states of an optimizer of the same kind over variables of the same shapes.
 
         Raises:
-            ConfigError: if they are of another kind, or states are missing or not expected. Nothing is changed then.
+            ConfigError: if states are missing or not expected. Nothing is changed then.
             ShapeError, DTypeError: if one differs. Nothing is changed then.
         """
     @property
@@ -1217,7 +1253,7 @@ class Optimizer:
         """
         A copy of all states: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
         `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
-        learning rate of each group, `kind` (u8) with the optimizer's name in ASCII.
+        learning rate of each group.
         """
     def step(self, /) -> None:
         """
@@ -1261,12 +1297,12 @@ class SDXLUNet(Model):
         """
     @staticmethod
     def from_pretrained(
-        path: str | bytes | PathLike[str] | PathLike[bytes],
+        path: str | PathLike[str],
         dtype: DType | str | None = None,
         device: str = "cpu",
         *,
         subfolder: str | None = None,
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+        config: str | PathLike[str] | None = None,
     ) -> SDXLUNet:
         """
         The frozen model at `path`.
@@ -1306,13 +1342,13 @@ class SGD(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        momentum: SupportsFloat | SupportsIndex = ...,
-        dampening: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        nesterov: bool = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        momentum: SupportsFloat | SupportsIndex = 0.0,
+        dampening: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        nesterov: bool = False,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> SGD: ...
 
 @final
@@ -1393,7 +1429,7 @@ class Schedule:
         kind: "constant", "linear", "cosine" or "polynomial".
         warmup_steps: steps of the warm-up.
         total_steps: steps of the training, warm-up included.
-        num_cycles: waves of the cosine; half a one goes from 1 to 0.
+        cycles: waves of the cosine; half a one goes from 1 to 0.
         end: the last factor of the polynomial, in [0, 1).
         power: the power of the polynomial, above 0.
 
@@ -1404,10 +1440,10 @@ class Schedule:
         cls,
         /,
         kind: str,
-        warmup_steps: SupportsIndex = ...,
-        total_steps: SupportsIndex = ...,
+        warmup_steps: SupportsIndex = 0,
+        total_steps: SupportsIndex = 0,
         *,
-        num_cycles: SupportsFloat | SupportsIndex = 0.5,
+        cycles: SupportsFloat | SupportsIndex = 0.5,
         end: SupportsFloat | SupportsIndex = 0.0,
         power: SupportsFloat | SupportsIndex = 1.0,
     ) -> Schedule: ...
@@ -1482,10 +1518,6 @@ class Tensor:
     def __pos__(self, /) -> Tensor: ...
     def __pow__(self, exponent: object, modulo: object = None, /) -> Tensor: ...
     def __radd__(self, other: object, /) -> Tensor: ...
-    def __reduce__(self, /) -> tuple[Any, tuple[NDArray[Any], str, str]]:
-        """
-        Pickles and copies hold the values: a variable becomes a variable without a gradient, any other tensor a constant.
-        """
     def __repr__(self, /) -> str: ...
     def __rmatmul__(self, other: object, /) -> Tensor: ...
     def __rmul__(self, other: object, /) -> Tensor: ...
@@ -1534,7 +1566,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = ...) -> list[Tensor]:
+    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
         """
         Views of `chunks` parts along `dim`, the last possibly smaller.
 
@@ -1611,7 +1643,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def flatten(self, /, start_dim: SupportsIndex = ..., end_dim: SupportsIndex = ...) -> Tensor:
+    def flatten(self, /, start_dim: SupportsIndex = 0, end_dim: SupportsIndex = ...) -> Tensor:
         """
         Dimensions `start_dim` to `end_dim` made one.
 
@@ -1689,9 +1721,7 @@ class Tensor:
             IndexOutOfRangeError: if the dimension is out of range.
             DTypeError: if the tensor is not floating point.
         """
-    def logsumexp(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
-    ) -> Tensor:
+    def logsumexp(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
         """
         The logarithm of the sum of exponentials, without overflow.
 
@@ -1721,9 +1751,7 @@ class Tensor:
             ShapeError: if the shapes do not fit.
             DTypeError: if the dtypes differ or are not floating point.
         """
-    def max(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
-    ) -> Tensor:
+    def max(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
         """
         The largest element. Over one dimension the first of equal elements gets the gradient; over several or all they
         share it.
@@ -1745,9 +1773,7 @@ class Tensor:
             ShapeError: if the shapes do not broadcast.
             DTypeError: if the dtypes differ.
         """
-    def mean(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
-    ) -> Tensor:
+    def mean(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
         """
         The mean.
 
@@ -1759,9 +1785,7 @@ class Tensor:
             IndexOutOfRangeError: if a dimension is out of range.
            DTypeError: if the tensor is not floating point.
         """
-    def min(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
-    ) -> Tensor:
+    def min(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
         """
         The smallest element, with gradients as in `max`.
 
@@ -1900,8 +1924,8 @@ class Tensor:
     def split(
         self,
         /,
-        split_size_or_sections: SupportsIndex | Sequence[SupportsIndex],
-        dim: SupportsIndex = ...,
+        split_size_or_sections: SupportsIndex | SupportsGetItem[int, SupportsIndex],
+        dim: SupportsIndex = 0,
     ) -> list[Tensor]:
         """
         Views of parts along `dim`.
@@ -1929,16 +1953,14 @@ class Tensor:
         Raises:
             DTypeError: if the tensor is not floating point.
         """
-    def squeeze(self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None) -> Tensor:
+    def squeeze(self, /, dim: int | Sequence[int] | None = None) -> Tensor:
         """
         Without the dimensions of size 1: all, or those among `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
         """
-    def sum(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
-    ) -> Tensor:
+    def sum(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
         """
         The sum. Integers and masks sum to i64.
 
@@ -2000,7 +2022,7 @@ class Tensor:
     def var(
         self,
         /,
-        dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        dim: int | Sequence[int] | None = None,
         keepdim: bool = False,
         *,
         correction: SupportsFloat | SupportsIndex = 1.0,
@@ -2122,7 +2144,7 @@ def available_bytes() -> int | None:
     Bytes of host memory that can still be allocated, where the system tells.
     """
 
-def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
+def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
     Tensors one after the other along `dim`; all other sizes must agree.
 
@@ -2199,10 +2221,10 @@ def conv2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: SupportsIndex | Sequence[SupportsIndex] = ...,
-    padding: SupportsIndex | Sequence[SupportsIndex] = ...,
-    dilation: SupportsIndex | Sequence[SupportsIndex] = ...,
-    groups: SupportsIndex = ...,
+    stride: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
+    padding: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
+    dilation: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
+    groups: SupportsIndex = 1,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -2258,7 +2280,7 @@ def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = 0.5, training: boo
 
     Args:
         input: any shape.
-        p: the probability, in [0, 1].
+        p: the probability, in [0, 1).
         training: whether to do anything.
 
     Raises:
@@ -2318,7 +2340,7 @@ def from_dlpack(data: Any) -> Tensor:
     """
 
 def full(
-    shape: SupportsIndex | Sequence[SupportsIndex],
+    shape: int | Sequence[int],
     value: Tensor | float | int,
     dtype: DType | str | None = None,
     device: str = "cpu",
@@ -2333,7 +2355,6 @@ def full(
         device: the device.
 
     Raises:
-        ArgumentError, DTypeError: if an integer dtype does not hold the value.
         OutOfMemoryError: if it does not fit.
     """
 
@@ -2364,7 +2385,7 @@ def get_rng_state() -> tuple[int, int]:
 
 def grad(
     loss: Tensor,
-    inputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | SupportsGetItem[int, Tensor],
     gradient: Tensor | None = None,
     retain_graph: bool = False,
 ) -> list[Tensor | None]:
@@ -2387,7 +2408,7 @@ def grad(
 
 def gradcheck(
     function: Callable[..., Any],
-    inputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | SupportsGetItem[int, Tensor],
     eps: SupportsFloat | SupportsIndex = 1e-6,
     atol: SupportsFloat | SupportsIndex = 1e-5,
     rtol: SupportsFloat | SupportsIndex = 1e-3,
@@ -2519,7 +2540,7 @@ def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 def layer_norm(
     input: Tensor,
-    normalized_shape: SupportsIndex | Sequence[SupportsIndex],
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: SupportsFloat | SupportsIndex = 1e-5,
@@ -2554,9 +2575,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
-def load_file(
-    path: str | bytes | PathLike[str] | PathLike[bytes], device: str = "cpu"
-) -> dict[str, Tensor]:
+def load_file(path: str | PathLike[str], device: str = "cpu") -> dict[str, Tensor]:
     """
     Read a safetensors file.
 
@@ -2573,12 +2592,12 @@ def load_file(
     """
 
 def load_model(
-    path: str | bytes | PathLike[str] | PathLike[bytes],
+    path: str | PathLike[str],
     dtype: DType | str | None = None,
     device: str = "cpu",
     *,
     subfolder: str | None = None,
-    config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+    config: str | PathLike[str] | None = None,
 ) -> Model:
     """
     Load the model at `path`, frozen, whatever kind its files say it is.
@@ -2688,10 +2707,7 @@ def rand(
     """
 
 def randint(
-    low: SupportsIndex,
-    high: SupportsIndex,
-    shape: SupportsIndex | Sequence[SupportsIndex],
-    device: str = "cpu",
+    low: SupportsIndex, high: SupportsIndex, shape: int | Sequence[int], device: str = "cpu"
 ) -> Tensor:
     """
     Integers in [low, high) from the library's generator (`manual_seed`), i64.
@@ -2725,7 +2741,7 @@ def randn(
 
 def rms_norm(
     input: Tensor,
-    normalized_shape: SupportsIndex | Sequence[SupportsIndex],
+    normalized_shape: int | Sequence[int],
     weight: Tensor | None = None,
     eps: SupportsFloat | SupportsIndex = 1e-6,
 ) -> Tensor:
@@ -2756,10 +2772,35 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
+def save_adapters(
+    path: str | PathLike[str],
+    adapters: SupportsGetItem[int, AdapterSet],
+    format: str | None = None,
+    metadata: dict[str, str] | None = None,
+    dtype: DType | str | None = None,
+) -> list[str]:
+    """
+    Write the adapters of several models, a UNet and its text encoders, to one safetensors file.
+
+    Args:
+        path: the file.
+        adapters: what `add_adapter` gave for each model.
+        format: whose names it carries: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+        metadata: text entries for the file's header, added to those that tools look for.
+        dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+
+    Returns:
+        The names of layers whose adapter has no effect, because a factor is zero everywhere.
+
+    Raises:
+        FileError: if the file cannot be written.
+        ArgumentError: if the format is unknown or cannot hold these adapters.
+    """
+
 def save_checkpoint(
-    path: str | bytes | PathLike[str] | PathLike[bytes],
+    path: str | PathLike[str],
     models: dict[str, Model],
-    base: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+    base: str | PathLike[str] | None = None,
     dtype: DType | str | None = None,
 ) -> None:
     """
@@ -2778,9 +2819,7 @@ def save_checkpoint(
     """
 
 def save_file(
-    tensors: dict[str, Tensor],
-    path: str | bytes | PathLike[str] | PathLike[bytes],
-    metadata: dict[str, str] | None = None,
+    tensors: dict[str, Tensor], path: str | PathLike[str], metadata: dict[str, str] | None = None
 ) -> None:
     """
     Write tensors to a safetensors file, complete or not at all.
@@ -2865,7 +2904,7 @@ def smooth_l1_loss(
         ArgumentError: if the reduction is unknown or `beta` is negative.
     """
 
-def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
+def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
     Tensors of one shape along a new dimension `dim`.
 
@@ -2909,8 +2948,8 @@ def tensor(data: Any, dtype: DType | str | None = None, device: str = "cpu") -> 
 
 def upsample_nearest2d(
     input: Tensor,
-    size: SupportsIndex | Sequence[SupportsIndex] | None = None,
-    scale_factor: SupportsIndex | Sequence[SupportsIndex] | None = None,
+    size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
+    scale_factor: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -2930,6 +2969,22 @@ def upsample_nearest2d(
         ArgumentError: unless exactly one of `size` and `scale_factor` is given.
         ShapeError: if the input has not four dimensions or no pixels.
         DTypeError: if the input is not floating point.
+    """
+
+def verify_adapter(
+    path: str | PathLike[str], model: str = "sdxl", weights: str | PathLike[str] | None = None
+) -> AdapterReport:
+    """
+    Match an adapter file against a model's layers as ComfyUI, diffusers and A1111 do.
+
+    Args:
+        path: the file.
+        model: "sdxl".
+        weights: the model's files, for one of other sizes than the published; they are not read beyond their headers.
+
+    Raises:
+        MissingFileError, WeightsFormatError: if there is no such file, or it is no safetensors file.
+        ConfigError: if the model is not known.
     """
 
 def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float | int) -> Tensor:

@@ -135,24 +135,33 @@ pub struct Ahead {
     pub stride: usize,
 }
 
-impl Ahead {
-    const LINE: usize = 64;
+/// Bytes of a cache line.
+pub const LINE: usize = 64;
 
+/// Asks the processor for the cache line of `address`, which need not be memory of ours.
+#[inline(always)]
+pub fn prefetch(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch of any address is harmless, and SSE is part of x86-64.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
+impl Ahead {
     fn lines(&self) -> usize {
-        self.runs * self.len.div_ceil(Self::LINE)
+        self.runs * self.len.div_ceil(LINE)
     }
 
     /// Asks the processor for the line `offset` bytes into the current run and moves on.
     #[inline(always)]
     fn fetch(&mut self, offset: &mut usize) {
         if self.runs > 0 {
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: a prefetch of any address is harmless, and SSE is part of x86-64.
-            unsafe {
-                use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-                _mm_prefetch::<_MM_HINT_T1>(self.ptr.wrapping_add(*offset).cast());
-            }
-            *offset += Self::LINE;
+            prefetch(self.ptr.wrapping_add(*offset));
+            *offset += LINE;
             if *offset >= self.len {
                 *offset = 0;
                 self.ptr = self.ptr.wrapping_add(self.stride);

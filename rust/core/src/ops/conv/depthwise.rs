@@ -8,7 +8,7 @@ use crate::cpu::{Elem, Real, dispatch};
 use crate::ops::rows::rows_per_block;
 
 /// Channels whose weight gradients one thread sums up at a time.
-const CHANNELS: usize = 32;
+const CHANNELS: usize = 128;
 
 /// The position of the source that a position of the target meets, unless it is padding.
 fn met(axis: &Axis, position: usize, offset: isize) -> Option<usize> {

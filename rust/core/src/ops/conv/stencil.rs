@@ -16,7 +16,7 @@ use crate::cpu::pool::{SharedMut, num_threads, par_ranges};
 use crate::cpu::{Elem, Real, vectorized};
 
 /// Steps of the sums that are made at a time: the panels of the weight stay in the second-level cache.
-const STEPS: usize = 1152;
+const STEPS: usize = 2944;
 /// Multiply-adds that are worth a thread.
 const MIN_WORK: usize = 1 << 18;
 
