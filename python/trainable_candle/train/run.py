@@ -147,6 +147,8 @@ def train_adapter(
         if session.validation is not None:
             best = session.validation
             report(f"best: {output / BEST} (step {best.best_step}, loss {best.best_loss:.4f})")
+        if config.sample_prompts:
+            report(f"previews: {output / SAMPLES}")
         _draw_curve(output, report)
     return TrainingRun(recipe, adapters, output, trainer.step, completed, trainer.stopped_by)
 
