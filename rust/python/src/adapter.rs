@@ -38,6 +38,7 @@ pub struct Adapter {
 impl Adapter {
     #[new]
     #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=0.0, rslora=false))]
+    #[allow(clippy::too_many_arguments)] // one for each property of a layer
     fn new(
         py: Python<'_>,
         kind: &str,

@@ -19,12 +19,12 @@ const LONGEST: usize = 40;
 
 /// What an object is, for an error: a number, None or a short text by itself, anything else by its type.
 pub fn found(object: &Bound<'_, PyAny>) -> String {
-    if object.is_none() || object.is_instance_of::<PyFloat>() || object.is_instance_of::<PyString>() {
-        if let Some(text) = object.repr().ok().and_then(|text| text.to_str().map(str::to_owned).ok())
-            && text.chars().count() <= LONGEST
-        {
-            return text;
-        }
+    let short = object.is_none() || object.is_instance_of::<PyFloat>() || object.is_instance_of::<PyString>();
+    if short
+        && let Some(text) = object.repr().ok().and_then(|text| text.to_str().map(str::to_owned).ok())
+        && text.chars().count() <= LONGEST
+    {
+        return text;
     }
     object.get_type().name().map_or_else(|_| "an object".to_owned(), |kind| format!("a value of type {kind}"))
 }
