@@ -20,9 +20,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use trainable_candle::core::rng;
-use trainable_candle::io::{AdapterFormat, load_tensors, save_adapter, save_tensors};
+use trainable_candle::io::{SaveOptions, load_tensors, save_adapters, save_tensors};
 use trainable_candle::models::sdxl::{SDXLUNet, UNetConditions, UNetConfig};
-use trainable_candle::models::{Choice, Pretrained, save_pretrained};
+use trainable_candle::models::{Choice, Model, Pretrained, save_pretrained};
 use trainable_candle::nn::adapter::AdapterSet;
 use trainable_candle::nn::optim::{EMA, EMAConfig};
 use trainable_candle::nn::{Module, Source};
@@ -138,7 +138,7 @@ fn train(run: &Run, device: &Device) -> Result<(f64, f64)> {
     }
     ema.swap_in()?;
     let after = validate(&unet, &objective, &examples)?;
-    save_adapter(&run.output, &adapter, AdapterFormat::default(), &BTreeMap::new())?;
+    save_adapters(&run.output, &[(&unet.adapter_names(), &adapter)], &SaveOptions::default())?;
     println!("validation loss {after:.4}; the averaged adapter is in {}", run.output.display());
     Ok((before, after))
 }
