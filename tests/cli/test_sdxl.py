@@ -173,6 +173,23 @@ def test_merging_writes_a_checkpoint_that_draws_the_same(
     np.testing.assert_allclose(predict(output), expected, atol=1e-4)
 
 
+def test_merging_an_adapter_of_all_parts_draws_the_same(
+    flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path
+) -> None:
+    done(*flags(tmp_path / "run", 3, train_text_encoder=True))
+    adapter = ["--adapter", tmp_path / "run" / "adapter.safetensors"]
+    base = ["--model", "sdxl", "--weights", sdxl_base]
+    done("merge", *base, *adapter, "--dtype", "f32", "--output", tmp_path / "merged")
+    how = ["--prompt", "a blur", "--size", "64", "--steps", "2", "--seed", "3"]
+    done("sample", *base, *adapter, *how, "--output", tmp_path / "adapted.png")
+    merged = ["--model", "sdxl", "--weights", tmp_path / "merged"]
+    done("sample", *merged, *how, "--output", tmp_path / "merged.png")
+    done("sample", *base, *how, "--output", tmp_path / "base.png")
+    drawn = {name: pixels(tmp_path / f"{name}.png") for name in ("adapted", "merged", "base")}
+    assert np.abs(drawn["merged"] - drawn["adapted"]).max() <= 1
+    assert np.abs(drawn["base"] - drawn["adapted"]).max() > 1
+
+
 def contents(path: Path) -> dict[str, bytes]:
     """The tensors of an adapter file; its header names the run."""
     return {name: tensor.numpy().tobytes() for name, tensor in tc.load_file(path).items()}
@@ -252,6 +269,7 @@ def test_killed_at_random_moments_it_loses_only_the_steps_since_the_last_save(
     resume = {"resume": "latest"} if checkpoints(output) else {}
     done(*flags(output, 12, **settings, **resume))
     same_adapters(whole, output, "adapter.safetensors", "adapter-best.safetensors")
+    assert {path.name for path in output.iterdir()} == {path.name for path in whole.iterdir()}
     logs = [[row["loss"] for row in read_log(path / "train.csv")] for path in (whole, output)]
     assert logs[0] == logs[1]
 
@@ -492,8 +510,8 @@ def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
     ]
     commands = [c for c in commands if "--model digits" not in c and "MODEL" not in c]
     assert len(commands) >= 3
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    shutil.copytree(ROOT / "examples" / "photos", tmp_path / "pictures")
+    for name in ("pictures", "examples/photos"):
+        shutil.copytree(ROOT / "examples" / "photos", tmp_path / name)
     scripts = {"train-lora": [*PROGRAM, "train"], "trainable-candle": PROGRAM}
     for command in commands:
         arguments = shlex.split(command)
@@ -519,3 +537,19 @@ def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
         )
         assert result.returncode == 0, (command, result.stderr)
     assert (tmp_path / "run" / "adapter.safetensors").is_file()
+
+
+def test_weights_may_be_a_pipeline_on_the_hub(
+    flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path, plain: dict[str, bytes]
+) -> None:
+    """From the cache of the hub's client, without a connection."""
+    revision = "0" * 40
+    repository = tmp_path / "hub" / "models--someone--tiny-sdxl"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(revision)
+    shutil.copytree(sdxl_base, repository / "snapshots" / revision)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    command = [*PROGRAM, *flags(tmp_path / "run", 2, weights="someone/tiny-sdxl")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert contents(tmp_path / "run" / "adapter.safetensors") == plain

@@ -123,7 +123,9 @@ def test_the_table_names_every_item() -> None:
     assert estimate.table() == [
         "memory while caching: 203.0 MiB",
         "  vae weights                          3.0 MiB",
+        "  interpreter and libraries          200.0 MiB",
         "memory while training: 200.0 MiB",
+        "  interpreter and libraries          200.0 MiB",
     ]
 
 

@@ -53,14 +53,17 @@ class Adapters:
         for adapter in self.sets.values():
             adapter.set_enabled(enabled)
 
-    def save(self, path: Path, config: TrainConfig, metadata: dict[str, str]) -> None:
+    def save(self, path: Path, config: TrainConfig, metadata: dict[str, str]) -> list[str]:
         """Write them to one file, in the format and precision of the settings.
+
+        Returns:
+            The layers whose adapter has no effect, because a factor is zero everywhere.
 
         Raises:
             FileError: the file cannot be written.
             ArgumentError: the format cannot hold these adapters.
         """
-        tc.save_adapters(
+        return tc.save_adapters(
             path,
             list(self.sets.values()),
             format=config.format,

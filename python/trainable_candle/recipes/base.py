@@ -184,8 +184,11 @@ class Recipe(Protocol):
 
     def save_adapter(
         self, adapters: Adapters, path: Path, config: TrainConfig, metadata: dict[str, str]
-    ) -> None:
+    ) -> list[str]:
         """Write the adapters to one file, in the format and precision of the settings.
+
+        Returns:
+            The layers whose adapter has no effect, because a factor is zero everywhere.
 
         Raises:
             OSError: the file cannot be written.

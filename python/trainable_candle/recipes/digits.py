@@ -182,13 +182,13 @@ class DigitsRecipe:
 
     def save_adapter(
         self, adapters: Adapters, path: Path, config: TrainConfig, metadata: dict[str, str]
-    ) -> None:
-        """Write the adapter.
+    ) -> list[str]:
+        """Write the adapter; returns the layers where it has no effect.
 
         Raises:
             OSError: the file cannot be written.
         """
-        adapters.save(path, config, metadata)
+        return adapters.save(path, config, metadata)
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
         """Put the adapter of a file on the model.

@@ -38,6 +38,9 @@ class Item:
     bytes: int
 
 
+_RUNTIME: Final = Item("interpreter and libraries", "", RUNTIME_BYTES)
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What is in memory at the same time, by phase of a run."""
@@ -56,7 +59,7 @@ class Estimate:
             lines.append(f"memory while {phase}: {_size(_total(items) + RUNTIME_BYTES)}")
             lines += [
                 f"  {f'{item.component} {item.what}'.strip():<32}{_size(item.bytes):>12}"
-                for item in items
+                for item in [*items, _RUNTIME]
                 if item.bytes
             ]
         return lines
@@ -169,7 +172,7 @@ def adapter_items(
     ]
 
 
-def _parameter_shapes(layer: tuple[int, ...], config: TrainConfig) -> list[tuple[int, ...]]:
+def _parameter_shapes(layer: tuple[int, ...], config: TrainConfig) -> Sequence[tuple[int, ...]]:
     """The parameters of one adapter; a convolution's kernel comes before its inputs."""
     out_features, in_features, *kernel = layer
     flat, rank = in_features * math.prod(kernel), config.rank

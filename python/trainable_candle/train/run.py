@@ -110,6 +110,7 @@ def train_adapter(
         report(line)
     require_fit(config, _memory(config), lambda other: kind.estimate(weights, other, data))
     _make_writable(output)
+    run_state.remove_leftovers(output)
 
     if config.threads is not None:
         tc.set_num_threads(config.threads)
@@ -139,11 +140,15 @@ def train_adapter(
     completed = trainer.train()
     session.finish()
     if completed:
-        session.write(output / ADAPTER, trainer.step)
+        idle = session.write(output / ADAPTER, trainer.step)
         report(f"adapter: {output / ADAPTER}")
+        if idle:
+            report(f"adapter: {len(idle)} layers have learnt nothing, the first is {idle[0]}")
         if session.validation is not None:
             best = session.validation
             report(f"best: {output / BEST} (step {best.best_step}, loss {best.best_loss:.4f})")
+        if config.sample_prompts:
+            report(f"previews: {output / SAMPLES}")
         _draw_curve(output, report)
     return TrainingRun(recipe, adapters, output, trainer.step, completed, trainer.stopped_by)
 
@@ -207,10 +212,10 @@ class _Session:
             settings=settings,
         )
 
-    def write(self, path: Path, step: int) -> None:
-        """Write the adapters as they are."""
+    def write(self, path: Path, step: int) -> list[str]:
+        """Write the adapters as they are; returns the layers where they have no effect."""
         metadata = training_metadata(self._config, step, len(self._train))
-        self._recipe.save_adapter(self._adapters, path, self._config, metadata)
+        return self._recipe.save_adapter(self._adapters, path, self._config, metadata)
 
     def finish(self) -> None:
         """Leave the model as its adapter files have it."""

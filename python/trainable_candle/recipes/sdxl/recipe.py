@@ -278,13 +278,16 @@ class SDXLRecipe:
 
     def save_adapter(
         self, adapters: Adapters, path: Path, config: TrainConfig, metadata: dict[str, str]
-    ) -> None:
+    ) -> list[str]:
         """Write the adapters of all parts to one file, by default under kohya's keys.
+
+        Returns:
+            The layers whose adapter has no effect.
 
         Raises:
             OSError: the file cannot be written.
         """
-        adapters.save(path, config, metadata)
+        return adapters.save(path, config, metadata)
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
         """Put the adapters of a file on the parts that it names.

@@ -111,7 +111,11 @@ def _denoise(
 ) -> Tensor:
     sampler = Sampler(schedule, options.steps, options.sampler or SAMPLER)
     scale = GUIDANCE if options.guidance is None else options.guidance
-    guided = Guided(unet, positive, negative, scale)
+
+    def predict(x: Tensor, timestep: float, /, **conditioning: Tensor) -> Tensor:
+        return unet(x, timestep, **conditioning)
+
+    guided = Guided(predict, positive, negative, scale)
     latents = sampler.init_noise(noise)
     for step, timestep in enumerate(sampler.timesteps):
         prediction = guided(sampler.scale_input(latents, step), timestep)
