@@ -19,8 +19,13 @@ __all__ = [
     "AdamW",
     "AdamW8bit",
     "Adapter",
+    "AdapterModule",
+    "AdapterReport",
     "AdapterSet",
+    "AutoencoderKL",
+    "CLIPTextModel",
     "DType",
+    "DiffusionObjective",
     "DigitsTransformer",
     "FlowMatching",
     "GradScaler",
@@ -28,15 +33,21 @@ __all__ = [
     "Lion8bit",
     "LoraConfig",
     "Model",
+    "NoiseSchedule",
+    "NoisedLatents",
     "Optimizer",
+    "SDXLUNet",
     "SGD",
+    "Sampler",
     "Schedule",
     "Tensor",
+    "TextFeatures",
     "Var",
     "arange",
     "available_bytes",
     "cat",
     "checkpoint",
+    "classifier_free_guidance",
     "clip_grad_norm_",
     "conv2d",
     "cross_entropy",
@@ -72,6 +83,8 @@ __all__ = [
     "randn",
     "rms_norm",
     "rope",
+    "save_adapters",
+    "save_checkpoint",
     "save_file",
     "saved_bytes",
     "scaled_dot_product_attention",
@@ -83,6 +96,7 @@ __all__ = [
     "swiglu",
     "tensor",
     "upsample_nearest2d",
+    "verify_adapter",
     "where",
     "zeros",
     "zeros_like",
@@ -271,6 +285,58 @@ class Adapter:
         """
 
 @final
+class AdapterModule:
+    """
+    One module of an adapter file.
+
+    Attributes:
+        module: its name in the file.
+        layer: the layer that it is for, None if the model has none.
+        kind: the kind of adapter, None if it is none.
+        rank: its rank, 0 if nothing is decomposed.
+        scale: the factor that tools apply.
+        zero: whether a factor is zero everywhere, so that it has no effect.
+        fault: what is wrong with its shapes or values.
+        ignored_by: tools that leave it out, and why.
+    """
+    @property
+    def fault(self, /) -> str | None: ...
+    @property
+    def ignored_by(self, /) -> dict[str, str]: ...
+    @property
+    def kind(self, /) -> str | None: ...
+    @property
+    def layer(self, /) -> str | None: ...
+    @property
+    def module(self, /) -> str: ...
+    @property
+    def rank(self, /) -> int: ...
+    @property
+    def scale(self, /) -> float: ...
+    @property
+    def zero(self, /) -> bool: ...
+
+@final
+class AdapterReport:
+    """
+    What other tools would make of an adapter file.
+
+    Attributes:
+        modules: every module, by name.
+        others: keys that are no parameter of an adapter.
+        remarks: remarks about the header.
+        good: whether ComfyUI applies every module, and each has an effect.
+    """
+    @property
+    def good(self, /) -> bool: ...
+    @property
+    def modules(self, /) -> list[AdapterModule]: ...
+    @property
+    def others(self, /) -> list[str]: ...
+    @property
+    def remarks(self, /) -> list[str]: ...
+
+@final
 class AdapterSet:
     """
     The adapters that `add_adapter` or `load_adapter` put on a model.
@@ -286,7 +352,7 @@ class AdapterSet:
         Read the parameters of an adapter file with the same layers, ranks and alphas.
 
         Raises:
-            MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter.
+            MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
             ConfigError, ShapeError: if it does not fit; nothing is changed then.
         """
     def named_parameters(self, /) -> dict[str, Var]:
@@ -301,20 +367,27 @@ class AdapterSet:
         self,
         /,
         path: str | PathLike[str],
-        format: str = "peft",
+        format: str | None = None,
         metadata: dict[str, str] | None = None,
-    ) -> None:
+        dtype: DType | str | None = None,
+    ) -> list[str]:
         """
         Write the adapters to a safetensors file, complete or not at all.
 
         Args:
             path: the file.
-            format: whose names it carries: "peft" or "diffusers".
-            metadata: text entries for the file's header.
+            format: whose names it carries: "kohya", "diffusers", "peft" or "comfyui"; without it those that most tools
+                load: "kohya" for SDXL, "peft" for a model that no other tool knows.
+            metadata: text entries for the file's header, added to those that tools look for.
+            dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+
+        Returns:
+            The names of layers whose adapter has no effect, because a factor is zero everywhere; none once all of them are
+            trained.
 
         Raises:
             FileError: if the file cannot be written.
-            ArgumentError: if the format is unknown.
+            ArgumentError: if the format is unknown or cannot hold these adapters.
         """
     def set_enabled(self, /, enabled: bool) -> None:
         """
@@ -323,6 +396,130 @@ class AdapterSet:
     def set_training(self, /, training: bool) -> None:
         """
         Training (dropout on) or not.
+        """
+
+@final
+class AutoencoderKL(Model):
+    """
+    The autoencoder between pictures and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
+    `from_pretrained`.
+    """
+    def decode(self, /, latent: Tensor, *, tile_size: SupportsIndex | None = None) -> Tensor:
+        """
+        The pictures of latents.
+
+        Args:
+            latent: latents, (B, 4, h, w), not scaled.
+            tile_size: decode larger pictures in tiles of so many pixels, which overlap by a quarter, their seams blended (512
+                is usual): memory no longer grows with the picture.
+
+        Returns:
+            Pictures, (B, 3, h * downscale, w * downscale), values about -1 to 1.
+
+        Raises:
+            ShapeError: if the latents do not fit the model.
+        """
+    @property
+    def downscale(self, /) -> int:
+        """
+        Pixels along one side of a picture for each of the latents.
+        """
+    def encode(
+        self, /, image: Tensor, *, tile_size: SupportsIndex | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        The distribution of a picture's latents.
+
+        Args:
+            image: pictures, (B, 3, H, W), values -1 to 1.
+            tile_size: encode larger pictures in tiles of so many pixels, which overlap by a quarter (512 is usual);
+                near seams the result differs a little.
+
+        Returns:
+            Mean and logarithm of the variance, (B, 4, H / downscale, W / downscale) each; not scaled.
+
+        Raises:
+            ShapeError: if the picture does not fit the model.
+        """
+    @staticmethod
+    def from_pretrained(
+        path: str | PathLike[str],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | PathLike[str] | None = None,
+        force_upcast: bool | None = None,
+    ) -> AutoencoderKL:
+        """
+        The frozen model at `path`.
+
+        Args:
+            path: an autoencoder, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
+                file; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights. Values in SDXL's autoencoder leave the range of f16: where its configuration says
+                `force_upcast`, as SDXL's does, the model is f32 although half precision is asked for or stored.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline, also for a checkpoint.
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+            force_upcast: overrules the configuration; False gives the weights the dtype that is asked for.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
+        """
+    @property
+    def scaling_factor(self, /) -> float:
+        """
+        A diffusion model sees (latent - shift_factor) * scaling_factor.
+        """
+    @property
+    def shift_factor(self, /) -> float:
+        """
+        See `scaling_factor`; 0 for SDXL.
+        """
+
+@final
+class CLIPTextModel(Model):
+    """
+    A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Names begin with
+    "text_model.", as in the published files. Made by `from_pretrained`.
+    """
+    def __call__(self, /, input_ids: Tensor) -> TextFeatures:
+        """
+        What the encoder makes of texts.
+
+        Args:
+            input_ids: token ids, (B, S), i64 or u32, S up to 77.
+
+        Raises:
+            ShapeError: if a text is too long.
+            IndexOutOfRangeError: if an id is no token.
+        """
+    @staticmethod
+    def from_pretrained(
+        path: str | PathLike[str],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | PathLike[str] | None = None,
+    ) -> CLIPTextModel:
+        """
+        The frozen model at `path`.
+
+        Args:
+            path: a text encoder, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
+                file; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights; as they are stored without it.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline, also for a checkpoint: "text_encoder" (which is meant
+                without it) or "text_encoder_2".
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
         """
 
 @final
@@ -362,6 +559,119 @@ class DType:
     def name(self, /) -> str:
         """
         The short name, such as "bf16".
+        """
+
+@final
+class DiffusionObjective:
+    """
+    The objective of diffusion models such as SDXL: predict the noise, or the velocity, of latents under noise.
+
+    Args:
+        schedule: how the model was trained.
+        timesteps: how timesteps are drawn: "uniform" or "logit_normal" (arXiv:2403.03206).
+        logit_mean: mean of the normal behind "logit_normal"; positive favours noise.
+        logit_std: its deviation, above 0.
+        shift: moves timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
+        min_timestep: the first timestep that is drawn.
+        max_timestep: the timestep after the last that is drawn; None stands for all.
+        min_snr_gamma: weighs timesteps by min(SNR, gamma) / SNR, or / (SNR + 1) for velocities (arXiv:2303.09556); 5 is the
+            paper's, None weighs nothing.
+        noise_offset: this much noise that is the same over each channel of each example, 0 or up to about 0.1.
+        loss: of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the same divided by delta).
+        huber_delta: where the Huber losses turn from squares to lines, above 0.
+        huber_schedule: how that depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
+            "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
+        device: where latents will be.
+
+    Raises:
+        ArgumentError: if a name is unknown, a number is out of range, or the schedule ends in noise alone and the model
+            predicts noise.
+    """
+    def __new__(
+        cls,
+        /,
+        schedule: NoiseSchedule,
+        *,
+        timesteps: str = "uniform",
+        logit_mean: SupportsFloat | SupportsIndex = 0.0,
+        logit_std: SupportsFloat | SupportsIndex = 1.0,
+        shift: SupportsFloat | SupportsIndex = 1.0,
+        min_timestep: SupportsIndex = 0,
+        max_timestep: SupportsIndex | None = None,
+        min_snr_gamma: SupportsFloat | SupportsIndex | None = None,
+        noise_offset: SupportsFloat | SupportsIndex = 0.0,
+        loss: str = "mse",
+        huber_delta: SupportsFloat | SupportsIndex = 0.1,
+        huber_schedule: str = "constant",
+        device: str = "cpu",
+    ) -> DiffusionObjective: ...
+    def loss(
+        self,
+        /,
+        prediction: Tensor,
+        noised: NoisedLatents,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """
+        The loss of a prediction: the mean over the batch of each example's mean loss, times the weights.
+
+        Args:
+            prediction: what the model said of `noised.sample` at `noised.timesteps`.
+            noised: from `noise`, `noise_at` or `validation_noise`.
+            mask: (B, 1, ...) in the size of the latents, 0 or more: how much each place counts beside the other places of its
+                example. It is divided by its mean over the example, so what it shows counts the same large or small; an
+                example whose mask is 0 everywhere counts nothing.
+            weights: (B,), how much each example counts (the prior's weight for regularisation images).
+
+        Returns:
+            One element, f32.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if something does not fit.
+        """
+    def noise(self, /, latents: Tensor) -> NoisedLatents:
+        """
+        Put noise on latents, each example at a timestep of its own, from the library's generator.
+
+        Args:
+            latents: (B, C, ...).
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if the latents are not such.
+        """
+    def noise_at(self, /, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisedLatents:
+        """
+        Put given noise on latents at given timesteps.
+
+        Args:
+            latents: (B, C, ...).
+            noise: in the shape of the latents.
+            timesteps: (B,), integers.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if the three do not fit together.
+            IndexOutOfRangeError: if there is no such timestep.
+        """
+    def validation_noise(
+        self,
+        /,
+        latents: Tensor,
+        examples: SupportsGetItem[int, SupportsIndex],
+        seed: SupportsIndex = 0,
+    ) -> NoisedLatents:
+        """
+        Put noise on latents for a validation loss: an example has the same noise and the same timestep every time, whatever batch
+        it is in, and the library's generator stays where it is. Timesteps are spread evenly: any run of numbers covers
+        the range.
+
+        Args:
+            latents: (B, C, ...).
+            examples: a number for each, from 0.
+            seed: another one gives other noise.
+
+        Raises:
+            ShapeError: if there is not a number for each example.
         """
 
 @final
@@ -620,7 +930,8 @@ class LoraConfig:
     Which layers get an adapter, and of what kind and size. The names are peft's.
 
     A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
-    whole name; "all-linear" stands for every linear layer.
+    whole name; "all-linear" stands for every linear layer, "all-conv" for every convolution, "all-attention" for the
+    projections of attention.
 
     Args:
         r: rank, at least 1.
@@ -632,6 +943,10 @@ class LoraConfig:
         use_rslora: scale by lora_alpha / sqrt(r).
         rank_pattern: other ranks for layers by name.
         alpha_pattern: other alphas for layers by name.
+        adapter: the kind of adapter, "lora", "dora", "loha" or "lokr".
+        wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
+        decompose_both: LoKr: whether the smaller factor may be low-rank, too.
+        decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
 
     Raises:
         ConfigError: if a value is out of range.
@@ -648,12 +963,31 @@ class LoraConfig:
         use_rslora: bool = False,
         rank_pattern: dict[str, SupportsIndex] | None = None,
         alpha_pattern: dict[str, SupportsFloat | SupportsIndex] | None = None,
+        adapter: str = "lora",
+        wd_on_output: bool = True,
+        decompose_both: bool = False,
+        decompose_factor: SupportsIndex = ...,
     ) -> LoraConfig: ...
     def __repr__(self, /) -> str: ...
+    @property
+    def adapter(self, /) -> str:
+        """
+        The kind of adapter.
+        """
     @property
     def alpha_pattern(self, /) -> dict[str, float]:
         """
         Other alphas for layers by name.
+        """
+    @property
+    def decompose_both(self, /) -> bool:
+        """
+        Whether the smaller factor of LoKr may be low-rank, too.
+        """
+    @property
+    def decompose_factor(self, /) -> int:
+        """
+        The size of the smaller factor of LoKr; -1 for one near the root of the layer's size.
         """
     @property
     def exclude_modules(self, /) -> list[str]:
@@ -695,6 +1029,11 @@ class LoraConfig:
         """
         Whether the scale is lora_alpha / sqrt(r).
         """
+    @property
+    def wd_on_output(self, /) -> bool:
+        """
+        Whether DoRA has one magnitude for each output (otherwise for each input).
+        """
 
 @disjoint_base
 class Model:
@@ -732,7 +1071,8 @@ class Model:
         self, /, path: str | PathLike[str], scale: SupportsFloat | SupportsIndex = 1.0
     ) -> AdapterSet:
         """
-        Put the adapters of a file on the model, their effect multiplied by `scale`.
+        Put the adapters of a file on the model, their effect multiplied by `scale`: of a file in any of the formats of
+        `AdapterSet.save`, by whatever tool. Its adapters for other parts of a pipeline are left out.
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
@@ -760,7 +1100,8 @@ class Model:
         """
     def save_pretrained(self, /, folder: str | PathLike[str]) -> None:
         """
-        Write `config.json` and `model.safetensors` to a folder, adapters left out.
+        Write `config.json` and the weights to a folder as diffusers and transformers read them, adapters left out; a merged
+        one is part of its layer's weight.
 
         Raises:
             FileError: if a file cannot be written.
@@ -771,6 +1112,102 @@ class Model:
 
         Raises:
             ArgumentError: if the model has no adapter.
+        """
+
+@final
+class NoiseSchedule:
+    """
+    How much noise a diffusion model was trained with at each timestep. Names are diffusers', defaults SDXL's.
+
+    Args:
+        beta_schedule: how the variances of the added noise grow: "linear", "scaled_linear" or "squaredcos_cap_v2".
+        beta_start: that of the first timestep, in (0, 1).
+        beta_end: that of the last timestep, in (0, 1).
+        num_train_timesteps: the number of timesteps, at least 2.
+        prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
+            sqrt(a) * noise - sqrt(1 - a) * data; arXiv:2202.00512).
+        rescale_betas_zero_snr: move the schedule so that the last timestep is noise alone (arXiv:2305.08891).
+        timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
+        steps_offset: added to the timesteps of the leading spacing.
+
+    Raises:
+        ArgumentError: if a name is unknown or a number out of range.
+    """
+    def __new__(
+        cls,
+        /,
+        beta_schedule: str = "scaled_linear",
+        beta_start: SupportsFloat | SupportsIndex = 0.00085,
+        beta_end: SupportsFloat | SupportsIndex = 0.012,
+        num_train_timesteps: SupportsIndex = 1000,
+        prediction_type: str = "epsilon",
+        rescale_betas_zero_snr: bool = False,
+        timestep_spacing: str = "leading",
+        steps_offset: SupportsIndex = 1,
+    ) -> NoiseSchedule: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def alphas_cumprod(self, /) -> list[float]:
+        """
+        The share a of the data in the variance of the noised data, for each timestep.
+        """
+    @staticmethod
+    def from_pretrained(path: str | PathLike[str]) -> NoiseSchedule:
+        """
+        Read a diffusers configuration; what it lacks is SDXL's.
+
+        Args:
+            path: `scheduler_config.json`, its folder, or the folder of a model that has it in `scheduler`.
+
+        Raises:
+            MissingFileError: if there is no such file.
+            ConfigError, ArgumentError: if an entry is wrong.
+        """
+    @property
+    def num_train_timesteps(self, /) -> int:
+        """
+        The number of timesteps.
+        """
+    @property
+    def prediction_type(self, /) -> str:
+        """
+        What the model predicts: "epsilon" or "v_prediction".
+        """
+    @property
+    def rescale_betas_zero_snr(self, /) -> bool:
+        """
+        Whether the last timestep is noise alone.
+        """
+    @property
+    def sigmas(self, /) -> list[float]:
+        """
+        sqrt((1 - a) / a) for each timestep: the noise to a unit of data.
+        """
+    @property
+    def timestep_spacing(self, /) -> str:
+        """
+        How samplers pick timesteps.
+        """
+
+@final
+class NoisedLatents:
+    """
+    A batch under noise: what the model sees, and what it should say.
+    """
+    @property
+    def sample(self, /) -> Tensor:
+        """
+        The latents under noise, in their shape and dtype.
+        """
+    @property
+    def target(self, /) -> Tensor:
+        """
+        What the model should predict, in the shape of the latents, f32.
+        """
+    @property
+    def timesteps(self, /) -> Tensor:
+        """
+        The timestep of each example: (B,), i64.
         """
 
 @disjoint_base
@@ -828,6 +1265,62 @@ class Optimizer:
         """
 
 @final
+class SDXLUNet(Model):
+    """
+    SDXL's UNet, computing what diffusers' `UNet2DConditionModel` computes, under its names. Made by `from_pretrained`.
+    """
+    def __call__(
+        self,
+        /,
+        sample: Tensor,
+        timestep: Tensor | float | int,
+        encoder_hidden_states: Tensor,
+        *,
+        text_embeds: Tensor,
+        time_ids: Tensor,
+    ) -> Tensor:
+        """
+        The prediction for noisy latents: the noise, or the velocity if the model was trained for it.
+
+        Args:
+            sample: latents under noise, (B, 4, h, w), scaled as the autoencoder says.
+            timestep: from 0 (clean) to 999 (noise): (B,), (1,), or a number.
+            encoder_hidden_states: the text's tokens, (B, L, cross_attention_dim).
+            text_embeds: the pooled text, (B, P).
+            time_ids: original height and width, top and left of the crop, target height and width, (B, 6).
+
+        Returns:
+            A tensor of the shape of `sample`, in the dtype of the weights.
+
+        Raises:
+            ShapeError: if the inputs do not fit the model or one another.
+        """
+    @staticmethod
+    def from_pretrained(
+        path: str | PathLike[str],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | PathLike[str] | None = None,
+    ) -> SDXLUNet:
+        """
+        The frozen model at `path`.
+
+        Args:
+            path: a UNet, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
+                file; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights; as they are stored without it.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline, also for a checkpoint.
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
+        """
+
+@final
 class SGD(Optimizer):
     """
     Stochastic gradient descent with momentum, as `torch.optim.SGD`.
@@ -857,6 +1350,74 @@ class SGD(Optimizer):
         *,
         maximize: bool = False,
     ) -> SGD: ...
+
+@final
+class Sampler:
+    """
+    One run of a diffusion model from noise to data.
+
+    Args:
+        schedule: how the model was trained.
+        steps: calls of the model, at least 1.
+        kind: "euler" (diffusers' EulerDiscreteScheduler) or "dpmpp_2m" (DPM-Solver++ of second order, arXiv:2211.01095;
+            diffusers' DPMSolverMultistepScheduler).
+        karras_sigmas: space noise levels as in arXiv:2206.00364, equation 5.
+
+    Raises:
+        ArgumentError: if the kind is unknown, or there are no steps or more than the schedule has timesteps.
+    """
+    def __new__(
+        cls,
+        /,
+        schedule: NoiseSchedule,
+        steps: SupportsIndex,
+        kind: str = "euler",
+        karras_sigmas: bool = False,
+    ) -> Sampler: ...
+    def init_noise(self, /, noise: Tensor) -> Tensor:
+        """
+        What the run starts from, f32.
+
+        Args:
+            noise: standard normal values.
+        """
+    def scale_input(self, /, x: Tensor, i: SupportsIndex) -> Tensor:
+        """
+        The sample as the model wants to see it.
+
+        Args:
+            x: the sample at step `i`.
+            i: the step, from 0.
+
+        Raises:
+            ArgumentError: if there is no such step.
+        """
+    @property
+    def sigmas(self, /) -> list[float]:
+        """
+        The noise to a unit of data at each step, and 0 after the last.
+        """
+    def step(self, /, model_output: Tensor, i: SupportsIndex, x: Tensor) -> Tensor:
+        """
+        Go on to the next noise level. Steps are taken in order; step 0 starts the run again.
+
+        Args:
+            model_output: what the model said of the scaled sample.
+            i: the step, from 0.
+            x: the sample at step `i`.
+
+        Returns:
+            The sample at step `i + 1`, f32.
+
+        Raises:
+            ArgumentError: if it is not the turn of step `i`.
+            ShapeError: if the model's output is not like the sample.
+        """
+    @property
+    def timesteps(self, /) -> list[float]:
+        """
+        What the model is told at each step.
+        """
 
 @final
 class Schedule:
@@ -1484,6 +2045,39 @@ class Tensor:
         """
 
 @final
+class TextFeatures:
+    """
+    What a text encoder makes of texts.
+    """
+    @property
+    def hidden_states(self, /) -> list[Tensor]:
+        """
+        The states after each layer, those of the embedding first; the final norm is not applied.
+        """
+    @property
+    def last_hidden_state(self, /) -> Tensor:
+        """
+        The last layer's states after the final norm, (B, S, D).
+        """
+    @property
+    def penultimate(self, /) -> Tensor:
+        """
+        The states that enter the last layer, (B, S, D): what SDXL reads.
+        """
+    @property
+    def pooled(self, /) -> Tensor:
+        """
+        The state of each text's end after the final norm, projected if the model projects: (B, D) or (B, P).
+        """
+    def skipped(self, /, clip_skip: SupportsIndex) -> Tensor:
+        """
+        The states `clip_skip` layers before the penultimate ones, as diffusers' SDXL pipelines count.
+
+        Raises:
+            ArgumentError: if the model has not so many layers.
+        """
+
+@final
 class Var(Tensor):
     """
     A trainable variable: a tensor with storage of its own, whose value can be set and which collects a gradient.
@@ -1580,6 +2174,24 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
     Raises:
         ArgumentError: if an argument or a result is not a Tensor, or the policy is unknown.
         Whatever the function raises.
+    """
+
+def classifier_free_guidance(
+    negative: Tensor, positive: Tensor, scale: SupportsFloat | SupportsIndex
+) -> Tensor:
+    """
+    Guide a model's output away from what it says for a negative prompt (arXiv:2207.12598).
+
+    Args:
+        negative: its output for the negative prompt.
+        positive: its output for the prompt.
+        scale: 1 is the prompt alone.
+
+    Returns:
+        negative + scale * (positive - negative).
+
+    Raises:
+        ShapeError, DTypeError: if the outputs differ.
     """
 
 def clip_grad_norm_(
@@ -1980,15 +2592,24 @@ def load_file(path: str | PathLike[str], device: str = "cpu") -> dict[str, Tenso
     """
 
 def load_model(
-    path: str | PathLike[str], dtype: DType | str | None = None, device: str = "cpu"
+    path: str | PathLike[str],
+    dtype: DType | str | None = None,
+    device: str = "cpu",
+    *,
+    subfolder: str | None = None,
+    config: str | PathLike[str] | None = None,
 ) -> Model:
     """
-    Load the model at `path`, frozen, whatever kind its `config.json` says it is.
+    Load the model at `path`, frozen, whatever kind its files say it is.
 
     Args:
-        path: a folder with `config.json` and safetensors weights, or a weight file beside its `config.json`.
+        path: a model's folder; a weight file beside its `config.json`; a pipeline's folder or an original checkpoint, of which the
+            model that is fine-tuned is meant unless `subfolder` names another; or a name on the Hugging Face hub,
+            "organisation/name".
         dtype: convert the weights; as they are stored without it.
         device: where to load it.
+        subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint.
+        config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
 
     Raises:
         MissingFileError, WeightsFormatError: if files are missing or damaged.
@@ -2151,6 +2772,52 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
+def save_adapters(
+    path: str | PathLike[str],
+    adapters: SupportsGetItem[int, AdapterSet],
+    format: str | None = None,
+    metadata: dict[str, str] | None = None,
+    dtype: DType | str | None = None,
+) -> list[str]:
+    """
+    Write the adapters of several models, a UNet and its text encoders, to one safetensors file.
+
+    Args:
+        path: the file.
+        adapters: what `add_adapter` gave for each model.
+        format: whose names it carries: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+        metadata: text entries for the file's header, added to those that tools look for.
+        dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+
+    Returns:
+        The names of layers whose adapter has no effect, because a factor is zero everywhere.
+
+    Raises:
+        FileError: if the file cannot be written.
+        ArgumentError: if the format is unknown or cannot hold these adapters.
+    """
+
+def save_checkpoint(
+    path: str | PathLike[str],
+    models: dict[str, Model],
+    base: str | PathLike[str] | None = None,
+    dtype: DType | str | None = None,
+) -> None:
+    """
+    Write models to one file under the names of the original checkpoints, as ComfyUI and others read them.
+
+    Args:
+        path: the file.
+        models: each model by the folder that it would have in a pipeline: "unet", "vae", "text_encoder", "text_encoder_2".
+            Adapters are left out; a merged one is part of its layer's weight.
+        base: a checkpoint from which all else is taken, as it is.
+        dtype: convert the weights of the models.
+
+    Raises:
+        ArgumentError: if a model has no such place.
+        FileError, MissingFileError: if a file cannot be written or read.
+    """
+
 def save_file(
     tensors: dict[str, Tensor], path: str | PathLike[str], metadata: dict[str, str] | None = None
 ) -> None:
@@ -2302,6 +2969,22 @@ def upsample_nearest2d(
         ArgumentError: unless exactly one of `size` and `scale_factor` is given.
         ShapeError: if the input has not four dimensions or no pixels.
         DTypeError: if the input is not floating point.
+    """
+
+def verify_adapter(
+    path: str | PathLike[str], model: str = "sdxl", weights: str | PathLike[str] | None = None
+) -> AdapterReport:
+    """
+    Match an adapter file against a model's layers as ComfyUI, diffusers and A1111 do.
+
+    Args:
+        path: the file.
+        model: "sdxl".
+        weights: the model's files, for one of other sizes than the published; they are not read beyond their headers.
+
+    Raises:
+        MissingFileError, WeightsFormatError: if there is no such file, or it is no safetensors file.
+        ConfigError: if the model is not known.
     """
 
 def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float | int) -> Tensor:

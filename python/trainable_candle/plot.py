@@ -19,14 +19,20 @@ if TYPE_CHECKING:
 
 
 def loss_curve(
-    path: Path, steps: Sequence[int], losses: Sequence[float], *, title: str = "Training loss"
+    path: Path,
+    steps: Sequence[int],
+    losses: Sequence[float],
+    *,
+    validation: Sequence[tuple[int, float]] = (),
+    title: str = "Training loss",
 ) -> None:
-    """Draw the loss of every step, and its running mean over a twentieth of the run.
+    """Draw the loss of every step, its running mean over a twentieth of the run, and validations.
 
     Args:
         path: the PNG file to write.
         steps: the steps that the losses belong to, ascending.
         losses: as many.
+        validation: steps and validation losses, ascending.
         title: stands above the curve.
 
     Raises:
@@ -52,6 +58,8 @@ def loss_curve(
     axes = figure.subplots()
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="each step")
     axes.plot(steps, running_mean(losses), color="tab:blue", linewidth=1.6, label="running mean")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", label="validation")
     axes.set(title=title, xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -105,6 +113,11 @@ def image_grid(
         top, left = row * (height + gap), column * (width + gap)
         grid[top : top + height, left : left + width] = picture
     return Image.fromarray(grid.repeat(scale, axis=0).repeat(scale, axis=1))
+
+
+def visible_scale(pictures: npt.NDArray[np.uint8]) -> int:
+    """How often to enlarge pictures, at least 1, so that a grid of them can be seen."""
+    return max(1, 64 // int(pictures.shape[1]))
 
 
 def save_png(image: Image.Image, path: Path) -> None:

@@ -10,14 +10,37 @@ import yaml
 from trainable_candle.cli import COMMANDS, main, merge, sample
 from trainable_candle.cli.train import make_parser, read_config
 from trainable_candle.errors import ConfigError
-from trainable_candle.train.config import TrainConfig, flag, settings
+from trainable_candle.train.config import TrainConfig, settings
+from trainable_candle.train.settings import flag
 
+DOCS = Path(__file__).parents[2] / "docs"
 SAMPLES: dict[str, Any] = {
     "model": "digits",
     "weights": "w",
     "dataset": "d",
     "output": "o",
+    "resolution": 512,
+    "bucketing": False,
+    "bucket_step": 32,
+    "min_side": 128,
+    "max_side": 2048,
+    "upscale": True,
+    "crop": "random",
+    "random_crops": 2,
+    "flip": True,
+    "mask": "alpha",
+    "prior_loss_weight": 0.5,
+    "skip_bad": True,
+    "cache": "memory",
+    "cache_dir": "c",
     "caption": "c",
+    "trigger": "sks, a dog",
+    "caption_dropout": 1.0,
+    "caption_shuffle": True,
+    "caption_keep_tokens": 1,
+    "caption_tag_dropout": 0.2,
+    "caption_separator": "|",
+    "caption_variants": 0,
     "adapter": "dora",
     "rank": 3,
     "alpha": 2.5,
@@ -25,24 +48,53 @@ SAMPLES: dict[str, Any] = {
     "exclude_modules": ["proj"],
     "rslora": True,
     "lora_dropout": 0.1,
+    "train_text_encoder": True,
+    "initial_adapter": "a",
+    "format": "comfyui",
+    "adapter_precision": "f16",
     "steps": 12,
     "batch_size": 4,
     "gradient_accumulation": 5,
     "optimizer": "lion",
     "learning_rate": 1e-3,
+    "text_encoder_learning_rate": 1e-5,
     "lr_scheduler": "cosine",
     "warmup_steps": 2,
     "weight_decay": 0.5,
     "max_grad_norm": 0.0,
-    "timesteps": "logit_normal",
+    "ema_decay": 0.99,
     "seed": 9,
+    "prediction_type": "v_prediction",
+    "loss": "huber",
+    "huber_delta": 0.2,
+    "huber_schedule": "snr",
+    "timesteps": "logit_normal",
+    "timestep_shift": 3.0,
+    "min_timestep": 10,
+    "max_timestep": 900,
+    "min_snr_gamma": 5.0,
+    "noise_offset": 0.1,
+    "clip_skip": 2,
+    "validation_split": 0.1,
+    "validate_every": 5,
+    "sample_prompts": ["a cat, a dog", "a tree"],
+    "sample_every": 6,
+    "negative_prompt": "blurry",
+    "guidance": 3.0,
+    "sampler": "euler",
+    "sample_steps": 7,
+    "sample_size": "64x32",
+    "sample_seed": 8,
     "device": "cuda:1",
     "precision": "bf16",
     "gradient_checkpointing": "full",
+    "memory_limit": 8.0,
     "threads": 1,
     "save_every": 0,
     "keep_checkpoints": 7,
+    "keep_adapters": 2,
     "log_every": 8,
+    "tensorboard": True,
     "resume": "latest",
 }
 
@@ -52,18 +104,22 @@ def parse(*arguments: str) -> TrainConfig:
 
 
 def as_arguments(name: str, value: Any) -> list[str]:
-    if value is True:
-        return [flag(name)]
+    if isinstance(value, bool):
+        return [flag(name) if value else f"--no-{flag(name)[2:]}"]
+    if settings()[name][1].texts:
+        return [part for text in value for part in (flag(name), text)]
     return [flag(name), ",".join(value) if isinstance(value, list) else str(value)]
 
 
 def test_every_setting_has_a_flag() -> None:
-    assert SAMPLES.keys() == settings().keys()
+    exclusive = {"validation_dataset"}
+    assert SAMPLES.keys() | exclusive == settings().keys()
     default = TrainConfig()
     for name, value in SAMPLES.items():
         assert value != getattr(default, name)
     arguments = [part for item in SAMPLES.items() for part in as_arguments(*item)]
     assert parse(*arguments) == TrainConfig(**SAMPLES)
+    assert parse("--validation-dataset", "v").validation_dataset == "v"
 
 
 def test_flags_override_the_file(tmp_path: Path) -> None:
@@ -123,13 +179,18 @@ def test_the_long_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -
     assert [name for name in settings() if f"  {flag(name)}" not in text] == []
 
 
-def test_the_guide_names_flags_that_exist() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+@pytest.mark.parametrize("name", ["training.md", "sdxl.md", "data.md"])
+def test_guides_name_flags_that_exist(name: str) -> None:
+    guide = (DOCS / name).read_text()
     parsers = [make_parser("train", rare=True), sample.make_parser("s"), merge.make_parser("m")]
     known = {option for parser in parsers for a in parser._actions for option in a.option_strings}
     named = set(re.findall(r"--[a-z][a-z-]+", guide))
-    assert len(named) > 10
+    assert len(named) > 5
     assert named - known == set()
+
+
+def test_the_settings_in_the_guide_are_read() -> None:
+    guide = (DOCS / "training.md").read_text()
     block = re.search(r"```yaml\n(.*?)```", guide, re.DOTALL)
     assert block is not None
     assert TrainConfig.from_mapping(yaml.safe_load(block[1])).model == "digits"

@@ -17,7 +17,7 @@ from PIL import Image
 import trainable_candle as tc
 from trainable_candle.models import DigitsTransformer
 from trainable_candle.train import TrainConfig
-from trainable_candle.train.callbacks import read_log
+from trainable_candle.train.logs import read_log
 from trainable_candle.train.state import checkpoints, step_of
 
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
@@ -153,7 +153,7 @@ def test_weights_and_pictures_that_do_not_suit_are_refused(
 ) -> None:
     out = tmp_path / "out"
     refused(run(*training(tmp_path / "none", digits_folder, out, 2)), str(tmp_path / "none"))
-    refused(run(*training(digits_folder, digits_folder, out, 2)), "config.json")
+    refused(run(*training(digits_folder, digits_folder, out, 2)), "no .safetensors file")
     large = tmp_path / "large"
     large.mkdir()
     Image.new("RGB", (9, 8)).save(large / "a.png")

@@ -9,8 +9,10 @@ import trainable_candle as tc
 from trainable_candle import recipes
 from trainable_candle.data import check_folder
 from trainable_candle.errors import ConfigError
+from trainable_candle.recipes.base import SampleOptions, Split
 from trainable_candle.recipes.digits import TIMESTEPS, DigitsRecipe, digits_in, from_model, to_model
 from trainable_candle.train import FlowMatching, TrainConfig
+from trainable_candle.train.config import settings
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,8 @@ def test_grey_survives_the_way_to_the_model_and_back() -> None:
 
 def test_the_loss_is_that_of_flow_matching(digits_base: Path, digits_folder: Path) -> None:
     recipe = DigitsRecipe.load(digits_base, "f32", "cpu")
-    prepared = recipe.prepare(check_folder(digits_folder), TrainConfig(timesteps="logit_normal"))
+    config = TrainConfig(timesteps="logit_normal")
+    prepared = recipe.prepare(Split(check_folder(digits_folder)), config, print).train
     assert len(prepared) == 10
     tc.manual_seed(4)
     loss = prepared.loss(np.array([3, 8])).item()
@@ -66,11 +69,11 @@ def _pixels(path: Path) -> np.ndarray:
 def test_samples_follow_the_seed_and_leave_the_generator(digits_base: Path) -> None:
     recipe = DigitsRecipe.load(digits_base, "f32", "cpu")
     state = tc.get_rng_state()
-    first = recipe.sample(["4", "four"], steps=3, seed=1)
+    first = recipe.sample(["4", "four"], SampleOptions(steps=3, seed=1))
     assert tc.get_rng_state() == state
     assert (first.shape, first.dtype) == ((2, 8, 8, 3), np.uint8)
-    np.testing.assert_array_equal(recipe.sample(["4", "4"], steps=3, seed=1), first)
-    assert not np.array_equal(recipe.sample(["4", "4"], steps=3, seed=2), first)
+    np.testing.assert_array_equal(recipe.sample(["4", "4"], SampleOptions(steps=3, seed=1)), first)
+    assert not np.array_equal(recipe.sample(["4", "4"], SampleOptions(steps=3, seed=2)), first)
 
 
 def test_sampling_follows_the_velocity_from_noise(digits_base: Path) -> None:
@@ -80,7 +83,7 @@ def test_sampling_follows_the_velocity_from_noise(digits_base: Path) -> None:
     for sigma in (1.0, 0.75, 0.5, 0.25):
         timestep = tc.tensor(np.array([1000 * sigma], np.float32))
         x = x - 0.25 * recipe.model(tc.tensor(x), timestep, tc.tensor([2])).numpy()
-    found = recipe.sample(["two"], steps=4, seed=6).astype(int)
+    found = recipe.sample(["two"], SampleOptions(steps=4, seed=6)).astype(int)
     assert np.abs(found - from_model(x).astype(int)).max() <= 1
 
 
@@ -93,4 +96,5 @@ def test_every_recipe_can_be_found() -> None:
     for name in recipes.NAMES:
         recipe = recipes.find(name)
         assert recipe.summary
-        assert recipe.default_targets
+        assert recipe.name == name
+        assert recipe.unused <= settings().keys()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainable_candle.train import CsvLog, ProgressBar, StepReport
-from trainable_candle.train.callbacks import read_log
+from trainable_candle.train.logs import read_log
 
 
 def at(step: int, steps: int = 10) -> Any:

@@ -12,9 +12,10 @@ import trainable_candle as tc
 from trainable_candle.data import ShuffledBatches
 from trainable_candle.errors import ConfigError, WeightsFormatError
 from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
-from trainable_candle.train.callbacks import read_log
 from trainable_candle.train.config import OPTIMIZERS
-from trainable_candle.train.run import ADAPTER, CONFIG, LOG, make_optimizer, train_adapter
+from trainable_candle.train.logs import read_log
+from trainable_candle.train.optimizers import make_optimizer
+from trainable_candle.train.run import ADAPTER, CONFIG, LOG, train_adapter
 from trainable_candle.train.state import checkpoint_path, checkpoints
 
 STEPS = 12
@@ -43,7 +44,7 @@ class Problem:
             "hidden": tc.Var(tc.randn((64, 80)) * 0.1),
             "out": tc.Var(tc.randn((1, 64)) * 0.1),
         }
-        optimizer = make_optimizer(config, list(self.parameters.values()))
+        optimizer = make_optimizer(config, [(list(self.parameters.values()), config.learning_rate)])
         self.callback = StopAfter(stop_after)
         self.trainer = Trainer(
             self.loss,

@@ -10,9 +10,10 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError
 from trainable_candle.train import TrainConfig
-from trainable_candle.train.callbacks import read_log
-from trainable_candle.train.run import ADAPTER, CONFIG, CURVE, LOG
-from trainable_candle.train.state import checkpoint_path, checkpoints
+from trainable_candle.train.evaluation import step_adapter_path
+from trainable_candle.train.logs import read_log
+from trainable_candle.train.run import ADAPTER, CONFIG, CURVE, JSON_LOG, LOG
+from trainable_candle.train.state import checkpoint_path
 
 Train = Callable[..., dict[str, bytes]]
 
@@ -29,12 +30,16 @@ def test_a_run_leaves_everything_in_its_folder(config: TrainConfig, train: Train
     train(config)
     output = Path(config.output)
     kept = [checkpoint_path(output, step).name for step in (5, 10, 12)]
-    assert sorted(p.name for p in output.iterdir()) == sorted([ADAPTER, CONFIG, CURVE, LOG, *kept])
+    files = [ADAPTER, CONFIG, CURVE, LOG, JSON_LOG]
+    files += [step_adapter_path(output, step).name for step in (5, 10)]
+    assert sorted(p.name for p in output.iterdir()) == sorted([*files, *kept])
     assert TrainConfig.from_yaml(output / CONFIG) == config
-    for folder in checkpoints(output):
-        assert (folder / ADAPTER).is_file()
-    last, final = tc.load_file(folder / ADAPTER), tc.load_file(output / ADAPTER)
-    assert {n: t.tolist() for n, t in last.items()} == {n: t.tolist() for n, t in final.items()}
+    steps = [tc.load_file(step_adapter_path(output, step)) for step in (5, 10)]
+    final = tc.load_file(output / ADAPTER)
+    assert steps[0].keys() == steps[1].keys() == final.keys()
+    assert (
+        len({str([tensors[name].tolist() for name in final]) for tensors in (*steps, final)}) == 3
+    )
 
 
 def test_an_output_folder_with_checkpoints_is_not_reused(config: TrainConfig, train: Train) -> None:
@@ -65,6 +70,8 @@ SETTINGS = [
     {"weight_decay": 0.5},
     {"max_grad_norm": 1e-3},
     {"timesteps": "logit_normal"},
+    {"ema_decay": 0.9},
+    {"validation_split": 0.3},
     {"seed": 1},
     {"precision": "bf16"},
 ]
@@ -111,6 +118,11 @@ def test_every_setting_takes_effect(
         {"keep_checkpoints": 1},
         {"log_every": 4},
         {"caption": "1"},
+        {"keep_adapters": 1},
+        {"tensorboard": True},
+        {"memory_limit": 4.0},
+        {"sample_prompts": ["a zero"], "sample_every": 2},
+        {"validation_dataset": "DATASET", "validate_every": 2},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -122,6 +134,7 @@ def test_other_settings_change_nothing(
     digits_folder: Path,
     tmp_path: Path,
 ) -> None:
+    change = {k: str(digits_folder) if v == "DATASET" else v for k, v in change.items()}
     assert train(of_six_steps(digits_base, digits_folder, tmp_path, **change)) == reference
 
 

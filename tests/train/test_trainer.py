@@ -45,7 +45,7 @@ class Recorder(Callback):
         self.reports.append(report)
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        assert (folder / "state.json").is_file()
+        assert (folder / "parameters.safetensors").is_file()
         self.events.append(f"{self.name}save {trainer.step}")
 
     def on_train_end(self, trainer: Trainer[Any]) -> None:

@@ -8,10 +8,47 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args, get_origin
 
 from trainable_candle.errors import ConfigError
-from trainable_candle.train.config import FILES, Setting, TrainConfig, flag, nearest, settings
+from trainable_candle.train.config import FILES, TrainConfig, settings
+from trainable_candle.train.settings import flag, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from trainable_candle.train.settings import Setting
+
+ALIASES: Final = {
+    "--lr": "--learning-rate",
+    "--batch": "--batch-size",
+    "--bs": "--batch-size",
+    "--train-batch-size": "--batch-size",
+    "--epochs": "--steps",
+    "--max-train-steps": "--steps",
+    "--max-train-epochs": "--steps",
+    "--network-dim": "--rank",
+    "--dim": "--rank",
+    "--r": "--rank",
+    "--network-alpha": "--alpha",
+    "--lora-alpha": "--alpha",
+    "--pretrained-model-name-or-path": "--weights",
+    "--checkpoint": "--weights",
+    "--ckpt": "--weights",
+    "--train-data-dir": "--dataset",
+    "--data": "--dataset",
+    "--instance-data-dir": "--dataset",
+    "--output-dir": "--output",
+    "--out": "--output",
+    "--mixed-precision": "--precision",
+    "--dtype": "--precision",
+    "--optim": "--optimizer",
+    "--optimizer-type": "--optimizer",
+    "--scheduler": "--lr-scheduler",
+    "--lr-warmup-steps": "--warmup-steps",
+    "--gradient-accumulation-steps": "--gradient-accumulation",
+    "--save-steps": "--save-every",
+    "--checkpointing-steps": "--save-every",
+    "--num-steps": "--steps",
+}
+"""What other tools call a flag of ours."""
 
 _WIDTH: Final = 80
 _HELP_COLUMN: Final = 33
@@ -57,6 +94,9 @@ class Parser(argparse.ArgumentParser):
             if not name.startswith("-"):
                 raise ConfigError(f"unexpected argument `{name}` (see {self.prog} --help)")
             flags = [option for action in self._actions for option in action.option_strings]
+            meant = ALIASES.get(name.replace("_", "-"))
+            if meant in flags:
+                raise ConfigError(f"unknown flag `{name}`; did you mean `{meant}`?")
             hint = nearest(name, [option for option in flags if option.startswith("--")])
             if "did you mean" not in hint:
                 hint = f" (see {self.prog} --help)"
@@ -104,6 +144,8 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
         if _kind(hint) is bool:
             facts["action"] = argparse.BooleanOptionalAction
         else:
+            if setting.texts:
+                facts["action"] = "append"
             facts["type"] = _kind(hint)
             facts["metavar"] = _metavar(setting, _kind(hint))
         groups[setting.group].add_argument(flag(name), **facts)
@@ -138,6 +180,14 @@ def factor(text: str) -> float:
         raise argparse.ArgumentTypeError(
             f"{text} is no number other than 0 (leave --adapter out for the base)"
         )
+    return value
+
+
+def guidance(text: str) -> float:
+    """The `type=` of a flag that takes a guidance scale."""
+    value = float(text)
+    if value < 0 or not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
     return value
 
 

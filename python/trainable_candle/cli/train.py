@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainable_candle.cli.options import Parser, add_settings
 from trainable_candle.errors import ConfigError
-from trainable_candle.train.config import TrainConfig, read_yaml
+from trainable_candle.train.config import TrainConfig
+from trainable_candle.train.settings import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,6 +1,77 @@
-"""Pictures with captions: reading, checking, batching."""
+"""Pictures with captions: reading, checking, buckets, batches, caches.
+
+What a recipe does with a folder::
+
+    options = DatasetOptions(parse_sources(config.dataset, config.caption), resolution=1024)
+    dataset = load_dataset(options, CaptionOptions(dropout=0.05), config.seed)  # checks everything
+    report(dataset.summary())  # a table of buckets; what is left out, and why
+
+    cache = CacheOptions("disk")
+    folder, note = cache_folder(cache, options, output)
+    latents = LatentCache(dataset, encode, cache, {"vae": file_identity(path)}, folder=folder)
+    texts = TextCache(encode_text, cache, {"encoders": file_identity(path)}, folder=folder)
+    latents.fill(progress=True)  # from here on the VAE is not needed
+    texts.fill(dataset.possible_captions())  # nor the text encoders
+    batches = dataset.batches(config.batch_size)  # a `BatchSource` for `Trainer`
+
+    def loss(batch: Batch) -> Tensor:
+        latents.batch(batch)  # {name: Tensor (B, ...)} of what `encode` returned
+        texts.batch(batch.captions)  # {name: Tensor (B, ...)} of what `encode_text` returned
+        batch.time_ids  # SDXL's size and cut, (B, 6) f32
+        batch.loss_weights  # (B,) f32
+        dataset.masks(batch)  # (B, h / 8, w / 8) f32 from 0 to 1, or None
+
+`encode` takes pixels, uint8 of shape (n, h, w, 3), and returns tensors of n rows by name;
+`encode_text` takes n captions and returns the same. What is in a batch depends on the seed and its
+number alone, so that a resumed run repeats it. A validation set is another data set (no flips,
+`crop="center"`) of which `dataset.fixed_batches(size)` gives every picture once.
+"""
 
 from trainable_candle.data.batches import ShuffledBatches
-from trainable_candle.data.folder import Picture, check_folder, read_pixels, unusable
+from trainable_candle.data.buckets import Bucket, Buckets, Fit
+from trainable_candle.data.cache import FeatureStore, cache_folder, file_identity, fingerprint
+from trainable_candle.data.captions import CaptionMaker
+from trainable_candle.data.dataset import Batch, Dataset, DatasetBatches, Item, View
+from trainable_candle.data.features import Filled, LatentCache, TextCache
+from trainable_candle.data.folder import Folder, Picture, check_folder, read_folder, unusable
+from trainable_candle.data.load import load_dataset
+from trainable_candle.data.options import (
+    CacheOptions,
+    CaptionOptions,
+    DatasetOptions,
+    Source,
+    parse_sources,
+)
+from trainable_candle.data.pixels import read_pixels
 
-__all__ = ["Picture", "ShuffledBatches", "check_folder", "read_pixels", "unusable"]
+__all__ = [
+    "Batch",
+    "Bucket",
+    "Buckets",
+    "CacheOptions",
+    "CaptionMaker",
+    "CaptionOptions",
+    "Dataset",
+    "DatasetBatches",
+    "DatasetOptions",
+    "FeatureStore",
+    "Filled",
+    "Fit",
+    "Folder",
+    "Item",
+    "LatentCache",
+    "Picture",
+    "ShuffledBatches",
+    "Source",
+    "TextCache",
+    "View",
+    "cache_folder",
+    "check_folder",
+    "file_identity",
+    "fingerprint",
+    "load_dataset",
+    "parse_sources",
+    "read_folder",
+    "read_pixels",
+    "unusable",
+]

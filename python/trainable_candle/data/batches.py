@@ -2,50 +2,150 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from bisect import bisect_left
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import numpy.typing as npt
+
+_ITEM_STREAM, _ORDER_STREAM = 0, 1
+_REMEMBERED: Final = 64
 
 
 class ShuffledBatches:
     """Which items make up batch `index`: every pass over the items is a fresh shuffle.
 
-    The order depends on the seed and the pass only, so any batch can be asked for at any time.
+    All items of a batch are of one group; a batch may span two passes over its group. In every pass
+    each item occurs `repeats` times, with a fraction once more in that part of the passes. What is
+    in a batch depends on the seed and its number only, so any batch can be asked for at any time.
 
     Args:
         items: number of items, at least 1.
-        batch_size: items in a batch, at least 1; a batch may span two passes.
+        batch_size: items in a batch, at least 1.
         seed: at least 0.
+        groups: the group of each item, numbered from 0; all in one by default.
+        repeats: how often each item occurs in a pass, above 0; once by default.
 
     Raises:
         ConfigError: a number is out of its range.
     """
 
-    def __init__(self, items: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        items: int,
+        batch_size: int,
+        seed: int,
+        groups: Sequence[int] | None = None,
+        repeats: Sequence[float] | None = None,
+    ) -> None:
         if items < 1 or batch_size < 1 or seed < 0:
             raise ConfigError(
                 f"batches: {items} items in batches of {batch_size} with seed {seed}; "
                 "expected at least one item, a batch size of at least 1 and a seed of at least 0"
             )
-        self._items = items
+        group = np.zeros(items, np.int64) if groups is None else np.asarray(groups, np.int64)
+        often = np.ones(items) if repeats is None else np.asarray(repeats, np.float64)
+        if group.shape != (items,) or often.shape != (items,) or not (often > 0).all():
+            raise ConfigError(
+                f"batches: {items} items with {group.size} groups and {often.size} repeats, "
+                f"the least of which is {often.min(initial=1):g}; expected one of each an item, "
+                "and repeats above 0"
+            )
         self._batch_size = batch_size
         self._seed = seed
+        self._groups = [
+            _Group(seed, number, np.flatnonzero(group == number), often)
+            for number in sorted(set(group.tolist()))
+        ]
+        self._order = lru_cache(maxsize=_REMEMBERED)(self._shuffled_groups)
 
     def batch(self, index: int) -> npt.NDArray[np.int64]:
         """The numbers of the items in batch `index`; shape (batch_size,)."""
-        first = index * self._batch_size
-        numbers = range(first, first + self._batch_size)
-        orders = {epoch: self._order(epoch) for epoch in {n // self._items for n in numbers}}
-        picked = [orders[n // self._items][n % self._items] for n in numbers]
-        return np.array(picked, dtype=np.int64)
+        epoch = _last(lambda epoch: self.first_batch(epoch) <= index)
+        place = index - self.first_batch(epoch)
+        order = self._order(epoch)
+        chosen = int(order[place])
+        group = self._groups[chosen]
+        number = self._batches_before(group, epoch) + int((order[:place] == chosen).sum())
+        return group.members(number * self._batch_size, self._batch_size)
 
-    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        order: npt.NDArray[np.int64] = np.random.default_rng([self._seed, epoch]).permutation(
-            self._items
-        )
+    def first_batch(self, epoch: int) -> int:
+        """The number of the first batch of a pass over everything; passes are counted from 0.
+
+        What is left over when a group does not fill its last batch is first in the next pass.
+        """
+        return sum(self._batches_before(group, epoch) for group in self._groups)
+
+    def _batches_before(self, group: _Group, epoch: int) -> int:
+        return group.occurrences_before(epoch) // self._batch_size
+
+    def _shuffled_groups(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Which group each batch of a pass is of."""
+        counts = [
+            self._batches_before(group, epoch + 1) - self._batches_before(group, epoch)
+            for group in self._groups
+        ]
+        rng = np.random.default_rng([self._seed, epoch, 0, _ORDER_STREAM])
+        order: npt.NDArray[np.int64] = rng.permutation(np.repeat(np.arange(len(counts)), counts))
         return order
+
+
+class _Group:
+    """The endless sequence of a group's items, pass after pass."""
+
+    def __init__(
+        self,
+        seed: int,
+        number: int,
+        items: npt.NDArray[np.int64],
+        repeats: npt.NDArray[np.float64],
+    ) -> None:
+        self._seed = seed
+        self._number = number
+        self._items = items
+        self._repeats = repeats[items]
+        # Items that occur in every n-th pass do not all occur in the same.
+        self._phases = (np.arange(len(items)) + 0.5) / len(items)
+        self._pass = lru_cache(maxsize=2)(self._shuffled)
+        self.occurrences_before = lru_cache(maxsize=_REMEMBERED)(self._occurrences_before)
+
+    def members(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """`count` items from place `start` of the sequence."""
+        number = _last(lambda number: self.occurrences_before(number) <= start)
+        skipped = start - self.occurrences_before(number)
+        parts, missing = [], count
+        while missing:
+            part = self._pass(number)[skipped : skipped + missing]
+            parts.append(part)
+            missing -= len(part)
+            number, skipped = number + 1, 0
+        return np.concatenate(parts)
+
+    def _occurrences_before(self, number: int) -> int:
+        return int(self._counts(number).sum())
+
+    def _counts(self, number: int) -> npt.NDArray[np.int64]:
+        """How often each item occurs before pass `number`."""
+        # The tiny addend keeps 10 times 0.1 from ending below 1.
+        return np.floor(number * self._repeats + self._phases + 1e-9).astype(np.int64)
+
+    def _shuffled(self, number: int) -> npt.NDArray[np.int64]:
+        members = np.repeat(self._items, self._counts(number + 1) - self._counts(number))
+        rng = np.random.default_rng([self._seed, number, self._number, _ITEM_STREAM])
+        order: npt.NDArray[np.int64] = members[rng.permutation(len(members))]
+        return order
+
+
+def _last(holds: Callable[[int], bool]) -> int:
+    """The largest number that something holds for, which does for 0 and not for all."""
+    above = 1
+    while holds(above):
+        above *= 2
+    return bisect_left(range(above), True, key=lambda number: not holds(number)) - 1

@@ -1,24 +1,25 @@
-"""A folder of pictures with captions, checked as a whole before anything is trained."""
+"""Folders of pictures with captions and masks, checked as a whole before anything is trained."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-from PIL import Image, ImageOps
-
+from trainable_candle.data.captions import METADATA, read_caption, read_metadata
+from trainable_candle.data.masks import FOLDER, is_mask, mask_of, mask_problem
+from trainable_candle.data.options import Source
+from trainable_candle.data.pixels import SUFFIXES, in_parallel, probe
 from trainable_candle.errors import DatasetError
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from collections.abc import Iterator, Sequence
 
-SUFFIXES: Final = (
-    ".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp",
-)  # fmt: skip
+SKIP_HINT: Final = " (--skip-bad leaves such pictures out)"
 _SHOWN: Final = 10
+_EXPECTED: Final = frozenset({".txt", ".json", ".jsonl", ".yaml", ".yml", ".md"})
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,38 @@ class Picture:
     path: Path
     caption: str
     width: int
+    """Upright, px."""
     height: int
+    digest: str
+    """Of the file's bytes, 32 hexadecimal digits."""
+    mask: Path | None = None
+    """The picture of where the loss counts, if there is one and it was asked for."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What there is in a folder."""
+
+    path: Path
+    pictures: tuple[Picture, ...]
+    """Those that can be used, sorted by path."""
+    problems: tuple[str, ...]
+    """What is wrong with each of the others."""
+    others: tuple[tuple[str, int], ...]
+    """Kinds of files that are no pictures for us, and how many there are of each."""
+
+    @property
+    def count(self) -> int:
+        """How many pictures there are, usable or not."""
+        return len(self.pictures) + len(self.problems)
 
 
 def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture]:
     """Every picture in `folder` (not below it), sorted by name, each decoded once.
 
     Args:
-        folder: holds pictures, and captions in `.txt` files of the same names (UTF-8). Hidden files
-            are left out.
-        caption: for pictures without a `.txt`.
+        folder: as for `read_folder`.
+        caption: for pictures without one of their own.
 
     Returns:
         The pictures; at least one.
@@ -47,83 +70,118 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
             caption: the first ten are named.
         OSError: the folder cannot be listed.
     """
-    folder = Path(folder).expanduser()
+    found = read_folder(Source(Path(folder), caption))
+    if found.problems:
+        raise unusable(found.path, found.count, found.problems)
+    return list(found.pictures)
+
+
+def read_folder(source: Source, *, masks: bool = False) -> Folder:
+    """Look at every picture of a folder, each decoded once, in parallel.
+
+    Captions are in `.txt` files of the pictures' names (UTF-8) or in a `metadata.jsonl`, which may
+    also name pictures in folders below; otherwise they are the source's. Hidden files, and masks,
+    are left out.
+
+    Args:
+        source: the folder.
+        masks: whether to look for mask files.
+
+    Raises:
+        DatasetError: the folder is missing, has no pictures, or its `metadata.jsonl` is wrong.
+        OSError: the folder cannot be listed.
+    """
+    folder = source.path
     if not folder.exists():
         raise DatasetError(f"dataset: there is no folder {folder}")
     if not folder.is_dir():
         raise DatasetError(f"dataset: {folder} is a file, expected a folder of pictures")
-    paths = sorted(path for path in folder.iterdir() if _is_picture(path))
+    files = list(_files(folder, recursive=source.recursive))
+    listed = _listed(files, folder)
+    paths = sorted({*(path for path in files if _is_picture(path)), *listed})
     if not paths:
+        deeper = "" if source.recursive else " (folders inside it are not read)"
         raise DatasetError(
-            f"dataset: {folder} holds no pictures; expected files ending in {', '.join(SUFFIXES)} "
-            "(folders inside it are not read)"
+            f"dataset: {folder} holds no pictures; expected files ending in {', '.join(SUFFIXES)}"
+            f"{deeper}"
         )
-    with ThreadPoolExecutor() as pool:
-        results = list(pool.map(lambda path: _check(path, caption), paths))
-    problems = [result for result in results if isinstance(result, str)]
-    if problems:
-        raise unusable(folder, len(paths), problems)
-    return [result for result in results if isinstance(result, Picture)]
 
+    def check(path: Path) -> Picture | str:
+        return _check(path, listed.get(path), source.caption, masks=masks)
 
-def unusable(folder: Path, count: int, problems: list[str]) -> DatasetError:
-    """What to say when `problems` were found among `count` pictures: the first ten."""
-    lines = problems[:_SHOWN]
-    if len(problems) > _SHOWN:
-        lines.append(f"and {len(problems) - _SHOWN} more")
-    return DatasetError(
-        f"dataset: {len(problems)} of {count} pictures in {folder} cannot be used:\n  "
-        + "\n  ".join(lines)
+    results = list(in_parallel(check, paths))
+    others = Counter(
+        path.suffix.lower() or "no suffix"
+        for path in files
+        if path.suffix.lower() not in {*SUFFIXES, *_EXPECTED}
+    )
+    return Folder(
+        folder,
+        tuple(result for result in results if isinstance(result, Picture)),
+        tuple(result for result in results if isinstance(result, str)),
+        tuple(sorted(others.items())),
     )
 
 
+def unusable(folder: Path, count: int, problems: Sequence[str], hint: str = "") -> DatasetError:
+    """What to say when `problems` were found among `count` pictures: the first ten."""
+    return DatasetError(
+        f"dataset: {len(problems)} of {count} pictures in {folder} cannot be used{hint}:\n  "
+        + "\n  ".join(first_lines(problems))
+    )
+
+
+def first_lines(lines: Sequence[str]) -> list[str]:
+    """The first ten, and how many more there are."""
+    shown = list(lines[:_SHOWN])
+    return [*shown, f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else shown
+
+
+def _files(folder: Path, *, recursive: bool) -> Iterator[Path]:
+    """The files of a folder that are not hidden; links to folders are not followed downwards."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [n for n in folders if recursive and not n.startswith(".") and n != FOLDER]
+        yield from (Path(place, name) for name in names if not name.startswith("."))
+
+
+def _listed(files: Sequence[Path], folder: Path) -> dict[Path, str]:
+    """The captions of every `metadata.jsonl` among `files`, by picture."""
+    listed = {
+        picture: caption
+        for path in files
+        if path.name == METADATA
+        for picture, caption in read_metadata(path.parent).items()
+    }
+    missing = sorted(str(path) for path in listed if not path.is_file())
+    if missing:
+        raise DatasetError(
+            f"dataset: {METADATA} in {folder} names {len(missing)} files that do not exist:\n  "
+            + "\n  ".join(first_lines(missing))
+        )
+    return listed
+
+
 def _is_picture(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+    return path.suffix.lower() in SUFFIXES and not is_mask(path)
 
 
-def _check(path: Path, default: str | None) -> Picture | str:
+def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) -> Picture | str:
     """The picture, or what is wrong with it."""
     try:
-        height, width = read_pixels(path).shape[:2]
+        facts = probe(path)
+        caption = read_caption(path)
+        mask = mask_of(path) if masks else None
+        if mask is not None and (problem := mask_problem(mask, facts)):
+            return problem
     except DatasetError as error:
         return str(error)
-    text = path.with_suffix(".txt")
-    try:
-        caption = text.read_text(encoding="utf-8-sig").strip() if text.is_file() else default
-    except (OSError, UnicodeDecodeError) as error:
-        return f"{text}: the caption cannot be read: {error}"
     if caption is None:
+        caption = default if listed is None else listed
+    if caption is None:
+        text = path.with_suffix(".txt")
         return f"{path}: no caption; write {text.name} beside it, or give --caption for all such"
-    return Picture(path, caption, width, height)
-
-
-def read_pixels(path: Path) -> npt.NDArray[np.uint8]:
-    """The picture upright (EXIF), as RGB over white; shape (height, width, 3).
-
-    Of an animation it is the first frame; 16-bit grey loses its lower byte.
-
-    Raises:
-        DatasetError: the file cannot be decoded, or holds no picture in whole numbers.
-    """
-    try:
-        with Image.open(path) as image:
-            return np.asarray(_as_rgb(ImageOps.exif_transpose(image)), dtype=np.uint8)
-    except Image.DecompressionBombError as error:
-        raise DatasetError(f"{path}: is too large to be decoded safely: {error}") from error
-    except (OSError, ValueError, SyntaxError, MemoryError) as error:
-        raise DatasetError(f"{path}: cannot be decoded: {error}") from error
-
-
-def _as_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):
-        # Pillow clips these to 255 where it should scale them.
-        values = np.asarray(image)
-        if values.min() < 0 or values.max() > 0xFFFF:
-            raise ValueError("its pixels have more than 16 bits; save it with 8 or 16")
-        image = Image.fromarray((values >> 8).astype(np.uint8))
-    elif image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")
-    if image.mode in {"RGBA", "LA", "PA", "RGBa", "La"} or "transparency" in image.info:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
+    return Picture(path, caption, facts.width, facts.height, facts.digest, mask)

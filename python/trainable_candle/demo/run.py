@@ -16,6 +16,7 @@ from trainable_candle.demo.judge import Judge, Verdict, verdict
 from trainable_candle.errors import InternalError
 from trainable_candle.files import write_atomically
 from trainable_candle.plot import image_grid, save_png
+from trainable_candle.recipes.base import SampleOptions
 from trainable_candle.recipes.digits import BASE, SIDE, TIMESTEPS, DigitsRecipe
 from trainable_candle.train import state as run_state
 from trainable_candle.train.config import TrainConfig
@@ -166,7 +167,7 @@ def _clear(output: Path) -> None:
 def _sample(recipe: DigitsRecipe, seed: int) -> npt.NDArray[np.uint8]:
     """Grey pictures of the unseen digit, or of what the model takes for it; shape (n, 8, 8)."""
     prompts = [caption(digits.UNSEEN)] * SAMPLES
-    return recipe.sample(prompts, steps=SAMPLING_STEPS, seed=seed)[..., 0]
+    return recipe.sample(prompts, SampleOptions(steps=SAMPLING_STEPS, seed=seed))[..., 0]
 
 
 @tc.no_grad()

@@ -2,54 +2,154 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from trainable_candle.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    import numpy as np
     import numpy.typing as npt
     from typing_extensions import Self
 
     from trainable_candle import Tensor
-    from trainable_candle.data import Picture
-    from trainable_candle.models import Model
+    from trainable_candle.recipes.adapters import Adapters
     from trainable_candle.train.config import TrainConfig
+    from trainable_candle.train.estimate import Estimate
+    from trainable_candle.train.trainer import BatchSource
+
+BatchT = TypeVar("BatchT")
+PartT = TypeVar("PartT", covariant=True)
+_SPLIT_STREAM: Final = 1
 
 
-class Prepared(Protocol):
+@dataclass(frozen=True)
+class SampleOptions:
+    """How pictures are drawn; None stands for what suits the model."""
+
+    steps: int = 25
+    """Steps of the sampler, at least 1."""
+    seed: int = 0
+    """Seed of the noise."""
+    guidance: float | None = None
+    """Scale of classifier-free guidance; 1 is none."""
+    negative_prompt: str = ""
+    """What guidance leads away from."""
+    size: tuple[int, int] | None = None
+    """Width and height, px."""
+    sampler: str | None = None
+    """`euler` or `dpmpp_2m`."""
+
+    def require_default(self, model: str, *names: str) -> None:
+        """Check options that mean nothing to a model.
+
+        Raises:
+            ConfigError: one of them is given.
+        """
+        default = SampleOptions()
+        for name in names:
+            if getattr(self, name) != getattr(default, name):
+                raise ConfigError(f"sample: {name} has no effect on the model `{model}`")
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Width and height from `1024x768`, or from `1024` for a square.
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    match = re.fullmatch(r"(\d{1,5})(?:[xX](\d{1,5}))?", text.strip())
+    if match is None or not int(match[1]) or match[2] == "0":
+        raise ConfigError(f"size: {text!r} is no size in pixels, expected WIDTHxHEIGHT")
+    return int(match[1]), int(match[2] or match[1])
+
+
+@dataclass(frozen=True)
+class Split(Generic[PartT]):
+    """What is trained on, and what the training is validated on."""
+
+    train: PartT
+    validation: PartT | None = None
+
+
+def held_out_items(count: int, share: float, seed: int) -> list[int]:
+    """Which of `count` items a validation gets: by seed alone, at least one, not all.
+
+    Raises:
+        DatasetError: there is only one item.
+    """
+    if count < 2:
+        raise DatasetError(
+            f"dataset: {count} picture cannot be split into training and validation; "
+            "leave validation_split out, or give validation_dataset"
+        )
+    held_out = min(max(1, round(count * share)), count - 1)
+    order = np.random.default_rng([seed, _SPLIT_STREAM]).permutation(count)
+    return sorted(int(number) for number in order[:held_out])
+
+
+class Prepared(Protocol[BatchT]):
     """A data set in the form that the model trains on."""
 
-    def loss(self, batch: npt.NDArray[np.int64]) -> Tensor:
-        """The training loss on the items of these numbers, a single element.
+    def batches(self, batch_size: int, seed: int) -> BatchSource[BatchT]:
+        """Shuffled batches for training."""
+
+    def loss(self, batch: BatchT) -> Tensor:
+        """The training loss on a batch, a single element.
 
         Whatever is random comes from the library's generator, so that a resumed run repeats it.
         """
 
+    def validation_loss(self) -> float:
+        """The mean loss over everything, with the same noise and noise levels at every call.
+
+        The library's generator is left as it was.
+        """
+
     def __len__(self) -> int:
-        """The number of items."""
+        """The number of pictures."""
 
 
 class Recipe(Protocol):
-    """One loaded model with everything around it."""
+    """One loaded model with everything around it: other parts, data, objective, files."""
 
+    name: ClassVar[str]
+    """What `--model` calls it."""
     summary: ClassVar[str]
     """What the model is, in a line."""
-
-    default_targets: ClassVar[tuple[str, ...]]
-    """Layers that an adapter sits on unless the user names others."""
-
-    @property
-    def model(self) -> Model:
-        """The loaded model."""
+    parts: ClassVar[tuple[str, ...]]
+    """The folders of its models in a pipeline; none if it is no pipeline."""
+    unused: ClassVar[frozenset[str]]
+    """Settings that mean nothing to this model; giving one is an error."""
 
     @classmethod
     def default_weights(cls) -> Path | None:
         """The weights that the package ships, if it ships any."""
 
     @classmethod
-    def load(cls, weights: str | Path, dtype: str, device: str) -> Self:
+    def read(cls, weights: Path, config: TrainConfig, report: Callable[[str], None]) -> Split[Any]:
+        """Find and check the pictures and captions; the model is not loaded yet.
+
+        Raises:
+            DatasetError: a picture or a caption does not suit the model, or there is none.
+        """
+
+    @classmethod
+    def estimate(cls, weights: Path, config: TrainConfig, data: Split[Any]) -> Estimate:
+        """What a run will hold in memory, from the headers of the files alone.
+
+        Raises:
+            MissingFileError, WeightsFormatError: the files are missing, damaged, or of another
+                model.
+        """
+
+    @classmethod
+    def load(cls, weights: Path, dtype: str | None, device: str) -> Self:
         """Load the model.
 
         Raises:
@@ -57,18 +157,52 @@ class Recipe(Protocol):
                 another model.
         """
 
-    def prepare(self, pictures: Sequence[Picture], config: TrainConfig) -> Prepared:
-        """Turn pictures and captions into what the model trains on.
+    def attach(self, config: TrainConfig) -> Adapters:
+        """Put trainable adapters on it, and set its checkpointing, as the settings say.
 
         Raises:
-            DatasetError: a picture or a caption does not suit the model.
+            ConfigError: a target matches no layer.
         """
 
-    def sample(self, prompts: Sequence[str], *, steps: int, seed: int) -> npt.NDArray[np.uint8]:
+    def prepare(
+        self, data: Split[Any], config: TrainConfig, report: Callable[[str], None]
+    ) -> Split[Prepared[Any]]:
+        """Turn what `read` found into what the model trains on, and drop what served only for that.
+
+        Raises:
+            DatasetError: a picture cannot be read any more.
+        """
+
+    def sample(self, prompts: Sequence[str], options: SampleOptions) -> npt.NDArray[np.uint8]:
         """One picture a prompt; shape (n, height, width, 3).
 
         The library's generator is left as it was.
 
         Raises:
-            ConfigError: a prompt does not suit the model.
+            ConfigError: a prompt or an option does not suit the model.
+        """
+
+    def save_adapter(
+        self, adapters: Adapters, path: Path, config: TrainConfig, metadata: dict[str, str]
+    ) -> None:
+        """Write the adapters to one file, in the format and precision of the settings.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+
+    def load_adapter(self, path: Path, scale: float) -> Adapters:
+        """Put the adapters of a file on the model, their effect multiplied by `scale`.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
+                another model.
+        """
+
+    def save_merged(self, output: Path) -> None:
+        """Write the model with its adapters merged into the weights.
+
+        Raises:
+            ConfigError: `output` is no place for it.
+            OSError: it cannot be written.
         """

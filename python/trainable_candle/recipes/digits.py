@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from importlib.resources import files
 from itertools import pairwise
@@ -11,13 +12,18 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import numpy as np
 
 import trainable_candle as tc
-from trainable_candle.data import read_pixels, unusable
+from trainable_candle.data import ShuffledBatches, check_folder, read_pixels, unusable
 from trainable_candle.errors import ConfigError
 from trainable_candle.models import DigitsTransformer
+from trainable_candle.recipes.adapters import Adapters, adapter_config
+from trainable_candle.recipes.base import SampleOptions, Split, held_out_items
+from trainable_candle.train.config import OBJECTIVE, PICTURES, settings
+from trainable_candle.train.estimate import Estimate, Item, adapted_layers, adapter_items
+from trainable_candle.train.headers import ITEM_BYTES, read_folder, read_header, total_bytes
 from trainable_candle.train.objective import FlowMatching
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
     from typing_extensions import Self
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
     from trainable_candle import Tensor
     from trainable_candle.data import Picture
     from trainable_candle.train.config import TrainConfig
+    from trainable_candle.train.headers import TensorFacts
 
 BASE: Final = Path(str(files("trainable_candle") / "demo" / "assets"))
 """The base that the package ships: every digit but zero."""
@@ -34,13 +41,28 @@ TIMESTEPS: Final = 1000
 NAMES: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _CLASSES: Final = {word: n for n, name in enumerate(NAMES) for word in (name, str(n))}
 _LUMA: Final = np.array([0.299, 0.587, 0.114], dtype=np.float32)
+VALIDATION_SEED: Final = 20_261_121
 _BATCH: Final = 256
+_TOKENS: Final = 16
+_SAVED_IN_BLOCK: Final = 11
 
 
 class DigitsRecipe:
     """The digits transformer; a caption says which digit by its numeral or English name."""
 
+    name: ClassVar[str] = "digits"
     summary: ClassVar[str] = "8x8 handwritten digits, the demo's generator (its base is built in)"
+    parts: ClassVar[tuple[str, ...]] = ()
+    unused: ClassVar[frozenset[str]] = frozenset(
+        name
+        for name, (_, setting) in settings().items()
+        if setting.group in {PICTURES, OBJECTIVE} and name != "timesteps"
+    ) | {
+        "resolution", "train_text_encoder", "text_encoder_learning_rate", "trigger",
+        "caption_dropout",
+        "caption_shuffle", "caption_keep_tokens", "caption_tag_dropout", "caption_separator",
+        "caption_variants", "negative_prompt", "guidance", "sampler", "sample_size",
+    }  # fmt: skip
     default_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
 
     def __init__(self, model: DigitsTransformer, device: str) -> None:
@@ -53,7 +75,50 @@ class DigitsRecipe:
         return BASE
 
     @classmethod
-    def load(cls, weights: str | Path, dtype: str, device: str) -> Self:
+    def read(
+        cls,
+        weights: Path,  # noqa: ARG003
+        config: TrainConfig,
+        report: Callable[[str], None],
+    ) -> Split[list[Picture]]:
+        """Find the pictures, which must be 8x8, and the digits in their captions.
+
+        Raises:
+            DatasetError: naming pictures of another size and captions without exactly one digit.
+        """
+        pictures = _checked(config.dataset, config.caption)
+        report(f"dataset: {len(pictures)} pictures in {config.dataset}")
+        if config.validation_dataset:
+            return Split(pictures, _checked(config.validation_dataset, config.caption))
+        if not config.validation_split:
+            return Split(pictures)
+        held_out = set(held_out_items(len(pictures), config.validation_split, config.seed))
+        train = [p for number, p in enumerate(pictures) if number not in held_out]
+        return Split(train, [pictures[number] for number in sorted(held_out)])
+
+    @classmethod
+    def estimate(cls, weights: Path, config: TrainConfig, data: Split[list[Picture]]) -> Estimate:
+        """What a run will hold in memory.
+
+        Raises:
+            MissingFileError, WeightsFormatError: the weights are missing or damaged.
+        """
+        tensors = read_folder(weights) if weights.is_dir() else read_header(weights)
+        layers = adapted_layers(
+            tensors, config.target_modules or cls.default_targets, config.exclude_modules
+        )
+        pictures = len(data.train) + len(data.validation or ())
+        count = activation_count(tensors, config)
+        items = [
+            Item("model", "weights", total_bytes(tensors.values(), config.precision)),
+            *adapter_items("model", layers.values(), config),
+            Item("model", "activations", count * ITEM_BYTES[config.precision]),
+            Item("pictures", "", 4 * pictures * SIDE**2),
+        ]
+        return Estimate({"training": items})
+
+    @classmethod
+    def load(cls, weights: Path, dtype: str | None, device: str) -> Self:
         """Load the model from a folder of `config.json` and `model.safetensors`.
 
         Raises:
@@ -62,37 +127,91 @@ class DigitsRecipe:
         """
         return cls(DigitsTransformer.from_pretrained(weights, dtype=dtype, device=device), device)
 
-    def prepare(self, pictures: Sequence[Picture], config: TrainConfig) -> PreparedDigits:
-        """Read the pictures, which must be 8x8, and the digits in their captions.
+    def attach(self, config: TrainConfig) -> Adapters:
+        """Put adapters on the transformer.
 
         Raises:
-            DatasetError: naming pictures of another size and captions without exactly one digit.
+            ConfigError: a target matches no layer.
         """
-        problems = [problem for picture in pictures if (problem := _problem(picture))]
-        if problems:
-            raise unusable(pictures[0].path.parent, len(pictures), problems)
-        images = to_model(np.stack([read_pixels(picture.path) for picture in pictures]))
-        labels = np.array([digits_in(picture.caption)[0] for picture in pictures], dtype=np.int64)
+        if config.gradient_checkpointing != "none":
+            self.model.enable_gradient_checkpointing(config.gradient_checkpointing)
+        return Adapters({"": self.model.add_adapter(adapter_config(config, self.default_targets))})
+
+    def prepare(
+        self,
+        data: Split[list[Picture]],
+        config: TrainConfig,
+        report: Callable[[str], None],  # noqa: ARG002
+    ) -> Split[PreparedDigits]:
+        """Read the pictures to the device.
+
+        Raises:
+            DatasetError: a picture cannot be read any more.
+        """
         objective = FlowMatching(config.timesteps)
-        return PreparedDigits(self.model, objective, images, labels, self.device)
+
+        def prepared(pictures: Sequence[Picture]) -> PreparedDigits:
+            images = to_model(np.stack([read_pixels(picture.path) for picture in pictures]))
+            labels = [digits_in(picture.caption)[0] for picture in pictures]
+            return PreparedDigits(
+                self.model, objective, images, np.array(labels, dtype=np.int64), self.device
+            )
+
+        validation = None if data.validation is None else prepared(data.validation)
+        return Split(prepared(data.train), validation)
 
     def sample(
-        self, prompts: Sequence[str], *, steps: int = 25, seed: int = 0
+        self, prompts: Sequence[str], options: SampleOptions | None = None
     ) -> npt.NDArray[np.uint8]:
         """Draw one digit a prompt by Euler's method; shape (n, 8, 8, 3), equal channels.
 
         Raises:
-            ConfigError: a prompt does not name exactly one digit.
+            ConfigError: a prompt does not name exactly one digit, or an option means nothing here.
         """
+        options = options or SampleOptions()
+        options.require_default(self.name, "guidance", "negative_prompt", "size", "sampler")
         labels = np.array([_label(prompt) for prompt in prompts], dtype=np.int64)
         state = tc.get_rng_state()
         try:
-            tc.manual_seed(seed)
+            tc.manual_seed(options.seed)
             starts = range(0, len(labels), _BATCH)
-            drawn = [self._draw(labels[start : start + _BATCH], steps) for start in starts]
+            drawn = [self._draw(labels[start : start + _BATCH], options.steps) for start in starts]
         finally:
             tc.set_rng_state(state)
         return from_model(np.concatenate(drawn))
+
+    def save_adapter(
+        self, adapters: Adapters, path: Path, config: TrainConfig, metadata: dict[str, str]
+    ) -> None:
+        """Write the adapter.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        adapters.save(path, config, metadata)
+
+    def load_adapter(self, path: Path, scale: float) -> Adapters:
+        """Put the adapter of a file on the model.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
+                another model.
+        """
+        return Adapters({"": self.model.load_adapter(path, scale=scale)})
+
+    def save_merged(self, output: Path) -> None:
+        """Write the model with its adapter merged into the weights, to a new or an empty folder.
+
+        Raises:
+            ConfigError: there is something else.
+            OSError: the folder cannot be written.
+        """
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ConfigError(
+                f"--output is {output}, which exists; expected a new or an empty folder"
+            )
+        self.model.merge_adapter()
+        self.model.save_pretrained(output)
 
     @tc.no_grad()
     def _draw(self, labels: npt.NDArray[np.int64], steps: int) -> npt.NDArray[np.float32]:
@@ -128,6 +247,22 @@ class PreparedDigits:
     def __len__(self) -> int:
         return len(self._labels)
 
+    def batches(self, batch_size: int, seed: int) -> ShuffledBatches:
+        """Numbers of pictures."""
+        return ShuffledBatches(len(self), batch_size, seed)
+
+    def validation_loss(self) -> float:
+        """The mean loss, each picture with the same noise and noise level at every call."""
+        state = tc.get_rng_state()
+        try:
+            tc.manual_seed(VALIDATION_SEED)
+            starts = range(0, len(self), _BATCH)
+            batches = [np.arange(start, min(start + _BATCH, len(self))) for start in starts]
+            losses = [float(self.loss(batch).item()) * len(batch) for batch in batches]
+        finally:
+            tc.set_rng_state(state)
+        return math.fsum(losses) / len(self)
+
     def loss(self, batch: npt.NDArray[np.int64]) -> Tensor:
         """The mean squared error of the predicted velocity, in f32; noise from tc's generator."""
         images = tc.tensor(self._images[batch], device=self._device)
@@ -135,6 +270,21 @@ class PreparedDigits:
         sample, sigmas, target = self._objective.noise(images)
         velocity = self._model(sample, sigmas * TIMESTEPS, labels)
         return tc.nn.functional.mse_loss(velocity.to("f32"), target)
+
+
+def activation_count(tensors: Mapping[str, TensorFacts], config: TrainConfig) -> int:
+    """About how many values the tape holds between forward and backward, adapters on attention.
+
+    Of a block that is, for each token and channel: the inputs of two norms, of the projections and
+    of their gates, q, k, v and the output of attention; and what the adapters have in the middle.
+    """
+    projections = [f.shape for name, f in tensors.items() if name.endswith("attn.to_q.weight")]
+    width = projections[0][0] if projections else 0
+    tokens = config.batch_size * _TOKENS
+    of_block = tokens * (_SAVED_IN_BLOCK * width + 4 * config.rank)
+    if config.gradient_checkpointing == "full":
+        return of_block + len(projections) * tokens * width
+    return of_block * len(projections)
 
 
 def to_model(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
@@ -161,6 +311,14 @@ def _label(prompt: str) -> int:
     if len(found) != 1:
         raise ConfigError(f"sample: the prompt {prompt!r} {_expected(found)}")
     return found[0]
+
+
+def _checked(folder: str, caption: str | None) -> list[Picture]:
+    pictures = check_folder(folder, caption)
+    problems = [problem for picture in pictures if (problem := _problem(picture))]
+    if problems:
+        raise unusable(pictures[0].path.parent, len(pictures), problems)
+    return pictures
 
 
 def _problem(picture: Picture) -> str | None:

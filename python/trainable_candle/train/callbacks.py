@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from typing import TYPE_CHECKING, Any
 
-from trainable_candle.files import write_atomically
-
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
     from typing import TextIO
 
@@ -26,8 +24,17 @@ class Callback:
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """After every optimizer step."""
 
+    def on_metrics(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+        """When a callback has measured something at the present step (`Trainer.report`)."""
+
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        """After a checkpoint has been written to `folder`."""
+        """While a checkpoint is written: what is put into `folder` becomes a part of it.
+
+        The folder gets its final name when all callbacks are done.
+        """
+
+    def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:
+        """When the trainer has taken over the checkpoint in `folder`."""
 
     def on_train_end(self, trainer: Trainer[Any]) -> None:
         """At the end, also of a run that was stopped or failed."""
@@ -74,48 +81,3 @@ class ProgressBar(Callback):
         """Close the bar."""
         if self._bar is not None:
             self._bar.close()
-
-
-class CsvLog(Callback):
-    """A table of steps: loss, lr, gradient norm, seconds. It goes on where a resumed run does.
-
-    Args:
-        path: the file.
-        every: steps between two lines; the last step always has one.
-    """
-
-    COLUMNS = ("step", "loss", "lr", "grad_norm", "seconds")
-
-    def __init__(self, path: Path, every: int = 1) -> None:
-        self.path = path
-        self._every = every
-
-    def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Keep the lines up to the step that the run stands at."""
-        kept = [report for report in read_log(self.path) if int(report["step"]) <= trainer.step]
-        lines = [",".join(self.COLUMNS), *(",".join(row[c] for c in self.COLUMNS) for row in kept)]
-        write_atomically(self.path, "".join(f"{line}\n" for line in lines))
-
-    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-        """Append a line."""
-        if report.step % self._every and report.step != trainer.steps:
-            return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(
-                f"{report.step},{report.loss!r},{report.lr!r},{report.grad_norm!r},"
-                f"{report.seconds:.4f}\n"
-            )
-
-
-def read_log(path: Path) -> list[dict[str, str]]:
-    """The lines of a `CsvLog`, oldest first, without one that a crash cut off."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1].splitlines()
-    return [row for row in csv.DictReader(whole) if _is_complete(row)]
-
-
-def _is_complete(row: dict[str, str]) -> bool:
-    columns = row.keys() == set(CsvLog.COLUMNS) and None not in row.values()
-    return columns and row["step"].isdigit()

@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_type_hints
 
 import yaml
 
-from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.errors import ConfigError
+from trainable_candle.train.settings import Setting, checked, flag, nearest, read_yaml
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
+    from pathlib import Path
 
-OPTIMIZERS: Final = ("adamw8bit", "adamw", "adam8bit", "adam", "lion8bit", "lion", "sgd")
+OPTIMIZERS: Final = (
+    "adamw8bit", "adamw", "adam8bit", "adam", "lion8bit", "lion", "adafactor", "sgd",
+)  # fmt: skip
 SCHEDULERS: Final = ("constant", "linear", "cosine", "polynomial")
 PRECISIONS: Final = ("f32", "bf16", "f16")
 CHECKPOINTING: Final = ("none", "full", "selective")
 TIMESTEPS: Final = ("uniform", "logit_normal")
-ADAPTERS: Final = ("lora", "dora")
+LOSSES: Final = ("mse", "l1", "huber", "smooth_l1")
+HUBER_SCHEDULES: Final = ("constant", "exponential", "snr")
+PREDICTIONS: Final = ("epsilon", "v_prediction")
+ADAPTERS: Final = ("lora", "dora", "loha", "lokr")
+FORMATS: Final = ("kohya", "diffusers", "peft", "comfyui")
+SAMPLERS: Final = ("euler", "dpmpp_2m")
+CROPS: Final = ("center", "random")
+MASKS: Final = ("off", "file", "alpha")
+CACHES: Final = ("disk", "memory", "off")
 
-DATA: Final = "model and data"
+MODEL: Final = "model and data"
+PICTURES: Final = "pictures"
+CAPTIONS: Final = "captions"
 ADAPTER: Final = "adapter"
 TRAINING: Final = "training"
+OBJECTIVE: Final = "objective"
+VALIDATION: Final = "validation and previews"
 MACHINE: Final = "machine"
 FILES: Final = "files"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What there is to know about a setting besides its name, type and default."""
-
-    group: str
-    help: str
-    choices: tuple[str, ...] = ()
-    low: float | None = None
-    """The least value."""
-    above: bool = False
-    """Whether `low` itself is too little."""
-    below: float | None = None
-    """The first value that is too much."""
-    rare: bool = False
-    """Whether a short help leaves it out."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +51,58 @@ class TrainConfig:
         ConfigError: a value has the wrong type or lies outside its range.
     """
 
-    model: Annotated[str, Setting(DATA, "which model; see `trainable-candle info`")] = ""
-    weights: Annotated[str, Setting(DATA, "its checkpoint: a folder or a file")] = ""
-    dataset: Annotated[str, Setting(DATA, "folder of pictures, each with a .txt caption")] = ""
-    output: Annotated[str, Setting(DATA, "folder for adapter, checkpoints and logs")] = ""
-    caption: Annotated[
-        str | None, Setting(DATA, "caption of pictures without a .txt", rare=True)
+    model: Annotated[str, Setting(MODEL, "which model; see `trainable-candle info`")] = ""
+    weights: Annotated[str, Setting(MODEL, "its checkpoint: a folder or a file")] = ""
+    dataset: Annotated[str, Setting(MODEL, "folder of pictures with .txt captions")] = ""
+    output: Annotated[str, Setting(MODEL, "folder for adapter, checkpoints and logs")] = ""
+
+    resolution: Annotated[
+        int | None, Setting(MODEL, "root of a picture's area, px (default: model's)", low=8)
     ] = None
+    bucketing: Annotated[bool, Setting(PICTURES, "keep aspect ratios", rare=True)] = True
+    bucket_step: Annotated[
+        int | None, Setting(PICTURES, "sides are multiples (default: 64 px)", low=8, rare=True)
+    ] = None
+    min_side: Annotated[
+        int | None, Setting(PICTURES, "shortest side (default: resolution / 4)", low=8, rare=True)
+    ] = None
+    max_side: Annotated[
+        int | None, Setting(PICTURES, "longest side (default: resolution x 2)", low=8, rare=True)
+    ] = None
+    upscale: Annotated[bool, Setting(PICTURES, "enlarge small pictures", rare=True)] = False
+    crop: Annotated[str, Setting(PICTURES, "what remains", choices=CROPS, rare=True)] = "center"
+    random_crops: Annotated[int, Setting(PICTURES, "cuts of a picture", low=1, rare=True)] = 4
+    flip: Annotated[bool, Setting(PICTURES, "mirror half of them", rare=True)] = False
+    mask: Annotated[str, Setting(PICTURES, "where loss counts", choices=MASKS, rare=True)] = "off"
+    prior_loss_weight: Annotated[
+        float, Setting(PICTURES, "weight of regularization pictures", low=0, rare=True)
+    ] = 1.0
+    skip_bad: Annotated[bool, Setting(PICTURES, "leave out what cannot be read", rare=True)] = False
+    cache: Annotated[
+        str, Setting(PICTURES, "where latents and features are kept", choices=CACHES, rare=True)
+    ] = "disk"
+    cache_dir: Annotated[
+        str | None, Setting(PICTURES, "its folder (default: .cache in the dataset)", rare=True)
+    ] = None
+
+    caption: Annotated[str | None, Setting(CAPTIONS, "for pictures without a .txt", rare=True)] = (
+        None
+    )
+    trigger: Annotated[str, Setting(CAPTIONS, "tag put before every caption", rare=True)] = ""
+    caption_dropout: Annotated[
+        float, Setting(CAPTIONS, "share of empty captions", low=0, high=1, rare=True)
+    ] = 0.0
+    caption_shuffle: Annotated[bool, Setting(CAPTIONS, "shuffle the tags", rare=True)] = False
+    caption_keep_tokens: Annotated[
+        int, Setting(CAPTIONS, "tags that keep their place", low=0, rare=True)
+    ] = 0
+    caption_tag_dropout: Annotated[
+        float, Setting(CAPTIONS, "share of tags left out", low=0, below=1, rare=True)
+    ] = 0.0
+    caption_separator: Annotated[str, Setting(CAPTIONS, "what is between tags", rare=True)] = ","
+    caption_variants: Annotated[
+        int, Setting(CAPTIONS, "orders of tags; 0: always new ones", low=0, rare=True)
+    ] = 8
 
     adapter: Annotated[str, Setting(ADAPTER, "kind", choices=ADAPTERS)] = "lora"
     rank: Annotated[int, Setting(ADAPTER, "rank", low=1)] = 16
@@ -69,7 +110,7 @@ class TrainConfig:
         float | None, Setting(ADAPTER, "scale is alpha / rank (default: rank)", low=0, above=True)
     ] = None
     target_modules: Annotated[
-        list[str], Setting(ADAPTER, "layers, comma-separated (default: the model's)")
+        list[str], Setting(ADAPTER, "layers, comma-separated (default: model's)", rare=True)
     ] = field(default_factory=list)
     exclude_modules: Annotated[list[str], Setting(ADAPTER, "layers to leave out", rare=True)] = (
         field(default_factory=list)
@@ -78,52 +119,139 @@ class TrainConfig:
     lora_dropout: Annotated[
         float, Setting(ADAPTER, "dropout on the adapter's input", low=0, below=1, rare=True)
     ] = 0.0
+    train_text_encoder: Annotated[
+        bool, Setting(ADAPTER, "adapters on the text encoders too", rare=True)
+    ] = False
+    initial_adapter: Annotated[
+        str | None, Setting(ADAPTER, "file to start from: same kind and ranks", rare=True)
+    ] = None
+    format: Annotated[
+        str | None, Setting(ADAPTER, "whose keys (default: model's)", choices=FORMATS, rare=True)
+    ] = None
+    adapter_precision: Annotated[
+        str, Setting(ADAPTER, "of the adapter files", choices=PRECISIONS, rare=True)
+    ] = "f32"
 
     steps: Annotated[int, Setting(TRAINING, "optimizer steps", low=1)] = 1000
     batch_size: Annotated[int, Setting(TRAINING, "pictures in a batch", low=1)] = 1
-    gradient_accumulation: Annotated[int, Setting(TRAINING, "batches in a step", low=1)] = 1
+    gradient_accumulation: Annotated[
+        int, Setting(TRAINING, "batches in a step", low=1, rare=True)
+    ] = 1
     optimizer: Annotated[str, Setting(TRAINING, "update rule", choices=OPTIMIZERS)] = "adamw8bit"
     learning_rate: Annotated[float, Setting(TRAINING, "learning rate", low=0, above=True)] = 1e-4
-    lr_scheduler: Annotated[
-        str, Setting(TRAINING, "course of the learning rate", choices=SCHEDULERS)
-    ] = "constant"
-    warmup_steps: Annotated[int, Setting(TRAINING, "steps of linear warm-up", low=0)] = 0
+    text_encoder_learning_rate: Annotated[
+        float | None, Setting(TRAINING, "(default: a tenth)", low=0, above=True, rare=True)
+    ] = None
+    lr_scheduler: Annotated[str, Setting(TRAINING, "its course", choices=SCHEDULERS, rare=True)] = (
+        "constant"
+    )
+    warmup_steps: Annotated[int, Setting(TRAINING, "steps of linear warm-up", low=0, rare=True)] = 0
     weight_decay: Annotated[float, Setting(TRAINING, "weight decay", low=0, rare=True)] = 0.01
     max_grad_norm: Annotated[
         float, Setting(TRAINING, "clip the gradient's norm; 0: do not", low=0, rare=True)
     ] = 1.0
+    ema_decay: Annotated[
+        float, Setting(TRAINING, "average the adapter; 0: do not", low=0, below=1, rare=True)
+    ] = 0.0
+    seed: Annotated[
+        int, Setting(TRAINING, "of everything random", low=0, below=2**64, rare=True)
+    ] = 0
+
+    prediction_type: Annotated[
+        str | None, Setting(OBJECTIVE, "(default: model's)", choices=PREDICTIONS, rare=True)
+    ] = None
+    loss: Annotated[str, Setting(OBJECTIVE, "loss", choices=LOSSES, rare=True)] = "mse"
+    huber_delta: Annotated[
+        float, Setting(OBJECTIVE, "where Huber turns linear", low=0, above=True, rare=True)
+    ] = 0.1
+    huber_schedule: Annotated[
+        str, Setting(OBJECTIVE, "its course", choices=HUBER_SCHEDULES, rare=True)
+    ] = "constant"
     timesteps: Annotated[
-        str, Setting(TRAINING, "distribution of noise levels", choices=TIMESTEPS, rare=True)
+        str, Setting(OBJECTIVE, "distribution of noise levels", choices=TIMESTEPS, rare=True)
     ] = "uniform"
-    seed: Annotated[int, Setting(TRAINING, "seed of everything random", low=0, below=2**64)] = 0
+    timestep_shift: Annotated[
+        float, Setting(OBJECTIVE, "above 1: more noise", low=0, above=True, rare=True)
+    ] = 1.0
+    min_timestep: Annotated[int, Setting(OBJECTIVE, "first timestep", low=0, rare=True)] = 0
+    max_timestep: Annotated[
+        int | None, Setting(OBJECTIVE, "one after the last (default: model's)", low=1, rare=True)
+    ] = None
+    min_snr_gamma: Annotated[
+        float | None, Setting(OBJECTIVE, "weigh by min(SNR, X); 5 is usual", low=0, rare=True)
+    ] = None
+    noise_offset: Annotated[
+        float, Setting(OBJECTIVE, "noise of whole channels", low=0, rare=True)
+    ] = 0.0
+    clip_skip: Annotated[
+        int | None, Setting(OBJECTIVE, "text layers left out (default: model's)", low=0, rare=True)
+    ] = None
+
+    validation_dataset: Annotated[
+        str | None, Setting(VALIDATION, "folder of pictures to validate on", rare=True)
+    ] = None
+    validation_split: Annotated[
+        float, Setting(VALIDATION, "share of the dataset to validate on", low=0, below=1)
+    ] = 0.0
+    validate_every: Annotated[
+        int, Setting(VALIDATION, "steps between validations", low=1, rare=True)
+    ] = 100
+    sample_prompts: Annotated[
+        list[str], Setting(VALIDATION, "draw a preview; may be given again", texts=True)
+    ] = field(default_factory=list)
+    sample_every: Annotated[
+        int, Setting(VALIDATION, "steps between previews", low=1, rare=True)
+    ] = 250
+    negative_prompt: Annotated[str, Setting(VALIDATION, "what not to draw", rare=True)] = ""
+    guidance: Annotated[
+        float | None, Setting(VALIDATION, "guidance scale (default: model's)", low=0, rare=True)
+    ] = None
+    sampler: Annotated[
+        str | None, Setting(VALIDATION, "(default: model's)", choices=SAMPLERS, rare=True)
+    ] = None
+    sample_steps: Annotated[
+        int, Setting(VALIDATION, "sampling steps of a preview", low=1, rare=True)
+    ] = 25
+    sample_size: Annotated[
+        str | None, Setting(VALIDATION, "WIDTHxHEIGHT (default: resolution)", rare=True)
+    ] = None
+    sample_seed: Annotated[
+        int, Setting(VALIDATION, "seed of the previews", low=0, below=2**64, rare=True)
+    ] = 0
 
     device: Annotated[str, Setting(MACHINE, "cpu, cuda or cuda:N")] = "cpu"
     precision: Annotated[str, Setting(MACHINE, "of the arithmetic", choices=PRECISIONS)] = "f32"
     gradient_checkpointing: Annotated[
         str, Setting(MACHINE, "what to recompute", choices=CHECKPOINTING)
     ] = "none"
+    memory_limit: Annotated[
+        float | None, Setting(MACHINE, "GiB to stay within (default: free)", low=0, rare=True)
+    ] = None
     threads: Annotated[
         int | None, Setting(MACHINE, "CPU threads (default: all)", low=1, rare=True)
     ] = None
 
-    save_every: Annotated[
-        int, Setting(FILES, "steps between checkpoints; 0: only the last", low=0)
-    ] = 250
+    save_every: Annotated[int, Setting(FILES, "steps between saves; 0: only the last", low=0)] = 250
     keep_checkpoints: Annotated[int, Setting(FILES, "checkpoints to keep", low=1, rare=True)] = 3
-    log_every: Annotated[
-        int, Setting(FILES, "steps between lines of train.csv", low=1, rare=True)
-    ] = 1
+    keep_adapters: Annotated[
+        int, Setting(FILES, "adapters of earlier steps to keep", low=1, rare=True)
+    ] = 10
+    log_every: Annotated[int, Setting(FILES, "steps between lines of logs", low=1, rare=True)] = 1
+    tensorboard: Annotated[bool, Setting(FILES, "log for TensorBoard too", rare=True)] = False
     resume: Annotated[str | None, Setting(FILES, "a checkpoint folder, or `latest`")] = None
 
     def __post_init__(self) -> None:
         """Check every value."""
         for name, (hint, setting) in settings().items():
-            value = _typed(name, getattr(self, name), hint)
-            object.__setattr__(self, name, value)
-            _check_range(name, value, setting)
+            object.__setattr__(self, name, checked(name, getattr(self, name), hint, setting))
         if self.warmup_steps > self.steps:
             raise ConfigError(
                 f"warmup_steps is {self.warmup_steps}, more than the {self.steps} steps of the run"
+            )
+        if self.validation_dataset and self.validation_split:
+            raise ConfigError(
+                "validation_dataset and validation_split are both given; "
+                "choose a folder, or a share of the dataset"
             )
 
     def require(self, *names: str) -> None:
@@ -178,109 +306,14 @@ class TrainConfig:
         """
         return replace(self, **changes)
 
+    def changed(self) -> dict[str, Any]:
+        """The settings that differ from their defaults, by name."""
+        default = asdict(TrainConfig())
+        return {name: value for name, value in asdict(self).items() if value != default[name]}
+
 
 @cache
 def settings() -> dict[str, tuple[Any, Setting]]:
     """The type and the facts of every setting of `TrainConfig`, by name."""
     hints = get_type_hints(TrainConfig, include_extras=True)
     return {name: get_args(hint) for name, hint in hints.items()}
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The `name: value` lines of a YAML file, unchecked.
-
-    Raises:
-        MissingFileError: there is no such file.
-        ConfigError: the file cannot be read, or holds something else.
-    """
-    path = Path(path).expanduser()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise MissingFileError(f"{path}: there is no such configuration file") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not text in UTF-8: {error}") from error
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not valid YAML: {error}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected lines of `name: value`, found {_kind(values)}")
-    return values
-
-
-def flag(name: str) -> str:
-    """The command line's spelling of a setting."""
-    return f"--{name.replace('_', '-')}"
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """What to add to a complaint about a name that does not exist."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean `{near[0]}`?" if near else f"; expected one of {', '.join(known)}"
-
-
-def _kind(value: Any) -> str:
-    return f"{value!r} ({type(value).__name__})"
-
-
-_EXPECTED: Final = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-}
-
-
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as its setting's type; whole numbers serve as floats, nothing else is converted."""
-    options = get_args(hint) if get_origin(hint) is not list else ()
-    if value is None and type(None) in options:
-        return None
-    target = next((option for option in options if option is not type(None)), hint)
-    if get_origin(target) is list:
-        return _names(name, value)
-    if target is float and type(value) is int:
-        return float(value)
-    if target is float and isinstance(value, str):
-        # YAML 1.1 reads 1e-4 as text.
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    if target is str and isinstance(value, Path):
-        return str(value)
-    if type(value) is not target:
-        raise ConfigError(f"{name} is {_kind(value)}, expected {_EXPECTED[target]}")
-    return value
-
-
-def _names(name: str, value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
-        return list(value)
-    raise ConfigError(f"{name} is {_kind(value)}, expected a list of names")
-
-
-def _check_range(name: str, value: Any, setting: Setting) -> None:
-    if setting.choices and value not in setting.choices:
-        near = difflib.get_close_matches(value, setting.choices, n=1)
-        hint = f"; did you mean `{near[0]}`?" if near else ""
-        raise ConfigError(
-            f"{name} is `{value}`, expected one of {', '.join(setting.choices)}{hint}"
-        )
-    if value is None or setting.low is None:
-        return
-    if not math.isfinite(value):
-        raise ConfigError(f"{name} is {value}, expected a finite number")
-    if value < setting.low or (setting.above and value == setting.low):
-        bound = "above" if setting.above else "at least"
-        raise ConfigError(f"{name} is {value}, expected {bound} {setting.low:g}")
-    if setting.below is not None and value >= setting.below:
-        raise ConfigError(f"{name} is {value}, expected below {setting.below}")

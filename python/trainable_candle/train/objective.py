@@ -1,5 +1,25 @@
-"""What a model is asked to predict."""
+"""What a model is asked to predict, and how far its answer is off.
 
-from trainable_candle._core import FlowMatching
+A diffusion model (SDXL) is trained in four calls::
 
-__all__ = ["FlowMatching"]
+    schedule = NoiseSchedule()                        # SDXL's; .from_pretrained(folder)
+    objective = DiffusionObjective(schedule, min_snr_gamma=5.0, device="cuda")
+    noised = objective.noise(latents)                 # draws from tc's generator; (B, 4, h, w)
+    prediction = unet(noised.sample, noised.timesteps, text, text_embeds=..., time_ids=...)
+    loss = objective.loss(prediction, noised, mask=mask, weights=weights)
+
+A mask (B, 1, h, w) weighs the places of each example and is divided by its mean there; `weights`
+(B,) weighs examples. For a validation loss, `objective.validation_noise(latents, examples)` gives
+example number `n` the same noise and timestep every time and leaves tc's generator alone.
+
+A flow model (the demo's) sees what `FlowMatching` makes of the data.
+"""
+
+from trainable_candle._core import (
+    DiffusionObjective,
+    FlowMatching,
+    NoisedLatents,
+    NoiseSchedule,
+)
+
+__all__ = ["DiffusionObjective", "FlowMatching", "NoiseSchedule", "NoisedLatents"]

@@ -3,39 +3,55 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle import plot, recipes
-from trainable_candle.data import ShuffledBatches, check_folder
+from trainable_candle.errors import ConfigError
 from trainable_candle.files import write_atomically
+from trainable_candle.recipes.base import SampleOptions, parse_size
 from trainable_candle.train import state as run_state
-from trainable_candle.train.callbacks import Callback, CsvLog, ProgressBar, read_log
+from trainable_candle.train.callbacks import Callback, ProgressBar
+from trainable_candle.train.ema import AdapterAverage
+from trainable_candle.train.estimate import GIB, require_fit
+from trainable_candle.train.evaluation import BEST, Previews, StepAdapters, Validation, evaluated
+from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
+from trainable_candle.train.optimizers import make_optimizer, make_scheduler
+from trainable_candle.train.settings import flag
 from trainable_candle.train.trainer import Trainer
 
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
-    from trainable_candle import AdapterSet, Var
-    from trainable_candle.models import Model
-    from trainable_candle.optim import Optimizer
-    from trainable_candle.optim.lr_scheduler import LRScheduler
-    from trainable_candle.recipes.base import Prepared, Recipe
+    from trainable_candle.recipes.adapters import Adapters
+    from trainable_candle.recipes.base import Prepared, Recipe, Split
     from trainable_candle.train.config import TrainConfig
 
 ADAPTER: Final = "adapter.safetensors"
 CONFIG: Final = "config.yaml"
 LOG: Final = "train.csv"
+JSON_LOG: Final = "train.jsonl"
+TENSORBOARD: Final = "tensorboard"
+SAMPLES: Final = "samples"
 CURVE: Final = "loss.png"
 
 # Settings that a resumed run may change without becoming another run.
 _FREE: Final = frozenset(
-    {"output", "resume", "threads", "save_every", "keep_checkpoints", "log_every"}
-)
+    {
+        "output", "resume", "threads", "memory_limit", "save_every", "keep_checkpoints",
+        "keep_adapters", "log_every", "tensorboard", "validate_every", "sample_prompts",
+        "sample_every", "sample_steps", "sample_size", "sample_seed", "sampler", "guidance",
+        "negative_prompt", "cache", "cache_dir", "format", "adapter_precision",
+        "gradient_checkpointing",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,8 +59,8 @@ class TrainingRun:
     """What `train_adapter` leaves behind in memory."""
 
     recipe: Recipe
-    """The model with the adapter on it."""
-    adapter: AdapterSet
+    """The model with the adapters on it, as they were written: averaged if an average is kept."""
+    adapter: Adapters
     output: Path
     step: int
     """Optimizer steps taken, earlier parts of a resumed run included."""
@@ -66,149 +82,208 @@ def train_adapter(
     progress: bool = True,
     report: Callable[[str], None] = print,
 ) -> TrainingRun:
-    """Train an adapter; writes it, its configuration, log, loss curve and checkpoints to `output`.
+    """Train an adapter; writes it, its configuration, logs, previews and checkpoints to `output`.
 
     Args:
         config: `model`, `dataset` and `output` must be given, `weights` too unless the package
             ships the model's.
-        callbacks: called after those that write the log and show the progress.
+        callbacks: called after those that write the logs and show the progress.
         progress: whether to show a progress bar.
         report: gets a line at each stage.
 
     Raises:
-        ConfigError, DatasetError, WeightsFormatError, OSError: before the first step.
+        ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: before the first
+            step.
         NonFiniteError: the loss or the gradient is NaN or infinite.
     """
     config.require("model", "dataset", "output")
+    kind = recipes.find(config.model)
+    _refuse_unused(kind, config)
     weights = recipes.weights_of(config.model, config.weights)
     output = Path(config.output).expanduser()
     start = run_state.find(output, config.resume) if config.resume else None
     run_state.refuse_later(output, run_state.read_state(start).step if start else -1)
+    logs = _logs(config, output)
 
-    pictures = check_folder(config.dataset, config.caption)
-    report(f"dataset: {len(pictures)} pictures in {config.dataset}")
+    data = kind.read(weights, config, report)
+    for line in kind.estimate(weights, config, data).table():
+        report(line)
+    require_fit(config, _memory(config), lambda other: kind.estimate(weights, other, data))
     _make_writable(output)
 
     if config.threads is not None:
         tc.set_num_threads(config.threads)
-    tc.manual_seed(config.seed)
     recipe = recipes.load(config.model, weights, config.precision, config.device)
-    prepared = recipe.prepare(pictures, config)
-    adapter = _attach(recipe.model, config, recipe.default_targets)
-    parameters = adapter.named_parameters()
+    prepared = recipe.prepare(data, config, report)
+    # How much there was to prepare must not matter for what follows.
+    tc.manual_seed(config.seed)
+    adapters = recipe.attach(config)
+    if config.initial_adapter and start is None:
+        adapters.load(Path(config.initial_adapter).expanduser())
+        report(f"adapter: starts as {config.initial_adapter}")
+    parameters = adapters.named_parameters()
     count = sum(var.numel() for var in parameters.values())
     report(f"adapter: {count} parameters in {len(parameters)} tensors")
 
-    settings = {**asdict(config), "pictures": len(pictures)}
-    trainer = _trainer(config, adapter, prepared, settings, callbacks, progress=progress)
+    session = _Session(config, recipe, adapters, prepared, output)
+    settings = {**asdict(config), "pictures": len(prepared.train)}
+    bar = [ProgressBar()] if progress else []
+    trainer = session.trainer([*logs, *session.callbacks, *bar, *callbacks], settings)
     if start is not None:
         earlier = trainer.resume(start)
         report(f"resume: from step {trainer.step} of {config.steps} ({start})")
         for line in _changes(earlier, settings):
             report(f"resume: {line}")
     write_atomically(output / CONFIG, config.with_(resume=None).to_yaml())
-    adapter.set_training(True)
+    adapters.set_training(True)
     completed = trainer.train()
-    adapter.set_training(False)
+    session.finish()
     if completed:
-        adapter.save(output / ADAPTER, metadata={"model": config.model})
+        session.write(output / ADAPTER, trainer.step)
         report(f"adapter: {output / ADAPTER}")
+        if session.validation is not None:
+            best = session.validation
+            report(f"best: {output / BEST} (step {best.best_step}, loss {best.best_loss:.4f})")
         _draw_curve(output, report)
-    return TrainingRun(recipe, adapter, output, trainer.step, completed, trainer.stopped_by)
+    return TrainingRun(recipe, adapters, output, trainer.step, completed, trainer.stopped_by)
 
 
-def _attach(model: Model, config: TrainConfig, targets: Sequence[str]) -> AdapterSet:
-    if config.gradient_checkpointing != "none":
-        model.enable_gradient_checkpointing(config.gradient_checkpointing)
-    return model.add_adapter(
-        tc.LoraConfig(
-            r=config.rank,
-            lora_alpha=float(config.rank) if config.alpha is None else config.alpha,
-            target_modules=config.target_modules or list(targets),
-            exclude_modules=config.exclude_modules,
-            lora_dropout=config.lora_dropout,
-            use_dora=config.adapter == "dora",
-            use_rslora=config.rslora,
+class _Session:
+    """What belongs to one run besides the logs: who averages, validates, draws and saves."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        recipe: Recipe,
+        adapters: Adapters,
+        prepared: Split[Prepared[Any]],
+        output: Path,
+    ) -> None:
+        self._config = config
+        self._recipe = recipe
+        self._adapters = adapters
+        self._train = prepared.train
+        self._output = output
+        self._average = AdapterAverage(adapters, config.ema_decay) if config.ema_decay else None
+        as_used: Callable[[], AbstractContextManager[None]] = partial(
+            evaluated, adapters, self._average
         )
+        self.validation = (
+            None
+            if prepared.validation is None
+            else Validation(prepared.validation, config.validate_every, as_used, self.write)
+        )
+        self.callbacks: list[Callback] = [
+            callback for callback in (self._average, self.validation) if callback is not None
+        ]
+        if config.sample_prompts:
+            options = sample_options(config)
+            folder = output / SAMPLES
+            self.callbacks.append(
+                Previews(
+                    recipe, config.sample_prompts, options, config.sample_every, folder, as_used
+                )
+            )
+        self.callbacks.append(StepAdapters(config.keep_adapters, as_used, self.write))
+
+    def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
+        """The loop over all of this."""
+        config = self._config
+        optimizer = make_optimizer(config, self._adapters.groups(config))
+        return Trainer(
+            self._train.loss,
+            self._adapters.named_parameters(),
+            optimizer,
+            self._train.batches(config.batch_size, config.seed),
+            steps=config.steps,
+            scheduler=make_scheduler(config, optimizer),
+            gradient_accumulation=config.gradient_accumulation,
+            max_grad_norm=config.max_grad_norm,
+            scaler=tc.optim.GradScaler() if config.precision == "f16" else None,
+            output=self._output,
+            save_every=config.save_every,
+            keep_checkpoints=config.keep_checkpoints,
+            callbacks=callbacks,
+            settings=settings,
+        )
+
+    def write(self, path: Path, step: int) -> None:
+        """Write the adapters as they are."""
+        metadata = training_metadata(self._config, step, len(self._train))
+        self._recipe.save_adapter(self._adapters, path, self._config, metadata)
+
+    def finish(self) -> None:
+        """Leave the model as its adapter files have it."""
+        self._adapters.set_training(False)
+        if self._average is not None:
+            self._average.keep()
+
+
+def sample_options(config: TrainConfig) -> SampleOptions:
+    """How previews are drawn.
+
+    Raises:
+        ConfigError: `sample_size` is no size.
+    """
+    return SampleOptions(
+        steps=config.sample_steps,
+        seed=config.sample_seed,
+        guidance=config.guidance,
+        negative_prompt=config.negative_prompt,
+        size=parse_size(config.sample_size) if config.sample_size else None,
+        sampler=config.sampler,
     )
 
 
-def _trainer(
-    config: TrainConfig,
-    adapter: AdapterSet,
-    prepared: Prepared,
-    settings: dict[str, object],
-    callbacks: Sequence[Callback],
-    *,
-    progress: bool,
-) -> Trainer[Any]:
-    output = Path(config.output).expanduser()
-    parameters = adapter.named_parameters()
-    optimizer = make_optimizer(config, list(parameters.values()))
-    bar = [ProgressBar()] if progress else []
-    return Trainer(
-        prepared.loss,
-        parameters,
-        optimizer,
-        ShuffledBatches(len(prepared), config.batch_size, config.seed),
-        steps=config.steps,
-        scheduler=make_scheduler(config, optimizer),
-        gradient_accumulation=config.gradient_accumulation,
-        max_grad_norm=config.max_grad_norm,
-        scaler=tc.optim.GradScaler() if config.precision == "f16" else None,
-        output=output,
-        save_every=config.save_every,
-        keep_checkpoints=config.keep_checkpoints,
-        callbacks=[
-            CsvLog(output / LOG, config.log_every),
-            _SaveAdapter(adapter, config.model),
-            *bar,
-            *callbacks,
-        ],
-        settings=settings,
-    )
-
-
-def make_optimizer(config: TrainConfig, parameters: Sequence[Var]) -> Optimizer:
-    """The optimizer that a configuration names, over `parameters`."""
-    kinds: dict[str, Callable[..., Optimizer]] = {
-        kind.__name__.lower(): kind
-        for kind in (
-            tc.optim.AdamW8bit,
-            tc.optim.AdamW,
-            tc.optim.Adam8bit,
-            tc.optim.Adam,
-            tc.optim.Lion8bit,
-            tc.optim.Lion,
-            tc.optim.SGD,
-        )
+def training_metadata(config: TrainConfig, step: int, pictures: int) -> dict[str, str]:
+    """What the header of an adapter file says about its training, under kohya's names."""
+    facts = {
+        "ss_output_name": Path(config.output).name,
+        "ss_sd_model_name": Path(config.weights).name or config.model,
+        "ss_steps": step,
+        "ss_max_train_steps": config.steps,
+        "ss_num_train_images": pictures,
+        "ss_total_batch_size": config.batch_size * config.gradient_accumulation,
+        "ss_resolution": config.resolution,
+        "ss_clip_skip": config.clip_skip,
+        "ss_learning_rate": config.learning_rate,
+        "ss_optimizer": config.optimizer,
+        "ss_lr_scheduler": config.lr_scheduler,
+        "ss_mixed_precision": config.precision,
+        "ss_min_snr_gamma": config.min_snr_gamma,
+        "ss_noise_offset": config.noise_offset,
+        "ss_seed": config.seed,
+        "ss_training_comment": config.trigger,
     }
-    kind = kinds[config.optimizer]
-    return kind(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+    # Names of files may hold bytes that are no text.
+    texts = {name: str(value).encode(errors="replace").decode() for name, value in facts.items()}
+    return {name: text for name, text in texts.items() if facts[name] not in {None, ""}}
 
 
-def make_scheduler(config: TrainConfig, optimizer: Optimizer) -> LRScheduler:
-    """The learning-rate schedule that a configuration names, for `optimizer`."""
-    schedules = tc.optim.lr_scheduler
-    kinds: dict[str, Callable[..., LRScheduler]] = {
-        "constant": schedules.constant,
-        "linear": schedules.linear,
-        "cosine": schedules.cosine,
-        "polynomial": schedules.polynomial,
-    }
-    kind = kinds[config.lr_scheduler]
-    return kind(optimizer, total_steps=config.steps, warmup_steps=config.warmup_steps)
+def _refuse_unused(kind: type[Recipe], config: TrainConfig) -> None:
+    given = [name for name in config.changed() if name in kind.unused]
+    if given:
+        flags = ", ".join(map(flag, given))
+        raise ConfigError(f"{flags}: has no effect on the model `{config.model}`; leave it out")
 
 
-class _SaveAdapter(Callback):
-    """Puts the adapter, as other tools read it, into every checkpoint."""
+def _logs(config: TrainConfig, output: Path) -> list[Callback]:
+    logs: list[Callback] = [
+        CsvLog(output / LOG, config.log_every),
+        JsonLog(output / JSON_LOG, config.log_every),
+    ]
+    if config.tensorboard:
+        logs.append(TensorBoardLog(output / TENSORBOARD, config.log_every))
+    return logs
 
-    def __init__(self, adapter: AdapterSet, model: str) -> None:
-        self._adapter = adapter
-        self._model = model
 
-    def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        self._adapter.save(folder / ADAPTER, metadata={"model": self._model})
+def _memory(config: TrainConfig) -> float:
+    """Bytes that the run may take up."""
+    if config.memory_limit is not None:
+        return config.memory_limit * GIB
+    if config.device != "cpu":
+        return math.inf
+    return tc.memory.available_bytes() or math.inf
 
 
 def _make_writable(folder: Path) -> None:
@@ -230,8 +305,13 @@ def _changes(earlier: dict[str, object], settings: dict[str, object]) -> list[st
 def _draw_curve(output: Path, report: Callable[[str], None]) -> None:
     rows = read_log(output / LOG)
     steps, losses = [int(row["step"]) for row in rows], [float(row["loss"]) for row in rows]
+    validation = [
+        (row["step"], row["validation_loss"])
+        for row in read_json_log(output / JSON_LOG)
+        if row.get("validation_loss") is not None
+    ]
     try:
-        plot.loss_curve(output / CURVE, steps, losses)
+        plot.loss_curve(output / CURVE, steps, losses, validation=validation)
     except ModuleNotFoundError as error:
         report(f"no loss curve: {error}")
     else:

@@ -14,7 +14,7 @@ from trainable_candle.errors import ConfigError, Error, WeightsFormatError
 from trainable_candle.files import sync_folder, write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from trainable_candle import Tensor, Var
     from trainable_candle.optim import Optimizer
@@ -94,7 +94,11 @@ def refuse_later(output: Path, step: int) -> None:
 
 
 def save(
-    folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer, state: RunState
+    folder: Path,
+    parameters: Mapping[str, Var],
+    optimizer: Optimizer,
+    state: RunState,
+    write_more: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """Write a checkpoint: first under another name, then renamed.
 
@@ -103,6 +107,7 @@ def save(
         parameters: the trainable variables by name.
         optimizer: its state goes in whole.
         state: the rest.
+        write_more: writes what else belongs to it into the folder that it is given.
 
     Raises:
         OSError: it cannot be written; the older checkpoints are as they were.
@@ -114,6 +119,7 @@ def save(
     partial.mkdir(parents=True)
     tc.save_file({name: var.detach() for name, var in parameters.items()}, partial / _PARAMETERS)
     tc.save_file(optimizer.state_dict(), partial / _OPTIMIZER)
+    write_more(partial)
     write_atomically(partial / _STATE, json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
     if folder.exists():
         folder.rename(replaced)

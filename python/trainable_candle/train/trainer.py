@@ -152,6 +152,11 @@ class Trainer(Generic[Batch]):
         """Let `train` save and return after the present step; for callbacks."""
         self._stop = True
 
+    def report(self, metrics: Mapping[str, float]) -> None:
+        """Tell every callback what one of them has measured at the present step."""
+        for callback in self._callbacks:
+            callback.on_metrics(self, metrics)
+
     def _one_step(self) -> StepReport:
         started = time.perf_counter()
         self.optimizer.zero_grad()
@@ -218,12 +223,14 @@ class Trainer(Generic[Batch]):
             scaler=None if self._scaler is None else self._scaler.state_dict(),
             settings=self._settings,
         )
-        run_state.save(folder, self.parameters, self.optimizer, state)
+        run_state.save(folder, self.parameters, self.optimizer, state, self._write_more)
         run_state.prune(self.output, self._keep)
         self._saved = self.step
+        return folder
+
+    def _write_more(self, folder: Path) -> None:
         for callback in self._callbacks:
             callback.on_save(self, folder)
-        return folder
 
     def resume(self, folder: Path) -> dict[str, object]:
         """Continue from a checkpoint; on the CPU what follows equals an unbroken run bit for bit.
@@ -241,4 +248,6 @@ class Trainer(Generic[Batch]):
             self._scaler.load_state_dict(state.scaler)
         if self._scheduler is not None:
             self._scheduler.set_step(state.step)
+        for callback in self._callbacks:
+            callback.on_resume(self, folder)
         return state.settings

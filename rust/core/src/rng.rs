@@ -103,9 +103,8 @@ fn unit(bits: u32) -> f32 {
     (bits >> 8) as f32 * (1.0 / 16_777_216.0)
 }
 
-/// `n` values, four from each block, by `draw`.
-fn fill(n: usize, draw: impl Fn([u32; 4]) -> [f32; 4]) -> Vec<f32> {
-    let start = advance(n.div_ceil(4) as u64);
+/// `n` values, four from each block from `start` on, by `draw`.
+fn fill(start: State, n: usize, draw: impl Fn([u32; 4]) -> [f32; 4]) -> Vec<f32> {
     let mut values = Vec::with_capacity(n.next_multiple_of(4));
     for block in 0..n.div_ceil(4) as u64 {
         values.extend(draw(philox(start.seed, start.offset.wrapping_add(block))));
@@ -116,12 +115,17 @@ fn fill(n: usize, draw: impl Fn([u32; 4]) -> [f32; 4]) -> Vec<f32> {
 
 /// `n` uniform f32 values in [0, 1).
 pub fn uniform_vec(n: usize) -> Vec<f32> {
-    fill(n, |bits| bits.map(unit))
+    fill(advance(n.div_ceil(4) as u64), n, |bits| bits.map(unit))
 }
 
 /// `n` standard normal f32 values (Box-Muller).
 pub fn normal_vec(n: usize) -> Vec<f32> {
-    fill(n, |bits| {
+    normal_vec_at(advance(n.div_ceil(4) as u64), n)
+}
+
+/// What [`normal_vec`] gives when the generator is at `start`; the generator stays where it is.
+pub fn normal_vec_at(start: State, n: usize) -> Vec<f32> {
+    fill(start, n, |bits| {
         let pair = |a: u32, b: u32| {
             // 1 - u lies in (0, 1], so that the logarithm is finite.
             let radius = (-2.0 * (1.0 - f64::from(unit(a))).ln()).sqrt();
@@ -196,6 +200,16 @@ mod tests {
     fn philox_matches_the_published_vectors() {
         // Random123's kat_vectors: philox4x32 10, zero counter and key.
         assert_eq!(philox(0, 0), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+    }
+
+    #[test]
+    fn a_draw_at_a_state_is_the_draw_that_follows_it() {
+        let expected = {
+            let _replay = Replay::from(State { seed: 3, offset: 11 });
+            normal_vec(10)
+        };
+        assert_eq!(normal_vec_at(State { seed: 3, offset: 11 }, 10), expected);
+        assert_eq!(normal_vec_at(State { seed: 3, offset: 12 }, 6), expected[4..]);
     }
 
     #[test]

@@ -1,12 +1,10 @@
 //! [`Linear`]: y = x Wᵀ + b over frozen or trainable parameters, with a place for an adapter.
 
-use std::sync::{Arc, PoisonError, RwLock};
-
-use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
 
-use crate::adapter::Adapter;
+use crate::base::{Base, Operation};
 use crate::init;
+use crate::slot::AdapterSlot;
 
 /// A linear layer. `Linear<Tensor>` is frozen, `Linear<Var>` trainable: that is a property of the parameter, the layer is
 /// the same.
@@ -19,9 +17,6 @@ pub struct Linear<T: AsRef<Tensor>> {
     pub bias: Option<T>,
     adapter: AdapterSlot,
 }
-
-/// Where an adapter sits. Shared, so that a set of adapters can be taken off again.
-pub(crate) type AdapterSlot = Arc<RwLock<Option<Arc<dyn Adapter>>>>;
 
 impl Linear<Var> {
     /// A trainable layer with torch's initial values: weight and bias uniform in ±1/√in_features. f32.
@@ -74,12 +69,7 @@ impl<T: AsRef<Tensor>> Linear<T> {
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the input does not fit.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (weight, bias) = (self.weight.as_ref(), self.bias.as_ref().map(AsRef::as_ref));
-        let adapter = self.adapter.read().unwrap_or_else(PoisonError::into_inner).clone();
-        match adapter {
-            Some(adapter) => adapter.forward(x, weight, bias),
-            None => linear(x, weight, bias),
-        }
+        self.adapter.forward(x, &self.base())
     }
 
     /// Size of the input's last dimension.
@@ -94,8 +84,12 @@ impl<T: AsRef<Tensor>> Linear<T> {
 
     /// The weight that the layer computes with: its own, or the merged one that stands in for it.
     pub fn effective_weight(&self) -> Tensor {
-        let adapter = self.adapter.read().unwrap_or_else(PoisonError::into_inner);
-        adapter.as_ref().and_then(|a| a.replaces_weight()).unwrap_or_else(|| self.weight.as_ref().clone())
+        self.adapter.effective_weight(self.weight.as_ref())
+    }
+
+    /// What an adapter sees of the layer.
+    pub fn base(&self) -> Base<'_> {
+        Base { weight: self.weight.as_ref(), bias: self.bias.as_ref().map(AsRef::as_ref), operation: Operation::Linear }
     }
 
     pub(crate) const fn slot(&self) -> &AdapterSlot {

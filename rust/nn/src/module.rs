@@ -2,13 +2,43 @@
 
 use trainable_candle_core::{Result, Tensor, Var};
 
-use crate::Linear;
+use crate::base::Base;
+use crate::conv::weight_to_file;
+use crate::slot::AdapterSlot;
+use crate::{Conv2d, Linear};
 
 /// A layer that adapters know how to sit on.
 #[derive(Clone, Copy)]
 pub enum Layer<'a> {
     /// y = x Wᵀ + b.
     Linear(&'a Linear<Tensor>),
+    /// A convolution of channels-last images.
+    Conv(&'a Conv2d<Tensor>),
+}
+
+impl<'a> Layer<'a> {
+    /// What an adapter sees of the layer.
+    pub fn base(self) -> Base<'a> {
+        match self {
+            Self::Linear(linear) => linear.base(),
+            Self::Conv(conv) => conv.base(),
+        }
+    }
+
+    pub(crate) const fn slot(self) -> &'a AdapterSlot {
+        match self {
+            Self::Linear(linear) => linear.slot(),
+            Self::Conv(conv) => conv.slot(),
+        }
+    }
+
+    /// The weight that the layer computes with, as files hold it: a convolution's is (out, in / groups, height, width).
+    fn file_weight(self) -> Result<Tensor> {
+        match self {
+            Self::Linear(linear) => Ok(linear.effective_weight()),
+            Self::Conv(conv) => weight_to_file(&conv.effective_weight()),
+        }
+    }
 }
 
 /// Something with named parts. A model lists its parts once; loading, adapters and listings all use that.
@@ -32,15 +62,15 @@ pub trait Module {
         layers
     }
 
-    /// Every parameter with its name (`blocks.0.attn.to_q.weight`), adapters excluded
+    /// Every parameter with its name (`blocks.0.attn.to_q.weight`) as files hold it, adapters excluded
     /// (a merged one is part of its layer's weight).
     fn named_tensors(&self) -> Vec<(String, Tensor)> {
         let mut tensors = Vec::new();
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             match part {
-                Part::Layer(name, Layer::Linear(linear)) => {
-                    tensors.push((format!("{name}.weight"), linear.effective_weight()));
-                    tensors.extend(linear.bias.clone().map(|b| (format!("{name}.bias"), b)));
+                Part::Layer(name, layer) => {
+                    tensors.push((format!("{name}.weight"), layer.file_weight()?));
+                    tensors.extend(layer.base().bias.map(|b| (format!("{name}.bias"), b.clone())));
                 }
                 Part::Tensor(name, tensor) => tensors.push((name, tensor.clone())),
             }
@@ -49,9 +79,22 @@ pub trait Module {
         tensors
     }
 
-    /// Every trainable parameter with its name; none in a model that was loaded, all in a fresh one.
+    /// Every trainable parameter with its name; none in a model that was loaded, all in a fresh one. The weight of a
+    /// convolution is channels-last, as in memory.
     fn named_vars(&self) -> Vec<(String, Var)> {
-        self.named_tensors().into_iter().filter_map(|(name, tensor)| Some((name, Var::of(&tensor)?))).collect()
+        let mut vars = Vec::new();
+        let _ = self.visit(&mut Visitor::new(&mut |part| {
+            match part {
+                Part::Layer(name, layer) => {
+                    let base = layer.base();
+                    vars.extend(Var::of(base.weight).map(|var| (format!("{name}.weight"), var)));
+                    vars.extend(base.bias.and_then(Var::of).map(|var| (format!("{name}.bias"), var)));
+                }
+                Part::Tensor(name, tensor) => vars.extend(Var::of(tensor).map(|var| (name, var))),
+            }
+            Ok(())
+        }));
+        vars
     }
 }
 
@@ -98,6 +141,15 @@ impl<'a, 'f> Visitor<'a, 'f> {
     pub fn linear(&mut self, name: &str, linear: &'a Linear<Tensor>) -> Result<()> {
         let name = self.join(name);
         (self.see)(Part::Layer(name, Layer::Linear(linear)))
+    }
+
+    /// Show a convolution.
+    ///
+    /// # Errors
+    /// Whatever `see` raises.
+    pub fn conv(&mut self, name: &str, conv: &'a Conv2d<Tensor>) -> Result<()> {
+        let name = self.join(name);
+        (self.see)(Part::Layer(name, Layer::Conv(conv)))
     }
 
     /// Show a parameter that is not a layer's.

@@ -4,8 +4,9 @@ use pyo3::prelude::*;
 use tc::{DType, Tensor as Inner};
 use trainable_candle_core as tc;
 use trainable_candle_nn::adapter::{self, AdapterSettings, KINDS};
-use trainable_candle_nn::{Linear, init};
+use trainable_candle_nn::{Base, Linear, Operation, init};
 
+use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::device;
 use crate::dtype::DTypeArg;
@@ -20,8 +21,9 @@ use crate::var::Var;
 ///     weight: the layer's frozen weight, (out_features, in_features).
 ///     bias: the layer's frozen bias, (out_features,).
 ///     rank: rank of the low-rank product, at least 1.
-///     scale: factor in front of it.
+///     alpha: the factor in front of it is alpha / rank.
 ///     dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
+///     rslora: make that factor alpha / sqrt(rank).
 ///
 /// Raises:
 ///     ArgumentError: if the kind is unknown, or a number is out of range.
@@ -35,39 +37,43 @@ pub struct Adapter {
 #[pymethods]
 impl Adapter {
     #[new]
-    #[pyo3(signature = (kind, weight, bias, rank, scale, dropout=0.0))]
+    #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=0.0, rslora=false))]
     fn new(
         py: Python<'_>,
         kind: &str,
         weight: &Tensor,
         bias: Option<&Tensor>,
-        rank: isize,
-        scale: f64,
+        rank: Integer,
+        alpha: f64,
         dropout: f64,
+        rslora: bool,
     ) -> Result<Self> {
         const OP: &str = "Adapter";
         let Some(kind) = KINDS.iter().find(|k| k.name == kind) else {
             let known = KINDS.iter().map(|k| k.name).collect::<Vec<_>>().join("\", \"");
             return Err(tc::Error::argument(OP, format!("unknown kind \"{kind}\"; expected \"{known}\"")).into());
         };
-        let Some(rank) = usize::try_from(rank).ok().filter(|&rank| rank > 0) else {
-            return Err(tc::Error::argument(OP, format!("the rank is {rank}, expected at least 1")).into());
-        };
+        let rank = rank.at_least(OP, "rank", 1)?;
         if !(0.0..1.0).contains(&dropout) {
             return Err(
                 tc::Error::argument(OP, format!("the dropout is {dropout}, expected a number in [0, 1)")).into()
             );
         }
-        if !scale.is_finite() {
-            return Err(tc::Error::argument(OP, format!("the scale is {scale}, expected a finite number")).into());
+        if !alpha.is_finite() {
+            return Err(tc::Error::argument(OP, format!("alpha is {alpha}, expected a finite number")).into());
         }
+        let scale = adapter::scale(alpha, rank, rslora);
         let base = Linear::<Inner>::from_parameters(weight.0.detach(), bias.map(|b| b.0.detach()))?;
-        let settings = AdapterSettings { rank, scale, dropout };
-        let vars = quick(|| {
-            (kind.init)(&base.weight, &settings)?.iter().map(tc::Var::from_tensor).collect::<tc::Result<Vec<_>>>()
+        let settings = AdapterSettings { rank, scale, dropout, ..AdapterSettings::default() };
+        let parameters = quick(|| {
+            let start = (kind.init)(&base.base(), &settings)?;
+            start
+                .into_iter()
+                .map(|(name, value)| Ok((name, tc::Var::from_tensor(&value)?)))
+                .collect::<tc::Result<Vec<_>>>()
         })?;
-        let inner = (kind.build)(&vars, &settings)?;
-        let vars = vars.into_iter().map(|var| Var::object(py, var)).collect::<PyResult<_>>()?;
+        let inner = (kind.build)(&parameters, &base.base(), &settings)?;
+        let vars = parameters.into_iter().map(|(_, var)| Var::object(py, var)).collect::<PyResult<_>>()?;
         Ok(Self { inner, vars })
     }
 
@@ -89,12 +95,14 @@ impl Adapter {
     #[pyo3(signature = (input, weight, bias=None))]
     fn forward(&self, py: Python<'_>, input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let work = input.0.elem_count().saturating_add(weight.0.elem_count());
-        compute(py, work, || self.inner.forward(&input.0, &weight.0, bias.map(|b| &b.0))).map(Tensor)
+        let base = Base { weight: &weight.0, bias: bias.map(|b| &b.0), operation: Operation::Linear };
+        compute(py, work, || self.inner.forward(&input.0, &base)).map(Tensor)
     }
 
     /// The weight with which a plain layer computes the same.
     fn merged_weight(&self, py: Python<'_>, weight: &Tensor) -> Result<Tensor> {
-        compute(py, weight.0.elem_count(), || self.inner.merged_weight(&weight.0)).map(Tensor)
+        let base = Base { weight: &weight.0, bias: None, operation: Operation::Linear };
+        compute(py, weight.0.elem_count(), || self.inner.merged_weight(&base)).map(Tensor)
     }
 
     /// Training (dropout on) or not.
@@ -113,12 +121,14 @@ impl Adapter {
 #[pyo3(signature = (in_features, out_features, bias=true, dtype=None, device="cpu"))]
 pub fn init_linear(
     py: Python<'_>,
-    in_features: usize,
-    out_features: usize,
+    in_features: Integer,
+    out_features: Integer,
     bias: bool,
     dtype: Option<DTypeArg>,
     device: &str,
 ) -> Result<(Py<Var>, Option<Py<Var>>)> {
+    const OP: &str = "Linear.init";
+    let (in_features, out_features) = (in_features.count(OP, "in_features")?, out_features.count(OP, "out_features")?);
     let device = device::parse(device)?;
     let dtype = dtype.map_or(DType::F32, |dtype| dtype.0);
     let (weight, bias) = compute(py, in_features.saturating_mul(out_features), || {

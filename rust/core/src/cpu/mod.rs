@@ -21,7 +21,7 @@ pub(crate) use access::{elements, read_all};
 pub use contiguous::contiguous;
 pub use elem::{Elem, Stored};
 pub use gemm::{MatMut, MatRef, gemm, matmul, matmul_accumulate};
-pub use inplace::{accumulate, copy_into, fill, scale_in_place};
+pub use inplace::{accumulate, copy_into, fill, lerp_in_place, scale_in_place};
 pub use map::{Add, Binary, Div, Maximum, Minimum, Mul, Sub, Ternary, Unary, binary, cast, ternary, unary};
 pub use reduce::{argmax, cumsum, max, mean, min, sum, sum_to_shape};
 pub(crate) use simd::vectorized;

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use regex::Regex;
 use trainable_candle_core::{Error, Result};
 
-use super::{AdapterKind, AdapterSettings, dora, lora};
+use super::{AdapterKind, AdapterSettings, KINDS};
+use crate::Layer;
 
 /// Which layers get an adapter, and of what kind and size.
 #[derive(Clone, Debug, PartialEq)]
@@ -14,15 +15,24 @@ pub struct LoraConfig {
     pub r: usize,
     /// The numerator of the scale.
     pub lora_alpha: f64,
-    /// Layers whose name is one of these or ends in `.` and one of these; `all-linear` stands for every layer. An entry with
-    /// characters that no name has (`*`, `(`, `|`, …) is a regular expression for the whole name.
+    /// Layers whose name is one of these or ends in `.` and one of these; `all-linear` stands for every linear layer,
+    /// `all-conv` for every convolution, `all-attention` for the projections of attention. An entry with characters that no
+    /// name has (`*`, `(`, `|`, …) is a regular expression for the whole name.
     pub target_modules: Vec<String>,
     /// Layers to leave out, by the same rules.
     pub exclude_modules: Vec<String>,
     /// Probability of dropping an element of the adapter's input while training, in [0, 1).
     pub lora_dropout: f64,
-    /// Weight-decomposed adapters (DoRA).
+    /// The kind of adapter, a name in [`KINDS`].
+    pub adapter: String,
+    /// Weight-decomposed adapters (DoRA): `dora` in place of `lora`.
     pub use_dora: bool,
+    /// DoRA: one magnitude for each output, as in the paper; otherwise one for each input (LyCORIS' name).
+    pub wd_on_output: bool,
+    /// LoKr: whether the smaller factor may be low-rank, too (peft's name).
+    pub decompose_both: bool,
+    /// LoKr: the size of the smaller factor (peft's name); `None` for one near the root of the layer's size.
+    pub decompose_factor: Option<usize>,
     /// Scale alpha / √r instead of alpha / r (Kalajdzievski 2023, arXiv:2312.03732).
     pub use_rslora: bool,
     /// Other ranks for layers by name (the rules of `target_modules`).
@@ -39,7 +49,11 @@ impl Default for LoraConfig {
             target_modules: vec!["all-linear".into()],
             exclude_modules: Vec::new(),
             lora_dropout: 0.0,
+            adapter: "lora".into(),
             use_dora: false,
+            wd_on_output: true,
+            decompose_both: false,
+            decompose_factor: None,
             use_rslora: false,
             rank_pattern: BTreeMap::new(),
             alpha_pattern: BTreeMap::new(),
@@ -74,6 +88,12 @@ impl LoraConfig {
                 self.lora_dropout
             )));
         }
+        self.kind()?;
+        if self.decompose_factor == Some(0) {
+            return Err(Error::Config(
+                "LoraConfig: decompose_factor is 0, expected at least 1, or -1 for a factor near the root".into(),
+            ));
+        }
         if self.target_modules.is_empty() {
             return Err(Error::Config(
                 "LoraConfig: target_modules is empty; name layers such as \"to_q\", or \"all-linear\"".into(),
@@ -82,25 +102,58 @@ impl LoraConfig {
         Ok(())
     }
 
-    /// The kind of adapter that the switches ask for.
-    pub const fn kind(&self) -> &'static AdapterKind {
-        if self.use_dora { &dora::KIND } else { &lora::KIND }
+    /// The kind of adapter that is asked for.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if there is no such kind, or `use_dora` is asked of another than `lora`.
+    pub fn kind(&self) -> Result<&'static AdapterKind> {
+        let name = match (self.use_dora, self.adapter.as_str()) {
+            (true, "lora" | "dora") => "dora",
+            (true, other) => {
+                return Err(Error::Config(format!(
+                    "LoraConfig: use_dora works with adapter \"lora\", found \"{other}\""
+                )));
+            }
+            (false, name) => name,
+        };
+        KINDS.iter().find(|kind| kind.name == name).copied().ok_or_else(|| {
+            let known: Vec<&str> = KINDS.iter().map(|kind| kind.name).collect();
+            Error::Config(format!("LoraConfig: there is no adapter \"{name}\"; expected \"{}\"", known.join("\", \"")))
+        })
     }
 
     /// Whether the layer `name` gets an adapter.
     ///
     /// # Errors
     /// [`Error::Config`] if a pattern is no regular expression.
-    pub fn targets(&self, name: &str) -> Result<bool> {
+    pub fn targets(&self, name: &str, layer: Layer<'_>) -> Result<bool> {
         let hit = |patterns: &[String]| -> Result<bool> {
             for pattern in patterns {
-                if pattern == "all-linear" || matches(pattern, name)? {
+                let matched = match pattern.as_str() {
+                    "all-linear" => matches!(layer, Layer::Linear(_)),
+                    "all-conv" => matches!(layer, Layer::Conv(_)),
+                    "all-attention" => is_attention(name),
+                    other => matches(other, name)?,
+                };
+                if matched {
                     return Ok(true);
                 }
             }
             Ok(false)
         };
         Ok(hit(&self.target_modules)? && !hit(&self.exclude_modules)?)
+    }
+
+    /// Add the layer `name` with a given adapter: how the configuration of a set from a file comes about.
+    pub(super) fn describe(&mut self, name: &str, kind: &AdapterKind, settings: &AdapterSettings) {
+        self.adapter = kind.name.into();
+        self.use_dora |= kind.name == "dora";
+        self.wd_on_output &= settings.wd_on_output;
+        if settings.rank > 0 {
+            self.rank_pattern.insert(name.into(), settings.rank);
+        }
+        self.alpha_pattern.insert(name.into(), settings.scale * settings.rank.max(1) as f64);
+        self.target_modules.push(name.into());
     }
 
     /// Sizes for the layer `name`.
@@ -110,9 +163,41 @@ impl LoraConfig {
     pub fn settings(&self, name: &str) -> Result<AdapterSettings> {
         let rank = lookup(&self.rank_pattern, name)?.unwrap_or(self.r);
         let alpha = lookup(&self.alpha_pattern, name)?.unwrap_or(self.lora_alpha);
-        let denominator = if self.use_rslora { (rank as f64).sqrt() } else { rank as f64 };
-        Ok(AdapterSettings { rank, scale: alpha / denominator, dropout: self.lora_dropout })
+        Ok(AdapterSettings {
+            rank,
+            scale: scale(alpha, rank, self.use_rslora),
+            dropout: self.lora_dropout,
+            wd_on_output: self.wd_on_output,
+            decompose_both: self.decompose_both,
+            decompose_factor: self.decompose_factor,
+        })
     }
+}
+
+/// The factor in front of a product of rank `rank`: alpha / r, or alpha / √r for rsLoRA.
+pub fn scale(alpha: f64, rank: usize, rslora: bool) -> f64 {
+    alpha / if rslora { (rank as f64).sqrt() } else { rank as f64 }
+}
+
+/// The projections of an attention by the names of diffusers and transformers.
+const ATTENTION: &[&str] = &[
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_add_out",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "out_proj",
+];
+
+fn is_attention(name: &str) -> bool {
+    ATTENTION.iter().any(|end| name == *end || name.strip_suffix(end).is_some_and(|rest| rest.ends_with('.')))
 }
 
 fn lookup<V: Copy>(patterns: &BTreeMap<String, V>, name: &str) -> Result<Option<V>> {
@@ -139,30 +224,72 @@ fn matches(pattern: &str, name: &str) -> Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use trainable_candle_core::ops::conv::Conv2dOptions;
+    use trainable_candle_core::{DType, Device, Tensor};
+
     use super::*;
+    use crate::{Conv2d, Linear};
 
     fn config(targets: &[&str]) -> LoraConfig {
         LoraConfig { target_modules: targets.iter().map(ToString::to_string).collect(), ..LoraConfig::default() }
     }
 
+    /// Which linear layers and which convolutions of these names are targeted.
+    fn targeted(config: &LoraConfig, name: &str) -> (bool, bool) {
+        let linear = Linear::from_weight(Tensor::zeros((1, 1), DType::F32, &Device::Cpu).unwrap(), None);
+        let weight = Tensor::zeros((1, 1, 1, 1), DType::F32, &Device::Cpu).unwrap();
+        let conv = Conv2d::from_parameters(weight, None, Conv2dOptions::default()).unwrap();
+        let hit = |layer| config.targets(name, layer).unwrap();
+        (hit(Layer::Linear(&linear)), hit(Layer::Conv(&conv)))
+    }
+
     #[test]
     fn names_match_whole_or_after_a_dot() {
         let c = config(&["to_q", "to_out.0"]);
-        assert!(c.targets("blocks.0.attn.to_q").unwrap());
-        assert!(c.targets("to_q").unwrap());
-        assert!(c.targets("blocks.0.attn.to_out.0").unwrap());
-        assert!(!c.targets("blocks.0.attn.add_to_q").unwrap());
-        assert!(!c.targets("blocks.0.attn.to_out").unwrap());
+        for (name, expected) in [
+            ("blocks.0.attn.to_q", true),
+            ("to_q", true),
+            ("blocks.0.attn.to_out.0", true),
+            ("blocks.0.attn.add_to_q", false),
+            ("blocks.0.attn.to_out", false),
+        ] {
+            assert_eq!(targeted(&c, name), (expected, expected), "{name}");
+        }
     }
 
     #[test]
     fn patterns_and_exclusions() {
         let mut c = config(&[r"blocks\.[02]\..*to_(q|k)"]);
-        assert!(c.targets("blocks.2.attn.to_k").unwrap());
-        assert!(!c.targets("blocks.1.attn.to_k").unwrap());
+        assert!(targeted(&c, "blocks.2.attn.to_k").0);
+        assert!(!targeted(&c, "blocks.1.attn.to_k").0);
         c.exclude_modules = vec!["blocks.2.attn.to_k".into()];
-        assert!(!c.targets("blocks.2.attn.to_k").unwrap());
-        assert!(config(&["to_("]).targets("x").is_err());
+        assert!(!targeted(&c, "blocks.2.attn.to_k").0);
+        let linear = Linear::from_weight(Tensor::zeros((1, 1), DType::F32, &Device::Cpu).unwrap(), None);
+        assert!(config(&["to_("]).targets("x", Layer::Linear(&linear)).is_err());
+    }
+
+    #[test]
+    fn words_stand_for_layers_of_a_sort() {
+        assert_eq!(targeted(&config(&["all-linear"]), "x"), (true, false));
+        assert_eq!(targeted(&config(&["all-conv"]), "x"), (false, true));
+        assert_eq!(targeted(&config(&["all-linear", "all-conv"]), "x"), (true, true));
+        let attention = config(&["all-attention"]);
+        for (name, expected) in [
+            ("down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_out.0", true),
+            ("text_model.encoder.layers.3.self_attn.out_proj", true),
+            ("down_blocks.1.attentions.0.proj_out", false),
+            ("down_blocks.1.attentions.0.transformer_blocks.0.ff.net.2", false),
+        ] {
+            assert_eq!(targeted(&attention, name).0, expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn kinds_are_found_by_name() {
+        assert_eq!(LoraConfig::default().kind().unwrap().name, "lora");
+        assert_eq!(LoraConfig { use_dora: true, ..LoraConfig::default() }.kind().unwrap().name, "dora");
+        let wrong = LoraConfig { adapter: "lara".into(), ..LoraConfig::default() };
+        assert!(wrong.validate().unwrap_err().to_string().contains("\"lara\""));
     }
 
     #[test]
@@ -170,7 +297,8 @@ mod tests {
         let mut c = config(&["all-linear"]);
         c.rank_pattern.insert("to_q".into(), 4);
         c.alpha_pattern.insert("to_q".into(), 2.0);
-        assert_eq!(c.settings("a.to_q").unwrap(), AdapterSettings { rank: 4, scale: 0.5, dropout: 0.0 });
+        let settings = c.settings("a.to_q").unwrap();
+        assert_eq!((settings.rank, settings.scale), (4, 0.5));
         c.use_rslora = true;
         assert_eq!(c.settings("a.to_q").unwrap().scale, 1.0);
         assert_eq!(c.settings("a.to_k").unwrap().rank, 8);

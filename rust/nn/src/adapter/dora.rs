@@ -1,74 +1,149 @@
-//! DoRA (Liu et al. 2024, arXiv:2402.09353): m (W + s B A) / ‖W + s B A‖, the norm taken per output row as in peft.
+//! DoRA (Liu et al. 2024, arXiv:2402.09353): m (W + s B A) / ‖W + s B A‖, the norm a constant in the backward.
+//!
+//! The norm is taken for each output, as in the paper and in peft, or for each input (feature or channel) over outputs and
+//! kernel, as kohya's tools write it and `ComfyUI` computes it.
 
 use trainable_candle_core::ops::dropout::dropout;
-use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::lora::{LoraWeights, adapted_row_norm, dora_linear};
-use trainable_candle_core::{DType, Result, Tensor, Var};
+use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
-use super::lora::Lora;
-use super::{Adapter, AdapterKind, AdapterSettings, lora};
+use super::kind::{Parameters, find};
+use super::lora::{self, DOWN, Lora, UP};
+use super::{Adapter, AdapterKind, AdapterSettings, Layout};
+use crate::base::{Base, Operation};
+
+/// One magnitude for each output, (out).
+const PER_OUTPUT: &str = "lora_magnitude_vector.weight";
+/// One magnitude for each input, (1, in).
+const PER_INPUT: &str = "dora_scale";
 
 /// DoRA in the registry.
 pub static KIND: AdapterKind = AdapterKind {
     name: "dora",
-    suffixes: &["lora_A.weight", "lora_B.weight", "lora_magnitude_vector.weight"],
+    parameters: &[
+        (DOWN, Layout::Kernel),
+        (UP, Layout::Pointwise),
+        (PER_OUTPUT, Layout::Channels),
+        (PER_INPUT, Layout::Row),
+    ],
+    mark: &[PER_OUTPUT, PER_INPUT],
+    ranked: &[DOWN],
     init: start,
-    shapes,
     build,
 };
 
-/// As LoRA, with the rows' norms as magnitude: the layer computes what it did before.
-fn start(weight: &Tensor, settings: &AdapterSettings) -> Result<Vec<Tensor>> {
-    let mut values = (lora::KIND.init)(weight, settings)?;
-    let weight = weight.detach().to_dtype(DType::F32)?;
-    values.push(adapted_row_norm(&weight, &values[0], &values[1], settings.scale)?);
+/// As LoRA, with the weight's norms as magnitude: the layer computes what it did before.
+fn start(base: &Base<'_>, settings: &AdapterSettings) -> Result<Parameters<Tensor>> {
+    let mut values = lora::start(base, settings)?;
+    let weight = base.weight.detach().to_dtype(DType::F32)?;
+    if settings.wd_on_output {
+        let dims: Vec<usize> = (1..weight.rank()).collect();
+        values.push((PER_OUTPUT, weight.sqr()?.sum(&dims, false)?.sqrt()?));
+    } else {
+        values.push((PER_INPUT, input_norm(&weight)?));
+    }
     Ok(values)
 }
 
-fn shapes(weight: &Tensor, rank: usize) -> Vec<Vec<usize>> {
-    let mut shapes = (lora::KIND.shapes)(weight, rank);
-    shapes.push(vec![weight.dims()[0]]);
-    shapes
+/// ‖W‖ for each input, (1, in).
+fn input_norm(weight: &Tensor) -> Result<Tensor> {
+    let dims: Vec<usize> = (0..weight.rank() - 1).collect();
+    weight.sqr()?.sum(&dims, false)?.sqrt()?.unsqueeze(0)
 }
 
-fn build(vars: &[Var], settings: &AdapterSettings) -> Result<Box<dyn Adapter>> {
-    let factors = Lora::new(vars[0].clone(), vars[1].clone(), settings.scale, settings.dropout);
-    Ok(Box::new(Dora { factors, magnitude: vars[2].clone() }))
+fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>> {
+    let factors = Lora::over(parameters, base, settings)?;
+    let (magnitude, expected) = match (find(parameters, PER_OUTPUT), find(parameters, PER_INPUT)) {
+        (Some(magnitude), None) => (Magnitude::PerOutput(magnitude), vec![base.rows()]),
+        (None, Some(magnitude)) => (Magnitude::PerInput(magnitude), vec![1, base.inputs()]),
+        _ => return Err(Error::Config(format!("DoRA: expected one of {PER_OUTPUT} and {PER_INPUT}"))),
+    };
+    if magnitude.var().dims() != expected {
+        return Err(Error::shape(
+            "DoRA",
+            format!("the magnitude has shape {:?}, expected {expected:?}", magnitude.var().dims()),
+        ));
+    }
+    Ok(Box::new(Dora { factors, magnitude }))
 }
 
-/// The adapter of one layer: LoRA's two matrices and a magnitude (out).
+/// The lengths that the adapted weight is brought to.
+enum Magnitude {
+    /// (out).
+    PerOutput(Var),
+    /// (1, in).
+    PerInput(Var),
+}
+
+impl Magnitude {
+    const fn var(&self) -> &Var {
+        match self {
+            Self::PerOutput(var) | Self::PerInput(var) => var,
+        }
+    }
+}
+
+/// The adapter of one layer: LoRA's two factors and a magnitude.
 pub struct Dora {
     factors: Lora,
-    magnitude: Var,
+    magnitude: Magnitude,
 }
 
-impl Adapter for Dora {
-    fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let (down, up) = self.factors.factors(x.dtype())?;
-        let magnitude = self.magnitude.to_dtype(x.dtype())?;
+impl Dora {
+    /// y = m / ‖W + s B A‖ (W x + s B A x) + b, the norm for each output.
+    fn per_output(&self, magnitude: &Var, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         let scale = self.factors.scale();
-        let Some(p) = self.factors.active_dropout() else {
+        let (down, up) = self.factors.factors(x.dtype())?;
+        let magnitude = magnitude.to_dtype(x.dtype())?;
+        let dropped = self.factors.active_dropout();
+        if let (None, Operation::Linear) = (dropped, base.operation) {
+            let (weight, bias) = (base.weight, base.bias);
             return dora_linear(x, LoraWeights { weight, bias, down: &down, up: &up, scale }, &magnitude);
+        }
+        let rows = base.weight.detach().reshape((base.rows(), base.columns()))?;
+        let down = down.detach().reshape((down.dims()[0], base.columns()))?;
+        let ratio = magnitude.div(&adapted_row_norm(&rows, &down, &up.detach(), scale)?)?;
+        let unbiased = Base { bias: None, ..*base };
+        let Some(p) = dropped else {
+            let y = unbiased.forward(x)?.add(&self.factors.low_rank(x, base)?)?.mul(&ratio)?;
+            return base.bias.map_or_else(|| Ok(y.clone()), |bias| y.add(bias));
         };
         // With dropout peft leaves W x as it is and adds (c - 1) W x' + c s B A x' on the dropped-out x'.
         let dropped = dropout(x, p, true)?;
-        let ratio = magnitude.div(&adapted_row_norm(weight, &down.detach(), &up.detach(), scale)?)?;
-        let base = linear(&dropped, weight, None)?.mul(&ratio.add_scalar(-1.0)?)?;
-        let low_rank = linear(&linear(&dropped, &down, None)?, &up, None)?.mul_scalar(scale)?.mul(&ratio)?;
-        linear(x, weight, bias)?.add(&base)?.add(&low_rank)
+        let change = unbiased.forward(&dropped)?.mul(&ratio.add_scalar(-1.0)?)?;
+        let low_rank = self.factors.low_rank(&dropped, base)?.mul(&ratio)?;
+        base.forward(x)?.add(&change)?.add(&low_rank)
     }
 
-    fn merged_weight(&self, weight: &Tensor) -> Result<Tensor> {
-        let adapted = self.factors.adapted(weight)?;
-        let norm = adapted.sqr()?.sum(&[1], true)?.sqrt()?;
-        let magnitude = self.magnitude.detach().to_dtype(adapted.dtype())?.unsqueeze(1)?;
-        adapted.mul(&magnitude.div(&norm)?)?.to_dtype(weight.dtype())
+    /// y = (W + s B A) (m / ‖W + s B A‖ x) + b, the norm for each input.
+    fn per_input(&self, magnitude: &Var, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
+        let norm = input_norm(&self.factors.adapted(base)?)?.squeeze(0)?;
+        let ratio = magnitude.squeeze(0)?.to_dtype(norm.dtype())?.div(&norm)?.to_dtype(x.dtype())?;
+        self.factors.forward(&x.mul(&ratio)?, base)
+    }
+}
+
+impl Adapter for Dora {
+    fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
+        match &self.magnitude {
+            Magnitude::PerOutput(magnitude) => self.per_output(magnitude, x, base),
+            Magnitude::PerInput(magnitude) => self.per_input(magnitude, x, base),
+        }
     }
 
-    fn vars(&self) -> Vec<Var> {
-        let mut vars = self.factors.vars();
-        vars.push(self.magnitude.clone());
-        vars
+    fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor> {
+        let adapted = self.factors.adapted(base)?;
+        let ratio = match &self.magnitude {
+            Magnitude::PerOutput(magnitude) => {
+                let dims: Vec<usize> = (1..adapted.rank()).collect();
+                let norm = adapted.sqr()?.sum(&dims, true)?.sqrt()?;
+                magnitude.detach().to_dtype(adapted.dtype())?.reshape(norm.shape().clone())?.div(&norm)?
+            }
+            Magnitude::PerInput(magnitude) => {
+                magnitude.detach().to_dtype(adapted.dtype())?.div(&input_norm(&adapted)?)?.squeeze(0)?
+            }
+        };
+        adapted.mul(&ratio)?.to_dtype(base.weight.dtype())
     }
 
     fn scale(&self) -> f64 {

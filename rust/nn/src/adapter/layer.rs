@@ -6,12 +6,14 @@ use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{Device, Error, Result, Tensor, Var};
 
 use super::{Adapter, AdapterKind, AdapterSettings, dora, lora};
+use crate::base::{Base, Operation};
 
 /// A frozen linear layer with an adapter of kind `K`.
 pub struct AdaptedLinear<K> {
     weight: Tensor,
     bias: Option<Tensor>,
     adapter: Box<dyn Adapter>,
+    vars: Vec<Var>,
     kind: PhantomData<K>,
 }
 
@@ -82,7 +84,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
     /// # Errors
     /// [`Error::Shape`] if the weight is no matrix, [`Error::Argument`] if the rank is 0, [`Error::Device`] if the weight is elsewhere.
     pub fn new(base_weight: Tensor, rank: usize, alpha: f64, device: &Device) -> Result<Self> {
-        let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, dropout: 0.0 };
+        let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, ..AdapterSettings::default() };
         Self::with_settings(base_weight, None, settings, device)
     }
 
@@ -98,9 +100,18 @@ impl<K: LayerKind> AdaptedLinear<K> {
     ) -> Result<Self> {
         check_base(K::NAME, &base_weight, bias.as_ref(), settings.rank, device)?;
         let (weight, bias) = (base_weight.detach(), bias.map(|b| b.detach()));
-        let start = (K::KIND.init)(&weight, &settings)?;
-        let vars = start.iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
-        Ok(Self { weight, bias, adapter: (K::KIND.build)(&vars, &settings)?, kind: PhantomData })
+        let base = Base { weight: &weight, bias: bias.as_ref(), operation: Operation::Linear };
+        let parameters = (K::KIND.init)(&base, &settings)?
+            .into_iter()
+            .map(|(name, value)| Ok((name, Var::from_tensor(&value)?)))
+            .collect::<Result<Vec<_>>>()?;
+        let adapter = (K::KIND.build)(&parameters, &base, &settings)?;
+        let vars = parameters.into_iter().map(|(_, var)| var).collect();
+        Ok(Self { weight, bias, adapter, vars, kind: PhantomData })
+    }
+
+    const fn base(&self) -> Base<'_> {
+        Base { weight: &self.weight, bias: self.bias.as_ref(), operation: Operation::Linear }
     }
 
     /// `x (..., in)` → `(..., out)`.
@@ -108,12 +119,12 @@ impl<K: LayerKind> AdaptedLinear<K> {
     /// # Errors
     /// [`Error::Shape`] and its kin if the input does not fit.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.adapter.forward(x, &self.weight, self.bias.as_ref())
+        self.adapter.forward(x, &self.base())
     }
 
     /// The trainable parameters: down, up, and for DoRA the magnitude.
     pub fn get_vars(&self) -> Vec<Var> {
-        self.adapter.vars()
+        self.vars.clone()
     }
 
     /// The factor in front of the low-rank product.
@@ -126,7 +137,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
     /// # Errors
     /// Those of the arithmetic.
     pub fn merge(&self) -> Result<Tensor> {
-        self.adapter.merged_weight(&self.weight)
+        self.adapter.merged_weight(&self.base())
     }
 
     /// Training (dropout on) or not.

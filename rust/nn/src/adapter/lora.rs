@@ -1,36 +1,45 @@
 //! LoRA (Hu et al. 2021, arXiv:2106.09685): W + s B A.
+//!
+//! On a convolution A is a convolution of the layer's kernel, stride, padding and dilation to r channels, and B maps them to
+//! the output channels pixel by pixel (LoCon; peft and kohya do the same).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::lora::{LoraWeights, lora_backward, lora_linear};
-use trainable_candle_core::{DType, Result, Tensor, Var};
+use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
-use super::{Adapter, AdapterKind, AdapterSettings};
+use super::kind::{Parameters, find};
+use super::{Adapter, AdapterKind, AdapterSettings, Layout};
+use crate::base::{Base, Operation};
 use crate::init;
 
+pub(super) const DOWN: &str = "lora_A.weight";
+pub(super) const UP: &str = "lora_B.weight";
+
 /// LoRA in the registry.
-pub static KIND: AdapterKind =
-    AdapterKind { name: "lora", suffixes: &["lora_A.weight", "lora_B.weight"], init: start, shapes, build };
+pub static KIND: AdapterKind = AdapterKind {
+    name: "lora",
+    parameters: &[(DOWN, Layout::Kernel), (UP, Layout::Pointwise)],
+    mark: &[],
+    ranked: &[DOWN],
+    init: start,
+    build: |parameters, base, settings| Ok(Box::new(Lora::over(parameters, base, settings)?)),
+};
 
-/// A uniform as torch starts a linear layer, B zero: the layer computes what it did before.
-fn start(weight: &Tensor, settings: &AdapterSettings) -> Result<Vec<Tensor>> {
-    let (out, inner) = (weight.dims()[0], weight.dims()[1]);
-    let down = init::kaiming_uniform((settings.rank, inner), DType::F32, weight.device())?;
-    let up = Tensor::zeros((out, settings.rank), DType::F32, weight.device())?;
-    Ok(vec![down, up])
+/// A uniform as torch starts a layer of its shape, B zero: the layer computes what it did before.
+pub(super) fn start(base: &Base<'_>, settings: &AdapterSettings) -> Result<Parameters<Tensor>> {
+    let mut dims = base.weight.dims().to_vec();
+    if let Some(first) = dims.first_mut() {
+        *first = settings.rank;
+    }
+    let down = init::kaiming_uniform(dims, DType::F32, base.weight.device())?;
+    let up = Tensor::zeros((base.rows(), settings.rank), DType::F32, base.weight.device())?;
+    Ok(vec![(DOWN, down), (UP, up)])
 }
 
-fn shapes(weight: &Tensor, rank: usize) -> Vec<Vec<usize>> {
-    vec![vec![rank, weight.dims()[1]], vec![weight.dims()[0], rank]]
-}
-
-fn build(vars: &[Var], settings: &AdapterSettings) -> Result<Box<dyn Adapter>> {
-    Ok(Box::new(Lora::new(vars[0].clone(), vars[1].clone(), settings.scale, settings.dropout)))
-}
-
-/// The adapter of one layer: A = `down (r, in)`, B = `up (out, r)`.
+/// The adapter of one layer: A = `down (r, in)`, or `(r, h, w, in)` on a convolution, B = `up (out, r)`.
 pub struct Lora {
     down: Var,
     up: Var,
@@ -40,14 +49,47 @@ pub struct Lora {
 }
 
 impl Lora {
-    /// Over given parameters.
-    pub const fn new(down: Var, up: Var, scale: f64, dropout: f64) -> Self {
-        Self { down, up, scale, dropout, training: AtomicBool::new(true) }
+    /// Over parameters that must fit the base.
+    pub(super) fn over(
+        parameters: &[(&'static str, Var)],
+        base: &Base<'_>,
+        settings: &AdapterSettings,
+    ) -> Result<Self> {
+        const OP: &str = "LoRA";
+        let (Some(down), Some(up)) = (find(parameters, DOWN), find(parameters, UP)) else {
+            return Err(Error::Config(format!("LoRA: expected the parameters {DOWN} and {UP}")));
+        };
+        if base.groups() != 1 {
+            let cure = "leave the layer out with exclude_modules";
+            return Err(Error::Config(format!(
+                "LoRA: a convolution in {} groups cannot carry it; {cure}",
+                base.groups()
+            )));
+        }
+        let (rank, tail) = (down.dims().first().copied().unwrap_or(0), &base.weight.dims()[1..]);
+        if rank == 0 || &down.dims()[1..] != tail || up.dims() != [base.rows(), rank] {
+            return Err(Error::shape(
+                OP,
+                format!(
+                    "down has shape {:?} and up {:?} (channels last), the layer's weight {:?}",
+                    down.dims(),
+                    up.dims(),
+                    base.weight.dims()
+                ),
+            ));
+        }
+        Ok(Self { down, up, scale: settings.scale, dropout: settings.dropout, training: AtomicBool::new(true) })
     }
 
-    /// The two matrices in the dtype that the layer computes in (the masters are f32).
+    /// The two factors in the dtype that the layer computes in (the masters are f32).
     pub(super) fn factors(&self, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok((self.down.to_dtype(dtype)?, self.up.to_dtype(dtype)?))
+    }
+
+    /// s B A x.
+    pub(super) fn low_rank(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
+        let (down, up) = self.factors(x.dtype())?;
+        linear(&base.operation.apply(x, &down, None)?, &up, None)?.mul_scalar(self.scale)
     }
 
     /// The dropout probability, if the adapter's input differs from the layer's at present.
@@ -55,45 +97,32 @@ impl Lora {
         (self.dropout > 0.0 && self.training.load(Ordering::Relaxed)).then_some(self.dropout)
     }
 
-    pub(super) fn set_training(&self, training: bool) {
-        self.training.store(training, Ordering::Relaxed);
-    }
-
-    pub(super) fn vars(&self) -> Vec<Var> {
-        vec![self.down.clone(), self.up.clone()]
-    }
-
-    pub(super) const fn scale(&self) -> f64 {
-        self.scale
-    }
-
-    /// W + s B A in f32 (f64 for an f64 weight).
-    pub(super) fn adapted(&self, weight: &Tensor) -> Result<Tensor> {
+    /// W + s B A in f32 (f64 for an f64 weight), shaped as W.
+    pub(super) fn adapted(&self, base: &Base<'_>) -> Result<Tensor> {
+        let weight = base.weight.detach();
         let dtype = if weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let (down, up) = self.factors(dtype)?;
-        let delta = up.detach().matmul(&down.detach())?.mul_scalar(self.scale)?;
-        weight.detach().to_dtype(dtype)?.add(&delta)
+        let down = down.detach().reshape((down.dims()[0], base.columns()))?;
+        let delta = up.detach().matmul(&down)?.mul_scalar(self.scale)?;
+        weight.to_dtype(dtype)?.add(&delta.reshape(weight.shape().clone())?)
     }
 }
 
 impl Adapter for Lora {
-    fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let (down, up) = self.factors(x.dtype())?;
-        match self.active_dropout() {
-            None => lora_linear(x, LoraWeights { weight, bias, down: &down, up: &up, scale: self.scale }),
-            Some(p) => {
-                let hidden = linear(&dropout(x, p, true)?, &down, None)?;
-                linear(x, weight, bias)?.add(&linear(&hidden, &up, None)?.mul_scalar(self.scale)?)
+    fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
+        match (self.active_dropout(), base.operation) {
+            (None, Operation::Linear) => {
+                let (down, up) = self.factors(x.dtype())?;
+                let (weight, bias) = (base.weight, base.bias);
+                lora_linear(x, LoraWeights { weight, bias, down: &down, up: &up, scale: self.scale })
             }
+            (None, Operation::Conv2d(_)) => base.forward(x)?.add(&self.low_rank(x, base)?),
+            (Some(p), _) => base.forward(x)?.add(&self.low_rank(&dropout(x, p, true)?, base)?),
         }
     }
 
-    fn merged_weight(&self, weight: &Tensor) -> Result<Tensor> {
-        self.adapted(weight)?.to_dtype(weight.dtype())
-    }
-
-    fn vars(&self) -> Vec<Var> {
-        self.vars()
+    fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor> {
+        self.adapted(base)?.to_dtype(base.weight.dtype())
     }
 
     fn scale(&self) -> f64 {
@@ -101,7 +130,7 @@ impl Adapter for Lora {
     }
 
     fn set_training(&self, training: bool) {
-        self.set_training(training);
+        self.training.store(training, Ordering::Relaxed);
     }
 }
 

@@ -4,39 +4,46 @@
 //! them is attached to layers found by name ([`AdapterSet::attach`]) and taken off again.
 
 mod config;
+mod delta;
 mod dora;
+mod kind;
 mod layer;
+mod layout;
+mod loha;
+mod lokr;
 mod lora;
+mod merged;
 mod set;
 
-pub use config::LoraConfig;
+pub use config::{LoraConfig, scale};
 pub use dora::Dora;
+pub use kind::{AdapterKind, Build, Init, Parameters};
 pub use layer::{AdaptedLinear, DoRALinear, DoraLayer, LayerKind, LoRALinear, LoraLayer};
+pub use layout::Layout;
 pub use lora::{LoRABackwardOps, Lora};
-pub use set::AdapterSet;
-use trainable_candle_core::{Result, Tensor, Var};
+pub use set::{AdaptedLayer, AdapterSet, LayerValues};
+use trainable_candle_core::{Result, Tensor};
 
-/// An adapter of one linear layer.
+use crate::base::Base;
+
+/// An adapter of one layer.
 pub trait Adapter: Send + Sync {
-    /// The layer's result with the adapter: `x (..., in)` → `(..., out)` over the frozen `weight (out, in)` and `bias (out)`.
+    /// The layer's result with the adapter, over the frozen `base`.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] and its kin if the input does not fit.
-    fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
+    fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor>;
 
-    /// The weight that a plain layer would need to compute the same, in the dtype of `weight`.
+    /// The weight that a plain layer would need to compute the same, in the dtype and layout of the base's.
     ///
     /// # Errors
     /// Those of the arithmetic.
-    fn merged_weight(&self, weight: &Tensor) -> Result<Tensor>;
+    fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor>;
 
     /// The weight that this adapter computes with in place of the layer's own, if it does nothing else.
     fn replaces_weight(&self) -> Option<Tensor> {
         None
     }
-
-    /// The trainable parameters, in the order of the kind's [`AdapterKind::suffixes`].
-    fn vars(&self) -> Vec<Var>;
 
     /// The factor in front of the low-rank product.
     fn scale(&self) -> f64;
@@ -54,24 +61,19 @@ pub struct AdapterSettings {
     pub scale: f64,
     /// Probability of dropping an element of the adapter's input while training.
     pub dropout: f64,
+    /// DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
+    pub wd_on_output: bool,
+    /// LoKr: whether the smaller factor may be low-rank, too.
+    pub decompose_both: bool,
+    /// LoKr: the size of the smaller factor, if it divides; otherwise as near below it as possible. `None`: near the root.
+    pub decompose_factor: Option<usize>,
 }
 
-/// A kind of adapter: how it starts, and how it is built over its parameters.
-pub struct AdapterKind {
-    /// The name in configurations and files.
-    pub name: &'static str,
-    /// The names of its parameters in peft's files, after the layer's name.
-    pub suffixes: &'static [&'static str],
-    /// Initial f32 values of the parameters for a frozen `weight (out, in)`, such that the layer computes what it did before.
-    pub init: fn(weight: &Tensor, settings: &AdapterSettings) -> Result<Vec<Tensor>>,
-    /// The shapes of the parameters.
-    pub shapes: fn(weight: &Tensor, rank: usize) -> Vec<Vec<usize>>,
-    /// The adapter over its parameters.
-    pub build: Build,
+impl Default for AdapterSettings {
+    fn default() -> Self {
+        Self { rank: 8, scale: 1.0, dropout: 0.0, wd_on_output: true, decompose_both: false, decompose_factor: None }
+    }
 }
-
-/// Makes an adapter of its parameters.
-pub type Build = fn(vars: &[Var], settings: &AdapterSettings) -> Result<Box<dyn Adapter>>;
 
 /// Every kind of adapter.
-pub static KINDS: &[&AdapterKind] = &[&lora::KIND, &dora::KIND];
+pub static KINDS: &[&AdapterKind] = &[&lora::KIND, &dora::KIND, &loha::KIND, &lokr::KIND];

@@ -1,52 +1,92 @@
 //! [`AdapterSet`]: the adapters of a model, their parameters in one flat buffer.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
-use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::{Error, FlatBuffer, Result, Tensor, Var};
 
-use super::{Adapter, AdapterSettings, LoraConfig};
-use crate::linear::AdapterSlot;
-use crate::{Layer, Linear};
+use super::kind::Parameters;
+use super::merged::Merged;
+use super::{Adapter, AdapterKind, AdapterSettings, KINDS, LoraConfig};
+use crate::Layer;
+use crate::base::{Base, Operation};
+use crate::slot::AdapterSlot;
 
 /// One adapted layer.
 struct Member {
     name: String,
+    kind: &'static AdapterKind,
     settings: AdapterSettings,
     weight: Tensor,
+    bias: Option<Tensor>,
+    operation: Operation,
     slot: AdapterSlot,
     adapter: Arc<dyn Adapter>,
-    vars: Vec<Var>,
+    parameters: Parameters<Var>,
 }
 
-/// A weight that stands in for the layer's own.
-struct Merged {
-    weight: Tensor,
+impl Member {
+    const fn base(&self) -> Base<'_> {
+        Base { weight: &self.weight, bias: self.bias.as_ref(), operation: self.operation }
+    }
 }
 
-impl Adapter for Merged {
-    fn forward(&self, x: &Tensor, _weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        linear(x, &self.weight, bias)
+/// An adapter that is about to be attached.
+struct Planned<'a> {
+    name: &'a str,
+    layer: Layer<'a>,
+    kind: &'static AdapterKind,
+    settings: AdapterSettings,
+    values: Parameters<Tensor>,
+}
+
+/// What one layer of a set has.
+pub struct AdaptedLayer<'a> {
+    /// The layer's name.
+    pub name: &'a str,
+    /// The kind of its adapter.
+    pub kind: &'static AdapterKind,
+    /// Its sizes.
+    pub settings: AdapterSettings,
+    /// What it sits on.
+    pub base: Base<'a>,
+    /// Its parameters under peft's names, laid out as in files.
+    pub parameters: Parameters<Tensor>,
+}
+
+/// The adapter of one layer as a file has it.
+#[derive(Clone)]
+pub struct LayerValues {
+    /// Parameters under peft's names, laid out as in files.
+    pub parameters: BTreeMap<String, Tensor>,
+    /// The factor in front of the low-rank product.
+    pub scale: f64,
+}
+
+impl LayerValues {
+    /// The kind of adapter that has these parameters.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if no kind has all of them.
+    pub fn kind(&self) -> Result<&'static AdapterKind> {
+        let has = |kind: &&&AdapterKind| {
+            self.parameters.keys().all(|name| kind.parameter(name).is_some())
+                && (kind.mark.is_empty() || kind.mark.iter().any(|name| self.parameters.contains_key(*name)))
+        };
+        KINDS.iter().find(has).copied().ok_or_else(|| {
+            let names: Vec<&str> = self.parameters.keys().map(String::as_str).collect();
+            Error::Config(format!("no kind of adapter has the parameters {}", names.join(", ")))
+        })
     }
 
-    fn merged_weight(&self, _weight: &Tensor) -> Result<Tensor> {
-        Ok(self.weight.clone())
+    /// The rank, 0 if nothing is decomposed.
+    ///
+    /// # Errors
+    /// As [`kind`](Self::kind).
+    pub fn rank(&self) -> Result<usize> {
+        let ranked = self.kind()?.ranked.iter().find_map(|name| self.parameters.get(*name));
+        Ok(ranked.and_then(|tensor| tensor.dims().first().copied()).unwrap_or(0))
     }
-
-    fn replaces_weight(&self) -> Option<Tensor> {
-        Some(self.weight.clone())
-    }
-
-    fn vars(&self) -> Vec<Var> {
-        Vec::new()
-    }
-
-    fn scale(&self) -> f64 {
-        0.0
-    }
-
-    fn set_training(&self, _training: bool) {}
 }
 
 /// The adapters that one configuration put on a model. Owns their parameters and gradients as flat vectors.
@@ -63,21 +103,18 @@ impl AdapterSet {
     /// [`Error::Config`] if the configuration is wrong, matches no layer, or a layer already has an adapter.
     pub fn attach(config: LoraConfig, layers: &[(String, Layer<'_>)]) -> Result<Self> {
         config.validate()?;
-        let kind = config.kind();
-        let mut planned: Vec<(&String, &Linear<Tensor>, AdapterSettings)> = Vec::new();
-        let mut values = Vec::new();
-        for (name, Layer::Linear(linear)) in layers {
-            if !config.targets(name)? {
-                continue;
+        let kind = config.kind()?;
+        let mut planned = Vec::new();
+        for (name, layer) in layers {
+            if config.targets(name, *layer)? {
+                let mut settings = config.settings(name)?;
+                let values = (kind.init)(&layer.base(), &settings).map_err(|e| at_layer(name, e))?;
+                if !values.iter().any(|(name, _)| kind.ranked.contains(name)) {
+                    // Nothing has a rank to divide by; LyCORIS and readers of its files take 1.
+                    settings.scale = 1.0;
+                }
+                planned.push(Planned { name, layer: *layer, kind, settings, values });
             }
-            if linear.slot().read().unwrap_or_else(PoisonError::into_inner).is_some() {
-                return Err(Error::Config(format!(
-                    "add_adapter: {name} already has an adapter; call remove_adapter() or merge_adapter() first"
-                )));
-            }
-            let settings = config.settings(name)?;
-            values.extend((kind.init)(&linear.weight, &settings)?);
-            planned.push((name, linear, settings));
         }
         if planned.is_empty() {
             let names: Vec<&str> = layers.iter().take(6).map(|(n, _)| n.as_str()).collect();
@@ -87,25 +124,76 @@ impl AdapterSet {
                 names.join(", ")
             )));
         }
-        let buffer = FlatBuffer::new(&values)?;
-        let mut members = Vec::with_capacity(planned.len());
-        for ((name, linear, settings), vars) in planned.into_iter().zip(buffer.vars().chunks(kind.suffixes.len())) {
-            let adapter: Arc<dyn Adapter> = (kind.build)(vars, &settings)?.into();
-            let slot = linear.slot().clone();
-            *slot.write().unwrap_or_else(PoisonError::into_inner) = Some(adapter.clone());
-            members.push(Member {
-                name: name.clone(),
-                settings,
-                weight: linear.weight.clone(),
-                slot,
-                adapter,
-                vars: vars.to_vec(),
-            });
-        }
-        Ok(Self { config, members, buffer })
+        Self::build(config, planned)
     }
 
-    /// The configuration.
+    /// Put given adapters on the layers that they are named after. Layers that no adapter names stay as they are.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a layer is not there, already has an adapter, or no kind has the parameters; [`Error::Shape`] if they do
+    /// not fit the layer.
+    pub fn attach_values(values: &BTreeMap<String, LayerValues>, layers: &[(String, Layer<'_>)]) -> Result<Self> {
+        let known: BTreeMap<&str, Layer<'_>> = layers.iter().map(|(name, layer)| (name.as_str(), *layer)).collect();
+        let mut planned = Vec::new();
+        let mut config = LoraConfig { target_modules: Vec::new(), ..LoraConfig::default() };
+        for (name, given) in values {
+            let Some(&layer) = known.get(name.as_str()) else {
+                return Err(Error::Config(format!(
+                    "load_adapter: the model has no layer {name}; the adapter is for another model"
+                )));
+            };
+            let kind = given.kind().map_err(|e| Error::Config(format!("load_adapter: {name}: {e}")))?;
+            let rank = given.rank()?;
+            let parameters = in_memory(name, kind, &layer.base(), &given.parameters)?;
+            let settings = AdapterSettings {
+                rank,
+                scale: given.scale,
+                wd_on_output: !given.parameters.contains_key("dora_scale"),
+                ..AdapterSettings::default()
+            };
+            config.describe(name, kind, &settings);
+            planned.push(Planned { name, layer, kind, settings, values: parameters });
+        }
+        if planned.is_empty() {
+            return Err(Error::Config("load_adapter: the file has no adapters".into()));
+        }
+        Self::build(config, planned)
+    }
+
+    fn build(config: LoraConfig, planned: Vec<Planned<'_>>) -> Result<Self> {
+        if let Some(taken) = planned.iter().find(|p| p.layer.slot().get().is_some()) {
+            return Err(Error::Config(format!(
+                "add_adapter: {} already has an adapter; call remove_adapter() or merge_adapter() first",
+                taken.name
+            )));
+        }
+        let values: Vec<Tensor> = planned.iter().flat_map(|p| p.values.iter().map(|(_, v)| v.clone())).collect();
+        let buffer = FlatBuffer::new(&values)?;
+        let mut vars = buffer.vars().iter().cloned();
+        let mut members = Vec::with_capacity(planned.len());
+        for Planned { name, layer, kind, settings, values } in planned {
+            let parameters: Parameters<Var> =
+                values.iter().map(|(name, _)| *name).zip(vars.by_ref().take(values.len())).collect();
+            let base = layer.base();
+            let adapter = (kind.build)(&parameters, &base, &settings).map_err(|e| at_layer(name, e))?;
+            members.push(Member {
+                name: name.to_string(),
+                kind,
+                settings,
+                weight: base.weight.clone(),
+                bias: base.bias.cloned(),
+                operation: base.operation,
+                slot: layer.slot().clone(),
+                adapter: adapter.into(),
+                parameters,
+            });
+        }
+        let set = Self { config, members, buffer };
+        set.set_enabled(true);
+        Ok(set)
+    }
+
+    /// The configuration. That of a set that was read from a file names its layers one by one.
     pub const fn config(&self) -> &LoraConfig {
         &self.config
     }
@@ -120,55 +208,98 @@ impl AdapterSet {
         self.buffer.vars()
     }
 
-    /// The trainable parameters under peft's names (`blocks.0.attn.to_q.lora_A.weight`).
+    /// The trainable parameters under peft's names (`blocks.0.attn.to_q.lora_A.weight`). Those of convolutions are
+    /// channels-last, [`Layout`](super::Layout) says how files hold them.
     pub fn named_vars(&self) -> Vec<(String, Var)> {
-        let suffixes = self.config.kind().suffixes;
         self.members
             .iter()
-            .flat_map(|m| {
-                suffixes.iter().zip(&m.vars).map(|(suffix, var)| (format!("{}.{suffix}", m.name), var.clone()))
+            .flat_map(|m| m.parameters.iter().map(|(suffix, var)| (format!("{}.{suffix}", m.name), var.clone())))
+            .collect()
+    }
+
+    /// The adapted layers, their parameters laid out as in files.
+    ///
+    /// # Errors
+    /// Those of the arithmetic.
+    pub fn layers(&self) -> Result<Vec<AdaptedLayer<'_>>> {
+        self.members
+            .iter()
+            .map(|m| {
+                let base = m.base();
+                let parameters = m
+                    .parameters
+                    .iter()
+                    .map(|(name, var)| {
+                        let (_, layout) = m.kind.parameter(name).unwrap_or((name, super::Layout::Same));
+                        Ok((*name, layout.to_file(&base, &var.detach())?))
+                    })
+                    .collect::<Result<_>>()?;
+                Ok(AdaptedLayer { name: &m.name, kind: m.kind, settings: m.settings, base, parameters })
             })
             .collect()
     }
 
-    /// The adapted layers with their sizes.
-    pub fn layers(&self) -> impl Iterator<Item = (&str, AdapterSettings)> {
-        self.members.iter().map(|m| (m.name.as_str(), m.settings))
+    /// The number of adapted layers.
+    pub const fn len(&self) -> usize {
+        self.members.len()
     }
 
-    /// Overwrite the parameters from `values` under peft's names.
+    /// Whether no layer is adapted; never, a set has at least one.
+    pub const fn is_empty(&self) -> bool {
+        self.members.is_empty()
+    }
+
+    /// Overwrite the parameters from those of a file with the same layers, kinds, ranks and scales.
     ///
     /// # Errors
-    /// [`Error::Config`] naming what is missing or unexpected; [`Error::Shape`] if a shape differs. Nothing is changed then.
-    pub fn load(&self, values: &BTreeMap<String, Tensor>) -> Result<()> {
-        let named = self.named_vars();
-        let missing: Vec<&str> =
-            named.iter().filter(|(n, _)| !values.contains_key(n)).map(|(n, _)| n.as_str()).collect();
-        let unexpected: Vec<&str> =
-            values.keys().filter(|k| !named.iter().any(|(n, _)| n == *k)).map(String::as_str).collect();
-        if let (Some(_), _) | (_, Some(_)) = (missing.first(), unexpected.first()) {
+    /// [`Error::Config`] naming what is missing or unexpected, or a scale that differs; [`Error::Shape`] if a shape differs. Nothing
+    /// is changed then.
+    pub fn load(&self, values: &BTreeMap<String, LayerValues>) -> Result<()> {
+        let here: Vec<String> = self.named_vars().into_iter().map(|(name, _)| name).collect();
+        let there: Vec<String> = values
+            .iter()
+            .flat_map(|(layer, given)| given.parameters.keys().map(move |name| format!("{layer}.{name}")))
+            .collect();
+        let missing: Vec<&String> = here.iter().filter(|name| !there.contains(name)).collect();
+        let unexpected: Vec<&String> = there.iter().filter(|name| !here.contains(name)).collect();
+        if !missing.is_empty() || !unexpected.is_empty() {
             return Err(Error::Config(format!(
                 "load_adapter: the file does not fit this adapter: {} missing (first: {}), {} unexpected (first: {})",
                 missing.len(),
-                missing.first().unwrap_or(&"-"),
+                missing.first().map_or("-", |n| n.as_str()),
                 unexpected.len(),
-                unexpected.first().unwrap_or(&"-"),
+                unexpected.first().map_or("-", |n| n.as_str()),
             )));
         }
-        for (name, var) in &named {
-            if values[name].dims() != var.dims() {
-                return Err(Error::shape(
-                    "load_adapter",
-                    format!(
-                        "{name} has shape {:?} in the file, {:?} here; is the rank the same?",
-                        values[name].dims(),
-                        var.dims()
-                    ),
-                ));
+        let mut updates = Vec::new();
+        for member in &self.members {
+            let given = &values[&member.name];
+            let (there, here) = (given.scale, member.settings.scale);
+            if (there - here).abs() > 1e-4 * here.abs() {
+                return Err(Error::Config(format!(
+                    "load_adapter: {} was trained with scale {there} (alpha / rank), this adapter has {here}; give \
+                     add_adapter the same lora_alpha and r",
+                    member.name
+                )));
+            }
+            let loaded = in_memory(&member.name, member.kind, &member.base(), &given.parameters)?;
+            for ((name, value), (_, var)) in loaded.into_iter().zip(&member.parameters) {
+                if value.dims() != var.dims() {
+                    return Err(Error::shape(
+                        "load_adapter",
+                        format!(
+                            "{}.{name} has shape {:?} in the file, {:?} here (channels last); is the rank the same?",
+                            member.name,
+                            value.dims(),
+                            var.dims()
+                        ),
+                    ));
+                }
+                updates.push((var, value));
             }
         }
-        for (name, var) in &named {
-            var.set(&values[name].to_dtype(var.dtype())?)?;
+        for (var, value) in updates {
+            var.set(&value.to_dtype(var.dtype())?)?;
         }
         Ok(())
     }
@@ -176,7 +307,7 @@ impl AdapterSet {
     /// Let the layers compute through the adapters, or as if there were none (the base, bit for bit).
     pub fn set_enabled(&self, enabled: bool) {
         for member in &self.members {
-            *member.slot.write().unwrap_or_else(PoisonError::into_inner) = enabled.then(|| member.adapter.clone());
+            member.slot.set(enabled.then(|| member.adapter.clone()));
         }
     }
 
@@ -193,10 +324,36 @@ impl AdapterSet {
     /// # Errors
     /// Those of the arithmetic; the layers are unchanged then.
     pub fn merge(&self) -> Result<()> {
-        let merged = self.members.iter().map(|m| m.adapter.merged_weight(&m.weight)).collect::<Result<Vec<_>>>()?;
+        let merged = self.members.iter().map(|m| m.adapter.merged_weight(&m.base())).collect::<Result<Vec<_>>>()?;
         for (member, weight) in self.members.iter().zip(merged) {
-            *member.slot.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(Merged { weight }));
+            member.slot.set(Some(Arc::new(Merged { weight })));
         }
         Ok(())
+    }
+}
+
+/// Parameters of a file as they are in memory, f32, in the kind's order.
+fn in_memory(
+    layer: &str,
+    kind: &AdapterKind,
+    base: &Base<'_>,
+    given: &BTreeMap<String, Tensor>,
+) -> Result<Parameters<Tensor>> {
+    kind.parameters
+        .iter()
+        .filter_map(|(name, layout)| Some((*name, *layout, given.get(*name)?)))
+        .map(|(name, layout, value)| {
+            let value = layout.from_file(base, value).map_err(|e| at_layer(&format!("{layer}.{name}"), e))?;
+            Ok((name, value.to_dtype(trainable_candle_core::DType::F32)?))
+        })
+        .collect()
+}
+
+/// The error with the name of the layer that it concerns.
+fn at_layer(layer: &str, error: Error) -> Error {
+    match error {
+        Error::Shape { op, message } => Error::Shape { op, message: format!("{layer}: {message}") },
+        Error::Config(message) => Error::Config(format!("{layer}: {message}")),
+        other => other,
     }
 }

@@ -1,0 +1,130 @@
+"""Aspect-ratio buckets: the sizes of training pictures, and how a picture is fitted to one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from PIL import Image
+
+if TYPE_CHECKING:
+    from trainable_candle.data.options import DatasetOptions
+
+TIME_IDS: Final = 6
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A size that batches have, px."""
+
+    width: int
+    height: int
+
+    def __str__(self) -> str:
+        """As width x height."""
+        return f"{self.width}x{self.height}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a picture is scaled to cover a bucket and then cut to it, px."""
+
+    bucket: Bucket
+    original: tuple[int, int]
+    """Width and height of the picture."""
+    scaled: tuple[int, int]
+    """Width and height after scaling; neither is less than the bucket's."""
+
+    @property
+    def margin(self) -> tuple[int, int]:
+        """The columns and rows that are cut off."""
+        return self.scaled[0] - self.bucket.width, self.scaled[1] - self.bucket.height
+
+    @property
+    def lost(self) -> float:
+        """The part of the picture that is cut off, 0 to below 1."""
+        return 1 - self.bucket.width * self.bucket.height / (self.scaled[0] * self.scaled[1])
+
+    def box(self, across: float = 0.5, down: float = 0.5) -> tuple[int, int]:
+        """The left column and top row of a cut; 0 is left or top, 0.5 the middle."""
+        columns, rows = self.margin
+        return round(columns * across), round(rows * down)
+
+    def time_ids(self, left: int, top: int, *, flipped: bool = False) -> tuple[int, ...]:
+        """What SDXL is told about size and cut ("micro-conditioning", arXiv 2307.01952, 2.2).
+
+        Returns:
+            Height and width of the original; top and left of the cut in the scaled picture, which
+            is mirrored before it is cut if `flipped`; height and width of the result.
+        """
+        width, height = self.original
+        if flipped:
+            left = self.margin[0] - left
+        return height, width, top, left, self.bucket.height, self.bucket.width
+
+    def cut(self, image: Image.Image, left: int, top: int, *, flipped: bool = False) -> Image.Image:
+        """The picture, or its mask in any size, scaled, cut and mirrored to fill the bucket."""
+        if image.size != self.scaled:
+            image = image.resize(self.scaled, Image.Resampling.LANCZOS)
+        image = image.crop((left, top, left + self.bucket.width, top + self.bucket.height))
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flipped else image
+
+
+class Buckets:
+    """The sizes that `DatasetOptions` allow, and which of them suits a picture.
+
+    Those of full size have sides that are multiples of the step, each as long as the area, that of
+    a square of `resolution`, allows. A picture goes to the one with the nearest aspect ratio. If it
+    is too small for it and must not be enlarged, it goes to the largest multiples of the step that
+    it holds, or to the nearest full size that it covers.
+    """
+
+    def __init__(self, options: DatasetOptions) -> None:
+        self._options = options
+        self._area = options.resolution**2
+        square = Bucket(options.resolution, options.resolution)
+        self.full: tuple[Bucket, ...] = (square,)
+        if options.bucketing:
+            self.full = tuple(sorted({square, *self._sizes()}))
+
+    def fit(self, width: int, height: int) -> Fit | None:
+        """How a picture is fitted, or None if it is too small for every bucket."""
+
+        def distance(bucket: Bucket) -> tuple[float, int]:
+            apart = math.log(bucket.width / bucket.height) - math.log(width / height)
+            return round(abs(apart), 9), -bucket.width * bucket.height
+
+        if self._options.upscale:
+            candidates = list(self.full)
+        else:
+            candidates = [size for size in self.full if _covers(width, height, size)]
+            if self._options.bucketing and (own := self._largest_within(width, height)):
+                candidates.append(own)
+        if not candidates:
+            return None
+        bucket = min(candidates, key=distance)
+        scale = max(bucket.width / width, bucket.height / height)
+        scaled = max(round(width * scale), bucket.width), max(round(height * scale), bucket.height)
+        return Fit(bucket, (width, height), scaled)
+
+    def _sizes(self) -> set[Bucket]:
+        least, most = self._options.shortest_side, self._options.longest_side
+        step = self._options.bucket_step
+        wide = set()
+        for width in range(least, most + 1, step):
+            height = min(most, self._area // width // step * step)
+            if height >= least:
+                wide.add(Bucket(width, height))
+        return wide | {Bucket(size.height, size.width) for size in wide}
+
+    def _largest_within(self, width: int, height: int) -> Bucket | None:
+        step, most = self._options.bucket_step, self._options.longest_side
+        wide, high = min(width // step * step, most), min(height // step * step, most)
+        if min(wide, high) < self._options.shortest_side or wide * high > self._area:
+            return None
+        return Bucket(wide, high)
+
+
+def _covers(width: int, height: int, bucket: Bucket) -> bool:
+    return width >= bucket.width and height >= bucket.height

@@ -1,0 +1,189 @@
+"""Encoded pictures and captions on disk: found by what they were made of, whole or absent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError, WeightsFormatError
+from trainable_candle.files import write_atomically
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainable_candle import Tensor
+    from trainable_candle.data.options import CacheOptions, DatasetOptions
+
+FOLDER: Final = ".trainable-candle"
+_FORMAT: Final = 1
+_SUFFIX: Final = ".safetensors"
+_ABANDONED: Final = 3600.0
+"""Age of a partly written file that no run can still be at, s."""
+_SAMPLED: Final = 64 * 1024
+_SAMPLES: Final = 64
+
+
+def cache_folder(
+    cache: CacheOptions, dataset: DatasetOptions, output: Path | None
+) -> tuple[Path | None, str | None]:
+    """Where to keep files.
+
+    Args:
+        cache: says whether and where.
+        dataset: its first folder is where a cache lies unless `cache` names another.
+        output: where it lies if that folder cannot be written to.
+
+    Returns:
+        The folder, made and tried; None if nothing is kept in files. And what to tell the user: why
+        the folder is not the usual one.
+
+    Raises:
+        ConfigError: no place can be written to.
+    """
+    if cache.kind != "disk":
+        return None, None
+    if cache.folder is not None:
+        return _writable(cache.folder.expanduser()), None
+    beside = dataset.sources[0].path / FOLDER
+    try:
+        return _writable(beside), None
+    except ConfigError as error:
+        if output is None:
+            raise
+        inside = _writable(output / FOLDER)
+        return inside, f"{error}; kept in {inside}"
+
+
+def _writable(folder: Path) -> Path:
+    probe = folder / f".{os.getpid()}.probe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"cache: {folder} cannot be written to: {error.strerror}") from error
+    return folder
+
+
+def fingerprint(facts: Mapping[str, object]) -> str:
+    """A name for facts: equal ones get the same, different ones do not; 32 hexadecimal digits."""
+    text = json.dumps(facts, sort_keys=True, default=str, ensure_ascii=False)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def file_identity(path: str | Path) -> str:
+    """A name for the contents of a weight file, or of all those below a folder.
+
+    Of each file it takes the size, the start and samples throughout, so that checkpoints of many GB
+    take milliseconds; weights that were trained further differ everywhere.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    path = Path(path).expanduser()
+    files = sorted(path.rglob(f"*{_SUFFIX}")) if path.is_dir() else [path]
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)}:{size}".encode("utf-8", "surrogateescape"))
+        with file.open("rb") as handle:
+            for number in range(_SAMPLES):
+                handle.seek(number * max(size - _SAMPLED, 0) // (_SAMPLES - 1))
+                digest.update(handle.read(_SAMPLED))
+    return digest.hexdigest()
+
+
+class FeatureStore:
+    """Tensors by key in a folder, for one way of making them.
+
+    Entries lie in `KIND-SETTINGS/KEY.safetensors`, so that runs with different settings share a
+    folder, and several processes may. Each is written under another name and renamed.
+
+    Args:
+        folder: holds such folders.
+        kind: what is encoded, `latents` or `text`.
+        settings: everything that an entry depends on besides its key.
+
+    Raises:
+        OSError: the folder cannot be made or listed.
+    """
+
+    def __init__(self, folder: Path, kind: str, settings: Mapping[str, object]) -> None:
+        whole = {"format": _FORMAT, **settings}
+        self.folder = folder / f"{kind}-{fingerprint(whole)[:16]}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        facts = self.folder / "settings.json"
+        if not facts.exists():
+            write_atomically(facts, json.dumps(whole, indent=2, default=str) + "\n")
+        for path in self.folder.glob("*.partial"):
+            if time.time() - path.stat().st_mtime > _ABANDONED:
+                path.unlink(missing_ok=True)
+
+    def holds(self, key: str) -> bool:
+        """Whether there is an entry, complete and of this key; only its header is read."""
+        return _metadata(self._path(key)).get("key") == key
+
+    def read(self, key: str, device: str) -> dict[str, Tensor] | None:
+        """An entry on a device, or None if there is none that is complete.
+
+        Raises:
+            DeviceError, CudaUnavailableError: the device cannot be used.
+        """
+        if not self.holds(key):
+            return None
+        try:
+            return tc.load_file(self._path(key), device)
+        except (OSError, WeightsFormatError):
+            return None
+
+    def write(
+        self, key: str, tensors: Mapping[str, Tensor], facts: Mapping[str, str] | None = None
+    ) -> None:
+        """Add an entry, or replace it; `facts` are for people and for `remove_superseded`.
+
+        Raises:
+            FileError: it cannot be written; an entry that was there is as it was.
+        """
+        tc.save_file(dict(tensors), self._path(key), {**(facts or {}), "key": key})
+
+    def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
+        """Remove what was made of earlier contents of the same files; returns how many entries.
+
+        Args:
+            needed: keys that are not looked at.
+            digests: the present contents' digests by file.
+        """
+        removed = 0
+        for path in self.folder.glob(f"*{_SUFFIX}"):
+            if path.stem in needed:
+                continue
+            facts = _metadata(path)
+            present = digests.get(facts.get("source", ""))
+            if not facts or (present is not None and facts.get("digest") != present):
+                path.unlink(missing_ok=True)
+                removed += 1
+        return removed
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}{_SUFFIX}"
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """The text entries of a safetensors file; none if it is missing, damaged or cut short."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > size:
+                return {}
+            header = json.loads(file.read(length))
+        metadata: dict[str, str] = header.pop("__metadata__")
+        end = max(entry["data_offsets"][1] for entry in header.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return metadata if size == 8 + length + end else {}

@@ -1,0 +1,148 @@
+"""Captions as they lie beside pictures, and as the model gets to see them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from trainable_candle.errors import DatasetError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from trainable_candle.data.options import CaptionOptions
+
+METADATA: Final = "metadata.jsonl"
+_COLUMNS: Final = ("text", "caption", "prompt")
+# Apart from the numbers that decide on batches.
+_VARIANT_STREAM, _USE_STREAM = 2, 3
+
+
+def read_caption(path: Path) -> str | None:
+    """The text in the `.txt` of a picture's name; None if there is no such file.
+
+    Raises:
+        DatasetError: it cannot be read as UTF-8.
+    """
+    text = path.with_suffix(".txt")
+    try:
+        return text.read_text(encoding="utf-8-sig").strip() if text.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{text}: the caption cannot be read: {error}") from error
+
+
+def read_metadata(folder: Path) -> dict[Path, str]:
+    """The captions in a folder's `metadata.jsonl`, by picture; none if there is no such file.
+
+    Each line is a JSON object with `file_name`, relative to the folder, and the caption as `text`,
+    `caption` or `prompt`: the layout of Hugging Face's `imagefolder`.
+
+    Raises:
+        DatasetError: the file cannot be read, or a line is no such object; the line is named.
+    """
+    path = folder / METADATA
+    if not path.is_file():
+        return {}
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"dataset: {path} cannot be read: {error}") from error
+    found: dict[Path, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            name, caption = _entry(line)
+        except ValueError as error:
+            raise DatasetError(f"dataset: {path}, line {number}: {error}") from error
+        found[folder / name] = caption
+    return found
+
+
+def _entry(line: str) -> tuple[str, str]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    name = entry.get("file_name") if isinstance(entry, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError('has no `file_name`; expected {"file_name": "a.png", "text": "a cat"}')
+    captions = [entry[column] for column in _COLUMNS if isinstance(entry.get(column), str)]
+    if not captions:
+        raise ValueError(f"has no caption for {name}; expected one of {', '.join(_COLUMNS)}")
+    return name, captions[0].strip()
+
+
+class CaptionMaker:
+    """What becomes of captions by `CaptionOptions`.
+
+    Line breaks become spaces. Braces, brackets and the like are not interpreted.
+
+    Args:
+        options: what to do.
+        seed: at least 0.
+    """
+
+    def __init__(self, options: CaptionOptions, seed: int) -> None:
+        self.options = options
+        self._seed = seed
+
+    def plain(self, caption: str, trigger: str) -> str:
+        """The caption with its trigger, in its own order; also for validation and samples."""
+        caption = " ".join(caption.split())
+        if not trigger or caption.startswith(trigger):
+            return caption
+        joint = f"{self.options.separator.strip()} "
+        return f"{trigger}{joint}{caption}" if caption else trigger
+
+    def use(self, caption: str, trigger: str, picture: int, batch: int, place: int) -> str:
+        """The caption of the picture with this number at `place` in batch number `batch`."""
+        rng = np.random.default_rng([self._seed, batch, place, _USE_STREAM])
+        dropped, choice = rng.random() < self.options.dropout, int(rng.integers(2**31))
+        if dropped:
+            return ""
+        if self._varies:
+            variants = self.options.variants
+            return self._variant(
+                caption, trigger, picture, choice % variants if variants else choice
+            )
+        return self.plain(caption, trigger)
+
+    def possible(self, caption: str, trigger: str, picture: int) -> Iterator[str]:
+        """Everything that `use` may return for a picture; endless variety is the caller's fault."""
+        if self.options.dropout > 0:
+            yield ""
+        if self._varies:
+            for number in range(self.options.variants):
+                yield self._variant(caption, trigger, picture, number)
+        else:
+            yield self.plain(caption, trigger)
+
+    @property
+    def endless(self) -> bool:
+        """Whether captions are made afresh each time, so that they cannot be listed."""
+        return self._varies and self.options.variants == 0
+
+    @property
+    def _varies(self) -> bool:
+        return self.options.shuffle or self.options.tag_dropout > 0
+
+    def _variant(self, caption: str, trigger: str, picture: int, number: int) -> str:
+        rng = np.random.default_rng([self._seed, picture, number, _VARIANT_STREAM])
+        options = self.options
+        own, whole = self._tags(caption), self._tags(self.plain(caption, trigger))
+        # A trigger that was put in front stands before the tags that `keep_tokens` counts.
+        kept = options.keep_tokens + len(whole) - len(own)
+        head, tail = whole[:kept], whole[kept:]
+        stays = rng.random(len(tail)) >= options.tag_dropout
+        tail = [tag for tag, stay in zip(tail, stays, strict=True) if stay]
+        if options.shuffle:
+            tail = [tail[place] for place in rng.permutation(len(tail))]
+        return f"{options.separator.strip()} ".join([*head, *tail])
+
+    def _tags(self, caption: str) -> list[str]:
+        parts = " ".join(caption.split()).split(self.options.separator.strip())
+        return [tag for part in parts if (tag := part.strip())]

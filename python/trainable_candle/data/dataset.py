@@ -1,0 +1,283 @@
+"""All pictures of a run with their captions, drawn as batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from PIL import Image
+
+from trainable_candle.data.batches import ShuffledBatches
+from trainable_candle.data.captions import CaptionMaker
+from trainable_candle.data.pixels import read_alpha, read_grey, read_rgb
+from trainable_candle.errors import ConfigError, DatasetError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from trainable_candle.data.buckets import Bucket, Fit
+    from trainable_candle.data.folder import Picture
+    from trainable_candle.data.options import CaptionOptions, DatasetOptions
+
+_CROP_STREAM, _VIEW_STREAM = 4, 5
+_MASKS_KEPT: Final = 4096
+
+
+@dataclass(frozen=True)
+class Item:
+    """A picture and what its folder says about it."""
+
+    picture: Picture
+    fit: Fit
+    trigger: str
+    loss_weight: float
+    """Regularisation's factor included."""
+    repeats: float
+    mask: str
+    """`off`, `file` or `alpha`."""
+
+    @property
+    def seed(self) -> int:
+        """For what is random about the picture: the same in whatever company it is."""
+        return int(self.picture.digest[:8], 16)
+
+
+@dataclass(frozen=True)
+class View:
+    """A cut of a picture: what is encoded, and cached, as one thing."""
+
+    item: int
+    left: int
+    """Column of the scaled picture where the cut starts, px."""
+    top: int
+    flipped: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one call of the loss sees; all pictures have the same size."""
+
+    index: int
+    """The number of the batch in the run."""
+    views: tuple[View, ...]
+    captions: tuple[str, ...]
+    bucket: Bucket
+    time_ids: npt.NDArray[np.float32]
+    """SDXL's size and cut, see `Fit.time_ids`; shape (B, 6)."""
+    loss_weights: npt.NDArray[np.float32]
+    """Factors on the loss of each picture; shape (B,)."""
+
+    def __len__(self) -> int:
+        """The number of pictures."""
+        return len(self.views)
+
+
+class Dataset:
+    """Pictures with captions; made by `load_dataset`."""
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        options: DatasetOptions,
+        captions: CaptionOptions,
+        seed: int,
+        summary: str,
+    ) -> None:
+        self.items = tuple(items)
+        self.options = options
+        self._maker = CaptionMaker(captions, seed)
+        self._seed = seed
+        self._summary = summary
+        self._mask = lru_cache(maxsize=_MASKS_KEPT)(self._read_mask)
+
+    def __len__(self) -> int:
+        """The number of pictures."""
+        return len(self.items)
+
+    def summary(self) -> str:
+        """Folders, buckets and what is left out, as a table of a line each."""
+        return self._summary
+
+    def batches(self, batch_size: int) -> DatasetBatches:
+        """Batches in random order.
+
+        Raises:
+            ConfigError: the batch size is less than 1.
+        """
+        return DatasetBatches(self, batch_size, self._seed)
+
+    def fixed_batches(self, batch_size: int) -> list[Batch]:
+        """Every picture once, in order: middle cut, not mirrored, caption as it is; for validation.
+
+        The last batch of a bucket may be smaller.
+        """
+        by_bucket: dict[Bucket, list[int]] = {}
+        for number, item in enumerate(self.items):
+            by_bucket.setdefault(item.fit.bucket, []).append(number)
+        groups = [
+            members[start : start + batch_size]
+            for _, members in sorted(by_bucket.items())
+            for start in range(0, len(members), batch_size)
+        ]
+        return [
+            self._batch(
+                index,
+                [View(number, *self.items[number].fit.box(), flipped=False) for number in group],
+                [self._plain_caption(number) for number in group],
+            )
+            for index, group in enumerate(groups)
+        ]
+
+    def views(self) -> list[View]:
+        """Every view that a batch can hold, those of a bucket together."""
+        found = {
+            view: None
+            for number in range(len(self.items))
+            for crop in range(self._crops)
+            for view in self._variants(number, crop)
+        }
+        return sorted(found, key=lambda view: self.items[view.item].fit.bucket)
+
+    def possible_captions(self) -> list[str]:
+        """Every caption that a batch can hold.
+
+        Raises:
+            ConfigError: captions are made afresh each time (`variants` is 0).
+        """
+        if self._maker.endless:
+            raise ConfigError(
+                "dataset: captions with 0 variants are shuffled afresh each time, so their text "
+                "features cannot be cached; set the variants to 1 or more"
+            )
+        found = {
+            caption: None
+            for item in self.items
+            for caption in self._maker.possible(item.picture.caption, item.trigger, item.seed)
+        }
+        return list(found)
+
+    def pixels(self, view: View) -> npt.NDArray[np.uint8]:
+        """The cut, RGB; shape (height, width, 3) of its bucket.
+
+        Raises:
+            DatasetError: the file cannot be decoded, or has changed its size.
+        """
+        item = self.items[view.item]
+        image = read_rgb(item.picture.path)
+        if image.size != item.fit.original:
+            width, height = item.fit.original
+            raise DatasetError(
+                f"{item.picture.path}: is {image.width}x{image.height} pixels and was "
+                f"{width}x{height} when it was checked; leave the pictures alone during training"
+            )
+        cut = item.fit.cut(image, view.left, view.top, flipped=view.flipped)
+        return np.asarray(cut, dtype=np.uint8)
+
+    def masks(self, batch: Batch, factor: int = 8) -> npt.NDArray[np.float32] | None:
+        """Where the loss counts, 0 to 1; pictures without a mask count everywhere.
+
+        Args:
+            batch: the batch.
+            factor: pixels on a side of a latent.
+
+        Returns:
+            Shape (B, height / factor, width / factor), or None if masks are off for all pictures.
+
+        Raises:
+            DatasetError: a mask cannot be decoded.
+        """
+        if all(item.mask == "off" for item in self.items):
+            return None
+        levels = np.stack([self._mask(view, factor) for view in batch.views])
+        masks: npt.NDArray[np.float32] = levels.astype(np.float32) / np.float32(255)
+        return masks
+
+    def time_ids(self, view: View) -> tuple[int, ...]:
+        """SDXL's size and cut of a view, see `Fit.time_ids`."""
+        fit = self.items[view.item].fit
+        return fit.time_ids(view.left, view.top, flipped=view.flipped)
+
+    def draw(self, index: int, numbers: Sequence[int]) -> Batch:
+        """Batch number `index`, of these items: one view of each, and a caption."""
+        views, captions = [], []
+        for place, number in enumerate(numbers):
+            rng = np.random.default_rng([self._seed, index, place, _VIEW_STREAM])
+            crop, side = int(rng.integers(self._crops)), int(rng.integers(2))
+            variants = self._variants(number, crop)
+            views.append(variants[side % len(variants)])
+            item = self.items[number]
+            captions.append(
+                self._maker.use(item.picture.caption, item.trigger, item.seed, index, place)
+            )
+        return self._batch(index, views, captions)
+
+    def _batch(self, index: int, views: Sequence[View], captions: Sequence[str]) -> Batch:
+        items = [self.items[view.item] for view in views]
+        return Batch(
+            index,
+            tuple(views),
+            tuple(captions),
+            items[0].fit.bucket,
+            np.array([self.time_ids(view) for view in views], np.float32),
+            np.array([item.loss_weight for item in items], np.float32),
+        )
+
+    def _plain_caption(self, number: int) -> str:
+        item = self.items[number]
+        return self._maker.plain(item.picture.caption, item.trigger)
+
+    @property
+    def _crops(self) -> int:
+        return self.options.random_crops if self.options.crop == "random" else 1
+
+    def _variants(self, number: int, crop: int) -> list[View]:
+        """The views of one cut: as it is and, if asked for, mirrored."""
+        item = self.items[number]
+        fit = item.fit
+        if self.options.crop == "random":
+            rng = np.random.default_rng([self._seed, item.seed, crop, _CROP_STREAM])
+            left, top = fit.box(rng.random(), rng.random())
+        else:
+            left, top = fit.box()
+        sides = (False, True) if self.options.flip else (False,)
+        return [View(number, left, top, flipped) for flipped in sides]
+
+    def _read_mask(self, view: View, factor: int) -> npt.NDArray[np.uint8]:
+        item = self.items[view.item]
+        bucket = item.fit.bucket
+        size = bucket.width // factor, bucket.height // factor
+        if item.mask == "alpha":
+            whole = read_alpha(item.picture.path)
+        elif item.picture.mask is not None:
+            whole = read_grey(item.picture.mask)
+        else:
+            return np.full((size[1], size[0]), 255, np.uint8)
+        cut = item.fit.cut(whole, view.left, view.top, flipped=view.flipped)
+        return np.asarray(cut.resize(size, Image.Resampling.BOX), np.uint8)
+
+
+class DatasetBatches:
+    """Batches of a data set by number, a `BatchSource` for the trainer."""
+
+    def __init__(self, dataset: Dataset, batch_size: int, seed: int) -> None:
+        buckets = sorted({item.fit.bucket for item in dataset.items})
+        self._dataset = dataset
+        self._order = ShuffledBatches(
+            len(dataset),
+            batch_size,
+            seed,
+            groups=[buckets.index(item.fit.bucket) for item in dataset.items],
+            repeats=[item.repeats for item in dataset.items],
+        )
+
+    def batch(self, index: int) -> Batch:
+        """Batch number `index`, from 0; the same whenever it is asked for."""
+        return self._dataset.draw(index, self._order.batch(index).tolist())
+
+    def first_batch(self, epoch: int) -> int:
+        """The number of the first batch of a pass over everything; passes are counted from 0."""
+        return self._order.first_batch(epoch)

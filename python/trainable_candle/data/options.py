@@ -1,0 +1,298 @@
+"""What a data set is made of and how its pictures and captions are used: plain settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from trainable_candle.errors import ConfigError, DatasetError
+
+MASKS: Final = ("off", "file", "alpha")
+CROPS: Final = ("center", "random")
+CACHES: Final = ("disk", "memory", "off")
+YAML_SUFFIXES: Final = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One folder of pictures.
+
+    Raises:
+        ConfigError: a value has the wrong type or lies outside its range.
+    """
+
+    path: Path
+    """The folder."""
+    caption: str | None = None
+    """For pictures that have none of their own."""
+    repeats: float | None = None
+    """How often each picture is seen in a pass; 0.5: in every other pass. Default: 1, and for
+    regularisation pictures as often as makes them as many as the others."""
+    loss_weight: float = 1.0
+    """Factor on the loss of these pictures."""
+    regularization: bool = False
+    """Whether these keep the model's knowledge of the class (DreamBooth's prior preservation):
+    their loss is also multiplied by `prior_loss_weight`, and they get no trigger."""
+    recursive: bool = False
+    """Whether folders inside it are read too; hidden ones and `masks` never are."""
+    mask: str | None = None
+    """Where their masks are, if not where `DatasetOptions.mask` says."""
+    trigger: str | None = None
+    """In place of `CaptionOptions.trigger`."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        given: Any = self.path
+        if not isinstance(given, (str, Path)) or not str(given):
+            raise ConfigError(f"dataset: path is {given!r}, expected a folder")
+        object.__setattr__(self, "path", Path(given).expanduser())
+        for name in ("caption", "trigger"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise ConfigError(f"dataset: {name} is {getattr(self, name)!r}, expected text")
+        for name in ("regularization", "recursive"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"dataset: {name} is {getattr(self, name)!r}, expected true or false"
+                )
+        if self.repeats is not None:
+            _in_range("repeats", self.repeats, above=0)
+        _in_range("loss_weight", self.loss_weight, least=0)
+        if self.mask is not None:
+            _one_of("mask", self.mask, MASKS)
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """Which pictures there are, and what is cut out of them.
+
+    Raises:
+        ConfigError: a value lies outside its range, or two contradict each other.
+    """
+
+    sources: tuple[Source, ...]
+    resolution: int = 1024
+    """Square root of the largest area of a training picture, px; a multiple of `bucket_step`."""
+    bucketing: bool = True
+    """Group pictures by aspect ratio; if not, all are cut to a square of `resolution`."""
+    bucket_step: int = 64
+    """Sides of buckets are multiples of it, px; itself a multiple of 8."""
+    min_side: int | None = None
+    """Shortest side of a bucket, px (default: a quarter of `resolution`)."""
+    max_side: int | None = None
+    """Longest side of a bucket, px (default: twice `resolution`)."""
+    upscale: bool = False
+    """Enlarge pictures that are smaller than their bucket; if not, they get a smaller bucket, and
+    those without one are left out and counted."""
+    crop: str = "center"
+    """Which part remains where the aspect ratios differ: `center` or `random`."""
+    random_crops: int = 4
+    """With `crop="random"`: different cuts of a picture; each has its own latents."""
+    flip: bool = False
+    """Mirror half of what is seen from left to right."""
+    mask: str = "off"
+    """Where the loss counts: `off`, everywhere; `file`, by `masks/NAME` or `NAME-masklabel.png`;
+    `alpha`, by the picture's own alpha channel."""
+    prior_loss_weight: float = 1.0
+    """Factor on the loss of regularisation pictures."""
+    skip_bad: bool = False
+    """Leave out pictures that cannot be used, and say which, instead of refusing to train."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        if not self.sources:
+            raise ConfigError("dataset: no folder is given")
+        _one_of("crop", self.crop, CROPS)
+        _one_of("mask", self.mask, MASKS)
+        _in_range("prior_loss_weight", self.prior_loss_weight, least=0)
+        for name, least in (("resolution", 8), ("bucket_step", 8), ("random_crops", 1)):
+            _whole(name, getattr(self, name), least)
+        if self.bucket_step % 8:
+            raise ConfigError(
+                f"dataset: bucket_step is {self.bucket_step}, expected a multiple of 8 px "
+                "(the VAE works on squares of 8)"
+            )
+        if self.resolution % self.bucket_step:
+            raise ConfigError(
+                f"dataset: resolution is {self.resolution}, "
+                f"expected a multiple of bucket_step, {self.bucket_step}"
+            )
+        for name in ("min_side", "max_side"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), self.bucket_step)
+        if not self.shortest_side <= self.resolution <= self.longest_side:
+            raise ConfigError(
+                f"dataset: sides from {self.shortest_side} to {self.longest_side} px leave out "
+                f"the resolution, {self.resolution}"
+            )
+
+    @property
+    def shortest_side(self) -> int:
+        """`min_side` or its default, rounded up to a multiple of `bucket_step`, px."""
+        least = self.min_side or self.resolution // 4
+        return -(-least // self.bucket_step) * self.bucket_step
+
+    @property
+    def longest_side(self) -> int:
+        """`max_side` or its default, rounded down to a multiple of `bucket_step`, px."""
+        most = self.max_side or self.resolution * 2
+        return most // self.bucket_step * self.bucket_step
+
+
+@dataclass(frozen=True)
+class CaptionOptions:
+    """What is made of a caption each time it is used; by seed, batch and picture alone.
+
+    Raises:
+        ConfigError: a value lies outside its range.
+    """
+
+    dropout: float = 0.0
+    """Probability of the empty caption, 0 to 1; trains guidance."""
+    shuffle: bool = False
+    """Put the tags of a caption, the parts between separators, into random order."""
+    keep_tokens: int = 0
+    """Tags at the start that keep their place and are never dropped."""
+    tag_dropout: float = 0.0
+    """Probability that one tag is left out, 0 to below 1."""
+    separator: str = ","
+    """What lies between tags."""
+    trigger: str = ""
+    """Put before every caption as a tag of its own, unless the caption starts with it."""
+    variants: int = 8
+    """How many orders (and choices) of tags a caption has: so many text features are cached for
+    it. 0: a fresh one each time, which needs the text encoders throughout the run."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        _in_range("caption dropout", self.dropout, least=0, most=1)
+        _in_range("tag_dropout", self.tag_dropout, least=0, below=1)
+        _whole("keep_tokens", self.keep_tokens, 0)
+        _whole("caption variants", self.variants, 0)
+        if not self.separator.strip():
+            raise ConfigError(f"dataset: the separator is {self.separator!r}, expected text")
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Where latents and text features are kept.
+
+    Raises:
+        ConfigError: a value is none of those possible.
+    """
+
+    kind: str = "disk"
+    """`disk`: in files, for later runs too, and in memory; `memory`: for this run; `off`: encoded
+    each time."""
+    folder: Path | None = None
+    """For files; None: `.trainable-candle` in the first folder of the data set, or in the output
+    folder if that one cannot be written to."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        _one_of("cache", self.kind, CACHES)
+
+
+def parse_sources(
+    dataset: str | Path | Sequence[Any], caption: str | None = None
+) -> tuple[Source, ...]:
+    """The folders that a `dataset` setting names.
+
+    Args:
+        dataset: a folder; a YAML file with a list of entries; or such a list. An entry is a folder
+            or a mapping of the fields of `Source`. In a file, relative folders are relative to it.
+        caption: for pictures without one, where the entry has no `caption` of its own.
+
+    Raises:
+        ConfigError: an entry is wrong: which, and how.
+        DatasetError: the YAML file cannot be read.
+    """
+    base, where = Path(), "dataset"
+    if isinstance(dataset, (str, Path)):
+        path = Path(dataset).expanduser()
+        if path.suffix.lower() not in YAML_SUFFIXES or path.is_dir():
+            return (Source(path, caption),)
+        base, where, entries = path.parent, f"dataset: {path}", _read_entries(path)
+    else:
+        entries = list(dataset)
+    if not entries:
+        raise ConfigError(f"{where}: no folder is given")
+    return tuple(
+        _source(entry, caption, base, f"{where}: entry {number}")
+        for number, entry in enumerate(entries, 1)
+    )
+
+
+def _read_entries(path: Path) -> list[Any]:
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DatasetError(f"dataset: {path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DatasetError(f"dataset: {path} is not valid YAML: {error}") from error
+    if isinstance(entries, dict) and set(entries) == {"dataset"}:
+        entries = entries["dataset"]
+    if not isinstance(entries, list):
+        raise DatasetError(f"dataset: {path} holds no list; expected `- path: FOLDER` entries")
+    return entries
+
+
+def _source(entry: Any, caption: str | None, base: Path, where: str) -> Source:
+    values = {"path": entry} if isinstance(entry, (str, Path)) else entry
+    if not isinstance(values, Mapping) or "path" not in values:
+        raise ConfigError(f"{where} is {entry!r}, expected a folder or `path: FOLDER` and settings")
+    known = [field.name for field in fields(Source)]
+    unknown = [str(name) for name in values if name not in known]
+    if unknown:
+        raise ConfigError(f"{where}: `{unknown[0]}` is unknown, expected {', '.join(known)}")
+    try:
+        source = Source(**{"caption": caption, **values})
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {str(error).removeprefix('dataset: ')}") from None
+    return replace(source, path=base / source.path)
+
+
+def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"dataset: {name} is {value!r}, expected one of {', '.join(choices)}")
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ConfigError(
+            f"dataset: {name} is {value!r}, expected a whole number of at least {least}"
+        )
+
+
+def _in_range(
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or not (above < value < below and least <= value <= most)
+    ):
+        bounds = [
+            text.format(bound)
+            for text, bound in (
+                ("at least {:g}", least),
+                ("above {:g}", above),
+                ("at most {:g}", most),
+                ("below {:g}", below),
+            )
+            if math.isfinite(bound)
+        ]
+        raise ConfigError(
+            f"dataset: {name} is {value!r}, expected a number of {' and '.join(bounds)}"
+        )

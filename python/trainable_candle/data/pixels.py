@@ -1,0 +1,165 @@
+"""Picture files of any format as upright RGB arrays."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import struct
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from trainable_candle.errors import DatasetError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+Task = TypeVar("Task")
+Outcome = TypeVar("Outcome")
+
+SUFFIXES: Final = (
+    ".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp",
+)  # fmt: skip
+_ORIENTATION: Final = 0x0112
+_ON_ITS_SIDE: Final = range(5, 9)
+_MOST_THREADS: Final = 8
+# What Pillow's decoders are known to raise for damaged files.
+_UNDECODABLE: Final = (
+    OSError, ValueError, SyntaxError, MemoryError, ArithmeticError, LookupError, RuntimeError,
+    TypeError, struct.error,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a look at a picture file tells."""
+
+    width: int
+    """Upright, px."""
+    height: int
+    digest: str
+    """Of the file's bytes, 32 hexadecimal digits."""
+
+
+def probe(path: Path) -> Facts:
+    """Decode a picture to see that it can be, at reduced size where the format allows that.
+
+    Raises:
+        DatasetError: it cannot be decoded.
+    """
+    with _decoding(path):
+        data = path.read_bytes()
+        with Image.open(io.BytesIO(data)) as image:
+            width, height = image.size
+            if image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
+                width, height = height, width
+            if image.mode[0] in "IF":
+                _as_rgb(image)
+            else:
+                image.draft(None, (1, 1))
+                image.load()
+    return Facts(width, height, hashlib.blake2b(data, digest_size=16).hexdigest())
+
+
+def read_rgb(path: Path) -> Image.Image:
+    """The picture upright (EXIF), as RGB over white.
+
+    Of an animation it is the first frame; 16-bit grey loses its lower byte; colour profiles are not
+    applied.
+
+    Raises:
+        DatasetError: the file cannot be decoded, or holds no picture in whole numbers.
+    """
+    with _decoding(path), Image.open(path) as image:
+        return _as_rgb(ImageOps.exif_transpose(image))
+
+
+def read_pixels(path: Path) -> npt.NDArray[np.uint8]:
+    """As `read_rgb`, as an array; shape (height, width, 3).
+
+    Raises:
+        DatasetError: the file cannot be decoded, or holds no picture in whole numbers.
+    """
+    return np.asarray(read_rgb(path), dtype=np.uint8)
+
+
+def read_grey(path: Path) -> Image.Image:
+    """The brightness of a picture, upright, in 8 bits.
+
+    Raises:
+        DatasetError: as for `read_rgb`.
+    """
+    return read_rgb(path).convert("L")
+
+
+def read_alpha(path: Path) -> Image.Image:
+    """How opaque a picture is, upright, in 8 bits; 255 where it has no transparency.
+
+    Raises:
+        DatasetError: the file cannot be decoded.
+    """
+    with _decoding(path), Image.open(path) as image:
+        upright = ImageOps.exif_transpose(image)
+        if _has_alpha(upright):
+            return upright.convert("RGBA").getchannel("A")
+        return Image.new("L", upright.size, 255)
+
+
+def in_parallel(function: Callable[[Task], Outcome], tasks: Sequence[Task]) -> Iterator[Outcome]:
+    """The outcomes of `function` in order; a few are worked on ahead of the one asked for."""
+    workers = min(_MOST_THREADS, os.cpu_count() or 1)
+    # What Pillow warns of (large pictures, odd metadata) is either fine or an error here.
+    with warnings.catch_warnings(), ThreadPoolExecutor(workers) as pool:
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        ahead = 2 * workers
+        running = [pool.submit(function, task) for task in tasks[:ahead]]
+        for following in range(len(tasks)):
+            outcome = running[following].result()
+            if following + ahead < len(tasks):
+                running.append(pool.submit(function, tasks[following + ahead]))
+            yield outcome
+
+
+@contextmanager
+def _decoding(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Image.DecompressionBombError as error:
+        raise DatasetError(
+            f"{path}: is too large to be decoded safely: {error}; scale it down"
+        ) from error
+    except UnidentifiedImageError as error:
+        raise DatasetError(
+            f"{path}: cannot be decoded: its content is no picture in a known format"
+        ) from error
+    except _UNDECODABLE as error:
+        raise DatasetError(f"{path}: cannot be decoded: {error}") from error
+
+
+def _has_alpha(image: Image.Image) -> bool:
+    return image.mode in {"RGBA", "LA", "PA", "RGBa", "La"} or "transparency" in image.info
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        # Pillow clips these to 255 where it should scale them.
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 0xFFFF:
+            raise ValueError("its pixels have more than 16 bits; save it with 8 or 16")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    elif image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")
+    if _has_alpha(image):
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")

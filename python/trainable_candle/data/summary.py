@@ -1,0 +1,118 @@
+"""What is said about a data set before training: folders, buckets, what is left out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from trainable_candle.data.folder import first_lines
+from trainable_candle.errors import DatasetError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle.data.buckets import Bucket
+    from trainable_candle.data.dataset import Item
+    from trainable_candle.data.folder import Folder
+    from trainable_candle.data.options import DatasetOptions
+
+
+def describe(
+    found: Sequence[Sequence[Item]],
+    options: DatasetOptions,
+    folders: Sequence[Folder],
+    small: Sequence[str],
+) -> str:
+    """The summary of a data set.
+
+    Args:
+        found: the usable pictures of each folder.
+        options: what they were chosen by.
+        folders: what is in each folder.
+        small: pictures that are too small for every bucket.
+    """
+    items = [item for group in found for item in group]
+    seen = sum(item.repeats for item in items)
+    lines = [f"dataset: {_count(len(items), 'picture')}, {seen:g} in a pass"]
+    lines += _folders(found, options, folders)
+    lines += _buckets(items)
+    if small:
+        lines.append(f"left out: {_count(len(small), 'picture')} {_too_small(options)}")
+        lines += [f"  {line}" for line in first_lines(small)]
+    problems = [problem for folder in folders for problem in folder.problems]
+    if problems:
+        lines.append(f"left out: {_count(len(problems), 'picture')} that cannot be used")
+        lines += [f"  {line}" for line in first_lines(problems)]
+    for folder in folders:
+        if folder.others:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in folder.others)
+            lines.append(f"not read in {folder.path}: {kinds}")
+    return "\n".join(lines)
+
+
+def nothing_left(
+    options: DatasetOptions, folders: Sequence[Folder], small: Sequence[str]
+) -> DatasetError:
+    """What to say when no picture can be used."""
+    problems = [problem for folder in folders for problem in folder.problems]
+    reasons = []
+    if small:
+        reasons.append(f"{_count(len(small), 'picture')} {_too_small(options)}")
+    if problems:
+        reasons.append(f"{_count(len(problems), 'picture')} that cannot be used")
+    where = ", ".join(str(folder.path) for folder in folders)
+    return DatasetError(
+        f"dataset: nothing to train on in {where}: {' and '.join(reasons)}:\n  "
+        + "\n  ".join(first_lines([*small, *problems]))
+    )
+
+
+def _too_small(options: DatasetOptions) -> str:
+    least = options.shortest_side if options.bucketing else options.resolution
+    return (
+        f"smaller than the smallest bucket, {least} px a side "
+        "(--upscale enlarges; or lower --resolution)"
+    )
+
+
+def _folders(
+    found: Sequence[Sequence[Item]], options: DatasetOptions, folders: Sequence[Folder]
+) -> list[str]:
+    rows = []
+    for group, folder, source in zip(found, folders, options.sources, strict=True):
+        facts = [_count(len(group), "picture")]
+        if group and group[0].repeats != 1:
+            facts.append(f"{group[0].repeats:.4g} times each")
+        if group and group[0].loss_weight != 1:
+            facts.append(f"loss times {group[0].loss_weight:g}")
+        if source.regularization:
+            facts.append("regularisation")
+        if group and group[0].mask == "file":
+            facts.append(f"{sum(item.picture.mask is not None for item in group)} with masks")
+        if group and group[0].mask == "alpha":
+            facts.append("alpha as mask")
+        blank = sum(not item.picture.caption for item in group)
+        if blank:
+            facts.append(f"{blank} with an empty caption")
+        rows.append(f"  {folder.path}: {', '.join(facts)}")
+    return rows
+
+
+def _buckets(items: Sequence[Item]) -> list[str]:
+    by_bucket: dict[Bucket, list[Item]] = defaultdict(list)
+    for item in items:
+        by_bucket[item.fit.bucket].append(item)
+    rows = [("bucket", "pictures", "in a pass", "cut off at most")]
+    for bucket, members in sorted(by_bucket.items()):
+        seen = sum(item.repeats for item in members)
+        lost = max(item.fit.lost for item in members)
+        rows.append((str(bucket), str(len(members)), f"{seen:.4g}", f"{100 * lost:.0f} %"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        "  " + "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

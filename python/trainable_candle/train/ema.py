@@ -1,0 +1,82 @@
+"""A running average of the adapters; if one is kept, it is what is validated, drawn and saved."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import trainable_candle as tc
+from trainable_candle.errors import Error, WeightsFormatError
+from trainable_candle.train.callbacks import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from trainable_candle.recipes.adapters import Adapters
+    from trainable_candle.train.trainer import StepReport, Trainer
+
+_FILE: Final = "average.safetensors"
+
+
+class AdapterAverage(Callback):
+    """The moving average of every adapter (`tc.optim.EMA`), updated after every step.
+
+    Args:
+        adapters: those in training.
+        decay: above 0 and below 1.
+    """
+
+    def __init__(self, adapters: Adapters, decay: float) -> None:
+        self._adapters = adapters
+        self._decay = decay
+        self._averages = self._fresh()
+
+    def _fresh(self) -> dict[str, tc.optim.EMA]:
+        sets = self._adapters.sets.items()
+        return {component: tc.optim.EMA(adapter, self._decay) for component, adapter in sets}
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
+        """Move the averages towards the parameters."""
+        for average in self._averages.values():
+            average.update()
+
+    def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
+        """Put the averages into a checkpoint."""
+        states = {
+            f"{component}:{name}": tensor
+            for component, average in self._averages.items()
+            for name, tensor in average.state_dict().items()
+        }
+        tc.save_file(states, folder / _FILE)
+
+    def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
+        """Take the averages of a checkpoint; of one without, start at its parameters."""
+        path = folder / _FILE
+        if not path.exists():
+            self._averages = self._fresh()
+            return
+        try:
+            stored = tc.load_file(path)
+            for component, average in self._averages.items():
+                start = f"{component}:"
+                average.load_state_dict(
+                    {n.removeprefix(start): t for n, t in stored.items() if n.startswith(start)}
+                )
+        except Error as error:
+            raise WeightsFormatError(f"resume: the averages of {folder}: {error}") from error
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within this context the parameters are their averages; afterwards they are as before."""
+        self.keep()
+        try:
+            yield
+        finally:
+            for average in self._averages.values():
+                average.swap_out()
+
+    def keep(self) -> None:
+        """Put the averages in the place of the parameters."""
+        for average in self._averages.values():
+            average.swap_in()

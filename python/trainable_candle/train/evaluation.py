@@ -1,0 +1,204 @@
+"""What happens between steps with the adapter as it will be used: validation, previews, saves."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import trainable_candle as tc
+from trainable_candle import plot
+from trainable_candle.errors import WeightsFormatError
+from trainable_candle.files import write_atomically
+from trainable_candle.train.callbacks import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from trainable_candle.recipes.adapters import Adapters
+    from trainable_candle.recipes.base import Prepared, Recipe, SampleOptions
+    from trainable_candle.train.ema import AdapterAverage
+    from trainable_candle.train.trainer import StepReport, Trainer
+
+BEST: Final = "adapter-best.safetensors"
+_BEST_STATE: Final = "validation.json"
+_STEP_NAME: Final = re.compile(r"adapter-step\d+\.safetensors")
+
+
+@contextmanager
+def evaluated(adapters: Adapters, average: AdapterAverage | None) -> Iterator[None]:
+    """Within this context there is no dropout and no tape, and averages stand for the parameters.
+
+    Args:
+        adapters: those in training.
+        average: their running average, if one is kept.
+    """
+    adapters.set_training(False)
+    try:
+        with tc.no_grad():
+            if average is None:
+                yield
+            else:
+                with average.applied():
+                    yield
+    finally:
+        adapters.set_training(True)
+
+
+class Validation(Callback):
+    """Measures the loss on pictures that are not trained on, and keeps the best adapter.
+
+    Every measurement meets the same noise and timesteps. There is one before the first step and one
+    after the last.
+
+    Args:
+        prepared: the validation pictures.
+        every: steps between two measurements.
+        evaluated: the context to measure in.
+        write: writes the adapter of a step to a file.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared[Any],
+        every: int,
+        evaluated: Callable[[], AbstractContextManager[None]],
+        write: Callable[[Path, int], None],
+    ) -> None:
+        self.best_loss = math.inf
+        self.best_step = 0
+        self._prepared = prepared
+        self._every = every
+        self._evaluated = evaluated
+        self._write = write
+
+    def on_train_begin(self, trainer: Trainer[Any]) -> None:
+        """Measure the model as it was."""
+        if trainer.step == 0:
+            self._measure(trainer)
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        """Measure, if it is time to."""
+        if report.step % self._every and report.step != trainer.steps:
+            return
+        loss = self._measure(trainer)
+        if loss < self.best_loss:
+            self.best_loss, self.best_step = loss, report.step
+            if trainer.output is not None:
+                with self._evaluated():
+                    self._write(trainer.output / BEST, report.step)
+
+    def _measure(self, trainer: Trainer[Any]) -> float:
+        with self._evaluated():
+            loss = self._prepared.validation_loss()
+        trainer.report({"validation_loss": loss})
+        return loss
+
+    def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
+        """Keep which step was the best."""
+        if self.best_step:
+            best = {"step": self.best_step, "loss": self.best_loss}
+            write_atomically(folder / _BEST_STATE, json.dumps(best))
+
+    def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
+        """Take over which step was the best."""
+        path = folder / _BEST_STATE
+        if not path.exists():
+            return
+        try:
+            best = json.loads(path.read_text(encoding="utf-8"))
+            self.best_step, self.best_loss = int(best["step"]), float(best["loss"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise WeightsFormatError(f"resume: {path} cannot be read: {error}") from error
+
+
+class Previews(Callback):
+    """Draws the same prompts from the same noise again and again, a grid of them in a PNG file.
+
+    There is one before the first step and one after the last.
+
+    Args:
+        recipe: draws.
+        prompts: what; a picture each.
+        options: how.
+        every: steps between two grids.
+        folder: for `step-000250.png` and so on.
+        evaluated: the context to draw in.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prompts: Sequence[str],
+        options: SampleOptions,
+        every: int,
+        folder: Path,
+        evaluated: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._recipe = recipe
+        self._prompts = prompts
+        self._options = options
+        self._every = every
+        self._folder = folder
+        self._evaluated = evaluated
+
+    def on_train_begin(self, trainer: Trainer[Any]) -> None:
+        """Draw with the model as it was."""
+        if trainer.step == 0:
+            self._draw(0)
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        """Draw, if it is time to."""
+        if report.step % self._every == 0 or report.step == trainer.steps:
+            self._draw(report.step)
+
+    def _draw(self, step: int) -> None:
+        with self._evaluated():
+            pictures = self._recipe.sample(self._prompts, self._options)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        grid = plot.image_grid(pictures, scale=plot.visible_scale(pictures))
+        plot.save_png(grid, self._folder / f"step-{step:06d}.png")
+
+
+class StepAdapters(Callback):
+    """Writes `adapter-step000500.safetensors` and so on with every checkpoint but the last.
+
+    Args:
+        keep: how many of them to keep, the newest.
+        evaluated: the context to write in.
+        write: writes the adapter of a step to a file.
+    """
+
+    def __init__(
+        self,
+        keep: int,
+        evaluated: Callable[[], AbstractContextManager[None]],
+        write: Callable[[Path, int], None],
+    ) -> None:
+        self._keep = keep
+        self._evaluated = evaluated
+        self._write = write
+
+    def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
+        """Write the adapter beside the checkpoints; what a resumed run repeats is replaced."""
+        if trainer.output is None or trainer.step == trainer.steps:
+            return
+        with self._evaluated():
+            self._write(step_adapter_path(trainer.output, trainer.step), trainer.step)
+        for path in step_adapters(trainer.output)[: -self._keep]:
+            path.unlink(missing_ok=True)
+
+
+def step_adapter_path(output: Path, step: int) -> Path:
+    """The file of the adapter after `step` steps."""
+    return output / f"adapter-step{step:06d}.safetensors"
+
+
+def step_adapters(output: Path) -> list[Path]:
+    """The adapters of earlier steps in `output`, oldest first."""
+    found = [path for path in output.iterdir() if _STEP_NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.stem.removeprefix("adapter-step")))

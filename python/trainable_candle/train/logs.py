@@ -1,0 +1,172 @@
+"""Logs of a run: CSV, JSON lines, TensorBoard. Each goes on where a resumed run does."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from trainable_candle.files import write_atomically
+from trainable_candle.train.callbacks import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from trainable_candle.train.trainer import StepReport, Trainer
+
+
+class CsvLog(Callback):
+    """A table of steps: loss, lr, gradient norm, seconds.
+
+    Args:
+        path: the file.
+        every: steps between two lines; the last step always has one.
+    """
+
+    COLUMNS = ("step", "loss", "lr", "grad_norm", "seconds")
+
+    def __init__(self, path: Path, every: int = 1) -> None:
+        self.path = path
+        self._every = every
+
+    def on_train_begin(self, trainer: Trainer[Any]) -> None:
+        """Keep the lines up to the step that the run stands at."""
+        kept = [row for row in read_log(self.path) if int(row["step"]) <= trainer.step]
+        lines = [",".join(self.COLUMNS), *(",".join(row[c] for c in self.COLUMNS) for row in kept)]
+        write_atomically(self.path, "".join(f"{line}\n" for line in lines))
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        """Append a line."""
+        if _is_due(trainer, report, self._every):
+            _append(
+                self.path,
+                f"{report.step},{report.loss!r},{report.lr!r},{report.grad_norm!r},"
+                f"{report.seconds:.4f}",
+            )
+
+
+class JsonLog(Callback):
+    """One JSON object a line: steps as in `CsvLog`, and whatever else is measured, with its step.
+
+    Args:
+        path: the file.
+        every: steps between two lines of steps; the last step always has one.
+    """
+
+    def __init__(self, path: Path, every: int = 1) -> None:
+        self.path = path
+        self._every = every
+
+    def on_train_begin(self, trainer: Trainer[Any]) -> None:
+        """Keep the lines up to the step that the run stands at; of a new run, none."""
+        kept = [row for row in read_json_log(self.path) if row["step"] <= trainer.step]
+        lines = [json.dumps(row) for row in kept] if trainer.step else []
+        write_atomically(self.path, "".join(f"{line}\n" for line in lines))
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        """Append the step."""
+        if _is_due(trainer, report, self._every):
+            values = {name: getattr(report, name) for name in CsvLog.COLUMNS}
+            values["seconds"] = round(report.seconds, 4)
+            self._write(values)
+
+    def on_metrics(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+        """Append what was measured."""
+        self._write({"step": trainer.step, **metrics})
+
+    def _write(self, values: Mapping[str, float]) -> None:
+        # JSON has no NaN and no infinity.
+        known = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        _append(self.path, json.dumps(known))
+
+
+class TensorBoardLog(Callback):
+    """The same as scalars for TensorBoard: `train/...` and `validation/...`.
+
+    Args:
+        folder: for the event files.
+        every: steps between two points of a curve; the last step always has one.
+
+    Raises:
+        ModuleNotFoundError: tensorboardX is not installed; the message says how to install it.
+    """
+
+    def __init__(self, folder: Path, every: int = 1) -> None:
+        try:
+            from tensorboardX import SummaryWriter  # noqa: PLC0415 - optional
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "tensorboard: tensorboardX, which writes the events, is not installed; "
+                'run: pip install "trainable-candle[tensorboard]"',
+                name=error.name,
+            ) from error
+        self._open = SummaryWriter
+        self._folder = folder
+        self._every = every
+        self._writer: Any = None
+
+    def on_train_begin(self, trainer: Trainer[Any]) -> None:
+        """Open the log; TensorBoard forgets the points after the step that the run stands at."""
+        if not trainer.step and self._folder.is_dir():
+            for stale in self._folder.glob("events.out.tfevents.*"):
+                stale.unlink()
+        purge = trainer.step + 1 if trainer.step else None
+        self._writer = self._open(str(self._folder), purge_step=purge)
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        """Add the step's points."""
+        if _is_due(trainer, report, self._every):
+            for name in ("loss", "lr", "grad_norm", "seconds"):
+                self._writer.add_scalar(f"train/{name}", getattr(report, name), report.step)
+
+    def on_metrics(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
+        """Add what was measured."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name.replace("_", "/", 1), value, trainer.step)
+
+    def on_train_end(self, trainer: Trainer[Any]) -> None:  # noqa: ARG002
+        """Write what is buffered."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def read_log(path: Path) -> list[dict[str, str]]:
+    """The lines of a `CsvLog`, oldest first, without one that a crash cut off."""
+    rows = csv.DictReader(_whole_lines(path))
+    return [row for row in rows if _is_complete(row)]
+
+
+def read_json_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `JsonLog`, oldest first, without what is none of its lines."""
+    rows = []
+    for line in _whole_lines(path):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def _whole_lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def _is_complete(row: dict[str, str]) -> bool:
+    columns = row.keys() == set(CsvLog.COLUMNS) and None not in row.values()
+    return columns and row["step"].isdigit()
+
+
+def _is_due(trainer: Trainer[Any], report: StepReport, every: int) -> bool:
+    return report.step % every == 0 or report.step == trainer.steps
+
+
+def _append(path: Path, line: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")

@@ -1,0 +1,155 @@
+"""What a setting is: its facts, the check of its value, its name in files and on command lines."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, get_args, get_origin
+
+import yaml
+
+from trainable_candle.errors import ConfigError, MissingFileError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What there is to know about a setting besides its name, type and default."""
+
+    group: str
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    """The least value."""
+    above: bool = False
+    """Whether `low` itself is too little."""
+    high: float | None = None
+    """The greatest value."""
+    below: float | None = None
+    """The first value that is too much."""
+    rare: bool = False
+    """Whether a short help leaves it out."""
+    texts: bool = False
+    """Whether the items of a list are texts, in which a comma separates nothing; the flag is then
+    given once for each."""
+
+
+def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
+    """`value` as the type of its setting; whole numbers serve as floats, names lists as text.
+
+    Raises:
+        ConfigError: the type is another, or the value lies outside its range.
+    """
+    value = _typed(name, value, hint, setting)
+    _check_range(name, value, setting)
+    return value
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The `name: value` lines of a YAML file, unchecked.
+
+    Raises:
+        MissingFileError: there is no such file.
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    path = Path(path).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise MissingFileError(f"{path}: there is no such configuration file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not text in UTF-8: {error}") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected lines of `name: value`, found {_kind(values)}")
+    return values
+
+
+def flag(name: str) -> str:
+    """The command line's spelling of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to add to a complaint about a name that does not exist."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean `{near[0]}`?" if near else f"; expected one of {', '.join(known)}"
+
+
+def _kind(value: Any) -> str:
+    return f"{value!r} ({type(value).__name__})"
+
+
+_EXPECTED: Final = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
+
+
+def _typed(name: str, value: Any, hint: Any, setting: Setting) -> Any:
+    options = get_args(hint) if get_origin(hint) is not list else ()
+    if value is None and type(None) in options:
+        return None
+    target = next((option for option in options if option is not type(None)), hint)
+    if get_origin(target) is list:
+        return _list(name, value, split=not setting.texts)
+    if target is float and type(value) is int:
+        return float(value)
+    if target is float and isinstance(value, str):
+        # YAML 1.1 reads 1e-4 as text.
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if target is str and isinstance(value, Path):
+        return str(value)
+    if type(value) is not target:
+        raise ConfigError(f"{name} is {_kind(value)}, expected {_EXPECTED[target]}")
+    return value
+
+
+def _list(name: str, value: Any, *, split: bool) -> list[str]:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()] if split else [value]
+    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
+        return list(value)
+    expected = "a list of names" if split else "a list of texts"
+    raise ConfigError(f"{name} is {_kind(value)}, expected {expected}")
+
+
+def _check_range(name: str, value: Any, setting: Setting) -> None:
+    if value is None:
+        return
+    if setting.choices and value not in setting.choices:
+        near = difflib.get_close_matches(value, setting.choices, n=1)
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        raise ConfigError(
+            f"{name} is `{value}`, expected one of {', '.join(setting.choices)}{hint}"
+        )
+    if not isinstance(value, (int, float)):
+        return
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} is {value}, expected a finite number")
+    if setting.low is not None and (
+        value < setting.low or (setting.above and value == setting.low)
+    ):
+        bound = "above" if setting.above else "at least"
+        raise ConfigError(f"{name} is {value}, expected {bound} {setting.low:g}")
+    if setting.high is not None and value > setting.high:
+        raise ConfigError(f"{name} is {value}, expected at most {setting.high:g}")
+    if setting.below is not None and value >= setting.below:
+        raise ConfigError(f"{name} is {value}, expected below {setting.below}")

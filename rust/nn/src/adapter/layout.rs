@@ -1,0 +1,76 @@
+//! [`Layout`]: how parameters lie in files, and how in memory.
+
+use trainable_candle_core::{Error, Result, Tensor};
+
+use crate::base::Base;
+
+/// How files lay out a parameter of an adapter on a convolution of kernel (h, w). In memory everything is channels-last, as
+/// convolutions compute. For a linear layer both are the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// The same as in memory.
+    Same,
+    /// (n, h, w, c) in memory, (n, c, h, w) in files.
+    Kernel,
+    /// (n, h · w · c) in memory, (n, c · h · w) in files.
+    FlatKernel,
+    /// (n, m) in memory, (n, m, 1, 1) in files.
+    Pointwise,
+    /// (n) in memory, (1, n, 1, 1) in files.
+    Channels,
+    /// (1, n) in memory, (1, n, 1, 1) in files.
+    Row,
+}
+
+impl Layout {
+    /// A parameter in memory as files hold it, a view where that is possible.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if it is of another layer.
+    pub fn to_file(self, base: &Base<'_>, value: &Tensor) -> Result<Tensor> {
+        let (Some([height, width]), dims) = (base.kernel(), value.dims()) else { return Ok(value.clone()) };
+        match self {
+            Self::Same => Ok(value.clone()),
+            Self::Kernel => value.permute(&[0, 3, 1, 2]),
+            Self::FlatKernel => {
+                let channels = dims[1] / (height * width).max(1);
+                value
+                    .reshape((dims[0], height, width, channels))?
+                    .permute(&[0, 3, 1, 2])?
+                    .contiguous()?
+                    .reshape((dims[0], dims[1]))
+            }
+            Self::Pointwise | Self::Row => value.reshape((dims[0], dims[1], 1, 1)),
+            Self::Channels => value.reshape((1, dims[0], 1, 1)),
+        }
+    }
+
+    /// A parameter of a file as it is in memory.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if it does not have the layout.
+    pub fn from_file(self, base: &Base<'_>, value: &Tensor) -> Result<Tensor> {
+        let Some([height, width]) = base.kernel() else { return Ok(value.clone()) };
+        let misfit = |expected: &str| {
+            Error::shape(
+                "adapter",
+                format!("a parameter has shape {:?} in the file, expected {expected}", value.dims()),
+            )
+        };
+        match (self, value.dims()) {
+            (Self::Same, _) => Ok(value.clone()),
+            (Self::Kernel, &[_, _, _, _]) => value.permute(&[0, 2, 3, 1])?.contiguous(),
+            (Self::Kernel, _) => Err(misfit("(n, channels, height, width)")),
+            (Self::FlatKernel, &[n, columns]) if columns.is_multiple_of((height * width).max(1)) => value
+                .reshape((n, columns / (height * width).max(1), height, width))?
+                .permute(&[0, 2, 3, 1])?
+                .contiguous()?
+                .reshape((n, columns)),
+            (Self::FlatKernel, _) => Err(misfit(&format!("(n, channels x {height} x {width})"))),
+            (Self::Pointwise | Self::Row, &[n, m, 1, 1] | &[n, m]) => value.reshape((n, m)),
+            (Self::Channels, &[1, n, 1, 1] | &[n]) => value.reshape(n),
+            (Self::Pointwise, _) => Err(misfit("(n, m, 1, 1)")),
+            (Self::Channels | Self::Row, _) => Err(misfit("(1, n, 1, 1)")),
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! [`Base`]: the frozen part of a layer as an adapter sees it, whatever the layer's kind.
+
+use trainable_candle_core::ops::conv::{Conv2dOptions, conv2d};
+use trainable_candle_core::ops::linear::linear;
+use trainable_candle_core::{Result, Tensor};
+
+/// What a layer does with its weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// y = x Wᵀ + b, W (out, in).
+    Linear,
+    /// Convolution of channels-last images, W (out, kernel height, kernel width, in / groups).
+    Conv2d(Conv2dOptions),
+}
+
+impl Operation {
+    /// The operation on `x` with any weight and bias.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Shape`] and its kin if the operands do not fit.
+    pub fn apply(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        match self {
+            Self::Linear => linear(x, weight, bias),
+            Self::Conv2d(options) => conv2d(x, weight, bias, options),
+        }
+    }
+}
+
+/// A layer's frozen weight and bias, and what it does with them.
+#[derive(Clone, Copy)]
+pub struct Base<'a> {
+    /// (out, in), or (out, kernel height, kernel width, in / groups).
+    pub weight: &'a Tensor,
+    /// (out).
+    pub bias: Option<&'a Tensor>,
+    /// What the layer does.
+    pub operation: Operation,
+}
+
+impl Base<'_> {
+    /// The layer without an adapter.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Shape`] and its kin if the input does not fit.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.operation.apply(x, self.weight, self.bias)
+    }
+
+    /// Output features or channels.
+    pub fn rows(&self) -> usize {
+        self.weight.dims().first().copied().unwrap_or(0)
+    }
+
+    /// Elements of the weight per output: input features, or kernel height x kernel width x channels per group.
+    pub fn columns(&self) -> usize {
+        self.weight.dims().iter().skip(1).product()
+    }
+
+    /// Input features, or channels per group.
+    pub fn inputs(&self) -> usize {
+        self.weight.dims().last().copied().unwrap_or(0)
+    }
+
+    /// Height and width of the kernel of a convolution.
+    pub fn kernel(&self) -> Option<[usize; 2]> {
+        match self.weight.dims() {
+            &[_, height, width, _] => Some([height, width]),
+            _ => None,
+        }
+    }
+
+    /// Groups of channels; 1 for a linear layer.
+    pub const fn groups(&self) -> usize {
+        match self.operation {
+            Operation::Linear => 1,
+            Operation::Conv2d(options) => options.groups,
+        }
+    }
+}

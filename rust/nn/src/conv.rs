@@ -1,0 +1,134 @@
+//! [`Conv2d`]: convolution of channels-last images over frozen or trainable parameters, with a place for an adapter.
+
+use trainable_candle_core::ops::conv::Conv2dOptions;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
+
+use crate::base::{Base, Operation};
+use crate::init;
+use crate::slot::AdapterSlot;
+
+/// A two-dimensional convolution. `Conv2d<Tensor>` is frozen, `Conv2d<Var>` trainable.
+///
+/// Images and weight are channels-last in memory, as the operation takes them
+/// ([`conv2d`](trainable_candle_core::ops::conv::conv2d)); files hold the weight as (out, in / groups, height, width),
+/// see [`weight_to_file`].
+pub struct Conv2d<T: AsRef<Tensor>> {
+    /// (out_channels, kernel height, kernel width, in_channels / groups).
+    pub weight: T,
+    /// (out_channels).
+    pub bias: Option<T>,
+    /// Stride, padding, dilation, groups.
+    pub options: Conv2dOptions,
+    adapter: AdapterSlot,
+}
+
+/// A weight from a file, (out, in / groups, height, width), as a layer holds it.
+///
+/// # Errors
+/// [`Error::Shape`] if it has not four dimensions.
+pub fn weight_from_file(weight: &Tensor) -> Result<Tensor> {
+    weight.permute(&[0, 2, 3, 1])?.contiguous()
+}
+
+/// A layer's weight as files hold it: (out, in / groups, height, width), a view.
+///
+/// # Errors
+/// [`Error::Shape`] if it has not four dimensions.
+pub fn weight_to_file(weight: &Tensor) -> Result<Tensor> {
+    weight.permute(&[0, 3, 1, 2])
+}
+
+impl Conv2d<Var> {
+    /// A trainable layer with torch's initial values: weight and bias uniform in ±1/√(in_channels / groups · height · width). f32.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there are no groups, or not a whole number of channels in each, [`Error::OutOfMemory`] if the
+    /// weight does not fit.
+    pub fn new(
+        in_channels: usize,
+        out_channels: usize,
+        kernel: [usize; 2],
+        options: Conv2dOptions,
+        device: &Device,
+    ) -> Result<Self> {
+        let per_group = channels_per_group(in_channels, out_channels, options.groups)?;
+        let dims = (out_channels, kernel[0], kernel[1], per_group);
+        let weight = init::kaiming_uniform(dims, DType::F32, device)?;
+        let fan_in = per_group * kernel[0] * kernel[1];
+        let bias = init::uniform_by_fan(fan_in, out_channels, DType::F32, device)?;
+        Self::from_parameters(Var::from_tensor(&weight)?, Some(Var::from_tensor(&bias)?), options)
+    }
+
+    /// The trainable parameters: weight, then bias.
+    pub fn vars(&self) -> Vec<Var> {
+        std::iter::once(self.weight.clone()).chain(self.bias.clone()).collect()
+    }
+}
+
+impl<T: AsRef<Tensor>> Conv2d<T> {
+    /// A layer over given parameters, `weight` (out_channels, kernel height, kernel width, in_channels / groups) and `bias` (out_channels).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the weight has not four dimensions or the bias does not fit it.
+    pub fn from_parameters(weight: T, bias: Option<T>, options: Conv2dOptions) -> Result<Self> {
+        let dims = weight.as_ref().dims();
+        if dims.len() != 4 {
+            let expected = "(out channels, kernel height, kernel width, channels / groups)";
+            return Err(Error::shape("Conv2d", format!("the weight has shape {dims:?}, expected {expected}")));
+        }
+        if let Some(bias) = bias.as_ref().map(AsRef::as_ref).filter(|b| b.dims() != [dims[0]]) {
+            return Err(Error::shape(
+                "Conv2d",
+                format!("the bias has shape {:?}, expected ({},)", bias.dims(), dims[0]),
+            ));
+        }
+        Ok(Self { weight, bias, options, adapter: AdapterSlot::default() })
+    }
+
+    /// `x (B, H, W, in_channels)` → `(B, OH, OW, out_channels)`, through the adapter if one is attached.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the input does not fit.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.adapter.forward(x, &self.base())
+    }
+
+    /// Channels of the input.
+    pub fn in_channels(&self) -> usize {
+        self.weight.as_ref().dims().last().copied().unwrap_or(0) * self.options.groups
+    }
+
+    /// Channels of the result.
+    pub fn out_channels(&self) -> usize {
+        self.weight.as_ref().dims().first().copied().unwrap_or(0)
+    }
+
+    /// The weight that the layer computes with: its own, or the merged one that stands in for it.
+    pub fn effective_weight(&self) -> Tensor {
+        self.adapter.effective_weight(self.weight.as_ref())
+    }
+
+    /// What an adapter sees of the layer.
+    pub fn base(&self) -> Base<'_> {
+        Base {
+            weight: self.weight.as_ref(),
+            bias: self.bias.as_ref().map(AsRef::as_ref),
+            operation: Operation::Conv2d(self.options),
+        }
+    }
+
+    pub(crate) const fn slot(&self) -> &AdapterSlot {
+        &self.adapter
+    }
+}
+
+/// Input channels of each group.
+pub(crate) fn channels_per_group(in_channels: usize, out_channels: usize, groups: usize) -> Result<usize> {
+    if groups == 0 || !in_channels.is_multiple_of(groups) || !out_channels.is_multiple_of(groups) {
+        return Err(Error::argument(
+            "Conv2d",
+            format!("{in_channels} input and {out_channels} output channels do not divide into {groups} groups"),
+        ));
+    }
+    Ok(in_channels / groups)
+}

@@ -1,0 +1,185 @@
+//! The objective of diffusion models.
+
+use pyo3::prelude::*;
+use trainable_candle_train::objective::{self, DiffusionConfig, SigmaDistribution};
+
+use super::NoiseSchedule;
+use crate::arguments::Integer;
+use crate::call::{compute, quick};
+use crate::device;
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+/// A batch under noise: what the model sees, and what it should say.
+#[pyclass(frozen, module = "trainable_candle.train")]
+pub struct NoisedLatents(objective::NoisedLatents);
+
+#[pymethods]
+impl NoisedLatents {
+    /// The latents under noise, in their shape and dtype.
+    #[getter]
+    fn sample(&self) -> Tensor {
+        Tensor(self.0.sample.clone())
+    }
+
+    /// The timestep of each example: (B,), i64.
+    #[getter]
+    fn timesteps(&self) -> Tensor {
+        Tensor(self.0.timesteps.clone())
+    }
+
+    /// What the model should predict, in the shape of the latents, f32.
+    #[getter]
+    fn target(&self) -> Tensor {
+        Tensor(self.0.target.clone())
+    }
+}
+
+/// The objective of diffusion models such as SDXL: predict the noise, or the velocity, of latents under noise.
+///
+/// Args:
+///     schedule: how the model was trained.
+///     timesteps: how timesteps are drawn: "uniform" or "logit_normal" (arXiv:2403.03206).
+///     logit_mean: mean of the normal behind "logit_normal"; positive favours noise.
+///     logit_std: its deviation, above 0.
+///     shift: moves timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
+///     min_timestep: the first timestep that is drawn.
+///     max_timestep: the timestep after the last that is drawn; None stands for all.
+///     min_snr_gamma: weighs timesteps by min(SNR, gamma) / SNR, or / (SNR + 1) for velocities (arXiv:2303.09556); 5 is the
+///         paper's, None weighs nothing.
+///     noise_offset: this much noise that is the same over each channel of each example, 0 or up to about 0.1.
+///     loss: of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the same divided by delta).
+///     huber_delta: where the Huber losses turn from squares to lines, above 0.
+///     huber_schedule: how that depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
+///         "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
+///     device: where latents will be.
+///
+/// Raises:
+///     ArgumentError: if a name is unknown, a number is out of range, or the schedule ends in noise alone and the model
+///         predicts noise.
+#[pyclass(frozen, module = "trainable_candle.train")]
+pub struct DiffusionObjective(objective::DiffusionObjective);
+
+#[pymethods]
+impl DiffusionObjective {
+    #[new]
+    #[pyo3(signature = (schedule, *, timesteps="uniform", logit_mean=0.0, logit_std=1.0, shift=1.0, min_timestep=Integer::of(0),
+        max_timestep=None, min_snr_gamma=None, noise_offset=0.0, loss="mse", huber_delta=0.1, huber_schedule="constant",
+        device="cpu"))]
+    #[allow(clippy::too_many_arguments)] // each is a setting of a run
+    fn new(
+        schedule: &NoiseSchedule,
+        timesteps: &str,
+        logit_mean: f64,
+        logit_std: f64,
+        shift: f64,
+        min_timestep: Integer,
+        max_timestep: Option<Integer>,
+        min_snr_gamma: Option<f64>,
+        noise_offset: f64,
+        loss: &str,
+        huber_delta: f64,
+        huber_schedule: &str,
+        device: &str,
+    ) -> Result<Self> {
+        let device = device::parse(device)?;
+        let timesteps = match timesteps.parse()? {
+            SigmaDistribution::LogitNormal { .. } => {
+                SigmaDistribution::LogitNormal { mean: logit_mean, std: logit_std }
+            }
+            uniform @ SigmaDistribution::Uniform => uniform,
+        };
+        const OP: &str = "DiffusionObjective";
+        let config = DiffusionConfig {
+            timesteps,
+            shift,
+            min_timestep: min_timestep.count(OP, "min_timestep")?,
+            max_timestep: max_timestep.map(|last| last.count(OP, "max_timestep")).transpose()?,
+            min_snr_gamma,
+            noise_offset,
+            loss: loss.parse()?,
+            huber_delta,
+            huber_schedule: huber_schedule.parse()?,
+        };
+        Ok(Self(quick(|| objective::DiffusionObjective::new(&schedule.0, config, &device))?))
+    }
+
+    /// Put noise on latents, each example at a timestep of its own, from the library's generator.
+    ///
+    /// Args:
+    ///     latents: (B, C, ...).
+    ///
+    /// Raises:
+    ///     ShapeError, DTypeError, DeviceError: if the latents are not such.
+    fn noise(&self, py: Python<'_>, latents: &Tensor) -> Result<NoisedLatents> {
+        compute(py, latents.0.elem_count(), || self.0.noise(&latents.0)).map(NoisedLatents)
+    }
+
+    /// Put given noise on latents at given timesteps.
+    ///
+    /// Args:
+    ///     latents: (B, C, ...).
+    ///     noise: in the shape of the latents.
+    ///     timesteps: (B,), integers.
+    ///
+    /// Raises:
+    ///     ShapeError, DTypeError, DeviceError: if the three do not fit together.
+    ///     IndexOutOfRangeError: if there is no such timestep.
+    fn noise_at(&self, py: Python<'_>, latents: &Tensor, noise: &Tensor, timesteps: &Tensor) -> Result<NoisedLatents> {
+        compute(py, latents.0.elem_count(), || self.0.noise_at(&latents.0, &noise.0, &timesteps.0)).map(NoisedLatents)
+    }
+
+    /// Put noise on latents for a validation loss: an example has the same noise and the same timestep every time, whatever batch
+    /// it is in, and the library's generator stays where it is. Timesteps are spread evenly: any run of numbers covers
+    /// the range.
+    ///
+    /// Args:
+    ///     latents: (B, C, ...).
+    ///     examples: a number for each, from 0.
+    ///     seed: another one gives other noise.
+    ///
+    /// Raises:
+    ///     ShapeError: if there is not a number for each example.
+    #[pyo3(signature = (latents, examples, seed=Integer::of(0)))]
+    fn validation_noise(
+        &self,
+        py: Python<'_>,
+        latents: &Tensor,
+        examples: Vec<Integer>,
+        seed: Integer,
+    ) -> Result<NoisedLatents> {
+        const OP: &str = "validation_noise";
+        let examples = examples.iter().map(|number| number.word32(OP, "an example")).collect::<Result<Vec<u32>>>()?;
+        let seed = seed.word(OP, "seed")?;
+        let work = || self.0.validation_noise(&latents.0, &examples, seed);
+        compute(py, latents.0.elem_count(), work).map(NoisedLatents)
+    }
+
+    /// The loss of a prediction: the mean over the batch of each example's mean loss, times the weights.
+    ///
+    /// Args:
+    ///     prediction: what the model said of `noised.sample` at `noised.timesteps`.
+    ///     noised: from `noise`, `noise_at` or `validation_noise`.
+    ///     mask: (B, 1, ...) in the size of the latents, 0 or more: how much each place counts beside the other places of its
+    ///         example. It is divided by its mean over the example, so what it shows counts the same large or small; an
+    ///         example whose mask is 0 everywhere counts nothing.
+    ///     weights: (B,), how much each example counts (the prior's weight for regularisation images).
+    ///
+    /// Returns:
+    ///     One element, f32.
+    ///
+    /// Raises:
+    ///     ShapeError, DTypeError, DeviceError: if something does not fit.
+    #[pyo3(signature = (prediction, noised, mask=None, weights=None))]
+    fn loss(
+        &self,
+        py: Python<'_>,
+        prediction: &Tensor,
+        noised: &NoisedLatents,
+        mask: Option<&Tensor>,
+        weights: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let (mask, weights) = (mask.map(|mask| &mask.0), weights.map(|weights| &weights.0));
+        compute(py, prediction.0.elem_count(), || self.0.loss(&prediction.0, &noised.0, mask, weights)).map(Tensor)
+    }
+}

@@ -1,0 +1,11 @@
+//! Objectives and samplers.
+
+mod diffusion;
+mod flow;
+mod sampler;
+mod schedule;
+
+pub use diffusion::{DiffusionObjective, NoisedLatents};
+pub use flow::FlowMatching;
+pub use sampler::{Sampler, classifier_free_guidance};
+pub use schedule::NoiseSchedule;

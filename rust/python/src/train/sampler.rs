@@ -1,0 +1,112 @@
+//! Samplers of diffusion models.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use trainable_candle_train::sampler::{self, SamplerKind};
+
+use super::NoiseSchedule;
+use crate::arguments::Integer;
+use crate::call::{compute, quick};
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+/// One run of a diffusion model from noise to data.
+///
+/// Args:
+///     schedule: how the model was trained.
+///     steps: calls of the model, at least 1.
+///     kind: "euler" (diffusers' EulerDiscreteScheduler) or "dpmpp_2m" (DPM-Solver++ of second order, arXiv:2211.01095;
+///         diffusers' DPMSolverMultistepScheduler).
+///     karras_sigmas: space noise levels as in arXiv:2206.00364, equation 5.
+///
+/// Raises:
+///     ArgumentError: if the kind is unknown, or there are no steps or more than the schedule has timesteps.
+#[pyclass(frozen, module = "trainable_candle.train")]
+pub struct Sampler(Mutex<Box<dyn sampler::Sampler>>);
+
+impl Sampler {
+    fn lock(&self) -> MutexGuard<'_, Box<dyn sampler::Sampler>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl Sampler {
+    #[new]
+    #[pyo3(signature = (schedule, steps, kind="euler", karras_sigmas=false))]
+    fn new(schedule: &NoiseSchedule, steps: Integer, kind: &str, karras_sigmas: bool) -> Result<Self> {
+        let steps = steps.count("Sampler", "steps")?;
+        let kind: SamplerKind = kind.parse()?;
+        Ok(Self(Mutex::new(quick(|| kind.start(&schedule.0, steps, karras_sigmas))?)))
+    }
+
+    /// What the model is told at each step.
+    #[getter]
+    fn timesteps(&self) -> Vec<f64> {
+        self.lock().timesteps().to_vec()
+    }
+
+    /// The noise to a unit of data at each step, and 0 after the last.
+    #[getter]
+    fn sigmas(&self) -> Vec<f64> {
+        self.lock().sigmas().to_vec()
+    }
+
+    /// What the run starts from, f32.
+    ///
+    /// Args:
+    ///     noise: standard normal values.
+    fn init_noise(&self, py: Python<'_>, noise: &Tensor) -> Result<Tensor> {
+        compute(py, noise.0.elem_count(), || self.lock().init_noise(&noise.0)).map(Tensor)
+    }
+
+    /// The sample as the model wants to see it.
+    ///
+    /// Args:
+    ///     x: the sample at step `i`.
+    ///     i: the step, from 0.
+    ///
+    /// Raises:
+    ///     ArgumentError: if there is no such step.
+    fn scale_input(&self, py: Python<'_>, x: &Tensor, i: Integer) -> Result<Tensor> {
+        let i = i.count("scale_input", "i")?;
+        compute(py, x.0.elem_count(), || self.lock().scale_input(&x.0, i)).map(Tensor)
+    }
+
+    /// Go on to the next noise level. Steps are taken in order; step 0 starts the run again.
+    ///
+    /// Args:
+    ///     model_output: what the model said of the scaled sample.
+    ///     i: the step, from 0.
+    ///     x: the sample at step `i`.
+    ///
+    /// Returns:
+    ///     The sample at step `i + 1`, f32.
+    ///
+    /// Raises:
+    ///     ArgumentError: if it is not the turn of step `i`.
+    ///     ShapeError: if the model's output is not like the sample.
+    fn step(&self, py: Python<'_>, model_output: &Tensor, i: Integer, x: &Tensor) -> Result<Tensor> {
+        let i = i.count("step", "i")?;
+        compute(py, x.0.elem_count(), || self.lock().step(&model_output.0, i, &x.0)).map(Tensor)
+    }
+}
+
+/// Guide a model's output away from what it says for a negative prompt (arXiv:2207.12598).
+///
+/// Args:
+///     negative: its output for the negative prompt.
+///     positive: its output for the prompt.
+///     scale: 1 is the prompt alone.
+///
+/// Returns:
+///     negative + scale * (positive - negative).
+///
+/// Raises:
+///     ShapeError, DTypeError: if the outputs differ.
+#[pyfunction]
+pub fn classifier_free_guidance(py: Python<'_>, negative: &Tensor, positive: &Tensor, scale: f64) -> Result<Tensor> {
+    let work = || sampler::classifier_free_guidance(&negative.0, &positive.0, scale);
+    compute(py, negative.0.elem_count(), work).map(Tensor)
+}

@@ -1,0 +1,122 @@
+//! The noise schedule of diffusion models.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use trainable_candle_train::objective::{self, NoiseScheduleConfig};
+
+use crate::arguments::{FilePath, Integer};
+use crate::call::quick;
+use crate::error::Result;
+
+/// How much noise a diffusion model was trained with at each timestep. Names are diffusers', defaults SDXL's.
+///
+/// Args:
+///     beta_schedule: how the variances of the added noise grow: "linear", "scaled_linear" or "squaredcos_cap_v2".
+///     beta_start: that of the first timestep, in (0, 1).
+///     beta_end: that of the last timestep, in (0, 1).
+///     num_train_timesteps: the number of timesteps, at least 2.
+///     prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
+///         sqrt(a) * noise - sqrt(1 - a) * data; arXiv:2202.00512).
+///     rescale_betas_zero_snr: move the schedule so that the last timestep is noise alone (arXiv:2305.08891).
+///     timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
+///     steps_offset: added to the timesteps of the leading spacing.
+///
+/// Raises:
+///     ArgumentError: if a name is unknown or a number out of range.
+#[pyclass(frozen, module = "trainable_candle.train")]
+pub struct NoiseSchedule(pub Arc<objective::NoiseSchedule>);
+
+#[pymethods]
+impl NoiseSchedule {
+    #[new]
+    #[pyo3(signature = (beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=Integer::of(1000),
+        prediction_type="epsilon", rescale_betas_zero_snr=false, timestep_spacing="leading", steps_offset=Integer::of(1)))]
+    #[allow(clippy::too_many_arguments)] // diffusers'
+    fn new(
+        beta_schedule: &str,
+        beta_start: f64,
+        beta_end: f64,
+        num_train_timesteps: Integer,
+        prediction_type: &str,
+        rescale_betas_zero_snr: bool,
+        timestep_spacing: &str,
+        steps_offset: Integer,
+    ) -> Result<Self> {
+        const OP: &str = "NoiseSchedule";
+        let config = NoiseScheduleConfig {
+            beta_schedule: beta_schedule.parse()?,
+            beta_start,
+            beta_end,
+            trained_betas: None,
+            num_train_timesteps: num_train_timesteps.count(OP, "num_train_timesteps")?,
+            prediction_type: prediction_type.parse()?,
+            rescale_betas_zero_snr,
+            timestep_spacing: timestep_spacing.parse()?,
+            steps_offset: steps_offset.count(OP, "steps_offset")?,
+        };
+        Ok(Self(Arc::new(quick(|| objective::NoiseSchedule::new(config))?)))
+    }
+
+    /// Read a diffusers configuration; what it lacks is SDXL's.
+    ///
+    /// Args:
+    ///     path: `scheduler_config.json`, its folder, or the folder of a model that has it in `scheduler`.
+    ///
+    /// Raises:
+    ///     MissingFileError: if there is no such file.
+    ///     ConfigError, ArgumentError: if an entry is wrong.
+    #[staticmethod]
+    fn from_pretrained(path: FilePath) -> Result<Self> {
+        let path = path.get("NoiseSchedule")?;
+        Ok(Self(Arc::new(quick(|| objective::NoiseSchedule::from_pretrained(&path))?)))
+    }
+
+    /// The number of timesteps.
+    #[getter]
+    fn num_train_timesteps(&self) -> usize {
+        self.0.num_train_timesteps()
+    }
+
+    /// What the model predicts: "epsilon" or "v_prediction".
+    #[getter]
+    fn prediction_type(&self) -> &'static str {
+        self.0.prediction_type().name()
+    }
+
+    /// Whether the last timestep is noise alone.
+    #[getter]
+    fn rescale_betas_zero_snr(&self) -> bool {
+        self.0.config().rescale_betas_zero_snr
+    }
+
+    /// How samplers pick timesteps.
+    #[getter]
+    fn timestep_spacing(&self) -> &'static str {
+        self.0.config().timestep_spacing.name()
+    }
+
+    /// The share a of the data in the variance of the noised data, for each timestep.
+    #[getter]
+    fn alphas_cumprod(&self) -> Vec<f64> {
+        self.0.alphas_cumprod().to_vec()
+    }
+
+    /// sqrt((1 - a) / a) for each timestep: the noise to a unit of data.
+    #[getter]
+    fn sigmas(&self) -> Vec<f64> {
+        self.0.sigmas()
+    }
+
+    fn __repr__(&self) -> String {
+        let config = self.0.config();
+        format!(
+            "NoiseSchedule(beta_schedule=\"{}\", num_train_timesteps={}, prediction_type=\"{}\", rescale_betas_zero_snr={}, timestep_spacing=\"{}\")",
+            config.beta_schedule.name(),
+            self.0.num_train_timesteps(),
+            config.prediction_type.name(),
+            if config.rescale_betas_zero_snr { "True" } else { "False" },
+            config.timestep_spacing.name()
+        )
+    }
+}

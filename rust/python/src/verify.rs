@@ -1,0 +1,86 @@
+//! What other tools would make of an adapter file.
+
+use std::collections::BTreeMap;
+
+use pyo3::prelude::*;
+use trainable_candle_io::adapter_file::{self as io, Tool};
+use trainable_candle_models as models;
+
+use crate::arguments::FilePath;
+use crate::call::detached;
+use crate::error::Result;
+
+/// One module of an adapter file.
+///
+/// Attributes:
+///     module: its name in the file.
+///     layer: the layer that it is for, None if the model has none.
+///     kind: the kind of adapter, None if it is none.
+///     rank: its rank, 0 if nothing is decomposed.
+///     scale: the factor that tools apply.
+///     zero: whether a factor is zero everywhere, so that it has no effect.
+///     fault: what is wrong with its shapes or values.
+///     ignored_by: tools that leave it out, and why.
+#[pyclass(frozen, get_all, module = "trainable_candle")]
+pub struct AdapterModule {
+    module: String,
+    layer: Option<String>,
+    kind: Option<&'static str>,
+    rank: usize,
+    scale: f64,
+    zero: bool,
+    fault: Option<String>,
+    ignored_by: BTreeMap<&'static str, &'static str>,
+}
+
+/// What other tools would make of an adapter file.
+///
+/// Attributes:
+///     modules: every module, by name.
+///     others: keys that are no parameter of an adapter.
+///     remarks: remarks about the header.
+///     good: whether ComfyUI applies every module, and each has an effect.
+#[pyclass(frozen, get_all, module = "trainable_candle")]
+pub struct AdapterReport {
+    modules: Vec<Py<AdapterModule>>,
+    others: Vec<String>,
+    remarks: Vec<String>,
+    good: bool,
+}
+
+/// Match an adapter file against a model's layers as ComfyUI, diffusers and A1111 do.
+///
+/// Args:
+///     path: the file.
+///     model: "sdxl".
+///     weights: the model's files, for one of other sizes than the published; they are not read beyond their headers.
+///
+/// Raises:
+///     MissingFileError, WeightsFormatError: if there is no such file, or it is no safetensors file.
+///     ConfigError: if the model is not known.
+#[pyfunction]
+#[pyo3(signature = (path, model="sdxl", weights=None))]
+pub fn verify_adapter(py: Python<'_>, path: FilePath, model: &str, weights: Option<FilePath>) -> Result<AdapterReport> {
+    const OP: &str = "verify_adapter";
+    let (path, weights) = (path.get(OP)?, weights.map(|weights| weights.get(OP)).transpose()?);
+    let report = detached(py, || io::verify_adapter(&path, &models::outlines(model, weights.as_deref())?))?;
+    let good = report.is_good();
+    let modules = report
+        .modules
+        .into_iter()
+        .map(|m| {
+            let ignored_by = m.ignored_by.into_iter().map(|(tool, reason)| (name(tool), reason)).collect();
+            let io::ModuleReport { module, layer, kind, rank, scale, zero, fault, .. } = m;
+            Py::new(py, AdapterModule { module, layer, kind, rank, scale, zero, fault, ignored_by })
+        })
+        .collect::<PyResult<_>>()?;
+    Ok(AdapterReport { modules, others: report.others, remarks: report.remarks, good })
+}
+
+const fn name(tool: Tool) -> &'static str {
+    match tool {
+        Tool::ComfyUi => "ComfyUI",
+        Tool::Diffusers => "diffusers",
+        Tool::A1111 => "A1111",
+    }
+}

@@ -1,0 +1,361 @@
+//! The objective of diffusion models such as SDXL: predict the noise, or the velocity, of noised data.
+
+use trainable_candle_core::rng::{self, State};
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+
+use super::levels::{NoiseLevels, SigmaDistribution};
+use super::loss::{Delta, LossFunction, Weights, per_example, weighted_loss};
+use super::schedule::{NoiseSchedule, PredictionType};
+
+const OP: &str = "diffusion_objective";
+
+/// How δ of the Huber losses depends on the timestep t of T (Khrapov et al. 2024, arXiv:2403.16728).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HuberSchedule {
+    /// Not at all.
+    #[default]
+    Constant,
+    /// `delta`^(t / T): 1 at data, about `delta` at noise.
+    Exponential,
+    /// (1 - `delta`) / (1 + √((1 - ᾱ) / ᾱ))² + `delta`: about 1 at data, `delta` at noise.
+    Snr,
+}
+
+impl std::str::FromStr for HuberSchedule {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "constant" => Ok(Self::Constant),
+            "exponential" => Ok(Self::Exponential),
+            "snr" => Ok(Self::Snr),
+            other => Err(Error::argument(
+                OP,
+                format!("unknown huber_schedule \"{other}\"; expected \"constant\", \"exponential\" or \"snr\""),
+            )),
+        }
+    }
+}
+
+/// The settings of a [`DiffusionObjective`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DiffusionConfig {
+    /// How timesteps are drawn between the two below; level 0 is the first.
+    pub timesteps: SigmaDistribution,
+    /// Moves them towards noise (above 1) or data (below 1), as [`NoiseLevels::new`].
+    pub shift: f64,
+    /// The first timestep that is drawn.
+    pub min_timestep: usize,
+    /// The timestep after the last that is drawn; none stands for all that the schedule has.
+    pub max_timestep: Option<usize>,
+    /// γ of min-SNR weights (Hang et al. 2023, arXiv:2303.09556): min(SNR, γ) / SNR for noise, min(SNR, γ) / (SNR + 1) for
+    /// velocities. 5 is the paper's.
+    pub min_snr_gamma: Option<f64>,
+    /// Adds this much noise that is the same over each channel of each example, so that pictures can become dark or
+    /// bright as a whole (Guttenberg 2023, "Diffusion with offset noise"); 0 or up to about 0.1.
+    pub noise_offset: f64,
+    /// The loss of one element.
+    pub loss: LossFunction,
+    /// δ of the Huber losses, above 0; at most 1 if it is scheduled.
+    pub huber_delta: f64,
+    /// How δ depends on the timestep.
+    pub huber_schedule: HuberSchedule,
+}
+
+impl Default for DiffusionConfig {
+    fn default() -> Self {
+        Self {
+            timesteps: SigmaDistribution::Uniform,
+            shift: 1.0,
+            min_timestep: 0,
+            max_timestep: None,
+            min_snr_gamma: None,
+            noise_offset: 0.0,
+            loss: LossFunction::Mse,
+            huber_delta: 0.1,
+            huber_schedule: HuberSchedule::Constant,
+        }
+    }
+}
+
+/// One batch as the model sees it, and what it should say.
+#[derive(Clone, Debug)]
+pub struct NoisedLatents {
+    /// √ᾱ · latents + √(1 - ᾱ) · noise, in the shape and dtype of the latents.
+    pub sample: Tensor,
+    /// The timestep of each example (B,), i64.
+    pub timesteps: Tensor,
+    /// What the model should predict, in the shape of the latents, f32.
+    pub target: Tensor,
+}
+
+/// Noises latents and measures what a model says of them. Its tables lie on one device, and nothing of a step leaves it.
+#[derive(Clone, Debug)]
+pub struct DiffusionObjective {
+    config: DiffusionConfig,
+    prediction: PredictionType,
+    levels: NoiseLevels,
+    range: std::ops::Range<usize>,
+    /// √ᾱ of each timestep.
+    signal: Tensor,
+    /// √(1 - ᾱ) of each timestep.
+    noise: Tensor,
+    /// The min-SNR weight of each timestep.
+    weight: Option<Tensor>,
+    /// δ of each timestep.
+    delta: Option<Tensor>,
+}
+
+impl DiffusionObjective {
+    /// The objective of a model trained under `schedule`, for tensors on `device`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if a setting is outside its range, or the schedule ends in noise alone and the model predicts noise
+    /// (there is nothing to learn from that timestep).
+    pub fn new(schedule: &NoiseSchedule, config: DiffusionConfig, device: &Device) -> Result<Self> {
+        let levels = NoiseLevels::new(OP, config.timesteps, config.shift)?;
+        let total = schedule.num_train_timesteps();
+        let range = config.min_timestep..config.max_timestep.unwrap_or(total);
+        check(&config, &range, schedule)?;
+        let table = |values: Vec<f64>| -> Result<Tensor> {
+            let values: Vec<f32> = values.into_iter().map(|v| v as f32).collect();
+            Tensor::from_vec(values, total, &Device::Cpu)?.to_device(device)
+        };
+        let alphas = schedule.alphas_cumprod();
+        let prediction = schedule.prediction_type();
+        let weight = config.min_snr_gamma.map(|gamma| min_snr_weights(schedule, gamma));
+        let delta = match config.huber_schedule {
+            HuberSchedule::Constant => None,
+            HuberSchedule::Exponential => {
+                Some((0..total).map(|t| config.huber_delta.powf(t as f64 / total as f64)).collect())
+            }
+            HuberSchedule::Snr => {
+                let delta = |sigma: f64| (1.0 - config.huber_delta) / (1.0 + sigma).powi(2) + config.huber_delta;
+                Some(schedule.sigmas().into_iter().map(delta).collect())
+            }
+        };
+        Ok(Self {
+            config,
+            prediction,
+            levels,
+            range,
+            signal: table(alphas.iter().map(|a| a.sqrt()).collect())?,
+            noise: table(alphas.iter().map(|a| (1.0 - a).sqrt()).collect())?,
+            weight: weight.map(table).transpose()?,
+            delta: delta.map(table).transpose()?,
+        })
+    }
+
+    /// The settings.
+    pub const fn config(&self) -> &DiffusionConfig {
+        &self.config
+    }
+
+    /// `count` timesteps (count,) in i64 from the library's generator.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if they do not fit.
+    pub fn draw_timesteps(&self, count: usize) -> Result<Tensor> {
+        let (first, last) = (self.range.start as f64, (self.range.end - 1) as f64);
+        let levels = self.levels.draw(count, self.signal.device())?;
+        levels.affine(self.range.len() as f64, first)?.clamp(Some(first), Some(last))?.to_dtype(DType::I64)
+    }
+
+    /// Noise for `latents (B, C, ...)`, each example at a timestep of its own, from the library's generator.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if there are less than two dimensions, [`Error::DType`] if the latents are not floating point,
+    /// [`Error::Device`] if they are on another device than the objective.
+    pub fn noise(&self, latents: &Tensor) -> Result<NoisedLatents> {
+        let dims = self.check_latents(latents)?;
+        let timesteps = self.draw_timesteps(dims[0])?;
+        let noise = Tensor::randn(0.0, 1.0, dims, DType::F32, latents.device())?;
+        if self.config.noise_offset == 0.0 {
+            return self.noise_at(latents, &noise, &timesteps);
+        }
+        let mut shape = vec![1; dims.len()];
+        shape[..2].copy_from_slice(&dims[..2]);
+        let offset = Tensor::randn(0.0, self.config.noise_offset, shape, DType::F32, latents.device())?;
+        self.noise_at(latents, &noise.add(&offset)?, &timesteps)
+    }
+
+    /// `latents (B, C, ...)` under given `noise` of their shape at given `timesteps (B,)`, i64.
+    ///
+    /// # Errors
+    /// As [`noise`](Self::noise); [`Error::Shape`] if the three do not fit together, [`Error::Index`] if there is no such
+    /// timestep.
+    pub fn noise_at(&self, latents: &Tensor, noise: &Tensor, timesteps: &Tensor) -> Result<NoisedLatents> {
+        let dims = self.check_latents(latents)?;
+        if noise.dims() != dims || timesteps.dims() != [dims[0]] {
+            return Err(Error::shape(
+                OP,
+                format!(
+                    "latents {dims:?}, noise {:?} and timesteps {:?} do not fit together; expected (B, C, ...), the same, and (B,)",
+                    noise.dims(),
+                    timesteps.dims()
+                ),
+            ));
+        }
+        let (clean, noise) = (latents.to_dtype(DType::F32)?, noise.to_dtype(DType::F32)?);
+        let at = |table: &Tensor| table.index_select(timesteps, 0)?.reshape(per_example(latents));
+        let (signal_share, noise_share) = (at(&self.signal)?, at(&self.noise)?);
+        let sample = clean.mul(&signal_share)?.add(&noise.mul(&noise_share)?)?;
+        let target = match self.prediction {
+            PredictionType::Epsilon => noise,
+            PredictionType::VPrediction => noise.mul(&signal_share)?.sub(&clean.mul(&noise_share)?)?,
+        };
+        Ok(NoisedLatents { sample: sample.to_dtype(latents.dtype())?, timesteps: timesteps.clone(), target })
+    }
+
+    /// Noise for a validation loss that can be compared over a run: example number `examples[i]` has the same noise and the same
+    /// timestep every time, whatever batch it is in, and the library's generator stays where it is. Timesteps are spread
+    /// evenly over the range, by the golden ratio: any run of example numbers covers it.
+    ///
+    /// # Errors
+    /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.
+    pub fn validation_noise(&self, latents: &Tensor, examples: &[u32], seed: u64) -> Result<NoisedLatents> {
+        const GOLDEN: f64 = 0.618_033_988_749_894_8;
+        let dims = self.check_latents(latents)?;
+        if examples.len() != dims[0] {
+            return Err(Error::shape(
+                OP,
+                format!("found {} example numbers for latents {dims:?}, expected one for each example", examples.len()),
+            ));
+        }
+        let timestep = |&example: &u32| {
+            let level = (0.5 + f64::from(example) * GOLDEN).fract();
+            (self.range.start + (level * self.range.len() as f64) as usize) as i64
+        };
+        let timesteps = Tensor::from_vec(examples.iter().map(timestep).collect(), examples.len(), &Device::Cpu)?;
+        let size = dims[1..].iter().product();
+        let noise = examples.iter().flat_map(|&example| rng::normal_vec_at(validation_stream(seed, example), size));
+        let noise = Tensor::from_vec(noise.collect::<Vec<f32>>(), dims, &Device::Cpu)?;
+        self.noise_at(latents, &noise.to_device(latents.device())?, &timesteps.to_device(latents.device())?)
+    }
+
+    /// The loss of `prediction` for what [`noise`](Self::noise) gave: one element in f32, with a gradient for the prediction.
+    ///
+    /// It is the mean over the batch of each example's mean loss, times its min-SNR weight, times its entry in `weights (B,)` (the
+    /// prior's weight of regularisation images). `mask (B, 1, ...)`, in the size of the latents and not negative, says how much
+    /// each place counts beside the other places of its example: it is divided by its mean, so that the size of what it
+    /// shows does not change how much the example counts. An example whose mask is 0 everywhere counts nothing.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if something does not fit.
+    pub fn loss(
+        &self,
+        prediction: &Tensor,
+        noised: &NoisedLatents,
+        mask: Option<&Tensor>,
+        weights: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let dims = noised.target.dims();
+        if prediction.dims() != dims {
+            return Err(Error::shape(
+                OP,
+                format!("the prediction has shape {:?}, expected that of the latents, {dims:?}", prediction.dims()),
+            ));
+        }
+        let mask = mask.map(|mask| fitting("mask", mask, &mask_dims(dims))).transpose()?;
+        let weights = weights.map(|weights| fitting("weights", weights, &dims[..1])).transpose()?;
+        let at = |table: &Tensor| table.index_select(&noised.timesteps, 0);
+        let snr = self.weight.as_ref().map(at).transpose()?;
+        let examples = match (snr, weights) {
+            (Some(snr), Some(weights)) => Some(snr.mul(&weights)?),
+            (snr, weights) => snr.or(weights),
+        };
+        let delta = match self.config.loss {
+            LossFunction::Huber | LossFunction::SmoothL1 => self.delta.as_ref().map(at).transpose()?,
+            LossFunction::Mse | LossFunction::L1 => None,
+        };
+        let delta = delta.as_ref().map_or(Delta::Constant(self.config.huber_delta), Delta::PerExample);
+        let weights = Weights { examples: examples.as_ref(), places: mask.as_ref() };
+        weighted_loss(self.config.loss, delta, prediction, &noised.target, weights)
+    }
+
+    fn check_latents<'a>(&self, latents: &'a Tensor) -> Result<&'a [usize]> {
+        let dims = latents.dims();
+        if dims.len() < 2 {
+            return Err(Error::shape(OP, format!("the latents have shape {dims:?}, expected (B, C, ...)")));
+        }
+        if !trainable_candle_core::raw::is_float(latents.dtype()) {
+            let found = latents.dtype().as_str();
+            return Err(Error::dtype(OP, format!("the latents are {found}, expected floating point; convert them")));
+        }
+        if !latents.device().same_device(self.signal.device()) {
+            return Err(Error::device(OP, "the latents are on another device than the objective; make it with theirs"));
+        }
+        Ok(dims)
+    }
+}
+
+fn check(config: &DiffusionConfig, range: &std::ops::Range<usize>, schedule: &NoiseSchedule) -> Result<()> {
+    let total = schedule.num_train_timesteps();
+    if range.is_empty() || range.end > total {
+        return Err(Error::argument(
+            OP,
+            format!(
+                "found timesteps from {} up to but not including {}, expected a range within 0 to {total}",
+                range.start, range.end
+            ),
+        ));
+    }
+    let positive = |name: &str, value: f64| {
+        if value > 0.0 && value.is_finite() {
+            return Ok(());
+        }
+        Err(Error::argument(OP, format!("{name} is {value}, expected a number above 0")))
+    };
+    config.min_snr_gamma.map_or(Ok(()), |gamma| positive("min_snr_gamma", gamma))?;
+    positive("huber_delta", config.huber_delta)?;
+    if config.huber_schedule != HuberSchedule::Constant && config.huber_delta > 1.0 {
+        let found = config.huber_delta;
+        return Err(Error::argument(OP, format!("huber_delta is {found}, expected at most 1 where it is scheduled")));
+    }
+    if !(config.noise_offset >= 0.0 && config.noise_offset.is_finite()) {
+        let found = config.noise_offset;
+        return Err(Error::argument(OP, format!("noise_offset is {found}, expected 0 or more")));
+    }
+    let blind = schedule.prediction_type() == PredictionType::Epsilon && schedule.alphas_cumprod().contains(&0.0);
+    if blind && range.end == total {
+        return Err(Error::argument(
+            OP,
+            "the schedule ends in noise alone (rescale_betas_zero_snr), where predicting noise teaches nothing; \
+             set prediction_type to \"v_prediction\" or max_timestep below the last",
+        ));
+    }
+    Ok(())
+}
+
+/// The min-SNR-γ weight of each timestep for what the schedule's model predicts.
+fn min_snr_weights(schedule: &NoiseSchedule, gamma: f64) -> Vec<f64> {
+    let weight = |snr: f64| match schedule.prediction_type() {
+        // min(SNR, γ) / SNR, defined at 0 too.
+        PredictionType::Epsilon => (gamma / snr).min(1.0),
+        PredictionType::VPrediction => snr.min(gamma) / (snr + 1.0),
+    };
+    schedule.snr().into_iter().map(weight).collect()
+}
+
+/// Where the noise of a validation example starts: far from those of other examples, in a stream that no seed of the library's
+/// generator is likely to be.
+fn validation_stream(seed: u64, example: u32) -> State {
+    let [low, high, ..] = rng::philox(seed, u64::MAX);
+    State { seed: u64::from(high) << 32 | u64::from(low), offset: u64::from(example) << 32 }
+}
+
+fn mask_dims(dims: &[usize]) -> Vec<usize> {
+    let mut dims = dims.to_vec();
+    dims[1] = 1;
+    dims
+}
+
+fn fitting(name: &str, found: &Tensor, dims: &[usize]) -> Result<Tensor> {
+    if found.dims() != dims {
+        return Err(Error::shape(OP, format!("{name} has shape {:?}, expected {dims:?}", found.dims())));
+    }
+    found.to_dtype(DType::F32)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,119 @@
+//! How noise levels are drawn for training.
+
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+
+/// The distribution of noise levels in (0, 1), 0 being data and 1 noise.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum SigmaDistribution {
+    /// All alike.
+    Uniform,
+    /// The logistic function of a normal value: the middle more often (Esser et al. 2024, arXiv:2403.03206).
+    LogitNormal {
+        /// Mean of the normal; positive favours noise.
+        mean: f64,
+        /// Deviation of the normal, above 0.
+        std: f64,
+    },
+}
+
+impl std::str::FromStr for SigmaDistribution {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "uniform" => Ok(Self::Uniform),
+            "logit_normal" => Ok(Self::LogitNormal { mean: 0.0, std: 1.0 }),
+            other => Err(Error::argument(
+                "noise_levels",
+                format!("unknown distribution of noise levels \"{other}\"; expected \"uniform\" or \"logit_normal\""),
+            )),
+        }
+    }
+}
+
+/// Noise levels from a distribution, moved by a shift.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct NoiseLevels {
+    distribution: SigmaDistribution,
+    shift: f64,
+}
+
+impl NoiseLevels {
+    /// Levels from `distribution`, moved by `shift` towards noise (above 1) or data (below 1):
+    /// σ → shift · σ / (1 + (shift - 1) · σ). Large pictures want about 3 (arXiv:2403.03206, section 5.3.2); 1 changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] in the name of `op` if the shift or the deviation is not above 0.
+    pub fn new(op: &'static str, distribution: SigmaDistribution, shift: f64) -> Result<Self> {
+        if !(shift > 0.0 && shift.is_finite()) {
+            return Err(Error::argument(op, format!("shift is {shift}, expected a number above 0")));
+        }
+        if let SigmaDistribution::LogitNormal { mean, std } = distribution
+            && !(std > 0.0 && std.is_finite() && mean.is_finite())
+        {
+            return Err(Error::argument(
+                op,
+                format!(
+                    "the logit-normal distribution has mean {mean} and deviation {std}, expected finite numbers, the deviation above 0"
+                ),
+            ));
+        }
+        Ok(Self { distribution, shift })
+    }
+
+    /// `count` levels (count,) in f32 on `device` from the library's generator.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if they do not fit.
+    pub fn draw(&self, count: usize, device: &Device) -> Result<Tensor> {
+        let levels = match self.distribution {
+            SigmaDistribution::Uniform => Tensor::rand(0.0, 1.0, count, DType::F32, device)?,
+            SigmaDistribution::LogitNormal { mean, std } => {
+                Tensor::randn(mean, std, count, DType::F32, device)?.sigmoid()?
+            }
+        };
+        if self.shift == 1.0 {
+            return Ok(levels);
+        }
+        levels.mul_scalar(self.shift)?.div(&levels.affine(self.shift - 1.0, 1.0)?)
+    }
+}
+
+/// σ → shift · σ / (1 + (shift - 1) · σ).
+pub(crate) fn shift_sigma(sigma: f64, shift: f64) -> f64 {
+    shift * sigma / (1.0 + (shift - 1.0) * sigma)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mean(values: &[f32]) -> f64 {
+        values.iter().map(|&v| f64::from(v)).sum::<f64>() / values.len() as f64
+    }
+
+    #[test]
+    fn levels_follow_their_distribution() {
+        let draw = |distribution, shift| {
+            let levels = NoiseLevels::new("test", distribution, shift).unwrap().draw(40_000, &Device::Cpu).unwrap();
+            levels.to_vec::<f32>().unwrap()
+        };
+        let uniform = draw(SigmaDistribution::Uniform, 1.0);
+        assert!((mean(&uniform) - 0.5).abs() < 0.01);
+        assert!(uniform.iter().all(|s| (0.0..1.0).contains(s)));
+        // E[3 u / (1 + 2 u)] = 3/2 - 3/4 ln 3 for uniform u.
+        assert!((mean(&draw(SigmaDistribution::Uniform, 3.0)) - (1.5 - 0.75 * 3f64.ln())).abs() < 0.01);
+        // A logit-normal of mean 1 has its median at the logistic function of 1.
+        let mut skewed = draw(SigmaDistribution::LogitNormal { mean: 1.0, std: 1.0 }, 1.0);
+        skewed.sort_by(f32::total_cmp);
+        assert!((f64::from(skewed[20_000]) - 1.0 / (1.0 + (-1f64).exp())).abs() < 0.01);
+    }
+
+    #[test]
+    fn impossible_settings_are_refused() {
+        assert!(NoiseLevels::new("test", SigmaDistribution::Uniform, 0.0).is_err());
+        let wide = SigmaDistribution::LogitNormal { mean: 0.0, std: f64::NAN };
+        assert!(NoiseLevels::new("test", wide, 1.0).unwrap_err().to_string().starts_with("test: "));
+        assert!("gaussian".parse::<SigmaDistribution>().unwrap_err().to_string().contains("logit_normal"));
+    }
+}

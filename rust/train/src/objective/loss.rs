@@ -1,0 +1,110 @@
+//! How far a prediction is off: a weighted mean over the elements of a batch.
+
+use trainable_candle_core::ops::loss::{Reduction, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
+use trainable_candle_core::{DType, Error, Result, Tensor};
+
+/// The loss of one element.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LossFunction {
+    /// d².
+    #[default]
+    Mse,
+    /// |d|.
+    L1,
+    /// d²/2 up to δ, then δ (|d| - δ/2) (Huber 1964).
+    Huber,
+    /// The Huber loss divided by δ: |d| - δ/2 beyond δ.
+    SmoothL1,
+}
+
+impl std::str::FromStr for LossFunction {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "mse" => Ok(Self::Mse),
+            "l1" => Ok(Self::L1),
+            "huber" => Ok(Self::Huber),
+            "smooth_l1" => Ok(Self::SmoothL1),
+            other => Err(Error::argument(
+                "loss",
+                format!("unknown loss \"{other}\"; expected \"mse\", \"l1\", \"huber\" or \"smooth_l1\""),
+            )),
+        }
+    }
+}
+
+/// δ of the Huber losses.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Delta<'a> {
+    /// One for all.
+    Constant(f64),
+    /// One for each example, (B,).
+    PerExample(&'a Tensor),
+}
+
+/// What weighs on the elements of a batch (B, C, ...); all f32 on its device.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Weights<'a> {
+    /// For each example, (B,).
+    pub(crate) examples: Option<&'a Tensor>,
+    /// For each place, (B, 1, ...), relative to its mean over the example.
+    pub(crate) places: Option<&'a Tensor>,
+}
+
+/// The mean over examples of the weighted mean of the loss over each example's elements, in f32.
+pub(crate) fn weighted_loss(
+    function: LossFunction,
+    delta: Delta<'_>,
+    prediction: &Tensor,
+    target: &Tensor,
+    weights: Weights<'_>,
+) -> Result<Tensor> {
+    let (mut prediction, mut target) = (prediction.to_dtype(DType::F32)?, target.to_dtype(DType::F32)?);
+    let mut examples = weights.examples.cloned();
+    let mut fixed_delta = 1.0;
+    match (function, delta) {
+        (_, Delta::Constant(delta)) => fixed_delta = delta,
+        (LossFunction::Huber | LossFunction::SmoothL1, Delta::PerExample(delta)) => {
+            // huber(d, δ) = δ² · huber(d / δ, 1).
+            let inverse = delta.recip()?.reshape(per_example(&prediction))?;
+            (prediction, target) = (prediction.mul(&inverse)?, target.mul(&inverse)?);
+            let factor = if function == LossFunction::Huber { delta.sqr()? } else { delta.clone() };
+            examples = Some(examples.map_or(Ok(factor.clone()), |examples| examples.mul(&factor))?);
+        }
+        (LossFunction::Mse | LossFunction::L1, Delta::PerExample(_)) => {}
+    }
+    let loss = |reduction| match function {
+        LossFunction::Mse => mse_loss(&prediction, &target, reduction),
+        LossFunction::L1 => l1_loss(&prediction, &target, reduction),
+        LossFunction::Huber => huber_loss(&prediction, &target, fixed_delta, reduction),
+        LossFunction::SmoothL1 => smooth_l1_loss(&prediction, &target, fixed_delta, reduction),
+    };
+    let Some(weight) = combined(&prediction, examples.as_ref(), weights.places)? else {
+        return loss(Reduction::Mean);
+    };
+    let share = 1.0 / prediction.elem_count() as f64;
+    loss(Reduction::None)?.mul(&weight.mul_scalar(share)?)?.sum_all()
+}
+
+/// (B, 1, 1, ...) for the batch of `x`.
+pub(crate) fn per_example(x: &Tensor) -> Vec<usize> {
+    let mut dims = vec![1; x.rank()];
+    dims[0] = x.dims()[0];
+    dims
+}
+
+/// One weight that broadcasts over `x`, if there is any.
+fn combined(x: &Tensor, examples: Option<&Tensor>, places: Option<&Tensor>) -> Result<Option<Tensor>> {
+    /// Below the mean of any mask that leaves a place, so that one that leaves none gives 0, not NaN.
+    const LEAST: f64 = 1e-12;
+    let examples = examples.map(|weights| weights.reshape(per_example(x))).transpose()?;
+    let Some(places) = places else { return Ok(examples) };
+    let dims: Vec<usize> = (1..places.rank()).collect();
+    let mean = places.mean(&dims, true)?.clamp(Some(LEAST), None)?;
+    let places = places.div(&mean)?;
+    Ok(Some(match examples {
+        Some(examples) => places.mul(&examples)?,
+        None => places,
+    }))
+}

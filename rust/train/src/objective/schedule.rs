@@ -1,0 +1,288 @@
+//! The noise schedule of diffusion models (Ho et al. 2020, arXiv:2006.11239) under diffusers' names.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use trainable_candle_core::{Error, Result};
+
+const OP: &str = "noise_schedule";
+const FILE: &str = "scheduler_config.json";
+
+/// How the variances β of the noise added at each timestep grow from `beta_start` to `beta_end`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BetaSchedule {
+    /// Evenly.
+    Linear,
+    /// Their square roots evenly (latent diffusion, Stable Diffusion, SDXL).
+    ScaledLinear,
+    /// So that √ᾱ follows a cosine (Nichol & Dhariwal 2021, arXiv:2102.09672); `beta_start` and `beta_end` play no part.
+    #[serde(rename = "squaredcos_cap_v2")]
+    SquaredCosine,
+}
+
+/// What the model predicts of x = √ᾱ · data + √(1 - ᾱ) · noise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PredictionType {
+    /// The noise.
+    Epsilon,
+    /// √ᾱ · noise - √(1 - ᾱ) · data (Salimans & Ho 2022, arXiv:2202.00512).
+    VPrediction,
+}
+
+/// How a sampler picks its timesteps (Lin et al. 2023, arXiv:2305.08891, table 2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TimestepSpacing {
+    /// From the last to the first, evenly.
+    Linspace,
+    /// Multiples of a whole number, from 0 up; the last timestep is left out.
+    Leading,
+    /// From the last down.
+    Trailing,
+}
+
+macro_rules! names {
+    ($type:ty, $what:literal, $($name:literal => $value:ident),+) => {
+        impl std::str::FromStr for $type {
+            type Err = Error;
+
+            fn from_str(text: &str) -> Result<Self> {
+                match text {
+                    $($name => Ok(Self::$value),)+
+                    other => Err(Error::argument(
+                        OP,
+                        format!("unknown {} \"{other}\"; expected one of {}", $what, [$($name),+].join(", ")),
+                    )),
+                }
+            }
+        }
+
+        impl $type {
+            /// The name in a configuration file.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$value => $name,)+
+                }
+            }
+        }
+    };
+}
+
+names!(BetaSchedule, "beta_schedule", "linear" => Linear, "scaled_linear" => ScaledLinear, "squaredcos_cap_v2" => SquaredCosine);
+names!(PredictionType, "prediction_type", "epsilon" => Epsilon, "v_prediction" => VPrediction);
+names!(TimestepSpacing, "timestep_spacing", "linspace" => Linspace, "leading" => Leading, "trailing" => Trailing);
+
+/// What diffusers' `scheduler_config.json` says of a model; the defaults are SDXL's. Other entries of the file are ignored:
+/// the file names the sampler of a pipeline, and this only how the model was trained.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default)]
+pub struct NoiseScheduleConfig {
+    /// How β grows.
+    pub beta_schedule: BetaSchedule,
+    /// β of the first timestep, in (0, 1).
+    pub beta_start: f64,
+    /// β of the last timestep, in (0, 1).
+    pub beta_end: f64,
+    /// β of every timestep, in place of the three above.
+    pub trained_betas: Option<Vec<f64>>,
+    /// The number of timesteps, at least 2.
+    pub num_train_timesteps: usize,
+    /// What the model predicts.
+    pub prediction_type: PredictionType,
+    /// Move the schedule so that the last timestep is noise alone (arXiv:2305.08891, algorithm 1).
+    pub rescale_betas_zero_snr: bool,
+    /// How samplers pick timesteps.
+    pub timestep_spacing: TimestepSpacing,
+    /// Added to the timesteps of the leading spacing.
+    pub steps_offset: usize,
+}
+
+impl Default for NoiseScheduleConfig {
+    fn default() -> Self {
+        Self {
+            beta_schedule: BetaSchedule::ScaledLinear,
+            beta_start: 0.00085,
+            beta_end: 0.012,
+            trained_betas: None,
+            num_train_timesteps: 1000,
+            prediction_type: PredictionType::Epsilon,
+            rescale_betas_zero_snr: false,
+            timestep_spacing: TimestepSpacing::Leading,
+            steps_offset: 1,
+        }
+    }
+}
+
+/// How much noise there is at each timestep.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NoiseSchedule {
+    config: NoiseScheduleConfig,
+    alphas_cumprod: Vec<f64>,
+}
+
+impl NoiseSchedule {
+    /// The schedule of a configuration.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there are less than 2 timesteps or a β is not in (0, 1).
+    pub fn new(config: NoiseScheduleConfig) -> Result<Self> {
+        let mut alphas_cumprod: Vec<f64> = betas(&config)?
+            .into_iter()
+            .scan(1.0, |product, beta| {
+                *product *= 1.0 - beta;
+                Some(*product)
+            })
+            .collect();
+        if config.rescale_betas_zero_snr {
+            rescale_to_zero_snr(&mut alphas_cumprod);
+        }
+        Ok(Self { config, alphas_cumprod })
+    }
+
+    /// SDXL's schedule.
+    ///
+    /// # Errors
+    /// None.
+    pub fn sdxl() -> Result<Self> {
+        Self::new(NoiseScheduleConfig::default())
+    }
+
+    /// The schedule in a `scheduler_config.json`: `path` is the file, the folder that holds it, or the folder of a model
+    /// that holds it as `scheduler/scheduler_config.json`. Entries that it lacks are SDXL's.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if there is no such file, [`Error::Config`] naming the line that does not parse, [`Error::Argument`] as
+    /// [`new`](Self::new).
+    pub fn from_pretrained(path: &Path) -> Result<Self> {
+        let candidates: [PathBuf; 2] = [path.join(FILE), path.join("scheduler").join(FILE)];
+        let file = candidates
+            .into_iter()
+            .find(|file| file.is_file())
+            .unwrap_or_else(|| if path.is_dir() { path.join("scheduler").join(FILE) } else { path.to_path_buf() });
+        let text = std::fs::read_to_string(&file).map_err(|e| Error::io(&file, e))?;
+        let config = serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: {e}", file.display())))?;
+        Self::new(config)
+    }
+
+    /// What the schedule was made of.
+    pub const fn config(&self) -> &NoiseScheduleConfig {
+        &self.config
+    }
+
+    /// ᾱ of each timestep, falling from about 1: the share of the data in the variance of the noised data.
+    pub fn alphas_cumprod(&self) -> &[f64] {
+        &self.alphas_cumprod
+    }
+
+    /// The number of timesteps.
+    pub fn num_train_timesteps(&self) -> usize {
+        self.alphas_cumprod.len()
+    }
+
+    /// What the model predicts.
+    pub const fn prediction_type(&self) -> PredictionType {
+        self.config.prediction_type
+    }
+
+    /// ᾱ / (1 - ᾱ) of each timestep, the signal-to-noise ratio.
+    pub fn snr(&self) -> Vec<f64> {
+        self.alphas_cumprod.iter().map(|a| a / (1.0 - a)).collect()
+    }
+
+    /// √((1 - ᾱ) / ᾱ) of each timestep: the noise to a unit of data (Karras et al. 2022, arXiv:2206.00364). Where there is no
+    /// data left, ᾱ counts as 2⁻²⁴, so that a sampler has a number to start from.
+    pub fn sigmas(&self) -> Vec<f64> {
+        const LEAST: f64 = 1.0 / 16_777_216.0;
+        self.alphas_cumprod.iter().map(|a| a.max(LEAST)).map(|a| ((1.0 - a) / a).sqrt()).collect()
+    }
+}
+
+fn betas(config: &NoiseScheduleConfig) -> Result<Vec<f64>> {
+    let NoiseScheduleConfig { beta_start, beta_end, num_train_timesteps: steps, .. } = *config;
+    if let Some(betas) = &config.trained_betas {
+        return checked(betas.clone());
+    }
+    if config.beta_schedule != BetaSchedule::SquaredCosine {
+        checked(vec![beta_start, beta_end])?;
+    }
+    let between = |start: f64, end: f64, i: usize| start + (end - start) * i as f64 / (steps.max(2) - 1) as f64;
+    checked(match config.beta_schedule {
+        BetaSchedule::Linear => (0..steps).map(|i| between(beta_start, beta_end, i)).collect(),
+        BetaSchedule::ScaledLinear => {
+            (0..steps).map(|i| between(beta_start.sqrt(), beta_end.sqrt(), i).powi(2)).collect()
+        }
+        BetaSchedule::SquaredCosine => {
+            let alpha = |i: usize| {
+                let t = i as f64 / steps as f64;
+                ((t + 0.008) / 1.008 * std::f64::consts::FRAC_PI_2).cos().powi(2)
+            };
+            (0..steps).map(|i| (1.0 - alpha(i + 1) / alpha(i)).min(0.999)).collect()
+        }
+    })
+}
+
+fn checked(betas: Vec<f64>) -> Result<Vec<f64>> {
+    if betas.len() < 2 {
+        return Err(Error::argument(OP, format!("found {} timesteps, expected at least 2", betas.len())));
+    }
+    match betas.iter().find(|&&beta| !(beta > 0.0 && beta < 1.0)) {
+        Some(beta) => Err(Error::argument(OP, format!("found a beta of {beta}, expected numbers between 0 and 1"))),
+        None => Ok(betas),
+    }
+}
+
+/// √ᾱ moved to 0 at the last timestep and stretched to what it was at the first.
+fn rescale_to_zero_snr(alphas_cumprod: &mut [f64]) {
+    let (Some(first), Some(last)) = (alphas_cumprod.first(), alphas_cumprod.last()) else { return };
+    let (first, last) = (first.sqrt(), last.sqrt());
+    for alpha in alphas_cumprod {
+        *alpha = ((alpha.sqrt() - last) * first / (first - last)).powi(2);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn impossible_schedules_are_refused() {
+        let refused = |config: NoiseScheduleConfig| NoiseSchedule::new(config).unwrap_err().to_string();
+        let default = NoiseScheduleConfig::default;
+        assert!(refused(NoiseScheduleConfig { num_train_timesteps: 1, ..default() }).contains("at least 2"));
+        assert!(refused(NoiseScheduleConfig { beta_start: -0.1, ..default() }).contains("-0.1"));
+        assert!(refused(NoiseScheduleConfig { trained_betas: Some(vec![0.1, f64::NAN]), ..default() }).contains("NaN"));
+        assert!("cosine".parse::<BetaSchedule>().unwrap_err().to_string().contains("squaredcos_cap_v2"));
+    }
+
+    #[test]
+    fn zero_snr_ends_in_noise_alone() {
+        let config = NoiseScheduleConfig { rescale_betas_zero_snr: true, ..NoiseScheduleConfig::default() };
+        let (zero, plain) = (NoiseSchedule::new(config).unwrap(), NoiseSchedule::sdxl().unwrap());
+        assert_eq!(zero.snr()[999], 0.0);
+        assert!((zero.alphas_cumprod()[0] - plain.alphas_cumprod()[0]).abs() < 1e-12);
+        assert!(zero.sigmas()[999].is_finite());
+    }
+
+    #[test]
+    fn configurations_are_found_and_read() {
+        let folder = std::env::temp_dir().join(format!("noise schedule {}", std::process::id()));
+        std::fs::create_dir_all(folder.join("scheduler")).unwrap();
+        let file = folder.join("scheduler").join(FILE);
+        let text = r#"{"_class_name": "DDIMScheduler", "prediction_type": "v_prediction", "clip_sample": false, "trained_betas": null,
+            "rescale_betas_zero_snr": true, "timestep_spacing": "trailing", "steps_offset": 0}"#;
+        std::fs::write(&file, text).unwrap();
+        for path in [&folder, &folder.join("scheduler"), &file] {
+            let schedule = NoiseSchedule::from_pretrained(path).unwrap();
+            assert_eq!(schedule.prediction_type(), PredictionType::VPrediction);
+            assert_eq!(schedule.config().timestep_spacing, TimestepSpacing::Trailing);
+            assert_eq!(schedule.num_train_timesteps(), 1000);
+        }
+        std::fs::write(&file, r#"{"prediction_type": "sample"}"#).unwrap();
+        let message = NoiseSchedule::from_pretrained(&folder).unwrap_err().to_string();
+        assert!(message.contains("v_prediction") && message.contains(FILE), "{message}");
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert!(matches!(NoiseSchedule::from_pretrained(&folder), Err(Error::Io { .. })));
+    }
+}

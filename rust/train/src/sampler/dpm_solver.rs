@@ -1,0 +1,87 @@
+//! DPM-Solver++ of second order with several steps.
+
+use trainable_candle_core::{Error, Result, Tensor};
+
+use super::{OP, Sampler, check_step, checked, combined, denoised, grid, wide};
+use crate::objective::{NoiseSchedule, PredictionType, TimestepSpacing};
+
+/// DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2) in x = α · data + √(1 - α²) · noise, with the timesteps of
+/// diffusers' `DPMSolverMultistepScheduler` (`dpmsolver++`, order 2, midpoint). The first and the last step are of first order.
+#[derive(Clone, Debug)]
+pub struct DpmSolver {
+    prediction: PredictionType,
+    timesteps: Vec<f64>,
+    sigmas: Vec<f64>,
+    /// The data as the step before saw it, and the number of the step that may use it.
+    previous: Option<(Tensor, usize)>,
+}
+
+impl DpmSolver {
+    /// A run; see [`SamplerKind::start`](super::SamplerKind::start).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn new(schedule: &NoiseSchedule, steps: usize, karras: bool) -> Result<Self> {
+        let all = schedule.sigmas();
+        let mut timesteps = grid::spaced(schedule, steps + 1, steps)?;
+        if schedule.config().timestep_spacing == TimestepSpacing::Linspace {
+            timesteps.iter_mut().for_each(|t| *t = t.round_ties_even());
+        }
+        let mut sigmas = grid::sigmas_at(&all, &timesteps);
+        if karras {
+            sigmas = grid::karras(all[all.len() - 1], all[0], steps);
+            timesteps = sigmas.iter().map(|&sigma| grid::timestep_of(&all, sigma).round_ties_even()).collect();
+        }
+        sigmas.push(0.0);
+        Ok(Self { prediction: schedule.prediction_type(), timesteps, sigmas, previous: None })
+    }
+}
+
+/// (α, √(1 - α²)) at the noise-to-data ratio σ.
+fn shares(sigma: f64) -> (f64, f64) {
+    let alpha = 1.0 / sigma.hypot(1.0);
+    (alpha, sigma * alpha)
+}
+
+impl Sampler for DpmSolver {
+    fn timesteps(&self) -> &[f64] {
+        &self.timesteps
+    }
+
+    fn sigmas(&self) -> &[f64] {
+        &self.sigmas
+    }
+
+    fn init_noise(&self, noise: &Tensor) -> Result<Tensor> {
+        wide(noise)
+    }
+
+    fn scale_input(&self, x: &Tensor, i: usize) -> Result<Tensor> {
+        check_step(i, self.timesteps.len())?;
+        Ok(x.clone())
+    }
+
+    fn step(&mut self, model_output: &Tensor, i: usize, x: &Tensor) -> Result<Tensor> {
+        let steps = self.timesteps.len();
+        check_step(i, steps)?;
+        let expected = self.previous.as_ref().map_or(0, |(_, turn)| *turn);
+        if i != 0 && i != expected {
+            return Err(Error::argument(OP, format!("found step {i}, expected step {expected}; steps go in order")));
+        }
+        let (output, x) = checked(model_output, x)?;
+        let (sigma, next) = (self.sigmas[i], self.sigmas[i + 1]);
+        let ((alpha, noise), (next_alpha, next_noise)) = (shares(sigma), shares(next));
+        let data = denoised(self.prediction, &x, &output, alpha, noise)?;
+        // λ = -ln σ, so that e^-h is the ratio of the noise levels.
+        let factor = next_alpha * (1.0 - next / sigma);
+        let direction = match self.previous.take() {
+            Some((previous, _)) if i != 0 && i + 1 < steps => {
+                let ratio = (self.sigmas[i - 1] / sigma).ln() / (sigma / next).ln();
+                combined(1.0 + 0.5 / ratio, &data, -0.5 / ratio, &previous)?
+            }
+            _ => data.clone(),
+        };
+        self.previous = Some((data, i + 1));
+        combined(next_noise / noise, &x, factor, &direction)
+    }
+}

@@ -1,0 +1,68 @@
+//! Euler's method for the probability flow of a diffusion model.
+
+use trainable_candle_core::{Result, Tensor};
+
+use super::{Sampler, check_step, checked, combined, denoised, grid, wide};
+use crate::objective::{NoiseSchedule, PredictionType, TimestepSpacing};
+
+/// Euler's method in x = data + σ · noise (Karras et al. 2022, arXiv:2206.00364, algorithm 1), with the timesteps and
+/// scales of diffusers' `EulerDiscreteScheduler`.
+#[derive(Clone, Debug)]
+pub struct Euler {
+    prediction: PredictionType,
+    timesteps: Vec<f64>,
+    sigmas: Vec<f64>,
+    init_sigma: f64,
+}
+
+impl Euler {
+    /// A run; see [`SamplerKind::start`](super::SamplerKind::start).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn new(schedule: &NoiseSchedule, steps: usize, karras: bool) -> Result<Self> {
+        let all = schedule.sigmas();
+        let mut timesteps = grid::spaced(schedule, steps, steps)?;
+        let mut sigmas = grid::sigmas_at(&all, &timesteps);
+        if karras {
+            sigmas = grid::karras(sigmas[0], sigmas[steps - 1], steps);
+            timesteps = sigmas.iter().map(|&sigma| grid::timestep_of(&all, sigma)).collect();
+        }
+        let init_sigma = match schedule.config().timestep_spacing {
+            TimestepSpacing::Leading => sigmas[0].hypot(1.0),
+            TimestepSpacing::Linspace | TimestepSpacing::Trailing => sigmas[0],
+        };
+        sigmas.push(0.0);
+        Ok(Self { prediction: schedule.prediction_type(), timesteps, sigmas, init_sigma })
+    }
+}
+
+impl Sampler for Euler {
+    fn timesteps(&self) -> &[f64] {
+        &self.timesteps
+    }
+
+    fn sigmas(&self) -> &[f64] {
+        &self.sigmas
+    }
+
+    fn init_noise(&self, noise: &Tensor) -> Result<Tensor> {
+        wide(noise)?.mul_scalar(self.init_sigma)
+    }
+
+    fn scale_input(&self, x: &Tensor, i: usize) -> Result<Tensor> {
+        check_step(i, self.timesteps.len())?;
+        x.mul_scalar(1.0 / self.sigmas[i].hypot(1.0))
+    }
+
+    fn step(&mut self, model_output: &Tensor, i: usize, x: &Tensor) -> Result<Tensor> {
+        check_step(i, self.timesteps.len())?;
+        let (output, x) = checked(model_output, x)?;
+        let (sigma, next) = (self.sigmas[i], self.sigmas[i + 1]);
+        if self.prediction == PredictionType::Epsilon {
+            return combined(1.0, &x, next - sigma, &output);
+        }
+        let data = denoised(self.prediction, &x, &output, 1.0, sigma)?;
+        combined(next / sigma, &x, 1.0 - next / sigma, &data)
+    }
+}

@@ -1,0 +1,59 @@
+//! Which timesteps a sampler visits, and the noise levels there.
+
+use trainable_candle_core::{Error, Result};
+
+use super::OP;
+use crate::objective::{NoiseSchedule, TimestepSpacing};
+
+/// `count` timesteps, falling, of which the first `keep` are used: Euler's method spaces as many as it takes steps, DPM-Solver++
+/// one more for the end of the last step where the spacing reaches down to it.
+pub(super) fn spaced(schedule: &NoiseSchedule, count: usize, keep: usize) -> Result<Vec<f64>> {
+    let config = schedule.config();
+    let total = schedule.num_train_timesteps();
+    if keep == 0 || count > total {
+        return Err(Error::argument(
+            OP,
+            format!("found {keep} steps, expected at least 1 and fewer than the {total} timesteps of the schedule"),
+        ));
+    }
+    let timesteps: Vec<f64> = match config.timestep_spacing {
+        TimestepSpacing::Linspace => {
+            let step = if count == 1 { 0.0 } else { (total - 1) as f64 / (count - 1) as f64 };
+            (0..count).rev().map(|i| i as f64 * step).collect()
+        }
+        TimestepSpacing::Leading => {
+            (0..count).rev().map(|i| (i * (total / count) + config.steps_offset) as f64).collect()
+        }
+        TimestepSpacing::Trailing => {
+            let step = total as f64 / keep as f64;
+            (0..keep).map(|i| (total as f64 - i as f64 * step).round_ties_even() - 1.0).collect()
+        }
+    };
+    Ok(timesteps.into_iter().take(keep).collect())
+}
+
+/// The noise levels at `timesteps`, between which they are interpolated.
+pub(super) fn sigmas_at(sigmas: &[f64], timesteps: &[f64]) -> Vec<f64> {
+    let at = |&t: &f64| {
+        let t = t.clamp(0.0, (sigmas.len() - 1) as f64);
+        let (below, part) = (t as usize, t.fract());
+        let above = (below + 1).min(sigmas.len() - 1);
+        sigmas[below] + part * (sigmas[above] - sigmas[below])
+    };
+    timesteps.iter().map(at).collect()
+}
+
+/// `steps` noise levels from `first` down to `last` after Karras et al. 2022 (arXiv:2206.00364, equation 5), ρ = 7.
+pub(super) fn karras(first: f64, last: f64, steps: usize) -> Vec<f64> {
+    const RHO: f64 = 7.0;
+    let (first, last) = (first.powf(1.0 / RHO), last.powf(1.0 / RHO));
+    let level = |i: usize| first + (last - first) * i as f64 / (steps.max(2) - 1) as f64;
+    (0..steps).map(|i| level(i).powf(RHO)).collect()
+}
+
+/// The timestep, between two whole ones by the logarithm, at which the noise level is `sigma`.
+pub(super) fn timestep_of(sigmas: &[f64], sigma: f64) -> f64 {
+    let below = sigmas.partition_point(|&s| s <= sigma).clamp(1, sigmas.len() - 1) - 1;
+    let (low, high) = (sigmas[below].ln(), sigmas[below + 1].ln());
+    below as f64 + ((sigma.ln() - low) / (high - low)).clamp(0.0, 1.0)
+}

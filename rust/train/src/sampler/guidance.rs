@@ -1,0 +1,76 @@
+//! Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598).
+
+use trainable_candle_core::{Error, Result, Tensor};
+
+/// `negative` + `scale` · (`positive` - `negative`): what the model says for the prompt, away from what it says for the negative
+/// one. Scale 1 is the prompt alone.
+///
+/// # Errors
+/// [`Error::Shape`] or [`Error::DType`] if the two differ.
+pub fn classifier_free_guidance(negative: &Tensor, positive: &Tensor, scale: f64) -> Result<Tensor> {
+    negative.add(&positive.sub(negative)?.mul_scalar(scale)?)
+}
+
+/// A model with a prompt and a negative prompt, guided from the second towards the first.
+pub struct Guided<M> {
+    model: M,
+    conditions: Conditions,
+    scale: f64,
+}
+
+enum Conditions {
+    /// The prompt alone.
+    Positive(Vec<Tensor>),
+    /// Negative and positive one after the other along the batch: one call of twice the batch.
+    Pair(Vec<Tensor>),
+    /// One call for each: half the memory.
+    Each { negative: Vec<Tensor>, positive: Vec<Tensor> },
+}
+
+impl<M: FnMut(&Tensor, f64, &[Tensor]) -> Result<Tensor>> Guided<M> {
+    /// `model(x, timestep, conditioning)` is called with `positive` and `negative`, tensors with the batch first that agree in
+    /// shape: both in one call if `batched`, with `x` repeated, and only with `positive` if `scale` is 1.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the scale is not finite or the numbers of tensors differ, [`Error::Shape`] if shapes do.
+    pub fn new(model: M, positive: Vec<Tensor>, negative: Vec<Tensor>, scale: f64, batched: bool) -> Result<Self> {
+        if !scale.is_finite() || positive.len() != negative.len() {
+            return Err(Error::argument(
+                "guidance",
+                format!(
+                    "found scale {scale}, {} positive and {} negative tensors; expected a number, and as many of both",
+                    positive.len(),
+                    negative.len()
+                ),
+            ));
+        }
+        let conditions = if scale == 1.0 {
+            Conditions::Positive(positive)
+        } else if batched {
+            let pairs = negative.iter().zip(&positive).map(|(n, p)| Tensor::cat(&[n, p], 0));
+            Conditions::Pair(pairs.collect::<Result<_>>()?)
+        } else {
+            Conditions::Each { negative, positive }
+        };
+        Ok(Self { model, conditions, scale })
+    }
+
+    /// The guided prediction for `x` at `timestep`.
+    ///
+    /// # Errors
+    /// Those of the model.
+    pub fn predict(&mut self, x: &Tensor, timestep: f64) -> Result<Tensor> {
+        let (negative, positive) = match &self.conditions {
+            Conditions::Positive(condition) => return (self.model)(x, timestep, condition),
+            Conditions::Pair(condition) => {
+                let both = (self.model)(&Tensor::cat(&[x, x], 0)?, timestep, condition)?;
+                let batch = x.dims()[0];
+                (both.narrow(0, 0, batch)?, both.narrow(0, batch, batch)?)
+            }
+            Conditions::Each { negative, positive } => {
+                ((self.model)(x, timestep, negative)?, (self.model)(x, timestep, positive)?)
+            }
+        };
+        classifier_free_guidance(&negative, &positive, self.scale)
+    }
+}

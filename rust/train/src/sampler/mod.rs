@@ -1,0 +1,160 @@
+//! From noise to data.
+//!
+//! A [`Sampler`] is one run of a diffusion model's sampler: it knows the timesteps and the noise levels, and what the run has
+//! to remember. [`sample`] drives one over a model given as a closure:
+//!
+//! ```
+//! use trainable_candle_core::{DType, Device, Tensor};
+//! use trainable_candle_train::objective::NoiseSchedule;
+//! use trainable_candle_train::sampler::{SamplerKind, sample};
+//!
+//! let mut sampler = SamplerKind::DpmSolver.start(&NoiseSchedule::sdxl()?, 20, false)?;
+//! let noise = Tensor::randn(0.0, 1.0, (1, 4, 8, 8), DType::F32, &Device::Cpu)?;
+//! let latents = sample(&mut *sampler, &noise, |x, _timestep| x.mul_scalar(0.9))?;
+//! assert_eq!(latents.dims(), [1, 4, 8, 8]);
+//! # Ok::<(), trainable_candle_core::Error>(())
+//! ```
+
+mod dpm_solver;
+mod euler;
+mod flow;
+mod grid;
+mod guidance;
+
+use trainable_candle_core::{DType, Error, Result, Tensor, no_grad};
+
+pub use dpm_solver::DpmSolver;
+pub use euler::Euler;
+pub use flow::{euler, euler_step, flow_sigmas};
+pub use guidance::{Guided, classifier_free_guidance};
+
+use crate::objective::{NoiseSchedule, PredictionType};
+
+/// One run from noise to data. Samples are f32 throughout (f64 if the noise is), whatever the model computes in.
+pub trait Sampler: Send {
+    /// What the model is told at each step.
+    fn timesteps(&self) -> &[f64];
+
+    /// The noise to a unit of data at each step, and 0 after the last.
+    fn sigmas(&self) -> &[f64];
+
+    /// What the run starts from, of standard normal noise.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if the noise is not floating point.
+    fn init_noise(&self, noise: &Tensor) -> Result<Tensor>;
+
+    /// `x` as the model wants to see it at step `i`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there is no step `i`.
+    fn scale_input(&self, x: &Tensor, i: usize) -> Result<Tensor>;
+
+    /// From `x` at step `i` to the next noise level, by what the model said of the scaled `x`. Steps are taken in order; step 0
+    /// starts the run again.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if it is not the turn of step `i`, [`Error::Shape`] if the model's output is not like `x`.
+    fn step(&mut self, model_output: &Tensor, i: usize, x: &Tensor) -> Result<Tensor>;
+}
+
+/// The samplers there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SamplerKind {
+    /// [`Euler`].
+    Euler,
+    /// [`DpmSolver`].
+    DpmSolver,
+}
+
+impl std::str::FromStr for SamplerKind {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "euler" => Ok(Self::Euler),
+            "dpmpp_2m" => Ok(Self::DpmSolver),
+            other => {
+                Err(Error::argument(OP, format!("unknown sampler \"{other}\"; expected \"euler\" or \"dpmpp_2m\"")))
+            }
+        }
+    }
+}
+
+impl SamplerKind {
+    /// A run of `steps` steps for a model trained under `schedule`; with `karras` noise levels they are spaced as in
+    /// Karras et al. 2022 (arXiv:2206.00364, equation 5), ρ = 7.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there are no steps, or more than the schedule has timesteps.
+    pub fn start(self, schedule: &NoiseSchedule, steps: usize, karras: bool) -> Result<Box<dyn Sampler>> {
+        Ok(match self {
+            Self::Euler => Box::new(Euler::new(schedule, steps, karras)?),
+            Self::DpmSolver => Box::new(DpmSolver::new(schedule, steps, karras)?),
+        })
+    }
+}
+
+/// A whole run from standard normal `noise`; `model` is given what it should see and the timestep. No gradients.
+///
+/// # Errors
+/// Those of `model` and of the steps.
+pub fn sample(
+    sampler: &mut dyn Sampler,
+    noise: &Tensor,
+    mut model: impl FnMut(&Tensor, f64) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let _no_grad = no_grad();
+    let mut x = sampler.init_noise(noise)?;
+    for i in 0..sampler.timesteps().len() {
+        let output = model(&sampler.scale_input(&x, i)?, sampler.timesteps()[i])?;
+        x = sampler.step(&output, i, &x)?;
+    }
+    Ok(x)
+}
+
+const OP: &str = "sampler";
+
+/// `x` in the dtype that samples have.
+fn wide(x: &Tensor) -> Result<Tensor> {
+    if x.dtype() == DType::F64 { Ok(x.clone()) } else { x.to_dtype(DType::F32) }
+}
+
+/// `x` and the model's output in the same dtype.
+fn checked(model_output: &Tensor, x: &Tensor) -> Result<(Tensor, Tensor)> {
+    if model_output.dims() != x.dims() {
+        return Err(Error::shape(
+            OP,
+            format!("the model's output has shape {:?}, the sample {:?}", model_output.dims(), x.dims()),
+        ));
+    }
+    let x = wide(x)?;
+    Ok((model_output.to_dtype(x.dtype())?, x))
+}
+
+fn check_step(i: usize, steps: usize) -> Result<()> {
+    if i < steps {
+        return Ok(());
+    }
+    Err(Error::argument(OP, format!("found step {i}, expected 0 to {}", steps - 1)))
+}
+
+/// a · x + b · y.
+fn combined(a: f64, x: &Tensor, b: f64, y: &Tensor) -> Result<Tensor> {
+    x.mul_scalar(a)?.add(&y.mul_scalar(b)?)
+}
+
+/// The data in `signal` · data + `noise` · noise = x, by the model's output.
+fn denoised(prediction: PredictionType, x: &Tensor, output: &Tensor, signal: f64, noise: f64) -> Result<Tensor> {
+    match prediction {
+        PredictionType::Epsilon => combined(1.0 / signal, x, -noise / signal, output),
+        PredictionType::VPrediction => {
+            // The velocity is that of √ᾱ · data + √(1 - ᾱ) · noise, of which x is a multiple.
+            let length = signal.hypot(noise);
+            combined(signal / (length * length), x, -noise / length, output)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,155 @@
+//! Runs against diffusers' schedulers (tests/golden/samplers).
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use trainable_candle_core::Device;
+use trainable_candle_io::{TensorFile, load_tensors};
+
+use super::*;
+use crate::objective::NoiseScheduleConfig;
+
+#[derive(Deserialize)]
+struct Run {
+    kind: String,
+    steps: usize,
+    settings: serde_json::Value,
+}
+
+fn file() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/samplers/diffusers.safetensors")
+}
+
+fn metadata<T: serde::de::DeserializeOwned>(name: &str) -> T {
+    let metadata = TensorFile::open(file()).unwrap().metadata();
+    serde_json::from_str(&metadata[name]).unwrap()
+}
+
+fn schedule(settings: &serde_json::Value) -> NoiseSchedule {
+    NoiseSchedule::new(serde_json::from_value::<NoiseScheduleConfig>(settings.clone()).unwrap()).unwrap()
+}
+
+fn values(x: &Tensor) -> Vec<f64> {
+    x.to_dtype(DType::F64).unwrap().to_vec().unwrap()
+}
+
+/// The largest difference, relative to the larger of 1 and the expected value.
+fn difference(found: &[f64], expected: &[f64]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    found.iter().zip(expected).fold(0.0, |worst, (f, e)| worst.max((f - e).abs() / e.abs().max(1.0)))
+}
+
+fn toy(x: &Tensor, timestep: f64, condition: &Tensor) -> Result<Tensor> {
+    x.mul_scalar(0.5)?.add(&x.add(condition)?.tanh()?.mul_scalar(0.4 * timestep / 1000.0)?)
+}
+
+#[test]
+fn schedules_are_those_of_diffusers() {
+    let golden = load_tensors(&file(), &Device::Cpu).unwrap();
+    let schedules: BTreeMap<String, serde_json::Value> = metadata("schedules");
+    assert_eq!(schedules.len(), 5);
+    for (name, settings) in schedules {
+        let expected = values(&golden[&format!("schedule.{name}.alphas_cumprod")]);
+        let error = difference(schedule(&settings).alphas_cumprod(), &expected);
+        assert!(error < 1e-6, "{name}: {error}");
+    }
+}
+
+#[test]
+fn runs_are_those_of_diffusers() {
+    let golden = load_tensors(&file(), &Device::Cpu).unwrap();
+    let runs: BTreeMap<String, Run> = metadata("runs");
+    let scale: f64 = metadata("scale");
+    assert_eq!(runs.len(), 13);
+    let [negative, positive] = ["negative", "positive"].map(|n| {
+        let condition = golden[n].broadcast_as((2, 4, 1, 1)).unwrap();
+        vec![condition]
+    });
+    for (name, run) in runs {
+        let get = |what: &str| values(&golden[&format!("{name}.{what}")]);
+        let kind: SamplerKind = run.kind.parse().unwrap();
+        let karras = run.settings["use_karras_sigmas"].as_bool().unwrap_or(false);
+        for batched in [false, true] {
+            let mut sampler = kind.start(&schedule(&run.settings), run.steps, karras).unwrap();
+            // Diffusers keeps noise levels in f32; those of the Karras timesteps are logarithms' differences of them.
+            assert!(difference(sampler.timesteps(), &get("timesteps")) < 1e-5, "{name}: timesteps");
+            assert!(difference(sampler.sigmas(), &get("sigmas")) < 1e-5, "{name}: sigmas");
+            let mut model = Guided::new(
+                |x: &Tensor, timestep, condition: &[Tensor]| toy(x, timestep, &condition[0]),
+                positive.clone(),
+                negative.clone(),
+                scale,
+                batched,
+            )
+            .unwrap();
+            let mut samples = vec![sampler.init_noise(&golden["noise"]).unwrap()];
+            for i in 0..run.steps {
+                let x = &samples[i];
+                let output = model.predict(&sampler.scale_input(x, i).unwrap(), sampler.timesteps()[i]).unwrap();
+                let next = sampler.step(&output, i, x).unwrap();
+                samples.push(next);
+            }
+            let samples = Tensor::stack(&samples.iter().collect::<Vec<_>>(), 0).unwrap();
+            let error = difference(&values(&samples), &get("samples"));
+            // From σ = 4096 on, diffusers subtracts f32 numbers of 10⁴ whose difference is 50.
+            let tolerance = if run.settings["rescale_betas_zero_snr"] == true { 1e-4 } else { 2e-5 };
+            assert!(error < tolerance, "{name}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_run_over_a_closure_is_its_steps() {
+    let schedule = NoiseSchedule::sdxl().unwrap();
+    let noise = Tensor::randn(0.0, 1.0, (2, 4, 3), DType::F32, &Device::Cpu).unwrap();
+    let model = |x: &Tensor, timestep: f64| x.mul_scalar(0.3 + timestep / 2000.0);
+    for kind in [SamplerKind::Euler, SamplerKind::DpmSolver] {
+        let mut sampler = kind.start(&schedule, 5, false).unwrap();
+        // Again with the same sampler: step 0 starts anew.
+        let runs = [(); 2].map(|()| sample(&mut *sampler, &noise, model).unwrap().to_vec::<f32>().unwrap());
+        let mut x = sampler.init_noise(&noise).unwrap();
+        for i in 0..5 {
+            let output = model(&sampler.scale_input(&x, i).unwrap(), sampler.timesteps()[i]).unwrap();
+            x = sampler.step(&output, i, &x).unwrap();
+        }
+        assert_eq!(runs[0], x.to_vec::<f32>().unwrap());
+        assert_eq!(runs[0], runs[1]);
+    }
+}
+
+#[test]
+fn guidance_of_one_asks_for_the_prompt_alone() {
+    let x = Tensor::randn(0.0, 1.0, (2, 3), DType::F32, &Device::Cpu).unwrap();
+    let condition = |value: f64| vec![Tensor::full(value, (2, 1), DType::F32, &Device::Cpu).unwrap()];
+    let mut calls = 0;
+    let model = |x: &Tensor, _: f64, condition: &[Tensor]| {
+        calls += 1;
+        x.add(&condition[0])
+    };
+    let mut guided = Guided::new(model, condition(1.0), condition(-1.0), 1.0, true).unwrap();
+    let expected = x.add_scalar(1.0).unwrap().to_vec::<f32>().unwrap();
+    assert_eq!(guided.predict(&x, 0.0).unwrap().to_vec::<f32>().unwrap(), expected);
+    drop(guided);
+    assert_eq!(calls, 1);
+    let nothing = |x: &Tensor, _: f64, _: &[Tensor]| Ok(x.clone());
+    assert!(Guided::new(nothing, condition(1.0), vec![], 2.0, true).is_err());
+}
+
+#[test]
+fn what_cannot_be_sampled_is_refused() {
+    let schedule = NoiseSchedule::sdxl().unwrap();
+    for kind in [SamplerKind::Euler, SamplerKind::DpmSolver] {
+        assert!(kind.start(&schedule, 0, false).is_err());
+        assert!(kind.start(&schedule, 1001, false).is_err());
+    }
+    let x = Tensor::zeros((1, 4), DType::F32, &Device::Cpu).unwrap();
+    let mut sampler = SamplerKind::DpmSolver.start(&schedule, 4, false).unwrap();
+    sampler.step(&x, 0, &x).unwrap();
+    let message = sampler.step(&x, 2, &x).unwrap_err().to_string();
+    assert_eq!(message, "sampler: found step 2, expected step 1; steps go in order");
+    assert!(sampler.step(&x, 4, &x).is_err());
+    let wide = Tensor::zeros((1, 5), DType::F32, &Device::Cpu).unwrap();
+    assert!(matches!(sampler.step(&wide, 1, &x), Err(Error::Shape { .. })));
+    assert!("ddim".parse::<SamplerKind>().unwrap_err().to_string().contains("dpmpp_2m"));
+}

@@ -1,0 +1,221 @@
+"""Validation, previews, averages and intermediate adapters within a run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError
+from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
+from trainable_candle.train.evaluation import BEST, step_adapters
+from trainable_candle.train.logs import read_json_log, read_log
+from trainable_candle.train.run import ADAPTER, JSON_LOG, LOG, SAMPLES, train_adapter
+
+Train = Callable[..., dict[str, bytes]]
+
+
+@pytest.fixture
+def everything(config: TrainConfig) -> TrainConfig:
+    """Validation, previews, an average and saves at steps that do not coincide."""
+    return config.with_(
+        validation_split=0.3,
+        validate_every=4,
+        sample_prompts=["a zero", "a seven"],
+        sample_every=3,
+        sample_steps=2,
+        ema_decay=0.9,
+        save_every=2,
+        keep_adapters=3,
+    )
+
+
+def validations(output: str) -> dict[int, float]:
+    rows = read_json_log(Path(output) / JSON_LOG)
+    return {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+
+
+def pixels(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(image)
+
+
+def files(folder: Path, pattern: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob(pattern)}
+
+
+def test_what_lies_in_the_folder(everything: TrainConfig, train: Train) -> None:
+    train(everything)
+    output = Path(everything.output)
+    names = [f"step-{step:06d}.png" for step in (0, 3, 6, 9, 12)]
+    assert sorted(path.name for path in (output / SAMPLES).iterdir()) == names
+    before, after = (pixels(output / SAMPLES / names[n]) for n in (0, -1))
+    assert before.shape[1] > 64
+    kept = [f"adapter-step{step:06d}.safetensors" for step in (6, 8, 10)]
+    assert [path.name for path in step_adapters(output)] == kept
+    assert list(validations(everything.output)) == [0, 4, 8, 12]
+    assert not np.array_equal(before, after)
+
+
+def test_the_best_adapter_is_that_of_the_least_validation_loss(
+    everything: TrainConfig, train: Train
+) -> None:
+    config = everything.with_(validate_every=1, ema_decay=0.0, steps=6, learning_rate=0.1)
+    train(config)
+    losses = validations(config.output)
+    best = min(range(1, 7), key=losses.__getitem__)
+    output = Path(config.output)
+    again = train(
+        config.with_(output=f"{config.output}-again", save_every=1, keep_adapters=9), Until(best)
+    )
+    expected = tc.load_file(step_of(Path(f"{config.output}-again"), best))
+    found = tc.load_file(output / BEST)
+    assert len(again) > 0
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        np.testing.assert_array_equal(tensor.numpy(), expected[name].numpy())
+
+
+class Until(Callback):
+    """Ends the run as Ctrl-C would."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        if report.step == self._step:
+            trainer.stop()
+
+
+def step_of(output: Path, step: int) -> Path:
+    path = output / f"adapter-step{step:06d}.safetensors"
+    return path if path.exists() else output / ADAPTER
+
+
+@pytest.mark.parametrize("stop_after", [3, 8])
+def test_a_run_with_everything_resumes_bit_for_bit(
+    everything: TrainConfig, train: Train, tmp_path: Path, stop_after: int
+) -> None:
+    expected = train(everything)
+    broken = everything.with_(output=str(tmp_path / "broken"))
+    train(broken, Until(stop_after))
+    assert train(broken.with_(resume="latest")) == expected
+    assert validations(broken.output) == validations(everything.output)
+    one, other = Path(everything.output), Path(broken.output)
+    assert files(one / SAMPLES, "*.png") == files(other / SAMPLES, "*.png")
+    for name in (ADAPTER, BEST):
+        found, expected = (tc.load_file(folder / name) for folder in (one, other))
+        assert {n: t.tolist() for n, t in found.items()} == {
+            n: t.tolist() for n, t in expected.items()
+        }
+
+
+def test_validation_meets_the_same_noise_again_and_leaves_the_generator(
+    digits_base: Path, digits_folder: Path
+) -> None:
+    from trainable_candle.recipes.digits import DigitsRecipe
+
+    recipe = DigitsRecipe.load(digits_base, "f32", "cpu")
+    config = TrainConfig(dataset=str(digits_folder), validation_split=0.4)
+    data = recipe.read(digits_base, config, print)
+    assert (len(data.train), len(data.validation or ())) == (6, 4)
+    prepared = recipe.prepare(data, config, print).validation
+    assert prepared is not None
+    state = tc.get_rng_state()
+    first = prepared.validation_loss()
+    assert tc.get_rng_state() == state
+    tc.randn((3,))
+    assert prepared.validation_loss() == first
+    # The mean over single pictures of a picture's loss at its own noise: about the training loss.
+    losses = [float(prepared.loss(np.arange(4)).item()) for _ in range(200)]
+    assert abs(first - np.mean(losses)) < 4 * np.std(losses)
+
+
+def test_a_split_depends_on_the_seed_alone_and_leaves_something(
+    digits_base: Path, digits_folder: Path
+) -> None:
+    from trainable_candle.recipes.digits import DigitsRecipe
+
+    def held_out(**settings: Any) -> list[str]:
+        config = TrainConfig(dataset=str(digits_folder), **settings)
+        data = DigitsRecipe.read(digits_base, config, lambda _: None)
+        assert data.validation is not None
+        assert {p.path for p in data.train}.isdisjoint(p.path for p in data.validation)
+        return [picture.path.name for picture in data.validation]
+
+    assert held_out(validation_split=0.4) == held_out(validation_split=0.4, steps=5)
+    assert held_out(validation_split=0.4) != held_out(validation_split=0.4, seed=1)
+    assert len(held_out(validation_split=0.001)) == 1
+    assert len(held_out(validation_split=0.999)) == 9
+
+
+def test_two_ways_to_validate_are_refused() -> None:
+    with pytest.raises(ConfigError, match="choose a folder, or a share of the dataset"):
+        TrainConfig(validation_dataset="v", validation_split=0.1)
+
+
+def test_looking_on_does_not_change_the_training(everything: TrainConfig, train: Train) -> None:
+    train(everything)
+    plain = everything.with_(
+        output=f"{everything.output}-plain", ema_decay=0.0, sample_prompts=[], validate_every=1000
+    )
+    train(plain)
+
+    def losses(config: TrainConfig) -> list[str]:
+        return [row["loss"] for row in read_log(Path(config.output) / LOG)]
+
+    assert losses(everything) == losses(plain)
+    last = "checkpoint-000012/parameters.safetensors"
+    one, other = (Path(config.output) / last for config in (everything, plain))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_resume_without_an_average_in_the_checkpoint_starts_one(
+    config: TrainConfig, train: Train
+) -> None:
+    train(config, Until(5))
+    train(config.with_(resume="latest", ema_decay=0.9))
+
+
+def test_the_run_returns_the_adapter_as_it_was_saved(everything: TrainConfig) -> None:
+    run = train_adapter(everything, progress=False, report=lambda _: None)
+    saved = tc.load_file(run.adapter_path)
+    for name, var in run.adapter.named_parameters().items():
+        stored = next(tensor for key, tensor in saved.items() if key.endswith(name))
+        np.testing.assert_array_equal(var.numpy(), stored.numpy())
+
+
+def test_a_damaged_state_of_the_validation_is_an_error(
+    everything: TrainConfig, train: Train
+) -> None:
+    train(everything, Until(8))
+    path = Path(everything.output) / "checkpoint-000008" / "validation.json"
+    assert json.loads(path.read_text())["step"] in {4, 8}
+    path.write_text("{}")
+    with pytest.raises(tc.WeightsFormatError, match=r"validation\.json cannot be read"):
+        train(everything.with_(resume="latest"))
+
+
+def test_the_average_is_that_of_the_definition(everything: TrainConfig) -> None:
+    values: list[dict[str, np.ndarray]] = []
+
+    class Watch(Callback):
+        def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+            assert trainer.step == report.step
+            values.append({n: v.numpy().copy() for n, v in trainer.parameters.items()})
+
+    config = everything.with_(save_every=0, sample_prompts=[], validation_split=0.0)
+    run = train_adapter(config, callbacks=[Watch()], progress=False, report=lambda _: None)
+    recipe = run.recipe
+    fresh = type(recipe).load(Path(config.weights), "f32", "cpu")
+    tc.manual_seed(config.seed)
+    expected = {n: v.numpy().copy() for n, v in fresh.attach(config).named_parameters().items()}
+    for step, found in enumerate(values):
+        decay = min(config.ema_decay, (1 + step) / (10 + step))
+        expected = {n: decay * expected[n] + (1 - decay) * found[n] for n in expected}
+    for name, var in run.adapter.named_parameters().items():
+        np.testing.assert_allclose(var.numpy(), expected[name], rtol=1e-4, atol=1e-6)

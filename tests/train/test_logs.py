@@ -1,0 +1,111 @@
+"""JSON lines and TensorBoard; the CSV table is in test_callbacks."""
+
+import json
+import struct
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainable_candle.train import JsonLog, StepReport, TensorBoardLog
+from trainable_candle.train.logs import read_json_log
+
+
+def at(step: int, steps: int = 10) -> Any:
+    return SimpleNamespace(step=step, steps=steps)
+
+
+def report(step: int, grad_norm: float = 1.5) -> StepReport:
+    return StepReport(step, 0.1 + 0.2, 1e-4, grad_norm, 0.25)
+
+
+def log(callback: JsonLog | TensorBoardLog, first: int, last: int) -> None:
+    callback.on_train_begin(at(first))
+    for step in range(first + 1, last + 1):
+        callback.on_step_end(at(step), report(step))
+        if step % 2 == 0:
+            callback.on_metrics(at(step), {"validation_loss": float(step)})
+    callback.on_train_end(at(last))
+
+
+def test_every_line_is_an_object_with_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    log(JsonLog(path), 0, 2)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "loss": 0.1 + 0.2, "lr": 1e-4, "grad_norm": 1.5, "seconds": 0.25},
+        {"step": 2, "loss": 0.1 + 0.2, "lr": 1e-4, "grad_norm": 1.5, "seconds": 0.25},
+        {"step": 2, "validation_loss": 2.0},
+    ]
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    callback = JsonLog(path)
+    callback.on_train_begin(at(0))
+    callback.on_step_end(at(1), report(1, grad_norm=float("inf")))
+    assert '"grad_norm": null' in path.read_text()
+
+
+def test_a_resumed_run_goes_on_where_it_stands(tmp_path: Path) -> None:
+    path, unbroken = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    log(JsonLog(unbroken), 0, 8)
+    log(JsonLog(path), 0, 7)
+    with path.open("a") as file:
+        file.write('{"step": 8, "lo')
+    log(JsonLog(path), 4, 8)
+    assert path.read_text() == unbroken.read_text()
+
+
+def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    callback = JsonLog(path)
+    callback.on_train_begin(at(0))
+    callback.on_metrics(at(0), {"validation_loss": 1.0})
+    callback.on_train_begin(at(0))
+    assert path.read_text() == ""
+
+
+def test_lines_of_something_else_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('[1]\n{"a": 1}\n{"step": "x"}\nnothing\n{"step": 3}\n')
+    assert read_json_log(path) == [{"step": 3}]
+    assert read_json_log(tmp_path / "none.jsonl") == []
+
+
+def scalars(folder: Path) -> list[tuple[int, str, float]]:
+    """The points in the event files of a folder, in the order of writing."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    points = []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack_from("<Q", data)
+            event = Event.FromString(data[12 : 12 + length])
+            points += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+            data = data[12 + length + 4 :]
+    return points
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    log(TensorBoardLog(tmp_path / "events"), 0, 2)
+    found = scalars(tmp_path / "events")
+    assert (2, "validation/loss", 2.0) in found
+    assert [(step, tag) for step, tag, _ in found if tag == "train/loss"] == [
+        (1, "train/loss"),
+        (2, "train/loss"),
+    ]
+    # A new run leaves nothing of an earlier one.
+    log(TensorBoardLog(tmp_path / "events"), 0, 1)
+    assert {step for step, _, _ in scalars(tmp_path / "events")} == {1}
+
+
+def test_without_tensorboardx_the_error_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "trainable-candle\[tensorboard\]"'):
+        TensorBoardLog(tmp_path)
