@@ -176,7 +176,8 @@ def test_merging_writes_a_checkpoint_that_draws_the_same(
 def test_merging_an_adapter_of_all_parts_draws_the_same(
     flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path
 ) -> None:
-    done(*flags(tmp_path / "run", 3, train_text_encoder=True))
+    result = done(*flags(tmp_path / "run", 3, train_text_encoder=True))
+    assert "learnt nothing" not in result.stdout
     adapter = ["--adapter", tmp_path / "run" / "adapter.safetensors"]
     base = ["--model", "sdxl", "--weights", sdxl_base]
     done("merge", *base, *adapter, "--dtype", "f32", "--output", tmp_path / "merged")
