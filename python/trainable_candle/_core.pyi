@@ -14,6 +14,7 @@ from typing_extensions import disjoint_base
 __all__ = [
     "__version__",
     "build_profile",
+    "Adafactor",
     "Adam",
     "Adam8bit",
     "AdamW",
@@ -27,6 +28,7 @@ __all__ = [
     "DType",
     "DiffusionObjective",
     "DigitsTransformer",
+    "EMA",
     "FlowMatching",
     "GradScaler",
     "Lion",
@@ -113,6 +115,40 @@ Cargo profile of this build, `"release"` or `"debug"`.
 """
 
 @final
+class Adafactor(Optimizer):
+    """
+    Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from
+    those of its rows and columns.
+
+    Args:
+        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        lr: bound of the relative step size, at least 0: step t moves a variable by min(lr, 1 / sqrt(t)) of its root mean
+            square.
+        beta2_decay: at most 0; the second moments take the square of gradient t with weight t**beta2_decay.
+        eps: root of the least second moment (None for the precision of the dtype), and the least root mean square of a
+            variable.
+        d: at least 1; the root mean square of an update is clipped to it.
+        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = ...,
+        beta2_decay: SupportsFloat | SupportsIndex = ...,
+        eps: tuple[SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex] = ...,
+        d: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        *,
+        maximize: bool = ...,
+    ) -> Adafactor: ...
+
+@final
 class Adam(Optimizer):
     """
     Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.
@@ -134,13 +170,13 @@ class Adam(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        amsgrad: bool = False,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        amsgrad: bool = ...,
         *,
-        maximize: bool = False,
+        maximize: bool = ...,
     ) -> Adam: ...
 
 @final
@@ -164,12 +200,12 @@ class Adam8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
         *,
-        min_8bit_size: SupportsIndex = 4096,
+        min_8bit_size: SupportsIndex = ...,
     ) -> Adam8bit: ...
 
 @final
@@ -194,13 +230,13 @@ class AdamW(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
-        amsgrad: bool = False,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        amsgrad: bool = ...,
         *,
-        maximize: bool = False,
+        maximize: bool = ...,
     ) -> AdamW: ...
 
 @final
@@ -224,12 +260,12 @@ class AdamW8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
         *,
-        min_8bit_size: SupportsIndex = 4096,
+        min_8bit_size: SupportsIndex = ...,
     ) -> AdamW8bit: ...
 
 @final
@@ -242,8 +278,9 @@ class Adapter:
         weight: the layer's frozen weight, (out_features, in_features).
         bias: the layer's frozen bias, (out_features,).
         rank: rank of the low-rank product, at least 1.
-        scale: factor in front of it.
+        alpha: the factor in front of it is alpha / rank.
         dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
+        rslora: make that factor alpha / sqrt(rank).
 
     Raises:
         ArgumentError: if the kind is unknown, or a number is out of range.
@@ -256,8 +293,9 @@ class Adapter:
         weight: Tensor,
         bias: Tensor | None,
         rank: SupportsIndex,
-        scale: SupportsFloat | SupportsIndex,
+        alpha: SupportsFloat | SupportsIndex,
         dropout: SupportsFloat | SupportsIndex = 0.0,
+        rslora: bool = False,
     ) -> Adapter: ...
     def forward(self, /, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """
@@ -347,7 +385,7 @@ class AdapterSet:
         """
         The configuration.
         """
-    def load(self, /, path: str | PathLike[str]) -> None:
+    def load(self, /, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
         Read the parameters of an adapter file with the same layers, ranks and alphas.
 
@@ -366,7 +404,7 @@ class AdapterSet:
     def save(
         self,
         /,
-        path: str | PathLike[str],
+        path: str | bytes | PathLike[str] | PathLike[bytes],
         format: str | None = None,
         metadata: dict[str, str] | None = None,
         dtype: DType | str | None = None,
@@ -443,12 +481,12 @@ class AutoencoderKL(Model):
         """
     @staticmethod
     def from_pretrained(
-        path: str | PathLike[str],
+        path: str | bytes | PathLike[str] | PathLike[bytes],
         dtype: DType | str | None = None,
         device: str = "cpu",
         *,
         subfolder: str | None = None,
-        config: str | PathLike[str] | None = None,
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
         force_upcast: bool | None = None,
     ) -> AutoencoderKL:
         """
@@ -498,12 +536,12 @@ class CLIPTextModel(Model):
         """
     @staticmethod
     def from_pretrained(
-        path: str | PathLike[str],
+        path: str | bytes | PathLike[str] | PathLike[bytes],
         dtype: DType | str | None = None,
         device: str = "cpu",
         *,
         subfolder: str | None = None,
-        config: str | PathLike[str] | None = None,
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
     ) -> CLIPTextModel:
         """
         The frozen model at `path`.
@@ -596,7 +634,7 @@ class DiffusionObjective:
         logit_mean: SupportsFloat | SupportsIndex = 0.0,
         logit_std: SupportsFloat | SupportsIndex = 1.0,
         shift: SupportsFloat | SupportsIndex = 1.0,
-        min_timestep: SupportsIndex = 0,
+        min_timestep: SupportsIndex = ...,
         max_timestep: SupportsIndex | None = None,
         min_snr_gamma: SupportsFloat | SupportsIndex | None = None,
         noise_offset: SupportsFloat | SupportsIndex = 0.0,
@@ -658,7 +696,7 @@ class DiffusionObjective:
         /,
         latents: Tensor,
         examples: SupportsGetItem[int, SupportsIndex],
-        seed: SupportsIndex = 0,
+        seed: SupportsIndex = ...,
     ) -> NoisedLatents:
         """
         Put noise on latents for a validation loss: an example has the same noise and the same timestep every time, whatever batch
@@ -714,18 +752,20 @@ class DigitsTransformer(Model):
         cls,
         /,
         *,
-        sample_size: SupportsIndex = 8,
-        patch_size: SupportsIndex = 2,
-        num_layers: SupportsIndex = 3,
-        num_attention_heads: SupportsIndex = 3,
-        attention_head_dim: SupportsIndex = 32,
-        mlp_ratio: SupportsIndex = 3,
-        num_classes: SupportsIndex = 10,
+        sample_size: SupportsIndex = ...,
+        patch_size: SupportsIndex = ...,
+        num_layers: SupportsIndex = ...,
+        num_attention_heads: SupportsIndex = ...,
+        attention_head_dim: SupportsIndex = ...,
+        mlp_ratio: SupportsIndex = ...,
+        num_classes: SupportsIndex = ...,
         device: str = "cpu",
     ) -> DigitsTransformer: ...
     @staticmethod
     def from_pretrained(
-        path: str | PathLike[str], dtype: DType | str | None = None, device: str = "cpu"
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
     ) -> DigitsTransformer:
         """
         The frozen model at `path`: a folder with `config.json` and safetensors weights, or a weight file beside its
@@ -739,6 +779,80 @@ class DigitsTransformer(Model):
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration is another model's or does not fit the weights.
+        """
+
+@final
+class EMA:
+    """
+    The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer; inside `with ema:` the
+    adapter computes with the averages, and is saved as them.
+
+    Args:
+        adapter: what `add_adapter` returned.
+        decay: how much of the average stays at each update, in [0, 1).
+        warmup: use min(decay, (1 + n) / (10 + n)) after n updates, so that the start is soon forgotten.
+
+    Raises:
+        ArgumentError: if the decay is out of range.
+        DTypeError: if the parameters are not f32.
+    """
+    def __enter__(self, /) -> EMA: ...
+    def __exit__(self, /, *exception: object) -> None: ...
+    def __new__(
+        cls,
+        /,
+        adapter: AdapterSet,
+        decay: SupportsFloat | SupportsIndex = 0.999,
+        warmup: bool = True,
+    ) -> EMA: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def decay(self, /) -> float:
+        """
+        How much of the average the next update keeps.
+        """
+    @property
+    def is_swapped_in(self, /) -> bool:
+        """
+        Whether the averages are in the place of the parameters.
+        """
+    def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
+        """
+        Take over the state of an adapter with the same shapes.
+
+        Raises:
+            ConfigError: if an entry is missing or not expected. Nothing is changed then.
+            ShapeError, DTypeError: if one differs. Nothing is changed then.
+        """
+    def state_dict(self, /) -> dict[str, Tensor]:
+        """
+        A copy of the state: `INDEX.average` for the parameter with that index, `updates` (i64).
+        """
+    def swap_in(self, /) -> None:
+        """
+        Put the averages in the place of the parameters.
+
+        Raises:
+            ArgumentError: if they are there.
+        """
+    def swap_out(self, /) -> None:
+        """
+        Put the parameters back, bit for bit.
+
+        Raises:
+            ArgumentError: if they are in their place.
+        """
+    def update(self, /) -> None:
+        """
+        Move the averages towards the parameters.
+
+        Raises:
+            ArgumentError: while the averages are in the place of the parameters.
+        """
+    @property
+    def updates(self, /) -> int:
+        """
+        How often `update` was called.
         """
 
 @final
@@ -825,7 +939,7 @@ class GradScaler:
         init_scale: SupportsFloat | SupportsIndex = 65536.0,
         growth_factor: SupportsFloat | SupportsIndex = 2.0,
         backoff_factor: SupportsFloat | SupportsIndex = 0.5,
-        growth_interval: SupportsIndex = 2000,
+        growth_interval: SupportsIndex = ...,
         enabled: bool = True,
     ) -> GradScaler: ...
     def get_scale(self, /) -> float:
@@ -892,9 +1006,9 @@ class Lion(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-4,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
     ) -> Lion: ...
 
 @final
@@ -917,11 +1031,11 @@ class Lion8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-4,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
         *,
-        min_8bit_size: SupportsIndex = 4096,
+        min_8bit_size: SupportsIndex = ...,
     ) -> Lion8bit: ...
 
 @final
@@ -954,10 +1068,10 @@ class LoraConfig:
     def __new__(
         cls,
         /,
-        r: SupportsIndex = 8,
+        r: SupportsIndex = ...,
         lora_alpha: SupportsFloat | SupportsIndex = 8.0,
-        target_modules: str | SupportsGetItem[int, str] | None = None,
-        exclude_modules: str | SupportsGetItem[int, str] | None = None,
+        target_modules: str | Sequence[str] | None = None,
+        exclude_modules: str | Sequence[str] | None = None,
         lora_dropout: SupportsFloat | SupportsIndex = 0.0,
         use_dora: bool = False,
         use_rslora: bool = False,
@@ -1068,7 +1182,10 @@ class Model:
             ArgumentError: if the policy is unknown.
         """
     def load_adapter(
-        self, /, path: str | PathLike[str], scale: SupportsFloat | SupportsIndex = 1.0
+        self,
+        /,
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        scale: SupportsFloat | SupportsIndex = 1.0,
     ) -> AdapterSet:
         """
         Put the adapters of a file on the model, their effect multiplied by `scale`: of a file in any of the formats of
@@ -1098,7 +1215,7 @@ class Model:
         """
         Take the adapters off, merged or not; the model computes exactly what it did before them.
         """
-    def save_pretrained(self, /, folder: str | PathLike[str]) -> None:
+    def save_pretrained(self, /, folder: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
         Write `config.json` and the weights to a folder as diffusers and transformers read them, adapters left out; a merged
         one is part of its layer's weight.
@@ -1139,11 +1256,11 @@ class NoiseSchedule:
         beta_schedule: str = "scaled_linear",
         beta_start: SupportsFloat | SupportsIndex = 0.00085,
         beta_end: SupportsFloat | SupportsIndex = 0.012,
-        num_train_timesteps: SupportsIndex = 1000,
+        num_train_timesteps: SupportsIndex = ...,
         prediction_type: str = "epsilon",
         rescale_betas_zero_snr: bool = False,
         timestep_spacing: str = "leading",
-        steps_offset: SupportsIndex = 1,
+        steps_offset: SupportsIndex = ...,
     ) -> NoiseSchedule: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -1152,7 +1269,7 @@ class NoiseSchedule:
         The share a of the data in the variance of the noised data, for each timestep.
         """
     @staticmethod
-    def from_pretrained(path: str | PathLike[str]) -> NoiseSchedule:
+    def from_pretrained(path: str | bytes | PathLike[str] | PathLike[bytes]) -> NoiseSchedule:
         """
         Read a diffusers configuration; what it lacks is SDXL's.
 
@@ -1231,7 +1348,7 @@ class Optimizer:
         Take over the states of an optimizer of the same kind over variables of the same shapes.
 
         Raises:
-            ConfigError: if states are missing or not expected. Nothing is changed then.
+            ConfigError: if they are of another kind, or states are missing or not expected. Nothing is changed then.
             ShapeError, DTypeError: if one differs. Nothing is changed then.
         """
     @property
@@ -1253,7 +1370,7 @@ class Optimizer:
         """
         A copy of all states: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
         `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
-        learning rate of each group.
+        learning rate of each group, `kind` (u8) with the optimizer's name in ASCII.
         """
     def step(self, /) -> None:
         """
@@ -1297,12 +1414,12 @@ class SDXLUNet(Model):
         """
     @staticmethod
     def from_pretrained(
-        path: str | PathLike[str],
+        path: str | bytes | PathLike[str] | PathLike[bytes],
         dtype: DType | str | None = None,
         device: str = "cpu",
         *,
         subfolder: str | None = None,
-        config: str | PathLike[str] | None = None,
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
     ) -> SDXLUNet:
         """
         The frozen model at `path`.
@@ -1342,13 +1459,13 @@ class SGD(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        momentum: SupportsFloat | SupportsIndex = 0.0,
-        dampening: SupportsFloat | SupportsIndex = 0.0,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        nesterov: bool = False,
+        lr: SupportsFloat | SupportsIndex = ...,
+        momentum: SupportsFloat | SupportsIndex = ...,
+        dampening: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        nesterov: bool = ...,
         *,
-        maximize: bool = False,
+        maximize: bool = ...,
     ) -> SGD: ...
 
 @final
@@ -1429,7 +1546,7 @@ class Schedule:
         kind: "constant", "linear", "cosine" or "polynomial".
         warmup_steps: steps of the warm-up.
         total_steps: steps of the training, warm-up included.
-        cycles: waves of the cosine; half a one goes from 1 to 0.
+        num_cycles: waves of the cosine; half a one goes from 1 to 0.
         end: the last factor of the polynomial, in [0, 1).
         power: the power of the polynomial, above 0.
 
@@ -1440,10 +1557,10 @@ class Schedule:
         cls,
         /,
         kind: str,
-        warmup_steps: SupportsIndex = 0,
-        total_steps: SupportsIndex = 0,
+        warmup_steps: SupportsIndex = ...,
+        total_steps: SupportsIndex = ...,
         *,
-        cycles: SupportsFloat | SupportsIndex = 0.5,
+        num_cycles: SupportsFloat | SupportsIndex = 0.5,
         end: SupportsFloat | SupportsIndex = 0.0,
         power: SupportsFloat | SupportsIndex = 1.0,
     ) -> Schedule: ...
@@ -1518,6 +1635,10 @@ class Tensor:
     def __pos__(self, /) -> Tensor: ...
     def __pow__(self, exponent: object, modulo: object = None, /) -> Tensor: ...
     def __radd__(self, other: object, /) -> Tensor: ...
+    def __reduce__(self, /) -> tuple[Any, tuple[NDArray[Any], str, str]]:
+        """
+        Pickles and copies hold the values: a variable becomes a variable without a gradient, any other tensor a constant.
+        """
     def __repr__(self, /) -> str: ...
     def __rmatmul__(self, other: object, /) -> Tensor: ...
     def __rmul__(self, other: object, /) -> Tensor: ...
@@ -1566,7 +1687,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
+    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = ...) -> list[Tensor]:
         """
         Views of `chunks` parts along `dim`, the last possibly smaller.
 
@@ -1643,7 +1764,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def flatten(self, /, start_dim: SupportsIndex = 0, end_dim: SupportsIndex = ...) -> Tensor:
+    def flatten(self, /, start_dim: SupportsIndex = ..., end_dim: SupportsIndex = ...) -> Tensor:
         """
         Dimensions `start_dim` to `end_dim` made one.
 
@@ -1721,7 +1842,9 @@ class Tensor:
             IndexOutOfRangeError: if the dimension is out of range.
             DTypeError: if the tensor is not floating point.
         """
-    def logsumexp(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def logsumexp(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The logarithm of the sum of exponentials, without overflow.
 
@@ -1751,7 +1874,9 @@ class Tensor:
             ShapeError: if the shapes do not fit.
             DTypeError: if the dtypes differ or are not floating point.
         """
-    def max(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def max(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The largest element. Over one dimension the first of equal elements gets the gradient; over several or all they
         share it.
@@ -1773,7 +1898,9 @@ class Tensor:
             ShapeError: if the shapes do not broadcast.
             DTypeError: if the dtypes differ.
         """
-    def mean(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def mean(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The mean.
 
@@ -1785,7 +1912,9 @@ class Tensor:
             IndexOutOfRangeError: if a dimension is out of range.
            DTypeError: if the tensor is not floating point.
         """
-    def min(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def min(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The smallest element, with gradients as in `max`.
 
@@ -1924,8 +2053,8 @@ class Tensor:
     def split(
         self,
         /,
-        split_size_or_sections: SupportsIndex | SupportsGetItem[int, SupportsIndex],
-        dim: SupportsIndex = 0,
+        split_size_or_sections: SupportsIndex | Sequence[SupportsIndex],
+        dim: SupportsIndex = ...,
     ) -> list[Tensor]:
         """
         Views of parts along `dim`.
@@ -1953,14 +2082,16 @@ class Tensor:
         Raises:
             DTypeError: if the tensor is not floating point.
         """
-    def squeeze(self, /, dim: int | Sequence[int] | None = None) -> Tensor:
+    def squeeze(self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None) -> Tensor:
         """
         Without the dimensions of size 1: all, or those among `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
         """
-    def sum(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def sum(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The sum. Integers and masks sum to i64.
 
@@ -2022,7 +2153,7 @@ class Tensor:
     def var(
         self,
         /,
-        dim: int | Sequence[int] | None = None,
+        dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
         keepdim: bool = False,
         *,
         correction: SupportsFloat | SupportsIndex = 1.0,
@@ -2144,7 +2275,7 @@ def available_bytes() -> int | None:
     Bytes of host memory that can still be allocated, where the system tells.
     """
 
-def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
+def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
     """
     Tensors one after the other along `dim`; all other sizes must agree.
 
@@ -2221,10 +2352,10 @@ def conv2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
-    padding: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
-    dilation: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
-    groups: SupportsIndex = 1,
+    stride: SupportsIndex | Sequence[SupportsIndex] = ...,
+    padding: SupportsIndex | Sequence[SupportsIndex] = ...,
+    dilation: SupportsIndex | Sequence[SupportsIndex] = ...,
+    groups: SupportsIndex = ...,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -2280,7 +2411,7 @@ def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = 0.5, training: boo
 
     Args:
         input: any shape.
-        p: the probability, in [0, 1).
+        p: the probability, in [0, 1].
         training: whether to do anything.
 
     Raises:
@@ -2340,7 +2471,7 @@ def from_dlpack(data: Any) -> Tensor:
     """
 
 def full(
-    shape: int | Sequence[int],
+    shape: SupportsIndex | Sequence[SupportsIndex],
     value: Tensor | float | int,
     dtype: DType | str | None = None,
     device: str = "cpu",
@@ -2355,6 +2486,7 @@ def full(
         device: the device.
 
     Raises:
+        ArgumentError, DTypeError: if an integer dtype does not hold the value.
         OutOfMemoryError: if it does not fit.
     """
 
@@ -2385,7 +2517,7 @@ def get_rng_state() -> tuple[int, int]:
 
 def grad(
     loss: Tensor,
-    inputs: Tensor | SupportsGetItem[int, Tensor],
+    inputs: Tensor | Sequence[Tensor],
     gradient: Tensor | None = None,
     retain_graph: bool = False,
 ) -> list[Tensor | None]:
@@ -2408,7 +2540,7 @@ def grad(
 
 def gradcheck(
     function: Callable[..., Any],
-    inputs: Tensor | SupportsGetItem[int, Tensor],
+    inputs: Tensor | Sequence[Tensor],
     eps: SupportsFloat | SupportsIndex = 1e-6,
     atol: SupportsFloat | SupportsIndex = 1e-5,
     rtol: SupportsFloat | SupportsIndex = 1e-3,
@@ -2540,7 +2672,7 @@ def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 def layer_norm(
     input: Tensor,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: SupportsFloat | SupportsIndex = 1e-5,
@@ -2575,7 +2707,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
-def load_file(path: str | PathLike[str], device: str = "cpu") -> dict[str, Tensor]:
+def load_file(
+    path: str | bytes | PathLike[str] | PathLike[bytes], device: str = "cpu"
+) -> dict[str, Tensor]:
     """
     Read a safetensors file.
 
@@ -2592,12 +2726,12 @@ def load_file(path: str | PathLike[str], device: str = "cpu") -> dict[str, Tenso
     """
 
 def load_model(
-    path: str | PathLike[str],
+    path: str | bytes | PathLike[str] | PathLike[bytes],
     dtype: DType | str | None = None,
     device: str = "cpu",
     *,
     subfolder: str | None = None,
-    config: str | PathLike[str] | None = None,
+    config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
 ) -> Model:
     """
     Load the model at `path`, frozen, whatever kind its files say it is.
@@ -2707,7 +2841,10 @@ def rand(
     """
 
 def randint(
-    low: SupportsIndex, high: SupportsIndex, shape: int | Sequence[int], device: str = "cpu"
+    low: SupportsIndex,
+    high: SupportsIndex,
+    shape: SupportsIndex | Sequence[SupportsIndex],
+    device: str = "cpu",
 ) -> Tensor:
     """
     Integers in [low, high) from the library's generator (`manual_seed`), i64.
@@ -2741,7 +2878,7 @@ def randn(
 
 def rms_norm(
     input: Tensor,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
     eps: SupportsFloat | SupportsIndex = 1e-6,
 ) -> Tensor:
@@ -2773,7 +2910,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     """
 
 def save_adapters(
-    path: str | PathLike[str],
+    path: str | bytes | PathLike[str] | PathLike[bytes],
     adapters: SupportsGetItem[int, AdapterSet],
     format: str | None = None,
     metadata: dict[str, str] | None = None,
@@ -2798,9 +2935,9 @@ def save_adapters(
     """
 
 def save_checkpoint(
-    path: str | PathLike[str],
+    path: str | bytes | PathLike[str] | PathLike[bytes],
     models: dict[str, Model],
-    base: str | PathLike[str] | None = None,
+    base: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
     dtype: DType | str | None = None,
 ) -> None:
     """
@@ -2819,7 +2956,9 @@ def save_checkpoint(
     """
 
 def save_file(
-    tensors: dict[str, Tensor], path: str | PathLike[str], metadata: dict[str, str] | None = None
+    tensors: dict[str, Tensor],
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    metadata: dict[str, str] | None = None,
 ) -> None:
     """
     Write tensors to a safetensors file, complete or not at all.
@@ -2904,7 +3043,7 @@ def smooth_l1_loss(
         ArgumentError: if the reduction is unknown or `beta` is negative.
     """
 
-def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
+def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
     """
     Tensors of one shape along a new dimension `dim`.
 
@@ -2948,8 +3087,8 @@ def tensor(data: Any, dtype: DType | str | None = None, device: str = "cpu") -> 
 
 def upsample_nearest2d(
     input: Tensor,
-    size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
-    scale_factor: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
+    size: SupportsIndex | Sequence[SupportsIndex] | None = None,
+    scale_factor: SupportsIndex | Sequence[SupportsIndex] | None = None,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -2972,7 +3111,9 @@ def upsample_nearest2d(
     """
 
 def verify_adapter(
-    path: str | PathLike[str], model: str = "sdxl", weights: str | PathLike[str] | None = None
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    model: str = "sdxl",
+    weights: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
 ) -> AdapterReport:
     """
     Match an adapter file against a model's layers as ComfyUI, diffusers and A1111 do.
