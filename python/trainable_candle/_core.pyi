@@ -338,21 +338,45 @@ class AdapterModule:
         ignored_by: tools that leave it out, and why.
     """
     @property
-    def fault(self, /) -> str | None: ...
+    def fault(self, /) -> str | None:
+        """
+        What is wrong with its shapes or values.
+        """
     @property
-    def ignored_by(self, /) -> dict[str, str]: ...
+    def ignored_by(self, /) -> dict[str, str]:
+        """
+        Tools that leave it out, and why.
+        """
     @property
-    def kind(self, /) -> str | None: ...
+    def kind(self, /) -> str | None:
+        """
+        The kind of adapter, None if it is none.
+        """
     @property
-    def layer(self, /) -> str | None: ...
+    def layer(self, /) -> str | None:
+        """
+        The layer that it is for, None if the model has none.
+        """
     @property
-    def module(self, /) -> str: ...
+    def module(self, /) -> str:
+        """
+        Its name in the file.
+        """
     @property
-    def rank(self, /) -> int: ...
+    def rank(self, /) -> int:
+        """
+        Its rank, 0 if nothing is decomposed.
+        """
     @property
-    def scale(self, /) -> float: ...
+    def scale(self, /) -> float:
+        """
+        The factor that tools apply.
+        """
     @property
-    def zero(self, /) -> bool: ...
+    def zero(self, /) -> bool:
+        """
+        Whether a factor is zero everywhere, so that it has no effect.
+        """
 
 @final
 class AdapterReport:
@@ -366,13 +390,25 @@ class AdapterReport:
         good: whether ComfyUI applies every module, and each has an effect.
     """
     @property
-    def good(self, /) -> bool: ...
+    def good(self, /) -> bool:
+        """
+        Whether ComfyUI applies every module, and each has an effect.
+        """
     @property
-    def modules(self, /) -> list[AdapterModule]: ...
+    def modules(self, /) -> list[AdapterModule]:
+        """
+        Every module, by name.
+        """
     @property
-    def others(self, /) -> list[str]: ...
+    def others(self, /) -> list[str]:
+        """
+        Keys that are no parameter of an adapter.
+        """
     @property
-    def remarks(self, /) -> list[str]: ...
+    def remarks(self, /) -> list[str]:
+        """
+        Remarks about the header.
+        """
 
 @final
 class AdapterSet:

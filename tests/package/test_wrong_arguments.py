@@ -42,6 +42,8 @@ WRONG = {
 # What a parameter of that name (of a function of that name) takes, so that the wrong one is met by
 # right neighbours.
 RIGHT: dict[str, Callable[[], Any]] = {
+    "adapter": lambda: tc.models.DigitsTransformer().add_adapter(tc.LoraConfig(r=2)),
+    "adapters": lambda: [tc.models.DigitsTransformer().add_adapter(tc.LoraConfig(r=2))],
     "alpha": lambda: 4.0,
     "arrays_or_tensors": lambda: tc.ones(2, 2),
     "base_weight": lambda: tc.ones(4, 4),

@@ -23,13 +23,21 @@ use crate::error::Result;
 ///     ignored_by: tools that leave it out, and why.
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct AdapterModule {
+    /// Its name in the file.
     module: String,
+    /// The layer that it is for, None if the model has none.
     layer: Option<String>,
+    /// The kind of adapter, None if it is none.
     kind: Option<&'static str>,
+    /// Its rank, 0 if nothing is decomposed.
     rank: usize,
+    /// The factor that tools apply.
     scale: f64,
+    /// Whether a factor is zero everywhere, so that it has no effect.
     zero: bool,
+    /// What is wrong with its shapes or values.
     fault: Option<String>,
+    /// Tools that leave it out, and why.
     ignored_by: BTreeMap<&'static str, &'static str>,
 }
 
@@ -42,9 +50,13 @@ pub struct AdapterModule {
 ///     good: whether ComfyUI applies every module, and each has an effect.
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct AdapterReport {
+    /// Every module, by name.
     modules: Vec<Py<AdapterModule>>,
+    /// Keys that are no parameter of an adapter.
     others: Vec<String>,
+    /// Remarks about the header.
     remarks: Vec<String>,
+    /// Whether ComfyUI applies every module, and each has an effect.
     good: bool,
 }
 
