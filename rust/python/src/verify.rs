@@ -11,23 +11,13 @@ use crate::call::detached;
 use crate::error::Result;
 
 /// One module of an adapter file.
-///
-/// Attributes:
-///     module: its name in the file.
-///     layer: the layer that it is for, None if the model has none.
-///     kind: the kind of adapter, None if it is none.
-///     rank: its rank, 0 if nothing is decomposed.
-///     scale: the factor that tools apply.
-///     zero: whether a factor is zero everywhere, so that it has no effect.
-///     fault: what is wrong with its shapes or values.
-///     ignored_by: tools that leave it out, and why.
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct AdapterModule {
     /// Its name in the file.
     module: String,
-    /// The layer that it is for, None if the model has none.
+    /// The layer that it is for; None if the model has none.
     layer: Option<String>,
-    /// The kind of adapter, None if it is none.
+    /// The kind of adapter; None if it is none.
     kind: Option<&'static str>,
     /// Its rank, 0 if nothing is decomposed.
     rank: usize,
@@ -42,12 +32,6 @@ pub struct AdapterModule {
 }
 
 /// What other tools would make of an adapter file.
-///
-/// Attributes:
-///     modules: every module, by name.
-///     others: keys that are no parameter of an adapter.
-///     remarks: remarks about the header.
-///     good: whether ComfyUI applies every module, and each has an effect.
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct AdapterReport {
     /// Every module, by name.
