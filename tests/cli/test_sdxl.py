@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import shlex
 import shutil
 import signal
@@ -21,7 +20,6 @@ import trainable_candle as tc
 from trainable_candle.train.logs import read_json_log, read_log
 from trainable_candle.train.state import checkpoints, step_of
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
 Result = subprocess.CompletedProcess[str]
 
@@ -176,7 +174,8 @@ def test_merging_writes_a_checkpoint_that_draws_the_same(
 def test_merging_an_adapter_of_all_parts_draws_the_same(
     flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path
 ) -> None:
-    done(*flags(tmp_path / "run", 3, train_text_encoder=True))
+    result = done(*flags(tmp_path / "run", 3, train_text_encoder=True))
+    assert "learnt nothing" not in result.stdout
     adapter = ["--adapter", tmp_path / "run" / "adapter.safetensors"]
     base = ["--model", "sdxl", "--weights", sdxl_base]
     done("merge", *base, *adapter, "--dtype", "f32", "--output", tmp_path / "merged")
@@ -313,29 +312,15 @@ def test_every_format_holds_all_parts_and_is_read_back(
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {"prediction_type": "v_prediction"},
-    {"loss": "huber"},
-    {"loss": "huber", "huber_delta": 0.5},
-    {"loss": "huber", "huber_schedule": "snr"},
-    {"timesteps": "logit_normal"},
-    {"timestep_shift": 3},
-    {"min_timestep": 500},
-    {"max_timestep": 500},
-    {"min_snr_gamma": 0.01},
-    {"noise_offset": 0.1},
-    {"clip_skip": 1},
-    {"caption_dropout": 1},
-    {"caption_shuffle": True},
-    {"trigger": "sks"},
-    {"flip": True},
-    {"crop": "random"},
-    {"no_bucketing": True},
-    {"resolution": 32},
-    {"train_text_encoder": True},
-    {"adapter": "loha"},
-    {"adapter": "lokr"},
+    {"prediction_type": "v_prediction"}, {"loss": "huber"},
+    {"loss": "huber", "huber_delta": 0.5}, {"loss": "huber", "huber_schedule": "snr"},
+    {"timesteps": "logit_normal"}, {"timestep_shift": 3}, {"min_timestep": 500},
+    {"max_timestep": 500}, {"min_snr_gamma": 0.01}, {"noise_offset": 0.1}, {"clip_skip": 1},
+    {"caption_dropout": 1}, {"caption_shuffle": True}, {"trigger": "sks"}, {"flip": True},
+    {"crop": "random"}, {"no_bucketing": True}, {"resolution": 32},
+    {"train_text_encoder": True}, {"adapter": "loha"}, {"adapter": "lokr"},
     {"target_modules": "to_q"},
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -494,49 +479,6 @@ def test_what_cannot_fit_is_refused_with_settings_that_would(
     result = run(*flags(tmp_path / "out", batch_size=64, memory_limit=0.25))
     refused(result, "the run needs about", "--gradient-checkpointing", "--memory-limit")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("document", ["README.md", "docs/sdxl.md"])
-def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
-    """As they stand, but for fewer steps; what a user brings lies where the guide says."""
-    text = (ROOT / document).read_text()
-    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
-    commands = [
-        command
-        for block in blocks
-        for command in block.replace("\\\n", " ").splitlines()
-        if "sdxl" in command or "--config" in command
-    ]
-    commands = [c for c in commands if "--model digits" not in c and "MODEL" not in c]
-    assert len(commands) >= 3
-    for name in ("pictures", "examples/photos"):
-        shutil.copytree(ROOT / "examples" / "photos", tmp_path / name)
-    scripts = {"train-lora": [*PROGRAM, "train"], "trainable-candle": PROGRAM}
-    for command in commands:
-        arguments = shlex.split(command)
-        if "sd_xl_base_1.0.safetensors" in arguments:
-            # The built-in checkpoint stands for the one that is downloaded.
-            place = arguments.index("--weights")
-            del arguments[place : place + 2]
-            arguments = [a if a != "merged.safetensors" else "merged" for a in arguments]
-        if "--rank" in arguments or "--config" in arguments:
-            arguments += ["--steps", "3" if "--rank" in arguments else "5", "--save-every", "2"]
-            if "--rank" in arguments:
-                shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        if "--prompt" in arguments:
-            arguments += ["--steps", "2"]
-            if "--size" in arguments:
-                arguments[arguments.index("--size") + 1] = "128x96"
-        result = subprocess.run(
-            [*scripts[arguments[0]], *arguments[1:]],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, (command, result.stderr)
-    assert (tmp_path / "run" / "adapter.safetensors").is_file()
 
 
 def test_weights_may_be_a_pipeline_on_the_hub(

@@ -175,3 +175,18 @@ def test_the_original_checkpoint_says_what_it_predicts(tmp_path: Path) -> None:
     schedule = files.schedule(path, None)
     assert (schedule.prediction_type, schedule.rescale_betas_zero_snr) == ("v_prediction", True)
     assert files.schedule(path, "epsilon").prediction_type == "epsilon"
+
+
+@pytest.mark.parametrize("clip_skip", [0, 1])
+def test_no_gradient_leads_to_the_layers_that_are_left_out(
+    sdxl_base: Path, configure: Callable[..., TrainConfig], clip_skip: int
+) -> None:
+    config = configure(train_text_encoder=True, clip_skip=clip_skip, adapter="dora")
+    recipe, split = prepare(sdxl_base, config)
+    adapters = recipe.attach(config)
+    split.train.loss(split.train.batches(1, 0).batch(0)).backward()
+    for name, var in adapters.named_parameters().items():
+        assert var.grad is not None, name
+    of_first = adapters.sets["text_encoder"].named_parameters()
+    assert of_first
+    assert not any(f"layers.{2 - n}." in name for name in of_first for n in range(clip_skip + 1))

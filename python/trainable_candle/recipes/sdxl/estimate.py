@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from trainable_candle.data.features import MEMORY_LIMIT
 from trainable_candle.recipes.sdxl import files
 from trainable_candle.recipes.sdxl.structure import UNetWalk, saved_values
+from trainable_candle.recipes.sdxl.text import unread_layers
 from trainable_candle.train.estimate import Estimate, Item, adapted_layers, adapter_items
 from trainable_candle.train.headers import ITEM_BYTES, TensorFacts
 
@@ -71,13 +72,14 @@ def estimate(
     )
     trained.append(Item("unet", "activations", values * config.batch_size * itemsize))
     if config.train_text_encoder:
-        layers = {
-            f"{part}.{layer}": shape
-            for part in encoders
-            for layer, shape in adapted_layers(facts.parts[part], text_targets, exclude).items()
-        }
-        trained += [texts, *adapter_items("text encoders", layers.values(), config)]
-        values = _TOKENS * sum(sum(shape) for shape in layers.values())
+        first, second = (facts.parts[part] for part in encoders)
+        unread = unread_layers(first, config.clip_skip or 0)
+        layers = [
+            *adapted_layers(first, text_targets, [*exclude, *unread]).values(),
+            *adapted_layers(second, text_targets, exclude).values(),
+        ]
+        trained += [texts, *adapter_items("text encoders", layers, config)]
+        values = _TOKENS * sum(map(sum, layers))
         trained.append(Item("text encoders", "activations", values * config.batch_size * itemsize))
     elif config.cache == "off" or not config.caption_variants:
         trained.append(texts)

@@ -22,7 +22,7 @@ from trainable_candle.recipes.sdxl.data import (
 )
 from trainable_candle.recipes.sdxl.estimate import estimate
 from trainable_candle.recipes.sdxl.sampling import draw
-from trainable_candle.recipes.sdxl.text import TextEncoders
+from trainable_candle.recipes.sdxl.text import TextEncoders, unread_layers
 from trainable_candle.train.objective import DiffusionObjective
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class SDXLRecipe:
         self._dtype = dtype
         self._device = device
         self._clip_skip = 0
+        self._prediction_type: str | None = None
         self._resolution: int | None = None
         self._adapted: tuple[str, ...] = ()
         self._remembered: dict[str, dict[str, Tensor]] = {}
@@ -141,6 +142,7 @@ class SDXLRecipe:
             MissingFileError, WeightsFormatError, ConfigError: the checkpoint is no SDXL model.
         """
         self._clip_skip = config.clip_skip or 0
+        self._prediction_type = config.prediction_type
         self._resolution = data.train.options.resolution
         identity = file_identity(self._weights)
         texts = self._texts(data, config, identity, report)
@@ -234,9 +236,12 @@ class SDXLRecipe:
         """
         sets = {"unet": self.unet.add_adapter(adapter_config(config, UNET_TARGETS))}
         if config.train_text_encoder:
-            wanted = adapter_config(config.with_(target_modules=[]), TEXT_TARGETS)
             for name, model in self._text_models().items():
-                sets[name] = model.add_adapter(wanted)
+                exclude = config.exclude_modules
+                if name == TEXT_ENCODERS[0]:
+                    exclude = [*exclude, *unread_layers(model.named_tensors(), self._clip_skip)]
+                there = config.with_(target_modules=[], exclude_modules=exclude)
+                sets[name] = model.add_adapter(adapter_config(there, TEXT_TARGETS))
         if config.gradient_checkpointing != "none":
             for name in sets:
                 model = self._part(name)
@@ -268,7 +273,7 @@ class SDXLRecipe:
         return draw(
             self.unet,
             self.vae,
-            files.schedule(self._weights, None),
+            files.schedule(self._weights, self._prediction_type),
             features,
             prompts,
             options or SampleOptions(),

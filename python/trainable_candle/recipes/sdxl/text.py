@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -11,7 +12,7 @@ from trainable_candle.models import CLIPTextModel
 from trainable_candle.text import PAD_OF_BIG_G, PAD_OF_CLIP_L, CLIPTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from trainable_candle import Tensor
 
+_LAYER: Final = re.compile(r"encoder\.layers\.(\d+)\.")
 MOST_CHUNKS: Final = 8
 """Rows of 77 tokens that a caption may take up; what is beyond them is left out."""
 
@@ -81,6 +83,20 @@ class TextEncoders:
             pooled = found.pooled.reshape(len(captions), count, -1).narrow(1, 0, 1).squeeze(1)
         assert pooled is not None
         return {"encoder_hidden_states": tc.cat(states, 2), "text_embeds": pooled}
+
+
+def unread_layers(names: Iterable[str], clip_skip: int) -> list[str]:
+    """The last layers of the first encoder, as patterns: of its states, earlier ones are read.
+
+    Of the second encoder the pooled text is read, which all layers lead to.
+
+    Args:
+        names: of its parameters.
+        clip_skip: layers left out before the last but one.
+    """
+    found = (_LAYER.search(name) for name in names)
+    count = 1 + max((int(match[1]) for match in found if match), default=-1)
+    return [rf".*encoder\.layers\.{n}\..*" for n in range(count - 1 - clip_skip, count)]
 
 
 def _tokenizer(folder: Path, pad: str) -> CLIPTokenizer:
