@@ -48,7 +48,7 @@ impl Weights<'_> {
     /// The parameter `name` of `shape`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the file has another shape. A missing parameter is reported by [`Source::finish`].
+    /// [`Error::Shape`](trainable_candle_core::Error::Shape) if the file has another shape. A missing parameter is reported by [`Source::finish`].
     pub fn get(&mut self, name: &str, shape: impl Into<Shape>, init: Init) -> Result<Tensor> {
         let name = self.join(name);
         self.source.get(name, &shape.into(), init, Packing::Plain)
@@ -90,7 +90,7 @@ impl Weights<'_> {
     /// A convolution `name` with torch's initial values. Files hold its weight as (out, in / groups, height, width).
     ///
     /// # Errors
-    /// As [`get`](Weights::get); [`Error::Argument`] if the channels do not divide into the groups.
+    /// As [`get`](Weights::get); [`Error::Argument`](trainable_candle_core::Error::Argument) if the channels do not divide into the groups.
     pub fn conv2d(
         &mut self,
         name: &str,

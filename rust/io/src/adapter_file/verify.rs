@@ -76,7 +76,7 @@ impl Report {
 /// Match the file at `path` against the parts of a model as `ComfyUI`, diffusers and A1111 do.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`] if it is no safetensors file.
+/// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if it is no safetensors file.
 pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
