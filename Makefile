@@ -33,8 +33,11 @@ help: ## List the targets
 
 setup: $(VENV)/.setup ## Build the package and install it with what the demo needs into .venv
 
-demo: setup ## Set everything up and fine-tune the built-in model: the main job
-	trainable-candle demo
+demo: setup ## Set everything up and fine-tune the built-in models: the main job
+	trainable-candle demo --output demo-output/digits
+	rm -rf demo-output/sdxl
+	train-lora --model sdxl --dataset examples/photos --output demo-output/sdxl --rank 16 --steps 400 --batch-size 4 --learning-rate 2e-3 \
+		--target-modules all-linear --sample-prompts 'a photo of a cup of coffee with a spoon on a red plate, on a wood table'
 
 check: $(VENV)/.tools ## Everything CI does: formats, lints, licences, tests, packages
 	@report=; for step in $(STEPS); do \

@@ -20,13 +20,23 @@ BLOCKS, REST, WARM_UP = 3, 0.3, 2
 """Turns of each side, seconds of rest before a turn, untimed rounds in a turn."""
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """`--threads` and `--rounds`; sets the threads of both libraries."""
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser of `--threads` and `--rounds`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of both libraries")
     parser.add_argument(
         "--rounds", type=int, default=30, help="timed rounds, the sides taking turns"
     )
+    return parser
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """The options of a benchmark that has none of its own; sets the threads of both libraries."""
+    return start(parser(description))
+
+
+def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options; sets the threads of both libraries and says what runs."""
     options = parser.parse_args()
     tc.set_num_threads(options.threads)
     torch = find_torch()

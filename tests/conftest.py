@@ -1,5 +1,7 @@
 """What tests of several areas need: a small model on disk, and a folder of pictures for it."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,9 @@ from PIL import Image
 
 import trainable_candle as tc
 from trainable_candle.models import DigitsTransformer
+
+GOLDEN_SDXL = Path(__file__).parent / "golden" / "sdxl"
+SDXL_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 
 
 @pytest.fixture(scope="session")
@@ -33,4 +38,61 @@ def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pixels = generator.integers(0, 256, (8, 8), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.png")
         (folder / f"{number}.txt").write_text(f"a handwritten {number}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sdxl_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The golden SDXL with random weights as a pipeline's folder, with tokenizers of 200 tokens."""
+    folder = tmp_path_factory.mktemp("sdxl model") / "base"
+    for name in SDXL_PARTS:
+        shutil.copytree(GOLDEN_SDXL / name, folder / name)
+    for name, pad in (("tokenizer", "<|endoftext|>"), ("tokenizer_2", "!")):
+        write_tokenizer(folder / name, pad)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sdxl_file(sdxl_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights under the original names, in a folder with their configurations.
+
+    Its tokenizer is the published one, which has more tokens than the model.
+    """
+    folder = tmp_path_factory.mktemp("sdxl file")
+    path = folder / "single_file.safetensors"
+    models = {name: tc.models.load(sdxl_base, subfolder=name) for name in SDXL_PARTS}
+    tc.models.save_checkpoint(path, models)
+    for name in SDXL_PARTS:
+        (folder / name).mkdir()
+        shutil.copy(sdxl_base / name / "config.json", folder / name)
+    return path
+
+
+def write_tokenizer(folder: Path, pad: str) -> None:
+    """A CLIP tokenizer of single letters, within and at the end of a word; 200 tokens."""
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789!#$%&'()*+,-./:;<=>?@[]_"
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters)]
+    tokens += [f"unused{n}</w>" for n in range(198 - len(tokens))]
+    tokens += ["<|startoftext|>", "<|endoftext|>"]
+    folder.mkdir()
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    settings = {"pad_token": pad, "model_max_length": 17}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+SIZES = [(64, 64), (96, 48), (48, 96), (130, 70), (64, 80), (90, 90), (64, 64), (200, 60)]
+
+
+@pytest.fixture(scope="session")
+def sdxl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight pictures of several sizes, with captions."""
+    folder = tmp_path_factory.mktemp("photographs")
+    generator = np.random.default_rng(0)
+    for number, (width, height) in enumerate(SIZES):
+        coarse = generator.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        picture = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+        picture.save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"picture {number}, a blur")
     return folder

@@ -5,6 +5,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from trainable_candle._core import (
+    AdapterModule,
+    AdapterReport,
     AdapterSet,
     DType,
     LoraConfig,
@@ -31,11 +33,13 @@ from trainable_candle._core import (
     rand,
     randint,
     randn,
+    save_adapters,
     save_file,
     set_num_threads,
     set_rng_state,
     stack,
     tensor,
+    verify_adapter,
     where,
     zeros,
     zeros_like,
@@ -84,6 +88,8 @@ uint32 = DType("u32")
 int64 = DType("i64")
 
 __all__ = [
+    "AdapterModule",
+    "AdapterReport",
     "AdapterSet",
     "ArgumentError",
     "AutogradError",
@@ -142,6 +148,7 @@ __all__ = [
     "randint",
     "randn",
     "recipes",
+    "save_adapters",
     "save_file",
     "set_num_threads",
     "set_rng_state",
@@ -151,6 +158,7 @@ __all__ = [
     "train",
     "uint8",
     "uint32",
+    "verify_adapter",
     "where",
     "zeros",
     "zeros_like",

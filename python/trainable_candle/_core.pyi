@@ -14,29 +14,42 @@ from typing_extensions import disjoint_base
 __all__ = [
     "__version__",
     "build_profile",
+    "Adafactor",
     "Adam",
     "Adam8bit",
     "AdamW",
     "AdamW8bit",
     "Adapter",
+    "AdapterModule",
+    "AdapterReport",
     "AdapterSet",
+    "AutoencoderKL",
+    "CLIPTextModel",
     "DType",
+    "DiffusionObjective",
     "DigitsTransformer",
+    "EMA",
     "FlowMatching",
     "GradScaler",
     "Lion",
     "Lion8bit",
     "LoraConfig",
     "Model",
+    "NoiseSchedule",
+    "NoisedLatents",
     "Optimizer",
+    "SDXLUNet",
     "SGD",
+    "Sampler",
     "Schedule",
     "Tensor",
+    "TextFeatures",
     "Var",
     "arange",
     "available_bytes",
     "cat",
     "checkpoint",
+    "classifier_free_guidance",
     "clip_grad_norm_",
     "conv2d",
     "cross_entropy",
@@ -72,6 +85,8 @@ __all__ = [
     "randn",
     "rms_norm",
     "rope",
+    "save_adapters",
+    "save_checkpoint",
     "save_file",
     "saved_bytes",
     "scaled_dot_product_attention",
@@ -83,6 +98,7 @@ __all__ = [
     "swiglu",
     "tensor",
     "upsample_nearest2d",
+    "verify_adapter",
     "where",
     "zeros",
     "zeros_like",
@@ -97,6 +113,40 @@ build_profile: Final[str]
 """
 Cargo profile of this build, `"release"` or `"debug"`.
 """
+
+@final
+class Adafactor(Optimizer):
+    """
+    Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from
+    those of its rows and columns.
+
+    Args:
+        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        lr: bound of the relative step size, at least 0: step t moves a variable by min(lr, 1 / sqrt(t)) of its root mean
+            square.
+        beta2_decay: at most 0; the second moments take the square of gradient t with weight t**beta2_decay.
+        eps: root of the least second moment (None for the precision of the dtype), and the least root mean square of a
+            variable.
+        d: at least 1; the root mean square of an update is clipped to it.
+        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = ...,
+        beta2_decay: SupportsFloat | SupportsIndex = ...,
+        eps: tuple[SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex] = ...,
+        d: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        *,
+        maximize: bool = ...,
+    ) -> Adafactor: ...
 
 @final
 class Adam(Optimizer):
@@ -120,13 +170,13 @@ class Adam(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        amsgrad: bool = False,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        amsgrad: bool = ...,
         *,
-        maximize: bool = False,
+        maximize: bool = ...,
     ) -> Adam: ...
 
 @final
@@ -150,12 +200,12 @@ class Adam8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
         *,
-        min_8bit_size: SupportsIndex = 4096,
+        min_8bit_size: SupportsIndex = ...,
     ) -> Adam8bit: ...
 
 @final
@@ -180,13 +230,13 @@ class AdamW(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
-        amsgrad: bool = False,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        amsgrad: bool = ...,
         *,
-        maximize: bool = False,
+        maximize: bool = ...,
     ) -> AdamW: ...
 
 @final
@@ -210,12 +260,12 @@ class AdamW8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
         *,
-        min_8bit_size: SupportsIndex = 4096,
+        min_8bit_size: SupportsIndex = ...,
     ) -> AdamW8bit: ...
 
 @final
@@ -228,8 +278,9 @@ class Adapter:
         weight: the layer's frozen weight, (out_features, in_features).
         bias: the layer's frozen bias, (out_features,).
         rank: rank of the low-rank product, at least 1.
-        scale: factor in front of it.
+        alpha: the factor in front of it is alpha / rank.
         dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
+        rslora: make that factor alpha / sqrt(rank).
 
     Raises:
         ArgumentError: if the kind is unknown, or a number is out of range.
@@ -242,8 +293,9 @@ class Adapter:
         weight: Tensor,
         bias: Tensor | None,
         rank: SupportsIndex,
-        scale: SupportsFloat | SupportsIndex,
+        alpha: SupportsFloat | SupportsIndex,
         dropout: SupportsFloat | SupportsIndex = 0.0,
+        rslora: bool = False,
     ) -> Adapter: ...
     def forward(self, /, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """
@@ -271,6 +323,78 @@ class Adapter:
         """
 
 @final
+class AdapterModule:
+    """
+    One module of an adapter file.
+    """
+    @property
+    def fault(self, /) -> str | None:
+        """
+        What is wrong with its shapes or values.
+        """
+    @property
+    def ignored_by(self, /) -> dict[str, str]:
+        """
+        Tools that leave it out, and why.
+        """
+    @property
+    def kind(self, /) -> str | None:
+        """
+        The kind of adapter; None if it is none.
+        """
+    @property
+    def layer(self, /) -> str | None:
+        """
+        The layer that it is for; None if the model has none.
+        """
+    @property
+    def module(self, /) -> str:
+        """
+        Its name in the file.
+        """
+    @property
+    def rank(self, /) -> int:
+        """
+        Its rank, 0 if nothing is decomposed.
+        """
+    @property
+    def scale(self, /) -> float:
+        """
+        The factor that tools apply.
+        """
+    @property
+    def zero(self, /) -> bool:
+        """
+        Whether a factor is zero everywhere, so that it has no effect.
+        """
+
+@final
+class AdapterReport:
+    """
+    What other tools would make of an adapter file.
+    """
+    @property
+    def good(self, /) -> bool:
+        """
+        Whether ComfyUI applies every module, and each has an effect.
+        """
+    @property
+    def modules(self, /) -> list[AdapterModule]:
+        """
+        Every module, by name.
+        """
+    @property
+    def others(self, /) -> list[str]:
+        """
+        Keys that are no parameter of an adapter.
+        """
+    @property
+    def remarks(self, /) -> list[str]:
+        """
+        Remarks about the header.
+        """
+
+@final
 class AdapterSet:
     """
     The adapters that `add_adapter` or `load_adapter` put on a model.
@@ -281,12 +405,12 @@ class AdapterSet:
         """
         The configuration.
         """
-    def load(self, /, path: str | PathLike[str]) -> None:
+    def load(self, /, path: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
         Read the parameters of an adapter file with the same layers, ranks and alphas.
 
         Raises:
-            MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter.
+            MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
             ConfigError, ShapeError: if it does not fit; nothing is changed then.
         """
     def named_parameters(self, /) -> dict[str, Var]:
@@ -300,21 +424,28 @@ class AdapterSet:
     def save(
         self,
         /,
-        path: str | PathLike[str],
-        format: str = "peft",
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        format: str | None = None,
         metadata: dict[str, str] | None = None,
-    ) -> None:
+        dtype: DType | str | None = None,
+    ) -> list[str]:
         """
         Write the adapters to a safetensors file, complete or not at all.
 
         Args:
             path: the file.
-            format: whose names it carries: "peft" or "diffusers".
-            metadata: text entries for the file's header.
+            format: whose names it carries: "kohya", "diffusers", "peft" or "comfyui"; without it those that most tools
+                load: "kohya" for SDXL, "peft" for a model that no other tool knows.
+            metadata: text entries for the file's header, added to those that tools look for.
+            dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+
+        Returns:
+            The names of layers whose adapter has no effect, because a factor is zero everywhere; none once all of them are
+            trained.
 
         Raises:
             FileError: if the file cannot be written.
-            ArgumentError: if the format is unknown.
+            ArgumentError: if the format is unknown or cannot hold these adapters.
         """
     def set_enabled(self, /, enabled: bool) -> None:
         """
@@ -323,6 +454,130 @@ class AdapterSet:
     def set_training(self, /, training: bool) -> None:
         """
         Training (dropout on) or not.
+        """
+
+@final
+class AutoencoderKL(Model):
+    """
+    The autoencoder between pictures and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
+    `from_pretrained`.
+    """
+    def decode(self, /, latent: Tensor, *, tile_size: SupportsIndex | None = None) -> Tensor:
+        """
+        The pictures of latents.
+
+        Args:
+            latent: latents, (B, 4, h, w), not scaled.
+            tile_size: decode larger pictures in tiles of so many pixels, which overlap by a quarter, their seams blended (512
+                is usual): memory no longer grows with the picture.
+
+        Returns:
+            Pictures, (B, 3, h * downscale, w * downscale), values about -1 to 1.
+
+        Raises:
+            ShapeError: if the latents do not fit the model.
+        """
+    @property
+    def downscale(self, /) -> int:
+        """
+        Pixels along one side of a picture for each of the latents.
+        """
+    def encode(
+        self, /, image: Tensor, *, tile_size: SupportsIndex | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        The distribution of a picture's latents.
+
+        Args:
+            image: pictures, (B, 3, H, W), values -1 to 1.
+            tile_size: encode larger pictures in tiles of so many pixels, which overlap by a quarter (512 is usual);
+                near seams the result differs a little.
+
+        Returns:
+            Mean and logarithm of the variance, (B, 4, H / downscale, W / downscale) each; not scaled.
+
+        Raises:
+            ShapeError: if the picture does not fit the model.
+        """
+    @staticmethod
+    def from_pretrained(
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+        force_upcast: bool | None = None,
+    ) -> AutoencoderKL:
+        """
+        The frozen model at `path`.
+
+        Args:
+            path: an autoencoder, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
+                file; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights. Values in SDXL's autoencoder leave the range of f16: where its configuration says
+                `force_upcast`, as SDXL's does, the model is f32 although half precision is asked for or stored.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline, also for a checkpoint.
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+            force_upcast: overrules the configuration; False gives the weights the dtype that is asked for.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
+        """
+    @property
+    def scaling_factor(self, /) -> float:
+        """
+        A diffusion model sees (latent - shift_factor) * scaling_factor.
+        """
+    @property
+    def shift_factor(self, /) -> float:
+        """
+        See `scaling_factor`; 0 for SDXL.
+        """
+
+@final
+class CLIPTextModel(Model):
+    """
+    A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Names begin with
+    "text_model.", as in the published files. Made by `from_pretrained`.
+    """
+    def __call__(self, /, input_ids: Tensor) -> TextFeatures:
+        """
+        What the encoder makes of texts.
+
+        Args:
+            input_ids: token ids, (B, S), i64 or u32, S up to 77.
+
+        Raises:
+            ShapeError: if a text is too long.
+            IndexOutOfRangeError: if an id is no token.
+        """
+    @staticmethod
+    def from_pretrained(
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+    ) -> CLIPTextModel:
+        """
+        The frozen model at `path`.
+
+        Args:
+            path: a text encoder, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
+                file; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights; as they are stored without it.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline, also for a checkpoint: "text_encoder" (which is meant
+                without it) or "text_encoder_2".
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
         """
 
 @final
@@ -365,6 +620,119 @@ class DType:
         """
 
 @final
+class DiffusionObjective:
+    """
+    The objective of diffusion models such as SDXL: predict the noise, or the velocity, of latents under noise.
+
+    Args:
+        schedule: how the model was trained.
+        timesteps: how timesteps are drawn: "uniform" or "logit_normal" (arXiv:2403.03206).
+        logit_mean: mean of the normal behind "logit_normal"; positive favours noise.
+        logit_std: its deviation, above 0.
+        shift: moves timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
+        min_timestep: the first timestep that is drawn.
+        max_timestep: the timestep after the last that is drawn; None stands for all.
+        min_snr_gamma: weighs timesteps by min(SNR, gamma) / SNR, or / (SNR + 1) for velocities (arXiv:2303.09556); 5 is the
+            paper's, None weighs nothing.
+        noise_offset: this much noise that is the same over each channel of each example, 0 or up to about 0.1.
+        loss: of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the same divided by delta).
+        huber_delta: where the Huber losses turn from squares to lines, above 0.
+        huber_schedule: how that depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
+            "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
+        device: where latents will be.
+
+    Raises:
+        ArgumentError: if a name is unknown, a number is out of range, or the schedule ends in noise alone and the model
+            predicts noise.
+    """
+    def __new__(
+        cls,
+        /,
+        schedule: NoiseSchedule,
+        *,
+        timesteps: str = "uniform",
+        logit_mean: SupportsFloat | SupportsIndex = 0.0,
+        logit_std: SupportsFloat | SupportsIndex = 1.0,
+        shift: SupportsFloat | SupportsIndex = 1.0,
+        min_timestep: SupportsIndex = ...,
+        max_timestep: SupportsIndex | None = None,
+        min_snr_gamma: SupportsFloat | SupportsIndex | None = None,
+        noise_offset: SupportsFloat | SupportsIndex = 0.0,
+        loss: str = "mse",
+        huber_delta: SupportsFloat | SupportsIndex = 0.1,
+        huber_schedule: str = "constant",
+        device: str = "cpu",
+    ) -> DiffusionObjective: ...
+    def loss(
+        self,
+        /,
+        prediction: Tensor,
+        noised: NoisedLatents,
+        mask: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """
+        The loss of a prediction: the mean over the batch of each example's mean loss, times the weights.
+
+        Args:
+            prediction: what the model said of `noised.sample` at `noised.timesteps`.
+            noised: from `noise`, `noise_at` or `validation_noise`.
+            mask: (B, 1, ...) in the size of the latents, 0 or more: how much each place counts beside the other places of its
+                example. It is divided by its mean over the example, so what it shows counts the same large or small; an
+                example whose mask is 0 everywhere counts nothing.
+            weights: (B,), how much each example counts (the prior's weight for regularisation images).
+
+        Returns:
+            One element, f32.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if something does not fit.
+        """
+    def noise(self, /, latents: Tensor) -> NoisedLatents:
+        """
+        Put noise on latents, each example at a timestep of its own, from the library's generator.
+
+        Args:
+            latents: (B, C, ...).
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if the latents are not such.
+        """
+    def noise_at(self, /, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisedLatents:
+        """
+        Put given noise on latents at given timesteps.
+
+        Args:
+            latents: (B, C, ...).
+            noise: in the shape of the latents.
+            timesteps: (B,), integers.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if the three do not fit together.
+            IndexOutOfRangeError: if there is no such timestep.
+        """
+    def validation_noise(
+        self,
+        /,
+        latents: Tensor,
+        examples: SupportsGetItem[int, SupportsIndex],
+        seed: SupportsIndex = ...,
+    ) -> NoisedLatents:
+        """
+        Put noise on latents for a validation loss: an example has the same noise and the same timestep every time, whatever batch
+        it is in, and the library's generator stays where it is. Timesteps are spread evenly: any run of numbers covers
+        the range.
+
+        Args:
+            latents: (B, C, ...).
+            examples: a number for each, from 0.
+            seed: another one gives other noise.
+
+        Raises:
+            ShapeError: if there is not a number for each example.
+        """
+
+@final
 class DigitsTransformer(Model):
     """
     The demo's image generator: a flow-matching diffusion transformer over pictures of handwritten digits.
@@ -404,18 +772,20 @@ class DigitsTransformer(Model):
         cls,
         /,
         *,
-        sample_size: SupportsIndex = 8,
-        patch_size: SupportsIndex = 2,
-        num_layers: SupportsIndex = 3,
-        num_attention_heads: SupportsIndex = 3,
-        attention_head_dim: SupportsIndex = 32,
-        mlp_ratio: SupportsIndex = 3,
-        num_classes: SupportsIndex = 10,
+        sample_size: SupportsIndex = ...,
+        patch_size: SupportsIndex = ...,
+        num_layers: SupportsIndex = ...,
+        num_attention_heads: SupportsIndex = ...,
+        attention_head_dim: SupportsIndex = ...,
+        mlp_ratio: SupportsIndex = ...,
+        num_classes: SupportsIndex = ...,
         device: str = "cpu",
     ) -> DigitsTransformer: ...
     @staticmethod
     def from_pretrained(
-        path: str | PathLike[str], dtype: DType | str | None = None, device: str = "cpu"
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
     ) -> DigitsTransformer:
         """
         The frozen model at `path`: a folder with `config.json` and safetensors weights, or a weight file beside its
@@ -429,6 +799,80 @@ class DigitsTransformer(Model):
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration is another model's or does not fit the weights.
+        """
+
+@final
+class EMA:
+    """
+    The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer; inside `with ema:` the
+    adapter computes with the averages, and is saved as them.
+
+    Args:
+        adapter: what `add_adapter` returned.
+        decay: how much of the average stays at each update, in [0, 1).
+        warmup: use min(decay, (1 + n) / (10 + n)) after n updates, so that the start is soon forgotten.
+
+    Raises:
+        ArgumentError: if the decay is out of range.
+        DTypeError: if the parameters are not f32.
+    """
+    def __enter__(self, /) -> EMA: ...
+    def __exit__(self, /, *exception: object) -> None: ...
+    def __new__(
+        cls,
+        /,
+        adapter: AdapterSet,
+        decay: SupportsFloat | SupportsIndex = 0.999,
+        warmup: bool = True,
+    ) -> EMA: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def decay(self, /) -> float:
+        """
+        How much of the average the next update keeps.
+        """
+    @property
+    def is_swapped_in(self, /) -> bool:
+        """
+        Whether the averages are in the place of the parameters.
+        """
+    def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
+        """
+        Take over the state of an adapter with the same shapes.
+
+        Raises:
+            ConfigError: if an entry is missing or not expected. Nothing is changed then.
+            ShapeError, DTypeError: if one differs. Nothing is changed then.
+        """
+    def state_dict(self, /) -> dict[str, Tensor]:
+        """
+        A copy of the state: `INDEX.average` for the parameter with that index, `updates` (i64).
+        """
+    def swap_in(self, /) -> None:
+        """
+        Put the averages in the place of the parameters.
+
+        Raises:
+            ArgumentError: if they are there.
+        """
+    def swap_out(self, /) -> None:
+        """
+        Put the parameters back, bit for bit.
+
+        Raises:
+            ArgumentError: if they are in their place.
+        """
+    def update(self, /) -> None:
+        """
+        Move the averages towards the parameters.
+
+        Raises:
+            ArgumentError: while the averages are in the place of the parameters.
+        """
+    @property
+    def updates(self, /) -> int:
+        """
+        How often `update` was called.
         """
 
 @final
@@ -515,7 +959,7 @@ class GradScaler:
         init_scale: SupportsFloat | SupportsIndex = 65536.0,
         growth_factor: SupportsFloat | SupportsIndex = 2.0,
         backoff_factor: SupportsFloat | SupportsIndex = 0.5,
-        growth_interval: SupportsIndex = 2000,
+        growth_interval: SupportsIndex = ...,
         enabled: bool = True,
     ) -> GradScaler: ...
     def get_scale(self, /) -> float:
@@ -582,9 +1026,9 @@ class Lion(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-4,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
     ) -> Lion: ...
 
 @final
@@ -607,11 +1051,11 @@ class Lion8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-4,
+        lr: SupportsFloat | SupportsIndex = ...,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
         *,
-        min_8bit_size: SupportsIndex = 4096,
+        min_8bit_size: SupportsIndex = ...,
     ) -> Lion8bit: ...
 
 @final
@@ -620,7 +1064,8 @@ class LoraConfig:
     Which layers get an adapter, and of what kind and size. The names are peft's.
 
     A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
-    whole name; "all-linear" stands for every linear layer.
+    whole name; "all-linear" stands for every linear layer, "all-conv" for every convolution, "all-attention" for the
+    projections of attention.
 
     Args:
         r: rank, at least 1.
@@ -632,6 +1077,10 @@ class LoraConfig:
         use_rslora: scale by lora_alpha / sqrt(r).
         rank_pattern: other ranks for layers by name.
         alpha_pattern: other alphas for layers by name.
+        adapter: the kind of adapter, "lora", "dora", "loha" or "lokr".
+        wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
+        decompose_both: LoKr: whether the smaller factor may be low-rank, too.
+        decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
 
     Raises:
         ConfigError: if a value is out of range.
@@ -639,21 +1088,40 @@ class LoraConfig:
     def __new__(
         cls,
         /,
-        r: SupportsIndex = 8,
+        r: SupportsIndex = ...,
         lora_alpha: SupportsFloat | SupportsIndex = 8.0,
-        target_modules: str | SupportsGetItem[int, str] | None = None,
-        exclude_modules: str | SupportsGetItem[int, str] | None = None,
+        target_modules: str | Sequence[str] | None = None,
+        exclude_modules: str | Sequence[str] | None = None,
         lora_dropout: SupportsFloat | SupportsIndex = 0.0,
         use_dora: bool = False,
         use_rslora: bool = False,
         rank_pattern: dict[str, SupportsIndex] | None = None,
         alpha_pattern: dict[str, SupportsFloat | SupportsIndex] | None = None,
+        adapter: str = "lora",
+        wd_on_output: bool = True,
+        decompose_both: bool = False,
+        decompose_factor: SupportsIndex = ...,
     ) -> LoraConfig: ...
     def __repr__(self, /) -> str: ...
+    @property
+    def adapter(self, /) -> str:
+        """
+        The kind of adapter.
+        """
     @property
     def alpha_pattern(self, /) -> dict[str, float]:
         """
         Other alphas for layers by name.
+        """
+    @property
+    def decompose_both(self, /) -> bool:
+        """
+        Whether the smaller factor of LoKr may be low-rank, too.
+        """
+    @property
+    def decompose_factor(self, /) -> int:
+        """
+        The size of the smaller factor of LoKr; -1 for one near the root of the layer's size.
         """
     @property
     def exclude_modules(self, /) -> list[str]:
@@ -695,6 +1163,11 @@ class LoraConfig:
         """
         Whether the scale is lora_alpha / sqrt(r).
         """
+    @property
+    def wd_on_output(self, /) -> bool:
+        """
+        Whether DoRA has one magnitude for each output (otherwise for each input).
+        """
 
 @disjoint_base
 class Model:
@@ -729,10 +1202,14 @@ class Model:
             ArgumentError: if the policy is unknown.
         """
     def load_adapter(
-        self, /, path: str | PathLike[str], scale: SupportsFloat | SupportsIndex = 1.0
+        self,
+        /,
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        scale: SupportsFloat | SupportsIndex = 1.0,
     ) -> AdapterSet:
         """
-        Put the adapters of a file on the model, their effect multiplied by `scale`.
+        Put the adapters of a file on the model, their effect multiplied by `scale`: of a file in any of the formats of
+        `AdapterSet.save`, by whatever tool. Its adapters for other parts of a pipeline are left out.
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
@@ -758,9 +1235,10 @@ class Model:
         """
         Take the adapters off, merged or not; the model computes exactly what it did before them.
         """
-    def save_pretrained(self, /, folder: str | PathLike[str]) -> None:
+    def save_pretrained(self, /, folder: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
-        Write `config.json` and `model.safetensors` to a folder, adapters left out.
+        Write `config.json` and the weights to a folder as diffusers and transformers read them, adapters left out; a merged
+        one is part of its layer's weight.
 
         Raises:
             FileError: if a file cannot be written.
@@ -771,6 +1249,102 @@ class Model:
 
         Raises:
             ArgumentError: if the model has no adapter.
+        """
+
+@final
+class NoiseSchedule:
+    """
+    How much noise a diffusion model was trained with at each timestep. Names are diffusers', defaults SDXL's.
+
+    Args:
+        beta_schedule: how the variances of the added noise grow: "linear", "scaled_linear" or "squaredcos_cap_v2".
+        beta_start: that of the first timestep, in (0, 1).
+        beta_end: that of the last timestep, in (0, 1).
+        num_train_timesteps: the number of timesteps, at least 2.
+        prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
+            sqrt(a) * noise - sqrt(1 - a) * data; arXiv:2202.00512).
+        rescale_betas_zero_snr: move the schedule so that the last timestep is noise alone (arXiv:2305.08891).
+        timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
+        steps_offset: added to the timesteps of the leading spacing.
+
+    Raises:
+        ArgumentError: if a name is unknown or a number out of range.
+    """
+    def __new__(
+        cls,
+        /,
+        beta_schedule: str = "scaled_linear",
+        beta_start: SupportsFloat | SupportsIndex = 0.00085,
+        beta_end: SupportsFloat | SupportsIndex = 0.012,
+        num_train_timesteps: SupportsIndex = ...,
+        prediction_type: str = "epsilon",
+        rescale_betas_zero_snr: bool = False,
+        timestep_spacing: str = "leading",
+        steps_offset: SupportsIndex = ...,
+    ) -> NoiseSchedule: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def alphas_cumprod(self, /) -> list[float]:
+        """
+        The share a of the data in the variance of the noised data, for each timestep.
+        """
+    @staticmethod
+    def from_pretrained(path: str | bytes | PathLike[str] | PathLike[bytes]) -> NoiseSchedule:
+        """
+        Read a diffusers configuration; what it lacks is SDXL's.
+
+        Args:
+            path: `scheduler_config.json`, its folder, or the folder of a model that has it in `scheduler`.
+
+        Raises:
+            MissingFileError: if there is no such file.
+            ConfigError, ArgumentError: if an entry is wrong.
+        """
+    @property
+    def num_train_timesteps(self, /) -> int:
+        """
+        The number of timesteps.
+        """
+    @property
+    def prediction_type(self, /) -> str:
+        """
+        What the model predicts: "epsilon" or "v_prediction".
+        """
+    @property
+    def rescale_betas_zero_snr(self, /) -> bool:
+        """
+        Whether the last timestep is noise alone.
+        """
+    @property
+    def sigmas(self, /) -> list[float]:
+        """
+        sqrt((1 - a) / a) for each timestep: the noise to a unit of data.
+        """
+    @property
+    def timestep_spacing(self, /) -> str:
+        """
+        How samplers pick timesteps.
+        """
+
+@final
+class NoisedLatents:
+    """
+    A batch under noise: what the model sees, and what it should say.
+    """
+    @property
+    def sample(self, /) -> Tensor:
+        """
+        The latents under noise, in their shape and dtype.
+        """
+    @property
+    def target(self, /) -> Tensor:
+        """
+        What the model should predict, in the shape of the latents, f32.
+        """
+    @property
+    def timesteps(self, /) -> Tensor:
+        """
+        The timestep of each example: (B,), i64.
         """
 
 @disjoint_base
@@ -794,7 +1368,7 @@ class Optimizer:
         Take over the states of an optimizer of the same kind over variables of the same shapes.
 
         Raises:
-            ConfigError: if states are missing or not expected. Nothing is changed then.
+            ConfigError: if they are of another kind, or states are missing or not expected. Nothing is changed then.
             ShapeError, DTypeError: if one differs. Nothing is changed then.
         """
     @property
@@ -816,7 +1390,7 @@ class Optimizer:
         """
         A copy of all states: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
         `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
-        learning rate of each group.
+        learning rate of each group, `kind` (u8) with the optimizer's name in ASCII.
         """
     def step(self, /) -> None:
         """
@@ -825,6 +1399,62 @@ class Optimizer:
     def zero_grad(self, /) -> None:
         """
         Forget the gradients of all variables.
+        """
+
+@final
+class SDXLUNet(Model):
+    """
+    SDXL's UNet, computing what diffusers' `UNet2DConditionModel` computes, under its names. Made by `from_pretrained`.
+    """
+    def __call__(
+        self,
+        /,
+        sample: Tensor,
+        timestep: Tensor | float | int,
+        encoder_hidden_states: Tensor,
+        *,
+        text_embeds: Tensor,
+        time_ids: Tensor,
+    ) -> Tensor:
+        """
+        The prediction for noisy latents: the noise, or the velocity if the model was trained for it.
+
+        Args:
+            sample: latents under noise, (B, 4, h, w), scaled as the autoencoder says.
+            timestep: from 0 (clean) to 999 (noise): (B,), (1,), or a number.
+            encoder_hidden_states: the text's tokens, (B, L, cross_attention_dim).
+            text_embeds: the pooled text, (B, P).
+            time_ids: original height and width, top and left of the crop, target height and width, (B, 6).
+
+        Returns:
+            A tensor of the shape of `sample`, in the dtype of the weights.
+
+        Raises:
+            ShapeError: if the inputs do not fit the model or one another.
+        """
+    @staticmethod
+    def from_pretrained(
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+    ) -> SDXLUNet:
+        """
+        The frozen model at `path`.
+
+        Args:
+            path: a UNet, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
+                file; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights; as they are stored without it.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline, also for a checkpoint.
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
         """
 
 @final
@@ -849,14 +1479,82 @@ class SGD(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        momentum: SupportsFloat | SupportsIndex = 0.0,
-        dampening: SupportsFloat | SupportsIndex = 0.0,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        nesterov: bool = False,
+        lr: SupportsFloat | SupportsIndex = ...,
+        momentum: SupportsFloat | SupportsIndex = ...,
+        dampening: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        nesterov: bool = ...,
         *,
-        maximize: bool = False,
+        maximize: bool = ...,
     ) -> SGD: ...
+
+@final
+class Sampler:
+    """
+    One run of a diffusion model from noise to data.
+
+    Args:
+        schedule: how the model was trained.
+        steps: calls of the model, at least 1.
+        kind: "euler" (diffusers' EulerDiscreteScheduler) or "dpmpp_2m" (DPM-Solver++ of second order, arXiv:2211.01095;
+            diffusers' DPMSolverMultistepScheduler).
+        karras_sigmas: space noise levels as in arXiv:2206.00364, equation 5.
+
+    Raises:
+        ArgumentError: if the kind is unknown, or there are no steps or more than the schedule has timesteps.
+    """
+    def __new__(
+        cls,
+        /,
+        schedule: NoiseSchedule,
+        steps: SupportsIndex,
+        kind: str = "euler",
+        karras_sigmas: bool = False,
+    ) -> Sampler: ...
+    def init_noise(self, /, noise: Tensor) -> Tensor:
+        """
+        What the run starts from, f32.
+
+        Args:
+            noise: standard normal values.
+        """
+    def scale_input(self, /, x: Tensor, i: SupportsIndex) -> Tensor:
+        """
+        The sample as the model wants to see it.
+
+        Args:
+            x: the sample at step `i`.
+            i: the step, from 0.
+
+        Raises:
+            ArgumentError: if there is no such step.
+        """
+    @property
+    def sigmas(self, /) -> list[float]:
+        """
+        The noise to a unit of data at each step, and 0 after the last.
+        """
+    def step(self, /, model_output: Tensor, i: SupportsIndex, x: Tensor) -> Tensor:
+        """
+        Go on to the next noise level. Steps are taken in order; step 0 starts the run again.
+
+        Args:
+            model_output: what the model said of the scaled sample.
+            i: the step, from 0.
+            x: the sample at step `i`.
+
+        Returns:
+            The sample at step `i + 1`, f32.
+
+        Raises:
+            ArgumentError: if it is not the turn of step `i`.
+            ShapeError: if the model's output is not like the sample.
+        """
+    @property
+    def timesteps(self, /) -> list[float]:
+        """
+        What the model is told at each step.
+        """
 
 @final
 class Schedule:
@@ -868,7 +1566,7 @@ class Schedule:
         kind: "constant", "linear", "cosine" or "polynomial".
         warmup_steps: steps of the warm-up.
         total_steps: steps of the training, warm-up included.
-        cycles: waves of the cosine; half a one goes from 1 to 0.
+        num_cycles: waves of the cosine; half a one goes from 1 to 0.
         end: the last factor of the polynomial, in [0, 1).
         power: the power of the polynomial, above 0.
 
@@ -879,10 +1577,10 @@ class Schedule:
         cls,
         /,
         kind: str,
-        warmup_steps: SupportsIndex = 0,
-        total_steps: SupportsIndex = 0,
+        warmup_steps: SupportsIndex = ...,
+        total_steps: SupportsIndex = ...,
         *,
-        cycles: SupportsFloat | SupportsIndex = 0.5,
+        num_cycles: SupportsFloat | SupportsIndex = 0.5,
         end: SupportsFloat | SupportsIndex = 0.0,
         power: SupportsFloat | SupportsIndex = 1.0,
     ) -> Schedule: ...
@@ -957,6 +1655,10 @@ class Tensor:
     def __pos__(self, /) -> Tensor: ...
     def __pow__(self, exponent: object, modulo: object = None, /) -> Tensor: ...
     def __radd__(self, other: object, /) -> Tensor: ...
+    def __reduce__(self, /) -> tuple[Any, tuple[NDArray[Any], str, str]]:
+        """
+        Pickles and copies hold the values: a variable becomes a variable without a gradient, any other tensor a constant.
+        """
     def __repr__(self, /) -> str: ...
     def __rmatmul__(self, other: object, /) -> Tensor: ...
     def __rmul__(self, other: object, /) -> Tensor: ...
@@ -1005,7 +1707,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
+    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = ...) -> list[Tensor]:
         """
         Views of `chunks` parts along `dim`, the last possibly smaller.
 
@@ -1082,7 +1784,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def flatten(self, /, start_dim: SupportsIndex = 0, end_dim: SupportsIndex = ...) -> Tensor:
+    def flatten(self, /, start_dim: SupportsIndex = ..., end_dim: SupportsIndex = ...) -> Tensor:
         """
         Dimensions `start_dim` to `end_dim` made one.
 
@@ -1160,7 +1862,9 @@ class Tensor:
             IndexOutOfRangeError: if the dimension is out of range.
             DTypeError: if the tensor is not floating point.
         """
-    def logsumexp(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def logsumexp(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The logarithm of the sum of exponentials, without overflow.
 
@@ -1190,7 +1894,9 @@ class Tensor:
             ShapeError: if the shapes do not fit.
             DTypeError: if the dtypes differ or are not floating point.
         """
-    def max(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def max(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The largest element. Over one dimension the first of equal elements gets the gradient; over several or all they
         share it.
@@ -1212,7 +1918,9 @@ class Tensor:
             ShapeError: if the shapes do not broadcast.
             DTypeError: if the dtypes differ.
         """
-    def mean(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def mean(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The mean.
 
@@ -1224,7 +1932,9 @@ class Tensor:
             IndexOutOfRangeError: if a dimension is out of range.
            DTypeError: if the tensor is not floating point.
         """
-    def min(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def min(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The smallest element, with gradients as in `max`.
 
@@ -1363,8 +2073,8 @@ class Tensor:
     def split(
         self,
         /,
-        split_size_or_sections: SupportsIndex | SupportsGetItem[int, SupportsIndex],
-        dim: SupportsIndex = 0,
+        split_size_or_sections: SupportsIndex | Sequence[SupportsIndex],
+        dim: SupportsIndex = ...,
     ) -> list[Tensor]:
         """
         Views of parts along `dim`.
@@ -1392,14 +2102,16 @@ class Tensor:
         Raises:
             DTypeError: if the tensor is not floating point.
         """
-    def squeeze(self, /, dim: int | Sequence[int] | None = None) -> Tensor:
+    def squeeze(self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None) -> Tensor:
         """
         Without the dimensions of size 1: all, or those among `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
         """
-    def sum(self, /, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    def sum(
+        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+    ) -> Tensor:
         """
         The sum. Integers and masks sum to i64.
 
@@ -1461,7 +2173,7 @@ class Tensor:
     def var(
         self,
         /,
-        dim: int | Sequence[int] | None = None,
+        dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
         keepdim: bool = False,
         *,
         correction: SupportsFloat | SupportsIndex = 1.0,
@@ -1481,6 +2193,39 @@ class Tensor:
     def view(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
         `reshape`, under torch's other name.
+        """
+
+@final
+class TextFeatures:
+    """
+    What a text encoder makes of texts.
+    """
+    @property
+    def hidden_states(self, /) -> list[Tensor]:
+        """
+        The states after each layer, those of the embedding first; the final norm is not applied.
+        """
+    @property
+    def last_hidden_state(self, /) -> Tensor:
+        """
+        The last layer's states after the final norm, (B, S, D).
+        """
+    @property
+    def penultimate(self, /) -> Tensor:
+        """
+        The states that enter the last layer, (B, S, D): what SDXL reads.
+        """
+    @property
+    def pooled(self, /) -> Tensor:
+        """
+        The state of each text's end after the final norm, projected if the model projects: (B, D) or (B, P).
+        """
+    def skipped(self, /, clip_skip: SupportsIndex) -> Tensor:
+        """
+        The states `clip_skip` layers before the penultimate ones, as diffusers' SDXL pipelines count.
+
+        Raises:
+            ArgumentError: if the model has not so many layers.
         """
 
 @final
@@ -1550,7 +2295,7 @@ def available_bytes() -> int | None:
     Bytes of host memory that can still be allocated, where the system tells.
     """
 
-def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
+def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
     """
     Tensors one after the other along `dim`; all other sizes must agree.
 
@@ -1582,6 +2327,24 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
         Whatever the function raises.
     """
 
+def classifier_free_guidance(
+    negative: Tensor, positive: Tensor, scale: SupportsFloat | SupportsIndex
+) -> Tensor:
+    """
+    Guide a model's output away from what it says for a negative prompt (arXiv:2207.12598).
+
+    Args:
+        negative: its output for the negative prompt.
+        positive: its output for the prompt.
+        scale: 1 is the prompt alone.
+
+    Returns:
+        negative + scale * (positive - negative).
+
+    Raises:
+        ShapeError, DTypeError: if the outputs differ.
+    """
+
 def clip_grad_norm_(
     parameters: Iterable[Var] | Mapping[str, Var],
     max_norm: SupportsFloat | SupportsIndex,
@@ -1609,10 +2372,10 @@ def conv2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
-    padding: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
-    dilation: SupportsIndex | tuple[SupportsIndex, SupportsIndex] = ...,
-    groups: SupportsIndex = 1,
+    stride: SupportsIndex | Sequence[SupportsIndex] = ...,
+    padding: SupportsIndex | Sequence[SupportsIndex] = ...,
+    dilation: SupportsIndex | Sequence[SupportsIndex] = ...,
+    groups: SupportsIndex = ...,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -1668,7 +2431,7 @@ def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = 0.5, training: boo
 
     Args:
         input: any shape.
-        p: the probability, in [0, 1).
+        p: the probability, in [0, 1].
         training: whether to do anything.
 
     Raises:
@@ -1728,7 +2491,7 @@ def from_dlpack(data: Any) -> Tensor:
     """
 
 def full(
-    shape: int | Sequence[int],
+    shape: SupportsIndex | Sequence[SupportsIndex],
     value: Tensor | float | int,
     dtype: DType | str | None = None,
     device: str = "cpu",
@@ -1743,6 +2506,7 @@ def full(
         device: the device.
 
     Raises:
+        ArgumentError, DTypeError: if an integer dtype does not hold the value.
         OutOfMemoryError: if it does not fit.
     """
 
@@ -1773,7 +2537,7 @@ def get_rng_state() -> tuple[int, int]:
 
 def grad(
     loss: Tensor,
-    inputs: Tensor | SupportsGetItem[int, Tensor],
+    inputs: Tensor | Sequence[Tensor],
     gradient: Tensor | None = None,
     retain_graph: bool = False,
 ) -> list[Tensor | None]:
@@ -1796,7 +2560,7 @@ def grad(
 
 def gradcheck(
     function: Callable[..., Any],
-    inputs: Tensor | SupportsGetItem[int, Tensor],
+    inputs: Tensor | Sequence[Tensor],
     eps: SupportsFloat | SupportsIndex = 1e-6,
     atol: SupportsFloat | SupportsIndex = 1e-5,
     rtol: SupportsFloat | SupportsIndex = 1e-3,
@@ -1928,7 +2692,7 @@ def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 def layer_norm(
     input: Tensor,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: SupportsFloat | SupportsIndex = 1e-5,
@@ -1963,7 +2727,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
-def load_file(path: str | PathLike[str], device: str = "cpu") -> dict[str, Tensor]:
+def load_file(
+    path: str | bytes | PathLike[str] | PathLike[bytes], device: str = "cpu"
+) -> dict[str, Tensor]:
     """
     Read a safetensors file.
 
@@ -1980,15 +2746,24 @@ def load_file(path: str | PathLike[str], device: str = "cpu") -> dict[str, Tenso
     """
 
 def load_model(
-    path: str | PathLike[str], dtype: DType | str | None = None, device: str = "cpu"
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    dtype: DType | str | None = None,
+    device: str = "cpu",
+    *,
+    subfolder: str | None = None,
+    config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
 ) -> Model:
     """
-    Load the model at `path`, frozen, whatever kind its `config.json` says it is.
+    Load the model at `path`, frozen, whatever kind its files say it is.
 
     Args:
-        path: a folder with `config.json` and safetensors weights, or a weight file beside its `config.json`.
+        path: a model's folder; a weight file beside its `config.json`; a pipeline's folder or an original checkpoint, of which the
+            model that is fine-tuned is meant unless `subfolder` names another; or a name on the Hugging Face hub,
+            "organisation/name".
         dtype: convert the weights; as they are stored without it.
         device: where to load it.
+        subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint.
+        config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
 
     Raises:
         MissingFileError, WeightsFormatError: if files are missing or damaged.
@@ -2086,7 +2861,10 @@ def rand(
     """
 
 def randint(
-    low: SupportsIndex, high: SupportsIndex, shape: int | Sequence[int], device: str = "cpu"
+    low: SupportsIndex,
+    high: SupportsIndex,
+    shape: SupportsIndex | Sequence[SupportsIndex],
+    device: str = "cpu",
 ) -> Tensor:
     """
     Integers in [low, high) from the library's generator (`manual_seed`), i64.
@@ -2120,7 +2898,7 @@ def randn(
 
 def rms_norm(
     input: Tensor,
-    normalized_shape: int | Sequence[int],
+    normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
     eps: SupportsFloat | SupportsIndex = 1e-6,
 ) -> Tensor:
@@ -2151,8 +2929,56 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
+def save_adapters(
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    adapters: SupportsGetItem[int, AdapterSet],
+    format: str | None = None,
+    metadata: dict[str, str] | None = None,
+    dtype: DType | str | None = None,
+) -> list[str]:
+    """
+    Write the adapters of several models, a UNet and its text encoders, to one safetensors file.
+
+    Args:
+        path: the file.
+        adapters: what `add_adapter` gave for each model.
+        format: whose names it carries: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+        metadata: text entries for the file's header, added to those that tools look for.
+        dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+
+    Returns:
+        The names of layers whose adapter has no effect, because a factor is zero everywhere.
+
+    Raises:
+        FileError: if the file cannot be written.
+        ArgumentError: if the format is unknown or cannot hold these adapters.
+    """
+
+def save_checkpoint(
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    models: dict[str, Model],
+    base: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+    dtype: DType | str | None = None,
+) -> None:
+    """
+    Write models to one file under the names of the original checkpoints, as ComfyUI and others read them.
+
+    Args:
+        path: the file.
+        models: each model by the folder that it would have in a pipeline: "unet", "vae", "text_encoder", "text_encoder_2".
+            Adapters are left out; a merged one is part of its layer's weight.
+        base: a checkpoint from which all else is taken, as it is.
+        dtype: convert the weights of the models.
+
+    Raises:
+        ArgumentError: if a model has no such place.
+        FileError, MissingFileError: if a file cannot be written or read.
+    """
+
 def save_file(
-    tensors: dict[str, Tensor], path: str | PathLike[str], metadata: dict[str, str] | None = None
+    tensors: dict[str, Tensor],
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    metadata: dict[str, str] | None = None,
 ) -> None:
     """
     Write tensors to a safetensors file, complete or not at all.
@@ -2237,7 +3063,7 @@ def smooth_l1_loss(
         ArgumentError: if the reduction is unknown or `beta` is negative.
     """
 
-def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
+def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
     """
     Tensors of one shape along a new dimension `dim`.
 
@@ -2281,8 +3107,8 @@ def tensor(data: Any, dtype: DType | str | None = None, device: str = "cpu") -> 
 
 def upsample_nearest2d(
     input: Tensor,
-    size: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
-    scale_factor: SupportsIndex | tuple[SupportsIndex, SupportsIndex] | None = None,
+    size: SupportsIndex | Sequence[SupportsIndex] | None = None,
+    scale_factor: SupportsIndex | Sequence[SupportsIndex] | None = None,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -2302,6 +3128,24 @@ def upsample_nearest2d(
         ArgumentError: unless exactly one of `size` and `scale_factor` is given.
         ShapeError: if the input has not four dimensions or no pixels.
         DTypeError: if the input is not floating point.
+    """
+
+def verify_adapter(
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    model: str = "sdxl",
+    weights: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+) -> AdapterReport:
+    """
+    Match an adapter file against a model's layers as ComfyUI, diffusers and A1111 do.
+
+    Args:
+        path: the file.
+        model: "sdxl".
+        weights: the model's files, for one of other sizes than the published; they are not read beyond their headers.
+
+    Raises:
+        MissingFileError, WeightsFormatError: if there is no such file, or it is no safetensors file.
+        ConfigError: if the model is not known.
     """
 
 def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float | int) -> Tensor:

@@ -85,6 +85,12 @@ class ConfigError(Error, ValueError):
 class FileError(Error, OSError):
     """The file system said no; `errno`, `strerror` and `filename` are set as for `OSError`."""
 
+    def __str__(self) -> str:
+        """The file, then the reason, without the error's number."""
+        if self.strerror is None:
+            return super().__str__()
+        return f"{self.filename}: {self.strerror}" if self.filename else self.strerror
+
 
 class MissingFileError(FileError, FileNotFoundError):
     """A file does not exist."""

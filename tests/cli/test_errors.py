@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from trainable_candle import cli
+from trainable_candle.cli.options import ALIASES
 from trainable_candle.errors import ConfigError, DatasetError, InternalError
+from trainable_candle.train.config import settings
+from trainable_candle.train.settings import flag
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -78,6 +81,20 @@ def test_no_command_shows_the_commands() -> None:
     ("arguments", "message"),
     [
         ("train --rnk 4", "unknown flag `--rnk`; did you mean `--rank`?"),
+        ("train --lr 1", "unknown flag `--lr`; did you mean `--learning-rate`?"),
+        ("train --network_dim 4", "unknown flag `--network_dim`; did you mean `--rank`?"),
+        (
+            "train --model digits --dataset . --output o --weights none",
+            "--weights: there is no file or folder none",
+        ),
+        (
+            "sample --model digits --weights none --prompt 1 --output a.png",
+            "--weights: there is no file or folder none",
+        ),
+        (
+            "merge --model digits --adapter none --output o",
+            "--adapter: there is no file or folder none",
+        ),
         ("train --model digits --output o", "missing settings: dataset"),
         ("train --model digitz --dataset d --output o", "did you mean `digits`?"),
         ("train --model digits --dataset none --output o", "dataset: there is no folder none"),
@@ -104,6 +121,24 @@ def test_mistakes_are_one_line(arguments: str, message: str, tmp_path: Path) -> 
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "pt", "bin"])
+def test_a_pickle_is_refused(ending: str, tmp_path: Path) -> None:
+    weights = tmp_path / f"model.{ending}"
+    weights.write_bytes(b"PK")
+    arguments = ["--model", "digits", "--prompt", "1", "--output", str(tmp_path / "a.png")]
+    for given in (weights, tmp_path):
+        result = run("sample", *arguments, "--weights", str(given))
+        assert (result.returncode, result.stdout) == (2, "")
+        assert f"{weights}: a .{ending} file is a pickle checkpoint, which can run" in result.stderr
+        assert "safetensors file of the same model" in result.stderr
+
+
+def test_what_other_tools_call_a_flag_is_one_of_ours() -> None:
+    flags = {flag(name) for name in settings()}
+    assert set(ALIASES.values()) <= flags
+    assert not flags & ALIASES.keys()
 
 
 def test_a_closed_pipe_is_no_error() -> None:

@@ -1,5 +1,9 @@
 """Batches by number."""
 
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -32,3 +36,66 @@ def test_passes_and_seeds_differ() -> None:
 def test_impossible_numbers_are_refused(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError, match=r"batches: .* expected at least one item"):
         ShuffledBatches(*numbers)
+
+
+GROUPS = [0, 1, 0, 2, 1, 0, 0, 0, 1, 0, 5]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+def test_batches_are_of_one_group_and_passes_are_fair(size: int) -> None:
+    batches = ShuffledBatches(len(GROUPS), size, seed=5, groups=GROUPS)
+    drawn = [batches.batch(index).tolist() for index in range(batches.first_batch(10 * size))]
+    assert all(len(batch) == size for batch in drawn)
+    assert all(len({GROUPS[item] for item in batch}) == 1 for batch in drawn)
+    # After a multiple of `size` passes no batch is left open.
+    assert Counter(item for batch in drawn for item in batch) == dict.fromkeys(
+        range(len(GROUPS)), 10 * size
+    )
+    for group in set(GROUPS):
+        members = GROUPS.count(group)
+        own = [item for batch in drawn for item in batch if GROUPS[item] == group]
+        for start in range(0, len(own) - members + 1, members):
+            assert len(set(own[start : start + members])) == members
+
+
+def test_groups_are_mixed_within_a_pass() -> None:
+    groups = [0] * 50 + [1] * 50
+    batches = ShuffledBatches(100, 5, seed=0, groups=groups)
+    order = [groups[batches.batch(index)[0]] for index in range(20)]
+    changes = sum(one != other for one, other in pairwise(order))
+    assert 5 <= changes <= 15
+    assert order != [groups[batches.batch(index)[0]] for index in range(20, 40)]
+
+
+def test_repeats_count_in_every_pass_and_fractions_over_several() -> None:
+    repeats = [1.0, 3.0, 0.1, 0.5, 2.5, 0.5]
+    batches = ShuffledBatches(6, 1, seed=2, repeats=repeats)
+    totals: Counter[int] = Counter()
+    for number in range(20):
+        span = range(batches.first_batch(number), batches.first_batch(number + 1))
+        seen = Counter(int(batches.batch(index)[0]) for index in span)
+        for item, often in enumerate(repeats):
+            assert int(often) <= seen[item] <= np.ceil(often)
+        totals.update(seen)
+    assert [totals[item] for item in range(6)] == [20, 60, 2, 10, 50, 10]
+
+
+def test_items_of_every_second_pass_take_turns() -> None:
+    batches = ShuffledBatches(8, 1, seed=0, repeats=[0.5] * 8)
+    assert [batches.first_batch(number) for number in range(5)] == [0, 4, 8, 12, 16]
+
+
+def test_groups_do_not_depend_on_what_was_asked_before() -> None:
+    repeats = [1.0, 2.0, 0.25, 1.0, 1.0, 0.3, 1.0, 1.0, 1.0, 1.0, 0.1]
+    forwards = ShuffledBatches(11, 3, 9, GROUPS, repeats)
+    whole = [forwards.batch(index).tolist() for index in range(60)]
+    for index in (59, 3, 30, 0):
+        assert ShuffledBatches(11, 3, 9, GROUPS, repeats).batch(index).tolist() == whole[index]
+
+
+@pytest.mark.parametrize(
+    "more", [{"groups": [0]}, {"repeats": [1.0, 0.0]}, {"repeats": [1.0]}, {"repeats": [1, np.nan]}]
+)
+def test_impossible_groups_and_repeats_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="batches: 2 items with"):
+        ShuffledBatches(2, 1, 0, **more)

@@ -1,12 +1,14 @@
 """The data folder: what is read, and what is said about what cannot be."""
 
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, features
 
-from trainable_candle.data import check_folder, read_pixels
+from trainable_candle.data import Source, check_folder, read_folder, read_pixels
 from trainable_candle.errors import DatasetError
 
 RED = (200, 10, 30)
@@ -129,3 +131,133 @@ def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(DatasetError, match="too large to be decoded safely"):
         read_pixels(path)
+
+
+def test_twenty_thousand_pixels_a_side_are_refused_by_the_header(tmp_path: Path) -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0))
+    # Nothing follows: whoever reads on has another complaint.
+    path = tmp_path / "huge.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b""))
+    write(tmp_path, "ok.png")
+    found = read_folder(Source(tmp_path, "x"))
+    assert [picture.path.name for picture in found.pictures] == ["ok.png"]
+    (problem,) = found.problems
+    assert problem.startswith(f"{path}: is too large to be decoded safely: ")
+    assert "400000000 pixels" in problem
+    assert problem.endswith("scale it down")
+
+
+def test_large_pictures_are_read_without_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "a.png", size=(100, 15))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    assert check_folder(tmp_path)[0].width == 100
+
+
+MODES = {
+    ".png": ("RGB", "L", "P", "1"),
+    ".jpg": ("RGB", "L", "CMYK", "YCbCr"),
+    ".webp": ("RGB", "L"),
+    ".tiff": ("RGB", "L", "P", "1", "CMYK", "YCbCr"),
+    ".bmp": ("RGB", "L", "P", "1"),
+    ".gif": ("L", "P", "1"),
+}
+if features.check("avif"):
+    MODES[".avif"] = ("RGB", "L")
+
+
+@pytest.mark.parametrize(("suffix", "mode"), [(s, m) for s, modes in MODES.items() for m in modes])
+def test_every_mode_of_every_format(tmp_path: Path, suffix: str, mode: str) -> None:
+    y, x = np.mgrid[:32, :48]
+    ramp = Image.fromarray(np.stack([x * 5, y * 7, 255 - x * 5], -1).astype(np.uint8))
+    image = ramp.convert(mode)
+    image.save(tmp_path / f"a{suffix}")
+    (picture,) = check_folder(tmp_path, "x")
+    assert (picture.width, picture.height) == (48, 32)
+    # Lossy formats change colours a little.
+    difference = read_pixels(picture.path).astype(float) - np.asarray(image.convert("RGB"), float)
+    assert np.abs(difference).mean() < (3 if suffix in {".jpg", ".webp", ".avif"} else 1e-9)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_sizes_and_pixels_agree_on_what_is_upright(tmp_path: Path, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    grey = np.arange(0, 256, 16, dtype=np.uint8).reshape(2, 8)
+    for suffix in (".png", ".jpg", ".webp"):
+        path = tmp_path / f"a{suffix}"
+        Image.fromarray(grey).convert("RGB").save(path, exif=exif)
+    for picture in check_folder(tmp_path, "x"):
+        assert read_pixels(picture.path).shape == (picture.height, picture.width, 3)
+        assert (picture.width, picture.height) == ((8, 2) if orientation < 5 else (2, 8))
+
+
+def test_metadata_names_pictures_in_folders_below(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    write(tmp_path / "images", "a.png", None)
+    write(tmp_path / "images", "unlisted.png", None)
+    write(tmp_path, "b.png", "its own")
+    (tmp_path / "metadata.jsonl").write_text(
+        '{"file_name": "images/a.png", "text": "a cat"}\n{"file_name": "b.png", "text": "no"}\n'
+    )
+    found = {picture.path.name: picture.caption for picture in check_folder(tmp_path)}
+    assert found == {"a.png": "a cat", "b.png": "its own"}
+    with (tmp_path / "metadata.jsonl").open("a") as file:
+        file.write('{"file_name": "gone.png", "text": ""}')
+    with pytest.raises(DatasetError, match=r"names 1 files that do not exist:\n  .*gone\.png"):
+        check_folder(tmp_path)
+
+
+def test_nested_folders_are_read_if_asked_for(tmp_path: Path) -> None:
+    for place in ("", "one", "one/two", ".hidden", "masks"):
+        (tmp_path / place).mkdir(exist_ok=True)
+        write(tmp_path / place, "p.png", place or "top")
+    write(tmp_path / "one", "p-masklabel.png", None)
+    nested = read_folder(Source(tmp_path, recursive=True))
+    assert [picture.caption for picture in nested.pictures] == ["one", "one/two", "top"]
+    assert nested.problems == ()
+    assert [picture.caption for picture in check_folder(tmp_path)] == ["top"]
+
+
+def test_digests_tell_contents_apart(tmp_path: Path) -> None:
+    write(tmp_path, "a.png", size=(4, 3))
+    write(tmp_path, "b.png", size=(4, 3))
+    write(tmp_path, "c.png", size=(4, 4))
+    a, b, c = (picture.digest for picture in check_folder(tmp_path))
+    assert a == b != c
+
+
+@pytest.mark.parametrize("part", [0.02, 0.5, 0.9])
+def test_cut_files_of_every_format_are_named(tmp_path: Path, part: float) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
+    for suffix in MODES:
+        path = tmp_path / f"{suffix[1:]}{suffix}"
+        Image.fromarray(pixels).save(path)
+        data = path.read_bytes()
+        path.write_bytes(data[: int(len(data) * part)])
+    found = read_folder(Source(tmp_path, "x"))
+    assert found.pictures == ()
+    for suffix, problem in zip(sorted(MODES), found.problems, strict=True):
+        assert f"{suffix[1:]}{suffix}: cannot be decoded: " in problem
+
+
+@pytest.mark.parametrize("suffix", sorted(MODES))
+def test_damaged_files_are_problems_and_nothing_worse(tmp_path: Path, suffix: str) -> None:
+    rng = np.random.default_rng(0)
+    path = tmp_path / f"a{suffix}"
+    Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
+    data = path.read_bytes()
+    for number in range(60):
+        damaged = bytearray(data)
+        for place in rng.integers(0, min(len(data), 500), 8):
+            damaged[place] = rng.integers(0, 256)
+        (tmp_path / f"{number}{suffix}").write_bytes(damaged)
+    found = read_folder(Source(tmp_path, "x"))
+    assert 0 < len(found.problems) < 61
+    assert found.count == 61

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 
 import numpy as np
 import pytest
@@ -44,7 +45,17 @@ def test_missing_file(tmp_path):
     assert isinstance(caught.value, tc.MissingFileError)
     assert caught.value.errno == errno.ENOENT
     assert caught.value.filename == str(path)
-    assert str(caught.value) == f"[Errno {errno.ENOENT}] No such file or directory: '{path}'"
+    assert str(caught.value) == f"{path}: there is no such file or folder"
+
+
+def test_paths_of_any_kind(tmp_path):
+    path = tmp_path / "t.safetensors"
+    for kind in (path, str(path), os.fsencode(path)):
+        tc.save_file({"t": tc.arange(3)}, kind)
+        assert tc.load_file(kind)["t"].tolist() == [0, 1, 2]
+        path.unlink()
+    with pytest.raises(TypeError, match="load_file: the path is a value of type int, expected"):
+        tc.load_file(3)
 
 
 def test_folder_that_is_none(tmp_path):

@@ -161,15 +161,15 @@ def test_states_of_adapters():
             (tc.ones(4, 5), 0, 2.0),
             {},
             tc.ArgumentError,
-            "Adapter: the rank is 0, expected at least 1",
+            "Adapter: rank is 0, expected an integer of at least 1",
         ),
         (
             (tc.ones(4, 5), -1, 2.0),
             {},
             tc.ArgumentError,
-            "Adapter: the rank is -1, expected at least 1",
+            "Adapter: rank is -1, expected an integer of at least 1",
         ),
-        ((tc.ones(4, 5), 2, float("nan")), {}, tc.ArgumentError, "Adapter: the scale is NaN"),
+        ((tc.ones(4, 5), 2, float("nan")), {}, tc.ArgumentError, "Adapter: alpha is NaN"),
         (
             (tc.ones(4, 5), 2, 2.0),
             {"dropout": 1.0},

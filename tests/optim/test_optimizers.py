@@ -1,5 +1,7 @@
 """Optimizers from Python."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,9 @@ KINDS = [
     optim.Lion,
     optim.Lion8bit,
 ]
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "optim"
 
 
 def quadratic(x, target):
@@ -67,6 +72,41 @@ def test_adam(decoupled):
         m, v = 0.8 * m + 0.2 * total, 0.9 * v + 0.1 * total**2
         p = p - 0.1 * (m / (1 - 0.8**t)) / (np.sqrt(v / (1 - 0.9**t)) + 1e-6)
     assert_close(x.detach(), p)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("adafactor", (37, 29), {}),
+        (
+            "adafactor_options",
+            (37, 29),
+            {
+                "lr": 0.4,
+                "beta2_decay": -0.5,
+                "eps": (1e-6, 1.2),
+                "d": 1.01,
+                "weight_decay": 0.1,
+                "maximize": True,
+            },
+        ),
+        ("adafactor_vector", (1073,), {}),
+        ("adafactor_matrices", (2, 16, 30), {}),
+    ],
+)
+def test_adafactor_follows_torch(name, shape, options):
+    golden = tc.load_file(GOLDEN / "torch.safetensors")
+    size = int(np.prod(shape))
+
+    def part(key):
+        return golden[key].flatten()[:size].reshape(shape).to("f64")
+
+    x = tc.Var(part("p0"))
+    opt = optim.Adafactor([x], **options)
+    for i in range(8):
+        x.grad = part(f"grad.{i}")
+        opt.step()
+    assert_close(x.detach(), golden[f"{name}.f64.p"].numpy().reshape(shape))
 
 
 def test_defaults_are_torchs():
@@ -191,8 +231,24 @@ def test_8bit_states_are_small():
         (
             lambda x: optim.Adam([x]).load_state_dict({"nonsense": tc.ones(1)}),
             tc.ConfigError,
-            'the state "step" is missing',
+            'the entry "kind" is missing',
         ),
+        (
+            lambda x: optim.Adam([x]).load_state_dict(optim.SGD([x]).state_dict()),
+            tc.ConfigError,
+            "load_state_dict: Adam: the states are those of SGD",
+        ),
+        (
+            lambda x: optim.SGD([{"params": [x], "lr": "x"}]),
+            TypeError,
+            "SGD: lr of a parameter group is 'x', expected a number",
+        ),
+        (
+            lambda x: optim.Adam8bit([{"params": [x], "min_8bit_size": -1}]),
+            tc.ArgumentError,
+            "Adam8bit: min_8bit_size of a parameter group is -1",
+        ),
+        (lambda x: optim.Adafactor([x], d=0.5), tc.ArgumentError, "Adafactor: found d 0.5"),
     ],
 )
 def test_errors(call, error, text):
@@ -284,6 +340,6 @@ def test_schedule_errors():
         optim.lr_scheduler.polynomial(opt, total_steps=10, power=0.0)
     with pytest.raises(tc.ArgumentError, match="lr_scheduler: found -1 cosine cycles"):
         optim.lr_scheduler.cosine(opt, total_steps=10, num_cycles=-1.0)
-    with pytest.raises(tc.ArgumentError, match="lr_scheduler: found step -1"):
+    with pytest.raises(tc.ArgumentError, match="lr_scheduler: step is -1"):
         optim.lr_scheduler.constant(opt).set_step(-1)
     assert opt.lr == 0.1

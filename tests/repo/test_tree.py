@@ -81,10 +81,12 @@ def test_file_names_no_path_of_a_machine(path: Path) -> None:
 
 
 def test_no_file_is_there_twice() -> None:
-    contents = Counter((ROOT / path).read_bytes() for path in FILES)
+    # A Stable Diffusion XL folder has a tokenizer for each encoder, with the same vocabulary.
+    files = [path for path in FILES if path.parent.name != "tokenizer_2"]
+    contents = Counter((ROOT / path).read_bytes() for path in files)
     twice = [
         str(path)
-        for path in FILES
+        for path in files
         if contents[data := (ROOT / path).read_bytes()] > 1 and data.strip()
     ]
     assert twice == []

@@ -163,3 +163,21 @@ def test_to():
         t.to("nonsense")
     with pytest.raises(tc.ArgumentError, match="to: the target was given twice"):
         t.to("f16", dtype="f32")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "f64", "u8", "u32", "i64"])
+@pytest.mark.parametrize("copied", [lambda t: pickle.loads(pickle.dumps(t)), copy.deepcopy])
+def test_pickles_and_copies(dtype, copied):
+    t = tc.tensor([[0, 1, 2], [3, 4, 5]], dtype=dtype).T
+    back = copied(t)
+    assert type(back) is tc.Tensor
+    assert (back.dtype, back.shape, back.tolist()) == (t.dtype, t.shape, t.tolist())
+
+
+def test_a_pickled_variable_is_one_without_a_gradient():
+    v = tc.Var([1.0, 2.0], dtype="bf16")
+    (v * v).sum().backward()
+    back = pickle.loads(pickle.dumps(v))
+    assert (type(back), back.dtype, back.tolist(), back.grad) == (tc.Var, "bf16", [1, 2], None)
+    product = pickle.loads(pickle.dumps(v * 2.0))
+    assert (type(product), product.requires_grad) == (tc.Tensor, False)

@@ -111,3 +111,16 @@ def test_nothing():
 def test_errors(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+def test_integers_have_extremes_and_signs():
+    x = np.array([[3, -7, 7], [-9, 0, 5]])
+    t = tc.tensor(x)
+    assert (t.max().item(), t.min().item()) == (7, -9)
+    assert t.max(1).tolist() == x.max(1).tolist()
+    assert t.min(0, keepdim=True).tolist() == x.min(0, keepdims=True).tolist()
+    assert abs(t).tolist() == np.abs(x).tolist()
+    assert (-t).tolist() == (-x).tolist()
+    assert tc.tensor([3, 1], dtype="u32").max().dtype == "u32"
+    with pytest.raises(tc.DTypeError, match=r"neg: found a u32 tensor.*to\("):
+        -tc.tensor([1], dtype="u32")

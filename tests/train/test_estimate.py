@@ -15,7 +15,7 @@ from trainable_candle.recipes.adapters import Adapters, adapter_config
 from trainable_candle.recipes.base import Split
 from trainable_candle.recipes.digits import DigitsRecipe
 from trainable_candle.train import TrainConfig
-from trainable_candle.train.config import OPTIMIZERS
+from trainable_candle.train.config import ADAPTERS, OPTIMIZERS
 from trainable_candle.train.estimate import Estimate, Item, matches, require_fit
 from trainable_candle.train.headers import read_folder, read_header
 from trainable_candle.train.optimizers import make_optimizer
@@ -67,7 +67,7 @@ def _none(base: Path, folder: Path, batch_size: int) -> int:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("adapter", ["lora", "dora"])
+@pytest.mark.parametrize("adapter", ADAPTERS)
 def test_parameters_and_optimizer_states_are_exact(
     base: Path, digits_folder: Path, optimizer: str, adapter: str
 ) -> None:
@@ -123,7 +123,9 @@ def test_the_table_names_every_item() -> None:
     assert estimate.table() == [
         "memory while caching: 203.0 MiB",
         "  vae weights                          3.0 MiB",
+        "  interpreter and libraries          200.0 MiB",
         "memory while training: 200.0 MiB",
+        "  interpreter and libraries          200.0 MiB",
     ]
 
 

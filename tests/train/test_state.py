@@ -215,3 +215,12 @@ def test_the_state_is_readable(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     stored = json.loads((folder / "state.json").read_text())
     assert (stored["step"], stored["settings"]) == (3, {"rank": 4})
+
+
+def test_what_a_killed_run_left_half_written_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-000002.partial").mkdir()
+    (tmp_path / "checkpoint-000002.partial" / "state.json").write_text("{")
+    (tmp_path / ".adapter.safetensors.1.partial").write_bytes(b"half")
+    (tmp_path / "adapter.safetensors").write_bytes(b"whole")
+    state.remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter.safetensors"]

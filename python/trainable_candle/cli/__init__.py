@@ -41,6 +41,7 @@ COMMANDS: Final = {
     "demo": Command("trainable_candle.cli.demo", "teach the built-in generator an unseen digit"),
     "sample": Command("trainable_candle.cli.sample", "draw pictures, with an adapter or without"),
     "merge": Command("trainable_candle.cli.merge", "write a model with an adapter merged into it"),
+    "verify": Command("trainable_candle.cli.verify", "tell what other tools make of an adapter"),
     "info": Command("trainable_candle.cli.info", "show versions, devices and models"),
 }
 
@@ -130,6 +131,6 @@ def guarded(action: Callable[[], int]) -> int:
 
 
 def _message(error: Exception) -> str:
-    if isinstance(error, OSError) and not isinstance(error, Error) and error.strerror:
+    if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)

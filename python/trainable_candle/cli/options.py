@@ -16,6 +16,40 @@ if TYPE_CHECKING:
 
     from trainable_candle.train.settings import Setting
 
+ALIASES: Final = {
+    "--lr": "--learning-rate",
+    "--batch": "--batch-size",
+    "--bs": "--batch-size",
+    "--train-batch-size": "--batch-size",
+    "--epochs": "--steps",
+    "--max-train-steps": "--steps",
+    "--max-train-epochs": "--steps",
+    "--network-dim": "--rank",
+    "--dim": "--rank",
+    "--r": "--rank",
+    "--network-alpha": "--alpha",
+    "--lora-alpha": "--alpha",
+    "--pretrained-model-name-or-path": "--weights",
+    "--checkpoint": "--weights",
+    "--ckpt": "--weights",
+    "--train-data-dir": "--dataset",
+    "--data": "--dataset",
+    "--instance-data-dir": "--dataset",
+    "--output-dir": "--output",
+    "--out": "--output",
+    "--mixed-precision": "--precision",
+    "--dtype": "--precision",
+    "--optim": "--optimizer",
+    "--optimizer-type": "--optimizer",
+    "--scheduler": "--lr-scheduler",
+    "--lr-warmup-steps": "--warmup-steps",
+    "--gradient-accumulation-steps": "--gradient-accumulation",
+    "--save-steps": "--save-every",
+    "--checkpointing-steps": "--save-every",
+    "--num-steps": "--steps",
+}
+"""What other tools call a flag of ours."""
+
 _WIDTH: Final = 80
 _HELP_COLUMN: Final = 33
 
@@ -60,6 +94,9 @@ class Parser(argparse.ArgumentParser):
             if not name.startswith("-"):
                 raise ConfigError(f"unexpected argument `{name}` (see {self.prog} --help)")
             flags = [option for action in self._actions for option in action.option_strings]
+            meant = ALIASES.get(name.replace("_", "-"))
+            if meant in flags:
+                raise ConfigError(f"unknown flag `{name}`; did you mean `{meant}`?")
             hint = nearest(name, [option for option in flags if option.startswith("--")])
             if "did you mean" not in hint:
                 hint = f" (see {self.prog} --help)"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainable_candle.cli.options import Parser, add_help, factor, guidance, whole
+from trainable_candle.cli.loading import add_model, load_model
+from trainable_candle.cli.options import Parser, add_help, guidance, whole
 from trainable_candle.errors import ConfigError
 from trainable_candle.train.config import SAMPLERS
 
@@ -20,17 +21,13 @@ def run(arguments: Sequence[str], program: str) -> int:
     parser.require(given, "model", "prompt", "output")
 
     # Imported after the arguments have proved right.
-    from trainable_candle import plot, recipes  # noqa: PLC0415
+    from trainable_candle import plot  # noqa: PLC0415
     from trainable_candle.recipes.base import SampleOptions, parse_size  # noqa: PLC0415
 
     output = Path(given["output"]).expanduser()
     if output.suffix.lower() != ".png":
         raise ConfigError(f"--output is {output}, expected the name of a .png file")
-    recipe = recipes.load(
-        given["model"], given.get("weights"), given.get("dtype", "f32"), given.get("device", "cpu")
-    )
-    if "adapter" in given:
-        recipe.load_adapter(Path(given["adapter"]).expanduser(), given.get("scale", 1.0))
+    recipe = load_model(given, dtype="f32")
     prompts = [prompt for prompt in given["prompt"] for _ in range(given.get("count", 1))]
     options = SampleOptions(
         steps=given.get("steps", 25),
@@ -56,16 +53,7 @@ def make_parser(program: str) -> Parser:
         "--model NAME --prompt TEXT --output PNG [options]",
     )
     group = parser.add_argument_group("what to draw")
-    group.add_argument(
-        "--model", metavar="NAME", help="which model; `trainable-candle info` lists them"
-    )
-    group.add_argument(
-        "--weights", metavar="PATH", help="its checkpoint (default: the built-in one)"
-    )
-    group.add_argument("--adapter", metavar="FILE", help="an adapter that train-lora wrote")
-    group.add_argument(
-        "--scale", metavar="X", type=factor, help="factor on the adapter's effect (default: 1)"
-    )
+    add_model(group, "dtype of the weights (default: f32)")
     group.add_argument(
         "--prompt", metavar="TEXT", action="append", help="what to draw; may be given again"
     )
@@ -85,9 +73,6 @@ def make_parser(program: str) -> Parser:
     group.add_argument("--negative-prompt", metavar="TEXT", help="what not to draw")
     group.add_argument("--size", metavar="WxH", help="of a picture, px (default: model's)")
     group.add_argument("--seed", metavar="N", type=whole(0), help="seed of the noise (default: 0)")
-    group.add_argument(
-        "--dtype", metavar="f32|bf16|f16", help="dtype of the weights (default: f32)"
-    )
     group.add_argument("--device", metavar="TEXT", help="cpu, cuda or cuda:N (default: cpu)")
     add_help(group)
     return parser

@@ -98,24 +98,26 @@ class CaptionMaker:
         joint = f"{self.options.separator.strip()} "
         return f"{trigger}{joint}{caption}" if caption else trigger
 
-    def use(self, caption: str, trigger: str, item: int, batch: int, place: int) -> str:
-        """The caption of picture `item` at `place` in batch number `batch`."""
+    def use(self, caption: str, trigger: str, picture: int, batch: int, place: int) -> str:
+        """The caption of the picture with this number at `place` in batch number `batch`."""
         rng = np.random.default_rng([self._seed, batch, place, _USE_STREAM])
         dropped, choice = rng.random() < self.options.dropout, int(rng.integers(2**31))
         if dropped:
             return ""
         if self._varies:
             variants = self.options.variants
-            return self._variant(caption, trigger, item, choice % variants if variants else choice)
+            return self._variant(
+                caption, trigger, picture, choice % variants if variants else choice
+            )
         return self.plain(caption, trigger)
 
-    def possible(self, caption: str, trigger: str, item: int) -> Iterator[str]:
+    def possible(self, caption: str, trigger: str, picture: int) -> Iterator[str]:
         """Everything that `use` may return for a picture; endless variety is the caller's fault."""
         if self.options.dropout > 0:
             yield ""
         if self._varies:
             for number in range(self.options.variants):
-                yield self._variant(caption, trigger, item, number)
+                yield self._variant(caption, trigger, picture, number)
         else:
             yield self.plain(caption, trigger)
 
@@ -128,8 +130,8 @@ class CaptionMaker:
     def _varies(self) -> bool:
         return self.options.shuffle or self.options.tag_dropout > 0
 
-    def _variant(self, caption: str, trigger: str, item: int, number: int) -> str:
-        rng = np.random.default_rng([self._seed, item, number, _VARIANT_STREAM])
+    def _variant(self, caption: str, trigger: str, picture: int, number: int) -> str:
+        rng = np.random.default_rng([self._seed, picture, number, _VARIANT_STREAM])
         options = self.options
         own, whole = self._tags(caption), self._tags(self.plain(caption, trigger))
         # A trigger that was put in front stands before the tags that `keep_tokens` counts.

@@ -1,8 +1,8 @@
-"""All pictures of a run with their captions: checked, fitted to buckets, drawn as batches."""
+"""All pictures of a run with their captions, drawn as batches."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -10,12 +10,8 @@ import numpy as np
 from PIL import Image
 
 from trainable_candle.data.batches import ShuffledBatches
-from trainable_candle.data.buckets import Buckets
 from trainable_candle.data.captions import CaptionMaker
-from trainable_candle.data.folder import SKIP_HINT, read_folder, unusable
-from trainable_candle.data.options import CaptionOptions
 from trainable_candle.data.pixels import read_alpha, read_grey, read_rgb
-from trainable_candle.data.summary import describe, nothing_left
 from trainable_candle.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
@@ -24,8 +20,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from trainable_candle.data.buckets import Bucket, Fit
-    from trainable_candle.data.folder import Folder, Picture
-    from trainable_candle.data.options import DatasetOptions, Source
+    from trainable_candle.data.folder import Picture
+    from trainable_candle.data.options import CaptionOptions, DatasetOptions
 
 _CROP_STREAM, _VIEW_STREAM = 4, 5
 _MASKS_KEPT: Final = 4096
@@ -43,6 +39,11 @@ class Item:
     repeats: float
     mask: str
     """`off`, `file` or `alpha`."""
+
+    @property
+    def seed(self) -> int:
+        """For what is random about the picture: the same in whatever company it is."""
+        return int(self.picture.digest[:8], 16)
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ class Dataset:
             )
         found = {
             caption: None
-            for number, item in enumerate(self.items)
-            for caption in self._maker.possible(item.picture.caption, item.trigger, number)
+            for item in self.items
+            for caption in self._maker.possible(item.picture.caption, item.trigger, item.seed)
         }
         return list(found)
 
@@ -210,7 +211,7 @@ class Dataset:
             views.append(variants[side % len(variants)])
             item = self.items[number]
             captions.append(
-                self._maker.use(item.picture.caption, item.trigger, number, index, place)
+                self._maker.use(item.picture.caption, item.trigger, item.seed, index, place)
             )
         return self._batch(index, views, captions)
 
@@ -235,9 +236,10 @@ class Dataset:
 
     def _variants(self, number: int, crop: int) -> list[View]:
         """The views of one cut: as it is and, if asked for, mirrored."""
-        fit = self.items[number].fit
+        item = self.items[number]
+        fit = item.fit
         if self.options.crop == "random":
-            rng = np.random.default_rng([self._seed, number, crop, _CROP_STREAM])
+            rng = np.random.default_rng([self._seed, item.seed, crop, _CROP_STREAM])
             left, top = fit.box(rng.random(), rng.random())
         else:
             left, top = fit.box()
@@ -279,74 +281,3 @@ class DatasetBatches:
     def first_batch(self, epoch: int) -> int:
         """The number of the first batch of a pass over everything; passes are counted from 0."""
         return self._order.first_batch(epoch)
-
-
-def load_dataset(
-    options: DatasetOptions, captions: CaptionOptions | None = None, seed: int = 0
-) -> Dataset:
-    """Look at every picture, caption and mask, and fit the pictures to buckets.
-
-    Args:
-        options: the folders and what to do with them.
-        captions: what to do with captions; nothing by default.
-        seed: of everything random, at least 0.
-
-    Raises:
-        DatasetError: a folder is missing or holds nothing usable; some pictures cannot be used and
-            `skip_bad` is off: the first ten of each folder are named.
-        ConfigError: there are only regularisation pictures.
-        OSError: a folder cannot be listed.
-    """
-    captions = captions or CaptionOptions()
-    buckets = Buckets(options)
-    folders: list[Folder] = []
-    found: list[list[Item]] = []
-    small: list[str] = []
-    for source in options.sources:
-        mask = source.mask or options.mask
-        folder = read_folder(source, masks=mask == "file")
-        if folder.problems and not options.skip_bad:
-            raise unusable(folder.path, folder.count, folder.problems, SKIP_HINT)
-        folders.append(folder)
-        weight = source.loss_weight * (options.prior_loss_weight if source.regularization else 1)
-        trigger = _trigger(source, captions)
-        items = []
-        for picture in folder.pictures:
-            fit = buckets.fit(picture.width, picture.height)
-            if fit is None:
-                small.append(f"{picture.path}: {picture.width}x{picture.height}")
-            else:
-                items.append(Item(picture, fit, trigger, weight, 1.0, mask))
-        found.append(items)
-    if not any(found):
-        raise nothing_left(options, folders, small)
-    _balance(found, options.sources)
-    items = [item for items in found for item in items]
-    return Dataset(items, options, captions, seed, describe(found, options, folders, small))
-
-
-def _trigger(source: Source, captions: CaptionOptions) -> str:
-    if source.trigger is not None:
-        return source.trigger
-    return "" if source.regularization else captions.trigger
-
-
-def _balance(found: list[list[Item]], sources: Sequence[Source]) -> None:
-    """Set how often the pictures of each folder are repeated."""
-    own = sum(
-        len(items) * (source.repeats or 1)
-        for items, source in zip(found, sources, strict=True)
-        if not source.regularization
-    )
-    if not own:
-        raise ConfigError(
-            "dataset: there are only regularisation pictures; expected a folder of those to learn"
-        )
-    free = sum(
-        len(items)
-        for items, source in zip(found, sources, strict=True)
-        if source.regularization and source.repeats is None
-    )
-    for place, source in enumerate(sources):
-        often = source.repeats or (own / free if source.regularization and free else 1.0)
-        found[place] = [replace(item, repeats=often) for item in found[place]]

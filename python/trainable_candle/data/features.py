@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 _Task = TypeVar("_Task")
 
+DEVICE_LIMIT: Final = 512 * 1024**2
+"""Bytes of a cache's entries that are kept on the device; the rest is moved there by the batch."""
 MEMORY_LIMIT: Final = 2 * 1024**3
-"""Bytes of entries from disk that are also kept in memory."""
+"""Bytes of a cache's entries on disk that are also kept in memory, on the device or not."""
 
 
 @dataclass(frozen=True)
@@ -228,11 +230,11 @@ class _Entries:
     def add(self, key: str, tensors: dict[str, Tensor], facts: Mapping[str, str]) -> None:
         if self._store is not None:
             self._store.write(key, tensors, facts)
-        self._remember(key, {name: tensor.to(self._device) for name, tensor in tensors.items()})
+        self._remember(key, tensors)
 
     def get(self, key: str) -> dict[str, Tensor]:
         if key in self._memory:
-            return self._memory[key]
+            return {name: tensor.to(self._device) for name, tensor in self._memory[key].items()}
         tensors = self._store.read(key, self._device) if self._store is not None else None
         if tensors is None:
             where = f" in {self._store.folder}" if self._store is not None else ""
@@ -249,7 +251,8 @@ class _Entries:
     def _remember(self, key: str, tensors: dict[str, Tensor]) -> None:
         size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
         if self._store is None or self._bytes + size <= MEMORY_LIMIT:
-            self._memory[key] = tensors
+            place = self._device if self._bytes + size <= DEVICE_LIMIT else "cpu"
+            self._memory[key] = {name: tensor.to(place) for name, tensor in tensors.items()}
             self._bytes += size
 
 

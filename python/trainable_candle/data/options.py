@@ -189,8 +189,8 @@ class CacheOptions:
     """`disk`: in files, for later runs too, and in memory; `memory`: for this run; `off`: encoded
     each time."""
     folder: Path | None = None
-    """For files; None: `.cache` in the first folder of the data set, or in the output folder if
-    that one cannot be written to."""
+    """For files; None: `.trainable-candle` in the first folder of the data set, or in the output
+    folder if that one cannot be written to."""
 
     def __post_init__(self) -> None:
         """Check every value."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trainable_candle.errors import DatasetError
 
@@ -117,9 +117,10 @@ def read_alpha(path: Path) -> Image.Image:
 def in_parallel(function: Callable[[Task], Outcome], tasks: Sequence[Task]) -> Iterator[Outcome]:
     """The outcomes of `function` in order; a few are worked on ahead of the one asked for."""
     workers = min(_MOST_THREADS, os.cpu_count() or 1)
-    # Large pictures are used on purpose, very large ones are errors; Pillow would also warn.
+    # What Pillow warns of (large pictures, odd metadata) is either fine or an error here.
     with warnings.catch_warnings(), ThreadPoolExecutor(workers) as pool:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        warnings.filterwarnings("ignore", module=r"PIL\.")
         ahead = 2 * workers
         running = [pool.submit(function, task) for task in tasks[:ahead]]
         for following in range(len(tasks)):
@@ -136,6 +137,10 @@ def _decoding(path: Path) -> Iterator[None]:
     except Image.DecompressionBombError as error:
         raise DatasetError(
             f"{path}: is too large to be decoded safely: {error}; scale it down"
+        ) from error
+    except UnidentifiedImageError as error:
+        raise DatasetError(
+            f"{path}: cannot be decoded: its content is no picture in a known format"
         ) from error
     except _UNDECODABLE as error:
         raise DatasetError(f"{path}: cannot be decoded: {error}") from error

@@ -55,34 +55,34 @@ __all__ = [
 
 def relu(input: Tensor) -> Tensor:
     """Return max(input, 0)."""
-    return input.relu()
+    return Tensor.relu(input)
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """Return GELU, exact ("none") or by its approximation with tanh ("tanh")."""
-    return input.gelu(approximate)
+    return Tensor.gelu(input, approximate)
 
 
 def silu(input: Tensor) -> Tensor:
     """Return input * sigmoid(input)."""
-    return input.silu()
+    return Tensor.silu(input)
 
 
 def sigmoid(input: Tensor) -> Tensor:
     """Return 1 / (1 + exp(-input))."""
-    return input.sigmoid()
+    return Tensor.sigmoid(input)
 
 
 def tanh(input: Tensor) -> Tensor:
     """Return the hyperbolic tangent."""
-    return input.tanh()
+    return Tensor.tanh(input)
 
 
 def softmax(input: Tensor, dim: int = -1) -> Tensor:
     """Return exp(input) over its sum along `dim`."""
-    return input.softmax(dim)
+    return Tensor.softmax(input, dim)
 
 
 def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
     """Return the logarithm of `softmax`, computed directly."""
-    return input.log_softmax(dim)
+    return Tensor.log_softmax(input, dim)

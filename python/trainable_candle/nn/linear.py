@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, ClassVar
 
 from trainable_candle._core import Adapter, Tensor, Var, init_linear
@@ -96,10 +95,9 @@ class _AdaptedLinear(Module):
         rslora: bool = False,
     ) -> None:
         _check_tensors(type(self).__name__, base_weight, bias)
-        scale = alpha / (math.sqrt(rank) if rslora else rank) if rank > 0 else 0.0
         self.weight = base_weight.detach()
         self.bias = None if bias is None else bias.detach()
-        self._adapter = Adapter(self._kind, self.weight, self.bias, rank, scale, dropout)
+        self._adapter = Adapter(self._kind, self.weight, self.bias, rank, alpha, dropout, rslora)
         for name, var in zip(self._names, self._adapter.vars(), strict=True):
             setattr(self, name, var)
 

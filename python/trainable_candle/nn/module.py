@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from trainable_candle._core import Tensor, Var, tensor
 from trainable_candle.errors import ArgumentError, DTypeError, ShapeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Self
 
@@ -147,6 +148,10 @@ class Module:
             ShapeError: If a shape differs.
             DTypeError: If a dtype differs.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"load_state_dict: the state is {type(state).__name__}, expected a mapping"
+            )
         slots = {slot.name: slot for slot in self._slots("", self, set())}
         missing = [name for name in slots if name not in state]
         unexpected = [name for name in state if name not in slots]

@@ -1,7 +1,9 @@
 """Optimizers, gradient clipping, loss scaling and learning-rate schedules."""
 
 from trainable_candle._core import (
+    EMA,
     SGD,
+    Adafactor,
     Adam,
     Adam8bit,
     AdamW,
@@ -15,7 +17,9 @@ from trainable_candle._core import (
 from trainable_candle.optim import lr_scheduler
 
 __all__ = [
+    "EMA",
     "SGD",
+    "Adafactor",
     "Adam",
     "Adam8bit",
     "AdamW",

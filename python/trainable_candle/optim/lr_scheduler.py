@@ -24,6 +24,9 @@ class LRScheduler:
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
+        _check_optimizer(optimizer)
+        if not isinstance(schedule, Schedule):
+            raise TypeError(f"lr_scheduler: schedule is {schedule!r}, expected a Schedule")
         self._optimizer = optimizer
         self._schedule = schedule
         self._base_lrs = optimizer.group_lrs
@@ -49,11 +52,16 @@ class LRScheduler:
         Raises:
             ArgumentError: If it is negative.
         """
-        if step < 0:
-            raise ArgumentError(f"lr_scheduler: found step {step}, expected 0 or more")
-        self._step = step
         factor = self._schedule.factor(step)
+        self._step = step
         self._optimizer.group_lrs = [lr * factor for lr in self._base_lrs]
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"lr_scheduler: optimizer is {type(optimizer).__name__}, expected one of tc.optim"
+        )
 
 
 def constant(
@@ -95,7 +103,9 @@ def cosine(
     Raises:
         ArgumentError: If `num_cycles` is negative.
     """
-    return LRScheduler(optimizer, Schedule("cosine", warmup_steps, total_steps, cycles=num_cycles))
+    return LRScheduler(
+        optimizer, Schedule("cosine", warmup_steps, total_steps, num_cycles=num_cycles)
+    )
 
 
 def polynomial(
@@ -119,6 +129,9 @@ def polynomial(
         ArgumentError: If `lr_end` is not below the first group's learning rate, or `power` is not
             above 0.
     """
+    _check_optimizer(optimizer)
+    if not isinstance(lr_end, (int, float)):
+        raise TypeError(f"lr_scheduler: lr_end is {lr_end!r}, expected a number")
     lr = optimizer.lr
     if not 0 <= lr_end < lr:
         raise ArgumentError(

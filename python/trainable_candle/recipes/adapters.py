@@ -8,6 +8,7 @@ import trainable_candle as tc
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from trainable_candle import AdapterSet, Var
     from trainable_candle.train.config import TrainConfig
@@ -52,6 +53,34 @@ class Adapters:
         for adapter in self.sets.values():
             adapter.set_enabled(enabled)
 
+    def save(self, path: Path, config: TrainConfig, metadata: dict[str, str]) -> list[str]:
+        """Write them to one file, in the format and precision of the settings.
+
+        Returns:
+            The layers whose adapter has no effect, because a factor is zero everywhere.
+
+        Raises:
+            FileError: the file cannot be written.
+            ArgumentError: the format cannot hold these adapters.
+        """
+        return tc.save_adapters(
+            path,
+            list(self.sets.values()),
+            format=config.format,
+            metadata=metadata,
+            dtype=config.adapter_precision,
+        )
+
+    def load(self, path: Path) -> None:
+        """Take over the parameters of a file with the same layers and ranks, to train on.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError, ShapeError: there is no such file, or
+                its adapters are others.
+        """
+        for adapter in self.sets.values():
+            adapter.load(path)
+
 
 def adapter_config(config: TrainConfig, targets: Sequence[str]) -> tc.LoraConfig:
     """What the settings say about adapters; `targets` unless they name layers."""
@@ -61,6 +90,6 @@ def adapter_config(config: TrainConfig, targets: Sequence[str]) -> tc.LoraConfig
         target_modules=config.target_modules or list(targets),
         exclude_modules=config.exclude_modules,
         lora_dropout=config.lora_dropout,
-        use_dora=config.adapter == "dora",
+        adapter=config.adapter,
         use_rslora=config.rslora,
     )

@@ -122,6 +122,8 @@ class Recipe(Protocol):
     """What `--model` calls it."""
     summary: ClassVar[str]
     """What the model is, in a line."""
+    parts: ClassVar[tuple[str, ...]]
+    """The folders of its models in a pipeline; none if it is no pipeline."""
     unused: ClassVar[frozenset[str]]
     """Settings that mean nothing to this model; giving one is an error."""
 
@@ -147,7 +149,7 @@ class Recipe(Protocol):
         """
 
     @classmethod
-    def load(cls, weights: Path, dtype: str, device: str) -> Self:
+    def load(cls, weights: Path, dtype: str | None, device: str) -> Self:
         """Load the model.
 
         Raises:
@@ -182,8 +184,11 @@ class Recipe(Protocol):
 
     def save_adapter(
         self, adapters: Adapters, path: Path, config: TrainConfig, metadata: dict[str, str]
-    ) -> None:
+    ) -> list[str]:
         """Write the adapters to one file, in the format and precision of the settings.
+
+        Returns:
+            The layers whose adapter has no effect, because a factor is zero everywhere.
 
         Raises:
             OSError: the file cannot be written.

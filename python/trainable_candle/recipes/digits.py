@@ -52,6 +52,7 @@ class DigitsRecipe:
 
     name: ClassVar[str] = "digits"
     summary: ClassVar[str] = "8x8 handwritten digits, the demo's generator (its base is built in)"
+    parts: ClassVar[tuple[str, ...]] = ()
     unused: ClassVar[frozenset[str]] = frozenset(
         name
         for name, (_, setting) in settings().items()
@@ -117,7 +118,7 @@ class DigitsRecipe:
         return Estimate({"training": items})
 
     @classmethod
-    def load(cls, weights: Path, dtype: str, device: str) -> Self:
+    def load(cls, weights: Path, dtype: str | None, device: str) -> Self:
         """Load the model from a folder of `config.json` and `model.safetensors`.
 
         Raises:
@@ -181,13 +182,13 @@ class DigitsRecipe:
 
     def save_adapter(
         self, adapters: Adapters, path: Path, config: TrainConfig, metadata: dict[str, str]
-    ) -> None:
-        """Write the adapter.
+    ) -> list[str]:
+        """Write the adapter; returns the layers where it has no effect.
 
         Raises:
             OSError: the file cannot be written.
         """
-        adapters.sets[""].save(path, format=config.format or "peft", metadata=metadata)
+        return adapters.save(path, config, metadata)
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
         """Put the adapter of a file on the model.

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-OPTIMIZERS: Final = ("adamw8bit", "adamw", "adam8bit", "adam", "lion8bit", "lion", "sgd")
+OPTIMIZERS: Final = (
+    "adamw8bit", "adamw", "adam8bit", "adam", "lion8bit", "lion", "adafactor", "sgd",
+)  # fmt: skip
 SCHEDULERS: Final = ("constant", "linear", "cosine", "polynomial")
 PRECISIONS: Final = ("f32", "bf16", "f16")
 CHECKPOINTING: Final = ("none", "full", "selective")
@@ -23,7 +25,7 @@ TIMESTEPS: Final = ("uniform", "logit_normal")
 LOSSES: Final = ("mse", "l1", "huber", "smooth_l1")
 HUBER_SCHEDULES: Final = ("constant", "exponential", "snr")
 PREDICTIONS: Final = ("epsilon", "v_prediction")
-ADAPTERS: Final = ("lora", "dora")
+ADAPTERS: Final = ("lora", "dora", "loha", "lokr")
 FORMATS: Final = ("kohya", "diffusers", "peft", "comfyui")
 SAMPLERS: Final = ("euler", "dpmpp_2m")
 CROPS: Final = ("center", "random")
@@ -59,8 +61,8 @@ class TrainConfig:
     ] = None
     bucketing: Annotated[bool, Setting(PICTURES, "keep aspect ratios", rare=True)] = True
     bucket_step: Annotated[
-        int, Setting(PICTURES, "sides are multiples of it, px", low=8, rare=True)
-    ] = 64
+        int | None, Setting(PICTURES, "sides are multiples (default: 64 px)", low=8, rare=True)
+    ] = None
     min_side: Annotated[
         int | None, Setting(PICTURES, "shortest side (default: resolution / 4)", low=8, rare=True)
     ] = None

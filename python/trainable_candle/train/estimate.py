@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +21,9 @@ RUNTIME_BYTES: Final = 200 * 2**20
 """Interpreter, libraries, and blocks that the allocator keeps."""
 _MIN_8BIT: Final = 4096
 _BLOCK: Final = 256
+_ATTENTION: Final = (
+    ".to_q", ".to_k", ".to_v", ".to_out.0", ".q_proj", ".k_proj", ".v_proj", ".out_proj",
+)  # fmt: skip
 _STATES: Final = {"adam": 2, "lion": 1, "sgd": 0}
 
 
@@ -32,6 +36,9 @@ class Item:
     what: str
     """`weights`, `activations`, `cache`, ..."""
     bytes: int
+
+
+_RUNTIME: Final = Item("interpreter and libraries", "", RUNTIME_BYTES)
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Estimate:
             lines.append(f"memory while {phase}: {_size(_total(items) + RUNTIME_BYTES)}")
             lines += [
                 f"  {f'{item.component} {item.what}'.strip():<32}{_size(item.bytes):>12}"
-                for item in items
+                for item in [*items, _RUNTIME]
                 if item.bytes
             ]
         return lines
@@ -133,14 +140,19 @@ def adapted_layers(
     tensors: Mapping[str, TensorFacts], targets: Sequence[str], exclude: Sequence[str] = ()
 ) -> dict[str, tuple[int, ...]]:
     """The weights of the layers that adapters sit on: layer name -> shape."""
-    everything = "all-linear" in targets
+
+    def hit(layer: str, dims: int, patterns: Sequence[str]) -> bool:
+        groups = {"all-linear": dims == 2, "all-conv": dims == 4}
+        groups["all-attention"] = layer.endswith(_ATTENTION)
+        return matches(layer, patterns) or any(groups.get(pattern, False) for pattern in patterns)
+
     return {
         layer: facts.shape
         for name, facts in tensors.items()
         if (layer := name.removesuffix(".weight")) != name
         and len(facts.shape) in {2, 4}
-        and ((everything and len(facts.shape) == 2) or matches(layer, targets))
-        and not matches(layer, exclude)
+        and hit(layer, len(facts.shape), targets)
+        and not hit(layer, len(facts.shape), exclude)
     }
 
 
@@ -148,26 +160,52 @@ def adapter_items(
     component: str, layers: Iterable[tuple[int, ...]], config: TrainConfig
 ) -> list[Item]:
     """The adapter's parameters, their gradients and the optimizer's states for these layers."""
-    sizes = [size for shape in layers for size in _parameter_sizes(shape, config)]
-    count = sum(sizes)
+    shapes = [shape for layer in layers for shape in _parameter_shapes(layer, config)]
+    count = sum(map(math.prod, shapes))
     copies = 0 if config.precision == "f32" else 2 * count
     average = 4 * count if config.ema_decay else 0
+    states = sum(_state_bytes(shape, config.optimizer) for shape in shapes)
     return [
         Item(component, "adapter", 4 * count + copies + average),
         Item(component, "gradients", 4 * count),
-        Item(component, "optimizer", sum(_state_bytes(size, config.optimizer) for size in sizes)),
+        Item(component, "optimizer", states),
     ]
 
 
-def _parameter_sizes(shape: tuple[int, ...], config: TrainConfig) -> list[int]:
-    out_features, in_features, *kernel = shape
-    area = kernel[0] * kernel[1] if kernel else 1
-    rank = min(config.rank, out_features, in_features * area) if kernel else config.rank
-    sizes = [rank * in_features * area, rank * out_features]
-    return [*sizes, out_features] if config.adapter == "dora" else sizes
+def _parameter_shapes(layer: tuple[int, ...], config: TrainConfig) -> Sequence[tuple[int, ...]]:
+    """The parameters of one adapter; a convolution's kernel comes before its inputs."""
+    out_features, in_features, *kernel = layer
+    flat, rank = in_features * math.prod(kernel), config.rank
+    if config.adapter == "loha":
+        return 2 * [(out_features, rank), (rank, flat)]
+    if config.adapter == "lokr":
+        return _kronecker_shapes(out_features, in_features, kernel, rank)
+    low_rank = [(rank, *kernel, in_features), (out_features, rank)]
+    return [*low_rank, (out_features,)] if config.adapter == "dora" else low_rank
 
 
-def _state_bytes(size: int, optimizer: str) -> int:
+def _kronecker_shapes(
+    out_features: int, in_features: int, kernel: Sequence[int], rank: int
+) -> list[tuple[int, ...]]:
+    out_small, in_small = _divisor(out_features), _divisor(in_features)
+    out_large, in_large = out_features // out_small, in_features // in_small
+    small = (out_small, in_small)
+    if 2 * rank < max(out_large, in_large):
+        return [small, (out_large, rank), (rank, in_large * math.prod(kernel))]
+    return [small, (out_large, *kernel, in_large)]
+
+
+def _divisor(size: int) -> int:
+    """The largest divisor up to the root."""
+    return next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
+
+
+def _state_bytes(shape: tuple[int, ...], optimizer: str) -> int:
+    size = math.prod(shape)
+    if optimizer == "adafactor":
+        if len(shape) < 2:
+            return 4 * size
+        return 4 * (size // shape[-1] + size // shape[-2])
     kind = optimizer.removesuffix("8bit").removesuffix("w")
     if optimizer.endswith("8bit") and size >= _MIN_8BIT:
         return _STATES[kind] * (size + 4 * -(-size // _BLOCK))

@@ -67,7 +67,7 @@ class Validation(Callback):
         prepared: Prepared[Any],
         every: int,
         evaluated: Callable[[], AbstractContextManager[None]],
-        write: Callable[[Path, int], None],
+        write: Callable[[Path, int], object],
     ) -> None:
         self.best_loss = math.inf
         self.best_step = 0
@@ -177,7 +177,7 @@ class StepAdapters(Callback):
         self,
         keep: int,
         evaluated: Callable[[], AbstractContextManager[None]],
-        write: Callable[[Path, int], None],
+        write: Callable[[Path, int], object],
     ) -> None:
         self._keep = keep
         self._evaluated = evaluated

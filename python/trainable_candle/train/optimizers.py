@@ -26,6 +26,7 @@ def make_optimizer(config: TrainConfig, groups: Sequence[tuple[Sequence[Var], fl
             tc.optim.Adam,
             tc.optim.Lion8bit,
             tc.optim.Lion,
+            tc.optim.Adafactor,
             tc.optim.SGD,
         )
     }

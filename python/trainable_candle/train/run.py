@@ -110,18 +110,21 @@ def train_adapter(
         report(line)
     require_fit(config, _memory(config), lambda other: kind.estimate(weights, other, data))
     _make_writable(output)
+    run_state.remove_leftovers(output)
 
     if config.threads is not None:
         tc.set_num_threads(config.threads)
-    tc.manual_seed(config.seed)
     recipe = recipes.load(config.model, weights, config.precision, config.device)
+    prepared = recipe.prepare(data, config, report)
+    # How much there was to prepare must not matter for what follows.
+    tc.manual_seed(config.seed)
     adapters = recipe.attach(config)
+    if config.initial_adapter and start is None:
+        adapters.load(Path(config.initial_adapter).expanduser())
+        report(f"adapter: starts as {config.initial_adapter}")
     parameters = adapters.named_parameters()
     count = sum(var.numel() for var in parameters.values())
     report(f"adapter: {count} parameters in {len(parameters)} tensors")
-    rng = tc.get_rng_state()
-    prepared = recipe.prepare(data, config, report)
-    tc.set_rng_state(rng)
 
     session = _Session(config, recipe, adapters, prepared, output)
     settings = {**asdict(config), "pictures": len(prepared.train)}
@@ -137,11 +140,15 @@ def train_adapter(
     completed = trainer.train()
     session.finish()
     if completed:
-        session.write(output / ADAPTER, trainer.step)
+        idle = session.write(output / ADAPTER, trainer.step)
         report(f"adapter: {output / ADAPTER}")
+        if idle:
+            report(f"adapter: {len(idle)} layers have learnt nothing, the first is {idle[0]}")
         if session.validation is not None:
             best = session.validation
             report(f"best: {output / BEST} (step {best.best_step}, loss {best.best_loss:.4f})")
+        if config.sample_prompts:
+            report(f"previews: {output / SAMPLES}")
         _draw_curve(output, report)
     return TrainingRun(recipe, adapters, output, trainer.step, completed, trainer.stopped_by)
 
@@ -162,11 +169,7 @@ class _Session:
         self._adapters = adapters
         self._train = prepared.train
         self._output = output
-        self._average = (
-            AdapterAverage(adapters.named_parameters(), config.ema_decay)
-            if config.ema_decay
-            else None
-        )
+        self._average = AdapterAverage(adapters, config.ema_decay) if config.ema_decay else None
         as_used: Callable[[], AbstractContextManager[None]] = partial(
             evaluated, adapters, self._average
         )
@@ -209,10 +212,10 @@ class _Session:
             settings=settings,
         )
 
-    def write(self, path: Path, step: int) -> None:
-        """Write the adapters as they are."""
-        metadata = {"model": self._config.model, "ss_steps": str(step)}
-        self._recipe.save_adapter(self._adapters, path, self._config, metadata)
+    def write(self, path: Path, step: int) -> list[str]:
+        """Write the adapters as they are; returns the layers where they have no effect."""
+        metadata = training_metadata(self._config, step, len(self._train))
+        return self._recipe.save_adapter(self._adapters, path, self._config, metadata)
 
     def finish(self) -> None:
         """Leave the model as its adapter files have it."""
@@ -235,6 +238,31 @@ def sample_options(config: TrainConfig) -> SampleOptions:
         size=parse_size(config.sample_size) if config.sample_size else None,
         sampler=config.sampler,
     )
+
+
+def training_metadata(config: TrainConfig, step: int, pictures: int) -> dict[str, str]:
+    """What the header of an adapter file says about its training, under kohya's names."""
+    facts = {
+        "ss_output_name": Path(config.output).name,
+        "ss_sd_model_name": Path(config.weights).name or config.model,
+        "ss_steps": step,
+        "ss_max_train_steps": config.steps,
+        "ss_num_train_images": pictures,
+        "ss_total_batch_size": config.batch_size * config.gradient_accumulation,
+        "ss_resolution": config.resolution,
+        "ss_clip_skip": config.clip_skip,
+        "ss_learning_rate": config.learning_rate,
+        "ss_optimizer": config.optimizer,
+        "ss_lr_scheduler": config.lr_scheduler,
+        "ss_mixed_precision": config.precision,
+        "ss_min_snr_gamma": config.min_snr_gamma,
+        "ss_noise_offset": config.noise_offset,
+        "ss_seed": config.seed,
+        "ss_training_comment": config.trigger,
+    }
+    # Names of files may hold bytes that are no text.
+    texts = {name: str(value).encode(errors="replace").decode() for name, value in facts.items()}
+    return {name: text for name, text in texts.items() if facts[name] not in {None, ""}}
 
 
 def _refuse_unused(kind: type[Recipe], config: TrainConfig) -> None:

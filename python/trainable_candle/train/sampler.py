@@ -2,13 +2,107 @@
 
 One run::
 
-    sampler = Sampler(schedule, steps=25, kind="euler" | "dpmpp_2m", karras_sigmas=False)
-    guided = Guided(model, positive={...}, negative={...}, scale=7.0, batched=True)
-    x = sampler.init_noise(tc.randn(shape))
-    for i, timestep in enumerate(sampler.timesteps):
-        x = sampler.step(guided(sampler.scale_input(x, i), timestep), i, x)
+    sampler = Sampler(schedule, steps=25, kind="dpmpp_2m")
+    model = Guided(unet, positive={...}, negative={...}, scale=7.0)
+    latents = sample(sampler, model, tc.randn((1, 4, 128, 128)))
 
-`Guided` calls `model(x, timestep, **conditioning)`: `timestep` is a float; conditioning tensors have
-the batch first and are, if `batched`, those of the negative and the positive prompt one after the
-other, with x repeated alike.
+or, to look on, the loop that `sample` is::
+
+    x = sampler.init_noise(noise)
+    for i, timestep in enumerate(sampler.timesteps):
+        x = sampler.step(model(sampler.scale_input(x, i), timestep), i, x)
 """
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Protocol
+
+import trainable_candle as tc
+from trainable_candle._core import Sampler, classifier_free_guidance
+from trainable_candle.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from trainable_candle import Tensor
+
+__all__ = ["ConditionedModel", "Guided", "Sampler", "classifier_free_guidance", "sample"]
+
+
+class ConditionedModel(Protocol):
+    """What predicts for a sample: a UNet with its prompt."""
+
+    def __call__(self, x: Tensor, timestep: float, /, **conditioning: Tensor) -> Tensor:
+        """The prediction for `x`, in its shape."""
+
+
+class Guided:
+    """A model with a prompt and a negative prompt: classifier-free guidance (arXiv:2207.12598).
+
+    Args:
+        model: called as `model(x, timestep, **conditioning)`.
+        positive: what `model` is given for the prompt; tensors with the batch first.
+        negative: the same for the negative prompt.
+        scale: 1 is the prompt alone, and costs half.
+        batched: ask for both in one call, negative first, with x repeated; else in two, which
+            needs less memory.
+
+    Raises:
+        ArgumentError: the two prompts name different tensors, or the scale is not finite.
+        ShapeError: their shapes differ.
+    """
+
+    def __init__(
+        self,
+        model: ConditionedModel,
+        positive: Mapping[str, Tensor],
+        negative: Mapping[str, Tensor],
+        scale: float,
+        *,
+        batched: bool = True,
+    ) -> None:
+        if positive.keys() != negative.keys():
+            raise ArgumentError(
+                f"guidance: the prompt has {sorted(positive)}, the negative prompt "
+                f"{sorted(negative)}; expected the same names"
+            )
+        if not math.isfinite(scale):
+            raise ArgumentError(f"guidance: found scale {scale}, expected a number")
+        self._model = model
+        self._scale = scale
+        if scale == 1.0:
+            self._calls = [dict(positive)]
+        elif batched:
+            self._calls = [{name: tc.cat([negative[name], positive[name]]) for name in positive}]
+        else:
+            self._calls = [dict(negative), dict(positive)]
+
+    def __call__(self, x: Tensor, timestep: float) -> Tensor:
+        """The guided prediction for `x`."""
+        if self._scale == 1.0:
+            return self._model(x, timestep, **self._calls[0])
+        if len(self._calls) == 1:
+            outputs = self._model(tc.cat([x, x]), timestep, **self._calls[0])
+            negative, positive = outputs.chunk(2)
+        else:
+            negative, positive = (self._model(x, timestep, **call) for call in self._calls)
+        return classifier_free_guidance(negative, positive, self._scale)
+
+
+@tc.no_grad()
+def sample(sampler: Sampler, model: Callable[[Tensor, float], Tensor], noise: Tensor) -> Tensor:
+    """A whole run.
+
+    Args:
+        sampler: says which steps.
+        model: from a sample and a timestep to a prediction; a `Guided`, for example.
+        noise: standard normal values.
+
+    Returns:
+        The sample at the end, f32.
+    """
+    x = sampler.init_noise(noise)
+    for i, timestep in enumerate(sampler.timesteps):
+        x = sampler.step(model(sampler.scale_input(x, i), timestep), i, x)
+    return x

@@ -24,6 +24,7 @@ _NAME: Final = re.compile(r"checkpoint-(\d+)")
 _PARAMETERS: Final = "parameters.safetensors"
 _OPTIMIZER: Final = "optimizer.safetensors"
 _STATE: Final = "state.json"
+_UNFINISHED: Final = (".partial", ".replaced")
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,7 @@ def save(
     Raises:
         OSError: it cannot be written; the older checkpoints are as they were.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    replaced = folder.with_name(folder.name + ".replaced")
+    partial, replaced = (folder.with_name(folder.name + end) for end in _UNFINISHED)
     for leftover in (partial, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -191,6 +191,16 @@ def _check_fit(folder: Path, stored: Mapping[str, Tensor], parameters: Mapping[s
                 f"resume: {name} in {folder} has shape {found.shape} and dtype {found.dtype}, "
                 f"expected {expected.shape} and {expected.dtype}; {_ADVICE}"
             )
+
+
+def remove_leftovers(output: Path) -> None:
+    """Remove what a killed run has left half-written; no other run may be writing there."""
+    for path in output.iterdir():
+        if path.name.endswith(_UNFINISHED):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def prune(output: Path, keep: int) -> None:

@@ -243,6 +243,8 @@ class Trainer(Generic[Batch]):
         """
         state = run_state.load(folder, self.parameters, self.optimizer)
         self.step, self._batches = state.step, state.batches
+        if self.output is not None and folder.resolve().parent == self.output.resolve():
+            self._saved = self.step
         tc.set_rng_state(state.rng)
         if self._scaler is not None and state.scaler is not None:
             self._scaler.load_state_dict(state.scaler)

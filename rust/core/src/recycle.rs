@@ -63,16 +63,16 @@ impl RecyclingAllocator {
         Some(block)
     }
 
-    /// A block of a class from the system, by `allocate`; with nothing left there, the store is given back first.
-    fn fetch(&self, class: usize, allocate: unsafe fn(&System, Layout) -> *mut u8) -> *mut u8 {
+    /// A block of a class from the system; with nothing left there, the store is given back first.
+    fn fetch(&self, class: usize) -> *mut u8 {
         // SAFETY: the layout of a class has a size.
-        let block = unsafe { allocate(&System, layout_of_class(class)) };
+        let block = unsafe { System.alloc(layout_of_class(class)) };
         if !block.is_null() {
             return block;
         }
         self.clear();
         // SAFETY: as above.
-        unsafe { allocate(&System, layout_of_class(class)) }
+        unsafe { System.alloc(layout_of_class(class)) }
     }
 }
 
@@ -87,7 +87,7 @@ impl Default for RecyclingAllocator {
 unsafe impl GlobalAlloc for RecyclingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match class_of(layout) {
-            Some(class) => self.recycle(class).unwrap_or_else(|| self.fetch(class, System::alloc)),
+            Some(class) => self.recycle(class).unwrap_or_else(|| self.fetch(class)),
             // SAFETY: the caller's promise.
             None => unsafe { System.alloc(layout) },
         }
@@ -98,14 +98,13 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
             // SAFETY: the caller's promise.
             return unsafe { System.alloc_zeroed(layout) };
         };
-        match self.recycle(class) {
-            Some(block) => {
-                // SAFETY: the block is at least as large as the layout.
-                unsafe { block.write_bytes(0, layout.size()) };
-                block
-            }
-            None => self.fetch(class, System::alloc_zeroed),
+        let block = self.recycle(class).unwrap_or_else(|| self.fetch(class));
+        if !block.is_null() {
+            // What lies between the layout's size and the class's is never touched, and so takes no memory.
+            // SAFETY: the block is at least as large as the layout.
+            unsafe { block.write_bytes(0, layout.size()) };
         }
+        block
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {

@@ -4,8 +4,12 @@ pub mod adapter_file;
 mod atomic;
 pub mod tensor_file;
 mod tensor_writer;
+mod weight_files;
 
-pub use adapter_file::{AdapterFormat, attach_adapter, load_adapter, save_adapter};
+pub use adapter_file::{
+    AdapterFormat, PartLayers, PartNames, SaveOptions, attach_adapter, load_adapter, read_adapters, save_adapters,
+};
 pub use atomic::write_atomically;
 pub use tensor_file::{TensorFile, load_tensors};
-pub use tensor_writer::save_tensors;
+pub use tensor_writer::{TensorEntry, save_entries, save_tensors};
+pub use weight_files::WeightFiles;

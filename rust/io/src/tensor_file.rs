@@ -7,11 +7,14 @@ use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
-use trainable_candle_core::raw::check_allocation;
+use trainable_candle_core::cpu::copy_into;
+use trainable_candle_core::raw::{check_allocation, is_float};
 use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor};
 
 /// The longest header that the format allows.
 const LONGEST_HEADER: u64 = 100_000_000;
+/// Bytes read at a time; a multiple of every element's size.
+const CHUNK: usize = 1 << 20;
 
 /// An open safetensors file whose tensors are read one at a time.
 pub struct TensorFile {
@@ -84,19 +87,58 @@ impl TensorFile {
         self.metadata.metadata().clone().unwrap_or_default()
     }
 
+    /// The shape of a tensor, if there is one of that name.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.metadata.info(name).map(|info| info.shape.as_slice())
+    }
+
+    /// The dtype of a tensor, if there is one of that name and its dtype is supported.
+    pub fn dtype_of(&self, name: &str) -> Option<DType> {
+        let info = self.metadata.info(name)?;
+        self.dtype(name, info).ok()
+    }
+
+    /// The path of the file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Read one tensor to `device`.
     ///
     /// # Errors
     /// [`Error::WeightsFormat`] if there is no such tensor or its dtype is not supported, [`Error::Io`] if reading fails,
     /// [`Error::OutOfMemory`] if it does not fit.
     pub fn read(&mut self, name: &str, device: &Device) -> Result<Tensor> {
+        self.read_as(name, None, device)
+    }
+
+    /// Read one tensor to `device`, floating-point values converted to `dtype` if one is given. Conversion happens on the way, in
+    /// small parts: host memory for the result and a few megabytes is all it takes.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read); [`Error::DType`] if `dtype` is not floating-point.
+    pub fn read_as(&mut self, name: &str, dtype: Option<DType>, device: &Device) -> Result<Tensor> {
         let Some(info) = self.metadata.info(name).cloned() else {
             return Err(Error::weights(&self.path, format!("there is no tensor \"{name}\"")));
         };
-        let dtype = self.dtype(name, &info)?;
-        check_allocation("load", &info.shape, dtype)?;
-        let bytes = self.bytes(&info)?;
-        Ok(Tensor::from_raw(&Raw::from_raw_buffer(&bytes, dtype, &info.shape, device)?))
+        let stored = self.dtype(name, &info)?;
+        let dtype = dtype.filter(|_| is_float(stored)).unwrap_or(stored);
+        let elements = check_allocation("load", &info.shape, dtype)?;
+        let result = Raw::zeros(elements, dtype, &Device::Cpu)?;
+        let (start, end) = info.data_offsets;
+        let io = |path: &Path, source| Error::io(path, source);
+        self.file.seek(SeekFrom::Start(self.data + start as u64)).map_err(|e| io(&self.path, e))?;
+        let mut bytes = vec![0u8; CHUNK.min(end - start)];
+        let mut done = 0;
+        while done < elements {
+            let count = (elements - done).min(CHUNK / stored.size_in_bytes());
+            let bytes = &mut bytes[..count * stored.size_in_bytes()];
+            self.file.read_exact(bytes).map_err(|e| io(&self.path, e))?;
+            let part = Raw::from_raw_buffer(bytes, stored, &[count], &Device::Cpu)?;
+            copy_into(&result.narrow(0, done, count)?, &part)?;
+            done += count;
+        }
+        Ok(Tensor::from_raw(&result.reshape(info.shape)?.to_device(device)?))
     }
 
     fn dtype(&self, name: &str, info: &TensorInfo) -> Result<DType> {
@@ -113,16 +155,6 @@ impl TensorFile {
                 format!("tensor \"{name}\" has dtype {other:?}, which is not supported"),
             )),
         }
-    }
-
-    fn bytes(&mut self, info: &TensorInfo) -> Result<Vec<u8>> {
-        let (start, end) = info.data_offsets;
-        let mut bytes = vec![0u8; end - start];
-        self.file
-            .seek(SeekFrom::Start(self.data + start as u64))
-            .and_then(|_| self.file.read_exact(&mut bytes))
-            .map_err(|e| Error::io(&self.path, e))?;
-        Ok(bytes)
     }
 }
 

@@ -15,25 +15,68 @@ use trainable_candle_core::{DType, Error, Raw, Result, Tensor};
 
 use crate::atomic::write_atomically;
 
+/// A tensor to write, whose values are asked for when its turn comes.
+pub struct TensorEntry<'a> {
+    /// Its name in the file.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Its dtype.
+    pub dtype: DType,
+    /// Its values.
+    pub values: Box<dyn FnOnce() -> Result<Tensor> + 'a>,
+}
+
+impl<'a> TensorEntry<'a> {
+    /// A tensor that is at hand.
+    pub fn of(name: impl Into<String>, tensor: &'a Tensor) -> Self {
+        Self {
+            name: name.into(),
+            shape: tensor.dims().to_vec(),
+            dtype: tensor.dtype(),
+            values: Box::new(|| Ok(tensor.clone())),
+        }
+    }
+}
+
 /// Write `tensors` and text `metadata` to `path`, atomically.
 ///
 /// # Errors
-/// [`Error::Io`] naming the path if it cannot be written, [`Error::DType`] for a dtype that the format does not hold.
+/// As [`save_entries`].
 pub fn save_tensors<'a>(
     path: &Path,
     tensors: impl IntoIterator<Item = (&'a str, &'a Tensor)>,
     metadata: &BTreeMap<String, String>,
 ) -> Result<()> {
-    let mut tensors: Vec<(&str, &Tensor)> = tensors.into_iter().collect();
+    save_entries(path, tensors.into_iter().map(|(name, tensor)| TensorEntry::of(name, tensor)).collect(), metadata)
+}
+
+/// Write tensors and text `metadata` to `path`, atomically, one tensor at a time.
+///
+/// # Errors
+/// [`Error::Io`] naming the path if it cannot be written, [`Error::DType`] for a dtype that the format does not hold; whatever
+/// getting the values raises.
+pub fn save_entries(path: &Path, mut entries: Vec<TensorEntry<'_>>, metadata: &BTreeMap<String, String>) -> Result<()> {
     // The widest first, so that every tensor begins at a multiple of its element size.
-    tensors.sort_by_key(|(name, tensor)| (std::cmp::Reverse(tensor.dtype().size_in_bytes()), *name));
-    let header = header(&tensors, metadata)?;
+    entries.sort_by(|a, b| (b.dtype.size_in_bytes(), &a.name).cmp(&(a.dtype.size_in_bytes(), &b.name)));
+    let header = header(&entries, metadata)?;
     let mut failure = None;
     let written = write_atomically(path, |file| {
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(&header)?;
-        for (_, tensor) in &tensors {
-            write_elements(file, tensor.raw(), &mut failure)?;
+        for entry in entries {
+            let values = (entry.values)().and_then(|tensor| {
+                let fits = tensor.dims() == entry.shape && tensor.dtype() == entry.dtype;
+                fits.then_some(tensor)
+                    .ok_or_else(|| Error::shape("save", format!("\"{}\" is not what the header says", entry.name)))
+            });
+            match values {
+                Ok(tensor) => write_elements(file, tensor.raw(), &mut failure)?,
+                Err(error) => {
+                    failure = Some(error);
+                    return Err(std::io::Error::other("a tensor cannot be read"));
+                }
+            }
         }
         Ok(())
     });
@@ -41,23 +84,22 @@ pub fn save_tensors<'a>(
 }
 
 /// The JSON header, padded with spaces to a multiple of eight bytes.
-fn header(tensors: &[(&str, &Tensor)], metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
+fn header(tensors: &[TensorEntry<'_>], metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
     let mut entries = Map::new();
     if !metadata.is_empty() {
         entries.insert("__metadata__".into(), json!(metadata));
     }
     let mut start = 0;
-    for (name, tensor) in tensors {
-        if *name == "__metadata__" {
+    for TensorEntry { name, shape, dtype, .. } in tensors {
+        if name == "__metadata__" {
             return Err(Error::argument(
                 "save",
                 "a tensor cannot be named \"__metadata__\" in a safetensors file; rename it",
             ));
         }
-        let end = start + tensor.elem_count() * tensor.dtype().size_in_bytes();
-        let entry =
-            json!({"dtype": dtype_name(name, tensor.dtype())?, "shape": tensor.dims(), "data_offsets": [start, end]});
-        entries.insert((*name).into(), entry);
+        let end = start + shape.iter().product::<usize>() * dtype.size_in_bytes();
+        let entry = json!({"dtype": dtype_name(name, *dtype)?, "shape": shape, "data_offsets": [start, end]});
+        entries.insert(name.clone(), entry);
         start = end;
     }
     let mut header = Value::Object(entries).to_string().into_bytes();

@@ -4,11 +4,20 @@
 //! [registry]. Models know nothing of adapters and optimizers: they list their parts
 //! ([`trainable_candle_nn::Module`]) and compute.
 
+pub mod clip;
 pub mod digits;
+mod fields;
 pub mod layers;
-mod pretrained;
+mod outline;
+pub mod pretrained;
 pub mod registry;
+pub mod sdxl;
+pub mod vae;
 
+pub use clip::CLIPTextModel;
 pub use digits::DigitsTransformer;
-pub use pretrained::{Pretrained, save_pretrained};
+pub use outline::outlines;
+pub use pretrained::{Choice, Pretrained, save_checkpoint, save_pretrained};
 pub use registry::{Model, load};
+pub use sdxl::SDXLUNet;
+pub use vae::AutoencoderKL;

@@ -9,11 +9,13 @@ mod module;
 mod norm;
 pub mod optim;
 mod slot;
+mod source;
 mod weights;
 
 pub use base::{Base, Operation};
 pub use conv::Conv2d;
 pub use linear::Linear;
 pub use module::{Layer, Module, Part, Visitor};
-pub use norm::{LayerNorm, RmsNorm};
-pub use weights::{Init, Source, Weights};
+pub use norm::{GroupNorm, LayerNorm, RmsNorm};
+pub use source::{Source, Stored};
+pub use weights::{Init, Weights};

@@ -1,7 +1,9 @@
 //! Norm layers over frozen or trainable parameters.
 
-use trainable_candle_core::ops::norm::{layer_norm, rms_norm};
+use trainable_candle_core::ops::norm::{group_norm, group_norm_silu, layer_norm, rms_norm};
 use trainable_candle_core::{Result, Tensor};
+
+use crate::{Module, Visitor};
 
 /// Layer normalisation of the last dimension (Ba et al. 2016, arXiv:1607.06450).
 pub struct LayerNorm {
@@ -38,5 +40,53 @@ impl RmsNorm {
     /// [`trainable_candle_core::Error::Shape`] if the input does not fit the parameters.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         rms_norm(x, self.weight.as_ref(), self.eps)
+    }
+}
+
+/// Group normalisation of channels that come last (Wu & He 2018, arXiv:1803.08494).
+pub struct GroupNorm {
+    /// Scale, (channels).
+    pub weight: Tensor,
+    /// Shift, (channels).
+    pub bias: Tensor,
+    /// Parts of the channels that are normalised each by itself.
+    pub groups: usize,
+    /// Added to the variance.
+    pub eps: f64,
+}
+
+impl GroupNorm {
+    /// `x (batch, ..., channels)` → the same shape.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Shape`] if the input does not fit the parameters.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        group_norm(x, self.groups, Some(&self.weight), Some(&self.bias), self.eps)
+    }
+
+    /// SiLU of [`forward`](Self::forward), in one operation.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn forward_silu(&self, x: &Tensor) -> Result<Tensor> {
+        group_norm_silu(x, self.groups, Some(&self.weight), Some(&self.bias), self.eps)
+    }
+}
+
+impl Module for LayerNorm {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        for (name, parameter) in [("weight", &self.weight), ("bias", &self.bias)] {
+            if let Some(parameter) = parameter {
+                visitor.tensor(name, parameter)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Module for GroupNorm {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.tensor("weight", &self.weight)?;
+        visitor.tensor("bias", &self.bias)
     }
 }

@@ -1,12 +1,11 @@
 //! [`Weights`]: where a model under construction gets its parameters.
 
-use std::collections::BTreeMap;
-
 use trainable_candle_core::ops::conv::Conv2dOptions;
-use trainable_candle_core::{DType, Device, Error, Result, Shape, Tensor, Var};
+use trainable_candle_core::{Result, Shape, Tensor};
 
-use crate::conv::{channels_per_group, weight_from_file};
-use crate::{Conv2d, Linear, init};
+use crate::conv::channels_per_group;
+use crate::source::Packing;
+use crate::{Conv2d, GroupNorm, LayerNorm, Linear, Source};
 
 /// Gives a model its parameters by name: read ones, frozen, or fresh ones, trainable.
 ///
@@ -16,63 +15,9 @@ pub struct Weights<'a> {
     prefix: String,
 }
 
-/// Parameters to give out.
-pub struct Source {
-    kind: Kind,
-    taken: BTreeMap<String, Tensor>,
-}
-
-enum Kind {
-    /// Read from a file: name -> values.
-    Loaded { tensors: BTreeMap<String, Tensor>, dtype: Option<DType>, missing: Vec<String> },
-    /// Drawn from the library's generator as variables.
-    Fresh { device: Device },
-}
-
-impl Source {
-    /// Give out `tensors`, converted to `dtype` if one is given.
-    pub fn loaded(tensors: BTreeMap<String, Tensor>, dtype: Option<DType>) -> Self {
-        Self { kind: Kind::Loaded { tensors, dtype, missing: Vec::new() }, taken: BTreeMap::new() }
-    }
-
-    /// Give out fresh trainable f32 variables, drawn from the library's generator.
-    pub fn fresh(device: &Device) -> Self {
-        Self { kind: Kind::Fresh { device: device.clone() }, taken: BTreeMap::new() }
-    }
-
-    /// The root of the names.
-    pub fn root(&mut self) -> Weights<'_> {
-        Weights { source: self, prefix: String::new() }
-    }
-
-    /// After the model is built: everything asked for was there, and everything there was asked for.
-    ///
-    /// # Errors
-    /// [`Error::Config`] naming the missing and the unexpected parameters.
-    pub fn finish(self) -> Result<()> {
-        let Kind::Loaded { tensors, missing, .. } = self.kind else { return Ok(()) };
-        let unexpected: Vec<&String> = tensors.keys().filter(|name| !self.taken.contains_key(*name)).collect();
-        if missing.is_empty() && unexpected.is_empty() {
-            return Ok(());
-        }
-        Err(Error::Config(format!(
-            "the weights do not fit the model: missing {}; unexpected {}",
-            listed(&missing),
-            listed(&unexpected)
-        )))
-    }
-}
-
-/// The first names of a list and how many more there are.
-fn listed<S: AsRef<str>>(names: &[S]) -> String {
-    const SHOWN: usize = 8;
-    if names.is_empty() {
-        return "none".into();
-    }
-    let shown: Vec<&str> = names.iter().take(SHOWN).map(AsRef::as_ref).collect();
-    match names.len() - shown.len() {
-        0 => shown.join(", "),
-        more => format!("{} and {more} more", shown.join(", ")),
+impl<'a> Weights<'a> {
+    pub(crate) const fn root(source: &'a mut Source) -> Self {
+        Self { source, prefix: String::new() }
     }
 }
 
@@ -103,40 +48,10 @@ impl Weights<'_> {
     /// The parameter `name` of `shape`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the file has another shape. A missing parameter is reported by [`Source::finish`].
+    /// [`Error::Shape`](trainable_candle_core::Error::Shape) if the file has another shape. A missing parameter is reported by [`Source::finish`].
     pub fn get(&mut self, name: &str, shape: impl Into<Shape>, init: Init) -> Result<Tensor> {
-        self.packed(name, shape.into(), init, |tensor| Ok(tensor.clone()))
-    }
-
-    /// The parameter `name`, of `shape` in files, as `pack` lays it out.
-    fn packed(
-        &mut self,
-        name: &str,
-        shape: Shape,
-        init: Init,
-        pack: impl Fn(&Tensor) -> Result<Tensor>,
-    ) -> Result<Tensor> {
         let name = self.join(name);
-        let tensor = match &mut self.source.kind {
-            Kind::Loaded { tensors, dtype, missing } => match tensors.get(&name) {
-                Some(tensor) if tensor.dims() != shape.dims() => {
-                    return Err(Error::Config(format!(
-                        "{name} has shape {:?}, the model's configuration expects {:?}; are the weights of another model?",
-                        tensor.dims(),
-                        shape.dims()
-                    )));
-                }
-                Some(tensor) => pack(&dtype.map_or_else(|| Ok(tensor.clone()), |d| tensor.to_dtype(d))?)?,
-                None => {
-                    missing.push(name.clone());
-                    // Never used: `finish` fails.
-                    pack(&Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(shape)?)?
-                }
-            },
-            Kind::Fresh { device } => Var::from_tensor(&pack(&draw(&shape, init, device)?)?)?.into_inner(),
-        };
-        self.source.taken.insert(name, tensor.clone());
-        Ok(tensor)
+        self.source.get(name, &shape.into(), init, Packing::Plain)
     }
 
     /// A linear layer `name` with torch's initial values.
@@ -175,7 +90,7 @@ impl Weights<'_> {
     /// A convolution `name` with torch's initial values. Files hold its weight as (out, in / groups, height, width).
     ///
     /// # Errors
-    /// As [`get`](Weights::get); [`Error::Argument`] if the channels do not divide into the groups.
+    /// As [`get`](Weights::get); [`Error::Argument`](trainable_candle_core::Error::Argument) if the channels do not divide into the groups.
     pub fn conv2d(
         &mut self,
         name: &str,
@@ -189,17 +104,31 @@ impl Weights<'_> {
         let fan_in = per_group * kernel[0] * kernel[1];
         let mut scope = self.pp(name);
         let shape = Shape::from((out_channels, per_group, kernel[0], kernel[1]));
-        let weight = scope.packed("weight", shape, Init::Kaiming, weight_from_file)?;
+        let weight = scope.source.get(scope.join("weight"), &shape, Init::Kaiming, Packing::ChannelsLast)?;
         let bias = if bias { Some(scope.get("bias", out_channels, Init::Fan(fan_in))?) } else { None };
         Conv2d::from_parameters(weight, bias, options)
     }
-}
 
-fn draw(shape: &Shape, init: Init, device: &Device) -> Result<Tensor> {
-    match init {
-        Init::Kaiming => init::kaiming_uniform(shape.clone(), DType::F32, device),
-        Init::Fan(fan_in) => init::uniform_by_fan(fan_in, shape.clone(), DType::F32, device),
-        Init::Normal(std) => Tensor::randn(0.0, std, shape.clone(), DType::F32, device),
-        Init::Constant(value) => Tensor::full(value, shape.clone(), DType::F32, device),
+    /// A layer norm `name` over `features`, starting as the identity.
+    ///
+    /// # Errors
+    /// As [`get`](Weights::get).
+    pub fn layer_norm(&mut self, name: &str, features: usize, eps: f64) -> Result<LayerNorm> {
+        let (weight, bias) = self.scale_and_shift(name, features)?;
+        Ok(LayerNorm { weight: Some(weight), bias: Some(bias), eps })
+    }
+
+    /// A group norm `name` over `channels`, starting as the identity.
+    ///
+    /// # Errors
+    /// As [`get`](Weights::get).
+    pub fn group_norm(&mut self, name: &str, channels: usize, groups: usize, eps: f64) -> Result<GroupNorm> {
+        let (weight, bias) = self.scale_and_shift(name, channels)?;
+        Ok(GroupNorm { weight, bias, groups, eps })
+    }
+
+    fn scale_and_shift(&mut self, name: &str, size: usize) -> Result<(Tensor, Tensor)> {
+        let mut scope = self.pp(name);
+        Ok((scope.get("weight", size, Init::Constant(1.0))?, scope.get("bias", size, Init::Constant(0.0))?))
     }
 }

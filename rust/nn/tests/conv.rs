@@ -1,11 +1,11 @@
 //! Convolutions as layers: their names and shapes in files, what they compute, and that they carry adapters.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use trainable_candle_core::ops::conv::{Conv2dOptions, conv2d_nchw};
 use trainable_candle_core::{DType, Device, Result, Tensor, Var};
 use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
-use trainable_candle_nn::{Conv2d, Module, Source, Visitor};
+use trainable_candle_nn::{Conv2d, Module, Source, Stored, Visitor};
 
 const OPTIONS: Conv2dOptions = Conv2dOptions { stride: [2, 1], padding: [1, 0], dilation: [1, 1], groups: 2 };
 
@@ -14,6 +14,23 @@ struct One(Conv2d<Tensor>);
 impl Module for One {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.conv("conv", &self.0)
+    }
+}
+
+/// Parameters as a file has them.
+struct InFile(BTreeMap<String, Tensor>);
+
+impl Stored for InFile {
+    fn shape(&self, name: &str) -> Result<Option<Vec<usize>>> {
+        Ok(self.0.get(name).map(|tensor| tensor.dims().to_vec()))
+    }
+
+    fn read(&mut self, name: &str) -> Result<Tensor> {
+        Ok(self.0[name].clone())
+    }
+
+    fn unexpected(&self, taken: &BTreeSet<String>) -> Vec<String> {
+        self.0.keys().filter(|name| !taken.contains(*name)).cloned().collect()
     }
 }
 
@@ -35,7 +52,7 @@ fn files_hold_weights_as_torch_does() {
     let (weight, bias) = (random(&[6, 2, 3, 2]), random(&[6]));
     let tensors =
         BTreeMap::from([("conv.weight".to_string(), weight.clone()), ("conv.bias".to_string(), bias.clone())]);
-    let mut source = Source::loaded(tensors, None);
+    let mut source = Source::stored(InFile(tensors));
     let model = One(source.root().conv2d("conv", 4, 6, [3, 2], OPTIONS, true).unwrap());
     source.finish().unwrap();
     let named: BTreeMap<String, Tensor> = model.named_tensors().into_iter().collect();
@@ -69,7 +86,7 @@ fn fresh_layers_are_trainable() {
 
 #[test]
 fn wrong_sizes_are_named() {
-    let mut source = Source::loaded(BTreeMap::from([("conv.weight".to_string(), random(&[6, 3, 3, 3]))]), None);
+    let mut source = Source::stored(InFile(BTreeMap::from([("conv.weight".to_string(), random(&[6, 3, 3, 3]))])));
     let error = source.root().conv2d("conv", 4, 6, [3, 3], Conv2dOptions::default(), false).err().unwrap();
     assert!(error.to_string().contains("conv.weight has shape [6, 3, 3, 3]"), "{error}");
     let error = Conv2d::<Var>::new(3, 4, [1, 1], Conv2dOptions { groups: 2, ..OPTIONS }, &Device::Cpu).err().unwrap();

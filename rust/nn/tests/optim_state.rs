@@ -101,13 +101,16 @@ fn states_that_do_not_fit_are_refused_and_nothing_changes() -> Result<()> {
         states
     };
     let zeros = |n: usize, dtype| Tensor::zeros(n, dtype, &Device::Cpu).unwrap();
-    let cases: [(StateDict, &str); 6] = [
+    let of_sgd = SGD::new(params(DType::F32), 0.01)?.state_dict()?;
+    let cases: [(StateDict, &str); 8] = [
         (with(&|s| drop(s.remove("1.exp_avg_sq"))), "load_state_dict: AdamW: the state \"1.exp_avg_sq\" is missing"),
         (with(&|s| drop(s.insert("1.extra".into(), zeros(40, DType::F32)))), "the first: 1.extra"),
         (with(&|s| drop(s.insert("0.exp_avg".into(), zeros(7, DType::F32)))), "has shape [7], expected [6000]"),
         (with(&|s| drop(s.insert("0.exp_avg".into(), zeros(6000, DType::U8)))), "is u8, expected f32"),
         (with(&|s| drop(s.insert("step".into(), zeros(3, DType::I64)))), "\"step\" has shape [3], expected [2]"),
-        (StateDict::new(), "the state \"step\" is missing"),
+        (with(&|s| drop(s.remove("step"))), "the state \"step\" is missing"),
+        (StateDict::new(), "the entry \"kind\" is missing"),
+        (of_sgd, "load_state_dict: AdamW: the states are those of SGD"),
     ];
     for (states, expected) in cases {
         let message = opt.load_state_dict(&states).unwrap_err().to_string();

@@ -6,6 +6,7 @@ use trainable_candle_core as tc;
 use trainable_candle_nn::adapter::{self, AdapterSettings, KINDS};
 use trainable_candle_nn::{Base, Linear, Operation, init};
 
+use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::device;
 use crate::dtype::DTypeArg;
@@ -20,8 +21,9 @@ use crate::var::Var;
 ///     weight: the layer's frozen weight, (out_features, in_features).
 ///     bias: the layer's frozen bias, (out_features,).
 ///     rank: rank of the low-rank product, at least 1.
-///     scale: factor in front of it.
+///     alpha: the factor in front of it is alpha / rank.
 ///     dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
+///     rslora: make that factor alpha / sqrt(rank).
 ///
 /// Raises:
 ///     ArgumentError: if the kind is unknown, or a number is out of range.
@@ -35,34 +37,35 @@ pub struct Adapter {
 #[pymethods]
 impl Adapter {
     #[new]
-    #[pyo3(signature = (kind, weight, bias, rank, scale, dropout=0.0))]
+    #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=0.0, rslora=false))]
+    #[allow(clippy::too_many_arguments)] // one for each property of a layer
     fn new(
         py: Python<'_>,
         kind: &str,
         weight: &Tensor,
         bias: Option<&Tensor>,
-        rank: isize,
-        scale: f64,
+        rank: Integer,
+        alpha: f64,
         dropout: f64,
+        rslora: bool,
     ) -> Result<Self> {
         const OP: &str = "Adapter";
         let Some(kind) = KINDS.iter().find(|k| k.name == kind) else {
             let known = KINDS.iter().map(|k| k.name).collect::<Vec<_>>().join("\", \"");
             return Err(tc::Error::argument(OP, format!("unknown kind \"{kind}\"; expected \"{known}\"")).into());
         };
-        let Some(rank) = usize::try_from(rank).ok().filter(|&rank| rank > 0) else {
-            return Err(tc::Error::argument(OP, format!("the rank is {rank}, expected at least 1")).into());
-        };
+        let rank = rank.at_least(OP, "rank", 1)?;
         if !(0.0..1.0).contains(&dropout) {
             return Err(
                 tc::Error::argument(OP, format!("the dropout is {dropout}, expected a number in [0, 1)")).into()
             );
         }
-        if !scale.is_finite() {
-            return Err(tc::Error::argument(OP, format!("the scale is {scale}, expected a finite number")).into());
+        if !alpha.is_finite() {
+            return Err(tc::Error::argument(OP, format!("alpha is {alpha}, expected a finite number")).into());
         }
+        let scale = adapter::scale(alpha, rank, rslora);
         let base = Linear::<Inner>::from_parameters(weight.0.detach(), bias.map(|b| b.0.detach()))?;
-        let settings = AdapterSettings { rank, scale, dropout, wd_on_output: true };
+        let settings = AdapterSettings { rank, scale, dropout, ..AdapterSettings::default() };
         let parameters = quick(|| {
             let start = (kind.init)(&base.base(), &settings)?;
             start
@@ -119,12 +122,14 @@ impl Adapter {
 #[pyo3(signature = (in_features, out_features, bias=true, dtype=None, device="cpu"))]
 pub fn init_linear(
     py: Python<'_>,
-    in_features: usize,
-    out_features: usize,
+    in_features: Integer,
+    out_features: Integer,
     bias: bool,
     dtype: Option<DTypeArg>,
     device: &str,
 ) -> Result<(Py<Var>, Option<Py<Var>>)> {
+    const OP: &str = "Linear.init";
+    let (in_features, out_features) = (in_features.count(OP, "in_features")?, out_features.count(OP, "out_features")?);
     let device = device::parse(device)?;
     let dtype = dtype.map_or(DType::F32, |dtype| dtype.0);
     let (weight, bias) = compute(py, in_features.saturating_mul(out_features), || {

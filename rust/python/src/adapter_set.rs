@@ -1,16 +1,18 @@
 //! The adapters of a whole model and their configuration.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use trainable_candle_core as tc;
 use trainable_candle_io as io;
+use trainable_candle_models::Model;
 use trainable_candle_nn::adapter;
 
+use crate::arguments::{FilePath, Integer, Names};
 use crate::call::{detached, quick};
+use crate::dtype::DTypeArg;
 use crate::error::Result;
 use crate::types::NamedVars;
 use crate::var::Var;
@@ -31,8 +33,10 @@ use crate::var::Var;
 ///     use_rslora: scale by lora_alpha / sqrt(r).
 ///     rank_pattern: other ranks for layers by name.
 ///     alpha_pattern: other alphas for layers by name.
-///     adapter: the kind of adapter, "lora" or "dora".
+///     adapter: the kind of adapter, "lora", "dora", "loha" or "lokr".
 ///     wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
+///     decompose_both: LoKr: whether the smaller factor may be low-rank, too.
+///     decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
 ///
 /// Raises:
 ///     ConfigError: if a value is out of range.
@@ -42,34 +46,45 @@ pub struct LoraConfig(adapter::LoraConfig);
 #[pymethods]
 impl LoraConfig {
     #[new]
-    #[pyo3(signature = (r=8, lora_alpha=8.0, target_modules=None, exclude_modules=None, lora_dropout=0.0, use_dora=false,
-        use_rslora=false, rank_pattern=None, alpha_pattern=None, adapter="lora", wd_on_output=true))]
+    #[pyo3(signature = (r=Integer::of(8), lora_alpha=8.0, target_modules=None, exclude_modules=None, lora_dropout=0.0,
+        use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=None, adapter="lora", wd_on_output=true,
+        decompose_both=false, decompose_factor=Integer::of(-1)))]
     #[allow(clippy::too_many_arguments)] // peft's
     fn new(
-        r: usize,
+        r: Integer,
         lora_alpha: f64,
         target_modules: Option<Names>,
         exclude_modules: Option<Names>,
         lora_dropout: f64,
         use_dora: bool,
         use_rslora: bool,
-        rank_pattern: Option<BTreeMap<String, usize>>,
+        rank_pattern: Option<BTreeMap<String, Integer>>,
         alpha_pattern: Option<BTreeMap<String, f64>>,
         adapter: &str,
         wd_on_output: bool,
+        decompose_both: bool,
+        decompose_factor: Integer,
     ) -> Result<Self> {
+        const OP: &str = "LoraConfig";
+        let rank =
+            |(name, rank): (String, Integer)| Ok((name.clone(), rank.count(OP, &format!("rank_pattern[{name:?}]"))?));
         let config = adapter::LoraConfig {
-            r,
+            r: r.count(OP, "r")?,
             lora_alpha,
-            target_modules: target_modules
-                .map_or_else(|| adapter::LoraConfig::default().target_modules, Names::into_vec),
-            exclude_modules: exclude_modules.map_or_else(Vec::new, Names::into_vec),
+            target_modules: match target_modules {
+                Some(names) => names.get(OP, "target_modules")?,
+                None => adapter::LoraConfig::default().target_modules,
+            },
+            exclude_modules: exclude_modules
+                .map_or_else(|| Ok(Vec::new()), |names| names.get(OP, "exclude_modules"))?,
             lora_dropout,
             use_dora,
             use_rslora,
             adapter: adapter.to_owned(),
             wd_on_output,
-            rank_pattern: rank_pattern.unwrap_or_default(),
+            decompose_both,
+            decompose_factor: usize::try_from(decompose_factor.signed(OP, "decompose_factor")?).ok(),
+            rank_pattern: rank_pattern.unwrap_or_default().into_iter().map(rank).collect::<Result<_>>()?,
             alpha_pattern: alpha_pattern.unwrap_or_default(),
         };
         config.validate()?;
@@ -130,6 +145,18 @@ impl LoraConfig {
         self.0.wd_on_output
     }
 
+    /// Whether the smaller factor of LoKr may be low-rank, too.
+    #[getter]
+    fn decompose_both(&self) -> bool {
+        self.0.decompose_both
+    }
+
+    /// The size of the smaller factor of LoKr; -1 for one near the root of the layer's size.
+    #[getter]
+    fn decompose_factor(&self) -> i64 {
+        self.0.decompose_factor.and_then(|factor| i64::try_from(factor).ok()).unwrap_or(-1)
+    }
+
     /// Other ranks for layers by name.
     #[getter]
     fn rank_pattern(&self) -> BTreeMap<String, usize> {
@@ -154,38 +181,28 @@ impl LoraConfig {
     }
 }
 
-/// One name or several.
-#[derive(FromPyObject)]
-enum Names {
-    One(String),
-    Several(Vec<String>),
-}
-
-impl Names {
-    fn into_vec(self) -> Vec<String> {
-        match self {
-            Self::One(name) => vec![name],
-            Self::Several(names) => names,
-        }
-    }
-}
-
 /// The adapters that `add_adapter` or `load_adapter` put on a model.
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct AdapterSet {
     set: Arc<adapter::AdapterSet>,
+    model: Arc<dyn Model>,
     vars: Vec<(String, Py<Var>)>,
 }
 
 impl AdapterSet {
     /// The Python object of a set.
-    pub fn object(py: Python<'_>, set: Arc<adapter::AdapterSet>) -> PyResult<Py<Self>> {
+    pub fn object(py: Python<'_>, set: Arc<adapter::AdapterSet>, model: Arc<dyn Model>) -> PyResult<Py<Self>> {
         let vars = set
             .named_vars()
             .into_iter()
             .map(|(name, var)| Ok((name, Var::object(py, var)?)))
             .collect::<PyResult<_>>()?;
-        Py::new(py, Self { set, vars })
+        Py::new(py, Self { set, model, vars })
+    }
+
+    /// The set itself.
+    pub const fn inner(&self) -> &Arc<adapter::AdapterSet> {
+        &self.set
     }
 }
 
@@ -225,38 +242,97 @@ impl AdapterSet {
     ///
     /// Args:
     ///     path: the file.
-    ///     format: whose names it carries: "peft" or "diffusers".
-    ///     metadata: text entries for the file's header.
+    ///     format: whose names it carries: "kohya", "diffusers", "peft" or "comfyui"; without it those that most tools
+    ///         load: "kohya" for SDXL, "peft" for a model that no other tool knows.
+    ///     metadata: text entries for the file's header, added to those that tools look for.
+    ///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+    ///
+    /// Returns:
+    ///     The names of layers whose adapter has no effect, because a factor is zero everywhere; none once all of them are
+    ///     trained.
     ///
     /// Raises:
     ///     FileError: if the file cannot be written.
-    ///     ArgumentError: if the format is unknown.
-    #[pyo3(signature = (path, format="peft", metadata=None))]
+    ///     ArgumentError: if the format is unknown or cannot hold these adapters.
+    #[pyo3(signature = (path, format=None, metadata=None, dtype=None))]
     fn save(
         &self,
         py: Python<'_>,
-        path: PathBuf,
-        format: &str,
+        path: FilePath,
+        format: Option<&str>,
         metadata: Option<BTreeMap<String, String>>,
-    ) -> Result<()> {
-        let format: io::AdapterFormat = format.parse()?;
-        let metadata = metadata.unwrap_or_default();
-        detached(py, || io::save_adapter(&path, &self.set, format, &metadata))
+        dtype: Option<DTypeArg>,
+    ) -> Result<Vec<String>> {
+        let path = path.get("save")?;
+        let options = options(format, metadata, dtype)?;
+        let names = self.model.adapter_names();
+        detached(py, || Ok(io::save_adapters(&path, &[(&names, &self.set)], &options)?.zero))
     }
 
     /// Read the parameters of an adapter file with the same layers, ranks and alphas.
     ///
     /// Raises:
-    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter.
+    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
     ///     ConfigError, ShapeError: if it does not fit; nothing is changed then.
-    fn load(&self, py: Python<'_>, path: PathBuf) -> Result<()> {
-        detached(py, || io::load_adapter(&path, &self.set))
+    fn load(&self, py: Python<'_>, path: FilePath) -> Result<()> {
+        let path = path.get("load")?;
+        detached(py, || {
+            let (names, layers) = (self.model.adapter_names(), self.model.named_layers());
+            io::load_adapter(&path, &self.set, io::PartLayers { names: &names, layers: &layers })
+        })
     }
 
     fn __repr__(&self) -> String {
         let elements: usize = self.set.vars().iter().map(|var| var.elem_count()).sum();
         format!("AdapterSet({} layers, {elements} parameters)", self.set.len())
     }
+}
+
+fn options(
+    format: Option<&str>,
+    metadata: Option<BTreeMap<String, String>>,
+    dtype: Option<DTypeArg>,
+) -> Result<io::SaveOptions> {
+    Ok(io::SaveOptions {
+        format: format.map(str::parse).transpose()?,
+        dtype: dtype.map(|dtype| dtype.0),
+        metadata: metadata.unwrap_or_default(),
+    })
+}
+
+/// Write the adapters of several models, a UNet and its text encoders, to one safetensors file.
+///
+/// Args:
+///     path: the file.
+///     adapters: what `add_adapter` gave for each model.
+///     format: whose names it carries: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+///     metadata: text entries for the file's header, added to those that tools look for.
+///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+///
+/// Returns:
+///     The names of layers whose adapter has no effect, because a factor is zero everywhere.
+///
+/// Raises:
+///     FileError: if the file cannot be written.
+///     ArgumentError: if the format is unknown or cannot hold these adapters.
+#[pyfunction]
+#[pyo3(signature = (path, adapters, format=None, metadata=None, dtype=None))]
+pub fn save_adapters(
+    py: Python<'_>,
+    path: FilePath,
+    adapters: Vec<Py<AdapterSet>>,
+    format: Option<&str>,
+    metadata: Option<BTreeMap<String, String>>,
+    dtype: Option<DTypeArg>,
+) -> Result<Vec<String>> {
+    let path = path.get("save_adapters")?;
+    let options = options(format, metadata, dtype)?;
+    let names: Vec<io::PartNames> = adapters.iter().map(|adapter| adapter.get().model.adapter_names()).collect();
+    let sets: Vec<Arc<adapter::AdapterSet>> = adapters.iter().map(|adapter| adapter.get().set.clone()).collect();
+    detached(py, || {
+        let parts: Vec<_> = names.iter().zip(sets.iter().map(Arc::as_ref)).collect();
+        Ok(io::save_adapters(&path, &parts, &options)?.zero)
+    })
 }
 
 /// The adapters of a model: none, or one set.
@@ -272,11 +348,12 @@ impl Attached {
     pub fn attach(
         &self,
         py: Python<'_>,
+        model: &Arc<dyn Model>,
         make: impl FnOnce() -> tc::Result<adapter::AdapterSet> + Send,
     ) -> Result<Py<AdapterSet>> {
         let set = Arc::new(detached(py, make)?);
         *self.lock() = Some(set.clone());
-        Ok(AdapterSet::object(py, set)?)
+        Ok(AdapterSet::object(py, set, model.clone())?)
     }
 
     /// The set, for the operation `op` that needs one.

@@ -6,11 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
-use pyo3::{type_hint_identifier, type_hint_subscript};
+use pyo3::{PyTypeInfo, type_hint_identifier, type_hint_subscript, type_hint_union};
 use tc::checkpoint::checkpoint_with;
 use tc::gradcheck::Tolerance;
 use trainable_candle_core as tc;
 
+use crate::arguments::{found, wrong_type};
 use crate::call::{detached, quick};
 use crate::error::{Result, from_callback};
 use crate::tensor::Tensor;
@@ -37,18 +38,28 @@ impl Tensor {
 }
 
 /// A tensor or a sequence of them.
-#[derive(FromPyObject)]
-pub enum Tensors<'py> {
-    One(PyRef<'py, Tensor>),
-    Several(Vec<PyRef<'py, Tensor>>),
+pub struct Tensors(std::result::Result<Vec<tc::Tensor>, String>);
+
+impl Tensors {
+    fn get(self, op: &'static str) -> Result<Vec<tc::Tensor>> {
+        self.0.map_err(|found| wrong_type(op, "inputs", &found, "a Tensor or a sequence of Tensors"))
+    }
 }
 
-impl Tensors<'_> {
-    fn inner(&self) -> Vec<&tc::Tensor> {
-        match self {
-            Self::One(tensor) => vec![&tensor.0],
-            Self::Several(tensors) => tensors.iter().map(|tensor| &tensor.0).collect(),
+impl<'a, 'py> FromPyObject<'a, 'py> for Tensors {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = type_hint_union!(
+        Tensor::TYPE_HINT,
+        type_hint_subscript!(type_hint_identifier!("collections.abc", "Sequence"), Tensor::TYPE_HINT)
+    );
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(tensor) = object.cast::<Tensor>() {
+            return Ok(Self(Ok(vec![tensor.get().0.clone()])));
         }
+        let several = object.extract::<Vec<PyRef<'_, Tensor>>>();
+        let tensors = several.map(|tensors| tensors.iter().map(|tensor| tensor.0.clone()).collect());
+        Ok(Self(tensors.map_err(|_| found(&object))))
     }
 }
 
@@ -71,11 +82,12 @@ impl Tensors<'_> {
 pub fn grad(
     py: Python<'_>,
     loss: &Tensor,
-    inputs: Tensors<'_>,
+    inputs: Tensors,
     gradient: Option<&Tensor>,
     retain_graph: bool,
 ) -> Result<Vec<Option<Tensor>>> {
-    let inputs = inputs.inner();
+    let inputs = inputs.get("grad")?;
+    let inputs: Vec<&tc::Tensor> = inputs.iter().collect();
     let grads = detached(py, || tc::grad(&loss.0, &inputs, gradient.map(|g| &g.0), retain_graph))?;
     Ok(grads.into_iter().map(|grad| grad.map(Tensor)).collect())
 }
@@ -220,15 +232,8 @@ pub fn checkpoint<'py>(
 ///     Whatever the function raises.
 #[pyfunction]
 #[pyo3(signature = (function, inputs, eps=1e-6, atol=1e-5, rtol=1e-3))]
-pub fn gradcheck(
-    py: Python<'_>,
-    function: Function,
-    inputs: Tensors<'_>,
-    eps: f64,
-    atol: f64,
-    rtol: f64,
-) -> Result<bool> {
-    let inputs: Vec<tc::Tensor> = inputs.inner().into_iter().map(tc::Tensor::detach).collect();
+pub fn gradcheck(py: Python<'_>, function: Function, inputs: Tensors, eps: f64, atol: f64, rtol: f64) -> Result<bool> {
+    let inputs: Vec<tc::Tensor> = inputs.get("gradcheck")?.iter().map(tc::Tensor::detach).collect();
     let run = |inputs: &[tc::Tensor]| {
         let returned = function.call(py, inputs).and_then(|returned| outputs("gradcheck", &returned));
         let (mut tensors, one) = returned.map_err(|error| from_callback(py, error))?;

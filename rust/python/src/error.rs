@@ -85,7 +85,8 @@ fn raise_io(path: &std::path::Path, source: &std::io::Error) -> PyErr {
     let reason = reason.split(" (os error").next().unwrap_or_default().to_owned();
     let arguments = (source.raw_os_error(), reason, path.as_os_str().to_owned());
     if source.kind() == std::io::ErrorKind::NotFound {
-        py::MissingFileError::new_err(arguments)
+        let (number, _, file) = arguments;
+        py::MissingFileError::new_err((number, "there is no such file or folder", file))
     } else {
         py::FileError::new_err(arguments)
     }

@@ -6,10 +6,10 @@ use tc::ops::conv::{self, Conv2dOptions};
 use tc::ops::{dropout as drop, gated, index, linear as lin, lora, norm, rope as rotary, upsample};
 use trainable_candle_core as tc;
 
+use crate::arguments::{Integer, Pair, Shape};
 use crate::call::compute;
 use crate::error::Result;
 use crate::tensor::Tensor;
-use crate::types::Shape;
 
 fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
     tensor.map(|tensor| &tensor.0)
@@ -63,22 +63,6 @@ pub fn lora_backward(
     Ok((Tensor(down), Tensor(up)))
 }
 
-/// One number for both directions, or (height, width).
-#[derive(FromPyObject)]
-pub enum Pair {
-    Same(usize),
-    Each((usize, usize)),
-}
-
-impl Pair {
-    const fn get(&self) -> [usize; 2] {
-        match *self {
-            Self::Same(size) => [size, size],
-            Self::Each((height, width)) => [height, width],
-        }
-    }
-}
-
 /// Two-dimensional convolution.
 ///
 /// Args:
@@ -99,7 +83,8 @@ impl Pair {
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if a stride or dilation or the number of groups is 0.
 #[pyfunction]
-#[pyo3(signature = (input, weight, bias=None, stride=Pair::Same(1), padding=Pair::Same(0), dilation=Pair::Same(1), groups=1, *, channels_last=false))]
+#[pyo3(signature = (input, weight, bias=None, stride=Pair::of(1), padding=Pair::of(0), dilation=Pair::of(1),
+    groups=Integer::of(1), *, channels_last=false))]
 #[allow(clippy::too_many_arguments)] // torch's
 pub fn conv2d(
     py: Python<'_>,
@@ -109,16 +94,22 @@ pub fn conv2d(
     stride: Pair,
     padding: Pair,
     dilation: Pair,
-    groups: usize,
+    groups: Integer,
     channels_last: bool,
 ) -> Result<Tensor> {
-    let options = Conv2dOptions { stride: stride.get(), padding: padding.get(), dilation: dilation.get(), groups };
+    const OP: &str = "conv2d";
+    let options = Conv2dOptions {
+        stride: stride.get(OP, "stride")?,
+        padding: padding.get(OP, "padding")?,
+        dilation: dilation.get(OP, "dilation")?,
+        groups: groups.count(OP, "groups")?,
+    };
     let apply = if channels_last { conv::conv2d } else { conv::conv2d_nchw };
     compute(py, input.0.elem_count(), || apply(&input.0, &weight.0, inner(bias), options)).map(Tensor)
 }
 
 /// The number of trailing dimensions that `normalized_shape` names.
-fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> tc::Result<usize> {
+fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> Result<usize> {
     let sizes = normalized_shape.sizes(op)?;
     if !sizes.is_empty() && input.dims().ends_with(&sizes) {
         return Ok(sizes.len());
@@ -126,7 +117,8 @@ fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> t
     Err(tc::Error::shape(
         op,
         format!("the input has shape {:?}, which does not end in normalized_shape {sizes:?}", input.dims()),
-    ))
+    )
+    .into())
 }
 
 /// Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions.
@@ -216,12 +208,13 @@ fn with_channels_last(
 pub fn group_norm(
     py: Python<'_>,
     input: &Tensor,
-    num_groups: usize,
+    num_groups: Integer,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
     eps: f64,
     channels_last: bool,
 ) -> Result<Tensor> {
+    let num_groups = num_groups.count("group_norm", "num_groups")?;
     let apply = |x: &tc::Tensor| norm::group_norm(x, num_groups, inner(weight), inner(bias), eps);
     compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
 }
@@ -244,12 +237,13 @@ pub fn group_norm(
 pub fn group_norm_silu(
     py: Python<'_>,
     input: &Tensor,
-    num_groups: usize,
+    num_groups: Integer,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
     eps: f64,
     channels_last: bool,
 ) -> Result<Tensor> {
+    let num_groups = num_groups.count("group_norm_silu", "num_groups")?;
     let apply = |x: &tc::Tensor| norm::group_norm_silu(x, num_groups, inner(weight), inner(bias), eps);
     compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
 }
@@ -279,10 +273,12 @@ pub fn upsample_nearest2d(
     channels_last: bool,
 ) -> Result<Tensor> {
     const OP: &str = "upsample_nearest2d";
-    let apply = |x: &tc::Tensor| match (&size, &scale_factor) {
-        (Some(size), None) => upsample::upsample_nearest2d(x, size.get()),
+    let size = size.map(|size| size.get(OP, "size")).transpose()?;
+    let scale_factor = scale_factor.map(|factor| factor.get(OP, "scale_factor")).transpose()?;
+    let apply = |x: &tc::Tensor| match (size, scale_factor) {
+        (Some(size), None) => upsample::upsample_nearest2d(x, size),
         (None, Some(factor)) => {
-            let scaled = |axis: usize| x.dims().get(axis + 1).map_or(0, |size| size.saturating_mul(factor.get()[axis]));
+            let scaled = |axis: usize| x.dims().get(axis + 1).map_or(0, |size| size.saturating_mul(factor[axis]));
             upsample::upsample_nearest2d(x, [scaled(0), scaled(1)])
         }
         _ => Err(tc::Error::argument(OP, "expected either size or scale_factor")),
@@ -369,7 +365,7 @@ pub fn scaled_dot_product_attention(
 ///
 /// Args:
 ///     input: any shape.
-///     p: the probability, in [0, 1).
+///     p: the probability, in [0, 1].
 ///     training: whether to do anything.
 ///
 /// Raises:

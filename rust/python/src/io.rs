@@ -1,12 +1,12 @@
 //! Files of named tensors.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
 use trainable_candle_io as io;
 
+use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::device;
 use crate::error::Result;
@@ -27,9 +27,10 @@ use crate::types::NamedTensors;
 pub fn save_file(
     py: Python<'_>,
     tensors: BTreeMap<String, PyRef<'_, Tensor>>,
-    path: PathBuf,
+    path: FilePath,
     metadata: Option<BTreeMap<String, String>>,
 ) -> Result<()> {
+    let path = path.get("save_file")?;
     let tensors: BTreeMap<String, tc::Tensor> =
         tensors.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
     let metadata = metadata.unwrap_or_default();
@@ -50,7 +51,7 @@ pub fn save_file(
 ///     WeightsFormatError: if it is no safetensors file, or holds a dtype that is not supported.
 #[pyfunction]
 #[pyo3(signature = (path, device="cpu"))]
-pub fn load_file<'py>(py: Python<'py>, path: PathBuf, device: &str) -> Result<NamedTensors<'py>> {
-    let device = device::parse(device)?;
+pub fn load_file<'py>(py: Python<'py>, path: FilePath, device: &str) -> Result<NamedTensors<'py>> {
+    let (path, device) = (path.get("load_file")?, device::parse(device)?);
     NamedTensors::new(py, detached(py, || io::load_tensors(&path, &device))?)
 }

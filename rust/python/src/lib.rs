@@ -5,6 +5,7 @@
 
 mod adapter;
 mod adapter_set;
+mod arguments;
 mod autograd;
 mod call;
 mod device;
@@ -23,6 +24,7 @@ mod tensor;
 mod train;
 mod types;
 mod var;
+mod verify;
 
 #[global_allocator]
 static ALLOCATOR: trainable_candle_core::RecyclingAllocator = trainable_candle_core::RecyclingAllocator::new();
@@ -33,7 +35,7 @@ mod _core {
     #[pymodule_export]
     use crate::adapter::{Adapter, init_linear};
     #[pymodule_export]
-    use crate::adapter_set::{AdapterSet, LoraConfig};
+    use crate::adapter_set::{AdapterSet, LoraConfig, save_adapters};
     #[pymodule_export]
     use crate::autograd::{checkpoint, grad, gradcheck, is_grad_enabled, set_grad_enabled};
     #[pymodule_export]
@@ -50,10 +52,13 @@ mod _core {
     #[pymodule_export]
     use crate::loss::{cross_entropy, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
     #[pymodule_export]
-    use crate::models::{DigitsTransformer, Model, load_model};
+    use crate::models::{
+        AutoencoderKL, CLIPTextModel, DigitsTransformer, Model, SDXLUNet, TextFeatures, load_model, save_checkpoint,
+    };
     #[pymodule_export]
     use crate::optim::{
-        Adam, Adam8bit, AdamW, AdamW8bit, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule, clip_grad_norm_,
+        Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, EMA, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule,
+        clip_grad_norm_,
     };
     #[pymodule_export]
     use crate::rng::{get_rng_state, manual_seed, set_rng_state};
@@ -70,6 +75,8 @@ mod _core {
     };
     #[pymodule_export]
     use crate::var::Var;
+    #[pymodule_export]
+    use crate::verify::{AdapterModule, AdapterReport, verify_adapter};
 
     /// Version of the package.
     #[pymodule_export]

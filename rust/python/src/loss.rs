@@ -1,9 +1,10 @@
 //! The losses of `trainable_candle.nn.functional`. Argument names are torch's.
 
 use pyo3::prelude::*;
-use tc::ops::loss;
+use tc::ops::loss::{self, Reduction};
 use trainable_candle_core as tc;
 
+use crate::arguments::Integer;
 use crate::call::compute;
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -21,7 +22,7 @@ use crate::tensor::Tensor;
 #[pyfunction]
 #[pyo3(signature = (input, target, reduction="mean"))]
 pub fn mse_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str) -> Result<Tensor> {
-    let reduction = reduction.parse()?;
+    let reduction = Reduction::parse("mse_loss", reduction)?;
     compute(py, input.0.elem_count(), || loss::mse_loss(&input.0, &target.0, reduction)).map(Tensor)
 }
 
@@ -38,7 +39,7 @@ pub fn mse_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str
 #[pyfunction]
 #[pyo3(signature = (input, target, reduction="mean"))]
 pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str) -> Result<Tensor> {
-    let reduction = reduction.parse()?;
+    let reduction = Reduction::parse("l1_loss", reduction)?;
     compute(py, input.0.elem_count(), || loss::l1_loss(&input.0, &target.0, reduction)).map(Tensor)
 }
 
@@ -56,7 +57,7 @@ pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str)
 #[pyfunction]
 #[pyo3(signature = (input, target, reduction="mean", delta=1.0))]
 pub fn huber_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str, delta: f64) -> Result<Tensor> {
-    let reduction = reduction.parse()?;
+    let reduction = Reduction::parse("huber_loss", reduction)?;
     compute(py, input.0.elem_count(), || loss::huber_loss(&input.0, &target.0, delta, reduction)).map(Tensor)
 }
 
@@ -74,7 +75,7 @@ pub fn huber_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &s
 #[pyfunction]
 #[pyo3(signature = (input, target, reduction="mean", beta=1.0))]
 pub fn smooth_l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str, beta: f64) -> Result<Tensor> {
-    let reduction = reduction.parse()?;
+    let reduction = Reduction::parse("smooth_l1_loss", reduction)?;
     compute(py, input.0.elem_count(), || loss::smooth_l1_loss(&input.0, &target.0, beta, reduction)).map(Tensor)
 }
 
@@ -92,16 +93,17 @@ pub fn smooth_l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction
 ///     IndexOutOfRangeError: if a target is no class.
 ///     ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
 #[pyfunction]
-#[pyo3(signature = (input, target, *, ignore_index=-100, reduction="mean", label_smoothing=0.0))]
+#[pyo3(signature = (input, target, *, ignore_index=Integer::of(-100), reduction="mean", label_smoothing=0.0))]
 pub fn cross_entropy(
     py: Python<'_>,
     input: &Tensor,
     target: &Tensor,
-    ignore_index: i64,
+    ignore_index: Integer,
     reduction: &str,
     label_smoothing: f64,
 ) -> Result<Tensor> {
-    let reduction = reduction.parse()?;
+    let ignore_index = ignore_index.signed("cross_entropy", "ignore_index")?;
+    let reduction = Reduction::parse("cross_entropy", reduction)?;
     compute(py, input.0.elem_count(), || {
         loss::cross_entropy(&input.0, &target.0, ignore_index, label_smoothing, reduction)
     })

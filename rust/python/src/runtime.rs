@@ -3,6 +3,7 @@
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
 
+use crate::arguments::Integer;
 use crate::error::Result;
 
 /// Bytes that the live tape keeps for backward passes: saved activations and the inputs of checkpoints, each storage
@@ -29,6 +30,7 @@ pub fn get_num_threads() -> usize {
 /// Raises:
 ///     ArgumentError: if `n` is 0, or the system refuses.
 #[pyfunction]
-pub fn set_num_threads(py: Python<'_>, n: usize) -> Result<()> {
+pub fn set_num_threads(py: Python<'_>, n: Integer) -> Result<()> {
+    let n = n.count("set_num_threads", "n")?;
     crate::call::detached(py, || tc::cpu::pool::set_num_threads(n))
 }

@@ -1,4 +1,4 @@
-"""What diffusers' schedulers compute: noise schedules, and runs of Euler and DPM++ 2M on a toy model.
+"""What diffusers' schedulers compute: noise schedules, Euler and DPM++ 2M on a toy model.
 
 pip install torch==2.11.0 diffusers==0.42.1 safetensors
 python make_diffusers.py diffusers.safetensors

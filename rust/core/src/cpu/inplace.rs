@@ -73,6 +73,20 @@ pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
     }))
 }
 
+/// dst += weight * (src - dst), rounded to the dtype of `dst`.
+///
+/// # Errors
+/// As [`accumulate`].
+pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: f64) -> Result<()> {
+    const OP: &str = "lerp_in_place";
+    check_dims(OP, dst, src)?;
+    dispatch_float!(dst.dtype(), OP, D => dispatch_float!(src.dtype(), OP, S => {
+        write2(OP, dst, src, |dst, layout, src| {
+            update_from::<D, S>(dst, layout, src, &|dst, src| lerp_slice(dst, src, weight))
+        })
+    }))
+}
+
 fn from_f64<T: Elem>(x: f64) -> T {
     T::from_acc(T::Acc::from_f64(x))
 }
@@ -83,6 +97,19 @@ fn add_slice<D: Elem, S: Elem>(dst: &mut [D], src: &[S]) {
         || {
             for (d, s) in dst.iter_mut().zip(src) {
                 *d = D::from_acc(d.to_acc() + D::Acc::from_f64(s.to_acc().to_f64()));
+            }
+        },
+    );
+}
+
+fn lerp_slice<D: Elem, S: Elem>(dst: &mut [D], src: &[S], weight: f64) {
+    let weight = D::Acc::from_f64(weight);
+    dispatch(
+        #[inline(always)]
+        || {
+            for (d, s) in dst.iter_mut().zip(src) {
+                let (old, new) = (d.to_acc(), D::Acc::from_f64(s.to_acc().to_f64()));
+                *d = D::from_acc(old + weight * (new - old));
             }
         },
     );
@@ -197,6 +224,18 @@ mod tests {
                 accumulate(&dst, &src).unwrap();
                 assert_eq!(values(&dst), expected, "{d:?} += {s:?}");
             }
+        }
+    }
+
+    #[test]
+    fn lerp_goes_part_of_the_way_in_every_dtype() {
+        for d in FLOATS {
+            let (dst, src) = (sequence(70_000, &[70_000], d), sequence(70_000, &[70_000], DType::F32));
+            let halves: Vec<f64> = values(&dst).iter().map(|v| v / 2.0).collect();
+            scale_in_place(&dst, 3.0).unwrap();
+            lerp_in_place(&dst, &src, 0.25).unwrap();
+            // 3 v + (v - 3 v) / 4.
+            assert_eq!(values(&dst), halves.iter().map(|h| 5.0 * h).collect::<Vec<_>>(), "{d:?}");
         }
     }
 

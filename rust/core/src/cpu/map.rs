@@ -69,10 +69,11 @@ pub fn unary<F: Unary + Sync>(x: &Raw, f: F) -> Result<Raw> {
     let x = &untransposed(x)?;
     dispatch_float!(x.dtype(), OP, T => read1(OP, x, |x| {
         map::<T, T, 1>([x], x.1.dims(), &|[x], out| {
+            let elements = out.iter_mut().zip(x);
             dispatch(
                 #[inline(always)]
                 || {
-                    for (o, x) in out.iter_mut().zip(x) {
+                    for (o, x) in elements {
                         o.write(T::from_acc(f.apply(x.to_acc())));
                     }
                 },
@@ -92,10 +93,11 @@ pub fn binary<F: Binary + Sync>(a: &Raw, b: &Raw, f: F) -> Result<Raw> {
     let (a, b) = (&untransposed(a)?, &untransposed(b)?);
     dispatch_float!(a.dtype(), OP, T => read2(OP, a, b, |operands| {
         map::<T, T, 2>(operands, &dims, &|[a, b], out| {
+            let elements = out.iter_mut().zip(a.iter().zip(b));
             dispatch(
                 #[inline(always)]
                 || {
-                    for (o, (a, b)) in out.iter_mut().zip(a.iter().zip(b)) {
+                    for (o, (a, b)) in elements {
                         o.write(T::from_acc(f.apply(a.to_acc(), b.to_acc())));
                     }
                 },
@@ -116,10 +118,11 @@ pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw
     let (a, b, c) = (&untransposed(a)?, &untransposed(b)?, &untransposed(c)?);
     dispatch_float!(a.dtype(), OP, T => read3(OP, [a, b, c], |operands| {
         map::<T, T, 3>(operands, &dims, &|[a, b, c], out| {
+            let elements = out.iter_mut().zip(a.iter().zip(b.iter().zip(c)));
             dispatch(
                 #[inline(always)]
                 || {
-                    for (o, (a, (b, c))) in out.iter_mut().zip(a.iter().zip(b.iter().zip(c))) {
+                    for (o, (a, (b, c))) in elements {
                         o.write(T::from_acc(f.apply(a.to_acc(), b.to_acc(), c.to_acc())));
                     }
                 },
@@ -141,10 +144,11 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
     dispatch_float!(x.dtype(), "cast", S => dispatch_float!(dtype, "cast", D => {
         read1("cast", x, |x| {
             map::<S, D, 1>([x], x.1.dims(), &|[x], out| {
+                let elements = out.iter_mut().zip(x);
                 dispatch(
                     #[inline(always)]
                     || {
-                        for (o, x) in out.iter_mut().zip(x) {
+                        for (o, x) in elements {
                             o.write(convert::<S, D>(*x));
                         }
                     },

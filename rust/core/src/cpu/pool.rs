@@ -191,6 +191,11 @@ impl<'a, T> SharedMut<'a, T> {
         Self { ptr: data.as_mut_ptr(), len: data.len(), data: PhantomData }
     }
 
+    /// The first element, for kernels that write through pointers and answer for themselves.
+    pub fn as_ptr(&self) -> *mut T {
+        self.ptr
+    }
+
     /// The elements of `range`.
     ///
     /// # Safety

@@ -33,7 +33,6 @@ static GELU: OpInfo = OpInfo::cheap("gelu");
 static QUICK_GELU: OpInfo = OpInfo::cheap("quick_gelu");
 static SILU: OpInfo = OpInfo::cheap("silu");
 
-const SQRT_HALF: f64 = std::f64::consts::FRAC_1_SQRT_2;
 /// 1 / √(2π).
 const INV_SQRT_TAU: f64 = 0.398_942_280_401_432_7;
 /// √(2/π).
@@ -47,18 +46,15 @@ pub(super) struct GeluExact;
 impl Unary for GeluExact {
     #[inline(always)]
     fn apply<R: Real>(&self, x: R) -> R {
-        let half_x = R::from_f64(0.5) * x;
-        half_x + half_x * (x * R::from_f64(SQRT_HALF)).erf()
+        x * x.normal_cdf()
     }
 }
 
 impl Binary for GeluExact {
     #[inline(always)]
     fn apply<R: Real>(&self, g: R, x: R) -> R {
-        let half = R::from_f64(0.5);
-        let cdf = half + half * (x * R::from_f64(SQRT_HALF)).erf();
         let pdf = R::from_f64(INV_SQRT_TAU) * (R::from_f64(-0.5) * x * x).exp();
-        g * (cdf + x * pdf)
+        g * (x.normal_cdf() + x * pdf)
     }
 }
 

@@ -46,7 +46,8 @@ pub(crate) fn pointwise<F: Pointwise>(info: &'static OpInfo, x: &Tensor, functio
 
 /// Declares functions: name, doc, what the backward reads, value, derivative (times the gradient `g`), domain for tests.
 macro_rules! pointwise_ops {
-    ($($name:ident $functor:ident $info:ident reads $reads:ident in $domain:ident: |$x:ident| $value:expr, |$g:ident, $s:ident| $derivative:expr, $doc:literal;)*) => {
+    // `integers` names what computes it of integers, which an operation otherwise refuses.
+    ($($name:ident $functor:ident $info:ident reads $reads:ident in $domain:ident $(integers $integers:path)?: |$x:ident| $value:expr, |$g:ident, $s:ident| $derivative:expr, $doc:literal;)*) => {
         $(
             static $info: OpInfo = OpInfo::cheap(stringify!($name));
 
@@ -77,6 +78,9 @@ macro_rules! pointwise_ops {
                 /// # Errors
                 /// [`Error::DType`] if the tensor is not floating point.
                 pub fn $name(&self) -> Result<Tensor> {
+                    $(if !$crate::raw::is_float(self.dtype()) {
+                        return $integers(self);
+                    })?
                     $crate::ops::elementwise::pointwise(&$info, self, $functor)
                 }
             }
@@ -122,7 +126,7 @@ pointwise_ops! {
     sqrt Sqrt SQRT reads result in Positive: |x| x.sqrt(), |g, y| g * R::from_f64(0.5) / y, "The square root.";
     sqr Sqr SQR reads input in Normal: |x| x * x, |g, x| g * (x + x), "The square.";
     recip Recip RECIP reads result in Distinct: |x| R::ONE / x, |g, y| R::ZERO - g * y * y, "One over each element.";
-    abs Abs ABS reads input in Distinct: |x| x.abs(), |g, x| g * sign(x), "The absolute value (gradient 0 at 0).";
+    abs Abs ABS reads input in Distinct integers super::integer::abs: |x| x.abs(), |g, x| g * sign(x), "The absolute value (gradient 0 at 0).";
     sin Sin SIN reads input in Normal: |x| x.sin(), |g, x| g * x.cos(), "The sine.";
     cos Cos COS reads input in Normal: |x| x.cos(), |g, x| R::ZERO - g * x.sin(), "The cosine.";
     tanh Tanh TANH reads result in Normal: |x| x.tanh(), |g, y| g * (R::ONE - y * y), "The hyperbolic tangent.";

@@ -68,10 +68,11 @@ fn forward<F: Pointwise>(op: &'static str, x: &Raw, width: usize, function: F) -
         let x = elements::<T>(operands[0])?;
         let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
             let x = &x[2 * range.start * width..2 * range.end * width];
+            let rows = x.chunks_exact(2 * width).zip(out.chunks_exact_mut(width));
             dispatch(
                 #[inline(always)]
                 || {
-                    for (x, out) in x.chunks_exact(2 * width).zip(out.chunks_exact_mut(width)) {
+                    for (x, out) in rows {
                         let (h, gate) = x.split_at(width);
                         for (o, (h, gate)) in out.iter_mut().zip(h.iter().zip(gate)) {
                             let value: <T as Elem>::Acc = Unary::apply(&function, gate.to_acc());
@@ -106,11 +107,11 @@ impl<F: Pointwise> Backward for GatedBackward<F> {
             let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
                 let x = &x[2 * range.start * width..2 * range.end * width];
                 let g = &g[range.start * width..range.end * width];
+                let rows = x.chunks_exact(2 * width).zip(g.chunks_exact(width)).zip(out.chunks_exact_mut(2 * width));
                 dispatch(
                     #[inline(always)]
                     || {
-                        let rows = x.chunks_exact(2 * width).zip(g.chunks_exact(width));
-                        for ((x, g), out) in rows.zip(out.chunks_exact_mut(2 * width)) {
+                        for ((x, g), out) in rows {
                             let ((h, gate), (to_h, to_gate)) = (x.split_at(width), out.split_at_mut(width));
                             let outs = to_h.iter_mut().zip(to_gate);
                             for ((to_h, to_gate), (g, (h, gate))) in outs.zip(g.iter().zip(h.iter().zip(gate))) {

@@ -49,6 +49,13 @@ fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Res
     Ok(())
 }
 
+fn check_scale(op: &'static str, scale: f64) -> Result<()> {
+    if scale.is_finite() {
+        return Ok(());
+    }
+    Err(Error::argument(op, format!("the scale is {scale}, expected a finite number")))
+}
+
 /// s a b, for results that are small beside the operands.
 fn scaled_product(a: &Raw, b: &Raw, scale: f64) -> Result<Raw> {
     let product = cpu::matmul(a, b)?;
@@ -94,6 +101,7 @@ pub fn lora_backward(
             ),
         ));
     }
+    check_scale(OP, scale)?;
     check_factors(OP, input, (out, inner), down, up)?;
     same_kind(OP, input, "grad_output", grad_output)?;
     let (grad, x) = (as_matrix(&grad_output.raw)?, as_matrix(&input.raw)?);
@@ -151,6 +159,7 @@ pub struct LoraWeights<'a> {
 impl LoraWeights<'_> {
     fn check(&self, op: &'static str, x: &Tensor) -> Result<()> {
         check(op, x, self.weight, self.bias)?;
+        check_scale(op, self.scale)?;
         check_frozen(op, self.weight, self.bias)?;
         check_factors(op, x, (self.weight.dims()[0], self.weight.dims()[1]), self.down, self.up)
     }

@@ -13,7 +13,9 @@ pub mod conv;
 pub mod dropout;
 pub mod elementwise;
 pub mod gated;
+pub mod hadamard;
 pub mod index;
+mod integer;
 pub mod linear;
 pub mod lora;
 pub mod loss;
@@ -47,6 +49,7 @@ pub static REGISTRY: &[&[Entry]] = &[
     matmul::ENTRIES,
     linear::ENTRIES,
     lora::ENTRIES,
+    hadamard::ENTRIES,
     norm::ENTRIES,
     attention::ENTRIES,
     conv::ENTRIES,

@@ -2,6 +2,7 @@
 
 use super::case::{Case, Domain, Entry};
 use super::elementwise::{Pointwise, pointwise};
+use super::integer;
 use crate::cpu::{self, Binary, Real, Unary};
 use crate::raw::is_float;
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
@@ -122,8 +123,11 @@ impl Tensor {
     /// The negative.
     ///
     /// # Errors
-    /// As [`affine`](Self::affine).
+    /// [`Error::DType`] for unsigned integers, which have no negative.
     pub fn neg(&self) -> Result<Self> {
+        if !is_float(self.dtype()) {
+            return integer::neg(self);
+        }
         self.affine(-1.0, 0.0)
     }
 

@@ -114,10 +114,11 @@ impl Backward for Resize {
                     sum.fill(Real::ZERO);
                     for copy in lines[line % input[0]].clone() {
                         let g = &g[(image + copy) * result_len..(image + copy + 1) * result_len];
+                        let sums = sum.chunks_exact_mut(channels).zip(&columns);
                         dispatch(
                             #[inline(always)]
                             || {
-                                for (sum, columns) in sum.chunks_exact_mut(channels).zip(&columns) {
+                                for (sum, columns) in sums {
                                     let g = &g[columns.start * channels..columns.end * channels];
                                     for g in g.chunks_exact(channels) {
                                         for (s, g) in sum.iter_mut().zip(g) {

@@ -7,7 +7,7 @@ use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Init, Linear, Module, Visitor, Weights};
 
 use super::DigitsConfig;
-use crate::layers::Attention;
+use crate::layers::{Attention, AttentionSizes};
 
 const EPS: f64 = 1e-6;
 
@@ -37,8 +37,7 @@ impl Block {
         Ok(Self {
             norm1: weights.linear_init("norm1.linear", dim, 6 * dim, true, Init::Constant(0.0))?,
             attn: Attention::new(
-                config.num_attention_heads,
-                config.attention_head_dim,
+                AttentionSizes { heads: config.num_attention_heads, dim, context_dim: dim, qkv_bias: true },
                 xavier(dim, dim),
                 &mut weights.pp("attn"),
             )?,
@@ -53,7 +52,7 @@ impl Block {
         let [shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff] = &modulation[..] else {
             unreachable!("six chunks")
         };
-        let attended = self.attn.forward(&modulated_norm(x, shift_attn, scale_attn)?)?;
+        let attended = self.attn.forward(&modulated_norm(x, shift_attn, scale_attn)?, None)?;
         let x = x.add(&attended.mul(gate_attn)?)?;
         let hidden = self.ff_in.forward(&modulated_norm(&x, shift_ff, scale_ff)?)?.gelu(Gelu::Tanh)?;
         x.add(&self.ff_out.forward(&hidden)?.mul(gate_ff)?)

@@ -3,21 +3,25 @@
 use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};
 
+use serde_json::{Map, Value};
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_io::WeightFiles;
 use trainable_candle_nn::{Init, Linear, Module, Source, Visitor, Weights};
 
 use super::DigitsConfig;
 use super::blocks::{Block, modulated_norm, xavier};
-use crate::layers::TimestepEmbedding;
-use crate::{Model, Pretrained};
+use crate::Model;
+use crate::layers::{Sinusoids, TimestepEmbedding};
+use crate::pretrained::{Choice, Component, Layout, OwnNames, Pretrained};
 
 /// A class-conditional diffusion transformer for small pictures. It predicts the velocity `noise - picture` of flow matching.
 pub struct DigitsTransformer {
     config: DigitsConfig,
     patch_embed: Linear<Tensor>,
     pos_embed: Tensor,
+    sinusoids: Sinusoids,
     time_embedding: TimestepEmbedding,
     class_embedding: Tensor,
     blocks: Vec<Arc<Block>>,
@@ -41,8 +45,10 @@ impl DigitsTransformer {
         let blocks = (0..config.num_layers)
             .map(|i| Ok(Arc::new(Block::new(&config, &mut weights.pp(&format!("transformer_blocks.{i}")))?)))
             .collect::<Result<Vec<_>>>()?;
+        let patch_embed = weights.linear_init("pos_embed.proj", patch_dim, dim, true, xavier(patch_dim, dim))?;
         Ok(Self {
-            patch_embed: weights.linear_init("pos_embed.proj", patch_dim, dim, true, xavier(patch_dim, dim))?,
+            sinusoids: Sinusoids::new(config.frequency_embedding_size, patch_embed.weight.device())?,
+            patch_embed,
             pos_embed: weights.get("pos_embed.pos_embed", (1, config.grid() * config.grid(), dim), embedding)?,
             time_embedding: TimestepEmbedding::new(
                 config.frequency_embedding_size,
@@ -71,25 +77,25 @@ impl DigitsTransformer {
     /// # Errors
     /// As [`Pretrained::find`] and [`load`](Self::load).
     pub fn from_pretrained(path: &Path, dtype: Option<DType>, device: &Device) -> Result<Self> {
-        Self::load(&Pretrained::find(path)?, dtype, device)
+        Self::load(&Pretrained::find(path, &Self::COMPONENT, &Choice::default())?, dtype, device)
     }
 
     /// The frozen model of `files`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::tensors`].
+    /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
     pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
-        let config: DigitsConfig = files.config()?;
-        if config._class_name != Self::CLASS_NAME {
-            return Err(Error::Config(format!(
-                "{}: the model is a \"{}\", expected \"{}\"",
-                files.config_path().display(),
-                config._class_name,
-                Self::CLASS_NAME
-            )));
-        }
-        files.build(dtype, device, |weights| Self::new(config, weights))
+        let read = |map: &Map<String, Value>| {
+            serde_json::from_value(Value::Object(map.clone())).map_err(|e| Error::Config(e.to_string()))
+        };
+        let nowhere = |_: &WeightFiles, _: &str, _| Err(Error::Config("DigitsTransformer: no configuration".into()));
+        let config = files.config(&Self::COMPONENT, read, nowhere)?;
+        files.build(|_| Box::new(OwnNames), dtype, device, |weights| Self::new(config, weights))
     }
+
+    /// Where its files are.
+    pub const COMPONENT: Component =
+        Component { class_names: &[Self::CLASS_NAME], parts: &[], weights_name: "model.safetensors" };
 
     /// The configuration.
     pub const fn config(&self) -> &DigitsConfig {
@@ -104,8 +110,11 @@ impl DigitsTransformer {
     pub fn forward(&self, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<Tensor> {
         self.check(sample, timestep, class_labels)?;
         let mut x = self.patch_embed.forward(&self.patchify(&sample.to_dtype(self.dtype())?)?)?.add(&self.pos_embed)?;
-        let condition =
-            self.time_embedding.forward(timestep)?.add(&embedding(&self.class_embedding, class_labels)?)?.silu()?;
+        let condition = self
+            .time_embedding
+            .forward(&self.sinusoids.forward(timestep)?)?
+            .add(&embedding(&self.class_embedding, class_labels)?)?
+            .silu()?;
         let policy = *self.checkpointing.read().unwrap_or_else(PoisonError::into_inner);
         for block in &self.blocks {
             let block = block.clone();
@@ -187,5 +196,13 @@ impl Model for DigitsTransformer {
 
     fn set_checkpointing(&self, policy: Policy) {
         *self.checkpointing.write().unwrap_or_else(PoisonError::into_inner) = policy;
+    }
+
+    fn component(&self) -> Component {
+        Self::COMPONENT
+    }
+
+    fn layout(&self, _prefix: Option<&'static str>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Box::new(OwnNames)
     }
 }

@@ -1,7 +1,13 @@
 //! Layers that several models share, under diffusers' names.
 
 mod attention;
+mod resnet;
 mod timestep;
+mod transformer;
 
-pub use attention::Attention;
-pub use timestep::{TimestepEmbedding, sinusoidal_embedding};
+pub(crate) use attention::split_heads;
+pub use attention::{Attention, AttentionSizes};
+pub use resnet::{Downsample, ResnetBlock, ResnetSizes, Upsample};
+pub(crate) use resnet::{conv1x1, conv3x3};
+pub use timestep::{Sinusoids, TimestepEmbedding};
+pub use transformer::{SpatialTransformer, TransformerSizes};

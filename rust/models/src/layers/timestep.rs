@@ -6,20 +6,36 @@ use trainable_candle_nn::{Init, Linear, Module, Visitor, Weights};
 /// The longest period of the sinusoids, divided by 2π.
 const MAX_PERIOD: f64 = 10_000.0;
 
-/// `timestep (B)` → f32 `(B, dim)`: dim / 2 cosines of falling frequency (1 to nearly 1 / 10000), then as many sines
-/// (diffusers' `Timesteps` with `flip_sin_to_cos=True`, `downscale_freq_shift=0`). `dim` is even; no gradient flows.
-///
-/// # Errors
-/// [`trainable_candle_core::Error::Shape`] if `timestep` has not one dimension.
-pub fn sinusoidal_embedding(timestep: &Tensor, dim: usize) -> Result<Tensor> {
-    let half = dim / 2;
-    let frequencies: Vec<f32> = (0..half).map(|i| (-MAX_PERIOD.ln() * i as f64 / half as f64).exp() as f32).collect();
-    let frequencies = Tensor::from_vec(frequencies, (1, half), &Device::Cpu)?.to_device(timestep.device())?;
-    let angles = timestep.detach().to_dtype(DType::F32)?.unsqueeze(1)?.mul(&frequencies)?;
-    Tensor::cat(&[&angles.cos()?, &angles.sin()?], 1)
+/// Numbers as cosines and sines of falling frequency (diffusers' `Timesteps` with `flip_sin_to_cos=True`,
+/// `downscale_freq_shift=0`).
+pub struct Sinusoids {
+    /// (1, dim / 2), from 1 to nearly 1 / 10000.
+    frequencies: Tensor,
 }
 
-/// Two linear layers with SiLU between them, over the sinusoids.
+impl Sinusoids {
+    /// `dim` sinusoids, an even number.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Candle`] if they cannot be brought to the device.
+    pub fn new(dim: usize, device: &Device) -> Result<Self> {
+        let half = dim / 2;
+        let frequencies: Vec<f32> =
+            (0..half).map(|i| (-MAX_PERIOD.ln() * i as f64 / half as f64).exp() as f32).collect();
+        Ok(Self { frequencies: Tensor::from_vec(frequencies, (1, half), &Device::Cpu)?.to_device(device)? })
+    }
+
+    /// `numbers (N)` → f32 `(N, dim)`: cosines, then sines. No gradient flows.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Shape`] if `numbers` has no dimension.
+    pub fn forward(&self, numbers: &Tensor) -> Result<Tensor> {
+        let angles = numbers.detach().to_dtype(DType::F32)?.unsqueeze(1)?.mul(&self.frequencies)?;
+        Tensor::cat(&[&angles.cos()?, &angles.sin()?], 1)
+    }
+}
+
+/// Two linear layers with SiLU between them, over sinusoids or other features.
 pub struct TimestepEmbedding {
     linear_1: Linear<Tensor>,
     linear_2: Linear<Tensor>,
@@ -37,14 +53,18 @@ impl TimestepEmbedding {
         })
     }
 
-    /// `timestep (B)` → `(B, dim)` in the dtype of the weights.
+    /// `features (B, in_features)` → `(B, dim)`, both in the dtype of the weights.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if `timestep` has not one dimension.
-    pub fn forward(&self, timestep: &Tensor) -> Result<Tensor> {
-        let sinusoids = sinusoidal_embedding(timestep, self.linear_1.in_features())?;
-        let hidden = self.linear_1.forward(&sinusoids.to_dtype(self.linear_1.weight.dtype())?)?.silu()?;
-        self.linear_2.forward(&hidden)
+    /// [`trainable_candle_core::Error::Shape`] if the input does not fit.
+    pub fn forward(&self, features: &Tensor) -> Result<Tensor> {
+        let features = features.to_dtype(self.linear_1.weight.dtype())?;
+        self.linear_2.forward(&self.linear_1.forward(&features)?.silu()?)
+    }
+
+    /// Where the parameters are.
+    pub fn device(&self) -> &Device {
+        self.linear_1.weight.device()
     }
 }
 

@@ -29,6 +29,10 @@ pub struct LoraConfig {
     pub use_dora: bool,
     /// DoRA: one magnitude for each output, as in the paper; otherwise one for each input (LyCORIS' name).
     pub wd_on_output: bool,
+    /// LoKr: whether the smaller factor may be low-rank, too (peft's name).
+    pub decompose_both: bool,
+    /// LoKr: the size of the smaller factor (peft's name); `None` for one near the root of the layer's size.
+    pub decompose_factor: Option<usize>,
     /// Scale alpha / √r instead of alpha / r (Kalajdzievski 2023, arXiv:2312.03732).
     pub use_rslora: bool,
     /// Other ranks for layers by name (the rules of `target_modules`).
@@ -48,6 +52,8 @@ impl Default for LoraConfig {
             adapter: "lora".into(),
             use_dora: false,
             wd_on_output: true,
+            decompose_both: false,
+            decompose_factor: None,
             use_rslora: false,
             rank_pattern: BTreeMap::new(),
             alpha_pattern: BTreeMap::new(),
@@ -83,6 +89,11 @@ impl LoraConfig {
             )));
         }
         self.kind()?;
+        if self.decompose_factor == Some(0) {
+            return Err(Error::Config(
+                "LoraConfig: decompose_factor is 0, expected at least 1, or -1 for a factor near the root".into(),
+            ));
+        }
         if self.target_modules.is_empty() {
             return Err(Error::Config(
                 "LoraConfig: target_modules is empty; name layers such as \"to_q\", or \"all-linear\"".into(),
@@ -152,14 +163,20 @@ impl LoraConfig {
     pub fn settings(&self, name: &str) -> Result<AdapterSettings> {
         let rank = lookup(&self.rank_pattern, name)?.unwrap_or(self.r);
         let alpha = lookup(&self.alpha_pattern, name)?.unwrap_or(self.lora_alpha);
-        let denominator = if self.use_rslora { (rank as f64).sqrt() } else { rank as f64 };
         Ok(AdapterSettings {
             rank,
-            scale: alpha / denominator,
+            scale: scale(alpha, rank, self.use_rslora),
             dropout: self.lora_dropout,
             wd_on_output: self.wd_on_output,
+            decompose_both: self.decompose_both,
+            decompose_factor: self.decompose_factor,
         })
     }
+}
+
+/// The factor in front of a product of rank `rank`: alpha / r, or alpha / √r for rsLoRA.
+pub fn scale(alpha: f64, rank: usize, rslora: bool) -> f64 {
+    alpha / if rslora { (rank as f64).sqrt() } else { rank as f64 }
 }
 
 /// The projections of an attention by the names of diffusers and transformers.

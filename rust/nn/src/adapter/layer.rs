@@ -84,7 +84,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
     /// # Errors
     /// [`Error::Shape`] if the weight is no matrix, [`Error::Argument`] if the rank is 0, [`Error::Device`] if the weight is elsewhere.
     pub fn new(base_weight: Tensor, rank: usize, alpha: f64, device: &Device) -> Result<Self> {
-        let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, dropout: 0.0, wd_on_output: true };
+        let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, ..AdapterSettings::default() };
         Self::with_settings(base_weight, None, settings, device)
     }
 

@@ -4,15 +4,18 @@
 //! them is attached to layers found by name ([`AdapterSet::attach`]) and taken off again.
 
 mod config;
+mod delta;
 mod dora;
 mod kind;
 mod layer;
 mod layout;
+mod loha;
+mod lokr;
 mod lora;
 mod merged;
 mod set;
 
-pub use config::LoraConfig;
+pub use config::{LoraConfig, scale};
 pub use dora::Dora;
 pub use kind::{AdapterKind, Build, Init, Parameters};
 pub use layer::{AdaptedLinear, DoRALinear, DoraLayer, LayerKind, LoRALinear, LoraLayer};
@@ -60,7 +63,17 @@ pub struct AdapterSettings {
     pub dropout: f64,
     /// DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
     pub wd_on_output: bool,
+    /// LoKr: whether the smaller factor may be low-rank, too.
+    pub decompose_both: bool,
+    /// LoKr: the size of the smaller factor, if it divides; otherwise as near below it as possible. `None`: near the root.
+    pub decompose_factor: Option<usize>,
+}
+
+impl Default for AdapterSettings {
+    fn default() -> Self {
+        Self { rank: 8, scale: 1.0, dropout: 0.0, wd_on_output: true, decompose_both: false, decompose_factor: None }
+    }
 }
 
 /// Every kind of adapter.
-pub static KINDS: &[&AdapterKind] = &[&lora::KIND, &dora::KIND];
+pub static KINDS: &[&AdapterKind] = &[&lora::KIND, &dora::KIND, &loha::KIND, &lokr::KIND];

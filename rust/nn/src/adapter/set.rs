@@ -107,8 +107,12 @@ impl AdapterSet {
         let mut planned = Vec::new();
         for (name, layer) in layers {
             if config.targets(name, *layer)? {
-                let settings = config.settings(name)?;
-                let values = (kind.init)(&layer.base(), &settings)?;
+                let mut settings = config.settings(name)?;
+                let values = (kind.init)(&layer.base(), &settings).map_err(|e| at_layer(name, e))?;
+                if !values.iter().any(|(name, _)| kind.ranked.contains(name)) {
+                    // Nothing has a rank to divide by; LyCORIS and readers of its files take 1.
+                    settings.scale = 1.0;
+                }
                 planned.push(Planned { name, layer: *layer, kind, settings, values });
             }
         }
@@ -144,8 +148,8 @@ impl AdapterSet {
             let settings = AdapterSettings {
                 rank,
                 scale: given.scale,
-                dropout: 0.0,
                 wd_on_output: !given.parameters.contains_key("dora_scale"),
+                ..AdapterSettings::default()
             };
             config.describe(name, kind, &settings);
             planned.push(Planned { name, layer, kind, settings, values: parameters });

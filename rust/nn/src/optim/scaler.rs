@@ -1,6 +1,7 @@
 //! Dynamic loss scaling for f16, as `torch.amp.GradScaler`.
 
 use rustc_hash::FxHashMap;
+use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{Error, Result, Tensor};
 
 use super::clip::{NormType, grad_norm};
@@ -88,6 +89,10 @@ impl GradScaler {
     /// # Errors
     /// Those of a multiplication.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
+        if !is_float(loss.dtype()) {
+            let message = format!("the loss is {}, expected a floating point tensor", loss.dtype().as_str());
+            return Err(Error::dtype(OP, message));
+        }
         if self.config.enabled { loss.mul_scalar(self.scale) } else { Ok(loss.clone()) }
     }
 

@@ -9,6 +9,7 @@ use super::stepper::StateDict;
 
 const STEP: &str = "step";
 const LR: &str = "lr";
+const KIND: &str = "kind";
 const MASTER: &str = "master";
 
 /// A variable with its states.
@@ -141,7 +142,7 @@ impl Parameter {
     }
 }
 
-pub(super) fn to_dict(parameters: &[&Parameter], lrs: Vec<f64>) -> Result<StateDict> {
+pub(super) fn to_dict(name: &'static str, parameters: &[&Parameter], lrs: Vec<f64>) -> Result<StateDict> {
     let mut dict = StateDict::new();
     for (index, parameter) in parameters.iter().enumerate() {
         for state in &parameter.states {
@@ -155,6 +156,7 @@ pub(super) fn to_dict(parameters: &[&Parameter], lrs: Vec<f64>) -> Result<StateD
     let steps: Vec<i64> = parameters.iter().map(|p| p.step as i64).collect();
     let (parameters, groups) = (steps.len(), lrs.len());
     dict.insert(STEP.into(), Tensor::from_vec(steps, parameters, &Device::Cpu)?);
+    dict.insert(KIND.into(), Tensor::from_vec(name.as_bytes().to_vec(), name.len(), &Device::Cpu)?);
     dict.insert(LR.into(), Tensor::from_vec(lrs, groups, &Device::Cpu)?);
     Ok(dict)
 }
@@ -168,9 +170,10 @@ pub(super) fn from_dict(
     dict: &StateDict,
 ) -> Result<(Vec<Parameter>, Vec<f64>)> {
     let reader = Reader { name, dict };
+    reader.check_kind()?;
     let steps: Vec<i64> = reader.get(STEP, DType::I64, &[parameters.len()])?.to_vec()?;
     let lrs: Vec<f64> = reader.get(LR, DType::F64, &[groups])?.to_vec()?;
-    let mut known = 2;
+    let mut known = 3;
     let mut loaded = Vec::with_capacity(parameters.len());
     for (index, ((parameter, specs), &step)) in parameters.iter().zip(specs).zip(&steps).enumerate() {
         let var = &parameter.var;
@@ -194,7 +197,7 @@ pub(super) fn from_dict(
     }
     if dict.len() != known {
         let expected = |key: &&String| {
-            let Some((index, state)) = key.split_once('.') else { return *key == STEP || *key == LR };
+            let Some((index, state)) = key.split_once('.') else { return [KIND, STEP, LR].contains(&key.as_str()) };
             let parameter = index.parse::<usize>().ok().and_then(|i| loaded.get(i));
             parameter.is_some_and(|p| {
                 p.states.iter().any(|s| s.spec.name == state) || (p.master.is_some() && state == MASTER)
@@ -216,6 +219,18 @@ struct Reader<'a> {
 impl<'a> Reader<'a> {
     fn error(&self, message: String) -> Error {
         Error::Config(format!("load_state_dict: {}: {message}", self.name))
+    }
+
+    /// Check that the states are of an optimizer of the same name, which lies in the dict as text.
+    fn check_kind(&self) -> Result<()> {
+        let Some(kind) = self.dict.get(KIND).filter(|kind| kind.dtype() == DType::U8) else {
+            return Err(self.error(format!("the entry {KIND:?} is missing; expected what state_dict() returned")));
+        };
+        let kind = kind.to_vec::<u8>()?;
+        if kind == self.name.as_bytes() {
+            return Ok(());
+        }
+        Err(self.error(format!("the states are those of {}", String::from_utf8_lossy(&kind))))
     }
 
     fn get(&self, key: &str, dtype: DType, dims: &[usize]) -> Result<&'a Tensor> {

@@ -234,7 +234,7 @@ impl<R: Rule> Optimizer for Stepper<R> {
 
     fn state_dict(&self) -> Result<StateDict> {
         let parameters: Vec<&Parameter> = self.parameters().collect();
-        state::to_dict(&parameters, self.group_lrs())
+        state::to_dict(R::NAME, &parameters, self.group_lrs())
     }
 
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()> {

@@ -1,13 +1,68 @@
 //! One class for each optimizer. Argument names and defaults are torch's, for 8-bit ones bitsandbytes'.
 
 use pyo3::prelude::*;
-use trainable_candle_nn::optim::{self, Adam8bitConfig, AdamConfig, Lion8bitConfig, LionConfig, SGDConfig};
+use trainable_candle_nn::optim::{
+    self, AdafactorConfig, Adam8bitConfig, AdamConfig, Lion8bitConfig, LionConfig, SGDConfig,
+};
 
 use super::{Optimizer, Params};
+use crate::arguments::{Integer, found, wrong_type};
 use crate::error::Result;
 
+/// A hyper-parameter as it is passed.
+trait HyperParameter {
+    /// As the optimizer takes it.
+    type Value;
+    /// What is expected, for an error.
+    const EXPECTED: &'static str;
+
+    fn value(self, op: &'static str, name: &str) -> Result<Self::Value>;
+}
+
+macro_rules! plain {
+    ($($type:ty: $expected:literal),*) => {$(
+        impl HyperParameter for $type {
+            type Value = Self;
+            const EXPECTED: &'static str = $expected;
+
+            fn value(self, _: &'static str, _: &str) -> Result<Self> {
+                Ok(self)
+            }
+        }
+    )*};
+}
+
+plain!(
+    f64: "a number",
+    bool: "True or False",
+    (f64, f64): "two numbers",
+    (Option<f64>, f64): "two numbers, the first perhaps None"
+);
+
+impl HyperParameter for Integer {
+    type Value = usize;
+    const EXPECTED: &'static str = "an integer";
+
+    fn value(self, op: &'static str, name: &str) -> Result<usize> {
+        self.count(op, name)
+    }
+}
+
+/// The entry `key` of a parameter group.
+fn entry<'py, T>(op: &'static str, key: &str, value: &Bound<'py, PyAny>) -> Result<T::Value>
+where
+    T: HyperParameter + for<'a> FromPyObject<'a, 'py>,
+{
+    let name = format!("{key} of a parameter group");
+    let given: std::result::Result<T, _> = value.extract();
+    match given {
+        Ok(given) => given.value(op, &name),
+        Err(_) => Err(wrong_type(op, &name, &found(value), T::EXPECTED)),
+    }
+}
+
 macro_rules! optimizers {
-    ($($(#[$doc:meta])* $name:ident($config:ident { $($field:ident: $type:ty = $default:tt),* } $(, only $($named:ident: $named_type:ty = $named_default:tt),*)?);)*) => {$(
+    ($($(#[$doc:meta])* $name:ident($config:ident { $($field:ident: $type:ty = $default:expr),* } $(, only $($named:ident: $named_type:ty = $named_default:expr),*)?);)*) => {$(
         $(#[$doc])*
         #[pyclass(frozen, extends = Optimizer, module = "trainable_candle.optim")]
         #[allow(clippy::upper_case_acronyms)] // torch's names
@@ -18,12 +73,16 @@ macro_rules! optimizers {
             #[new]
             #[pyo3(signature = (params, $($field = $default),* $(, *, $($named = $named_default),*)?))]
             fn new(params: Params<'_>, $($field: $type),* $(, $($named: $named_type),*)?) -> Result<PyClassInitializer<Self>> {
-                let config = $config { $($field),* $(, $($named),*)? };
+                const OP: &str = stringify!($name);
+                let config = $config {
+                    $($field: $field.value(OP, stringify!($field))?),*
+                    $(, $($named: $named.value(OP, stringify!($named))?),*)?
+                };
                 let fields = [$(stringify!($field)),* $(, $(stringify!($named)),*)?];
-                let groups = params.groups(stringify!($name), config, &fields, |config, key, value| {
+                let groups = params.groups(OP, config, &fields, |config, key, value| {
                     match key {
-                        $(stringify!($field) => config.$field = value.extract()?,)*
-                        $($(stringify!($named) => config.$named = value.extract()?,)*)?
+                        $(stringify!($field) => config.$field = entry::<$type>(OP, key, value)?,)*
+                        $($(stringify!($named) => config.$named = entry::<$named_type>(OP, key, value)?,)*)?
                         _ => return Ok(false),
                     }
                     Ok(true)
@@ -108,7 +167,7 @@ optimizers! {
     ///     DTypeError: if a variable's dtype is not supported.
     Adam8bit(
         Adam8bitConfig { lr: f64 = 1e-3, betas: (f64, f64) = (0.9, 0.999), eps: f64 = 1e-8, weight_decay: f64 = 0.0 },
-        only min_8bit_size: usize = 4096
+        only min_8bit_size: Integer = Integer::of(4096)
     );
 
     /// AdamW with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `AdamW8bit`.
@@ -126,7 +185,7 @@ optimizers! {
     ///     DTypeError: if a variable's dtype is not supported.
     AdamW8bit(
         Adam8bitConfig { lr: f64 = 1e-3, betas: (f64, f64) = (0.9, 0.999), eps: f64 = 1e-8, weight_decay: f64 = 1e-2 },
-        only min_8bit_size: usize = 4096
+        only min_8bit_size: Integer = Integer::of(4096)
     );
 
     /// Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum.
@@ -156,6 +215,27 @@ optimizers! {
     ///     DTypeError: if a variable's dtype is not supported.
     Lion8bit(
         Lion8bitConfig { lr: f64 = 1e-4, betas: (f64, f64) = (0.9, 0.99), weight_decay: f64 = 0.0 },
-        only min_8bit_size: usize = 4096
+        only min_8bit_size: Integer = Integer::of(4096)
+    );
+    /// Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from
+    /// those of its rows and columns.
+    ///
+    /// Args:
+    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     lr: bound of the relative step size, at least 0: step t moves a variable by min(lr, 1 / sqrt(t)) of its root mean
+    ///         square.
+    ///     beta2_decay: at most 0; the second moments take the square of gradient t with weight t**beta2_decay.
+    ///     eps: root of the least second moment (None for the precision of the dtype), and the least root mean square of a
+    ///         variable.
+    ///     d: at least 1; the root mean square of an update is clipped to it.
+    ///     weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
+    ///     maximize: ascend instead of descend.
+    ///
+    /// Raises:
+    ///     ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+    ///     DTypeError: if a variable's dtype is not supported.
+    Adafactor(
+        AdafactorConfig { lr: f64 = 1e-2, beta2_decay: f64 = -0.8, eps: (Option<f64>, f64) = (None, 1e-3), d: f64 = 1.0, weight_decay: f64 = 0.0 },
+        only maximize: bool = false
     );
 }

@@ -1,6 +1,7 @@
 //! Optimizers and what goes with them.
 
 mod clip;
+mod ema;
 mod kinds;
 mod scaler;
 mod schedule;
@@ -16,7 +17,8 @@ use trainable_candle_core as tc;
 use trainable_candle_nn::optim::{self, ParamGroup, StateDict};
 
 pub use clip::clip_grad_norm_;
-pub use kinds::{Adam, Adam8bit, AdamW, AdamW8bit, Lion, Lion8bit, SGD};
+pub use ema::EMA;
+pub use kinds::{Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, Lion, Lion8bit, SGD};
 pub use scaler::GradScaler;
 pub use schedule::Schedule;
 
@@ -88,7 +90,7 @@ impl Optimizer {
 
     /// A copy of all states: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
     /// `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
-    /// learning rate of each group.
+    /// learning rate of each group, `kind` (u8) with the optimizer's name in ASCII.
     fn state_dict<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
     }
@@ -96,7 +98,7 @@ impl Optimizer {
     /// Take over the states of an optimizer of the same kind over variables of the same shapes.
     ///
     /// Raises:
-    ///     ConfigError: if states are missing or not expected. Nothing is changed then.
+    ///     ConfigError: if they are of another kind, or states are missing or not expected. Nothing is changed then.
     ///     ShapeError, DTypeError: if one differs. Nothing is changed then.
     fn load_state_dict(&self, py: Python<'_>, state: HashMap<String, PyRef<'_, Tensor>>) -> Result<()> {
         let states: StateDict = state.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
@@ -184,7 +186,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Params<'py> {
 }
 
 /// Sets the hyper-parameter of a name; false if there is none.
-type SetField<C> = fn(&mut C, &str, &Bound<'_, PyAny>) -> PyResult<bool>;
+type SetField<C> = fn(&mut C, &str, &Bound<'_, PyAny>) -> Result<bool>;
 
 impl Params<'_> {
     /// The groups, each with `config` changed by its own entries.

@@ -8,6 +8,7 @@ use trainable_candle_core as tc;
 use trainable_candle_nn::optim::{self, GradScalerConfig};
 
 use super::Optimizer;
+use crate::arguments::Integer;
 use crate::call::{detached, quick};
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -39,14 +40,15 @@ impl GradScaler {
 #[pymethods]
 impl GradScaler {
     #[new]
-    #[pyo3(signature = (init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=true))]
+    #[pyo3(signature = (init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=Integer::of(2000), enabled=true))]
     fn new(
         init_scale: f64,
         growth_factor: f64,
         backoff_factor: f64,
-        growth_interval: u64,
+        growth_interval: Integer,
         enabled: bool,
     ) -> Result<Self> {
+        let growth_interval = growth_interval.word("GradScaler", "growth_interval")?;
         let config = GradScalerConfig { init_scale, growth_factor, backoff_factor, growth_interval, enabled };
         Ok(Self(Mutex::new(optim::GradScaler::new(config)?)))
     }

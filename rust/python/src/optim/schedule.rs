@@ -4,7 +4,10 @@ use pyo3::prelude::*;
 use trainable_candle_core as tc;
 use trainable_candle_nn::optim::{self, Decay};
 
+use crate::arguments::Integer;
 use crate::error::Result;
+
+const OP: &str = "lr_scheduler";
 
 /// The factor on the learning rate as a function of the step, as transformers' schedules with warm-up: over the first
 /// `warmup_steps` steps it rises linearly from 0, afterwards it follows its kind.
@@ -13,7 +16,7 @@ use crate::error::Result;
 ///     kind: "constant", "linear", "cosine" or "polynomial".
 ///     warmup_steps: steps of the warm-up.
 ///     total_steps: steps of the training, warm-up included.
-///     cycles: waves of the cosine; half a one goes from 1 to 0.
+///     num_cycles: waves of the cosine; half a one goes from 1 to 0.
 ///     end: the last factor of the polynomial, in [0, 1).
 ///     power: the power of the polynomial, above 0.
 ///
@@ -25,25 +28,34 @@ pub struct Schedule(optim::Schedule);
 #[pymethods]
 impl Schedule {
     #[new]
-    #[pyo3(signature = (kind, warmup_steps=0, total_steps=0, *, cycles=0.5, end=0.0, power=1.0))]
-    fn new(kind: &str, warmup_steps: u64, total_steps: u64, cycles: f64, end: f64, power: f64) -> Result<Self> {
+    #[pyo3(signature = (kind, warmup_steps=Integer::of(0), total_steps=Integer::of(0), *, num_cycles=0.5, end=0.0, power=1.0))]
+    fn new(
+        kind: &str,
+        warmup_steps: Integer,
+        total_steps: Integer,
+        num_cycles: f64,
+        end: f64,
+        power: f64,
+    ) -> Result<Self> {
+        let warmup_steps = warmup_steps.word(OP, "warmup_steps")?;
+        let total_steps = total_steps.word(OP, "total_steps")?;
         let decay = match kind {
             "constant" => Decay::Constant,
             "linear" => Decay::Linear { total_steps },
-            "cosine" => Decay::Cosine { total_steps, cycles },
+            "cosine" => Decay::Cosine { total_steps, cycles: num_cycles },
             "polynomial" => Decay::Polynomial { total_steps, end, power },
             other => {
                 let message = format!(
                     "unknown schedule \"{other}\"; expected \"constant\", \"linear\", \"cosine\" or \"polynomial\""
                 );
-                return Err(tc::Error::argument("lr_scheduler", message).into());
+                return Err(tc::Error::argument(OP, message).into());
             }
         };
         Ok(Self(optim::Schedule::new(warmup_steps, decay)?))
     }
 
     /// The factor of step `step`, which counts from 0.
-    fn factor(&self, step: u64) -> f64 {
-        self.0.factor(step)
+    fn factor(&self, step: Integer) -> Result<f64> {
+        Ok(self.0.factor(step.word(OP, "step")?))
     }
 }

@@ -36,7 +36,7 @@ fn with_scalar(
 ) -> Result<Tensor> {
     match b {
         Operand::Number(number) if tc::raw::is_float(a.dtype()) => {
-            let value = number.value;
+            let value = number.float(op)?;
             compute(py, a.elem_count(), || scalar(a, value)).map(Tensor)
         }
         _ => binary(py, op, a, b, tensors),

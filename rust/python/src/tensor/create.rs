@@ -5,13 +5,13 @@ use pyo3::types::PyTuple;
 use tc::DType;
 use trainable_candle_core as tc;
 
-use super::operand::{Number, Operand};
+use super::operand::{Kind, Number, Operand};
 use super::{Tensor, to_raw};
+use crate::arguments::{Integer, Shape};
 use crate::call::compute;
 use crate::device;
 use crate::dtype::DTypeArg;
 use crate::error::Result;
-use crate::types::Shape;
 
 fn dtype_or_f32(dtype: Option<DTypeArg>) -> DType {
     dtype.map_or(DType::F32, |dtype| dtype.0)
@@ -102,6 +102,7 @@ pub fn ones(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
 ///     device: the device.
 ///
 /// Raises:
+///     ArgumentError, DTypeError: if an integer dtype does not hold the value.
 ///     OutOfMemoryError: if it does not fit.
 #[pyfunction]
 #[pyo3(signature = (shape, value, dtype=None, device="cpu"))]
@@ -110,12 +111,29 @@ pub fn full(py: Python<'_>, shape: Shape, value: Operand<'_>, dtype: Option<DTyp
     let device = device::parse(device)?;
     let value = match value {
         Operand::Number(number) => number,
-        Operand::Tensor(tensor) => Number { value: tensor.item()?, is_integer: !tc::raw::is_float(tensor.dtype()) },
-        Operand::Array(tensor) => Number { value: tensor.item()?, is_integer: !tc::raw::is_float(tensor.dtype()) },
+        Operand::Tensor(tensor) => only_number(tensor)?,
+        Operand::Array(tensor) => only_number(&tensor)?,
     };
-    let inferred = if value.is_integer { DType::I64 } else { DType::F32 };
+    let inferred = if value.is_integer() { DType::I64 } else { DType::F32 };
     let dtype = dtype.map_or(inferred, |dtype| dtype.0);
-    compute(py, work(&sizes), || tc::Tensor::full(value.value, sizes, dtype, &device)).map(Tensor)
+    compute(py, work(&sizes), || {
+        if tc::raw::is_float(dtype) {
+            return tc::Tensor::full(value.float("full")?, sizes, dtype, &device);
+        }
+        tc::raw::check_allocation("full", &sizes, dtype)?;
+        let one = value.to_tensor("full", dtype, &device)?;
+        Ok(tc::raw::own_copy(one.broadcast_as(sizes)?.raw())?.into())
+    })
+    .map(Tensor)
+}
+
+/// The only element of a tensor.
+fn only_number(tensor: &tc::Tensor) -> tc::Result<Number> {
+    let value = tensor.item()?;
+    if tc::raw::is_float(tensor.dtype()) {
+        return Ok(Number { value, kind: Kind::Float });
+    }
+    Ok(Number::integer(tensor.to_dtype(DType::I64)?.to_vec::<i64>()?[0]))
 }
 
 fn filled_like(
@@ -154,7 +172,7 @@ pub fn empty_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, devic
 fn number(operand: &Operand<'_>) -> Result<Number> {
     match operand {
         Operand::Number(number) => Ok(*number),
-        _ => Err(tc::Error::argument("arange", "expected numbers, found a tensor").into()),
+        _ => Err(tc::Error::argument("arange", "found a tensor, expected numbers").into()),
     }
 }
 
@@ -181,9 +199,9 @@ pub fn arange(
     let first = number(&start)?;
     let (start, end) = match end {
         Some(end) => (first, number(&end)?),
-        None => (Number { value: 0.0, is_integer: true }, first),
+        None => (Number::integer(0), first),
     };
-    let step = step.as_ref().map_or(Ok(Number { value: 1.0, is_integer: true }), number)?;
+    let step = step.as_ref().map_or(Ok(Number::integer(1)), number)?;
     let parts = [start, end, step];
     let count = ((end.value - start.value) / step.value).ceil();
     if step.value == 0.0 || !count.is_finite() || parts.iter().any(|n| !n.value.is_finite()) {
@@ -194,7 +212,7 @@ pub fn arange(
         return Err(tc::Error::argument("arange", message).into());
     }
     let count = count.max(0.0) as usize;
-    let inferred = if parts.iter().all(|n| n.is_integer) { DType::I64 } else { DType::F32 };
+    let inferred = if parts.iter().all(|n| n.is_integer()) { DType::I64 } else { DType::F32 };
     let dtype = dtype.map_or(inferred, |dtype| dtype.0);
     tc::raw::check_allocation("arange", &[count], DType::F64)?;
     let values: Vec<f64> = (0..count).map(|i| start.value + i as f64 * step.value).collect();
@@ -214,11 +232,12 @@ pub fn arange(
 ///     OutOfMemoryError: if it does not fit.
 #[pyfunction]
 #[pyo3(signature = (n, m=None, dtype=None, device="cpu"))]
-pub fn eye(n: usize, m: Option<usize>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
-    let m = m.unwrap_or(n);
+pub fn eye(n: Integer, m: Option<Integer>, dtype: Option<DTypeArg>, device: &str) -> Result<Tensor> {
+    let n = n.count("eye", "n")?;
+    let m = m.map_or(Ok(n), |m| m.count("eye", "m"))?;
     let count = tc::raw::check_allocation("eye", &[n, m], DType::F32)?;
     let mut values = vec![0f32; count];
-    values.iter_mut().step_by(m + 1).take(n.min(m)).for_each(|v| *v = 1.0);
+    values.iter_mut().step_by(m.saturating_add(1)).take(n.min(m)).for_each(|v| *v = 1.0);
     let raw = tc::raw::from_vec(values, (n, m)).to_dtype(dtype_or_f32(dtype)).map_err(tc::Error::from)?;
     Ok(Tensor(tc::Tensor::from(raw).to_device(&device::parse(device)?)?))
 }
@@ -272,7 +291,8 @@ pub fn randn(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
 ///     OutOfMemoryError: if it does not fit.
 #[pyfunction]
 #[pyo3(signature = (low, high, shape, device="cpu"))]
-pub fn randint(py: Python<'_>, low: i64, high: i64, shape: Shape, device: &str) -> Result<Tensor> {
+pub fn randint(py: Python<'_>, low: Integer, high: Integer, shape: Shape, device: &str) -> Result<Tensor> {
+    let (low, high) = (low.signed("randint", "low")?, high.signed("randint", "high")?);
     let sizes = shape.sizes("randint")?;
     let device = device::parse(device)?;
     let span = high.checked_sub(low).and_then(|span| u32::try_from(span).ok()).filter(|&span| span > 0);

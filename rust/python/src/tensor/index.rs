@@ -6,15 +6,15 @@ use tc::DType;
 use trainable_candle_core as tc;
 
 use super::{Tensor, to_raw};
+use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::error::Result;
-use crate::types::resolve_dim;
 
 const OP: &str = "index";
 
 /// One entry of an index.
 enum Item<'py> {
-    Integer(isize),
+    Integer(i64),
     Slice(Bound<'py, PySlice>),
     NewDim,
     Ellipsis,
@@ -36,7 +36,7 @@ impl<'py> Item<'py> {
             return Ok(Self::Ellipsis);
         }
         if object.is_instance_of::<PyInt>() && !object.is_instance_of::<PyBool>() {
-            return Ok(Self::Integer(object.extract()?));
+            return Ok(Self::Integer(object.extract::<Integer>()?.signed(OP, "a position")?));
         }
         if let Ok(tensor) = object.cast::<Tensor>() {
             return Self::from_tensor(tensor.get().0.detach());
@@ -45,7 +45,7 @@ impl<'py> Item<'py> {
             return Self::from_tensor(to_raw(OP, object, None)?.into());
         }
         if object.hasattr("__index__")? && !object.is_instance_of::<PyBool>() {
-            return Ok(Self::Integer(object.extract()?));
+            return Ok(Self::Integer(object.extract::<Integer>()?.signed(OP, "a position")?));
         }
         let kind = object.get_type().name()?;
         let message =
@@ -81,7 +81,7 @@ impl<'py> Item<'py> {
 fn positions(tensor: &tc::Tensor, size: usize) -> tc::Result<tc::Tensor> {
     let mut values = tensor.to_dtype(DType::I64)?.to_vec::<i64>()?;
     for value in &mut values {
-        let position = if *value < 0 { *value + size as i64 } else { *value };
+        let position = if *value < 0 { value.saturating_add_unsigned(size as u64) } else { *value };
         if !(0..size as i64).contains(&position) {
             return Err(tc::Error::index(
                 OP,
@@ -133,8 +133,8 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
         match item {
             Item::Integer(position) => {
                 let size = result.dims()[dim];
-                let index = if *position < 0 { position + size as isize } else { *position };
-                if !(0..size as isize).contains(&index) {
+                let index = if *position < 0 { position.saturating_add_unsigned(size as u64) } else { *position };
+                if !(0..size as i64).contains(&index) {
                     let message = format!("position {position} is out of range for dimension {dim} of size {size}");
                     return Err(tc::Error::index(OP, message).into());
                 }
@@ -204,8 +204,8 @@ impl Tensor {
     /// Raises:
     ///     IndexOutOfRangeError: if a position or the dimension is out of range.
     ///     DTypeError: if `index` is not an integer tensor.
-    fn index_select(&self, py: Python<'_>, dim: isize, index: &Self) -> Result<Self> {
-        let dim = resolve_dim("index_select", dim, self.0.rank())?;
+    fn index_select(&self, py: Python<'_>, dim: Integer, index: &Self) -> Result<Self> {
+        let dim = dim.dim("index_select", self.0.rank())?;
         compute(py, self.0.elem_count(), || self.0.index_select(&index.0, dim)).map(Self)
     }
 
@@ -219,8 +219,8 @@ impl Tensor {
     ///     IndexOutOfRangeError: if a position or the dimension is out of range.
     ///     ShapeError: if the shapes do not fit.
     ///     DTypeError: if `index` is not an integer tensor.
-    fn gather(&self, py: Python<'_>, dim: isize, index: &Self) -> Result<Self> {
-        let dim = resolve_dim("gather", dim, self.0.rank())?;
+    fn gather(&self, py: Python<'_>, dim: Integer, index: &Self) -> Result<Self> {
+        let dim = dim.dim("gather", self.0.rank())?;
         compute(py, index.0.elem_count(), || self.0.gather(&index.0, dim)).map(Self)
     }
 

@@ -28,6 +28,7 @@ use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
 use crate::types::{Anything, NdArray, Sizes, TensorIterator};
+use crate::var::Var;
 
 /// An immutable array of numbers on a device, and its place on the autograd tape.
 ///
@@ -238,6 +239,14 @@ impl Tensor {
         Ok(TensorIterator(PyList::new(py, rows)?.try_iter()?))
     }
 
+    /// Pickles and copies hold the values: a variable becomes a variable without a gradient, any other tensor a constant.
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> Result<(Anything<'py>, (NdArray<'py>, &'static str, String))> {
+        let (tensor, py) = (&slf.get().0, slf.py());
+        let make = if slf.is_instance_of::<Var>() { "Var" } else { "tensor" };
+        let make = py.import("trainable_candle._core")?.getattr(make)?;
+        Ok((Anything(make), (numpy_values(py, tensor)?, tensor.dtype().as_str(), device::name(tensor.device()))))
+    }
+
     /// Identity: tensors are keys by what they are, not by their values.
     fn __hash__(slf: &Bound<'_, Self>) -> isize {
         // Objects are aligned to 16 bytes; the low bits say nothing.
@@ -248,21 +257,26 @@ impl Tensor {
         let tensor = &slf.get().0;
         let kind = if slf.is_exact_instance_of::<Self>() { "tensor" } else { "Var" };
         let py = slf.py();
-        let shown = if tensor.dtype() == candle_core::DType::BF16 {
-            tensor.detach().to_dtype(candle_core::DType::F32)?
-        } else {
-            tensor.detach()
-        };
+        let grad = if kind == "tensor" && tensor.requires_grad() { ", requires_grad=True" } else { "" };
+        if tensor.elem_count() == 0 {
+            // numpy refuses shapes whose other sizes overflow.
+            return Ok(format!("{kind}([], shape={:?}, dtype={}{grad})", tensor.dims(), tensor.dtype().as_str()));
+        }
         let options = PyDict::new(py);
         options.set_item("separator", ", ")?;
         options.set_item("prefix", format!("{kind}("))?;
         options.set_item("threshold", 1000)?;
-        let text =
-            py.import("numpy")?.call_method("array2string", (convert::to_numpy(py, &shown)?,), Some(&options))?;
-        let grad = if kind == "tensor" && tensor.requires_grad() { ", requires_grad=True" } else { "" };
-        let empty = if tensor.elem_count() == 0 { format!(", shape={:?}", tensor.dims()) } else { String::new() };
-        Ok(format!("{kind}({text}{empty}, dtype={}{grad})", tensor.dtype().as_str()))
+        let text = py.import("numpy")?.call_method("array2string", (numpy_values(py, tensor)?,), Some(&options))?;
+        Ok(format!("{kind}({text}, dtype={}{grad})", tensor.dtype().as_str()))
     }
+}
+
+/// The values as a numpy array: those of bf16, which numpy does not have, in f32.
+fn numpy_values<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py>> {
+    if tensor.dtype() == candle_core::DType::BF16 {
+        return convert::to_numpy(py, &tensor.detach().to_dtype(candle_core::DType::F32)?);
+    }
+    convert::to_numpy(py, tensor)
 }
 
 /// A dtype or a device.

@@ -24,30 +24,107 @@ pub enum Operand<'a> {
 /// A number without a dtype.
 #[derive(Clone, Copy)]
 pub struct Number {
+    /// The value, infinite for an integer too large for f64.
     pub value: f64,
-    pub is_integer: bool,
+    /// What kind of number it is.
+    pub kind: Kind,
+}
+
+/// What kind of number a user wrote.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Float,
+    /// An integer, exactly.
+    Integer(i64),
+    /// An integer of more than 64 bits.
+    Huge,
 }
 
 impl Number {
-    /// A tensor of this value without dimensions, of the dtype and on the device of `like`.
+    /// The integer `value`.
+    pub const fn integer(value: i64) -> Self {
+        Self { value: value as f64, kind: Kind::Integer(value) }
+    }
+
+    /// The number in `object`, if Python can take it for one.
+    fn read(object: &Bound<'_, PyAny>, is_integer: bool) -> PyResult<Self> {
+        if !is_integer {
+            return Ok(Self { value: object.extract()?, kind: Kind::Float });
+        }
+        if let Ok(value) = object.extract() {
+            return Ok(Self::integer(value));
+        }
+        // Beyond i64; beyond f64 too if this overflows.
+        Ok(Self { value: object.extract().unwrap_or(f64::INFINITY), kind: Kind::Huge })
+    }
+
+    /// Whether it is an integer.
+    pub fn is_integer(self) -> bool {
+        self.kind != Kind::Float
+    }
+
+    /// The number where a floating point one is wanted.
     ///
     /// # Errors
-    /// [`tc::Error::DType`] if a fraction meets an integer tensor.
-    pub fn like(self, op: &'static str, like: &tc::Tensor) -> tc::Result<tc::Tensor> {
-        if !self.is_integer && !tc::raw::is_float(like.dtype()) {
-            return Err(tc::Error::dtype(
+    /// [`tc::Error::Argument`] for an integer that is too large for f64.
+    pub fn float(self, op: &'static str) -> tc::Result<f64> {
+        if self.kind == Kind::Huge && self.value.is_infinite() {
+            return Err(tc::Error::argument(op, "the integer is too large for a floating point number"));
+        }
+        Ok(self.value)
+    }
+
+    /// The number where an integer of `dtype` is wanted.
+    fn whole(self, op: &'static str, dtype: tc::DType) -> tc::Result<i64> {
+        let range = match dtype {
+            tc::DType::U8 => 0..=i64::from(u8::MAX),
+            tc::DType::U32 => 0..=i64::from(u32::MAX),
+            _ => i64::MIN..=i64::MAX,
+        };
+        match self.kind {
+            Kind::Integer(value) if range.contains(&value) => Ok(value),
+            Kind::Float => Err(tc::Error::dtype(
                 op,
                 format!(
                     "the tensor is {}, the number {} is not an integer; convert the tensor with to()",
-                    like.dtype().as_str(),
+                    dtype.as_str(),
                     self.value
                 ),
-            ));
+            )),
+            _ => Err(tc::Error::argument(
+                op,
+                format!(
+                    "the number {} does not fit into {}, which holds {} to {}",
+                    if let Kind::Integer(value) = self.kind { value.to_string() } else { format!("{:e}", self.value) },
+                    dtype.as_str(),
+                    range.start(),
+                    range.end()
+                ),
+            )),
         }
+    }
+
+    /// A tensor of this value without dimensions.
+    ///
+    /// # Errors
+    /// [`tc::Error::DType`] if a fraction is to be an integer, [`tc::Error::Argument`] if the number does not fit.
+    pub fn to_tensor(self, op: &'static str, dtype: tc::DType, device: &tc::Device) -> tc::Result<tc::Tensor> {
+        if tc::raw::is_float(dtype) {
+            return tc::Tensor::full(self.float(op)?, (), dtype, device);
+        }
+        let whole = tc::Tensor::from(tc::raw::from_vec(vec![self.whole(op, dtype)?], ()));
+        whole.to_dtype(dtype)?.to_device(device)
+    }
+
+    /// A tensor of this value without dimensions, of the dtype and on the device of `like`.
+    ///
+    /// # Errors
+    /// As [`to_tensor`](Self::to_tensor).
+    pub fn like(self, op: &'static str, like: &tc::Tensor) -> tc::Result<tc::Tensor> {
         match like.dtype() {
             // A number in an operation on small tensors is most of its cost.
-            tc::DType::F32 if like.device().is_cpu() => Ok(tc::raw::from_vec(vec![self.value as f32], ()).into()),
-            dtype => tc::Tensor::full(self.value, (), dtype, like.device()),
+            tc::DType::F32 if like.device().is_cpu() => Ok(tc::raw::from_vec(vec![self.float(op)? as f32], ()).into()),
+            dtype => self.to_tensor(op, dtype, like.device()),
         }
     }
 }
@@ -64,6 +141,15 @@ impl Operand<'_> {
             Self::Tensor(tensor) => apply(tensor),
             Self::Array(tensor) => apply(tensor),
             Self::Number(number) => apply(&number.like(op, other)?),
+        }
+    }
+
+    /// The operand as a tensor; a number becomes f32.
+    pub fn in_f32<T>(&self, device: &tc::Device, apply: impl FnOnce(&tc::Tensor) -> tc::Result<T>) -> tc::Result<T> {
+        match self {
+            Self::Tensor(tensor) => apply(tensor),
+            Self::Array(tensor) => apply(tensor),
+            Self::Number(number) => apply(&tc::Tensor::full(number.value, (), tc::DType::F32, device)?),
         }
     }
 
@@ -92,13 +178,13 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Operand<'a> {
             return Ok(Self::Tensor(&tensor.get().0));
         }
         if let Ok(number) = object.cast::<PyFloat>() {
-            return Ok(Self::Number(Number { value: number.value(), is_integer: false }));
+            return Ok(Self::Number(Number { value: number.value(), kind: Kind::Float }));
         }
         if let Ok(tensor) = object.cast::<Tensor>() {
             return Ok(Self::Tensor(&tensor.get().0));
         }
         if let Ok(number) = object.cast::<PyInt>() {
-            return Ok(Self::Number(Number { value: number.extract()?, is_integer: true }));
+            return Ok(Self::Number(Number::read(&number, true)?));
         }
         Ok(foreign(&object)?)
     }
@@ -110,8 +196,7 @@ fn foreign(object: &Bound<'_, PyAny>) -> Result<Operand<'static>> {
         return Ok(Operand::Array(to_raw("tensor", object, None)?.into()));
     }
     if object.hasattr("__float__")? {
-        let is_integer = object.hasattr("__index__")?;
-        return Ok(Operand::Number(Number { value: object.extract()?, is_integer }));
+        return Ok(Operand::Number(Number::read(object, object.hasattr("__index__")?)?));
     }
     Err(PyTypeError::new_err("expected a Tensor, a number or a numpy array").into())
 }

@@ -4,12 +4,12 @@ use pyo3::prelude::*;
 use trainable_candle_core as tc;
 
 use super::Tensor;
+use crate::arguments::{Dims, Integer};
 use crate::call::compute;
 use crate::error::Result;
-use crate::types::{Dims, resolve_dim};
 
 /// The dimensions to reduce: the given ones, or all.
-fn dims_or_all(op: &'static str, tensor: &tc::Tensor, dim: Option<&Dims>) -> tc::Result<Vec<usize>> {
+fn dims_or_all(op: &'static str, tensor: &tc::Tensor, dim: Option<&Dims>) -> Result<Vec<usize>> {
     dim.map_or_else(|| Ok((0..tensor.rank()).collect()), |dims| dims.resolve(op, tensor.rank()))
 }
 
@@ -118,9 +118,9 @@ impl Tensor {
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
     #[pyo3(signature = (dim=None, keepdim=false))]
-    fn argmax(&self, py: Python<'_>, dim: Option<isize>, keepdim: bool) -> Result<Self> {
+    fn argmax(&self, py: Python<'_>, dim: Option<Integer>, keepdim: bool) -> Result<Self> {
         let tensor = self.0.detach();
-        let dim = dim.map(|dim| resolve_dim("argmax", dim, tensor.rank())).transpose()?;
+        let dim = dim.map(|dim| dim.dim("argmax", tensor.rank())).transpose()?;
         compute(py, tensor.elem_count(), || {
             let position = match dim {
                 Some(dim) => tensor.argmax(dim, keepdim)?,
@@ -137,9 +137,9 @@ impl Tensor {
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
     ///     DTypeError: if the tensor is not floating point.
-    #[pyo3(signature = (dim=-1))]
-    fn softmax(&self, py: Python<'_>, dim: isize) -> Result<Self> {
-        let dim = resolve_dim("softmax", dim, self.0.rank())?;
+    #[pyo3(signature = (dim=Integer::of(-1)))]
+    fn softmax(&self, py: Python<'_>, dim: Integer) -> Result<Self> {
+        let dim = dim.dim("softmax", self.0.rank())?;
         compute(py, self.0.elem_count(), || self.0.softmax(dim)).map(Self)
     }
 
@@ -148,9 +148,9 @@ impl Tensor {
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
     ///     DTypeError: if the tensor is not floating point.
-    #[pyo3(signature = (dim=-1))]
-    fn log_softmax(&self, py: Python<'_>, dim: isize) -> Result<Self> {
-        let dim = resolve_dim("log_softmax", dim, self.0.rank())?;
+    #[pyo3(signature = (dim=Integer::of(-1)))]
+    fn log_softmax(&self, py: Python<'_>, dim: Integer) -> Result<Self> {
+        let dim = dim.dim("log_softmax", self.0.rank())?;
         compute(py, self.0.elem_count(), || self.0.log_softmax(dim)).map(Self)
     }
 
@@ -159,8 +159,8 @@ impl Tensor {
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
     ///     DTypeError: if the tensor is not floating point.
-    fn cumsum(&self, py: Python<'_>, dim: isize) -> Result<Self> {
-        let dim = resolve_dim("cumsum", dim, self.0.rank())?;
+    fn cumsum(&self, py: Python<'_>, dim: Integer) -> Result<Self> {
+        let dim = dim.dim("cumsum", self.0.rank())?;
         compute(py, self.0.elem_count(), || self.0.cumsum(dim)).map(Self)
     }
 }

@@ -5,9 +5,9 @@ use pyo3::types::PyTuple;
 use trainable_candle_core as tc;
 
 use super::Tensor;
+use crate::arguments::{Dims, Integer, Sections, Shape, sizes};
 use crate::call::{compute, quick};
 use crate::error::Result;
-use crate::types::{Dims, Shape, resolve_dim};
 
 #[pymethods]
 impl Tensor {
@@ -36,18 +36,15 @@ impl Tensor {
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
-    #[pyo3(signature = (start_dim=0, end_dim=-1))]
-    fn flatten(&self, py: Python<'_>, start_dim: isize, end_dim: isize) -> Result<Self> {
+    #[pyo3(signature = (start_dim=Integer::of(0), end_dim=Integer::of(-1)))]
+    fn flatten(&self, py: Python<'_>, start_dim: Integer, end_dim: Integer) -> Result<Self> {
         let dims = self.0.dims();
         if dims.is_empty() {
             return quick(|| self.0.reshape(1)).map(Self);
         }
-        let (start, end) =
-            (resolve_dim("flatten", start_dim, dims.len())?, resolve_dim("flatten", end_dim, dims.len())?);
+        let (start, end) = (start_dim.dim("flatten", dims.len())?, end_dim.dim("flatten", dims.len())?);
         if start > end {
-            return Err(
-                tc::Error::argument("flatten", format!("start_dim {start_dim} comes after end_dim {end_dim}")).into()
-            );
+            return Err(tc::Error::argument("flatten", format!("start_dim {start} comes after end_dim {end}")).into());
         }
         let mut sizes = dims[..start].to_vec();
         sizes.push(dims[start..=end].iter().product());
@@ -62,9 +59,7 @@ impl Tensor {
     ///     ShapeError: if it is not a permutation of the dimensions.
     #[pyo3(signature = (*dims: "int | tuple[int, ...] | list[int]"))]
     fn permute(&self, dims: &Bound<'_, PyTuple>) -> Result<Self> {
-        let order = Shape::from_arguments(dims)?.0;
-        let order = order.into_iter().map(|dim| resolve_dim("permute", dim, self.0.rank()));
-        let order = order.collect::<tc::Result<Vec<_>>>()?;
+        let order = Dims::from_arguments(dims)?.resolve("permute", self.0.rank())?;
         quick(|| self.0.permute(&order)).map(Self)
     }
 
@@ -72,9 +67,9 @@ impl Tensor {
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
-    fn transpose(&self, dim0: isize, dim1: isize) -> Result<Self> {
+    fn transpose(&self, dim0: Integer, dim1: Integer) -> Result<Self> {
         let rank = self.0.rank();
-        let (a, b) = (resolve_dim("transpose", dim0, rank)?, resolve_dim("transpose", dim1, rank)?);
+        let (a, b) = (dim0.dim("transpose", rank)?, dim1.dim("transpose", rank)?);
         quick(|| self.0.transpose(a, b)).map(Self)
     }
 
@@ -89,8 +84,8 @@ impl Tensor {
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the position is out of range.
-    fn unsqueeze(&self, dim: isize) -> Result<Self> {
-        let dim = resolve_dim("unsqueeze", dim, self.0.rank() + 1)?;
+    fn unsqueeze(&self, dim: Integer) -> Result<Self> {
+        let dim = dim.dim("unsqueeze", self.0.rank() + 1)?;
         quick(|| self.0.unsqueeze(dim)).map(Self)
     }
 
@@ -124,14 +119,14 @@ impl Tensor {
     ///     ShapeError: if the shape is not reached by repeating.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn expand(&self, shape: &Bound<'_, PyTuple>) -> Result<Self> {
-        let mut shape = Shape::from_arguments(shape)?;
-        let offset = shape.0.len().wrapping_sub(self.0.rank());
-        for (position, size) in shape.0.iter_mut().enumerate() {
+        let mut shape = Shape::from_arguments(shape)?.numbers("expand")?;
+        let offset = shape.len().wrapping_sub(self.0.rank());
+        for (position, size) in shape.iter_mut().enumerate() {
             if let (-1, Some(&own)) = (*size, self.0.dims().get(position.wrapping_sub(offset))) {
-                *size = own as isize;
+                *size = own as i64;
             }
         }
-        let sizes = shape.sizes("expand")?;
+        let sizes = sizes("expand", &shape)?;
         quick(|| self.0.broadcast_as(sizes)).map(Self)
     }
 
@@ -139,8 +134,9 @@ impl Tensor {
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the range is not inside the dimension.
-    fn narrow(&self, dim: isize, start: usize, length: usize) -> Result<Self> {
-        let dim = resolve_dim("narrow", dim, self.0.rank())?;
+    fn narrow(&self, dim: Integer, start: Integer, length: Integer) -> Result<Self> {
+        let dim = dim.dim("narrow", self.0.rank())?;
+        let (start, length) = (start.count("narrow", "start")?, length.count("narrow", "length")?);
         quick(|| self.0.narrow(dim, start, length)).map(Self)
     }
 
@@ -149,9 +145,10 @@ impl Tensor {
     /// Raises:
     ///     ArgumentError: if `chunks` is 0.
     ///     IndexOutOfRangeError: if the dimension is out of range.
-    #[pyo3(signature = (chunks, dim=0))]
-    fn chunk(&self, chunks: usize, dim: isize) -> Result<Vec<Self>> {
-        let dim = resolve_dim("chunk", dim, self.0.rank())?;
+    #[pyo3(signature = (chunks, dim=Integer::of(0)))]
+    fn chunk(&self, chunks: Integer, dim: Integer) -> Result<Vec<Self>> {
+        let dim = dim.dim("chunk", self.0.rank())?;
+        let chunks = chunks.count("chunk", "chunks")?;
         Ok(quick(|| self.0.chunk(chunks, dim))?.into_iter().map(Self).collect())
     }
 
@@ -165,28 +162,12 @@ impl Tensor {
     ///     ShapeError: if the sizes do not add up to the dimension's.
     ///     ArgumentError: if the one size is 0.
     ///     IndexOutOfRangeError: if the dimension is out of range.
-    #[pyo3(signature = (split_size_or_sections, dim=0))]
-    fn split(&self, split_size_or_sections: Sections, dim: isize) -> Result<Vec<Self>> {
-        let dim = resolve_dim("split", dim, self.0.rank())?;
-        let lengths = match split_size_or_sections {
-            Sections::Lengths(lengths) => lengths,
-            Sections::Size(0) => {
-                return Err(tc::Error::argument("split", "the size of a part must be at least 1, found 0").into());
-            }
-            Sections::Size(size) => {
-                let total = self.0.dims()[dim];
-                (0..total.max(1)).step_by(size).map(|start| size.min(total - start)).collect()
-            }
-        };
+    #[pyo3(signature = (split_size_or_sections, dim=Integer::of(0)))]
+    fn split(&self, split_size_or_sections: Sections, dim: Integer) -> Result<Vec<Self>> {
+        let dim = dim.dim("split", self.0.rank())?;
+        let lengths = split_size_or_sections.lengths("split", "split_size_or_sections", self.0.dims()[dim])?;
         Ok(quick(|| self.0.split(&lengths, dim))?.into_iter().map(Self).collect())
     }
-}
-
-/// The size of each part, or the sizes.
-#[derive(FromPyObject)]
-enum Sections {
-    Size(usize),
-    Lengths(Vec<usize>),
 }
 
 fn references<'a>(tensors: &'a [PyRef<'_, Tensor>]) -> Vec<&'a tc::Tensor> {
@@ -201,10 +182,10 @@ fn references<'a>(tensors: &'a [PyRef<'_, Tensor>]) -> Vec<&'a tc::Tensor> {
 ///     DTypeError: if the dtypes differ.
 ///     IndexOutOfRangeError: if the dimension is out of range.
 #[pyfunction]
-#[pyo3(signature = (tensors, dim=0))]
-pub fn cat(py: Python<'_>, tensors: Vec<PyRef<'_, Tensor>>, dim: isize) -> Result<Tensor> {
+#[pyo3(signature = (tensors, dim=Integer::of(0)))]
+pub fn cat(py: Python<'_>, tensors: Vec<PyRef<'_, Tensor>>, dim: Integer) -> Result<Tensor> {
     let tensors = references(&tensors);
-    let dim = tensors.first().map_or(Ok(0), |first| resolve_dim("cat", dim, first.rank()))?;
+    let dim = tensors.first().map_or(Ok(0), |first| dim.dim("cat", first.rank()))?;
     compute(py, tensors.iter().map(|t| t.elem_count()).sum(), || tc::Tensor::cat(&tensors, dim)).map(Tensor)
 }
 
@@ -216,9 +197,9 @@ pub fn cat(py: Python<'_>, tensors: Vec<PyRef<'_, Tensor>>, dim: isize) -> Resul
 ///     DTypeError: if the dtypes differ.
 ///     IndexOutOfRangeError: if the dimension is out of range.
 #[pyfunction]
-#[pyo3(signature = (tensors, dim=0))]
-pub fn stack(py: Python<'_>, tensors: Vec<PyRef<'_, Tensor>>, dim: isize) -> Result<Tensor> {
+#[pyo3(signature = (tensors, dim=Integer::of(0)))]
+pub fn stack(py: Python<'_>, tensors: Vec<PyRef<'_, Tensor>>, dim: Integer) -> Result<Tensor> {
     let tensors = references(&tensors);
-    let dim = tensors.first().map_or(Ok(0), |first| resolve_dim("stack", dim, first.rank() + 1))?;
+    let dim = tensors.first().map_or(Ok(0), |first| dim.dim("stack", first.rank() + 1))?;
     compute(py, tensors.iter().map(|t| t.elem_count()).sum(), || tc::Tensor::stack(&tensors, dim)).map(Tensor)
 }

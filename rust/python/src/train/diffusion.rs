@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 use trainable_candle_train::objective::{self, DiffusionConfig, SigmaDistribution};
 
 use super::NoiseSchedule;
+use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::device;
 use crate::error::Result;
@@ -62,7 +63,7 @@ pub struct DiffusionObjective(objective::DiffusionObjective);
 #[pymethods]
 impl DiffusionObjective {
     #[new]
-    #[pyo3(signature = (schedule, *, timesteps="uniform", logit_mean=0.0, logit_std=1.0, shift=1.0, min_timestep=0,
+    #[pyo3(signature = (schedule, *, timesteps="uniform", logit_mean=0.0, logit_std=1.0, shift=1.0, min_timestep=Integer::of(0),
         max_timestep=None, min_snr_gamma=None, noise_offset=0.0, loss="mse", huber_delta=0.1, huber_schedule="constant",
         device="cpu"))]
     #[allow(clippy::too_many_arguments)] // each is a setting of a run
@@ -72,8 +73,8 @@ impl DiffusionObjective {
         logit_mean: f64,
         logit_std: f64,
         shift: f64,
-        min_timestep: usize,
-        max_timestep: Option<usize>,
+        min_timestep: Integer,
+        max_timestep: Option<Integer>,
         min_snr_gamma: Option<f64>,
         noise_offset: f64,
         loss: &str,
@@ -88,11 +89,12 @@ impl DiffusionObjective {
             }
             uniform @ SigmaDistribution::Uniform => uniform,
         };
+        const OP: &str = "DiffusionObjective";
         let config = DiffusionConfig {
             timesteps,
             shift,
-            min_timestep,
-            max_timestep,
+            min_timestep: min_timestep.count(OP, "min_timestep")?,
+            max_timestep: max_timestep.map(|last| last.count(OP, "max_timestep")).transpose()?,
             min_snr_gamma,
             noise_offset,
             loss: loss.parse()?,
@@ -138,14 +140,17 @@ impl DiffusionObjective {
     ///
     /// Raises:
     ///     ShapeError: if there is not a number for each example.
-    #[pyo3(signature = (latents, examples, seed=0))]
+    #[pyo3(signature = (latents, examples, seed=Integer::of(0)))]
     fn validation_noise(
         &self,
         py: Python<'_>,
         latents: &Tensor,
-        examples: Vec<u32>,
-        seed: u64,
+        examples: Vec<Integer>,
+        seed: Integer,
     ) -> Result<NoisedLatents> {
+        const OP: &str = "validation_noise";
+        let examples = examples.iter().map(|number| number.word32(OP, "an example")).collect::<Result<Vec<u32>>>()?;
+        let seed = seed.word(OP, "seed")?;
         let work = || self.0.validation_noise(&latents.0, &examples, seed);
         compute(py, latents.0.elem_count(), work).map(NoisedLatents)
     }

@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 use trainable_candle_train::objective;
 use trainable_candle_train::sampler;
 
+use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -49,7 +50,8 @@ impl FlowMatching {
     ///
     /// Raises:
     ///     ArgumentError: if there are no steps.
-    fn sigmas(&self, steps: usize) -> Result<Vec<f64>> {
+    fn sigmas(&self, steps: Integer) -> Result<Vec<f64>> {
+        let steps = steps.count("sigmas", "steps")?;
         quick(|| sampler::flow_sigmas(steps, self.shift))
     }
 

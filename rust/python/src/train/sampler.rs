@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use trainable_candle_train::sampler::{self, SamplerKind};
 
 use super::NoiseSchedule;
+use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -34,7 +35,8 @@ impl Sampler {
 impl Sampler {
     #[new]
     #[pyo3(signature = (schedule, steps, kind="euler", karras_sigmas=false))]
-    fn new(schedule: &NoiseSchedule, steps: usize, kind: &str, karras_sigmas: bool) -> Result<Self> {
+    fn new(schedule: &NoiseSchedule, steps: Integer, kind: &str, karras_sigmas: bool) -> Result<Self> {
+        let steps = steps.count("Sampler", "steps")?;
         let kind: SamplerKind = kind.parse()?;
         Ok(Self(Mutex::new(quick(|| kind.start(&schedule.0, steps, karras_sigmas))?)))
     }
@@ -67,7 +69,8 @@ impl Sampler {
     ///
     /// Raises:
     ///     ArgumentError: if there is no such step.
-    fn scale_input(&self, py: Python<'_>, x: &Tensor, i: usize) -> Result<Tensor> {
+    fn scale_input(&self, py: Python<'_>, x: &Tensor, i: Integer) -> Result<Tensor> {
+        let i = i.count("scale_input", "i")?;
         compute(py, x.0.elem_count(), || self.lock().scale_input(&x.0, i)).map(Tensor)
     }
 
@@ -84,7 +87,8 @@ impl Sampler {
     /// Raises:
     ///     ArgumentError: if it is not the turn of step `i`.
     ///     ShapeError: if the model's output is not like the sample.
-    fn step(&self, py: Python<'_>, model_output: &Tensor, i: usize, x: &Tensor) -> Result<Tensor> {
+    fn step(&self, py: Python<'_>, model_output: &Tensor, i: Integer, x: &Tensor) -> Result<Tensor> {
+        let i = i.count("step", "i")?;
         compute(py, x.0.elem_count(), || self.lock().step(&model_output.0, i, &x.0)).map(Tensor)
     }
 }

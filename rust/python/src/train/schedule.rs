@@ -1,11 +1,11 @@
 //! The noise schedule of diffusion models.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use trainable_candle_train::objective::{self, NoiseScheduleConfig};
 
+use crate::arguments::{FilePath, Integer};
 use crate::call::quick;
 use crate::error::Result;
 
@@ -30,29 +30,30 @@ pub struct NoiseSchedule(pub Arc<objective::NoiseSchedule>);
 #[pymethods]
 impl NoiseSchedule {
     #[new]
-    #[pyo3(signature = (beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=1000,
-        prediction_type="epsilon", rescale_betas_zero_snr=false, timestep_spacing="leading", steps_offset=1))]
+    #[pyo3(signature = (beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=Integer::of(1000),
+        prediction_type="epsilon", rescale_betas_zero_snr=false, timestep_spacing="leading", steps_offset=Integer::of(1)))]
     #[allow(clippy::too_many_arguments)] // diffusers'
     fn new(
         beta_schedule: &str,
         beta_start: f64,
         beta_end: f64,
-        num_train_timesteps: usize,
+        num_train_timesteps: Integer,
         prediction_type: &str,
         rescale_betas_zero_snr: bool,
         timestep_spacing: &str,
-        steps_offset: usize,
+        steps_offset: Integer,
     ) -> Result<Self> {
+        const OP: &str = "NoiseSchedule";
         let config = NoiseScheduleConfig {
             beta_schedule: beta_schedule.parse()?,
             beta_start,
             beta_end,
             trained_betas: None,
-            num_train_timesteps,
+            num_train_timesteps: num_train_timesteps.count(OP, "num_train_timesteps")?,
             prediction_type: prediction_type.parse()?,
             rescale_betas_zero_snr,
             timestep_spacing: timestep_spacing.parse()?,
-            steps_offset,
+            steps_offset: steps_offset.count(OP, "steps_offset")?,
         };
         Ok(Self(Arc::new(quick(|| objective::NoiseSchedule::new(config))?)))
     }
@@ -66,7 +67,8 @@ impl NoiseSchedule {
     ///     MissingFileError: if there is no such file.
     ///     ConfigError, ArgumentError: if an entry is wrong.
     #[staticmethod]
-    fn from_pretrained(path: PathBuf) -> Result<Self> {
+    fn from_pretrained(path: FilePath) -> Result<Self> {
+        let path = path.get("NoiseSchedule")?;
         Ok(Self(Arc::new(quick(|| objective::NoiseSchedule::from_pretrained(&path))?)))
     }
 

@@ -1,6 +1,6 @@
 //! How far a prediction is off: a weighted mean over the elements of a batch.
 
-use trainable_candle_core::ops::loss::{Reduction, huber_loss, l1_loss, mse_loss};
+use trainable_candle_core::ops::loss::{Reduction, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
 use trainable_candle_core::{DType, Error, Result, Tensor};
 
 /// The loss of one element.
@@ -62,11 +62,9 @@ pub(crate) fn weighted_loss(
 ) -> Result<Tensor> {
     let (mut prediction, mut target) = (prediction.to_dtype(DType::F32)?, target.to_dtype(DType::F32)?);
     let mut examples = weights.examples.cloned();
-    let mut unit = 1.0;
     let mut fixed_delta = 1.0;
     match (function, delta) {
-        (LossFunction::Huber, Delta::Constant(delta)) => fixed_delta = delta,
-        (LossFunction::SmoothL1, Delta::Constant(delta)) => (fixed_delta, unit) = (delta, 1.0 / delta),
+        (_, Delta::Constant(delta)) => fixed_delta = delta,
         (LossFunction::Huber | LossFunction::SmoothL1, Delta::PerExample(delta)) => {
             // huber(d, δ) = δ² · huber(d / δ, 1).
             let inverse = delta.recip()?.reshape(per_example(&prediction))?;
@@ -74,18 +72,18 @@ pub(crate) fn weighted_loss(
             let factor = if function == LossFunction::Huber { delta.sqr()? } else { delta.clone() };
             examples = Some(examples.map_or(Ok(factor.clone()), |examples| examples.mul(&factor))?);
         }
-        (LossFunction::Mse | LossFunction::L1, _) => {}
+        (LossFunction::Mse | LossFunction::L1, Delta::PerExample(_)) => {}
     }
     let loss = |reduction| match function {
         LossFunction::Mse => mse_loss(&prediction, &target, reduction),
         LossFunction::L1 => l1_loss(&prediction, &target, reduction),
-        LossFunction::Huber | LossFunction::SmoothL1 => huber_loss(&prediction, &target, fixed_delta, reduction),
+        LossFunction::Huber => huber_loss(&prediction, &target, fixed_delta, reduction),
+        LossFunction::SmoothL1 => smooth_l1_loss(&prediction, &target, fixed_delta, reduction),
     };
     let Some(weight) = combined(&prediction, examples.as_ref(), weights.places)? else {
-        let mean = loss(Reduction::Mean)?;
-        return if unit == 1.0 { Ok(mean) } else { mean.mul_scalar(unit) };
+        return loss(Reduction::Mean);
     };
-    let share = unit / prediction.elem_count() as f64;
+    let share = 1.0 / prediction.elem_count() as f64;
     loss(Reduction::None)?.mul(&weight.mul_scalar(share)?)?.sum_all()
 }
 

@@ -350,7 +350,7 @@ struct Line(#[expect(dead_code, reason = "only its size and alignment matter")] 
 
 /// Calls `f` with three regions of at least `lens` elements, each on a cache line of its own. They are kept for
 /// the next call on this thread.
-fn with_scratch<T: Real, R>(lens: [usize; 3], f: impl FnOnce([*mut T; 3]) -> R) -> R {
+pub fn with_scratch<T: Real, R>(lens: [usize; 3], f: impl FnOnce([*mut T; 3]) -> R) -> R {
     thread_local! {
         static SCRATCH: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
     }

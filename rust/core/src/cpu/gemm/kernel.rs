@@ -135,24 +135,33 @@ pub struct Ahead {
     pub stride: usize,
 }
 
-impl Ahead {
-    const LINE: usize = 64;
+/// Bytes of a cache line.
+pub const LINE: usize = 64;
 
+/// Asks the processor for the cache line of `address`, which need not be memory of ours.
+#[inline(always)]
+pub fn prefetch(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch of any address is harmless, and SSE is part of x86-64.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
+impl Ahead {
     fn lines(&self) -> usize {
-        self.runs * self.len.div_ceil(Self::LINE)
+        self.runs * self.len.div_ceil(LINE)
     }
 
     /// Asks the processor for the line `offset` bytes into the current run and moves on.
     #[inline(always)]
     fn fetch(&mut self, offset: &mut usize) {
         if self.runs > 0 {
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: a prefetch of any address is harmless, and SSE is part of x86-64.
-            unsafe {
-                use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-                _mm_prefetch::<_MM_HINT_T1>(self.ptr.wrapping_add(*offset).cast());
-            }
-            *offset += Self::LINE;
+            prefetch(self.ptr.wrapping_add(*offset));
+            *offset += LINE;
             if *offset >= self.len {
                 *offset = 0;
                 self.ptr = self.ptr.wrapping_add(self.stride);
@@ -178,6 +187,20 @@ impl<T> Broadcast<T> {
     pub fn packed(ptr: *const T, columns: usize) -> Self {
         Self { ptr, step: columns.next_multiple_of(4), column: 1 }
     }
+}
+
+/// Where a stretch of the sums is in both operands, in elements.
+#[derive(Clone, Copy, Debug)]
+pub struct Run {
+    /// Distance of its first step in `a`.
+    pub a: usize,
+    /// Distance of its first step in `b`.
+    pub b: usize,
+}
+
+impl Run {
+    /// Sums of one stretch.
+    pub const WHOLE: [Self; 1] = [Self { a: 0, b: 0 }];
 }
 
 /// `c (+)= alpha * a * b` for one panel of columns, with an `a` packed by [`pack`](super::pack::pack).
@@ -227,6 +250,7 @@ impl<T: Real> WithSimd for Columns<T> {
             // SAFETY: `run` promises the panels and the destination.
             unsafe {
                 let tile = Tile {
+                    runs: &Run::WHOLE,
                     k: self.k,
                     a: self.a.add(i * self.k),
                     a_step: rows.next_multiple_of(shape.lanes),
@@ -242,9 +266,18 @@ impl<T: Real> WithSimd for Columns<T> {
     }
 }
 
+/// Broadcast elements that were packed for the tile.
+const PACKED: u8 = 0;
+/// Columns of neighbours.
+const COLUMNS: u8 = 1;
+/// Any strides.
+const STRIDED: u8 = 2;
+
 /// One tile of the result, of which `rows × columns` elements are written.
-pub struct Tile<T> {
-    /// Length of the sums.
+pub struct Tile<'a, T> {
+    /// The stretches of the sums, one after the other.
+    pub runs: &'a [Run],
+    /// Steps of a stretch.
     pub k: usize,
     /// For each step, as many elements as the registers of the rows hold, `a_step` after those of the step before.
     pub a: *const T,
@@ -260,11 +293,11 @@ pub struct Tile<T> {
     pub columns: usize,
 }
 
-impl<T: Real> Tile<T> {
+impl<T: Real> Tile<'_, T> {
     /// Computes the tile.
     ///
     /// # Safety
-    /// `a` and `b` are readable at each of the `k` steps, and nothing else reads or writes the tile of `c` meanwhile.
+    /// `a` and `b` are readable at each of the `k` steps of each run, and nothing else reads or writes the tile of `c` meanwhile.
     #[inline(always)]
     pub unsafe fn run<S: Simd>(self, simd: S) {
         macro_rules! tiles {
@@ -272,10 +305,10 @@ impl<T: Real> Tile<T> {
                 match (self.rows.div_ceil(lanes::<T, S>()), self.columns.next_multiple_of(4)) {
                     // Room for the accumulators, a column of vectors and an element; larger tiles are never asked for.
                     $(($v, $n) if $v * $n + $v < S::REGISTER_COUNT => unsafe {
-                        if self.b.column == 1 && self.b.step == $n {
-                            self.outer_products::<S, $v, $n, true>(simd);
-                        } else {
-                            self.outer_products::<S, $v, $n, false>(simd);
+                        match self.b {
+                            Broadcast { step: $n, column: 1, .. } => self.outer_products::<S, $v, $n, PACKED>(simd),
+                            Broadcast { step: 1, .. } => self.outer_products::<S, $v, $n, COLUMNS>(simd),
+                            _ => self.outer_products::<S, $v, $n, STRIDED>(simd),
                         }
                     },)*
                     _ => unreachable!("tile larger than the registers"),
@@ -286,27 +319,35 @@ impl<T: Real> Tile<T> {
     }
 
     #[inline(always)]
-    unsafe fn outer_products<S: Simd, const V: usize, const N: usize, const PACKED: bool>(self, simd: S) {
+    unsafe fn outer_products<S: Simd, const V: usize, const N: usize, const LAYOUT: u8>(self, simd: S) {
         let lanes = lanes::<T, S>();
         let zero = T::splat(simd, T::ZERO);
         let mut acc = [[zero; V]; N];
-        let (mut a, mut b) = (self.a, self.b.ptr);
-        let (step, distance) = if PACKED { (N, 1) } else { (self.b.step, self.b.column) };
-        for _ in 0..self.k {
-            // SAFETY: the caller gives `V * lanes` and `N` elements for each of the `k` steps.
-            unsafe {
-                let mut vectors = [zero; V];
-                for (v, vector) in vectors.iter_mut().enumerate() {
-                    *vector = a.add(v * lanes).cast::<T::Vector<S>>().read_unaligned();
-                }
-                for (n, column) in acc.iter_mut().enumerate() {
-                    let element = T::splat(simd, *b.add(n * distance));
-                    for (sum, vector) in column.iter_mut().zip(vectors) {
-                        *sum = T::multiply_add(simd, vector, element, *sum);
+        let (step, distance) = match LAYOUT {
+            PACKED => (N, 1),
+            COLUMNS => (1, self.b.column),
+            _ => (self.b.step, self.b.column),
+        };
+        for run in self.runs {
+            // SAFETY: the caller's operands have all runs.
+            let (mut a, mut b) = unsafe { (self.a.add(run.a), self.b.ptr.add(run.b)) };
+            for _ in 0..self.k {
+                // SAFETY: the caller gives `V * lanes` and `N` elements for each of the `k` steps.
+                unsafe {
+                    let mut vectors = [zero; V];
+                    for (v, vector) in vectors.iter_mut().enumerate() {
+                        *vector = a.add(v * lanes).cast::<T::Vector<S>>().read_unaligned();
                     }
+                    for (n, column) in acc.iter_mut().enumerate() {
+                        let element = T::splat(simd, *b.add(n * distance));
+                        for (sum, vector) in column.iter_mut().zip(vectors) {
+                            *sum = T::multiply_add(simd, vector, element, *sum);
+                        }
+                    }
+                    // Behind the last step there may be no memory.
+                    a = a.wrapping_add(self.a_step);
+                    b = b.wrapping_add(step);
                 }
-                a = a.add(self.a_step);
-                b = b.add(step);
             }
         }
         if self.c.row_stride == 1 && self.rows == V * lanes {

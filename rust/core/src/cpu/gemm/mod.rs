@@ -17,8 +17,11 @@ mod thin;
 pub use batch::{matmul, matmul_accumulate};
 pub use kernel::Lane;
 
+pub(crate) use block::with_scratch;
+pub(crate) use kernel::{Broadcast, Run, Target, Tile, TileShape};
+pub(crate) use pack::{Along, Side, pack, packed_len};
+
 use block::Product;
-use pack::Side;
 
 use super::{Elem, Real};
 

@@ -2,7 +2,7 @@
 
 use std::any::TypeId;
 
-use super::kernel::TileShape;
+use super::kernel::{LINE, TileShape, prefetch};
 use crate::cpu::{Elem, Real, dispatch};
 
 /// One operand as the tiles see it: `outer` is the stride along the rows or columns of the result, `inner` along `k`.
@@ -125,6 +125,14 @@ unsafe fn transpose<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width:
     let mut copied = None;
     for p in (0..k).step_by(RUN) {
         let run = RUN.min(k - p);
+        if src.inner == 1 {
+            // Each row is a stream of its own, too many for the processor to follow.
+            for i in 0..rows {
+                let next = src.ptr.wrapping_add(i * src.outer + p + RUN).cast::<u8>();
+                let bytes = (k - p - run).min(RUN) * size_of::<T>();
+                (0..bytes).step_by(LINE).for_each(|at| prefetch(next.wrapping_add(at)));
+            }
+        }
         for i in (0..width).step_by(ROWS) {
             let part = ROWS.min(width - i);
             // SAFETY: rows from `i` and steps from `p` on, where they are within the caller's panel.

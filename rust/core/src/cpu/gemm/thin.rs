@@ -5,7 +5,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::kernel::{Broadcast, Target, Tile, lanes};
+use super::kernel::{Broadcast, Run, Target, Tile, lanes};
 use crate::cpu::Real;
 use crate::cpu::simd::arch;
 
@@ -77,7 +77,7 @@ impl<T: Real> WithSimd for Outer<T> {
             // SAFETY: `run` promises the operands and the result.
             unsafe {
                 let c = Target { ptr: self.c.ptr.add(i * self.c.row_stride), ..self.c };
-                Tile { k: self.k, a, a_step, b, c, rows, columns: self.n }.run(simd);
+                Tile { runs: &Run::WHOLE, k: self.k, a, a_step, b, c, rows, columns: self.n }.run(simd);
             }
             i += rows;
         }

@@ -38,6 +38,9 @@ pub fn scaled_dot_product_attention(
     let result = [&q.dims()[..rank - 1], &v.dims()[rank - 1..]].concat();
     check_allocation("scaled_dot_product_attention", &result, q.dtype())?;
     let scale = scale.unwrap_or_else(|| 1.0 / (width.max(1) as f64).sqrt());
+    if !scale.is_finite() {
+        return Err(Error::argument(ATTENTION.name, format!("the scale is {scale}, expected a finite number")));
+    }
     // A mask that learns (relative positions) needs the gradient of every score.
     if let Some(mask) = mask.filter(|mask| mask.requires_grad()) {
         return plain(q, k, v, Some(mask), is_causal, scale);

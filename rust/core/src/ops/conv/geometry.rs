@@ -93,12 +93,12 @@ impl Geometry {
         self.out_channels / self.options.groups
     }
 
-    /// Pixels of the result: rows of the im2col matrix.
+    /// Pixels of the result.
     pub const fn pixels(&self) -> usize {
         self.batch * self.output[0] * self.output[1]
     }
 
-    /// Elements that a window meets: columns of the im2col matrix.
+    /// Elements that a window meets: those of the weight of an output channel.
     pub const fn row_len(&self) -> usize {
         self.kernel[0] * self.kernel[1] * self.channels_per_group()
     }
@@ -115,9 +115,14 @@ impl Geometry {
         [self.batch, self.output[0], self.output[1], self.out_channels]
     }
 
-    /// Whether the im2col matrix is the image itself.
+    /// Whether each pixel of the result meets the pixel of the image at its place, in all channels: a matrix product.
     pub fn is_pointwise(&self) -> bool {
         let options = Conv2dOptions { dilation: self.options.dilation, ..Conv2dOptions::default() };
         self.kernel == [1, 1] && self.options == options
+    }
+
+    /// Whether each channel is convolved by itself, into one of the result.
+    pub const fn is_depthwise(&self) -> bool {
+        self.channels == self.options.groups && self.out_channels == self.options.groups
     }
 }

@@ -1,13 +1,16 @@
-//! Two-dimensional convolution (cross-correlation, as in every deep learning library) by im2col and matrix products.
+//! Two-dimensional convolution (cross-correlation, as in every deep learning library).
 //!
-//! Images are (batch, height, width, channels) and weights (out, kernel height, kernel width, channels / groups): a row of
-//! the im2col matrix and a row of the weight then lie in the same order, and y = columns · weightᵀ needs no transposed copy
-//! of either. The im2col matrix is made in parts of bounded size, so memory does not grow with the image.
-//! Nothing is kept of it: the backward makes it again if the weight needs a gradient.
+//! Images are (batch, height, width, channels) and weights (out, kernel height, kernel width, channels / groups). The forward
+//! pass and the gradient of the input are sums over the places of the kernel ([`stencil`]), which read copies of parts of
+//! the image; there is no im2col matrix. Kernels of 1 × 1 are matrix products, convolutions of each channel by itself
+//! have loops of their own.
 
+mod depthwise;
 mod geometry;
-mod im2col;
 mod kernels;
+mod patch;
+mod stencil;
+mod weight;
 
 use smallvec::SmallVec;
 
@@ -27,11 +30,12 @@ fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Re
     let (x, weight) = (contiguous(x)?, contiguous(weight)?);
     let bias = bias.map(contiguous).transpose()?;
     let operands: SmallVec<[&Raw; 3]> = [&x, &weight].into_iter().chain(&bias).collect();
-    dispatch_float!(x.dtype(), CONV2D.name, T => read_all(CONV2D.name, &operands, |operands| {
+    let sum = dispatch_float!(x.dtype(), CONV2D.name, T => read_all(CONV2D.name, &operands, |operands| {
         let bias = operands.get(2).map(|&bias| elements::<T>(bias)).transpose()?;
         Ok(kernels::forward(geometry, elements::<T>(operands[0])?, elements(operands[1])?, bias))
     })
-    .map(|y| from_vec(y, geometry.result_dims().as_slice())))
+    .map(|y| from_vec(y, geometry.result_dims().as_slice())))?;
+    cast(&sum, x.dtype())
 }
 
 /// The gradient of the input.

@@ -86,12 +86,26 @@ fn every_option_is_that_of_plain_loops() {
 #[test]
 fn an_image_in_several_parts_is_one_convolution() {
     let options = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
-    let (x, weight) = ([2, 61, 53, 130], [3, 3, 3, 130]);
+    let (x, weight) = ([2, 61, 103, 130], [3, 3, 3, 130]);
     let geometry = Geometry::new("test", x, weight, None, options).unwrap();
-    let cuts: Vec<usize> = kernels::parts::<f64>(&geometry).map(|part| part.start).collect();
-    assert!(cuts.len() > 3 && !cuts[1].is_multiple_of(53), "parts must begin within a line: {cuts:?}");
+    let rects = patch::rects(&stencil::Stencil::forward(&geometry).phases[0], 130);
+    let (lines, columns) = (&rects[0].lines, &rects[0].columns);
+    assert!(lines.len() < 61 && columns.len() < 103, "parts must cut lines and columns: {lines:?} {columns:?}");
     check(&x, &weight, options, DType::F64, 1e-12);
     check(&x, &weight, Conv2dOptions { stride: [1, 2], dilation: [2, 1], ..options }, DType::F32, 1e-5);
+}
+
+#[test]
+fn channels_that_fill_no_register_or_several_panels() {
+    let options = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
+    for (channels, out, groups) in [(1, 1, 1), (5, 37, 1), (33, 13, 1), (70, 66, 2), (12, 12, 4), (8, 16, 8), (7, 7, 7)]
+    {
+        let (x, weight) = ([2, 6, 19, channels], [out, 3, 3, channels / groups]);
+        for stride in [[1, 1], [2, 1], [3, 2]] {
+            check(&x, &weight, Conv2dOptions { stride, groups, ..options }, DType::F64, 1e-13);
+            check(&x, &weight, Conv2dOptions { stride, groups, ..options }, DType::F32, 1e-6);
+        }
+    }
 }
 
 #[test]

@@ -25,19 +25,19 @@ pub enum Reduction {
     None,
 }
 
-impl std::str::FromStr for Reduction {
-    type Err = Error;
-
-    /// torch's names: `"mean"`, `"sum"`, `"none"`.
-    fn from_str(text: &str) -> Result<Self> {
+impl Reduction {
+    /// The reduction of the loss `op` by torch's names: `"mean"`, `"sum"`, `"none"`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another name.
+    pub fn parse(op: &'static str, text: &str) -> Result<Self> {
         match text {
             "mean" => Ok(Self::Mean),
             "sum" => Ok(Self::Sum),
             "none" => Ok(Self::None),
-            other => Err(Error::argument(
-                "loss",
-                format!("reduction is \"{other}\"; expected \"mean\", \"sum\" or \"none\""),
-            )),
+            other => {
+                Err(Error::argument(op, format!("reduction is \"{other}\"; expected \"mean\", \"sum\" or \"none\"")))
+            }
         }
     }
 }

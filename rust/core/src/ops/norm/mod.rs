@@ -89,6 +89,14 @@ impl<'a> Affine<'a> {
     }
 }
 
+/// Check what is added to a variance.
+fn check_eps(op: &'static str, eps: f64) -> Result<()> {
+    if eps.is_finite() && eps >= 0.0 {
+        return Ok(());
+    }
+    Err(Error::argument(op, format!("eps is {eps}, expected a number of at least 0")))
+}
+
 /// The values of a parameter for arithmetic; if there is none, those that change nothing.
 fn numbers<R: Real + WithDType>(parameter: Option<&Raw>, len: usize, neutral: R) -> Result<Vec<R>> {
     Ok(match parameter {

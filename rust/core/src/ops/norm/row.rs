@@ -4,7 +4,7 @@
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use super::{Affine, SavedAffine};
+use super::{Affine, SavedAffine, check_eps};
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, contiguous, dispatch, elements, read_all};
 use crate::ops::rows;
@@ -51,6 +51,7 @@ fn row_norm<const CENTER: bool>(
     eps: f64,
 ) -> Result<Tensor> {
     let op = info.name;
+    check_eps(op, eps)?;
     if normalized_dims == 0 || normalized_dims > x.rank() {
         return Err(Error::argument(
             op,

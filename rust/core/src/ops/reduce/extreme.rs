@@ -1,9 +1,10 @@
 //! Largest and smallest elements. NaN is larger and smaller than everything, as in torch.
 
 use super::super::index::{gather_raw, positions, scatter_raw};
+use super::super::integer;
 use super::{Reduction, Scale};
 use crate::cpu::{self, Binary, Real, Ternary};
-use crate::raw::Raw;
+use crate::raw::{Raw, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record, record_with_aux};
 use crate::{Error, Result, Tensor};
 
@@ -103,8 +104,11 @@ fn without_dim(raw: Raw, dim: usize, keepdim: bool) -> Result<Raw> {
 impl Tensor {
     fn extreme(&self, extreme: Extreme, dims: &[usize], keepdim: bool) -> Result<Self> {
         let op = extreme.info();
-        let reduction = Reduction::new(op.name, self, dims)?;
+        let reduction = Reduction::of(op.name, self, dims)?;
         check_not_empty(op.name, &reduction)?;
+        if !is_float(self.dtype()) {
+            return self.integer_extreme(extreme, &reduction.dims, keepdim);
+        }
         if let &[dim] = reduction.dims.as_slice() {
             return record_with_aux(
                 op,
@@ -141,17 +145,27 @@ impl Tensor {
     }
 
     fn extreme_all(&self, extreme: Extreme) -> Result<Self> {
-        let reduction = Reduction::new(extreme.info().name, self, &self.all_dims())?;
+        let reduction = Reduction::of(extreme.info().name, self, &self.all_dims())?;
         check_not_empty(extreme.info().name, &reduction)?;
+        if !is_float(self.dtype()) {
+            return self.integer_extreme(extreme, &reduction.dims, false);
+        }
         self.shared_extreme(extreme, reduction, false)
     }
 
+    fn integer_extreme(&self, extreme: Extreme, dims: &[usize], keepdim: bool) -> Result<Self> {
+        match extreme {
+            Extreme::Max => integer::extreme(self, dims, keepdim, Raw::max_keepdim),
+            Extreme::Min => integer::extreme(self, dims, keepdim, Raw::min_keepdim),
+        }
+    }
+
     /// The largest element over `dims`. Over one dimension the first of equal elements gets the gradient; over several they
-    /// share it (torch's `max(dim)` and `amax`).
+    /// share it (torch's `max(dim)` and `amax`). Integers have no gradient.
     ///
     /// # Errors
     /// [`Error::Shape`] over no elements, [`Error::Index`] if a dimension is out of range, [`Error::Argument`] if one is named
-    /// twice, [`Error::DType`] if the tensor is not floating point.
+    /// twice.
     pub fn max(&self, dims: &[usize], keepdim: bool) -> Result<Self> {
         self.extreme(Extreme::Max, dims, keepdim)
     }

@@ -53,12 +53,12 @@ fn schedule_noise_velocity_and_weights_are_those_of_diffusers() {
         // Diffusers takes 1 - ᾱ of an f32 near 1.
         assert!(difference(&values(&noised.sample), &values(&golden["ddpm_noised"])) < 5e-6);
         assert!(difference(&values(&noised.target), &values(&golden[target])) < 5e-6);
-        // The loss of one example that is off by 1 everywhere is its weight.
+        // The loss of one example that is off by 1 everywhere is its weight (which takes 1 - ᾱ again).
         for (t, expected) in values(&golden[weight]).into_iter().enumerate().step_by(37) {
             let timesteps = Tensor::new(&[t as i64], &CPU).unwrap();
             let noised = objective.noise_at(&randn(&[1, 4, 2, 2]), &randn(&[1, 4, 2, 2]), &timesteps).unwrap();
             let loss = objective.loss(&noised.target.add_scalar(1.0).unwrap(), &noised, None, None).unwrap();
-            assert!((loss.item().unwrap() - expected).abs() < 1e-5 * expected, "{t}");
+            assert!((loss.item().unwrap() - expected).abs() < 2e-4 * expected, "{t}");
         }
     }
 }

@@ -54,10 +54,11 @@ impl<T: Elem> BackwardPass<'_, T> {
             let table = block.sample * channels..(block.sample + 1) * channels;
             let (means, scales) = (&means[table.clone()], &scales[table]);
             let (x, g) = (&self.x[block.elements.clone()], &self.grad[block.elements]);
+            let rows = x.chunks_exact(channels).zip(g.chunks_exact(channels));
             dispatch(
                 #[inline(always)]
                 || {
-                    for (x, g) in x.chunks_exact(channels).zip(g.chunks_exact(channels)) {
+                    for (x, g) in rows {
                         let sums = dots.iter_mut().zip(sums.iter_mut());
                         let constants = means.iter().zip(scales).zip(self.bias);
                         for (((dot, sum), ((mean, scale), bias)), (x, g)) in sums.zip(constants).zip(x.iter().zip(g)) {
@@ -116,11 +117,11 @@ impl<T: Elem> BackwardPass<'_, T> {
                 let table = block.sample * channels..(block.sample + 1) * channels;
                 let [means, scales, b, c] = [means, scales, &b, &c].map(|values| &values[table.clone()]);
                 let (x, g) = (&self.x[block.elements.clone()], &self.grad[block.elements]);
+                let rows = x.chunks_exact(channels).zip(g.chunks_exact(channels)).zip(out.chunks_exact_mut(channels));
                 dispatch(
                     #[inline(always)]
                     || {
-                        let rows = x.chunks_exact(channels).zip(g.chunks_exact(channels));
-                        for ((x, g), out) in rows.zip(out.chunks_exact_mut(channels)) {
+                        for ((x, g), out) in rows {
                             let of_forward = means.iter().zip(scales).zip(self.bias);
                             let constants = of_forward.zip(b.iter().zip(c));
                             let values = out.iter_mut().zip(x.iter().zip(g));

@@ -95,10 +95,11 @@ pub(super) fn forward<T: Elem, const SILU: bool>(
         size.fill(|block, out| {
             let table = block.sample * channels..(block.sample + 1) * channels;
             let (x, means, scales) = (&x[block.elements], &means[table.clone()], &scales[table]);
+            let rows = x.chunks_exact(channels).zip(out.chunks_exact_mut(channels));
             dispatch(
                 #[inline(always)]
                 || {
-                    for (x, out) in x.chunks_exact(channels).zip(out.chunks_exact_mut(channels)) {
+                    for (x, out) in rows {
                         let constants = means.iter().zip(scales).zip(bias);
                         for ((o, x), ((mean, scale), bias)) in out.iter_mut().zip(x).zip(constants) {
                             let y = (x.to_acc() - *mean).mul_add(*scale, *bias);

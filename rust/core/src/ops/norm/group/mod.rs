@@ -13,7 +13,7 @@ use std::ops::Range;
 use backward::BackwardPass;
 use forward::{forward, statistics};
 
-use super::{Affine, SavedAffine};
+use super::{Affine, SavedAffine, check_eps};
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, contiguous, elements, read_all};
 use crate::ops::rows;
@@ -64,6 +64,7 @@ fn apply<const SILU: bool>(
     eps: f64,
 ) -> Result<Tensor> {
     let op = info.name;
+    check_eps(op, eps)?;
     let &[batch, ref positions @ .., channels] = x.dims() else {
         return Err(Error::shape(op, format!("the input has shape {:?}, expected (batch, ..., channels)", x.dims())));
     };

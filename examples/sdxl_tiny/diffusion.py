@@ -1,0 +1,204 @@
+"""Train the UNet and both text encoders together on cached latents, and draw samples."""
+
+import copy
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import photos
+import torch
+from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline
+from PIL import Image
+from torch import nn
+from torch.nn import functional
+from transformers import CLIPTokenizer
+
+from models import TOKENS
+
+CAPTION_DROPOUT = 0.1
+GAMMA = 5.0
+
+
+@dataclass
+class Latents:
+    """Latents (N, 4, 16, 16), time ids (N, 6) and each one's row in the table of captions."""
+
+    values: torch.Tensor
+    time_ids: torch.Tensor
+    rows: torch.Tensor
+
+
+def scheduler() -> EulerDiscreteScheduler:
+    """SDXL's published schedule."""
+    return EulerDiscreteScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        timestep_spacing="leading",
+        steps_offset=1,
+    )
+
+
+def caption_table(data: photos.Photos) -> tuple[list[str], dict[tuple[int, str], int], int]:
+    """All captions in one list, the first row of each (flower, colour), and rows per group."""
+    groups = sorted(set(zip(data.flowers.tolist(), data.colours, strict=True)))
+    worded = [photos.captions(photos.FLOWERS[flower], colour) for flower, colour in groups]
+    width = len(worded[0])
+    rows = {group: index * width for index, group in enumerate(groups)}
+    return list(itertools.chain.from_iterable(worded)), rows, width
+
+
+def tokenise(folder: Path, texts: list[str], device: torch.device) -> list[torch.Tensor]:
+    """Token ids (N, 77) for each of the two encoders."""
+    ids = []
+    for name in ("tokenizer", "tokenizer_2"):
+        tokenizer = CLIPTokenizer.from_pretrained(folder / name)
+        encoded = tokenizer(
+            texts, padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt"
+        )
+        ids.append(encoded.input_ids.to(device))
+    return ids
+
+
+def encode_texts(
+    networks: nn.ModuleDict, ids: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both encoders' last but one layers side by side (N, 77, 128), and the pooled vector."""
+    first = networks["text_encoder"](ids[0], output_hidden_states=True)
+    second = networks["text_encoder_2"](ids[1], output_hidden_states=True)
+    hidden = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
+    return hidden, second.text_embeds
+
+
+def train(
+    networks: nn.ModuleDict,
+    latents: Latents,
+    table: list[torch.Tensor],
+    width: int,
+    seconds: float,
+    rate: float,
+    batch: int = 256,
+) -> nn.ModuleDict:
+    """Epsilon prediction with min-SNR weights (Hang et al., 2023); returns the averaged networks.
+
+    The table's last row is the empty caption. A dropped caption is that row or zeros, so that
+    either serves as the negative prompt.
+    """
+    device = latents.values.device
+    cuda = device.type == "cuda"
+    cumulative = scheduler().alphas_cumprod.to(device)
+    averaged = copy.deepcopy(networks).eval().requires_grad_(requires_grad=False)
+    average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)
+    current_rate = torch.tensor(rate, device=device)
+    optimizer = torch.optim.AdamW(
+        networks.parameters(), current_rate, betas=(0.9, 0.98), fused=cuda, capturable=cuda
+    )
+
+    def take_step() -> torch.Tensor:
+        index = torch.randint(len(latents.values), (batch,), device=device)
+        clean = latents.values[index]
+        noise = torch.randn_like(clean)
+        timestep = torch.randint(0, len(cumulative), (batch,), device=device)
+        signal = cumulative[timestep].view(-1, 1, 1, 1)
+        noisy = signal.sqrt() * clean + (1 - signal).sqrt() * noise
+        draw = torch.rand(batch, device=device)
+        rows = latents.rows[index] + torch.randint(0, width, (batch,), device=device)
+        rows = torch.where(draw < CAPTION_DROPOUT, len(table[0]) - 1, rows)
+        told = (draw >= CAPTION_DROPOUT / 2).to(clean.dtype)
+        with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+            hidden, pooled = encode_texts(networks, table)
+            conditions = {
+                "text_embeds": pooled[rows] * told[:, None],
+                "time_ids": latents.time_ids[index],
+            }
+            text = hidden[rows] * told[:, None, None]
+            predicted = networks["unet"](noisy, timestep, text, added_cond_kwargs=conditions).sample
+        ratio = (signal / (1 - signal)).flatten()
+        weight = ratio.clamp(max=GAMMA) / ratio
+        error = functional.mse_loss(predicted.float(), noise, reduction="none").mean((1, 2, 3))
+        loss = (weight * error).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(networks.parameters(), 1.0)
+        optimizer.step()
+        average(list(averaged.parameters()), list(networks.parameters()), 1)
+        return loss.detach()
+
+    replay = captured(take_step) if cuda else take_step
+    start, step, progress, smooth = time.monotonic(), 0, 0.0, 1.0
+    while progress < 1:
+        progress = min(1.0, (time.monotonic() - start) / seconds)
+        cosine = 0.5 + 0.5 * math.cos(math.pi * progress)
+        current_rate.fill_(rate * min((step + 1) / 500, 0.01 + cosine))
+        loss = replay()
+        if step % 50 == 0:
+            smooth = 0.8 * smooth + 0.2 * float(loss)
+        if step % 1000 == 0:
+            print(f"unet {step:5d} {progress:4.0%} loss {smooth:.4f}", flush=True)
+        step += 1
+    print(f"unet: {step} steps of {batch}", flush=True)
+    return averaged
+
+
+def captured(take_step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Record a step as a CUDA graph: for a model this small, launching kernels is what costs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            take_step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = take_step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return loss
+
+    return replay
+
+
+def save(folder: Path, networks: nn.ModuleDict, vae: AutoencoderKL) -> None:
+    """Write the folder that diffusers' StableDiffusionXLPipeline loads, in f16."""
+    pipeline = StableDiffusionXLPipeline(
+        vae=vae,
+        **networks,
+        tokenizer=CLIPTokenizer.from_pretrained(folder / "tokenizer"),
+        tokenizer_2=CLIPTokenizer.from_pretrained(folder / "tokenizer_2"),
+        scheduler=scheduler(),
+        add_watermarker=False,
+    )
+    pipeline.to(torch.float16).save_pretrained(folder)
+    for name in ("unet", "vae"):
+        path = folder / name / "config.json"
+        config = json.loads(path.read_text("utf-8"))
+        config.pop("_name_or_path", None)
+        path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def sample(folder: Path, prompts: list[str], count: int, scale: float, size: int) -> Image.Image:
+    """Load the folder as a user would and draw one row of pictures for each prompt."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pipeline = StableDiffusionXLPipeline.from_pretrained(
+        folder, torch_dtype=torch.float32, add_watermarker=False
+    ).to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    grid = Image.new("RGB", (size * count, size * len(prompts)))
+    for row, prompt in enumerate(prompts):
+        pictures = pipeline(
+            prompt,
+            height=size,
+            width=size,
+            num_inference_steps=30,
+            guidance_scale=scale,
+            num_images_per_prompt=count,
+            generator=torch.Generator("cpu").manual_seed(row),
+        ).images
+        for column, picture in enumerate(pictures):
+            grid.paste(picture, (size * column, size * row))
+    return grid

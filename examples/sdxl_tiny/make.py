@@ -1,0 +1,138 @@
+"""Train the small SDXL-shaped checkpoint that ships with trainable-candle.
+
+Needs torch, diffusers and transformers, which trainable-candle itself does not, and a CUDA GPU:
+
+    python examples/sdxl_tiny/make.py --photos flower_photos --output sdxl_tiny
+
+PHOTOS is TensorFlow's flower_photos archive, unpacked: daisy, dandelion, roses, sunflowers and
+tulips, with the LICENSE.txt that names each picture's photographer.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import diffusion
+import numpy as np
+import photos
+import tokenizer
+import torch
+import vae as autoencoding
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from PIL import Image
+from torch import nn
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+import models
+
+SEED = 0
+PROMPTS = [
+    "a photo of a white daisy",
+    "a photo of a yellow dandelion",
+    "a photo of a red rose",
+    "a photo of a pink rose",
+    "a photo of a yellow sunflower",
+    "a photo of a red tulip",
+    "a photo of a yellow tulip",
+    "a photo of a purple tulip",
+]
+
+
+def reconstructions(vae: AutoencoderKL, pixels: torch.Tensor) -> Image.Image:
+    """Pictures above what the autoencoder makes of them."""
+    with torch.no_grad():
+        latents = autoencoding.encode(vae, pixels) / vae.config.scaling_factor
+        made = vae.decode(latents).sample.clamp(-1, 1).permute(0, 2, 3, 1)
+    made = ((made + 1) * 127.5).round().byte()
+    error = (made.float() - pixels.float()).square().mean() / 255**2
+    print(f"vae: {-10 * float(error.log10()):.2f} dB PSNR", flush=True)
+    rows = [torch.cat(list(row), 1) for row in (pixels, made)]
+    return Image.fromarray(torch.cat(rows).cpu().numpy())
+
+
+def load_networks(folder: Path) -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "unet": UNet2DConditionModel.from_pretrained(folder / "unet"),
+            "text_encoder": CLIPTextModel.from_pretrained(folder / "text_encoder"),
+            "text_encoder_2": CLIPTextModelWithProjection.from_pretrained(
+                folder / "text_encoder_2"
+            ),
+        }
+    ).float()
+
+
+def new_networks(tokens: int) -> nn.ModuleDict:
+    first, second = models.text_encoders(tokens, tokens - 2, tokens - 1)
+    return nn.ModuleDict({"unet": models.unet(), "text_encoder": first, "text_encoder_2": second})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--photos", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--start-from", type=Path, help="a checkpoint to train further")
+    parser.add_argument("--classifier-steps", type=int, default=500)
+    parser.add_argument("--vae-seconds", type=float, default=150)
+    parser.add_argument("--unet-seconds", type=float, default=300)
+    parser.add_argument("--rate", type=float, default=2e-3, help="the UNet's peak learning rate")
+    parser.add_argument("--variants", type=int, default=8, help="crops of each picture")
+    arguments = parser.parse_args()
+
+    torch.manual_seed(SEED)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    output, earlier = arguments.output, arguments.start_from
+
+    data = photos.load(arguments.photos)
+    pixels = torch.from_numpy(data.pixels).to(device)
+    labels = torch.from_numpy(data.flowers).to(device)
+    clear = autoencoding.clear_pictures(pixels, labels, arguments.classifier_steps)
+    if earlier:
+        vae = AutoencoderKL.from_pretrained(earlier / "vae").float().to(device)
+    else:
+        judge = autoencoding.train_classifier(pixels, labels, arguments.classifier_steps)
+        vae = autoencoding.train(pixels, judge, arguments.vae_seconds)
+    output.mkdir(parents=True, exist_ok=True)
+    shown = torch.arange(0, len(pixels), max(1, len(pixels) // 12), device=device)[:12]
+    reconstructions(vae, pixels[shown]).save(output / "reconstructions.png")
+
+    data = data.keep(clear.cpu().numpy())
+    print(f"{len(data)} of {len(pixels)} pictures show their flower clearly", flush=True)
+    texts, rows, width = diffusion.caption_table(data)
+    if earlier:
+        for name in ("tokenizer", "tokenizer_2"):
+            shutil.copytree(earlier / name, output / name, dirs_exist_ok=True)
+        networks = load_networks(earlier).to(device)
+    else:
+        networks = new_networks(tokenizer.write(output, texts)).to(device)
+    cropped, sources, time_ids = photos.crops(data, arguments.variants, SEED)
+    groups = list(zip(data.flowers.tolist(), data.colours, strict=True))
+    caption_rows = np.asarray([rows[groups[index]] for index in sources])
+    latents = diffusion.Latents(
+        torch.cat(
+            [
+                autoencoding.encode(vae, torch.from_numpy(part).to(device))
+                for part in np.array_split(cropped, max(1, len(cropped) // 1024))
+            ]
+        ),
+        torch.from_numpy(time_ids).to(device),
+        torch.from_numpy(caption_rows).to(device),
+    )
+    print(f"{len(texts)} captions, {len(cropped)} crops", flush=True)
+    table = diffusion.tokenise(output, [*texts, ""], device)
+    networks.train()
+    trained = diffusion.train(
+        networks, latents, table, width, arguments.unet_seconds, arguments.rate
+    )
+    diffusion.save(output, trained, vae)
+    for scale in (1.0, 4.0, 7.0):
+        grid = diffusion.sample(output, PROMPTS, 8, scale, models.RESOLUTION)
+        grid.save(output / f"samples_{scale:.0f}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The four networks of a Stable Diffusion XL checkpoint, at a thousandth of their size."""
+
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+RESOLUTION = 128
+TOKENS = 77
+POOLED_WIDTH = 64
+
+
+def autoencoder() -> AutoencoderKL:
+    """Four levels and 8x down-sampling to 4 channels, as SDXL's."""
+    return AutoencoderKL(
+        block_out_channels=(24, 40, 64, 64),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=8,
+        sample_size=RESOLUTION,
+        scaling_factor=0.13025,
+    )
+
+
+def text_encoders(
+    vocabulary_size: int, start: int, end: int
+) -> tuple[CLIPTextModel, CLIPTextModelWithProjection]:
+    """A CLIP-L-shaped (quick GELU) and an OpenCLIP-bigG-shaped (GELU, projection) encoder."""
+    shared = {
+        "vocab_size": vocabulary_size,
+        "max_position_embeddings": TOKENS,
+        "num_hidden_layers": 2,
+        "bos_token_id": start,
+        "eos_token_id": end,
+    }
+    first = CLIPTextConfig(
+        hidden_size=48,
+        intermediate_size=96,
+        num_attention_heads=3,
+        hidden_act="quick_gelu",
+        projection_dim=48,
+        pad_token_id=end,
+        **shared,
+    )
+    second = CLIPTextConfig(
+        hidden_size=80,
+        intermediate_size=160,
+        num_attention_heads=5,
+        hidden_act="gelu",
+        projection_dim=POOLED_WIDTH,
+        pad_token_id=0,
+        **shared,
+    )
+    return CLIPTextModel(first), CLIPTextModelWithProjection(second)
+
+
+def unet() -> UNet2DConditionModel:
+    """Text, time, picture-size and crop conditioning, exactly as SDXL's UNet wires them."""
+    return UNet2DConditionModel(
+        sample_size=RESOLUTION // 8,
+        block_out_channels=(48, 64, 64),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        transformer_layers_per_block=(1, 1, 2),
+        attention_head_dim=(3, 4, 4),
+        norm_num_groups=8,
+        cross_attention_dim=48 + 80,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=32,
+        projection_class_embeddings_input_dim=6 * 32 + POOLED_WIDTH,
+    )

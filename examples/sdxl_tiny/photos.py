@@ -1,0 +1,126 @@
+"""The training pictures: a folder of flower photographs, their colours and their captions."""
+
+import hashlib
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from models import RESOLUTION
+
+FLOWERS = ("daisy", "dandelion", "rose", "sunflower", "tulip")
+HUES = (
+    ("red", 345, 375),
+    ("orange", 15, 40),
+    ("yellow", 40, 66),
+    ("purple", 255, 305),
+    ("pink", 305, 345),
+)
+
+
+@dataclass
+class Photos:
+    """Pictures of (N, 128, 128, 3) bytes, their flower's index, their colour (or '') and id."""
+
+    pixels: np.ndarray
+    flowers: np.ndarray
+    colours: list[str]
+
+    def keep(self, chosen: np.ndarray) -> "Photos":
+        """The pictures where `chosen`, (N,) booleans, is true."""
+        colours = [colour for colour, kept in zip(self.colours, chosen, strict=True) if kept]
+        return Photos(self.pixels[chosen], self.flowers[chosen], colours)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+
+def load(folder: Path) -> Photos:
+    """Read FOLDER/daisy/*.jpg and so on; only the pictures that FOLDER/LICENSE.txt names."""
+    licensed = {
+        line.split()[0].split("/")[1]
+        for line in (folder / "LICENSE.txt").read_text("utf-8").splitlines()
+        if ".jpg " in line
+    }
+    pixels, flowers, colours, seen = [], [], [], set()
+    for index, flower in enumerate(FLOWERS):
+        for path in sorted(folder.glob(f"{flower}*/*.jpg")):
+            content = path.read_bytes()
+            digest = hashlib.sha256(content).digest()
+            if path.name not in licensed or digest in seen:
+                continue
+            seen.add(digest)
+            with Image.open(path) as picture:
+                rgb = picture.convert("RGB").resize(
+                    (RESOLUTION, RESOLUTION), Image.Resampling.LANCZOS
+                )
+            pixels.append(np.asarray(rgb))
+            flowers.append(index)
+            colours.append(main_colour(rgb))
+    if not pixels:
+        raise SystemExit(f"{folder}: no picture that LICENSE.txt names")
+    return Photos(np.stack(pixels), np.asarray(flowers), colours)
+
+
+def main_colour(picture: Image.Image) -> str:
+    """The colour of the petals: the commonest in the middle that is neither leaf nor sky."""
+    border = RESOLUTION // 8
+    middle = picture.crop((border, border, RESOLUTION - border, RESOLUTION - border))
+    hue, saturation, value = np.moveaxis(np.asarray(middle.convert("HSV"), np.float32), -1, 0)
+    hue *= 360 / 256
+    strong = (saturation > 100) & (value > 80)
+    shares = {
+        name: float(np.mean(strong & (((hue - low) % 360) < high - low)))
+        for name, low, high in HUES
+    }
+    pale = (saturation <= 140) & (saturation > 50) & (value > 150)
+    shares["pink"] += float(np.mean(pale & (((hue - 320) % 360) < 55)))
+    shares["white"] = 0.7 * float(np.mean((saturation <= 45) & (value > 170)))
+    colour = max(shares, key=lambda name: shares[name])
+    return colour if shares[colour] > 0.08 else ""
+
+
+def captions(flower: str, colour: str) -> list[str]:
+    """Every wording that a picture of this flower and colour is trained with."""
+    named = f"{colour} {flower}".strip()
+    article = "an" if named[0] in "aeiou" else "a"
+    return [
+        f"a photo of {article} {named}",
+        f"a photo of {article} {named}",
+        f"{article} {named}",
+        f"a close-up photo of {article} {named}, nature photography",
+        f"a photo of a {flower}",
+        f"a {flower}",
+        f"a photo of {named}s" if flower != "daisy" else f"a photo of {colour} daisies",
+    ]
+
+
+def crops(photos: Photos, variants: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Enlarged, cropped, mirrored and blurred copies with SDXL's time ids.
+
+    Returns the pixels (variants * N, 128, 128, 3), the index of each one's photograph, and the time
+    ids (original height and width, top and left of the crop, target height and width).
+    """
+    generator = random.Random(seed)
+    pixels, sources, ids = [], [], []
+    for variant in range(variants):
+        for index in range(len(photos)):
+            picture = Image.fromarray(photos.pixels[index])
+            original, top, left = RESOLUTION, 0, 0
+            if variant % 8 == 7:
+                original = RESOLUTION // 2
+                picture = picture.resize((original, original), Image.Resampling.LANCZOS)
+                picture = picture.resize((RESOLUTION, RESOLUTION), Image.Resampling.BICUBIC)
+            elif variant % 2:
+                size = generator.randint(RESOLUTION + 1, RESOLUTION * 5 // 4)
+                top, left = (generator.randint(0, size - RESOLUTION) for _ in range(2))
+                picture = picture.resize((size, size), Image.Resampling.BICUBIC)
+                picture = picture.crop((left, top, left + RESOLUTION, top + RESOLUTION))
+            if generator.random() < 0.5:
+                picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            pixels.append(np.asarray(picture))
+            sources.append(index)
+            ids.append((original, original, top, left, RESOLUTION, RESOLUTION))
+    return np.stack(pixels), np.asarray(sources), np.asarray(ids)

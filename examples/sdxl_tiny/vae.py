@@ -1,0 +1,204 @@
+"""Train the autoencoder, and the small classifier that cleans the data and judges details."""
+
+import itertools
+import time
+
+import torch
+from diffusers import AutoencoderKL
+from photos import FLOWERS
+from torch import nn
+from torch.nn import functional
+
+from models import autoencoder
+
+KL_WEIGHT = 2e-4
+DETAIL_WEIGHT = 0.3
+ADVERSARY_WEIGHT = 0.15
+ADVERSARY_START = 0.4
+
+
+class Classifier(nn.Module):
+    """Which flower a picture shows; its hidden layers serve as the perceptual distance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 32, 64, 128, 192)
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(a, b, 3, padding=1),
+                nn.BatchNorm2d(b),
+                nn.ReLU(),
+                nn.Conv2d(b, b, 3, stride=2, padding=1),
+                nn.BatchNorm2d(b),
+                nn.ReLU(),
+            )
+            for a, b in itertools.pairwise(widths)
+        )
+        self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(widths[-1], len(FLOWERS)))
+
+    def features(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """What each of the four stages sees, from fine to coarse."""
+        hidden = []
+        for stage in self.stages:
+            x = stage(x)
+            hidden.append(x)
+        return hidden
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits (N, 5) of pictures (N, 3, H, W) in [-1, 1]."""
+        return self.head(self.features(x)[-1].mean((2, 3)))
+
+
+def augmented(pixels: torch.Tensor) -> torch.Tensor:
+    """Mirror a batch at random and shift it by up to 8 pixels."""
+    if torch.rand(()) < 0.5:
+        pixels = pixels.flip(-1)
+    size = pixels.shape[-1]
+    padded = functional.pad(pixels, (8, 8, 8, 8), mode="reflect")
+    top, left = torch.randint(0, 17, (2,)).tolist()
+    return padded[..., top : top + size, left : left + size]
+
+
+def to_unit(pixels: torch.Tensor) -> torch.Tensor:
+    """Bytes (N, H, W, 3) to floats in [-1, 1] of shape (N, 3, H, W)."""
+    return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def train_classifier(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> Classifier:
+    device = pixels.device
+    model = Classifier().to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    for _ in range(steps):
+        chosen = torch.randint(len(pixels), (128,), device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = model(augmented(to_unit(pixels[chosen])))
+        loss = functional.cross_entropy(logits.float(), labels[chosen], label_smoothing=0.05)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return model.eval().requires_grad_(requires_grad=False)
+
+
+@torch.no_grad()
+def clear_pictures(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> torch.Tensor:
+    """Which pictures show their flower: judged by classifiers that have not seen them (4 folds)."""
+    fold = torch.arange(len(pixels), device=pixels.device) % 4
+    chance = torch.zeros(len(pixels), device=pixels.device)
+    correct = 0
+    for held_out in range(4):
+        rest = fold != held_out
+        with torch.enable_grad():
+            model = train_classifier(pixels[rest], labels[rest], steps)
+        for index in torch.nonzero(~rest)[:, 0].split(256):
+            probabilities = model(to_unit(pixels[index])).softmax(-1)
+            correct += int((probabilities.argmax(-1) == labels[index]).sum())
+            chance[index] = probabilities.gather(1, labels[index, None])[:, 0]
+    print(f"classifier: {correct / len(pixels):.1%} right on held-out pictures", flush=True)
+    return chance > 0.35
+
+
+def adversary() -> nn.Sequential:
+    """A patch discriminator (Isola et al., 2017) with group norm."""
+    return nn.Sequential(
+        nn.Conv2d(3, 48, 4, 2, 1),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(48, 96, 4, 2, 1),
+        nn.GroupNorm(8, 96),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(96, 128, 4, 1, 1),
+        nn.GroupNorm(8, 128),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(128, 1, 4, 1, 1),
+    )
+
+
+def detail_distance(judge: Classifier, real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    total = made.new_zeros(())
+    for a, b in zip(judge.features(real), judge.features(made), strict=True):
+        total = total + functional.l1_loss(b / (a.std() + 1e-3), a / (a.std() + 1e-3))
+    return total / len(judge.stages)
+
+
+def train(
+    pixels: torch.Tensor, judge: Classifier, seconds: float, batch: int = 64
+) -> AutoencoderKL:
+    """L1 + perceptual + KL, then also an adversary whose weight follows the gradients (VQGAN)."""
+    device = pixels.device
+    model = autoencoder().to(device, memory_format=torch.channels_last).train()
+    critic = adversary().to(device, memory_format=torch.channels_last)
+    rate = 1.5e-3
+    optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.99), weight_decay=1e-4)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), 4e-4, betas=(0.5, 0.9))
+    last_layer = model.decoder.conv_out.weight
+    averaged = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.998)
+    )
+    start, step, progress = time.monotonic(), 0, 0.0
+    while progress < 1:
+        progress = (time.monotonic() - start) / seconds
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1, (step + 1) / 200, 0.02 + max(0.0, 1 - progress) / 0.5)
+        real = augmented(to_unit(pixels[torch.randint(len(pixels), (batch,), device=device)]))
+        real = real.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            posterior = model.encode(real).latent_dist
+            made = model.decode(posterior.sample()).sample.float()
+            detail = detail_distance(judge, real, made)
+        reconstruction = functional.l1_loss(made, real) + DETAIL_WEIGHT * detail.float()
+        loss = reconstruction + KL_WEIGHT * posterior.kl().mean() / posterior.mean[0].numel()
+        fights = progress > ADVERSARY_START
+        if fights:
+            judged = -critic(made).mean()
+            wanted, offered = (
+                torch.autograd.grad(term, last_layer, retain_graph=True)[0].norm()
+                for term in (reconstruction, judged)
+            )
+            weight = (wanted / (offered + 1e-6)).clamp(0, 100).detach()
+            loss = loss + ADVERSARY_WEIGHT * weight * judged
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        averaged.update_parameters(model)
+        if fights:
+            hinge = (
+                functional.relu(1 - critic(real)).mean()
+                + functional.relu(1 + critic(made.detach())).mean()
+            )
+            critic_optimizer.zero_grad()
+            hinge.backward()
+            critic_optimizer.step()
+        if step % 200 == 0:
+            error = float(functional.mse_loss(made.detach(), real))
+            print(f"vae {step:5d} {progress:4.0%} mse {error:.4f}", flush=True)
+        step += 1
+    model = averaged.module.eval().requires_grad_(requires_grad=False)
+    standardise(model, pixels)
+    return model
+
+
+@torch.no_grad()
+def encode(model: AutoencoderKL, pixels: torch.Tensor) -> torch.Tensor:
+    """Bytes (N, H, W, 3) to scaled latents (N, 4, H / 8, W / 8): the posterior's mean."""
+    parts = [model.encode(to_unit(part)).latent_dist.mean for part in pixels.split(256)]
+    return torch.cat(parts) * model.config.scaling_factor
+
+
+@torch.no_grad()
+def standardise(model: AutoencoderKL, pixels: torch.Tensor) -> None:
+    """Fold a scale and shift per channel into the 1x1 convolutions around the latents.
+
+    Afterwards `scaling_factor` 0.13025, SDXL's, gives latents of mean 0 and variance 1.
+    """
+    latents = encode(model, pixels[:2048]) / model.config.scaling_factor
+    channels = latents.shape[1]
+    mean = latents.mean((0, 2, 3))
+    scale = 1 / (latents.std((0, 2, 3)) * model.config.scaling_factor)
+    before, after = model.quant_conv, model.post_quant_conv
+    after.bias += after.weight[:, :, 0, 0] @ mean
+    after.weight /= scale[None, :, None, None]
+    before.weight[:channels] *= scale[:, None, None, None]
+    before.bias[:channels] = (before.bias[:channels] - mean) * scale
+    before.bias[channels:] += 2 * scale.log()

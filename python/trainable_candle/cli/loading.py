@@ -1,0 +1,52 @@
+"""The flags that say which model to load, and loading it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainable_candle.cli.options import factor
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+    from trainable_candle.recipes.base import Recipe
+
+
+def add_model(group: argparse._ArgumentGroup, dtype: str) -> None:
+    """Add the flags of a model with an adapter; `dtype` is the help of `--dtype`."""
+    group.add_argument(
+        "--model", metavar="NAME", help="which model; `trainable-candle info` lists them"
+    )
+    group.add_argument(
+        "--weights", metavar="PATH", help="its checkpoint (default: the built-in one)"
+    )
+    group.add_argument("--adapter", metavar="FILE", help="an adapter that train-lora wrote")
+    group.add_argument(
+        "--scale", metavar="X", type=factor, help="factor on the adapter's effect (default: 1)"
+    )
+    group.add_argument("--dtype", metavar="f32|bf16|f16", help=dtype)
+
+
+def load_model(given: Mapping[str, Any], dtype: str | None) -> Recipe:
+    """The model that the flags name, with its adapter if they name one.
+
+    Args:
+        given: the flags and their values.
+        dtype: of the weights unless a flag says it; as they are stored if None.
+
+    Raises:
+        ConfigError: there is no such model, or it needs weights and none are given.
+        MissingFileError: there is no file of that name; says which flag it comes from.
+        WeightsFormatError: the weights or the adapter are damaged, or of another model.
+    """
+    from trainable_candle import recipes  # noqa: PLC0415 - after the arguments proved right
+
+    recipe = recipes.load(
+        given["model"], given.get("weights"), given.get("dtype", dtype), given.get("device", "cpu")
+    )
+    if "adapter" in given:
+        adapter = recipes.existing("adapter", Path(given["adapter"]).expanduser())
+        recipe.load_adapter(adapter, given.get("scale", 1.0))
+    return recipe

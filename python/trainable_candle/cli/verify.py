@@ -1,0 +1,107 @@
+"""`trainable-candle verify`: what other tools would make of an adapter file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from trainable_candle.cli.options import Parser, add_help
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle import AdapterModule, AdapterReport
+
+BAD: Final = 1
+"""Exit status for a file that ComfyUI would not apply as it is meant."""
+
+_TOOLS: Final = ("ComfyUI", "diffusers", "A1111")
+_SHOWN: Final = 20
+
+
+def run(arguments: Sequence[str], program: str) -> int:
+    """Print the report; the exit status is 0 if ComfyUI applies all of the file."""
+    parser = make_parser(program)
+    given = parser.parse(arguments)
+    parser.require(given, "file")
+
+    from trainable_candle import verify_adapter  # noqa: PLC0415 - after the arguments proved right
+
+    path = Path(given["file"]).expanduser()
+    weights = Path(given["weights"]).expanduser() if "weights" in given else None
+    report = verify_adapter(path, given.get("model", "sdxl"), weights)
+    for line in lines(path, report, every="all" in given):
+        print(line)
+    return 0 if report.good else BAD
+
+
+def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
+    """The text of a report.
+
+    Args:
+        path: the file.
+        report: what `verify_adapter` found.
+        every: whether each module has a line.
+    """
+    modules = report.modules
+    sorts = Counter((m.kind or "unknown", m.rank, f"{m.scale:g}") for m in modules)
+    text = [f"{path}: {len(modules)} modules"]
+    text += [
+        f"  {count} x {kind}, rank {rank}, scale {scale}"
+        for (kind, rank, scale), count in sorts.most_common(_SHOWN)
+    ]
+    for tool in _TOOLS:
+        ignored = Counter(m.ignored_by[tool] for m in modules if tool in m.ignored_by)
+        missing = sum(m.layer is None for m in modules)
+        if missing:
+            ignored["the model has no such layer"] = missing
+        why = "".join(f"; {count} not: {reason}" for reason, count in ignored.items())
+        text.append(f"  {tool} applies {len(modules) - ignored.total()}{why}")
+    wrong = [f"  {m.module}: {fault}" for m in modules if (fault := _fault(m))]
+    wrong += [f"  {key}: no parameter of an adapter" for key in report.others]
+    if wrong:
+        more = len(wrong) - _SHOWN
+        text += ["problems:", *(wrong if every else wrong[:_SHOWN])]
+        if more > 0 and not every:
+            text.append(f"  and {more} more; --all shows them")
+    text += [f"note: {remark}" for remark in report.remarks]
+    if every:
+        text += ["modules:"]
+        text += [
+            f"  {m.module} -> {m.layer or 'nothing'} ({m.kind or 'unknown'}, rank {m.rank}, "
+            f"scale {m.scale:g})"
+            for m in modules
+        ]
+    text.append("good: ComfyUI applies all of it" if report.good else "not good")
+    return text
+
+
+def _fault(module: AdapterModule) -> str | None:
+    """What keeps a module from having its effect in ComfyUI."""
+    if module.layer is None:
+        return "the model has no such layer"
+    if module.fault:
+        return module.fault
+    if module.zero:
+        return "a factor is zero everywhere: it has no effect"
+    return module.ignored_by.get("ComfyUI")
+
+
+def make_parser(program: str) -> Parser:
+    """The parser of the flags."""
+    parser = Parser(
+        program,
+        "Show which modules of an adapter file ComfyUI, diffusers and A1111 would apply.\n"
+        "The exit status is 0 if ComfyUI applies all of them, 1 if not.",
+        "FILE [options]",
+    )
+    group = parser.add_argument_group("options")
+    group.add_argument("file", metavar="FILE", nargs="?", help="the adapter, a safetensors file")
+    group.add_argument("--model", metavar="NAME", help="what it is for (default: sdxl)")
+    group.add_argument(
+        "--weights", metavar="PATH", help="the model's files, if not of the published size"
+    )
+    group.add_argument("--all", action="store_true", help="list every module")
+    add_help(group)
+    return parser

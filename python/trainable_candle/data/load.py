@@ -1,0 +1,90 @@
+"""From folders to a data set: everything is looked at before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trainable_candle.data.buckets import Buckets
+from trainable_candle.data.dataset import Dataset, Item
+from trainable_candle.data.folder import SKIP_HINT, read_folder, unusable
+from trainable_candle.data.options import CaptionOptions
+from trainable_candle.data.summary import describe, nothing_left
+from trainable_candle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle.data.folder import Folder
+    from trainable_candle.data.options import DatasetOptions, Source
+
+
+def load_dataset(
+    options: DatasetOptions, captions: CaptionOptions | None = None, seed: int = 0
+) -> Dataset:
+    """Look at every picture, caption and mask, and fit the pictures to buckets.
+
+    Args:
+        options: the folders and what to do with them.
+        captions: what to do with captions; nothing by default.
+        seed: of everything random, at least 0.
+
+    Raises:
+        DatasetError: a folder is missing or holds nothing usable; some pictures cannot be used and
+            `skip_bad` is off: the first ten of each folder are named.
+        ConfigError: there are only regularisation pictures.
+        OSError: a folder cannot be listed.
+    """
+    captions = captions or CaptionOptions()
+    buckets = Buckets(options)
+    folders: list[Folder] = []
+    found: list[list[Item]] = []
+    small: list[str] = []
+    for source in options.sources:
+        mask = source.mask or options.mask
+        folder = read_folder(source, masks=mask == "file")
+        if folder.problems and not options.skip_bad:
+            raise unusable(folder.path, folder.count, folder.problems, SKIP_HINT)
+        folders.append(folder)
+        weight = source.loss_weight * (options.prior_loss_weight if source.regularization else 1)
+        trigger = _trigger(source, captions)
+        items = []
+        for picture in folder.pictures:
+            fit = buckets.fit(picture.width, picture.height)
+            if fit is None:
+                small.append(f"{picture.path}: {picture.width}x{picture.height}")
+            else:
+                items.append(Item(picture, fit, trigger, weight, 1.0, mask))
+        found.append(items)
+    if not any(found):
+        raise nothing_left(options, folders, small)
+    _balance(found, options.sources)
+    items = [item for items in found for item in items]
+    return Dataset(items, options, captions, seed, describe(found, options, folders, small))
+
+
+def _trigger(source: Source, captions: CaptionOptions) -> str:
+    if source.trigger is not None:
+        return source.trigger
+    return "" if source.regularization else captions.trigger
+
+
+def _balance(found: list[list[Item]], sources: Sequence[Source]) -> None:
+    """Set how often the pictures of each folder are repeated."""
+    own = sum(
+        len(items) * (source.repeats or 1)
+        for items, source in zip(found, sources, strict=True)
+        if not source.regularization
+    )
+    if not own:
+        raise ConfigError(
+            "dataset: there are only regularisation pictures; expected a folder of those to learn"
+        )
+    free = sum(
+        len(items)
+        for items, source in zip(found, sources, strict=True)
+        if source.regularization and source.repeats is None
+    )
+    for place, source in enumerate(sources):
+        often = source.repeats or (own / free if source.regularization and free else 1.0)
+        found[place] = [replace(item, repeats=often) for item in found[place]]

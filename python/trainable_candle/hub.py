@@ -1,0 +1,112 @@
+"""Models by name from the Hugging Face hub, through its own client and cache."""
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Final
+
+from trainable_candle.errors import MissingFileError
+
+# The names of a weight file without its ending: diffusers', then transformers'.
+_STEMS: Final = ("diffusion_pytorch_model", "model")
+_PLAIN: Final = (".safetensors", "-*-of-*.safetensors", ".safetensors.index.json")
+_WORD: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
+_HALF: Final = (
+    ".fp16.safetensors",
+    ".fp16-*-of-*.safetensors",
+    "-*-of-*.fp16.safetensors",
+    ".safetensors.index.fp16.json",
+)
+
+
+def download(name: str, subfolders: list[str], half: bool = False) -> str:
+    """The local folder of a model on the hub, fetched if it is not in the client's cache.
+
+    Only what is needed is fetched: the configuration and the safetensors weights of one
+    variant. Without a connection, the cache is what there is.
+
+    Args:
+        name: "organisation/name".
+        subfolders: the model's possible folders in the repository, the likeliest first; ""
+            is the repository itself.
+        half: prefer the half-precision files (`*.fp16.safetensors`) where both are there.
+
+    Returns:
+        The folder that holds the model's `config.json`.
+
+    Raises:
+        MissingFileError: if the hub has no such model, it cannot be reached and the model is
+            not in the cache, or the client, `huggingface_hub`, is not installed.
+    """
+    variants = (_HALF, _PLAIN) if half else (_PLAIN, _HALF)
+    places = [f"{subfolder}/" if subfolder else "" for subfolder in subfolders]
+    snapshot = _fetch(name, [f"{place}config.json" for place in places], [])
+    for place in places:
+        if not (snapshot / place / "config.json").is_file():
+            continue
+        for variant in variants:
+            wanted = [f"{place}{stem}{ending}" for stem in _STEMS for ending in variant]
+            others = [] if variant is _HALF else ["*.fp16.*", "*.fp16-*"]
+            folder = _fetch(name, wanted, others) / place
+            if _weights(folder, variant):
+                return str(folder)
+        raise MissingFileError(f"{name}: {place or 'the repository'} has no safetensors weights")
+    searched = ", ".join(f"{place}config.json" for place in places)
+    raise MissingFileError(f"{name}: no such model: neither of {searched} is in the repository")
+
+
+def is_name(text: str) -> bool:
+    """Whether a text is "organisation/name" on the hub, and no path."""
+    organisation, slash, name = text.partition("/")
+    path = Path(text)
+    named = bool(slash) and all(map(_WORD.fullmatch, (organisation, name)))
+    # A folder whose parent is there, and a file, were meant as paths.
+    return named and path.suffix != ".safetensors" and not (path.exists() or path.parent.is_dir())
+
+
+def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Path:
+    """The local folder of a pipeline on the hub, fetched if it is not in the client's cache.
+
+    Args:
+        name: "organisation/name".
+        parts: the folders of models that are needed; tokenizers and schedulers come with them.
+        half: as for `download`.
+
+    Raises:
+        MissingFileError: as `download`.
+    """
+    folders = [Path(download(name, [part], half)) for part in parts]
+    _fetch(name, ["model_index.json", "tokenizer*/*", "scheduler*/*"], [])
+    return folders[0].parent
+
+
+def _weights(folder: Path, variant: tuple[str, ...]) -> bool:
+    """Whether a folder holds weights of a variant."""
+    names = [path.name for path in folder.glob("*.safetensors")]
+    if variant is _PLAIN:
+        names = [name for name in names if ".fp16" not in name]
+    endings = [ending for ending in variant if ending.endswith(".safetensors")]
+    return any(
+        fnmatch(name, stem + ending) for name in names for stem in _STEMS for ending in endings
+    )
+
+
+def _fetch(name: str, wanted: list[str], others: list[str]) -> Path:
+    """The local snapshot of a repository, with the files that match `wanted` and not `others`."""
+    try:
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 # optional
+        from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+    except ImportError as error:
+        raise MissingFileError(
+            f"{name}: there is no such file or folder; to fetch the model of that name from the "
+            "Hugging Face hub, pip install huggingface_hub"
+        ) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=others or None))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise MissingFileError(
+            f"{name}: there is no such file or folder, and the Hugging Face hub gave no model of "
+            f"that name: {reason}"
+        ) from error

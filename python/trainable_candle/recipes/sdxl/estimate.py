@@ -1,0 +1,88 @@
+"""What an SDXL run holds in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from trainable_candle.data.features import MEMORY_LIMIT
+from trainable_candle.recipes.sdxl import files
+from trainable_candle.recipes.sdxl.structure import UNetWalk, saved_values
+from trainable_candle.recipes.sdxl.text import unread_layers
+from trainable_candle.train.estimate import Estimate, Item, adapted_layers, adapter_items
+from trainable_candle.train.headers import ITEM_BYTES, TensorFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from trainable_candle.data import Dataset
+    from trainable_candle.recipes.base import Split
+    from trainable_candle.train.config import TrainConfig
+
+_TOKENS: Final = 77
+_TILE: Final = 1024
+_ENCODER_IMAGES: Final = 4
+"""Full-size images of the first level that the autoencoder holds at once."""
+
+
+def estimate(
+    weights: Path,
+    config: TrainConfig,
+    data: Split[Dataset],
+    unet_targets: Sequence[str],
+    text_targets: Sequence[str],
+) -> Estimate:
+    """From the configuration of the UNet and the headers of the files.
+
+    Raises:
+        MissingFileError, WeightsFormatError, ConfigError: the checkpoint is no SDXL model.
+    """
+    itemsize = ITEM_BYTES[config.precision]
+    facts = files.facts(weights)
+    encoders = ("text_encoder", "text_encoder_2")
+    unet = Item("unet", "weights", facts.values("unet") * itemsize)
+    texts = Item("text encoders", "weights", facts.values(*encoders) * itemsize)
+    vae = Item("vae", "weights", 4 * facts.values("vae"))
+    pictures = len(data.train) + len(data.validation or ())
+    area = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
+
+    latents = 2 * 4 * facts.latent_channels * area // facts.factor**2 * pictures
+    text = (_TOKENS * facts.context + facts.pooled) * itemsize * pictures
+    kept = 0 if config.cache == "off" else latents + text
+    cached = kept if config.cache == "memory" else min(kept, MEMORY_LIMIT)
+    cache = Item("latents and text", "cache", cached)
+
+    working = 4 * facts.vae_widths[0] * min(area, _TILE**2) * _ENCODER_IMAGES
+    encoding = [vae, texts, Item("vae", "activations", working), cache]
+
+    trained = [unet, cache]
+    side = int(area**0.5)
+    walk = UNetWalk(facts.config, side // facts.factor, side // facts.factor, _TOKENS)
+    wanted, exclude = config.target_modules or list(unet_targets), config.exclude_modules
+    everything = {
+        f"{layer.name}.weight": TensorFacts("F32", layer.shape)
+        for block in walk.blocks()
+        for piece in block.pieces
+        for layer in piece.layers
+    }
+    adapted = adapted_layers(everything, wanted, exclude)
+    trained += adapter_items("unet", adapted.values(), config)
+    values = saved_values(
+        walk.blocks(), adapted.__contains__, config.rank, config.gradient_checkpointing
+    )
+    trained.append(Item("unet", "activations", values * config.batch_size * itemsize))
+    if config.train_text_encoder:
+        first, second = (facts.parts[part] for part in encoders)
+        unread = unread_layers(first, config.clip_skip or 0)
+        layers = [
+            *adapted_layers(first, text_targets, [*exclude, *unread]).values(),
+            *adapted_layers(second, text_targets, exclude).values(),
+        ]
+        trained += [texts, *adapter_items("text encoders", layers, config)]
+        values = _TOKENS * sum(map(sum, layers))
+        trained.append(Item("text encoders", "activations", values * config.batch_size * itemsize))
+    elif config.cache == "off" or not config.caption_variants:
+        trained.append(texts)
+    if config.cache == "off" or config.sample_prompts:
+        trained.append(vae)
+    return Estimate({"encoding": encoding, "training": trained})

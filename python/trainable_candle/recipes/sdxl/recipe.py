@@ -1,0 +1,349 @@
+"""SDXL as `train-lora` trains it and `sample` draws with it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.data import LatentCache, TextCache, file_identity
+from trainable_candle.errors import ConfigError
+from trainable_candle.models import AutoencoderKL, SDXLUNet
+from trainable_candle.recipes.adapters import Adapters, adapter_config
+from trainable_candle.recipes.base import SampleOptions, Split
+from trainable_candle.recipes.sdxl import files
+from trainable_candle.recipes.sdxl.data import (
+    PreparedSDXL,
+    cache_options,
+    folder_for_cache,
+    read_datasets,
+)
+from trainable_candle.recipes.sdxl.estimate import estimate
+from trainable_candle.recipes.sdxl.sampling import draw
+from trainable_candle.recipes.sdxl.text import TextEncoders, unread_layers
+from trainable_candle.train.objective import DiffusionObjective
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+    from typing_extensions import Self
+
+    from trainable_candle import Tensor
+    from trainable_candle.data import Dataset
+    from trainable_candle.models import Model
+    from trainable_candle.train.config import TrainConfig
+    from trainable_candle.train.estimate import Estimate
+
+UNET_TARGETS: Final = (r".*attentions\.\d+\.proj_(in|out)", r".*\.transformer_blocks\..*")
+"""Every layer of the transformers, as kohya's scripts choose."""
+TEXT_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
+ENCODE_TILE: Final = 1024
+"""Side of a picture above which it is encoded in tiles, px."""
+
+
+class SDXLRecipe:
+    """SDXL; its parts are loaded when they are needed and dropped when they are not any more.
+
+    Args:
+        weights: a pipeline's folder or an original checkpoint.
+        dtype: of the UNet and the text encoders; the autoencoder is f32.
+        device: of everything.
+    """
+
+    name: ClassVar[str] = "sdxl"
+    summary: ClassVar[str] = "Stable Diffusion XL (a tiny one that draws flowers is built in)"
+    parts: ClassVar[tuple[str, ...]] = files.SUBFOLDERS
+    unused: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, weights: Path, dtype: str | None, device: str) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._device = device
+        self._clip_skip = 0
+        self._prediction_type: str | None = None
+        self._resolution: int | None = None
+        self._adapted: tuple[str, ...] = ()
+        self._remembered: dict[str, dict[str, Tensor]] = {}
+
+    @classmethod
+    def default_weights(cls) -> Path | None:
+        """The small checkpoint that the package ships."""
+        return files.shipped()
+
+    @classmethod
+    def read(
+        cls, weights: Path, config: TrainConfig, report: Callable[[str], None]
+    ) -> Split[Dataset]:
+        """Find and check the pictures and captions.
+
+        Raises:
+            DatasetError: they cannot be used.
+            MissingFileError, WeightsFormatError: the checkpoint is no SDXL model.
+        """
+        data = read_datasets(config, config.resolution or files.resolution(weights))
+        report(data.train.summary())
+        if data.validation is not None:
+            report(f"validation: {len(data.validation)} pictures")
+        return data
+
+    @classmethod
+    def estimate(cls, weights: Path, config: TrainConfig, data: Split[Dataset]) -> Estimate:
+        """What a run will hold in memory, from the headers of the files alone.
+
+        Raises:
+            MissingFileError, WeightsFormatError: the checkpoint is no SDXL model.
+        """
+        return estimate(weights, config, data, UNET_TARGETS, TEXT_TARGETS)
+
+    @classmethod
+    def load(cls, weights: Path, dtype: str | None, device: str) -> Self:
+        """The model; its parts are read later.
+
+        Raises:
+            MissingFileError, WeightsFormatError: the checkpoint is no SDXL model.
+        """
+        files.facts(weights)
+        return cls(weights, dtype, device)
+
+    @cached_property
+    def unet(self) -> SDXLUNet:
+        """What is trained."""
+        return SDXLUNet.from_pretrained(
+            self._weights, dtype=self._dtype, device=self._device, subfolder="unet"
+        )
+
+    @cached_property
+    def vae(self) -> AutoencoderKL:
+        """From pictures to latents and back, in f32: in f16 its values overflow."""
+        return AutoencoderKL.from_pretrained(
+            self._weights, dtype="f32", device=self._device, subfolder="vae"
+        )
+
+    @cached_property
+    def encoders(self) -> TextEncoders:
+        """From captions to text features."""
+        return TextEncoders.load(self._weights, self._dtype, self._device, self._clip_skip)
+
+    def _drop(self, part: str) -> None:
+        self.__dict__.pop(part, None)
+
+    def prepare(
+        self, data: Split[Dataset], config: TrainConfig, report: Callable[[str], None]
+    ) -> Split[PreparedSDXL]:
+        """Encode pictures and captions; drop the encoders that are not needed in training.
+
+        Raises:
+            DatasetError: a picture cannot be read any more.
+            MissingFileError, WeightsFormatError, ConfigError: the checkpoint is no SDXL model.
+        """
+        self._clip_skip = config.clip_skip or 0
+        self._prediction_type = config.prediction_type
+        self._resolution = data.train.options.resolution
+        identity = file_identity(self._weights)
+        texts = self._texts(data, config, identity, report)
+        parts = [data.train] if data.validation is None else [data.train, data.validation]
+        latents = [self._latents(part, config, identity, report) for part in parts]
+        factor, scaling_factor = self.vae.downscale, self.vae.scaling_factor
+        if config.cache != "off" and not config.sample_prompts:
+            self._drop("vae")
+        objective = _objective(self._weights, config, self._device)
+        prepared = [
+            PreparedSDXL(
+                self.unet,
+                objective,
+                part,
+                encoded,
+                texts,
+                scaling_factor=scaling_factor,
+                factor=factor,
+                batch_size=config.batch_size,
+                device=self._device,
+            )
+            for part, encoded in zip(parts, latents, strict=True)
+        ]
+        return Split(prepared[0], prepared[1] if len(prepared) > 1 else None)
+
+    def _texts(
+        self,
+        data: Split[Dataset],
+        config: TrainConfig,
+        identity: str,
+        report: Callable[[str], None],
+    ) -> Callable[[Sequence[str]], dict[str, Tensor]]:
+        """From captions to their features: remembered ones if the encoders do not change."""
+        if config.train_text_encoder or config.cache == "off" or not config.caption_variants:
+            return self._features
+        cache = TextCache(
+            self._features,
+            cache_options(config),
+            {"weights": identity, "clip_skip": str(self._clip_skip), "dtype": str(self._dtype)},
+            folder=folder_for_cache(config, data.train, report),
+            device=self._device,
+            group=self._chunks,
+        )
+        captions = data.train.possible_captions()
+        if data.validation is not None:
+            batches = data.validation.fixed_batches(1)
+            captions += [caption for batch in batches for caption in batch.captions]
+        report(f"captions: {cache.fill(captions)}")
+        for prompt in {*config.sample_prompts, config.negative_prompt}:
+            with tc.no_grad():
+                self._remembered[prompt] = self._features([prompt])
+        self._drop("encoders")
+        return cache.batch
+
+    # Methods, not those of the encoders: who holds on to these does not hold on to the encoders.
+    def _features(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        return self.encoders(captions)
+
+    def _chunks(self, caption: str) -> int:
+        return self.encoders.chunks(caption)
+
+    def _latents(
+        self,
+        dataset: Dataset,
+        config: TrainConfig,
+        identity: str,
+        report: Callable[[str], None],
+    ) -> LatentCache:
+        def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
+            values = pixels.astype(np.float32).transpose(0, 3, 1, 2) / np.float32(127.5)
+            image = tc.tensor(np.ascontiguousarray(values - np.float32(1)), device=self._device)
+            mean, logvar = self.vae.encode(image, tile_size=ENCODE_TILE)
+            return {"mean": mean, "logvar": logvar}
+
+        cache = LatentCache(
+            dataset,
+            encode,
+            cache_options(config),
+            {"weights": identity, "tile": str(ENCODE_TILE)},
+            folder=folder_for_cache(config, dataset, lambda _: None),
+            device=self._device,
+        )
+        report(f"latents of {len(dataset)} pictures: {cache.fill(progress=True)}")
+        return cache
+
+    def attach(self, config: TrainConfig) -> Adapters:
+        """Put adapters on the UNet, and on the text encoders if they are trained too.
+
+        Raises:
+            ConfigError: a target matches no layer.
+        """
+        sets = {"unet": self.unet.add_adapter(adapter_config(config, UNET_TARGETS))}
+        if config.train_text_encoder:
+            for name, model in self._text_models().items():
+                exclude = config.exclude_modules
+                if name == TEXT_ENCODERS[0]:
+                    exclude = [*exclude, *unread_layers(model.named_tensors(), self._clip_skip)]
+                there = config.with_(target_modules=[], exclude_modules=exclude)
+                sets[name] = model.add_adapter(adapter_config(there, TEXT_TARGETS))
+        if config.gradient_checkpointing != "none":
+            for name in sets:
+                model = self._part(name)
+                model.enable_gradient_checkpointing(config.gradient_checkpointing)
+        self._adapted = tuple(sets)
+        return Adapters(sets)
+
+    def _text_models(self) -> dict[str, Model]:
+        return dict(zip(TEXT_ENCODERS, self.encoders.models, strict=True))
+
+    def _part(self, name: str) -> Model:
+        return self.unet if name == "unet" else self._text_models()[name]
+
+    def sample(
+        self, prompts: Sequence[str], options: SampleOptions | None = None
+    ) -> npt.NDArray[np.uint8]:
+        """One picture a prompt; shape (n, height, width, 3).
+
+        Raises:
+            ConfigError: the size does not suit the model.
+        """
+
+        def features(texts: Sequence[str]) -> dict[str, Tensor]:
+            if all(text in self._remembered for text in texts):
+                return self._remembered[texts[0]]
+            return self.encoders(texts)
+
+        side = self._resolution or files.resolution(self._weights)
+        return draw(
+            self.unet,
+            self.vae,
+            files.schedule(self._weights, self._prediction_type),
+            features,
+            prompts,
+            options or SampleOptions(),
+            (side, side),
+            self._device,
+        )
+
+    def save_adapter(
+        self, adapters: Adapters, path: Path, config: TrainConfig, metadata: dict[str, str]
+    ) -> list[str]:
+        """Write the adapters of all parts to one file, by default under kohya's keys.
+
+        Returns:
+            The layers whose adapter has no effect.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        return adapters.save(path, config, metadata)
+
+    def load_adapter(self, path: Path, scale: float) -> Adapters:
+        """Put the adapters of a file on the parts that it names.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
+                another model.
+        """
+        sets = {
+            name: self._part(name).load_adapter(path, scale=scale)
+            for name in files.adapted_parts(path)
+        }
+        self._adapted = tuple(sets)
+        return Adapters(sets)
+
+    def save_merged(self, output: Path) -> None:
+        """Write the whole model with its adapters merged into the weights.
+
+        Args:
+            output: a new or an empty folder for a pipeline, if the checkpoint is one; else, or if
+                it ends in `.safetensors`, a file under the original names.
+
+        Raises:
+            ConfigError: there is something else.
+            OSError: it cannot be written.
+        """
+        models = {name: self._part(name) for name in self._adapted}
+        for model in models.values():
+            model.merge_adapter()
+        if output.suffix == ".safetensors":
+            files.save_merged_file(self._weights, models, output)
+        elif self._weights.is_dir():
+            files.save_merged_folder(self._weights, models, output)
+        else:
+            raise ConfigError(
+                f"--output is {output}, expected the name of a .safetensors file: "
+                f"{self._weights.name} is one"
+            )
+
+
+def _objective(weights: Path, config: TrainConfig, device: str) -> DiffusionObjective:
+    return DiffusionObjective(
+        files.schedule(weights, config.prediction_type),
+        timesteps=config.timesteps,
+        shift=config.timestep_shift,
+        min_timestep=config.min_timestep,
+        max_timestep=config.max_timestep,
+        min_snr_gamma=config.min_snr_gamma,
+        noise_offset=config.noise_offset,
+        loss=config.loss,
+        huber_delta=config.huber_delta,
+        huber_schedule=config.huber_schedule,
+        device=device,
+    )

@@ -1,0 +1,132 @@
+"""Pictures from prompts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError
+from trainable_candle.train.sampler import Guided, Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from trainable_candle import Tensor
+    from trainable_candle.models import AutoencoderKL, SDXLUNet
+    from trainable_candle.recipes.base import SampleOptions
+    from trainable_candle.train.objective import NoiseSchedule
+
+GUIDANCE: Final = 5.0
+SAMPLER: Final = "euler"
+TILE: Final = 1024
+"""Side of a picture above which it is decoded in tiles, px."""
+
+
+@tc.no_grad()
+def draw(
+    unet: SDXLUNet,
+    vae: AutoencoderKL,
+    schedule: NoiseSchedule,
+    features: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    prompts: Sequence[str],
+    options: SampleOptions,
+    size: tuple[int, int],
+    device: str,
+) -> npt.NDArray[np.uint8]:
+    """One picture a prompt, the noise of picture n from seed + n; shape (n, height, width, 3).
+
+    The library's generator is left as it was.
+
+    Args:
+        unet: predicts.
+        vae: decodes.
+        schedule: the noise that the UNet was trained with.
+        features: from prompts to `encoder_hidden_states` and `text_embeds`.
+        prompts: what to draw.
+        options: how.
+        size: width and height, px, where the options name none.
+        device: of the models.
+
+    Raises:
+        ConfigError: the size is no multiple of what the models need.
+    """
+    width, height = options.size or size
+    factor = vae.downscale
+    if width % factor or height % factor:
+        raise ConfigError(
+            f"sample: the size is {width}x{height} px, expected multiples of {factor}"
+        )
+    state = tc.get_rng_state()
+    try:
+        pictures = []
+        for number, prompt in enumerate(prompts):
+            tc.manual_seed((options.seed + number) % 2**64)
+            noise = tc.randn((1, 4, height // factor, width // factor), device=device)
+            positive, negative = _paired(features([prompt]), features([options.negative_prompt]))
+            time_ids = tc.tensor(
+                np.array([[height, width, 0, 0, height, width]], np.float32), device=device
+            )
+            latents = _denoise(
+                unet,
+                schedule,
+                noise,
+                {**positive, "time_ids": time_ids},
+                {**negative, "time_ids": time_ids},
+                options,
+            )
+            image = vae.decode(latents.to("f32") / vae.scaling_factor, tile_size=TILE)
+            pictures.append(_pixels(image))
+    finally:
+        tc.set_rng_state(state)
+    return np.concatenate(pictures)
+
+
+def _paired(
+    positive: Mapping[str, Tensor], negative: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The features with texts of the same length: the shorter one is said again."""
+    one, other = dict(positive), dict(negative)
+    name = "encoder_hidden_states"
+    length = max(one[name].shape[1], other[name].shape[1])
+    for features in (one, other):
+        text = features[name]
+        while text.shape[1] < length:
+            missing = min(features[name].shape[1], length - text.shape[1])
+            text = tc.cat([text, features[name].narrow(1, 0, missing)], 1)
+        features[name] = text
+    return one, other
+
+
+def _denoise(
+    unet: SDXLUNet,
+    schedule: NoiseSchedule,
+    noise: Tensor,
+    positive: Mapping[str, Tensor],
+    negative: Mapping[str, Tensor],
+    options: SampleOptions,
+) -> Tensor:
+    sampler = Sampler(schedule, options.steps, options.sampler or SAMPLER)
+    scale = GUIDANCE if options.guidance is None else options.guidance
+
+    def predict(x: Tensor, timestep: float, /, **conditioning: Tensor) -> Tensor:
+        return unet(x, timestep, **conditioning)
+
+    guided = Guided(predict, positive, negative, scale)
+    latents = sampler.init_noise(noise)
+    for step, timestep in enumerate(sampler.timesteps):
+        prediction = guided(sampler.scale_input(latents, step), timestep)
+        latents = sampler.step(prediction, step, latents)
+    return latents
+
+
+def _pixels(image: Tensor) -> npt.NDArray[np.uint8]:
+    """(n, 3, h, w), -1 to 1 -> (n, h, w, 3), 0 to 255."""
+    values = image.permute(0, 2, 3, 1).to("f32").numpy()
+    pixels: npt.NDArray[np.uint8] = np.clip(np.rint((values + 1.0) * 127.5), 0, 255).astype(
+        np.uint8
+    )
+    return pixels

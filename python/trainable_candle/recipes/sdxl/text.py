@@ -1,0 +1,112 @@
+"""What SDXL's two text encoders make of captions."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.models import CLIPTextModel
+from trainable_candle.text import PAD_OF_BIG_G, PAD_OF_CLIP_L, CLIPTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+    from typing_extensions import Self
+
+    from trainable_candle import Tensor
+
+_LAYER: Final = re.compile(r"encoder\.layers\.(\d+)\.")
+MOST_CHUNKS: Final = 8
+"""Rows of 77 tokens that a caption may take up; what is beyond them is left out."""
+
+
+class TextEncoders:
+    """CLIP-L and OpenCLIP-bigG with their tokenizers.
+
+    Args:
+        models: the two encoders.
+        tokenizers: theirs.
+        clip_skip: layers left out before the last but one.
+        device: of the models.
+    """
+
+    def __init__(
+        self,
+        models: tuple[CLIPTextModel, CLIPTextModel],
+        tokenizers: tuple[CLIPTokenizer, CLIPTokenizer],
+        clip_skip: int,
+        device: str,
+    ) -> None:
+        self.models = models
+        self._tokenizers = tokenizers
+        self._clip_skip = clip_skip
+        self._device = device
+
+    @classmethod
+    def load(cls, weights: Path, dtype: str | None, device: str, clip_skip: int = 0) -> Self:
+        """The encoders of a pipeline's folder or of an original checkpoint.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of
+                another model.
+        """
+        first, second = (
+            CLIPTextModel.from_pretrained(weights, dtype=dtype, device=device, subfolder=subfolder)
+            for subfolder in ("text_encoder", "text_encoder_2")
+        )
+        one = _tokenizer(weights / "tokenizer", PAD_OF_CLIP_L)
+        other = _tokenizer(weights / "tokenizer_2", PAD_OF_BIG_G)
+        return cls((first, second), (one, other), clip_skip, device)
+
+    def chunks(self, caption: str) -> int:
+        """How many times 77 tokens the caption needs."""
+        return max(len(t.chunks(caption, MOST_CHUNKS)) for t in self._tokenizers)
+
+    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Captions to `encoder_hidden_states` (B, 77 n, 2048) and `text_embeds` (B, 1280).
+
+        A caption of fewer chunks than the longest is continued with empty ones.
+        """
+        count = max(map(self.chunks, captions))
+        states, pooled = [], None
+        for model, tokenizer in zip(self.models, self._tokenizers, strict=True):
+            rows = np.concatenate([_rows(tokenizer, caption, count) for caption in captions])
+            found = model(tc.tensor(rows, device=self._device))
+            hidden = found.hidden_states[-(self._clip_skip + 2)]
+            states.append(hidden.reshape(len(captions), -1, hidden.shape[-1]))
+            # The pooled text is that of the first chunk.
+            pooled = found.pooled.reshape(len(captions), count, -1).narrow(1, 0, 1).squeeze(1)
+        assert pooled is not None
+        return {"encoder_hidden_states": tc.cat(states, 2), "text_embeds": pooled}
+
+
+def unread_layers(names: Iterable[str], clip_skip: int) -> list[str]:
+    """The last layers of the first encoder, as patterns: of its states, earlier ones are read.
+
+    Of the second encoder the pooled text is read, which all layers lead to.
+
+    Args:
+        names: of its parameters.
+        clip_skip: layers left out before the last but one.
+    """
+    found = (_LAYER.search(name) for name in names)
+    count = 1 + max((int(match[1]) for match in found if match), default=-1)
+    return [rf".*encoder\.layers\.{n}\..*" for n in range(count - 1 - clip_skip, count)]
+
+
+def _tokenizer(folder: Path, pad: str) -> CLIPTokenizer:
+    """The tokenizer of a pipeline; an original checkpoint has none, and means the usual one."""
+    if folder.is_dir():
+        return CLIPTokenizer.from_pretrained(folder)
+    return CLIPTokenizer.shipped(pad)
+
+
+def _rows(tokenizer: CLIPTokenizer, caption: str, count: int) -> npt.NDArray[np.int64]:
+    rows = tokenizer.chunks(caption, MOST_CHUNKS)
+    blank = tokenizer.chunks("")
+    return np.concatenate([rows, *[blank] * (count - len(rows))])

@@ -1,0 +1,205 @@
+"""CLIP's tokenizer: from text to rows of 77 token numbers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from trainable_candle.errors import MissingFileError, WeightsFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+    from tokenizers import Tokenizer
+    from typing_extensions import Self
+
+LENGTH: Final = 77
+"""Tokens that CLIP sees at once, with those of start and end."""
+START: Final = "<|startoftext|>"
+END: Final = "<|endoftext|>"
+PAD_OF_CLIP_L: Final = END
+PAD_OF_BIG_G: Final = "!"
+_WORD: Final = (
+    r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+)
+
+
+class CLIPTokenizer:
+    """Byte-pair encoding of lower-case text, as `transformers.CLIPTokenizer`.
+
+    Unlike there, "!" in a text is text even if it is also what fills rows, as in OpenCLIP and
+    ComfyUI.
+
+    Args:
+        tokenizer: what splits text and knows the numbers of tokens.
+        pad: the token that fills rows: `PAD_OF_CLIP_L` or `PAD_OF_BIG_G`.
+        length: tokens in a row, with start and end; at least 3.
+
+    Raises:
+        WeightsFormatError: the tokenizer lacks a token that is needed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, pad: str, length: int = LENGTH) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self.start, self.end, self.pad = (self._number(token) for token in (START, END, pad))
+        self.length = length
+
+    @classmethod
+    def shipped(cls, pad: str) -> Self:
+        """The tokenizer of the published CLIP models, from the package's own copy.
+
+        All of them, OpenCLIP's too, have the same vocabulary; they differ in `pad`.
+        """
+        packed = files("trainable_candle.text") / "assets" / "clip_merges.txt.gz"
+        return cls(_from_merges(gzip.decompress(packed.read_bytes()).decode()), pad)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> Self:
+        """The tokenizer of a diffusers folder, `tokenizer` or `tokenizer_2`.
+
+        Args:
+            folder: holds `tokenizer.json`, or `vocab.json` and `merges.txt`. Which token fills rows
+                and how long they are is read from `tokenizer_config.json` and
+                `special_tokens_map.json`.
+
+        Raises:
+            MissingFileError: there is no such folder or file.
+            WeightsFormatError: a file cannot be understood.
+        """
+        folder = Path(folder).expanduser()
+        try:
+            tokenizer = _from_folder(folder)
+            settings = _read(folder / "special_tokens_map.json")
+            settings |= _read(folder / "tokenizer_config.json")
+        except FileNotFoundError as error:
+            raise MissingFileError(
+                f"tokenizer: there is no file {error.filename}; expected tokenizer.json, or "
+                "vocab.json and merges.txt"
+            ) from error
+        except Exception as error:
+            # The library raises nothing narrower.
+            raise WeightsFormatError(f"tokenizer: {folder} cannot be read: {error}") from error
+        length = settings.get("model_max_length", LENGTH)
+        # Newer files leave the length out, or say "unlimited" by a huge number.
+        usual = isinstance(length, int) and 3 <= length <= LENGTH
+        return cls(tokenizer, _token(settings.get("pad_token", END)), length if usual else LENGTH)
+
+    @property
+    def content_length(self) -> int:
+        """Tokens in a row without start and end."""
+        return self.length - 2
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers of a text's tokens, without start and end."""
+        numbers: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return numbers
+
+    def chunks(self, text: str, most: int = 1) -> npt.NDArray[np.int64]:
+        """A text in rows, each with start and end and filled up.
+
+        Args:
+            text: any text; the empty one makes a row too.
+            most: rows at most, at least 1; what is beyond them is left out.
+
+        Returns:
+            Shape (rows, length).
+        """
+        numbers = self.encode(text)[: most * self.content_length]
+        starts = range(0, max(len(numbers), 1), self.content_length)
+        return np.array([self._row(numbers[s : s + self.content_length]) for s in starts], np.int64)
+
+    def __call__(self, texts: Sequence[str]) -> npt.NDArray[np.int64]:
+        """The first row of each text; shape (n, length)."""
+        return np.concatenate([self.chunks(text) for text in texts])
+
+    def _row(self, content: list[int]) -> list[int]:
+        fill = [self.pad] * (self.content_length - len(content))
+        return [self.start, *content, self.end, *fill]
+
+    def _number(self, token: str) -> int:
+        number: int | None = self._tokenizer.token_to_id(token)
+        if number is None:
+            raise WeightsFormatError(f"tokenizer: its vocabulary has no {token!r}")
+        return number
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    from tokenizers import Tokenizer  # noqa: PLC0415 - imported when first needed
+
+    whole = folder / "tokenizer.json"
+    if whole.is_file():
+        return Tokenizer.from_str(whole.read_text(encoding="utf-8"))
+    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    return _from_merges((folder / "merges.txt").read_text(encoding="utf-8"), vocabulary)
+
+
+def _from_merges(merges: str, vocabulary: dict[str, int] | None = None) -> Tokenizer:
+    """A tokenizer from CLIP's list of merges, one a line, and the numbers of its tokens.
+
+    Without numbers, tokens are counted as CLIP does: bytes, bytes at the end of a word, merges,
+    start, end.
+    """
+    from tokenizers import (  # noqa: PLC0415 - imported when first needed
+        AddedToken,
+        Regex,
+        Tokenizer,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
+
+    pairs: list[tuple[str, str]] = []
+    for line in merges.splitlines():
+        first, _, second = line.partition(" ")
+        if second and not line.startswith("#version"):
+            pairs.append((first, second))
+    if vocabulary is None:
+        letters = _byte_letters()
+        tokens = [*letters, *(f"{letter}</w>" for letter in letters)]
+        tokens += ["".join(pair) for pair in pairs]
+        vocabulary = {token: number for number, token in enumerate([*tokens, START, END])}
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=pairs,
+            continuing_subword_prefix="",
+            end_of_word_suffix="</w>",
+            unk_token=END,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORD), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (START, END)])
+    return tokenizer
+
+
+def _byte_letters() -> list[str]:
+    """A printable character for every byte, in GPT-2's order: those that are printable first."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = 256 - len(printable)
+    return [chr(code) for code in (*printable, *range(0x100, 0x100 + others))]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return values
+
+
+def _token(entry: Any) -> str:
+    """A token in `tokenizer_config.json`: its text, or a mapping that holds it."""
+    return str(entry.get("content", END)) if isinstance(entry, dict) else str(entry or END)

@@ -1,0 +1,41 @@
+//! DoRA's magnitude in files.
+//!
+//! `ComfyUI` divides by ‖W + ΔW‖ where there is one magnitude for each input, but by ‖W‖ where there is one for each output
+//! (`comfy/weight_adapter/base.py`, `weight_decompose`). A file for it therefore holds m ‖W‖ / ‖W + ΔW‖ in the second case, which
+//! renders exactly what was trained.
+
+use trainable_candle_core::{DType, Error, Result, Tensor, Var};
+use trainable_candle_nn::Base;
+use trainable_candle_nn::adapter::{AdapterSettings, KINDS};
+
+/// Metadata that says that magnitudes were written for `ComfyUI`'s formula.
+pub(super) const MARK: (&str, &str) = ("trainable_candle.dora_scale", "divided_by_base_norm");
+
+/// ‖W + s B A‖ / ‖W‖ for each output, (out), f32, from factors as files hold them.
+///
+/// # Errors
+/// [`Error::Shape`] if the factors do not fit the base.
+pub(super) fn growth(base: &Base<'_>, down: &Tensor, up: &Tensor, scale: f64) -> Result<Tensor> {
+    let Some(kind) = KINDS.iter().find(|kind| kind.name == "lora") else {
+        return Err(Error::Config("there is no adapter \"lora\"".into()));
+    };
+    let weight = base.weight.detach().to_dtype(DType::F32)?;
+    let base = Base { weight: &weight, ..*base };
+    let parameters = kind
+        .parameters
+        .iter()
+        .zip([down, up])
+        .map(|((name, layout), value)| {
+            let value = layout.from_file(&base, &value.to_dtype(DType::F32)?)?;
+            Ok((*name, Var::from_tensor(&value)?))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let adapter = (kind.build)(&parameters, &base, &AdapterSettings { scale, ..AdapterSettings::default() })?;
+    norms(&adapter.merged_weight(&base)?)?.div(&norms(&weight)?)
+}
+
+/// The norm of each output's part of a weight, (out).
+fn norms(weight: &Tensor) -> Result<Tensor> {
+    let dims: Vec<usize> = (1..weight.rank()).collect();
+    weight.sqr()?.sum(&dims, false)?.sqrt()
+}

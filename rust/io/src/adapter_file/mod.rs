@@ -1,0 +1,54 @@
+//! Adapter files: the same parameters under the names that other tools read.
+//!
+//! One file may hold several parts of a pipeline (a UNet and its text encoders). [`PartNames`] says what tools call a part and
+//! its layers; reading accepts every style that is known, whatever the format.
+
+mod magnitude;
+mod metadata;
+mod modules;
+mod names;
+mod read;
+mod verify;
+mod write;
+
+use std::str::FromStr;
+
+pub use names::{BaseModel, Original, PartNames, Style};
+pub use read::{PartLayers, attach_adapter, load_adapter, read_adapters};
+use trainable_candle_core::{Error, Result};
+pub use verify::{ModuleReport, Outline, Report, Tool, verify_adapter};
+pub use write::{SaveOptions, Saved, save_adapters};
+
+/// Whose names an adapter file carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AdapterFormat {
+    /// `lora_unet_input_blocks_4_1_….lora_down.weight` (kohya's trainers): ComfyUI, A1111 and diffusers load it.
+    Kohya,
+    /// `unet.down_blocks.1.….lora_A.weight` (diffusers).
+    Diffusers,
+    /// `base_model.model.LAYER.lora_A.weight` (peft); one part.
+    Peft,
+    /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's own names).
+    ComfyUi,
+}
+
+impl AdapterFormat {
+    const NAMES: [(&'static str, Self); 4] =
+        [("kohya", Self::Kohya), ("diffusers", Self::Diffusers), ("peft", Self::Peft), ("comfyui", Self::ComfyUi)];
+
+    /// The name in options and errors.
+    pub fn name(self) -> &'static str {
+        Self::NAMES.iter().find(|(_, format)| *format == self).map_or("", |(name, _)| name)
+    }
+}
+
+impl FromStr for AdapterFormat {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::NAMES.iter().find(|(name, _)| *name == text).map(|(_, format)| *format).ok_or_else(|| {
+            let known: Vec<&str> = Self::NAMES.iter().map(|(name, _)| *name).collect();
+            Error::argument("save_adapter", format!("unknown format \"{text}\"; expected \"{}\"", known.join("\", \"")))
+        })
+    }
+}

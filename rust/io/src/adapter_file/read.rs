@@ -1,0 +1,170 @@
+//! Reading adapter files of any format.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+use trainable_candle_core::{DType, Error, Result, Tensor};
+use trainable_candle_nn::adapter::{AdapterSet, LayerValues};
+use trainable_candle_nn::{Base, Layer};
+
+use super::modules::{Contents, Stored};
+use super::{PartNames, Style, magnitude};
+
+/// A part that a file may hold adapters for.
+#[derive(Clone, Copy)]
+pub struct PartLayers<'a> {
+    /// What tools call it.
+    pub names: &'a PartNames,
+    /// Its layers.
+    pub layers: &'a [(String, Layer<'a>)],
+}
+
+/// Where a module's name leads: the part, the layer and the style of the name.
+pub(super) type Place<'a> = (usize, &'a str, Style);
+
+/// Every name under which a file may have a layer.
+pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str>)>) -> HashMap<String, Place<'a>> {
+    let mut places = HashMap::new();
+    for (index, (names, layers)) in parts.enumerate() {
+        for layer in layers {
+            for style in PartNames::STYLES {
+                if let Some(key) = names.key(layer, style) {
+                    places.entry(key).or_insert((index, layer, style));
+                }
+            }
+        }
+    }
+    places
+}
+
+/// Beginnings of keys that say which part of a pipeline they are of.
+const PART_PREFIXES: [&str; 14] = [
+    "lora_unet_",
+    "lora_te_",
+    "lora_te1_",
+    "lora_te2_",
+    "lora_te3_",
+    "lycoris_",
+    "unet.",
+    "text_encoder.",
+    "text_encoder_2.",
+    "text_encoders.clip_l.",
+    "text_encoders.clip_g.",
+    "text_encoders.",
+    "diffusion_model.",
+    "transformer.",
+];
+
+fn part_prefix(key: &str) -> Option<&'static str> {
+    PART_PREFIXES.iter().find(|prefix| key.starts_with(*prefix)).copied()
+}
+
+/// The adapters that the file at `path` has for each of `parts`, under the layers' own names. Modules of other parts are left out.
+///
+/// # Errors
+/// [`Error::WeightsFormat`] if it is no adapter file, has nothing for any of the parts, or names layers that a part does not have.
+pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeMap<String, LayerValues>>> {
+    let contents = Contents::read(path)?;
+    let places = places(parts.iter().map(|p| (p.names, p.layers.iter().map(|(n, _)| n.as_str()).collect())));
+    let divided = contents.metadata.get(magnitude::MARK.0).is_some_and(|mark| mark == magnitude::MARK.1);
+    let mut found: Vec<BTreeMap<String, LayerValues>> = parts.iter().map(|_| BTreeMap::new()).collect();
+    let mut lost: Vec<&String> = Vec::new();
+    for (module, stored) in &contents.modules {
+        let Some(&(part, layer, _)) = places.get(module) else {
+            lost.push(module);
+            continue;
+        };
+        let base = parts[part].layers.iter().find(|(name, _)| name == layer).map(|(_, l)| l.base());
+        let Some(base) = base else { continue };
+        let values = values(stored, &base, divided, || contents.configured_scale(parts[part].names.diffusers, layer))
+            .map_err(|e| Error::weights(path, format!("{module}: {e}")))?;
+        if found[part].insert(layer.to_owned(), values).is_some() {
+            return Err(Error::weights(path, format!("the layer {layer} is in the file under two names")));
+        }
+    }
+    let prefixes: Vec<&str> =
+        contents.modules.keys().filter(|m| places.contains_key(*m)).filter_map(|m| part_prefix(m)).collect();
+    // A module of a part that was not asked for is no mistake.
+    let strange = |key: &String| part_prefix(key).is_none_or(|prefix| prefixes.contains(&prefix));
+    let nothing = found.iter().all(BTreeMap::is_empty);
+    let wrong: Vec<&String> = lost.into_iter().chain(&contents.others).filter(|key| nothing || strange(key)).collect();
+    if nothing || !wrong.is_empty() {
+        return Err(Error::weights(path, mismatch(contents.modules.len(), &wrong)));
+    }
+    Ok(found)
+}
+
+fn mismatch(modules: usize, strange: &[&String]) -> String {
+    let shown: Vec<&str> = strange.iter().take(3).map(|key| key.as_str()).collect();
+    if modules == 0 {
+        return format!("no adapter file: none of its tensors is a parameter of an adapter ({})", shown.join(", "));
+    }
+    format!(
+        "the model has no layer for {} of the file's {modules} modules ({}); the adapter is for another model",
+        strange.len(),
+        shown.join(", ")
+    )
+}
+
+/// The adapter of one layer under peft's names.
+fn values(
+    stored: &Stored,
+    base: &Base<'_>,
+    divided: bool,
+    configured: impl Fn() -> Option<f64>,
+) -> Result<LayerValues> {
+    let mut values = LayerValues { parameters: BTreeMap::new(), scale: 1.0 };
+    for (name, tensor) in &stored.parameters {
+        let is_output_scale = *name == "dora_scale" && tensor.dims().first() == Some(&base.rows());
+        let name = if is_output_scale { "lora_magnitude_vector.weight" } else { name };
+        values.parameters.insert(name.to_owned(), tensor.clone());
+    }
+    if let rank @ 1.. = values.rank()? {
+        values.scale = stored.alpha.map(|alpha| alpha / rank as f64).or_else(configured).unwrap_or(1.0);
+    }
+    if stored.parameters.contains_key("dora_scale")
+        && let Some(scale) = values.parameters.get("lora_magnitude_vector.weight")
+    {
+        let magnitude = output_magnitude(scale, &values, base, divided)?;
+        values.parameters.insert("lora_magnitude_vector.weight".into(), magnitude);
+    }
+    Ok(values)
+}
+
+/// A `dora_scale` (out, 1, …) as a magnitude (out).
+fn output_magnitude(scale: &Tensor, values: &LayerValues, base: &Base<'_>, divided: bool) -> Result<Tensor> {
+    if scale.elem_count() != base.rows() {
+        return Err(Error::shape("dora_scale", format!("found {:?}, expected ({}, 1)", scale.dims(), base.rows())));
+    }
+    let magnitude = scale.to_dtype(DType::F32)?.reshape(base.rows())?;
+    match (values.parameters.get("lora_A.weight"), values.parameters.get("lora_B.weight")) {
+        (Some(down), Some(up)) if divided => magnitude.mul(&magnitude::growth(base, down, up, values.scale)?),
+        _ => Ok(magnitude),
+    }
+}
+
+/// Read the parameters of an adapter file into `set`, which sits on `part`.
+///
+/// # Errors
+/// As [`read_adapters`] and [`AdapterSet::load`]; nothing is changed then.
+pub fn load_adapter(path: &Path, set: &AdapterSet, part: PartLayers<'_>) -> Result<()> {
+    let mut found = read_adapters(path, &[part])?;
+    set.load(&found.pop().unwrap_or_default())
+}
+
+/// Put the adapters of a file on the layers of `part` that it names, with their ranks, kinds and alphas, their effect multiplied
+/// by `scale`.
+///
+/// # Errors
+/// As [`read_adapters`] and [`AdapterSet::attach_values`].
+pub fn attach_adapter(path: &Path, scale: f64, part: PartLayers<'_>) -> Result<AdapterSet> {
+    if !scale.is_finite() || scale == 0.0 {
+        let cure = "give a finite number other than 0, or leave the adapter off the model";
+        return Err(Error::argument("load_adapter", format!("scale is {scale}; {cure}")));
+    }
+    let mut values = read_adapters(path, &[part])?.pop().unwrap_or_default();
+    for layer in values.values_mut() {
+        layer.scale *= scale;
+    }
+    AdapterSet::attach_values(&values, part.layers)
+}

@@ -1,0 +1,172 @@
+//! Writing adapter files.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use trainable_candle_core::raw::is_float;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
+
+use super::{AdapterFormat, PartNames, Style, magnitude, metadata};
+use crate::tensor_writer::save_tensors;
+
+const OP: &str = "save_adapter";
+
+/// How an adapter file is written.
+#[derive(Clone, Debug, Default)]
+pub struct SaveOptions {
+    /// Whose names it carries; those that most tools load without it.
+    pub format: Option<AdapterFormat>,
+    /// The dtype of the parameters; f32 without it.
+    pub dtype: Option<DType>,
+    /// Text entries of the header, added to those that tools look for, or in their place.
+    pub metadata: BTreeMap<String, String>,
+}
+
+/// What was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Saved {
+    /// The number of adapted layers.
+    pub layers: usize,
+    /// Layers whose adapter has no effect, because a factor is zero everywhere: untrained ones.
+    pub zero: Vec<String>,
+}
+
+/// Write the adapters of one part or several to `path`, atomically, with the metadata that tools look for. Alpha / rank is the scale
+/// that was trained with, for rsLoRA too; alphas are beside each layer, in diffusers' format in the header.
+///
+/// # Errors
+/// [`Error::Io`] naming the path if it cannot be written, [`Error::Argument`] if the format cannot hold these adapters.
+pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: &SaveOptions) -> Result<Saved> {
+    let Some((first, _)) = parts.first() else {
+        return Err(Error::argument(OP, "there are no adapters to save"));
+    };
+    let format = options.format.unwrap_or_else(|| first.default_format());
+    let dtype = options.dtype.unwrap_or(DType::F32);
+    if !is_float(dtype) {
+        return Err(Error::argument(OP, format!("dtype is {}, expected f32, f16 or bf16", dtype.as_str())));
+    }
+    if format == AdapterFormat::Peft && parts.len() > 1 {
+        return Err(Error::argument(OP, "peft's files hold one part; save each by itself, or use another format"));
+    }
+    let parts = parts.iter().map(|&(names, set)| Ok((names, set, set.layers()?))).collect::<Result<Vec<_>>>()?;
+    let title = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+    let mut entries = metadata::entries(format, &parts, &title);
+    let mut tensors = BTreeMap::new();
+    let mut saved = Saved { layers: 0, zero: Vec::new() };
+    for (names, _, layers) in &parts {
+        let style = style(format, names, layers)?;
+        for layer in layers {
+            let key = names.key(layer.name, style).ok_or_else(|| unnamed(format, layer.name))?;
+            for (name, value) in file_parameters(format, layer, dtype, &mut entries)? {
+                if tensors.insert(format!("{key}.{name}"), value).is_some() {
+                    return Err(Error::argument(OP, format!("two parts have a layer {key}; save each by itself")));
+                }
+            }
+            saved.layers += 1;
+            if is_zero(layer)? {
+                saved.zero.push(layer.name.to_owned());
+            }
+        }
+    }
+    entries.extend(options.metadata.clone());
+    save_tensors(path, tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)), &entries)?;
+    Ok(saved)
+}
+
+/// The style of a format. diffusers drops one half of a file that mixes kohya's two, so a part has one.
+fn style(format: AdapterFormat, names: &PartNames, layers: &[AdaptedLayer<'_>]) -> Result<Style> {
+    if format == AdapterFormat::Diffusers
+        && let Some(layer) = layers.iter().find(|layer| !matches!(layer.kind.name, "lora" | "dora"))
+    {
+        return Err(Error::argument(
+            OP,
+            format!("diffusers does not load \"{}\" adapters; save with format \"kohya\"", layer.kind.name),
+        ));
+    }
+    Ok(match format {
+        AdapterFormat::Kohya if layers.iter().all(|layer| (names.original)(layer.name).is_some()) => {
+            Style::KohyaOriginal
+        }
+        AdapterFormat::Kohya => Style::Kohya,
+        AdapterFormat::Diffusers => Style::Diffusers,
+        AdapterFormat::Peft => Style::Peft,
+        AdapterFormat::ComfyUi => Style::ComfyUi,
+    })
+}
+
+fn unnamed(format: AdapterFormat, layer: &str) -> Error {
+    Error::argument(
+        OP,
+        format!("format \"{}\" has no name for the layer {layer}; save with format \"peft\"", format.name()),
+    )
+}
+
+/// The entries of one layer with the endings of the format.
+fn file_parameters(
+    format: AdapterFormat,
+    layer: &AdaptedLayer<'_>,
+    dtype: DType,
+    entries: &mut BTreeMap<String, String>,
+) -> Result<Vec<(&'static str, Tensor)>> {
+    let rank = layer.settings.rank;
+    let undecomposed = !layer.parameters.iter().any(|(name, _)| layer.kind.ranked.contains(name));
+    // Readers take the scale 1 where nothing has a rank.
+    let fold = if undecomposed { layer.settings.scale } else { 1.0 };
+    let rounded: BTreeMap<&str, Tensor> = layer
+        .parameters
+        .iter()
+        .map(|(name, value)| Ok((*name, value.detach().to_dtype(dtype)?)))
+        .collect::<Result<_>>()?;
+    let mut found = Vec::new();
+    for (name, value) in &layer.parameters {
+        let value = rounded.get(name).unwrap_or(value).clone();
+        found.push(match (*name, format) {
+            ("lora_A.weight", AdapterFormat::Kohya) => ("lora_down.weight", value),
+            ("lora_B.weight", AdapterFormat::Kohya) => ("lora_up.weight", value),
+            ("lora_magnitude_vector.weight", AdapterFormat::Kohya | AdapterFormat::ComfyUi) => {
+                let growth = magnitude::growth(
+                    &layer.base,
+                    &rounded["lora_A.weight"],
+                    &rounded["lora_B.weight"],
+                    layer.settings.scale,
+                )?;
+                entries.insert(magnitude::MARK.0.into(), magnitude::MARK.1.into());
+                let magnitude = layer.parameters.iter().find(|(n, _)| n == name).map_or(&value, |(_, v)| v);
+                let divided = magnitude.detach().reshape(growth.shape().clone())?.div(&growth)?;
+                let mut dims = vec![1; layer.base.weight.rank()];
+                dims[0] = layer.base.rows();
+                ("dora_scale", divided.reshape(dims)?.to_dtype(dtype)?)
+            }
+            ("lora_magnitude_vector.weight", _) => ("lora_magnitude_vector", value),
+            ("dora_scale", AdapterFormat::Peft | AdapterFormat::Diffusers) => {
+                return Err(Error::argument(
+                    OP,
+                    format!(
+                        "format \"{}\" has no DoRA with a magnitude for each input; save with format \"kohya\"",
+                        format.name()
+                    ),
+                ));
+            }
+            ("lokr_w1", _) => ("lokr_w1", value.mul_scalar(fold)?),
+            (name, _) => (name, value),
+        });
+    }
+    // diffusers refuses a file with a key that does not contain "lora", and takes alphas from the header.
+    if format != AdapterFormat::Diffusers {
+        let alpha = if undecomposed { 1.0 } else { layer.settings.scale * rank as f64 };
+        found.push(("alpha", Tensor::new(alpha as f32, &Device::Cpu)?));
+    }
+    Ok(found)
+}
+
+/// Whether a factor is zero everywhere.
+fn is_zero(layer: &AdaptedLayer<'_>) -> Result<bool> {
+    for (name, value) in &layer.parameters {
+        let is_factor = !matches!(*name, "lora_magnitude_vector.weight" | "dora_scale");
+        if is_factor && value.contiguous()?.to_dtype(DType::F32)?.to_vec::<f32>()?.iter().all(|x| *x == 0.0) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}

@@ -1,0 +1,198 @@
+//! Every kind of adapter on convolutions and linear layers against peft and LyCORIS (`tests/golden/peft/make_layers.py`).
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use trainable_candle_core::ops::conv::Conv2dOptions;
+use trainable_candle_core::ops::loss::{Reduction, mse_loss};
+use trainable_candle_core::{DType, Device, Result, Tensor, Var};
+use trainable_candle_io::{TensorFile, load_tensors};
+use trainable_candle_nn::adapter::{AdapterSet, LayerValues, LoraConfig};
+use trainable_candle_nn::conv::weight_from_file;
+use trainable_candle_nn::{Conv2d, Linear, Module, Visitor};
+
+struct Net {
+    conv: Conv2d<Tensor>,
+    pointwise: Conv2d<Tensor>,
+    linear: Linear<Tensor>,
+}
+
+impl Net {
+    fn load(golden: &BTreeMap<String, Tensor>, dtype: DType) -> Self {
+        let get = |name: &str| golden[&format!("base.{name}")].to_dtype(dtype).unwrap();
+        let conv = |name: &str, options| {
+            let weight = weight_from_file(&get(&format!("{name}.weight"))).unwrap();
+            Conv2d::from_parameters(weight, Some(get(&format!("{name}.bias"))), options).unwrap()
+        };
+        Self {
+            conv: conv("conv", Conv2dOptions { stride: [2, 1], padding: [1, 0], ..Conv2dOptions::default() }),
+            pointwise: conv("pointwise", Conv2dOptions::default()),
+            linear: Linear::from_weight(get("linear.weight"), Some(get("linear.bias"))),
+        }
+    }
+
+    /// x (B, C, H, W).
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let x = self.conv.forward(&x.permute(&[0, 2, 3, 1])?)?.tanh()?;
+        self.linear.forward(&self.pointwise.forward(&x)?.tanh()?)
+    }
+}
+
+impl Module for Net {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.conv("conv", &self.conv)?;
+        visitor.conv("pointwise", &self.pointwise)?;
+        visitor.linear("linear", &self.linear)
+    }
+}
+
+struct Golden {
+    tensors: BTreeMap<String, Tensor>,
+    scales: BTreeMap<String, f64>,
+}
+
+impl Golden {
+    fn load() -> Self {
+        let path: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/peft/layers.safetensors");
+        let metadata = TensorFile::open(&path).unwrap().metadata();
+        Self {
+            tensors: load_tensors(&path, &Device::Cpu).unwrap(),
+            scales: serde_json::from_str(&metadata["scales"]).unwrap(),
+        }
+    }
+
+    /// What is called `CASE.part.LAYER.PARAMETER`, by layer and parameter.
+    fn parts(&self, case: &str, part: &str) -> BTreeMap<(String, String), Tensor> {
+        let prefix = format!("{case}.{part}.");
+        self.tensors
+            .iter()
+            .filter_map(|(name, tensor)| {
+                let (layer, parameter) = name.strip_prefix(&prefix)?.split_once('.')?;
+                Some(((layer.to_string(), parameter.to_string()), tensor.clone()))
+            })
+            .collect()
+    }
+
+    /// The adapters of a case as a file would have them.
+    fn adapters(&self, case: &str) -> BTreeMap<String, LayerValues> {
+        let mut layers: BTreeMap<String, LayerValues> = BTreeMap::new();
+        for ((layer, parameter), value) in self.parts(case, "start") {
+            let entry = layers
+                .entry(layer)
+                .or_insert_with(|| LayerValues { parameters: BTreeMap::new(), scale: self.scales[case] });
+            entry.parameters.insert(parameter, value);
+        }
+        layers
+    }
+}
+
+/// The largest difference, relative to the largest expected value.
+fn error(found: &Tensor, expected: &Tensor) -> f64 {
+    assert_eq!(found.dims(), expected.dims());
+    let values =
+        |t: &Tensor| t.to_dtype(DType::F64).and_then(|t| t.contiguous()).and_then(|t| t.to_vec::<f64>()).unwrap();
+    let expected = values(expected);
+    let largest = expected.iter().fold(1e-30, |m: f64, e| m.max(e.abs()));
+    values(found).iter().zip(&expected).fold(0.0, |m: f64, (f, e)| m.max((f - e).abs())) / largest
+}
+
+#[test]
+fn values_gradients_and_merged_weights_are_those_of_the_references() {
+    let golden = Golden::load();
+    for case in golden.scales.keys() {
+        let get = |name: &str| &golden.tensors[&format!("{case}.{name}")];
+        let net = Net::load(&golden.tensors, DType::F32);
+        let set = AdapterSet::attach_values(&golden.adapters(case), &net.named_layers()).unwrap();
+        let x = Var::from_tensor(&golden.tensors["x"]).unwrap();
+        let y = net.forward(&x).unwrap();
+        assert!(error(&y, get("output")) < 1e-5, "{case}");
+        mse_loss(&y, &golden.tensors["target"], Reduction::Mean).unwrap().backward().unwrap();
+        assert!(error(&x.grad().unwrap(), get("grad_input")) < 1e-4, "{case}");
+
+        // Read as parameters, gradients are laid out for files, too.
+        let gradients = golden.parts(case, "grad");
+        for var in set.vars() {
+            var.set(&var.grad().unwrap()).unwrap();
+        }
+        let mut compared = 0;
+        for layer in set.layers().unwrap() {
+            for (parameter, gradient) in &layer.parameters {
+                let expected = &gradients[&(layer.name.to_string(), parameter.to_string())];
+                assert!(error(gradient, expected) < 1e-4, "{case} {} {parameter}", layer.name);
+                compared += 1;
+            }
+        }
+        assert_eq!(compared, gradients.len());
+
+        set.load(&golden.adapters(case)).unwrap();
+        set.merge().unwrap();
+        for (name, weight) in net.named_tensors() {
+            if let Some(layer) = name.strip_suffix(".weight") {
+                assert!(error(&weight, get(&format!("merged.{layer}"))) < 1e-5, "{case} {layer}");
+            }
+        }
+        assert!(error(&net.forward(&golden.tensors["x"]).unwrap(), get("output")) < 1e-5, "{case}");
+    }
+}
+
+#[test]
+fn parameters_have_the_names_and_shapes_of_the_references_and_start_as_the_identity() {
+    let golden = Golden::load();
+    let base =
+        LoraConfig { r: 3, target_modules: vec!["all-linear".into(), "all-conv".into()], ..LoraConfig::default() };
+    let lycoris = |adapter: &str| LoraConfig { r: 2, adapter: adapter.into(), ..base.clone() };
+    let configs = [
+        ("lora", base.clone()),
+        ("dora", LoraConfig { use_dora: true, ..base.clone() }),
+        ("dora_input", LoraConfig { use_dora: true, wd_on_output: false, ..base.clone() }),
+        ("loha", lycoris("loha")),
+        ("lokr", lycoris("lokr")),
+        ("lokr_factor", LoraConfig { decompose_factor: Some(2), ..lycoris("lokr") }),
+        ("lokr_both", LoraConfig { r: 1, decompose_both: true, ..lycoris("lokr") }),
+    ];
+    for (case, config) in configs {
+        let net = Net::load(&golden.tensors, DType::F32);
+        let before = net.forward(&golden.tensors["x"]).unwrap();
+        let set = AdapterSet::attach(config, &net.named_layers()).unwrap();
+        assert!(error(&net.forward(&golden.tensors["x"]).unwrap(), &before) < 1e-6, "{case}");
+        let mut found = BTreeMap::new();
+        for layer in set.layers().unwrap() {
+            for (parameter, value) in &layer.parameters {
+                found.insert((layer.name.to_string(), parameter.to_string()), value.dims().to_vec());
+            }
+        }
+        let expected: BTreeMap<_, _> =
+            golden.parts(case, "start").into_iter().map(|(name, value)| (name, value.dims().to_vec())).collect();
+        assert_eq!(found, expected, "{case}");
+    }
+}
+
+#[test]
+fn adapters_of_another_layer_are_refused() {
+    let golden = Golden::load();
+    let net = Net::load(&golden.tensors, DType::F32);
+    for case in golden.scales.keys() {
+        let mut adapters = golden.adapters(case);
+        let conv = adapters.remove("conv").unwrap();
+        adapters.insert("pointwise".into(), conv);
+        let error = AdapterSet::attach_values(&adapters, &net.named_layers()).err().unwrap().to_string();
+        assert!(error.contains("pointwise"), "{case}: {error}");
+    }
+    let adapters = BTreeMap::from([("other".to_string(), golden.adapters("lora")["conv"].clone())]);
+    let error = AdapterSet::attach_values(&adapters, &net.named_layers()).err().unwrap().to_string();
+    assert!(error.contains("no layer other"), "{error}");
+}
+
+#[test]
+fn bf16_layers_keep_f32_parameters_and_their_own_dtype() {
+    let golden = Golden::load();
+    for case in golden.scales.keys() {
+        let net = Net::load(&golden.tensors, DType::BF16);
+        let set = AdapterSet::attach_values(&golden.adapters(case), &net.named_layers()).unwrap();
+        let y = net.forward(&golden.tensors["x"].to_dtype(DType::BF16).unwrap()).unwrap();
+        assert_eq!(y.dtype(), DType::BF16);
+        assert!(error(&y, &golden.tensors[&format!("{case}.output")]) < 0.05, "{case}");
+        y.to_dtype(DType::F32).unwrap().sqr().unwrap().sum_all().unwrap().backward().unwrap();
+        assert!(set.vars().iter().all(|v| v.dtype() == DType::F32 && v.grad().is_some()), "{case}");
+    }
+}

@@ -1,0 +1,137 @@
+//! The sizes of a text encoder.
+
+use serde_json::{Map, Value, json};
+use trainable_candle_core::{Error, Result};
+
+use super::CLIPTextModel;
+use crate::fields::Fields;
+
+/// The activation between the two layers of a feed-forward network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// x · sigmoid(1.702 x), OpenAI's.
+    QuickGelu,
+    /// The exact GELU, OpenCLIP's.
+    Gelu,
+}
+
+const ACTIVATIONS: [(&str, Activation); 2] = [("quick_gelu", Activation::QuickGelu), ("gelu", Activation::Gelu)];
+
+/// `config.json` of a text encoder as transformers writes it (`CLIPTextModel`, `CLIPTextModelWithProjection`). The default is
+/// SDXL's first encoder, CLIP ViT-L.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CLIPTextConfig {
+    /// Number of tokens in the vocabulary.
+    pub vocab_size: usize,
+    /// Width of the tokens.
+    pub hidden_size: usize,
+    /// Width of the feed-forward networks' middle.
+    pub intermediate_size: usize,
+    /// Number of layers.
+    pub num_hidden_layers: usize,
+    /// Heads of each attention.
+    pub num_attention_heads: usize,
+    /// The longest text in tokens.
+    pub max_position_embeddings: usize,
+    /// The activation of the feed-forward networks.
+    pub hidden_act: Activation,
+    /// Added to the variance in the norms.
+    pub layer_norm_eps: f64,
+    /// The token whose state stands for the text. 2 means the token of the largest id, as in OpenAI's files.
+    pub eos_token_id: u32,
+    /// Width of the projected text, if the model projects it.
+    pub projection_dim: Option<usize>,
+}
+
+impl Default for CLIPTextConfig {
+    fn default() -> Self {
+        Self {
+            vocab_size: 49408,
+            hidden_size: 768,
+            intermediate_size: 3072,
+            num_hidden_layers: 12,
+            num_attention_heads: 12,
+            max_position_embeddings: 77,
+            hidden_act: Activation::QuickGelu,
+            layer_norm_eps: 1e-5,
+            eos_token_id: 2,
+            projection_dim: None,
+        }
+    }
+}
+
+impl CLIPTextConfig {
+    /// The configuration in a `config.json`. What concerns initial values, generation or other parts of CLIP is not looked at.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field that is wrong.
+    pub fn from_json(map: &Map<String, Value>) -> Result<Self> {
+        let mut fields = Fields::new(CLIPTextModel::CLASS_NAME, map);
+        let projects = map
+            .get("architectures")
+            .and_then(Value::as_array)
+            .is_some_and(|names| names.iter().any(|name| name.as_str() == Some(CLIPTextModel::PROJECTING_CLASS_NAME)));
+        let act = fields.text("hidden_act").unwrap_or("quick_gelu");
+        let Some(&(_, hidden_act)) = ACTIVATIONS.iter().find(|(name, _)| *name == act) else {
+            return Err(fields.wrong("hidden_act", "\"quick_gelu\" or \"gelu\""));
+        };
+        let eos = match map.get("eos_token_id") {
+            None | Some(Value::Null) => Some(49407),
+            Some(value) => value.as_u64().and_then(|id| u32::try_from(id).ok()),
+        };
+        let config = Self {
+            vocab_size: fields.size("vocab_size", Some(49408))?,
+            hidden_size: fields.size("hidden_size", Some(512))?,
+            intermediate_size: fields.size("intermediate_size", Some(2048))?,
+            num_hidden_layers: fields.size("num_hidden_layers", Some(12))?,
+            num_attention_heads: fields.size("num_attention_heads", Some(8))?,
+            max_position_embeddings: fields.size("max_position_embeddings", Some(77))?,
+            hidden_act,
+            layer_norm_eps: fields.number("layer_norm_eps", Some(1e-5))?,
+            eos_token_id: eos.ok_or_else(|| fields.wrong("eos_token_id", "the id of a token"))?,
+            projection_dim: projects.then(|| fields.size("projection_dim", Some(512))).transpose()?,
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// The `config.json` that transformers reads.
+    pub fn to_json(&self) -> Map<String, Value> {
+        let act = ACTIVATIONS.iter().find(|(_, act)| *act == self.hidden_act).map_or("", |(name, _)| *name);
+        let class = match self.projection_dim {
+            Some(_) => CLIPTextModel::PROJECTING_CLASS_NAME,
+            None => CLIPTextModel::CLASS_NAME,
+        };
+        let json = json!({
+            "architectures": [class],
+            "model_type": "clip_text_model",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "max_position_embeddings": self.max_position_embeddings,
+            "hidden_act": act,
+            "layer_norm_eps": self.layer_norm_eps,
+            "eos_token_id": self.eos_token_id,
+            "projection_dim": self.projection_dim.unwrap_or(self.hidden_size),
+        });
+        if let Value::Object(map) = json { map } else { Map::new() }
+    }
+
+    /// Check that the sizes fit together.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field and what it must be.
+    pub fn validate(&self) -> Result<()> {
+        if !self.hidden_size.is_multiple_of(self.num_attention_heads) {
+            return Err(Error::Config(format!(
+                "{}: num_attention_heads is {}, which does not divide hidden_size, {}",
+                CLIPTextModel::CLASS_NAME,
+                self.num_attention_heads,
+                self.hidden_size
+            )));
+        }
+        Ok(())
+    }
+}

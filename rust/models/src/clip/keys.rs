@@ -1,0 +1,169 @@
+//! The names of a text encoder's parameters in files: transformers', with and without `text_model.`, and OpenCLIP's.
+
+use trainable_candle_core::{Error, Result};
+use trainable_candle_io::WeightFiles;
+
+use super::{Activation, CLIPTextConfig};
+use crate::pretrained::{Form, Layout, Part, Place};
+
+const WRAPPER: &str = "text_model.";
+const TRANSFORMERS: &str = "conditioner.embedders.0.transformer.";
+const OPEN_CLIP: &str = "conditioner.embedders.1.model.";
+/// Where SDXL's refiner, which has one encoder, keeps OpenCLIP's.
+const OPEN_CLIP_ALONE: &str = "conditioner.embedders.0.model.";
+
+/// SDXL's two encoders in pipelines and in original checkpoints.
+pub(super) const PARTS: [Part; 2] = [
+    Part {
+        subfolder: "text_encoder",
+        prefixes: &[TRANSFORMERS, ""],
+        probe: "text_model.embeddings.position_embedding.weight",
+    },
+    Part {
+        subfolder: "text_encoder_2",
+        prefixes: &[OPEN_CLIP, OPEN_CLIP_ALONE],
+        probe: "transformer.resblocks.0.attn.in_proj_weight",
+    },
+];
+
+/// The names in a folder, or those of an original checkpoint with this prefix.
+pub(super) fn layout(prefix: Option<&'static str>) -> Box<dyn Layout> {
+    match prefix {
+        Some(prefix @ (OPEN_CLIP | OPEN_CLIP_ALONE)) => Box::new(OpenClip { prefix }),
+        prefix => Box::new(Transformers { prefix: prefix.unwrap_or_default() }),
+    }
+}
+
+/// Computed, not learned, or of the picture's side.
+fn unused(key: &str) -> bool {
+    key.ends_with("position_ids") || key == "logit_scale"
+}
+
+struct Transformers {
+    prefix: &'static str,
+}
+
+impl Layout for Transformers {
+    fn prefix(&self) -> &str {
+        self.prefix
+    }
+
+    fn places(&self, name: &str) -> Vec<Place> {
+        // transformers 5 writes the model without a projection without the wrapper's name.
+        std::iter::once(name).chain(name.strip_prefix(WRAPPER)).map(Place::plain).collect()
+    }
+
+    fn ignores(&self, key: &str) -> bool {
+        unused(key)
+    }
+}
+
+struct OpenClip {
+    prefix: &'static str,
+}
+
+impl Layout for OpenClip {
+    fn prefix(&self) -> &str {
+        self.prefix
+    }
+
+    fn places(&self, name: &str) -> Vec<Place> {
+        if name == "text_projection.weight" {
+            let transposed = Place { key: "text_projection".to_owned(), form: Form::Transposed };
+            return vec![transposed, Place::plain(name)];
+        }
+        name.strip_prefix(WRAPPER).and_then(open_clip).into_iter().collect()
+    }
+
+    fn ignores(&self, key: &str) -> bool {
+        unused(key)
+    }
+}
+
+/// OpenCLIP's place for a parameter, named without the wrapper.
+fn open_clip(name: &str) -> Option<Place> {
+    const OUTSIDE: [(&str, &str); 4] = [
+        ("embeddings.token_embedding.weight", "token_embedding.weight"),
+        ("embeddings.position_embedding.weight", "positional_embedding"),
+        ("final_layer_norm.weight", "ln_final.weight"),
+        ("final_layer_norm.bias", "ln_final.bias"),
+    ];
+    const INSIDE: [(&str, &str); 5] = [
+        ("self_attn.out_proj", "attn.out_proj"),
+        ("layer_norm1", "ln_1"),
+        ("layer_norm2", "ln_2"),
+        ("mlp.fc1", "mlp.c_fc"),
+        ("mlp.fc2", "mlp.c_proj"),
+    ];
+    if let Some((_, theirs)) = OUTSIDE.iter().find(|(ours, _)| *ours == name) {
+        return Some(Place::plain(*theirs));
+    }
+    let (layer, rest) = name.strip_prefix("encoder.layers.")?.split_once('.')?;
+    let block = format!("transformer.resblocks.{layer}");
+    for (part, projection) in ["self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."].iter().enumerate() {
+        if let Some(kind) = rest.strip_prefix(projection) {
+            return Some(Place { key: format!("{block}.attn.in_proj_{kind}"), form: Form::Rows { part, of: 3 } });
+        }
+    }
+    INSIDE.iter().find_map(|(ours, theirs)| {
+        let kind = rest.strip_prefix(ours)?.strip_prefix('.')?;
+        Some(Place::plain(format!("{block}.{theirs}.{kind}")))
+    })
+}
+
+/// Width, heads and activation of the published encoders: CLIP ViT-L, OpenCLIP ViT-H and ViT-bigG.
+const PUBLISHED: [(usize, usize, Activation); 3] =
+    [(768, 12, Activation::QuickGelu), (1024, 16, Activation::Gelu), (1280, 20, Activation::Gelu)];
+
+/// The configuration of a text encoder in an original checkpoint, from the shapes of its tensors. Heads and activation leave no
+/// trace in them: they are the published models', or come from a configuration (`beside`) whose sizes are these.
+///
+/// # Errors
+/// [`Error::Config`] if they cannot be told.
+pub(super) fn deduce(files: &WeightFiles, prefix: &str, beside: Option<CLIPTextConfig>) -> Result<CLIPTextConfig> {
+    let known = match prefix {
+        OPEN_CLIP | OPEN_CLIP_ALONE => ("positional_embedding", "transformer.resblocks.{}.mlp.c_fc.weight"),
+        _ => ("text_model.embeddings.position_embedding.weight", "text_model.encoder.layers.{}.mlp.fc1.weight"),
+    };
+    let tokens = match prefix {
+        OPEN_CLIP | OPEN_CLIP_ALONE => "token_embedding.weight",
+        _ => "text_model.embeddings.token_embedding.weight",
+    };
+    let untold = |what: &str| {
+        Error::Config(format!(
+            "{}: the shapes of the checkpoint do not tell {what}; give config=, the config.json of the text encoder",
+            files.path().display()
+        ))
+    };
+    let matrix = |key: &str| match files.shape(&format!("{prefix}{key}")) {
+        Some(&[rows, columns]) => Ok((rows, columns)),
+        _ => Err(untold(&format!("the size of {key}"))),
+    };
+    let layer = |i: usize| known.1.replace("{}", &i.to_string());
+    let (positions, width) = matrix(known.0)?;
+    let deduced = CLIPTextConfig {
+        vocab_size: matrix(tokens)?.0,
+        hidden_size: width,
+        intermediate_size: matrix(&layer(0))?.0,
+        num_hidden_layers: (0..).take_while(|&i| matrix(&layer(i)).is_ok()).count(),
+        max_position_embeddings: positions,
+        projection_dim: match matrix("text_projection") {
+            Ok((_, width)) => Some(width),
+            Err(_) => matrix("text_projection.weight").ok().map(|(width, _)| width),
+        },
+        ..CLIPTextConfig::default()
+    };
+    let agrees = |beside: &CLIPTextConfig| {
+        let CLIPTextConfig { num_attention_heads, hidden_act, layer_norm_eps, eos_token_id, .. } = beside.clone();
+        CLIPTextConfig { num_attention_heads, hidden_act, layer_norm_eps, eos_token_id, ..deduced.clone() } == *beside
+    };
+    if let Some(beside) = beside.filter(agrees) {
+        return Ok(beside);
+    }
+    match PUBLISHED.iter().find(|(published, ..)| *published == width) {
+        Some(&(_, num_attention_heads, hidden_act)) => {
+            Ok(CLIPTextConfig { num_attention_heads, hidden_act, ..deduced })
+        }
+        None => Err(untold("how many heads its attentions have")),
+    }
+}

@@ -1,0 +1,222 @@
+//! The text encoder: token ids in, one state per token and one for the text out.
+
+use std::sync::{Arc, PoisonError, RwLock};
+
+use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
+use trainable_candle_core::ops::index::embedding;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_io::{PartNames, WeightFiles};
+use trainable_candle_nn::{Init, LayerNorm, Linear, Module, Visitor, Weights};
+
+use super::layers::EncoderLayer;
+use super::{CLIPTextConfig, keys, lora_keys};
+use crate::pretrained::{Component, Layout, Pretrained};
+use crate::registry::{Model, json_text};
+
+/// A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Its names begin with
+/// `text_model.`, as in the published files.
+pub struct CLIPTextModel {
+    config: CLIPTextConfig,
+    token_embedding: Tensor,
+    position_embedding: Tensor,
+    layers: Vec<Arc<EncoderLayer>>,
+    final_layer_norm: LayerNorm,
+    text_projection: Option<Linear<Tensor>>,
+    /// The id that ends a text, i64 without dimensions; none if it is the largest id of each text.
+    end_of_text: Option<Tensor>,
+    checkpointing: RwLock<Policy>,
+}
+
+/// Files made before the id was right say 2 for the end of a text, and mean the token of the largest id.
+const LEGACY_END: u32 = 2;
+
+/// What a text encoder makes of a text.
+#[derive(Clone)]
+pub struct TextFeatures {
+    /// The states after each layer, (B, S, D): those of the embedding first, then one for each layer; the final norm is not applied.
+    pub hidden_states: Vec<Tensor>,
+    /// The last layer's states after the final norm, (B, S, D).
+    pub last_hidden_state: Tensor,
+    /// The state of the text's end after the final norm, projected if the model projects: (B, D) or (B, P).
+    pub pooled: Tensor,
+}
+
+impl TextFeatures {
+    /// The states that enter the last layer, which SDXL reads.
+    ///
+    /// # Errors
+    /// As [`skipped`](Self::skipped).
+    pub fn penultimate(&self) -> Result<&Tensor> {
+        self.skipped(0)
+    }
+
+    /// The states `clip_skip` layers before the [`penultimate`](Self::penultimate) ones, as diffusers' SDXL pipelines count.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there are not so many layers.
+    pub fn skipped(&self, clip_skip: usize) -> Result<&Tensor> {
+        let count = self.hidden_states.len();
+        count.checked_sub(clip_skip.saturating_add(2)).and_then(|at| self.hidden_states.get(at)).ok_or_else(|| {
+            let most = count.saturating_sub(2);
+            Error::argument("CLIPTextModel", format!("clip_skip is {clip_skip}, expected 0 to {most} for this model"))
+        })
+    }
+}
+
+impl CLIPTextModel {
+    /// The class in its `config.json`.
+    pub const CLASS_NAME: &'static str = "CLIPTextModel";
+    /// The class in its `config.json` if the model projects the text.
+    pub const PROJECTING_CLASS_NAME: &'static str = "CLIPTextModelWithProjection";
+    /// Where its files are in pipelines and checkpoints.
+    pub const COMPONENT: Component = Component {
+        class_names: &[Self::CLASS_NAME, Self::PROJECTING_CLASS_NAME],
+        parts: &keys::PARTS,
+        weights_name: "model.safetensors",
+    };
+
+    /// A model over `weights`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    pub fn new(config: CLIPTextConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        config.validate()?;
+        let dim = config.hidden_size;
+        let mut inner = weights.pp("text_model");
+        let start = Init::Normal(0.02);
+        let token_embedding = inner.get("embeddings.token_embedding.weight", (config.vocab_size, dim), start)?;
+        let end_of_text = (config.eos_token_id != LEGACY_END)
+            .then(|| Tensor::new(i64::from(config.eos_token_id), &Device::Cpu)?.to_device(token_embedding.device()))
+            .transpose()?;
+        Ok(Self {
+            token_embedding,
+            end_of_text,
+            position_embedding: inner.get(
+                "embeddings.position_embedding.weight",
+                (config.max_position_embeddings, dim),
+                start,
+            )?,
+            layers: (0..config.num_hidden_layers)
+                .map(|i| Ok(Arc::new(EncoderLayer::new(&config, &mut inner.pp(&format!("encoder.layers.{i}")))?)))
+                .collect::<Result<_>>()?,
+            final_layer_norm: inner.layer_norm("final_layer_norm", dim, config.layer_norm_eps)?,
+            text_projection: config
+                .projection_dim
+                .map(|width| weights.linear("text_projection", dim, width, false))
+                .transpose()?,
+            checkpointing: RwLock::new(Policy::None),
+            config,
+        })
+    }
+
+    /// The frozen model of `files`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
+    pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
+        let config = files.config(&Self::COMPONENT, CLIPTextConfig::from_json, keys::deduce)?;
+        files.build(|_| keys::layout(files.prefix()), dtype, device, |weights| Self::new(config, weights))
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &CLIPTextConfig {
+        &self.config
+    }
+
+    /// The features of `input_ids (B, S)` (i64 or u32), S up to `max_position_embeddings`. Each token sees itself and those before
+    /// it. Results are in the dtype of the weights.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the ids have another shape or the text is too long, [`Error::Index`] if an id is no token.
+    pub fn forward(&self, input_ids: &Tensor) -> Result<TextFeatures> {
+        let longest = self.config.max_position_embeddings;
+        let &[_, length] = input_ids.dims() else {
+            return Err(Error::shape(
+                Self::CLASS_NAME,
+                format!("input_ids has shape {:?}, expected (B, S)", input_ids.dims()),
+            ));
+        };
+        if !(1..=longest).contains(&length) {
+            return Err(Error::shape(
+                Self::CLASS_NAME,
+                format!("input_ids has {length} tokens, expected 1 to {longest}; split longer texts"),
+            ));
+        }
+        let positions = self.position_embedding.narrow(0, 0, length)?;
+        let mut x = embedding(&self.token_embedding, input_ids)?.add(&positions)?;
+        let policy = *self.checkpointing.read().unwrap_or_else(PoisonError::into_inner);
+        let mut hidden_states = vec![x.clone()];
+        for layer in &self.layers {
+            let layer = layer.clone();
+            let run = move |xs: &[Tensor]| Ok(vec![layer.forward(&xs[0])?]);
+            x = checkpoint_with(policy, run, &[&x])?.remove(0);
+            hidden_states.push(x.clone());
+        }
+        let last_hidden_state = self.final_layer_norm.forward(&x)?;
+        let end = self.state_at_end(&last_hidden_state, input_ids)?;
+        let pooled = match &self.text_projection {
+            Some(projection) => projection.forward(&end)?,
+            None => end,
+        };
+        Ok(TextFeatures { hidden_states, last_hidden_state, pooled })
+    }
+
+    /// The state of the token that ends each text: `states (B, S, D)` → (B, D).
+    fn state_at_end(&self, states: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
+        let ids = input_ids.to_dtype(DType::I64)?;
+        let score = match &self.end_of_text {
+            Some(id) => ids.eq(&id.broadcast_as(ids.shape())?)?,
+            None => ids,
+        };
+        // Ids are small enough for f32 to hold them exactly; of equal ones, argmax takes the first.
+        let place = score.to_dtype(DType::F32)?.argmax(1, true)?;
+        let (batch, dim) = (states.dims()[0], states.dims()[2]);
+        let place = place.unsqueeze(2)?.broadcast_as((batch, 1, dim))?.contiguous()?;
+        states.gather(&place, 1)?.squeeze(1)
+    }
+}
+
+impl Module for CLIPTextModel {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.tensor("text_model.embeddings.token_embedding.weight", &self.token_embedding)?;
+        visitor.tensor("text_model.embeddings.position_embedding.weight", &self.position_embedding)?;
+        for (i, layer) in self.layers.iter().enumerate() {
+            visitor.module(&format!("text_model.encoder.layers.{i}"), layer.as_ref())?;
+        }
+        visitor.module("text_model.final_layer_norm", &self.final_layer_norm)?;
+        match &self.text_projection {
+            Some(projection) => visitor.linear("text_projection", projection),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Model for CLIPTextModel {
+    fn class_name(&self) -> &'static str {
+        if self.text_projection.is_some() { Self::PROJECTING_CLASS_NAME } else { Self::CLASS_NAME }
+    }
+
+    fn config_json(&self) -> Result<String> {
+        json_text(&self.config.to_json())
+    }
+
+    fn dtype(&self) -> DType {
+        self.token_embedding.dtype()
+    }
+
+    fn set_checkpointing(&self, policy: Policy) {
+        *self.checkpointing.write().unwrap_or_else(PoisonError::into_inner) = policy;
+    }
+
+    fn component(&self) -> Component {
+        Self::COMPONENT
+    }
+
+    fn adapter_names(&self) -> PartNames {
+        lora_keys::names(&self.config)
+    }
+
+    fn layout(&self, prefix: Option<&'static str>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(prefix)
+    }
+}

@@ -1,0 +1,141 @@
+//! Reading the fields of a `config.json` that other libraries wrote.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Map, Value};
+use trainable_candle_core::{Error, Result};
+
+/// The largest size a field may give: far above any sensible one, and low enough that no product overflows.
+const LARGEST: u64 = 1 << 20;
+
+/// The fields of a configuration, each asked for by name. What nobody asked for is an error, unless it is null or false, as new
+/// fields are in the files of newer libraries that do not use them.
+pub(crate) struct Fields<'a> {
+    owner: &'static str,
+    map: &'a Map<String, Value>,
+    seen: BTreeSet<&'static str>,
+}
+
+impl<'a> Fields<'a> {
+    /// The fields of `owner`'s configuration.
+    pub const fn new(owner: &'static str, map: &'a Map<String, Value>) -> Self {
+        Self { owner, map, seen: BTreeSet::new() }
+    }
+
+    /// A field that is there and not null.
+    fn get(&mut self, name: &'static str) -> Option<&'a Value> {
+        self.seen.insert(name);
+        self.map.get(name).filter(|value| !value.is_null())
+    }
+
+    /// The error of a field with a wrong value.
+    pub fn wrong(&self, name: &str, expected: &str) -> Error {
+        let found = self.map.get(name).map_or_else(|| "missing".to_owned(), Value::to_string);
+        Error::Config(format!("{}: {name} is {found}, expected {expected}", self.owner))
+    }
+
+    fn as_size(value: &Value) -> Option<usize> {
+        value.as_u64().filter(|n| (1..=LARGEST).contains(n)).and_then(|n| usize::try_from(n).ok())
+    }
+
+    /// A positive integer.
+    pub fn size(&mut self, name: &'static str, default: Option<usize>) -> Result<usize> {
+        match (self.get(name), default) {
+            (Some(value), _) => Self::as_size(value),
+            (None, default) => default,
+        }
+        .ok_or_else(|| self.wrong(name, &format!("an integer from 1 to {LARGEST}")))
+    }
+
+    /// A positive integer for each of `count` levels, given as one for all or as a list.
+    pub fn sizes(&mut self, name: &'static str, count: usize, default: Option<usize>) -> Result<Vec<usize>> {
+        let sizes = match self.get(name) {
+            Some(Value::Array(list)) => list.iter().map(Self::as_size).collect::<Option<Vec<_>>>(),
+            Some(one) => Self::as_size(one).map(|size| vec![size; count]),
+            None => default.map(|size| vec![size; count]),
+        };
+        sizes
+            .filter(|sizes| sizes.len() == count)
+            .ok_or_else(|| self.wrong(name, &format!("a positive integer, or a list of {count}, one for each level")))
+    }
+
+    /// A list of positive integers, one at least.
+    pub fn list(&mut self, name: &'static str) -> Result<Vec<usize>> {
+        self.get(name)
+            .and_then(Value::as_array)
+            .and_then(|list| list.iter().map(Self::as_size).collect::<Option<Vec<_>>>())
+            .filter(|list| !list.is_empty())
+            .ok_or_else(|| self.wrong(name, "a list of positive integers"))
+    }
+
+    /// A list of `count` names, each turned into what it stands for.
+    pub fn names<T: Copy>(&mut self, name: &'static str, count: usize, known: &[(&str, T)]) -> Result<Vec<T>> {
+        let list = self.get(name).and_then(Value::as_array).filter(|list| list.len() == count);
+        list.and_then(|list| {
+            list.iter()
+                .map(|value| known.iter().find(|(text, _)| value.as_str() == Some(text)).map(|&(_, meaning)| meaning))
+                .collect()
+        })
+        .ok_or_else(|| {
+            let known: Vec<&str> = known.iter().map(|&(text, _)| text).collect();
+            self.wrong(name, &format!("{count} of {}", known.join(", ")))
+        })
+    }
+
+    /// A number.
+    pub fn number(&mut self, name: &'static str, default: Option<f64>) -> Result<f64> {
+        match self.get(name) {
+            Some(value) => value.as_f64(),
+            None => default,
+        }
+        .filter(|number| number.is_finite())
+        .ok_or_else(|| self.wrong(name, "a number"))
+    }
+
+    /// Yes or no.
+    pub fn flag(&mut self, name: &'static str, default: bool) -> Result<bool> {
+        match self.get(name) {
+            Some(value) => value.as_bool().ok_or_else(|| self.wrong(name, "true or false")),
+            None => Ok(default),
+        }
+    }
+
+    /// A text.
+    pub fn text(&mut self, name: &'static str) -> Option<&'a str> {
+        self.get(name).and_then(Value::as_str)
+    }
+
+    /// Fields for which one value is supported, which is meant too where the field is missing or null.
+    pub fn only(&mut self, supported: &[(&'static str, Value)]) -> Result<()> {
+        for (name, value) in supported {
+            let equal = |found: &Value| match (found.as_f64(), value.as_f64()) {
+                (Some(found), Some(value)) => found == value,
+                _ => found == value,
+            };
+            if self.get(name).is_some_and(|found| !equal(found)) {
+                return Err(self.wrong(name, &value.to_string()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Fields that do not matter here.
+    pub fn ignore(&mut self, names: &[&'static str]) {
+        self.seen.extend(names);
+    }
+
+    /// Every field that says something was asked for.
+    pub fn finish(self) -> Result<()> {
+        let says_nothing = |value: &Value| matches!(value, Value::Null | Value::Bool(false));
+        let unknown = self
+            .map
+            .iter()
+            .find(|(name, value)| !name.starts_with('_') && !self.seen.contains(name.as_str()) && !says_nothing(value));
+        match unknown {
+            None => Ok(()),
+            Some((name, value)) => {
+                Err(Error::Config(format!("{}: {name} is {value}, but the field is not supported", self.owner)))
+            }
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! The blocks of convolutions that U-Nets and autoencoders share (He et al. 2016, arXiv:1603.05027), under diffusers' names.
+//! Images are (batch, height, width, channels).
+
+use trainable_candle_core::ops::conv::Conv2dOptions;
+use trainable_candle_core::ops::upsample::upsample_nearest2d;
+use trainable_candle_core::{Error, Result, Tensor};
+use trainable_candle_nn::{Conv2d, GroupNorm, Linear, Module, Visitor, Weights};
+
+/// A 3×3 convolution that keeps the size.
+pub(crate) fn conv3x3(
+    name: &str,
+    channels: usize,
+    out_channels: usize,
+    weights: &mut Weights<'_>,
+) -> Result<Conv2d<Tensor>> {
+    let options = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
+    weights.conv2d(name, channels, out_channels, [3, 3], options, true)
+}
+
+/// A 1×1 convolution.
+pub(crate) fn conv1x1(
+    name: &str,
+    channels: usize,
+    out_channels: usize,
+    weights: &mut Weights<'_>,
+) -> Result<Conv2d<Tensor>> {
+    weights.conv2d(name, channels, out_channels, [1, 1], Conv2dOptions::default(), true)
+}
+
+/// The sizes of a [`ResnetBlock`].
+#[derive(Clone, Copy, Debug)]
+pub struct ResnetSizes {
+    /// Channels of the input.
+    pub channels: usize,
+    /// Channels of the result.
+    pub out_channels: usize,
+    /// Width of the time's embedding, if the block is told the time.
+    pub time_dim: Option<usize>,
+    /// Groups of the norms.
+    pub groups: usize,
+    /// Added to the variance in the norms.
+    pub eps: f64,
+}
+
+/// Twice norm, SiLU and convolution, added to the input; the time is added in the middle.
+pub struct ResnetBlock {
+    norm1: GroupNorm,
+    conv1: Conv2d<Tensor>,
+    time_emb_proj: Option<Linear<Tensor>>,
+    norm2: GroupNorm,
+    conv2: Conv2d<Tensor>,
+    conv_shortcut: Option<Conv2d<Tensor>>,
+}
+
+impl ResnetBlock {
+    /// Parameters below `weights`.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn new(sizes: ResnetSizes, weights: &mut Weights<'_>) -> Result<Self> {
+        let ResnetSizes { channels, out_channels, time_dim, groups, eps } = sizes;
+        Ok(Self {
+            norm1: weights.group_norm("norm1", channels, groups, eps)?,
+            conv1: conv3x3("conv1", channels, out_channels, weights)?,
+            time_emb_proj: time_dim.map(|dim| weights.linear("time_emb_proj", dim, out_channels, true)).transpose()?,
+            norm2: weights.group_norm("norm2", out_channels, groups, eps)?,
+            conv2: conv3x3("conv2", out_channels, out_channels, weights)?,
+            conv_shortcut: (channels != out_channels)
+                .then(|| conv1x1("conv_shortcut", channels, out_channels, weights))
+                .transpose()?,
+        })
+    }
+
+    /// `x (B, H, W, C)` and SiLU of the time's embedding `(B, T)` → `(B, H, W, out_channels)`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] and its kin if an input does not fit, [`Error::Argument`] if the time is missing.
+    pub fn forward(&self, x: &Tensor, time: Option<&Tensor>) -> Result<Tensor> {
+        let mut hidden = self.conv1.forward(&self.norm1.forward_silu(x)?)?;
+        if let Some(project) = &self.time_emb_proj {
+            let time = time.ok_or_else(|| Error::argument("ResnetBlock", "the time's embedding is missing"))?;
+            hidden = hidden.add(&project.forward(time)?.unsqueeze(1)?.unsqueeze(1)?)?;
+        }
+        let hidden = self.conv2.forward(&self.norm2.forward_silu(&hidden)?)?;
+        match &self.conv_shortcut {
+            Some(shortcut) => shortcut.forward(x)?.add(&hidden),
+            None => x.add(&hidden),
+        }
+    }
+}
+
+impl Module for ResnetBlock {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.module("norm1", &self.norm1)?;
+        visitor.conv("conv1", &self.conv1)?;
+        if let Some(project) = &self.time_emb_proj {
+            visitor.linear("time_emb_proj", project)?;
+        }
+        visitor.module("norm2", &self.norm2)?;
+        visitor.conv("conv2", &self.conv2)?;
+        match &self.conv_shortcut {
+            Some(shortcut) => visitor.conv("conv_shortcut", shortcut),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Half the size by a convolution.
+pub struct Downsample {
+    conv: Conv2d<Tensor>,
+    /// Zeros are added below and to the right alone, as the autoencoder was trained.
+    asymmetric: bool,
+}
+
+impl Downsample {
+    /// Parameters below `weights`. `asymmetric`: zeros are added at the lower and right edge alone, instead of all around.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn new(channels: usize, asymmetric: bool, weights: &mut Weights<'_>) -> Result<Self> {
+        let padding = if asymmetric { [0, 0] } else { [1, 1] };
+        let options = Conv2dOptions { stride: [2, 2], padding, ..Conv2dOptions::default() };
+        Ok(Self { conv: weights.conv2d("conv", channels, channels, [3, 3], options, true)?, asymmetric })
+    }
+
+    /// `x (B, H, W, C)` → `(B, ⌈H / 2⌉, ⌈W / 2⌉, C)`, rounded down if asymmetric.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the input does not fit.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        if !self.asymmetric {
+            return self.conv.forward(x);
+        }
+        let &[batch, height, width, channels] = x.dims() else {
+            return Err(Error::shape(
+                "Downsample",
+                format!("the input has shape {:?}, expected (B, H, W, C)", x.dims()),
+            ));
+        };
+        let zeros = |shape: [usize; 4]| Tensor::zeros(shape.as_slice(), x.dtype(), x.device());
+        let x = Tensor::cat(&[x, &zeros([batch, 1, width, channels])?], 1)?;
+        self.conv.forward(&Tensor::cat(&[&x, &zeros([batch, height + 1, 1, channels])?], 2)?)
+    }
+}
+
+impl Module for Downsample {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.conv("conv", &self.conv)
+    }
+}
+
+/// A larger size by repeating pixels, then a convolution.
+pub struct Upsample {
+    conv: Conv2d<Tensor>,
+}
+
+impl Upsample {
+    /// Parameters below `weights`.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn new(channels: usize, weights: &mut Weights<'_>) -> Result<Self> {
+        Ok(Self { conv: conv3x3("conv", channels, channels, weights)? })
+    }
+
+    /// `x (B, H, W, C)` → `(B, size[0], size[1], C)`, twice the size if none is given.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the input does not fit.
+    pub fn forward(&self, x: &Tensor, size: Option<[usize; 2]>) -> Result<Tensor> {
+        let &[_, height, width, _] = x.dims() else {
+            return Err(Error::shape("Upsample", format!("the input has shape {:?}, expected (B, H, W, C)", x.dims())));
+        };
+        self.conv.forward(&upsample_nearest2d(x, size.unwrap_or([2 * height, 2 * width]))?)
+    }
+}
+
+impl Module for Upsample {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.conv("conv", &self.conv)
+    }
+}

@@ -1,0 +1,169 @@
+//! Transformer blocks inside an image network, under diffusers' names: `Transformer2DModel`, `BasicTransformerBlock`.
+
+use std::sync::Arc;
+
+use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
+use trainable_candle_core::ops::gated::geglu;
+use trainable_candle_core::{Error, Result, Tensor};
+use trainable_candle_nn::{Conv2d, GroupNorm, Init, LayerNorm, Linear, Module, Visitor, Weights};
+
+use super::attention::{Attention, AttentionSizes};
+use super::resnet::conv1x1;
+
+/// Added to the variance in the norm before the blocks; fixed in diffusers.
+const NORM_EPS: f64 = 1e-6;
+/// Added to the variance in the norms of the blocks.
+const LAYER_NORM_EPS: f64 = 1e-5;
+/// Width of the feed-forward layer's middle, as a multiple of the tokens'.
+const FEED_FORWARD: usize = 4;
+
+/// The sizes of a [`SpatialTransformer`].
+#[derive(Clone, Copy, Debug)]
+pub struct TransformerSizes {
+    /// Channels of the image and width of the tokens.
+    pub dim: usize,
+    /// Heads of each attention.
+    pub heads: usize,
+    /// Number of blocks.
+    pub depth: usize,
+    /// Width of the context.
+    pub context_dim: usize,
+    /// Groups of the norm.
+    pub groups: usize,
+    /// Whether the projections are linear layers instead of 1×1 convolutions.
+    pub linear_projection: bool,
+}
+
+/// Attention to the image, attention to the context, a gated feed-forward layer; each of the normalised input, added to it.
+struct Block {
+    norm1: LayerNorm,
+    attn1: Attention,
+    norm2: LayerNorm,
+    attn2: Attention,
+    norm3: LayerNorm,
+    ff_in: Linear<Tensor>,
+    ff_out: Linear<Tensor>,
+}
+
+impl Block {
+    fn new(sizes: &TransformerSizes, weights: &mut Weights<'_>) -> Result<Self> {
+        let &TransformerSizes { dim, heads, context_dim, .. } = sizes;
+        let attention = AttentionSizes { heads, dim, context_dim: dim, qkv_bias: false };
+        let cross = AttentionSizes { context_dim, ..attention };
+        Ok(Self {
+            norm1: weights.layer_norm("norm1", dim, LAYER_NORM_EPS)?,
+            attn1: Attention::new(attention, Init::Kaiming, &mut weights.pp("attn1"))?,
+            norm2: weights.layer_norm("norm2", dim, LAYER_NORM_EPS)?,
+            attn2: Attention::new(cross, Init::Kaiming, &mut weights.pp("attn2"))?,
+            norm3: weights.layer_norm("norm3", dim, LAYER_NORM_EPS)?,
+            ff_in: weights.linear("ff.net.0.proj", dim, 2 * FEED_FORWARD * dim, true)?,
+            ff_out: weights.linear("ff.net.2", FEED_FORWARD * dim, dim, true)?,
+        })
+    }
+
+    /// `x (B, S, D)`, `context (B, L, E)` → `(B, S, D)`.
+    fn forward(&self, x: &Tensor, context: &Tensor) -> Result<Tensor> {
+        let x = self.attn1.forward(&self.norm1.forward(x)?, None)?.add(x)?;
+        let x = self.attn2.forward(&self.norm2.forward(&x)?, Some(context))?.add(&x)?;
+        self.ff_out.forward(&geglu(&self.ff_in.forward(&self.norm3.forward(&x)?)?)?)?.add(&x)
+    }
+}
+
+impl Module for Block {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.module("norm1", &self.norm1)?;
+        visitor.module("attn1", &self.attn1)?;
+        visitor.module("norm2", &self.norm2)?;
+        visitor.module("attn2", &self.attn2)?;
+        visitor.module("norm3", &self.norm3)?;
+        visitor.linear("ff.net.0.proj", &self.ff_in)?;
+        visitor.linear("ff.net.2", &self.ff_out)
+    }
+}
+
+enum Projection {
+    Linear(Linear<Tensor>),
+    Conv(Conv2d<Tensor>),
+}
+
+impl Projection {
+    fn new(name: &str, sizes: &TransformerSizes, weights: &mut Weights<'_>) -> Result<Self> {
+        if sizes.linear_projection {
+            Ok(Self::Linear(weights.linear(name, sizes.dim, sizes.dim, true)?))
+        } else {
+            Ok(Self::Conv(conv1x1(name, sizes.dim, sizes.dim, weights)?))
+        }
+    }
+
+    /// Of an image (B, H, W, C).
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Linear(linear) => linear.forward(x),
+            Self::Conv(conv) => conv.forward(x),
+        }
+    }
+
+    fn visit<'a>(&'a self, name: &str, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        match self {
+            Self::Linear(linear) => visitor.linear(name, linear),
+            Self::Conv(conv) => visitor.conv(name, conv),
+        }
+    }
+}
+
+/// Transformer blocks over the pixels of an image, added to the image (Rombach et al. 2022, arXiv:2112.10752).
+pub struct SpatialTransformer {
+    norm: GroupNorm,
+    proj_in: Projection,
+    blocks: Vec<Arc<Block>>,
+    proj_out: Projection,
+}
+
+impl SpatialTransformer {
+    /// Parameters below `weights`.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn new(sizes: TransformerSizes, weights: &mut Weights<'_>) -> Result<Self> {
+        Ok(Self {
+            norm: weights.group_norm("norm", sizes.dim, sizes.groups, NORM_EPS)?,
+            proj_in: Projection::new("proj_in", &sizes, weights)?,
+            blocks: (0..sizes.depth)
+                .map(|i| Ok(Arc::new(Block::new(&sizes, &mut weights.pp(&format!("transformer_blocks.{i}")))?)))
+                .collect::<Result<_>>()?,
+            proj_out: Projection::new("proj_out", &sizes, weights)?,
+        })
+    }
+
+    /// `x (B, H, W, C)`, `context (B, L, E)` → the shape of `x`; each block keeps what `policy` says.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] and its kin if an input does not fit.
+    pub fn forward(&self, x: &Tensor, context: &Tensor, policy: Policy) -> Result<Tensor> {
+        let &[batch, height, width, channels] = x.dims() else {
+            return Err(Error::shape(
+                "SpatialTransformer",
+                format!("the input has shape {:?}, expected (B, H, W, C)", x.dims()),
+            ));
+        };
+        let projected = self.proj_in.forward(&self.norm.forward(x)?)?;
+        let mut tokens = projected.reshape((batch, height * width, channels))?;
+        for block in &self.blocks {
+            let block = block.clone();
+            let run = move |xs: &[Tensor]| Ok(vec![block.forward(&xs[0], &xs[1])?]);
+            tokens = checkpoint_with(policy, run, &[&tokens, context])?.remove(0);
+        }
+        self.proj_out.forward(&tokens.reshape((batch, height, width, channels))?)?.add(x)
+    }
+}
+
+impl Module for SpatialTransformer {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.module("norm", &self.norm)?;
+        self.proj_in.visit("proj_in", visitor)?;
+        for (i, block) in self.blocks.iter().enumerate() {
+            visitor.module(&format!("transformer_blocks.{i}"), block.as_ref())?;
+        }
+        self.proj_out.visit("proj_out", visitor)
+    }
+}

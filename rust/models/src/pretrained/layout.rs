@@ -1,0 +1,122 @@
+//! Where the parameters of a model are in a file: under what key, and in what form.
+
+use trainable_candle_core::{Error, Result, Tensor};
+
+/// The names of a model's parameters in one kind of file. A model's `keys.rs` has one for each kind.
+pub trait Layout {
+    /// What the keys of this model begin with in a file that holds others too.
+    fn prefix(&self) -> &str {
+        ""
+    }
+
+    /// Where the parameter `name` may be, without the prefix. Files are written with the first.
+    fn places(&self, name: &str) -> Vec<Place>;
+
+    /// Whether the key (without the prefix) may be left unread: what is computed, or concerns training alone.
+    fn ignores(&self, key: &str) -> bool {
+        let _ = key;
+        false
+    }
+}
+
+/// Files whose names are the model's own.
+pub struct OwnNames;
+
+impl Layout for OwnNames {
+    fn places(&self, name: &str) -> Vec<Place> {
+        vec![Place::plain(name)]
+    }
+}
+
+/// One parameter in a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The name of the tensor in the file.
+    pub key: String,
+    /// What the tensor is to the parameter.
+    pub form: Form,
+}
+
+/// What a tensor in a file is to a parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// The parameter itself.
+    Plain,
+    /// A matrix, transposed.
+    Transposed,
+    /// The matrix of a linear layer as a 1×1 convolution, (out, in, 1, 1).
+    Pointwise,
+    /// One of several parameters of the same shape, one below the other.
+    Rows {
+        /// Which of them, from 0.
+        part: usize,
+        /// How many there are.
+        of: usize,
+    },
+}
+
+impl Place {
+    /// The parameter itself under `key`.
+    pub fn plain(key: impl Into<String>) -> Self {
+        Self { key: key.into(), form: Form::Plain }
+    }
+}
+
+impl Form {
+    /// The parameter's shape if the tensor's is `stored`; none if that cannot be.
+    pub fn shape(self, stored: &[usize]) -> Option<Vec<usize>> {
+        match (self, stored) {
+            (Self::Plain, dims) => Some(dims.to_vec()),
+            (Self::Transposed, &[rows, columns]) => Some(vec![columns, rows]),
+            (Self::Pointwise, &[out, input] | &[out, input, 1, 1]) => Some(vec![out, input]),
+            (Self::Rows { of, .. }, &[rows, ref rest @ ..]) if rows % of == 0 => {
+                Some(std::iter::once(rows / of).chain(rest.iter().copied()).collect())
+            }
+            _ => None,
+        }
+    }
+
+    /// The shape of the tensor if the parameter's is `dims`.
+    pub(super) fn stored_shape(self, dims: &[usize]) -> Vec<usize> {
+        match (self, dims) {
+            (Self::Transposed, &[rows, columns]) => vec![columns, rows],
+            (Self::Pointwise, dims) => [dims, &[1, 1]].concat(),
+            (Self::Rows { of, .. }, &[rows, ref rest @ ..]) => [&[rows * of], rest].concat(),
+            _ => dims.to_vec(),
+        }
+    }
+
+    /// The parameter that `stored` holds; `shape` must have found it possible.
+    pub(super) fn read(self, stored: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Plain => Ok(stored.clone()),
+            Self::Transposed => stored.t()?.contiguous(),
+            Self::Pointwise => stored.reshape(&stored.dims()[..2]),
+            Self::Rows { part, of } => {
+                let rows = stored.dims()[0] / of;
+                // A copy, or each part would keep the whole.
+                Ok(Tensor::from_raw(&stored.narrow(0, part * rows, rows)?.raw().force_contiguous()?))
+            }
+        }
+    }
+
+    /// The tensor to write for all parameters under one key, each with its form.
+    pub(super) fn write(parts: &[(Self, Tensor)]) -> Result<Tensor> {
+        let [(form, parameter), ..] = parts else {
+            return Err(Error::argument("save", "there is nothing to write"));
+        };
+        match form {
+            Self::Plain => Ok(parameter.clone()),
+            Self::Transposed => parameter.t()?.contiguous(),
+            Self::Pointwise => parameter.reshape([parameter.dims(), &[1, 1]].concat()),
+            Self::Rows { .. } => {
+                let mut parts: Vec<(usize, &Tensor)> = parts
+                    .iter()
+                    .map(|(form, tensor)| (if let Self::Rows { part, .. } = form { *part } else { 0 }, tensor))
+                    .collect();
+                parts.sort_by_key(|&(part, _)| part);
+                Tensor::cat(&parts.into_iter().map(|(_, tensor)| tensor).collect::<Vec<_>>(), 0)
+            }
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Writing models: to a folder, or into an original checkpoint.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_io::{TensorEntry, WeightFiles, save_entries, write_atomically};
+
+use super::CONFIG;
+use super::layout::{Form, Layout};
+use crate::Model;
+
+/// Write `config.json` and the weights of `model` to `folder`, which is made if need be, under the names that diffusers and
+/// transformers read. Adapters are left out; a merged one is part of its layer's weight.
+///
+/// # Errors
+/// [`Error::Io`] naming what cannot be written.
+pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
+    std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
+    let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+    let entries = entries(model, model.layout(None, None).as_ref(), None)?;
+    save_entries(&folder.join(model.component().weights_name), entries, &metadata)?;
+    let config = model.config_json()?;
+    write_atomically(&folder.join(CONFIG), |file| file.write_all(config.as_bytes()))
+}
+
+/// Write `models`, each with the folder that it would have in a pipeline, to one file under the names of the original checkpoints,
+/// converted to `dtype` if one is given. All else is taken from the checkpoint `base`, if there is one, as it is.
+///
+/// # Errors
+/// [`Error::Argument`] if a model has no place in such a file, [`Error::Io`] naming what cannot be read or written.
+pub fn save_checkpoint(
+    path: &Path,
+    models: &[(&str, &dyn Model)],
+    base: Option<&Path>,
+    dtype: Option<DType>,
+) -> Result<()> {
+    let base = base.map(|path| WeightFiles::open(&[path.to_path_buf()])).transpose()?.map(RefCell::new);
+    let mut all = Vec::new();
+    for &(subfolder, model) in models {
+        let component = model.component();
+        let Some(part) = component.parts.iter().find(|part| part.subfolder == subfolder) else {
+            let places: Vec<&str> = component.parts.iter().map(|part| part.subfolder).collect();
+            return Err(Error::argument(
+                "save_checkpoint",
+                format!(
+                    "a {} has no place \"{subfolder}\" in an original checkpoint; expected one of {places:?}",
+                    model.class_name()
+                ),
+            ));
+        };
+        let layout = match &base {
+            Some(base) => {
+                let file = base.borrow();
+                let is_there = |prefix: &&&str| file.shape(&format!("{prefix}{}", part.probe)).is_some();
+                let prefix = part.prefixes.iter().find(is_there).unwrap_or(&part.prefixes[0]);
+                model.layout(Some(prefix), Some(&file))
+            }
+            None => model.layout(Some(part.prefixes[0]), None),
+        };
+        all.extend(entries(model, layout.as_ref(), dtype)?);
+    }
+    let mut metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
+    if let Some(base) = &base {
+        let file = base.borrow();
+        metadata.extend(file.metadata());
+        let written: BTreeSet<String> = all.iter().map(|entry| entry.name.clone()).collect();
+        for name in file.names().filter(|name| !written.contains(*name)) {
+            let (Some(shape), Some(dtype)) = (file.shape(name), file.dtype(name)) else {
+                return Err(Error::weights(
+                    file.path(),
+                    format!("tensor \"{name}\" has a dtype that is not supported"),
+                ));
+            };
+            let (name, read) = (name.to_owned(), name.to_owned());
+            let values = Box::new(move || base.borrow_mut().read(&read, None, &Device::Cpu));
+            all.push(TensorEntry { name, shape: shape.to_vec(), dtype, values });
+        }
+    }
+    save_entries(path, all, &metadata)
+}
+
+/// The tensors of `model` as `layout` writes them.
+fn entries(model: &dyn Model, layout: &dyn Layout, dtype: Option<DType>) -> Result<Vec<TensorEntry<'static>>> {
+    let mut grouped: BTreeMap<String, Vec<(Form, Tensor)>> = BTreeMap::new();
+    for (name, tensor) in model.named_tensors() {
+        let Some(place) = layout.places(&name).into_iter().next() else {
+            return Err(Error::argument("save", format!("{name} has no name in this kind of file")));
+        };
+        grouped.entry(place.key).or_default().push((place.form, tensor.detach()));
+    }
+    let entry = |(key, parts): (String, Vec<(Form, Tensor)>)| {
+        let shape = match parts.first() {
+            Some((form, tensor)) => form.stored_shape(tensor.dims()),
+            None => Vec::new(),
+        };
+        let dtype = dtype.unwrap_or_else(|| parts.first().map_or(DType::F32, |(_, tensor)| tensor.dtype()));
+        let values = Box::new(move || Form::write(&parts)?.to_dtype(dtype));
+        TensorEntry { name: format!("{}{key}", layout.prefix()), shape, dtype, values }
+    };
+    Ok(grouped.into_iter().map(entry).collect())
+}

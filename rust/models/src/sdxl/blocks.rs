@@ -1,0 +1,217 @@
+//! The levels of the UNet: residual blocks and transformers, and a change of size.
+
+use std::sync::Arc;
+
+use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
+use trainable_candle_core::{Error, Result, Tensor};
+use trainable_candle_nn::{Module, Visitor, Weights};
+
+use super::UNetConfig;
+use crate::layers::{Downsample, ResnetBlock, ResnetSizes, SpatialTransformer, TransformerSizes, Upsample};
+
+/// What every block is told.
+pub(super) struct Conditions<'a> {
+    /// SiLU of the time's embedding, (B, T).
+    pub time: Tensor,
+    /// (B, L, E).
+    pub text: &'a Tensor,
+    pub policy: Policy,
+}
+
+/// Sizes of the residual blocks of a model.
+fn resnet(config: &UNetConfig, channels: usize, out_channels: usize) -> ResnetSizes {
+    let (groups, eps) = (config.norm_num_groups, config.norm_eps);
+    ResnetSizes { channels, out_channels, time_dim: Some(config.time_embed_dim()), groups, eps }
+}
+
+/// A transformer of a level.
+fn transformer(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> Result<SpatialTransformer> {
+    let sizes = TransformerSizes {
+        dim: config.block_out_channels[level],
+        heads: config.num_attention_heads[level],
+        depth: config.transformer_layers_per_block[level],
+        context_dim: config.cross_attention_dim[level],
+        groups: config.norm_num_groups,
+        linear_projection: config.use_linear_projection,
+    };
+    SpatialTransformer::new(sizes, weights)
+}
+
+/// A residual block of an image, given in parts that are joined along the channels.
+fn run(block: &Arc<ResnetBlock>, parts: &[&Tensor], conditions: &Conditions<'_>) -> Result<Tensor> {
+    let block = block.clone();
+    let inputs: Vec<&Tensor> = std::iter::once(&conditions.time).chain(parts.iter().copied()).collect();
+    // The parts live on as results of other blocks; joined only inside, they need no memory of their own.
+    let forward = move |xs: &[Tensor]| {
+        let x = match &xs[1..] {
+            [x] => x.clone(),
+            parts => Tensor::cat(&parts.iter().collect::<Vec<_>>(), 3)?,
+        };
+        Ok(vec![block.forward(&x, Some(&xs[0]))?])
+    };
+    Ok(checkpoint_with(conditions.policy, forward, &inputs)?.remove(0))
+}
+
+/// `down_blocks.N`.
+pub(super) struct DownBlock {
+    resnets: Vec<Arc<ResnetBlock>>,
+    attentions: Vec<SpatialTransformer>,
+    downsample: Option<Downsample>,
+}
+
+impl DownBlock {
+    pub(super) fn new(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> Result<Self> {
+        let channels = config.block_out_channels[level];
+        let before = config.block_out_channels[level.saturating_sub(1)];
+        let (mut resnets, mut attentions) = (Vec::new(), Vec::new());
+        for i in 0..config.layers_per_block {
+            let sizes = resnet(config, if i == 0 { before } else { channels }, channels);
+            resnets.push(Arc::new(ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))?));
+            if config.down_attention[level] {
+                attentions.push(transformer(config, level, &mut weights.pp(&format!("attentions.{i}")))?);
+            }
+        }
+        let downsample = (level + 1 < config.block_out_channels.len())
+            .then(|| Downsample::new(channels, false, &mut weights.pp("downsamplers.0")))
+            .transpose()?;
+        Ok(Self { resnets, attentions, downsample })
+    }
+
+    /// `x (B, H, W, C)` → the next level's image; every result on the way goes to `skips`.
+    pub(super) fn forward(
+        &self,
+        mut x: Tensor,
+        conditions: &Conditions<'_>,
+        skips: &mut Vec<Tensor>,
+    ) -> Result<Tensor> {
+        for (i, block) in self.resnets.iter().enumerate() {
+            x = run(block, &[&x], conditions)?;
+            if let Some(attention) = self.attentions.get(i) {
+                x = attention.forward(&x, conditions.text, conditions.policy)?;
+            }
+            skips.push(x.clone());
+        }
+        if let Some(downsample) = &self.downsample {
+            x = downsample.forward(&x)?;
+            skips.push(x.clone());
+        }
+        Ok(x)
+    }
+}
+
+impl Module for DownBlock {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visit_layers(&self.resnets, &self.attentions, visitor)?;
+        match &self.downsample {
+            Some(downsample) => visitor.module("downsamplers.0", downsample),
+            None => Ok(()),
+        }
+    }
+}
+
+/// `mid_block`.
+pub(super) struct MidBlock {
+    resnets: Vec<Arc<ResnetBlock>>,
+    attentions: Vec<SpatialTransformer>,
+}
+
+impl MidBlock {
+    pub(super) fn new(config: &UNetConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        let level = config.block_out_channels.len() - 1;
+        let channels = config.block_out_channels[level];
+        let resnet = |i: usize, weights: &mut Weights<'_>| {
+            let sizes = resnet(config, channels, channels);
+            Ok(Arc::new(ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))?))
+        };
+        Ok(Self {
+            resnets: (0..2).map(|i| resnet(i, weights)).collect::<Result<_>>()?,
+            attentions: vec![transformer(config, level, &mut weights.pp("attentions.0"))?],
+        })
+    }
+
+    /// `x (B, H, W, C)` → the same shape.
+    pub(super) fn forward(&self, x: &Tensor, conditions: &Conditions<'_>) -> Result<Tensor> {
+        let x = run(&self.resnets[0], &[x], conditions)?;
+        let x = self.attentions[0].forward(&x, conditions.text, conditions.policy)?;
+        run(&self.resnets[1], &[&x], conditions)
+    }
+}
+
+impl Module for MidBlock {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visit_layers(&self.resnets, &self.attentions, visitor)
+    }
+}
+
+/// `up_blocks.N`.
+pub(super) struct UpBlock {
+    resnets: Vec<Arc<ResnetBlock>>,
+    attentions: Vec<SpatialTransformer>,
+    upsample: Option<Upsample>,
+}
+
+impl UpBlock {
+    /// The `index`-th block on the way up, from the last level to the first.
+    pub(super) fn new(config: &UNetConfig, index: usize, weights: &mut Weights<'_>) -> Result<Self> {
+        let level = config.block_out_channels.len() - 1 - index;
+        let width = |level: usize| config.block_out_channels[level.min(config.block_out_channels.len() - 1)];
+        let channels = width(level);
+        let (mut resnets, mut attentions) = (Vec::new(), Vec::new());
+        for i in 0..=config.layers_per_block {
+            let image = if i == 0 { width(level + 1) } else { channels };
+            // The last result that comes over from the way down is the one that led into the level.
+            let skip = if i == config.layers_per_block { width(level.saturating_sub(1)) } else { channels };
+            let sizes = resnet(config, image + skip, channels);
+            resnets.push(Arc::new(ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))?));
+            if config.up_attention[index] {
+                attentions.push(transformer(config, level, &mut weights.pp(&format!("attentions.{i}")))?);
+            }
+        }
+        let upsample = (level > 0).then(|| Upsample::new(channels, &mut weights.pp("upsamplers.0"))).transpose()?;
+        Ok(Self { resnets, attentions, upsample })
+    }
+
+    /// `x (B, H, W, C)` → the image of the level before, in the size of the result that `skips` then ends with.
+    pub(super) fn forward(
+        &self,
+        mut x: Tensor,
+        conditions: &Conditions<'_>,
+        skips: &mut Vec<Tensor>,
+    ) -> Result<Tensor> {
+        for (i, block) in self.resnets.iter().enumerate() {
+            let skip = skips.pop().ok_or_else(|| Error::shape("SDXLUNet", "more blocks on the way up than down"))?;
+            x = run(block, &[&x, &skip], conditions)?;
+            if let Some(attention) = self.attentions.get(i) {
+                x = attention.forward(&x, conditions.text, conditions.policy)?;
+            }
+        }
+        let Some(upsample) = &self.upsample else { return Ok(x) };
+        // Twice the size, or one less where halving rounded up.
+        let size = skips.last().map(|skip| [skip.dims()[1], skip.dims()[2]]);
+        upsample.forward(&x, size)
+    }
+}
+
+impl Module for UpBlock {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visit_layers(&self.resnets, &self.attentions, visitor)?;
+        match &self.upsample {
+            Some(upsample) => visitor.module("upsamplers.0", upsample),
+            None => Ok(()),
+        }
+    }
+}
+
+fn visit_layers<'a>(
+    resnets: &'a [Arc<ResnetBlock>],
+    attentions: &'a [SpatialTransformer],
+    visitor: &mut Visitor<'a, '_>,
+) -> Result<()> {
+    for (i, attention) in attentions.iter().enumerate() {
+        visitor.module(&format!("attentions.{i}"), attention)?;
+    }
+    for (i, block) in resnets.iter().enumerate() {
+        visitor.module(&format!("resnets.{i}"), block.as_ref())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,218 @@
+//! The names of the UNet's parameters in files: diffusers', which are the model's own, and those of the original checkpoints.
+
+use trainable_candle_core::{Error, Result};
+use trainable_candle_io::WeightFiles;
+
+use super::UNetConfig;
+use crate::pretrained::{Layout, OwnNames, Part, Place};
+
+/// The UNet in pipelines and in original checkpoints, whole ones and those of the UNet alone.
+pub(super) const PART: Part = Part {
+    subfolder: "unet",
+    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+    probe: "input_blocks.0.0.weight",
+};
+
+/// The names in a folder, or those of an original checkpoint with this prefix.
+pub(super) fn layout(prefix: Option<&'static str>, config: &UNetConfig) -> Box<dyn Layout> {
+    match prefix {
+        Some(prefix) => Box::new(Original { prefix, config: config.clone() }),
+        None => Box::new(OwnNames),
+    }
+}
+
+struct Original {
+    prefix: &'static str,
+    config: UNetConfig,
+}
+
+impl Layout for Original {
+    fn prefix(&self) -> &str {
+        self.prefix
+    }
+
+    fn places(&self, name: &str) -> Vec<Place> {
+        original_name(name, &self.config).map(Place::plain).into_iter().collect()
+    }
+}
+
+/// The original name of a parameter or layer, without a prefix: `down_blocks.1.resnets.0.conv1` is `input_blocks.4.0.in_layers.2`.
+/// None if the model has no such part.
+pub fn original_name(name: &str, config: &UNetConfig) -> Option<String> {
+    let (block, rest) = name.split_once('.')?;
+    // Residual blocks of a level and the change of size after them.
+    let stride = config.layers_per_block + 1;
+    match block {
+        "time_embedding" => Some(format!("time_embed.{}", mlp(rest)?)),
+        "add_embedding" => Some(format!("label_emb.0.{}", mlp(rest)?)),
+        "conv_in" => Some(format!("input_blocks.0.0.{rest}")),
+        "conv_norm_out" => Some(format!("out.0.{rest}")),
+        "conv_out" => Some(format!("out.2.{rest}")),
+        "mid_block" => {
+            let (kind, index, rest) = indexed(rest)?;
+            match kind {
+                "resnets" => Some(format!("middle_block.{}.{}", 2 * index, resnet(rest))),
+                "attentions" => Some(format!("middle_block.1.{rest}")),
+                _ => None,
+            }
+        }
+        "down_blocks" => {
+            let (level, rest) = number(rest)?;
+            let (kind, index, rest) = indexed(rest)?;
+            let first = 1 + level * stride;
+            match kind {
+                "resnets" => Some(format!("input_blocks.{}.0.{}", first + index, resnet(rest))),
+                "attentions" => Some(format!("input_blocks.{}.1.{rest}", first + index)),
+                "downsamplers" => {
+                    Some(format!("input_blocks.{}.0.op{}", first + stride - 1, rest.strip_prefix("conv")?))
+                }
+                _ => None,
+            }
+        }
+        "up_blocks" => {
+            let (at, rest) = number(rest)?;
+            let (kind, index, rest) = indexed(rest)?;
+            let first = at * stride;
+            match kind {
+                "resnets" => Some(format!("output_blocks.{}.0.{}", first + index, resnet(rest))),
+                "attentions" => Some(format!("output_blocks.{}.1.{rest}", first + index)),
+                "upsamplers" => {
+                    let place = 1 + usize::from(*config.up_attention.get(at)?);
+                    Some(format!("output_blocks.{}.{place}.{rest}", first + stride - 1))
+                }
+                _ => None,
+            }
+        }
+        _ => None,
+    }
+}
+
+/// `3.rest` → 3 and the rest.
+fn number(text: &str) -> Option<(usize, &str)> {
+    let (number, rest) = text.split_once('.')?;
+    Some((number.parse().ok()?, rest))
+}
+
+/// `kind.3.rest`, or `kind.3`, in its three parts.
+fn indexed(text: &str) -> Option<(&str, usize, &str)> {
+    let (kind, rest) = text.split_once('.')?;
+    let (index, rest) = rest.split_once('.').unwrap_or((rest, ""));
+    Some((kind, index.parse().ok()?, rest))
+}
+
+/// The parts of an embedding's network.
+fn mlp(text: &str) -> Option<String> {
+    let place = [("linear_1", 0), ("linear_2", 2)];
+    place.iter().find_map(|(name, index)| Some(format!("{index}{}", text.strip_prefix(name)?)))
+}
+
+/// The parts of a residual block.
+fn resnet(text: &str) -> String {
+    const PARTS: [(&str, &str); 6] = [
+        ("norm1", "in_layers.0"),
+        ("conv1", "in_layers.2"),
+        ("time_emb_proj", "emb_layers.1"),
+        ("norm2", "out_layers.0"),
+        ("conv2", "out_layers.3"),
+        ("conv_shortcut", "skip_connection"),
+    ];
+    PARTS
+        .iter()
+        .find_map(|(ours, theirs)| Some(format!("{theirs}{}", text.strip_prefix(ours)?)))
+        .unwrap_or_else(|| text.to_owned())
+}
+
+/// Channels of the published models' first level, whose heads are 64 wide.
+const PUBLISHED_WIDTHS: [usize; 2] = [320, 384];
+const PUBLISHED_HEAD_DIM: usize = 64;
+
+/// The configuration of the UNet in an original checkpoint, from the shapes of its tensors. The number of heads leaves no trace in
+/// them: it is the published models', or comes from a configuration (`beside`) whose sizes are these.
+///
+/// # Errors
+/// [`Error::Config`] if a size or the number of heads cannot be told.
+pub(super) fn deduce(files: &WeightFiles, prefix: &str, beside: Option<UNetConfig>) -> Result<UNetConfig> {
+    let shape = |key: String| files.shape(&format!("{prefix}{key}"));
+    let untold = |what: &str| {
+        Error::Config(format!(
+            "{}: the shapes of the checkpoint do not tell {what}; give config=, the config.json of the UNet",
+            files.path().display()
+        ))
+    };
+    let size = |key: &str, dim: usize| {
+        shape(key.to_owned())
+            .and_then(|dims| dims.get(dim).copied())
+            .ok_or_else(|| untold(&format!("the size of {key}")))
+    };
+    let depth = |block: &str| {
+        (0..).take_while(|i| shape(format!("{block}.1.transformer_blocks.{i}.norm1.weight")).is_some()).count()
+    };
+    let (mut channels, mut depths, mut layers) = (vec![0], vec![0], vec![0]);
+    for i in 1.. {
+        let last = channels.len() - 1;
+        if let Some(dims) = shape(format!("input_blocks.{i}.0.in_layers.2.weight")) {
+            channels[last] = dims[0];
+            depths[last] = depth(&format!("input_blocks.{i}"));
+            layers[last] += 1;
+        } else if shape(format!("input_blocks.{i}.0.op.weight")).is_some() {
+            channels.push(0);
+            depths.push(0);
+            layers.push(0);
+        } else {
+            break;
+        }
+    }
+    let (levels, stride) = (channels.len(), layers[0] + 1);
+    if layers.iter().any(|&count| count != layers[0] || count == 0) || depth("middle_block") != depths[levels - 1] {
+        return Err(untold("its blocks: they are not those of an SDXL model"));
+    }
+    let attention = (1..=levels * stride)
+        .map(|i| format!("input_blocks.{i}.1"))
+        .find(|block| shape(format!("{block}.proj_in.weight")).is_some())
+        .ok_or_else(|| untold("the width of the text: no level attends to it"))?;
+    let projection = size("label_emb.0.0.weight", 1)?;
+    // The whole checkpoint says how wide the pooled text is; the UNet alone does not.
+    let pooled = files.shape("conditioner.embedders.1.model.text_projection").and_then(|dims| dims.get(1).copied());
+    let deduced = UNetConfig {
+        in_channels: size("input_blocks.0.0.weight", 1)?,
+        out_channels: size("out.2.weight", 0)?,
+        layers_per_block: layers[0],
+        down_attention: depths.iter().map(|&depth| depth > 0).collect(),
+        up_attention: (0..levels).map(|at| depth(&format!("output_blocks.{}", at * stride)) > 0).collect(),
+        transformer_layers_per_block: depths.iter().map(|&depth| depth.max(1)).collect(),
+        num_attention_heads: channels.iter().map(|&width| (width / PUBLISHED_HEAD_DIM).max(1)).collect(),
+        cross_attention_dim: vec![size(&format!("{attention}.transformer_blocks.0.attn2.to_k.weight"), 1)?; levels],
+        use_linear_projection: shape(format!("{attention}.proj_in.weight")).is_some_and(|dims| dims.len() == 2),
+        addition_time_embed_dim: match pooled {
+            Some(pooled) if pooled < projection => (projection - pooled) / super::config::TIME_IDS,
+            _ => UNetConfig::default().addition_time_embed_dim,
+        },
+        projection_class_embeddings_input_dim: projection,
+        block_out_channels: channels,
+        ..UNetConfig::default()
+    };
+    match beside {
+        Some(beside) if same_sizes(&beside, &deduced) => Ok(beside),
+        _ if PUBLISHED_WIDTHS.contains(&deduced.block_out_channels[0]) => Ok(deduced),
+        _ => Err(untold("how many heads its attentions have")),
+    }
+}
+
+/// Whether `beside` may be the configuration whose shapes gave `deduced`.
+fn same_sizes(beside: &UNetConfig, deduced: &UNetConfig) -> bool {
+    // Where a level does not attend, its depth and heads leave no trace.
+    let depths = |config: &UNetConfig| {
+        let levels = config.transformer_layers_per_block.iter().zip(&deduced.down_attention);
+        levels.filter(|(_, attends)| **attends).map(|(&depth, _)| depth).collect::<Vec<_>>()
+    };
+    depths(beside) == depths(deduced)
+        && UNetConfig {
+            num_attention_heads: beside.num_attention_heads.clone(),
+            transformer_layers_per_block: beside.transformer_layers_per_block.clone(),
+            sample_size: beside.sample_size,
+            norm_num_groups: beside.norm_num_groups,
+            norm_eps: beside.norm_eps,
+            addition_time_embed_dim: beside.addition_time_embed_dim,
+            ..deduced.clone()
+        } == *beside
+}

@@ -1,0 +1,216 @@
+//! The UNet: noisy latents, time, text and sizes in, prediction out.
+
+use std::sync::{PoisonError, RwLock};
+
+use trainable_candle_core::checkpoint::Policy;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_io::{PartNames, WeightFiles};
+use trainable_candle_nn::{Conv2d, GroupNorm, Module, Visitor, Weights};
+
+use super::blocks::{Conditions, DownBlock, MidBlock, UpBlock};
+use super::config::TIME_IDS;
+use super::{UNetConfig, keys, lora_keys};
+use crate::layers::{Sinusoids, TimestepEmbedding, conv3x3};
+use crate::pretrained::{Component, Layout, Pretrained};
+use crate::registry::{Model, json_text};
+
+/// SDXL's UNet (Podell et al. 2023, arXiv:2307.01952), computing what diffusers' `UNet2DConditionModel` computes, under its names.
+pub struct SDXLUNet {
+    config: UNetConfig,
+    conv_in: Conv2d<Tensor>,
+    time_sinusoids: Sinusoids,
+    time_embedding: TimestepEmbedding,
+    size_sinusoids: Sinusoids,
+    add_embedding: TimestepEmbedding,
+    down_blocks: Vec<DownBlock>,
+    mid_block: MidBlock,
+    up_blocks: Vec<UpBlock>,
+    conv_norm_out: GroupNorm,
+    conv_out: Conv2d<Tensor>,
+    checkpointing: RwLock<Policy>,
+}
+
+/// The inputs of one call beside the noisy latents and the time.
+#[derive(Clone, Copy)]
+pub struct UNetConditions<'a> {
+    /// The text's tokens, (B, L, cross_attention_dim).
+    pub encoder_hidden_states: &'a Tensor,
+    /// The pooled text, (B, P).
+    pub text_embeds: &'a Tensor,
+    /// Original height and width, top and left of the crop, target height and width in pixels, (B, 6).
+    pub time_ids: &'a Tensor,
+}
+
+impl SDXLUNet {
+    /// The `_class_name` in its `config.json`.
+    pub const CLASS_NAME: &'static str = "UNet2DConditionModel";
+
+    /// A model over `weights`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    pub fn new(config: UNetConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        config.validate()?;
+        let (levels, first) = (config.block_out_channels.len(), config.block_out_channels[0]);
+        let time_dim = config.time_embed_dim();
+        let time_embedding = TimestepEmbedding::new(first, time_dim, &mut weights.pp("time_embedding"))?;
+        let device = time_embedding.device().clone();
+        Ok(Self {
+            conv_in: conv3x3("conv_in", config.in_channels, first, weights)?,
+            time_sinusoids: Sinusoids::new(first, &device)?,
+            time_embedding,
+            size_sinusoids: Sinusoids::new(config.addition_time_embed_dim, &device)?,
+            add_embedding: TimestepEmbedding::new(
+                config.projection_class_embeddings_input_dim,
+                time_dim,
+                &mut weights.pp("add_embedding"),
+            )?,
+            down_blocks: (0..levels)
+                .map(|level| DownBlock::new(&config, level, &mut weights.pp(&format!("down_blocks.{level}"))))
+                .collect::<Result<_>>()?,
+            mid_block: MidBlock::new(&config, &mut weights.pp("mid_block"))?,
+            up_blocks: (0..levels)
+                .map(|index| UpBlock::new(&config, index, &mut weights.pp(&format!("up_blocks.{index}"))))
+                .collect::<Result<_>>()?,
+            conv_norm_out: weights.group_norm("conv_norm_out", first, config.norm_num_groups, config.norm_eps)?,
+            conv_out: conv3x3("conv_out", first, config.out_channels, weights)?,
+            checkpointing: RwLock::new(Policy::None),
+            config,
+        })
+    }
+
+    /// The frozen model of `files`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
+    pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
+        let config = files.config(&Self::COMPONENT, UNetConfig::from_json, keys::deduce)?;
+        let layout = keys::layout(files.prefix(), &config);
+        files.build(|_| layout, dtype, device, |weights| Self::new(config, weights))
+    }
+
+    /// Where its files are in pipelines and checkpoints.
+    pub const COMPONENT: Component = Component {
+        class_names: &[Self::CLASS_NAME],
+        parts: &[keys::PART],
+        weights_name: "diffusion_pytorch_model.safetensors",
+    };
+
+    /// The configuration.
+    pub const fn config(&self) -> &UNetConfig {
+        &self.config
+    }
+
+    /// The prediction (noise or velocity, as the model was trained) for noisy latents `sample (B, C, H, W)` at `timestep` (B), (1)
+    /// or without dimensions, from 0 (clean) to 999 (noise). The result has the sample's shape with the model's output
+    /// channels, in the dtype of the weights.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another.
+    pub fn forward(&self, sample: &Tensor, timestep: &Tensor, conditions: UNetConditions<'_>) -> Result<Tensor> {
+        let batch = self.check(sample, timestep, conditions)?;
+        let dtype = self.dtype();
+        let time = self.time(timestep, conditions, batch)?;
+        let text = conditions.encoder_hidden_states.to_dtype(dtype)?;
+        let policy = *self.checkpointing.read().unwrap_or_else(PoisonError::into_inner);
+        let conditions = Conditions { time, text: &text, policy };
+
+        let mut x = self.conv_in.forward(&sample.to_dtype(dtype)?.permute(&[0, 2, 3, 1])?)?;
+        let mut skips = vec![x.clone()];
+        for block in &self.down_blocks {
+            x = block.forward(x, &conditions, &mut skips)?;
+        }
+        x = self.mid_block.forward(&x, &conditions)?;
+        for block in &self.up_blocks {
+            x = block.forward(x, &conditions, &mut skips)?;
+        }
+        let x = self.conv_out.forward(&self.conv_norm_out.forward_silu(&x)?)?;
+        x.permute(&[0, 3, 1, 2])?.contiguous()
+    }
+
+    /// SiLU of the embedding of the time, the pooled text and the sizes, (B, T): every residual block begins with it.
+    fn time(&self, timestep: &Tensor, conditions: UNetConditions<'_>, batch: usize) -> Result<Tensor> {
+        let timestep = timestep.reshape(timestep.elem_count())?;
+        let time = self.time_embedding.forward(&self.time_sinusoids.forward(&timestep)?)?;
+        let ids = conditions.time_ids.reshape(batch * TIME_IDS)?;
+        let sizes =
+            self.size_sinusoids.forward(&ids)?.reshape((batch, TIME_IDS * self.config.addition_time_embed_dim))?;
+        // As diffusers does, the pooled text meets the f32 sinusoids before both go to the dtype of the weights.
+        let added = Tensor::cat(&[&conditions.text_embeds.to_dtype(DType::F32)?, &sizes], 1)?;
+        time.add(&self.add_embedding.forward(&added)?)?.silu()
+    }
+
+    /// The batch size, if everything fits.
+    fn check(&self, sample: &Tensor, timestep: &Tensor, conditions: UNetConditions<'_>) -> Result<usize> {
+        let misfit = |name: &str, found: &Tensor, expected: String| {
+            Err(Error::shape("SDXLUNet", format!("{name} has shape {:?}, expected {expected}", found.dims())))
+        };
+        let channels = self.config.in_channels;
+        let batch = match *sample.dims() {
+            [batch, c, height, width] if c == channels && height > 0 && width > 0 => batch,
+            _ => return misfit("sample", sample, format!("(B, {channels}, H, W)")),
+        };
+        if !(timestep.dims().is_empty() || matches!(*timestep.dims(), [n] if n == 1 || n == batch)) {
+            return misfit("timestep", timestep, format!("({batch},), (1,) or ()"));
+        }
+        let UNetConditions { encoder_hidden_states, text_embeds, time_ids } = conditions;
+        let width = self.config.cross_attention_dim[0];
+        if !matches!(*encoder_hidden_states.dims(), [b, _, w] if b == batch && w == width) {
+            return misfit("encoder_hidden_states", encoder_hidden_states, format!("({batch}, L, {width})"));
+        }
+        let expected = [("text_embeds", text_embeds, self.config.pooled_dim()), ("time_ids", time_ids, TIME_IDS)];
+        for (name, tensor, width) in expected {
+            if tensor.dims() != [batch, width] {
+                return misfit(name, tensor, format!("({batch}, {width})"));
+            }
+        }
+        Ok(batch)
+    }
+}
+
+impl Module for SDXLUNet {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.conv("conv_in", &self.conv_in)?;
+        visitor.module("time_embedding", &self.time_embedding)?;
+        visitor.module("add_embedding", &self.add_embedding)?;
+        for (i, block) in self.down_blocks.iter().enumerate() {
+            visitor.module(&format!("down_blocks.{i}"), block)?;
+        }
+        visitor.module("mid_block", &self.mid_block)?;
+        for (i, block) in self.up_blocks.iter().enumerate() {
+            visitor.module(&format!("up_blocks.{i}"), block)?;
+        }
+        visitor.module("conv_norm_out", &self.conv_norm_out)?;
+        visitor.conv("conv_out", &self.conv_out)
+    }
+}
+
+impl Model for SDXLUNet {
+    fn class_name(&self) -> &'static str {
+        Self::CLASS_NAME
+    }
+
+    fn config_json(&self) -> Result<String> {
+        json_text(&self.config.to_json())
+    }
+
+    fn dtype(&self) -> DType {
+        self.conv_out.weight.dtype()
+    }
+
+    fn set_checkpointing(&self, policy: Policy) {
+        *self.checkpointing.write().unwrap_or_else(PoisonError::into_inner) = policy;
+    }
+
+    fn component(&self) -> Component {
+        Self::COMPONENT
+    }
+
+    fn adapter_names(&self) -> PartNames {
+        lora_keys::names(&self.config)
+    }
+
+    fn layout(&self, prefix: Option<&'static str>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(prefix, &self.config)
+    }
+}

@@ -1,0 +1,184 @@
+//! The encoder and the decoder.
+
+use std::sync::Arc;
+
+use trainable_candle_core::checkpoint::Policy;
+use trainable_candle_core::{DType, Result, Tensor};
+use trainable_candle_nn::{Conv2d, GroupNorm, Module, Visitor, Weights};
+
+use super::VaeConfig;
+use super::blocks::{EPS, MidBlock, resnet, run};
+use crate::layers::{Downsample, ResnetBlock, Upsample, conv3x3};
+
+/// Residual blocks, and a change of size.
+struct Level<S> {
+    resnets: Vec<Arc<ResnetBlock>>,
+    resize: Option<S>,
+}
+
+impl<S> Level<S> {
+    /// `count` blocks from `channels` to `out_channels`.
+    fn new(
+        config: &VaeConfig,
+        count: usize,
+        channels: usize,
+        out_channels: usize,
+        resize: Option<S>,
+        weights: &mut Weights<'_>,
+    ) -> Result<Self> {
+        let block = |i| {
+            let channels = if i == 0 { channels } else { out_channels };
+            resnet(config, channels, out_channels, &mut weights.pp(&format!("resnets.{i}")))
+        };
+        Ok(Self { resnets: (0..count).map(block).collect::<Result<_>>()?, resize })
+    }
+
+    fn forward(
+        &self,
+        mut x: Tensor,
+        policy: Policy,
+        resize: impl FnOnce(&S, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        for block in &self.resnets {
+            x = run(block, &x, policy)?;
+        }
+        match &self.resize {
+            Some(layer) => resize(layer, &x),
+            None => Ok(x),
+        }
+    }
+
+    fn visit<'a>(&'a self, resize: &str, visitor: &mut Visitor<'a, '_>) -> Result<()>
+    where
+        S: Module,
+    {
+        for (i, block) in self.resnets.iter().enumerate() {
+            visitor.module(&format!("resnets.{i}"), block.as_ref())?;
+        }
+        match &self.resize {
+            Some(layer) => visitor.module(resize, layer),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Module for Level<Downsample> {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        self.visit("downsamplers.0", visitor)
+    }
+}
+
+impl Module for Level<Upsample> {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        self.visit("upsamplers.0", visitor)
+    }
+}
+
+/// Pictures to the moments of their latents, both channels-last.
+pub(super) struct Encoder {
+    conv_in: Conv2d<Tensor>,
+    down_blocks: Vec<Level<Downsample>>,
+    mid_block: MidBlock,
+    conv_norm_out: GroupNorm,
+    conv_out: Conv2d<Tensor>,
+}
+
+impl Encoder {
+    pub(super) fn new(config: &VaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        let widths = &config.block_out_channels;
+        let (levels, last) = (widths.len(), widths[widths.len() - 1]);
+        let level = |i: usize, weights: &mut Weights<'_>| {
+            let downsample = (i + 1 < levels)
+                .then(|| Downsample::new(widths[i], true, &mut weights.pp("downsamplers.0")))
+                .transpose()?;
+            let before = widths[i.saturating_sub(1)];
+            Level::new(config, config.layers_per_block, before, widths[i], downsample, weights)
+        };
+        Ok(Self {
+            conv_in: conv3x3("conv_in", config.in_channels, widths[0], weights)?,
+            down_blocks: (0..levels)
+                .map(|i| level(i, &mut weights.pp(&format!("down_blocks.{i}"))))
+                .collect::<Result<_>>()?,
+            mid_block: MidBlock::new(config, last, &mut weights.pp("mid_block"))?,
+            conv_norm_out: weights.group_norm("conv_norm_out", last, config.norm_num_groups, EPS)?,
+            conv_out: conv3x3("conv_out", last, 2 * config.latent_channels, weights)?,
+        })
+    }
+
+    /// The dtype of the weights.
+    pub(super) fn dtype(&self) -> DType {
+        self.conv_in.weight.dtype()
+    }
+
+    pub(super) fn forward(&self, x: &Tensor, policy: Policy) -> Result<Tensor> {
+        let mut x = self.conv_in.forward(x)?;
+        for level in &self.down_blocks {
+            x = level.forward(x, policy, Downsample::forward)?;
+        }
+        let x = self.mid_block.forward(&x, policy)?;
+        self.conv_out.forward(&self.conv_norm_out.forward_silu(&x)?)
+    }
+}
+
+impl Module for Encoder {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.conv("conv_in", &self.conv_in)?;
+        for (i, level) in self.down_blocks.iter().enumerate() {
+            visitor.module(&format!("down_blocks.{i}"), level)?;
+        }
+        visitor.module("mid_block", &self.mid_block)?;
+        visitor.module("conv_norm_out", &self.conv_norm_out)?;
+        visitor.conv("conv_out", &self.conv_out)
+    }
+}
+
+/// Latents to pictures, both channels-last.
+pub(super) struct Decoder {
+    conv_in: Conv2d<Tensor>,
+    mid_block: MidBlock,
+    up_blocks: Vec<Level<Upsample>>,
+    conv_norm_out: GroupNorm,
+    conv_out: Conv2d<Tensor>,
+}
+
+impl Decoder {
+    pub(super) fn new(config: &VaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        let widths: Vec<usize> = config.block_out_channels.iter().rev().copied().collect();
+        let (levels, last) = (widths.len(), widths[widths.len() - 1]);
+        let level = |i: usize, weights: &mut Weights<'_>| {
+            let upsample =
+                (i + 1 < levels).then(|| Upsample::new(widths[i], &mut weights.pp("upsamplers.0"))).transpose()?;
+            let before = widths[i.saturating_sub(1)];
+            Level::new(config, config.layers_per_block + 1, before, widths[i], upsample, weights)
+        };
+        Ok(Self {
+            conv_in: conv3x3("conv_in", config.latent_channels, widths[0], weights)?,
+            mid_block: MidBlock::new(config, widths[0], &mut weights.pp("mid_block"))?,
+            up_blocks: (0..levels)
+                .map(|i| level(i, &mut weights.pp(&format!("up_blocks.{i}"))))
+                .collect::<Result<_>>()?,
+            conv_norm_out: weights.group_norm("conv_norm_out", last, config.norm_num_groups, EPS)?,
+            conv_out: conv3x3("conv_out", last, config.out_channels, weights)?,
+        })
+    }
+
+    pub(super) fn forward(&self, x: &Tensor, policy: Policy) -> Result<Tensor> {
+        let mut x = self.mid_block.forward(&self.conv_in.forward(x)?, policy)?;
+        for level in &self.up_blocks {
+            x = level.forward(x, policy, |layer, x| layer.forward(x, None))?;
+        }
+        self.conv_out.forward(&self.conv_norm_out.forward_silu(&x)?)
+    }
+}
+
+impl Module for Decoder {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.conv("conv_in", &self.conv_in)?;
+        visitor.module("mid_block", &self.mid_block)?;
+        for (i, level) in self.up_blocks.iter().enumerate() {
+            visitor.module(&format!("up_blocks.{i}"), level)?;
+        }
+        visitor.module("conv_norm_out", &self.conv_norm_out)?;
+        visitor.conv("conv_out", &self.conv_out)
+    }
+}

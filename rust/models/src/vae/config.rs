@@ -1,0 +1,140 @@
+//! The sizes of an autoencoder.
+
+use serde_json::{Map, Value, json};
+use trainable_candle_core::{Error, Result};
+
+use super::AutoencoderKL;
+use crate::fields::Fields;
+
+/// `config.json` of an autoencoder as diffusers writes it (`AutoencoderKL`). The default is SDXL's.
+#[derive(Clone, Debug, PartialEq)]
+pub struct VaeConfig {
+    /// Channels of a picture.
+    pub in_channels: usize,
+    /// Channels of a decoded picture.
+    pub out_channels: usize,
+    /// Channels of each level, the widest image first. Each level but the last halves the size.
+    pub block_out_channels: Vec<usize>,
+    /// Residual blocks of each level on the way down; one more on the way up.
+    pub layers_per_block: usize,
+    /// Channels of the latents.
+    pub latent_channels: usize,
+    /// Groups of the group norms.
+    pub norm_num_groups: usize,
+    /// Height and width of the pictures it was made for.
+    pub sample_size: usize,
+    /// A diffusion model sees (latent - shift_factor) · scaling_factor.
+    pub scaling_factor: f64,
+    /// See `scaling_factor`; 0 where the file has none.
+    pub shift_factor: Option<f64>,
+    /// Whether half precision is not enough.
+    pub force_upcast: bool,
+    /// Whether a 1×1 convolution follows the encoder.
+    pub use_quant_conv: bool,
+    /// Whether a 1×1 convolution precedes the decoder.
+    pub use_post_quant_conv: bool,
+    /// Whether the middle attends.
+    pub mid_block_add_attention: bool,
+}
+
+impl Default for VaeConfig {
+    fn default() -> Self {
+        Self {
+            in_channels: 3,
+            out_channels: 3,
+            block_out_channels: vec![128, 256, 512, 512],
+            layers_per_block: 2,
+            latent_channels: 4,
+            norm_num_groups: 32,
+            sample_size: 1024,
+            scaling_factor: 0.13025,
+            shift_factor: None,
+            force_upcast: true,
+            use_quant_conv: true,
+            use_post_quant_conv: true,
+            mid_block_add_attention: true,
+        }
+    }
+}
+
+const DOWN: &str = "DownEncoderBlock2D";
+const UP: &str = "UpDecoderBlock2D";
+
+impl VaeConfig {
+    /// The configuration in a `config.json`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field that is missing, wrong or not supported.
+    pub fn from_json(map: &Map<String, Value>) -> Result<Self> {
+        let mut fields = Fields::new(AutoencoderKL::CLASS_NAME, map);
+        fields.only(&[("act_fn", json!("silu")), ("latents_mean", Value::Null), ("latents_std", Value::Null)])?;
+        let block_out_channels = fields.list("block_out_channels")?;
+        let levels = block_out_channels.len();
+        fields.names("down_block_types", levels, &[(DOWN, ())])?;
+        fields.names("up_block_types", levels, &[(UP, ())])?;
+        let shifted = map.get("shift_factor").is_some_and(|value| !value.is_null());
+        let config = Self {
+            in_channels: fields.size("in_channels", Some(3))?,
+            out_channels: fields.size("out_channels", Some(3))?,
+            layers_per_block: fields.size("layers_per_block", Some(1))?,
+            latent_channels: fields.size("latent_channels", Some(4))?,
+            norm_num_groups: fields.size("norm_num_groups", Some(32))?,
+            sample_size: fields.sizes("sample_size", 2, Some(32))?[0],
+            scaling_factor: fields.number("scaling_factor", Some(0.18215))?,
+            shift_factor: Some(fields.number("shift_factor", Some(0.0))?).filter(|_| shifted),
+            force_upcast: fields.flag("force_upcast", true)?,
+            use_quant_conv: fields.flag("use_quant_conv", true)?,
+            use_post_quant_conv: fields.flag("use_post_quant_conv", true)?,
+            mid_block_add_attention: fields.flag("mid_block_add_attention", true)?,
+            block_out_channels,
+        };
+        fields.finish()?;
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// The `config.json` that diffusers reads.
+    pub fn to_json(&self) -> Map<String, Value> {
+        let levels = self.block_out_channels.len();
+        let json = json!({
+            "_class_name": AutoencoderKL::CLASS_NAME,
+            "act_fn": "silu",
+            "in_channels": self.in_channels,
+            "out_channels": self.out_channels,
+            "block_out_channels": self.block_out_channels,
+            "down_block_types": vec![DOWN; levels],
+            "up_block_types": vec![UP; levels],
+            "layers_per_block": self.layers_per_block,
+            "latent_channels": self.latent_channels,
+            "norm_num_groups": self.norm_num_groups,
+            "sample_size": self.sample_size,
+            "scaling_factor": self.scaling_factor,
+            "shift_factor": self.shift_factor,
+            "force_upcast": self.force_upcast,
+            "use_quant_conv": self.use_quant_conv,
+            "use_post_quant_conv": self.use_post_quant_conv,
+            "mid_block_add_attention": self.mid_block_add_attention,
+        });
+        if let Value::Object(map) = json { map } else { Map::new() }
+    }
+
+    /// Check that the sizes fit together.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field and what it must be.
+    pub fn validate(&self) -> Result<()> {
+        match self.block_out_channels.iter().find(|channels| !channels.is_multiple_of(self.norm_num_groups)) {
+            None => Ok(()),
+            Some(channels) => Err(Error::Config(format!(
+                "{}: block_out_channels has {channels}, expected multiples of norm_num_groups, {}",
+                AutoencoderKL::CLASS_NAME,
+                self.norm_num_groups
+            ))),
+        }
+    }
+
+    /// Pixels along one side of a picture for each of the latents.
+    pub fn downscale(&self) -> usize {
+        1 << (self.block_out_channels.len() - 1)
+    }
+}

@@ -1,0 +1,149 @@
+//! The names of the autoencoder's parameters in files: diffusers', which are the model's own, diffusers' older ones for the
+//! attention, and those of the original checkpoints.
+
+use trainable_candle_core::{Error, Result};
+use trainable_candle_io::WeightFiles;
+
+use super::VaeConfig;
+use crate::pretrained::{Form, Layout, Part, Place};
+
+/// The autoencoder in pipelines and in original checkpoints, whole ones and those of the autoencoder alone.
+pub(super) const PART: Part =
+    Part { subfolder: "vae", prefixes: &["first_stage_model.", "vae.", ""], probe: "decoder.mid.block_1.conv1.weight" };
+
+/// The names in a folder, or those of an original checkpoint with this prefix, `files` if it is there.
+pub(super) fn layout(prefix: Option<&'static str>, config: &VaeConfig, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    let Some(prefix) = prefix else { return Box::new(Diffusers) };
+    let is_last = |files: &WeightFiles, level: &usize| {
+        files.shape(&format!("{prefix}decoder.up.{level}.block.0.conv1.weight")).is_some()
+    };
+    // diffusers' converter counts down from 3 also where there are fewer levels.
+    let last_level = files.and_then(|files| (0..HIGHEST_LEVEL).rev().find(|level| is_last(files, level)));
+    let last_level = last_level.unwrap_or(config.block_out_channels.len() - 1);
+    Box::new(Original { prefix, last_level })
+}
+
+/// More levels than any autoencoder has.
+const HIGHEST_LEVEL: usize = 16;
+
+/// The projections of the attention, and where they are linear layers here and convolutions of one pixel there.
+fn attention(name: &str, names: [(&str, &str); 5]) -> Option<Place> {
+    let (before, rest) = name.split_once("mid_block.attentions.0.")?;
+    names.iter().find_map(|(ours, theirs)| {
+        let kind = rest.strip_prefix(ours)?.strip_prefix('.')?;
+        let form = if kind == "weight" && *ours != "group_norm" { Form::Pointwise } else { Form::Plain };
+        Some(Place { key: format!("{before}mid_block.attentions.0.{theirs}.{kind}"), form })
+    })
+}
+
+struct Diffusers;
+
+impl Layout for Diffusers {
+    fn places(&self, name: &str) -> Vec<Place> {
+        const OLDER: [(&str, &str); 5] = [
+            ("group_norm", "group_norm"),
+            ("to_q", "query"),
+            ("to_k", "key"),
+            ("to_v", "value"),
+            ("to_out.0", "proj_attn"),
+        ];
+        std::iter::once(Place::plain(name)).chain(attention(name, OLDER)).collect()
+    }
+}
+
+struct Original {
+    prefix: &'static str,
+    /// The number of the decoder's first level in the file.
+    last_level: usize,
+}
+
+impl Layout for Original {
+    fn prefix(&self) -> &str {
+        self.prefix
+    }
+
+    fn places(&self, name: &str) -> Vec<Place> {
+        self.place(name).into_iter().collect()
+    }
+}
+
+impl Original {
+    fn place(&self, name: &str) -> Option<Place> {
+        const ATTENTION: [(&str, &str); 5] =
+            [("group_norm", "norm"), ("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "proj_out")];
+        if let Some(place) = attention(name, ATTENTION) {
+            return Some(Place { key: place.key.replace("mid_block.attentions.0", "mid.attn_1"), ..place });
+        }
+        let Some((coder, rest)) = name.split_once('.').filter(|(coder, _)| matches!(*coder, "encoder" | "decoder"))
+        else {
+            return Some(Place::plain(name));
+        };
+        let (block, inside) = rest.split_once('.')?;
+        let key = match block {
+            "conv_norm_out" => format!("norm_out.{inside}"),
+            "mid_block" => {
+                let (index, rest) = inside.strip_prefix("resnets.")?.split_once('.')?;
+                format!("mid.block_{}.{rest}", index.parse::<usize>().ok()? + 1)
+            }
+            "down_blocks" => level(inside, "down", Some)?,
+            // The original counts the decoder's levels from the widest image.
+            "up_blocks" => level(inside, "up", |index| self.last_level.checked_sub(index))?,
+            _ => rest.to_owned(),
+        };
+        Some(Place::plain(format!("{coder}.{}", key.replace("conv_shortcut", "nin_shortcut"))))
+    }
+}
+
+/// `1.resnets.0.conv1.weight` → `down.1.block.0.conv1.weight`.
+fn level(text: &str, direction: &str, place: impl Fn(usize) -> Option<usize>) -> Option<String> {
+    let (index, rest) = text.split_once('.')?;
+    let index = place(index.parse().ok()?)?;
+    if let Some(rest) = rest.strip_prefix("resnets.") {
+        return Some(format!("{direction}.{index}.block.{rest}"));
+    }
+    let rest = rest.strip_prefix(&format!("{direction}samplers.0."))?;
+    Some(format!("{direction}.{index}.{direction}sample.{rest}"))
+}
+
+/// The configuration of the autoencoder in an original checkpoint, from the shapes of its tensors. What leaves no trace in them
+/// (the scale of the latents) is SDXL's, or comes from a configuration (`beside`) whose sizes are these.
+///
+/// # Errors
+/// [`Error::Config`] if a size cannot be told.
+pub(super) fn deduce(files: &WeightFiles, prefix: &str, beside: Option<VaeConfig>) -> Result<VaeConfig> {
+    let shape = |key: &str| files.shape(&format!("{prefix}{key}"));
+    let size = |key: &str, dim: usize| {
+        shape(key).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| {
+            Error::Config(format!(
+                "{}: the shapes of the checkpoint do not tell the size of {key}; give config=, the config.json of the autoencoder",
+                files.path().display()
+            ))
+        })
+    };
+    let block = |level: usize, i: usize| format!("encoder.down.{level}.block.{i}.conv1.weight");
+    let deduced = VaeConfig {
+        in_channels: size("encoder.conv_in.weight", 1)?,
+        out_channels: size("decoder.conv_out.weight", 0)?,
+        block_out_channels: (0..).map_while(|level| Some(shape(&block(level, 0))?[0])).collect(),
+        layers_per_block: (0..).take_while(|&i| shape(&block(0, i)).is_some()).count(),
+        latent_channels: size("decoder.conv_in.weight", 1)?,
+        use_quant_conv: shape("quant_conv.weight").is_some(),
+        use_post_quant_conv: shape("post_quant_conv.weight").is_some(),
+        mid_block_add_attention: shape("encoder.mid.attn_1.q.weight").is_some(),
+        ..VaeConfig::default()
+    };
+    if deduced.block_out_channels.is_empty() {
+        size(&block(0, 0), 0)?;
+    }
+    let agrees = |beside: &VaeConfig| {
+        VaeConfig {
+            norm_num_groups: beside.norm_num_groups,
+            sample_size: beside.sample_size,
+            scaling_factor: beside.scaling_factor,
+            shift_factor: beside.shift_factor,
+            force_upcast: beside.force_upcast,
+            ..deduced.clone()
+        } == *beside
+    };
+    Ok(beside.filter(agrees).unwrap_or(deduced))
+}

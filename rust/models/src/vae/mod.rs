@@ -1,0 +1,11 @@
+//! The autoencoder between pictures and latents (Kingma & Welling 2014, arXiv:1312.6114; Rombach et al. 2022, arXiv:2112.10752).
+
+mod blocks;
+mod coders;
+mod config;
+pub mod keys;
+mod model;
+mod tiling;
+
+pub use config::VaeConfig;
+pub use model::AutoencoderKL;

@@ -1,0 +1,201 @@
+//! The autoencoder: pictures to the distribution of their latents, latents to pictures.
+
+use std::sync::{PoisonError, RwLock};
+
+use trainable_candle_core::checkpoint::Policy;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_io::WeightFiles;
+use trainable_candle_nn::{Conv2d, Module, Visitor, Weights};
+
+use super::coders::{Decoder, Encoder};
+use super::tiling::Tiling;
+use super::{VaeConfig, keys};
+use crate::layers::conv1x1;
+use crate::pretrained::{Component, Layout, Pretrained};
+use crate::registry::{Model, json_text};
+
+/// The autoencoder of latent diffusion, computing what diffusers' `AutoencoderKL` computes, under its names.
+pub struct AutoencoderKL {
+    config: VaeConfig,
+    encoder: Encoder,
+    decoder: Decoder,
+    quant_conv: Option<Conv2d<Tensor>>,
+    post_quant_conv: Option<Conv2d<Tensor>>,
+    checkpointing: RwLock<Policy>,
+}
+
+/// The range of the logarithm of the variance that the encoder gives.
+const LOGVAR: (f64, f64) = (-30.0, 20.0);
+
+impl AutoencoderKL {
+    /// The `_class_name` in its `config.json`.
+    pub const CLASS_NAME: &'static str = "AutoencoderKL";
+    /// Where its files are in pipelines and checkpoints.
+    pub const COMPONENT: Component = Component {
+        class_names: &[Self::CLASS_NAME],
+        parts: &[keys::PART],
+        weights_name: "diffusion_pytorch_model.safetensors",
+    };
+
+    /// A model over `weights`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    pub fn new(config: VaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        config.validate()?;
+        let latent = config.latent_channels;
+        Ok(Self {
+            encoder: Encoder::new(&config, &mut weights.pp("encoder"))?,
+            decoder: Decoder::new(&config, &mut weights.pp("decoder"))?,
+            quant_conv: config
+                .use_quant_conv
+                .then(|| conv1x1("quant_conv", 2 * latent, 2 * latent, weights))
+                .transpose()?,
+            post_quant_conv: config
+                .use_post_quant_conv
+                .then(|| conv1x1("post_quant_conv", latent, latent, weights))
+                .transpose()?,
+            checkpointing: RwLock::new(Policy::None),
+            config,
+        })
+    }
+
+    /// The frozen model of `files`.
+    ///
+    /// Its values leave the range of f16, and bf16 costs visible detail: where the configuration says `force_upcast`, as SDXL's does,
+    /// the model is f32 although half precision is asked for or stored. `force_upcast` overrules the configuration: with
+    /// `Some(false)` the weights get the dtype that is asked for.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
+    pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device, force_upcast: Option<bool>) -> Result<Self> {
+        let config = files.config(&Self::COMPONENT, VaeConfig::from_json, keys::deduce)?;
+        let half = matches!(dtype, None | Some(DType::F16 | DType::BF16));
+        let upcast = half && force_upcast.unwrap_or(config.force_upcast);
+        let dtype = if upcast { Some(DType::F32) } else { dtype };
+        let prefix = files.prefix();
+        let layout = |files: &WeightFiles| keys::layout(prefix, &config, Some(files));
+        files.build(layout, dtype, device, |weights| Self::new(config.clone(), weights))
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &VaeConfig {
+        &self.config
+    }
+
+    /// The distribution of the latents of `image (B, C, H, W)` (values -1 to 1): mean and logarithm of the variance,
+    /// (B, latent channels, H / downscale, W / downscale) each, rounded down. With `tile_size`, an image larger than that many
+    /// pixels is encoded in tiles of that size which overlap by a quarter; near their seams the result differs a little.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the image does not fit the model, [`Error::Argument`] if tiles are too small.
+    pub fn encode(&self, image: &Tensor, tile_size: Option<usize>) -> Result<(Tensor, Tensor)> {
+        let x = self.to_channels_last("image", image, self.config.in_channels, self.config.downscale())?;
+        let encode = |x: &Tensor| {
+            let moments = self.encoder.forward(x, self.policy())?;
+            self.quant_conv.as_ref().map_or(Ok(moments.clone()), |conv| conv.forward(&moments))
+        };
+        let moments = match self.tiling(tile_size)? {
+            Some((pixels, latents)) if x.dims()[1].max(x.dims()[2]) > pixels => {
+                Tiling::new(pixels, latents).run(&x, encode)?
+            }
+            _ => encode(&x)?,
+        };
+        let moments = moments.permute(&[0, 3, 1, 2])?;
+        let channels = self.config.latent_channels;
+        let mean = moments.narrow(1, 0, channels)?.contiguous()?;
+        let logvar = moments.narrow(1, channels, channels)?.contiguous()?;
+        Ok((mean, logvar.clamp(Some(LOGVAR.0), Some(LOGVAR.1))?))
+    }
+
+    /// The picture of `latent (B, C, h, w)`, which is not scaled: (B, 3, h · downscale, w · downscale), values about -1 to 1. With
+    /// `tile_size`, a picture larger than that many pixels is decoded in tiles of that size which overlap by a quarter, their
+    /// seams blended: memory no longer grows with the picture.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the latent does not fit the model, [`Error::Argument`] if tiles are too small.
+    pub fn decode(&self, latent: &Tensor, tile_size: Option<usize>) -> Result<Tensor> {
+        let z = self.to_channels_last("latent", latent, self.config.latent_channels, 1)?;
+        let decode = |z: &Tensor| {
+            let z = self.post_quant_conv.as_ref().map_or(Ok(z.clone()), |conv| conv.forward(z))?;
+            self.decoder.forward(&z, self.policy())
+        };
+        let picture = match self.tiling(tile_size)? {
+            Some((pixels, latents)) if z.dims()[1].max(z.dims()[2]) > latents => {
+                Tiling::new(latents, pixels).run(&z, decode)?
+            }
+            _ => decode(&z)?,
+        };
+        picture.permute(&[0, 3, 1, 2])?.contiguous()
+    }
+
+    /// The size of tiles in pixels and in latents.
+    fn tiling(&self, tile_size: Option<usize>) -> Result<Option<(usize, usize)>> {
+        /// The fewest latents of which a quarter is one.
+        const FEWEST: usize = 4;
+        let Some(pixels) = tile_size else { return Ok(None) };
+        let latents = pixels / self.config.downscale();
+        if latents < FEWEST {
+            let least = FEWEST * self.config.downscale();
+            let message = format!("tile_size is {pixels}, expected at least {least} pixels; 512 is usual");
+            return Err(Error::argument(Self::CLASS_NAME, message));
+        }
+        Ok(Some((latents * self.config.downscale(), latents)))
+    }
+
+    fn policy(&self) -> Policy {
+        *self.checkpointing.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// (B, C, H, W) → (B, H, W, C) in the dtype of the weights.
+    fn to_channels_last(&self, name: &str, x: &Tensor, channels: usize, least: usize) -> Result<Tensor> {
+        match *x.dims() {
+            [_, c, height, width] if c == channels && height.min(width) >= least => {
+                x.to_dtype(self.dtype())?.permute(&[0, 2, 3, 1])?.contiguous()
+            }
+            _ => Err(Error::shape(
+                Self::CLASS_NAME,
+                format!("{name} has shape {:?}, expected (B, {channels}, H, W), H and W at least {least}", x.dims()),
+            )),
+        }
+    }
+}
+
+impl Module for AutoencoderKL {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.module("encoder", &self.encoder)?;
+        visitor.module("decoder", &self.decoder)?;
+        for (name, conv) in [("quant_conv", &self.quant_conv), ("post_quant_conv", &self.post_quant_conv)] {
+            if let Some(conv) = conv {
+                visitor.conv(name, conv)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Model for AutoencoderKL {
+    fn class_name(&self) -> &'static str {
+        Self::CLASS_NAME
+    }
+
+    fn config_json(&self) -> Result<String> {
+        json_text(&self.config.to_json())
+    }
+
+    fn dtype(&self) -> DType {
+        self.encoder.dtype()
+    }
+
+    fn set_checkpointing(&self, policy: Policy) {
+        *self.checkpointing.write().unwrap_or_else(PoisonError::into_inner) = policy;
+    }
+
+    fn component(&self) -> Component {
+        Self::COMPONENT
+    }
+
+    fn layout(&self, prefix: Option<&'static str>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(prefix, &self.config, files)
+    }
+}

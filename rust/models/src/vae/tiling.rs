@@ -1,0 +1,70 @@
+//! Large images in overlapping tiles whose seams are blended, as diffusers does it: memory does not grow with the image.
+//! Images are (batch, height, width, channels).
+
+use trainable_candle_core::{Result, Tensor};
+
+/// How an image is cut and its result put together; numbers are pixels.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tiling {
+    /// Height and width of a tile of the input.
+    pub tile: usize,
+    /// From one tile of the input to the next.
+    pub step: usize,
+    /// Pixels of the result over which neighbours are blended.
+    pub blend: usize,
+    /// Height and width of what each tile gives to the result.
+    pub keep: usize,
+}
+
+impl Tiling {
+    /// Tiles of `tile` input pixels that make `result` pixels, a quarter of which overlap.
+    pub fn new(tile: usize, result: usize) -> Self {
+        let blend = result / 4;
+        Self { tile, step: (tile * 3 / 4).max(1), blend, keep: result - blend }
+    }
+
+    /// `run` on every tile of `x`, put together.
+    pub fn run(&self, x: &Tensor, run: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+        let (height, width) = (x.dims()[1], x.dims()[2]);
+        let mut rows = Vec::new();
+        let mut above: Vec<Tensor> = Vec::new();
+        for top in (0..height).step_by(self.step) {
+            let strip = x.narrow(1, top, self.tile.min(height - top))?;
+            let mut row: Vec<Tensor> = Vec::new();
+            let mut kept = Vec::new();
+            for (j, left) in (0..width).step_by(self.step).enumerate() {
+                let mut tile = run(&strip.narrow(2, left, self.tile.min(width - left))?.contiguous()?)?;
+                if let Some(above) = above.get(j) {
+                    tile = blend(above, &tile, 1, self.blend)?;
+                }
+                if let Some(before) = row.last() {
+                    tile = blend(before, &tile, 2, self.blend)?;
+                }
+                let (h, w) = (self.keep.min(tile.dims()[1]), self.keep.min(tile.dims()[2]));
+                kept.push(tile.narrow(1, 0, h)?.narrow(2, 0, w)?);
+                row.push(tile);
+            }
+            rows.push(Tensor::cat(&kept.iter().collect::<Vec<_>>(), 2)?);
+            above = row;
+        }
+        Tensor::cat(&rows.iter().collect::<Vec<_>>(), 1)
+    }
+}
+
+/// `tile` with its first `extent` pixels along `dim` fading in from the last ones of `before`.
+fn blend(before: &Tensor, tile: &Tensor, dim: usize, extent: usize) -> Result<Tensor> {
+    let length = tile.dims()[dim];
+    let extent = extent.min(length).min(before.dims()[dim]);
+    if extent == 0 {
+        return Ok(tile.clone());
+    }
+    let weights: Vec<f32> = (0..extent).map(|i| (i as f64 / extent as f64) as f32).collect();
+    let mut shape = vec![1; tile.rank()];
+    shape[dim] = extent;
+    let weights = Tensor::from_vec(weights, shape, &trainable_candle_core::Device::Cpu)?
+        .to_device(tile.device())?
+        .to_dtype(tile.dtype())?;
+    let tail = before.narrow(dim, before.dims()[dim] - extent, extent)?;
+    let fading = tail.mul(&weights.affine(-1.0, 1.0)?)?.add(&tile.narrow(dim, 0, extent)?.mul(&weights)?)?;
+    Tensor::cat(&[&fading, &tile.narrow(dim, extent, length - extent)?], dim)
+}

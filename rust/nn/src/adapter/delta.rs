@@ -1,0 +1,63 @@
+//! Adapters that add a whole matrix to the weight: W + s Δ.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use trainable_candle_core::ops::dropout::dropout;
+use trainable_candle_core::{DType, Result, Tensor};
+
+use super::{Adapter, AdapterSettings};
+use crate::base::Base;
+
+/// The matrix of an adapter.
+pub(super) trait Delta: Send + Sync {
+    /// Δ of the shape of the base's weight, from parameters converted to `dtype`.
+    fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor>;
+}
+
+/// The adapter of one layer. It computes with one weight, W + s Δ, which is what merging gives.
+pub(super) struct Added<D> {
+    delta: D,
+    scale: f64,
+    dropout: f64,
+    training: AtomicBool,
+}
+
+impl<D: Delta> Added<D> {
+    pub(super) const fn new(delta: D, settings: &AdapterSettings) -> Self {
+        Self { delta, scale: settings.scale, dropout: settings.dropout, training: AtomicBool::new(true) }
+    }
+
+    /// s Δ in f32 (f64 for an f64 weight).
+    fn scaled(&self, base: &Base<'_>) -> Result<Tensor> {
+        let dtype = if base.weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        self.delta.delta(base, dtype)?.mul_scalar(self.scale)
+    }
+
+    /// W + s Δ, summed in at least f32.
+    fn adapted(&self, base: &Base<'_>) -> Result<Tensor> {
+        let change = self.scaled(base)?;
+        base.weight.detach().to_dtype(change.dtype())?.add(&change)?.to_dtype(base.weight.dtype())
+    }
+}
+
+impl<D: Delta> Adapter for Added<D> {
+    fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
+        if self.dropout > 0.0 && self.training.load(Ordering::Relaxed) {
+            let change = self.scaled(base)?.to_dtype(x.dtype())?;
+            return base.forward(x)?.add(&base.operation.apply(&dropout(x, self.dropout, true)?, &change, None)?);
+        }
+        base.operation.apply(x, &self.adapted(base)?, base.bias)
+    }
+
+    fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor> {
+        Ok(self.adapted(base)?.detach())
+    }
+
+    fn scale(&self) -> f64 {
+        self.scale
+    }
+
+    fn set_training(&self, training: bool) {
+        self.training.store(training, Ordering::Relaxed);
+    }
+}

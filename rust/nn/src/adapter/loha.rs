@@ -1,0 +1,71 @@
+//! LoHa (Hyeon-Woo et al. 2022, arXiv:2108.06098, as in `LyCORIS`, arXiv:2309.14859): W + s (A₁ B₁) ∘ (A₂ B₂).
+//!
+//! A convolution's weight counts as a matrix (out, in · height · width), without the Tucker form.
+
+use trainable_candle_core::ops::hadamard::low_rank_hadamard;
+use trainable_candle_core::{DType, Error, Result, Tensor, Var};
+
+use super::delta::{Added, Delta};
+use super::kind::{Parameters, find};
+use super::{Adapter, AdapterKind, AdapterSettings, Layout};
+use crate::base::Base;
+
+const A1: &str = "hada_w1_a";
+const B1: &str = "hada_w1_b";
+const A2: &str = "hada_w2_a";
+const B2: &str = "hada_w2_b";
+
+/// LoHa in the registry.
+pub static KIND: AdapterKind = AdapterKind {
+    name: "loha",
+    parameters: &[(A1, Layout::Same), (B1, Layout::FlatKernel), (A2, Layout::Same), (B2, Layout::FlatKernel)],
+    mark: &[A1],
+    ranked: &[B1],
+    init: start,
+    build,
+};
+
+/// `LyCORIS`' initial values: A₁ normal of deviation 0.1, B₁ and B₂ of deviation 1, A₂ zero.
+fn start(base: &Base<'_>, settings: &AdapterSettings) -> Result<Parameters<Tensor>> {
+    let (rows, columns, rank, device) = (base.rows(), base.columns(), settings.rank, base.weight.device());
+    Ok(vec![
+        (A1, Tensor::randn(0.0, 0.1, (rows, rank), DType::F32, device)?),
+        (B1, Tensor::randn(0.0, 1.0, (rank, columns), DType::F32, device)?),
+        (A2, Tensor::zeros((rows, rank), DType::F32, device)?),
+        (B2, Tensor::randn(0.0, 1.0, (rank, columns), DType::F32, device)?),
+    ])
+}
+
+fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>> {
+    let get = |name: &str| {
+        find(parameters, name).ok_or_else(|| Error::Config(format!("LoHa: the parameter {name} is missing")))
+    };
+    let loha = LoHa { a: [get(A1)?, get(A2)?], b: [get(B1)?, get(B2)?] };
+    let fits = loha.a.iter().zip(&loha.b).all(|(a, b)| {
+        matches!((a.dims(), b.dims()), (&[n, r], &[s, m]) if n == base.rows() && m == base.columns() && r == s)
+    });
+    if !fits {
+        let found: Vec<String> = parameters.iter().map(|(name, var)| format!("{name} {:?}", var.dims())).collect();
+        return Err(Error::shape(
+            "LoHa",
+            format!("found {}, expected ({}, r) and (r, {})", found.join(", "), base.rows(), base.columns()),
+        ));
+    }
+    Ok(Box::new(Added::new(loha, settings)))
+}
+
+/// The factors of one layer.
+struct LoHa {
+    /// A₁ and A₂, (out, r).
+    a: [Var; 2],
+    /// B₁ and B₂, (r, height · width · in).
+    b: [Var; 2],
+}
+
+impl Delta for LoHa {
+    fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor> {
+        let cast = |var: &Var| var.to_dtype(dtype);
+        low_rank_hadamard(&cast(&self.a[0])?, &cast(&self.b[0])?, &cast(&self.a[1])?, &cast(&self.b[1])?)?
+            .reshape(base.weight.shape().clone())
+    }
+}

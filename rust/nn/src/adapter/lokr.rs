@@ -1,0 +1,171 @@
+//! LoKr (`LyCORIS`, arXiv:2309.14859): W + s C ⊗ D, a Kronecker product of a small matrix C and a larger D, each either whole or a
+//! low-rank product.
+//!
+//! On a convolution the kernel belongs to D, without the Tucker form.
+
+use trainable_candle_core::{DType, Error, Result, Tensor, Var};
+
+use super::delta::{Added, Delta};
+use super::kind::{Parameters, find};
+use super::{Adapter, AdapterKind, AdapterSettings, Layout};
+use crate::base::Base;
+use crate::init::kaiming_uniform;
+
+const SMALL: [&str; 3] = ["lokr_w1", "lokr_w1_a", "lokr_w1_b"];
+const LARGE: [&str; 3] = ["lokr_w2", "lokr_w2_a", "lokr_w2_b"];
+
+/// LoKr in the registry.
+pub static KIND: AdapterKind = AdapterKind {
+    name: "lokr",
+    parameters: &[
+        (SMALL[0], Layout::Same),
+        (SMALL[1], Layout::Same),
+        (SMALL[2], Layout::Same),
+        (LARGE[0], Layout::Kernel),
+        (LARGE[1], Layout::Same),
+        (LARGE[2], Layout::FlatKernel),
+    ],
+    mark: &[SMALL[0], SMALL[1]],
+    ranked: &[LARGE[2], SMALL[2]],
+    init: start,
+    build,
+};
+
+/// `size` as a product of two, the smaller first: `factor` and the rest if `factor` divides it, otherwise the largest divisor up to
+/// `factor` (or up to the root without one) and the rest.
+fn factorization(size: usize, factor: Option<usize>) -> (usize, usize) {
+    if let Some(factor) = factor.filter(|&f| f > 0 && size.is_multiple_of(f)) {
+        return (factor.min(size / factor), factor.max(size / factor));
+    }
+    let small = (1..=factor.unwrap_or(size).min(size))
+        .take_while(|small| small * small <= size)
+        .filter(|&small| size.is_multiple_of(small))
+        .last()
+        .unwrap_or(1);
+    (small, size / small)
+}
+
+/// `LyCORIS`' initial values: everything as torch starts a linear layer, but D (or its second factor) zero.
+fn start(base: &Base<'_>, settings: &AdapterSettings) -> Result<Parameters<Tensor>> {
+    let (rank, device) = (settings.rank, base.weight.device());
+    let (out_small, out_large) = factorization(base.rows(), settings.decompose_factor);
+    let (in_small, in_large) = factorization(base.inputs(), settings.decompose_factor);
+    let mut values = Vec::new();
+    if settings.decompose_both && 2 * rank < out_small.max(in_small) {
+        values.push((SMALL[1], kaiming_uniform((out_small, rank), DType::F32, device)?));
+        values.push((SMALL[2], kaiming_uniform((rank, in_small), DType::F32, device)?));
+    } else {
+        values.push((SMALL[0], kaiming_uniform((out_small, in_small), DType::F32, device)?));
+    }
+    if 2 * rank < out_large.max(in_large) {
+        let columns = base.columns() / in_small;
+        values.push((LARGE[1], kaiming_uniform((out_large, rank), DType::F32, device)?));
+        values.push((LARGE[2], Tensor::zeros((rank, columns), DType::F32, device)?));
+    } else {
+        let kernel = base.kernel().unwrap_or_default();
+        let dims = if base.kernel().is_some() {
+            vec![out_large, kernel[0], kernel[1], in_large]
+        } else {
+            vec![out_large, in_large]
+        };
+        values.push((LARGE[0], Tensor::zeros(dims, DType::F32, device)?));
+    }
+    Ok(values)
+}
+
+fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>> {
+    let lokr = LoKr { small: Factor::of(parameters, SMALL)?, large: Factor::of(parameters, LARGE)? };
+    let fits = match (lokr.small.dims(), lokr.large.dims()) {
+        (Some((a, b)), Some((c, d))) => a * c == base.rows() && b * d == base.columns(),
+        _ => false,
+    };
+    if !fits {
+        let found: Vec<String> = parameters.iter().map(|(name, var)| format!("{name} {:?}", var.dims())).collect();
+        return Err(Error::shape(
+            "LoKr",
+            format!(
+                "found {} (channels last), which do not make a weight of shape {:?}",
+                found.join(", "),
+                base.weight.dims()
+            ),
+        ));
+    }
+    Ok(Box::new(Added::new(lokr, settings)))
+}
+
+/// One side of the Kronecker product.
+enum Factor {
+    /// (n, m), or (n, height, width, m).
+    Whole(Var),
+    /// (n, r) and (r, m).
+    LowRank(Var, Var),
+}
+
+impl Factor {
+    fn of(parameters: &[(&'static str, Var)], [whole, a, b]: [&str; 3]) -> Result<Self> {
+        match (find(parameters, whole), find(parameters, a), find(parameters, b)) {
+            (Some(whole), None, None) => Ok(Self::Whole(whole)),
+            (None, Some(a), Some(b)) => Ok(Self::LowRank(a, b)),
+            _ => Err(Error::Config(format!("LoKr: expected either {whole}, or {a} and {b}"))),
+        }
+    }
+
+    /// Rows and columns, if the parts fit together.
+    fn dims(&self) -> Option<(usize, usize)> {
+        match self {
+            Self::Whole(whole) => whole.dims().split_first().map(|(n, rest)| (*n, rest.iter().product())),
+            Self::LowRank(a, b) => match (a.dims(), b.dims()) {
+                (&[n, r], &[s, m]) if r == s => Some((n, m)),
+                _ => None,
+            },
+        }
+    }
+
+    fn value(&self, dtype: DType) -> Result<Tensor> {
+        match self {
+            Self::Whole(whole) => whole.to_dtype(dtype),
+            Self::LowRank(a, b) => a.to_dtype(dtype)?.matmul(&b.to_dtype(dtype)?),
+        }
+    }
+}
+
+/// The two sides of one layer.
+struct LoKr {
+    small: Factor,
+    large: Factor,
+}
+
+impl Delta for LoKr {
+    /// Row a · c + i, column (place in the kernel, b · d + j): C[a, b] D[i, place, j].
+    fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor> {
+        let (small, large) = (self.small.value(dtype)?, self.large.value(dtype)?);
+        let (rows, columns) = (small.dims()[0], small.dims()[1]);
+        let places = base.kernel().map_or(1, |[height, width]| height * width);
+        let (large_rows, inputs) = (large.dims()[0], base.inputs() / columns.max(1));
+        let small = small.reshape((rows, 1, 1, columns, 1))?;
+        let large = large.reshape((1, large_rows, places, 1, inputs))?;
+        small.mul(&large)?.reshape(base.weight.shape().clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::factorization;
+
+    /// What `lycoris.functional.general.factorization` of LyCORIS 4.1 gives.
+    #[test]
+    fn sizes_are_split_as_lycoris_does() {
+        for (size, expected) in [
+            (127, [(1, 127), (1, 127), (1, 127), (1, 127), (1, 127)]),
+            (128, [(8, 16), (2, 64), (4, 32), (8, 16), (8, 16)]),
+            (250, [(10, 25), (2, 125), (2, 125), (5, 50), (10, 25)]),
+            (360, [(18, 20), (2, 180), (4, 90), (8, 45), (15, 24)]),
+            (512, [(16, 32), (2, 256), (4, 128), (8, 64), (16, 32)]),
+            (1024, [(32, 32), (2, 512), (4, 256), (8, 128), (16, 64)]),
+        ] {
+            for (factor, expected) in [None, Some(2), Some(4), Some(8), Some(16)].into_iter().zip(expected) {
+                assert_eq!(factorization(size, factor), expected, "{size} by {factor:?}");
+            }
+        }
+    }
+}

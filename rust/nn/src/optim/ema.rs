@@ -1,0 +1,191 @@
+//! The exponential moving average of an adapter's parameters.
+
+use trainable_candle_core::cpu::{copy_into, lerp_in_place};
+use trainable_candle_core::raw::{Raw, check_allocation, own_copy};
+use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor};
+
+use super::stepper::StateDict;
+
+const OP: &str = "EMA";
+const UPDATES: &str = "updates";
+
+/// The parameters of an [`EMA`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct EMAConfig {
+    /// How much of the average stays at each update, in [0, 1).
+    pub decay: f64,
+    /// Use min(`decay`, (1 + n) / (10 + n)) after n updates, so that the start is soon forgotten (as in TensorFlow's
+    /// `ExponentialMovingAverage` with `num_updates`).
+    pub warmup: bool,
+}
+
+impl Default for EMAConfig {
+    fn default() -> Self {
+        Self { decay: 0.999, warmup: true }
+    }
+}
+
+/// Averages of the variables of a flat buffer, over the steps of a training run. They can take the place of the variables
+/// for a while, to sample or to save.
+pub struct EMA {
+    config: EMAConfig,
+    buffer: FlatBuffer,
+    average: Raw,
+    updates: u64,
+    /// The variables' own values while the averages are in their place.
+    trained: Option<Raw>,
+}
+
+impl EMA {
+    /// Averages that start as the values of `buffer`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the decay is outside its range, [`Error::DType`] if the buffer is not f32 (averages of shorter
+    /// numbers would stand still), [`Error::OutOfMemory`] if the averages do not fit.
+    pub fn new(buffer: &FlatBuffer, config: EMAConfig) -> Result<Self> {
+        if !(0.0..1.0).contains(&config.decay) {
+            return Err(Error::argument(OP, format!("found decay {}, expected a number in [0, 1)", config.decay)));
+        }
+        let data = buffer.data();
+        if data.dtype() != DType::F32 {
+            return Err(Error::dtype(OP, format!("the parameters are {}, expected f32", data.dtype().as_str())));
+        }
+        check_allocation(OP, data.dims(), data.dtype())?;
+        Ok(Self { config, average: own_copy(data)?, buffer: buffer.clone(), updates: 0, trained: None })
+    }
+
+    /// The settings.
+    pub const fn config(&self) -> EMAConfig {
+        self.config
+    }
+
+    /// How often [`update`](Self::update) was called.
+    pub const fn updates(&self) -> u64 {
+        self.updates
+    }
+
+    /// How much of the average the next update keeps.
+    pub fn decay(&self) -> f64 {
+        let n = self.updates as f64;
+        if self.config.warmup { self.config.decay.min((1.0 + n) / (10.0 + n)) } else { self.config.decay }
+    }
+
+    /// Whether the averages are in the place of the variables.
+    pub const fn is_swapped_in(&self) -> bool {
+        self.trained.is_some()
+    }
+
+    /// Moves the averages towards the variables; after each step of the optimizer. One pass over the buffer.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] while the averages are in the place of the variables.
+    pub fn update(&mut self) -> Result<()> {
+        if self.is_swapped_in() {
+            return Err(Error::argument(
+                OP,
+                "update() found the averages in the place of the parameters; swap_out() first",
+            ));
+        }
+        lerp_in_place(&self.average, self.buffer.data(), 1.0 - self.decay())?;
+        self.updates += 1;
+        Ok(())
+    }
+
+    /// Puts the averages in the place of the variables. What was recorded of the variables is stale, as after an optimizer's
+    /// step.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if they are there, [`Error::OutOfMemory`] if a copy of the variables does not fit.
+    pub fn swap_in(&mut self) -> Result<()> {
+        if self.is_swapped_in() {
+            return Err(Error::argument(OP, "swap_in() found the averages in the place of the parameters already"));
+        }
+        check_allocation(OP, self.average.dims(), self.average.dtype())?;
+        let trained = own_copy(self.buffer.data())?;
+        self.overwrite(&self.average)?;
+        self.trained = Some(trained);
+        Ok(())
+    }
+
+    /// Puts the variables' own values back, bit for bit.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the averages are not in their place.
+    pub fn swap_out(&mut self) -> Result<()> {
+        let Some(trained) = self.trained.take() else {
+            return Err(Error::argument(OP, "swap_out() found the parameters in their place; swap_in() first"));
+        };
+        self.overwrite(&trained)
+    }
+
+    fn overwrite(&self, values: &Raw) -> Result<()> {
+        copy_into(self.buffer.data(), values)?;
+        self.buffer.vars().iter().try_for_each(|var| var.update_in_place(|_| Ok(())))
+    }
+
+    /// A copy of the state: `INDEX.average` for the variable with that index, and `updates` (i64).
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the copy does not fit.
+    pub fn state_dict(&self) -> Result<StateDict> {
+        let mut dict = StateDict::new();
+        for (index, view) in self.views()?.iter().enumerate() {
+            dict.insert(key(index), Tensor::from_raw(&own_copy(view)?));
+        }
+        dict.insert(UPDATES.into(), Tensor::from_vec(vec![self.updates as i64], 1, &Device::Cpu)?);
+        Ok(dict)
+    }
+
+    /// Takes over what [`state_dict`](Self::state_dict) gave for variables of the same shapes.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if an entry is missing or not expected, [`Error::Shape`] or [`Error::DType`] if one differs. Nothing is
+    /// changed then.
+    pub fn load_state_dict(&mut self, states: &StateDict) -> Result<()> {
+        let entry = |name: &str, dtype: DType, dims: &[usize]| {
+            let wrong = |what: String| format!("load_state_dict: {OP}: {what}");
+            let Some(found) = states.get(name) else {
+                return Err(Error::Config(wrong(format!(
+                    "the state {name:?} is missing; was it saved with the same adapter?"
+                ))));
+            };
+            if found.dims() != dims {
+                return Err(Error::shape(OP, format!("{name:?} has shape {:?}, expected {dims:?}", found.dims())));
+            }
+            if found.dtype() != dtype {
+                let (found, expected) = (found.dtype().as_str(), dtype.as_str());
+                return Err(Error::dtype(OP, format!("{name:?} is {found}, expected {expected}")));
+            }
+            Ok(found)
+        };
+        let updates: i64 = entry(UPDATES, DType::I64, &[1])?.to_scalar()?;
+        let Ok(updates) = u64::try_from(updates) else {
+            return Err(Error::Config(format!("load_state_dict: {OP}: found {updates} updates, expected 0 or more")));
+        };
+        let views = self.views()?;
+        let averages = views.iter().enumerate().map(|(i, view)| entry(&key(i), DType::F32, view.dims()));
+        let averages = averages.collect::<Result<Vec<_>>>()?;
+        if let Some(name) = states.keys().find(|name| *name != UPDATES && !(0..views.len()).any(|i| **name == key(i))) {
+            return Err(Error::Config(format!(
+                "load_state_dict: {OP}: found the state {name:?}, which this adapter lacks"
+            )));
+        }
+        for (view, average) in views.iter().zip(averages) {
+            copy_into(view, average.raw())?;
+        }
+        self.updates = updates;
+        Ok(())
+    }
+
+    /// The average of each variable, where it lies.
+    fn views(&self) -> Result<Vec<Raw>> {
+        let view = |(range, var): (&std::ops::Range<usize>, &trainable_candle_core::Var)| {
+            Ok(self.average.narrow(0, range.start, range.len())?.reshape(var.shape())?)
+        };
+        self.buffer.ranges().iter().zip(self.buffer.vars()).map(view).collect()
+    }
+}
+
+fn key(index: usize) -> String {
+    format!("{index}.average")
+}

@@ -1,0 +1,161 @@
+//! [`Source`]: where the parameters of a model under construction come from.
+
+use std::collections::BTreeSet;
+
+use trainable_candle_core::{DType, Device, Error, Result, Shape, Tensor, Var};
+
+use crate::conv::weight_from_file;
+use crate::{Init, Weights, init};
+
+/// Parameters to give out: stored ones, frozen; fresh ones, trainable; or their shapes alone.
+pub struct Source {
+    kind: Kind,
+}
+
+/// Stored parameters, read one at a time as a model asks for them.
+pub trait Stored {
+    /// The shape of the parameter `name`, if there is such a parameter.
+    ///
+    /// # Errors
+    /// [`Error::WeightsFormat`] if what is stored under the name cannot be a parameter.
+    fn shape(&self, name: &str) -> Result<Option<Vec<usize>>>;
+
+    /// The values of a parameter that is there, in the dtype and on the device that the model is to have.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if they do not fit.
+    fn read(&mut self, name: &str) -> Result<Tensor>;
+
+    /// What is stored, belongs to the model and is none of the parameters in `taken`; under the names of the store.
+    fn unexpected(&self, taken: &BTreeSet<String>) -> Vec<String>;
+}
+
+enum Kind {
+    Stored {
+        stored: Box<dyn Stored>,
+        taken: BTreeSet<String>,
+        missing: Vec<String>,
+    },
+    /// Drawn from the library's generator as variables.
+    Fresh {
+        device: Device,
+    },
+    Shapes {
+        dtype: DType,
+    },
+}
+
+/// How a parameter lies in memory, compared with a file.
+#[derive(Clone, Copy)]
+pub(crate) enum Packing {
+    /// As in the file.
+    Plain,
+    /// The weight of a convolution, (out, in, height, width) in a file and (out, height, width, in) in memory.
+    ChannelsLast,
+}
+
+impl Packing {
+    fn pack(self, tensor: Tensor) -> Result<Tensor> {
+        match self {
+            Self::Plain => Ok(tensor),
+            Self::ChannelsLast => weight_from_file(&tensor),
+        }
+    }
+
+    fn shape(self, shape: &Shape) -> Shape {
+        match (self, shape.dims()) {
+            (Self::ChannelsLast, &[out, input, height, width]) => Shape::from((out, height, width, input)),
+            _ => shape.clone(),
+        }
+    }
+}
+
+impl Source {
+    /// Give out stored parameters, frozen.
+    pub fn stored(stored: impl Stored + 'static) -> Self {
+        Self { kind: Kind::Stored { stored: Box::new(stored), taken: BTreeSet::new(), missing: Vec::new() } }
+    }
+
+    /// Give out fresh trainable f32 variables, drawn from the library's generator.
+    pub fn fresh(device: &Device) -> Self {
+        Self { kind: Kind::Fresh { device: device.clone() } }
+    }
+
+    /// Give out zeros that take no memory: the model has names, shapes and a dtype, which is enough to list and to estimate it.
+    pub const fn shapes(dtype: DType) -> Self {
+        Self { kind: Kind::Shapes { dtype } }
+    }
+
+    /// The root of the names.
+    pub const fn root(&mut self) -> Weights<'_> {
+        Weights::root(self)
+    }
+
+    /// After the model is built: everything asked for was there, and everything there was asked for.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the missing and the unexpected parameters.
+    pub fn finish(self) -> Result<()> {
+        let Kind::Stored { stored, taken, missing } = self.kind else { return Ok(()) };
+        let unexpected = stored.unexpected(&taken);
+        if missing.is_empty() && unexpected.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Config(format!(
+            "the weights do not fit the model: missing {}; unexpected {}",
+            listed(&missing),
+            listed(&unexpected)
+        )))
+    }
+
+    /// The parameter `name`, of `shape` in files.
+    pub(crate) fn get(&mut self, name: String, shape: &Shape, init: Init, packing: Packing) -> Result<Tensor> {
+        match &mut self.kind {
+            Kind::Stored { stored, taken, missing } => match stored.shape(&name)? {
+                Some(found) if found != shape.dims() => Err(Error::Config(format!(
+                    "{name} has shape {found:?}, the model's configuration expects {:?}; are the weights of another model?",
+                    shape.dims()
+                ))),
+                Some(_) => {
+                    let tensor = packing.pack(stored.read(&name)?)?;
+                    taken.insert(name);
+                    Ok(tensor)
+                }
+                None => {
+                    missing.push(name);
+                    // Never used: `finish` fails.
+                    without_memory(&packing.shape(shape), DType::F32)
+                }
+            },
+            Kind::Fresh { device } => Ok(Var::from_tensor(&packing.pack(draw(shape, init, device)?)?)?.into_inner()),
+            Kind::Shapes { dtype } => without_memory(&packing.shape(shape), *dtype),
+        }
+    }
+}
+
+/// Zeros of a shape, all of them one element.
+fn without_memory(shape: &Shape, dtype: DType) -> Result<Tensor> {
+    Tensor::zeros((), dtype, &Device::Cpu)?.broadcast_as(shape)
+}
+
+/// The first names of a list and how many more there are.
+fn listed<S: AsRef<str>>(names: &[S]) -> String {
+    const SHOWN: usize = 8;
+    if names.is_empty() {
+        return "none".into();
+    }
+    let shown: Vec<&str> = names.iter().take(SHOWN).map(AsRef::as_ref).collect();
+    match names.len() - shown.len() {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
+    }
+}
+
+fn draw(shape: &Shape, init: Init, device: &Device) -> Result<Tensor> {
+    match init {
+        Init::Kaiming => init::kaiming_uniform(shape.clone(), DType::F32, device),
+        Init::Fan(fan_in) => init::uniform_by_fan(fan_in, shape.clone(), DType::F32, device),
+        Init::Normal(std) => Tensor::randn(0.0, std, shape.clone(), DType::F32, device),
+        Init::Constant(value) => Tensor::full(value, shape.clone(), DType::F32, device),
+    }
+}

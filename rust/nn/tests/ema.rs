@@ -1,0 +1,135 @@
+//! The moving average of an adapter's parameters against its definition in f64.
+
+use trainable_candle_core::{DType, Device, Error, FlatBuffer, Tensor, rng};
+use trainable_candle_nn::optim::{Adam, EMA, EMAConfig, Optimizer, StateDict};
+
+fn buffer() -> FlatBuffer {
+    let values = [vec![3, 4], vec![2], vec![5, 1]];
+    let values = values.map(|dims| Tensor::randn(0.0, 1.0, dims, DType::F32, &Device::Cpu).unwrap());
+    FlatBuffer::new(&values).unwrap()
+}
+
+fn values(buffer: &FlatBuffer) -> Vec<f32> {
+    buffer.vars().iter().flat_map(|var| var.to_vec::<f32>().unwrap()).collect()
+}
+
+fn averages(state: &StateDict) -> Vec<f32> {
+    let averages = state.iter().filter(|(name, _)| name.ends_with(".average"));
+    averages.flat_map(|(_, average)| average.to_vec::<f32>().unwrap()).collect()
+}
+
+/// A step that moves every variable.
+fn train(buffer: &FlatBuffer) {
+    for var in buffer.vars() {
+        let step = Tensor::randn(0.0, 1.0, var.shape(), DType::F32, &Device::Cpu).unwrap();
+        var.set(&var.detach().add(&step).unwrap()).unwrap();
+    }
+}
+
+#[test]
+fn averages_follow_the_definition() {
+    for warmup in [false, true] {
+        let buffer = buffer();
+        let mut ema = EMA::new(&buffer, EMAConfig { decay: 0.7, warmup }).unwrap();
+        let mut expected: Vec<f64> = values(&buffer).into_iter().map(f64::from).collect();
+        for n in 0..40 {
+            train(&buffer);
+            ema.update().unwrap();
+            let decay = if warmup { 0.7f64.min((1.0 + f64::from(n)) / (10.0 + f64::from(n))) } else { 0.7 };
+            for (average, value) in expected.iter_mut().zip(values(&buffer)) {
+                *average = decay * *average + (1.0 - decay) * f64::from(value);
+            }
+        }
+        let found = averages(&ema.state_dict().unwrap());
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.into_iter().zip(expected) {
+            assert!((f64::from(found) - expected).abs() < 1e-5, "{found} {expected}");
+        }
+    }
+}
+
+#[test]
+fn swapping_shows_the_averages_and_restores_the_bits() {
+    let buffer = buffer();
+    let mut ema = EMA::new(&buffer, EMAConfig::default()).unwrap();
+    for _ in 0..3 {
+        train(&buffer);
+        ema.update().unwrap();
+    }
+    let (trained, expected) = (values(&buffer), averages(&ema.state_dict().unwrap()));
+    let loss = buffer.vars()[0].sqr().unwrap().sum_all().unwrap();
+    ema.swap_in().unwrap();
+    assert_eq!(values(&buffer), expected);
+    assert_eq!(averages(&ema.state_dict().unwrap()), expected);
+    assert!(matches!(loss.backward(), Err(Error::Autograd { .. })), "the saved variable has changed");
+    assert!(matches!(ema.update(), Err(Error::Argument { .. })));
+    assert!(matches!(ema.swap_in(), Err(Error::Argument { .. })));
+    ema.swap_out().unwrap();
+    assert_eq!(values(&buffer), trained);
+    assert!(matches!(ema.swap_out(), Err(Error::Argument { .. })));
+}
+
+#[test]
+fn a_run_that_resumes_or_swaps_has_the_bits_of_one_that_does_not() {
+    let run = |interrupted: bool| {
+        rng::manual_seed(3);
+        let mut buffer = buffer();
+        let mut ema = EMA::new(&buffer, EMAConfig::default()).unwrap();
+        let mut adam = Adam::new(buffer.vars().to_vec(), 1e-2).unwrap();
+        for step in 0..12 {
+            let losses = buffer.vars().iter().map(|var| var.sqr()?.sum_all());
+            let loss = losses.reduce(|a, b| a?.add(&b?)).unwrap().unwrap();
+            adam.step(&loss.backward().unwrap()).unwrap();
+            ema.update().unwrap();
+            if interrupted && step == 4 {
+                ema.swap_in().unwrap();
+                ema.swap_out().unwrap();
+            }
+            if interrupted && step == 7 {
+                let (state, optimizer) = (ema.state_dict().unwrap(), adam.state_dict().unwrap());
+                let copies: Vec<Tensor> = buffer.vars().iter().map(|var| var.detach()).collect();
+                buffer = FlatBuffer::new(&copies).unwrap();
+                ema = EMA::new(&buffer, EMAConfig::default()).unwrap();
+                ema.load_state_dict(&state).unwrap();
+                adam = Adam::new(buffer.vars().to_vec(), 1e-2).unwrap();
+                adam.load_state_dict(&optimizer).unwrap();
+            }
+        }
+        (values(&buffer), averages(&ema.state_dict().unwrap()), ema.updates())
+    };
+    assert_eq!(run(true), run(false));
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_changes_nothing() {
+    let buffer = buffer();
+    for decay in [1.0, -0.1, f64::NAN] {
+        assert!(EMA::new(&buffer, EMAConfig { decay, warmup: true }).is_err());
+    }
+    let short = Tensor::zeros((2, 2), DType::BF16, &Device::Cpu).unwrap();
+    assert!(matches!(EMA::new(&FlatBuffer::new(&[short]).unwrap(), EMAConfig::default()), Err(Error::DType { .. })));
+    let mut ema = EMA::new(&buffer, EMAConfig::default()).unwrap();
+    let before = averages(&ema.state_dict().unwrap());
+    let zeros = |dims: &[usize], dtype| Tensor::zeros(dims, dtype, &Device::Cpu).unwrap();
+    let changes: [(&str, Option<Tensor>); 6] = [
+        ("0.average", None),
+        ("updates", None),
+        ("2.average", Some(zeros(&[1, 5], DType::F32))),
+        ("2.average", Some(zeros(&[5, 1], DType::F64))),
+        ("3.average", Some(zeros(&[1], DType::F32))),
+        ("updates", Some(Tensor::new(&[-1i64], &Device::Cpu).unwrap())),
+    ];
+    for (name, change) in changes {
+        let mut state: StateDict = ema.state_dict().unwrap();
+        for average in state.values_mut().filter(|value| value.dtype() == DType::F32) {
+            *average = average.add_scalar(1.0).unwrap();
+        }
+        match change {
+            Some(tensor) => state.insert(name.into(), tensor),
+            None => state.remove(name),
+        };
+        let message = ema.load_state_dict(&state).unwrap_err().to_string();
+        assert!(message.contains(name), "{message}");
+        assert_eq!(averages(&ema.state_dict().unwrap()), before);
+    }
+}

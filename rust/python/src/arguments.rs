@@ -1,0 +1,385 @@
+//! Whole numbers and names as a user passed them.
+//!
+//! What extracts an argument knows neither the function nor the parameter, and an error has to name both. These types take
+//! whatever comes; the function that they were passed to asks for the value, under its own name and the parameter's.
+
+use std::path::PathBuf;
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::inspect::PyStaticExpr;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyFloat, PyInt, PySequence, PyString, PyTuple};
+use pyo3::{PyTypeInfo, type_hint_identifier, type_hint_subscript, type_hint_union};
+use trainable_candle_core as tc;
+
+use crate::error::{Error, Result};
+
+/// Longest text of a user that a message repeats.
+const LONGEST: usize = 40;
+
+/// What an object is, for an error: a number, None or a short text by itself, anything else by its type.
+pub fn found(object: &Bound<'_, PyAny>) -> String {
+    let short = object.is_none() || object.is_instance_of::<PyFloat>() || object.is_instance_of::<PyString>();
+    if short
+        && let Some(text) = object.repr().ok().and_then(|text| text.to_str().map(str::to_owned).ok())
+        && text.chars().count() <= LONGEST
+    {
+        return text;
+    }
+    object.get_type().name().map_or_else(|_| "an object".to_owned(), |kind| format!("a value of type {kind}"))
+}
+
+/// A `TypeError` of `op` about the parameter `name`.
+#[cold]
+pub fn wrong_type(op: &str, name: &str, found: &str, expected: &str) -> Error {
+    PyTypeError::new_err(format!("{op}: {name} is {found}, expected {expected}")).into()
+}
+
+/// An integer.
+#[derive(Clone)]
+pub struct Integer(Given);
+
+#[derive(Clone)]
+enum Given {
+    Number(i128),
+    /// An integer of so many bits.
+    Huge(String),
+    /// No integer.
+    Other(String),
+}
+
+impl Integer {
+    /// The default of a parameter.
+    pub const fn of(value: i64) -> Self {
+        Self(Given::Number(value as i128))
+    }
+
+    /// The value, in the range of `T`.
+    ///
+    /// # Errors
+    /// `TypeError` if it is no integer, `ArgumentError` if it is out of range.
+    fn ranged<T: TryFrom<i128>>(&self, op: &'static str, name: &str, expected: &str) -> Result<T> {
+        let out_of_range = |found: &dyn std::fmt::Display| {
+            Err(tc::Error::argument(op, format!("{name} is {found}, expected {expected}")).into())
+        };
+        match &self.0 {
+            Given::Number(value) => T::try_from(*value).or_else(|_| out_of_range(value)),
+            Given::Huge(bits) => out_of_range(bits),
+            Given::Other(found) => Err(wrong_type(op, name, found, "an integer")),
+        }
+    }
+
+    /// The value as a signed number.
+    pub fn signed(&self, op: &'static str, name: &str) -> Result<i64> {
+        self.ranged(op, name, "an integer of at most 63 bits")
+    }
+
+    /// The value as a number of things.
+    pub fn count(&self, op: &'static str, name: &str) -> Result<usize> {
+        self.at_least(op, name, 0)
+    }
+
+    /// The value as a number of things, of which there must be `least`.
+    pub fn at_least(&self, op: &'static str, name: &str, least: usize) -> Result<usize> {
+        let value: i64 = self.ranged(op, name, &format!("an integer from {least} to 2**63 - 1"))?;
+        match usize::try_from(value) {
+            Ok(count) if count >= least => Ok(count),
+            _ => {
+                let message = format!("{name} is {value}, expected an integer of at least {least}");
+                Err(tc::Error::argument(op, message).into())
+            }
+        }
+    }
+
+    /// The value as 64 bits.
+    pub fn word(&self, op: &'static str, name: &str) -> Result<u64> {
+        self.ranged(op, name, "an integer from 0 to 2**64 - 1")
+    }
+
+    /// The value as 32 bits.
+    pub fn word32(&self, op: &'static str, name: &str) -> Result<u32> {
+        self.ranged(op, name, "an integer from 0 to 2**32 - 1")
+    }
+
+    /// The position of a dimension (negative counts from the end) among `rank` dimensions.
+    pub fn dim(&self, op: &'static str, rank: usize) -> Result<usize> {
+        Ok(resolve_dim(op, self.signed(op, "dim")?, rank)?)
+    }
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Integer {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = i64::INPUT_TYPE;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(value) = object.extract::<i64>() {
+            return Ok(Self(Given::Number(i128::from(value))));
+        }
+        // A float has no index; a tensor may have one or not.
+        let Ok(integer) = object.py().import("operator")?.call_method1("index", (object,)) else {
+            return Ok(Self(Given::Other(found(&object))));
+        };
+        Ok(Self(match integer.cast::<PyInt>()?.extract::<u64>() {
+            Ok(value) => Given::Number(i128::from(value)),
+            Err(_) => {
+                let negative = if integer.lt(0)? { "a negative" } else { "an" };
+                let bits: u64 = integer.call_method0("bit_length")?.extract()?;
+                Given::Huge(format!("{negative} integer of {bits} bits"))
+            }
+        }))
+    }
+}
+
+/// The position of dimension `dim` (negative counts from the end) among `rank` dimensions.
+fn resolve_dim(op: &'static str, dim: i64, rank: usize) -> tc::Result<usize> {
+    let resolved = if dim < 0 { dim.saturating_add_unsigned(rank as u64) } else { dim };
+    if (0..rank as i64).contains(&resolved) {
+        return Ok(resolved as usize);
+    }
+    let expected = if rank == 0 {
+        "a tensor without dimensions has none".to_owned()
+    } else {
+        format!("expected {} to {} for a tensor of {rank} dimensions", -(rank as isize), rank - 1)
+    };
+    Err(tc::Error::index(op, format!("dimension {dim} is out of range; {expected}")))
+}
+
+/// An integer, or a sequence of integers.
+enum Integers {
+    One(Integer),
+    Several(Vec<Integer>),
+}
+
+impl Integers {
+    fn read(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let text = object.is_instance_of::<PyString>() || object.is_instance_of::<PyBytes>();
+        match object.cast::<PySequence>() {
+            Ok(items) if !text => {
+                Ok(Self::Several(items.try_iter()?.map(|item| item?.extract()).collect::<PyResult<_>>()?))
+            }
+            _ => Ok(Self::One(object.extract()?)),
+        }
+    }
+
+    /// What is in `*arguments`: some integers, or one sequence of them.
+    fn from_arguments(arguments: &Bound<'_, PyTuple>) -> PyResult<Self> {
+        if arguments.len() == 1 { Self::read(&arguments.get_item(0)?) } else { Self::read(arguments) }
+    }
+
+    /// The values, as `value` reads each.
+    fn get<T>(
+        &self,
+        op: &'static str,
+        name: &str,
+        value: impl Fn(&Integer, &'static str, &str) -> Result<T>,
+    ) -> Result<Vec<T>> {
+        match self {
+            Self::One(Integer(Given::Other(found))) => {
+                Err(wrong_type(op, name, found, "an integer or a sequence of integers"))
+            }
+            Self::One(one) => Ok(vec![value(one, op, name)?]),
+            Self::Several(several) => {
+                let entry = |(index, item): (usize, &Integer)| value(item, op, &format!("{name}[{index}]"));
+                several.iter().enumerate().map(entry).collect()
+            }
+        }
+    }
+}
+
+const INTS: PyStaticExpr =
+    type_hint_subscript!(type_hint_identifier!("collections.abc", "Sequence"), Integer::INPUT_TYPE);
+const INT_OR_INTS: PyStaticExpr = type_hint_union!(Integer::INPUT_TYPE, INTS);
+
+/// One dimension or several.
+pub struct Dims(Integers);
+
+impl Dims {
+    /// The dimensions in `f(0, 1)`, `f((0, 1))` or `f([0, 1])`.
+    pub fn from_arguments(arguments: &Bound<'_, PyTuple>) -> PyResult<Self> {
+        Integers::from_arguments(arguments).map(Self)
+    }
+
+    /// The positions, each once.
+    pub fn resolve(&self, op: &'static str, rank: usize) -> Result<Vec<usize>> {
+        let given = self.0.get(op, "dim", Integer::signed)?;
+        let mut dims = Vec::with_capacity(given.len());
+        for dim in given {
+            let resolved = resolve_dim(op, dim, rank)?;
+            if dims.contains(&resolved) {
+                return Err(tc::Error::argument(op, format!("dimension {dim} was given twice")).into());
+            }
+            dims.push(resolved);
+        }
+        Ok(dims)
+    }
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Dims {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = INT_OR_INTS;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Integers::read(&object).map(Self)
+    }
+}
+
+/// A shape: the sizes of the dimensions.
+pub struct Shape(Integers);
+
+impl Shape {
+    /// The shape in `f(2, 3)`, `f((2, 3))` or `f([2, 3])`.
+    pub fn from_arguments(arguments: &Bound<'_, PyTuple>) -> PyResult<Self> {
+        Integers::from_arguments(arguments).map(Self)
+    }
+
+    /// The numbers as they are, some perhaps negative.
+    pub fn numbers(&self, op: &'static str) -> Result<Vec<i64>> {
+        self.0.get(op, "shape", Integer::signed)
+    }
+
+    /// The sizes, none negative.
+    pub fn sizes(&self, op: &'static str) -> Result<Vec<usize>> {
+        sizes(op, &self.numbers(op)?)
+    }
+
+    /// The sizes with one -1 replaced by what `elements` leave for it.
+    pub fn infer(&self, op: &'static str, elements: usize) -> Result<Vec<usize>> {
+        let given = self.numbers(op)?;
+        let Some(unknown) = given.iter().position(|&size| size == -1) else { return sizes(op, &given) };
+        let mut known = given.clone();
+        known.remove(unknown);
+        if known.contains(&-1) {
+            return Err(tc::Error::shape(op, format!("only one size can be -1, found shape {given:?}")).into());
+        }
+        let mut sizes = sizes(op, &known)?;
+        let product = sizes.iter().try_fold(1usize, |n, &s| n.checked_mul(s)).unwrap_or(usize::MAX);
+        if product == 0 || !elements.is_multiple_of(product) {
+            return Err(tc::Error::shape(op, format!("{elements} elements do not fill shape {given:?}")).into());
+        }
+        sizes.insert(unknown, elements / product);
+        Ok(sizes)
+    }
+}
+
+/// The sizes of a shape, none negative.
+pub fn sizes(op: &'static str, shape: &[i64]) -> Result<Vec<usize>> {
+    let negative = |size: i64| tc::Error::shape(op, format!("negative size {size} in shape {shape:?}"));
+    Ok(shape.iter().map(|&size| usize::try_from(size).map_err(|_| negative(size))).collect::<tc::Result<_>>()?)
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Shape {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = INT_OR_INTS;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Integers::read(&object).map(Self)
+    }
+}
+
+/// One number for both directions, or (height, width).
+pub struct Pair(Integers);
+
+impl Pair {
+    /// The default of a parameter.
+    pub const fn of(value: i64) -> Self {
+        Self(Integers::One(Integer::of(value)))
+    }
+
+    /// Height and width.
+    pub fn get(&self, op: &'static str, name: &str) -> Result<[usize; 2]> {
+        match self.0.get(op, name, Integer::count)?.as_slice() {
+            &[both] => Ok([both, both]),
+            &[height, width] => Ok([height, width]),
+            several => {
+                let message = format!("{name} has {} numbers, expected one or (height, width)", several.len());
+                Err(tc::Error::argument(op, message).into())
+            }
+        }
+    }
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Pair {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = INT_OR_INTS;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Integers::read(&object).map(Self)
+    }
+}
+
+/// The size of each part of a dimension, or the sizes.
+pub struct Sections(Integers);
+
+impl Sections {
+    /// The lengths of the parts of `total` elements.
+    pub fn lengths(&self, op: &'static str, name: &str, total: usize) -> Result<Vec<usize>> {
+        let given = self.0.get(op, name, Integer::count)?;
+        match (&self.0, given.as_slice()) {
+            (Integers::Several(_), _) => Ok(given),
+            (Integers::One(_), &[size]) if size > 0 => {
+                Ok((0..total.max(1)).step_by(size).map(|start| size.min(total - start)).collect())
+            }
+            _ => Err(tc::Error::argument(op, "the size of a part must be at least 1, found 0").into()),
+        }
+    }
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Sections {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = INT_OR_INTS;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Integers::read(&object).map(Self)
+    }
+}
+
+/// One name or several.
+pub struct Names(std::result::Result<Vec<String>, String>);
+
+impl Names {
+    /// The names.
+    pub fn get(self, op: &'static str, name: &str) -> Result<Vec<String>> {
+        self.0.map_err(|found| wrong_type(op, name, &found, "a name or a list of names"))
+    }
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Names {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = type_hint_union!(
+        PyString::TYPE_HINT,
+        type_hint_subscript!(type_hint_identifier!("collections.abc", "Sequence"), PyString::TYPE_HINT)
+    );
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(name) = object.extract::<String>() {
+            return Ok(Self(Ok(vec![name])));
+        }
+        Ok(Self(object.extract::<Vec<String>>().map_err(|_| found(&object))))
+    }
+}
+
+/// A path: text, bytes, or an object that stands for one (`os.PathLike`).
+pub struct FilePath(std::result::Result<PathBuf, String>);
+
+impl FilePath {
+    /// The path.
+    pub fn get(&self, op: &'static str) -> Result<PathBuf> {
+        self.0.clone().map_err(|found| wrong_type(op, "the path", &found, "a str, bytes or an os.PathLike"))
+    }
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for FilePath {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = type_hint_union!(
+        PyString::TYPE_HINT,
+        PyBytes::TYPE_HINT,
+        type_hint_subscript!(type_hint_identifier!("os", "PathLike"), PyString::TYPE_HINT),
+        type_hint_subscript!(type_hint_identifier!("os", "PathLike"), PyBytes::TYPE_HINT)
+    );
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        // Decodes bytes as the file system does.
+        let path = object.py().import("os")?.call_method1("fsdecode", (object,)).and_then(|path| path.extract());
+        Ok(Self(path.map_err(|_| found(&object))))
+    }
+}

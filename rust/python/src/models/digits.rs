@@ -1,0 +1,112 @@
+//! The demo's model.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use trainable_candle_models as models;
+use trainable_candle_models::digits::DigitsConfig;
+
+use super::request::{Call, Request};
+use super::{Model, class};
+use crate::arguments::{FilePath, Integer};
+use crate::call::{detached, quick};
+use crate::device;
+use crate::dtype::DTypeArg;
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+/// The demo's image generator: a flow-matching diffusion transformer over pictures of handwritten digits.
+///
+/// The constructor makes a fresh model whose parameters are trainable; `from_pretrained` loads a frozen one.
+///
+/// Args:
+///     sample_size: height and width of a picture in pixels.
+///     patch_size: height and width of the square that becomes one token.
+///     num_layers: number of blocks.
+///     num_attention_heads: heads of each attention.
+///     attention_head_dim: width of each head.
+///     mlp_ratio: width of the feed-forward layers' middle, as a multiple of the model's width.
+///     num_classes: number of classes.
+///     device: where its parameters are.
+///
+/// Raises:
+///     ConfigError: if the sizes do not fit together.
+#[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
+pub struct DigitsTransformer(Arc<models::DigitsTransformer>);
+
+class!(DigitsTransformer);
+
+#[pymethods]
+impl DigitsTransformer {
+    #[new]
+    #[pyo3(signature = (*, sample_size=Integer::of(8), patch_size=Integer::of(2), num_layers=Integer::of(3),
+        num_attention_heads=Integer::of(3), attention_head_dim=Integer::of(32), mlp_ratio=Integer::of(3), num_classes=Integer::of(10), device="cpu"))]
+    #[allow(clippy::too_many_arguments)] // one for each size
+    fn new(
+        sample_size: Integer,
+        patch_size: Integer,
+        num_layers: Integer,
+        num_attention_heads: Integer,
+        attention_head_dim: Integer,
+        mlp_ratio: Integer,
+        num_classes: Integer,
+        device: &str,
+    ) -> Result<PyClassInitializer<Self>> {
+        const OP: &str = "DigitsTransformer";
+        let config = DigitsConfig {
+            sample_size: sample_size.count(OP, "sample_size")?,
+            patch_size: patch_size.count(OP, "patch_size")?,
+            num_layers: num_layers.count(OP, "num_layers")?,
+            num_attention_heads: num_attention_heads.count(OP, "num_attention_heads")?,
+            attention_head_dim: attention_head_dim.count(OP, "attention_head_dim")?,
+            mlp_ratio: mlp_ratio.count(OP, "mlp_ratio")?,
+            num_classes: num_classes.count(OP, "num_classes")?,
+            ..DigitsConfig::default()
+        };
+        let device = device::parse(device)?;
+        Ok(Self::initializer(quick(|| models::DigitsTransformer::fresh(config, &device))?))
+    }
+
+    /// The frozen model at `path`: a folder with `config.json` and safetensors weights, or a weight file beside its
+    /// `config.json`.
+    ///
+    /// Args:
+    ///     path: the folder or the file.
+    ///     dtype: convert the weights; as they are stored without it.
+    ///     device: where to load it.
+    ///
+    /// Raises:
+    ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
+    ///     ConfigError: if the configuration is another model's or does not fit the weights.
+    #[staticmethod]
+    #[pyo3(signature = (path, dtype=None, device="cpu"))]
+    fn from_pretrained(py: Python<'_>, path: FilePath, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Self>> {
+        let request = Request::new(
+            py,
+            Call::from_pretrained(&models::DigitsTransformer::COMPONENT),
+            path,
+            dtype,
+            device,
+            None,
+            None,
+        )?;
+        Ok(Self::object(py, request.load(py, &models::DigitsTransformer::COMPONENT, models::DigitsTransformer::load)?)?)
+    }
+
+    /// The velocity `noise - picture` of flow matching.
+    ///
+    /// Args:
+    ///     sample: pictures under noise, (B, 1, H, W), values about -1 to 1.
+    ///     timestep: noise levels from 0 (picture) to 1000 (noise), (B,).
+    ///     class_labels: the class of each, (B,), i64 or u32.
+    ///
+    /// Returns:
+    ///     A tensor of the shape of `sample`.
+    ///
+    /// Raises:
+    ///     ShapeError: if the inputs do not fit the model or one another.
+    ///     IndexOutOfRangeError: if a label is no class.
+    fn __call__(&self, py: Python<'_>, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<Tensor> {
+        detached(py, || self.0.forward(&sample.0, &timestep.0, &class_labels.0)).map(Tensor)
+    }
+}

@@ -1,0 +1,117 @@
+//! The moving average of an adapter.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use trainable_candle_nn::optim::{self, EMAConfig, StateDict};
+
+use crate::adapter_set::AdapterSet;
+use crate::call::{detached, quick};
+use crate::error::Result;
+use crate::tensor::Tensor;
+use crate::types::NamedTensors;
+
+/// The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer; inside `with ema:` the
+/// adapter computes with the averages, and is saved as them.
+///
+/// Args:
+///     adapter: what `add_adapter` returned.
+///     decay: how much of the average stays at each update, in [0, 1).
+///     warmup: use min(decay, (1 + n) / (10 + n)) after n updates, so that the start is soon forgotten.
+///
+/// Raises:
+///     ArgumentError: if the decay is out of range.
+///     DTypeError: if the parameters are not f32.
+#[pyclass(frozen, module = "trainable_candle.optim")]
+#[allow(clippy::upper_case_acronyms)] // the name of the thing in the field
+pub struct EMA(Mutex<optim::EMA>);
+
+impl EMA {
+    fn lock(&self) -> MutexGuard<'_, optim::EMA> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl EMA {
+    #[new]
+    #[pyo3(signature = (adapter, decay=0.999, warmup=true))]
+    fn new(adapter: &AdapterSet, decay: f64, warmup: bool) -> Result<Self> {
+        let config = EMAConfig { decay, warmup };
+        Ok(Self(Mutex::new(quick(|| optim::EMA::new(adapter.inner().buffer(), config))?)))
+    }
+
+    /// Move the averages towards the parameters.
+    ///
+    /// Raises:
+    ///     ArgumentError: while the averages are in the place of the parameters.
+    fn update(&self, py: Python<'_>) -> Result<()> {
+        detached(py, || self.lock().update())
+    }
+
+    /// Put the averages in the place of the parameters.
+    ///
+    /// Raises:
+    ///     ArgumentError: if they are there.
+    fn swap_in(&self, py: Python<'_>) -> Result<()> {
+        detached(py, || self.lock().swap_in())
+    }
+
+    /// Put the parameters back, bit for bit.
+    ///
+    /// Raises:
+    ///     ArgumentError: if they are in their place.
+    fn swap_out(&self, py: Python<'_>) -> Result<()> {
+        detached(py, || self.lock().swap_out())
+    }
+
+    fn __enter__<'py>(slf: PyRef<'py, Self>, py: Python<'py>) -> Result<PyRef<'py, Self>> {
+        slf.swap_in(py)?;
+        Ok(slf)
+    }
+
+    #[pyo3(signature = (*exception: "object"))]
+    fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, pyo3::types::PyTuple>) -> Result<()> {
+        let _ = exception;
+        self.swap_out(py)
+    }
+
+    /// Whether the averages are in the place of the parameters.
+    #[getter]
+    fn is_swapped_in(&self) -> bool {
+        self.lock().is_swapped_in()
+    }
+
+    /// How much of the average the next update keeps.
+    #[getter]
+    fn decay(&self) -> f64 {
+        self.lock().decay()
+    }
+
+    /// How often `update` was called.
+    #[getter]
+    fn updates(&self) -> u64 {
+        self.lock().updates()
+    }
+
+    /// A copy of the state: `INDEX.average` for the parameter with that index, `updates` (i64).
+    fn state_dict<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
+        NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
+    }
+
+    /// Take over the state of an adapter with the same shapes.
+    ///
+    /// Raises:
+    ///     ConfigError: if an entry is missing or not expected. Nothing is changed then.
+    ///     ShapeError, DTypeError: if one differs. Nothing is changed then.
+    fn load_state_dict(&self, py: Python<'_>, state: HashMap<String, PyRef<'_, Tensor>>) -> Result<()> {
+        let states: StateDict = state.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
+        detached(py, || self.lock().load_state_dict(&states))
+    }
+
+    fn __repr__(&self) -> String {
+        let ema = self.lock();
+        format!("EMA(decay={}, {} updates)", ema.config().decay, ema.updates())
+    }
+}

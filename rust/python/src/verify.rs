@@ -1,0 +1,82 @@
+//! What other tools would make of an adapter file.
+
+use std::collections::BTreeMap;
+
+use pyo3::prelude::*;
+use trainable_candle_io::adapter_file::{self as io, Tool};
+use trainable_candle_models as models;
+
+use crate::arguments::FilePath;
+use crate::call::detached;
+use crate::error::Result;
+
+/// One module of an adapter file.
+#[pyclass(frozen, get_all, module = "trainable_candle")]
+pub struct AdapterModule {
+    /// Its name in the file.
+    module: String,
+    /// The layer that it is for; None if the model has none.
+    layer: Option<String>,
+    /// The kind of adapter; None if it is none.
+    kind: Option<&'static str>,
+    /// Its rank, 0 if nothing is decomposed.
+    rank: usize,
+    /// The factor that tools apply.
+    scale: f64,
+    /// Whether a factor is zero everywhere, so that it has no effect.
+    zero: bool,
+    /// What is wrong with its shapes or values.
+    fault: Option<String>,
+    /// Tools that leave it out, and why.
+    ignored_by: BTreeMap<&'static str, &'static str>,
+}
+
+/// What other tools would make of an adapter file.
+#[pyclass(frozen, get_all, module = "trainable_candle")]
+pub struct AdapterReport {
+    /// Every module, by name.
+    modules: Vec<Py<AdapterModule>>,
+    /// Keys that are no parameter of an adapter.
+    others: Vec<String>,
+    /// Remarks about the header.
+    remarks: Vec<String>,
+    /// Whether ComfyUI applies every module, and each has an effect.
+    good: bool,
+}
+
+/// Match an adapter file against a model's layers as ComfyUI, diffusers and A1111 do.
+///
+/// Args:
+///     path: the file.
+///     model: "sdxl".
+///     weights: the model's files, for one of other sizes than the published; they are not read beyond their headers.
+///
+/// Raises:
+///     MissingFileError, WeightsFormatError: if there is no such file, or it is no safetensors file.
+///     ConfigError: if the model is not known.
+#[pyfunction]
+#[pyo3(signature = (path, model="sdxl", weights=None))]
+pub fn verify_adapter(py: Python<'_>, path: FilePath, model: &str, weights: Option<FilePath>) -> Result<AdapterReport> {
+    const OP: &str = "verify_adapter";
+    let (path, weights) = (path.get(OP)?, weights.map(|weights| weights.get(OP)).transpose()?);
+    let report = detached(py, || io::verify_adapter(&path, &models::outlines(model, weights.as_deref())?))?;
+    let good = report.is_good();
+    let modules = report
+        .modules
+        .into_iter()
+        .map(|m| {
+            let ignored_by = m.ignored_by.into_iter().map(|(tool, reason)| (name(tool), reason)).collect();
+            let io::ModuleReport { module, layer, kind, rank, scale, zero, fault, .. } = m;
+            Py::new(py, AdapterModule { module, layer, kind, rank, scale, zero, fault, ignored_by })
+        })
+        .collect::<PyResult<_>>()?;
+    Ok(AdapterReport { modules, others: report.others, remarks: report.remarks, good })
+}
+
+const fn name(tool: Tool) -> &'static str {
+    match tool {
+        Tool::ComfyUi => "ComfyUI",
+        Tool::Diffusers => "diffusers",
+        Tool::A1111 => "A1111",
+    }
+}

@@ -1,0 +1,199 @@
+//! Train a LoRA of SDXL's UNet from cached latents and text features, without Python.
+//!
+//! ```text
+//! cargo run --release --example train_sdxl_lora -- UNET CACHE OUTPUT [STEPS]
+//! ```
+//!
+//! `UNET` is the folder or file of a checkpoint, `OUTPUT` the adapter to write, `CACHE` a safetensors file of examples of one size:
+//!
+//! | tensor | shape |
+//! |---|---|
+//! | `latents` | (N, 4, height / 8, width / 8), times the autoencoder's scaling factor |
+//! | `encoder_hidden_states` | (N, 77, 2048), the penultimate states of both text encoders |
+//! | `text_embeds` | (N, 1280), the pooled text |
+//! | `time_ids` | (N, 6), original height and width, top and left of the crop, height and width |
+//!
+//! Without arguments a tiny UNet with random weights learns a tiny random cache: a few seconds that show that all works.
+#![allow(clippy::print_stdout)] // it tells how the training goes
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use trainable_candle::core::rng;
+use trainable_candle::io::{SaveOptions, load_tensors, save_adapters, save_tensors};
+use trainable_candle::models::sdxl::{SDXLUNet, UNetConditions, UNetConfig};
+use trainable_candle::models::{Choice, Model, Pretrained, save_pretrained};
+use trainable_candle::nn::adapter::AdapterSet;
+use trainable_candle::nn::optim::{EMA, EMAConfig};
+use trainable_candle::nn::{Module, Source};
+use trainable_candle::train::objective::{DiffusionConfig, DiffusionObjective, NoiseSchedule, NoisedLatents};
+use trainable_candle::{AdamW, DType, Device, Error, LoraConfig, Optimizer, Result, Tensor, no_grad};
+
+const BATCH: usize = 2;
+
+/// What a run needs.
+struct Run {
+    unet: PathBuf,
+    cache: PathBuf,
+    output: PathBuf,
+    steps: usize,
+    learning_rate: f64,
+}
+
+/// Examples, the first dimension of each tensor counting them.
+struct Examples {
+    latents: Tensor,
+    encoder_hidden_states: Tensor,
+    text_embeds: Tensor,
+    time_ids: Tensor,
+}
+
+impl Examples {
+    fn load(path: &Path, device: &Device) -> Result<Self> {
+        let mut tensors = load_tensors(path, device)?;
+        let mut take = |name: &str| {
+            tensors.remove(name).ok_or_else(|| Error::weights(path, format!("there is no tensor \"{name}\"")))
+        };
+        let examples = Self {
+            latents: take("latents")?,
+            encoder_hidden_states: take("encoder_hidden_states")?,
+            text_embeds: take("text_embeds")?,
+            time_ids: take("time_ids")?,
+        };
+        let count = examples.len();
+        if count == 0 || examples.all().iter().any(|tensor| tensor.dims().first() != Some(&count)) {
+            let shapes: Vec<&[usize]> = examples.all().iter().map(|tensor| tensor.dims()).collect();
+            return Err(Error::weights(path, format!("shapes {shapes:?} do not begin with one number of examples")));
+        }
+        Ok(examples)
+    }
+
+    fn all(&self) -> [&Tensor; 4] {
+        [&self.latents, &self.encoder_hidden_states, &self.text_embeds, &self.time_ids]
+    }
+
+    fn len(&self) -> usize {
+        self.latents.dims().first().copied().unwrap_or(0)
+    }
+
+    fn select(&self, ids: &Tensor) -> Result<Self> {
+        Ok(Self {
+            latents: self.latents.index_select(ids, 0)?,
+            encoder_hidden_states: self.encoder_hidden_states.index_select(ids, 0)?,
+            text_embeds: self.text_embeds.index_select(ids, 0)?,
+            time_ids: self.time_ids.index_select(ids, 0)?,
+        })
+    }
+
+    fn loss(&self, unet: &SDXLUNet, objective: &DiffusionObjective, noised: &NoisedLatents) -> Result<Tensor> {
+        let conditions = UNetConditions {
+            encoder_hidden_states: &self.encoder_hidden_states,
+            text_embeds: &self.text_embeds,
+            time_ids: &self.time_ids,
+        };
+        let prediction = unet.forward(&noised.sample, &noised.timesteps, conditions)?;
+        objective.loss(&prediction, noised, None, None)
+    }
+}
+
+/// The mean loss over all examples, each with the noise and the timestep that it always has here.
+fn validate(unet: &SDXLUNet, objective: &DiffusionObjective, examples: &Examples) -> Result<f64> {
+    let _no_grad = no_grad();
+    let mut sum = 0.0;
+    for example in 0..examples.len() as u32 {
+        let ids = Tensor::from_vec(vec![example], 1, &Device::Cpu)?.to_device(examples.latents.device())?;
+        let batch = examples.select(&ids)?;
+        let noised = objective.validation_noise(&batch.latents, &[example], 0)?;
+        sum += batch.loss(unet, objective, &noised)?.item()?;
+    }
+    Ok(sum / examples.len() as f64)
+}
+
+/// Trains and saves an adapter; the validation losses before and after.
+fn train(run: &Run, device: &Device) -> Result<(f64, f64)> {
+    rng::manual_seed(0);
+    let files = Pretrained::find(&run.unet, &SDXLUNet::COMPONENT, &Choice::default())?;
+    let unet = SDXLUNet::load(&files, None, device)?;
+    let examples = Examples::load(&run.cache, device)?;
+    let config =
+        LoraConfig { r: 16, lora_alpha: 16.0, target_modules: vec!["all-attention".into()], ..LoraConfig::default() };
+    let adapter = AdapterSet::attach(config, &unet.named_layers())?;
+    let config = DiffusionConfig { min_snr_gamma: Some(5.0), ..DiffusionConfig::default() };
+    let objective = DiffusionObjective::new(&NoiseSchedule::sdxl()?, config, device)?;
+    let mut optimizer = AdamW::new(adapter.vars().to_vec(), run.learning_rate, 0.01)?;
+    let mut ema = EMA::new(adapter.buffer(), EMAConfig::default())?;
+
+    let before = validate(&unet, &objective, &examples)?;
+    println!("{} examples, validation loss {before:.4}", examples.len());
+    for step in 1..=run.steps {
+        let ids = Tensor::from_vec(rng::integers_vec(BATCH, examples.len() as u32)?, BATCH, &Device::Cpu)?;
+        let batch = examples.select(&ids.to_device(device)?)?;
+        let noised = objective.noise(&batch.latents)?;
+        let loss = batch.loss(&unet, &objective, &noised)?;
+        optimizer.step(&loss.backward()?)?;
+        ema.update()?;
+        if step % 10 == 0 {
+            println!("step {step}: loss {:.4}", loss.item()?);
+        }
+    }
+    ema.swap_in()?;
+    let after = validate(&unet, &objective, &examples)?;
+    save_adapters(&run.output, &[(&unet.adapter_names(), &adapter)], &SaveOptions::default())?;
+    println!("validation loss {after:.4}; the averaged adapter is in {}", run.output.display());
+    Ok((before, after))
+}
+
+/// A tiny UNet with random weights and a cache of random examples in `folder`.
+fn tiny(folder: &Path, device: &Device) -> Result<Run> {
+    rng::manual_seed(1);
+    let config = UNetConfig {
+        block_out_channels: vec![32, 32, 64],
+        transformer_layers_per_block: vec![1, 1, 2],
+        num_attention_heads: vec![1, 2, 4],
+        cross_attention_dim: vec![64; 3],
+        addition_time_embed_dim: 8,
+        projection_class_embeddings_input_dim: 88,
+        ..UNetConfig::default()
+    };
+    let run = Run {
+        unet: folder.join("unet"),
+        cache: folder.join("cache.safetensors"),
+        output: folder.join("lora.safetensors"),
+        steps: 40,
+        learning_rate: 2e-2,
+    };
+    save_pretrained(&SDXLUNet::new(config, &mut Source::fresh(device).root())?, &run.unet)?;
+    let random = |dims: &[usize]| Tensor::randn(0.0, 1.0, dims, DType::F32, device);
+    let sizes = Tensor::new(&[128f32, 128.0, 0.0, 0.0, 128.0, 128.0], device)?.broadcast_as((4, 6))?;
+    let cache = [
+        ("latents", random(&[4, 4, 16, 16])?),
+        ("encoder_hidden_states", random(&[4, 77, 64])?),
+        ("text_embeds", random(&[4, 40])?),
+        ("time_ids", sizes),
+    ];
+    save_tensors(&run.cache, cache.iter().map(|(name, tensor)| (*name, tensor)), &BTreeMap::new())?;
+    Ok(run)
+}
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let device = Device::Cpu;
+    let usage = || Error::Config("usage: train_sdxl_lora UNET CACHE OUTPUT [STEPS], or nothing for a tiny run".into());
+    match &arguments[..] {
+        [] => {
+            let folder = std::env::temp_dir().join(format!("train_sdxl_lora-{}", std::process::id()));
+            std::fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, e))?;
+            let result = tiny(&folder, &device).and_then(|run| train(&run, &device));
+            std::fs::remove_dir_all(&folder).map_err(|e| Error::io(&folder, e))?;
+            let (before, after) = result?;
+            assert!(after < before, "the loss went from {before} to {after}");
+            Ok(())
+        }
+        [unet, cache, output, rest @ ..] if rest.len() < 2 => {
+            let steps = rest.first().map_or(Ok(1000), |text| text.parse()).map_err(|_| usage())?;
+            let run = Run { unet: unet.into(), cache: cache.into(), output: output.into(), steps, learning_rate: 1e-4 };
+            train(&run, &device).map(drop)
+        }
+        _ => Err(usage()),
+    }
+}

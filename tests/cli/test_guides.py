@@ -1,0 +1,56 @@
+"""The commands of the guides work as they stand."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "trainable_candle"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", ["README.md", "docs/sdxl.md"])
+def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
+    """As they stand, but for fewer steps; what a user brings lies where the guide says."""
+    text = (ROOT / document).read_text()
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    commands = [
+        command
+        for block in blocks
+        for command in block.replace("\\\n", " ").splitlines()
+        if "sdxl" in command or "--config" in command
+    ]
+    commands = [c for c in commands if "--model digits" not in c and "MODEL" not in c]
+    assert len(commands) >= 3
+    for name in ("pictures", "examples/photos"):
+        shutil.copytree(ROOT / "examples" / "photos", tmp_path / name)
+    scripts = {"train-lora": [*PROGRAM, "train"], "trainable-candle": PROGRAM}
+    for command in commands:
+        arguments = shlex.split(command)
+        if "sd_xl_base_1.0.safetensors" in arguments:
+            # The built-in checkpoint stands for the one that is downloaded.
+            place = arguments.index("--weights")
+            del arguments[place : place + 2]
+            arguments = [a if a != "merged.safetensors" else "merged" for a in arguments]
+        if "--rank" in arguments or "--config" in arguments:
+            arguments += ["--steps", "3" if "--rank" in arguments else "5", "--save-every", "2"]
+            if "--rank" in arguments:
+                shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        if "--prompt" in arguments:
+            arguments += ["--steps", "2"]
+            if "--size" in arguments:
+                arguments[arguments.index("--size") + 1] = "128x96"
+        result = subprocess.run(
+            [*scripts[arguments[0]], *arguments[1:]],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, (command, result.stderr)
+    assert (tmp_path / "run" / "adapter.safetensors").is_file()

@@ -1,0 +1,62 @@
+"""`trainable-candle verify`: reports and exit statuses for scripts."""
+
+from pathlib import Path
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.cli import main
+
+MODULE = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+
+
+def lora(module: str, up: float = 1.0) -> dict[str, tc.Tensor]:
+    return {
+        f"{module}.lora_down.weight": tc.ones((2, 640)),
+        f"{module}.lora_up.weight": tc.full((640, 2), up),
+        f"{module}.alpha": tc.tensor(1.0),
+    }
+
+
+def verified(path: Path, tensors: dict[str, tc.Tensor], *flags: str) -> int:
+    tc.save_file(tensors, path)
+    return main(["verify", str(path), *flags])
+
+
+def test_a_good_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = "lora_unet_down_blocks_1_attentions_1_transformer_blocks_0_attn1_to_q"
+    assert verified(tmp_path / "a.safetensors", lora(own), "--all") == 0
+    text = capsys.readouterr().out
+    assert "1 x lora, rank 2, scale 0.5" in text
+    assert "ComfyUI applies 1\n" in text
+    assert "unet.down_blocks.1.attentions.1.transformer_blocks.0.attn1.to_q" in text
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (lora(MODULE, up=0.0), "zero everywhere"),
+        (lora(MODULE) | lora("lora_unet_blocks_0_to_x"), "no such layer"),
+        (lora(MODULE) | {"strange": tc.ones(1)}, "strange: no parameter of an adapter"),
+        (lora("lora_unet_input_blocks_7_1_transformer_blocks_0_attn1_to_q"), "do not fit a weight"),
+        (
+            lora("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"),
+            "ComfyUI applies 0; 1 not: it knows no such key",
+        ),
+    ],
+)
+def test_bad_files(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    tensors: dict[str, tc.Tensor],
+    message: str,
+) -> None:
+    assert verified(tmp_path / "a.safetensors", tensors) == 1
+    assert message in capsys.readouterr().out
+
+
+def test_mistakes_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify"]) == 2
+    assert main(["verify", str(tmp_path / "none.safetensors")]) == 2
+    assert verified(tmp_path / "a.safetensors", lora(MODULE), "--model", "sdxxl") == 2
+    assert 'expected "sdxl"' in capsys.readouterr().err

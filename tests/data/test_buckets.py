@@ -1,0 +1,113 @@
+"""Buckets: sizes, which picture goes where, and what SDXL is told about it."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trainable_candle.data import Bucket, Buckets, DatasetOptions, Fit, Source
+
+
+def buckets(**settings: Any) -> Buckets:
+    return Buckets(DatasetOptions((Source(Path("x")),), **settings))
+
+
+def test_the_buckets_of_sdxl() -> None:
+    # The aspect-ratio sizes that the SDXL report lists (arXiv 2307.01952, appendix I), down to 512.
+    listed = [
+        (512, 2048), (512, 1984), (512, 1920), (512, 1856), (576, 1792), (576, 1728), (576, 1664),
+        (640, 1600), (640, 1536), (704, 1472), (704, 1408), (768, 1344), (832, 1216),
+        (896, 1152), (1024, 1024),
+    ]  # fmt: skip
+    ours = {(size.height, size.width) for size in buckets().full}
+    assert {*listed, *((w, h) for h, w in listed)} <= ours
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"resolution": 512}, {"resolution": 64, "bucket_step": 8}, {"bucket_step": 32},
+     {"resolution": 768, "min_side": 600, "max_side": 900}],
+)  # fmt: skip
+def test_every_bucket_keeps_the_rules(settings: dict[str, Any]) -> None:
+    options = DatasetOptions((Source(Path("x")),), **settings)
+    full = Buckets(options).full
+    assert Bucket(options.resolution, options.resolution) in full
+    for size in full:
+        assert size.width * size.height <= options.resolution**2
+        for side in (size.width, size.height):
+            assert side % options.bucket_step == 0
+            assert (options.min_side or 0) <= side <= (options.max_side or 2 * options.resolution)
+        assert Bucket(size.height, size.width) in full
+
+
+SIZES = list(
+    itertools.product([130, 255, 256, 300, 511, 640, 1000, 1023, 1024, 2000, 7000], repeat=2)
+)
+
+
+@pytest.mark.parametrize("upscale", [False, True])
+def test_every_picture_covers_its_bucket_and_loses_little(upscale: bool) -> None:
+    sizes = buckets(upscale=upscale)
+    for width, height in SIZES:
+        fit = sizes.fit(width, height)
+        if fit is None:
+            assert not upscale
+            assert min(width, height) < 256
+            continue
+        wide, high = fit.scaled
+        assert wide >= fit.bucket.width
+        assert high >= fit.bucket.height
+        assert wide == fit.bucket.width or high == fit.bucket.height
+        # Scaled by the same factor both ways, but for rounding.
+        assert abs(wide / width - high / height) <= 0.5 / min(width, height) + 1e-9
+        if not upscale:
+            assert wide <= width
+            assert high <= height
+        if max(width, height) <= 4 * min(width, height):
+            assert fit.lost < 0.25
+
+
+def test_small_pictures_get_small_buckets() -> None:
+    assert str(buckets().fit(1000, 1000).bucket) == "960x960"
+    assert str(buckets().fit(700, 300).bucket) == "640x256"
+    assert str(buckets(upscale=True).fit(1000, 1000).bucket) == "1024x1024"
+    assert buckets(bucketing=False).fit(1000, 1030) is None
+    assert str(buckets(bucketing=False).fit(3000, 1030).bucket) == "1024x1024"
+    assert str(buckets(resolution=64, bucket_step=16).fit(50, 70).bucket) == "48x64"
+
+
+def test_time_ids_are_those_of_the_reference() -> None:
+    # diffusers' train_text_to_image_sdxl: original (h, w), crop (top, left), target (h, w).
+    fit = Fit(Bucket(896, 1152), (3000, 4000), (896, 1195))
+    assert fit.box() == (0, 22)
+    assert fit.time_ids(0, 22) == (4000, 3000, 22, 0, 1152, 896)
+    wide = Fit(Bucket(100, 50), (240, 100), (120, 50))
+    assert wide.time_ids(3, 0) == (100, 240, 0, 3, 50, 100)
+    assert wide.time_ids(3, 0, flipped=True) == (100, 240, 0, 17, 50, 100)
+
+
+def test_a_mirrored_cut_is_what_its_time_ids_say() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 120, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    fit = Fit(Bucket(100, 48), (120, 50), (120, 50))
+    for left, top in [(0, 0), (3, 1), (20, 2)]:
+        np.testing.assert_array_equal(
+            fit.cut(image, left, top), pixels[top : top + 48, left : left + 100]
+        )
+        _, _, told_top, told_left, _, _ = fit.time_ids(left, top, flipped=True)
+        mirrored = pixels[:, ::-1][told_top : told_top + 48, told_left : told_left + 100]
+        np.testing.assert_array_equal(fit.cut(image, left, top, flipped=True), mirrored)
+
+
+def test_cuts_of_a_scaled_picture() -> None:
+    grey = np.tile(np.linspace(0, 255, 400), (200, 1)).astype(np.uint8)
+    fit = buckets(resolution=64, bucket_step=16).fit(400, 200)
+    assert (str(fit.bucket), fit.scaled) == ("80x48", (96, 48))
+    cut = np.asarray(fit.cut(Image.fromarray(grey), *fit.box()))
+    assert cut.shape == (48, 80)
+    # 8 of 96 columns are cut off on either side.
+    assert abs(float(cut[24, 0]) - 255 * 8.5 / 96) < 2
+    assert abs(float(cut[24, -1]) - 255 * 87.5 / 96) < 2

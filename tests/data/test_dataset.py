@@ -1,0 +1,225 @@
+"""Data sets: what is loaded from folders, what is said about it, what is in batches."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trainable_candle.data import (
+    CaptionOptions,
+    Dataset,
+    DatasetOptions,
+    load_dataset,
+    parse_sources,
+    read_pixels,
+)
+from trainable_candle.errors import ConfigError, DatasetError
+
+MakePictures = Callable[..., list[Path]]
+MIXED = [(64, 64), (70, 64), (128, 32), (130, 36), (48, 80), (64, 65), (200, 100)]
+
+
+def load(
+    *entries: Any, captions: CaptionOptions | None = None, seed: int = 0, **settings: Any
+) -> Dataset:
+    settings = {"resolution": 64, "bucket_step": 16, **settings}
+    return load_dataset(DatasetOptions(parse_sources(entries), **settings), captions, seed)
+
+
+def test_batches_have_one_size_and_every_picture_its_turn(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
+    pictures("a", *MIXED)
+    data = load(tmp_path / "a")
+    batches = data.batches(2)
+    seen: Counter[int] = Counter()
+    for index in range(batches.first_batch(2)):
+        batch = batches.batch(index)
+        assert len(batch) == 2
+        assert {data.items[view.item].fit.bucket for view in batch.views} == {batch.bucket}
+        for view in batch.views:
+            pixels = data.pixels(view)
+            assert pixels.shape == (batch.bucket.height, batch.bucket.width, 3)
+        seen.update(view.item for view in batch.views)
+    assert seen == dict.fromkeys(range(len(MIXED)), 2)
+
+
+def test_a_resumed_run_sees_the_same_batches(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", *MIXED)
+    settings: dict[str, Any] = {
+        "crop": "random",
+        "flip": True,
+        "captions": CaptionOptions(dropout=0.2, shuffle=True, variants=0),
+    }
+
+    def described(indices: range, seed: int = 3) -> list[Any]:
+        batches = load(tmp_path / "a", seed=seed, **settings).batches(3)
+        return [
+            (b.index, b.views, b.captions, b.time_ids.tolist()) for b in map(batches.batch, indices)
+        ]
+
+    whole = described(range(40))
+    assert described(range(25, 40)) == whole[25:]
+    assert described(range(40), seed=4) != whole
+
+
+def test_views_and_captions_are_all_foreseen(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", *MIXED)
+    captions = CaptionOptions(dropout=0.2, shuffle=True, variants=3, trigger="sks")
+    data = load(tmp_path / "a", crop="random", random_crops=3, flip=True, captions=captions)
+    drawn = [data.batches(2).batch(index) for index in range(300)]
+    views = {view for batch in drawn for view in batch.views}
+    assert views == set(data.views())
+    assert {view.flipped for view in views} == {True, False}
+    assert {caption for batch in drawn for caption in batch.captions} == set(
+        data.possible_captions()
+    )
+
+
+def test_captions_made_afresh_cannot_be_listed(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", (64, 64))
+    data = load(tmp_path / "a", captions=CaptionOptions(shuffle=True, variants=0))
+    with pytest.raises(ConfigError, match=r"captions with 0 variants .* cannot be cached"):
+        data.possible_captions()
+
+
+def test_pictures_that_fit_are_untouched(pictures: MakePictures, tmp_path: Path) -> None:
+    (path,) = pictures("a", (64, 64))
+    data = load(tmp_path / "a", flip=True)
+    plain, mirrored = data.views()
+    np.testing.assert_array_equal(data.pixels(plain), read_pixels(path))
+    np.testing.assert_array_equal(data.pixels(mirrored), read_pixels(path)[:, ::-1])
+
+
+def test_repeats_and_regularisation(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("own", *[(64, 64)] * 3)
+    pictures("class", *[(64, 64)] * 9)
+    pictures("rare", *[(64, 64)] * 4)
+    data = load(
+        {"path": tmp_path / "own", "repeats": 2, "loss_weight": 3},
+        {"path": tmp_path / "class", "regularization": True},
+        {"path": tmp_path / "rare", "repeats": 0.25},
+        prior_loss_weight=0.5,
+        captions=CaptionOptions(trigger="sks"),
+    )
+    batches = data.batches(1)
+    drawn = [batches.batch(index) for index in range(batches.first_batch(36))]
+    count = Counter(data.items[batch.views[0].item].picture.path.parent.name for batch in drawn)
+    # In a pass 3 pictures twice, 4 a quarter of a time, and as many of the class: 6 + 1 + 7.
+    assert count == {"own": 6 * 36, "rare": 36, "class": 7 * 36}
+    for batch in drawn:
+        folder = data.items[batch.views[0].item].picture.path.parent.name
+        assert batch.loss_weights.tolist() == [{"own": 3, "class": 0.5, "rare": 1}[folder]]
+        assert batch.captions[0].startswith("sks, ") == (folder != "class")
+
+
+def test_only_regularisation_is_refused(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", (64, 64))
+    with pytest.raises(ConfigError, match="there are only regularisation pictures"):
+        load({"path": tmp_path / "a", "regularization": True})
+
+
+def test_bad_pictures_stop_or_are_left_out(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", (64, 64), (64, 64), (15, 90))
+    (tmp_path / "a" / "00.png").write_bytes(b"no picture")
+    (tmp_path / "a" / "phone.heic").write_bytes(b"of a kind that Pillow does not read")
+    with pytest.raises(DatasetError, match=r"1 of 3 pictures .*--skip-bad.*\n  .*00\.png: cannot"):
+        load(tmp_path / "a")
+    data = load(tmp_path / "a", skip_bad=True)
+    assert [item.picture.path.name for item in data.items] == ["01.png"]
+    lines = data.summary().splitlines()
+    assert lines[0] == "dataset: 1 picture, 1 in a pass"
+    assert lines[2:4] == [
+        "  bucket  pictures  in a pass  cut off at most",
+        "   64x64         1          1              0 %",
+    ]
+    assert lines[4].startswith("left out: 1 picture smaller than the smallest bucket, 16 px")
+    assert any(line.startswith("left out: 1 picture that cannot be used") for line in lines)
+    assert any("00.png: cannot be decoded" in line for line in lines)
+    assert f"not read in {tmp_path / 'a'}: 1 .heic" in lines
+
+
+def test_nothing_left_is_an_error(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", (15, 15), (64, 64))
+    (tmp_path / "a" / "01.png").write_bytes(b"")
+    with pytest.raises(DatasetError) as caught:
+        load(tmp_path / "a", skip_bad=True)
+    message = str(caught.value)
+    assert "nothing to train on in" in message
+    assert "1 picture smaller than the smallest bucket, 16 px a side (--upscale" in message
+    assert "1 picture that cannot be used" in message
+    assert "00.png: 15x15" in message
+    assert "01.png: cannot be decoded" in message
+    assert len(load(tmp_path / "a", skip_bad=True, upscale=True)) == 1
+
+
+def test_fixed_batches_hold_every_picture_once(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", *MIXED)
+    data = load(tmp_path / "a", captions=CaptionOptions(trigger="sks", dropout=1.0))
+    batches = data.fixed_batches(2)
+    assert sorted(view.item for batch in batches for view in batch.views) == list(range(len(MIXED)))
+    assert {view for batch in batches for view in batch.views} <= set(data.views())
+    assert all(caption.startswith("sks, picture") for b in batches for caption in b.captions)
+
+
+def test_masks_from_files_follow_the_cut(pictures: MakePictures, tmp_path: Path) -> None:
+    first, second, third = pictures("a", (128, 64), (128, 64), (128, 64))
+    half = np.zeros((64, 128), np.uint8)
+    half[:, 64:] = 255
+    Image.fromarray(half).save(first.with_name("00-masklabel.png"))
+    (tmp_path / "a" / "masks").mkdir()
+    Image.fromarray(half[::2, ::2]).save(tmp_path / "a" / "masks" / "01.webp", lossless=True)
+    data = load(tmp_path / "a", mask="file", flip=True, bucketing=False)
+    assert [item.picture.path for item in data.items] == [first, second, third]
+    assert "3 pictures, 2 with masks" in data.summary()
+    for batch in map(data.batches(1).batch, range(12)):
+        masks = data.masks(batch)
+        assert masks is not None
+        assert masks.shape == (1, 8, 8)
+        expected = np.ones((8, 8))
+        if batch.views[0].item != 2:
+            expected[:, :4] = 0
+            expected = expected[:, ::-1] if batch.views[0].flipped else expected
+        # Scaling a smaller mask blurs its edge.
+        np.testing.assert_allclose(
+            masks[0][:, [0, 1, 2, 5, 6, 7]], expected[:, [0, 1, 2, 5, 6, 7]], atol=0.02
+        )
+        if batch.views[0].item == 0:
+            np.testing.assert_array_equal(masks[0], expected)
+
+
+def test_masks_from_alpha_and_none_at_all(pictures: MakePictures, tmp_path: Path) -> None:
+    rgba = np.full((64, 64, 4), 255, np.uint8)
+    rgba[:32, :, 3] = 0
+    (tmp_path / "a").mkdir()
+    Image.fromarray(rgba).save(tmp_path / "a" / "x.png")
+    pictures("b", (64, 64))
+    data = load({"path": tmp_path / "a", "caption": "", "mask": "alpha"}, tmp_path / "b")
+    whole = data.masks(data.fixed_batches(2)[0])
+    assert whole is not None
+    np.testing.assert_array_equal(whole.mean(axis=(1, 2)), [0.5, 1.0])
+    assert (whole[0, :4] == 0).all()
+    plain = load(tmp_path / "b")
+    assert plain.masks(plain.fixed_batches(1)[0]) is None
+
+
+def test_a_mask_of_another_shape_is_named(pictures: MakePictures, tmp_path: Path) -> None:
+    (path,) = pictures("a", (64, 64))
+    Image.new("L", (64, 32)).save(path.with_name("00-masklabel.png"))
+    with pytest.raises(DatasetError, match=r"00-masklabel\.png: is 64x32 .*expected the shape"):
+        load(tmp_path / "a", mask="file")
+    assert len(load(tmp_path / "a")) == 1
+
+
+def test_a_picture_that_changed_during_training_is_named(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
+    (path,) = pictures("a", (64, 64))
+    data = load(tmp_path / "a")
+    Image.new("RGB", (65, 64)).save(path)
+    with pytest.raises(DatasetError, match=r"00\.png: is 65x64 pixels and was 64x64"):
+        data.pixels(data.views()[0])

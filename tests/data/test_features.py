@@ -1,0 +1,327 @@
+"""Caches of latents and text features: found, made, outdated, damaged, given out in batches."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+
+import trainable_candle as tc
+from trainable_candle.data import (
+    CacheOptions,
+    Dataset,
+    DatasetOptions,
+    LatentCache,
+    TextCache,
+    cache_folder,
+    file_identity,
+    load_dataset,
+    parse_sources,
+)
+from trainable_candle.data import features as data_features
+from trainable_candle.errors import ConfigError, DatasetError
+
+MakePictures = Callable[..., list[Path]]
+SIZES = [(64, 64), (64, 64), (48, 80), (64, 64)]
+DISK = CacheOptions("disk")
+
+
+class Encoder:
+    """In place of a VAE: the mean over squares of 8x8, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
+        self.calls.append(len(pixels))
+        n, height, width, _ = pixels.shape
+        squares = pixels.reshape(n, height // 8, 8, width // 8, 8, 3).mean(axis=(2, 4))
+        return {
+            "mean": tc.tensor(squares.astype(np.float32)),
+            "half": tc.ones((n, 2), dtype="bf16"),
+        }
+
+
+def load(folder: Path, **settings: Any) -> Dataset:
+    options = DatasetOptions(parse_sources(folder), resolution=64, bucket_step=16, **settings)
+    return load_dataset(options)
+
+
+def cached(
+    data: Dataset, folder: Path | None, options: CacheOptions = DISK, **more: Any
+) -> tuple[LatentCache, Encoder]:
+    encoder = Encoder()
+    identity = more.pop("identity", {"vae": "a"})
+    return LatentCache(data, encoder, options, identity, folder=folder, **more), encoder
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory", "off"])
+def test_batches_hold_what_the_encoder_made(
+    kind: str, pictures: MakePictures, tmp_path: Path
+) -> None:
+    pictures("a", *SIZES)
+    data = load(tmp_path / "a", flip=True, crop="random", random_crops=2)
+    cache, encoder = cached(data, tmp_path / "c", CacheOptions(kind), encode_batch=2)
+    cache.fill()
+    after_filling = len(encoder.calls)
+    batches = data.batches(2)
+    for batch in map(batches.batch, range(8)):
+        expected = Encoder()(np.stack([data.pixels(view) for view in batch.views]))
+        found = cache.batch(batch)
+        assert found["half"].dtype == "bf16"
+        np.testing.assert_array_equal(found["mean"].numpy(), expected["mean"].numpy())
+    assert (len(encoder.calls) == after_filling) == (kind != "off")
+
+
+def test_a_second_run_finds_everything(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", *SIZES)
+    first, encoder = cached(load(tmp_path / "a", flip=True), tmp_path / "c")
+    assert str(first.fill()) == "0 found, 8 made"
+    assert encoder.calls == [1] * 8
+    data = load(tmp_path / "a", flip=True)
+    second, encoder = cached(data, tmp_path / "c")
+    assert str(second.fill()) == "8 found, 0 made"
+    batch = data.batches(2).batch(0)
+    np.testing.assert_array_equal(
+        second.batch(batch)["mean"].numpy(), first.batch(batch)["mean"].numpy()
+    )
+    assert encoder.calls == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "identity", "made"),
+    [
+        ({"resolution": 32, "max_side": 64}, {"vae": "a"}, 4),
+        ({"bucketing": False}, {"vae": "a"}, 1),
+        ({"bucketing": False, "crop": "random"}, {"vae": "a"}, None),
+        ({"flip": True}, {"vae": "a"}, 4),
+        ({}, {"vae": "b"}, 4),
+        ({}, {"vae": "a", "dtype": "f16"}, 4),
+    ],
+)
+def test_other_settings_are_other_entries(
+    settings: dict[str, Any],
+    identity: dict[str, str],
+    made: int | None,
+    pictures: MakePictures,
+    tmp_path: Path,
+) -> None:
+    pictures("a", (64, 64), (64, 64), (64, 64), (96, 64))
+    cached(load(tmp_path / "a"), tmp_path / "c")[0].fill()
+    options = {"resolution": 64, "bucket_step": 16, **settings}
+    data = load_dataset(DatasetOptions(parse_sources(tmp_path / "a"), **options))
+    # Of random cuts, only those of the wide picture are new.
+    expected = len(data.views()) - 3 if made is None else made
+    assert expected > 0
+    assert cached(data, tmp_path / "c", identity=identity)[0].fill().made == expected
+    assert cached(load(tmp_path / "a"), tmp_path / "c")[0].fill().made == 0
+
+
+def test_an_edited_picture_is_encoded_again(pictures: MakePictures, tmp_path: Path) -> None:
+    paths = pictures("a", *SIZES)
+    cached(load(tmp_path / "a"), tmp_path / "c")[0].fill()
+    Image.new("RGB", (64, 64), "red").save(paths[1])
+    paths[0].rename(paths[0].with_name("renamed.png"))
+    paths[0].with_suffix(".txt").rename(paths[0].with_name("renamed.txt"))
+    data = load(tmp_path / "a")
+    cache, _ = cached(data, tmp_path / "c")
+    assert str(cache.fill()) == "3 found, 1 made, 1 outdated removed"
+    red = next(b for b in data.fixed_batches(1) if b.captions[0].startswith("picture 1"))
+    assert (cache.batch(red)["mean"].numpy()[..., 0] == 255).all()
+    assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 4
+
+
+def test_damaged_entries_are_made_again(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", *SIZES)
+    data = load(tmp_path / "a")
+    cached(data, tmp_path / "c")[0].fill()
+    entries = sorted((tmp_path / "c").rglob("*.safetensors"))
+    entries[0].write_bytes(b"")
+    entries[1].write_bytes(entries[1].read_bytes()[:-1])
+    entries[2].write_bytes(entries[3].read_bytes())
+    assert cached(data, tmp_path / "c")[0].fill().made == 3
+
+
+def test_an_entry_that_vanished_is_an_error(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", (64, 64))
+    data = load(tmp_path / "a")
+    cache, _ = cached(data, tmp_path / "c")
+    with pytest.raises(DatasetError, match=r"there are no latents .* fill the cache before"):
+        cache.batch(data.fixed_batches(1)[0])
+    with pytest.raises(DatasetError, match="latents on disk need a folder"):
+        cached(data, None)
+
+
+def test_what_a_killed_run_leaves_is_whole(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", *[(64, 64)] * 60)
+    script = (
+        "import numpy as np, trainable_candle as tc\n"
+        "from trainable_candle.data import *\n"
+        f"options = DatasetOptions(parse_sources({str(tmp_path / 'a')!r}), resolution=64)\n"
+        "def encode(pixels):\n"
+        "    print(flush=True)\n"
+        "    return {'x': tc.tensor(np.repeat(pixels, 40, 1).astype(np.float32))}\n"
+        "LatentCache(load_dataset(options), encode, CacheOptions('disk'), {},"
+        f" folder=__import__('pathlib').Path({str(tmp_path / 'c')!r})).fill()\n"
+    )
+    for wanted in (1, 7, 8):
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as run:
+            assert run.stdout is not None
+            for _ in range(wanted):
+                assert run.stdout.readline()
+            run.send_signal(signal.SIGKILL)
+    entries = list((tmp_path / "c").rglob("*.safetensors"))
+    assert 13 <= len(entries) < 60
+    for path in entries:
+        assert tc.load_file(path)["x"].shape == (1, 64 * 40, 64, 3)
+    old = next((tmp_path / "c").glob("latents-*")) / "x.safetensors.1.partial"
+    old.write_bytes(b"half")
+    hours_ago = time.time() - 7200
+    os.utime(old, (hours_ago, hours_ago))
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+    assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 60
+    assert not old.exists()
+
+
+def encode_texts(captions: Sequence[str]) -> dict[str, tc.Tensor]:
+    """Two numbers a part of a caption, at least one part; all of a call have as many parts."""
+    parts = [max(1, len(caption.split())) for caption in captions]
+    assert len(set(parts)) == 1
+    values = [[[len(caption), part] for part in range(parts[0])] for caption in captions]
+    return {
+        "hidden": tc.tensor(np.array(values, np.float32)),
+        "pooled": tc.tensor(np.array([[len(caption)] for caption in captions], np.float32)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory", "off"])
+def test_text_features_of_different_length_are_continued(kind: str, tmp_path: Path) -> None:
+    def parts(caption: str) -> int:
+        return len(caption.split())
+
+    captions = ["a b c", "dd", "", "e ff", "dd"]
+    options = CacheOptions(kind)
+    cache = TextCache(encode_texts, options, {}, folder=tmp_path, encode_batch=4, group=parts)
+    assert cache.fill(captions).made == (0 if kind == "off" else 4)
+    one = cache.batch(["e ff"])
+    assert one["hidden"].tolist() == [[[4, 0], [4, 1]]]
+    several = cache.batch(["dd", "a b c", ""])
+    assert several["hidden"].tolist() == [
+        [[2, 0], [0, 0], [0, 0]],
+        [[5, 0], [5, 1], [5, 2]],
+        [[0, 0], [0, 0], [0, 0]],
+    ]
+    assert several["pooled"].tolist() == [[2], [5], [0]]
+    if kind == "disk":
+        again = TextCache(encode_texts, options, {}, folder=tmp_path)
+        assert str(again.fill(captions)) == "4 found, 0 made"
+
+
+def test_an_encoder_with_the_wrong_number_of_rows_is_named(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
+    pictures("a", (64, 64))
+    data = load(tmp_path / "a")
+    cache = LatentCache(data, lambda _: {"x": tc.ones((2, 3))}, CacheOptions("memory"), {})
+    with pytest.raises(DatasetError, match=r"given 1 items and returned `x` of shape \(2, 3\)"):
+        cache.fill()
+
+
+def test_encoders_leave_no_graph_behind(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", (64, 64))
+    data = load(tmp_path / "a")
+    weight = tc.Var(np.ones(3, np.float32))
+    cache = LatentCache(
+        data, lambda _: {"x": (weight * 2.0).reshape(1, 3)}, CacheOptions("off"), {}
+    )
+    assert not cache.batch(data.fixed_batches(1)[0])["x"].requires_grad
+
+
+def test_a_read_only_data_set_is_cached_elsewhere(
+    pictures: MakePictures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures("a", (64, 64))
+    options = DatasetOptions(parse_sources(tmp_path / "a"), resolution=64)
+    folder, note = cache_folder(DISK, options, tmp_path / "out")
+    assert (folder, note) == (tmp_path / "a" / ".trainable-candle", None)
+    assert cache_folder(CacheOptions("memory"), options, None) == (None, None)
+    elsewhere = CacheOptions(folder=tmp_path / "x" / "y")
+    assert cache_folder(elsewhere, options, None) == (tmp_path / "x" / "y", None)
+
+    # Not by permissions, which do not hold for root.
+    mkdir = Path.mkdir
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> None:
+        if tmp_path / "a" in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    folder, note = cache_folder(DISK, options, tmp_path / "out")
+    assert folder == tmp_path / "out" / ".trainable-candle"
+    assert note is not None
+    assert "cannot be written to: Permission denied; kept in" in note
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        cache_folder(DISK, options, None)
+
+
+def test_the_cache_is_not_taken_for_pictures(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", (64, 64))
+    options = DatasetOptions(
+        parse_sources([{"path": tmp_path / "a", "recursive": True}]), resolution=64
+    )
+    folder, _ = cache_folder(DISK, options, None)
+    cached(load_dataset(options), folder)[0].fill()
+    assert len(load_dataset(options)) == 1
+
+
+def test_the_identity_of_weights(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(10_000_000)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    whole = file_identity(path)
+    assert file_identity(path.rename(tmp_path / "b.safetensors")) == whole
+    for place in (0, 5_000_000, len(content) - 1):
+        changed = bytearray(content)
+        # A training step changes every weight; here, as few as a thousand in a row do.
+        for offset in range(max(0, place - 100_000), min(len(content), place + 100_000), 100):
+            changed[offset] ^= 1
+        (tmp_path / "b.safetensors").write_bytes(changed)
+        assert file_identity(tmp_path / "b.safetensors") != whole
+    folder = file_identity(tmp_path)
+    (tmp_path / "c.safetensors").write_bytes(b"")
+    assert file_identity(tmp_path) != folder
+
+
+def test_what_memory_does_not_hold_is_read_again(
+    pictures: MakePictures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures("a", *SIZES)
+    data = load(tmp_path / "a")
+    # An entry has 8 * 8 * 3 values of 4 bytes, or a few less, and 2 of 2 bytes.
+    monkeypatch.setattr(data_features, "DEVICE_LIMIT", 800)
+    monkeypatch.setattr(data_features, "MEMORY_LIMIT", 1600)
+    cache, _ = cached(data, tmp_path / "c")
+    cache.fill()
+    entries = list((tmp_path / "c").rglob("*.safetensors"))
+    assert len(entries) == 4
+    batches = data.fixed_batches(1)
+    for _ in range(2):
+        for batch in batches:
+            expected = Encoder()(data.pixels(batch.views[0])[None])["mean"].numpy()
+            np.testing.assert_array_equal(cache.batch(batch)["mean"].numpy(), expected)
+    for path in entries:
+        path.unlink()
+    for batch in batches[:2]:
+        cache.batch(batch)
+    for batch in batches[2:]:
+        with pytest.raises(DatasetError, match="there are no latents"):
+            cache.batch(batch)

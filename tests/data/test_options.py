@@ -1,0 +1,118 @@
+"""The settings of a data set: what is accepted, and what is said about the rest."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainable_candle.data import (
+    CacheOptions,
+    CaptionOptions,
+    DatasetOptions,
+    Source,
+    parse_sources,
+)
+from trainable_candle.errors import ConfigError, DatasetError
+
+HERE = (Source(Path("pictures")),)
+
+
+def test_a_folder_is_one_source() -> None:
+    assert parse_sources("a folder", "cat") == (Source(Path("a folder"), "cat"),)
+
+
+def test_entries_have_their_own_settings(tmp_path: Path) -> None:
+    file = tmp_path / "data.yaml"
+    file.write_text(
+        "- pictures\n"
+        "- {path: /abs, repeats: 0.5, caption: own, loss_weight: 2, recursive: true}\n"
+        "- {path: class, regularization: true, mask: alpha, trigger: ''}\n"
+    )
+    assert parse_sources(file, "general") == (
+        Source(tmp_path / "pictures", "general"),
+        Source(Path("/abs"), "own", repeats=0.5, loss_weight=2, recursive=True),
+        Source(tmp_path / "class", "general", regularization=True, mask="alpha", trigger=""),
+    )
+    nested = tmp_path / "nested.yml"
+    nested.write_text("dataset: [one, two]")
+    assert [s.path.name for s in parse_sources(nested)] == ["one", "two"]
+    assert parse_sources([Path("x"), {"path": "y"}]) == (Source(Path("x")), Source(Path("y")))
+
+
+def test_a_folder_called_like_a_file_is_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "set.yaml"
+    folder.mkdir()
+    assert parse_sources(folder) == (Source(folder),)
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        (3, "entry 2 is 3, expected a folder"),
+        ({"repeats": 2}, "entry 2 is .*expected a folder or `path: FOLDER`"),
+        ({"path": "a", "repeat": 2}, "entry 2: `repeat` is unknown, expected path, caption"),
+        ({"path": "a", "repeats": 0}, "entry 2: repeats is 0, expected a number of above 0"),
+        ({"path": "a", "repeats": True}, "repeats is True"),
+        ({"path": "a", "loss_weight": float("nan")}, "loss_weight is nan"),
+        ({"path": "a", "mask": "on"}, "mask is 'on', expected one of off, file, alpha"),
+        ({"path": "a", "caption": 7}, "caption is 7, expected text"),
+        ({"path": "a", "recursive": 1}, "recursive is 1, expected true or false"),
+        ({"path": ""}, "path is '', expected a folder"),
+    ],
+)
+def test_a_wrong_entry_is_named(entry: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse_sources(["a", entry])
+
+
+@pytest.mark.parametrize("text", ["path: a", "- [", "3", ""])
+def test_a_file_without_a_list_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "d.yaml").write_text(text)
+    with pytest.raises(DatasetError, match=r"d\.yaml (holds no list|is not valid YAML)"):
+        parse_sources(tmp_path / "d.yaml")
+
+
+def test_an_empty_list_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no folder is given"):
+        parse_sources([])
+    with pytest.raises(DatasetError, match=r"none\.yaml cannot be read: No such file"):
+        parse_sources(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"bucket_step": 12}, "bucket_step is 12, expected a multiple of 8"),
+        ({"resolution": 1000}, "resolution is 1000, expected a multiple of bucket_step, 64"),
+        ({"resolution": 0}, "resolution is 0, expected a whole number of at least 8"),
+        ({"resolution": 512.0}, r"resolution is 512\.0, expected a whole number"),
+        ({"min_side": 1088}, "sides from 1088 to 2048 px leave out the resolution, 1024"),
+        ({"max_side": 960}, "sides from 256 to 960 px"),
+        ({"crop": "left"}, "crop is 'left', expected one of center, random"),
+        ({"random_crops": 0}, "random_crops is 0"),
+        ({"prior_loss_weight": -1}, "prior_loss_weight is -1, expected a number of at least 0"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=f"dataset: .*{complaint}"):
+        DatasetOptions(HERE, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dropout": 1.1},
+        {"tag_dropout": 1},
+        {"keep_tokens": -1},
+        {"separator": " "},
+        {"variants": -1},
+    ],
+)
+def test_impossible_caption_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"dataset: .* expected"):
+        CaptionOptions(**settings)
+
+
+def test_an_unknown_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cache is 'ram', expected one of disk, memory, off"):
+        CacheOptions("ram")

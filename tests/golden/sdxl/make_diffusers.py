@@ -1,0 +1,239 @@
+"""Make the files beside this one: a tiny SDXL with random weights, inputs, and what diffusers,
+transformers and peft make of them.
+
+Run with torch 2.11, diffusers 0.42.1, transformers 5.23, peft 0.21 and safetensors installed:
+python make_diffusers.py
+
+`original_names.json` says where the tensors of a model of these numbers of layers are in an
+original checkpoint: key -> folder, parameter, and the form ("plain", "transposed", "pointwise", or
+which third of its rows), as found by comparing a model with what diffusers'
+convert_diffusers_to_original_sdxl.py made of it. `unet_shapes.json`: the names and shapes of SDXL's
+UNet, of diffusers' model on the meta device.
+"""
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import save_file
+from torch.nn import Module
+from torch.nn.functional import mse_loss
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+HERE = Path(__file__).parent
+ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
+LINEAR = [*ATTENTION, "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"]
+VOCABULARY, POOLED, CONTEXT = 200, 12, 20
+
+
+def randomized(model: Module) -> Module:
+    """Every parameter matters, and is a bf16 value, so that files of bf16 hold it."""
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 1 / math.sqrt(parameter[0].numel()))
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.05)
+            else:
+                parameter.normal_(1, 0.1)
+            parameter.copy_(parameter.bfloat16())
+    return model.eval()
+
+
+def store(model: Module, folder: str) -> None:
+    """The model as its library writes it, in bf16."""
+    copy.deepcopy(model).bfloat16().save_pretrained(HERE / folder)
+
+
+def save(
+    name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write tensors of a case."""
+    tensors = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
+    save_file(tensors, HERE / f"{name}.safetensors", metadata)
+
+
+def adapter_case(
+    name: str,
+    model: Module,
+    call: Callable[[Module], torch.Tensor],
+    x: torch.Tensor,
+    targets: list[str],
+    **options: bool,
+) -> None:
+    """A peft adapter: its start, the gradients of one step, the losses of four."""
+    model.requires_grad_(False)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=targets, **options)
+    model = inject_adapter_in_model(config, model).train()
+    parameters = {}
+    for key, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameters[key.replace(".default", "")] = parameter
+            with torch.no_grad():
+                if "magnitude" in key:
+                    parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+                else:
+                    parameter.normal_(0, 0.1)
+                parameter.copy_(parameter.bfloat16())
+    case = {f"lora.{key}": value.detach().bfloat16() for key, value in parameters.items()}
+    x.grad = None
+    output = call(model)
+    target = torch.randn_like(output)
+    mse_loss(output, target).backward()
+    case |= {"output": output, "target": target, "grad_input.sample": x.grad.clone()}
+    case |= {f"grad.{key}": value.grad.clone() for key, value in parameters.items()}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, weight_decay=0.01)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = mse_loss(call(model), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    case["adamw.losses"] = torch.tensor(losses)
+    metadata = {"targets": json.dumps(targets)} | {
+        key: json.dumps(value) for key, value in options.items()
+    }
+    save(f"unet_{name}", case, metadata)
+
+
+def unet() -> None:
+    """The UNet, with an odd size that the way up must meet, and adapters on it."""
+    sizes = {
+        "block_out_channels": (8, 8, 24),
+        "norm_num_groups": 4,
+        "layers_per_block": 2,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": [1, 1, 2],
+        "attention_head_dim": [1, 2, 3],
+        "cross_attention_dim": CONTEXT,
+        "use_linear_projection": True,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 6,
+        "projection_class_embeddings_input_dim": 6 * 6 + POOLED,
+    }
+    model = randomized(UNet2DConditionModel(sample_size=16, **sizes))
+    store(model, "unet")
+    x = torch.randn(3, 4, 10, 7).requires_grad_()
+    inputs = {
+        "sample": x,
+        "timestep": torch.tensor([3, 501, 980]),
+        "encoder_hidden_states": torch.randn(3, 9, CONTEXT),
+        "text_embeds": torch.randn(3, POOLED),
+        "time_ids": torch.tensor(
+            [
+                [1024.0, 768, 0, 16, 1024, 768],
+                [640, 480, 8, 0, 512, 512],
+                [512, 512, 0, 0, 512, 512],
+            ]
+        ),
+    }
+
+    def call(model: Module) -> torch.Tensor:
+        added = {"text_embeds": inputs["text_embeds"], "time_ids": inputs["time_ids"]}
+        return model(
+            x, inputs["timestep"], inputs["encoder_hidden_states"], added_cond_kwargs=added
+        ).sample
+
+    save("unet_forward", inputs | {"output": call(model)})
+    adapter_case("lora_attention", copy.deepcopy(model), call, x, ATTENTION)
+    adapter_case("rslora_attention", copy.deepcopy(model), call, x, ATTENTION, use_rslora=True)
+    adapter_case("dora_attention", copy.deepcopy(model), call, x, ATTENTION, use_dora=True)
+    adapter_case("lora_all_linear", copy.deepcopy(model), call, x, LINEAR)
+
+
+def autoencoder() -> None:
+    """The autoencoder: moments, pictures, and pictures in tiles."""
+    model = randomized(
+        AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=(8, 16),
+            layers_per_block=2,
+            norm_num_groups=4,
+            latent_channels=4,
+            sample_size=16,
+            scaling_factor=0.13025,
+        )
+    )
+    store(model, "vae")
+    image, latent = torch.randn(2, 3, 23, 36).clamp(-1, 1), torch.randn(2, 4, 10, 17)
+    posterior = model.encode(image).latent_dist
+    case = {
+        "image": image,
+        "mean": posterior.mean,
+        "logvar": posterior.logvar,
+        "latent": latent,
+        "decoded": model.decode(latent).sample,
+    }
+    model.enable_tiling()  # tiles of sample_size
+    case |= {
+        "tiled_mean": model.encode(image).latent_dist.mean,
+        "tiled_decoded": model.decode(latent).sample,
+    }
+    save("vae_forward", case)
+
+
+def text_encoders() -> None:
+    """Both encoders; the first with the id that old files give for the end of a text."""
+    ids = torch.randint(3, VOCABULARY - 2, (3, 17))
+    ids[0, 5:], ids[1, 9:], ids[2, -1] = VOCABULARY - 1, VOCABULARY - 1, VOCABULARY - 1
+    common = {
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 17,
+        "bos_token_id": VOCABULARY - 2,
+        "pad_token_id": VOCABULARY - 1,
+    }
+    kinds = {
+        "text_encoder": (
+            CLIPTextModel,
+            {
+                "hidden_act": "quick_gelu",
+                "hidden_size": 8,
+                "intermediate_size": 20,
+                "num_attention_heads": 2,
+                "eos_token_id": 2,
+            },
+        ),
+        "text_encoder_2": (
+            CLIPTextModelWithProjection,
+            {
+                "hidden_act": "gelu",
+                "hidden_size": 12,
+                "intermediate_size": 30,
+                "num_attention_heads": 3,
+                "projection_dim": POOLED,
+                "eos_token_id": 7,
+            },
+        ),
+    }
+    for name, (kind, sizes) in kinds.items():
+        model = randomized(kind(CLIPTextConfig(**common, **sizes)))
+        store(model, name)
+        if name == "text_encoder_2":
+            ids = ids.clone()
+            # One text ends twice, one not at all.
+            ids[ids == 7], ids[0, 4], ids[0, 8], ids[2, 11] = 8, 7, 7, 7
+        output = model(ids, output_hidden_states=True)
+        pooled = output.text_embeds if name == "text_encoder_2" else output.pooler_output
+        states = {f"hidden_states.{i}": state for i, state in enumerate(output.hidden_states)}
+        save(
+            f"{name}_forward",
+            states
+            | {"input_ids": ids, "last_hidden_state": output.last_hidden_state, "pooled": pooled},
+        )
+
+
+if __name__ == "__main__":
+    torch.manual_seed(20261121)
+    torch.set_num_threads(2)
+    unet()
+    autoencoder()
+    text_encoders()

@@ -1,0 +1,63 @@
+"""The tiny SDXL in `tests/golden/sdxl`, and what diffusers, transformers and peft make of it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "sdxl"
+
+
+@pytest.fixture
+def sdxl() -> Path:
+    """A pipeline's folder."""
+    return GOLDEN
+
+
+def weights_of(folder: str) -> dict[str, tc.Tensor]:
+    """The parameters in a folder of the pipeline, by the names in its file."""
+    return tc.load_file(next((GOLDEN / folder).glob("*.safetensors")))
+
+
+@pytest.fixture(scope="session")
+def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same models in one file under the original names, beside their configurations."""
+    folder = tmp_path_factory.mktemp("original")
+    stored = {name: weights_of(name) for name in ("unet", "vae", "text_encoder", "text_encoder_2")}
+    tensors = {}
+    for key, sources in json.loads((GOLDEN / "original_names.json").read_text()).items():
+        parts = [stored[component][name] for component, name, _ in sources]
+        form = sources[0][2]
+        if form.startswith("rows"):
+            tensors[key] = tc.cat(parts, 0)
+        elif form == "transposed":
+            tensors[key] = parts[0].T.contiguous()
+        elif form == "pointwise":
+            tensors[key] = parts[0].reshape((*parts[0].shape, 1, 1))
+        else:
+            tensors[key] = parts[0]
+    # What the published file holds besides.
+    tensors["conditioner.embedders.0.transformer.text_model.embeddings.position_ids"] = tc.tensor(
+        np.arange(17)[None]
+    )
+    tensors["conditioner.embedders.1.model.logit_scale"] = tc.tensor(4.6)
+    tensors["denoiser.sigmas"] = tc.zeros((10,))
+    tc.save_file(tensors, folder / "model.safetensors", metadata={"modelspec.title": "tiny"})
+    for name in stored:
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_bytes((GOLDEN / name / "config.json").read_bytes())
+    return folder / "model.safetensors"
+
+
+def assert_near(found: tc.Tensor, expected: tc.Tensor, within: float = 1e-4) -> None:
+    """Elements differ by less than `within`, of themselves or a tenth of it absolutely."""
+    np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=within, atol=within / 10)
+
+
+def relative_error(found: tc.Tensor, expected: tc.Tensor) -> float:
+    """The largest difference, relative to the largest expected value."""
+    largest = np.abs(expected.numpy()).max()
+    return float(np.abs(found.numpy() - expected.numpy()).max() / largest)

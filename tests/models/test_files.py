@@ -1,0 +1,333 @@
+"""Where models come from and go to: folders, shards, variants, original checkpoints, the hub."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import models
+from trainable_candle.models import AutoencoderKL, CLIPTextModel, Model, SDXLUNet
+
+from .conftest import GOLDEN, weights_of
+
+PARTS = {
+    "unet": SDXLUNet,
+    "vae": AutoencoderKL,
+    "text_encoder": CLIPTextModel,
+    "text_encoder_2": CLIPTextModel,
+}
+
+
+def assert_same(found: Model, expected: Model) -> None:
+    """Both are of the same kind and have the same parameters, bit for bit."""
+    assert type(found) is type(expected)
+    found_tensors, expected_tensors = found.named_tensors(), expected.named_tensors()
+    assert found_tensors.keys() == expected_tensors.keys()
+    for name, tensor in expected_tensors.items():
+        assert found_tensors[name].dtype == tensor.dtype, name
+        found_values = found_tensors[name].to("f32").numpy()
+        np.testing.assert_array_equal(found_values, tensor.to("f32").numpy(), err_msg=name)
+
+
+def from_folder(name: str) -> Model:
+    return PARTS[name].from_pretrained(GOLDEN / name)
+
+
+@pytest.fixture
+def unet(tmp_path: Path) -> Path:
+    """A copy of the UNet's folder."""
+    shutil.copytree(GOLDEN / "unet", tmp_path / "unet")
+    return tmp_path / "unet"
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_pipeline_folder_and_checkpoint_hold_the_same(single_file: Path, name: str) -> None:
+    expected = from_folder(name)
+    for path in (GOLDEN, single_file):
+        assert_same(PARTS[name].from_pretrained(path, subfolder=name), expected)
+        assert_same(models.load(path, subfolder=name), expected)
+
+
+def test_what_is_fine_tuned_is_meant_without_a_name(single_file: Path) -> None:
+    assert_same(models.load(GOLDEN), from_folder("unet"))
+    assert_same(models.load(single_file), from_folder("unet"))
+    assert_same(CLIPTextModel.from_pretrained(single_file), from_folder("text_encoder"))
+
+
+def test_checkpoint_without_configurations_says_what_it_lacks(
+    single_file: Path, tmp_path: Path
+) -> None:
+    alone = tmp_path / "alone.safetensors"
+    shutil.copy(single_file, alone)
+    with pytest.raises(tc.ConfigError, match=r"do not tell how many heads .* give config="):
+        SDXLUNet.from_pretrained(alone)
+    for config in (GOLDEN, GOLDEN / "unet", GOLDEN / "unet" / "config.json"):
+        assert_same(SDXLUNet.from_pretrained(alone, config=config), from_folder("unet"))
+    # Sizes tell all of the autoencoder but the groups of its norms and the scale of its latents.
+    shutil.copytree(GOLDEN / "vae", tmp_path / "vae")
+    assert_same(AutoencoderKL.from_pretrained(alone), from_folder("vae"))
+    # A configuration of other sizes is another model's.
+    (tmp_path / "unet").mkdir()
+    other = json.loads((GOLDEN / "unet" / "config.json").read_text())
+    other["block_out_channels"] = [8, 16, 24]
+    (tmp_path / "unet" / "config.json").write_text(json.dumps(other))
+    with pytest.raises(tc.ConfigError, match="give config="):
+        SDXLUNet.from_pretrained(alone)
+
+
+def test_shards_are_one_model(unet: Path) -> None:
+    tensors = weights_of("unet")
+    whole = unet / "diffusion_pytorch_model.safetensors"
+    names = sorted(tensors)
+    shards = {
+        f"diffusion_pytorch_model-0000{i}-of-00003.safetensors": names[i::3] for i in range(3)
+    }
+    for shard, held in shards.items():
+        tc.save_file({name: tensors[name] for name in held}, unet / shard)
+    whole.unlink()
+    assert_same(SDXLUNet.from_pretrained(unet), from_folder("unet"))
+
+    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (unet / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    # What an index does not list is of another download.
+    tc.save_file(tensors, unet / "diffusion_pytorch_model-00001-of-00001.safetensors")
+    assert_same(SDXLUNet.from_pretrained(unet), from_folder("unet"))
+    missing = unet / next(iter(shards))
+    missing.unlink()
+    with pytest.raises(tc.WeightsFormatError, match=f"the shard .*{missing.name} is missing"):
+        SDXLUNet.from_pretrained(unet)
+
+
+def test_half_precision_files_stand_in_or_are_preferred(unet: Path) -> None:
+    whole, half = (unet / f"diffusion_pytorch_model{v}.safetensors" for v in ("", ".fp16"))
+    tc.save_file({name: tensor.to("f16") for name, tensor in weights_of("unet").items()}, half)
+    assert SDXLUNet.from_pretrained(unet).dtype == "bf16"
+    whole.rename(unet / "elsewhere.safetensors")
+    assert SDXLUNet.from_pretrained(unet).dtype == "f16"
+    assert SDXLUNet.from_pretrained(unet, dtype="f32").dtype == "f32"
+    # With both there, asking for f16 reads the smaller one: the other is not even looked at.
+    whole.write_bytes(b"")
+    assert SDXLUNet.from_pretrained(unet, dtype="f16").dtype == "f16"
+    with pytest.raises(tc.WeightsFormatError, match="0 bytes long"):
+        SDXLUNet.from_pretrained(unet, dtype="f32")
+
+
+def test_files_of_mixed_dtypes_make_models_of_one(unet: Path) -> None:
+    tensors = weights_of("unet")
+    mixed = {name: t.to("f32") if t.ndim == 1 else t for name, t in tensors.items()}
+    tc.save_file(mixed, unet / "diffusion_pytorch_model.safetensors")
+    assert_same(SDXLUNet.from_pretrained(unet), from_folder("unet"))
+
+
+def test_text_encoders_load_with_and_without_the_wrapper(tmp_path: Path) -> None:
+    for name in ("text_encoder", "text_encoder_2"):
+        shutil.copytree(GOLDEN / name, tmp_path / name)
+        tensors = weights_of(name)
+        for prefix in ("", "text_model."):
+            renamed = {}
+            for key, tensor in tensors.items():
+                bare = key.removeprefix("text_model.")
+                renamed[bare if bare.startswith("text_projection") else prefix + bare] = tensor
+            renamed[f"{prefix}embeddings.position_ids"] = tc.tensor(np.arange(17)[None])
+            tc.save_file(renamed, tmp_path / name / "model.safetensors")
+            assert_same(CLIPTextModel.from_pretrained(tmp_path / name), from_folder(name))
+
+
+def test_autoencoders_load_with_the_older_names_of_their_attention(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "vae", tmp_path / "vae")
+    older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    renamed = {}
+    for key, tensor in weights_of("vae").items():
+        old_key = key
+        for new, old in older.items():
+            old_key = old_key.replace(f".{new}.", f".{old}.")
+        renamed[old_key] = tensor
+    tc.save_file(renamed, tmp_path / "vae" / "diffusion_pytorch_model.safetensors")
+    assert_same(AutoencoderKL.from_pretrained(tmp_path / "vae"), from_folder("vae"))
+
+
+def test_missing_and_unexpected_tensors_are_named(unet: Path) -> None:
+    tensors = weights_of("unet")
+    lost = tensors.pop("mid_block.attentions.0.proj_in.weight")
+    tensors["mid_block.attentions.0.proj_inn.weight"] = lost
+    tc.save_file(tensors, unet / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(
+        tc.ConfigError,
+        match=r"missing mid_block\.attentions\.0\.proj_in\.weight; unexpected .*proj_inn\.weight",
+    ):
+        SDXLUNet.from_pretrained(unet)
+
+
+def test_another_models_files_are_refused(single_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(tc.ConfigError, match='a "AutoencoderKL", expected "UNet2DConditionModel"'):
+        SDXLUNet.from_pretrained(GOLDEN / "vae")
+    config = json.loads((GOLDEN / "unet" / "config.json").read_text())
+    config["block_out_channels"] = [8, 16, 24]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(tc.ConfigError, match="the model's configuration expects"):
+        SDXLUNet.from_pretrained(single_file, config=tmp_path / "config.json")
+    lora = tmp_path / "elsewhere" / "lora.safetensors"
+    lora.parent.mkdir()
+    tc.save_file({"lora_unet_down.lora_up.weight": tc.zeros((2, 2))}, lora)
+    with pytest.raises(tc.WeightsFormatError, match="no original checkpoint that holds this model"):
+        models.load(lora)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_saved_folder_is_what_the_libraries_write(name: str, tmp_path: Path) -> None:
+    model = from_folder(name)
+    if name == "vae":
+        model = AutoencoderKL.from_pretrained(GOLDEN / name, force_upcast=False)
+    model.save_pretrained(tmp_path / name)
+    assert {path.name for path in (tmp_path / name).iterdir()} == {
+        path.name for path in (GOLDEN / name).iterdir()
+    }
+    saved = tc.load_file(next((tmp_path / name).glob("*.safetensors")))
+    expected = weights_of(name)
+    if name == "text_encoder":  # as published; transformers 5 reads both
+        expected = {f"text_model.{key}": tensor for key, tensor in expected.items()}
+    assert saved.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert saved[key].dtype == "bf16"
+        np.testing.assert_array_equal(saved[key].to("f32").numpy(), tensor.to("f32").numpy())
+    # Every field that is written says what the library wrote.
+    ours, theirs = (
+        json.loads((folder / name / "config.json").read_text()) for folder in (tmp_path, GOLDEN)
+    )
+    for key, value in ours.items():
+        if name == "text_encoder" and key == "projection_dim":
+            continue  # of no meaning there
+        levels = isinstance(theirs[key], list) and not isinstance(value, list)
+        assert (theirs[key][0] if levels else theirs[key]) == value, key
+    assert_same(models.load(tmp_path / name), from_folder(name))
+
+
+def test_merged_adapter_goes_into_a_checkpoint(single_file: Path, tmp_path: Path) -> None:
+    model = SDXLUNet.from_pretrained(single_file)
+    adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules=["to_q"]))
+    for var in adapter.parameters():
+        var.set(tc.randn(var.shape) * 0.1)
+    model.merge_adapter()
+    encoder = CLIPTextModel.from_pretrained(single_file, subfolder="text_encoder_2")
+    merged = tmp_path / "merged.safetensors"
+    models.save_checkpoint(merged, {"unet": model, "text_encoder_2": encoder}, base=single_file)
+    before, after = tc.load_file(single_file), tc.load_file(merged)
+    assert before.keys() == after.keys()
+    changed = set()
+    for key, tensor in before.items():
+        assert (after[key].shape, after[key].dtype) == (tensor.shape, tensor.dtype), key
+        if after[key].to("f32").tolist() != tensor.to("f32").tolist():
+            changed.add(key)
+    assert changed
+    assert all(key.endswith("to_q.weight") for key in changed)
+    assert len(changed) == len(adapter.parameters()) // 2
+
+    # All by themselves, and converted.
+    parts = {name: PARTS[name].from_pretrained(single_file, subfolder=name) for name in PARTS}
+    models.save_checkpoint(tmp_path / "own.safetensors", parts, dtype="f32")
+    for name, part in parts.items():
+        again = PARTS[name].from_pretrained(
+            tmp_path / "own.safetensors", config=GOLDEN, subfolder=name
+        )
+        assert_same(again, PARTS[name].from_pretrained(GOLDEN, "f32", subfolder=name))
+        with pytest.raises(tc.ArgumentError, match='has no place "scheduler"'):
+            models.save_checkpoint(tmp_path / "wrong.safetensors", {"scheduler": part})
+
+
+LOAD = """
+import sys
+import trainable_candle as tc
+from trainable_candle.models import CLIPTextModel
+
+def status(key):
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+# The first calls start threads and fill caches.
+CLIPTextModel.from_pretrained(sys.argv[2], "f32", subfolder="text_encoder")
+before = status("VmRSS")
+model = CLIPTextModel.from_pretrained(sys.argv[1], sys.argv[3])
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads Linux's /proc")
+@pytest.mark.parametrize(("dtype", "size"), [("f32", 4), ("bf16", 2)])
+def test_memory_for_loading_is_the_model_and_a_tenth(tmp_path: Path, dtype: str, size: int) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    config = json.loads((GOLDEN / "text_encoder" / "config.json").read_text())
+    config |= sizes | {"vocab_size": 49408, "max_position_embeddings": 77}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    # The shapes of the tiny encoder's tensors, in the sizes of the large one.
+    widths = {8: 512, 20: 2048, 200: 49408, 17: 77}
+    tensors = {}
+    for name, tensor in weights_of("text_encoder").items():
+        shape = tuple(widths[length] for length in tensor.shape)
+        layers = range(8) if "layers.0." in name else [0] if "layers." not in name else []
+        for layer in layers:
+            key = name.replace("layers.0.", f"layers.{layer}.")
+            tensors[key] = tc.full(shape, 0.5)
+    elements = sum(int(np.prod(tensor.shape)) for tensor in tensors.values())
+    assert 4 * elements > 190e6
+    tc.save_file(tensors, tmp_path / "model.safetensors")
+    del tensors
+    command = [sys.executable, "-c", LOAD, str(tmp_path), str(GOLDEN), dtype]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 1.1 * size * elements
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub's client that holds one model, without a connection."""
+    from huggingface_hub import constants
+
+    revision = "0" * 40
+    repository = tmp_path / "models--someone--tiny-sdxl"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(revision)
+    snapshot = repository / "snapshots" / revision
+    for name in PARTS:
+        shutil.copytree(GOLDEN / name, snapshot / name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    return snapshot
+
+
+def test_models_by_name_come_from_the_cache(hub_cache: Path) -> None:
+    assert_same(SDXLUNet.from_pretrained("someone/tiny-sdxl"), from_folder("unet"))
+    assert_same(AutoencoderKL.from_pretrained("someone/tiny-sdxl"), from_folder("vae"))
+    second = CLIPTextModel.from_pretrained("someone/tiny-sdxl", subfolder="text_encoder_2")
+    assert_same(second, from_folder("text_encoder_2"))
+    assert_same(models.load("someone/tiny-sdxl"), from_folder("unet"))
+    # A repository of one model.
+    shutil.rmtree(hub_cache)
+    shutil.copytree(GOLDEN / "vae", hub_cache)
+    assert_same(AutoencoderKL.from_pretrained("someone/tiny-sdxl"), from_folder("vae"))
+    # Of both variants, the one that is asked for.
+    half = {name: tensor.to("f16") for name, tensor in weights_of("vae").items()}
+    tc.save_file(half, hub_cache / "diffusion_pytorch_model.fp16.safetensors")
+    (hub_cache / "diffusion_pytorch_model.safetensors").unlink()
+    assert AutoencoderKL.from_pretrained("someone/tiny-sdxl", force_upcast=False).dtype == "f16"
+
+
+def test_what_the_hub_does_not_give_is_a_missing_file(
+    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(tc.MissingFileError, match="someone/other: there is no such file or folder"):
+        SDXLUNet.from_pretrained("someone/other")
+    for weights in hub_cache.glob("*/*.safetensors"):
+        weights.unlink()
+    with pytest.raises(tc.MissingFileError, match="unet/ has no safetensors weights"):
+        SDXLUNet.from_pretrained("someone/tiny-sdxl")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(FileNotFoundError, match="pip install huggingface_hub"):
+        SDXLUNet.from_pretrained("someone/tiny-sdxl")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        SDXLUNet.from_pretrained("/nowhere/at/all")

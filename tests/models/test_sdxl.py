@@ -1,0 +1,156 @@
+"""The UNet against diffusers and peft: predictions, gradients, training of adapters."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.models import SDXLUNet
+from trainable_candle.nn.functional import mse_loss
+
+from .conftest import GOLDEN, assert_near, relative_error, weights_of
+
+CASE = tc.load_file(GOLDEN / "unet_forward.safetensors")
+CASES = ["lora_attention", "rslora_attention", "dora_attention", "lora_all_linear"]
+
+
+def predict(model: SDXLUNet, sample: tc.Tensor | None = None) -> tc.Tensor:
+    return model(
+        CASE["sample"] if sample is None else sample,
+        CASE["timestep"],
+        CASE["encoder_hidden_states"],
+        text_embeds=CASE["text_embeds"],
+        time_ids=CASE["time_ids"],
+    )
+
+
+@pytest.fixture
+def model(sdxl: Path) -> SDXLUNet:
+    return SDXLUNet.from_pretrained(sdxl / "unet", dtype="f32")
+
+
+def metadata(path: Path) -> dict[str, str]:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return json.loads(file.read(length))["__metadata__"]
+
+
+def adapted(model: SDXLUNet, name: str) -> tuple[tc.AdapterSet, dict[str, tc.Tensor]]:
+    """The model with the adapter of a case as it starts."""
+    path = GOLDEN / f"unet_{name}.safetensors"
+    case, settings = tc.load_file(path), metadata(path)
+    options = {key: json.loads(value) for key, value in settings.items() if key.startswith("use_")}
+    targets = json.loads(settings["targets"])
+    adapter = model.add_adapter(tc.LoraConfig(r=4, lora_alpha=6, target_modules=targets, **options))
+    parameters = adapter.named_parameters()
+    assert {f"lora.{key}" for key in parameters} == {k for k in case if k.startswith("lora.")}
+    for key, var in parameters.items():
+        var.set(case[f"lora.{key}"].to("f32"))
+    return adapter, case
+
+
+def test_names_and_shapes_are_diffusers(model: SDXLUNet) -> None:
+    ours = {name: tensor.shape for name, tensor in model.named_tensors().items()}
+    assert ours == {name: tensor.shape for name, tensor in weights_of("unet").items()}
+
+
+def test_prediction_is_diffusers(model: SDXLUNet) -> None:
+    # 10 x 7 latents: the way up must meet sizes that halving rounded up.
+    assert_near(predict(model), CASE["output"])
+
+
+def test_one_time_stands_for_the_batch(model: SDXLUNet) -> None:
+    def at(time: tc.Tensor | float) -> np.ndarray:
+        inputs = CASE["sample"], time, CASE["encoder_hidden_states"]
+        added = {"text_embeds": CASE["text_embeds"], "time_ids": CASE["time_ids"]}
+        return model(*inputs, **added).numpy()
+
+    expected = at(tc.tensor([501.0, 501.0, 501.0]))
+    np.testing.assert_array_equal(at(501), expected)
+    np.testing.assert_array_equal(at(tc.tensor([501])), expected)
+    np.testing.assert_array_equal(at(tc.tensor(501.0)), expected)
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_train_as_with_peft(model: SDXLUNet, name: str, policy: str) -> None:
+    if policy != "none":
+        model.enable_gradient_checkpointing(policy)
+    adapter, case = adapted(model, name)
+    sample = tc.Var(CASE["sample"])
+    output = predict(model, sample)
+    assert_near(output, case["output"])
+    mse_loss(output, case["target"]).backward()
+    assert relative_error(sample.grad, case["grad_input.sample"]) < 1e-4
+    for key, var in adapter.named_parameters().items():
+        assert relative_error(var.grad, case[f"grad.{key}"]) < 1e-3, key
+    optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-3, weight_decay=0.01)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = mse_loss(predict(model), case["target"])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    np.testing.assert_allclose(losses, case["adamw.losses"].numpy(), rtol=2e-5)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_checkpointed_gradients_are_the_same_bit_for_bit(model: SDXLUNet, policy: str) -> None:
+    adapter, case = adapted(model, "lora_all_linear")
+
+    def gradients() -> list[np.ndarray]:
+        loss = mse_loss(predict(model), case["target"])
+        return [g.numpy() for g in tc.grad(loss, adapter.parameters()) if g is not None]
+
+    plain = gradients()
+    model.enable_gradient_checkpointing(policy)
+    for found, expected in zip(gradients(), plain, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_full_checkpointing_keeps_less(model: SDXLUNet) -> None:
+    adapted(model, "lora_attention")
+
+    def kept() -> int:
+        before = tc.memory.saved_bytes()
+        output = predict(model)
+        bytes_kept = tc.memory.saved_bytes() - before
+        del output
+        return bytes_kept
+
+    everything = kept()
+    model.enable_gradient_checkpointing("full")
+    assert kept() < 0.4 * everything
+
+
+def test_merged_adapter_predicts_the_same(model: SDXLUNet) -> None:
+    _, case = adapted(model, "dora_attention")
+    model.merge_adapter()
+    assert_near(predict(model), case["output"])
+    model.remove_adapter()
+    assert_near(predict(model), CASE["output"])
+
+
+def test_half_precision_computes_in_its_dtype(sdxl: Path) -> None:
+    model = SDXLUNet.from_pretrained(sdxl)
+    assert model.dtype == "bf16"
+    output = predict(model)
+    assert output.dtype == "bf16"
+    assert relative_error(output.to("f32"), CASE["output"]) < 0.05
+
+
+def test_wrong_inputs_are_named(model: SDXLUNet) -> None:
+    sample, time, text = CASE["sample"], CASE["timestep"], CASE["encoder_hidden_states"]
+    added = {"text_embeds": CASE["text_embeds"], "time_ids": CASE["time_ids"]}
+    with pytest.raises(tc.ShapeError, match=r"sample has shape .* expected \(B, 4, H, W\)"):
+        model(sample[:, :3], time, text, **added)
+    with pytest.raises(tc.ShapeError, match=r"timestep has shape \[2\], expected \(3,\), \(1,\)"):
+        model(sample, time[:2], text, **added)
+    with pytest.raises(tc.ShapeError, match=r"encoder_hidden_states .* expected \(3, L, 20\)"):
+        model(sample, time, text[:, :, :4], **added)
+    with pytest.raises(tc.ShapeError, match=r"time_ids has shape \[3, 5\], expected \(3, 6\)"):
+        model(sample, time, text, **(added | {"time_ids": CASE["time_ids"][:, :5]}))

@@ -1,0 +1,66 @@
+"""The text encoders against transformers."""
+
+from pathlib import Path
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.models import CLIPTextModel
+
+from .conftest import GOLDEN, assert_near, weights_of
+
+ENCODERS = ["text_encoder", "text_encoder_2"]
+
+
+def load(folder: Path, name: str) -> CLIPTextModel:
+    return CLIPTextModel.from_pretrained(folder, dtype="f32", subfolder=name)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_features_are_transformers(sdxl: Path, name: str) -> None:
+    case = tc.load_file(GOLDEN / f"{name}_forward.safetensors")
+    features = load(sdxl, name)(case["input_ids"])
+    assert_near(features.last_hidden_state, case["last_hidden_state"])
+    assert_near(features.pooled, case["pooled"])
+    states = features.hidden_states
+    assert len(states) == 4
+    for i, state in enumerate(states):
+        assert_near(state, case[f"hidden_states.{i}"])
+    assert_near(features.penultimate, case["hidden_states.2"])
+    assert_near(features.skipped(1), case["hidden_states.1"])
+    with pytest.raises(tc.ArgumentError, match="clip_skip is 3, expected 0 to 2"):
+        features.skipped(3)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_names_are_those_of_published_files(sdxl: Path, name: str) -> None:
+    wrapped = {key if key.startswith("text_") else f"text_model.{key}" for key in weights_of(name)}
+    assert set(load(sdxl, name).named_tensors()) == wrapped
+
+
+def test_adapters_of_a_checkpointed_encoder_get_the_same_gradients(sdxl: Path) -> None:
+    case = tc.load_file(GOLDEN / "text_encoder_2_forward.safetensors")
+    model = load(sdxl, "text_encoder_2")
+    adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules=["q_proj", "fc2"]))
+    for var in adapter.parameters():
+        var.set(tc.randn(var.shape) * 0.2)
+
+    def gradients() -> list[list[float]]:
+        loss = (model(case["input_ids"]).pooled ** 2).sum()
+        return [g.tolist() for g in tc.grad(loss, adapter.parameters()) if g is not None]
+
+    plain = gradients()
+    assert len(plain) == len(adapter.parameters())
+    for policy in ("full", "selective"):
+        model.enable_gradient_checkpointing(policy)
+        assert gradients() == plain
+
+
+def test_wrong_inputs_are_named(sdxl: Path) -> None:
+    model = load(sdxl, "text_encoder")
+    with pytest.raises(tc.ShapeError, match="18 tokens, expected 1 to 17"):
+        model(tc.zeros((1, 18), dtype="i64"))
+    with pytest.raises(tc.ShapeError, match=r"expected \(B, S\)"):
+        model(tc.zeros((4,), dtype="i64"))
+    with pytest.raises(tc.IndexOutOfRangeError, match="200"):
+        model(tc.full((1, 3), 200, dtype="i64"))

@@ -1,0 +1,70 @@
+"""The autoencoder against diffusers."""
+
+from pathlib import Path
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.models import AutoencoderKL
+
+from .conftest import GOLDEN, assert_near, weights_of
+
+CASE = tc.load_file(GOLDEN / "vae_forward.safetensors")
+
+
+@pytest.fixture
+def model(sdxl: Path) -> AutoencoderKL:
+    return AutoencoderKL.from_pretrained(sdxl)
+
+
+def test_names_and_shapes_are_diffusers(model: AutoencoderKL) -> None:
+    ours = {name: tensor.shape for name, tensor in model.named_tensors().items()}
+    assert ours == {name: tensor.shape for name, tensor in weights_of("vae").items()}
+
+
+def test_moments_and_pictures_are_diffusers(model: AutoencoderKL) -> None:
+    mean, logvar = model.encode(CASE["image"])  # an odd height
+    assert_near(mean, CASE["mean"])
+    assert_near(logvar, CASE["logvar"])
+    assert_near(model.decode(CASE["latent"]), CASE["decoded"])
+    assert (model.scaling_factor, model.shift_factor, model.downscale) == (0.13025, 0.0, 2)
+
+
+def test_tiles_are_diffusers(model: AutoencoderKL) -> None:
+    mean, _ = model.encode(CASE["image"], tile_size=16)
+    assert_near(mean, CASE["tiled_mean"])
+    assert_near(model.decode(CASE["latent"], tile_size=16), CASE["tiled_decoded"])
+    # A picture of one tile is not cut.
+    assert_near(model.decode(CASE["latent"], tile_size=512), CASE["decoded"])
+    with pytest.raises(tc.ArgumentError, match="tile_size is 4, expected at least 8 pixels"):
+        model.decode(CASE["latent"], tile_size=4)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_checkpointed_gradient_is_the_same_bit_for_bit(model: AutoencoderKL, policy: str) -> None:
+    latent = tc.Var(CASE["latent"])
+
+    def gradient() -> list[float]:
+        (grad,) = tc.grad((model.decode(latent) ** 2).mean(), [latent])
+        assert grad is not None
+        return grad.tolist()
+
+    plain = gradient()
+    model.enable_gradient_checkpointing(policy)
+    assert gradient() == plain
+
+
+def test_half_precision_is_left_out_unless_insisted_on(sdxl: Path) -> None:
+    # The file is bf16, and its configuration says force_upcast.
+    for dtype in (None, "f16", "bf16", "f32"):
+        assert AutoencoderKL.from_pretrained(sdxl, dtype=dtype).dtype == "f32"
+    assert AutoencoderKL.from_pretrained(sdxl, force_upcast=False).dtype == "bf16"
+    assert AutoencoderKL.from_pretrained(sdxl, dtype="f16", force_upcast=False).dtype == "f16"
+    assert tc.models.load(sdxl, dtype="f16", subfolder="vae").dtype == "f32"
+
+
+def test_wrong_inputs_are_named(model: AutoencoderKL) -> None:
+    with pytest.raises(tc.ShapeError, match=r"latent has shape .* expected \(B, 4, H, W\)"):
+        model.decode(CASE["image"])
+    with pytest.raises(tc.ShapeError, match="H and W at least 2"):
+        model.encode(CASE["image"][:, :, :1])

@@ -1,0 +1,79 @@
+"""The moving average of an adapter from Python; its arithmetic is tested in Rust."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ArgumentError, ConfigError
+
+Values = list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]
+
+
+@pytest.fixture
+def adapter(digits_base: Path) -> tc.AdapterSet:
+    model = tc.models.DigitsTransformer.from_pretrained(digits_base)
+    return model.add_adapter(tc.LoraConfig(r=2, target_modules=["to_q"]))
+
+
+def values(adapter: tc.AdapterSet) -> Values:
+    return [var.detach().numpy() for var in adapter.parameters()]
+
+
+def train(adapter: tc.AdapterSet) -> None:
+    for var in adapter.parameters():
+        var.set(var.detach() + tc.randn(var.shape))
+
+
+def test_averages_take_the_place_of_the_parameters_for_a_while(
+    adapter: tc.AdapterSet, tmp_path: Path
+) -> None:
+    start = values(adapter)
+    ema = tc.optim.EMA(adapter, decay=0.75, warmup=False)
+    train(adapter)
+    trained = values(adapter)
+    ema.update()
+    expected = [0.75 * a + 0.25 * b for a, b in zip(start, trained, strict=True)]
+    with ema:
+        assert ema.is_swapped_in
+        for found, average in zip(values(adapter), expected, strict=True):
+            np.testing.assert_allclose(found, average, rtol=1e-5, atol=1e-6)
+        adapter.save(tmp_path / "average.safetensors")
+        with pytest.raises(ArgumentError, match="swap_out"):
+            ema.update()
+    for found, value in zip(values(adapter), trained, strict=True):
+        np.testing.assert_array_equal(found, value)
+    adapter.load(tmp_path / "average.safetensors")
+    for found, average in zip(values(adapter), expected, strict=True):
+        np.testing.assert_allclose(found, average, rtol=1e-5, atol=1e-6)
+
+
+def test_an_error_inside_puts_the_parameters_back(adapter: tc.AdapterSet) -> None:
+    ema = tc.optim.EMA(adapter)
+    train(adapter)
+    trained = values(adapter)
+    with pytest.raises(ZeroDivisionError), ema:
+        _ = 1 / 0
+    for found, value in zip(values(adapter), trained, strict=True):
+        np.testing.assert_array_equal(found, value)
+
+
+def test_state_survives_a_file_bit_for_bit(adapter: tc.AdapterSet, tmp_path: Path) -> None:
+    ema = tc.optim.EMA(adapter)
+    for _ in range(3):
+        train(adapter)
+        ema.update()
+    tc.save_file(ema.state_dict(), tmp_path / "ema.safetensors")
+    other = tc.optim.EMA(adapter)
+    other.load_state_dict(tc.load_file(tmp_path / "ema.safetensors"))
+    assert (other.updates, other.decay) == (3, pytest.approx(4 / 13))
+    train(adapter)
+    for average in (ema, other):
+        average.update()
+    for name, value in ema.state_dict().items():
+        np.testing.assert_array_equal(value.numpy(), other.state_dict()[name].numpy())
+    with pytest.raises(ConfigError, match=r"0\.average"):
+        other.load_state_dict({"updates": ema.state_dict()["updates"]})
+    with pytest.raises(ArgumentError, match="decay"):
+        tc.optim.EMA(adapter, decay=1.0)

@@ -1,0 +1,113 @@
+"""The estimate against what the tape, the optimizer and the models really hold."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.recipes.sdxl import SDXLRecipe
+from trainable_candle.train import TrainConfig
+from trainable_candle.train.config import ADAPTERS
+from trainable_candle.train.optimizers import make_optimizer
+
+
+@pytest.fixture
+def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Settings of a run on the small pictures."""
+
+    def configure(**settings: Any) -> TrainConfig:
+        given = {"resolution": 64, "cache": "memory", "rank": 4, **settings}
+        return TrainConfig(
+            model="sdxl", dataset=str(sdxl_folder), output=str(tmp_path / "out"), **given
+        )
+
+    return configure
+
+
+def items(base: Path, config: TrainConfig, phase: str = "training") -> dict[str, int]:
+    data = SDXLRecipe.read(base, config, lambda _: None)
+    estimate = SDXLRecipe.estimate(base, config, data)
+    return {f"{item.component} {item.what}": item.bytes for item in estimate.phases[phase]}
+
+
+TARGETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "attention": {"target_modules": ["all-attention"]},
+    "all": {"target_modules": ["all-linear"]},
+    "convolutions": {"target_modules": ["all-conv"], "exclude_modules": ["conv_in"]},
+}
+
+
+@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_activations_are_what_the_tape_holds_within_a_seventh(
+    sdxl_base: Path,
+    configure: Callable[..., TrainConfig],
+    targets: dict[str, Any],
+    checkpointing: str,
+) -> None:
+    config = configure(batch_size=2, gradient_checkpointing=checkpointing, **targets)
+    data = SDXLRecipe.read(sdxl_base, config, lambda _: None)
+    recipe = SDXLRecipe.load(sdxl_base, "f32", "cpu")
+    prepared = recipe.prepare(data, config, lambda _: None).train
+    recipe.attach(config)
+    batches = prepared.batches(2, 0)
+    held = []
+    for index in range(6):
+        batch = batches.batch(index)
+        before = tc.memory.saved_bytes()
+        loss = prepared.loss(batch)
+        held.append((tc.memory.saved_bytes() - before) * 2 // len(batch))
+        loss.backward()
+    estimated = items(sdxl_base, config)["unet activations"]
+    if checkpointing == "full":
+        # Backward recomputes one block at a time, which the estimate adds.
+        assert max(held) < estimated < 5 * max(held)
+    else:
+        assert estimated == pytest.approx(max(held), rel=1 / 7)
+
+
+@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("train_text_encoder", [False, True])
+def test_parameters_states_and_weights_are_exact(
+    sdxl_base: Path,
+    configure: Callable[..., TrainConfig],
+    targets: dict[str, Any],
+    adapter: str,
+    train_text_encoder: bool,
+) -> None:
+    config = configure(
+        adapter=adapter, train_text_encoder=train_text_encoder, optimizer="adamw", **targets
+    )
+    estimated = items(sdxl_base, config)
+    recipe = SDXLRecipe.load(sdxl_base, "f32", "cpu")
+    adapters = recipe.attach(config)
+    parameters = adapters.named_parameters().values()
+    components = ("unet", "text encoders") if train_text_encoder else ("unet",)
+
+    def total(what: str) -> int:
+        return sum(estimated[f"{component} {what}"] for component in components)
+
+    assert total("adapter") == total("gradients") == sum(var.nbytes for var in parameters)
+    made = make_optimizer(config, adapters.groups(config))
+    for var in parameters:
+        (var * 1.0).sum().backward()
+    made.step()
+    assert total("optimizer") == made.state_bytes
+    assert estimated["unet weights"] == weight_bytes(recipe.unet)
+    assert items(sdxl_base, config, "encoding")["vae weights"] == weight_bytes(recipe.vae)
+
+
+def weight_bytes(model: tc.models.Model) -> int:
+    return sum(tensor.nbytes for tensor in model.named_tensors().values())
+
+
+def test_a_single_file_is_estimated_like_its_folder(
+    sdxl_base: Path, sdxl_file: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    config = configure()
+    for phase in ("encoding", "training"):
+        assert items(sdxl_file, config, phase) == items(sdxl_base, config, phase)

@@ -1,0 +1,192 @@
+"""What is trained, and how pictures are drawn: against the same written out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError, MissingFileError, WeightsFormatError
+from trainable_candle.recipes.base import SampleOptions
+from trainable_candle.recipes.sdxl import SDXLRecipe, files
+from trainable_candle.recipes.sdxl.text import TextEncoders
+from trainable_candle.train import TrainConfig
+
+
+@pytest.fixture
+def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Settings of a run on the small pictures."""
+
+    def configure(**settings: Any) -> TrainConfig:
+        given = {"resolution": 64, "cache": "memory", "rank": 4, **settings}
+        return TrainConfig(
+            model="sdxl", dataset=str(sdxl_folder), output=str(tmp_path / "out"), **given
+        )
+
+    return configure
+
+
+def prepare(base: Path, config: TrainConfig) -> tuple[SDXLRecipe, Any]:
+    recipe = SDXLRecipe.load(base, "f32", "cpu")
+    data = recipe.read(base, config, lambda _: None)
+    return recipe, recipe.prepare(data, config, lambda _: None)
+
+
+def test_the_loss_is_that_of_epsilon_prediction(
+    sdxl_base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    config = configure(batch_size=2)
+    recipe, split = prepare(sdxl_base, config)
+    batch = split.train.batches(2, 0).batch(0)
+    tc.manual_seed(5)
+    loss = split.train.loss(batch).item()
+
+    # The same from the parts: encoders, posterior, schedule, UNet.
+    encoders = TextEncoders.load(sdxl_base, "f32", "cpu")
+    vae = tc.models.AutoencoderKL.from_pretrained(sdxl_base, dtype="f32")
+    dataset = recipe.read(sdxl_base, config, lambda _: None).train
+    pixels = np.stack([dataset.pixels(view) for view in batch.views]).astype(np.float32)
+    mean, logvar = vae.encode(tc.tensor((pixels / 127.5 - 1).transpose(0, 3, 1, 2).copy()))
+    tc.manual_seed(5)
+    drawn = tc.randn(mean.shape).numpy()
+    latents = (mean.numpy() + np.exp(logvar.numpy() / 2) * drawn) * vae.scaling_factor
+    objective = tc.train.DiffusionObjective(tc.train.NoiseSchedule())
+    noised = objective.noise(tc.tensor(latents))
+    with tc.no_grad():
+        features = encoders(batch.captions)
+        unet = tc.models.SDXLUNet.from_pretrained(sdxl_base, dtype="f32", subfolder="unet")
+        sizes = tc.tensor(batch.time_ids)
+        found = unet(noised.sample, noised.timesteps, time_ids=sizes, **features).numpy()
+    alphas = np.array(tc.train.NoiseSchedule().alphas_cumprod)[noised.timesteps.numpy()]
+    a = alphas[:, None, None, None]
+    noise = (noised.sample.numpy() - np.sqrt(a) * latents) / np.sqrt(1 - a)
+    assert loss == pytest.approx(np.mean((found - noise) ** 2), rel=1e-3)
+
+
+def test_encoders_are_dropped_when_nothing_needs_them(
+    sdxl_base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    def kept(**settings: Any) -> set[str]:
+        recipe, _ = prepare(sdxl_base, configure(**settings))
+        return recipe.__dict__.keys() & {"vae", "encoders", "unet"}
+
+    assert kept() == {"unet"}
+    assert kept(sample_prompts=["a"]) == {"unet", "vae"}
+    assert kept(cache="off") == {"unet", "vae"}
+    assert kept(train_text_encoder=True) == {"unet"}
+
+
+def test_validation_is_the_same_every_time_and_leaves_the_generator(
+    sdxl_base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    _, split = prepare(sdxl_base, configure(validation_split=0.25))
+    assert (len(split.train), len(split.validation)) == (6, 2)
+    state = tc.get_rng_state()
+    first = split.validation.validation_loss()
+    assert tc.get_rng_state() == state
+    assert split.validation.validation_loss() == first
+
+
+def test_long_captions_take_several_rows_and_are_padded_to_the_longest(sdxl_base: Path) -> None:
+    encoders = TextEncoders.load(sdxl_base, "f32", "cpu")
+    long = "ab " * 20  # 40 letters, a token each, in rows of 15
+    with tc.no_grad():
+        both = encoders([long, "x"])
+        alone, empty = encoders(["x"]), encoders([""])
+    assert both["encoder_hidden_states"].shape == (2, 3 * 17, 20)
+    assert both["text_embeds"].shape == (2, 12)
+    text = both["encoder_hidden_states"].numpy()
+    np.testing.assert_allclose(text[1, :17], alone["encoder_hidden_states"].numpy()[0], atol=1e-6)
+    for rest in (text[1, 17:34], text[1, 34:]):
+        np.testing.assert_allclose(rest, empty["encoder_hidden_states"].numpy()[0], atol=1e-6)
+    np.testing.assert_allclose(
+        both["text_embeds"].numpy()[1], alone["text_embeds"].numpy()[0], atol=1e-6
+    )
+
+
+def test_samples_depend_on_seed_prompt_and_every_option(sdxl_base: Path) -> None:
+    recipe = SDXLRecipe.load(sdxl_base, "f32", "cpu")
+
+    def draw(*prompts: str, **options: Any) -> np.ndarray:
+        given = {"steps": 2, "size": (32, 48), "seed": 3, **options}
+        return recipe.sample(prompts or ["a cat"], SampleOptions(**given))
+
+    state = tc.get_rng_state()
+    first = draw()
+    assert tc.get_rng_state() == state
+    assert (first.shape, first.dtype) == ((1, 48, 32, 3), np.uint8)
+    np.testing.assert_array_equal(draw(), first)
+    # The second picture has the seed that follows.
+    np.testing.assert_array_equal(draw("a dog", "a cat", seed=2)[1:], first)
+    changes: list[dict[str, Any]] = [
+        {"seed": 4},
+        {"steps": 3},
+        {"guidance": 1.0},
+        {"sampler": "dpmpp_2m"},
+        {"negative_prompt": "blurry"},
+        {"size": (48, 32)},
+    ]
+    for change in changes:
+        assert not np.array_equal(draw(**change), first), change
+    assert not np.array_equal(draw("a dog"), first)
+
+
+def test_guidance_one_is_the_prompt_alone(sdxl_base: Path) -> None:
+    recipe = SDXLRecipe.load(sdxl_base, "f32", "cpu")
+    found = recipe.sample(["x"], SampleOptions(steps=2, guidance=1.0, size=(32, 32), seed=1))
+    schedule = tc.train.NoiseSchedule()
+    sampler = tc.train.Sampler(schedule, 2, "euler")
+    tc.manual_seed(1)
+    with tc.no_grad():
+        features = TextEncoders.load(sdxl_base, "f32", "cpu")(["x"])
+        sizes = tc.tensor([[32.0, 32.0, 0.0, 0.0, 32.0, 32.0]])
+        x = sampler.init_noise(tc.randn((1, 4, 16, 16)))
+        for step, t in enumerate(sampler.timesteps):
+            scaled = sampler.scale_input(x, step)
+            x = sampler.step(recipe.unet(scaled, t, time_ids=sizes, **features), step, x)
+        image = recipe.vae.decode(x / recipe.vae.scaling_factor).numpy()[0]
+    expected = np.clip((image.transpose(1, 2, 0) + 1) * 127.5, 0, 255)
+    assert np.abs(found[0].astype(float) - expected).max() <= 1
+
+
+def test_sizes_that_do_not_suit_are_refused(sdxl_base: Path) -> None:
+    recipe = SDXLRecipe.load(sdxl_base, "f32", "cpu")
+    with pytest.raises(ConfigError, match="the size is 33x32 px, expected multiples of 2"):
+        recipe.sample(["x"], SampleOptions(size=(33, 32)))
+
+
+def test_what_is_no_sdxl_model_is_refused(
+    sdxl_base: Path, digits_base: Path, sdxl_file: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(MissingFileError, match="there is no file or folder"):
+        files.facts(tmp_path / "none")
+    with pytest.raises(MissingFileError, match="it has no folder unet, vae"):
+        files.facts(digits_base)
+    with pytest.raises(WeightsFormatError, match="is no SDXL checkpoint: it has no unet"):
+        files.facts(sdxl_base / "unet" / "diffusion_pytorch_model.safetensors")
+    assert files.facts(sdxl_file).factor == files.facts(sdxl_base).factor == 2
+
+
+def test_the_original_checkpoint_says_what_it_predicts(tmp_path: Path) -> None:
+    path = tmp_path / "v.safetensors"
+    tc.save_file({"v_pred": tc.zeros((1,)), "ztsnr": tc.zeros((1,))}, path)
+    schedule = files.schedule(path, None)
+    assert (schedule.prediction_type, schedule.rescale_betas_zero_snr) == ("v_prediction", True)
+    assert files.schedule(path, "epsilon").prediction_type == "epsilon"
+
+
+@pytest.mark.parametrize("clip_skip", [0, 1])
+def test_no_gradient_leads_to_the_layers_that_are_left_out(
+    sdxl_base: Path, configure: Callable[..., TrainConfig], clip_skip: int
+) -> None:
+    config = configure(train_text_encoder=True, clip_skip=clip_skip, adapter="dora")
+    recipe, split = prepare(sdxl_base, config)
+    adapters = recipe.attach(config)
+    split.train.loss(split.train.batches(1, 0).batch(0)).backward()
+    for name, var in adapters.named_parameters().items():
+        assert var.grad is not None, name
+    of_first = adapters.sets["text_encoder"].named_parameters()
+    assert of_first
+    assert not any(f"layers.{2 - n}." in name for name in of_first for n in range(clip_skip + 1))

@@ -1,0 +1,143 @@
+"""CLIP's tokenizer against transformers' numbers (tests/golden/text)."""
+
+import gzip
+import json
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainable_candle.errors import MissingFileError, WeightsFormatError
+from trainable_candle.text import PAD_OF_BIG_G, PAD_OF_CLIP_L, CLIPTokenizer
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "text" / "transformers.json"
+CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
+MERGES = files("trainable_candle.text") / "assets" / "clip_merges.txt.gz"
+
+
+@pytest.fixture(scope="module")
+def clip_l() -> CLIPTokenizer:
+    return CLIPTokenizer.shipped(PAD_OF_CLIP_L)
+
+
+@pytest.fixture(scope="module")
+def big_g() -> CLIPTokenizer:
+    return CLIPTokenizer.shipped(PAD_OF_BIG_G)
+
+
+def test_numbers_are_those_of_transformers(clip_l: CLIPTokenizer) -> None:
+    assert len(CASES) > 80
+    for case in CASES:
+        assert clip_l.encode(case["text"]) == case["ids"], case["text"]
+
+
+def test_rows_are_those_of_transformers(clip_l: CLIPTokenizer, big_g: CLIPTokenizer) -> None:
+    texts = [case["text"] for case in CASES]
+    np.testing.assert_array_equal(clip_l(texts), [case["clip_l"] for case in CASES])
+    # With "!" as padding, transformers also takes every "!" of a text for padding. OpenCLIP, by
+    # which the encoder was trained, and ComfyUI do not.
+    plain = [case for case in CASES if "!" not in case["text"]]
+    assert len(plain) > 60
+    found = big_g([case["text"] for case in plain])
+    np.testing.assert_array_equal(found, [case["big_g"] for case in plain])
+    assert big_g(["hello! !"])[0, :5].tolist() == [49406, *clip_l.encode("hello! !"), 49407]
+
+
+def test_long_texts_are_cut_into_rows(big_g: CLIPTokenizer) -> None:
+    start, end = 49406, 49407
+    for case in CASES:
+        rows = big_g.chunks(case["text"], most=4)
+        seen = case["ids"][:300]
+        assert rows.shape == (max(1, -(-len(seen) // 75)), 77)
+        content = [n for row in rows.tolist() for n in row[1:76]]
+        assert content[: len(seen)] == seen
+        assert (rows[:, 0] == start).all()
+        for number, row in enumerate(rows.tolist()):
+            filled = min(75, len(seen) - 75 * number)
+            assert row[filled + 1 :] == [end] + [0] * (75 - filled)
+        assert big_g.chunks(case["text"], most=1).tolist() == rows[:1].tolist()
+
+
+def vocabulary() -> tuple[dict[str, int], list[str]]:
+    """A small vocabulary with other numbers: letters, the words `cat` and `cats`, bytes of `ü`."""
+    merges = ["a t</w>", "c at</w>", "a t", "c at", "cat s</w>"]
+    tokens = ["!", *"acst", "a</w>", "c</w>", "s</w>", "t</w>", "Ã", "¼", "¼</w>"]
+    tokens += [merge.replace(" ", "") for merge in merges]
+    tokens += ["<|startoftext|>", "<|endoftext|>"]
+    return {token: number for number, token in enumerate(tokens)}, merges
+
+
+def write_slow(folder: Path, **settings: Any) -> dict[str, int]:
+    numbers, merges = vocabulary()
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps(numbers), encoding="utf-8")
+    lines = ["#version: 0.2", *merges, ""]
+    (folder / "merges.txt").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return numbers
+
+
+@pytest.mark.parametrize("pad", ["!", {"content": "!", "lstrip": False}])
+def test_a_folder_of_vocabulary_and_merges(tmp_path: Path, pad: Any) -> None:
+    numbers = write_slow(tmp_path, pad_token=pad, model_max_length=6)
+    tokenizer = CLIPTokenizer.from_pretrained(tmp_path)
+    words = [numbers[token] for token in ("cat</w>", "cats</w>", "Ã", "¼</w>")]
+    start, end = numbers["<|startoftext|>"], numbers["<|endoftext|>"]
+    assert tokenizer.encode("Cat CATS Ü") == words
+    assert tokenizer(["cat"]).tolist() == [[start, words[0], end, 0, 0, 0]]
+
+
+def test_tokenizer_json_is_the_same_tokenizer(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    numbers = write_slow(tmp_path / "slow", pad_token="<|endoftext|>")
+    slow = CLIPTokenizer.from_pretrained(tmp_path / "slow")
+    (tmp_path / "fast").mkdir()
+    whole = tokenizers.Tokenizer.from_str(slow._tokenizer.to_str())
+    # What a published file brings along.
+    whole.enable_padding(length=77)
+    whole.enable_truncation(max_length=20)
+    whole.post_processor = tokenizers.processors.RobertaProcessing(
+        ("<|endoftext|>", numbers["<|endoftext|>"]), ("<|startoftext|>", numbers["<|startoftext|>"])
+    )
+    whole.save(str(tmp_path / "fast" / "tokenizer.json"))
+    fast = CLIPTokenizer.from_pretrained(tmp_path / "fast")
+    text = "cat cats " * 40
+    assert fast.encode(text) == slow.encode(text) == [numbers["cat</w>"], numbers["cats</w>"]] * 40
+    np.testing.assert_array_equal(fast([text, ""]), slow([text, ""]))
+
+
+def test_the_pad_token_may_stand_in_the_map_of_special_tokens(tmp_path: Path) -> None:
+    write_slow(tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": "!"}')
+    assert CLIPTokenizer.from_pretrained(tmp_path).pad == 0
+
+
+def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match=r"there is no file .*vocab\.json; expected"):
+        CLIPTokenizer.from_pretrained(tmp_path)
+    write_slow(tmp_path, pad_token="<pad>")
+    with pytest.raises(WeightsFormatError, match="its vocabulary has no '<pad>'"):
+        CLIPTokenizer.from_pretrained(tmp_path)
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(MissingFileError, match=r"there is no file .*merges\.txt"):
+        CLIPTokenizer.from_pretrained(tmp_path)
+    (tmp_path / "merges.txt").write_text("x yy\n")
+    with pytest.raises(WeightsFormatError, match="cannot be read: "):
+        CLIPTokenizer.from_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(WeightsFormatError, match="cannot be read: "):
+        CLIPTokenizer.from_pretrained(tmp_path)
+
+
+def test_the_shipped_vocabulary_has_its_size() -> None:
+    lines = gzip.decompress(MERGES.read_bytes()).decode().splitlines()
+    assert len(lines) - 1 + 2 * 256 + 2 == 49408
+
+
+def test_the_library_is_loaded_when_first_needed() -> None:
+    code = "import sys, trainable_candle.text; sys.exit('tokenizers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

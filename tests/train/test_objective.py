@@ -1,0 +1,124 @@
+"""The diffusion objective from Python; its arithmetic is tested in Rust."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ArgumentError, ConfigError, MissingFileError, ShapeError
+from trainable_candle.train import DiffusionObjective, NoiseSchedule
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "schedules" / "diffusers.safetensors"
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, tc.Tensor]:
+    return tc.load_file(GOLDEN)
+
+
+@pytest.mark.parametrize(
+    ("prediction_type", "target", "weight"),
+    [
+        ("epsilon", "noise", "min_snr_gamma5_eps_weight"),
+        ("v_prediction", "ddpm_velocity", "min_snr_gamma5_v_weight"),
+    ],
+)
+def test_noise_target_and_weight_are_those_of_diffusers(
+    golden: dict[str, tc.Tensor], prediction_type: str, target: str, weight: str
+) -> None:
+    schedule = NoiseSchedule(prediction_type=prediction_type)
+    np.testing.assert_allclose(schedule.alphas_cumprod, golden["alphas_cumprod"].numpy(), rtol=1e-4)
+    objective = DiffusionObjective(schedule, min_snr_gamma=5.0)
+    noised = objective.noise_at(golden["x0"], golden["noise"], golden["timesteps"])
+    np.testing.assert_allclose(noised.sample.numpy(), golden["ddpm_noised"].numpy(), atol=1e-5)
+    np.testing.assert_allclose(noised.target.numpy(), golden[target].numpy(), atol=1e-5)
+    loss = objective.loss(noised.target + 1.0, noised)
+    expected = golden[weight].numpy()[golden["timesteps"].numpy()].mean()
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_settings_reach_the_objective() -> None:
+    schedule = NoiseSchedule()
+    latents = tc.randn((200, 4, 2, 2))
+    late = DiffusionObjective(
+        schedule, timesteps="logit_normal", logit_mean=3.0, logit_std=0.5, shift=3.0
+    )
+    assert late.noise(latents).timesteps.numpy().mean() > 900
+    narrow = DiffusionObjective(schedule, min_timestep=5, max_timestep=7)
+    assert set(narrow.noise(latents).timesteps.tolist()) == {5, 6}
+    bright = DiffusionObjective(schedule, noise_offset=50.0)
+    assert np.abs(bright.noise(latents).target.numpy()).max() > 20
+    losses = {}
+    for loss, expected in {"mse": 4.0, "l1": 2.0, "huber": 0.975, "smooth_l1": 1.95}.items():
+        objective = DiffusionObjective(
+            schedule, loss=loss, huber_delta=0.5 if loss == "huber" else 0.1
+        )
+        noised = objective.noise(latents)
+        losses[loss] = objective.loss(noised.target + 2.0, noised).item()
+        if loss != "huber":
+            assert losses[loss] == pytest.approx(expected, rel=1e-4)
+    assert losses["huber"] == pytest.approx(0.5 * (2.0 - 0.25), rel=1e-4)
+
+
+def test_mask_and_weights_choose_what_counts() -> None:
+    objective = DiffusionObjective(NoiseSchedule())
+    noised = objective.noise(tc.randn((2, 4, 3, 3)))
+    error = np.zeros((2, 4, 3, 3), dtype=np.float32)
+    error[0, :, 0, 0] = 3.0
+    error[1] = 1.0
+    prediction = noised.target + tc.tensor(error)
+    mask = np.zeros((2, 1, 3, 3), dtype=np.float32)
+    mask[0, :, 0, 0] = 1.0
+    mask[1] = 0.2
+    found = objective.loss(prediction, noised, mask=tc.tensor(mask)).item()
+    assert found == pytest.approx((9.0 + 1.0) / 2, rel=1e-5)
+    weights = tc.tensor([0.0, 0.5])
+    found = objective.loss(prediction, noised, mask=tc.tensor(mask), weights=weights).item()
+    assert found == pytest.approx(0.25, rel=1e-5)
+    with pytest.raises(ShapeError, match=r"mask has shape \[2, 3, 3\], expected \[2, 1, 3, 3\]"):
+        objective.loss(prediction, noised, mask=tc.tensor(mask[:, 0]))
+
+
+def test_draws_repeat_with_the_generator_and_validation_leaves_it_alone() -> None:
+    objective = DiffusionObjective(NoiseSchedule(), noise_offset=0.05)
+    latents = tc.zeros((3, 4, 2, 2))
+    state = tc.get_rng_state()
+    first = objective.noise(latents)
+    tc.set_rng_state(state)
+    second = objective.noise(latents)
+    np.testing.assert_array_equal(first.sample.numpy(), second.sample.numpy())
+    state = tc.get_rng_state()
+    fixed = objective.validation_noise(latents, [4, 5, 6])
+    again = objective.validation_noise(latents[1:], [5, 6])
+    assert tc.get_rng_state() == state
+    np.testing.assert_array_equal(fixed.sample.numpy()[1:], again.sample.numpy())
+    assert fixed.timesteps.tolist()[1:] == again.timesteps.tolist()
+
+
+def test_a_prediction_learns() -> None:
+    objective = DiffusionObjective(NoiseSchedule(), min_snr_gamma=5.0, loss="huber")
+    noised = objective.noise(tc.randn((2, 4, 3, 3)))
+    prediction = tc.Var(tc.zeros((2, 4, 3, 3)))
+    objective.loss(prediction, noised).backward()
+    assert prediction.grad is not None
+    assert (np.sign(prediction.grad.numpy()) == -np.sign(noised.target.numpy())).all()
+
+
+def test_schedules_are_read_and_wrong_ones_named(tmp_path: Path) -> None:
+    file = tmp_path / "scheduler" / "scheduler_config.json"
+    file.parent.mkdir()
+    file.write_text('{"prediction_type": "v_prediction", "rescale_betas_zero_snr": true}')
+    schedule = NoiseSchedule.from_pretrained(tmp_path)
+    assert (schedule.prediction_type, schedule.alphas_cumprod[-1]) == ("v_prediction", 0.0)
+    file.write_text('{"beta_schedule": "sigmoid"}')
+    with pytest.raises(ConfigError, match=r"scheduler_config\.json: .*sigmoid"):
+        NoiseSchedule.from_pretrained(tmp_path)
+    with pytest.raises(MissingFileError):
+        NoiseSchedule.from_pretrained(tmp_path / "nothing")
+    with pytest.raises(ArgumentError, match="beta_schedule"):
+        NoiseSchedule("cosine")
+    with pytest.raises(ArgumentError, match="v_prediction"):
+        DiffusionObjective(NoiseSchedule(rescale_betas_zero_snr=True))
+    with pytest.raises(ArgumentError, match="smooth_l1"):
+        DiffusionObjective(NoiseSchedule(), loss="l2")

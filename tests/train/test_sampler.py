@@ -1,0 +1,75 @@
+"""Samplers from Python against runs of diffusers' schedulers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ArgumentError
+from trainable_candle.train import Guided, NoiseSchedule, Sampler, sample
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "samplers" / "diffusers.safetensors"
+BYTES = GOLDEN.read_bytes()
+METADATA = json.loads(BYTES[8 : 8 + int.from_bytes(BYTES[:8], "little")])["__metadata__"]
+RUNS: dict[str, dict[str, Any]] = json.loads(METADATA["runs"])
+
+
+def toy(x: tc.Tensor, timestep: float, /, *, condition: tc.Tensor) -> tc.Tensor:
+    return 0.5 * x + 0.4 * (x + condition).tanh() * (timestep / 1000)
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("batched", [False, True])
+def test_runs_are_those_of_diffusers(name: str, batched: bool) -> None:
+    golden, run = tc.load_file(GOLDEN), dict(RUNS[name])
+    settings = dict(run["settings"])
+    karras = settings.pop("use_karras_sigmas", False)
+    sampler = Sampler(NoiseSchedule(**settings), run["steps"], run["kind"], karras)
+    np.testing.assert_allclose(sampler.timesteps, golden[f"{name}.timesteps"].numpy(), rtol=1e-5)
+    np.testing.assert_allclose(sampler.sigmas, golden[f"{name}.sigmas"].numpy(), rtol=1e-4)
+    positive, negative = (
+        {"condition": golden[key].expand((2, 4, 1, 1))} for key in ("positive", "negative")
+    )
+    model = Guided(toy, positive, negative, json.loads(METADATA["scale"]), batched=batched)
+    found = sample(sampler, model, golden["noise"])
+    expected = golden[f"{name}.samples"].numpy()[-1]
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_scale_one_asks_for_the_prompt_alone() -> None:
+    calls = []
+
+    def model(x: tc.Tensor, timestep: float, /, *, condition: tc.Tensor) -> tc.Tensor:
+        calls.append((x.shape, timestep))
+        return x + condition
+
+    x, one = tc.ones((2, 3)), tc.ones((2, 1))
+    guided = Guided(model, {"condition": one}, {"condition": -one}, 1.0)
+    assert guided(x, 5.0).tolist() == [[2.0] * 3] * 2
+    assert calls == [((2, 3), 5.0)]
+    guided = Guided(model, {"condition": one}, {"condition": -one}, 2.0)
+    assert guided(x, 5.0).tolist() == [[4.0] * 3] * 2
+    assert calls[1:] == [((4, 3), 5.0)]
+
+
+def test_no_gradient_is_recorded() -> None:
+    weight = tc.Var(tc.ones((1,)))
+    found = sample(Sampler(NoiseSchedule(), 3), lambda x, _: x * weight, tc.randn((1, 2)))
+    assert not found.requires_grad
+
+
+def test_what_cannot_be_sampled_is_refused() -> None:
+    schedule, x = NoiseSchedule(), tc.randn((1, 2))
+    with pytest.raises(ArgumentError, match='unknown sampler "ddim"'):
+        Sampler(schedule, 4, "ddim")
+    with pytest.raises(ArgumentError, match="0 steps"):
+        Sampler(schedule, 0)
+    sampler = Sampler(schedule, 4, "dpmpp_2m")
+    sampler.step(x, 0, x)
+    with pytest.raises(ArgumentError, match="found step 2, expected step 1"):
+        sampler.step(x, 2, x)
+    with pytest.raises(ArgumentError, match="expected the same names"):
+        Guided(toy, {"condition": x}, {}, 2.0)
