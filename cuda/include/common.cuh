@@ -1,0 +1,77 @@
+// What every kernel needs: element types with their arithmetic type, wide loads and stores, sums over a warp and a block.
+//
+// Conventions of this folder:
+// - a function is `extern "C"` and named `<operation>_<part>_<dtype>` with dtype one of f32, f64, f16, bf16;
+// - f16 and bf16 are storage formats: arithmetic and accumulation are in f32 (f64 for f64);
+// - tensors are dense and row-major unless a function takes strides; sizes of one dimension are `uint32_t`, counts of elements
+//   `uint64_t`; results are written, never added, unless the function's name says `accumulate`;
+// - sums are split by sizes alone and added in a fixed order: no floating-point atomics, so that a run repeats.
+#pragma once
+
+#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+constexpr int WARP = 32;
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+// The type in which values of `T` are computed.
+template <typename T> struct Arithmetic { using type = float; };
+template <> struct Arithmetic<double> { using type = double; };
+template <typename T> using Acc = typename Arithmetic<T>::type;
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ double widen(double x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T> __device__ __forceinline__ T narrow(Acc<T> x);
+template <> __device__ __forceinline__ float narrow<float>(float x) { return x; }
+template <> __device__ __forceinline__ double narrow<double>(double x) { return x; }
+template <> __device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
+template <> __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+// `N` values that are loaded and stored in one instruction; the address must be a multiple of their size.
+template <typename T, int N> struct alignas(sizeof(T) * N) Pack {
+    T values[N];
+};
+
+// How many values of `T` one 16-byte access holds.
+template <typename T> constexpr int WIDE = 16 / sizeof(T);
+
+template <typename T> __device__ __forceinline__ bool is_wide(const T *pointer) {
+    return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+
+template <typename T> __device__ __forceinline__ T warp_sum(T value) {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(ALL_LANES, value, offset);
+    return value;
+}
+
+template <typename T> __device__ __forceinline__ T warp_max(T value) {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+        T other = __shfl_xor_sync(ALL_LANES, value, offset);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+// The sum over the block, known to every thread. `shared` holds one value a warp; it may be used again at once.
+template <typename T> __device__ __forceinline__ T block_sum(T value, T *shared) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
+    value = warp_sum(value);
+    if (lane == 0) shared[warp] = value;
+    __syncthreads();
+    value = warp_sum(lane < warps ? shared[lane] : T(0));
+    __syncthreads();
+    return value;
+}
+
+// Declares the functions of a template for every dtype: `DEFINE(name, type)` is a macro of the including file.
+#define FOR_EACH_FLOAT(DEFINE)                                                                                         \
+    DEFINE(f32, float)                                                                                                 \
+    DEFINE(f16, __half)                                                                                                \
+    DEFINE(bf16, __nv_bfloat16)
+#define FOR_EACH_FLOAT_AND_DOUBLE(DEFINE) FOR_EACH_FLOAT(DEFINE) DEFINE(f64, double)
