@@ -1,49 +1,137 @@
-//! Prepares what the linker asks for under the names of the CUDA libraries, so that the result needs none of them to be loaded.
+//! Compiles the kernels, and prepares what the linker asks for under the names of the CUDA libraries, so that the result needs none
+//! of them to be loaded.
 
 use std::path::{Path, PathBuf};
-use std::{env, fs, io};
+use std::process::Command;
+use std::time::SystemTime;
+use std::{env, fs, io, thread};
 
 /// Libraries whose functions `src/symbols.rs` stands in for. The linker wants a file of each name; it may be empty.
 const STOOD_IN: [&str; 5] = ["cuda", "cublas", "cublasLt", "curand", "nvrtc"];
 /// An `ar` archive without members.
 const EMPTY_ARCHIVE: &[u8] = b"!<arch>\n";
+/// Where the CUDA toolkit is.
+const TOOLKIT_VARIABLES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
+/// What the kernels are compiled for: compute capabilities without the dot, with `+ptx` for what newer GPUs compile for themselves.
+const ARCHITECTURES_VARIABLE: &str = "TRAINABLE_CANDLE_CUDA_ARCHS";
+const ARCHITECTURES: &str = "80,86,89,90,120+ptx";
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    for variable in TOOLKIT_VARIABLES {
+    for variable in TOOLKIT_VARIABLES.into_iter().chain([ARCHITECTURES_VARIABLE]) {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
         return;
     }
+    println!("cargo::rerun-if-changed=kernels");
+    println!("cargo::rerun-if-changed=include");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    if let Err(error) = prepare(&out) {
+    if let Err(error) = prepare_libraries(&out).and_then(|()| compile_kernels(&out)) {
         println!("cargo::error={error}");
     }
 }
 
-const TOOLKIT_VARIABLES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
-
-fn prepare(out: &Path) -> io::Result<()> {
+fn prepare_libraries(out: &Path) -> io::Result<()> {
     for name in STOOD_IN {
         fs::write(out.join(format!("lib{name}.a")), EMPTY_ARCHIVE)?;
     }
     // The static runtime under the name of the shared one: it opens the driver by itself, when it is first used.
-    let runtime = find_static_runtime()?;
+    let runtime = find(&["lib/libcudart_static.a", "lib64/libcudart_static.a"])?;
     fs::copy(runtime, out.join("libcudart.a"))?;
     println!("cargo::rustc-link-search=native={}", out.display());
     Ok(())
 }
 
-/// `libcudart_static.a` of the CUDA toolkit: as PyPI's packages or as NVIDIA's installer lays it out.
-fn find_static_runtime() -> io::Result<PathBuf> {
+/// One `<name>.fatbin` for each `kernels/<name>.cu`.
+fn compile_kernels(out: &Path) -> io::Result<()> {
+    let nvcc = find(&["bin/nvcc"])?;
+    let targets = targets(&env::var(ARCHITECTURES_VARIABLE).unwrap_or_else(|_| ARCHITECTURES.to_owned()))?;
+    let headers = files("include", "cuh")?.iter().map(|path| modified(path)).max();
+    let stale = |source: &&PathBuf| {
+        let compiled = modified(&fatbin(out, source));
+        compiled.is_none() || compiled < modified(source) || headers.is_some_and(|headers| compiled < headers)
+    };
+    // Other targets make everything stale.
+    let record = out.join("targets");
+    let wanted = targets.join(" ");
+    let same = fs::read_to_string(&record).is_ok_and(|found| found == wanted);
+    let sources: Vec<PathBuf> = files("kernels", "cu")?.into_iter().filter(|path| !same || stale(&path)).collect();
+    let workers = env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1usize).max(1);
+    for batch in sources.chunks(workers) {
+        thread::scope(|scope| {
+            let running: Vec<_> =
+                batch.iter().map(|source| scope.spawn(|| compile(&nvcc, source, &targets, out))).collect();
+            running.into_iter().try_for_each(|worker| worker.join().expect("a worker does not panic"))
+        })?;
+    }
+    fs::write(record, wanted)
+}
+
+fn compile(nvcc: &Path, source: &Path, targets: &[String], out: &Path) -> io::Result<()> {
+    let result = Command::new(nvcc)
+        .args(["-std=c++17", "-O3", "-fatbin", "--compress-mode=size", "-I", "include"])
+        .args(targets)
+        .arg(source)
+        .arg("-o")
+        .arg(fatbin(out, source))
+        .output()?;
+    if result.status.success() {
+        return Ok(());
+    }
+    let reason = String::from_utf8_lossy(&result.stderr).replace('\n', " | ");
+    Err(io::Error::other(format!("nvcc cannot compile {}: {reason}", source.display())))
+}
+
+/// nvcc's arguments for a list of architectures.
+fn targets(list: &str) -> io::Result<Vec<String>> {
+    let mut targets = Vec::new();
+    for item in list.split(',').map(str::trim).filter(|item| !item.is_empty()) {
+        let (number, ptx) = item.strip_suffix("+ptx").map_or((item, false), |number| (number, true));
+        if number.parse::<u32>().is_err() {
+            let message = format!("{ARCHITECTURES_VARIABLE} is \"{list}\"; expected a list such as {ARCHITECTURES}");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+        }
+        targets.push(format!("-gencode=arch=compute_{number},code=sm_{number}"));
+        if ptx {
+            targets.push(format!("-gencode=arch=compute_{number},code=compute_{number}"));
+        }
+    }
+    Ok(targets)
+}
+
+fn fatbin(out: &Path, source: &Path) -> PathBuf {
+    out.join(source.with_extension("fatbin").file_name().expect("a source has a name"))
+}
+
+fn modified(path: &Path) -> Option<SystemTime> {
+    fs::metadata(path).and_then(|metadata| metadata.modified()).ok()
+}
+
+fn files(folder: &str, extension: &str) -> io::Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    let mut folders = vec![PathBuf::from(folder)];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder)? {
+            let path = entry?.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|found| found == extension) {
+                files.push(path);
+            }
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// The first of some files that a CUDA toolkit has, as PyPI's packages or as NVIDIA's installer lays it out.
+fn find(files: &[&str]) -> io::Result<PathBuf> {
     let roots = TOOLKIT_VARIABLES.iter().filter_map(env::var_os).chain([("/usr/local/cuda").into()]);
-    let places = roots.flat_map(|root| ["lib", "lib64"].map(|folder| Path::new(&root).join(folder)));
-    let candidates: Vec<PathBuf> = places.map(|folder| folder.join("libcudart_static.a")).collect();
-    candidates.iter().find(|path| path.is_file()).cloned().ok_or_else(|| {
-        io::Error::new(
-            io::ErrorKind::NotFound,
-            format!("the feature `cuda` needs libcudart_static.a; set CUDA_HOME to the toolkit (looked at {candidates:?})"),
-        )
+    let places: Vec<PathBuf> =
+        roots.flat_map(|root| files.iter().map(move |file| Path::new(&root).join(file))).collect();
+    places.iter().find(|path| path.is_file()).cloned().ok_or_else(|| {
+        let message = format!("the feature `cuda` needs a CUDA toolkit; set CUDA_HOME to it (looked at {places:?})");
+        io::Error::new(io::ErrorKind::NotFound, message)
     })
 }

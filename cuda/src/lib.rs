@@ -1,4 +1,4 @@
-//! CUDA without linking to it.
+//! CUDA without linking to it, and the kernels.
 //!
 //! Candle's CUDA backend calls the driver and the CUDA libraries as ordinary linked functions. Here each of these functions is
 //! defined: as a jump through a slot that [`load`] fills with the address found in the library of this machine. So an executable
@@ -6,6 +6,8 @@
 
 #[cfg(feature = "cuda")]
 mod library;
+#[cfg(feature = "cuda")]
+pub mod modules;
 #[cfg(feature = "cuda")]
 mod symbols;
 

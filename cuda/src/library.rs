@@ -26,8 +26,7 @@ pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
     Driver(&found).check()?;
     let mut handles = vec![driver];
     for library in TOOLKIT {
-        let handle =
-            open(library, folders).map_err(|reason| Unavailable::NoLibrary { file: library.file, reason })?;
+        let handle = open(library, folders).map_err(|reason| Unavailable::NoLibrary { file: library.file, reason })?;
         found.extend(resolve(&handle, library)?);
         handles.push(handle);
     }

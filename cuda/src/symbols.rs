@@ -62,14 +62,16 @@ macro_rules! library {
 
 library!(driver, "libcuda.so.1", [
     cuCtxDestroy_v2 cuCtxGetCurrent cuCtxSetCurrent cuCtxSynchronize cuDeviceGet cuDeviceGetAttribute cuDeviceGetCount
-    cuDeviceGetName cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate cuEventDestroy_v2
-    cuEventRecord cuGetErrorString cuInit cuLaunchKernel cuMemAllocAsync cuMemAlloc_v2 cuMemFreeAsync cuMemFree_v2
-    cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuModuleGetFunction
+    cuDeviceGetDefaultMemPool cuDeviceGetName cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion
+    cuEventCreate cuEventDestroy_v2 cuEventRecord cuFuncSetAttribute cuGetErrorName cuGetErrorString cuInit cuLaunchKernel
+    cuMemAllocAsync cuMemAlloc_v2 cuMemFreeAsync cuMemFree_v2 cuMemGetInfo_v2 cuMemPoolGetAttribute cuMemPoolSetAttribute
+    cuMemPoolTrimTo cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuModuleGetFunction
     cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamCreate cuStreamDestroy_v2 cuStreamIsCapturing cuStreamSynchronize
     cuStreamWaitEvent
 ]);
 library!(blas, "libcublas.so.13", [
-    cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmStridedBatchedEx cublasSetStream_v2
+    cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmStridedBatchedEx cublasSetMathMode cublasSetStream_v2
+    cublasSetWorkspace_v2
 ]);
 library!(random, "libcurand.so.10", [
     curandCreateGenerator curandDestroyGenerator curandSetPseudoRandomGeneratorSeed curandSetStream

@@ -53,6 +53,11 @@ __all__ = [
     "clip_grad_norm_",
     "conv2d",
     "cross_entropy",
+    "cuda_device_count",
+    "cuda_memory_stats",
+    "cuda_reset_peak_memory_stats",
+    "cuda_synchronize",
+    "cuda_unavailable_reason",
     "dropout",
     "embedding",
     "empty_like",
@@ -2423,6 +2428,43 @@ def cross_entropy(
         ShapeError, DTypeError: if the operands do not fit.
         IndexOutOfRangeError: if a target is no class.
         ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
+    """
+
+def cuda_device_count() -> int:
+    """
+    The number of CUDA devices.
+
+    Raises:
+        CudaUnavailableError: if CUDA cannot be used.
+    """
+
+def cuda_memory_stats(device: str) -> tuple[int, int, int, int, int, int]:
+    """
+    Bytes that a CUDA device holds: (allocated, peak allocated, reserved, peak reserved, free, total).
+
+    Raises:
+        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+    """
+
+def cuda_reset_peak_memory_stats(device: str) -> None:
+    """
+    Start counting the peaks of a CUDA device anew.
+
+    Raises:
+        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+    """
+
+def cuda_synchronize(device: str) -> None:
+    """
+    Wait until all work queued on a CUDA device is done.
+
+    Raises:
+        DeviceError, CudaUnavailableError: if it is not a CUDA device or a kernel failed.
+    """
+
+def cuda_unavailable_reason() -> str | None:
+    """
+    Why CUDA cannot be used, or None if it can.
     """
 
 def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = 0.5, training: bool = True) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from trainable_candle import _core
 from trainable_candle._core import Tensor
 from trainable_candle.errors import CudaUnavailableError
 
@@ -19,7 +20,7 @@ __all__ = [
 
 def unavailable_reason() -> str | None:
     """Return why CUDA cannot be used, or None if it can."""
-    return "this build has no CUDA support"
+    return _core.cuda_unavailable_reason()
 
 
 def is_available() -> bool:
@@ -28,35 +29,43 @@ def is_available() -> bool:
 
 
 def device_count() -> int:
-    """Return the number of CUDA devices."""
-    return 0
+    """Return the number of CUDA devices, 0 if CUDA cannot be used."""
+    return _core.cuda_device_count() if is_available() else 0
 
 
-def synchronize() -> None:
-    """Wait until all work on the current device is done.
-
-    Raises:
-        CudaUnavailableError: If CUDA cannot be used.
-    """
-    _refuse()
-
-
-def memory_stats() -> dict[str, int]:
-    """Return bytes in use and at peak on the current device.
+def synchronize(device: str = "cuda") -> None:
+    """Wait until all work queued on `device` is done.
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
+        DeviceError: If `device` is not a CUDA device, or a kernel failed.
     """
-    _refuse()
+    _core.cuda_synchronize(device)
 
 
-def reset_peak_memory_stats() -> None:
-    """Start counting peak memory anew.
+def memory_stats(device: str = "cuda") -> dict[str, int]:
+    """Return what `device` holds, in bytes.
+
+    Returns:
+        `allocated` and `peak_allocated` (tensors and workspaces), `reserved` and `peak_reserved`
+        (allocated, or kept for later), `free` and `total` (of the whole device, for any process).
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
+        DeviceError: If `device` is not a CUDA device.
     """
-    _refuse()
+    names = ("allocated", "peak_allocated", "reserved", "peak_reserved", "free", "total")
+    return dict(zip(names, _core.cuda_memory_stats(device), strict=True))
+
+
+def reset_peak_memory_stats(device: str = "cuda") -> None:
+    """Start counting peak memory anew, from what is held now.
+
+    Raises:
+        CudaUnavailableError: If CUDA cannot be used.
+        DeviceError: If `device` is not a CUDA device.
+    """
+    _core.cuda_reset_peak_memory_stats(device)
 
 
 def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Callable[..., Any]:

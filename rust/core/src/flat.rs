@@ -8,7 +8,7 @@ use candle_core::{DType, Device};
 
 use crate::raw::{Raw, check_allocation};
 use crate::tape::Leaf;
-use crate::{Error, Result, Tensor, Var, cpu};
+use crate::{Error, Result, Tensor, Var, compute};
 
 /// Variables that are consecutive views of one vector, with gradients that are views of another.
 #[derive(Clone)]
@@ -53,7 +53,7 @@ impl FlatBuffer {
                 Ok(buffer.narrow(0, range.start, range.len())?.reshape(value.shape())?)
             };
             let storage = view(&data)?;
-            cpu::copy_into(&storage, value.raw())?;
+            compute::copy_into(&storage, value.raw())?;
             let var = Var::adopt(storage)?;
             leaf(&var)?.bind(view(&grad)?)?;
             vars.push(var);

@@ -14,7 +14,11 @@
 //! ```
 
 pub mod checkpoint;
+pub mod compute;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod device;
 mod error;
 mod flat;
 pub mod gradcheck;

@@ -3,7 +3,7 @@
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, WithDType};
 
-use crate::{Error, Result};
+use crate::{Error, Result, compute};
 
 /// A candle tensor that carries no candle graph: values, shape, dtype, device.
 pub type Raw = candle_core::Tensor;
@@ -15,7 +15,7 @@ pub fn from_vec<T: WithDType>(data: Vec<T>, shape: impl Into<Shape>) -> Raw {
 
 /// A contiguous copy of `raw` with storage of its own, cut from any candle graph.
 pub fn own_copy(raw: &Raw) -> Result<Raw> {
-    Ok(raw.detach().force_contiguous()?)
+    compute::copy(raw)
 }
 
 /// Identity and size in bytes of the storage behind `raw`; views of one storage share both.
@@ -24,6 +24,8 @@ pub fn storage_identity(raw: &Raw) -> (usize, usize) {
     let address = std::ptr::from_ref::<Storage>(&storage) as usize;
     let elements = match &*storage {
         Storage::Cpu(cpu) => cpu_len(cpu),
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(cuda) => crate::cuda::storage_len(cuda),
         _ => raw.elem_count(),
     };
     (address, elements * raw.dtype().size_in_bytes())
@@ -57,17 +59,8 @@ pub fn is_float(dtype: DType) -> bool {
 /// [`Error::OutOfMemory`] with the size asked for and the memory available.
 pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Result<usize> {
     const ALWAYS_FINE: usize = 256 << 20;
-    let bytes = dims
-        .iter()
-        .try_fold(1usize, |n, &d| n.checked_mul(d))
-        .and_then(|n| n.checked_mul(dtype.size_in_bytes()))
-        .filter(|&b| b <= isize::MAX as usize);
-    let Some(bytes) = bytes else {
-        return Err(Error::OutOfMemory {
-            op,
-            message: format!("a {} tensor of shape {dims:?} has more bytes than can be addressed", dtype.as_str()),
-        });
-    };
+    let count = check_size(op, dims, dtype)?;
+    let bytes = count * dtype.size_in_bytes();
     // Asking the system costs microseconds, so small tensors go without.
     let available = if bytes > ALWAYS_FINE { crate::memory::available_bytes() } else { None };
     if let Some(available) = available.filter(|&a| bytes > a) {
@@ -81,7 +74,28 @@ pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Resul
             ),
         });
     }
-    Ok(bytes / dtype.size_in_bytes())
+    Ok(count)
+}
+
+/// The number of elements of a shape, if they and their bytes can be counted.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if not.
+pub fn check_size(op: &'static str, dims: &[usize], dtype: DType) -> Result<usize> {
+    let count = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
+    let fits = |n: &usize| n.checked_mul(dtype.size_in_bytes()).is_some_and(|bytes| bytes <= isize::MAX as usize);
+    count.filter(fits).ok_or_else(|| Error::OutOfMemory {
+        op,
+        message: format!("a {} tensor of shape {dims:?} has more bytes than can be addressed", dtype.as_str()),
+    })
+}
+
+/// The same values on the CPU. Of a view, only its own elements are moved.
+pub fn to_cpu(raw: &Raw) -> Result<Raw> {
+    if raw.device().is_cpu() {
+        return Ok(raw.clone());
+    }
+    Ok(compute::contiguous(raw)?.to_device(&Device::Cpu)?)
 }
 
 /// All elements in row-major order.
@@ -90,7 +104,7 @@ pub fn to_vec<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
         // A view without elements may start behind the end of its storage, which candle does not expect.
         return Ok(Vec::new());
     }
-    Ok(raw.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<T>()?)
+    Ok(to_cpu(raw)?.flatten_all()?.to_vec1::<T>()?)
 }
 
 /// All elements as f64 in row-major order, for tests and scalars.
@@ -98,5 +112,5 @@ pub fn to_f64_vec(raw: &Raw) -> Result<Vec<f64>> {
     if raw.elem_count() == 0 {
         return Ok(Vec::new());
     }
-    to_vec(&raw.to_dtype(DType::F64)?)
+    to_vec(&to_cpu(raw)?.to_dtype(DType::F64)?)
 }

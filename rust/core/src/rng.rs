@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use candle_core::{DType, Device, Shape};
 
 use crate::raw::{Raw, check_allocation, from_vec};
-use crate::{Error, Result};
+use crate::{Error, Result, compute};
 
 /// Seed and position of a generator; restoring it repeats the draws that followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,11 +155,11 @@ pub fn integers_vec(n: usize, bound: u32) -> Result<Vec<i64>> {
         .collect())
 }
 
-fn finish(op: &'static str, values: Vec<f32>, shape: &Shape, dtype: DType, device: &Device) -> Result<Raw> {
-    if !crate::raw::is_float(dtype) {
-        return Err(Error::dtype(op, format!("random values are floating point; dtype {} is not", dtype.as_str())));
+fn check_float(op: &'static str, dtype: DType) -> Result<()> {
+    if crate::raw::is_float(dtype) {
+        return Ok(());
     }
-    Ok(from_vec(values, shape.clone()).to_dtype(dtype)?.to_device(device)?)
+    Err(Error::dtype(op, format!("random values are floating point; dtype {} is not", dtype.as_str())))
 }
 
 /// Uniform values in `[low, high)`.
@@ -167,14 +167,21 @@ fn finish(op: &'static str, values: Vec<f32>, shape: &Shape, dtype: DType, devic
 /// # Errors
 /// [`Error::OutOfMemory`] if they do not fit, [`Error::DType`] if `dtype` is not floating point.
 pub fn uniform(low: f64, high: f64, shape: &Shape, dtype: DType, device: &Device) -> Result<Raw> {
-    let n = check_allocation("rand", shape.dims(), DType::F32)?;
+    const OP: &str = "rand";
+    check_float(OP, dtype)?;
+    let n = check_allocation(OP, shape.dims(), DType::F32)?;
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        let start = advance(n.div_ceil(4) as u64);
+        return compute::cast(&crate::cuda::uniform(device, shape.dims(), start, [low, high])?, dtype);
+    }
     let mut values = uniform_vec(n);
     if (low, high) != (0.0, 1.0) {
         for v in &mut values {
             *v = (low + (high - low) * f64::from(*v)) as f32;
         }
     }
-    finish("rand", values, shape, dtype, device)
+    Ok(compute::cast(&from_vec(values, shape), dtype)?.to_device(device)?)
 }
 
 /// Normal values of `mean` and `std`.
@@ -182,14 +189,21 @@ pub fn uniform(low: f64, high: f64, shape: &Shape, dtype: DType, device: &Device
 /// # Errors
 /// [`Error::OutOfMemory`] if they do not fit, [`Error::DType`] if `dtype` is not floating point.
 pub fn normal(mean: f64, std: f64, shape: &Shape, dtype: DType, device: &Device) -> Result<Raw> {
-    let n = check_allocation("randn", shape.dims(), DType::F32)?;
+    const OP: &str = "randn";
+    check_float(OP, dtype)?;
+    let n = check_allocation(OP, shape.dims(), DType::F32)?;
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        let start = advance(n.div_ceil(4) as u64);
+        return compute::cast(&crate::cuda::normal(device, shape.dims(), start, [mean, std])?, dtype);
+    }
     let mut values = normal_vec(n);
     if (mean, std) != (0.0, 1.0) {
         for v in &mut values {
             *v = (mean + std * f64::from(*v)) as f32;
         }
     }
-    finish("randn", values, shape, dtype, device)
+    Ok(compute::cast(&from_vec(values, shape), dtype)?.to_device(device)?)
 }
 
 #[cfg(test)]

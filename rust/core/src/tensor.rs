@@ -71,8 +71,7 @@ impl Tensor {
     pub fn full(value: f64, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
         let shape = shape.into();
         raw::check_allocation("full", shape.dims(), dtype)?;
-        let scalar = Raw::new(value, device)?.to_dtype(dtype)?;
-        Ok(Self::constant(scalar.broadcast_as(shape)?.contiguous()?))
+        Ok(Self::constant(crate::compute::full(value, shape.dims(), dtype, device)?))
     }
 
     /// Zeros.
@@ -186,7 +185,7 @@ impl Tensor {
             ));
         }
         self.check_rust_type::<T>("to_scalar")?;
-        Ok(self.raw.flatten_all()?.to_vec1::<T>()?[0])
+        Ok(raw::to_vec::<T>(&self.raw)?[0])
     }
 
     /// All elements in row-major order.

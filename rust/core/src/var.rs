@@ -8,7 +8,7 @@ use candle_core::{DType, Device, NdArray, Shape};
 use crate::raw::{self, Raw};
 use crate::tape::{Leaf, Node};
 use crate::tensor::{Tensor, Version};
-use crate::{Error, Result, cpu};
+use crate::{Error, Result, compute};
 
 /// A trainable variable: a leaf of the tape with storage of its own.
 ///
@@ -133,7 +133,7 @@ impl Var {
         } else {
             value.raw.clone()
         };
-        cpu::copy_into(&self.0.raw, &source)?;
+        compute::copy_into(&self.0.raw, &source)?;
         self.bump();
         Ok(())
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
-use trainable_candle_core::cpu::copy_into;
+use trainable_candle_core::compute::copy_into;
 use trainable_candle_core::raw::{check_allocation, is_float};
 use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor};
 

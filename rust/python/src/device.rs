@@ -1,13 +1,18 @@
-//! Devices by name.
+//! Devices by name, and CUDA: whether it is there, what it holds.
 
-use candle_core::DeviceLocation;
+use std::path::PathBuf;
+
 use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
 use pyo3::type_hint_identifier;
-use pyo3::types::PyString;
+use pyo3::types::{PyList, PyString};
+use tc::device;
 use trainable_candle_core as tc;
 
+use crate::call::detached;
 use crate::error::Result;
+
+pub use tc::device::{is_name as looks_like_device, name};
 
 /// A device argument: `"cpu"`, `"cuda"` or `"cuda:1"`.
 #[derive(Clone)]
@@ -28,38 +33,64 @@ impl<'a, 'py> FromPyObject<'a, 'py> for DeviceArg {
     }
 }
 
-/// Whether `text` means a device (known or not), as opposed to a dtype.
-pub fn looks_like_device(text: &str) -> bool {
-    matches!(text.split(':').next(), Some("cpu" | "cuda"))
-}
-
 /// The device of a name.
 ///
 /// # Errors
 /// `DeviceError` if the name is unknown, `CudaUnavailableError` if CUDA cannot be used.
 pub fn parse(text: &str) -> Result<tc::Device> {
-    let (kind, index) = match text.split_once(':') {
-        Some((kind, index)) => (kind, Some(index)),
-        None => (text, None),
-    };
-    let index_is_number = index.is_none_or(|i| i.parse::<usize>().is_ok());
-    match kind {
-        "cpu" if index.is_none_or(|i| i == "0") => Ok(tc::Device::Cpu),
-        "cuda" if index_is_number => {
-            Err(tc::Error::CudaUnavailable("this build has no CUDA support".to_owned()).into())
-        }
-        _ => {
-            let message = format!("unknown device \"{text}\"; expected \"cpu\", \"cuda\" or \"cuda:N\"");
-            Err(tc::Error::device("device", message).into())
-        }
-    }
+    Ok(device::parse(text, || Python::attach(library_folders))?)
 }
 
-/// The name of a device, as it is given and shown.
-pub fn name(device: &tc::Device) -> String {
-    match device.location() {
-        DeviceLocation::Cpu => "cpu".to_owned(),
-        DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
-        DeviceLocation::Metal { gpu_id } => format!("metal:{gpu_id}"),
-    }
+/// Where pip puts NVIDIA's libraries, in every folder that Python imports from.
+fn library_folders(py: Python<'_>) -> Vec<PathBuf> {
+    let entries = || py.import("sys")?.getattr("path")?.cast_into::<PyList>().map_err(PyErr::from);
+    let folder = |entry: Bound<'_, PyAny>| Some(PathBuf::from(entry.extract::<String>().ok()?).join("nvidia/cu13/lib"));
+    entries()
+        .map_or_else(|_| Vec::new(), |entries| entries.iter().filter_map(folder).filter(|path| path.is_dir()).collect())
+}
+
+/// Why CUDA cannot be used, or None if it can.
+#[pyfunction]
+pub fn cuda_unavailable_reason(py: Python<'_>) -> Option<String> {
+    device::cuda_count(&library_folders(py)).err().map(|error| match error {
+        tc::Error::CudaUnavailable(reason) => reason,
+        other => other.to_string(),
+    })
+}
+
+/// The number of CUDA devices.
+///
+/// Raises:
+///     CudaUnavailableError: if CUDA cannot be used.
+#[pyfunction]
+pub fn cuda_device_count(py: Python<'_>) -> Result<usize> {
+    Ok(device::cuda_count(&library_folders(py))?)
+}
+
+/// Wait until all work queued on a CUDA device is done.
+///
+/// Raises:
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device or a kernel failed.
+#[pyfunction]
+pub fn cuda_synchronize(py: Python<'_>, device: DeviceArg) -> Result<()> {
+    detached(py, || device::synchronize(&device.0))
+}
+
+/// Bytes that a CUDA device holds: (allocated, peak allocated, reserved, peak reserved, free, total).
+///
+/// Raises:
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+#[pyfunction]
+pub fn cuda_memory_stats(device: DeviceArg) -> Result<(u64, u64, u64, u64, u64, u64)> {
+    let stats = device::memory_stats(&device.0)?;
+    Ok((stats.allocated, stats.peak_allocated, stats.reserved, stats.peak_reserved, stats.free, stats.total))
+}
+
+/// Start counting the peaks of a CUDA device anew.
+///
+/// Raises:
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+#[pyfunction]
+pub fn cuda_reset_peak_memory_stats(device: DeviceArg) -> Result<()> {
+    Ok(device::reset_peak_memory_stats(&device.0)?)
 }

@@ -104,12 +104,21 @@ impl<F: Fn(&mut CpuStorage, &Layout, [Operand<'_>; 2]) -> Result<()>> InplaceOp3
     }
 }
 
+/// Kernels of the CPU read its memory alone, and nothing is moved behind the caller's back.
+fn check_cpu(op: &'static str, tensors: &[&Raw]) -> crate::Result<()> {
+    if tensors.iter().all(|tensor| tensor.device().is_cpu()) {
+        return Ok(());
+    }
+    Err(crate::Error::device(op, "has no CUDA form yet; move the tensors to the CPU with to(\"cpu\")"))
+}
+
 /// A new tensor from the storage of one.
 pub(super) fn read1(
     op: &'static str,
     x: &Raw,
     f: impl Fn(Operand<'_>) -> Result<(CpuStorage, Shape)>,
 ) -> crate::Result<Raw> {
+    check_cpu(op, &[x])?;
     Ok(x.apply_op1_no_bwd(&Call { op, f })?)
 }
 
@@ -120,6 +129,7 @@ pub(super) fn read2(
     b: &Raw,
     f: impl Fn([Operand<'_>; 2]) -> Result<(CpuStorage, Shape)>,
 ) -> crate::Result<Raw> {
+    check_cpu(op, &[a, b])?;
     Ok(a.apply_op2_no_bwd(b, &Call { op, f })?)
 }
 
@@ -129,6 +139,7 @@ pub(super) fn read3(
     [a, b, c]: [&Raw; 3],
     f: impl Fn([Operand<'_>; 3]) -> Result<(CpuStorage, Shape)>,
 ) -> crate::Result<Raw> {
+    check_cpu(op, &[a, b, c])?;
     Ok(a.apply_op3_no_bwd(b, c, &Call { op, f })?)
 }
 
@@ -138,6 +149,7 @@ pub(crate) fn read_all<R>(
     tensors: &[&Raw],
     f: impl FnOnce(&[Operand<'_>]) -> Result<R>,
 ) -> crate::Result<R> {
+    check_cpu(op, tensors)?;
     let f = Cell::new(Some(f));
     let result = Cell::new(None);
     enter(op, tensors, &[], &|operands| {
@@ -175,6 +187,7 @@ pub(super) fn write1(
     dst: &Raw,
     f: impl Fn(&mut CpuStorage, &Layout) -> Result<()>,
 ) -> crate::Result<()> {
+    check_cpu(op, &[dst])?;
     // Candle takes the strides of an empty tensor for repeated elements.
     if dst.elem_count() == 0 {
         return Ok(());
@@ -189,6 +202,7 @@ pub(super) fn write2(
     src: &Raw,
     f: impl Fn(&mut CpuStorage, &Layout, Operand<'_>) -> Result<()>,
 ) -> crate::Result<()> {
+    check_cpu(op, &[dst, src])?;
     if dst.elem_count() == 0 {
         return Ok(());
     }
@@ -203,6 +217,7 @@ pub(super) fn write3(
     b: &Raw,
     f: impl Fn(&mut CpuStorage, &Layout, [Operand<'_>; 2]) -> Result<()>,
 ) -> crate::Result<()> {
+    check_cpu(op, &[dst, a, b])?;
     if dst.elem_count() == 0 {
         return Ok(());
     }

@@ -23,29 +23,55 @@ pub(super) const GRAIN: usize = 32 * 1024;
 
 /// A function of one number. `apply` must be `#[inline(always)]` to be vectorised.
 pub trait Unary {
+    /// The name of the same function in `cuda/kernels/elementwise.cu`.
+    const KERNEL: &'static str;
+
+    /// The numbers that it takes there.
+    fn parameters(&self) -> [f64; 2] {
+        [0.0; 2]
+    }
+
     /// The value at `x`.
     fn apply<R: Real>(&self, x: R) -> R;
 }
 
 /// A function of two numbers. `apply` must be `#[inline(always)]` to be vectorised.
 pub trait Binary {
+    /// As [`Unary::KERNEL`].
+    const KERNEL: &'static str;
+
+    /// As [`Unary::parameters`].
+    fn parameters(&self) -> [f64; 2] {
+        [0.0; 2]
+    }
+
     /// The value at `a`, `b`.
     fn apply<R: Real>(&self, a: R, b: R) -> R;
 }
 
 /// A function of three numbers. `apply` must be `#[inline(always)]` to be vectorised.
 pub trait Ternary {
+    /// As [`Unary::KERNEL`].
+    const KERNEL: &'static str;
+
+    /// As [`Unary::parameters`].
+    fn parameters(&self) -> [f64; 2] {
+        [0.0; 2]
+    }
+
     /// The value at `a`, `b`, `c`.
     fn apply<R: Real>(&self, a: R, b: R, c: R) -> R;
 }
 
 macro_rules! binary_function {
-    ($name:ident, $doc:literal, |$a:ident, $b:ident| $value:expr) => {
+    ($name:ident, $kernel:literal, $doc:literal, |$a:ident, $b:ident| $value:expr) => {
         #[doc = $doc]
         #[derive(Clone, Copy, Debug)]
         pub struct $name;
 
         impl Binary for $name {
+            const KERNEL: &'static str = $kernel;
+
             #[inline(always)]
             fn apply<R: Real>(&self, $a: R, $b: R) -> R {
                 $value
@@ -54,12 +80,12 @@ macro_rules! binary_function {
     };
 }
 
-binary_function!(Add, "a + b.", |a, b| a + b);
-binary_function!(Sub, "a - b.", |a, b| a - b);
-binary_function!(Mul, "a * b.", |a, b| a * b);
-binary_function!(Div, "a / b.", |a, b| a / b);
-binary_function!(Maximum, "The larger number, or NaN if one is NaN.", |a, b| a.max(b));
-binary_function!(Minimum, "The smaller number, or NaN if one is NaN.", |a, b| a.min(b));
+binary_function!(Add, "add", "a + b.", |a, b| a + b);
+binary_function!(Sub, "sub", "a - b.", |a, b| a - b);
+binary_function!(Mul, "mul", "a * b.", |a, b| a * b);
+binary_function!(Div, "div", "a / b.", |a, b| a / b);
+binary_function!(Maximum, "maximum", "The larger number, or NaN if one is NaN.", |a, b| a.max(b));
+binary_function!(Minimum, "minimum", "The smaller number, or NaN if one is NaN.", |a, b| a.min(b));
 
 /// f(x) for each element.
 ///
@@ -88,8 +114,7 @@ pub fn unary<F: Unary + Sync>(x: &Raw, f: F) -> Result<Raw> {
 /// [`Error::DType`] if the dtypes differ or are not floating-point ones, [`Error::Shape`] if the shapes do not broadcast,
 /// [`Error::OutOfMemory`] if the result is too large.
 pub fn binary<F: Binary + Sync>(a: &Raw, b: &Raw, f: F) -> Result<Raw> {
-    check_dtypes(a, b)?;
-    let dims = common_dims(a.dims(), b.dims(), a.dtype())?;
+    let dims = operand_dims(&[a, b])?;
     let (a, b) = (&untransposed(a)?, &untransposed(b)?);
     dispatch_float!(a.dtype(), OP, T => read2(OP, a, b, |operands| {
         map::<T, T, 2>(operands, &dims, &|[a, b], out| {
@@ -111,10 +136,7 @@ pub fn binary<F: Binary + Sync>(a: &Raw, b: &Raw, f: F) -> Result<Raw> {
 /// # Errors
 /// As [`binary`].
 pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw> {
-    check_dtypes(a, b)?;
-    check_dtypes(a, c)?;
-    let dims = common_dims(a.dims(), b.dims(), a.dtype())?;
-    let dims = common_dims(&dims, c.dims(), a.dtype())?;
+    let dims = operand_dims(&[a, b, c])?;
     let (a, b, c) = (&untransposed(a)?, &untransposed(b)?, &untransposed(c)?);
     dispatch_float!(a.dtype(), OP, T => read3(OP, [a, b, c], |operands| {
         map::<T, T, 3>(operands, &dims, &|[a, b, c], out| {
@@ -163,6 +185,15 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
 pub(super) fn convert<S: Elem, D: Elem>(x: S) -> D {
     // By way of f64, which holds every number of every type; the compiler leaves out the steps that do nothing.
     D::from_acc(D::Acc::from_f64(x.to_acc().to_f64()))
+}
+
+/// The shape that operands of one dtype broadcast to.
+pub(crate) fn operand_dims(operands: &[&Raw]) -> Result<Dims> {
+    let Some((first, others)) = operands.split_first() else { return Ok(Dims::new()) };
+    others.iter().try_fold(Dims::from_slice(first.dims()), |dims, other| {
+        check_dtypes(first, other)?;
+        common_dims(&dims, other.dims(), first.dtype())
+    })
 }
 
 fn check_dtypes(a: &Raw, b: &Raw) -> Result<()> {
@@ -244,6 +275,8 @@ mod tests {
     struct Square;
 
     impl Unary for Square {
+        const KERNEL: &'static str = "sqr";
+
         #[inline(always)]
         fn apply<R: Real>(&self, x: R) -> R {
             x * x
@@ -253,6 +286,8 @@ mod tests {
     struct MulAdd;
 
     impl Ternary for MulAdd {
+        const KERNEL: &'static str = "";
+
         #[inline(always)]
         fn apply<R: Real>(&self, a: R, b: R, c: R) -> R {
             a * b + c
@@ -344,6 +379,8 @@ mod tests {
         assert_eq!(values(&unary(&x, Square).unwrap()), [f64::INFINITY]);
         struct SquareOver;
         impl Binary for SquareOver {
+            const KERNEL: &'static str = "";
+
             #[inline(always)]
             fn apply<R: Real>(&self, a: R, b: R) -> R {
                 a * a / (a + b - b)

@@ -13,7 +13,7 @@ pub mod gemm;
 mod inplace;
 mod map;
 pub mod pool;
-mod reduce;
+pub(crate) mod reduce;
 mod simd;
 mod strided;
 
@@ -22,8 +22,10 @@ pub use contiguous::contiguous;
 pub use elem::{Elem, Stored};
 pub use gemm::{MatMut, MatRef, gemm, matmul, matmul_accumulate};
 pub use inplace::{accumulate, copy_into, fill, lerp_in_place, scale_in_place};
+#[cfg(feature = "cuda")]
+pub(crate) use map::operand_dims;
 pub use map::{Add, Binary, Div, Maximum, Minimum, Mul, Sub, Ternary, Unary, binary, cast, ternary, unary};
-pub use reduce::{argmax, cumsum, max, mean, min, sum, sum_to_shape};
+pub use reduce::{argmax, cumsum, max, mean, min, sum};
 pub(crate) use simd::vectorized;
 pub use simd::{Real, dispatch};
 pub use strided::{Dims, broadcast_dims};

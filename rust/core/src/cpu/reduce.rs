@@ -110,25 +110,7 @@ pub fn cumsum(x: &Raw, dim: usize) -> Result<Raw> {
     }))
 }
 
-/// The sum over the dimensions that broadcasting a tensor of shape `dims` to the shape of `x` added or widened; the result
-/// has shape `dims`. A tensor that has this shape already is returned as it is.
-///
-/// # Errors
-/// [`Error::Shape`] if `dims` does not broadcast to the shape of `x`, [`Error::DType`] as [`sum`].
-pub fn sum_to_shape(x: &Raw, dims: &[usize]) -> Result<Raw> {
-    if x.dims() == dims {
-        return Ok(x.clone());
-    }
-    let added = x.rank().checked_sub(dims.len());
-    let fits = added.is_some_and(|added| x.dims()[added..].iter().zip(dims).all(|(&x, &d)| d == x || d == 1));
-    let Some(added) = added.filter(|_| fits) else {
-        return Err(Error::shape("sum_to_shape", format!("shape {dims:?} does not broadcast to {:?}", x.dims())));
-    };
-    let reduced: Dims = (0..x.rank()).filter(|&i| i < added || dims[i - added] != x.dims()[i]).collect();
-    Ok(sum(x, &reduced, true)?.reshape(dims)?)
-}
-
-fn check_dims(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()> {
+pub(crate) fn check_dims(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()> {
     match dims.iter().find(|&&d| d >= x.rank()) {
         Some(d) => Err(Error::index(op, format!("found dimension {d} of a tensor of shape {:?}", x.dims()))),
         // Only the result of an empty tensor can be larger than the tensor.
@@ -137,7 +119,7 @@ fn check_dims(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()> {
     }
 }
 
-fn check_not_empty(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()> {
+pub(crate) fn check_not_empty(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()> {
     check_dims(op, x, dims)?;
     match dims.iter().find(|&&d| x.dims()[d] == 0) {
         Some(d) => Err(Error::shape(op, format!("found shape {:?}, expected dimension {d} not to be empty", x.dims()))),
@@ -145,13 +127,13 @@ fn check_not_empty(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()> {
     }
 }
 
-fn reduced_dims(x: &[usize], dims: &[usize], keepdim: bool) -> Dims {
+pub(crate) fn reduced_dims(x: &[usize], dims: &[usize], keepdim: bool) -> Dims {
     let kept = x.iter().enumerate().filter(|(i, _)| keepdim || !dims.contains(i));
     kept.map(|(i, &d)| if dims.contains(&i) { 1 } else { d }).collect()
 }
 
 /// The elements before, in and after a dimension.
-fn around(dims: &[usize], dim: usize) -> [usize; 3] {
+pub(crate) fn around(dims: &[usize], dim: usize) -> [usize; 3] {
     [dims[..dim].iter().product(), dims[dim], dims[dim + 1..].iter().product()]
 }
 
@@ -163,19 +145,24 @@ fn reduce<F: Fold>(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, div
     }
     let x = contiguous(x)?;
     let result_dims = reduced_dims(x.dims(), dims, keepdim);
-    // Neighbouring dimensions that are both reduced, or both kept, count as one.
+    let groups = groups(x.dims(), dims);
+    dispatch_float!(x.dtype(), op, T => read1(op, &x, |x| {
+        let result = reduce_groups::<T, F>(elements::<T>(x)?, groups.clone(), divisor);
+        Ok((T::to_cpu_storage_owned(result), Shape::from(result_dims.as_slice())))
+    }))
+}
+
+/// Whether they are reduced, and the size: of dimensions, of which neighbours that are both reduced, or both kept, count as one.
+pub(crate) fn groups(x: &[usize], dims: &[usize]) -> SmallVec<[(bool, usize); 6]> {
     let mut groups = SmallVec::<[(bool, usize); 6]>::new();
-    for (i, &size) in x.dims().iter().enumerate() {
+    for (i, &size) in x.iter().enumerate() {
         let reduced = dims.contains(&i);
         match groups.last_mut() {
             Some((r, n)) if *r == reduced => *n *= size,
             _ => groups.push((reduced, size)),
         }
     }
-    dispatch_float!(x.dtype(), op, T => read1(op, &x, |x| {
-        let result = reduce_groups::<T, F>(elements::<T>(x)?, groups.clone(), divisor);
-        Ok((T::to_cpu_storage_owned(result), Shape::from(result_dims.as_slice())))
-    }))
+    groups
 }
 
 /// Reduces contiguous elements over the groups of dimensions that are marked, the last one first.
@@ -352,22 +339,6 @@ mod tests {
         let ones = from_vec(vec![bf16::ONE; 1000], 1000);
         assert_eq!(values(&cumsum(&ones, 0).unwrap())[999], 1000.0);
         assert_eq!(cumsum(&whole(&[0, 3], DType::F32), 0).unwrap().dims(), [0, 3]);
-    }
-
-    #[test]
-    fn sum_to_shape_undoes_broadcasting() {
-        let x = whole(&[4, 3, 5], DType::F32);
-        for dims in [&[3, 5][..], &[1, 5], &[4, 1, 5], &[5], &[1, 1, 1], &[], &[4, 3, 5]] {
-            let result = sum_to_shape(&x, dims).unwrap();
-            assert_eq!(result.dims(), dims);
-            // The sum of the products with any tensor of that shape is the same before and after.
-            let weights = whole(dims, DType::F64);
-            let before = (wide(&x).broadcast_mul(&weights).unwrap()).sum_all().unwrap().to_scalar::<f64>().unwrap();
-            let after = (wide(&result) * weights).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
-            assert_eq!(before, after, "{dims:?}");
-        }
-        assert!(matches!(sum_to_shape(&x, &[4, 3]), Err(Error::Shape { .. })));
-        assert!(matches!(sum_to_shape(&x, &[1, 4, 3, 5]), Err(Error::Shape { .. })));
     }
 
     #[test]

@@ -44,6 +44,8 @@ const QUICK_SCALE: f64 = 1.702;
 pub(super) struct GeluExact;
 
 impl Unary for GeluExact {
+    const KERNEL: &'static str = "gelu";
+
     #[inline(always)]
     fn apply<R: Real>(&self, x: R) -> R {
         x * x.normal_cdf()
@@ -51,6 +53,8 @@ impl Unary for GeluExact {
 }
 
 impl Binary for GeluExact {
+    const KERNEL: &'static str = "gelu_backward";
+
     #[inline(always)]
     fn apply<R: Real>(&self, g: R, x: R) -> R {
         let pdf = R::from_f64(INV_SQRT_TAU) * (R::from_f64(-0.5) * x * x).exp();
@@ -66,6 +70,8 @@ impl Pointwise for GeluExact {
 struct GeluTanh;
 
 impl Unary for GeluTanh {
+    const KERNEL: &'static str = "gelu_tanh";
+
     #[inline(always)]
     fn apply<R: Real>(&self, x: R) -> R {
         let inner = R::from_f64(TANH_SCALE) * (x + R::from_f64(TANH_CUBE) * x * x * x);
@@ -75,6 +81,8 @@ impl Unary for GeluTanh {
 }
 
 impl Binary for GeluTanh {
+    const KERNEL: &'static str = "gelu_tanh_backward";
+
     #[inline(always)]
     fn apply<R: Real>(&self, g: R, x: R) -> R {
         let half = R::from_f64(0.5);
@@ -92,6 +100,8 @@ impl Pointwise for GeluTanh {
 struct QuickGelu;
 
 impl Unary for QuickGelu {
+    const KERNEL: &'static str = "quick_gelu";
+
     #[inline(always)]
     fn apply<R: Real>(&self, x: R) -> R {
         x * (R::from_f64(QUICK_SCALE) * x).sigmoid()
@@ -99,6 +109,8 @@ impl Unary for QuickGelu {
 }
 
 impl Binary for QuickGelu {
+    const KERNEL: &'static str = "quick_gelu_backward";
+
     #[inline(always)]
     fn apply<R: Real>(&self, g: R, x: R) -> R {
         let scaled = R::from_f64(QUICK_SCALE) * x;
@@ -115,6 +127,8 @@ impl Pointwise for QuickGelu {
 pub(super) struct Silu;
 
 impl Unary for Silu {
+    const KERNEL: &'static str = "silu";
+
     #[inline(always)]
     fn apply<R: Real>(&self, x: R) -> R {
         x * x.sigmoid()
@@ -122,6 +136,8 @@ impl Unary for Silu {
 }
 
 impl Binary for Silu {
+    const KERNEL: &'static str = "silu_backward";
+
     #[inline(always)]
     fn apply<R: Real>(&self, g: R, x: R) -> R {
         let s = x.sigmoid();

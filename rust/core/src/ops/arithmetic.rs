@@ -2,10 +2,10 @@
 
 use super::case::{Case, Domain, Entry};
 use super::scalar::Affine;
-use crate::cpu::{self, Add, Binary, Div, Maximum, Minimum, Mul, Real, Sub};
+use crate::cpu::{Add, Binary, Div, Maximum, Minimum, Mul, Real, Sub};
 use crate::raw::{Raw, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
-use crate::{Error, Result, Tensor, Var};
+use crate::{Error, Result, Tensor, Var, compute};
 
 static ADD: OpInfo = OpInfo::cheap("add");
 static SUB: OpInfo = OpInfo::cheap("sub");
@@ -16,11 +16,13 @@ static MAXIMUM: OpInfo = OpInfo::cheap("maximum");
 static MINIMUM: OpInfo = OpInfo::cheap("minimum");
 
 macro_rules! functors {
-    ($($name:ident: |$a:ident, $b:ident| $value:expr;)*) => {$(
+    ($($name:ident $kernel:literal: |$a:ident, $b:ident| $value:expr;)*) => {$(
         #[derive(Clone, Copy)]
         struct $name;
 
         impl Binary for $name {
+            const KERNEL: &'static str = $kernel;
+
             #[inline(always)]
             fn apply<R: Real>(&self, $a: R, $b: R) -> R {
                 $value
@@ -30,17 +32,17 @@ macro_rules! functors {
 }
 
 functors! {
-    Pow: |a, b| a.powf(b);
+    Pow "pow": |a, b| a.powf(b);
     // 1 where the first operand is taken, half where both are equal (torch's subgradient).
-    TakesMaximum: |a, b| if a > b { R::ONE } else if a == b { R::from_f64(0.5) } else { R::ZERO };
-    TakesMinimum: |a, b| if a < b { R::ONE } else if a == b { R::from_f64(0.5) } else { R::ZERO };
-    PowerSlope: |a, b| if b == R::ZERO { R::ZERO } else { b * a.powf(b - R::ONE) };
-    PowerLog: |a, b| if a == R::ZERO && b >= R::ZERO { R::ZERO } else { a.powf(b) * a.ln() };
+    TakesMaximum "takes_maximum": |a, b| if a > b { R::ONE } else if a == b { R::from_f64(0.5) } else { R::ZERO };
+    TakesMinimum "takes_minimum": |a, b| if a < b { R::ONE } else if a == b { R::from_f64(0.5) } else { R::ZERO };
+    PowerSlope "power_slope": |a, b| if b == R::ZERO { R::ZERO } else { b * a.powf(b - R::ONE) };
+    PowerLog "power_log": |a, b| if a == R::ZERO && b >= R::ZERO { R::ZERO } else { a.powf(b) * a.ln() };
 }
 
 /// The gradient of an operand that may have been broadcast.
 pub(super) fn reduced(grad: Raw, dims: &[usize]) -> Result<Raw> {
-    if grad.dims() == dims { Ok(grad) } else { cpu::sum_to_shape(&grad, dims) }
+    if grad.dims() == dims { Ok(grad) } else { compute::sum_to_shape(&grad, dims) }
 }
 
 /// Operands must agree in dtype and device.
@@ -59,7 +61,7 @@ pub(super) fn check(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
 
 fn compute(op: &'static str, a: &Raw, b: &Raw, functor: impl Binary + Copy + Send + Sync) -> Result<Raw> {
     if is_float(a.dtype()) {
-        return cpu::binary(a, b, functor).map_err(|error| error.under(op));
+        return compute::binary(a, b, functor).map_err(|error| error.under(op));
     }
     let shape = a.shape().broadcast_shape_binary_op(b.shape(), op)?;
     let (a, b) = (a.broadcast_as(&shape)?, b.broadcast_as(&shape)?);
@@ -89,7 +91,7 @@ impl Backward for SumBackward {
             if context.needs(index) {
                 let mut grad = reduced(context.grad().clone(), dims)?;
                 if index == 1 && self.negate {
-                    grad = cpu::unary(&grad, Affine::times(-1.0))?;
+                    grad = compute::unary(&grad, Affine::times(-1.0))?;
                 }
                 context.add(index, grad)?;
             }
@@ -126,20 +128,20 @@ impl ProductBackward {
     fn gradient(&self, grad: &Raw, index: usize) -> Result<Raw> {
         let (a, b) = (|| self.operand(0), || self.operand(1));
         match (self.kind, index) {
-            (Product::Mul, 0) => cpu::binary(grad, &b()?, Mul),
-            (Product::Mul, _) => cpu::binary(grad, &a()?, Mul),
-            (Product::Div, 0) => cpu::binary(grad, &b()?, Div),
+            (Product::Mul, 0) => compute::binary(grad, &b()?, Mul),
+            (Product::Mul, _) => compute::binary(grad, &a()?, Mul),
+            (Product::Div, 0) => compute::binary(grad, &b()?, Div),
             (Product::Div, _) => {
                 let b = b()?;
-                let factor = cpu::binary(&cpu::binary(&a()?, &b, Div)?, &b, Div)?;
-                cpu::binary(grad, &cpu::unary(&factor, Affine::times(-1.0))?, Mul)
+                let factor = compute::binary(&compute::binary(&a()?, &b, Div)?, &b, Div)?;
+                compute::binary(grad, &compute::unary(&factor, Affine::times(-1.0))?, Mul)
             }
-            (Product::Pow, 0) => cpu::binary(grad, &cpu::binary(&a()?, &b()?, PowerSlope)?, Mul),
-            (Product::Pow, _) => cpu::binary(grad, &cpu::binary(&a()?, &b()?, PowerLog)?, Mul),
-            (Product::Maximum, 0) => cpu::binary(grad, &cpu::binary(&a()?, &b()?, TakesMaximum)?, Mul),
-            (Product::Maximum, _) => cpu::binary(grad, &cpu::binary(&b()?, &a()?, TakesMaximum)?, Mul),
-            (Product::Minimum, 0) => cpu::binary(grad, &cpu::binary(&a()?, &b()?, TakesMinimum)?, Mul),
-            (Product::Minimum, _) => cpu::binary(grad, &cpu::binary(&b()?, &a()?, TakesMinimum)?, Mul),
+            (Product::Pow, 0) => compute::binary(grad, &compute::binary(&a()?, &b()?, PowerSlope)?, Mul),
+            (Product::Pow, _) => compute::binary(grad, &compute::binary(&a()?, &b()?, PowerLog)?, Mul),
+            (Product::Maximum, 0) => compute::binary(grad, &compute::binary(&a()?, &b()?, TakesMaximum)?, Mul),
+            (Product::Maximum, _) => compute::binary(grad, &compute::binary(&b()?, &a()?, TakesMaximum)?, Mul),
+            (Product::Minimum, 0) => compute::binary(grad, &compute::binary(&a()?, &b()?, TakesMinimum)?, Mul),
+            (Product::Minimum, _) => compute::binary(grad, &compute::binary(&b()?, &a()?, TakesMinimum)?, Mul),
         }
     }
 }

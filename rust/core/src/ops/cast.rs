@@ -3,10 +3,9 @@
 use candle_core::{DType, Device};
 
 use super::case::{Case, Entry};
-use crate::cpu;
 use crate::raw::is_float;
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
-use crate::{Result, Tensor};
+use crate::{Result, Tensor, compute};
 
 static CAST: OpInfo = OpInfo::cheap("to_dtype");
 static TO_DEVICE: OpInfo = OpInfo::cheap("to_device");
@@ -16,7 +15,7 @@ struct CastBackward(DType);
 
 impl Backward for CastBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = cpu::cast(context.grad(), self.0)?;
+        let grad = compute::cast(context.grad(), self.0)?;
         context.add(0, grad)
     }
 }
@@ -53,8 +52,7 @@ impl Tensor {
             return Ok(Self::constant(self.raw.to_dtype(dtype)?));
         }
         let from = self.dtype();
-        let forward = || if is_float(from) { cpu::cast(&self.raw, dtype) } else { Ok(self.raw.to_dtype(dtype)?) };
-        record(&CAST, &[self], forward, |_, _| CastBackward(from))
+        record(&CAST, &[self], || compute::convert(&self.raw, dtype), |_, _| CastBackward(from))
     }
 
     /// The same values on another device. The gradient comes back to this tensor's device.
@@ -65,7 +63,9 @@ impl Tensor {
         if self.device().same_device(device) {
             return Ok(self.clone());
         }
-        record(&TO_DEVICE, &[self], || Ok(self.raw.to_device(device)?), |_, _| ToDeviceBackward(self.device().clone()))
+        // Candle moves a whole storage, also for a small view of it.
+        let forward = || Ok(compute::contiguous(&self.raw)?.to_device(device)?);
+        record(&TO_DEVICE, &[self], forward, |_, _| ToDeviceBackward(self.device().clone()))
     }
 
     /// The values in row-major order; a copy only if they are not.
@@ -76,7 +76,7 @@ impl Tensor {
         if self.raw.is_contiguous() {
             return Ok(self.clone());
         }
-        record(&CONTIGUOUS, &[self], || cpu::contiguous(&self.raw), |_, _| ContiguousBackward)
+        record(&CONTIGUOUS, &[self], || compute::contiguous(&self.raw), |_, _| ContiguousBackward)
     }
 }
 

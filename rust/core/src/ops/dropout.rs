@@ -3,11 +3,11 @@
 
 use super::case::{Case, Entry};
 use crate::cpu::pool::par_chunks_mut;
-use crate::cpu::{self, Elem, Real, dispatch, elements, read_all};
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::rng::{self, State, philox_lanes};
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
-use crate::{Error, Result, Tensor, dispatch_float};
+use crate::{Error, Result, Tensor, compute, dispatch_float};
 
 static DROPOUT: OpInfo = OpInfo::cheap("dropout");
 
@@ -57,7 +57,7 @@ struct Mask {
 
 impl Mask {
     fn apply(self, x: &Raw) -> Result<Raw> {
-        let x = cpu::contiguous(x)?;
+        let x = compute::contiguous(x)?;
         let len = x.elem_count();
         dispatch_float!(x.dtype(), DROPOUT.name, T => read_all(DROPOUT.name, &[&x], |operands| {
             let x = elements::<T>(operands[0])?;

@@ -1,10 +1,10 @@
 //! Elementwise functions of one tensor: value and derivative in one table.
 
 use super::case::{Case, Domain, Entry};
-use crate::cpu::{self, Binary, Real, Unary};
+use crate::cpu::{Binary, Real, Unary};
 use crate::raw::is_float;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, compute};
 
 /// A function with its derivative.
 ///
@@ -20,7 +20,7 @@ struct PointwiseBackward<F> {
 
 impl<F: Pointwise> Backward for PointwiseBackward<F> {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = cpu::binary(context.grad(), &self.saved.get()?, self.function)?;
+        let grad = compute::binary(context.grad(), &self.saved.get()?, self.function)?;
         context.add(0, grad)
     }
 }
@@ -36,7 +36,7 @@ pub(crate) fn pointwise<F: Pointwise>(info: &'static OpInfo, x: &Tensor, functio
     record(
         info,
         &[x],
-        || cpu::unary(&x.raw, function),
+        || compute::unary(&x.raw, function),
         |saver, result| PointwiseBackward {
             saved: if F::SAVES_RESULT { saver.save_raw(result) } else { saver.save(x) },
             function,
@@ -55,6 +55,8 @@ macro_rules! pointwise_ops {
             struct $functor;
 
             impl Unary for $functor {
+                const KERNEL: &'static str = stringify!($name);
+
                 #[inline(always)]
                 fn apply<R: Real>(&self, $x: R) -> R {
                     $value
@@ -62,6 +64,8 @@ macro_rules! pointwise_ops {
             }
 
             impl Binary for $functor {
+                const KERNEL: &'static str = concat!(stringify!($name), "_backward");
+
                 #[inline(always)]
                 fn apply<R: Real>(&self, $g: R, $s: R) -> R {
                     $derivative

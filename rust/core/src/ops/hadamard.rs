@@ -5,10 +5,10 @@
 
 use super::case::{Case, Entry};
 use super::linear::same_kind;
-use crate::cpu::{self, Mul};
+use crate::cpu::Mul;
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, compute};
 
 static HADAMARD: OpInfo = OpInfo::cheap("low_rank_hadamard");
 
@@ -26,13 +26,13 @@ impl Backward for HadamardBackward {
                 continue;
             }
             let other = 2 - 2 * pair;
-            let product = cpu::matmul(&self.factors[other].get()?, &self.factors[other + 1].get()?)?;
-            let grad_product = cpu::binary(&grad, &product, Mul)?;
+            let product = compute::matmul(&self.factors[other].get()?, &self.factors[other + 1].get()?)?;
+            let grad_product = compute::binary(&grad, &product, Mul)?;
             if context.needs(a) {
-                context.add(a, cpu::matmul(&grad_product, &self.factors[b].get()?.t()?)?)?;
+                context.add(a, compute::matmul(&grad_product, &self.factors[b].get()?.t()?)?)?;
             }
             if context.needs(b) {
-                context.add(b, cpu::matmul(&self.factors[a].get()?.t()?, &grad_product)?)?;
+                context.add(b, compute::matmul(&self.factors[a].get()?.t()?, &grad_product)?)?;
             }
         }
         Ok(())
@@ -41,7 +41,7 @@ impl Backward for HadamardBackward {
 
 fn forward(factors: [&Raw; 4]) -> Result<Raw> {
     let [a1, b1, a2, b2] = factors;
-    cpu::binary(&cpu::matmul(a1, b1)?, &cpu::matmul(a2, b2)?, Mul)
+    compute::binary(&compute::matmul(a1, b1)?, &compute::matmul(a2, b2)?, Mul)
 }
 
 /// (A₁ B₁) ∘ (A₂ B₂): `a1 (n, r₁)`, `b1 (r₁, m)`, `a2 (n, r₂)`, `b2 (r₂, m)` → `(n, m)`. Saves the factors.

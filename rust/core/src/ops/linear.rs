@@ -3,10 +3,9 @@
 use candle_core::Shape;
 
 use super::case::{Case, Entry};
-use crate::cpu;
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, compute};
 
 static LINEAR: OpInfo = OpInfo::dear("linear");
 
@@ -30,12 +29,12 @@ pub(super) fn with_last(x: &Raw, out: usize) -> Shape {
 pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
     let weight = weight.t()?;
     match bias {
-        None => cpu::matmul(x, &weight),
+        None => compute::matmul(x, &weight),
         Some(bias) => {
             // The bias is written first and the product added to it: one pass over y less than adding it after.
-            let y = cpu::contiguous(&bias.broadcast_as((x.dims()[0], bias.dims()[0]))?)?;
+            let y = compute::contiguous(&bias.broadcast_as((x.dims()[0], bias.dims()[0]))?)?;
             let y = if bias.elem_count() == y.elem_count() { crate::raw::own_copy(&y)? } else { y };
-            cpu::matmul_accumulate(&y, x, &weight, 1.0)?;
+            compute::matmul_accumulate(&y, x, &weight, 1.0)?;
             Ok(y)
         }
     }
@@ -99,15 +98,15 @@ impl Backward for LinearBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = as_matrix(context.grad())?;
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
-            let grad_x = cpu::matmul(&grad, &weight.get()?)?.reshape(&self.x_shape)?;
+            let grad_x = compute::matmul(&grad, &weight.get()?)?.reshape(&self.x_shape)?;
             context.add(0, grad_x)?;
         }
         if let (true, Some(x)) = (context.needs(1), &self.x) {
-            let grad_weight = cpu::matmul(&grad.t()?, &as_matrix(&x.get()?)?)?;
+            let grad_weight = compute::matmul(&grad.t()?, &as_matrix(&x.get()?)?)?;
             context.add(1, grad_weight)?;
         }
         if context.needs(2) {
-            context.add(2, cpu::sum(&grad, &[0], false)?)?;
+            context.add(2, compute::sum(&grad, &[0], false)?)?;
         }
         Ok(())
     }

@@ -13,7 +13,7 @@ use super::linear::{as_matrix, check, forward, linear, same_kind, with_last};
 use crate::cpu::{self, Div, Mul};
 use crate::raw::{Raw, own_copy};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, compute};
 
 static LORA: OpInfo = OpInfo::dear("lora_linear");
 static DORA: OpInfo = OpInfo::dear("dora_linear");
@@ -58,8 +58,8 @@ fn check_scale(op: &'static str, scale: f64) -> Result<()> {
 
 /// s a b, for results that are small beside the operands.
 fn scaled_product(a: &Raw, b: &Raw, scale: f64) -> Result<Raw> {
-    let product = cpu::matmul(a, b)?;
-    cpu::scale_in_place(&product, scale)?;
+    let product = compute::matmul(a, b)?;
+    compute::scale_in_place(&product, scale)?;
     Ok(product)
 }
 
@@ -105,8 +105,8 @@ pub fn lora_backward(
     check_factors(OP, input, (out, inner), down, up)?;
     same_kind(OP, input, "grad_output", grad_output)?;
     let (grad, x) = (as_matrix(&grad_output.raw)?, as_matrix(&input.raw)?);
-    let hidden = cpu::matmul(&x, &down.raw.t()?)?;
-    let grad_down = cpu::matmul(&grad_hidden(&grad, &up.raw, scale)?.t()?, &x)?;
+    let hidden = compute::matmul(&x, &down.raw.t()?)?;
+    let grad_down = compute::matmul(&grad_hidden(&grad, &up.raw, scale)?.t()?, &x)?;
     Ok((Tensor::constant(grad_down), Tensor::constant(grad_up(&grad, &hidden, scale)?)))
 }
 
@@ -130,11 +130,11 @@ impl Factors {
         let Some(up) = self.up.as_ref().filter(|_| context.needs(0) || context.needs(1)) else { return Ok(()) };
         let grad_hidden = grad_hidden(grad, &up.get()?, self.scale)?;
         if let (true, Some(x)) = (context.needs(1), &self.x) {
-            context.add(1, cpu::matmul(&grad_hidden.t()?, &as_matrix(&x.get()?)?)?)?;
+            context.add(1, compute::matmul(&grad_hidden.t()?, &as_matrix(&x.get()?)?)?)?;
         }
         if let (true, Some(weight), Some(down)) = (context.needs(0), &self.weight, &self.down) {
-            let grad_x = cpu::matmul(grad, &weight.get()?)?;
-            cpu::matmul_accumulate(&grad_x, &grad_hidden, &down.get()?, 1.0)?;
+            let grad_x = compute::matmul(grad, &weight.get()?)?;
+            compute::matmul_accumulate(&grad_x, &grad_hidden, &down.get()?, 1.0)?;
             context.add(0, grad_x.reshape(&self.x_shape)?)?;
         }
         Ok(())
@@ -198,9 +198,9 @@ pub fn lora_linear(x: &Tensor, w: LoraWeights<'_>) -> Result<Tensor> {
         &[x, w.down, w.up],
         || {
             let matrix = as_matrix(&x.raw)?;
-            let hidden = cpu::matmul(&matrix, &w.down.raw.t()?)?;
+            let hidden = compute::matmul(&matrix, &w.down.raw.t()?)?;
             let y = forward(&matrix, &w.weight.raw, w.bias.map(|b| &b.raw))?;
-            cpu::matmul_accumulate(&y, &hidden, &w.up.raw.t()?, w.scale)?;
+            compute::matmul_accumulate(&y, &hidden, &w.up.raw.t()?, w.scale)?;
             Ok((y.reshape(with_last(&x.raw, w.weight.dims()[0]))?, smallvec::smallvec![hidden]))
         },
         |saver, _, aux| LoraBackward(save_factors(saver, x, &w, &aux[0])),
@@ -221,10 +221,10 @@ impl Backward for DoraBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = as_matrix(context.grad())?;
         if let (true, Some(direction)) = (context.needs(3), &self.direction) {
-            let product = cpu::sum(&cpu::binary(&grad, &as_matrix(&direction.get()?)?, Mul)?, &[0], false)?;
-            context.add(3, cpu::binary(&product, &self.norm.get()?, Div)?)?;
+            let product = compute::sum(&compute::binary(&grad, &as_matrix(&direction.get()?)?, Mul)?, &[0], false)?;
+            context.add(3, compute::binary(&product, &self.norm.get()?, Div)?)?;
         }
-        let scaled = cpu::binary(&grad, &self.ratio.get()?, Mul)?;
+        let scaled = compute::binary(&grad, &self.ratio.get()?, Mul)?;
         self.factors.backward(context, &scaled)
     }
 }
@@ -235,8 +235,8 @@ impl Backward for DoraBackward {
 /// [`Error::Shape`] if the operands do not fit.
 pub fn adapted_row_norm(weight: &Tensor, down: &Tensor, up: &Tensor, scale: f64) -> Result<Tensor> {
     let adapted = own_copy(&weight.raw)?;
-    cpu::matmul_accumulate(&adapted, &up.raw, &down.raw, scale)?;
-    let squares = cpu::sum(&cpu::binary(&adapted, &adapted, Mul)?, &[1], false)?;
+    compute::matmul_accumulate(&adapted, &up.raw, &down.raw, scale)?;
+    let squares = compute::sum(&compute::binary(&adapted, &adapted, Mul)?, &[1], false)?;
     Tensor::constant(squares).sqrt()
 }
 
@@ -260,13 +260,13 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
         || {
             let matrix = as_matrix(&x.raw)?;
             let norm = adapted_row_norm(&w.weight.detach(), &w.down.detach(), &w.up.detach(), w.scale)?.raw;
-            let ratio = cpu::binary(&magnitude.raw, &norm, Div)?;
-            let hidden = cpu::matmul(&matrix, &w.down.raw.t()?)?;
+            let ratio = compute::binary(&magnitude.raw, &norm, Div)?;
+            let hidden = compute::matmul(&matrix, &w.down.raw.t()?)?;
             let direction = forward(&matrix, &w.weight.raw, None)?;
-            cpu::matmul_accumulate(&direction, &hidden, &w.up.raw.t()?, w.scale)?;
-            let mut y = cpu::binary(&direction, &ratio, Mul)?;
+            compute::matmul_accumulate(&direction, &hidden, &w.up.raw.t()?, w.scale)?;
+            let mut y = compute::binary(&direction, &ratio, Mul)?;
             if let Some(bias) = w.bias {
-                y = cpu::binary(&y, &bias.raw, cpu::Add)?;
+                y = compute::binary(&y, &bias.raw, cpu::Add)?;
             }
             Ok((y.reshape(with_last(&x.raw, out))?, smallvec::smallvec![hidden, ratio, norm, direction]))
         },

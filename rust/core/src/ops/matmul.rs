@@ -1,10 +1,9 @@
 //! Matrix products with numpy's batch broadcasting.
 
 use super::case::{Case, Entry};
-use crate::cpu;
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, compute};
 
 static MATMUL: OpInfo = OpInfo::dear("matmul");
 
@@ -23,12 +22,12 @@ impl Backward for MatmulBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = context.grad().clone();
         if let (true, Some(b)) = (context.needs(0), &self.b) {
-            let product = cpu::matmul(&grad, &transposed(&b.get()?)?)?;
-            context.add(0, cpu::sum_to_shape(&product, &self.dims[0])?)?;
+            let product = compute::matmul(&grad, &transposed(&b.get()?)?)?;
+            context.add(0, compute::sum_to_shape(&product, &self.dims[0])?)?;
         }
         if let (true, Some(a)) = (context.needs(1), &self.a) {
-            let product = cpu::matmul(&transposed(&a.get()?)?, &grad)?;
-            context.add(1, cpu::sum_to_shape(&product, &self.dims[1])?)?;
+            let product = compute::matmul(&transposed(&a.get()?)?, &grad)?;
+            context.add(1, compute::sum_to_shape(&product, &self.dims[1])?)?;
         }
         Ok(())
     }
@@ -65,7 +64,7 @@ impl Tensor {
         record(
             &MATMUL,
             &[self, other],
-            || cpu::matmul(&self.raw, &other.raw),
+            || compute::matmul(&self.raw, &other.raw),
             |saver, _| MatmulBackward {
                 a: saver.needs(1).then(|| saver.save(self)),
                 b: saver.needs(0).then(|| saver.save(other)),

@@ -3,10 +3,10 @@
 use super::attention::heads_lie_inside;
 use super::case::{Case, Entry};
 use super::rows;
-use crate::cpu::{self, Elem, Real, dispatch, elements, read_all};
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, is_grad_enabled, record};
-use crate::{Error, Result, Tensor, dispatch_float};
+use crate::{Error, Result, Tensor, compute, dispatch_float};
 
 static ROPE: OpInfo = OpInfo::cheap("rope");
 
@@ -81,14 +81,14 @@ fn rotate(x: &Raw, cos: &Raw, sin: &Raw, interleaved: bool, back: bool) -> Resul
 /// [`rotate`] for rows of which `repeats` in turn have the same position.
 fn rotate_rows(x: &Raw, cos: &Raw, sin: &Raw, repeats: usize, interleaved: bool, back: bool) -> Result<Raw> {
     let op = ROPE.name;
-    let x = cpu::contiguous(x)?;
+    let x = compute::contiguous(x)?;
     let len = x.dims()[x.rank() - 1];
     let positions = cos.dims()[0];
     let rows = x.elem_count() / len.max(1);
     dispatch_float!(x.dtype(), op, T => {
         type Number = <T as Elem>::Acc;
         let dtype = <Number as candle_core::WithDType>::DTYPE;
-        let table = |table: &Raw| cpu::contiguous(&cpu::cast(table, dtype)?);
+        let table = |table: &Raw| compute::contiguous(&compute::cast(table, dtype)?);
         let y = read_all(op, &[&x, &table(cos)?, &table(sin)?], |operands| {
             let x = elements::<T>(operands[0])?;
             let (cos, sin) = (elements::<Number>(operands[1])?, elements::<Number>(operands[2])?);

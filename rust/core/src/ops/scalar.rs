@@ -3,10 +3,10 @@
 use super::case::{Case, Domain, Entry};
 use super::elementwise::{Pointwise, pointwise};
 use super::integer;
-use crate::cpu::{self, Binary, Real, Unary};
+use crate::cpu::{Binary, Real, Unary};
 use crate::raw::is_float;
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, compute};
 
 static SCALAR: OpInfo = OpInfo::cheap("mul_scalar");
 static POW_SCALAR: OpInfo = OpInfo::cheap("pow_scalar");
@@ -25,6 +25,12 @@ impl Affine {
 }
 
 impl Unary for Affine {
+    const KERNEL: &'static str = "affine";
+
+    fn parameters(&self) -> [f64; 2] {
+        [self.mul, self.add]
+    }
+
     #[inline(always)]
     fn apply<R: Real>(&self, x: R) -> R {
         x * R::from_f64(self.mul) + R::from_f64(self.add)
@@ -36,7 +42,7 @@ struct AffineBackward(f64);
 impl Backward for AffineBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad =
-            if self.0 == 1.0 { context.grad().clone() } else { cpu::unary(context.grad(), Affine::times(self.0))? };
+            if self.0 == 1.0 { context.grad().clone() } else { compute::unary(context.grad(), Affine::times(self.0))? };
         context.add(0, grad)
     }
 }
@@ -45,6 +51,12 @@ impl Backward for AffineBackward {
 struct PowScalar(f64);
 
 impl Unary for PowScalar {
+    const KERNEL: &'static str = "pow_scalar";
+
+    fn parameters(&self) -> [f64; 2] {
+        [self.0, 0.0]
+    }
+
     #[inline(always)]
     fn apply<R: Real>(&self, x: R) -> R {
         x.powf(R::from_f64(self.0))
@@ -52,6 +64,12 @@ impl Unary for PowScalar {
 }
 
 impl Binary for PowScalar {
+    const KERNEL: &'static str = "pow_scalar_backward";
+
+    fn parameters(&self) -> [f64; 2] {
+        [self.0, 0.0]
+    }
+
     #[inline(always)]
     fn apply<R: Real>(&self, g: R, x: R) -> R {
         if self.0 == 0.0 { R::ZERO } else { g * R::from_f64(self.0) * x.powf(R::from_f64(self.0 - 1.0)) }
@@ -69,6 +87,12 @@ struct Clamp {
 }
 
 impl Unary for Clamp {
+    const KERNEL: &'static str = "clamp";
+
+    fn parameters(&self) -> [f64; 2] {
+        [self.low, self.high]
+    }
+
     #[inline(always)]
     fn apply<R: Real>(&self, x: R) -> R {
         // NaN compares false and stays NaN.
@@ -79,6 +103,12 @@ impl Unary for Clamp {
 }
 
 impl Binary for Clamp {
+    const KERNEL: &'static str = "clamp_backward";
+
+    fn parameters(&self) -> [f64; 2] {
+        [self.low, self.high]
+    }
+
     #[inline(always)]
     fn apply<R: Real>(&self, g: R, x: R) -> R {
         if x < R::from_f64(self.low) || x > R::from_f64(self.high) { R::ZERO } else { g }
@@ -101,7 +131,7 @@ impl Tensor {
                 format!("expected a floating point tensor, found {}; convert it with to()", self.dtype().as_str()),
             ));
         }
-        record(&SCALAR, &[self], || cpu::unary(&self.raw, Affine { mul, add }), |_, _| AffineBackward(mul))
+        record(&SCALAR, &[self], || compute::unary(&self.raw, Affine { mul, add }), |_, _| AffineBackward(mul))
     }
 
     /// Add a number to each element.

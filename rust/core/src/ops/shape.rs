@@ -3,10 +3,9 @@
 use candle_core::Shape;
 
 use super::case::{Case, Entry};
-use crate::cpu;
 use crate::raw::{Raw, check_allocation};
 use crate::tape::{Backward, BackwardContext, OpInfo, record, record_view};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, compute};
 
 static RESHAPE: OpInfo = OpInfo::cheap("reshape");
 static PERMUTE: OpInfo = OpInfo::cheap("permute");
@@ -37,7 +36,7 @@ struct BroadcastBackward(Vec<usize>);
 
 impl Backward for BroadcastBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = cpu::sum_to_shape(context.grad(), &self.0)?;
+        let grad = compute::sum_to_shape(context.grad(), &self.0)?;
         context.add(0, grad)
     }
 }
@@ -64,7 +63,7 @@ struct StridedBackward {
 
 impl Backward for StridedBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = context.grad().contiguous()?;
+        let grad = compute::contiguous(context.grad())?;
         let zeros = Raw::zeros(self.dims.as_slice(), grad.dtype(), grad.device())?;
         context.add(0, zeros.index_add(&self.ids, &grad, self.dim)?)
     }
@@ -253,7 +252,7 @@ impl Tensor {
         record(
             &STRIDED,
             &[self],
-            || Ok(self.raw.contiguous()?.index_select(&ids, dim)?),
+            || Ok(compute::contiguous(&self.raw)?.index_select(&ids, dim)?),
             |_, _| StridedBackward { dims: self.dims().to_vec(), dim, ids: ids.clone() },
         )
     }
@@ -294,7 +293,7 @@ impl Tensor {
             &CAT,
             tensors,
             || {
-                let raws: Vec<Raw> = tensors.iter().map(|t| t.raw.contiguous()).collect::<candle_core::Result<_>>()?;
+                let raws: Vec<Raw> = tensors.iter().map(|t| compute::contiguous(&t.raw)).collect::<Result<_>>()?;
                 Ok(Raw::cat(&raws, dim)?)
             },
             |_, _| CatBackward { dim, lengths: tensors.iter().map(|t| t.dims()[dim]).collect() },

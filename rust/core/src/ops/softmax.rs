@@ -4,7 +4,8 @@ use std::mem::MaybeUninit;
 
 use super::case::{Case, Entry};
 use super::rows;
-use crate::cpu::{Elem, Real, contiguous, dispatch, elements, read_all};
+use crate::compute::contiguous;
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, dispatch_float};

@@ -5,7 +5,8 @@ use std::ops::Range;
 
 use super::case::{Case, Entry};
 use super::rows;
-use crate::cpu::{Elem, Real, contiguous, dispatch, elements, read_all};
+use crate::compute::contiguous;
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{Raw, check_allocation, from_vec, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
 use crate::{Error, Result, Tensor, dispatch_float};

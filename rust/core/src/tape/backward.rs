@@ -10,11 +10,12 @@ use smallvec::SmallVec;
 
 use super::mode::no_grad;
 use super::node::{Kind, Node};
+use crate::cpu::Add;
 use crate::interrupt::Interrupt;
 use crate::raw::{self, Raw};
 use crate::tensor::Tensor;
 use crate::var::Var;
-use crate::{Error, Result, cpu};
+use crate::{Error, Result, compute};
 
 /// The gradient of one result while its consumers are still being walked.
 struct Pending {
@@ -26,9 +27,9 @@ struct Pending {
 impl Pending {
     fn add(&mut self, grad: &Raw) -> Result<()> {
         if self.owned {
-            return cpu::accumulate(&self.sum, grad);
+            return compute::accumulate(&self.sum, grad);
         }
-        self.sum = cpu::binary(&self.sum, grad, cpu::Add)?;
+        self.sum = compute::binary(&self.sum, grad, Add)?;
         self.owned = true;
         Ok(())
     }
@@ -90,7 +91,7 @@ impl BackwardContext<'_> {
                 entry.insert(Pending { sum, owned: true })
             }
         };
-        cpu::accumulate(&pending.sum.narrow(dim, start, length)?, grad)
+        compute::accumulate(&pending.sum.narrow(dim, start, length)?, grad)
     }
 
     fn reach(&mut self, index: usize) -> Option<u64> {
@@ -192,7 +193,7 @@ fn seed_for(op: &'static str, loss: &Tensor, gradient: Option<&Tensor>) -> Resul
                 format!("the gradient has shape {:?}, the tensor {:?}", g.dims(), loss.dims()),
             ));
         }
-        Some(g) if g.dtype() != loss.dtype() => g.raw.to_dtype(loss.dtype())?,
+        Some(g) if g.dtype() != loss.dtype() => compute::cast(&g.raw, loss.dtype())?,
         Some(g) => g.raw.clone(),
         None if loss.elem_count() == 1 => ones_like(&loss.raw)?,
         None => {
@@ -271,7 +272,7 @@ pub fn grad(
         .iter()
         .map(|input| {
             let found = input.node.as_ref().and_then(|n| found.get(&n.id()));
-            found.map(|raw| Ok(Tensor::constant(raw.to_dtype(input.dtype())?.contiguous()?))).transpose()
+            found.map(|raw| Ok(Tensor::constant(compute::contiguous(&compute::cast(raw, input.dtype())?)?))).transpose()
         })
         .collect()
 }

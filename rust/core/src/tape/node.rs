@@ -8,8 +8,9 @@ use candle_core::{DType, Shape};
 use smallvec::SmallVec;
 
 use super::backward::BackwardContext;
+use crate::cpu::Add;
 use crate::raw::{self, Raw};
-use crate::{Result, cpu};
+use crate::{Result, compute};
 
 /// The derivative of one recorded operation, with what it saved.
 pub trait Backward: Send + Sync {
@@ -155,12 +156,12 @@ impl Leaf {
     pub(crate) fn scale(&self, factor: f64) -> Result<()> {
         let mut state = self.state();
         if let Some(buffer) = &state.buffer {
-            return if state.filled { cpu::scale_in_place(buffer, factor) } else { Ok(()) };
+            return if state.filled { compute::scale_in_place(buffer, factor) } else { Ok(()) };
         }
         // A gradient that somebody has read stays as it was.
         if let Some(grad) = &state.grad {
             let scaled = raw::own_copy(grad)?;
-            cpu::scale_in_place(&scaled, factor)?;
+            compute::scale_in_place(&scaled, factor)?;
             state.grad = Some(scaled);
         }
         Ok(())
@@ -170,7 +171,7 @@ impl Leaf {
         let mut state = self.state();
         state.grad = None;
         if let (Some(buffer), true) = (&state.buffer, state.filled) {
-            cpu::fill(buffer, 0.0)?;
+            compute::fill(buffer, 0.0)?;
         }
         state.filled = false;
         Ok(())
@@ -186,7 +187,7 @@ impl Leaf {
     pub(crate) fn replace(&self, grad: &Raw) -> Result<()> {
         let mut state = self.state();
         if let Some(buffer) = &state.buffer {
-            cpu::copy_into(buffer, grad)?;
+            compute::copy_into(buffer, grad)?;
             state.filled = true;
         } else {
             state.grad = Some(raw::own_copy(grad)?);
@@ -199,14 +200,14 @@ impl Leaf {
         debug_assert_eq!(grad.dims(), self.shape.dims());
         let mut state = self.state();
         if let Some(buffer) = &state.buffer {
-            cpu::accumulate(buffer, &grad)?;
+            compute::accumulate(buffer, &grad)?;
             state.filled = true;
             return Ok(());
         }
         // A gradient that somebody has read stays as it was: sums go to new storage.
         let sum = match &state.grad {
-            Some(old) => cpu::binary(old, &cast(grad, self.dtype)?, cpu::Add)?,
-            None => cast(grad, self.dtype)?.contiguous()?,
+            Some(old) => compute::binary(old, &cast(grad, self.dtype)?, Add)?,
+            None => compute::contiguous(&cast(grad, self.dtype)?)?,
         };
         state.grad = Some(sum);
         Ok(())
@@ -214,5 +215,5 @@ impl Leaf {
 }
 
 fn cast(raw: Raw, dtype: DType) -> Result<Raw> {
-    Ok(if raw.dtype() == dtype { raw } else { raw.to_dtype(dtype)? })
+    if raw.dtype() == dtype { Ok(raw) } else { compute::cast(&raw, dtype) }
 }

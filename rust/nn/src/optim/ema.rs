@@ -1,6 +1,6 @@
 //! The exponential moving average of an adapter's parameters.
 
-use trainable_candle_core::cpu::{copy_into, lerp_in_place};
+use trainable_candle_core::compute::{copy_into, lerp_in_place};
 use trainable_candle_core::raw::{Raw, check_allocation, own_copy};
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor};
 

@@ -21,8 +21,7 @@ use crate::{Error, Raw, Result, dispatch_float};
 /// [`Error::OutOfMemory`] if the result cannot be addressed.
 pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
     const OP: &str = "matmul";
-    check_dtypes(OP, a, b)?;
-    let plan = Plan::new(OP, a.layout(), b.layout())?;
+    let plan = Plan::of(OP, a, b)?;
     let len = crate::raw::check_allocation(OP, &plan.dims, a.dtype())?;
     dispatch_float!(a.dtype(), OP, T => read2(OP, a, b, |[a, b]| {
         let mut data = Vec::<T>::with_capacity(len);
@@ -45,30 +44,35 @@ pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
 /// with an operand.
 pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> {
     const OP: &str = "matmul_accumulate";
-    check_dtypes(OP, a, b)?;
-    let plan = Plan::new(OP, a.layout(), b.layout())?;
+    let plan = Plan::of(OP, a, b)?;
+    check_destination(OP, &plan, dst, a.dtype())?;
+    match (a.dtype(), dst.dtype()) {
+        (DType::BF16, DType::F32) => plan.accumulate::<bf16, f32>(OP, dst, a, b, alpha),
+        (DType::F16, DType::F32) => plan.accumulate::<f16, f32>(OP, dst, a, b, alpha),
+        (same, _) => dispatch_float!(same, OP, T => plan.accumulate::<T, T>(OP, dst, a, b, alpha)),
+    }
+}
+
+/// A destination must be contiguous, of the product's shape, and of the operands' dtype, or f32 for f16 and bf16.
+pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operands: DType) -> Result<()> {
     if dst.dims() != plan.dims.as_slice() {
         let message = format!("found a destination of shape {:?}, expected {:?}", dst.dims(), plan.dims);
-        return Err(Error::shape(OP, message));
+        return Err(Error::shape(op, message));
     }
     if !dst.is_contiguous() {
         let message = format!("found a destination with strides {:?}, expected a contiguous one", dst.stride());
-        return Err(Error::shape(OP, message));
+        return Err(Error::shape(op, message));
     }
-    if dst.dtype() == a.dtype() {
-        dispatch_float!(a.dtype(), OP, T => plan.accumulate::<T, T>(OP, dst, a, b, alpha))
-    } else {
-        match (a.dtype(), dst.dtype()) {
-            (DType::BF16, DType::F32) => plan.accumulate::<bf16, f32>(OP, dst, a, b, alpha),
-            (DType::F16, DType::F32) => plan.accumulate::<f16, f32>(OP, dst, a, b, alpha),
-            (operands, found) => {
-                let message = format!(
-                    "found a destination of dtype {} for operands of dtype {}, expected the same, or f32 for f16 and bf16",
-                    found.as_str(),
-                    operands.as_str()
-                );
-                Err(Error::dtype(OP, message))
-            }
+    match (operands, dst.dtype()) {
+        (operands, found) if operands == found => Ok(()),
+        (DType::BF16 | DType::F16, DType::F32) => Ok(()),
+        (operands, found) => {
+            let message = format!(
+                "found a destination of dtype {} for operands of dtype {}, expected the same, or f32 for f16 and bf16",
+                found.as_str(),
+                operands.as_str()
+            );
+            Err(Error::dtype(op, message))
         }
     }
 }
@@ -84,27 +88,33 @@ fn check_dtypes(op: &'static str, a: &Raw, b: &Raw) -> Result<()> {
 
 /// A batch dimension: its size and the strides of `a`, `b` and the result.
 #[derive(Clone, Copy, Debug)]
-struct BatchAxis {
-    size: usize,
-    strides: [usize; 3],
+pub(crate) struct BatchAxis {
+    pub size: usize,
+    pub strides: [usize; 3],
 }
 
 /// A product of two tensors: sizes, strides, and the batch.
-struct Plan {
+pub(crate) struct Plan {
     /// Shape of the result.
-    dims: Dims,
-    m: usize,
-    n: usize,
-    k: usize,
+    pub dims: Dims,
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
     /// Strides of `a` along m and k.
-    a: [usize; 2],
+    pub a: [usize; 2],
     /// Strides of `b` along k and n.
-    b: [usize; 2],
+    pub b: [usize; 2],
     /// Batch dimensions, outermost first.
-    batch: SmallVec<[BatchAxis; 4]>,
+    pub batch: SmallVec<[BatchAxis; 4]>,
 }
 
 impl Plan {
+    /// The product of two tensors by the rules of [`matmul`].
+    pub fn of(op: &'static str, a: &Raw, b: &Raw) -> Result<Self> {
+        check_dtypes(op, a, b)?;
+        Self::new(op, a.layout(), b.layout())
+    }
+
     fn new(op: &'static str, a: &Layout, b: &Layout) -> Result<Self> {
         let mismatch = || {
             let message = format!(

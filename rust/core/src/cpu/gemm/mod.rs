@@ -14,6 +14,8 @@ mod kernel;
 mod pack;
 mod thin;
 
+#[cfg(feature = "cuda")]
+pub(crate) use batch::{Plan, check_destination};
 pub use batch::{matmul, matmul_accumulate};
 pub use kernel::Lane;
 

@@ -3,7 +3,7 @@
 
 mod cpu;
 
-use candle_core::{D, DType};
+use candle_core::{D, DType, Device};
 
 pub(super) use cpu::heads_lie_inside;
 
@@ -144,7 +144,7 @@ fn plain(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, is_causal: b
     if is_causal {
         let (queries, keys) = (q.raw.dim(D::Minus2)?, k.raw.dim(D::Minus2)?);
         let seen: Vec<u8> = (0..queries).flat_map(|i| (0..keys).map(move |j| u8::from(j <= i))).collect();
-        let seen = Tensor::from_vec(seen, (queries, keys), &candle_core::Device::Cpu)?.to_device(q.device())?;
+        let seen = Tensor::from_vec(seen, (queries, keys), q.device())?;
         scores = Tensor::select(&seen, &scores, &number(f64::NEG_INFINITY)?)?;
     }
     scores.softmax(scores.rank() - 1)?.matmul(v)
@@ -180,31 +180,34 @@ impl Backward for AttentionBackward {
 
 fn cases() -> Vec<Case> {
     const QKV: &[&[usize]] = &[&[2, 3, 5, 4], &[2, 3, 7, 4], &[2, 3, 7, 6]];
-    let case = |label, shapes: &[&[usize]], mask: fn() -> Result<Option<Tensor>>, is_causal, scale: Option<f64>| {
-        let fused =
-            move |x: &[Tensor]| scaled_dot_product_attention(&x[0], &x[1], &x[2], mask()?.as_ref(), is_causal, scale);
-        Case::new(label, shapes, fused).plain(move |x| {
-            let scale = scale.unwrap_or_else(|| 1.0 / (x[0].dims()[x[0].rank() - 1] as f64).sqrt());
-            plain(&x[0], &x[1], &x[2], mask()?.as_ref(), is_causal, scale)
-        })
-    };
-    let numbers = || {
+    let case =
+        |label, shapes: &[&[usize]], mask: fn(&Device) -> Result<Option<Tensor>>, is_causal, scale: Option<f64>| {
+            let fused = move |x: &[Tensor]| {
+                let mask = mask(x[0].device())?;
+                scaled_dot_product_attention(&x[0], &x[1], &x[2], mask.as_ref(), is_causal, scale)
+            };
+            Case::new(label, shapes, fused).plain(move |x| {
+                let scale = scale.unwrap_or_else(|| 1.0 / (x[0].dims()[x[0].rank() - 1] as f64).sqrt());
+                plain(&x[0], &x[1], &x[2], mask(x[0].device())?.as_ref(), is_causal, scale)
+            })
+        };
+    let numbers = |device: &Device| {
         let values = (0..35).map(|i| f64::from(i % 11) * 0.3 - 1.0).collect::<Vec<_>>();
-        Tensor::from_vec(values, (5, 7), &candle_core::Device::Cpu).map(Some)
+        Tensor::from_vec(values, (5, 7), device).map(Some)
     };
-    let visible = || {
+    let visible = |device: &Device| {
         let values = (0..14u8).map(|i| u8::from(i % 4 != 1)).collect::<Vec<_>>();
-        Tensor::from_vec(values, (2, 1, 1, 7), &candle_core::Device::Cpu).map(Some)
+        Tensor::from_vec(values, (2, 1, 1, 7), device).map(Some)
     };
     vec![
-        case("heads", QKV, || Ok(None), false, None),
-        case("one matrix", &[&[5, 4], &[7, 4], &[7, 3]], || Ok(None), false, Some(0.7)),
-        case("causal", QKV, || Ok(None), true, None),
-        case("more queries than keys, causal", &[&[2, 9, 4], &[2, 3, 4], &[2, 3, 4]], || Ok(None), true, None),
+        case("heads", QKV, |_| Ok(None), false, None),
+        case("one matrix", &[&[5, 4], &[7, 4], &[7, 3]], |_| Ok(None), false, Some(0.7)),
+        case("causal", QKV, |_| Ok(None), true, None),
+        case("more queries than keys, causal", &[&[2, 9, 4], &[2, 3, 4], &[2, 3, 4]], |_| Ok(None), true, None),
         case("added mask", QKV, numbers, false, None),
         case("mask of keys", QKV, visible, false, None),
         case("mask and causal", QKV, numbers, true, None),
-        case("several blocks", &[&[130, 2], &[3, 2], &[3, 2]], || Ok(None), false, None),
+        case("several blocks", &[&[130, 2], &[3, 2], &[3, 2]], |_| Ok(None), false, None),
         Case::new("learned mask", &[&[5, 4], &[7, 4], &[7, 4], &[5, 7]], |x| {
             scaled_dot_product_attention(&x[0], &x[1], &x[2], Some(&x[3]), false, None)
         }),

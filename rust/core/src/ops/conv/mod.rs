@@ -16,10 +16,11 @@ use smallvec::SmallVec;
 
 use super::case::{Case, Entry};
 use super::linear::same_kind;
-use crate::cpu::{self, cast, contiguous, elements, read_all};
+use crate::compute::{cast, contiguous};
+use crate::cpu::{elements, read_all};
 use crate::raw::{Raw, check_allocation, from_vec, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
-use crate::{Error, Result, Tensor, dispatch_float};
+use crate::{Error, Result, Tensor, compute, dispatch_float};
 use geometry::Geometry;
 
 pub use geometry::Conv2dOptions;
@@ -76,7 +77,7 @@ impl Backward for Conv2dBackward {
             context.add(1, grad_weight(&self.geometry, &grad, &x.get()?)?)?;
         }
         if self.geometry.has_bias && context.needs(2) {
-            context.add(2, cpu::sum(&grad, &[0, 1, 2], false)?)?;
+            context.add(2, compute::sum(&grad, &[0, 1, 2], false)?)?;
         }
         Ok(())
     }

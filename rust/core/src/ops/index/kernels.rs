@@ -4,8 +4,9 @@
 //! order of the ids by one thread each.
 
 use super::super::rows::rows_per_block;
+use crate::compute::contiguous;
 use crate::cpu::pool::par_chunks_mut;
-use crate::cpu::{Elem, Real, contiguous, dispatch, elements, read_all};
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{check_allocation, from_vec};
 use crate::{Raw, Result, dispatch_float};
 

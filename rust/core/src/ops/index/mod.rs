@@ -7,9 +7,9 @@
 mod kernels;
 
 use super::case::{Case, Entry};
-use crate::raw::{Raw, is_float};
+use crate::raw::{Raw, is_float, to_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
-use crate::{DType, Error, Result, Tensor, cpu};
+use crate::{DType, Error, Result, Tensor, compute};
 
 pub(super) use kernels::{gather as gather_raw, gather_backward as scatter_raw, select as select_raw};
 
@@ -27,18 +27,17 @@ pub(super) fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<
             ),
         )
     };
-    let ids = ids.flatten_all()?;
     match ids.dtype() {
         DType::I64 => {
             let check =
                 |(at, id): (usize, i64)| usize::try_from(id).ok().filter(|&i| i < size).ok_or_else(|| outside(id, at));
-            ids.to_vec1::<i64>()?.into_iter().enumerate().map(check).collect()
+            to_vec::<i64>(ids)?.into_iter().enumerate().map(check).collect()
         }
         DType::U32 => {
             let check = |(at, id): (usize, u32)| {
                 Some(id as usize).filter(|&i| i < size).ok_or_else(|| outside(i64::from(id), at))
             };
-            ids.to_vec1::<u32>()?.into_iter().enumerate().map(check).collect()
+            to_vec::<u32>(ids)?.into_iter().enumerate().map(check).collect()
         }
         other => {
             Err(Error::dtype(op, format!("ids are {}, expected i64 or u32; convert them with to()", other.as_str())))
@@ -101,7 +100,7 @@ impl Backward for GatherBackward {
             return context.add(0, part);
         }
         let whole = Raw::zeros(self.dims.as_slice(), part.dtype(), part.device())?;
-        cpu::copy_into(&corner(&whole, part.dims())?, &part)?;
+        compute::copy_into(&corner(&whole, part.dims())?, &part)?;
         context.add(0, whole)
     }
 }
@@ -202,8 +201,9 @@ pub fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
     )
 }
 
-fn ids(values: &[i64], dims: &[usize]) -> Tensor {
-    Tensor::constant(crate::raw::from_vec(values.to_vec(), dims))
+/// Ids on the device of `x`.
+fn ids(x: &Tensor, values: &[i64], dims: &[usize]) -> Result<Tensor> {
+    Tensor::from_vec(values.to_vec(), dims, x.device())
 }
 
 /// Registry entries of this file.
@@ -212,11 +212,11 @@ pub static ENTRIES: &[Entry] = &[
         info: &INDEX_SELECT,
         cases: || {
             vec![
-                Case::new("rows, repeated", &[&[3, 5]], |x| x[0].index_select(&ids(&[2, 0, 2, 2], &[4]), 0)),
-                Case::new("middle", &[&[2, 3, 5]], |x| x[0].index_select(&ids(&[1, 1], &[2]), 1)),
-                Case::new("last", &[&[2, 5]], |x| x[0].index_select(&ids(&[4, 0, 4], &[3]), 1)),
-                Case::new("no ids", &[&[3, 5]], |x| x[0].index_select(&ids(&[], &[0]), 0)),
-                Case::new("empty", &[&[3, 0]], |x| x[0].index_select(&ids(&[1, 1], &[2]), 0)),
+                Case::new("rows, repeated", &[&[3, 5]], |x| x[0].index_select(&ids(&x[0], &[2, 0, 2, 2], &[4])?, 0)),
+                Case::new("middle", &[&[2, 3, 5]], |x| x[0].index_select(&ids(&x[0], &[1, 1], &[2])?, 1)),
+                Case::new("last", &[&[2, 5]], |x| x[0].index_select(&ids(&x[0], &[4, 0, 4], &[3])?, 1)),
+                Case::new("no ids", &[&[3, 5]], |x| x[0].index_select(&ids(&x[0], &[], &[0])?, 0)),
+                Case::new("empty", &[&[3, 0]], |x| x[0].index_select(&ids(&x[0], &[1, 1], &[2])?, 0)),
             ]
         },
     },
@@ -224,10 +224,10 @@ pub static ENTRIES: &[Entry] = &[
         info: &GATHER,
         cases: || {
             vec![
-                Case::new("last", &[&[2, 5]], |x| x[0].gather(&ids(&[4, 1, 4, 0, 0, 0], &[2, 3]), 1)),
-                Case::new("first", &[&[3, 2]], |x| x[0].gather(&ids(&[2, 1, 2, 0, 2, 0, 1, 1], &[4, 2]), 0)),
-                Case::new("smaller ids", &[&[3, 4, 5]], |x| x[0].gather(&ids(&[3, 1, 0, 0], &[2, 2, 1]), 1)),
-                Case::new("no ids", &[&[3, 5]], |x| x[0].gather(&ids(&[], &[3, 0]), 1)),
+                Case::new("last", &[&[2, 5]], |x| x[0].gather(&ids(&x[0], &[4, 1, 4, 0, 0, 0], &[2, 3])?, 1)),
+                Case::new("first", &[&[3, 2]], |x| x[0].gather(&ids(&x[0], &[2, 1, 2, 0, 2, 0, 1, 1], &[4, 2])?, 0)),
+                Case::new("smaller ids", &[&[3, 4, 5]], |x| x[0].gather(&ids(&x[0], &[3, 1, 0, 0], &[2, 2, 1])?, 1)),
+                Case::new("no ids", &[&[3, 5]], |x| x[0].gather(&ids(&x[0], &[], &[3, 0])?, 1)),
             ]
         },
     },
@@ -235,9 +235,11 @@ pub static ENTRIES: &[Entry] = &[
         info: &EMBEDDING,
         cases: || {
             vec![
-                Case::new("matrix of ids", &[&[5, 3]], |x| embedding(&x[0], &ids(&[4, 1, 1, 0, 4, 4], &[2, 3]))),
-                Case::new("one id", &[&[5, 3]], |x| embedding(&x[0], &ids(&[3], &[]))),
-                Case::new("no ids", &[&[5, 3]], |x| embedding(&x[0], &ids(&[], &[2, 0]))),
+                Case::new("matrix of ids", &[&[5, 3]], |x| {
+                    embedding(&x[0], &ids(&x[0], &[4, 1, 1, 0, 4, 4], &[2, 3])?)
+                }),
+                Case::new("one id", &[&[5, 3]], |x| embedding(&x[0], &ids(&x[0], &[3], &[])?)),
+                Case::new("no ids", &[&[5, 3]], |x| embedding(&x[0], &ids(&x[0], &[], &[2, 0])?)),
             ]
         },
     },

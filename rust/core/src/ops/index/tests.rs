@@ -22,6 +22,11 @@ fn values(t: &Tensor) -> Vec<f64> {
     to_f64_vec(t.raw()).unwrap()
 }
 
+/// These ids.
+fn some(values: &[i64], dims: &[usize]) -> Tensor {
+    Tensor::constant(from_vec(values.to_vec(), dims))
+}
+
 /// The gradient of `x` for the gradient `g` of `function`'s result.
 fn gradient(x: &Tensor, g: &Tensor, function: impl Fn(&Tensor) -> Result<Tensor>) -> Vec<f64> {
     let x = Var::from_tensor(x).unwrap();
@@ -127,16 +132,16 @@ fn the_gradient_does_not_depend_on_the_number_of_threads() {
 #[test]
 fn integers_can_be_picked() {
     let x = Tensor::constant(from_vec(vec![10i64, 20, 30, 40], (2, 2)));
-    let picked = x.index_select(&ids(&[1, 0, 1], &[3]), 1).unwrap();
+    let picked = x.index_select(&some(&[1, 0, 1], &[3]), 1).unwrap();
     assert_eq!(picked.to_vec::<i64>().unwrap(), [20, 10, 20, 40, 30, 40]);
-    let picked = x.gather(&ids(&[1, 0], &[2, 1]), 1).unwrap();
+    let picked = x.gather(&some(&[1, 0], &[2, 1]), 1).unwrap();
     assert_eq!(picked.to_vec::<i64>().unwrap(), [20, 30]);
 }
 
 #[test]
 fn bad_ids_are_errors_that_name_them() {
     let x = numbers(&[3, 2]);
-    for (picked, id, at) in [(ids(&[0, -1], &[2]), "-1", "position 1"), (ids(&[3], &[1]), "id 3", "position 0")] {
+    for (picked, id, at) in [(some(&[0, -1], &[2]), "-1", "position 1"), (some(&[3], &[1]), "id 3", "position 0")] {
         for message in [
             x.index_select(&picked, 0).unwrap_err().to_string(),
             embedding(&x, &picked).unwrap_err().to_string(),
@@ -146,9 +151,9 @@ fn bad_ids_are_errors_that_name_them() {
         }
     }
     assert!(matches!(x.index_select(&numbers(&[2]), 0), Err(Error::DType { .. })));
-    assert!(matches!(x.index_select(&ids(&[0], &[1, 1]), 0), Err(Error::Shape { .. })));
-    assert!(matches!(x.index_select(&ids(&[0], &[1]), 2), Err(Error::Index { .. })));
-    assert!(matches!(x.gather(&ids(&[0], &[1]), 0), Err(Error::Shape { .. })));
-    assert!(matches!(x.gather(&ids(&[0; 3], &[1, 3]), 0), Err(Error::Shape { .. })));
-    assert!(matches!(embedding(&numbers(&[3]), &ids(&[0], &[1])), Err(Error::Shape { .. })));
+    assert!(matches!(x.index_select(&some(&[0], &[1, 1]), 0), Err(Error::Shape { .. })));
+    assert!(matches!(x.index_select(&some(&[0], &[1]), 2), Err(Error::Index { .. })));
+    assert!(matches!(x.gather(&some(&[0], &[1]), 0), Err(Error::Shape { .. })));
+    assert!(matches!(x.gather(&some(&[0; 3], &[1, 3]), 0), Err(Error::Shape { .. })));
+    assert!(matches!(embedding(&numbers(&[3]), &some(&[0], &[1])), Err(Error::Shape { .. })));
 }

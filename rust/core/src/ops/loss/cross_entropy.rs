@@ -6,9 +6,10 @@
 
 use super::super::rows;
 use super::Reduction;
+use crate::compute::{cast, contiguous};
 use crate::cpu::pool::par_chunks_mut;
-use crate::cpu::{Elem, Real, cast, contiguous, dispatch, elements, read_all};
-use crate::raw::{Raw, from_vec, is_float, to_f64_vec};
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+use crate::raw::{Raw, from_vec, is_float, to_cpu, to_f64_vec, to_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{DType, Error, Result, Tensor, dispatch_float};
 
@@ -26,7 +27,7 @@ type Targets = Vec<Option<usize>>;
 
 fn read_targets(targets: &Tensor, classes: usize, ignore_index: i64) -> Result<Targets> {
     let ids: Vec<i64> = match targets.dtype() {
-        DType::I64 | DType::U32 => targets.raw.flatten_all()?.to_dtype(DType::I64)?.to_vec1()?,
+        DType::I64 | DType::U32 => to_vec(&to_cpu(&targets.raw)?.to_dtype(DType::I64)?)?,
         other => {
             return Err(Error::dtype(OP, format!("targets are {}, expected i64 or u32 class ids", other.as_str())));
         }

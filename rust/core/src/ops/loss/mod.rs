@@ -107,7 +107,7 @@ fn cross_entropy_case(
 ) -> Case {
     let leading = dims[..dims.len() - 1].to_vec();
     Case::new(label, &[dims], move |x| {
-        let targets = Tensor::constant(from_vec(targets.to_vec(), leading.as_slice()));
+        let targets = Tensor::from_vec(targets.to_vec(), leading.as_slice(), x[0].device())?;
         cross_entropy(&x[0], &targets, IGNORE_INDEX, smoothing, reduction)
     })
     .plain(move |x| cross_entropy_plain(&x[0], targets, smoothing, reduction))

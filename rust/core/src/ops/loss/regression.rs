@@ -4,10 +4,10 @@ use super::super::linear::same_kind;
 use super::super::rows;
 use super::Reduction;
 use crate::cpu::pool::par_chunks_mut;
-use crate::cpu::{self, Binary, Elem, Real, Ternary, Unary, dispatch, elements, read_all};
+use crate::cpu::{Binary, Elem, Real, Ternary, Unary, dispatch, elements, read_all};
 use crate::raw::{Raw, from_vec, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
-use crate::{Error, Result, Tensor, dispatch_float};
+use crate::{Error, Result, Tensor, compute, dispatch_float};
 
 pub(super) static MSE: OpInfo = OpInfo::cheap("mse_loss");
 pub(super) static L1: OpInfo = OpInfo::cheap("l1_loss");
@@ -21,6 +21,15 @@ const BLOCK: usize = 1024;
 
 /// A loss of the difference d of two elements, with its derivative.
 trait Distance: Copy + Send + Sync + 'static {
+    /// The kernels of the value and of the slope.
+    const VALUE: &'static str;
+    const SLOPE: &'static str;
+
+    /// Where the loss changes its form, for those that do.
+    fn threshold(&self) -> f64 {
+        0.0
+    }
+
     fn value<R: Real>(&self, d: R) -> R;
     fn slope<R: Real>(&self, d: R) -> R;
 }
@@ -29,6 +38,9 @@ trait Distance: Copy + Send + Sync + 'static {
 struct Square;
 
 impl Distance for Square {
+    const VALUE: &'static str = "square";
+    const SLOPE: &'static str = "square_slope";
+
     #[inline(always)]
     fn value<R: Real>(&self, d: R) -> R {
         d * d
@@ -44,6 +56,9 @@ impl Distance for Square {
 struct Absolute;
 
 impl Distance for Absolute {
+    const VALUE: &'static str = "absolute";
+    const SLOPE: &'static str = "absolute_slope";
+
     #[inline(always)]
     fn value<R: Real>(&self, d: R) -> R {
         d.abs()
@@ -68,6 +83,13 @@ struct Huber {
 }
 
 impl Distance for Huber {
+    const VALUE: &'static str = "huber";
+    const SLOPE: &'static str = "huber_slope";
+
+    fn threshold(&self) -> f64 {
+        self.delta
+    }
+
     #[inline(always)]
     fn value<R: Real>(&self, d: R) -> R {
         let (half, delta) = (R::from_f64(0.5), R::from_f64(self.delta));
@@ -90,6 +112,13 @@ struct SmoothAbsolute {
 }
 
 impl Distance for SmoothAbsolute {
+    const VALUE: &'static str = "smooth_absolute";
+    const SLOPE: &'static str = "smooth_absolute_slope";
+
+    fn threshold(&self) -> f64 {
+        self.beta
+    }
+
     #[inline(always)]
     fn value<R: Real>(&self, d: R) -> R {
         let (half, beta) = (R::from_f64(0.5), R::from_f64(self.beta));
@@ -110,6 +139,12 @@ impl Distance for SmoothAbsolute {
 struct Value<F>(F);
 
 impl<F: Distance> Binary for Value<F> {
+    const KERNEL: &'static str = F::VALUE;
+
+    fn parameters(&self) -> [f64; 2] {
+        [self.0.threshold(), 0.0]
+    }
+
     #[inline(always)]
     fn apply<R: Real>(&self, a: R, b: R) -> R {
         self.0.value(a - b)
@@ -124,6 +159,12 @@ struct Slope<F> {
 }
 
 impl<F: Distance> Ternary for Slope<F> {
+    const KERNEL: &'static str = F::SLOPE;
+
+    fn parameters(&self) -> [f64; 2] {
+        [self.function.threshold(), self.factor]
+    }
+
     #[inline(always)]
     fn apply<R: Real>(&self, g: R, a: R, b: R) -> R {
         g * R::from_f64(self.factor) * self.function.slope(a - b)
@@ -134,6 +175,8 @@ impl<F: Distance> Ternary for Slope<F> {
 struct Negative;
 
 impl Unary for Negative {
+    const KERNEL: &'static str = "negative";
+
     #[inline(always)]
     fn apply<R: Real>(&self, x: R) -> R {
         -x
@@ -158,7 +201,7 @@ fn sum<T: Elem, F: Distance>(a: &[T], b: &[T], function: F) -> f64 {
 
 /// The sum of the losses times `factor`, a number.
 fn total<F: Distance>(op: &'static str, a: &Raw, b: &Raw, function: F, factor: f64) -> Result<Raw> {
-    let (a, b) = (cpu::contiguous(a)?, cpu::contiguous(b)?);
+    let (a, b) = (compute::contiguous(a)?, compute::contiguous(b)?);
     let len = a.elem_count();
     dispatch_float!(a.dtype(), op, T => read_all(op, &[&a, &b], |operands| {
         let total = sum(&elements::<T>(operands[0])?[..len], &elements::<T>(operands[1])?[..len], function);
@@ -177,9 +220,9 @@ struct DistanceBackward<F> {
 impl<F: Distance> Backward for DistanceBackward<F> {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let slope = Slope { function: self.function, factor: self.factor };
-        let grad = cpu::ternary(context.grad(), &self.input.get()?, &self.target.get()?, slope)?;
+        let grad = compute::ternary(context.grad(), &self.input.get()?, &self.target.get()?, slope)?;
         if context.needs(1) {
-            context.add(1, cpu::unary(&grad, Negative)?)?;
+            context.add(1, compute::unary(&grad, Negative)?)?;
         }
         context.add(0, grad)
     }
@@ -214,7 +257,7 @@ fn distance(
         info,
         &[input, target],
         || match reduction {
-            Reduction::None => cpu::binary(&input.raw, &target.raw, Value(function)),
+            Reduction::None => compute::binary(&input.raw, &target.raw, Value(function)),
             Reduction::Mean | Reduction::Sum => total(op, &input.raw, &target.raw, function, factor),
         },
         |saver, _| DistanceBackward { function, factor, input: saver.save(input), target: saver.save(target) },

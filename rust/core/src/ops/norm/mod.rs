@@ -6,14 +6,14 @@
 mod group;
 mod row;
 
-use candle_core::{DType, Device, WithDType};
+use candle_core::{DType, WithDType};
 use smallvec::SmallVec;
 
 use super::case::{Case, Entry};
-use crate::cpu::{self, Real};
+use crate::cpu::Real;
 use crate::raw::{Raw, from_vec};
 use crate::tape::{BackwardContext, Saved, Saver};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, compute};
 
 pub use group::{group_norm, group_norm_silu};
 pub use row::{layer_norm, rms_norm};
@@ -100,7 +100,7 @@ fn check_eps(op: &'static str, eps: f64) -> Result<()> {
 /// The values of a parameter for arithmetic; if there is none, those that change nothing.
 fn numbers<R: Real + WithDType>(parameter: Option<&Raw>, len: usize, neutral: R) -> Result<Vec<R>> {
     Ok(match parameter {
-        Some(parameter) => cpu::cast(parameter, R::DTYPE)?.flatten_all()?.to_vec1()?,
+        Some(parameter) => compute::cast(parameter, R::DTYPE)?.flatten_all()?.to_vec1()?,
         None => vec![neutral; len],
     })
 }
@@ -114,7 +114,7 @@ struct Place {
 
 impl Place {
     fn add<R: WithDType>(&self, context: &mut BackwardContext<'_>, grad: Vec<R>) -> Result<()> {
-        context.add(self.index, cpu::cast(&from_vec(grad, self.dims.as_slice()), self.dtype)?)
+        context.add(self.index, compute::cast(&from_vec(grad, self.dims.as_slice()), self.dtype)?)
     }
 }
 
@@ -156,7 +156,7 @@ impl SavedAffine {
     /// The gradient of the shift, the sum over the rows of `grad`, where nothing else is wanted.
     fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         let Some(place) = &self.bias else { return Ok(()) };
-        let sum = cpu::sum(&cpu::cast(grad, place.dtype)?, &[0], false)?;
+        let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[0], false)?;
         context.add(place.index, sum.reshape(place.dims.as_slice())?)
     }
 }
@@ -186,10 +186,10 @@ fn affine_plain(normal: &Tensor, x: &[Tensor]) -> Result<Tensor> {
     x.get(2).map_or_else(|| Ok(scaled.clone()), |bias| scaled.add(bias))
 }
 
-/// An input that needs no gradient.
-fn frozen(dims: &[usize], dtype: DType) -> Result<Tensor> {
+/// An input that needs no gradient, of the dtype and on the device of `like`.
+fn frozen(dims: &[usize], like: &Tensor) -> Result<Tensor> {
     let values = (0..dims.iter().product()).map(|i: usize| (i as f64 * 1.3).sin()).collect::<Vec<_>>();
-    Tensor::from_vec(values, dims, &Device::Cpu)?.to_dtype(dtype)
+    Tensor::from_vec(values, dims, like.device())?.to_dtype(like.dtype())
 }
 
 fn layer_norm_cases() -> Vec<Case> {
@@ -203,7 +203,7 @@ fn layer_norm_cases() -> Vec<Case> {
         Case::new("shift", &[&[3, 7], &[7]], |x| layer_norm(&x[0], 1, None, Some(&x[1]), EPS))
             .plain(|x| layer_norm_plain(&x[..1], &[1], EPS)?.add(&x[1])),
         Case::new("frozen input", &[&[7], &[7]], |x| {
-            let input = frozen(&[3, 7], x[0].dtype())?;
+            let input = frozen(&[3, 7], &x[0])?;
             layer_norm(&input, 1, Some(&x[0]), Some(&x[1]), EPS)
         }),
         Case::new("two dimensions", &[&[3, 5, 9], &[5, 9], &[5, 9]], |x| layer_norm(&x[0], 2, x.get(1), x.get(2), EPS))
@@ -234,7 +234,7 @@ fn group_norm_cases() -> Vec<Case> {
         Case::new("picture", &[&[2, 3, 5, 6], &[6]], run),
         Case::new("groups of one", &[&[2, 5, 3], &[3], &[3]], run).plain(plain),
         Case::new("frozen input", &[&[6], &[6]], |x| {
-            let input = frozen(&[2, 3, 6], x[0].dtype())?;
+            let input = frozen(&[2, 3, 6], &x[0])?;
             group_norm(&input, 3, Some(&x[0]), Some(&x[1]), EPS)
         }),
         Case::new("empty batch", &[&[0, 5, 6], &[6], &[6]], run),
@@ -251,11 +251,11 @@ fn group_norm_silu_cases() -> Vec<Case> {
         Case::new("plain", &[&[2, 5, 6]], run).plain(plain),
         Case::new("picture", &[&[2, 3, 5, 6], &[6]], run),
         Case::new("frozen input", &[&[6], &[6]], |x| {
-            let input = frozen(&[2, 3, 6], x[0].dtype())?;
+            let input = frozen(&[2, 3, 6], &x[0])?;
             group_norm_silu(&input, 3, Some(&x[0]), Some(&x[1]), EPS)
         }),
         Case::new("frozen input and scale", &[&[6]], |x| {
-            let (input, scale) = (frozen(&[2, 3, 6], x[0].dtype())?, frozen(&[6], x[0].dtype())?);
+            let (input, scale) = (frozen(&[2, 3, 6], &x[0])?, frozen(&[6], &x[0])?);
             group_norm_silu(&input, 3, Some(&scale), Some(&x[0]), EPS)
         }),
         Case::new("empty batch", &[&[0, 5, 6], &[6], &[6]], run),

@@ -5,8 +5,9 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::{Affine, SavedAffine, check_eps};
+use crate::compute::contiguous;
 use crate::cpu::pool::{SharedMut, par_ranges};
-use crate::cpu::{Elem, Real, contiguous, dispatch, elements, read_all};
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::ops::rows;
 use crate::raw::from_vec;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};

@@ -3,10 +3,10 @@
 use super::super::index::{gather_raw, positions, scatter_raw};
 use super::super::integer;
 use super::{Reduction, Scale};
-use crate::cpu::{self, Binary, Real, Ternary};
+use crate::cpu::{Binary, Real, Ternary};
 use crate::raw::{Raw, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record, record_with_aux};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, compute};
 
 pub(super) static MAX: OpInfo = OpInfo::cheap("max");
 pub(super) static MIN: OpInfo = OpInfo::cheap("min");
@@ -32,6 +32,8 @@ impl Extreme {
 struct Equal;
 
 impl Binary for Equal {
+    const KERNEL: &'static str = "equal";
+
     #[inline(always)]
     fn apply<R: Real>(&self, a: R, b: R) -> R {
         if a == b { R::ONE } else { R::ZERO }
@@ -43,6 +45,8 @@ impl Binary for Equal {
 struct Share;
 
 impl Ternary for Share {
+    const KERNEL: &'static str = "share";
+
     #[inline(always)]
     fn apply<R: Real>(&self, a: R, b: R, c: R) -> R {
         a * b / c
@@ -58,9 +62,9 @@ struct SharedBackward {
 
 impl Backward for SharedBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let mask = cpu::binary(&self.x.get()?, &self.reduction.spread(&self.result.get()?)?, Equal)?;
-        let count = cpu::sum(&mask, &self.reduction.dims, true)?;
-        let grad = cpu::ternary(&mask, &self.reduction.spread(context.grad())?, &count, Share)?;
+        let mask = compute::binary(&self.x.get()?, &self.reduction.spread(&self.result.get()?)?, Equal)?;
+        let count = compute::sum(&mask, &self.reduction.dims, true)?;
+        let grad = compute::ternary(&mask, &self.reduction.spread(context.grad())?, &count, Share)?;
         context.add(0, grad)
     }
 }
@@ -115,8 +119,8 @@ impl Tensor {
                 &[self],
                 || {
                     let picked = match extreme {
-                        Extreme::Max => cpu::argmax(&self.raw, dim, true)?,
-                        Extreme::Min => cpu::argmax(&cpu::unary(&self.raw, Scale(-1.0))?, dim, true)?,
+                        Extreme::Max => compute::argmax(&self.raw, dim, true)?,
+                        Extreme::Min => compute::argmax(&compute::unary(&self.raw, Scale(-1.0))?, dim, true)?,
                     };
                     let at = positions(op.name, &picked, self.dims()[dim])?;
                     let values = gather_raw(op.name, &self.raw, &at, dim, 1)?;
@@ -133,8 +137,8 @@ impl Tensor {
             extreme.info(),
             &[self],
             || match extreme {
-                Extreme::Max => cpu::max(&self.raw, &reduction.dims, keepdim),
-                Extreme::Min => cpu::min(&self.raw, &reduction.dims, keepdim),
+                Extreme::Max => compute::max(&self.raw, &reduction.dims, keepdim),
+                Extreme::Min => compute::min(&self.raw, &reduction.dims, keepdim),
             },
             |saver, result| SharedBackward {
                 reduction: reduction.clone(),
@@ -200,6 +204,6 @@ impl Tensor {
     /// As [`max`](Self::max).
     pub fn argmax(&self, dim: usize, keepdim: bool) -> Result<Self> {
         check_not_empty(ARGMAX, &Reduction::new(ARGMAX, self, &[dim])?)?;
-        Ok(Self::constant(cpu::argmax(&self.raw, dim, keepdim)?))
+        Ok(Self::constant(compute::argmax(&self.raw, dim, keepdim)?))
     }
 }

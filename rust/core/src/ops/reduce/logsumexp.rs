@@ -1,10 +1,10 @@
 //! The logarithm of a sum of exponentials, from differences to the largest element.
 
 use super::{Reduction, accumulator};
-use crate::cpu::{self, Binary, Real, Ternary, Unary};
+use crate::cpu::{Binary, Real, Ternary, Unary};
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
-use crate::{Result, Tensor};
+use crate::{Result, Tensor, compute};
 
 pub(super) static LOGSUMEXP: OpInfo = OpInfo::cheap("logsumexp");
 
@@ -13,6 +13,8 @@ pub(super) static LOGSUMEXP: OpInfo = OpInfo::cheap("logsumexp");
 struct Finite;
 
 impl Unary for Finite {
+    const KERNEL: &'static str = "finite";
+
     #[inline(always)]
     fn apply<R: Real>(&self, x: R) -> R {
         if x.abs() == R::INFINITY { R::ZERO } else { x }
@@ -24,6 +26,8 @@ impl Unary for Finite {
 struct ExpDifference;
 
 impl Binary for ExpDifference {
+    const KERNEL: &'static str = "exp_difference";
+
     #[inline(always)]
     fn apply<R: Real>(&self, a: R, b: R) -> R {
         (a - b).exp()
@@ -35,6 +39,8 @@ impl Binary for ExpDifference {
 struct LogPlus;
 
 impl Binary for LogPlus {
+    const KERNEL: &'static str = "log_plus";
+
     #[inline(always)]
     fn apply<R: Real>(&self, a: R, b: R) -> R {
         a.ln() + b
@@ -46,6 +52,8 @@ impl Binary for LogPlus {
 struct TimesExpDifference;
 
 impl Ternary for TimesExpDifference {
+    const KERNEL: &'static str = "times_exp_difference";
+
     #[inline(always)]
     fn apply<R: Real>(&self, a: R, b: R, c: R) -> R {
         let c = if c == R::NEG_INFINITY { R::ZERO } else { c };
@@ -64,22 +72,22 @@ impl Backward for LogsumexpBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let dtype = context.grad().dtype();
         let acc = accumulator(dtype);
-        let grad = self.reduction.spread(&cpu::cast(context.grad(), acc)?)?;
-        let x = cpu::cast(&self.x.get()?, acc)?;
-        let grad = cpu::ternary(&grad, &x, &self.result.get()?, TimesExpDifference)?;
-        context.add(0, cpu::cast(&grad, dtype)?)
+        let grad = self.reduction.spread(&compute::cast(context.grad(), acc)?)?;
+        let x = compute::cast(&self.x.get()?, acc)?;
+        let grad = compute::ternary(&grad, &x, &self.result.get()?, TimesExpDifference)?;
+        context.add(0, compute::cast(&grad, dtype)?)
     }
 }
 
 fn forward(x: &Raw, reduction: &Reduction) -> Result<Raw> {
-    let x = cpu::cast(x, accumulator(x.dtype()))?;
+    let x = compute::cast(x, accumulator(x.dtype()))?;
     if reduction.count == 0 {
         let nothing = Raw::new(f64::NEG_INFINITY, x.device())?.to_dtype(x.dtype())?;
         return Ok(nothing.broadcast_as(reduction.kept.as_slice())?.contiguous()?);
     }
-    let largest = cpu::unary(&cpu::max(&x, &reduction.dims, true)?, Finite)?;
-    let sum = cpu::sum(&cpu::binary(&x, &largest, ExpDifference)?, &reduction.dims, true)?;
-    cpu::binary(&sum, &largest, LogPlus)
+    let largest = compute::unary(&compute::max(&x, &reduction.dims, true)?, Finite)?;
+    let sum = compute::sum(&compute::binary(&x, &largest, ExpDifference)?, &reduction.dims, true)?;
+    compute::binary(&sum, &largest, LogPlus)
 }
 
 impl Tensor {
@@ -94,7 +102,7 @@ impl Tensor {
             &[self],
             || {
                 let kept = forward(&self.raw, &reduction)?;
-                let result = cpu::cast(&kept, self.dtype())?;
+                let result = compute::cast(&kept, self.dtype())?;
                 let result = if keepdim { result } else { result.reshape(reduction.dropped())? };
                 Ok((result, [kept].into_iter().collect()))
             },

@@ -11,7 +11,7 @@ use super::index::select_raw;
 use crate::cpu::{self, Real, Ternary, Unary};
 use crate::raw::{Raw, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record, record_with_aux};
-use crate::{DType, Error, Result, Tensor};
+use crate::{DType, Error, Result, Tensor, compute};
 
 static SUM: OpInfo = OpInfo::cheap("sum");
 static MEAN: OpInfo = OpInfo::cheap("mean");
@@ -22,6 +22,12 @@ static CUMSUM: OpInfo = OpInfo::cheap("cumsum");
 struct Scale(f64);
 
 impl Unary for Scale {
+    const KERNEL: &'static str = "scale";
+
+    fn parameters(&self) -> [f64; 2] {
+        [self.0, 0.0]
+    }
+
     #[inline(always)]
     fn apply<R: Real>(&self, x: R) -> R {
         x * R::from_f64(self.0)
@@ -100,7 +106,7 @@ struct SumBackward {
 impl Backward for SumBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = context.grad();
-        let grad = if self.scale == 1.0 { grad.clone() } else { cpu::unary(grad, Scale(self.scale))? };
+        let grad = if self.scale == 1.0 { grad.clone() } else { compute::unary(grad, Scale(self.scale))? };
         context.add(0, self.reduction.spread(&grad)?)
     }
 }
@@ -110,6 +116,8 @@ impl Backward for SumBackward {
 struct TimesDifference;
 
 impl Ternary for TimesDifference {
+    const KERNEL: &'static str = "times_difference";
+
     #[inline(always)]
     fn apply<R: Real>(&self, a: R, b: R, c: R) -> R {
         a * (b - c)
@@ -121,6 +129,8 @@ impl Ternary for TimesDifference {
 struct SquaredDifference;
 
 impl cpu::Binary for SquaredDifference {
+    const KERNEL: &'static str = "squared_difference";
+
     #[inline(always)]
     fn apply<R: Real>(&self, a: R, b: R) -> R {
         (a - b) * (a - b)
@@ -138,10 +148,10 @@ impl Backward for VarBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let dtype = context.grad().dtype();
         let acc = accumulator(dtype);
-        let grad = cpu::unary(&cpu::cast(context.grad(), acc)?, Scale(2.0 / self.divisor))?;
-        let x = cpu::cast(&self.x.get()?, acc)?;
-        let grad = cpu::ternary(&self.reduction.spread(&grad)?, &x, &self.mean.get()?, TimesDifference)?;
-        context.add(0, cpu::cast(&grad, dtype)?)
+        let grad = compute::unary(&compute::cast(context.grad(), acc)?, Scale(2.0 / self.divisor))?;
+        let x = compute::cast(&self.x.get()?, acc)?;
+        let grad = compute::ternary(&self.reduction.spread(&grad)?, &x, &self.mean.get()?, TimesDifference)?;
+        context.add(0, compute::cast(&grad, dtype)?)
     }
 }
 
@@ -155,7 +165,7 @@ impl Backward for CumsumBackward {
         let size = context.grad().dims()[self.dim];
         let backwards: Vec<usize> = (0..size).rev().collect();
         let reversed = select_raw(CUMSUM.name, context.grad(), &backwards, self.dim)?;
-        let sums = cpu::cumsum(&reversed, self.dim)?;
+        let sums = compute::cumsum(&reversed, self.dim)?;
         context.add(0, select_raw(CUMSUM.name, &sums, &backwards, self.dim)?)
     }
 }
@@ -177,7 +187,7 @@ impl Tensor {
         record(
             &SUM,
             &[self],
-            || cpu::sum(&self.raw, &reduction.dims, keepdim),
+            || compute::sum(&self.raw, &reduction.dims, keepdim),
             |_, _| SumBackward { reduction: reduction.clone(), scale: 1.0 },
         )
     }
@@ -205,7 +215,7 @@ impl Tensor {
         record(
             &MEAN,
             &[self],
-            || cpu::mean(&self.raw, &reduction.dims, keepdim),
+            || compute::mean(&self.raw, &reduction.dims, keepdim),
             |_, _| SumBackward { scale: 1.0 / reduction.count as f64, reduction: reduction.clone() },
         )
     }
@@ -230,11 +240,11 @@ impl Tensor {
             &VAR,
             &[self],
             || {
-                let x = cpu::cast(&self.raw, accumulator(self.dtype()))?;
-                let mean = cpu::mean(&x, &reduction.dims, true)?;
-                let squares = cpu::sum(&cpu::binary(&x, &mean, SquaredDifference)?, &reduction.dims, keepdim)?;
-                let variance = cpu::unary(&squares, Scale(1.0 / divisor))?;
-                Ok((cpu::cast(&variance, self.dtype())?, [mean].into_iter().collect()))
+                let x = compute::cast(&self.raw, accumulator(self.dtype()))?;
+                let mean = compute::mean(&x, &reduction.dims, true)?;
+                let squares = compute::sum(&compute::binary(&x, &mean, SquaredDifference)?, &reduction.dims, keepdim)?;
+                let variance = compute::unary(&squares, Scale(1.0 / divisor))?;
+                Ok((compute::cast(&variance, self.dtype())?, [mean].into_iter().collect()))
             },
             |saver, _, aux| VarBackward {
                 reduction: reduction.clone(),
@@ -251,7 +261,7 @@ impl Tensor {
     /// [`Error::Index`] if the dimension is out of range, [`Error::DType`] if the tensor is not floating point.
     pub fn cumsum(&self, dim: usize) -> Result<Self> {
         Reduction::new(CUMSUM.name, self, &[dim])?;
-        record(&CUMSUM, &[self], || cpu::cumsum(&self.raw, dim), |_, _| CumsumBackward { dim })
+        record(&CUMSUM, &[self], || compute::cumsum(&self.raw, dim), |_, _| CumsumBackward { dim })
     }
 }
 

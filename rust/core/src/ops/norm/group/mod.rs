@@ -14,8 +14,9 @@ use backward::BackwardPass;
 use forward::{forward, statistics};
 
 use super::{Affine, SavedAffine, check_eps};
+use crate::compute::contiguous;
 use crate::cpu::pool::{SharedMut, par_ranges};
-use crate::cpu::{Elem, Real, contiguous, elements, read_all};
+use crate::cpu::{Elem, Real, elements, read_all};
 use crate::ops::rows;
 use crate::raw::from_vec;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};

@@ -1,0 +1,107 @@
+// Copies, conversions and changes in place of tensors with strides.
+//
+// Launch of all: grid of count / width threads, block 256, no shared memory; `tensors` gives the strides of y, x.
+#include "strided.cuh"
+
+// An element in another type, rounded to nearest even; from f64 to f16 and bf16 by way of f32.
+template <typename D, typename S> __device__ __forceinline__ D convert(S x) { return narrow<D>(Acc<D>(widen(x))); }
+
+struct Copy {
+    template <typename D, typename S> static __device__ __forceinline__ D apply(D, S x, double) { return convert<D>(x); }
+};
+struct Accumulate {
+    template <typename D, typename S> static __device__ __forceinline__ D apply(D y, S x, double) {
+        return narrow<D>(widen(y) + Acc<D>(widen(x)));
+    }
+};
+struct Lerp {
+    template <typename D, typename S> static __device__ __forceinline__ D apply(D y, S x, double weight) {
+        const Acc<D> old = widen(y);
+        return narrow<D>(old + Acc<D>(weight) * (Acc<D>(widen(x)) - old));
+    }
+};
+
+template <typename F, typename D, typename S> struct Update {
+    D *y;
+    const S *x;
+    double number;
+
+    template <int N> __device__ __forceinline__ void run(const uint64_t *offsets, const uint64_t *strides) const {
+        Pack<D, N> *to = reinterpret_cast<Pack<D, N> *>(y + offsets[0]);
+        const Pack<S, N> from = load<N>(x + offsets[1], strides[1]);
+        // A plain copy does not read what it replaces: the compiler drops the load.
+        Pack<D, N> values = *to;
+#pragma unroll
+        for (int i = 0; i < N; ++i) values.values[i] = F::apply(values.values[i], from.values[i], number);
+        *to = values;
+    }
+};
+
+template <typename D, typename S> constexpr int BOTH = 16 / (sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S));
+
+// `copy_<from>_<to>(y, x, tensors)`: y = x.
+// `accumulate_<from>_<to>(y, x, tensors)`: y += x.
+// `lerp_<from>_<to>(y, x, tensors, weight)`: y += weight * (x - y).
+#define UPDATES(FROM, S, TO, D)                                                                                        \
+    extern "C" __global__ void copy_##FROM##_##TO(D *y, const S *x, Strided<2> tensors) {                              \
+        for_each<BOTH<D, S>>(tensors, Update<Copy, D, S>{y, x, 0});                                                    \
+    }                                                                                                                  \
+    extern "C" __global__ void accumulate_##FROM##_##TO(D *y, const S *x, Strided<2> tensors) {                        \
+        for_each<BOTH<D, S>>(tensors, Update<Accumulate, D, S>{y, x, 0});                                              \
+    }                                                                                                                  \
+    extern "C" __global__ void lerp_##FROM##_##TO(D *y, const S *x, Strided<2> tensors, double weight) {               \
+        for_each<BOTH<D, S>>(tensors, Update<Lerp, D, S>{y, x, weight});                                               \
+    }
+#define UPDATES_FROM(FROM, S)                                                                                          \
+    UPDATES(FROM, S, f32, float)                                                                                       \
+    UPDATES(FROM, S, f16, __half)                                                                                      \
+    UPDATES(FROM, S, bf16, __nv_bfloat16)                                                                              \
+    UPDATES(FROM, S, f64, double)
+FOR_EACH_FLOAT_AND_DOUBLE(UPDATES_FROM)
+
+struct Bits {
+    template <typename T> static __device__ __forceinline__ T apply(T, T x, double) { return x; }
+};
+
+// `copy_bytes_<size>(y, x, tensors)`: y = x for elements of 1, 2, 4 or 8 bytes of any kind.
+#define COPY_BYTES(SIZE, T)                                                                                            \
+    extern "C" __global__ void copy_bytes_##SIZE(T *y, const T *x, Strided<2> tensors) {                               \
+        for_each<BOTH<T, T>>(tensors, Update<Bits, T, T>{y, x, 0});                                                    \
+    }
+COPY_BYTES(1, uint8_t)
+COPY_BYTES(2, uint16_t)
+COPY_BYTES(4, uint32_t)
+COPY_BYTES(8, uint64_t)
+
+template <typename T> struct Fill {
+    T *y;
+    T value;
+
+    template <int N> __device__ __forceinline__ void run(const uint64_t *offsets, const uint64_t *) const {
+        *reinterpret_cast<Pack<T, N> *>(y + offsets[0]) = load<N>(&value, 0);
+    }
+};
+
+template <typename T> struct Scale {
+    T *y;
+    Acc<T> factor;
+
+    template <int N> __device__ __forceinline__ void run(const uint64_t *offsets, const uint64_t *) const {
+        Pack<T, N> *to = reinterpret_cast<Pack<T, N> *>(y + offsets[0]);
+        Pack<T, N> values = *to;
+#pragma unroll
+        for (int i = 0; i < N; ++i) values.values[i] = narrow<T>(widen(values.values[i]) * factor);
+        *to = values;
+    }
+};
+
+// `fill_<dtype>(y, tensors, value)`: y = value.
+// `scale_in_place_<dtype>(y, tensors, factor)`: y *= factor.
+#define IN_PLACE(DTYPE, T)                                                                                             \
+    extern "C" __global__ void fill_##DTYPE(T *y, Strided<1> tensors, double value) {                                  \
+        for_each<WIDE<T>>(tensors, Fill<T>{y, narrow<T>(Acc<T>(value))});                                              \
+    }                                                                                                                  \
+    extern "C" __global__ void scale_in_place_##DTYPE(T *y, Strided<1> tensors, double factor) {                       \
+        for_each<WIDE<T>>(tensors, Scale<T>{y, Acc<T>(factor)});                                                       \
+    }
+FOR_EACH_FLOAT_AND_DOUBLE(IN_PLACE)

@@ -1,0 +1,188 @@
+// Elementwise functions of one, two and three tensors, one line a function.
+//
+// `<function>_<dtype>(y, a[, b[, c]], tensors, p, q)`: y = f(a, b, c) for each element, where `tensors` gives the strides of
+// y, a, b, c and p, q are the function's numbers. In the expressions a, b and c are the elements in the arithmetic type R.
+// Launch: grid of count / width threads, block 256, no shared memory.
+#include "strided.cuh"
+
+template <typename F, typename T> struct Apply1 {
+    T *y;
+    const T *a;
+    Acc<T> p, q;
+
+    template <int N> __device__ __forceinline__ void run(const uint64_t *offsets, const uint64_t *strides) const {
+        Pack<T, N> x = load<N>(a + offsets[1], strides[1]);
+#pragma unroll
+        for (int i = 0; i < N; ++i) x.values[i] = narrow<T>(F::apply(widen(x.values[i]), p, q));
+        *reinterpret_cast<Pack<T, N> *>(y + offsets[0]) = x;
+    }
+};
+
+template <typename F, typename T> struct Apply2 {
+    T *y;
+    const T *a, *b;
+    Acc<T> p, q;
+
+    template <int N> __device__ __forceinline__ void run(const uint64_t *offsets, const uint64_t *strides) const {
+        Pack<T, N> x = load<N>(a + offsets[1], strides[1]);
+        const Pack<T, N> other = load<N>(b + offsets[2], strides[2]);
+#pragma unroll
+        for (int i = 0; i < N; ++i) x.values[i] = narrow<T>(F::apply(widen(x.values[i]), widen(other.values[i]), p, q));
+        *reinterpret_cast<Pack<T, N> *>(y + offsets[0]) = x;
+    }
+};
+
+template <typename F, typename T> struct Apply3 {
+    T *y;
+    const T *a, *b, *c;
+    Acc<T> p, q;
+
+    template <int N> __device__ __forceinline__ void run(const uint64_t *offsets, const uint64_t *strides) const {
+        Pack<T, N> x = load<N>(a + offsets[1], strides[1]);
+        const Pack<T, N> second = load<N>(b + offsets[2], strides[2]), third = load<N>(c + offsets[3], strides[3]);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            x.values[i] = narrow<T>(
+                F::apply(widen(x.values[i]), widen(second.values[i]), widen(third.values[i]), p, q));
+        }
+        *reinterpret_cast<Pack<T, N> *>(y + offsets[0]) = x;
+    }
+};
+
+#define KERNEL1(NAME, DTYPE, T)                                                                                        \
+    extern "C" __global__ void NAME##_##DTYPE(T *y, const T *a, Strided<2> tensors, double p, double q) {              \
+        for_each<WIDE<T>>(tensors, Apply1<NAME##_function, T>{y, a, Acc<T>(p), Acc<T>(q)});                            \
+    }
+#define KERNEL2(NAME, DTYPE, T)                                                                                        \
+    extern "C" __global__ void NAME##_##DTYPE(T *y, const T *a, const T *b, Strided<3> tensors, double p, double q) {  \
+        for_each<WIDE<T>>(tensors, Apply2<NAME##_function, T>{y, a, b, Acc<T>(p), Acc<T>(q)});                         \
+    }
+#define KERNEL3(NAME, DTYPE, T)                                                                                        \
+    extern "C" __global__ void NAME##_##DTYPE(T *y, const T *a, const T *b, const T *c, Strided<4> tensors, double p,  \
+                                              double q) {                                                              \
+        for_each<WIDE<T>>(tensors, Apply3<NAME##_function, T>{y, a, b, c, Acc<T>(p), Acc<T>(q)});                      \
+    }
+#define EVERY_DTYPE(KERNEL, NAME)                                                                                      \
+    KERNEL(NAME, f32, float)                                                                                           \
+    KERNEL(NAME, f16, __half)                                                                                          \
+    KERNEL(NAME, bf16, __nv_bfloat16)                                                                                  \
+    KERNEL(NAME, f64, double)
+
+#define UNARY(NAME, ...)                                                                                               \
+    struct NAME##_function {                                                                                           \
+        template <typename R> static __device__ __forceinline__ R apply(R a, R p, R q) { return __VA_ARGS__; }         \
+    };                                                                                                                 \
+    EVERY_DTYPE(KERNEL1, NAME)
+#define BINARY(NAME, ...)                                                                                              \
+    struct NAME##_function {                                                                                           \
+        template <typename R> static __device__ __forceinline__ R apply(R a, R b, R p, R q) { return __VA_ARGS__; }    \
+    };                                                                                                                 \
+    EVERY_DTYPE(KERNEL2, NAME)
+#define TERNARY(NAME, ...)                                                                                             \
+    struct NAME##_function {                                                                                           \
+        template <typename R> static __device__ __forceinline__ R apply(R a, R b, R c, R p, R q) {                     \
+            return __VA_ARGS__;                                                                                        \
+        }                                                                                                              \
+    };                                                                                                                 \
+    EVERY_DTYPE(KERNEL3, NAME)
+
+template <typename R> __device__ __forceinline__ R sign(R x) { return x > R(0) ? R(1) : x < R(0) ? R(-1) : x; }
+template <typename R> __device__ __forceinline__ R logistic(R x) { return R(1) / (R(1) + exp(-x)); }
+__device__ __forceinline__ float cumulative(float x) { return normcdff(x); }
+__device__ __forceinline__ double cumulative(double x) { return normcdf(x); }
+// The larger and the smaller number, NaN if one is NaN.
+template <typename R> __device__ __forceinline__ R larger(R a, R b) { return a > b || a != a ? a : b; }
+template <typename R> __device__ __forceinline__ R smaller(R a, R b) { return a < b || a != a ? a : b; }
+
+// sqrt(2 / pi), the factor of x^3, and 1 / sqrt(2 pi): GELU's constants; 1.702 is that of its sigmoid form.
+template <typename R> __device__ __forceinline__ R gelu_inner(R x) {
+    return tanh(R(0.7978845608028654) * (x + R(0.044715) * x * x * x));
+}
+template <typename R> __device__ __forceinline__ R gelu_tanh_slope(R x) {
+    const R t = gelu_inner(x), inner = R(0.7978845608028654) * (R(1) + R(3 * 0.044715) * x * x);
+    return R(0.5) + R(0.5) * t + R(0.5) * x * (R(1) - t * t) * inner;
+}
+template <typename R> __device__ __forceinline__ R silu_slope(R x, R scale) {
+    const R s = logistic(scale * x);
+    return s * (R(1) + scale * x * (R(1) - s));
+}
+template <typename R> __device__ __forceinline__ R huber_value(R d, R delta) {
+    const R size = fabs(d);
+    return size > delta ? delta * (size - R(0.5) * delta) : R(0.5) * d * d;
+}
+template <typename R> __device__ __forceinline__ R clamped(R x, R low, R high) {
+    x = x < low ? low : x;
+    return x > high ? high : x;
+}
+
+// Functions of a number; `<name>_backward(a, b)` is the gradient a times the derivative, from the saved value b.
+UNARY(affine, a * p + q)
+UNARY(scale, a * p)
+UNARY(negative, -a)
+UNARY(finite, isinf(a) ? R(0) : a)
+UNARY(exp, exp(a))
+BINARY(exp_backward, a * b)
+UNARY(log, log(a))
+BINARY(log_backward, a / b)
+UNARY(sqrt, sqrt(a))
+BINARY(sqrt_backward, a * R(0.5) / b)
+UNARY(sqr, a * a)
+BINARY(sqr_backward, a * (b + b))
+UNARY(recip, R(1) / a)
+BINARY(recip_backward, -a * b * b)
+UNARY(abs, fabs(a))
+BINARY(abs_backward, a * sign(b))
+UNARY(sin, sin(a))
+BINARY(sin_backward, a * cos(b))
+UNARY(cos, cos(a))
+BINARY(cos_backward, -a * sin(b))
+UNARY(tanh, tanh(a))
+BINARY(tanh_backward, a * (R(1) - b * b))
+UNARY(sigmoid, logistic(a))
+BINARY(sigmoid_backward, a * b * (R(1) - b))
+UNARY(relu, a < R(0) ? R(0) : a)
+BINARY(relu_backward, b > R(0) ? a : R(0))
+UNARY(gelu, a * cumulative(a))
+BINARY(gelu_backward, a * (cumulative(b) + b * R(0.3989422804014327) * exp(R(-0.5) * b * b)))
+UNARY(gelu_tanh, R(0.5) * a + R(0.5) * a * gelu_inner(a))
+BINARY(gelu_tanh_backward, a * gelu_tanh_slope(b))
+UNARY(quick_gelu, a * logistic(R(1.702) * a))
+BINARY(quick_gelu_backward, a * silu_slope(b, R(1.702)))
+UNARY(silu, a * logistic(a))
+BINARY(silu_backward, a * silu_slope(b, R(1)))
+UNARY(pow_scalar, pow(a, p))
+BINARY(pow_scalar_backward, p == R(0) ? R(0) : a * p * pow(b, p - R(1)))
+UNARY(clamp, clamped(a, p, q))
+BINARY(clamp_backward, b < p || b > q ? R(0) : a)
+
+// Arithmetic.
+BINARY(add, a + b)
+BINARY(sub, a - b)
+BINARY(mul, a * b)
+BINARY(div, a / b)
+BINARY(pow, pow(a, b))
+BINARY(maximum, larger(a, b))
+BINARY(minimum, smaller(a, b))
+BINARY(takes_maximum, a > b ? R(1) : a == b ? R(0.5) : R(0))
+BINARY(takes_minimum, a < b ? R(1) : a == b ? R(0.5) : R(0))
+BINARY(power_slope, b == R(0) ? R(0) : b * pow(a, b - R(1)))
+BINARY(power_log, a == R(0) && b >= R(0) ? R(0) : pow(a, b) * log(a))
+
+// Steps of reductions and their backward.
+BINARY(equal, a == b ? R(1) : R(0))
+BINARY(squared_difference, (a - b) * (a - b))
+BINARY(exp_difference, exp(a - b))
+BINARY(log_plus, log(a) + b)
+TERNARY(times_difference, a * (b - c))
+TERNARY(times_exp_difference, a * exp(b - (isinf(c) && c < R(0) ? R(0) : c)))
+TERNARY(share, a * b / c)
+
+// Losses of the difference of a and b (p: threshold); `<name>_slope(a, b, c)`: gradient a times factor q, times the slope at b - c.
+BINARY(square, (a - b) * (a - b))
+TERNARY(square_slope, a * q * R(2) * (b - c))
+BINARY(absolute, fabs(a - b))
+TERNARY(absolute_slope, a * q * sign(b - c))
+BINARY(huber, huber_value(a - b, p))
+TERNARY(huber_slope, a * q * clamped(b - c, -p, p))
+BINARY(smooth_absolute, huber_value(a - b, p) / p)
+TERNARY(smooth_absolute_slope, a * q * clamped((b - c) / p, R(-1), R(1)))

@@ -1,0 +1,43 @@
+// Random numbers in f32, four a block of the generator, at the places where the CPU draws them.
+//
+// Launch of all: a thread a block of four numbers (ceil(n / 4) threads), block 256, no shared memory.
+#include "common.cuh"
+#include "philox.cuh"
+
+__device__ __forceinline__ void write(float *y, uint64_t n, uint64_t first, const float (&values)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (first + i < n) y[first + i] = values[i];
+    }
+}
+
+// `uniform(y, n, seed, offset, low, high)`: y = low + (high - low) u, u uniform in [0, 1).
+extern "C" __global__ void uniform(float *y, uint64_t n, uint64_t seed, uint64_t offset, double low, double high) {
+    const uint64_t block = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (block * 4 >= n) return;
+    uint32_t words[4];
+    philox(seed, offset + block, words);
+    float values[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = float(low + (high - low) * double(unit(words[i])));
+    write(y, n, block * 4, values);
+}
+
+// `normal(y, n, seed, offset, mean, std)`: y = mean + std z, z standard normal by Box and Muller, in f64 as on the CPU.
+extern "C" __global__ void normal(float *y, uint64_t n, uint64_t seed, uint64_t offset, double mean, double std) {
+    const uint64_t block = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (block * 4 >= n) return;
+    uint32_t words[4];
+    philox(seed, offset + block, words);
+    float values[4];
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        // 1 - u lies in (0, 1], so that the logarithm is finite.
+        const double radius = sqrt(-2.0 * log(1.0 - double(unit(words[i]))));
+        double sine, cosine;
+        sincospi(2.0 * double(unit(words[i + 1])), &sine, &cosine);
+        values[i] = float(mean + std * double(float(radius * cosine)));
+        values[i + 1] = float(mean + std * double(float(radius * sine)));
+    }
+    write(y, n, block * 4, values);
+}

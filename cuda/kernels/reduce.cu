@@ -1,0 +1,170 @@
+// Sums, largest and smallest elements, positions of the largest, running sums of a dense tensor (outer, n, inner) along n.
+//
+// `<function>_rows_<from>_<to>` (inner is 1) and `<function>_columns_<from>_<to>` take (y, x, outer, n, inner, chunk, divisor)
+// and write y (outer, chunks, inner), chunks = ceil(n / chunk): the reduction of each `chunk` elements along n, divided by
+// `divisor`. One chunk gives the result; of more, a second launch over y does. Sums are made in the arithmetic type.
+#include "common.cuh"
+
+struct Sum {
+    template <typename R> static __device__ __forceinline__ R neutral() { return R(0); }
+    template <typename R> static __device__ __forceinline__ R join(R a, R b) { return a + b; }
+};
+// NaN is larger and smaller than everything.
+struct Max {
+    template <typename R> static __device__ __forceinline__ R neutral() { return R(-INFINITY); }
+    template <typename R> static __device__ __forceinline__ R join(R a, R b) { return a > b || a != a ? a : b; }
+};
+struct Min {
+    template <typename R> static __device__ __forceinline__ R neutral() { return R(INFINITY); }
+    template <typename R> static __device__ __forceinline__ R join(R a, R b) { return a < b || a != a ? a : b; }
+};
+
+template <typename F, typename R> __device__ __forceinline__ R join_warp(R value) {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+        value = F::join(value, __shfl_xor_sync(ALL_LANES, value, offset));
+    }
+    return value;
+}
+
+// Launch: block (threads, rows) = (32, 8) or (256, 1), grid of ceil(outer * chunks / rows) blocks, no dynamic shared memory.
+template <typename F, typename S, typename D>
+__device__ __forceinline__ void reduce_rows(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t chunk, double divisor) {
+    using R = Acc<S>;
+    __shared__ R joined[WARP];
+    const uint64_t chunks = n == 0 ? 1 : (n + chunk - 1) / chunk;
+    const uint64_t task = uint64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+    // A warp leaves as a whole, and so does a block of one row.
+    if (task >= outer * chunks) return;
+    const uint64_t start = task % chunks * chunk, length = n - start < chunk ? n - start : chunk;
+    const S *row = x + task / chunks * n + start;
+    R value = F::template neutral<R>();
+    constexpr int N = WIDE<S>;
+    uint64_t done = 0;
+    if (is_wide(row)) {
+        done = length / N * N;
+        for (uint64_t i = uint64_t(threadIdx.x) * N; i < done; i += uint64_t(blockDim.x) * N) {
+            const Pack<S, N> pack = *reinterpret_cast<const Pack<S, N> *>(row + i);
+#pragma unroll
+            for (int k = 0; k < N; ++k) value = F::join(value, R(widen(pack.values[k])));
+        }
+    }
+    for (uint64_t i = done + threadIdx.x; i < length; i += blockDim.x) value = F::join(value, R(widen(row[i])));
+    value = join_warp<F>(value);
+    if (blockDim.x > WARP) {
+        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+        if (lane == 0) joined[warp] = value;
+        __syncthreads();
+        value = join_warp<F>(lane < blockDim.x / WARP ? joined[lane] : F::template neutral<R>());
+    }
+    if (threadIdx.x == 0) y[task] = narrow<D>(Acc<D>(value / R(divisor)));
+}
+
+// Launch: block (32, 8), grid (ceil(inner / 32), outer * chunks up to 65535), no dynamic shared memory.
+template <typename F, typename S, typename D>
+__device__ __forceinline__ void reduce_columns(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t inner, uint64_t chunk,
+                                               double divisor) {
+    using R = Acc<S>;
+    __shared__ R joined[8][WARP];
+    const uint64_t chunks = n == 0 ? 1 : (n + chunk - 1) / chunk;
+    const uint64_t column = uint64_t(blockIdx.x) * WARP + threadIdx.x;
+    for (uint64_t task = blockIdx.y; task < outer * chunks; task += gridDim.y) {
+        const uint64_t start = task % chunks * chunk, end = n - start < chunk ? n : start + chunk;
+        R value = F::template neutral<R>();
+        if (column < inner) {
+            const S *from = x + task / chunks * n * inner + column;
+#pragma unroll 4
+            for (uint64_t i = start + threadIdx.y; i < end; i += 8) value = F::join(value, R(widen(from[i * inner])));
+        }
+        joined[threadIdx.y][threadIdx.x] = value;
+        __syncthreads();
+        if (threadIdx.y == 0 && column < inner) {
+#pragma unroll
+            for (int i = 1; i < 8; ++i) value = F::join(value, joined[i][threadIdx.x]);
+            y[task * inner + column] = narrow<D>(Acc<D>(value / R(divisor)));
+        }
+        __syncthreads();
+    }
+}
+
+#define REDUCTION(NAME, F, FROM, S, TO, D)                                                                             \
+    extern "C" __global__ void NAME##_rows_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t,        \
+                                                         uint64_t chunk, double divisor) {                             \
+        reduce_rows<F>(y, x, outer, n, chunk, divisor);                                                                \
+    }                                                                                                                  \
+    extern "C" __global__ void NAME##_columns_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n,               \
+                                                            uint64_t inner, uint64_t chunk, double divisor) {          \
+        reduce_columns<F>(y, x, outer, n, inner, chunk, divisor);                                                      \
+    }
+#define REDUCTIONS(FROM, S, TO, D)                                                                                     \
+    REDUCTION(sum, Sum, FROM, S, TO, D) REDUCTION(max, Max, FROM, S, TO, D) REDUCTION(min, Min, FROM, S, TO, D)
+REDUCTIONS(f32, float, f32, float)
+REDUCTIONS(f64, double, f64, double)
+REDUCTIONS(f16, __half, f16, __half)
+REDUCTIONS(f16, __half, f32, float)
+REDUCTIONS(f32, float, f16, __half)
+REDUCTIONS(bf16, __nv_bfloat16, bf16, __nv_bfloat16)
+REDUCTIONS(bf16, __nv_bfloat16, f32, float)
+REDUCTIONS(f32, float, bf16, __nv_bfloat16)
+
+// Whether element b at position j goes before element a at position i: NaN first, then the larger, then the earlier.
+template <typename R> __device__ __forceinline__ bool before(R b, uint32_t j, R a, uint32_t i) {
+    const bool a_nan = a != a, b_nan = b != b;
+    if (a_nan || b_nan) return a_nan == b_nan ? j < i : b_nan;
+    return b > a || (b == a && j < i);
+}
+
+// `argmax_<dtype>(y, x, outer, n, inner)`: y (outer, inner), the position of the largest element along n, which is not 0.
+// Launch: a warp an element of y, block 256, no shared memory.
+template <typename T>
+__device__ __forceinline__ void find_largest(uint32_t *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {
+    const uint64_t task = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
+    const uint32_t lane = threadIdx.x % WARP;
+    if (task >= outer * inner) return;
+    const T *line = x + task / inner * n * inner + task % inner;
+    uint32_t best = lane < n ? lane : 0;
+    Acc<T> value = widen(line[best * inner]);
+    for (uint64_t i = lane + WARP; i < n; i += WARP) {
+        const Acc<T> other = widen(line[i * inner]);
+        if (before(other, uint32_t(i), value, best)) value = other, best = uint32_t(i);
+    }
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+        const Acc<T> other = __shfl_xor_sync(ALL_LANES, value, offset);
+        const uint32_t at = __shfl_xor_sync(ALL_LANES, best, offset);
+        if (before(other, at, value, best)) value = other, best = at;
+    }
+    if (lane == 0) y[task] = best;
+}
+
+// `cumsum_<dtype>(y, x, outer, n, inner)`: y = the sums up to each element along n.
+// Launch: a warp a line along n, block 256, no shared memory.
+template <typename T>
+__device__ __forceinline__ void add_up(T *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {
+    const uint64_t task = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
+    const uint32_t lane = threadIdx.x % WARP;
+    if (task >= outer * inner) return;
+    const uint64_t first = task / inner * n * inner + task % inner;
+    Acc<T> before = 0;
+    for (uint64_t start = 0; start < n; start += WARP) {
+        const uint64_t i = start + lane;
+        Acc<T> sum = i < n ? Acc<T>(widen(x[first + i * inner])) : Acc<T>(0);
+#pragma unroll
+        for (int offset = 1; offset < WARP; offset *= 2) {
+            const Acc<T> other = __shfl_up_sync(ALL_LANES, sum, offset);
+            if (lane >= offset) sum += other;
+        }
+        sum += before;
+        if (i < n) y[first + i * inner] = narrow<T>(sum);
+        before = __shfl_sync(ALL_LANES, sum, WARP - 1);
+    }
+}
+
+#define ALONG(DTYPE, T)                                                                                                \
+    extern "C" __global__ void argmax_##DTYPE(uint32_t *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {   \
+        find_largest(y, x, outer, n, inner);                                                                           \
+    }                                                                                                                  \
+    extern "C" __global__ void cumsum_##DTYPE(T *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {          \
+        add_up(y, x, outer, n, inner);                                                                                 \
+    }
+FOR_EACH_FLOAT_AND_DOUBLE(ALONG)

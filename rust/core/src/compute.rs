@@ -1,0 +1,148 @@
+//! The arithmetic that operations are made of, on whatever device their tensors are: [`cpu`] or CUDA.
+
+use candle_core::{DType, Device};
+
+use crate::cpu::{self, Binary, Ternary, Unary};
+use crate::raw::is_float;
+use crate::{Error, Raw, Result};
+
+#[cfg(feature = "cuda")]
+use crate::cuda;
+
+/// `on_device!(tensor, cuda => one, cpu => other)`: the first for a tensor on a CUDA device, which only a build with CUDA has.
+macro_rules! on_device {
+    ($tensor:expr, cuda => $cuda:expr, cpu => $cpu:expr $(,)?) => {{
+        #[cfg(feature = "cuda")]
+        let result = if $tensor.device().is_cuda() { $cuda } else { $cpu };
+        #[cfg(not(feature = "cuda"))]
+        let result = $cpu;
+        result
+    }};
+}
+
+/// As [`cpu::unary`].
+pub fn unary<F: Unary + Sync>(x: &Raw, f: F) -> Result<Raw> {
+    on_device!(x, cuda => cuda::unary(x, cuda::Kernel::new(F::KERNEL, Unary::parameters(&f))), cpu => cpu::unary(x, f))
+}
+
+/// As [`cpu::binary`].
+pub fn binary<F: Binary + Sync>(a: &Raw, b: &Raw, f: F) -> Result<Raw> {
+    on_device!(a, cuda => cuda::binary(a, b, cuda::Kernel::new(F::KERNEL, Binary::parameters(&f))), cpu => cpu::binary(a, b, f))
+}
+
+/// As [`cpu::ternary`].
+pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw> {
+    on_device!(
+        a,
+        cuda => cuda::ternary(a, b, c, cuda::Kernel::new(F::KERNEL, Ternary::parameters(&f))),
+        cpu => cpu::ternary(a, b, c, f),
+    )
+}
+
+/// The operations of [`cpu`] that take tensors and numbers alone, by name and arguments; `x` decides the device.
+macro_rules! functions {
+    ($($name:ident(x $(, $argument:ident: $type:ty)*) -> $result:ty;)*) => {$(
+        #[doc = concat!("As [`cpu::", stringify!($name), "`].")]
+        pub fn $name(x: &Raw $(, $argument: $type)*) -> Result<$result> {
+            on_device!(x, cuda => cuda::$name(x $(, $argument)*), cpu => cpu::$name(x $(, $argument)*))
+        }
+    )*};
+}
+
+functions! {
+    cast(x, dtype: DType) -> Raw;
+    contiguous(x) -> Raw;
+    sum(x, dims: &[usize], keepdim: bool) -> Raw;
+    mean(x, dims: &[usize], keepdim: bool) -> Raw;
+    max(x, dims: &[usize], keepdim: bool) -> Raw;
+    min(x, dims: &[usize], keepdim: bool) -> Raw;
+    argmax(x, dim: usize, keepdim: bool) -> Raw;
+    cumsum(x, dim: usize) -> Raw;
+    matmul(x, other: &Raw) -> Raw;
+    matmul_accumulate(x, a: &Raw, b: &Raw, alpha: f64) -> ();
+    accumulate(x, source: &Raw) -> ();
+    copy_into(x, source: &Raw) -> ();
+    fill(x, value: f64) -> ();
+    scale_in_place(x, factor: f64) -> ();
+    lerp_in_place(x, source: &Raw, weight: f64) -> ();
+}
+
+/// The same values in another dtype, integers among them; contiguous if they change.
+///
+/// # Errors
+/// Candle's, for dtypes that it cannot convert.
+pub fn convert(x: &Raw, dtype: DType) -> Result<Raw> {
+    if is_float(x.dtype()) && is_float(dtype) { cast(x, dtype) } else { Ok(x.to_dtype(dtype)?) }
+}
+
+/// A contiguous copy with storage of its own, cut from any candle graph; any dtype.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if it does not fit.
+pub fn copy(x: &Raw) -> Result<Raw> {
+    on_device!(x, cuda => cuda::copy(x), cpu => Ok(x.detach().force_contiguous()?))
+}
+
+/// `value` everywhere.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if it does not fit.
+pub fn full(value: f64, dims: &[usize], dtype: DType, device: &Device) -> Result<Raw> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() && is_float(dtype) {
+        return cuda::filled(device, value, dims, dtype);
+    }
+    let scalar = Raw::new(value, device)?.to_dtype(dtype)?;
+    Ok(scalar.broadcast_as(dims)?.contiguous()?)
+}
+
+/// The sum over the dimensions that broadcasting a tensor of shape `dims` to the shape of `x` added or widened; the result
+/// has shape `dims`. A tensor that has this shape already is returned as it is.
+///
+/// # Errors
+/// [`Error::Shape`] if `dims` does not broadcast to the shape of `x`, [`Error::DType`] as [`sum`].
+pub fn sum_to_shape(x: &Raw, dims: &[usize]) -> Result<Raw> {
+    if x.dims() == dims {
+        return Ok(x.clone());
+    }
+    let added = x.rank().checked_sub(dims.len());
+    let fits = added.is_some_and(|added| x.dims()[added..].iter().zip(dims).all(|(&x, &d)| d == x || d == 1));
+    let Some(added) = added.filter(|_| fits) else {
+        return Err(Error::shape("sum_to_shape", format!("shape {dims:?} does not broadcast to {:?}", x.dims())));
+    };
+    let reduced: cpu::Dims = (0..x.rank()).filter(|&i| i < added || dims[i - added] != x.dims()[i]).collect();
+    Ok(sum(x, &reduced, true)?.reshape(dims)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::raw::from_vec;
+
+    /// Small whole numbers, whose sums are exact.
+    fn whole(dims: &[usize], dtype: DType) -> Raw {
+        let n: usize = dims.iter().product();
+        let data: Vec<f64> = (0..n).map(|i| ((i * 7) % 11) as f64 - 5.0).collect();
+        from_vec(data, dims).to_dtype(dtype).unwrap()
+    }
+
+    fn wide(x: &Raw) -> Raw {
+        x.to_dtype(DType::F64).unwrap()
+    }
+
+    #[test]
+    fn sum_to_shape_undoes_broadcasting() {
+        let x = whole(&[4, 3, 5], DType::F32);
+        for dims in [&[3, 5][..], &[1, 5], &[4, 1, 5], &[5], &[1, 1, 1], &[], &[4, 3, 5]] {
+            let result = sum_to_shape(&x, dims).unwrap();
+            assert_eq!(result.dims(), dims);
+            // The sum of the products with any tensor of that shape is the same before and after.
+            let weights = whole(dims, DType::F64);
+            let before = (wide(&x).broadcast_mul(&weights).unwrap()).sum_all().unwrap().to_scalar::<f64>().unwrap();
+            let after = (wide(&result) * weights).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
+            assert_eq!(before, after, "{dims:?}");
+        }
+        assert!(matches!(sum_to_shape(&x, &[4, 3]), Err(Error::Shape { .. })));
+        assert!(matches!(sum_to_shape(&x, &[1, 4, 3, 5]), Err(Error::Shape { .. })));
+    }
+}

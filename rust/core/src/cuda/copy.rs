@@ -1,0 +1,155 @@
+//! Copies, conversions and changes in place.
+
+use candle_core::DType;
+use trainable_candle_cuda::modules::{COPY, Module};
+
+use super::gpu::Gpu;
+use super::launch::{address, empty, launch, same_device, suffix, suffixes};
+use super::strided::{Member, Strided};
+use crate::raw::storage_identity;
+use crate::{Error, Raw, Result};
+
+/// As [`cpu::contiguous`](crate::cpu::contiguous).
+pub fn contiguous(x: &Raw) -> Result<Raw> {
+    if x.is_contiguous() { Ok(x.clone()) } else { copy(x) }
+}
+
+/// A contiguous copy; any dtype that kernels know.
+pub fn copy(x: &Raw) -> Result<Raw> {
+    const OP: &str = "copy";
+    let y = empty(OP, Gpu::of(OP, x)?, x.dims(), x.dtype())?;
+    write(OP, &y, x, &COPY, None)?;
+    Ok(y)
+}
+
+/// As [`cpu::cast`](crate::cpu::cast).
+pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
+    const OP: &str = "cast";
+    if x.dtype() == dtype {
+        return Ok(x.clone());
+    }
+    suffixes(OP, x.dtype(), dtype)?;
+    let y = empty(OP, Gpu::of(OP, x)?, x.dims(), dtype)?;
+    write(OP, &y, x, &COPY, None)?;
+    Ok(y)
+}
+
+/// As [`cpu::copy_into`](crate::cpu::copy_into).
+pub fn copy_into(dst: &Raw, src: &Raw) -> Result<()> {
+    const OP: &str = "copy_into";
+    check_pair(OP, dst, src)?;
+    write(OP, dst, src, &COPY, None)
+}
+
+/// As [`cpu::accumulate`](crate::cpu::accumulate).
+pub fn accumulate(dst: &Raw, src: &Raw) -> Result<()> {
+    const OP: &str = "accumulate";
+    check_pair(OP, dst, src)?;
+    write(OP, dst, src, &COPY, Some(Change::Add))
+}
+
+/// As [`cpu::lerp_in_place`](crate::cpu::lerp_in_place).
+pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: f64) -> Result<()> {
+    const OP: &str = "lerp_in_place";
+    check_pair(OP, dst, src)?;
+    write(OP, dst, src, &COPY, Some(Change::Lerp(weight)))
+}
+
+/// As [`cpu::fill`](crate::cpu::fill).
+pub fn fill(dst: &Raw, value: f64) -> Result<()> {
+    change("fill", "fill", dst, value)
+}
+
+/// A new tensor of one value.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if it does not fit, [`Error::DType`] if the dtype is not a floating-point one.
+pub fn filled(device: &candle_core::Device, value: f64, dims: &[usize], dtype: DType) -> Result<Raw> {
+    const OP: &str = "full";
+    let y = empty(OP, Gpu::of_device(OP, device)?, dims, dtype)?;
+    change(OP, "fill", &y, value)?;
+    Ok(y)
+}
+
+/// As [`cpu::scale_in_place`](crate::cpu::scale_in_place).
+pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
+    change("scale_in_place", "scale_in_place", dst, factor)
+}
+
+/// What happens to an element besides being replaced.
+#[derive(Clone, Copy)]
+enum Change {
+    Add,
+    Lerp(f64),
+}
+
+fn member<'a>(op: &'static str, tensor: &'a Raw) -> Result<Member<'a>> {
+    Ok(Member { layout: tensor.layout(), address: address(op, tensor)?, element_size: tensor.dtype().size_in_bytes() })
+}
+
+/// `dst` takes `src`, of the same shape, on its device.
+fn write(op: &'static str, dst: &Raw, src: &Raw, module: &'static Module, change: Option<Change>) -> Result<()> {
+    if dst.elem_count() == 0 {
+        return Ok(());
+    }
+    let gpu = Gpu::of(op, dst)?;
+    let function = match change {
+        None if dst.dtype() == src.dtype() => {
+            let size: &[&str] = match dst.dtype().size_in_bytes() {
+                1 => &["1"],
+                2 => &["2"],
+                4 => &["4"],
+                _ => &["8"],
+            };
+            gpu.function(module, "copy_bytes", size)?
+        }
+        None => gpu.function(module, "copy", suffixes(op, src.dtype(), dst.dtype())?)?,
+        Some(Change::Add) => gpu.function(module, "accumulate", suffixes(op, src.dtype(), dst.dtype())?)?,
+        Some(Change::Lerp(_)) => gpu.function(module, "lerp", suffixes(op, src.dtype(), dst.dtype())?)?,
+    };
+    let (to, from) = (member(op, dst)?, member(op, src)?);
+    let tensors = Strided::new(op, dst.dims(), [to, from])?;
+    let shape = tensors.launch_shape(op)?;
+    // SAFETY: the kernel takes the tensors, their strides, which stay inside, and for the last one a number.
+    unsafe {
+        match change {
+            Some(Change::Lerp(weight)) => launch!(op, gpu, function, shape, to.address, from.address, tensors, weight),
+            _ => launch!(op, gpu, function, shape, to.address, from.address, tensors),
+        }
+    }
+}
+
+/// Changes each element of `dst` alone.
+fn change(op: &'static str, name: &'static str, dst: &Raw, number: f64) -> Result<()> {
+    let gpu = Gpu::of(op, dst)?;
+    let function = gpu.function(&COPY, name, suffix(op, dst.dtype())?)?;
+    check_distinct(op, dst)?;
+    if dst.elem_count() == 0 {
+        return Ok(());
+    }
+    let to = member(op, dst)?;
+    let tensors = Strided::new(op, dst.dims(), [to])?;
+    // SAFETY: the kernel takes the tensor, its strides, which stay inside, and a number.
+    unsafe { launch!(op, gpu, function, tensors.launch_shape(op)?, to.address, tensors, number) }
+}
+
+fn check_pair(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
+    if dst.dims() != src.dims() {
+        return Err(Error::shape(op, format!("found shape {:?}, expected {:?}", src.dims(), dst.dims())));
+    }
+    same_device(op, dst, &[src])?;
+    check_distinct(op, dst)?;
+    if dst.elem_count() > 0 && storage_identity(dst).0 == storage_identity(src).0 {
+        return Err(Error::argument(op, "the tensor and its source share one storage"));
+    }
+    Ok(())
+}
+
+/// A tensor that is changed must not repeat elements.
+fn check_distinct(op: &'static str, dst: &Raw) -> Result<()> {
+    let repeats = dst.dims().iter().zip(dst.stride()).any(|(&size, &stride)| size > 1 && stride == 0);
+    if repeats && dst.elem_count() > 0 {
+        return Err(Error::argument(op, format!("a tensor of strides {:?} repeats elements", dst.stride())));
+    }
+    Ok(())
+}

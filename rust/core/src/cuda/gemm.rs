@@ -1,0 +1,189 @@
+//! Matrix products by cuBLAS.
+//!
+//! cuBLAS counts along columns: the transpose of a row-major result is the product of the transposes in the other order, so no operand
+//! that lies by rows or by columns is copied.
+
+use std::ffi::c_void;
+
+use candle_core::DType;
+use candle_core::cuda_backend::cudarc::cublas::sys::{
+    cublasComputeType_t as Compute, cublasGemmAlgo_t as Algorithm, cublasGemmStridedBatchedEx,
+    cublasOperation_t as Operation, cudaDataType as Type,
+};
+
+use super::copy::contiguous;
+use super::gpu::{Gpu, check_blas, driver_error};
+use super::launch::{Address, address, empty, same_device};
+use crate::cpu::gemm::{Plan, check_destination};
+use crate::raw::storage_identity;
+use crate::{Error, Raw, Result};
+
+/// As [`cpu::matmul`](crate::cpu::matmul).
+pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
+    const OP: &str = "matmul";
+    same_device(OP, a, &[b])?;
+    let plan = Plan::of(OP, a, b)?;
+    let y = empty(OP, Gpu::of(OP, a)?, &plan.dims, a.dtype())?;
+    if y.elem_count() > 0 && plan.k == 0 {
+        super::copy::fill(&y, 0.0)?;
+        return Ok(y);
+    }
+    run(OP, &y, a, b, 1.0, 0.0)?;
+    Ok(y)
+}
+
+/// As [`cpu::matmul_accumulate`](crate::cpu::matmul_accumulate).
+pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> {
+    const OP: &str = "matmul_accumulate";
+    same_device(OP, dst, &[a, b])?;
+    let plan = Plan::of(OP, a, b)?;
+    check_destination(OP, &plan, dst, a.dtype())?;
+    let storage = storage_identity(dst).0;
+    if dst.elem_count() > 0 && [a, b].iter().any(|operand| storage_identity(operand).0 == storage) {
+        return Err(Error::argument(OP, "the destination and an operand share one storage"));
+    }
+    if plan.k == 0 { Ok(()) } else { run(OP, dst, a, b, alpha, 1.0) }
+}
+
+/// A matrix as cuBLAS sees it, by columns: whether it lies transposed, and the distance of its columns.
+#[derive(Clone, Copy)]
+struct Matrix {
+    operation: Operation,
+    distance: i64,
+}
+
+impl Matrix {
+    /// Of a row-major (rows, columns) with its strides, seen as its transpose; nothing if neither dimension is dense.
+    fn transpose_of([rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]) -> Option<Self> {
+        // A dimension of one element has any stride.
+        let dense = |size: usize, stride: usize| size <= 1 || stride == 1;
+        let distance = |count: usize, stride: usize, length: usize| {
+            if count <= 1 { Some(length.max(1)) } else { Some(stride).filter(|&stride| stride >= length.max(1)) }
+        };
+        let matrix = |operation, distance: usize| Self { operation, distance: distance as i64 };
+        if dense(columns, column_stride) {
+            if let Some(found) = distance(rows, row_stride, columns) {
+                return Some(matrix(Operation::CUBLAS_OP_N, found));
+            }
+        }
+        if dense(rows, row_stride) {
+            if let Some(found) = distance(columns, column_stride, rows) {
+                return Some(matrix(Operation::CUBLAS_OP_T, found));
+            }
+        }
+        None
+    }
+}
+
+/// y = alpha a b + beta y.
+fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Result<()> {
+    if y.elem_count() == 0 {
+        return Ok(());
+    }
+    let plan = Plan::of(op, a, b)?;
+    let (Some(left), Some(right)) =
+        (Matrix::transpose_of([plan.m, plan.k], plan.a), Matrix::transpose_of([plan.k, plan.n], plan.b))
+    else {
+        // A matrix without a dense dimension, such as every other column of another: no kernel of cuBLAS reads it.
+        let (a, b) = (dense(a, [plan.m, plan.k], plan.a)?, dense(b, [plan.k, plan.n], plan.b)?);
+        return run(op, y, &a, &b, alpha, beta);
+    };
+    let gpu = Gpu::of(op, y)?;
+    let (to, from) = (address(op, y)?, [address(op, a)?, address(op, b)?]);
+    let call =
+        Call { op, gpu, plan: &plan, left, right, types: [data_type(op, a.dtype())?, data_type(op, y.dtype())?] };
+    let sizes = [a.dtype().size_in_bytes(), b.dtype().size_in_bytes(), y.dtype().size_in_bytes()];
+    // One call for the innermost batch dimension, and one for each place in the others.
+    let (inner, outer) = match plan.batch.split_last() {
+        Some((inner, outer)) => (Some(inner), outer),
+        None => (None, plan.batch.as_slice()),
+    };
+    let (count, strides) = inner.map_or((1, [0; 3]), |axis| (axis.size, axis.strides));
+    let calls: usize = outer.iter().map(|axis| axis.size).product();
+    for place in 0..calls {
+        let (mut rest, mut addresses) = (place, [from[0], from[1], to]);
+        for axis in outer.iter().rev() {
+            let position = rest % axis.size;
+            rest /= axis.size;
+            for (i, address) in addresses.iter_mut().enumerate() {
+                *address += (position * axis.strides[i] * sizes[i]) as Address;
+            }
+        }
+        call.run(addresses, count, strides, alpha, beta)?;
+    }
+    Ok(())
+}
+
+/// The operand if cuBLAS can read it, a copy otherwise.
+fn dense(operand: &Raw, sizes: [usize; 2], strides: [usize; 2]) -> Result<Raw> {
+    if Matrix::transpose_of(sizes, strides).is_some() { Ok(operand.clone()) } else { contiguous(operand) }
+}
+
+struct Call<'a> {
+    op: &'static str,
+    gpu: &'a Gpu,
+    plan: &'a Plan,
+    left: Matrix,
+    right: Matrix,
+    /// Of the operands and of the result.
+    types: [Type; 2],
+}
+
+impl Call<'_> {
+    fn run(&self, [a, b, y]: [Address; 3], count: usize, strides: [usize; 3], alpha: f64, beta: f64) -> Result<()> {
+        let [m, n, k, count] = [self.plan.m, self.plan.n, self.plan.k, count].map(i32::try_from);
+        let distances = [self.left.distance, self.right.distance].map(i32::try_from);
+        let (Ok(m), Ok(n), Ok(k), Ok(count), [Ok(left), Ok(right)]) = (m, n, k, count, distances) else {
+            let message = format!("a product of shape {:?} is larger than cuBLAS takes", self.plan.dims);
+            return Err(Error::shape(self.op, message));
+        };
+        let [operands, result] = self.types;
+        let [stride_a, stride_b, stride_y] = strides.map(|stride| stride as i64);
+        let narrow = [alpha as f32, beta as f32];
+        let wide = [alpha, beta];
+        let is_f64 = operands == Type::CUDA_R_64F;
+        let scale = |i: usize| -> *const c_void {
+            if is_f64 { std::ptr::from_ref(&wide[i]).cast() } else { std::ptr::from_ref(&narrow[i]).cast() }
+        };
+        let compute = if is_f64 { Compute::CUBLAS_COMPUTE_64F } else { Compute::CUBLAS_COMPUTE_32F };
+        self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(self.op, error))?;
+        // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on the device's stream.
+        check_blas(unsafe {
+            cublasGemmStridedBatchedEx(
+                *self.gpu.blas().handle(),
+                self.right.operation,
+                self.left.operation,
+                n,
+                m,
+                k,
+                scale(0),
+                b as *const c_void,
+                operands,
+                right,
+                stride_b,
+                a as *const c_void,
+                operands,
+                left,
+                stride_a,
+                scale(1),
+                y as *mut c_void,
+                result,
+                n,
+                stride_y,
+                count,
+                compute,
+                Algorithm::CUBLAS_GEMM_DEFAULT,
+            )
+        })
+    }
+}
+
+fn data_type(op: &'static str, dtype: DType) -> Result<Type> {
+    Ok(match dtype {
+        DType::F32 => Type::CUDA_R_32F,
+        DType::F64 => Type::CUDA_R_64F,
+        DType::F16 => Type::CUDA_R_16F,
+        DType::BF16 => Type::CUDA_R_16BF,
+        other => return Err(crate::cpu::elem::unsupported_dtype(op, other)),
+    })
+}

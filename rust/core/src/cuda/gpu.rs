@@ -1,0 +1,221 @@
+//! CUDA devices: one state each, with the functions found so far and the handle of cuBLAS.
+
+use std::error::Error as StdError;
+use std::path::Path;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use candle_core::backend::BackendDevice;
+use candle_core::cuda_backend::cudarc::cublas::{CudaBlas, sys as blas};
+use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaContext, CudaModule, CudaSlice, CudaStream, DevicePtr, DriverError,
+};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
+use candle_core::cuda_backend::{CudaError, DeviceId};
+use candle_core::{CudaDevice, Device, DeviceLocation};
+use rustc_hash::FxHashMap;
+use trainable_candle_cuda::modules::Module;
+
+use super::launch::Function;
+use crate::{Error, Raw, Result};
+
+/// What cuBLAS may use for itself: what NVIDIA recommends for the Hopper generation.
+const BLAS_WORKSPACE: usize = 32 << 20;
+
+/// A CUDA device with what is needed to work on it.
+pub struct Gpu {
+    device: CudaDevice,
+    stream: Arc<CudaStream>,
+    blas: Arc<CudaBlas>,
+    modules: RwLock<FxHashMap<&'static str, Arc<CudaModule>>>,
+    functions: RwLock<FxHashMap<Name, Function>>,
+    /// cuBLAS works in it.
+    _workspace: CudaSlice<u8>,
+}
+
+/// A function: its module, its name and the dtypes at the end of it.
+type Name = (&'static str, &'static str, &'static [&'static str]);
+
+/// The devices in use. They stay until the process ends: tensors may outlive every other owner.
+static GPUS: RwLock<Vec<(DeviceId, &'static Gpu)>> = RwLock::new(Vec::new());
+
+fn known(find: impl Fn(&(DeviceId, &'static Gpu)) -> bool) -> Option<&'static Gpu> {
+    GPUS.read().unwrap_or_else(PoisonError::into_inner).iter().find(|gpu| find(gpu)).map(|&(_, gpu)| gpu)
+}
+
+/// The device of a number; the same one at each call. The CUDA libraries are looked for in `folders` first.
+///
+/// # Errors
+/// [`Error::CudaUnavailable`] with the reason, [`Error::Device`] if there is no device of this number.
+pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
+    if let Some(gpu) = known(|(_, gpu)| gpu.ordinal() == ordinal) {
+        return Ok(Device::Cuda(gpu.device.clone()));
+    }
+    let count = devices(folders)?;
+    if ordinal >= count {
+        let plural = if count == 1 { "device" } else { "devices" };
+        return Err(Error::device("device", format!("there is no cuda:{ordinal}; found {count} CUDA {plural}")));
+    }
+    let mut gpus = GPUS.write().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, gpu)) = gpus.iter().find(|(_, gpu)| gpu.ordinal() == ordinal) {
+        return Ok(Device::Cuda(gpu.device.clone()));
+    }
+    let device = CudaDevice::new_with_stream(ordinal)?;
+    // SAFETY: all work goes to the device's one stream, and memory is freed in its order.
+    unsafe { device.disable_event_tracking() };
+    super::memory::keep_freed_memory(device.cuda_stream().context())?;
+    gpus.push((device.id(), Gpu::leak(device.clone())?));
+    Ok(Device::Cuda(device))
+}
+
+/// The number of devices that the driver sees.
+///
+/// # Errors
+/// [`Error::CudaUnavailable`] with the reason.
+pub fn devices(folders: &[&Path]) -> Result<usize> {
+    trainable_candle_cuda::load(folders).map_err(|reason| Error::CudaUnavailable(reason.to_string()))?;
+    Ok(CudaContext::device_count().map_err(|error| driver_error("device", error))? as usize)
+}
+
+impl Gpu {
+    fn leak(device: CudaDevice) -> Result<&'static Self> {
+        let stream = device.cuda_stream();
+        let blas = device.cublas_handle();
+        // SAFETY: cuBLAS alone uses the memory, and does not read what it has not written.
+        let workspace = unsafe { device.alloc::<u8>(BLAS_WORKSPACE) }?;
+        let (pointer, _) = workspace.device_ptr(&stream);
+        // SAFETY: the handle is candle's for this device; the workspace lives as long as the device.
+        unsafe {
+            check_blas(blas::cublasSetWorkspace_v2(*blas.handle(), pointer as *mut _, BLAS_WORKSPACE))?;
+            // Sums of products in f16 and bf16 stay in f32 also where they are cut in parts.
+            let mode = blas::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+            check_blas(blas::cublasSetMathMode(*blas.handle(), mode))?;
+        }
+        Ok(Box::leak(Box::new(Self {
+            device,
+            stream,
+            blas,
+            modules: RwLock::default(),
+            functions: RwLock::default(),
+            _workspace: workspace,
+        })))
+    }
+
+    /// The device of a tensor, which must be on one.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the tensor is not on a CUDA device, [`Error::OutOfMemory`] if a device that is met for the first time is full.
+    pub fn of(op: &'static str, tensor: &Raw) -> Result<&'static Self> {
+        Self::of_device(op, tensor.device())
+    }
+
+    /// As [`of`](Self::of), for the device itself.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub fn of_device(op: &'static str, device: &Device) -> Result<&'static Self> {
+        let Device::Cuda(device) = device else {
+            return Err(Error::device(
+                op,
+                "found a tensor on the CPU, expected one on a CUDA device; move it with to()",
+            ));
+        };
+        if let Some(gpu) = known(|(id, _)| *id == device.id()) {
+            return Ok(gpu);
+        }
+        // A device that was made with candle.
+        let mut gpus = GPUS.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, gpu)) = gpus.iter().find(|(id, _)| *id == device.id()) {
+            return Ok(gpu);
+        }
+        let gpu = Self::leak(device.clone())?;
+        gpus.push((device.id(), gpu));
+        Ok(gpu)
+    }
+
+    /// Candle's handle.
+    pub const fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+
+    /// The stream that all work goes to.
+    pub const fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
+    pub(super) const fn blas(&self) -> &Arc<CudaBlas> {
+        &self.blas
+    }
+
+    fn ordinal(&self) -> usize {
+        match self.device.location() {
+            DeviceLocation::Cuda { gpu_id } => gpu_id,
+            _ => usize::MAX,
+        }
+    }
+
+    /// The function `<name>_<dtype>_...` of a module; found once.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver cannot load it.
+    pub fn function(&self, module: &Module, name: &'static str, dtypes: &'static [&'static str]) -> Result<Function> {
+        let key = (module.name, name, dtypes);
+        if let Some(function) = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
+            return Ok(function.clone());
+        }
+        let mut full = name.to_owned();
+        for dtype in dtypes {
+            full.push('_');
+            full.push_str(dtype);
+        }
+        let found = self.module(module)?.load_function(&full);
+        let function = Function::new(found.map_err(|error| {
+            Error::device("cuda", format!("the module {} has no function {full} for this GPU ({error})", module.name))
+        })?);
+        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function.clone());
+        Ok(function)
+    }
+
+    fn module(&self, module: &Module) -> Result<Arc<CudaModule>> {
+        if let Some(loaded) = self.modules.read().unwrap_or_else(PoisonError::into_inner).get(module.name) {
+            return Ok(loaded.clone());
+        }
+        let image = Ptx::from_binary(module.image.to_vec());
+        let loaded = self.stream.context().load_module(image).map_err(|error| {
+            Error::device("cuda", format!("the driver cannot load the module {} for this GPU ({error})", module.name))
+        })?;
+        self.modules.write().unwrap_or_else(PoisonError::into_inner).insert(module.name, loaded.clone());
+        Ok(loaded)
+    }
+}
+
+/// The driver's error as the library's.
+#[cold]
+pub(super) fn driver_error(op: &'static str, error: DriverError) -> Error {
+    if error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+        return Error::OutOfMemory {
+            op,
+            message: "the GPU has no memory left; use a smaller batch, checkpointing, or an 8-bit optimizer".to_owned(),
+        };
+    }
+    Error::device(op, format!("the NVIDIA driver reports: {error}"))
+}
+
+pub(super) fn check_blas(status: blas::cublasStatus_t) -> Result<()> {
+    if status == blas::cublasStatus_t::CUBLAS_STATUS_SUCCESS {
+        return Ok(());
+    }
+    Err(Error::device("matmul", format!("cuBLAS reports {status:?}")))
+}
+
+/// Candle's CUDA error as the library's.
+#[cold]
+pub(crate) fn from_candle(error: Box<dyn StdError + Send + Sync>) -> Error {
+    match error.downcast::<CudaError>() {
+        Ok(error) => match *error {
+            CudaError::Cuda(error) => driver_error("cuda", error),
+            other => Error::device("cuda", other.to_string()),
+        },
+        Err(other) => Error::device("cuda", other.to_string()),
+    }
+}

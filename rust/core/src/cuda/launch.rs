@@ -1,0 +1,258 @@
+//! Launching kernels: addresses of tensors, arguments, new results.
+
+use std::ffi::c_void;
+
+use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as Attribute;
+use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DeviceRepr, result};
+use candle_core::cuda_backend::{CudaStorage, CudaStorageSlice};
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Layout, Storage};
+
+use super::gpu::{Gpu, driver_error};
+use crate::{Error, Raw, Result};
+
+/// An address in a GPU's memory.
+pub type Address = u64;
+
+/// The dynamic shared memory that a function may use without asking.
+const COMMON_SHARED_MEMORY: u32 = 48 << 10;
+
+/// A kernel.
+#[derive(Clone)]
+pub struct Function(CudaFunction);
+
+/// How many blocks, threads in a block, and bytes of dynamic shared memory in a block.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared: u32,
+}
+
+impl Shape {
+    /// `blocks` blocks of `threads` threads in one dimension.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there are too many blocks.
+    pub fn linear(op: &'static str, blocks: usize, threads: u32) -> Result<Self> {
+        let grid = u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32);
+        let grid =
+            grid.ok_or_else(|| Error::argument(op, format!("{blocks} blocks of work are more than a GPU takes")))?;
+        Ok(Self { grid: [grid, 1, 1], block: [threads, 1, 1], shared: 0 })
+    }
+
+    /// Blocks of 256 threads for kernels that take any grid: about `each` of `count` elements a thread.
+    pub fn flat(count: usize, each: usize) -> Self {
+        let blocks = count.div_ceil(256 * each.max(1)).clamp(1, i32::MAX as usize);
+        Self { grid: [blocks as u32, 1, 1], block: [256, 1, 1], shared: 0 }
+    }
+
+    /// A team of threads for each row of `len` elements, which it holds in registers: what `include/rows.cuh` asks for.
+    pub fn rows(rows: usize, len: usize, dtype: DType) -> Self {
+        const TEAM: usize = 512;
+        let held = match dtype {
+            DType::F64 => 16,
+            DType::F32 => 32,
+            _ => 64,
+        };
+        let threads = (32 * len.div_ceil(32 * held)).clamp(32, TEAM);
+        let teams = if threads == 32 { 4 } else { 1 };
+        let blocks = rows.div_ceil(teams).clamp(1, i32::MAX as usize);
+        Self { grid: [blocks as u32, 1, 1], block: [threads as u32, teams as u32, 1], shared: 0 }
+    }
+
+    /// A thread for each of `count` items, in blocks of 256.
+    ///
+    /// # Errors
+    /// As [`linear`](Self::linear).
+    pub fn threads(op: &'static str, count: usize) -> Result<Self> {
+        const THREADS: usize = 256;
+        Self::linear(op, count.div_ceil(THREADS), THREADS as u32)
+    }
+}
+
+impl Function {
+    pub(super) const fn new(function: CudaFunction) -> Self {
+        Self(function)
+    }
+
+    /// Queue the kernel.
+    ///
+    /// # Safety
+    /// `arguments` point to the kernel's parameters, in order and of their types; the memory that they name is valid for what the
+    /// kernel does with it.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver refuses.
+    pub unsafe fn launch(
+        &self,
+        op: &'static str,
+        gpu: &Gpu,
+        shape: Shape,
+        arguments: &mut [*mut c_void],
+    ) -> Result<()> {
+        let mut run = || {
+            gpu.stream().context().bind_to_thread()?;
+            if shape.shared > COMMON_SHARED_MEMORY {
+                let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                self.0.set_attribute(attribute, shape.shared as i32)?;
+            }
+            let (grid, block) = (shape.grid.into(), shape.block.into());
+            let (function, stream) = (self.0.cu_function(), gpu.stream().cu_stream());
+            // SAFETY: the caller's promise.
+            unsafe { result::launch_kernel(function, grid, block, shape.shared, stream, arguments) }
+        };
+        run().map_err(|error| driver_error(op, error))
+    }
+}
+
+/// Queue a kernel: `launch!(op, gpu, function, shape, argument, ...)`. Unsafe as [`Function::launch`].
+macro_rules! launch {
+    ($op:expr, $gpu:expr, $function:expr, $shape:expr, $($argument:expr),+ $(,)?) => {
+        $function.launch($op, $gpu, $shape, &mut [$(std::ptr::from_ref(&$argument).cast_mut().cast()),+])
+    };
+}
+pub(super) use launch;
+
+/// The address of the first element of a tensor. It stays good while the tensor lives, and for all work queued until then.
+///
+/// # Errors
+/// [`Error::Device`] if the tensor is not on a CUDA device, [`Error::DType`] if kernels do not know its dtype.
+pub fn address(op: &'static str, tensor: &Raw) -> Result<Address> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cuda(storage) = &*storage else {
+        return Err(Error::device(op, "found a tensor on the CPU, expected one on a CUDA device; move it with to()"));
+    };
+    fn start<T: DeviceRepr>(slice: &CudaSlice<T>, layout: &Layout) -> Address {
+        slice.device_ptr(slice.stream()).0 + (layout.start_offset() * size_of::<T>()) as Address
+    }
+    Ok(match &storage.slice {
+        CudaStorageSlice::U8(slice) => start(slice, layout),
+        CudaStorageSlice::U32(slice) => start(slice, layout),
+        CudaStorageSlice::I16(slice) => start(slice, layout),
+        CudaStorageSlice::I32(slice) => start(slice, layout),
+        CudaStorageSlice::I64(slice) => start(slice, layout),
+        CudaStorageSlice::BF16(slice) => start(slice, layout),
+        CudaStorageSlice::F16(slice) => start(slice, layout),
+        CudaStorageSlice::F32(slice) => start(slice, layout),
+        CudaStorageSlice::F64(slice) => start(slice, layout),
+        _ => return Err(Error::dtype(op, format!("dtype {} is not supported on CUDA", tensor.dtype().as_str()))),
+    })
+}
+
+/// The address of a tensor that may be missing: null then.
+///
+/// # Errors
+/// As [`address`].
+pub fn optional(op: &'static str, tensor: Option<&Raw>) -> Result<Address> {
+    tensor.map_or(Ok(0), |tensor| address(op, tensor))
+}
+
+/// Elements in an access of 16 bytes.
+pub fn wide(dtype: DType) -> usize {
+    16 / dtype.size_in_bytes()
+}
+
+/// The dtype of arithmetic and of statistics.
+pub const fn accumulator(dtype: DType) -> DType {
+    if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
+}
+
+/// A size for a kernel that counts in 32 bits.
+///
+/// # Errors
+/// [`Error::Shape`] if it is larger.
+pub fn count32(op: &'static str, size: usize) -> Result<u32> {
+    u32::try_from(size)
+        .map_err(|_| Error::shape(op, format!("a dimension of {size} elements is more than CUDA kernels take")))
+}
+
+/// The number of elements in a storage.
+pub fn storage_len(storage: &CudaStorage) -> usize {
+    match &storage.slice {
+        CudaStorageSlice::U8(slice) => slice.len(),
+        CudaStorageSlice::U32(slice) => slice.len(),
+        CudaStorageSlice::I16(slice) => slice.len(),
+        CudaStorageSlice::I32(slice) => slice.len(),
+        CudaStorageSlice::I64(slice) => slice.len(),
+        CudaStorageSlice::BF16(slice) => slice.len(),
+        CudaStorageSlice::F16(slice) => slice.len(),
+        CudaStorageSlice::F32(slice) => slice.len(),
+        CudaStorageSlice::F64(slice) => slice.len(),
+        CudaStorageSlice::F8E4M3(slice) => slice.len(),
+        CudaStorageSlice::F6E2M3(slice)
+        | CudaStorageSlice::F6E3M2(slice)
+        | CudaStorageSlice::F4(slice)
+        | CudaStorageSlice::F8E8M0(slice) => slice.len(),
+    }
+}
+
+/// A new tensor whose values are not set yet.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] with the sizes, [`Error::DType`] if kernels do not know the dtype.
+pub fn empty(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType) -> Result<Raw> {
+    // One element at least, so that there is an address.
+    let count = crate::raw::check_size(op, dims, dtype)?.max(1);
+    macro_rules! storage {
+        ($($variant:ident $t:ty;)*) => {
+            match dtype {
+                $(DType::$variant => CudaStorageSlice::$variant(super::memory::allocate::<$t>(op, gpu, count, dims)?),)*
+                other => return Err(Error::dtype(op, format!("dtype {} is not supported on CUDA", other.as_str()))),
+            }
+        };
+    }
+    let slice = storage! {
+        U8 u8; U32 u32; I16 i16; I32 i32; I64 i64; BF16 half::bf16; F16 half::f16; F32 f32; F64 f64;
+    };
+    let storage = Storage::Cuda(CudaStorage { slice, device: gpu.device().clone() });
+    Ok(Raw::from_storage(storage, dims, BackpropOp::none(), false))
+}
+
+/// The name of a floating-point dtype at the end of a kernel's.
+///
+/// # Errors
+/// [`Error::DType`] if it is none.
+pub fn suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]> {
+    Ok(match dtype {
+        DType::F32 => &["f32"],
+        DType::F64 => &["f64"],
+        DType::F16 => &["f16"],
+        DType::BF16 => &["bf16"],
+        other => return Err(crate::cpu::elem::unsupported_dtype(op, other)),
+    })
+}
+
+/// The names of two floating-point dtypes at the end of a kernel's.
+///
+/// # Errors
+/// [`Error::DType`] if one is none.
+pub fn suffixes(op: &'static str, from: DType, to: DType) -> Result<&'static [&'static str]> {
+    macro_rules! pairs {
+        ($($from:ident $f:literal: $($to:ident $t:literal)*;)*) => {
+            match (from, to) {
+                $($((DType::$from, DType::$to) => &[$f, $t],)*)*
+                (DType::F32 | DType::F64 | DType::F16 | DType::BF16, other) | (other, _) => {
+                    return Err(crate::cpu::elem::unsupported_dtype(op, other));
+                }
+            }
+        };
+    }
+    Ok(pairs! {
+        F32 "f32": F32 "f32" F64 "f64" F16 "f16" BF16 "bf16";
+        F64 "f64": F32 "f32" F64 "f64" F16 "f16" BF16 "bf16";
+        F16 "f16": F32 "f32" F64 "f64" F16 "f16" BF16 "bf16";
+        BF16 "bf16": F32 "f32" F64 "f64" F16 "f16" BF16 "bf16";
+    })
+}
+
+/// Tensors that one kernel works on must be on one device.
+///
+/// # Errors
+/// [`Error::Device`] if they are not.
+pub fn same_device(op: &'static str, first: &Raw, others: &[&Raw]) -> Result<()> {
+    if others.iter().all(|other| first.device().same_device(other.device())) {
+        return Ok(());
+    }
+    Err(Error::device(op, "tensors are on different devices; move one with to()"))
+}

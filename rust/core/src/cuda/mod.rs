@@ -1,0 +1,26 @@
+//! The CUDA engine: kernels of the crate `trainable-candle-cuda` and cuBLAS on candle's storage.
+//!
+//! Functions are those of [`cpu`](crate::cpu), on tensors of one CUDA device. All work goes to the device's one stream in the order of
+//! the calls; nothing waits for it, and shapes travel with the launch instead of through memory. f16 and bf16 are storage formats:
+//! arithmetic and accumulation are in f32. Sums are cut by sizes alone, so a run repeats.
+
+mod copy;
+mod elementwise;
+mod gemm;
+mod gpu;
+mod launch;
+mod memory;
+mod random;
+mod reduce;
+mod strided;
+
+pub use copy::{accumulate, cast, contiguous, copy, copy_into, fill, filled, lerp_in_place, scale_in_place};
+pub use elementwise::{Kernel, binary, ternary, unary};
+pub use gemm::{matmul, matmul_accumulate};
+pub use gpu::{Gpu, devices, open};
+pub use memory::{memory_stats, reset_peak_memory_stats, synchronize};
+pub use random::{normal, uniform};
+pub use reduce::{argmax, cumsum, max, mean, min, sum};
+
+pub(crate) use gpu::from_candle;
+pub(crate) use launch::storage_len;

@@ -1,0 +1,148 @@
+//! Reductions and running sums.
+
+use candle_core::DType;
+use trainable_candle_cuda::modules::REDUCE;
+
+use super::copy::contiguous;
+use super::gpu::Gpu;
+use super::launch::{Shape, accumulator, address, empty, launch, suffix, suffixes};
+use crate::cpu::reduce::{around, check_dims, check_not_empty, groups, reduced_dims};
+use crate::{Raw, Result};
+
+/// As [`cpu::sum`](crate::cpu::sum).
+pub fn sum(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
+    reduce("sum", x, dims, keepdim, 1.0)
+}
+
+/// As [`cpu::mean`](crate::cpu::mean).
+pub fn mean(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
+    check_dims("mean", x, dims)?;
+    let count: usize = dims.iter().map(|&d| x.dims()[d]).product();
+    reduce("sum", x, dims, keepdim, count as f64)
+}
+
+/// As [`cpu::max`](crate::cpu::max).
+pub fn max(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
+    check_not_empty("max", x, dims)?;
+    reduce("max", x, dims, keepdim, 1.0)
+}
+
+/// As [`cpu::min`](crate::cpu::min).
+pub fn min(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
+    check_not_empty("min", x, dims)?;
+    reduce("min", x, dims, keepdim, 1.0)
+}
+
+fn reduce(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, divisor: f64) -> Result<Raw> {
+    check_dims(op, x, dims)?;
+    if dims.is_empty() {
+        return Ok(x.clone());
+    }
+    let mut groups = groups(x.dims(), dims);
+    let mut result = contiguous(x)?;
+    while let Some(last) = groups.iter().rposition(|&(reduced, _)| reduced) {
+        let size = |groups: &[(bool, usize)]| groups.iter().map(|&(_, n)| n).product();
+        let sizes = [size(&groups[..last]), groups[last].1, size(&groups[last + 1..])];
+        groups[last] = (false, 1);
+        let is_last = !groups.iter().any(|&(reduced, _)| reduced);
+        result = along(op, &result, sizes, if is_last { (x.dtype(), divisor) } else { (accumulator(x.dtype()), 1.0) })?;
+    }
+    Ok(result.reshape(reduced_dims(x.dims(), dims, keepdim).as_slice())?)
+}
+
+/// Reduces (outer, n, inner) along n to (outer, inner), in `dtype`, divided by `divisor`.
+fn along(op: &'static str, x: &Raw, [outer, n, inner]: [usize; 3], (dtype, divisor): (DType, f64)) -> Result<Raw> {
+    let chunk = chunk_length(outer, n, inner);
+    let chunks = n.div_ceil(chunk).max(1);
+    if chunks == 1 {
+        return reduce_chunks(op, x, [outer, n, inner], chunk, (dtype, divisor));
+    }
+    let partial = reduce_chunks(op, x, [outer, n, inner], chunk, (accumulator(x.dtype()), 1.0))?;
+    reduce_chunks(op, &partial, [outer, chunks, inner], chunks, (dtype, divisor))
+}
+
+/// How many elements one block reduces: a function of the sizes alone.
+fn chunk_length(outer: usize, n: usize, inner: usize) -> usize {
+    // Enough blocks to fill a large GPU, each with enough to do.
+    const BLOCKS: usize = 1024;
+    let (tasks, least) = if inner == 1 { (outer, 8192) } else { (outer * inner.div_ceil(32), 128) };
+    n.div_ceil(BLOCKS.div_ceil(tasks.max(1))).max(least)
+}
+
+fn reduce_chunks(
+    op: &'static str,
+    x: &Raw,
+    [outer, n, inner]: [usize; 3],
+    chunk: usize,
+    (dtype, divisor): (DType, f64),
+) -> Result<Raw> {
+    let gpu = Gpu::of(op, x)?;
+    let chunks = n.div_ceil(chunk).max(1);
+    let y = empty(op, gpu, &[outer, chunks, inner], dtype)?;
+    if y.elem_count() == 0 {
+        return Ok(y);
+    }
+    let (name, shape) = if inner == 1 {
+        let [threads, rows] = if n.min(chunk) <= 1024 { [32, 8] } else { [256, 1] };
+        let shape = Shape::linear(op, (outer * chunks).div_ceil(rows as usize), threads)?;
+        (rows_kernel(op), Shape { block: [threads, rows, 1], ..shape })
+    } else {
+        let shape = Shape::linear(op, inner.div_ceil(32), 32)?;
+        let tasks = (outer * chunks).min(65_535) as u32;
+        (columns_kernel(op), Shape { grid: [shape.grid[0], tasks, 1], block: [32, 8, 1], shared: 0 })
+    };
+    let function = gpu.function(&REDUCE, name, suffixes(op, x.dtype(), dtype)?)?;
+    let (to, from) = (address(op, &y)?, address(op, x)?);
+    let [outer, n, inner, chunk] = [outer, n, inner, chunk].map(|size| size as u64);
+    // SAFETY: the kernel takes the result, the dense operand, their sizes and a number.
+    unsafe { launch!(op, gpu, function, shape, to, from, outer, n, inner, chunk, divisor) }?;
+    Ok(y)
+}
+
+fn rows_kernel(op: &str) -> &'static str {
+    match op {
+        "max" => "max_rows",
+        "min" => "min_rows",
+        _ => "sum_rows",
+    }
+}
+
+fn columns_kernel(op: &str) -> &'static str {
+    match op {
+        "max" => "max_columns",
+        "min" => "min_columns",
+        _ => "sum_columns",
+    }
+}
+
+/// As [`cpu::argmax`](crate::cpu::argmax).
+pub fn argmax(x: &Raw, dim: usize, keepdim: bool) -> Result<Raw> {
+    const OP: &str = "argmax";
+    check_not_empty(OP, x, &[dim])?;
+    lines(OP, x, dim, &reduced_dims(x.dims(), &[dim], keepdim), DType::U32)
+}
+
+/// As [`cpu::cumsum`](crate::cpu::cumsum).
+pub fn cumsum(x: &Raw, dim: usize) -> Result<Raw> {
+    const OP: &str = "cumsum";
+    check_dims(OP, x, &[dim])?;
+    lines(OP, x, dim, x.dims(), x.dtype())
+}
+
+/// A warp for each line along `dim`.
+fn lines(op: &'static str, x: &Raw, dim: usize, dims: &[usize], dtype: DType) -> Result<Raw> {
+    let gpu = Gpu::of(op, x)?;
+    let function = gpu.function(&REDUCE, op, suffix(op, x.dtype())?)?;
+    let x = contiguous(x)?;
+    let y = empty(op, gpu, dims, dtype)?;
+    if y.elem_count() == 0 {
+        return Ok(y);
+    }
+    let [outer, n, inner] = around(x.dims(), dim);
+    let shape = Shape::threads(op, outer * inner * 32)?;
+    let (to, from) = (address(op, &y)?, address(op, &x)?);
+    let [outer, n, inner] = [outer, n, inner].map(|size| size as u64);
+    // SAFETY: the kernel takes the result, the dense operand and its sizes.
+    unsafe { launch!(op, gpu, function, shape, to, from, outer, n, inner) }?;
+    Ok(y)
+}

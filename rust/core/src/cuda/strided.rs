@@ -1,0 +1,116 @@
+//! What an elementwise kernel is told about its tensors: `Strided` of `cuda/include/strided.cuh`.
+
+use candle_core::Layout;
+use smallvec::SmallVec;
+
+use super::launch::{Address, Shape};
+use crate::{Error, Result};
+
+/// `MAX_AXES` there.
+const MAX_AXES: usize = 8;
+/// The widest access of a thread, in bytes.
+const ACCESS: usize = 16;
+
+/// `K` tensors of one shape; laid out as the kernels read it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Strided<const K: usize> {
+    count: u64,
+    axes: u32,
+    width: u32,
+    sizes: [u64; MAX_AXES],
+    strides: [[u64; MAX_AXES]; K],
+}
+
+/// A tensor that takes part.
+#[derive(Clone, Copy)]
+pub struct Member<'a> {
+    pub layout: &'a Layout,
+    pub address: Address,
+    pub element_size: usize,
+}
+
+/// A dimension: its size and its stride in each tensor.
+#[derive(Clone, Copy)]
+struct Axis<const K: usize> {
+    size: usize,
+    strides: [usize; K],
+}
+
+impl<const K: usize> Strided<K> {
+    /// Tensors that broadcast to `dims`, the first of which, written, has that shape.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if more dimensions than [`MAX_AXES`] stay after neighbours are merged.
+    pub fn new(op: &'static str, dims: &[usize], members: [Member<'_>; K]) -> Result<Self> {
+        let axes = merged(dims, &members.map(|member| member.layout));
+        if axes.len() > MAX_AXES {
+            let message = format!(
+                "the strides of shape {dims:?} make {} separate dimensions, expected at most {MAX_AXES}; call contiguous() first",
+                axes.len()
+            );
+            return Err(Error::shape(op, message));
+        }
+        let width = ACCESS / members.iter().map(|member| member.element_size).max().unwrap_or(ACCESS);
+        let width = if is_wide(&axes, &members, width) { width } else { 1 };
+        let mut result = Self {
+            count: dims.iter().product::<usize>() as u64,
+            axes: axes.len() as u32,
+            width: width as u32,
+            sizes: [1; MAX_AXES],
+            strides: [[0; MAX_AXES]; K],
+        };
+        for (i, axis) in axes.iter().enumerate() {
+            result.sizes[i] = axis.size as u64;
+            for (strides, stride) in result.strides.iter_mut().zip(axis.strides) {
+                strides[i] = stride as u64;
+            }
+        }
+        Ok(result)
+    }
+
+    /// A thread for each item.
+    ///
+    /// # Errors
+    /// As [`Shape::threads`].
+    pub fn launch_shape(&self, op: &'static str) -> Result<Shape> {
+        Shape::threads(op, (self.count as usize).div_ceil(self.width as usize))
+    }
+}
+
+/// The axes, outermost first, without those of size 1 and with neighbours merged where in every tensor one step of the outer is a whole
+/// run of the inner; one at least.
+fn merged<const K: usize>(dims: &[usize], layouts: &[&Layout; K]) -> SmallVec<[Axis<K>; MAX_AXES]> {
+    let mut axes = SmallVec::<[Axis<K>; MAX_AXES]>::new();
+    for (i, &size) in dims.iter().enumerate().filter(|(_, size)| **size != 1) {
+        let strides = layouts.map(|layout| match (i + layout.dims().len()).checked_sub(dims.len()) {
+            Some(i) if layout.dims()[i] != 1 => layout.stride()[i],
+            _ => 0,
+        });
+        match axes.last_mut() {
+            Some(outer) if (0..K).all(|k| outer.strides[k] == strides[k] * size) => {
+                *outer = Axis { size: outer.size * size, strides };
+            }
+            _ => axes.push(Axis { size, strides }),
+        }
+    }
+    if axes.is_empty() {
+        axes.push(Axis { size: 1, strides: [1; K] });
+    }
+    axes
+}
+
+/// Whether threads can take `width` neighbours at once.
+fn is_wide<const K: usize>(axes: &[Axis<K>], members: &[Member<'_>; K], width: usize) -> bool {
+    let Some((inner, outer)) = axes.split_last() else { return false };
+    inner.size % width == 0
+        && inner.strides[0] == 1
+        && members.iter().enumerate().all(|(k, member)| match inner.strides[k] {
+            0 => true,
+            1 => {
+                member.address % (width * member.element_size) as Address == 0
+                    && outer.iter().all(|axis| axis.strides[k] % width == 0)
+            }
+            _ => false,
+        })
+}

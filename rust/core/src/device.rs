@@ -1,0 +1,141 @@
+//! Devices by name, and what CUDA devices hold.
+
+use std::path::Path;
+
+use candle_core::{Device, DeviceLocation};
+
+use crate::{Error, Result};
+
+/// What a CUDA device holds, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryStats {
+    /// In tensors and workspaces.
+    pub allocated: u64,
+    /// The most that was, since the start or the last reset.
+    pub peak_allocated: u64,
+    /// Taken from the device, allocated or kept for later.
+    pub reserved: u64,
+    /// The most that was, since the start or the last reset.
+    pub peak_reserved: u64,
+    /// Free on the device, for any process.
+    pub free: u64,
+    /// The device's memory.
+    pub total: u64,
+}
+
+/// Whether `text` means a device (known or not), as opposed to a dtype.
+pub fn is_name(text: &str) -> bool {
+    matches!(text.split(':').next(), Some("cpu" | "cuda"))
+}
+
+/// The device of a name: `"cpu"`, `"cuda"` or `"cuda:1"`; the same one at each call. The CUDA libraries are looked for in `folders`
+/// first, then where the system's loader looks; only the first call that asks for CUDA looks.
+///
+/// # Errors
+/// [`Error::Device`] if the name is unknown or there is no such device, [`Error::CudaUnavailable`] with the reason if CUDA cannot be used.
+pub fn parse(text: &str, folders: impl FnOnce() -> Vec<std::path::PathBuf>) -> Result<Device> {
+    let (kind, index) = text.split_once(':').map_or((text, None), |(kind, index)| (kind, Some(index)));
+    match (kind, index.map(str::parse::<usize>)) {
+        ("cpu", None | Some(Ok(0))) => Ok(Device::Cpu),
+        ("cuda", None) => cuda(0, &folders()),
+        ("cuda", Some(Ok(ordinal))) => cuda(ordinal, &folders()),
+        _ => {
+            let message = format!("unknown device \"{text}\"; expected \"cpu\", \"cuda\" or \"cuda:N\"");
+            Err(Error::device("device", message))
+        }
+    }
+}
+
+/// The name of a device, as it is given and shown.
+pub fn name(device: &Device) -> String {
+    match device.location() {
+        DeviceLocation::Cpu => "cpu".to_owned(),
+        DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
+        DeviceLocation::Metal { gpu_id } => format!("metal:{gpu_id}"),
+    }
+}
+
+/// The CUDA device of a number; the same one at each call.
+///
+/// # Errors
+/// As [`parse`].
+pub fn cuda(ordinal: usize, folders: &[impl AsRef<Path>]) -> Result<Device> {
+    let folders: Vec<&Path> = folders.iter().map(AsRef::as_ref).collect();
+    #[cfg(feature = "cuda")]
+    return crate::cuda::open(ordinal, &folders);
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = ordinal;
+        load(&folders).map(|()| Device::Cpu)
+    }
+}
+
+/// The number of CUDA devices.
+///
+/// # Errors
+/// [`Error::CudaUnavailable`] with the reason if CUDA cannot be used.
+pub fn cuda_count(folders: &[impl AsRef<Path>]) -> Result<usize> {
+    let folders: Vec<&Path> = folders.iter().map(AsRef::as_ref).collect();
+    #[cfg(feature = "cuda")]
+    return crate::cuda::devices(&folders);
+    #[cfg(not(feature = "cuda"))]
+    load(&folders).map(|()| 0)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn load(folders: &[&Path]) -> Result<()> {
+    trainable_candle_cuda::load(folders).map_err(|reason| Error::CudaUnavailable(reason.to_string()))
+}
+
+/// What a CUDA device holds.
+///
+/// # Errors
+/// [`Error::Device`] if it is not a CUDA device or the driver refuses.
+pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
+    #[cfg(feature = "cuda")]
+    return crate::cuda::memory_stats(device);
+    #[cfg(not(feature = "cuda"))]
+    not_cuda("memory_stats", device)
+}
+
+/// Start counting the peaks of a CUDA device anew, from what is held now.
+///
+/// # Errors
+/// As [`memory_stats`].
+pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    return crate::cuda::reset_peak_memory_stats(device);
+    #[cfg(not(feature = "cuda"))]
+    not_cuda("reset_peak_memory_stats", device)
+}
+
+/// Wait until all work queued on a CUDA device is done.
+///
+/// # Errors
+/// [`Error::Device`] if it is not a CUDA device, or a kernel failed.
+pub fn synchronize(device: &Device) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    return crate::cuda::synchronize(device);
+    #[cfg(not(feature = "cuda"))]
+    not_cuda("synchronize", device)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn not_cuda<T>(op: &'static str, device: &Device) -> Result<T> {
+    Err(Error::device(op, format!("found the device \"{}\", expected a CUDA device", name(device))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_devices_or_errors_that_quote_them() {
+        assert!(parse("cpu", Vec::new).unwrap().is_cpu() && parse("cpu:0", Vec::new).unwrap().is_cpu());
+        for wrong in ["", "gpu", "cpu:1", "cuda:x", "cuda:-1", "cuda:"] {
+            let error = parse(wrong, Vec::new).unwrap_err();
+            assert!(matches!(error, Error::Device { .. }), "{wrong}: {error}");
+            assert!(error.to_string().contains(&format!("\"{wrong}\"")), "{error}");
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Walks the registry on a CUDA device against the CPU in f64. Needs a GPU: `cargo test --features cuda --test cuda -- --ignored`.
+#![cfg(feature = "cuda")]
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use trainable_candle_core::ops::Case;
+use trainable_candle_core::raw::to_f64_vec;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, device, rng};
+use walk::{TOLERANCE, all_cases, close, draw, text, turned_view, value_and_gradients};
+
+mod walk;
+
+/// Operations whose kernels are missing: each of them says so.
+const MISSING: &[&str] = &[
+    "geglu",
+    "swiglu",
+    "index_select",
+    "gather",
+    "embedding",
+    "max",
+    "min",
+    "cumsum",
+    "softmax",
+    "log_softmax",
+    "layer_norm",
+    "rms_norm",
+    "group_norm",
+    "group_norm_silu",
+    "scaled_dot_product_attention",
+    "conv2d",
+    "upsample_nearest2d",
+    "rope",
+    "dropout",
+    "mse_loss",
+    "l1_loss",
+    "huber_loss",
+    "smooth_l1_loss",
+    "cross_entropy",
+];
+
+fn gpu() -> Result<Device> {
+    let folders: Vec<PathBuf> =
+        std::env::var_os("TRAINABLE_CANDLE_CUDA_LIBRARIES").iter().flat_map(std::env::split_paths).collect();
+    device::cuda(0, &folders)
+}
+
+/// Inputs with their strides on another device.
+fn moved(inputs: &[Tensor], device: &Device) -> Result<Vec<Tensor>> {
+    inputs.iter().map(|x| Ok(Tensor::from_raw(&x.raw().to_device(device)?))).collect()
+}
+
+/// Value and gradients on the GPU in every dtype, from dense and from strided inputs.
+fn check(case: &Case, device: &Device) -> std::result::Result<(), String> {
+    let reference = text(draw(case, DType::F64, false))?;
+    let (expected, expected_grads) = text(value_and_gradients(&*case.run, &reference))?;
+    let expected = text(to_f64_vec(expected.raw()))?;
+    for (dtype, tolerance) in TOLERANCE {
+        let about = |e: String| format!("{}: {e}", dtype.as_str());
+        let inputs = text(draw(case, dtype, false).and_then(|inputs| moved(&inputs, device)))?;
+        let (value, grads) = text(value_and_gradients(&*case.run, &inputs)).map_err(about)?;
+        close(dtype.as_str(), &text(to_f64_vec(value.raw()))?, &expected, tolerance)?;
+        for (index, (found, expected)) in grads.iter().zip(&expected_grads).enumerate() {
+            close(&format!("{} gradient of input {index}", dtype.as_str()), found, expected, 2.0 * tolerance)?;
+        }
+        let strided = text(draw(case, dtype, true).and_then(|inputs| moved(&inputs, device)))?;
+        let value = text((case.run)(&strided)).map_err(about)?;
+        close(&format!("{} strided", dtype.as_str()), &text(to_f64_vec(value.raw()))?, &expected, tolerance)?;
+        let through_views = |x: &[Tensor]| -> Result<Tensor> {
+            let views = x.iter().map(turned_view).collect::<Result<Vec<_>>>()?;
+            (case.run)(&views)
+        };
+        let turned =
+            text(inputs.iter().map(|t| turned_view(t).and_then(|v| v.contiguous())).collect::<Result<Vec<_>>>())?;
+        let (_, found) = text(value_and_gradients(&through_views, &turned)).map_err(about)?;
+        let (_, expected) =
+            text(value_and_gradients(&through_views, &text(turned.iter().map(on_cpu).collect::<Result<Vec<_>>>())?))?;
+        for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            close(&format!("{} gradient of view {index}", dtype.as_str()), found, expected, 4.0 * tolerance)?;
+        }
+    }
+    Ok(())
+}
+
+fn on_cpu(x: &Tensor) -> Result<Tensor> {
+    x.to_device(&Device::Cpu)?.to_dtype(DType::F64)
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn registry_on_cuda_equals_the_cpu() {
+    let device = gpu().unwrap();
+    let mut missing = BTreeSet::new();
+    let mut failures = Vec::new();
+    for (name, case) in all_cases() {
+        match check(&case, &device) {
+            Ok(()) => {}
+            Err(error) if error.contains("has no CUDA form yet") => drop(missing.insert(name)),
+            Err(error) => failures.push(format!("{name} ({}): {error}", case.label)),
+        }
+    }
+    assert!(failures.is_empty(), "{} failures\n{}", failures.len(), failures.join("\n"));
+    assert_eq!(missing, MISSING.iter().copied().collect(), "the list of operations without kernels is not right");
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn random_numbers_are_those_of_the_cpu() {
+    let device = gpu().unwrap();
+    for count in [1usize, 3, 4, 1001, 100_000] {
+        for normal in [false, true] {
+            let draw = |device: &Device| {
+                rng::manual_seed(11);
+                let draw = |low, high, count: usize, dtype, device| {
+                    let draw = if normal { rng::normal } else { rng::uniform };
+                    draw(low, high, &count.into(), dtype, device)
+                };
+                let first = draw(-0.5, 2.0, count, DType::F32, device).unwrap();
+                let second = draw(0.0, 1.0, 5, DType::F64, device).unwrap();
+                [to_f64_vec(&first).unwrap(), to_f64_vec(&second).unwrap()].concat()
+            };
+            close("numbers", &draw(&device), &draw(&Device::Cpu), 1e-6).unwrap();
+        }
+    }
+}
+
+/// Shapes on both sides of every limit of the kernels: wide and narrow access, rows and columns, one pass and two.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn large_and_odd_shapes_equal_the_cpu() {
+    type Function = fn(&Tensor) -> Result<Tensor>;
+    let functions: [(&str, Function); 9] = [
+        ("sum of rows", |x| x.sum(&[1], false)),
+        ("sum of columns", |x| x.sum(&[0], false)),
+        ("sum", |x| x.sum_all()),
+        ("mean of columns", |x| x.mean(&[0], true)),
+        ("max", |x| x.max_all()),
+        ("exp", |x| x.exp()),
+        ("row plus column", |x| x.narrow(0, 0, 1)?.add(&x.narrow(1, 0, 1)?)),
+        ("transpose", |x| x.t()?.contiguous()),
+        ("product", |x| x.narrow(0, 0, x.dims()[0].min(200))?.matmul(&x.narrow(0, 0, x.dims()[0].min(100))?.t()?)),
+    ];
+    let device = gpu().unwrap();
+    for dims in [(1, 1), (3, 1000), (1000, 3), (77, 129), (70_000, 8), (2, 300_001), (513, 1280)] {
+        for (dtype, tolerance) in TOLERANCE {
+            let x = Tensor::randn(0.0, 0.1, dims, DType::F32, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            let wide = x.to_dtype(DType::F64).unwrap();
+            let x = x.to_device(&device).unwrap();
+            for (name, function) in functions {
+                let found = to_f64_vec(function(&x).unwrap().raw()).unwrap();
+                let expected = to_f64_vec(function(&wide).unwrap().raw()).unwrap();
+                close(&format!("{name} of {dims:?} in {}", dtype.as_str()), &found, &expected, tolerance).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn memory_is_counted_and_running_out_is_an_error_that_leaves_the_device_usable() {
+    let device = gpu().unwrap();
+    let before = device::memory_stats(&device).unwrap();
+    let held = Tensor::zeros(64 << 20, DType::F32, &device).unwrap();
+    device::reset_peak_memory_stats(&device).unwrap();
+    let during = device::memory_stats(&device).unwrap();
+    assert!(during.allocated >= before.allocated + (256 << 20), "{before:?} {during:?}");
+    drop(held);
+    device::synchronize(&device).unwrap();
+    let elements = usize::try_from(during.total).unwrap() / 4 * 2;
+    let small = Tensor::ones((1, 2), DType::F32, &device).unwrap();
+    let error = small.broadcast_as((elements / 2, 2)).and_then(|x| x.add_scalar(1.0)).unwrap_err();
+    assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+    assert_eq!(to_f64_vec(small.add_scalar(1.0).unwrap().raw()).unwrap(), [2.0, 2.0]);
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn devices_are_found_by_number_and_tensors_of_two_devices_do_not_mix() {
+    let device = gpu().unwrap();
+    assert!(device.same_device(&gpu().unwrap()));
+    assert!(matches!(device::cuda(99, &[] as &[PathBuf]), Err(Error::Device { .. })));
+    let (a, b) = (Tensor::ones(2, DType::F32, &device).unwrap(), Tensor::ones(2, DType::F32, &Device::Cpu).unwrap());
+    assert!(matches!(a.add(&b), Err(Error::Device { .. })));
+    assert!(matches!(a.matmul(&b), Err(Error::Device { .. })));
+}
