@@ -15,56 +15,56 @@
 #define ENTRY(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 
 // attention_forward_w{64,128}_{f16,bf16}: o = softmax(scale q kᵀ) v and log_sums = ln Σ e^(scale q kᵀ).
-// Grid (ceil(queries / 128) batch heads), 256 threads. Dynamic shared memory: w64 49152 bytes, w128 98304.
-#define FORWARD(w, dtype, type, blocks)                                                                                            \
-    ENTRY(256, blocks)                                                                                                             \
+// Grid (ceil(queries / 64) batch heads), 128 threads. Dynamic shared memory: w64 40960 bytes, w128 81920.
+#define FORWARD(w, dtype, type, blocks, rows)                                                                                      \
+    ENTRY(128, blocks)                                                                                                             \
     attention_forward_w##w##_##dtype(const type *q, const type *k, const type *v, type *o, float *log_sums,                        \
                                      BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,           \
                                      BY_VALUE Strides o_strides, BY_VALUE AttentionShape shape) {                                  \
-        attention_forward<type, w, 8, 1, 64, HeldRows>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, shape);   \
+        attention_forward<type, w, 4, 1, 64, rows>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, shape);       \
     }
 
-// attention_backward_query_w{64,128}_{f16,bf16}: dq from log_sums and delta.
-// Grid (ceil(queries / 64) batch heads), 128 threads. Dynamic shared memory: w64 49152 bytes, w128 98304.
-#define BACKWARD_QUERY(w, dtype, type, blocks, step, rows)                                                                         \
+// attention_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Those that are null are not written. With parts = 1
+// dk_parts and dv_parts are null; else they hold (parts, batch, heads, keys, width) f32 each, for `attention_sum_parts`, which then
+// writes dk and dv.
+// Grid (K + Q), 128 threads: K = parts ceil(keys / 64) batch heads blocks make dk and dv, none if both are null; Q = ceil(queries / 64)
+// batch heads blocks make dq, none if it is null. Dynamic shared memory: w64 50176 bytes, w128 99328.
+#define BACKWARD(w, dtype, type, blocks, step, rows)                                                                               \
     ENTRY(128, blocks)                                                                                                             \
-    attention_backward_query_w##w##_##dtype(const type *q, const type *k, const type *v, const type *d_o, const float *log_sums,   \
-                                            const float *delta, type *dq, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides,  \
-                                            BY_VALUE Strides v_strides, BY_VALUE Strides do_strides, BY_VALUE Strides dq_strides,  \
-                                            BY_VALUE AttentionShape shape) {                                                       \
-        attention_backward_query<type, w, 4, 1, 64, step, rows>(q, k, v, d_o, log_sums, delta, dq, q_strides, k_strides,           \
-                                                                v_strides, do_strides, dq_strides, shape);                         \
+    attention_backward_w##w##_##dtype(const type *q, const type *k, const type *v, const type *d_o, const float *log_sums,         \
+                                      const float *delta, type *dq, type *dk, type *dv, float *dk_parts, float *dv_parts,          \
+                                      BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,          \
+                                      BY_VALUE Strides do_strides, BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides,       \
+                                      BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape) {                                \
+        const bool others = dk != nullptr || dv != nullptr;                                                                        \
+        const uint32_t blocks_of_keys = others ? shape.parts * ceil_divide(shape.keys, 64) * shape.batch * shape.heads : 0;        \
+        if (blockIdx.x < blocks_of_keys)                                                                                           \
+            attention_backward_key_value<type, w, 4, 1, 64, 32, rows>(blockIdx.x, q, k, v, d_o, log_sums, delta, dk, dv, dk_parts, \
+                                                                      dv_parts, q_strides, k_strides, v_strides, do_strides,       \
+                                                                      dk_strides, dv_strides, shape);                              \
+        else                                                                                                                       \
+            attention_backward_query<type, w, 4, 1, 64, step, rows>(blockIdx.x - blocks_of_keys, q, k, v, d_o, log_sums, delta,    \
+                                                                    dq, q_strides, k_strides, v_strides, do_strides, dq_strides,   \
+                                                                    shape);                                                        \
     }
 
-// attention_backward_key_value_w{64,128}_{f16,bf16}: dk and dv from log_sums and delta; one that is null is not written. With parts = 1
-// dk_parts and dv_parts are null; else they hold (parts, batch, heads, keys, width) f32 each, for `attention_sum_parts`.
-// Grid (parts ceil(keys / 64) batch heads), 128 threads. Dynamic shared memory: w64 50176 bytes, w128 99328.
-#define BACKWARD_KEY_VALUE(w, dtype, type, blocks, step, rows)                                                                     \
-    ENTRY(128, blocks)                                                                                                             \
-    attention_backward_key_value_w##w##_##dtype(                                                                                   \
-        const type *q, const type *k, const type *v, const type *d_o, const float *log_sums, const float *delta, type *dk, type *dv, \
-        float *dk_parts, float *dv_parts, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,      \
-        BY_VALUE Strides do_strides, BY_VALUE Strides dk_strides, BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape) {    \
-        attention_backward_key_value<type, w, 4, 1, 64, step, rows>(q, k, v, d_o, log_sums, delta, dk, dv, dk_parts, dv_parts,     \
-                                                                    q_strides, k_strides, v_strides, do_strides, dk_strides,       \
-                                                                    dv_strides, shape);                                            \
-    }
-
-// attention_sum_parts_{f16,bf16}: dk or dv from its parts, added in their order.
-// Grid (ceil(batch heads keys width / 1024)), 256 threads. No dynamic shared memory.
+// attention_sum_parts_{f16,bf16}: dk and dv, unless they are null, from their parts, added in their order.
+// Grid (ceil(batch heads keys width / 1024), 2), 256 threads. No dynamic shared memory.
 #define SUM_PARTS(dtype, type)                                                                                                     \
     ENTRY(256, 1)                                                                                                                  \
-    attention_sum_parts_##dtype(const float *parts, type *grad, BY_VALUE Strides grad_strides, BY_VALUE AttentionShape shape) {    \
-        attention_sum_parts<type>(parts, grad, grad_strides, shape);                                                               \
+    attention_sum_parts_##dtype(const float *dk_parts, const float *dv_parts, type *dk, type *dv, BY_VALUE Strides dk_strides,     \
+                                BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape) {                                      \
+        if (blockIdx.y == 0)                                                                                                       \
+            attention_sum_parts<type>(dk_parts, dk, dk_strides, shape);                                                            \
+        else                                                                                                                       \
+            attention_sum_parts<type>(dv_parts, dv, dv_strides, shape);                                                            \
     }
 
 #define ON_TENSOR_CORES(dtype, type)                                                                                               \
-    FORWARD(64, dtype, type, 2)                                                                                                    \
-    FORWARD(128, dtype, type, 1)                                                                                                   \
-    BACKWARD_QUERY(64, dtype, type, 3, 32, HeldRows)                                                                               \
-    BACKWARD_QUERY(128, dtype, type, 2, 32, SharedRows)                                                                            \
-    BACKWARD_KEY_VALUE(64, dtype, type, 3, 32, HeldRows)                                                                           \
-    BACKWARD_KEY_VALUE(128, dtype, type, 2, 32, SharedRows)                                                                        \
+    FORWARD(64, dtype, type, 4, HeldRows)                                                                                          \
+    FORWARD(128, dtype, type, 2, HeldRows)                                                                                         \
+    BACKWARD(64, dtype, type, 3, 64, HeldRows)                                                                                     \
+    BACKWARD(128, dtype, type, 2, 32, SharedRows)                                                                                  \
     SUM_PARTS(dtype, type)
 
 ON_TENSOR_CORES(f16, __half)

@@ -11,8 +11,8 @@
 
 // One block for a tile of queries, which loops over tiles of keys; `WARPS` warps with 16 `M` queries each. `KEYS` keys are copied and
 // `STEP` of them are worked on at a time. `Rows` says whether queries and gradients of the result are held in registers.
-template <typename T, int D, int WARPS, int M, int KEYS, int STEP, template <int, int> class Rows>
-__device__ __forceinline__ void attention_backward_query(const T *q, const T *k, const T *v, const T *d_o, const float *log_sums,
+template <typename T, int D, int WARPS, int M, int KEYS, int STEP, template <int, int, int> class Rows>
+__device__ __forceinline__ void attention_backward_query(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums,
                                                          const float *delta, T *dq, const Strides &q_strides,
                                                          const Strides &k_strides, const Strides &v_strides,
                                                          const Strides &do_strides, const Strides &dq_strides,
@@ -24,7 +24,7 @@ __device__ __forceinline__ void attention_backward_query(const T *q, const T *k,
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 
     const uint32_t tiles = ceil_divide(shape.queries, QUERIES);
-    const Task task(blockIdx.x, tiles, shape);
+    const Task task(block, tiles, shape);
     const uint32_t first = (shape.is_causal ? tiles - 1 - task.tile : task.tile) * QUERIES;
     const int rows = min(shape.queries - first, uint32_t(QUERIES));
     q = q_strides.matrix(q, task.batch, task.head) + first * q_strides.row;
@@ -59,22 +59,25 @@ __device__ __forceinline__ void attention_backward_query(const T *q, const T *k,
             row_delta[m][r] = row < mine ? delta[start + row] : 0.0f;
         }
     wait_for_copies();
-    __syncthreads();
-    const Rows<D, M> queries(query_tile + warp * tile_bytes<D>(16 * M));
-    const Rows<D, M> grads(grad_tile + warp * tile_bytes<D>(16 * M));
+    const Rows<D, M, QUERIES> queries(query_tile + warp * 16 * M * ROW_BYTES);
+    const Rows<D, M, QUERIES> grads(grad_tile + warp * 16 * M * ROW_BYTES);
 
     float sum[M][D / 8][4] = {};
     for (uint32_t step = 0; step < steps; step++) {
         wait_for_copies();
-        __syncthreads();
         if (step + 1 < steps) copy_keys(step + 1);
         const uint32_t stage = stages + step % 2 * STAGE;
 #pragma unroll
         for (int part = 0; part < KEYS; part += STEP) {
-            const uint32_t key_tile = stage + tile_bytes<D>(part), key = step * KEYS + part;
+            const uint32_t key_tile = stage + part * ROW_BYTES, key = step * KEYS + part;
             float p[M][STEP / 8][4], ds[M][STEP / 8][4];
-            multiply_rows<T, D, M, STEP>(p, queries, key_tile);
-            multiply_rows<T, D, M, STEP>(ds, grads, key_tile + STAGE / 2);
+            begin_products();
+            multiply_rows<T, D, M, STEP, KEYS>(p, queries, key_tile);
+            end_products();
+            multiply_rows<T, D, M, STEP, KEYS>(ds, grads, key_tile + STAGE / 2);
+            end_products();
+            wait_for_products<1>();
+            products_are_ready(p);
             const bool hides = key + STEP > shape.keys || (shape.is_causal && key + STEP > first + warp * 16 * M + 1);
 #pragma unroll
             for (int m = 0; m < M; m++)
@@ -82,15 +85,27 @@ __device__ __forceinline__ void attention_backward_query(const T *q, const T *k,
                 for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        float weight = exp2_fast(fmaf(p[m][n][i], scale2, -log_sum[m][i / 2]));
+                        p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale2, -log_sum[m][i / 2]));
                         if (hides) {
                             const uint32_t query = first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4;
                             const uint32_t limit = shape.is_causal ? min(shape.keys, query + 1) : shape.keys;
-                            if (key + n * 8 + lane % 4 * 2 + i % 2 >= limit) weight = 0.0f;
+                            if (key + n * 8 + lane % 4 * 2 + i % 2 >= limit) p[m][n][i] = 0.0f;
                         }
-                        ds[m][n][i] = weight * (ds[m][n][i] - row_delta[m][i / 2]);
                     }
-            add_weighted_rows<T, D, M, STEP>(sum, ds, key_tile);
+            wait_for_products<0>();
+            products_are_ready(ds);
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = 0; n < STEP / 8; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - row_delta[m][i / 2]);
+            const Weights<T, M, STEP> weights(ds);
+            begin_products();
+            add_weighted_rows<T, D, M, STEP, KEYS>(sum, weights, key_tile);
+            end_products();
+            wait_for_products<0>();
+            products_are_ready(sum);
         }
     }
 #pragma unroll
@@ -99,17 +114,17 @@ __device__ __forceinline__ void attention_backward_query(const T *q, const T *k,
         for (int d = 0; d < D / 8; d++)
 #pragma unroll
             for (int i = 0; i < 4; i++) sum[m][d][i] *= scale;
-    write_rows<T, D, M>(dq + warp * 16 * M * dq_strides.row, dq_strides.row, mine, shape.width, sum,
-                        shared + warp * tile_bytes<D>(16 * M));
+    write_rows<T, D, M, QUERIES>(dq + warp * 16 * M * dq_strides.row, dq_strides.row, mine, shape.width, sum,
+                        shared + warp * 16 * M * ROW_BYTES);
 }
 
 // Where a block writes gradients of keys or values: rows of the gradient, or those of its part of the sum.
-template <typename T, int D, int M>
+template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, float *partial, const Task &task, uint32_t part,
                                                uint32_t first, int rows, const float (&sum)[M][D / 8][4], unsigned char *tile,
                                                const AttentionShape &shape) {
     if (partial == nullptr) {
-        write_rows<T, D, M>(strides.matrix(grad, task.batch, task.head) + first * strides.row, strides.row, rows, shape.width, sum,
+        write_rows<T, D, M, ROWS>(strides.matrix(grad, task.batch, task.head) + first * strides.row, strides.row, rows, shape.width, sum,
                             tile);
         return;
     }
@@ -133,9 +148,9 @@ __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, 
 
 // One block for a tile of keys and a range of the tiles of queries, over which it loops; `WARPS` warps with 16 `M` keys each. `QUERIES`
 // queries are copied and `STEP` of them are worked on at a time. `Rows` says whether keys and values are held in registers.
-template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int> class Rows>
+template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int, int> class Rows>
 __device__ __forceinline__ void
-attention_backward_key_value(const T *q, const T *k, const T *v, const T *d_o, const float *log_sums, const float *delta, T *dk, T *dv,
+attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums, const float *delta, T *dk, T *dv,
                              float *dk_parts, float *dv_parts, const Strides &q_strides, const Strides &k_strides,
                              const Strides &v_strides, const Strides &do_strides, const Strides &dk_strides,
                              const Strides &dv_strides, const AttentionShape &shape) {
@@ -146,8 +161,8 @@ attention_backward_key_value(const T *q, const T *k, const T *v, const T *d_o, c
     const uint32_t stages = value_tile + tile_bytes<D>(KEYS), numbers = stages + 2 * STAGE;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 
-    const uint32_t tiles = ceil_divide(shape.keys, KEYS), part = blockIdx.x % shape.parts;
-    const Task task(blockIdx.x / shape.parts, tiles, shape);
+    const uint32_t tiles = ceil_divide(shape.keys, KEYS), part = block % shape.parts;
+    const Task task(block / shape.parts, tiles, shape);
     const uint32_t first = task.tile * KEYS;
     const int rows = min(shape.keys - first, uint32_t(KEYS));
     q = q_strides.matrix(q, task.batch, task.head);
@@ -181,43 +196,62 @@ attention_backward_key_value(const T *q, const T *k, const T *v, const T *d_o, c
     if (begin < end) copy_queries(begin);
     end_copies();
     wait_for_copies();
-    __syncthreads();
-    const Rows<D, M> keys(key_tile + warp * tile_bytes<D>(16 * M));
-    const Rows<D, M> values(value_tile + warp * tile_bytes<D>(16 * M));
+    const Rows<D, M, KEYS> keys(key_tile + warp * 16 * M * ROW_BYTES);
+    const Rows<D, M, KEYS> values(value_tile + warp * 16 * M * ROW_BYTES);
 
     const float scale = static_cast<float>(shape.scale), scale2 = scale * LOG2_E;
     float key_sum[M][D / 8][4] = {}, value_sum[M][D / 8][4] = {};
     for (uint32_t step = begin; step < end; step++) {
         wait_for_copies();
-        __syncthreads();
         if (step + 1 < end) copy_queries(step + 1);
         const uint32_t stage = stages + step % 2 * STAGE;
         const float *log_sum = reinterpret_cast<const float *>(shared + (numbers - key_tile) + step % 2 * NUMBERS);
 #pragma unroll
         for (int offset = 0; offset < QUERIES; offset += STEP) {
-            const uint32_t query_tile = stage + tile_bytes<D>(offset), query = step * QUERIES + offset;
+            const uint32_t query_tile = stage + offset * ROW_BYTES, query = step * QUERIES + offset;
             // Keys by queries.
             float p[M][STEP / 8][4], ds[M][STEP / 8][4];
-            multiply_rows<T, D, M, STEP>(p, keys, query_tile);
-            multiply_rows<T, D, M, STEP>(ds, values, query_tile + STAGE / 2);
+            begin_products();
+            multiply_rows<T, D, M, STEP, QUERIES>(p, keys, query_tile);
+            end_products();
+            multiply_rows<T, D, M, STEP, QUERIES>(ds, values, query_tile + STAGE / 2);
+            end_products();
+            wait_for_products<1>();
+            products_are_ready(p);
             const bool hides = shape.is_causal && query < first + (warp + 1) * 16 * M;
 #pragma unroll
             for (int n = 0; n < STEP / 8; n++) {
                 const float2 base = *reinterpret_cast<const float2 *>(log_sum + offset + n * 8 + lane % 4 * 2);
-                const float2 less = *reinterpret_cast<const float2 *>(log_sum + QUERIES + offset + n * 8 + lane % 4 * 2);
 #pragma unroll
                 for (int m = 0; m < M; m++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        float weight = exp2_fast(fmaf(p[m][n][i], scale2, -(i % 2 ? base.y : base.x) * LOG2_E));
+                        p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale2, (i % 2 ? base.y : base.x) * -LOG2_E));
                         if (hides && query + n * 8 + lane % 4 * 2 + i % 2 < first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4)
-                            weight = 0.0f;
-                        p[m][n][i] = weight;
-                        ds[m][n][i] = weight * (ds[m][n][i] - (i % 2 ? less.y : less.x));
+                            p[m][n][i] = 0.0f;
                     }
             }
-            add_weighted_rows<T, D, M, STEP>(value_sum, p, query_tile + STAGE / 2);
-            add_weighted_rows<T, D, M, STEP>(key_sum, ds, query_tile);
+            const Weights<T, M, STEP> weights(p);
+            begin_products();
+            add_weighted_rows<T, D, M, STEP, QUERIES>(value_sum, weights, query_tile + STAGE / 2);
+            end_products();
+            wait_for_products<1>();
+            products_are_ready(ds);
+#pragma unroll
+            for (int n = 0; n < STEP / 8; n++) {
+                const float2 less = *reinterpret_cast<const float2 *>(log_sum + QUERIES + offset + n * 8 + lane % 4 * 2);
+#pragma unroll
+                for (int m = 0; m < M; m++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - (i % 2 ? less.y : less.x));
+            }
+            const Weights<T, M, STEP> grads(ds);
+            begin_products();
+            add_weighted_rows<T, D, M, STEP, QUERIES>(key_sum, grads, query_tile);
+            end_products();
+            wait_for_products<0>();
+            products_are_ready(value_sum);
+            products_are_ready(key_sum);
         }
     }
 #pragma unroll
@@ -228,10 +262,10 @@ attention_backward_key_value(const T *q, const T *k, const T *v, const T *d_o, c
             for (int i = 0; i < 4; i++) key_sum[m][d][i] *= scale;
     const uint32_t mine = first + warp * 16 * M;
     const int left = rows - warp * 16 * M;
-    unsigned char *tile = shared + warp * tile_bytes<D>(16 * M);
-    if (dk != nullptr) write_key_rows<T, D, M>(dk, dk_strides, dk_parts, task, part, mine, left, key_sum, tile, shape);
+    unsigned char *tile = shared + warp * 16 * M * ROW_BYTES;
+    if (dk != nullptr) write_key_rows<T, D, M, KEYS>(dk, dk_strides, dk_parts, task, part, mine, left, key_sum, tile, shape);
     __syncwarp();
-    if (dv != nullptr) write_key_rows<T, D, M>(dv, dv_strides, dv_parts, task, part, mine, left, value_sum, tile, shape);
+    if (dv != nullptr) write_key_rows<T, D, M, KEYS>(dv, dv_strides, dv_parts, task, part, mine, left, value_sum, tile, shape);
 }
 
 // The sum over the parts of a gradient of keys or values: (parts, batch, heads, keys, width) → (batch, heads, keys, width). A thread has
@@ -240,7 +274,7 @@ template <typename T>
 __device__ __forceinline__ void attention_sum_parts(const float *parts, T *grad, const Strides &strides, const AttentionShape &shape) {
     const uint64_t count = uint64_t(shape.batch) * shape.heads * shape.keys * shape.width;
     const uint64_t start = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
-    if (start >= count) return;
+    if (start >= count || grad == nullptr) return;
     float4 sum = {};
     for (uint32_t part = 0; part < shape.parts; part++) {
         const float4 x = *reinterpret_cast<const float4 *>(parts + part * count + start);

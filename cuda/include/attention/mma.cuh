@@ -1,14 +1,14 @@
 // Tensor-core products of f16 and bf16 tiles (PTX `mma.sync.m16n8k16`, `ldmatrix`) and asynchronous copies into shared memory.
 //
-// A tile of `D` columns lies in shared memory row after row; the 16-byte chunks of a row are permuted by an exclusive or with the
-// row's index modulo 8, so that the eight rows which `ldmatrix` reads at once lie in different banks.
+// A tile lies in shared memory as panels of 64 columns, each row after row of 128 bytes; the 16-byte chunks of a row are permuted by an
+// exclusive or with the row's index modulo 8, so that the eight rows which `ldmatrix` reads at once lie in different banks.
 //
 // Fragments of a 16 x 8 product as the PTX manual lays them out: with g = lane / 4 and t = lane % 4, a thread's four accumulators
 // are the elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1). Accumulators of two neighbouring products, narrowed, are the
 // left operand of a product over their 16 columns, so that chained products need no exchange between threads.
 #pragma once
 
-#include "../common.cuh"
+#include "warpgroup.cuh"
 
 // Values in the 16-byte chunk that is copied and permuted as a whole.
 constexpr int CHUNK = 8;
@@ -81,14 +81,27 @@ __device__ __forceinline__ void copy_word(uint32_t to, const void *from, int byt
 
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+// Until all copies are in shared memory, for all threads of the block.
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    publish_to_products();
+    __syncthreads();
+}
 
 // Bytes of `rows` rows of `D` two-byte values.
 template <int D> __host__ __device__ constexpr int tile_bytes(int rows) { return rows * D * 2; }
 
-// Where a chunk of a tile lies.
-template <int D> __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
-    return row * (D * 2) + ((chunk ^ (row & 7)) << 4);
+// Bytes of a row in a panel, and how many 16-column steps a panel has.
+constexpr int ROW_BYTES = 128, PANEL_STEPS = 4;
+
+// Where a chunk of a tile of `ROWS` rows lies.
+template <int ROWS> __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
+    return chunk / 8 * (ROWS * ROW_BYTES) + row * ROW_BYTES + ((chunk % 8 ^ (row & 7)) << 4);
+}
+
+// The address of 16 columns of a tile, from that of its first 16.
+template <int ROWS> __device__ __forceinline__ uint32_t step_columns(uint32_t address, int step) {
+    return (address ^ (step % PANEL_STEPS << 5)) + step / PANEL_STEPS * (ROWS * ROW_BYTES);
 }
 
 // Starts to copy a tile of `ROWS` rows from rows of `stride` values, of which `rows` rows and `width` columns exist; the others
@@ -99,35 +112,36 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64
     static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0 && (STEP % 8 == 0), "every thread copies as many chunks");
     const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
     const bool column = chunk * CHUNK < width;
-    const uint32_t to = tile + chunk_offset<D>(first, chunk);
+    const uint32_t to = tile + chunk_offset<ROWS>(first, chunk);
     const T *from = source + first * stride + chunk * CHUNK;
 #pragma unroll
     for (int row = 0; row < ROWS; row += STEP) {
         const bool exists = column && first + row < rows;
-        copy_wide(to + row * (D * 2), exists ? from + row * stride : source, exists ? 16 : 0);
+        copy_wide(to + row * ROW_BYTES, exists ? from + row * stride : source, exists ? 16 : 0);
     }
 }
 
-// The left operand of products, M x 16 rows of a tile in shared memory, read when it is used.
-template <int D, int M> struct SharedRows {
+// The left operand of products, 16 M rows of a tile of `ROWS` rows in shared memory, read when it is used. `address` is that of the
+// first of these rows.
+template <int D, int M, int ROWS> struct SharedRows {
     uint32_t address;
 
-    __device__ __forceinline__ explicit SharedRows(uint32_t tile) {
+    __device__ __forceinline__ explicit SharedRows(uint32_t rows) {
         const int lane = threadIdx.x % WARP;
-        address = tile + chunk_offset<D>(lane % 16, lane / 16);
+        address = rows + chunk_offset<ROWS>(lane % 16, lane / 16);
     }
 
     __device__ __forceinline__ void get(uint32_t (&fragment)[4], int m, int k) const {
-        load_matrices(fragment, (address ^ (k << 5)) + m * tile_bytes<D>(16));
+        load_matrices(fragment, step_columns<ROWS>(address, k) + m * 16 * ROW_BYTES);
     }
 };
 
 // The same, held in registers.
-template <int D, int M> struct HeldRows {
+template <int D, int M, int ROWS> struct HeldRows {
     uint32_t fragments[M][D / 16][4];
 
-    __device__ __forceinline__ explicit HeldRows(uint32_t tile) {
-        const SharedRows<D, M> rows(tile);
+    __device__ __forceinline__ explicit HeldRows(uint32_t address) {
+        const SharedRows<D, M, ROWS> rows(address);
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -140,11 +154,27 @@ template <int D, int M> struct HeldRows {
     }
 };
 
-// (16 M, N) products of rows: sum = a bᵀ, with N rows of a tile `b`.
-template <typename T, int D, int M, int N, typename Rows>
+// (16 M, N) products of rows: sum = a bᵀ, with N rows `b` of a tile of `ROWS` rows. To be waited for.
+template <typename T, int D, int M, int N, int ROWS, typename Rows>
 __device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const Rows &a, uint32_t b) {
+#if WARPGROUP_PRODUCTS
+    if constexpr (BY_WARPGROUP<M>) {
+        constexpr int WIDTH = N < 64 ? N : 64;
+#pragma unroll
+        for (int n = 0; n < N / WIDTH; n++) {
+            auto &part = *reinterpret_cast<float(*)[WIDTH / 8][4]>(&sum[0][n * WIDTH / 8]);
+#pragma unroll
+            for (int k = 0; k < D / 16; k++) {
+                uint32_t left[4];
+                a.get(left, 0, k);
+                warpgroup_multiply<false>(T(), part, left, describe(step_columns<ROWS>(b + n * WIDTH * ROW_BYTES, k)), k > 0);
+            }
+        }
+        return;
+    }
+#endif
     const int lane = threadIdx.x % WARP;
-    const uint32_t address = b + chunk_offset<D>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const uint32_t address = b + chunk_offset<ROWS>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -159,7 +189,7 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const R
 #pragma unroll
         for (int n = 0; n < N / 16; n++) {
             uint32_t right[4];
-            load_matrices(right, (address ^ (k << 5)) + n * tile_bytes<D>(16));
+            load_matrices(right, step_columns<ROWS>(address, k) + n * 16 * ROW_BYTES);
 #pragma unroll
             for (int m = 0; m < M; m++) {
                 multiply_add<T>(sum[m][2 * n], left[m], right[0], right[1]);
@@ -169,48 +199,69 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const R
     }
 }
 
-// (16 M, D) sums of rows: sum += a x, where `a` (16 M, N) are accumulators, narrowed to `T`, and `x` N rows of a tile.
-template <typename T, int D, int M, int N>
-__device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], const float (&a)[M][N / 8][4], uint32_t x) {
+// Accumulators (16 M, N), narrowed to `T`, as the left operand of products.
+template <typename T, int M, int N> struct Weights {
+    uint32_t fragments[M][N / 16][4];
+
+    __device__ __forceinline__ explicit Weights(const float (&sum)[M][N / 8][4]) {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int k = 0; k < N / 16; k++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    fragments[m][k][i] = pair<T>(sum[m][2 * k + i / 2][i % 2 * 2], sum[m][2 * k + i / 2][i % 2 * 2 + 1]);
+    }
+};
+
+// (16 M, D) sums of rows: sum += weights x, with N rows `x` of a tile of `ROWS` rows. To be waited for.
+template <typename T, int D, int M, int N, int ROWS>
+__device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], const Weights<T, M, N> &weights, uint32_t x) {
+#if WARPGROUP_PRODUCTS
+    if constexpr (BY_WARPGROUP<M>) {
+#pragma unroll
+        for (int panel = 0; panel < D / 64; panel++) {
+            auto &part = *reinterpret_cast<float(*)[8][4]>(&sum[0][panel * 8]);
+#pragma unroll
+            for (int k = 0; k < N / 16; k++)
+                warpgroup_multiply<true>(T(), part, weights.fragments[0][k],
+                                         describe(x + panel * (ROWS * ROW_BYTES) + k * 16 * ROW_BYTES), true);
+        }
+        return;
+    }
+#endif
     const int lane = threadIdx.x % WARP;
-    const uint32_t address = x + chunk_offset<D>(lane % 16, lane / 16);
+    const uint32_t address = x + chunk_offset<ROWS>(lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < N / 16; k++) {
-        uint32_t left[M][4];
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-            left[m][0] = pair<T>(a[m][2 * k][0], a[m][2 * k][1]);
-            left[m][1] = pair<T>(a[m][2 * k][2], a[m][2 * k][3]);
-            left[m][2] = pair<T>(a[m][2 * k + 1][0], a[m][2 * k + 1][1]);
-            left[m][3] = pair<T>(a[m][2 * k + 1][2], a[m][2 * k + 1][3]);
-        }
 #pragma unroll
         for (int n = 0; n < D / 16; n++) {
             uint32_t right[4];
-            load_transposed(right, (address ^ (n << 5)) + k * tile_bytes<D>(16));
+            load_transposed(right, step_columns<ROWS>(address, n) + k * 16 * ROW_BYTES);
 #pragma unroll
             for (int m = 0; m < M; m++) {
-                multiply_add<T>(sum[m][2 * n], left[m], right[0], right[1]);
-                multiply_add<T>(sum[m][2 * n + 1], left[m], right[2], right[3]);
+                multiply_add<T>(sum[m][2 * n], weights.fragments[m][k], right[0], right[1]);
+                multiply_add<T>(sum[m][2 * n + 1], weights.fragments[m][k], right[2], right[3]);
             }
         }
     }
 }
 
 // Writes (16 M, D) accumulators of a warp, narrowed, to rows of `stride` values, of which `rows` rows and `width` columns exist.
-// `tile` are 16 M rows of shared memory of this warp's own.
-template <typename T, int D, int M>
+// `tile` are 16 M rows, this warp's own, of a tile of `ROWS` rows in shared memory.
+template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_rows(T *to, uint64_t stride, int rows, int width, const float (&sum)[M][D / 8][4],
                                            unsigned char *tile) {
     constexpr int CHUNKS = D / CHUNK, STEP = WARP / CHUNKS;
     const int lane = threadIdx.x % WARP, group = lane / 4, member = lane % 4;
+    __syncwarp();
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int n = 0; n < D / 8; n++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                *reinterpret_cast<uint32_t *>(tile + chunk_offset<D>(m * 16 + half * 8 + group, n) + member * 4) =
+                *reinterpret_cast<uint32_t *>(tile + chunk_offset<ROWS>(m * 16 + half * 8 + group, n) + member * 4) =
                     pair<T>(sum[m][n][2 * half], sum[m][n][2 * half + 1]);
     __syncwarp();
     const int chunk = lane % CHUNKS;
@@ -219,6 +270,6 @@ __device__ __forceinline__ void write_rows(T *to, uint64_t stride, int rows, int
         const int row = start + lane / CHUNKS;
         if (row < rows && chunk * CHUNK < width)
             *reinterpret_cast<uint4 *>(to + row * stride + chunk * CHUNK) =
-                *reinterpret_cast<const uint4 *>(tile + chunk_offset<D>(row, chunk));
+                *reinterpret_cast<const uint4 *>(tile + chunk_offset<ROWS>(row, chunk));
     }
 }
