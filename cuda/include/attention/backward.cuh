@@ -1,0 +1,286 @@
+// The gradients of attention on tensor cores, from the log-sums of the forward pass (Dao 2023, arXiv:2307.08691). Scores are computed
+// twice, once for the gradients of keys and values and once for those of queries, so that each block owns the sums that it writes and
+// a run repeats without atomics.
+//
+// With P = e^(scale q kᵀ - log_sum), dP = do vᵀ, delta = rowsum(do ∘ o) and dS = P ∘ (dP - delta):
+// dv = Pᵀ do, dk = scale dSᵀ q, dq = scale dS k.
+#pragma once
+
+#include "mma.cuh"
+#include "shape.cuh"
+
+// One block for a tile of queries, which loops over tiles of keys; `WARPS` warps with 16 `M` queries each. `KEYS` keys are copied and
+// `STEP` of them are worked on at a time. `Rows` says whether queries and gradients of the result are held in registers.
+template <typename T, int D, int WARPS, int M, int KEYS, int STEP, template <int, int, int> class Rows>
+__device__ __forceinline__ void attention_backward_query(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums,
+                                                         const float *delta, T *dq, const Strides &q_strides,
+                                                         const Strides &k_strides, const Strides &v_strides,
+                                                         const Strides &do_strides, const Strides &dq_strides,
+                                                         const AttentionShape &shape) {
+    constexpr int THREADS = WARPS * WARP, QUERIES = WARPS * 16 * M, STAGE = tile_bytes<D>(2 * KEYS);
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const uint32_t query_tile = shared_address(shared), grad_tile = query_tile + tile_bytes<D>(QUERIES);
+    const uint32_t stages = grad_tile + tile_bytes<D>(QUERIES);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+
+    const uint32_t tiles = ceil_divide(shape.queries, QUERIES);
+    const Task task(block, tiles, shape);
+    const uint32_t first = (shape.is_causal ? tiles - 1 - task.tile : task.tile) * QUERIES;
+    const int rows = min(shape.queries - first, uint32_t(QUERIES));
+    q = q_strides.matrix(q, task.batch, task.head) + first * q_strides.row;
+    k = k_strides.matrix(k, task.batch, task.head);
+    v = v_strides.matrix(v, task.batch, task.head);
+    d_o = do_strides.matrix(d_o, task.batch, task.head) + first * do_strides.row;
+    dq = dq_strides.matrix(dq, task.batch, task.head) + first * dq_strides.row;
+
+    const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
+    const uint32_t steps = ceil_divide(seen, KEYS);
+    const auto copy_keys = [&](uint32_t step) {
+        const uint32_t key = step * KEYS, stage = stages + step % 2 * STAGE;
+        copy_tile<T, D, KEYS, THREADS>(stage, k + key * k_strides.row, k_strides.row, shape.keys - key, shape.width);
+        copy_tile<T, D, KEYS, THREADS>(stage + STAGE / 2, v + key * v_strides.row, v_strides.row, shape.keys - key, shape.width);
+        end_copies();
+    };
+    copy_tile<T, D, QUERIES, THREADS>(query_tile, q, q_strides.row, rows, shape.width);
+    copy_tile<T, D, QUERIES, THREADS>(grad_tile, d_o, do_strides.row, rows, shape.width);
+    if (steps > 0) copy_keys(0);
+    end_copies();
+
+    const float scale = static_cast<float>(shape.scale), scale2 = scale * LOG2_E;
+    const int mine = rows - warp * 16 * M;
+    const uint64_t start = uint64_t(task.index) * shape.queries + first + warp * 16 * M;
+    float log_sum[M][2], row_delta[M][2];
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int row = m * 16 + r * 8 + lane / 4;
+            log_sum[m][r] = row < mine ? log_sums[start + row] * LOG2_E : 0.0f;
+            row_delta[m][r] = row < mine ? delta[start + row] : 0.0f;
+        }
+    wait_for_copies();
+    const Rows<D, M, QUERIES> queries(query_tile + warp * 16 * M * ROW_BYTES);
+    const Rows<D, M, QUERIES> grads(grad_tile + warp * 16 * M * ROW_BYTES);
+
+    float sum[M][D / 8][4] = {};
+    for (uint32_t step = 0; step < steps; step++) {
+        wait_for_copies();
+        if (step + 1 < steps) copy_keys(step + 1);
+        const uint32_t stage = stages + step % 2 * STAGE;
+#pragma unroll
+        for (int part = 0; part < KEYS; part += STEP) {
+            const uint32_t key_tile = stage + part * ROW_BYTES, key = step * KEYS + part;
+            float p[M][STEP / 8][4], ds[M][STEP / 8][4];
+            begin_products();
+            multiply_rows<T, D, M, STEP, KEYS>(p, queries, key_tile);
+            end_products();
+            multiply_rows<T, D, M, STEP, KEYS>(ds, grads, key_tile + STAGE / 2);
+            end_products();
+            wait_for_products<1>();
+            products_are_ready(p);
+            const bool hides = key + STEP > shape.keys || (shape.is_causal && key + STEP > first + warp * 16 * M + 1);
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = 0; n < STEP / 8; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale2, -log_sum[m][i / 2]));
+                        if (hides) {
+                            const uint32_t query = first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4;
+                            const uint32_t limit = shape.is_causal ? min(shape.keys, query + 1) : shape.keys;
+                            if (key + n * 8 + lane % 4 * 2 + i % 2 >= limit) p[m][n][i] = 0.0f;
+                        }
+                    }
+            wait_for_products<0>();
+            products_are_ready(ds);
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int n = 0; n < STEP / 8; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - row_delta[m][i / 2]);
+            const Weights<T, M, STEP> weights(ds);
+            begin_products();
+            add_weighted_rows<T, D, M, STEP, KEYS>(sum, weights, key_tile);
+            end_products();
+            wait_for_products<0>();
+            products_are_ready(sum);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int d = 0; d < D / 8; d++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sum[m][d][i] *= scale;
+    write_rows<T, D, M, QUERIES>(dq + warp * 16 * M * dq_strides.row, dq_strides.row, mine, shape.width, sum,
+                        shared + warp * 16 * M * ROW_BYTES);
+}
+
+// Where a block writes gradients of keys or values: rows of the gradient, or those of its part of the sum.
+template <typename T, int D, int M, int ROWS>
+__device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, float *partial, const Task &task, uint32_t part,
+                                               uint32_t first, int rows, const float (&sum)[M][D / 8][4], unsigned char *tile,
+                                               const AttentionShape &shape) {
+    if (partial == nullptr) {
+        write_rows<T, D, M, ROWS>(strides.matrix(grad, task.batch, task.head) + first * strides.row, strides.row, rows, shape.width, sum,
+                            tile);
+        return;
+    }
+    const uint64_t heads = uint64_t(shape.batch) * shape.heads;
+    float *to = partial + ((part * heads + task.index) * shape.keys + first) * shape.width;
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = m * 16 + half * 8 + lane / 4;
+#pragma unroll
+            for (int d = 0; d < D / 8; d++) {
+                const int column = d * 8 + lane % 4 * 2;
+                if (row < rows && column < shape.width)
+                    *reinterpret_cast<float2 *>(to + uint64_t(row) * shape.width + column) =
+                        make_float2(sum[m][d][2 * half], sum[m][d][2 * half + 1]);
+            }
+        }
+}
+
+// One block for a tile of keys and a range of the tiles of queries, over which it loops; `WARPS` warps with 16 `M` keys each. `QUERIES`
+// queries are copied and `STEP` of them are worked on at a time. `Rows` says whether keys and values are held in registers.
+template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int, int> class Rows>
+__device__ __forceinline__ void
+attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums, const float *delta, T *dk, T *dv,
+                             float *dk_parts, float *dv_parts, const Strides &q_strides, const Strides &k_strides,
+                             const Strides &v_strides, const Strides &do_strides, const Strides &dk_strides,
+                             const Strides &dv_strides, const AttentionShape &shape) {
+    constexpr int THREADS = WARPS * WARP, KEYS = WARPS * 16 * M;
+    constexpr int STAGE = tile_bytes<D>(2 * QUERIES), NUMBERS = 2 * QUERIES * sizeof(float);
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const uint32_t key_tile = shared_address(shared), value_tile = key_tile + tile_bytes<D>(KEYS);
+    const uint32_t stages = value_tile + tile_bytes<D>(KEYS), numbers = stages + 2 * STAGE;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+
+    const uint32_t tiles = ceil_divide(shape.keys, KEYS), part = block % shape.parts;
+    const Task task(block / shape.parts, tiles, shape);
+    const uint32_t first = task.tile * KEYS;
+    const int rows = min(shape.keys - first, uint32_t(KEYS));
+    q = q_strides.matrix(q, task.batch, task.head);
+    k = k_strides.matrix(k, task.batch, task.head) + first * k_strides.row;
+    v = v_strides.matrix(v, task.batch, task.head) + first * v_strides.row;
+    d_o = do_strides.matrix(d_o, task.batch, task.head);
+    log_sums += uint64_t(task.index) * shape.queries;
+    delta += uint64_t(task.index) * shape.queries;
+
+    const uint32_t query_tiles = ceil_divide(shape.queries, QUERIES), per_part = ceil_divide(query_tiles, shape.parts);
+    const uint32_t end = min(query_tiles, (part + 1) * per_part);
+    // With a causal mask the first keys are seen by all queries, others only by those from them on.
+    const uint32_t begin = shape.is_causal ? max(part * per_part, first / QUERIES) : part * per_part;
+    const auto copy_queries = [&](uint32_t step) {
+        const uint32_t query = step * QUERIES, stage = stages + step % 2 * STAGE;
+        const int left = shape.queries - query;
+        copy_tile<T, D, QUERIES, THREADS>(stage, q + query * q_strides.row, q_strides.row, left, shape.width);
+        copy_tile<T, D, QUERIES, THREADS>(stage + STAGE / 2, d_o + query * do_strides.row, do_strides.row, left, shape.width);
+        static_assert(2 * QUERIES <= THREADS, "one number a thread");
+        if (threadIdx.x < 2 * QUERIES) {
+            const int row = threadIdx.x % QUERIES;
+            const float *from = threadIdx.x < QUERIES ? log_sums : delta;
+            // Numbers of queries that do not exist are zero, like their rows, which then add nothing.
+            copy_word(numbers + step % 2 * NUMBERS + threadIdx.x * sizeof(float), row < left ? from + query + row : from,
+                      row < left ? 4 : 0);
+        }
+        end_copies();
+    };
+    copy_tile<T, D, KEYS, THREADS>(key_tile, k, k_strides.row, rows, shape.width);
+    copy_tile<T, D, KEYS, THREADS>(value_tile, v, v_strides.row, rows, shape.width);
+    if (begin < end) copy_queries(begin);
+    end_copies();
+    wait_for_copies();
+    const Rows<D, M, KEYS> keys(key_tile + warp * 16 * M * ROW_BYTES);
+    const Rows<D, M, KEYS> values(value_tile + warp * 16 * M * ROW_BYTES);
+
+    const float scale = static_cast<float>(shape.scale), scale2 = scale * LOG2_E;
+    float key_sum[M][D / 8][4] = {}, value_sum[M][D / 8][4] = {};
+    for (uint32_t step = begin; step < end; step++) {
+        wait_for_copies();
+        if (step + 1 < end) copy_queries(step + 1);
+        const uint32_t stage = stages + step % 2 * STAGE;
+        const float *log_sum = reinterpret_cast<const float *>(shared + (numbers - key_tile) + step % 2 * NUMBERS);
+#pragma unroll
+        for (int offset = 0; offset < QUERIES; offset += STEP) {
+            const uint32_t query_tile = stage + offset * ROW_BYTES, query = step * QUERIES + offset;
+            // Keys by queries.
+            float p[M][STEP / 8][4], ds[M][STEP / 8][4];
+            begin_products();
+            multiply_rows<T, D, M, STEP, QUERIES>(p, keys, query_tile);
+            end_products();
+            multiply_rows<T, D, M, STEP, QUERIES>(ds, values, query_tile + STAGE / 2);
+            end_products();
+            wait_for_products<1>();
+            products_are_ready(p);
+            const bool hides = shape.is_causal && query < first + (warp + 1) * 16 * M;
+#pragma unroll
+            for (int n = 0; n < STEP / 8; n++) {
+                const float2 base = *reinterpret_cast<const float2 *>(log_sum + offset + n * 8 + lane % 4 * 2);
+#pragma unroll
+                for (int m = 0; m < M; m++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale2, (i % 2 ? base.y : base.x) * -LOG2_E));
+                        if (hides && query + n * 8 + lane % 4 * 2 + i % 2 < first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4)
+                            p[m][n][i] = 0.0f;
+                    }
+            }
+            const Weights<T, M, STEP> weights(p);
+            begin_products();
+            add_weighted_rows<T, D, M, STEP, QUERIES>(value_sum, weights, query_tile + STAGE / 2);
+            end_products();
+            wait_for_products<1>();
+            products_are_ready(ds);
+#pragma unroll
+            for (int n = 0; n < STEP / 8; n++) {
+                const float2 less = *reinterpret_cast<const float2 *>(log_sum + QUERIES + offset + n * 8 + lane % 4 * 2);
+#pragma unroll
+                for (int m = 0; m < M; m++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - (i % 2 ? less.y : less.x));
+            }
+            const Weights<T, M, STEP> grads(ds);
+            begin_products();
+            add_weighted_rows<T, D, M, STEP, QUERIES>(key_sum, grads, query_tile);
+            end_products();
+            wait_for_products<0>();
+            products_are_ready(value_sum);
+            products_are_ready(key_sum);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int d = 0; d < D / 8; d++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) key_sum[m][d][i] *= scale;
+    const uint32_t mine = first + warp * 16 * M;
+    const int left = rows - warp * 16 * M;
+    unsigned char *tile = shared + warp * 16 * M * ROW_BYTES;
+    if (dk != nullptr) write_key_rows<T, D, M, KEYS>(dk, dk_strides, dk_parts, task, part, mine, left, key_sum, tile, shape);
+    __syncwarp();
+    if (dv != nullptr) write_key_rows<T, D, M, KEYS>(dv, dv_strides, dv_parts, task, part, mine, left, value_sum, tile, shape);
+}
+
+// The sum over the parts of a gradient of keys or values: (parts, batch, heads, keys, width) → (batch, heads, keys, width). A thread has
+// four columns.
+template <typename T>
+__device__ __forceinline__ void attention_sum_parts(const float *parts, T *grad, const Strides &strides, const AttentionShape &shape) {
+    const uint64_t count = uint64_t(shape.batch) * shape.heads * shape.keys * shape.width;
+    const uint64_t start = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+    if (start >= count || grad == nullptr) return;
+    float4 sum = {};
+    for (uint32_t part = 0; part < shape.parts; part++) {
+        const float4 x = *reinterpret_cast<const float4 *>(parts + part * count + start);
+        sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+    }
+    const uint64_t row = start / shape.width, index = row / shape.keys;
+    T *to = strides.matrix(grad, index / shape.heads, index % shape.heads) + row % shape.keys * strides.row + start % shape.width;
+    *reinterpret_cast<uint2 *>(to) = make_uint2(pair<T>(sum.x, sum.y), pair<T>(sum.z, sum.w));
+}

@@ -1,0 +1,226 @@
+// The attention of a tile of queries to all keys on tensor cores, without the matrix of scores: a running maximum and sum for each
+// query (Milakov & Gimelshein 2018, arXiv:1805.02867), one block for a tile of queries (Dao 2023, arXiv:2307.08691).
+#pragma once
+
+#include "mma.cuh"
+#include "shape.cuh"
+
+// By how much, in powers of two, a score may exceed the base of its row before the row's sums are rescaled. Weights stay below 2^8,
+// which f16 holds as exactly as weights below 1.
+#ifndef SLACK_
+#define SLACK_ 8.0f
+#endif
+constexpr float SLACK = SLACK_;
+
+// The softmax of the rows of a warp's 16 M queries: a thread has 2 M rows, four threads share one.
+template <int M> struct RunningSoftmax {
+    // The number, times scale / ln 2, that is taken off the scores.
+    float base[M][2];
+    // The thread's share of the sums of 2^(score - base).
+    float sum[M][2];
+
+    __device__ __forceinline__ RunningSoftmax() {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) base[m][r] = -INFINITY, sum[m][r] = 0.0f;
+    }
+
+    // Turns products of rows into weights 2^(scale product - base). Raises the bases if some score of the warp exceeds its base by
+    // more than the slack; returns whether it has, and what earlier results are to be multiplied with.
+    template <int N>
+    __device__ __forceinline__ bool weigh(float (&scores)[M][N][4], float (&correction)[M][2], float scale) {
+        float top[M][2];
+        bool exceeds = false;
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float x = -INFINITY;
+#pragma unroll
+                for (int n = 0; n < N; n++) x = fmaxf(x, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
+                x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+                x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+                top[m][r] = x * scale;
+                exceeds |= top[m][r] > base[m][r] + SLACK;
+            }
+        exceeds = __any_sync(ALL_LANES, exceeds);
+        if (exceeds) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const float raised = fmaxf(base[m][r], top[m][r]);
+                    correction[m][r] = exp2_fast(base[m][r] - raised);
+                    base[m][r] = raised;
+                    sum[m][r] *= correction[m][r];
+                }
+        }
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    scores[m][n][i] = exp2_fast(fmaf(scores[m][n][i], scale, -base[m][i / 2]));
+                    sum[m][i / 2] += scores[m][n][i];
+                }
+        return exceeds;
+    }
+};
+
+template <int M, int N> __device__ __forceinline__ void scale_rows(float (&rows)[M][N][4], const float (&factors)[M][2]) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) rows[m][n][i] *= factors[m][i / 2];
+}
+
+// Makes the scores of keys that do not exist, or come after their query, negative infinity. `query` and `key` are those of the
+// thread's first score.
+template <int M, int N>
+__device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, uint32_t key, const AttentionShape &shape) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint32_t seen = shape.is_causal ? min(shape.keys, query + m * 16 + i / 2 * 8 + 1) : shape.keys;
+#pragma unroll
+            for (int n = 0; n < N; n++)
+                if (key + n * 8 + i % 2 >= seen) scores[m][n][i] = -INFINITY;
+        }
+}
+
+// `WARPS` warps with 16 `M` queries each; tiles of `KEYS` keys, two in shared memory, of which the next is copied while the warps
+// work on the other. `Rows` says whether queries are held in registers.
+template <typename T, int D, int WARPS, int M, int KEYS, template <int, int, int> class Rows, bool AHEAD = false>
+__device__ __forceinline__ void attention_forward(const T *q, const T *k, const T *v, T *o, float *log_sums, const Strides &q_strides,
+                                                  const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
+                                                  const AttentionShape &shape) {
+    constexpr int THREADS = WARPS * WARP, QUERIES = WARPS * 16 * M, STAGE = tile_bytes<D>(2 * KEYS);
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const uint32_t query_tile = shared_address(shared), stages = query_tile + tile_bytes<D>(QUERIES);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+
+    const uint32_t tiles = ceil_divide(shape.queries, QUERIES);
+    const Task task(blockIdx.x, tiles, shape);
+    // With a causal mask the last tiles have the most work and start first.
+    const uint32_t first = (shape.is_causal ? tiles - 1 - task.tile : task.tile) * QUERIES;
+    const int rows = min(shape.queries - first, uint32_t(QUERIES));
+    q = q_strides.matrix(q, task.batch, task.head) + first * q_strides.row;
+    k = k_strides.matrix(k, task.batch, task.head);
+    v = v_strides.matrix(v, task.batch, task.head);
+    o = o_strides.matrix(o, task.batch, task.head) + first * o_strides.row;
+
+    const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
+    const uint32_t steps = ceil_divide(seen, KEYS);
+    const auto copy_keys = [&](uint32_t step) {
+        const uint32_t key = step * KEYS;
+        copy_tile<T, D, KEYS, THREADS>(stages + step % 2 * STAGE, k + key * k_strides.row, k_strides.row, shape.keys - key, shape.width);
+    };
+    const auto copy_values = [&](uint32_t step) {
+        const uint32_t key = step * KEYS;
+        copy_tile<T, D, KEYS, THREADS>(stages + STAGE / 2 + step % 2 * STAGE, v + key * v_strides.row, v_strides.row, shape.keys - key,
+                                       shape.width);
+    };
+    copy_tile<T, D, QUERIES, THREADS>(query_tile, q, q_strides.row, rows, shape.width);
+    if (steps > 0) copy_keys(0);
+    if (!AHEAD && steps > 0) copy_values(0);
+    end_copies();
+    wait_for_copies();
+    const Rows<D, M, QUERIES> queries(query_tile + warp * 16 * M * ROW_BYTES);
+
+    const float scale = static_cast<float>(shape.scale) * LOG2_E;
+    const uint32_t query = first + warp * 16 * M + lane / 4;
+    RunningSoftmax<M> softmax;
+    float result[M][D / 8][4] = {}, correction[M][2];
+    if constexpr (AHEAD) {
+        if (steps > 0) copy_values(0);
+        if (steps > 1) copy_keys(1);
+        end_copies();
+        if (steps > 0) {
+            float scores[M][KEYS / 8][4];
+            begin_products();
+            multiply_rows<T, D, M, KEYS, KEYS>(scores, queries, stages);
+            end_products();
+            wait_for_products<0>();
+            products_are_ready(scores);
+            const auto weigh = [&](uint32_t step) {
+                const uint32_t key = step * KEYS;
+                if (key + KEYS > shape.keys || (shape.is_causal && key + KEYS > first + warp * 16 * M + 1))
+                    hide(scores, query, key + lane % 4 * 2, shape);
+                const bool corrects = softmax.weigh(scores, correction, scale);
+                const Weights<T, M, KEYS> weights(scores);
+                wait_for_products<0>();
+                products_are_ready(result);
+                if (corrects) scale_rows(result, correction);
+                wait_for_copies();
+                return weights;
+            };
+            uint32_t step = 0;
+            for (; step + 1 < steps; step++) {
+                const Weights<T, M, KEYS> weights = weigh(step);
+                copy_values(step + 1);
+                if (step + 2 < steps) copy_keys(step + 2);
+                end_copies();
+                begin_products();
+                multiply_rows<T, D, M, KEYS, KEYS>(scores, queries, stages + (step + 1) % 2 * STAGE);
+                end_products();
+                add_weighted_rows<T, D, M, KEYS, KEYS>(result, weights, stages + step % 2 * STAGE + STAGE / 2);
+                end_products();
+                wait_for_products<1>();
+                products_are_ready(scores);
+            }
+            const Weights<T, M, KEYS> weights = weigh(step);
+            begin_products();
+            add_weighted_rows<T, D, M, KEYS, KEYS>(result, weights, stages + step % 2 * STAGE + STAGE / 2);
+            end_products();
+            wait_for_products<0>();
+            products_are_ready(result);
+        }
+    } else {
+        for (uint32_t step = 0; step < steps; step++) {
+            if (step > 0) wait_for_copies();
+            if (step + 1 < steps) copy_keys(step + 1), copy_values(step + 1);
+            end_copies();
+            const uint32_t stage = stages + step % 2 * STAGE, key = step * KEYS;
+            float scores[M][KEYS / 8][4];
+            begin_products();
+            multiply_rows<T, D, M, KEYS, KEYS>(scores, queries, stage);
+            end_products();
+            wait_for_products<0>();
+            products_are_ready(scores);
+            if (key + KEYS > shape.keys || (shape.is_causal && key + KEYS > first + warp * 16 * M + 1))
+                hide(scores, query, key + lane % 4 * 2, shape);
+            if (softmax.weigh(scores, correction, scale)) scale_rows(result, correction);
+            const Weights<T, M, KEYS> weights(scores);
+            begin_products();
+            add_weighted_rows<T, D, M, KEYS, KEYS>(result, weights, stage + STAGE / 2);
+            end_products();
+            wait_for_products<0>();
+            products_are_ready(result);
+        }
+    }
+
+    const int mine = rows - warp * 16 * M;
+    log_sums += uint64_t(task.index) * shape.queries + first + warp * 16 * M;
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float sum = softmax.sum[m][r];
+            sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+            sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+            const int row = m * 16 + r * 8 + lane / 4;
+            if (lane % 4 == 0 && row < mine) log_sums[row] = softmax.base[m][r] * LN_2 + logf(sum);
+            // Nothing is seen: the result is zero, not zero divided by zero.
+            const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+            for (int d = 0; d < D / 8; d++) result[m][d][2 * r] *= share, result[m][d][2 * r + 1] *= share;
+        }
+    // The warp alone has read its rows of the tile of queries.
+    write_rows<T, D, M, QUERIES>(o + warp * 16 * M * o_strides.row, o_strides.row, mine, shape.width, result,
+                        shared + warp * 16 * M * ROW_BYTES);
+}

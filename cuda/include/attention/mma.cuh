@@ -1,0 +1,275 @@
+// Tensor-core products of f16 and bf16 tiles (PTX `mma.sync.m16n8k16`, `ldmatrix`) and asynchronous copies into shared memory.
+//
+// A tile lies in shared memory as panels of 64 columns, each row after row of 128 bytes; the 16-byte chunks of a row are permuted by an
+// exclusive or with the row's index modulo 8, so that the eight rows which `ldmatrix` reads at once lie in different banks.
+//
+// Fragments of a 16 x 8 product as the PTX manual lays them out: with g = lane / 4 and t = lane % 4, a thread's four accumulators
+// are the elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1). Accumulators of two neighbouring products, narrowed, are the
+// left operand of a product over their 16 columns, so that chained products need no exchange between threads.
+#pragma once
+
+#include "warpgroup.cuh"
+
+// Values in the 16-byte chunk that is copied and permuted as a whole.
+constexpr int CHUNK = 8;
+
+__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// The four 8 x 8 matrices whose rows the lanes point at: lanes 8 i to 8 i + 7 at those of matrix i.
+__device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_transposed(uint32_t (&matrices)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// sum += a b: (16, 8) += (16, 16) (16, 8).
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <>
+__device__ __forceinline__ void multiply_add<__half>(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two values in a register, the first in its low half.
+template <typename T> __device__ __forceinline__ uint32_t pair(float first, float second);
+template <> __device__ __forceinline__ uint32_t pair<__half>(float first, float second) {
+    __half2 values = __floats2half2_rn(first, second);
+    return *reinterpret_cast<uint32_t *>(&values);
+}
+template <> __device__ __forceinline__ uint32_t pair<__nv_bfloat16>(float first, float second) {
+    __nv_bfloat162 values = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<uint32_t *>(&values);
+}
+
+// 2^x to within 2 ulp; results below the smallest normal number are zero.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 16 bytes to shared memory, of which the first `bytes` are read from global memory and the others are zero.
+__device__ __forceinline__ void copy_wide(uint32_t to, const void *from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// The same for 4 bytes.
+__device__ __forceinline__ void copy_word(uint32_t to, const void *from, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all copies are in shared memory, for all threads of the block.
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    publish_to_products();
+    __syncthreads();
+}
+
+// Bytes of `rows` rows of `D` two-byte values.
+template <int D> __host__ __device__ constexpr int tile_bytes(int rows) { return rows * D * 2; }
+
+// Bytes of a row in a panel, and how many 16-column steps a panel has.
+constexpr int ROW_BYTES = 128, PANEL_STEPS = 4;
+
+// Where a chunk of a tile of `ROWS` rows lies.
+template <int ROWS> __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
+    return chunk / 8 * (ROWS * ROW_BYTES) + row * ROW_BYTES + ((chunk % 8 ^ (row & 7)) << 4);
+}
+
+// The address of 16 columns of a tile, from that of its first 16.
+template <int ROWS> __device__ __forceinline__ uint32_t step_columns(uint32_t address, int step) {
+    return (address ^ (step % PANEL_STEPS << 5)) + step / PANEL_STEPS * (ROWS * ROW_BYTES);
+}
+
+// Starts to copy a tile of `ROWS` rows from rows of `stride` values, of which `rows` rows and `width` columns exist; the others
+// become zero. `source` and `stride` are multiples of 16 bytes. `THREADS` threads take part.
+template <typename T, int D, int ROWS, int THREADS>
+__device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64_t stride, int rows, int width) {
+    constexpr int CHUNKS = D / CHUNK, STEP = THREADS / CHUNKS;
+    static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0 && (STEP % 8 == 0), "every thread copies as many chunks");
+    const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    const bool column = chunk * CHUNK < width;
+    const uint32_t to = tile + chunk_offset<ROWS>(first, chunk);
+    const T *from = source + first * stride + chunk * CHUNK;
+#pragma unroll
+    for (int row = 0; row < ROWS; row += STEP) {
+        const bool exists = column && first + row < rows;
+        copy_wide(to + row * ROW_BYTES, exists ? from + row * stride : source, exists ? 16 : 0);
+    }
+}
+
+// The left operand of products, 16 M rows of a tile of `ROWS` rows in shared memory, read when it is used. `address` is that of the
+// first of these rows.
+template <int D, int M, int ROWS> struct SharedRows {
+    uint32_t address;
+
+    __device__ __forceinline__ explicit SharedRows(uint32_t rows) {
+        const int lane = threadIdx.x % WARP;
+        address = rows + chunk_offset<ROWS>(lane % 16, lane / 16);
+    }
+
+    __device__ __forceinline__ void get(uint32_t (&fragment)[4], int m, int k) const {
+        load_matrices(fragment, step_columns<ROWS>(address, k) + m * 16 * ROW_BYTES);
+    }
+};
+
+// The same, held in registers.
+template <int D, int M, int ROWS> struct HeldRows {
+    uint32_t fragments[M][D / 16][4];
+
+    __device__ __forceinline__ explicit HeldRows(uint32_t address) {
+        const SharedRows<D, M, ROWS> rows(address);
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int k = 0; k < D / 16; k++) rows.get(fragments[m][k], m, k);
+    }
+
+    __device__ __forceinline__ void get(uint32_t (&fragment)[4], int m, int k) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) fragment[i] = fragments[m][k][i];
+    }
+};
+
+// (16 M, N) products of rows: sum = a bᵀ, with N rows `b` of a tile of `ROWS` rows. To be waited for.
+template <typename T, int D, int M, int N, int ROWS, typename Rows>
+__device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const Rows &a, uint32_t b) {
+#if WARPGROUP_PRODUCTS
+    if constexpr (BY_WARPGROUP<M>) {
+        constexpr int WIDTH = N < 64 ? N : 64;
+#pragma unroll
+        for (int n = 0; n < N / WIDTH; n++) {
+            auto &part = *reinterpret_cast<float(*)[WIDTH / 8][4]>(&sum[0][n * WIDTH / 8]);
+#pragma unroll
+            for (int k = 0; k < D / 16; k++) {
+                uint32_t left[4];
+                a.get(left, 0, k);
+                warpgroup_multiply<false>(T(), part, left, describe(step_columns<ROWS>(b + n * WIDTH * ROW_BYTES, k)), k > 0);
+            }
+        }
+        return;
+    }
+#endif
+    const int lane = threadIdx.x % WARP;
+    const uint32_t address = b + chunk_offset<ROWS>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sum[m][n][i] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+        uint32_t left[M][4];
+#pragma unroll
+        for (int m = 0; m < M; m++) a.get(left[m], m, k);
+#pragma unroll
+        for (int n = 0; n < N / 16; n++) {
+            uint32_t right[4];
+            load_matrices(right, step_columns<ROWS>(address, k) + n * 16 * ROW_BYTES);
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                multiply_add<T>(sum[m][2 * n], left[m], right[0], right[1]);
+                multiply_add<T>(sum[m][2 * n + 1], left[m], right[2], right[3]);
+            }
+        }
+    }
+}
+
+// Accumulators (16 M, N), narrowed to `T`, as the left operand of products.
+template <typename T, int M, int N> struct Weights {
+    uint32_t fragments[M][N / 16][4];
+
+    __device__ __forceinline__ explicit Weights(const float (&sum)[M][N / 8][4]) {
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int k = 0; k < N / 16; k++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    fragments[m][k][i] = pair<T>(sum[m][2 * k + i / 2][i % 2 * 2], sum[m][2 * k + i / 2][i % 2 * 2 + 1]);
+    }
+};
+
+// (16 M, D) sums of rows: sum += weights x, with N rows `x` of a tile of `ROWS` rows. To be waited for.
+template <typename T, int D, int M, int N, int ROWS>
+__device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], const Weights<T, M, N> &weights, uint32_t x) {
+#if WARPGROUP_PRODUCTS
+    if constexpr (BY_WARPGROUP<M>) {
+#pragma unroll
+        for (int panel = 0; panel < D / 64; panel++) {
+            auto &part = *reinterpret_cast<float(*)[8][4]>(&sum[0][panel * 8]);
+#pragma unroll
+            for (int k = 0; k < N / 16; k++)
+                warpgroup_multiply<true>(T(), part, weights.fragments[0][k],
+                                         describe(x + panel * (ROWS * ROW_BYTES) + k * 16 * ROW_BYTES), true);
+        }
+        return;
+    }
+#endif
+    const int lane = threadIdx.x % WARP;
+    const uint32_t address = x + chunk_offset<ROWS>(lane % 16, lane / 16);
+#pragma unroll
+    for (int k = 0; k < N / 16; k++) {
+#pragma unroll
+        for (int n = 0; n < D / 16; n++) {
+            uint32_t right[4];
+            load_transposed(right, step_columns<ROWS>(address, n) + k * 16 * ROW_BYTES);
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                multiply_add<T>(sum[m][2 * n], weights.fragments[m][k], right[0], right[1]);
+                multiply_add<T>(sum[m][2 * n + 1], weights.fragments[m][k], right[2], right[3]);
+            }
+        }
+    }
+}
+
+// Writes (16 M, D) accumulators of a warp, narrowed, to rows of `stride` values, of which `rows` rows and `width` columns exist.
+// `tile` are 16 M rows, this warp's own, of a tile of `ROWS` rows in shared memory.
+template <typename T, int D, int M, int ROWS>
+__device__ __forceinline__ void write_rows(T *to, uint64_t stride, int rows, int width, const float (&sum)[M][D / 8][4],
+                                           unsigned char *tile) {
+    constexpr int CHUNKS = D / CHUNK, STEP = WARP / CHUNKS;
+    const int lane = threadIdx.x % WARP, group = lane / 4, member = lane % 4;
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                *reinterpret_cast<uint32_t *>(tile + chunk_offset<ROWS>(m * 16 + half * 8 + group, n) + member * 4) =
+                    pair<T>(sum[m][n][2 * half], sum[m][n][2 * half + 1]);
+    __syncwarp();
+    const int chunk = lane % CHUNKS;
+#pragma unroll
+    for (int start = 0; start < 16 * M; start += STEP) {
+        const int row = start + lane / CHUNKS;
+        if (row < rows && chunk * CHUNK < width)
+            *reinterpret_cast<uint4 *>(to + row * stride + chunk * CHUNK) =
+                *reinterpret_cast<const uint4 *>(tile + chunk_offset<ROWS>(row, chunk));
+    }
+}

@@ -1,0 +1,241 @@
+// Attention of any width and dtype, with a mask, in arithmetic as exact as the dtype's: for widths, masks and dtypes that tensor cores
+// don't take. Scores exist tile by tile. A block makes `COLUMNS` columns of a tile of rows of its result, so that scores are computed
+// again for every `COLUMNS` columns.
+#pragma once
+
+#include "shape.cuh"
+
+constexpr int PLAIN_TILE = 32, PLAIN_COLUMNS = 64, PLAIN_THREADS = 256;
+constexpr int PLAIN_SIDE = 16, PLAIN_WARPS = PLAIN_THREADS / WARP;
+
+__device__ __forceinline__ float exponential(float x) { return expf(x); }
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+__device__ __forceinline__ float logarithm(float x) { return logf(x); }
+__device__ __forceinline__ double logarithm(double x) { return log(x); }
+
+// Numbers to add to the scores, broadcast by strides of zero; absent if null. Passed by value.
+template <typename R> struct Mask {
+    const R *numbers;
+    uint64_t batch, head, query, key;
+};
+
+template <typename R> using Square = R[PLAIN_TILE][PLAIN_TILE + 1];
+template <typename R> using Panel = R[PLAIN_TILE][PLAIN_COLUMNS];
+
+// Rows of a matrix.
+template <typename T> struct MatrixRows {
+    const T *data;
+    uint64_t stride;
+    uint32_t rows, width;
+
+    __device__ __forceinline__ MatrixRows(const T *tensor, const Strides &strides, const Task &task, uint32_t rows, uint32_t width)
+        : data(strides.matrix(tensor, task.batch, task.head)), stride(strides.row), rows(rows), width(width) {}
+
+    // The element as a number of the arithmetic, zero outside.
+    __device__ __forceinline__ Acc<T> at(uint32_t row, uint32_t column) const {
+        return row < rows && column < width ? widen(data[row * stride + column]) : Acc<T>(0);
+    }
+};
+
+// The products of 32 rows of `a` with 32 rows of `b`: a thread has those of rows y, y + 16 with rows x, x + 16.
+template <typename T>
+__device__ void row_products(Acc<T> (&sum)[2][2], const MatrixRows<T> &a, uint32_t a_row, const MatrixRows<T> &b, uint32_t b_row,
+                             Square<Acc<T>> &left, Square<Acc<T>> &right) {
+    const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    for (int i = 0; i < 2; i++)
+        for (int j = 0; j < 2; j++) sum[i][j] = 0;
+    for (uint32_t start = 0; start < a.width; start += PLAIN_TILE) {
+        for (int row = warp; row < PLAIN_TILE; row += PLAIN_WARPS) {
+            left[row][lane] = a.at(a_row + row, start + lane);
+            right[row][lane] = b.at(b_row + row, start + lane);
+        }
+        __syncthreads();
+        for (int k = 0; k < PLAIN_TILE; k++) {
+            const Acc<T> a0 = left[y][k], a1 = left[y + PLAIN_SIDE][k], b0 = right[x][k], b1 = right[x + PLAIN_SIDE][k];
+            sum[0][0] += a0 * b0, sum[0][1] += a0 * b1, sum[1][0] += a1 * b0, sum[1][1] += a1 * b1;
+        }
+        __syncthreads();
+    }
+}
+
+// Scores of 32 queries and 32 keys, negative infinity where a query does not see a key, distributed as the products are.
+template <typename T>
+__device__ void plain_scores(Acc<T> (&scores)[2][2], const MatrixRows<T> &q, uint32_t query, const MatrixRows<T> &k, uint32_t key,
+                             const Mask<Acc<T>> &mask, const Task &task, const AttentionShape &shape, Square<Acc<T>> &left,
+                             Square<Acc<T>> &right) {
+    row_products(scores, q, query, k, key, left, right);
+    const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
+    for (int i = 0; i < 2; i++)
+        for (int j = 0; j < 2; j++) {
+            const uint64_t row = query + y + i * PLAIN_SIDE, column = key + x + j * PLAIN_SIDE;
+            Acc<T> score = scores[i][j] * static_cast<Acc<T>>(shape.scale);
+            const bool exists = row < shape.queries && column < shape.keys;
+            if (exists && mask.numbers != nullptr)
+                score += mask.numbers[task.batch * mask.batch + task.head * mask.head + row * mask.query + column * mask.key];
+            scores[i][j] = exists && (!shape.is_causal || column <= row) ? score : -Acc<T>(INFINITY);
+        }
+}
+
+// 64 columns of 32 rows to shared memory, zero outside.
+template <typename T>
+__device__ void load_panel(Panel<Acc<T>> &panel, const MatrixRows<T> &x, uint32_t row, uint32_t column) {
+    for (int i = threadIdx.x; i < PLAIN_TILE * PLAIN_COLUMNS; i += PLAIN_THREADS)
+        panel[i / PLAIN_COLUMNS][i % PLAIN_COLUMNS] = x.at(row + i / PLAIN_COLUMNS, column + i % PLAIN_COLUMNS);
+}
+
+// sum += weights panel, or weightsᵀ panel: a thread has the columns x + 16 c of rows y, y + 16.
+template <bool TRANSPOSED, typename R>
+__device__ void add_panel(R (&sum)[2][4], const Square<R> &weights, const Panel<R> &panel) {
+    const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
+    for (int k = 0; k < PLAIN_TILE; k++)
+        for (int i = 0; i < 2; i++) {
+            const int row = y + i * PLAIN_SIDE;
+            const R weight = TRANSPOSED ? weights[k][row] : weights[row][k];
+            for (int c = 0; c < 4; c++) sum[i][c] += weight * panel[k][x + c * PLAIN_SIDE];
+        }
+}
+
+template <typename T>
+__device__ void write_panel(T *tensor, const Strides &strides, const Task &task, uint32_t first, uint32_t rows, uint32_t column,
+                            uint32_t width, const Acc<T> (&sum)[2][4]) {
+    const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
+    T *matrix = strides.matrix(tensor, task.batch, task.head);
+    for (int i = 0; i < 2; i++)
+        for (int c = 0; c < 4; c++) {
+            const uint32_t row = first + y + i * PLAIN_SIDE, to = column + x + c * PLAIN_SIDE;
+            if (row < rows && to < width) matrix[row * strides.row + to] = narrow<T>(sum[i][c]);
+        }
+}
+
+template <typename T>
+__device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o, Acc<T> *log_sums, const Strides &q_strides,
+                                        const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
+                                        const Mask<Acc<T>> &mask, const AttentionShape &shape) {
+    using R = Acc<T>;
+    __shared__ Square<R> left, right, weights;
+    __shared__ Panel<R> panel;
+    __shared__ R base[PLAIN_TILE], total[PLAIN_TILE], factor[PLAIN_TILE];
+    const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const Task task(blockIdx.x, ceil_divide(shape.queries, PLAIN_TILE), shape);
+    const uint32_t first = task.tile * PLAIN_TILE, column = blockIdx.y * PLAIN_COLUMNS;
+    const MatrixRows<T> queries(q, q_strides, task, shape.queries, shape.width), keys(k, k_strides, task, shape.keys, shape.width);
+    const MatrixRows<T> values(v, v_strides, task, shape.keys, shape.value_width);
+    if (threadIdx.x < PLAIN_TILE) base[threadIdx.x] = -R(INFINITY), total[threadIdx.x] = 0;
+
+    R sum[2][4] = {};
+    const uint32_t seen = shape.is_causal ? min(shape.keys, first + PLAIN_TILE) : shape.keys;
+    for (uint32_t key = 0; key < seen; key += PLAIN_TILE) {
+        R scores[2][2];
+        plain_scores(scores, queries, first, keys, key, mask, task, shape, left, right);
+        for (int i = 0; i < 2; i++)
+            for (int j = 0; j < 2; j++) weights[y + i * PLAIN_SIDE][x + j * PLAIN_SIDE] = scores[i][j];
+        load_panel(panel, values, key, column);
+        __syncthreads();
+        for (int row = warp; row < PLAIN_TILE; row += PLAIN_WARPS) {
+            const R score = weights[row][lane], top = warp_max(score), before = base[row];
+            const R raised = top > before ? top : before;
+            const R shift = raised == -R(INFINITY) ? R(0) : raised;
+            const R weight = exponential(score - shift), added = warp_sum(weight);
+            weights[row][lane] = weight;
+            __syncwarp();
+            if (lane == 0) {
+                factor[row] = exponential(before - shift);
+                total[row] = total[row] * factor[row] + added;
+                base[row] = raised;
+            }
+        }
+        __syncthreads();
+        for (int i = 0; i < 2; i++)
+            for (int c = 0; c < 4; c++) sum[i][c] *= factor[y + i * PLAIN_SIDE];
+        add_panel<false>(sum, weights, panel);
+        __syncthreads();
+    }
+    __syncthreads();
+    for (int i = 0; i < 2; i++) {
+        const R weight = total[y + i * PLAIN_SIDE];
+        // Nothing is seen: the result is zero, not zero divided by zero.
+        for (int c = 0; c < 4; c++) sum[i][c] = weight == R(0) ? R(0) : sum[i][c] / weight;
+    }
+    write_panel(o, o_strides, task, first, shape.queries, column, shape.value_width, sum);
+    if (blockIdx.y == 0 && threadIdx.x < PLAIN_TILE && first + threadIdx.x < shape.queries)
+        log_sums[uint64_t(task.index) * shape.queries + first + threadIdx.x] = base[threadIdx.x] + logarithm(total[threadIdx.x]);
+}
+
+// Which gradient a block makes.
+enum class GradientOf { query, key, value };
+
+template <typename T, GradientOf OF>
+__device__ void attention_plain_backward(const T *q, const T *k, const T *v, const T *d_o, const Acc<T> *log_sums, const Acc<T> *delta,
+                                         T *grad, const Strides &q_strides, const Strides &k_strides, const Strides &v_strides,
+                                         const Strides &do_strides, const Strides &grad_strides, const Mask<Acc<T>> &mask,
+                                         const AttentionShape &shape) {
+    using R = Acc<T>;
+    constexpr bool QUERIES = OF == GradientOf::query;
+    __shared__ Square<R> left, right, weights;
+    __shared__ Panel<R> panel;
+    const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
+    const uint32_t rows = QUERIES ? shape.queries : shape.keys, width = OF == GradientOf::value ? shape.value_width : shape.width;
+    const Task task(blockIdx.x, ceil_divide(rows, PLAIN_TILE), shape);
+    const uint32_t first = task.tile * PLAIN_TILE, column = blockIdx.y * PLAIN_COLUMNS;
+    const MatrixRows<T> queries(q, q_strides, task, shape.queries, shape.width), keys(k, k_strides, task, shape.keys, shape.width);
+    const MatrixRows<T> values(v, v_strides, task, shape.keys, shape.value_width);
+    const MatrixRows<T> grads(d_o, do_strides, task, shape.queries, shape.value_width);
+    log_sums += uint64_t(task.index) * shape.queries;
+    delta += uint64_t(task.index) * shape.queries;
+
+    // Of the other side: the keys that some query of the tile sees, or the queries that see some key of the tile.
+    uint32_t begin = 0, end = QUERIES ? shape.keys : shape.queries;
+    if (shape.is_causal && QUERIES) end = min(end, first + PLAIN_TILE);
+    if (shape.is_causal && !QUERIES) begin = first;
+    R sum[2][4] = {};
+    for (uint32_t other = begin; other < end; other += PLAIN_TILE) {
+        const uint32_t query = QUERIES ? first : other, key = QUERIES ? other : first;
+        R scores[2][2], products[2][2];
+        plain_scores(scores, queries, query, keys, key, mask, task, shape, left, right);
+        if (OF != GradientOf::value) row_products(products, grads, query, values, key, left, right);
+        for (int i = 0; i < 2; i++) {
+            const uint32_t row = query + y + i * PLAIN_SIDE;
+            const bool exists = row < shape.queries;
+            const R log_sum = exists ? log_sums[row] : R(0), less = exists ? delta[row] : R(0);
+            const R shift = log_sum == -R(INFINITY) ? R(0) : log_sum;
+            for (int j = 0; j < 2; j++) {
+                R weight = exponential(scores[i][j] - shift);
+                if (OF != GradientOf::value) weight *= (products[i][j] - less) * static_cast<R>(shape.scale);
+                weights[y + i * PLAIN_SIDE][x + j * PLAIN_SIDE] = weight;
+            }
+        }
+        load_panel(panel, OF == GradientOf::query ? keys : OF == GradientOf::key ? queries : grads, other, column);
+        __syncthreads();
+        add_panel<!QUERIES>(sum, weights, panel);
+        __syncthreads();
+    }
+    write_panel(grad, grad_strides, task, first, rows, column, width, sum);
+}
+
+// The sum over a row of o times its gradient, by eight lanes a row.
+template <typename T>
+__device__ void attention_delta(const T *o, const T *d_o, Acc<T> *delta, const Strides &o_strides, const Strides &do_strides,
+                                const AttentionShape &shape) {
+    constexpr int LANES = 8, N = WIDE<T>;
+    const uint64_t row = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) / LANES;
+    const uint64_t rows = uint64_t(shape.batch) * shape.heads * shape.queries;
+    const int lane = threadIdx.x % LANES;
+    Acc<T> sum = 0;
+    if (row < rows) {
+        const uint64_t query = row % shape.queries, index = row / shape.queries;
+        const T *a = o_strides.matrix(o, index / shape.heads, index % shape.heads) + query * o_strides.row;
+        const T *b = do_strides.matrix(d_o, index / shape.heads, index % shape.heads) + query * do_strides.row;
+        const uint32_t whole = is_wide(a) && is_wide(b) ? shape.value_width / N * N : 0;
+        for (uint32_t i = lane * N; i < whole; i += LANES * N) {
+            const Pack<T, N> x = *reinterpret_cast<const Pack<T, N> *>(a + i), y = *reinterpret_cast<const Pack<T, N> *>(b + i);
+#pragma unroll
+            for (int j = 0; j < N; j++) sum += widen(x.values[j]) * widen(y.values[j]);
+        }
+        for (uint32_t i = whole + lane; i < shape.value_width; i += LANES) sum += widen(a[i]) * widen(b[i]);
+    }
+#pragma unroll
+    for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
+    if (lane == 0 && row < rows) delta[row] = sum;
+}

@@ -1,0 +1,90 @@
+// Products of whole tiles by a warpgroup, four warps with 16 rows each (PTX `wgmma`, sm_90a): the left operand in registers, the right
+// one in shared memory, where its permuted rows of 128 bytes are the 128-byte swizzle of the PTX manual. Accumulators and left operands
+// are distributed as those of `mma.sync`, warp by warp. Products run while the warps go on, until they are waited for.
+#pragma once
+
+#include "../common.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define WARPGROUP_PRODUCTS 1
+#else
+#define WARPGROUP_PRODUCTS 0
+#endif
+
+// Whether tiles are multiplied by warpgroups, for warps with 16 `M` rows.
+template <int M> constexpr bool BY_WARPGROUP = WARPGROUP_PRODUCTS && M == 1;
+
+// Before products whose operands other instructions have written.
+__device__ __forceinline__ void begin_products() {
+#if WARPGROUP_PRODUCTS
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+
+// After products that are waited for together.
+__device__ __forceinline__ void end_products() {
+#if WARPGROUP_PRODUCTS
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+
+// Until at most `PENDING` groups of products are unfinished.
+template <int PENDING> __device__ __forceinline__ void wait_for_products() {
+#if WARPGROUP_PRODUCTS
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// Keeps the compiler from using accumulators before they have been waited for.
+template <int M, int N> __device__ __forceinline__ void products_are_ready(float (&sum)[M][N][4]) {
+#if WARPGROUP_PRODUCTS
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) asm volatile("" : "+f"(sum[m][n][i])::"memory");
+#endif
+}
+
+// Shared memory that this thread has written becomes visible to products after the next barrier.
+__device__ __forceinline__ void publish_to_products() {
+#if WARPGROUP_PRODUCTS
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+#if WARPGROUP_PRODUCTS
+
+// The descriptor of rows of 64 values at a multiple of 32 bytes: groups of eight rows lie 1024 bytes apart.
+__device__ __forceinline__ uint64_t describe(uint32_t address) {
+    return uint64_t(1) << 62 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
+}
+
+#define ACCUMULATORS_OF(sum, n) "+f"(sum[n][0]), "+f"(sum[n][1]), "+f"(sum[n][2]), "+f"(sum[n][3])
+
+#define WARPGROUP_MULTIPLY(type, dtype)                                                                                            \
+    template <bool TRANSPOSED>                                                                                                     \
+    __device__ __forceinline__ void warpgroup_multiply(type, float(&sum)[8][4], const uint32_t(&a)[4], uint64_t b, int add) {      \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"                                                              \
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." dtype "." dtype " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "    \
+                     "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, "   \
+                     "%31}, {%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}"                                                         \
+                     : ACCUMULATORS_OF(sum, 0), ACCUMULATORS_OF(sum, 1), ACCUMULATORS_OF(sum, 2), ACCUMULATORS_OF(sum, 3),         \
+                       ACCUMULATORS_OF(sum, 4), ACCUMULATORS_OF(sum, 5), ACCUMULATORS_OF(sum, 6), ACCUMULATORS_OF(sum, 7)          \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));                             \
+    }                                                                                                                              \
+    template <bool TRANSPOSED>                                                                                                     \
+    __device__ __forceinline__ void warpgroup_multiply(type, float(&sum)[4][4], const uint32_t(&a)[4], uint64_t b, int add) {      \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %21, 0;\n"                                                              \
+                     "wgmma.mma_async.sync.aligned.m64n32k16.f32." dtype "." dtype " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "    \
+                     "%10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, add, 1, 1, %22;\n}"                                \
+                     : ACCUMULATORS_OF(sum, 0), ACCUMULATORS_OF(sum, 1), ACCUMULATORS_OF(sum, 2), ACCUMULATORS_OF(sum, 3)          \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));                             \
+    }
+
+// sum = a b, or sum += a b if `add`: (64, 64) or (64, 32) products of (64, 16) and 16 columns, or rows if transposed, of a tile.
+WARPGROUP_MULTIPLY(__half, "f16")
+WARPGROUP_MULTIPLY(__nv_bfloat16, "bf16")
+
+#endif

@@ -1,0 +1,117 @@
+// The dynamic maps of 8-bit optimizer states, made by the compiler, and what finds the nearest of their values.
+//
+// A block of 256 states is divided by its largest magnitude and each quotient is rounded to the nearest of 256 values. Decade i of
+// seven (1e-6 to 1) holds 2^i magnitudes (2^(i+1) in the map without signs), evenly spaced; 0 and 1 complete the map. Codes count
+// the values upwards. Map, ties (to the even code) and the treatment of signs are those of bitsandbytes 0.50.
+// Dettmers et al., "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861.
+#pragma once
+
+#include <cstdint>
+
+// States that share a scale.
+constexpr int STATE_BLOCK = 256;
+
+namespace dynamic_map {
+
+constexpr int DECADES = 7;
+// Quotients below 2^-23 are nearest to zero in both maps.
+constexpr int OCTAVES = 23;
+// One for each upper half (exponent and 7 bits of the fraction) that the f32 from 2^-23 to 1 have.
+constexpr int ENTRIES = OCTAVES * 128 + 1;
+constexpr uint32_t FIRST_ENTRY = (127 - OCTAVES) << 7;
+// Rounded up to 16 bytes.
+constexpr int PADDED_ENTRIES = (ENTRIES + 3) / 4 * 4;
+
+// The 256 values by code, and by the upper half of a quotient's bits what to add to its bits: the sum has the quotient's rank
+// among the magnitudes of the map in its upper half. To that end an entry replaces the upper half by the rank of the smallest
+// quotient that has it; if the next rank begins among them, it lets the first quotient of that rank carry over. No two ranks begin
+// in one entry.
+struct alignas(16) Table {
+    float values[256];
+    uint32_t to_rank[PADDED_ENTRIES];
+};
+
+// Point `i` of `0..=intervals` between 0.1 and 1, rounded as torch's `linspace` rounds it: from the nearer end, each sum once (in
+// double it is exact).
+constexpr float spaced(int intervals, int i) {
+    const float step = (1.0f - 0.1f) / static_cast<float>(intervals);
+    if (i < (intervals + 1) / 2) return static_cast<float>(0.1f + static_cast<double>(step) * i);
+    return static_cast<float>(1.0 - static_cast<double>(step) * (intervals - i));
+}
+
+constexpr float DECADE_SCALES[DECADES] = {1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f};
+
+// The magnitudes upwards from 0, by rank: 129 with signs, 256 without.
+template <bool SIGNED> struct Magnitudes {
+    static constexpr int COUNT = SIGNED ? 129 : 256;
+    float values[COUNT];
+
+    constexpr Magnitudes() : values() {
+        int rank = 1;
+        for (int decade = 0; decade < DECADES; ++decade) {
+            const int items = 1 << (SIGNED ? decade : decade + 1);
+            for (int i = 0; i < items; ++i) {
+                const float middle = static_cast<float>(spaced(items, i) + spaced(items, i + 1)) / 2;
+                values[rank++] = DECADE_SCALES[decade] * middle;
+            }
+        }
+        values[rank] = 1.0f;
+    }
+};
+
+// The code of 0, whose parity decides ties together with the rank.
+template <bool SIGNED> constexpr int ZERO_CODE = SIGNED ? 127 : 0;
+
+template <bool SIGNED> constexpr Table make_table() {
+    constexpr Magnitudes<SIGNED> magnitudes;
+    constexpr int LAST = Magnitudes<SIGNED>::COUNT - 1;
+    Table table{};
+    for (int rank = 0; rank <= LAST; ++rank) {
+        table.values[ZERO_CODE<SIGNED> + rank] = magnitudes.values[rank];
+        if (SIGNED && rank < LAST) table.values[ZERO_CODE<SIGNED> - rank] = rank == 0 ? 0.0f : -magnitudes.values[rank];
+    }
+    int rank = 0;
+    double octave = 1.0 / (1 << OCTAVES);
+    for (int entry = 0; entry < ENTRIES; ++entry) {
+        if (entry > 0 && entry % 128 == 0) octave *= 2;
+        // The quotients of this entry are `smallest + k * spacing` with k from 0 to 0xffff.
+        const double smallest = octave * (1 + entry % 128 / 128.0), spacing = octave / (1 << 23);
+        uint32_t sum = static_cast<uint32_t>(rank) << 16;
+        if (rank < LAST) {
+            const float middle = static_cast<float>(static_cast<double>(magnitudes.values[rank]) + magnitudes.values[rank + 1]) / 2;
+            // The first quotient of the next rank: halfway, or just above if ties go down.
+            const bool goes_down = (ZERO_CODE<SIGNED> + rank) % 2 == 0;
+            const double k = (middle - smallest) / spacing + (goes_down ? 1 : 0);
+            if (k < 0x10000) {
+                sum += 0x10000 - static_cast<uint32_t>(k);
+                ++rank;
+            }
+        }
+        table.to_rank[entry] = sum - ((FIRST_ENTRY + entry) << 16);
+    }
+    return table;
+}
+
+// The rank of `x`, which is from 2^-23 to 1.
+__device__ __forceinline__ uint32_t rank_of(const uint32_t *to_rank, float x) {
+    const uint32_t bits = __float_as_uint(x);
+    return (to_rank[(bits >> 16) - FIRST_ENTRY] + bits) >> 16;
+}
+
+constexpr float SMALLEST = 1.0f / (1 << OCTAVES);
+
+// The code of a quotient in the map with signs. A negative one never becomes zero but the value next to it, so that its sign
+// survives; NaN, as 0 / 0 in a block of zeros, becomes 255.
+__device__ __forceinline__ uint32_t encode_signed(const uint32_t *to_rank, float x) {
+    // The smaller of NaN and 1 is 1.
+    const int rank = rank_of(to_rank, fmaxf(fminf(fabsf(x), 1.0f), SMALLEST));
+    const int below = ZERO_CODE<true> - min(max(rank, 1), ZERO_CODE<true>);
+    return __float_as_int(x) < 0 ? below : ZERO_CODE<true> + rank;
+}
+
+// The code of a quotient of at least 0 in the map without signs; 0 for NaN.
+__device__ __forceinline__ uint32_t encode_unsigned(const uint32_t *to_rank, float x) {
+    return rank_of(to_rank, fminf(fmaxf(x, SMALLEST), 1.0f));
+}
+
+} // namespace dynamic_map

@@ -1,0 +1,159 @@
+// What the optimizers' kernels share: the structures that the host and the kernels exchange, and access to runs of elements.
+//
+// Parameters, gradients and the 16-bit copy of the parameters are flat buffers with the same element order. The work is a list of
+// pieces of them, so that one launch covers any set of variables and parameter groups. States lie by piece in buffers of their own:
+// they start at multiples of STATE_BLOCK elements, and what lies between a piece's end and the next multiple is zeroed once and
+// then belongs to the kernels.
+#pragma once
+
+#include "common.cuh"
+#include "dynamic_map.cuh"
+
+// A run of elements. A list of them is made by the host once; 16 bytes each.
+struct alignas(16) Piece {
+    uint64_t start;  // its first element in the flat buffers
+    uint32_t state;  // its first element in the state buffers, in units of STATE_BLOCK
+    uint16_t length; // its elements, at least 1; at most STATE_BLOCK with 8-bit states
+    uint16_t group;  // which coefficients apply
+};
+
+__device__ __forceinline__ Piece load_piece(const Piece *piece) {
+    const uint4 words = __ldg(reinterpret_cast<const uint4 *>(piece));
+    return {static_cast<uint64_t>(words.y) << 32 | words.x, words.z, static_cast<uint16_t>(words.w),
+            static_cast<uint16_t>(words.w >> 16)};
+}
+
+// The hyper-parameters of a group, in device memory; 56 bytes. Between steps the host may write any of them, such as `lr`.
+struct Settings {
+    double lr;
+    double beta1; // SGD: momentum
+    double beta2; // SGD: dampening
+    double eps;
+    double weight_decay;
+    uint64_t step; // steps taken so far; `optim_prepare` advances it
+    uint32_t maximize;
+    uint32_t nesterov;
+};
+
+// What one step needs of a group's settings; 48 bytes. `optim_prepare` writes them.
+struct alignas(16) Coefficients {
+    float gain;    // gradients are multiplied by it first: the sign, the clip factor and the inverse loss scale
+    uint32_t skip; // the step is to change nothing; the same in all groups
+    float decay; // parameters are multiplied by it
+    float l2;    // times the parameter, added to the gradient
+    float step_size;
+    float eps;
+    float beta1, gain1; // what stays of the first state and what comes of the gradient
+    float beta2, gain2; // the same of the second; SGD: `beta2` is Nesterov's share of the buffer
+    float root_correction2;
+    uint32_t nesterov;
+};
+
+// The norm of all gradients, in device memory; 16 bytes.
+struct Clip {
+    double norm;        // after division by the loss scale
+    float factor;       // what gradients are to be multiplied by for clipping: 1 if the norm is small enough
+    uint32_t nonfinite; // 1 if a gradient is infinite or NaN
+};
+
+// The state of dynamic loss scaling, in device memory; 16 bytes.
+struct LossScale {
+    double scale;
+    uint64_t growth_tracker; // good steps in a row
+};
+
+// Values of `T` that one thread handles at a time: 16 bytes of f32.
+constexpr int QUAD = 4;
+
+template <typename T> __device__ __forceinline__ bool is_quad_aligned(const T *pointer) {
+    return reinterpret_cast<uintptr_t>(pointer) % (QUAD * sizeof(T)) == 0;
+}
+
+// Four values widened to f32. WIDE: by one access, which the address must allow; otherwise `count` (0 to 4), the rest being 0.
+template <bool WIDE, typename T>
+__device__ __forceinline__ void load_quad(float (&values)[QUAD], const T *source, uint32_t count) {
+    if constexpr (WIDE) {
+        const auto pack = *reinterpret_cast<const Pack<T, QUAD> *>(source);
+#pragma unroll
+        for (int k = 0; k < QUAD; ++k) values[k] = widen(pack.values[k]);
+    } else {
+#pragma unroll
+        for (int k = 0; k < QUAD; ++k) values[k] = k < count ? widen(source[k]) : 0.0f;
+    }
+}
+
+// The inverse of `load_quad`.
+template <bool WIDE, typename T>
+__device__ __forceinline__ void store_quad(T *target, const float (&values)[QUAD], uint32_t count) {
+    if constexpr (WIDE) {
+        Pack<T, QUAD> pack;
+#pragma unroll
+        for (int k = 0; k < QUAD; ++k) pack.values[k] = narrow<T>(values[k]);
+        *reinterpret_cast<Pack<T, QUAD> *>(target) = pack;
+    } else {
+#pragma unroll
+        for (int k = 0; k < QUAD; ++k) {
+            if (k < count) target[k] = narrow<T>(values[k]);
+        }
+    }
+}
+
+// The flat buffers of a step: f32 parameters, their gradients and, unless null, their 16-bit copy.
+template <typename G, typename C> struct Buffers {
+    float *params;
+    G *grads;
+    C *copy;
+    uint32_t zero_grads;
+
+    // Whether four elements of a piece can be accessed at once. Null is aligned.
+    __device__ __forceinline__ bool is_wide(const Piece &piece) const {
+        return is_quad_aligned(params + piece.start) && is_quad_aligned(grads + piece.start) &&
+               (copy == nullptr || is_quad_aligned(copy + piece.start));
+    }
+};
+
+// Four neighbours of a piece from `index` on, a multiple of four; those behind its end are 0. WIDE: none is, and they can be
+// accessed at once.
+template <bool WIDE, typename G, typename C> struct Quad {
+    Buffers<G, C> at; // moved to the first
+    uint32_t count;
+    float params[QUAD];
+    float grads[QUAD];
+
+    __device__ __forceinline__ Quad(const Buffers<G, C> &buffers, const Piece &piece, uint32_t index) : at(buffers) {
+        const uint64_t start = piece.start + index;
+        at.params += start;
+        at.grads += start;
+        if (at.copy != nullptr) at.copy += start;
+        count = WIDE ? QUAD : piece.length > index ? min(piece.length - index, QUAD) : 0;
+        load_quad<WIDE>(params, at.params, count);
+        load_quad<WIDE>(grads, at.grads, count);
+    }
+
+    __device__ __forceinline__ void store() const {
+        store_quad<WIDE>(at.params, params, count);
+        if (at.copy != nullptr) store_quad<WIDE>(at.copy, params, count);
+        const float zeros[QUAD] = {};
+        if (at.zero_grads) store_quad<WIDE>(at.grads, zeros, count);
+    }
+};
+
+// What remains of a step that is skipped.
+template <typename G, typename C>
+__device__ void clear_grads(const Buffers<G, C> &buffers, const Piece &piece, uint32_t thread, uint32_t threads) {
+    if (!buffers.zero_grads) return;
+    for (uint32_t i = thread; i < piece.length; i += threads) buffers.grads[piece.start + i] = narrow<G>(0.0f);
+}
+
+// Lion's parameter, decayed and moved by the learning rate against the sign of `direction`.
+__device__ __forceinline__ float lion_descend(const Coefficients &at, float p, float direction) {
+    const float up = direction > 0.0f ? at.step_size : 0.0f, down = direction < 0.0f ? at.step_size : 0.0f;
+    return __fadd_rn(__fsub_rn(__fmul_rn(p, at.decay), up), down);
+}
+
+// Defines a step's functions for the dtype of the gradients and that of the copy: `DEFINE(suffix, gradient, copy)`.
+#define FOR_EACH_GRADIENT_AND_COPY(DEFINE)                                                                             \
+    DEFINE(f32_bf16, float, __nv_bfloat16)                                                                             \
+    DEFINE(f32_f16, float, __half)                                                                                     \
+    DEFINE(bf16_bf16, __nv_bfloat16, __nv_bfloat16)                                                                    \
+    DEFINE(f16_f16, __half, __half)

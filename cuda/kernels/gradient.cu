@@ -1,0 +1,114 @@
+// The norm of the gradients, clipping and dynamic loss scaling, without the host: norm, clip factor and scale stay on the device.
+#include "optim.cuh"
+
+// The larger of two magnitudes, NaN if one is NaN.
+static __device__ __forceinline__ double larger(double a, double b) { return a > b || a != a ? a : b; }
+
+template <bool MAX> static __device__ __forceinline__ double gather(double sum, double x) {
+    return MAX ? larger(fabs(x), sum) : fma(x, x, sum);
+}
+
+template <bool MAX> static __device__ __forceinline__ double combine(double a, double b) { return MAX ? larger(a, b) : a + b; }
+
+// Over the block; known to thread 0.
+template <bool MAX> static __device__ double combine_block(double value) {
+    __shared__ double warps[WARP];
+    for (int offset = WARP / 2; offset > 0; offset /= 2) value = combine<MAX>(value, __shfl_xor_sync(ALL_LANES, value, offset));
+    if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = value;
+    __syncthreads();
+    value = threadIdx.x < blockDim.x / WARP ? warps[threadIdx.x] : 0.0;
+    for (int offset = WARP / 2; offset > 0; offset /= 2) value = combine<MAX>(value, __shfl_xor_sync(ALL_LANES, value, offset));
+    return value;
+}
+
+template <typename T, bool MAX>
+static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count, double *parts) {
+    constexpr int N = WIDE<T>;
+    const uint64_t packs = count / N, thread = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const uint64_t threads = static_cast<uint64_t>(gridDim.x) * blockDim.x;
+    double sum = 0.0;
+    if (is_wide(grads)) {
+#pragma unroll 4
+        for (uint64_t pack = thread; pack < packs; pack += threads) {
+            const auto values = reinterpret_cast<const Pack<T, N> *>(grads)[pack];
+#pragma unroll
+            for (int k = 0; k < N; ++k) sum = gather<MAX>(sum, widen(values.values[k]));
+        }
+    } else {
+        for (uint64_t pack = thread; pack < packs; pack += threads) {
+            for (int k = 0; k < N; ++k) sum = gather<MAX>(sum, widen(grads[pack * N + k]));
+        }
+    }
+    if (thread < count % N) sum = gather<MAX>(sum, widen(grads[packs * N + thread]));
+    sum = combine_block<MAX>(sum);
+    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+
+// gradient_norm_l2_<dtype>: parts[b] = the sum of the squares of block b's share of `grads`, in f64.
+// gradient_norm_max_<dtype>: parts[b] = its largest magnitude, NaN if one is NaN.
+//   grads [count], any alignment; parts f64 [gridDim.x]. The sum's order depends on `count` and the grid alone.
+// Grid: (count + 4095) / 4096, at most 1024; block: 256; no dynamic shared memory.
+#define DEFINE_NORM(suffix, T)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        gradient_norm_l2_##suffix(const T *grads, uint64_t count, double *parts) {                                     \
+        norm_part<T, false>(grads, count, parts);                                                                      \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        gradient_norm_max_##suffix(const T *grads, uint64_t count, double *parts) {                                    \
+        norm_part<T, true>(grads, count, parts);                                                                       \
+    }
+FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORM)
+
+// From the parts of all gradient buffers, one behind the other, the norm and the clip factor of
+// torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6) if that is less than 1 (or NaN), else 1.
+//   parts f64 [count]; is_max 1 if they are largest magnitudes; max_norm, infinity for no clipping; loss_scale, or null for 1.
+// Grid: 1; block: 256; no dynamic shared memory.
+extern "C" __global__ void __launch_bounds__(256)
+    gradient_clip(const double *parts, uint32_t count, uint32_t is_max, double max_norm, const LossScale *loss_scale, Clip *clip) {
+    double value = 0.0;
+    for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) value = is_max ? larger(value, parts[i]) : value + parts[i];
+    value = is_max ? combine_block<true>(value) : combine_block<false>(value);
+    if (threadIdx.x != 0) return;
+    const double norm = (is_max ? value : sqrt(value)) / (loss_scale == nullptr ? 1.0 : loss_scale->scale);
+    const double factor = max_norm / (norm + 1e-6);
+    clip->norm = norm;
+    clip->factor = factor >= 1.0 ? 1.0f : static_cast<float>(factor);
+    clip->nonfinite = !isfinite(value);
+}
+
+template <typename T>
+static __device__ __forceinline__ void scale_gradients(T *grads, uint64_t count, const Clip *clip, const LossScale *loss_scale) {
+    const double scale = loss_scale == nullptr ? 1.0 : loss_scale->scale;
+    const Acc<T> factor = static_cast<Acc<T>>((clip == nullptr ? 1.0 : clip->factor) / scale);
+    if (factor == Acc<T>(1)) return;
+    const uint64_t threads = static_cast<uint64_t>(gridDim.x) * blockDim.x;
+    for (uint64_t i = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += threads) {
+        grads[i] = narrow<T>(widen(grads[i]) * factor);
+    }
+}
+
+// gradient_scale_<dtype>: grads *= clip.factor / loss_scale.scale in place, for gradients that the caller wants to see clipped or
+// unscaled (the steps do both by themselves). Reads and writes nothing if that is 1.
+//   grads [count]; clip, or null for 1; loss_scale, or null for 1.
+// Grid: any (elements are dealt in turn); block: any; no dynamic shared memory.
+#define DEFINE_SCALE(suffix, T)                                                                                        \
+    extern "C" __global__ void gradient_scale_##suffix(T *grads, uint64_t count, const Clip *clip,                     \
+                                                       const LossScale *loss_scale) {                                  \
+        scale_gradients<T>(grads, count, clip, loss_scale);                                                            \
+    }
+FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SCALE)
+
+// The scale after a step, as torch.amp.GradScaler's: times `backoff` if a gradient was infinite or NaN, times `growth` after
+// `interval` good steps in a row unless f32 cannot hold that.
+// Grid: 1; block: 1; no dynamic shared memory.
+extern "C" __global__ void
+loss_scale_update(LossScale *loss_scale, const Clip *clip, double growth, double backoff, uint64_t interval) {
+    LossScale next = *loss_scale;
+    if (clip->nonfinite) {
+        next = {next.scale * backoff, 0};
+    } else if (++next.growth_tracker == interval) {
+        const double grown = next.scale * growth;
+        next = {grown <= 3.40282346638528859812e38 ? grown : next.scale, 0};
+    }
+    *loss_scale = next;
+}

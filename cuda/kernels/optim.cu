@@ -1,0 +1,221 @@
+// The optimizers with f32 states. Arithmetic and rounding are those of the CPU, operation by operation: parameters and states are
+// equal bit for bit. That is why the products and sums below are spelled out: the compiler would fuse them.
+//
+// One step under clipping and loss scaling is: gradient_norm_* (once for each gradient buffer), gradient_clip, optim_prepare, one
+// launch of `<optimizer>_step_*` for all pieces, loss_scale_update. Nothing that changes from step to step is an argument: the
+// learning rate lies in `Settings`, the rest is counted and computed on the device. A captured step can be replayed as it is.
+// Without clipping and loss scaling it is optim_prepare and the launch of the step.
+#include "optim.cuh"
+
+enum Optimizer : uint32_t { ADAM = 0, ADAMW = 1, ADAM_8BIT = 2, LION = 3, SGD = 4 };
+
+static __device__ Coefficients make_coefficients(uint32_t optimizer, const Settings &at, double step) {
+    Coefficients to{};
+    to.decay = 1.0f;
+    const float lr = static_cast<float>(at.lr), beta1 = static_cast<float>(at.beta1), beta2 = static_cast<float>(at.beta2);
+    const float weight_decay = static_cast<float>(at.weight_decay);
+    if (optimizer == ADAM || optimizer == ADAMW) {
+        const double correction1 = 1.0 - pow(at.beta1, step), correction2 = 1.0 - pow(at.beta2, step);
+        to.gain1 = static_cast<float>(1.0 - at.beta1);
+        to.beta2 = beta2;
+        to.gain2 = static_cast<float>(1.0 - at.beta2);
+        to.eps = static_cast<float>(at.eps);
+        to.step_size = static_cast<float>(at.lr / correction1);
+        to.root_correction2 = static_cast<float>(sqrt(correction2));
+        if (optimizer == ADAM) to.l2 = weight_decay;
+        if (optimizer == ADAMW) to.decay = static_cast<float>(1.0 - __dmul_rn(at.lr, at.weight_decay));
+    } else if (optimizer == SGD) {
+        // The first gradient fills the buffer, whatever the dampening.
+        to.beta1 = step == 1.0 ? 0.0f : beta1;
+        to.gain1 = step == 1.0 ? 1.0f : static_cast<float>(1.0 - at.beta2);
+        to.beta2 = beta1;
+        to.nesterov = at.nesterov;
+        to.step_size = lr;
+        to.l2 = weight_decay;
+    } else {
+        to.beta1 = beta1;
+        to.gain1 = 1.0f - beta1;
+        to.beta2 = beta2;
+        to.gain2 = 1.0f - beta2;
+        to.step_size = lr;
+        to.decay = 1.0f - __fmul_rn(lr, weight_decay);
+        if (optimizer == ADAM_8BIT) {
+            const float correction1 = static_cast<float>(1.0 - pow(static_cast<double>(beta1), step));
+            const float correction2 = static_cast<float>(sqrt(1.0 - pow(static_cast<double>(beta2), step)));
+            to.step_size = __fdiv_rn(__fmul_rn(-lr, correction2), correction1);
+            to.eps = __fmul_rn(static_cast<float>(at.eps), correction2);
+        }
+    }
+    return to;
+}
+
+// Begins a step: advances `step` of every group and writes its coefficients.
+//   optimizer: 0 Adam, 1 AdamW, 2 Adam and AdamW with 8-bit states, 3 Lion (also with 8-bit states), 4 SGD;
+//   settings, coefficients [groups]; clip, or null for no clipping; loss_scale, or null for 1.
+//   skip_nonfinite 1: if clip.nonfinite, steps stay where they are and the launch of the step changes nothing, but clears gradients
+//   if it is to.
+// Grid: (groups + 31) / 32; block: 32; no dynamic shared memory.
+extern "C" __global__ void optim_prepare(uint32_t optimizer, Settings *settings, uint32_t groups, const Clip *clip,
+                                         const LossScale *loss_scale, uint32_t skip_nonfinite, Coefficients *coefficients) {
+    const uint32_t group = blockIdx.x * blockDim.x + threadIdx.x;
+    if (group >= groups) return;
+    const bool skip = skip_nonfinite && clip != nullptr && clip->nonfinite;
+    if (!skip) ++settings[group].step;
+    const Settings at = settings[group];
+    Coefficients to = make_coefficients(optimizer, at, static_cast<double>(at.step));
+    const double factor = (clip == nullptr ? 1.0 : clip->factor) / (loss_scale == nullptr ? 1.0 : loss_scale->scale);
+    to.gain = static_cast<float>(at.maximize ? -factor : factor);
+    to.skip = skip;
+    coefficients[group] = to;
+}
+
+// Four neighbours of a state.
+struct StateQuad {
+    Pack<float, QUAD> *pointer;
+    Pack<float, QUAD> pack;
+
+    __device__ __forceinline__ StateQuad(float *states, uint64_t index)
+        : pointer(reinterpret_cast<Pack<float, QUAD> *>(states + index)), pack(*pointer) {}
+    __device__ __forceinline__ float &operator[](int k) { return pack.values[k]; }
+    __device__ __forceinline__ void store() { *pointer = pack; }
+};
+
+// As torch.optim.Adam (`l2`) and AdamW (`decay`); with `largest`, the AMSGrad form.
+struct AdamRule {
+    float *first, *second, *largest;
+
+    __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index) const {
+        StateQuad m(first, index), v(second, index);
+        float top[QUAD];
+#pragma unroll
+        for (int k = 0; k < QUAD; ++k) {
+            p[k] = __fmul_rn(p[k], at.decay);
+            const float grad = __fadd_rn(g[k], __fmul_rn(at.l2, p[k]));
+            m[k] = __fadd_rn(m[k], __fmul_rn(at.gain1, __fsub_rn(grad, m[k])));
+            v[k] = __fadd_rn(__fmul_rn(v[k], at.beta2), __fmul_rn(__fmul_rn(at.gain2, grad), grad));
+            top[k] = v[k];
+        }
+        if (largest != nullptr) {
+            StateQuad max(largest, index);
+#pragma unroll
+            for (int k = 0; k < QUAD; ++k) top[k] = max[k] = fmaxf(max[k], v[k]);
+            max.store();
+        }
+#pragma unroll
+        for (int k = 0; k < QUAD; ++k) {
+            const float root = __fadd_rn(__fdiv_rn(__fsqrt_rn(top[k]), at.root_correction2), at.eps);
+            p[k] = __fsub_rn(p[k], __fdiv_rn(__fmul_rn(at.step_size, m[k]), root));
+        }
+        m.store();
+        v.store();
+    }
+};
+
+// As bitsandbytes' Adam8bit and AdamW8bit where a parameter is too small for 8 bits. Fused where its CUDA code is.
+struct SmallAdamRule {
+    float *first, *second;
+
+    __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index) const {
+        StateQuad m(first, index), v(second, index);
+#pragma unroll
+        for (int k = 0; k < QUAD; ++k) {
+            m[k] = __fmaf_rn(m[k], at.beta1, __fmul_rn(at.gain1, g[k]));
+            v[k] = __fmaf_rn(v[k], at.beta2, __fmul_rn(at.gain2, __fmul_rn(g[k], g[k])));
+            const float ratio = __fdiv_rn(m[k], __fadd_rn(__fsqrt_rn(v[k]), at.eps));
+            p[k] = __fmul_rn(__fmaf_rn(at.step_size, ratio, p[k]), at.decay);
+        }
+        m.store();
+        v.store();
+    }
+};
+
+// Chen et al., "Symbolic Discovery of Optimization Algorithms", https://arxiv.org/abs/2302.06675; fused as in bitsandbytes.
+struct LionRule {
+    float *momentum;
+
+    __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index) const {
+        StateQuad m(momentum, index);
+#pragma unroll
+        for (int k = 0; k < QUAD; ++k) {
+            p[k] = lion_descend(at, p[k], __fmaf_rn(m[k], at.beta1, __fmul_rn(at.gain1, g[k])));
+            m[k] = __fmaf_rn(m[k], at.beta2, __fmul_rn(at.gain2, g[k]));
+        }
+        m.store();
+    }
+};
+
+// As torch.optim.SGD.
+struct SgdRule {
+    float *buffer;
+
+    __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index) const {
+#pragma unroll
+        for (int k = 0; k < QUAD; ++k) g[k] = __fadd_rn(g[k], __fmul_rn(at.l2, p[k]));
+        if (buffer != nullptr) {
+            StateQuad b(buffer, index);
+#pragma unroll
+            for (int k = 0; k < QUAD; ++k) {
+                b[k] = __fadd_rn(__fmul_rn(at.beta1, b[k]), __fmul_rn(at.gain1, g[k]));
+                g[k] = at.nesterov ? __fadd_rn(g[k], __fmul_rn(at.beta2, b[k])) : b[k];
+            }
+            b.store();
+        }
+#pragma unroll
+        for (int k = 0; k < QUAD; ++k) p[k] = __fsub_rn(p[k], __fmul_rn(at.step_size, g[k]));
+    }
+};
+
+template <bool WIDE, typename Rule, typename G, typename C>
+static __device__ __forceinline__ void
+update(const Piece &piece, uint32_t index, const Coefficients &at, const Buffers<G, C> &buffers, const Rule &rule) {
+    Quad<WIDE, G, C> quad(buffers, piece, index);
+#pragma unroll
+    for (int k = 0; k < QUAD; ++k) quad.grads[k] = __fmul_rn(quad.grads[k], at.gain);
+    rule(at, quad.params, quad.grads, static_cast<uint64_t>(piece.state) * STATE_BLOCK + index);
+    quad.store();
+}
+
+template <typename Rule, typename G, typename C>
+static __device__ __forceinline__ void
+step(const Piece *pieces, const Coefficients *coefficients, const Buffers<G, C> &buffers, const Rule &rule) {
+    const Piece piece = load_piece(pieces + blockIdx.x);
+    if (coefficients->skip) return clear_grads(buffers, piece, threadIdx.x, blockDim.x);
+    const Coefficients at = coefficients[piece.group];
+    const bool is_wide = buffers.is_wide(piece);
+    for (uint32_t i = QUAD * threadIdx.x; i < piece.length; i += QUAD * blockDim.x) {
+        if (is_wide && i + QUAD <= piece.length) {
+            update<true>(piece, i, at, buffers, rule);
+        } else {
+            update<false>(piece, i, at, buffers, rule);
+        }
+    }
+}
+
+// One step of all pieces: <optimizer>_step_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16.
+// With gradient g = gain * grads, p = params, and the coefficients of the piece's group:
+//   adam: p *= decay; g += l2 * p; m += gain1 * (g - m); v = beta2 * v + gain2 * g^2;
+//         p -= step_size * m / (sqrt(v) / root_correction2 + eps), with `largest` (or null) its maximum so far for v;
+//   small_adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps));
+//   lion: p = decay * p - lr * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
+//   sgd: g += l2 * p; with a buffer (or null) b = momentum * b + gain1 * g; p -= lr * (b, or g + momentum * b with nesterov).
+// Then copy = params in its dtype, unless null, and grads = 0 if zero_grads is 1.
+//   pieces [gridDim.x]; coefficients [groups]; params f32, grads, copy: flat buffers, any alignment of the pieces in them;
+//   states f32: as the pieces say, aligned to 16 bytes, zeros before the first step.
+// Grid: number of pieces; block: 256 (a piece of 1024 elements keeps every thread busy once); no dynamic shared memory.
+#define STEP_ARGUMENTS(G, C)                                                                                           \
+    const Piece *pieces, const Coefficients *coefficients, float *params, G *grads, C *copy, uint32_t zero_grads
+#define STEP_KERNEL extern "C" __global__ void __launch_bounds__(256)
+#define DEFINE_STEPS(suffix, G, C)                                                                                     \
+    STEP_KERNEL adam_step_##suffix(STEP_ARGUMENTS(G, C), float *first, float *second, float *largest) {                \
+        step<AdamRule, G, C>(pieces, coefficients, {params, grads, copy, zero_grads}, {first, second, largest});  \
+    }                                                                                                                  \
+    STEP_KERNEL small_adam_step_##suffix(STEP_ARGUMENTS(G, C), float *first, float *second) {                          \
+        step<SmallAdamRule, G, C>(pieces, coefficients, {params, grads, copy, zero_grads}, {first, second});      \
+    }                                                                                                                  \
+    STEP_KERNEL lion_step_##suffix(STEP_ARGUMENTS(G, C), float *momentum) {                                            \
+        step<LionRule, G, C>(pieces, coefficients, {params, grads, copy, zero_grads}, {momentum});                \
+    }                                                                                                                  \
+    STEP_KERNEL sgd_step_##suffix(STEP_ARGUMENTS(G, C), float *buffer) {                                               \
+        step<SgdRule, G, C>(pieces, coefficients, {params, grads, copy, zero_grads}, {buffer});                   \
+    }
+FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)

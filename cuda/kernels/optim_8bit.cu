@@ -1,0 +1,228 @@
+// The optimizers with 8-bit states, as bitsandbytes' AdamW8bit and Lion8bit: two bytes (one) a parameter and a scale for every 256.
+//
+// A warp updates a block of 256 elements in registers: each lane four neighbours of either half, so that every access is a whole
+// 512-byte row of f32 or 128-byte row of codes. Multiplications are fused where the CUDA code of bitsandbytes fuses them, and the
+// reciprocal is the CPU's: parameters, codes and scales are equal to the CPU's bit for bit.
+#include "optim.cuh"
+
+using dynamic_map::Table;
+
+static __device__ const Table SIGNED_TABLE = dynamic_map::make_table<true>();
+static __device__ const Table UNSIGNED_TABLE = dynamic_map::make_table<false>();
+
+// Quads of a block that each lane holds.
+constexpr int QUADS = STATE_BLOCK / (WARP * QUAD);
+
+// Three blocks of threads on a multiprocessor leave each thread the 80 registers that it needs.
+constexpr int THREADS = 256;
+constexpr int BLOCKS = 3;
+
+// The copy of a table that this block of threads looks codes up in.
+static __device__ __forceinline__ void load_table(Table &shared, const Table &table) {
+    constexpr int WORDS = sizeof(Table) / sizeof(uint4);
+    for (int i = threadIdx.x; i < WORDS; i += blockDim.x) {
+        reinterpret_cast<uint4 *>(&shared)[i] = reinterpret_cast<const uint4 *>(&table)[i];
+    }
+}
+
+// The 8-bit states of one block, four codes to a word.
+struct BlockState {
+    uint32_t *codes;
+    float *scale;
+    uint32_t words[QUADS];
+    float old_scale;
+
+    __device__ __forceinline__ BlockState(uint8_t *all_codes, float *scales, const Piece &piece, uint32_t lane)
+        : codes(reinterpret_cast<uint32_t *>(all_codes + static_cast<uint64_t>(piece.state) * STATE_BLOCK) + lane),
+          scale(scales + piece.state), old_scale(*scale) {
+#pragma unroll
+        for (int q = 0; q < QUADS; ++q) words[q] = codes[q * WARP];
+    }
+
+    // What bitsandbytes takes for the codes behind the end.
+    __device__ __forceinline__ void pad(int q, uint32_t count, uint32_t code) {
+#pragma unroll
+        for (int k = 0; k < QUAD; ++k) {
+            if (k >= count) words[q] = (words[q] & ~(0xffu << 8 * k)) | code << 8 * k;
+        }
+    }
+
+    __device__ __forceinline__ float decode(const Table &table, int q, int k) const {
+        return __fmul_rn(table.values[words[q] >> 8 * k & 0xff], old_scale);
+    }
+
+    // Replaces the states by `values`, none of which is NaN.
+    template <bool SIGNED>
+    __device__ __forceinline__ void store(const Table &table, const float (&values)[QUADS][QUAD], uint32_t lane) {
+        float largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < QUADS * QUAD; ++i) largest = fmaxf(largest, fabsf(values[i / QUAD][i % QUAD]));
+        // Magnitudes compare as their bits do.
+        largest = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(largest)));
+        const float inverse = __frcp_rn(largest);
+#pragma unroll
+        for (int q = 0; q < QUADS; ++q) {
+            uint32_t word = 0;
+#pragma unroll
+            for (int k = 0; k < QUAD; ++k) {
+                const float quotient = __fmul_rn(values[q][k], inverse);
+                const uint32_t code = SIGNED ? dynamic_map::encode_signed(table.to_rank, quotient)
+                                             : dynamic_map::encode_unsigned(table.to_rank, quotient);
+                word |= code << 8 * k;
+            }
+            codes[q * WARP] = word;
+        }
+        if (lane == 0) *scale = largest;
+    }
+};
+
+// 1 / x for a positive x, to within 2^-22: a first guess from the bits and two Newton steps of third order.
+static __device__ __forceinline__ float reciprocal(float x) {
+    float y = __uint_as_float(0x7ef311c7u - __float_as_uint(x));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float error = __fmaf_rn(-x, y, 1.0f);
+        y = __fmaf_rn(__fmaf_rn(error, error, error), y, y);
+    }
+    return y;
+}
+
+// The lanes of a warp take the quads of a block in turn: quad `q` of a lane starts here.
+static __device__ __forceinline__ uint32_t index_of(int q, uint32_t lane) { return (q * WARP + lane) * QUAD; }
+
+// As bitsandbytes' Adam8bit and AdamW8bit.
+struct AdamBlocks {
+    uint8_t *codes1;
+    float *scales1;
+    uint8_t *codes2;
+    float *scales2;
+
+    struct Tables {
+        Table first, second;
+
+        __device__ __forceinline__ void load() {
+            load_table(first, SIGNED_TABLE);
+            load_table(second, UNSIGNED_TABLE);
+        }
+    };
+
+    template <bool WIDE, typename G, typename C>
+    __device__ __forceinline__ void update(const Tables &tables, const Piece &piece, uint32_t lane, const Coefficients &at,
+                                           const Buffers<G, C> &buffers) const {
+        Quad<WIDE, G, C> quads[QUADS] = {{buffers, piece, index_of(0, lane)}, {buffers, piece, index_of(1, lane)}};
+        BlockState first(codes1, scales1, piece, lane), second(codes2, scales2, piece, lane);
+        float m[QUADS][QUAD], v[QUADS][QUAD];
+#pragma unroll
+        for (int q = 0; q < QUADS; ++q) {
+            if constexpr (!WIDE) {
+                first.pad(q, quads[q].count, 128);
+                second.pad(q, quads[q].count, 0);
+            }
+#pragma unroll
+            for (int k = 0; k < QUAD; ++k) {
+                const float g = __fmul_rn(quads[q].grads[k], at.gain);
+                const float m_old = first.decode(tables.first, q, k), v_old = second.decode(tables.second, q, k);
+                const float m_new = __fmaf_rn(at.gain1, g, __fmul_rn(m_old, at.beta1));
+                const float v_new = __fmaf_rn(__fmul_rn(at.gain2, g), g, __fmul_rn(v_old, at.beta2));
+                const float ratio = __fmul_rn(m_new, reciprocal(__fadd_rn(__fsqrt_rn(v_new), at.eps)));
+                const float p_new = __fmul_rn(__fmaf_rn(at.step_size, ratio, quads[q].params[k]), at.decay);
+                // Not so if the gradient is infinite or NaN, or its square is infinite.
+                const bool finite = v_new <= 3.402823466e38f;
+                if (finite) quads[q].params[k] = p_new;
+                m[q][k] = finite ? m_new : 0.0f;
+                v[q][k] = finite ? v_new : 0.0f;
+            }
+            quads[q].store();
+        }
+        first.store<true>(tables.first, m, lane);
+        second.store<false>(tables.second, v, lane);
+    }
+};
+
+// As bitsandbytes' Lion8bit.
+struct LionBlocks {
+    uint8_t *codes;
+    float *scales;
+
+    struct Tables {
+        Table momentum;
+
+        __device__ __forceinline__ void load() { load_table(momentum, SIGNED_TABLE); }
+    };
+
+    template <bool WIDE, typename G, typename C>
+    __device__ __forceinline__ void update(const Tables &tables, const Piece &piece, uint32_t lane, const Coefficients &at,
+                                           const Buffers<G, C> &buffers) const {
+        Quad<WIDE, G, C> quads[QUADS] = {{buffers, piece, index_of(0, lane)}, {buffers, piece, index_of(1, lane)}};
+        BlockState momentum(codes, scales, piece, lane);
+        float m[QUADS][QUAD];
+#pragma unroll
+        for (int q = 0; q < QUADS; ++q) {
+            if constexpr (!WIDE) momentum.pad(q, quads[q].count, 128);
+#pragma unroll
+            for (int k = 0; k < QUAD; ++k) {
+                const float g = __fmul_rn(quads[q].grads[k], at.gain), old = momentum.decode(tables.momentum, q, k);
+                const float direction = __fmaf_rn(at.gain1, g, __fmul_rn(old, at.beta1));
+                const float m_new = __fmaf_rn(at.gain2, g, __fmul_rn(old, at.beta2));
+                const bool finite = isfinite(g);
+                if (finite) quads[q].params[k] = lion_descend(at, quads[q].params[k], direction);
+                m[q][k] = finite ? m_new : 0.0f;
+            }
+            quads[q].store();
+        }
+        momentum.store<true>(tables.momentum, m, lane);
+    }
+};
+
+template <typename Rule, typename G, typename C>
+static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count, const Coefficients *coefficients,
+                                            const Buffers<G, C> &buffers, const Rule &rule) {
+    const uint32_t lane = threadIdx.x % WARP, warps = gridDim.x * (THREADS / WARP);
+    const uint32_t first = blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP;
+    if (coefficients->skip) {
+        for (uint32_t i = first; i < count; i += warps) clear_grads(buffers, load_piece(pieces + i), lane, WARP);
+        return;
+    }
+    __shared__ typename Rule::Tables tables;
+    tables.load();
+    __syncthreads();
+    if (first >= count) return;
+    Piece piece = load_piece(pieces + first);
+    for (uint32_t i = first; i < count; i += warps) {
+        // Known in time for the next round.
+        const Piece next = load_piece(pieces + min(i + warps, count - 1));
+        const Coefficients at = coefficients[piece.group];
+        if (piece.length == STATE_BLOCK && buffers.is_wide(piece)) {
+            rule.template update<true>(tables, piece, lane, at, buffers);
+        } else {
+            rule.template update<false>(tables, piece, lane, at, buffers);
+        }
+        piece = next;
+    }
+}
+
+// One step of all pieces, each of at most 256 elements:
+// <optimizer>_8bit_step_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16.
+// With gradient g = gain * grads, states s = values[code] * scale, and the coefficients of the piece's group:
+//   adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps));
+//   lion: p = decay * p - lr * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
+// then scale = the largest magnitude of the new states, code = that of the nearest value to s / scale. An element whose gradient
+// (or its square, in adam) is not finite loses its states and stays as it is. Last, copy = params in its dtype, unless null, and
+// grads = 0 if zero_grads is 1.
+//   pieces [count]; coefficients [groups]; params f32, grads, copy: flat buffers, any alignment of the pieces in them;
+//   codes u8 [blocks * 256], aligned to 4 bytes, and scales f32 [blocks], by `state` of the piece; zeros before the first step.
+// Grid: (count + 7) / 8, at most 3 for each multiprocessor; block: 256; no dynamic shared memory.
+#define STEP_ARGUMENTS(G, C)                                                                                           \
+    const Piece *pieces, uint32_t count, const Coefficients *coefficients, float *params, G *grads, C *copy,           \
+        uint32_t zero_grads
+#define STEP_KERNEL extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+#define DEFINE_STEPS(suffix, G, C)                                                                                     \
+    STEP_KERNEL adam_8bit_step_##suffix(STEP_ARGUMENTS(G, C), uint8_t *codes1, float *scales1, uint8_t *codes2,        \
+                                        float *scales2) {                                                              \
+        step<AdamBlocks, G, C>(pieces, count, coefficients, {params, grads, copy, zero_grads},                         \
+                               {codes1, scales1, codes2, scales2});                                                    \
+    }                                                                                                                  \
+    STEP_KERNEL lion_8bit_step_##suffix(STEP_ARGUMENTS(G, C), uint8_t *codes, float *scales) {                         \
+        step<LionBlocks, G, C>(pieces, count, coefficients, {params, grads, copy, zero_grads}, {codes, scales});       \
+    }
+FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
