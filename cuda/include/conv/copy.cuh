@@ -79,8 +79,6 @@ struct Place {
     }
 };
 
-__device__ __forceinline__ int block_channels_of(int channels) { return channels % STEP == 0 ? STEP : channels; }
-
 // Windows of ROWS pixels, as a tile of rows: pixels by summed values. VEC values are copied at a time.
 template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;

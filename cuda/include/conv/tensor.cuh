@@ -14,23 +14,30 @@ template <typename T> struct Conv2dOperands {
     float *__restrict__ partials;
 };
 
-// Which part of the sum a block computes: a tile of the result, and if the sum is split (gridDim.z), which of its steps.
-template <Direction D, int ROWS, int COUNT> struct Work {
+// Which part of the sum a block computes: a tile of the result, and if the sum is split (gridDim.z), which of its steps. PAIRED: two
+// blocks that follow each other (a cluster) take two tiles of the same channels, and steps never reach across taps.
+template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
     Gather gather;
     int row, column, block_channels, begin, end;
 
     __device__ __forceinline__ explicit Work(const Conv2dShape &s) : gather(Gather::of<D>(s, blockIdx.y)) {
         const int columns = (gather.results + COUNT - 1) / COUNT;
-        row = int(blockIdx.x) / columns * ROWS;
-        column = int(blockIdx.x) % columns * COUNT;
-        block_channels = block_channels_of(gather.channels);
-        const int steps = (gather.taps() * gather.channels + STEP - 1) / STEP;
+        if constexpr (PAIRED) {
+            row = (int(blockIdx.x) / 2 / columns * 2 + int(blockIdx.x) % 2) * ROWS;
+            column = int(blockIdx.x) / 2 % columns * COUNT;
+        } else {
+            row = int(blockIdx.x) / columns * ROWS;
+            column = int(blockIdx.x) % columns * COUNT;
+        }
+        block_channels = PAIRED || gather.channels % STEP == 0 ? STEP : gather.channels;
+        const int steps = PAIRED ? gather.taps() * ((gather.channels + STEP - 1) / STEP)
+                                 : (gather.taps() * gather.channels + STEP - 1) / STEP;
         begin = int(int64_t(steps) * blockIdx.z / gridDim.z);
         end = int(int64_t(steps) * (blockIdx.z + 1) / gridDim.z);
     }
 
-    // Tiles are counted for the largest phase of a strided gradient.
-    __device__ __forceinline__ bool is_empty() const { return row >= gather.pixels(); }
+    // Tiles are counted for the largest phase of a strided gradient. Of a pair, the first decides for both.
+    __device__ __forceinline__ bool is_empty() const { return (PAIRED ? row - row % (2 * ROWS) : row) >= gather.pixels(); }
 };
 
 // Copies the tiles of one step after another into the stages.
@@ -59,10 +66,15 @@ template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> st
     }
 };
 
+// A barrier of the block's first THREADS threads, which share the work on the sums.
+template <int THREADS> __device__ __forceinline__ void workers_wait() {
+    asm volatile("bar.sync 1, %0;\n" ::"n"(THREADS) : "memory");
+}
+
 // Writes the sums: those of a split sum to its slice of the partial sums, others with the bias to the result. `strips` calls its
 // argument with each 16-row strip of the warp, the strip's row and the first column.
-template <typename T, Direction D, int ROWS, int COUNT, int THREADS, typename Strips>
-__device__ __forceinline__ void finish(const Work<D, ROWS, COUNT> &work, const Conv2dShape &s, const Conv2dOperands<T> &operands,
+template <typename T, Direction D, int ROWS, int COUNT, int THREADS, bool PAIRED, typename Strips>
+__device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work, const Conv2dShape &s, const Conv2dOperands<T> &operands,
                                        unsigned char *shared, Strips strips) {
     const int results = work.gather.results;
     const auto row_of = [&](int row) -> int64_t {
@@ -78,11 +90,11 @@ __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT> &work, const C
         return;
     }
     T *staged = reinterpret_cast<T *>(shared);
-    __syncthreads();
+    workers_wait<THREADS>();
     strips([&](const auto &acc, int row, int column) {
         stage_strip<T, COUNT>(staged, acc, operands.bias, row, column, work.column, results);
     });
-    __syncthreads();
+    workers_wait<THREADS>();
     store_staged<T, ROWS, COUNT, THREADS>(operands.result, staged, work.column, results, row_of);
 }
 
