@@ -1,0 +1,174 @@
+// Tiles in shared memory for the tensor cores, and how they are filled.
+//
+// A tile's rows hold 64 values of 16 bits (128 bytes). The eight 16-byte parts of row r stand in the order part ^ (r mod 8): the
+// 128-byte swizzle, with which eight rows are read without bank conflicts by `ldmatrix` and which `wgmma` knows. Tiles begin at
+// multiples of 1024 bytes.
+#pragma once
+
+#include "geometry.cuh"
+
+// Values of the summed dimension that one step of the main loops takes: the length of a tile's row.
+constexpr int STEP = 64;
+constexpr int ROW_BYTES = 128;
+// A tile of 64 rows.
+constexpr int SQUARE_BYTES = 64 * ROW_BYTES;
+// Kernels of the tensor cores have at most this many places in a direction: a window's places inside the image are two masks.
+constexpr int MAX_KERNEL = 16;
+
+__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ uint32_t tile_offset(int row, int column) {
+    return row * ROW_BYTES + (((column / 8) ^ (row % 8)) * 16) + column % 8 * 2;
+}
+
+// How a copy passes the first cache: images are met again by the next places of the kernel, weights are not.
+enum class Reuse { YES, NO };
+
+// Starts the copy of VEC values, of zeros unless `inside`. VEC = 8 and 4 are asynchronous and need aligned addresses; VEC = 1 is an
+// ordinary copy, which is right for every address.
+template <int VEC, Reuse REUSE, typename T>
+__device__ __forceinline__ void copy_to_tile(uint32_t to, const T *from, bool inside) {
+    static_assert(VEC == 8 || VEC == 4 || VEC == 1);
+    const int bytes = inside ? VEC * 2 : 0;
+    if constexpr (VEC == 8 && REUSE == Reuse::NO) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    } else if constexpr (VEC == 8) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    } else if constexpr (VEC == 4) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    } else {
+        const uint16_t value = inside ? *reinterpret_cast<const uint16_t *>(from) : uint16_t(0);
+        asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(to), "h"(value) : "memory");
+    }
+}
+
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+
+// Waits until at most PENDING of this thread's latest groups of copies are under way.
+template <int PENDING> __device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");
+}
+
+// A place in the summed dimension, whose order is (block of channels, tap, channel in the block). Blocks are one step long where
+// the channels allow it, so that the taps of one part of the image follow each other and find it in the first cache; else there is
+// one block of all channels.
+struct Place {
+    int a, b, channel, block;
+
+    __device__ __forceinline__ Place(const Gather &gather, int block_channels, int index) {
+        const int length = max(gather.taps(), 1) * block_channels;
+        block = index / length;
+        const int tap = (index - block * length) / block_channels;
+        channel = index - block * length - tap * block_channels;
+        a = gather.x.taps > 0 ? tap / gather.x.taps : 0;
+        b = tap - a * gather.x.taps;
+    }
+
+    __device__ __forceinline__ void advance(const Gather &gather, int block_channels, int count) {
+        channel += count;
+        while (channel >= block_channels) {
+            channel -= block_channels;
+            if (++b < gather.x.taps) continue;
+            b = 0;
+            if (++a < gather.y.taps) continue;
+            a = 0;
+            ++block;
+        }
+    }
+};
+
+// Windows of ROWS pixels, as a tile of rows: pixels by summed values. VEC values are copied at a time.
+template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
+    static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;
+    static_assert(ROWS % PASS == 0);
+    // Of each row: the source pixel that its first tap meets, and which taps lie inside: bits 0..16 vertically, 16..32 horizontally.
+    int pixel[PASSES];
+    uint32_t inside[PASSES];
+
+    __device__ __forceinline__ WindowTile(const Gather &gather, int first) {
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i) {
+            const int row = first + int(threadIdx.x) / COLUMNS + i * PASS;
+            pixel[i] = 0;
+            inside[i] = 0;
+            if (row >= gather.pixels()) continue;
+            const Window window(gather, row);
+            pixel[i] = (window.image * gather.y.source + window.y) * gather.x.source + window.x;
+            for (int a = 0; a < gather.y.taps; ++a) {
+                inside[i] |= uint32_t(unsigned(window.y + a * gather.y.move) < unsigned(gather.y.source)) << a;
+            }
+            for (int b = 0; b < gather.x.taps; ++b) {
+                inside[i] |= uint32_t(unsigned(window.x + b * gather.x.move) < unsigned(gather.x.source)) << (MAX_KERNEL + b);
+            }
+        }
+    }
+
+    // `place` is that of this thread's column.
+    __device__ __forceinline__ void load(uint32_t tile, const T *source, const Gather &gather, const Place &place,
+                                         int block_channels) const {
+        const int channel = place.block * block_channels + place.channel;
+        const int shift = place.a * gather.y.move * gather.x.source + place.b * gather.x.move;
+        const uint32_t needed = (1u << place.a) | (1u << (MAX_KERNEL + place.b));
+        const bool some = channel < gather.channels;
+        const int row = int(threadIdx.x) / COLUMNS, column = int(threadIdx.x) % COLUMNS * VEC;
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i) {
+            const bool ok = some && (inside[i] & needed) == needed;
+            const T *from = ok ? source + int64_t(pixel[i] + shift) * gather.channels + channel : source;
+            copy_to_tile<VEC, Reuse::YES>(tile + tile_offset(row + i * PASS, column), from, ok);
+        }
+    }
+};
+
+// Weights of the forward pass, as a tile of rows: output channels by summed values.
+template <typename T, int ROWS, int VEC, int THREADS> struct WeightRows {
+    static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;
+    static_assert(ROWS % PASS == 0);
+    static constexpr int BYTES = ROWS * ROW_BYTES;
+
+    static __device__ __forceinline__ void load(uint32_t tile, const T *weight, const Gather &gather, const Conv2dShape &,
+                                                const Place &place, int block_channels, int first) {
+        const int channel = place.block * block_channels + place.channel;
+        const int64_t length = int64_t(gather.taps()) * gather.channels;
+        const int row = int(threadIdx.x) / COLUMNS, column = int(threadIdx.x) % COLUMNS * VEC;
+        const T *start = weight + (first + row) * length + (place.a * gather.x.taps + place.b) * gather.channels + channel;
+        const bool some = channel < gather.channels;
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i) {
+            const bool ok = some && first + row + i * PASS < gather.results;
+            copy_to_tile<VEC, Reuse::NO>(tile + tile_offset(row + i * PASS, column), ok ? start + i * PASS * length : weight, ok);
+        }
+    }
+};
+
+// Weights of the gradient of the input, as tiles of 64 summed values by 64 input channels, of which COUNT are wanted in all.
+template <typename T, int COUNT, int VEC, int THREADS> struct WeightColumns {
+    static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = STEP / PASS, TILES = (COUNT + STEP - 1) / STEP;
+    static constexpr int BYTES = TILES * SQUARE_BYTES;
+
+    // `start` is the place of the step's first value.
+    static __device__ __forceinline__ void load(uint32_t tile, const T *weight, const Gather &gather, const Conv2dShape &s,
+                                                const Place &start, int block_channels, int first) {
+        const int row = int(threadIdx.x) / COLUMNS, column = int(threadIdx.x) % COLUMNS * VEC;
+        Place place = start;
+        place.advance(gather, block_channels, row);
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i) {
+            if (i > 0) place.advance(gather, block_channels, PASS);
+            const int out = place.block * block_channels + place.channel;
+            const int tap = (gather.y.tap_first + gather.y.tap_every * place.a) * s.kernel_width + gather.x.tap_first +
+                            gather.x.tap_every * place.b;
+            const T *line = weight + (int64_t(out) * s.kernel_height * s.kernel_width + tap) * gather.results;
+#pragma unroll
+            for (int j = 0; j < TILES; ++j) {
+                if (COUNT - j * STEP < STEP && column >= COUNT - j * STEP) continue;
+                const int channel = first + j * STEP + column;
+                const bool ok = out < gather.channels && channel < gather.results;
+                copy_to_tile<VEC, Reuse::NO>(tile + j * SQUARE_BYTES + tile_offset(row + i * PASS, column),
+                                             ok ? line + channel : weight, ok);
+            }
+        }
+    }
+};

@@ -1,0 +1,92 @@
+// Sizes of a convolution, and what the forward pass and the gradient of the input have in common: both are sums
+//   result[pixel, n] = sum over taps (a, b) and channels c of source[pixel shifted by the tap, c] * weight
+// over a source image, which is the input for the forward pass and the gradient of the result for the gradient of the input.
+#pragma once
+
+#include "../common.cuh"
+
+// Passed by value. Images are (batch, height, width, channels), weights (out_channels, kernel_height, kernel_width,
+// channels / groups), results (batch, out_height, out_width, out_channels), all dense. Every size is at least 1, an image has
+// fewer than 2^31 pixels (elements may be more), and no product of a coordinate, stride or dilation reaches 2^31.
+struct Conv2dShape {
+    uint32_t batch, height, width, channels;
+    uint32_t kernel_height, kernel_width;
+    uint32_t out_height, out_width, out_channels;
+    uint32_t stride_height, stride_width, padding_height, padding_width, dilation_height, dilation_width;
+    uint32_t groups;
+};
+
+// One direction (height or width) of such a sum. Result pixel i of the axis lies at `first + every * i` of the result image;
+// with tap a, which is place `tap_first + tap_every * a` of the kernel, it meets `origin + step * i + move * a` of the source.
+struct Axis {
+    int pixels, first, every;
+    int taps, tap_first, tap_every;
+    int origin, step, move;
+    int source;
+};
+
+__device__ __forceinline__ Axis forward_axis(int size, int kernel, int out, int stride, int padding, int dilation) {
+    return {out, 0, 1, kernel, 0, 1, -padding, stride, dilation, size};
+}
+
+// The pixels of the input whose coordinate is `phase` modulo the stride: they all meet the same places of the kernel, the result
+// at consecutive pixels. So a strided convolution costs no products with the zeros between its windows.
+__device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, int stride, int padding, int dilation, int phase) {
+    Axis axis = {0, phase, stride, 0, 0, 1, 0, 1, 0, out};
+    axis.pixels = phase < size ? (size - phase + stride - 1) / stride : 0;
+    while (axis.tap_every * dilation % stride != 0) ++axis.tap_every;
+    while (axis.tap_first < axis.tap_every && (phase + padding - axis.tap_first * dilation) % stride != 0) ++axis.tap_first;
+    if (axis.tap_first < axis.tap_every && axis.tap_first < kernel) {
+        axis.taps = (kernel - axis.tap_first + axis.tap_every - 1) / axis.tap_every;
+        axis.origin = (phase + padding - axis.tap_first * dilation) / stride;
+        axis.move = -(axis.tap_every * dilation / stride);
+    }
+    return axis;
+}
+
+enum class Direction { FORWARD, GRAD_INPUT };
+
+// The whole sum, or for a strided gradient of the input that of phase `phase`, of `stride_height * stride_width`.
+struct Gather {
+    Axis y, x;
+    int batch;
+    // Channels summed over and channels of the result, those of one group.
+    int channels, results;
+
+    template <Direction D> static __device__ __forceinline__ Gather of(const Conv2dShape &s, int phase) {
+        const int in = s.channels / s.groups, out = s.out_channels / s.groups;
+        if constexpr (D == Direction::FORWARD) {
+            return {forward_axis(s.height, s.kernel_height, s.out_height, s.stride_height, s.padding_height, s.dilation_height),
+                    forward_axis(s.width, s.kernel_width, s.out_width, s.stride_width, s.padding_width, s.dilation_width),
+                    int(s.batch), in, out};
+        } else {
+            return {grad_input_axis(s.height, s.kernel_height, s.out_height, s.stride_height, s.padding_height,
+                                    s.dilation_height, phase / int(s.stride_width)),
+                    grad_input_axis(s.width, s.kernel_width, s.out_width, s.stride_width, s.padding_width, s.dilation_width,
+                                    phase % int(s.stride_width)),
+                    int(s.batch), out, in};
+        }
+    }
+
+    __device__ __forceinline__ int pixels() const { return batch * y.pixels * x.pixels; }
+    __device__ __forceinline__ int taps() const { return y.taps * x.taps; }
+
+    // The place of a result pixel in the result image.
+    template <Direction D> __device__ __forceinline__ int64_t result_pixel(const Conv2dShape &s, int pixel) const {
+        if (D == Direction::FORWARD || (y.every == 1 && x.every == 1)) return pixel;
+        const int line = pixel / x.pixels, j = pixel - line * x.pixels, image = line / y.pixels, i = line - image * y.pixels;
+        return (int64_t(image) * s.height + y.first + y.every * i) * s.width + x.first + x.every * j;
+    }
+};
+
+// A pixel of a sum: the image, and the source coordinates that its first tap meets, which may lie outside.
+struct Window {
+    int image, y, x;
+
+    __device__ __forceinline__ Window(const Gather &gather, int pixel) {
+        const int line = pixel / gather.x.pixels, j = pixel - line * gather.x.pixels;
+        image = line / gather.y.pixels;
+        y = gather.y.origin + gather.y.step * (line - image * gather.y.pixels);
+        x = gather.x.origin + gather.x.step * j;
+    }
+};

@@ -1,0 +1,81 @@
+// Matrix instructions of compute capability 8.0 on tiles in shared memory (see copy.cuh).
+#pragma once
+
+#include "copy.cuh"
+
+// acc (16 rows, 8 columns) += a (16, 16) * b (16, 8). A lane holds of acc the columns 2 (lane % 4) + {0, 1} of the rows lane / 4 (the
+// first two values) and lane / 4 + 8.
+template <typename T> __device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+__device__ __forceinline__ void mma<__half>(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ __forceinline__ void mma<__nv_bfloat16>(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <bool TRANSPOSED> __device__ __forceinline__ void load_fragments(uint32_t (&to)[4], uint32_t address) {
+    if constexpr (TRANSPOSED) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(address) : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(address) : "memory");
+    }
+}
+
+// How the values of an operand stand in its tile: along the rows (row = pixel or output channel), or across them (row = summed
+// value; one tile for each 64 columns).
+enum class Summed { ALONG_ROWS, ACROSS_ROWS };
+
+// The left operand's 16 rows from `first`, values `k` to `k + 16` of the step.
+template <Summed S> __device__ __forceinline__ void load_left(uint32_t (&to)[4], uint32_t tile, int first, int k) {
+    const int lane = int(threadIdx.x) % WARP;
+    if constexpr (S == Summed::ALONG_ROWS) {
+        load_fragments<false>(to, tile + tile_offset(first + lane % 16, k + lane / 16 * 8));
+    } else {
+        const int column = first + lane / 8 % 2 * 8;
+        load_fragments<true>(to, tile + column / STEP * SQUARE_BYTES + tile_offset(k + lane % 8 + lane / 16 * 8, column % STEP));
+    }
+}
+
+// The right operand's 16 columns from `first`: to[0], to[1] for the first eight, to[2], to[3] for the others.
+template <Summed S> __device__ __forceinline__ void load_right(uint32_t (&to)[4], uint32_t tile, int first, int k) {
+    const int lane = int(threadIdx.x) % WARP;
+    if constexpr (S == Summed::ALONG_ROWS) {
+        load_fragments<false>(to, tile + tile_offset(first + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
+    } else {
+        const int column = first + lane / 16 * 8;
+        load_fragments<true>(to, tile + column / STEP * SQUARE_BYTES + tile_offset(k + lane % 16, column % STEP));
+    }
+}
+
+// acc += left * right over one step, for a warp's part of MF * 16 rows and NF * 8 columns (NF even) of the tiles.
+template <typename T, Summed LEFT, Summed RIGHT, int MF, int NF>
+__device__ __forceinline__ void multiply_step(float (&acc)[MF][NF][4], uint32_t left, uint32_t right, int row, int column) {
+#pragma unroll
+    for (int k = 0; k < STEP; k += 16) {
+        uint32_t a[MF][4];
+#pragma unroll
+        for (int i = 0; i < MF; ++i) load_left<LEFT>(a[i], left, row + i * 16, k);
+#pragma unroll
+        for (int j = 0; j < NF; j += 2) {
+            uint32_t b[4];
+            load_right<RIGHT>(b, right, column + j * 8, k);
+#pragma unroll
+            for (int i = 0; i < MF; ++i) {
+                mma<T>(acc[i][j], a[i], b[0], b[1]);
+                mma<T>(acc[i][j + 1], a[i], b[2], b[3]);
+            }
+        }
+    }
+}

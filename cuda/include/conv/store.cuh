@@ -1,0 +1,76 @@
+// What becomes of a tile's sums.
+#pragma once
+
+#include "mma.cuh"
+
+// Two neighbouring values of one row; the second may lie beyond the end.
+template <typename U> __device__ __forceinline__ void store_pair(U *row, int column, int columns, U first, U second) {
+    if (column >= columns) return;
+    if (columns % 2 == 0 && reinterpret_cast<uintptr_t>(row) % (2 * sizeof(U)) == 0) {
+        *reinterpret_cast<Pack<U, 2> *>(row + column) = {first, second};
+        return;
+    }
+    row[column] = first;
+    if (column + 1 < columns) row[column + 1] = second;
+}
+
+// A finished tile of ROWS by COUNT values in shared memory: its rows are longer by 16 bytes, against bank conflicts.
+template <typename T, int COUNT> constexpr int STAGED_ROW = COUNT + 16 / int(sizeof(T));
+template <typename T, int ROWS, int COUNT> constexpr int STAGED_BYTES = ROWS * STAGED_ROW<T, COUNT> * int(sizeof(T));
+
+// Puts a 16-row strip of sums, laid out as `mma` leaves them, into the staged tile.
+template <typename T, int COUNT, int NF>
+__device__ __forceinline__ void stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int column, int first,
+                                            int results) {
+    const int lane = int(threadIdx.x) % WARP;
+#pragma unroll
+    for (int j = 0; j < NF; ++j) {
+        const int n = column + j * 8 + lane % 4 * 2;
+        float b[2] = {0.f, 0.f};
+        if (bias != nullptr) {
+            if (first + n < results) b[0] = widen(bias[first + n]);
+            if (first + n + 1 < results) b[1] = widen(bias[first + n + 1]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            T *to = staged + (row + lane / 4 + half * 8) * STAGED_ROW<T, COUNT> + n;
+            *reinterpret_cast<Pack<T, 2> *>(to) = {narrow<T>(acc[j][half * 2] + b[0]), narrow<T>(acc[j][half * 2 + 1] + b[1])};
+        }
+    }
+}
+
+// Writes a staged tile to the rows of the result: 16 bytes at a time where the addresses allow it.
+template <typename T, int ROWS, int COUNT, int THREADS, typename RowOf>
+__device__ __forceinline__ void store_staged(T *result, const T *staged, int first, int results, RowOf row_of) {
+    constexpr int PARTS = COUNT / 8;
+    const bool wide = results % 8 == 0 && is_wide(result);
+    for (int index = threadIdx.x; index < ROWS * PARTS; index += THREADS) {
+        const int row = index / PARTS, column = index % PARTS * 8, n = first + column;
+        const int64_t to_row = row_of(row);
+        if (to_row < 0 || n >= results) continue;
+        const T *from = staged + row * STAGED_ROW<T, COUNT> + column;
+        T *to = result + to_row * results + n;
+        if (wide) {
+            *reinterpret_cast<Pack<T, 8> *>(to) = *reinterpret_cast<const Pack<T, 8> *>(from);
+        } else {
+            for (int i = 0; i < 8 && n + i < results; ++i) to[i] = from[i];
+        }
+    }
+}
+
+// Writes a 16-row strip of sums to the rows of a slice of the partial sums.
+template <int NF, typename RowOf>
+__device__ __forceinline__ void store_partials(float *partials, const float (&acc)[NF][4], int row, int column, int first,
+                                               int results, RowOf row_of) {
+    const int lane = int(threadIdx.x) % WARP;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int64_t to_row = row_of(row + lane / 4 + half * 8);
+        if (to_row < 0) continue;
+        float *to = partials + to_row * results;
+#pragma unroll
+        for (int j = 0; j < NF; ++j) {
+            store_pair(to, first + column + j * 8 + lane % 4 * 2, results, acc[j][half * 2], acc[j][half * 2 + 1]);
+        }
+    }
+}

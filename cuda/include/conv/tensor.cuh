@@ -1,0 +1,136 @@
+// Forward pass and gradient of the input on the tensor cores of compute capability 8.0 and newer.
+#pragma once
+
+#include <type_traits>
+
+#include "store.cuh"
+
+// The operands of one launch. Forward: result = y, source = x. Gradient of the input: result = grad_x, source = grad_y, no bias.
+template <typename T> struct Conv2dOperands {
+    T *__restrict__ result;
+    const T *__restrict__ source;
+    const T *__restrict__ weight;
+    const T *__restrict__ bias;
+    float *__restrict__ partials;
+};
+
+// Which part of the sum a block computes: a tile of the result, and if the sum is split (gridDim.z), which of its steps. PAIRED: two
+// blocks that follow each other (a cluster) take two tiles of the same channels, and steps never reach across taps.
+template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
+    Gather gather;
+    int row, column, block_channels, begin, end;
+
+    __device__ __forceinline__ explicit Work(const Conv2dShape &s) : gather(Gather::of<D>(s, blockIdx.y)) {
+        const int columns = (gather.results + COUNT - 1) / COUNT;
+        if constexpr (PAIRED) {
+            row = (int(blockIdx.x) / 2 / columns * 2 + int(blockIdx.x) % 2) * ROWS;
+            column = int(blockIdx.x) / 2 % columns * COUNT;
+        } else {
+            row = int(blockIdx.x) / columns * ROWS;
+            column = int(blockIdx.x) % columns * COUNT;
+        }
+        block_channels = PAIRED || gather.channels % STEP == 0 ? STEP : gather.channels;
+        const int steps = PAIRED ? gather.taps() * ((gather.channels + STEP - 1) / STEP)
+                                 : (gather.taps() * gather.channels + STEP - 1) / STEP;
+        begin = int(int64_t(steps) * blockIdx.z / gridDim.z);
+        end = int(int64_t(steps) * (blockIdx.z + 1) / gridDim.z);
+    }
+
+    // Tiles are counted for the largest phase of a strided gradient. Of a pair, the first decides for both.
+    __device__ __forceinline__ bool is_empty() const { return (PAIRED ? row - row % (2 * ROWS) : row) >= gather.pixels(); }
+};
+
+// Copies the tiles of one step after another into the stages.
+template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> struct Loader {
+    using Left = WindowTile<T, ROWS, VEC, THREADS>;
+    static constexpr bool FORWARD = D == Direction::FORWARD;
+    using Right = std::conditional_t<FORWARD, WeightRows<T, COUNT, VEC, THREADS>, WeightColumns<T, COUNT, VEC, THREADS>>;
+    static constexpr int LEFT_BYTES = ROWS * ROW_BYTES, STAGE_BYTES = LEFT_BYTES + Right::BYTES;
+    static constexpr Summed RIGHT = FORWARD ? Summed::ALONG_ROWS : Summed::ACROSS_ROWS;
+
+    Left windows;
+    // The place of this thread's column, and for the gradient of the input also that of the step's first value.
+    Place place, start;
+
+    __device__ __forceinline__ explicit Loader(const Work<D, ROWS, COUNT> &work)
+        : windows(work.gather, work.row),
+          place(work.gather, work.block_channels, work.begin * STEP + int(threadIdx.x) % Left::COLUMNS * VEC),
+          start(work.gather, work.block_channels, work.begin * STEP) {}
+
+    __device__ __forceinline__ void load_next(uint32_t stage, const Conv2dOperands<T> &operands, const Conv2dShape &s,
+                                              const Work<D, ROWS, COUNT> &work) {
+        windows.load(stage, operands.source, work.gather, place, work.block_channels);
+        Right::load(stage + LEFT_BYTES, operands.weight, work.gather, s, FORWARD ? place : start, work.block_channels, work.column);
+        place.advance(work.gather, work.block_channels, STEP);
+        if constexpr (!FORWARD) start.advance(work.gather, work.block_channels, STEP);
+    }
+};
+
+// A barrier of the block's first THREADS threads, which share the work on the sums.
+template <int THREADS> __device__ __forceinline__ void workers_wait() {
+    asm volatile("bar.sync 1, %0;\n" ::"n"(THREADS) : "memory");
+}
+
+// Writes the sums: those of a split sum to its slice of the partial sums, others with the bias to the result. `strips` calls its
+// argument with each 16-row strip of the warp, the strip's row and the first column.
+template <typename T, Direction D, int ROWS, int COUNT, int THREADS, bool PAIRED, typename Strips>
+__device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work, const Conv2dShape &s, const Conv2dOperands<T> &operands,
+                                       unsigned char *shared, Strips strips) {
+    const int results = work.gather.results;
+    const auto row_of = [&](int row) -> int64_t {
+        return work.row + row < work.gather.pixels() ? work.gather.template result_pixel<D>(s, work.row + row) : -1;
+    };
+    if (operands.partials != nullptr) {
+        const int64_t pixels = D == Direction::FORWARD ? int64_t(s.batch) * s.out_height * s.out_width
+                                                       : int64_t(s.batch) * s.height * s.width;
+        float *slice = operands.partials + blockIdx.z * pixels * results;
+        strips([&](const auto &acc, int row, int column) {
+            store_partials(slice, acc, row, column, work.column, results, row_of);
+        });
+        return;
+    }
+    T *staged = reinterpret_cast<T *>(shared);
+    workers_wait<THREADS>();
+    strips([&](const auto &acc, int row, int column) {
+        stage_strip<T, COUNT>(staged, acc, operands.bias, row, column, work.column, results);
+    });
+    workers_wait<THREADS>();
+    store_staged<T, ROWS, COUNT, THREADS>(operands.result, staged, work.column, results, row_of);
+}
+
+// Tiles of ROWS pixels by COUNT channels, WARPS_M by WARPS_N warps.
+template <typename T, Direction D, int ROWS, int COUNT, int WARPS_M, int WARPS_N, int VEC, int STAGES>
+__device__ __forceinline__ void conv2d_tensor(const Conv2dOperands<T> &operands, const Conv2dShape &s) {
+    constexpr int THREADS = WARPS_M * WARPS_N * WARP, MF = ROWS / WARPS_M / 16, NF = COUNT / WARPS_N / 8;
+    using Loads = Loader<T, D, ROWS, COUNT, VEC, THREADS>;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const uint32_t stages = shared_address(shared);
+
+    const Work<D, ROWS, COUNT> work(s);
+    if (work.is_empty()) return;
+    Loads loads(work);
+    const int steps = work.end - work.begin;
+    for (int i = 0; i < STAGES - 1; ++i) {
+        if (i < steps) loads.load_next(stages + i * Loads::STAGE_BYTES, operands, s, work);
+        copies_commit();
+    }
+
+    const int warp = int(threadIdx.x) / WARP, row = warp / WARPS_N * MF * 16, column = warp % WARPS_N * NF * 8;
+    float acc[MF][NF][4] = {};
+    int stage = 0;
+    for (int step = 0; step < steps; ++step) {
+        copies_wait<STAGES - 2>();
+        __syncthreads();
+        const int ahead = stage == 0 ? STAGES - 1 : stage - 1;
+        if (step + STAGES - 1 < steps) loads.load_next(stages + ahead * Loads::STAGE_BYTES, operands, s, work);
+        copies_commit();
+        const uint32_t left = stages + stage * Loads::STAGE_BYTES;
+        multiply_step<T, Summed::ALONG_ROWS, Loads::RIGHT>(acc, left, left + Loads::LEFT_BYTES, row, column);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    copies_wait<0>();
+    finish<T, D, ROWS, COUNT, THREADS>(work, s, operands, shared, [&](auto store) {
+#pragma unroll
+        for (int i = 0; i < MF; ++i) store(acc[i], row + i * 16, column);
+    });
+}

@@ -1,0 +1,131 @@
+// Gradient of the weight on the tensor cores:
+//   grad_weight[o, a, b, c] = sum over the pixels p of the result of grad_y[p, o] * x[p's window at (a, b), c]
+// a product of (out channels, pixels) and (pixels, taps * channels), whose pixels are split among blocks.
+#pragma once
+
+#include "store.cuh"
+
+// The pixel of the result that a row of the current step stands for; moves on by one step at a time without divisions.
+struct StepPixel {
+    int image, y, x;
+};
+
+template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THREADS> struct WeightGradLoader {
+    // Rows of a step copied at once; one thread always meets the same column of each tile.
+    static constexpr int LEFT_TILES = (ROWS + STEP - 1) / STEP, RIGHT_TILES = COUNT / STEP;
+    static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
+    static constexpr int LEFT_COLUMNS = (ROWS < STEP ? ROWS : STEP) / LEFT_VEC, LEFT_PASS = THREADS / LEFT_COLUMNS;
+    static constexpr int RIGHT_COLUMNS = STEP / RIGHT_VEC, RIGHT_PASS = THREADS / RIGHT_COLUMNS, PASSES = STEP / RIGHT_PASS;
+
+    // Of each tile's column: the channel (negative if there is none), and how its tap moves the window.
+    int channel[RIGHT_TILES], dy[RIGHT_TILES], dx[RIGHT_TILES];
+    StepPixel rows[PASSES], move;
+    int pixel;
+
+    __device__ __forceinline__ WeightGradLoader(const Conv2dShape &s, int first_value, int first_pixel) : pixel(first_pixel) {
+        const int values = s.kernel_height * s.kernel_width * s.channels;
+#pragma unroll
+        for (int j = 0; j < RIGHT_TILES; ++j) {
+            const int value = first_value + j * STEP + int(threadIdx.x) % RIGHT_COLUMNS * RIGHT_VEC;
+            const int tap = value / int(s.channels), a = tap / int(s.kernel_width);
+            channel[j] = value < values ? value - tap * int(s.channels) : -1;
+            dy[j] = a * int(s.dilation_height) - int(s.padding_height);
+            dx[j] = (tap - a * int(s.kernel_width)) * int(s.dilation_width) - int(s.padding_width);
+        }
+        move = split(s, STEP);
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i) rows[i] = split(s, first_pixel + int(threadIdx.x) / RIGHT_COLUMNS + i * RIGHT_PASS);
+    }
+
+    static __device__ __forceinline__ StepPixel split(const Conv2dShape &s, int pixel) {
+        const int line = pixel / int(s.out_width), image = line / int(s.out_height);
+        return {image, line - image * int(s.out_height), pixel - line * int(s.out_width)};
+    }
+
+    __device__ __forceinline__ void load_next(uint32_t stage, const T *grad, const T *x, const Conv2dShape &s, int first_out,
+                                              int pixels) {
+        const int left_row = int(threadIdx.x) / LEFT_COLUMNS, left_column = int(threadIdx.x) % LEFT_COLUMNS * LEFT_VEC;
+#pragma unroll
+        for (int i = 0; i < (STEP + LEFT_PASS - 1) / LEFT_PASS; ++i) {
+            const int row = left_row + i * LEFT_PASS;
+            if (LEFT_PASS > STEP && row >= STEP) continue;
+#pragma unroll
+            for (int j = 0; j < LEFT_TILES; ++j) {
+                const int out = first_out + j * STEP + left_column;
+                const bool ok = pixel + row < pixels && out < int(s.out_channels);
+                const T *from = ok ? grad + int64_t(pixel + row) * s.out_channels + out : grad;
+                copy_to_tile<LEFT_VEC, Reuse::YES>(stage + j * SQUARE_BYTES + tile_offset(row, left_column), from, ok);
+            }
+        }
+        const int right_row = int(threadIdx.x) / RIGHT_COLUMNS, right_column = int(threadIdx.x) % RIGHT_COLUMNS * RIGHT_VEC;
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i) {
+            const int row = right_row + i * RIGHT_PASS;
+            StepPixel &p = rows[i];
+#pragma unroll
+            for (int j = 0; j < RIGHT_TILES; ++j) {
+                const int y = p.y * int(s.stride_height) + dy[j], x_ = p.x * int(s.stride_width) + dx[j];
+                const bool ok = pixel + row < pixels && channel[j] >= 0 && unsigned(y) < s.height && unsigned(x_) < s.width;
+                const T *from = ok ? x + ((int64_t(p.image) * s.height + y) * s.width + x_) * s.channels + channel[j] : x;
+                copy_to_tile<RIGHT_VEC, Reuse::YES>(stage + LEFT_BYTES + j * SQUARE_BYTES + tile_offset(row, right_column), from, ok);
+            }
+            p.x += move.x;
+            p.y += move.y;
+            p.image += move.image;
+            if (p.x >= int(s.out_width)) p.x -= s.out_width, ++p.y;
+            if (p.y >= int(s.out_height)) p.y -= s.out_height, ++p.image;
+        }
+        pixel += STEP;
+    }
+};
+
+// Tiles of ROWS output channels by COUNT (tap, channel) values.
+template <typename T, int ROWS, int COUNT, int WARPS_M, int WARPS_N, int LEFT_VEC, int RIGHT_VEC, int STAGES>
+__device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad, const T *x, float *partials,
+                                                   const Conv2dShape &s) {
+    constexpr int THREADS = WARPS_M * WARPS_N * WARP, MF = ROWS / WARPS_M / 16, NF = COUNT / WARPS_N / 8;
+    using Loads = WeightGradLoader<T, ROWS, COUNT, LEFT_VEC, RIGHT_VEC, THREADS>;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const uint32_t stages = shared_address(shared);
+
+    const int values = s.kernel_height * s.kernel_width * s.channels, outs = s.out_channels;
+    const int tiles = (values + COUNT - 1) / COUNT;
+    const int first_out = int(blockIdx.x) / tiles * ROWS, first_value = int(blockIdx.x) % tiles * COUNT;
+    const int pixels = s.batch * s.out_height * s.out_width, all_steps = (pixels + STEP - 1) / STEP;
+    const int begin = int(int64_t(all_steps) * blockIdx.z / gridDim.z);
+    const int steps = int(int64_t(all_steps) * (blockIdx.z + 1) / gridDim.z) - begin;
+
+    Loads loads(s, first_value, begin * STEP);
+    for (int i = 0; i < STAGES - 1; ++i) {
+        if (i < steps) loads.load_next(stages + i * Loads::STAGE_BYTES, grad, x, s, first_out, pixels);
+        copies_commit();
+    }
+    const int warp = int(threadIdx.x) / WARP, row = warp / WARPS_N * MF * 16, column = warp % WARPS_N * NF * 8;
+    float acc[MF][NF][4] = {};
+    int stage = 0;
+    for (int step = 0; step < steps; ++step) {
+        copies_wait<STAGES - 2>();
+        __syncthreads();
+        const int ahead = stage == 0 ? STAGES - 1 : stage - 1;
+        if (step + STAGES - 1 < steps) loads.load_next(stages + ahead * Loads::STAGE_BYTES, grad, x, s, first_out, pixels);
+        copies_commit();
+        const uint32_t left = stages + stage * Loads::STAGE_BYTES;
+        multiply_step<T, Summed::ACROSS_ROWS, Summed::ACROSS_ROWS>(acc, left, left + Loads::LEFT_BYTES, row, column);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    copies_wait<0>();
+
+    const auto row_of = [&](int r) -> int64_t { return first_out + r < outs ? first_out + r : -1; };
+    if (partials != nullptr) {
+        float *slice = partials + int64_t(blockIdx.z) * outs * values;
+#pragma unroll
+        for (int i = 0; i < MF; ++i) store_partials(slice, acc[i], row + i * 16, column, first_value, values, row_of);
+        return;
+    }
+    T *staged = reinterpret_cast<T *>(shared);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < MF; ++i) stage_strip<T, COUNT>(staged, acc[i], (const T *)nullptr, row + i * 16, column, first_value, values);
+    __syncthreads();
+    store_staged<T, ROWS, COUNT, THREADS>(grad_weight, staged, first_value, values, row_of);
+}
