@@ -149,8 +149,8 @@ template <typename T> struct Slots {
         __syncthreads();
     }
 
-    // f(group, low, high, lane, lanes) for each group of the tile, by `lanes` neighbouring threads; its channels in the tile are those of
-    // slots low to high. All threads of a warp come along, those without a group with no channels.
+    // f(group, low, high, lane, lanes) for each group of the tile, by `lanes` neighbouring threads; its channels in the tile
+    // are those of slots low to high. All threads of a warp come along, those without a group with no channels.
     template <typename F>
     __device__ __forceinline__ void for_each_group(const ChannelSize &size, const Tile<T> &tile, F f) const {
         const uint32_t width = size.width(), first = tile.low / width, end = (tile.high - 1) / width + 1;
@@ -173,8 +173,8 @@ template <typename A> __device__ __forceinline__ A lanes_sum(A value, uint32_t l
     return value;
 }
 
-// A pair of sums for each piece of each tile of each group: (batch, tiles, groups, pieces, 2). Tiles that a group does not touch are
-// neither written nor read.
+// A pair of sums for each piece of each tile of each group: (batch, tiles, groups, pieces, 2). Tiles that a group does not
+// touch are neither written nor read.
 template <typename A> struct Partials {
     A *pairs;
     uint32_t tiles;

@@ -1,5 +1,5 @@
-// The library's random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), word for word those
-// of the CPU.
+// The library's random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), word for
+// word those of the CPU.
 #pragma once
 
 #include <cstdint>

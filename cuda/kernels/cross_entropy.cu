@@ -4,8 +4,8 @@
 // lse(x) - (1 - ε) x_t - ε/C Σ x, and its gradient softmax(x) - (1 - ε) 1_t - ε/C.
 //
 // Row r of the logits begins at (r / inner) outer_stride + (r % inner) inner_stride, in elements, and its classes lie side by
-// side: for dense logits inner = rows and inner_stride = classes. targets (rows): see ids.cuh. A row whose target is ignore_index
-// has the loss 0 and the gradient 0; one whose target is out of range has the loss NaN and the gradient 0.
+// side: for dense logits inner = rows and inner_stride = classes. targets (rows): see ids.cuh. A row whose target is
+// ignore_index has the loss 0 and the gradient 0; one whose target is out of range has the loss NaN and the gradient 0.
 
 #include "ids.cuh"
 #include "softmax.cuh"
@@ -28,8 +28,8 @@ struct Targets {
 
 namespace {
 
-// f(first element, number of elements as a constant) over a row for the threads of its team: single elements up to the first 16-byte
-// boundary and behind the last, between them packs. Without `wide` all are single.
+// f(first element, number of elements as a constant) over a row for the threads of its team: single elements up to the first
+// 16-byte boundary and behind the last, between them packs. Without `wide` all are single.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(const T *row, uint32_t len, bool wide, F f) {
     const auto one = std::integral_constant<int, 1>();
     const uint32_t before = wide ? min(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)), len) : len;
@@ -126,8 +126,8 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
 
-// The gradient of the logits, dense: g of the row (of_rows = 1: grad (rows)) or of the number (of_rows = 0), divided by *divisor
-// unless null. dx may be x where x is dense. Launch: as forward.
+// The gradient of the logits, dense: g of the row (of_rows = 1: grad (rows)) or of the number (of_rows = 0), divided by
+// *divisor unless null. dx may be x where x is dense. Launch: as forward.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         cross_entropy_backward_##SUFFIX(const T *x, const Acc<T> *lse, const void *targets, const T *grad,             \
@@ -140,8 +140,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_BACKWARD)
 
-// *result = Σ losses / *divisor, summed in f64. The divisor is written: the number of targets that are not ignored if `mean` is 1,
-// else 1. Launch: block 1024, grid 1, no dynamic shared memory (one block: the rows are few beside the logits).
+// *result = Σ losses / *divisor, summed in f64. The divisor is written: the number of targets that are not ignored if `mean` is
+// 1, else 1. Launch: block 1024, grid 1, no dynamic shared memory (one block: the rows are few beside the logits).
 #define DEFINE_TOTAL(SUFFIX, T)                                                                                        \
     extern "C" __global__ void __launch_bounds__(1024)                                                                 \
         cross_entropy_total_##SUFFIX(const Acc<T> *losses, const void *targets, T *result, Acc<T> *divisor,            \

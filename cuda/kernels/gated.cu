@@ -1,4 +1,5 @@
-// Gated linear units (Shazeer 2020, arXiv:2002.05202): y = h f(gate) with f = GELU (GEGLU, with the error function) or SiLU (SwiGLU).
+// Gated linear units (Shazeer 2020, arXiv:2002.05202): y = h f(gate) with f = GELU (GEGLU, with the error function) or SiLU
+// (SwiGLU).
 //
 // A row of x (rows, 2 width) is h, then the gate; y and grad (of y) are (rows, width), dx is as x.
 // Launch: block 256, grid clamp(ceil(rows width / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid is right.

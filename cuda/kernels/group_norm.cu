@@ -1,13 +1,13 @@
 // Group norm (Wu & He 2018, arXiv:1803.08494) of channels that come last, alone and followed by SiLU.
 //
-// x, y, grad (of y) and dx are (batch, positions, channels); a group is `channels / groups` neighbouring channels of a sample. mean
-// and rstd = 1/√(var + eps) are (batch, groups), f32 (f64 for f64). `affine_f32`: see affine.cuh.
+// x, y, grad (of y) and dx are (batch, positions, channels); a group is `channels / groups` neighbouring channels of a sample.
+// mean and rstd = 1/√(var + eps) are (batch, groups), f32 (f64 for f64). `affine_f32`: see affine.cuh.
 //
 // Forward is three kernels, statistics, moments and forward; backward is sums, slopes and backward. The outer ones are launched
 // over the tensor and the inner ones over the groups:
 //     block 128, grid batch * groups, no dynamic shared memory.
-// How the tensor is split into pieces and tiles: see channels.cuh. partials is (batch, tiles, groups, pieces, 2) of f32 (f64 for f64)
-// from a 16-byte boundary.
+// How the tensor is split into pieces and tiles: see channels.cuh. partials is (batch, tiles, groups, pieces, 2) of f32 (f64
+// for f64) from a 16-byte boundary.
 
 #include "channels.cuh"
 #include "functions.cuh"
@@ -82,7 +82,8 @@ __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, Channel
     });
 }
 
-// What takes x of each channel of a thread to the norm's result. Half precision has no digits that x · scale + offset could lose.
+// What takes x of each channel of a thread to the norm's result. Half precision has no digits that x · scale + offset could
+// lose.
 template <typename T, bool ALIGNED> struct Normalize {
     static constexpr int N = WIDE<T>;
     static constexpr bool FUSED = IS_HALF<T>;
@@ -288,8 +289,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
     }
 
 // Launch: over the tensor. With h = g f'(z), Σ w h x̂ and Σ w h of each group over each piece, in `partials`; and, unless
-// affine_partials is null, Σ h x̂ and Σ h of each channel in affine_partials (batch * pieces, 2, channels) of f32 (f64 for f64), from
-// which norm_affine_sum (norm.cu) makes the gradients of scale and shift.
+// affine_partials is null, Σ h x̂ and Σ h of each channel in affine_partials (batch * pieces, 2, channels) of f32 (f64 for
+// f64), from which norm_affine_sum (norm.cu) makes the gradients of scale and shift.
 #define DEFINE_SUMS(NAME, SILU, SUFFIX, T)                                                                             \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \
         NAME##_sums_##SUFFIX(const T *x, const T *grad, const void *weight, const void *bias, const Acc<T> *mean,      \
@@ -303,7 +304,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
         else sums<T, false, SILU>(x, grad, affine, mean, rstd, partials, affine_partials, size, slots);                \
     }
 
-// Launch: over the groups. slopes (batch, groups, 2) of f32 (f64 for f64): rstd² mean(w h x̂) and rstd mean(w h), from `partials`.
+// Launch: over the groups. slopes (batch, groups, 2) of f32 (f64 for f64): rstd² mean(w h x̂) and rstd mean(w h), from
+// `partials`.
 #define DEFINE_SLOPES(SUFFIX, T)                                                                                       \
     extern "C" __global__ void group_norm_slopes_##SUFFIX(Acc<T> *partials, const Acc<T> *rstd, Acc<T> *slopes,        \
                                                           uint32_t positions, uint32_t channels, uint32_t groups,      \

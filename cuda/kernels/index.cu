@@ -1,8 +1,8 @@
 // Picking elements by ids (see ids.cuh): index_select, embedding (its form with outer = 1) and gather, and their gradients.
 //
-// A tensor is seen as (outer, size, inner) around the dimension that is indexed; ids of select are (count), of gather (outer, count,
-// inner). In place of an id out of range forward writes 0, and backward leaves its gradient out. Gradients of repeated ids are added
-// in a fixed order, in f32 (f64 for f64).
+// A tensor is seen as (outer, size, inner) around the dimension that is indexed; ids of select are (count), of gather (outer,
+// count, inner). In place of an id out of range forward writes 0, and backward leaves its gradient out. Gradients of repeated
+// ids are added in a fixed order, in f32 (f64 for f64).
 
 #include "ids.cuh"
 #include "rows.cuh"
@@ -136,8 +136,8 @@ __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T
 
 } // namespace
 
-// y[o, j, i] = x[o, ids[j], i], and y[o, j, i] = x[o, ids[o, j, i], i] for gather. Launch: block 256, grid clamp(ceil(elements of y /
-// (256 WIDE)), 1, 2^31 - 1) with WIDE = 1 for gather, no dynamic shared memory. Any grid is right.
+// y[o, j, i] = x[o, ids[j], i], and y[o, j, i] = x[o, ids[o, j, i], i] for gather. Launch: block 256, grid clamp(ceil(elements
+// of y / (256 WIDE)), 1, 2^31 - 1) with WIDE = 1 for gather, no dynamic shared memory. Any grid is right.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
     extern "C" __global__ void index_select_forward_##SUFFIX(const T *x, const void *ids, T *y, Counter *out_of_range, \
                                                              uint64_t outer, uint32_t size, uint32_t count,            \
@@ -158,17 +158,18 @@ DEFINE_FORWARD(i64, int64_t)
 
 // dx[o, s, i] = Σ over the j with ids[j] = s of g[o, j, i], in the order of j. Of two forms:
 //
-// index_select_scatter, for few ids of many rows (embeddings): dx must hold zeros, and only the rows that ids name are written. A
-// block has one id and 128 packs of (outer, inner), and looks through all ids; where an earlier one is the same it ends. Costs count²
-// ceil(outer inner / (128 WIDE)) loads of an id in all: for 4096 ids little beside setting 128 k rows to zero.
+// index_select_scatter, for few ids of many rows (embeddings): dx must hold zeros, and only the rows that ids name are written.
+// A block has one id and 128 packs of (outer, inner), and looks through all ids; where an earlier one is the same it ends.
+// Costs count² ceil(outer inner / (128 WIDE)) loads of an id in all: for 4096 ids of 128 k rows half of setting
+// them to zero. Rows of an id that comes thousands of times are added one after another by few blocks.
 // Launch: block 128, grid clamp(count ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), no dynamic shared memory.
 //
-// index_select_backward, for many ids of few rows: every element of dx is written. A block has one s, and looks through all ids of a
-// piece: size count ceil(outer inner / (128 WIDE)) loads of an id in all.
-// Launch: block 128, grid (clamp(size ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), pieces), no dynamic shared memory. With one piece
-// partials is null. More, at most 65535, are at the caller's choice by sizes alone, say ceil(count / 4096) where the grid would else
-// have fewer than 1024 blocks: partials is then (pieces, outer, size, inner) of f32 (f64 for f64), dx is not touched, and
-// index_select_sum follows.
+// index_select_backward, for many ids of few rows: every element of dx is written. A block has one s, and looks through all ids
+// of a piece: size count ceil(outer inner / (128 WIDE)) loads of an id in all.
+// Launch: block 128, grid (clamp(size ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), pieces), no dynamic shared memory. With one
+// piece partials is null. More, at most 65535, are at the caller's choice by sizes alone, say ceil(count / 4096) where the grid
+// would else have fewer than 1024 blocks: partials is then (pieces, outer, size, inner) of f32 (f64 for f64), dx is not
+// touched, and index_select_sum follows.
 #define DEFINE_SELECT_SCATTER(SUFFIX, T)                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         index_select_scatter_##SUFFIX(const T *grad, const void *ids, T *dx, uint64_t outer, uint32_t size,            \
@@ -191,7 +192,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SCATTER)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_BACKWARD)
 
-// dx (len) = Σ of partials (pieces, len). Launch: block 256, grid clamp(ceil(len / 256), 1, 2^31 - 1), no dynamic shared memory.
+// dx (len) = Σ of partials (pieces, len). Launch: block 256, grid clamp(ceil(len / 256), 1, 2^31 - 1), no dynamic shared
+// memory.
 #define DEFINE_SELECT_SUM(SUFFIX, T)                                                                                   \
     extern "C" __global__ void index_select_sum_##SUFFIX(const Acc<T> *partials, T *dx, uint32_t pieces,               \
                                                          uint64_t len) {                                               \
@@ -204,8 +206,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_BACKWARD)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SUM)
 
 // dx[o, s, i] = Σ over the j with ids[o, j, i] = s of g[o, j, i], in the order of j; every element of dx is written. Each looks
-// through the ids of its column: size count outer inner loads in all, cheap for the few ids a column that losses gather. Ids of one
-// long vector (outer = inner = 1) are better taken as those of index_select_backward.
+// through the ids of its column: size count outer inner loads in all, cheap for the few ids a column that losses gather. Ids of
+// one long vector (outer = inner = 1) are better taken as those of index_select_backward.
 // Launch: block 256, grid clamp(ceil(outer size inner / 256), 1, 2^31 - 1), no dynamic shared memory. Any grid is right.
 #define DEFINE_GATHER_BACKWARD(SUFFIX, T)                                                                              \
     extern "C" __global__ void gather_backward_##SUFFIX(const T *grad, const void *ids, T *dx, uint64_t outer,         \

@@ -167,9 +167,9 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
         else backward<T, 1, CENTER>(x, grad, affine, mean, rstd, dx, rows, len, shared);                               \
     }
 
-// First stage of the gradients of scale and shift: Σ g x̂ and Σ g over a piece of the rows, partials (pieces, 2, len) in f32 (f64
-// for f64). Launch: block (32, 8), grid (ceil(len / (32 WIDE)), pieces), no dynamic shared memory; pieces, at most 65535, is
-// the caller's choice, say clamp(ceil(rows / 64), 1, 128). Second stage: norm_affine_sum.
+// First stage of the gradients of scale and shift: Σ g x̂ and Σ g over a piece of the rows, partials (pieces, 2, len) in f32
+// (f64 for f64). Launch: block (32, 8), grid (ceil(len / (32 WIDE)), pieces), no dynamic shared memory; pieces, at most 65535,
+// is the caller's choice, say clamp(ceil(rows / 64), 1, 128). Second stage: norm_affine_sum.
 #define DEFINE_AFFINE(NAME, CENTER, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(WARP *LINES)                                                          \
         NAME##_affine_##SUFFIX(const T *x, const T *grad, const Acc<T> *mean, const Acc<T> *rstd, Acc<T> *partials,    \
@@ -189,8 +189,8 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
     DEFINE_AFFINE(rms_norm, false, SUFFIX, T)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORMS)
 
-// Second stage, for every norm: dweight and dbias (len), each unless null, from partials (pieces, 2, len), added in the order of
-// the pieces in each of 16 interleaved sums. Launch: block (32, 16), grid (ceil(len / 32), 2), no dynamic shared memory.
+// Second stage, for every norm: dweight and dbias (len), each unless null, from partials (pieces, 2, len), added in the order
+// of the pieces in each of 16 interleaved sums. Launch: block (32, 16), grid (ceil(len / 32), 2), no dynamic shared memory.
 #define DEFINE_SUM(SUFFIX, T)                                                                                          \
     extern "C" __global__ void norm_affine_sum_##SUFFIX(const Acc<T> *partials, void *dweight, void *dbias,            \
                                                         uint32_t pieces, uint32_t len, uint32_t affine_f32) {          \

@@ -1,8 +1,9 @@
-// Losses of the difference d = a - b of two dense tensors of `len` elements: mse_loss d², l1_loss |d|, huber_loss (Huber 1964) with
-// `parameter` δ: d²/2 up to δ, δ (|d| - δ/2) beyond, smooth_l1_loss (Girshick 2015, arXiv:1504.08083) with β: Huber's over β.
+// Losses of the difference d = a - b of two dense tensors of `len` elements: mse_loss d², l1_loss |d|, huber_loss (Huber 1964)
+// with `parameter` δ: d²/2 up to δ, δ (|d| - δ/2) beyond, smooth_l1_loss (Girshick 2015, arXiv:1504.08083) with β: Huber's over
+// β.
 //
-// Launch of forward and backward: block 256, grid clamp(ceil(len / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid is
-// right.
+// Launch of forward and backward: block 256, grid clamp(ceil(len / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any
+// grid is right.
 
 #include "rows.cuh"
 
@@ -106,8 +107,8 @@ __device__ __forceinline__ void backward(const T *grad, bool of_elements, const 
 } // namespace
 
 // forward: the loss of each pair, y (len).
-// sum: the sums of the losses over the blocks, partials (grid) of f64. Launch: block 256, grid at the caller's choice by `len` alone,
-//     say clamp(ceil(len / (2048 WIDE)), 1, 1024).
+// sum: the sums of the losses over the blocks, partials (grid) of f64. Launch: block 256, grid at the caller's choice by `len`
+//     alone, say clamp(ceil(len / (2048 WIDE)), 1, 1024); loss_total follows.
 // backward: da = g factor f'(d) and db = -da, each unless null, with g of each element (of_elements = 1: grad (len)) or of the
 //     number (of_elements = 0).
 #define DEFINE_LOSS(NAME, FUNCTION, SUFFIX, T)                                                                         \

@@ -1,9 +1,9 @@
-// Resizing of images by the nearest pixel: position i of n meets position ⌊i · (m / n)⌋ of m, computed in f32, equal and doubled sizes
-// exactly, as torch does.
+// Resizing of images by the nearest pixel: position i of n meets position ⌊i · (m / n)⌋ of m, computed in f32, equal and
+// doubled sizes exactly, as torch does.
 //
 // x is (batch, height, width, channels), y and its gradient (batch, out_height, out_width, channels), dx as x.
-// Launch: block 256, grid clamp(lines ceil(line / (1024 WIDE)), 1, 2^31 - 1) for as many lines (of all images) of `line` elements as the
-// result has, y forward and dx backward; no dynamic shared memory. Any grid is right.
+// Launch: block 256, grid clamp(lines ceil(line / (1024 WIDE)), 1, 2^31 - 1) for as many lines (of all images) of `line`
+// elements as the result has, y forward and dx backward; no dynamic shared memory. Any grid is right.
 
 #include "rows.cuh"
 
@@ -37,8 +37,8 @@ struct Axis {
 // Packs that a thread takes in turn.
 constexpr int BATCH = 4;
 
-// f(image, line, column, pack of the column, index of the pack in the tensor) for each pack of the tensor (batch, height, width,
-// packs). A block takes stretches of a line, so that there is one division a pack.
+// f(image, line, column, pack of the column, index of the pack in the tensor) for each pack of the tensor (batch, height,
+// width, packs). A block takes stretches of a line, so that there is one division a pack.
 template <int UNROLL, typename F>
 __device__ __forceinline__ void for_each_pack(uint64_t batch, uint32_t height, uint32_t width, uint32_t packs, F f) {
     const uint64_t len = static_cast<uint64_t>(width) * packs;
@@ -57,7 +57,8 @@ __device__ __forceinline__ void for_each_pack(uint64_t batch, uint32_t height, u
 }
 
 template <typename T, int N>
-__device__ __forceinline__ void forward(const T *__restrict__ x, T *__restrict__ y, uint64_t batch, Axis lines, Axis columns, uint32_t channels) {
+__device__ __forceinline__ void forward(const T *__restrict__ x, T *__restrict__ y, uint64_t batch, Axis lines, Axis columns,
+                                        uint32_t channels) {
     const uint32_t packs = channels / N;
     for_each_pack<BATCH>(batch, lines.output, columns.output, packs,
                   [&](uint64_t image, uint32_t line, uint32_t column, uint32_t pack, uint64_t index) {
@@ -67,7 +68,8 @@ __device__ __forceinline__ void forward(const T *__restrict__ x, T *__restrict__
 }
 
 template <typename T, int N>
-__device__ __forceinline__ void backward(const T *__restrict__ grad, T *__restrict__ dx, uint64_t batch, Axis lines, Axis columns, uint32_t channels) {
+__device__ __forceinline__ void backward(const T *__restrict__ grad, T *__restrict__ dx, uint64_t batch, Axis lines, Axis columns,
+                                         uint32_t channels) {
     const uint32_t packs = channels / N;
     for_each_pack<1>(batch, lines.input, columns.input, packs,
                   [&](uint64_t image, uint32_t line, uint32_t column, uint32_t pack, uint64_t index) {
