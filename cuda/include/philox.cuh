@@ -1,24 +1,38 @@
-// The library's random numbers: Philox4x32-10 (Salmon et al. 2011), the same stream as on the CPU.
+// The library's random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), word for
+// word those of the CPU.
 #pragma once
 
 #include <cstdint>
 
-// Ten rounds on counter `block` under key `seed`.
-__device__ __forceinline__ void philox(uint64_t seed, uint64_t block, uint32_t (&words)[4]) {
-    uint32_t c0 = uint32_t(block), c1 = uint32_t(block >> 32), c2 = 0, c3 = 0;
-    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-#pragma unroll
-    for (int round = 0; round < 10; ++round) {
-        const uint64_t p0 = uint64_t(0xD2511F53u) * c0, p1 = uint64_t(0xCD9E8D57u) * c2;
-        c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
-        c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
-        c1 = uint32_t(p1);
-        c3 = uint32_t(p0);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
-}
+// The seed is the key, the number of the block the counter. A draw that a graph repeats must read both from device memory.
+struct Generator {
+    static constexpr int ROUNDS = 10;
+    uint64_t offset;
+    uint2 keys[ROUNDS];
 
-// A number in [0, 1) with 24 bits, exact in f32.
-__device__ __forceinline__ float unit(uint32_t bits) { return float(bits >> 8) * (1.0f / 16777216.0f); }
+    // From state[0] and state[1] + offset, or by value where `state` is null.
+    __device__ __forceinline__ Generator(const uint64_t *state, uint64_t seed, uint64_t offset)
+        : offset(state != nullptr ? state[1] + offset : offset) {
+        if (state != nullptr) seed = state[0];
+#pragma unroll
+        for (int round = 0; round < ROUNDS; round++) {
+            keys[round] = {static_cast<uint32_t>(seed) + round * 0x9E3779B9u,
+                           static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u};
+            // Else the compiler adds them up anew for each block.
+            asm volatile("" : "+r"(keys[round].x), "+r"(keys[round].y));
+        }
+    }
+
+    // The four words of block `block` after the offset.
+    __device__ __forceinline__ uint4 operator()(uint64_t block) const {
+        const uint64_t counter = offset + block;
+        uint4 c{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0};
+#pragma unroll
+        for (int round = 0; round < ROUNDS; round++) {
+            const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c.x, p1 = static_cast<uint64_t>(0xCD9E8D57u) * c.z;
+            c = {static_cast<uint32_t>(p1 >> 32) ^ c.y ^ keys[round].x, static_cast<uint32_t>(p1),
+                 static_cast<uint32_t>(p0 >> 32) ^ c.w ^ keys[round].y, static_cast<uint32_t>(p0)};
+        }
+        return c;
+    }
+};

@@ -1,0 +1,36 @@
+// Scale and shift of the norms: reading them, and their gradients.
+//
+// Both have the dtype of the input, or f32 (`affine_f32` = 1; then both are). Either pointer may be null: a scale of ones, a
+// shift of zeros, or a gradient that nobody wants.
+#pragma once
+
+#include "rows.cuh"
+
+// Parameters of f64 inputs are f64.
+template <typename T> constexpr bool IS_F32_ALLOWED = sizeof(T) < 8;
+
+struct Affine {
+    const void *weight;
+    const void *bias;
+    bool is_f32;
+};
+
+// `N` values of a parameter from element `at`, as `neutral` if there is none.
+template <typename T, int N>
+__device__ __forceinline__ void load_parameter(const void *parameter, bool is_f32, uint64_t at, Acc<T> neutral,
+                                               Acc<T> (&values)[N]) {
+    if (parameter == nullptr) {
+#pragma unroll
+        for (int i = 0; i < N; i++) values[i] = neutral;
+    } else if (IS_F32_ALLOWED<T> && is_f32) {
+        load_values(static_cast<const float *>(parameter) + at, values);
+    } else {
+        load_values(static_cast<const T *>(parameter) + at, values);
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_parameter(void *parameter, bool is_f32, uint64_t at, Acc<T> value) {
+    if (IS_F32_ALLOWED<T> && is_f32) static_cast<float *>(parameter)[at] = static_cast<float>(value);
+    else static_cast<T *>(parameter)[at] = narrow<T>(value);
+}

@@ -1,0 +1,200 @@
+// Channels that come last, with statistics of groups of neighbouring channels: how the work on a tensor (batch, positions,
+// channels) is split, and how a block sums over its positions.
+//
+// A thread has WIDE neighbouring channels and every `lines`-th position of a piece. The split is by sizes alone:
+//     packs = ceil(channels / WIDE), tiles = ceil(packs / 320), columns = ceil(packs / tiles), lines = max(1, floor(320 / columns)),
+//     pieces = clamp(ceil(positions / (8 lines)), 1, max(1, floor(256 / (batch tiles)))),
+// and the launch of a kernel over the tensor is
+//     block 32 ceil(columns lines / 32), grid (batch * pieces, tiles), no dynamic shared memory.
+// Another number of pieces from 1 to positions, or of lines up to 320 / columns, is right as well.
+#pragma once
+
+#include "affine.cuh"
+
+constexpr int MAX_THREADS = 320;
+
+struct ChannelSize {
+    uint32_t positions, channels, groups, pieces;
+
+    __device__ __forceinline__ uint32_t width() const { return channels / groups; }
+    // The positions of a piece.
+    __device__ __forceinline__ uint32_t first(uint32_t piece) const { return min(piece * length(), positions); }
+    __device__ __forceinline__ uint32_t count(uint32_t piece) const { return min(length(), positions - first(piece)); }
+
+  private:
+    __device__ __forceinline__ uint32_t length() const { return (positions + pieces - 1) / pieces; }
+};
+
+// The channels of a tile.
+template <typename T> struct Tile {
+    uint32_t columns, low, high;
+
+    __device__ __forceinline__ Tile(const ChannelSize &size, uint32_t tile, uint32_t tiles) {
+        const uint32_t packs = (size.channels + WIDE<T> - 1) / WIDE<T>;
+        columns = (packs + tiles - 1) / tiles;
+        low = min(tile * columns * WIDE<T>, size.channels);
+        high = min(low + columns * WIDE<T>, size.channels);
+    }
+};
+
+// What a thread works on. Without `ALIGNED` nothing is asked of addresses and channels.
+template <typename T, bool ALIGNED> struct Part {
+    static constexpr int N = WIDE<T>;
+
+    ChannelSize size;
+    Tile<T> tile;
+    uint32_t sample, piece, lines, line, channel;
+    // How many channels the thread has: 0 for one that is left over.
+    uint32_t valid;
+
+    __device__ __forceinline__ explicit Part(ChannelSize size)
+        : size(size), tile(size, blockIdx.y, gridDim.y), sample(blockIdx.x / size.pieces), piece(blockIdx.x % size.pieces) {
+        lines = blockDim.x / tile.columns;
+        line = threadIdx.x / tile.columns;
+        channel = tile.low + threadIdx.x % tile.columns * N;
+        valid = line < lines && channel < tile.high ? min(static_cast<uint32_t>(N), tile.high - channel) : 0;
+    }
+
+    __device__ __forceinline__ uint64_t offset(uint32_t position) const {
+        return (static_cast<uint64_t>(sample) * size.positions + position) * size.channels + channel;
+    }
+
+    __device__ __forceinline__ Pack<T, N> load(const T *from, uint32_t position) const {
+        const T *at = from + offset(position);
+        if constexpr (ALIGNED) {
+            return load_pack<N>(at);
+        } else {
+            Pack<T, N> pack;
+            for (int i = 0; i < N; i++) pack.values[i] = i < valid ? at[i] : narrow<T>(0);
+            return pack;
+        }
+    }
+
+    __device__ __forceinline__ void store(T *to, uint32_t position, const Acc<T> (&values)[N]) const {
+        T *at = to + offset(position);
+        if constexpr (ALIGNED) {
+            store_pack(at, narrow_pack<T>(values));
+        } else {
+            for (int i = 0; i < N; i++)
+                if (i < valid) at[i] = narrow<T>(values[i]);
+        }
+    }
+
+    // f(positions, whether each exists) for the thread's positions, BATCH at a time, whose loads are to be under way together.
+    template <int BATCH, typename F> __device__ __forceinline__ void for_each(F f) const {
+        if (valid == 0) return;
+        const uint32_t end = size.first(piece) + size.count(piece);
+        for (uint32_t position = size.first(piece) + line; position < end; position += BATCH * lines) {
+            uint32_t at[BATCH];
+            bool exists[BATCH];
+#pragma unroll
+            for (int k = 0; k < BATCH; k++) {
+                at[k] = position + k * lines;
+                exists[k] = at[k] < end;
+            }
+            f(at, exists);
+        }
+    }
+
+    // f(channel of the thread, its group in the batch) for each channel; those left over have the group of another.
+    template <typename F> __device__ __forceinline__ void for_each_channel(F f) const {
+        const uint32_t width = size.width(), first = min(channel, size.channels - 1);
+        uint32_t group = first / width, place = first % width;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            f(i, static_cast<uint64_t>(sample) * size.groups + group);
+            if (++place == width && group + 1 < size.groups) {
+                place = 0;
+                group++;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void parameter(const void *parameter, bool is_f32, Acc<T> neutral, Acc<T> (&values)[N]) const {
+        if constexpr (ALIGNED) {
+            if (valid > 0) load_parameter<T>(parameter, is_f32, channel, neutral, values);
+        } else {
+            for (int i = 0; i < N; i++) {
+                Acc<T> value[1] = {neutral};
+                if (i < valid) load_parameter<T>(parameter, is_f32, channel + i, neutral, value);
+                values[i] = value[0];
+            }
+        }
+    }
+};
+
+// Two sums of each line and channel of a block, and then of each channel.
+template <typename T> struct Slots {
+    Acc<T> values[2][MAX_THREADS * WIDE<T>];
+
+    __device__ __forceinline__ void put(const Acc<T> (&first)[WIDE<T>], const Acc<T> (&second)[WIDE<T>]) {
+#pragma unroll
+        for (int i = 0; i < WIDE<T>; i++) {
+            values[0][threadIdx.x * WIDE<T> + i] = first[i];
+            values[1][threadIdx.x * WIDE<T> + i] = second[i];
+        }
+        __syncthreads();
+    }
+
+    // join(channel, of_line, results): results[2] of a channel from of_line(line, kind), its sums.
+    template <typename F> __device__ __forceinline__ void join_lines(const Tile<T> &tile, F join) {
+        const uint32_t stride = tile.columns * WIDE<T>;
+        for (uint32_t at = threadIdx.x; at < tile.high - tile.low; at += blockDim.x) {
+            // Only this thread reads or writes the channel's slots.
+            Acc<T> results[2];
+            join(tile.low + at, [&](uint32_t line, int kind) { return values[kind][line * stride + at]; }, results);
+            values[0][at] = results[0];
+            values[1][at] = results[1];
+        }
+        __syncthreads();
+    }
+
+    // f(group, low, high, lane, lanes) for each group of the tile, by `lanes` neighbouring threads; its channels in the tile
+    // are those of slots low to high. All threads of a warp come along, those without a group with no channels.
+    template <typename F>
+    __device__ __forceinline__ void for_each_group(const ChannelSize &size, const Tile<T> &tile, F f) const {
+        const uint32_t width = size.width(), first = tile.low / width, end = (tile.high - 1) / width + 1;
+        uint32_t lanes = 1;
+        while (lanes < WARP && 4 * lanes < width) lanes *= 2;
+        const uint32_t teams = blockDim.x / lanes, team = threadIdx.x / lanes;
+        for (uint32_t base = first; base < end; base += teams) {
+            const uint32_t group = base + team;
+            if (group < end)
+                f(group, max(group * width, tile.low) - tile.low, min((group + 1) * width, tile.high) - tile.low,
+                  threadIdx.x % lanes, lanes);
+            else f(group, 0u, 0u, threadIdx.x % lanes, lanes);
+        }
+    }
+};
+
+// The sum over `lanes` neighbouring threads, a power of two up to a warp.
+template <typename A> __device__ __forceinline__ A lanes_sum(A value, uint32_t lanes) {
+    for (uint32_t offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(ALL_LANES, value, offset);
+    return value;
+}
+
+// A pair of sums for each piece of each tile of each group: (batch, tiles, groups, pieces, 2). Tiles that a group does not
+// touch are neither written nor read.
+template <typename A> struct Partials {
+    A *pairs;
+    uint32_t tiles;
+
+    __device__ __forceinline__ A *at(const ChannelSize &size, uint64_t sample, uint32_t tile, uint32_t group, uint32_t piece) const {
+        return pairs + (((sample * tiles + tile) * size.groups + group) * size.pieces + piece) * 2;
+    }
+
+    // f(pair, elements that it stands for) for each thread's share of the pairs of a group.
+    template <typename T, typename F>
+    __device__ __forceinline__ void for_each(const ChannelSize &size, uint64_t sample, uint32_t group, F f) const {
+        const uint32_t low = group * size.width(), high = low + size.width();
+        for (uint32_t index = 0; index < tiles; index++) {
+            const Tile<T> tile(size, index, tiles);
+            if (tile.high <= low || tile.low >= high) continue;
+            const uint32_t width = min(high, tile.high) - max(low, tile.low);
+            const A *start = at(size, sample, index, group, 0);
+#pragma unroll 4
+            for (uint32_t piece = threadIdx.x; piece < size.pieces; piece += blockDim.x)
+                f(load_pack<2>(start + piece * 2ull), static_cast<A>(size.count(piece)) * width);
+        }
+    }
+};

@@ -1,0 +1,20 @@
+// Integer ids in device memory, of 4 bytes (u32) or 8 (i64), as `id_bytes` says.
+//
+// A kernel cannot refuse an id that is out of range. It writes what its comment says in that place, reads nothing, and lowers
+// *out_of_range, unless null, to the position of the id; the caller sets it to 2^64 - 1 before, and whoever waits for the
+// device next may report it.
+#pragma once
+
+#include <cstdint>
+
+using Counter = unsigned long long;
+
+__device__ __forceinline__ int64_t load_id(const void *ids, uint32_t id_bytes, uint64_t at) {
+    return id_bytes == 8 ? static_cast<const int64_t *>(ids)[at] : static_cast<int64_t>(static_cast<const uint32_t *>(ids)[at]);
+}
+
+__device__ __forceinline__ bool is_id(int64_t id, uint64_t size) { return static_cast<uint64_t>(id) < size; }
+
+__device__ __forceinline__ void report_id(Counter *out_of_range, uint64_t at) {
+    if (out_of_range != nullptr) atomicMin(out_of_range, static_cast<Counter>(at));
+}

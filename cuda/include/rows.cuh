@@ -1,0 +1,187 @@
+// Work on rows: wide access to neighbouring values, rows that stay in registers, sums over the threads of a row.
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+
+#include "common.cuh"
+
+// Whether 16-byte access is possible at all of these addresses; null pointers do not matter.
+template <typename... P> __device__ __forceinline__ bool are_wide(const P *...pointers) {
+    return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+// What one access moves.
+template <int BYTES> struct Words { using type = uint8_t; };
+template <> struct Words<2> { using type = uint16_t; };
+template <> struct Words<4> { using type = uint32_t; };
+template <> struct Words<8> { using type = uint2; };
+template <> struct Words<16> { using type = uint4; };
+
+template <int N, typename T> __device__ __forceinline__ Pack<T, N> load_pack(const T *from) {
+    using Word = typename Words<sizeof(Pack<T, N>)>::type;
+    const Word word = *reinterpret_cast<const Word *>(from);
+    Pack<T, N> pack;
+    memcpy(&pack, &word, sizeof(pack));
+    return pack;
+}
+
+// To global memory. Wide stores are in assembly since the compiler takes them apart now and then. It is not told of the access:
+// no kernel here reads what it has written.
+template <typename T, int N> __device__ __forceinline__ void store_pack(T *to, const Pack<T, N> &pack) {
+    typename Words<sizeof(pack)>::type word;
+    memcpy(&word, &pack, sizeof(pack));
+    if constexpr (sizeof(pack) == 16)
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(word.x), "r"(word.y),
+                     "r"(word.z), "r"(word.w));
+    else *reinterpret_cast<decltype(word) *>(to) = word;
+}
+
+// Keeps the compiler from widening the values of a pack before this point, or from keeping widened ones beyond it: they take
+// twice the registers.
+template <typename T, int N> __device__ __forceinline__ void keep_narrow(Pack<T, N> &pack) {
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+        auto *words = reinterpret_cast<uint32_t *>(pack.values);
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) asm volatile("" : "+r"(words[i]));
+    }
+}
+
+template <typename T, int N> __device__ __forceinline__ Pack<T, N> narrow_pack(const Acc<T> (&values)[N]) {
+    Pack<T, N> pack;
+    // Two values at a time are one instruction.
+    if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
+        auto *pairs = reinterpret_cast<__nv_bfloat162 *>(pack.values);
+#pragma unroll
+        for (int i = 0; i < N; i += 2) pairs[i / 2] = __floats2bfloat162_rn(values[i], values[i + 1]);
+    } else if constexpr (std::is_same_v<T, __half> && N % 2 == 0) {
+        auto *pairs = reinterpret_cast<__half2 *>(pack.values);
+#pragma unroll
+        for (int i = 0; i < N; i += 2) pairs[i / 2] = __floats2half2_rn(values[i], values[i + 1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) pack.values[i] = narrow<T>(values[i]);
+    }
+    return pack;
+}
+
+// `N` values from a 16-byte boundary (any address if N = 1) for arithmetic.
+template <typename S, typename A, int N> __device__ __forceinline__ void load_values(const S *from, A (&values)[N]) {
+    constexpr int STEP = N < WIDE<S> ? N : WIDE<S>;
+#pragma unroll
+    for (int i = 0; i < N; i += STEP) {
+        const auto pack = load_pack<STEP>(from + i);
+#pragma unroll
+        for (int j = 0; j < STEP; j++) values[i + j] = widen(pack.values[j]);
+    }
+}
+
+// A quotient and its remainder; most indices fit in 32 bits, where division is cheap.
+struct Quotient {
+    uint64_t quotient;
+    uint32_t remainder;
+};
+
+__device__ __forceinline__ Quotient divide(uint64_t index, uint32_t by) {
+    if (index >> 32 == 0) {
+        const uint32_t quotient = static_cast<uint32_t>(index) / by;
+        return {quotient, static_cast<uint32_t>(index) - quotient * by};
+    }
+    const uint64_t quotient = index / by;
+    return {quotient, static_cast<uint32_t>(index - quotient * by)};
+}
+
+// The first index of a thread in a flat loop over elements, and the distance to its next.
+__device__ __forceinline__ uint64_t flat_index() { return static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ uint64_t flat_stride() { return static_cast<uint64_t>(gridDim.x) * blockDim.x; }
+
+// A row belongs to a team of blockDim.x threads: one warp, of which the block has blockDim.y, or a whole block of several
+// warps, then blockDim.y = 1. For rows of `len` elements a team has
+//     threads = clamp(32 ceil(len / (32 HELD WIDE)), 32, TEAM)    with HELD WIDE = 64 (f16, bf16), 32 (f32), 16 (f64)
+// and the launch of a kernel over rows is, unless it says otherwise,
+//     block (threads, threads == 32 ? 4 : 1), grid min(ceil(rows / blockDim.y), 2^31 - 1), no dynamic shared memory.
+// Any other grid gives the same results.
+constexpr int TEAM = 512;
+// Packs of a row that each thread keeps in registers; the rest of a longer row is read again in each pass.
+constexpr int HELD = 4;
+
+__device__ __forceinline__ uint64_t first_row() { return static_cast<uint64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
+__device__ __forceinline__ uint64_t row_stride() { return static_cast<uint64_t>(gridDim.x) * blockDim.y; }
+
+// The sum over the team, known to all of it. `shared` holds a value for each warp of a block.
+template <typename A> __device__ __forceinline__ A team_sum(A value, A *shared) {
+    return blockDim.x == WARP ? warp_sum(value) : block_sum(value, shared);
+}
+
+// Both sums at once; `shared` holds two values for each warp.
+template <typename A> __device__ __forceinline__ void team_sums(A &first, A &second, A *shared) {
+    first = warp_sum(first);
+    second = warp_sum(second);
+    if (blockDim.x == WARP) return;
+    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    if (lane == 0) {
+        shared[threadIdx.x / WARP] = first;
+        shared[WARP + threadIdx.x / WARP] = second;
+    }
+    __syncthreads();
+    first = warp_sum(lane < warps ? shared[lane] : A(0));
+    second = warp_sum(lane < warps ? shared[WARP + lane] : A(0));
+    __syncthreads();
+}
+
+template <typename A> __device__ __forceinline__ A team_max(A value, A *shared) {
+    value = warp_max(value);
+    if (blockDim.x == WARP) return value;
+    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    if (lane == 0) shared[threadIdx.x / WARP] = value;
+    __syncthreads();
+    value = warp_max(shared[lane < warps ? lane : 0]);
+    __syncthreads();
+    return value;
+}
+
+// Keeps the compiler from moving loads of several steps of an unrolled loop together, which takes registers for all of them.
+__device__ __forceinline__ void one_at_a_time() { asm volatile("" ::: "memory"); }
+
+// A row of `packs` packs of `N` values whose first part lies in the registers of its team.
+template <typename T, int N> struct Row {
+    const T *start;
+    uint32_t packs;
+    Pack<T, N> held[HELD];
+
+    __device__ __forceinline__ Row(const T *start, uint32_t len) : start(start), packs(len / N) {
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            const uint32_t pack = threadIdx.x + i * blockDim.x;
+            if (pack < packs) held[i] = load_pack<N>(start + static_cast<uint64_t>(pack) * N);
+        }
+    }
+
+    // Called between passes.
+    __device__ __forceinline__ void keep_narrow() {
+#pragma unroll
+        for (int i = 0; i < HELD; i++) ::keep_narrow(held[i]);
+    }
+
+    // f(index of its first element, pack) for each pack of this thread.
+    template <typename F> __device__ __forceinline__ void for_each(F f) const {
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            const uint32_t pack = threadIdx.x + i * blockDim.x;
+            if (pack < packs) f(static_cast<uint64_t>(pack) * N, held[i]);
+        }
+        for (uint64_t pack = threadIdx.x + HELD * blockDim.x; pack < packs; pack += blockDim.x)
+            f(pack * N, load_pack<N>(start + pack * N));
+    }
+
+    // As above for this row and one of the same length: f(index, pack, pack of the other).
+    template <typename F> __device__ __forceinline__ void for_each(const Row &other, F f) const {
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            const uint32_t pack = threadIdx.x + i * blockDim.x;
+            if (pack < packs) f(static_cast<uint64_t>(pack) * N, held[i], other.held[i]);
+        }
+        for (uint64_t pack = threadIdx.x + HELD * blockDim.x; pack < packs; pack += blockDim.x)
+            f(pack * N, load_pack<N>(start + pack * N), load_pack<N>(other.start + pack * N));
+    }
+};

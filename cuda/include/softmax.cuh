@@ -1,0 +1,44 @@
+// Sums of exponentials of rows in one pass: where a larger element comes up, what was summed is scaled down to it.
+#pragma once
+
+#include "functions.cuh"
+#include "rows.cuh"
+
+// Σ e^(x - largest). Negative infinities count 0, NaN makes the sum NaN; positive infinity makes it NaN as well, and infinity
+// if `INFINITE`.
+template <typename T, bool INFINITE = false> struct Exponentials {
+    using A = Acc<T>;
+    A largest = -infinity<A>();
+    A sum = 0;
+
+    // What is taken off the elements: not an infinity, since their difference is no number.
+    static __device__ __forceinline__ A reference(A largest) {
+        return largest == -infinity<A>() || (INFINITE && largest == infinity<A>()) ? A(0) : largest;
+    }
+
+    // The sum with `by` taken off. Of no elements but negative infinities and NaN it is 0 or NaN, and stays it.
+    __device__ __forceinline__ A rescaled(A by) const {
+        return largest == -infinity<A>() ? sum : sum * exponential<T>(reference(largest) - by);
+    }
+
+    template <int N> __device__ __forceinline__ void add(const Pack<T, N> &pack) {
+        A next = largest;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const A x = widen(pack.values[i]);
+            next = x > next ? x : next;
+        }
+        const A by = reference(next);
+        sum = rescaled(by);
+#pragma unroll
+        for (int i = 0; i < N; i++) sum += exponential<T>(widen(pack.values[i]) - by);
+        largest = next;
+    }
+
+    // Joins those of the team's threads.
+    __device__ __forceinline__ void join(A *shared) {
+        const A all = team_max(largest, shared);
+        sum = team_sum(rescaled(reference(all)), shared);
+        largest = all;
+    }
+};

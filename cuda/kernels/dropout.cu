@@ -1,0 +1,64 @@
+// Dropout (Srivastava et al. 2014): y = 0 where a random word lies below the threshold, else x `kept`. The gradient is the same
+// function of the gradient.
+//
+// The mask is the CPU's. Elements are taken in groups of 64, for which the generator gives 16 blocks of 4 words: word w of
+// block i decides element 16 w + i. `threshold` is floor(p 2^32), at most 2^32 - 1; `kept` is 1 / (1 - p), 0 for p = 1. Seed
+// and offset are state[0] and state[1] + offset if `state` is not null, else the arguments. x and y have `len` elements and may
+// be the same.
+// Launch: block 256, grid clamp(ceil(len / (1024 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid is right.
+
+#include "philox.cuh"
+#include "rows.cuh"
+
+namespace {
+
+constexpr int WORDS = 4, BLOCKS = 16, GROUP = WORDS * BLOCKS;
+
+template <typename T>
+__device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generator generator, uint32_t threshold, Acc<T> kept) {
+    // A thread makes the blocks of N neighbours in each of the four quarters of a group.
+    constexpr int N = WIDE<T>, THREADS = BLOCKS / N;
+    const bool aligned = are_wide(x, y);
+    const uint64_t threads = (len + GROUP - 1) / GROUP * THREADS;
+    for (uint64_t index = flat_index(); index < threads; index += flat_stride()) {
+        const uint64_t group = index / THREADS, block = group * BLOCKS + index % THREADS * N;
+        const uint64_t start = group * GROUP + index % THREADS * N;
+        const bool wide = aligned && start + (WORDS - 1) * BLOCKS + N <= len;
+        // Whether element i of quarter w stays, i after i from the highest bit. A loop, since words of several blocks at a time
+        // take many registers.
+        uint32_t stays = 0;
+#pragma unroll 2
+        for (int i = 0; i < N; i++) {
+            const uint4 words = generator(block + i);
+            const uint32_t word[WORDS] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) stays += stays + (word[w] >= threshold);
+        }
+        auto factor = [&](int w, int i) { return stays >> (WORDS * (N - i) - 1 - w) & 1 ? kept : Acc<T>(0); };
+        if (wide) {
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) {
+                Acc<T> values[N];
+                load_values(x + start + w * BLOCKS, values);
+#pragma unroll
+                for (int i = 0; i < N; i++) values[i] *= factor(w, i);
+                store_pack(y + start + w * BLOCKS, narrow_pack<T>(values));
+            }
+        } else {
+            for (int k = 0; k < WORDS * N; k++) {
+                const uint64_t at = start + k / N * BLOCKS + k % N;
+                if (at < len) y[at] = narrow<T>(widen(x[at]) * factor(k / N, k % N));
+            }
+        }
+    }
+}
+
+} // namespace
+
+#define DEFINE_DROPOUT(SUFFIX, T)                                                                                      \
+    extern "C" __global__ void                                                                                         \
+        dropout_##SUFFIX(const T *x, T *y, const uint64_t *state, uint64_t seed, uint64_t offset, uint64_t len,        \
+                         uint32_t threshold, double kept) {                                                            \
+        dropout<T>(x, y, len, Generator(state, seed, offset), threshold, static_cast<Acc<T>>(kept));                   \
+    }
+FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_DROPOUT)

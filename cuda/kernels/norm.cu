@@ -1,0 +1,212 @@
+// Layer norm (Ba et al. 2016, arXiv:1607.06450) and RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) of rows.
+//
+// x, y, grad (of y) and dx are (rows, len); mean and rstd = 1/√(var + eps) are one value a row, f32 (f64 for f64). RMS norm is
+// layer norm without mean and shift: its pointers `mean` and `bias` are ignored. `affine_f32`: see affine.cuh.
+
+#include "affine.cuh"
+
+namespace {
+
+template <typename T, int N, bool CENTER>
+__device__ __forceinline__ void forward(const T *x, Affine affine, T *y, Acc<T> *mean, Acc<T> *rstd, uint64_t rows, uint32_t len,
+                                        Acc<T> eps, Acc<T> *shared) {
+    using A = Acc<T>;
+    for (uint64_t row = first_row(); row < rows; row += row_stride()) {
+        Row<T, N> values(x + row * len, len);
+        A center = 0, squares = 0;
+        if (CENTER) {
+            values.for_each([&](uint64_t, const Pack<T, N> &pack) {
+#pragma unroll
+                for (int i = 0; i < N; i++) center += widen(pack.values[i]);
+            });
+            center = team_sum(center, shared) / len;
+            values.keep_narrow();
+        }
+        values.for_each([&](uint64_t, const Pack<T, N> &pack) {
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const A d = widen(pack.values[i]) - center;
+                squares += d * d;
+            }
+        });
+        values.keep_narrow();
+        const A scale = A(1) / sqrt(team_sum(squares, shared) / len + eps);
+        T *out = y + row * len;
+        values.for_each([&](uint64_t at, const Pack<T, N> &pack) {
+            one_at_a_time();
+            A result[N];
+            {
+                A w[N];
+                load_parameter<T>(affine.weight, affine.is_f32, at, A(1), w);
+#pragma unroll
+                for (int i = 0; i < N; i++) result[i] = (widen(pack.values[i]) - center) * scale * w[i];
+            }
+            if (affine.bias != nullptr) {
+                A b[N];
+                load_parameter<T>(affine.bias, affine.is_f32, at, A(0), b);
+#pragma unroll
+                for (int i = 0; i < N; i++) result[i] += b[i];
+            }
+            store_pack(out + at, narrow_pack<T>(result));
+        });
+        if (threadIdx.x == 0) {
+            if (CENTER) mean[row] = center;
+            rstd[row] = scale;
+        }
+    }
+}
+
+template <typename T, int N, bool CENTER>
+__device__ __forceinline__ void backward(const T *x, const T *grad, Affine affine, const Acc<T> *mean, const Acc<T> *rstd, T *dx,
+                                         uint64_t rows, uint32_t len, Acc<T> *shared) {
+    using A = Acc<T>;
+    for (uint64_t row = first_row(); row < rows; row += row_stride()) {
+        Row<T, N> values(x + row * len, len), grads(grad + row * len, len);
+        const A center = CENTER ? mean[row] : A(0), scale = rstd[row];
+        A sum = 0, dot = 0;
+        values.for_each(grads, [&](uint64_t at, const Pack<T, N> &pack, const Pack<T, N> &g) {
+            one_at_a_time();
+            A w[N];
+            load_parameter<T>(affine.weight, affine.is_f32, at, A(1), w);
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const A gw = widen(g.values[i]) * w[i];
+                sum += gw;
+                dot += gw * ((widen(pack.values[i]) - center) * scale);
+            }
+        });
+        if (CENTER) team_sums(sum, dot, shared);
+        else dot = team_sum(dot, shared);
+        sum = CENTER ? sum / len : A(0);
+        dot /= len;
+        values.keep_narrow();
+        grads.keep_narrow();
+        T *out = dx + row * len;
+        values.for_each(grads, [&](uint64_t at, const Pack<T, N> &pack, const Pack<T, N> &g) {
+            one_at_a_time();
+            A w[N], result[N];
+            load_parameter<T>(affine.weight, affine.is_f32, at, A(1), w);
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const A normal = (widen(pack.values[i]) - center) * scale;
+                result[i] = scale * (widen(g.values[i]) * w[i] - sum - normal * dot);
+            }
+            store_pack(out + at, narrow_pack<T>(result));
+        });
+    }
+}
+
+constexpr int LINES = 8;
+
+template <typename T, int N, bool CENTER>
+__device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc<T> *mean, const Acc<T> *rstd, Acc<T> *partials,
+                                            uint64_t rows, uint32_t len, Acc<T> *dots, Acc<T> *sums) {
+    using A = Acc<T>;
+    constexpr int WIDTH = WARP * N;
+    const uint64_t piece = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * piece;
+    const uint64_t last = rows < first + piece ? rows : first + piece;
+    for (uint64_t tile = static_cast<uint64_t>(blockIdx.x) * WIDTH; tile < len; tile += static_cast<uint64_t>(gridDim.x) * WIDTH) {
+        const uint64_t column = tile + threadIdx.x * N;
+        A dot[N] = {}, sum[N] = {};
+        if (column < len) {
+#pragma unroll 4
+            for (uint64_t row = first + threadIdx.y; row < last; row += LINES) {
+                const auto pack = load_pack<N>(x + row * len + column), g = load_pack<N>(grad + row * len + column);
+                const A center = CENTER ? mean[row] : A(0), scale = rstd[row];
+#pragma unroll
+                for (int i = 0; i < N; i++) {
+                    dot[i] += widen(g.values[i]) * ((widen(pack.values[i]) - center) * scale);
+                    sum[i] += widen(g.values[i]);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            dots[threadIdx.y * WIDTH + threadIdx.x * N + i] = dot[i];
+            sums[threadIdx.y * WIDTH + threadIdx.x * N + i] = sum[i];
+        }
+        __syncthreads();
+        for (int at = threadIdx.y * WARP + threadIdx.x; at < WIDTH && tile + at < len; at += LINES * WARP) {
+            A all_dots = 0, all_sums = 0;
+            for (int line = 0; line < LINES; line++) {
+                all_dots += dots[line * WIDTH + at];
+                all_sums += sums[line * WIDTH + at];
+            }
+            A *partial = partials + static_cast<uint64_t>(blockIdx.y) * 2 * len + tile + at;
+            partial[0] = all_dots;
+            partial[len] = all_sums;
+        }
+        __syncthreads();
+    }
+}
+
+} // namespace
+
+// y = (x - mean) rstd weight + bias. Launch: over rows (rows.cuh).
+#define DEFINE_FORWARD(NAME, CENTER, SUFFIX, T)                                                                        \
+    extern "C" __global__ void __launch_bounds__(TEAM, 2)                                                                \
+        NAME##_forward_##SUFFIX(const T *x, const void *weight, const void *bias, T *y, Acc<T> *mean, Acc<T> *rstd,    \
+                                uint64_t rows, uint32_t len, double eps, uint32_t affine_f32) {                        \
+        __shared__ Acc<T> shared[WARP];                                                                                \
+        const Affine affine{weight, CENTER ? bias : nullptr, affine_f32 != 0};                                         \
+        if (len % WIDE<T> == 0 && are_wide(x, y) && are_wide(affine.weight, affine.bias))                              \
+            forward<T, WIDE<T>, CENTER>(x, affine, y, mean, rstd, rows, len, static_cast<Acc<T>>(eps), shared);        \
+        else forward<T, 1, CENTER>(x, affine, y, mean, rstd, rows, len, static_cast<Acc<T>>(eps), shared);             \
+    }
+
+// dx = rstd (g w - mean(g w) - x̂ mean(g w x̂)) with x̂ = (x - mean) rstd and means over the row (the first is 0 for RMS norm).
+// dx may be grad. Launch: over rows (rows.cuh).
+#define DEFINE_BACKWARD(NAME, CENTER, SUFFIX, T)                                                                       \
+    extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                                \
+        NAME##_backward_##SUFFIX(const T *x, const T *grad, const void *weight, const Acc<T> *mean,                    \
+                                 const Acc<T> *rstd, T *dx, uint64_t rows, uint32_t len, uint32_t affine_f32) {        \
+        __shared__ Acc<T> shared[2 * WARP];                                                                              \
+        const Affine affine{weight, nullptr, affine_f32 != 0};                                                         \
+        if (len % WIDE<T> == 0 && are_wide(x, grad, dx) && are_wide(weight))                                           \
+            backward<T, WIDE<T>, CENTER>(x, grad, affine, mean, rstd, dx, rows, len, shared);                          \
+        else backward<T, 1, CENTER>(x, grad, affine, mean, rstd, dx, rows, len, shared);                               \
+    }
+
+// First stage of the gradients of scale and shift: Σ g x̂ and Σ g over a piece of the rows, partials (pieces, 2, len) in f32
+// (f64 for f64). Launch: block (32, 8), grid (ceil(len / (32 WIDE)), pieces), no dynamic shared memory; pieces, at most 65535,
+// is the caller's choice, say clamp(ceil(rows / 64), 1, 128). Second stage: norm_affine_sum.
+#define DEFINE_AFFINE(NAME, CENTER, SUFFIX, T)                                                                         \
+    extern "C" __global__ void __launch_bounds__(WARP *LINES)                                                          \
+        NAME##_affine_##SUFFIX(const T *x, const T *grad, const Acc<T> *mean, const Acc<T> *rstd, Acc<T> *partials,    \
+                               uint64_t rows, uint32_t len) {                                                          \
+        __shared__ Acc<T> dots[LINES * WARP * WIDE<T>], sums[LINES * WARP * WIDE<T>];                                  \
+        if (len % WIDE<T> == 0 && are_wide(x, grad))                                                                   \
+            affine_sums<T, WIDE<T>, CENTER>(x, grad, mean, rstd, partials, rows, len, dots, sums);                     \
+        else affine_sums<T, 1, CENTER>(x, grad, mean, rstd, partials, rows, len, dots, sums);                          \
+    }
+
+#define DEFINE_NORMS(SUFFIX, T)                                                                                        \
+    DEFINE_FORWARD(layer_norm, true, SUFFIX, T)                                                                        \
+    DEFINE_FORWARD(rms_norm, false, SUFFIX, T)                                                                         \
+    DEFINE_BACKWARD(layer_norm, true, SUFFIX, T)                                                                       \
+    DEFINE_BACKWARD(rms_norm, false, SUFFIX, T)                                                                        \
+    DEFINE_AFFINE(layer_norm, true, SUFFIX, T)                                                                         \
+    DEFINE_AFFINE(rms_norm, false, SUFFIX, T)
+FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORMS)
+
+// Second stage, for every norm: dweight and dbias (len), each unless null, from partials (pieces, 2, len), added in the order
+// of the pieces in each of 16 interleaved sums. Launch: block (32, 16), grid (ceil(len / 32), 2), no dynamic shared memory.
+#define DEFINE_SUM(SUFFIX, T)                                                                                          \
+    extern "C" __global__ void norm_affine_sum_##SUFFIX(const Acc<T> *partials, void *dweight, void *dbias,            \
+                                                        uint32_t pieces, uint32_t len, uint32_t affine_f32) {          \
+        __shared__ Acc<T> shared[16][WARP];                                                                            \
+        void *out = blockIdx.y == 0 ? dweight : dbias;                                                                 \
+        if (out == nullptr) return;                                                                                    \
+        const uint64_t column = flat_index();                                                                          \
+        Acc<T> sum = 0;                                                                                                \
+        if (column < len)                                                                                              \
+            for (uint32_t piece = threadIdx.y; piece < pieces; piece += blockDim.y)                                    \
+                sum += partials[(piece * 2ull + blockIdx.y) * len + column];                                           \
+        shared[threadIdx.y][threadIdx.x] = sum;                                                                        \
+        __syncthreads();                                                                                               \
+        if (threadIdx.y > 0 || column >= len) return;                                                                  \
+        sum = 0;                                                                                                       \
+        for (int i = 0; i < 16; i++) sum += shared[i][threadIdx.x];                                                    \
+        store_parameter<T>(out, affine_f32 != 0, column, sum);                                                         \
+    }
+FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUM)

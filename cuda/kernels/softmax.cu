@@ -1,0 +1,136 @@
+// Softmax and its logarithm over the last dimension, and the logarithm of a sum of exponentials.
+//
+// x, y, grad and dx are (rows, len). Launch of all: over rows (rows.cuh).
+
+#include "softmax.cuh"
+
+namespace {
+
+template <typename T, int N, bool LOG>
+__device__ __forceinline__ void forward(const T *x, T *y, uint64_t rows, uint32_t len, Acc<T> *shared) {
+    using A = Acc<T>;
+    for (uint64_t row = first_row(); row < rows; row += row_stride()) {
+        Row<T, N> values(x + row * len, len);
+        Exponentials<T> exponentials;
+        values.for_each([&](uint64_t, const Pack<T, N> &pack) { exponentials.add(pack); });
+        exponentials.join(shared);
+        values.keep_narrow();
+        const A largest = exponentials.largest;
+        const A scale = LOG ? log(exponentials.sum) : A(1) / exponentials.sum;
+        T *out = y + row * len;
+        values.for_each([&](uint64_t at, const Pack<T, N> &pack) {
+            A result[N];
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const A d = widen(pack.values[i]) - largest;
+                result[i] = LOG ? d - scale : exponential<T>(d) * scale;
+            }
+            store_pack(out + at, narrow_pack<T>(result));
+        });
+    }
+}
+
+template <typename T, int N, bool LOG>
+__device__ __forceinline__ void backward(const T *y, const T *grad, T *dx, uint64_t rows, uint32_t len, Acc<T> *shared) {
+    using A = Acc<T>;
+    for (uint64_t row = first_row(); row < rows; row += row_stride()) {
+        Row<T, N> values(y + row * len, len), grads(grad + row * len, len);
+        A sum = 0;
+        values.for_each(grads, [&](uint64_t, const Pack<T, N> &pack, const Pack<T, N> &g) {
+#pragma unroll
+            for (int i = 0; i < N; i++) sum += LOG ? widen(g.values[i]) : widen(g.values[i]) * widen(pack.values[i]);
+        });
+        sum = team_sum(sum, shared);
+        values.keep_narrow();
+        grads.keep_narrow();
+        T *out = dx + row * len;
+        values.for_each(grads, [&](uint64_t at, const Pack<T, N> &pack, const Pack<T, N> &g) {
+            A result[N];
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const A y = widen(pack.values[i]), g_i = widen(g.values[i]);
+                result[i] = LOG ? g_i - exponential<T>(y) * sum : y * (g_i - sum);
+            }
+            store_pack(out + at, narrow_pack<T>(result));
+        });
+    }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void logsumexp(const T *x, T *y, Acc<T> *exact, uint64_t rows, uint32_t len, Acc<T> *shared) {
+    for (uint64_t row = first_row(); row < rows; row += row_stride()) {
+        const T *start = x + row * len;
+        Exponentials<T, true> exponentials;
+        for (uint64_t at = threadIdx.x * static_cast<uint64_t>(N); at < len; at += blockDim.x * N)
+            exponentials.add(load_pack<N>(start + at));
+        exponentials.join(shared);
+        const Acc<T> result = log(exponentials.sum) + exponentials.reference(exponentials.largest);
+        if (threadIdx.x > 0) continue;
+        exact[row] = result;
+        if (y != nullptr) y[row] = narrow<T>(result);
+    }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exact, const T *grad, T *dx, uint64_t rows,
+                                                   uint32_t len) {
+    for (uint64_t row = first_row(); row < rows; row += row_stride()) {
+        const T *start = x + row * len;
+        const Acc<T> g = widen(grad[row]), by = exact[row] == -infinity<Acc<T>>() ? Acc<T>(0) : exact[row];
+        for (uint64_t at = threadIdx.x * static_cast<uint64_t>(N); at < len; at += blockDim.x * N) {
+            const auto pack = load_pack<N>(start + at);
+            Acc<T> result[N];
+#pragma unroll
+            for (int i = 0; i < N; i++) result[i] = g * exponential<T>(widen(pack.values[i]) - by);
+            store_pack(dx + row * len + at, narrow_pack<T>(result));
+        }
+    }
+}
+
+} // namespace
+
+// y = e^x / Σ e^x, or its logarithm. A row of negative infinities, and one with NaN or infinity, gives NaN.
+#define DEFINE_FORWARD(NAME, LOG, SUFFIX, T)                                                                           \
+    extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
+        NAME##_forward_##SUFFIX(const T *x, T *y, uint64_t rows, uint32_t len) {                                       \
+        __shared__ Acc<T> shared[WARP];                                                                                \
+        if (len % WIDE<T> == 0 && are_wide(x, y)) forward<T, WIDE<T>, LOG>(x, y, rows, len, shared);                   \
+        else forward<T, 1, LOG>(x, y, rows, len, shared);                                                              \
+    }
+
+// dx = y (g - Σ g y), or g - e^y Σ g, from the result y. dx may be grad.
+#define DEFINE_BACKWARD(NAME, LOG, SUFFIX, T)                                                                          \
+    extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
+        NAME##_backward_##SUFFIX(const T *y, const T *grad, T *dx, uint64_t rows, uint32_t len) {                      \
+        __shared__ Acc<T> shared[WARP];                                                                                \
+        if (len % WIDE<T> == 0 && are_wide(y, grad, dx)) backward<T, WIDE<T>, LOG>(y, grad, dx, rows, len, shared);    \
+        else backward<T, 1, LOG>(y, grad, dx, rows, len, shared);                                                      \
+    }
+
+// log Σ e^x of each row: exact (rows) in f32 (f64 for f64), which the backward pass reads, and y (rows), unless null.
+// Infinite where the largest element is.
+#define DEFINE_LOGSUMEXP(SUFFIX, T)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
+        logsumexp_forward_##SUFFIX(const T *x, T *y, Acc<T> *exact, uint64_t rows, uint32_t len) {                     \
+        __shared__ Acc<T> shared[WARP];                                                                                \
+        if (len % WIDE<T> == 0 && are_wide(x)) logsumexp<T, WIDE<T>>(x, y, exact, rows, len, shared);                  \
+        else logsumexp<T, 1>(x, y, exact, rows, len, shared);                                                          \
+    }
+
+// dx = g e^(x - exact) with a gradient g of each row.
+#define DEFINE_LOGSUMEXP_BACKWARD(SUFFIX, T)                                                                           \
+    extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
+        logsumexp_backward_##SUFFIX(const T *x, const Acc<T> *exact, const T *grad, T *dx, uint64_t rows,              \
+                                    uint32_t len) {                                                                    \
+        if (len % WIDE<T> == 0 && are_wide(x, dx)) logsumexp_backward<T, WIDE<T>>(x, exact, grad, dx, rows, len);      \
+        else logsumexp_backward<T, 1>(x, exact, grad, dx, rows, len);                                                  \
+    }
+
+#define DEFINE_SOFTMAX(SUFFIX, T)                                                                                      \
+    DEFINE_FORWARD(softmax, false, SUFFIX, T)                                                                          \
+    DEFINE_FORWARD(log_softmax, true, SUFFIX, T)                                                                       \
+    DEFINE_BACKWARD(softmax, false, SUFFIX, T)                                                                         \
+    DEFINE_BACKWARD(log_softmax, true, SUFFIX, T)                                                                      \
+    DEFINE_LOGSUMEXP(SUFFIX, T)                                                                                        \
+    DEFINE_LOGSUMEXP_BACKWARD(SUFFIX, T)
+FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SOFTMAX)

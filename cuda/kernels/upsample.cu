@@ -1,0 +1,110 @@
+// Resizing of images by the nearest pixel: position i of n meets position ⌊i · (m / n)⌋ of m, computed in f32, equal and
+// doubled sizes exactly, as torch does.
+//
+// x is (batch, height, width, channels), y and its gradient (batch, out_height, out_width, channels), dx as x.
+// Launch: block 256, grid clamp(lines ceil(line / (1024 WIDE)), 1, 2^31 - 1) for as many lines (of all images) of `line`
+// elements as the result has, y forward and dx backward; no dynamic shared memory. Any grid is right.
+
+#include "rows.cuh"
+
+namespace {
+
+struct Axis {
+    uint32_t input, output;
+
+    // The position of the input that position `i` of the output copies.
+    __device__ __forceinline__ uint32_t source(uint32_t i) const {
+        if (output == input) return i;
+        if (output == 2 * static_cast<uint64_t>(input)) return i / 2;
+        const float scale = __fdiv_rn(static_cast<float>(input), static_cast<float>(output));
+        return min(static_cast<uint32_t>(static_cast<float>(i) * scale), input - 1);
+    }
+
+    // The first position of the output that copies position `i` of the input or a later one.
+    __device__ __forceinline__ uint32_t first_copy(uint32_t i) const {
+        if (output == input) return i;
+        if (output == 2 * static_cast<uint64_t>(input)) return 2 * i;
+        uint32_t low = 0, high = output;
+        while (low < high) {
+            const uint32_t middle = low + (high - low) / 2;
+            if (source(middle) < i) low = middle + 1;
+            else high = middle;
+        }
+        return low;
+    }
+};
+
+// Packs that a thread takes in turn.
+constexpr int BATCH = 4;
+
+// f(image, line, column, pack of the column, index of the pack in the tensor) for each pack of the tensor (batch, height,
+// width, packs). A block takes stretches of a line, so that there is one division a pack.
+template <int UNROLL, typename F>
+__device__ __forceinline__ void for_each_pack(uint64_t batch, uint32_t height, uint32_t width, uint32_t packs, F f) {
+    const uint64_t len = static_cast<uint64_t>(width) * packs;
+    const uint32_t stretch = BATCH * blockDim.x, stretches = static_cast<uint32_t>((len + stretch - 1) / stretch);
+    for (uint64_t item = blockIdx.x; item < batch * height * stretches; item += gridDim.x) {
+        const auto [row, part] = divide(item, stretches);
+        const auto [image, line] = divide(row, height);
+#pragma unroll UNROLL
+        for (int k = 0; k < BATCH; k++) {
+            const uint64_t at = part * static_cast<uint64_t>(stretch) + k * blockDim.x + threadIdx.x;
+            if (at >= len) break;
+            const auto [column, pack] = divide(at, packs);
+            f(image, line, static_cast<uint32_t>(column), pack, row * len + at);
+        }
+    }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void forward(const T *__restrict__ x, T *__restrict__ y, uint64_t batch, Axis lines, Axis columns,
+                                        uint32_t channels) {
+    const uint32_t packs = channels / N;
+    for_each_pack<BATCH>(batch, lines.output, columns.output, packs,
+                  [&](uint64_t image, uint32_t line, uint32_t column, uint32_t pack, uint64_t index) {
+                      const uint64_t pixel = (image * lines.input + lines.source(line)) * columns.input + columns.source(column);
+                      store_pack(y + index * N, load_pack<N>(x + (pixel * packs + pack) * N));
+                  });
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void backward(const T *__restrict__ grad, T *__restrict__ dx, uint64_t batch, Axis lines, Axis columns,
+                                         uint32_t channels) {
+    const uint32_t packs = channels / N;
+    for_each_pack<1>(batch, lines.input, columns.input, packs,
+                  [&](uint64_t image, uint32_t line, uint32_t column, uint32_t pack, uint64_t index) {
+                      const uint32_t first = columns.first_copy(column), last = columns.first_copy(column + 1);
+                      const uint32_t last_copy = lines.first_copy(line + 1);
+                      Acc<T> sum[N] = {};
+                      for (uint32_t copy = lines.first_copy(line); copy < last_copy; copy++) {
+                          const uint64_t row = (image * lines.output + copy) * columns.output;
+                          for (uint32_t at = first; at < last; at++) {
+                              const auto g = load_pack<N>(grad + ((row + at) * packs + pack) * N);
+#pragma unroll
+                              for (int i = 0; i < N; i++) sum[i] += widen(g.values[i]);
+                          }
+                      }
+                      store_pack(dx + index * N, narrow_pack<T>(sum));
+                  });
+}
+
+} // namespace
+
+#define DEFINE_UPSAMPLE(SUFFIX, T)                                                                                     \
+    extern "C" __global__ void upsample_nearest2d_forward_##SUFFIX(const T *x, T *y, uint64_t batch, uint32_t height,  \
+                                                                   uint32_t width, uint32_t out_height,                \
+                                                                   uint32_t out_width, uint32_t channels) {            \
+        const Axis lines{height, out_height}, columns{width, out_width};                                               \
+        if (channels % WIDE<T> == 0 && are_wide(x, y)) forward<T, WIDE<T>>(x, y, batch, lines, columns, channels);     \
+        else forward<T, 1>(x, y, batch, lines, columns, channels);                                                     \
+    }                                                                                                                  \
+    extern "C" __global__ void upsample_nearest2d_backward_##SUFFIX(const T *grad, T *dx, uint64_t batch,              \
+                                                                    uint32_t height, uint32_t width,                   \
+                                                                    uint32_t out_height, uint32_t out_width,           \
+                                                                    uint32_t channels) {                               \
+        const Axis lines{height, out_height}, columns{width, out_width};                                               \
+        if (channels % WIDE<T> == 0 && are_wide(grad, dx))                                                             \
+            backward<T, WIDE<T>>(grad, dx, batch, lines, columns, channels);                                           \
+        else backward<T, 1>(grad, dx, batch, lines, columns, channels);                                                \
+    }
+FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_UPSAMPLE)
