@@ -59,14 +59,15 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
             row_delta[m][r] = row < mine ? delta[start + row] : 0.0f;
         }
     wait_for_copies();
-    const Rows<D, M, QUERIES> queries(query_tile + warp * 16 * M * ROW_BYTES);
-    const Rows<D, M, QUERIES> grads(grad_tile + warp * 16 * M * ROW_BYTES);
+    Rows<D, M, QUERIES> queries(query_tile);
+    Rows<D, M, QUERIES> grads(grad_tile);
 
     float sum[M][D / 8][4] = {};
     for (uint32_t step = 0; step < steps; step++) {
         wait_for_copies();
         if (step + 1 < steps) copy_keys(step + 1);
         const uint32_t stage = stages + step % 2 * STAGE;
+        queries.begin_iteration(), grads.begin_iteration();
 #pragma unroll
         for (int part = 0; part < KEYS; part += STEP) {
             const uint32_t key_tile = stage + part * ROW_BYTES, key = step * KEYS + part;
@@ -196,8 +197,8 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     if (begin < end) copy_queries(begin);
     end_copies();
     wait_for_copies();
-    const Rows<D, M, KEYS> keys(key_tile + warp * 16 * M * ROW_BYTES);
-    const Rows<D, M, KEYS> values(value_tile + warp * 16 * M * ROW_BYTES);
+    Rows<D, M, KEYS> keys(key_tile);
+    Rows<D, M, KEYS> values(value_tile);
 
     const float scale = static_cast<float>(shape.scale), scale2 = scale * LOG2_E;
     float key_sum[M][D / 8][4] = {}, value_sum[M][D / 8][4] = {};
@@ -206,6 +207,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
         if (step + 1 < end) copy_queries(step + 1);
         const uint32_t stage = stages + step % 2 * STAGE;
         const float *log_sum = reinterpret_cast<const float *>(shared + (numbers - key_tile) + step % 2 * NUMBERS);
+        keys.begin_iteration(), values.begin_iteration();
 #pragma unroll
         for (int offset = 0; offset < QUERIES; offset += STEP) {
             const uint32_t query_tile = stage + offset * ROW_BYTES, query = step * QUERIES + offset;
