@@ -1,5 +1,5 @@
-// The attention of a tile of queries to all keys on tensor cores, without the matrix of scores: a running maximum and sum for each
-// query (Milakov & Gimelshein 2018, arXiv:1805.02867), one block for a tile of queries (Dao 2023, arXiv:2307.08691).
+// The attention of a tile of queries to all keys on tensor cores, without the matrix of scores: a running maximum and sum for
+// each query (Milakov & Gimelshein 2018, arXiv:1805.02867), one block for a tile of queries (Dao 2023, arXiv:2307.08691).
 #pragma once
 
 #include "mma.cuh"
@@ -111,12 +111,13 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
     const uint32_t steps = ceil_divide(seen, KEYS);
     const auto copy_keys = [&](uint32_t step) {
         const uint32_t key = step * KEYS;
-        copy_tile<T, D, KEYS, THREADS>(stages + step % 2 * STAGE, k + key * k_strides.row, k_strides.row, shape.keys - key, shape.width);
+        copy_tile<T, D, KEYS, THREADS>(stages + step % 2 * STAGE, k + key * k_strides.row, k_strides.row, shape.keys - key,
+                                       shape.width);
     };
     const auto copy_values = [&](uint32_t step) {
         const uint32_t key = step * KEYS;
-        copy_tile<T, D, KEYS, THREADS>(stages + STAGE / 2 + step % 2 * STAGE, v + key * v_strides.row, v_strides.row, shape.keys - key,
-                                       shape.width);
+        copy_tile<T, D, KEYS, THREADS>(stages + STAGE / 2 + step % 2 * STAGE, v + key * v_strides.row, v_strides.row,
+                                       shape.keys - key, shape.width);
     };
     copy_tile<T, D, QUERIES, THREADS>(query_tile, q, q_strides.row, rows, shape.width);
     if (steps > 0) {
@@ -199,7 +200,6 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
 #pragma unroll
             for (int d = 0; d < D / 8; d++) result[m][d][2 * r] *= share, result[m][d][2 * r + 1] *= share;
         }
-    // The warp alone has read its rows of the tile of queries.
     write_rows<T, D, M, QUERIES>(o + warp * 16 * M * o_strides.row, o_strides.row, mine, shape.width, result,
                         shared + warp * 16 * M * ROW_BYTES);
 }

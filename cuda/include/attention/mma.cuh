@@ -1,11 +1,11 @@
 // Tensor-core products of f16 and bf16 tiles (PTX `mma.sync.m16n8k16`, `ldmatrix`) and asynchronous copies into shared memory.
 //
-// A tile lies in shared memory as panels of 64 columns, each row after row of 128 bytes; the 16-byte chunks of a row are permuted by an
-// exclusive or with the row's index modulo 8, so that the eight rows which `ldmatrix` reads at once lie in different banks.
+// A tile lies in shared memory as panels of 64 columns, each row after row of 128 bytes; the 16-byte chunks of a row are permuted
+// by an exclusive or with the row's index modulo 8, so that the eight rows which `ldmatrix` reads at once lie in different banks.
 //
 // Fragments of a 16 x 8 product as the PTX manual lays them out: with g = lane / 4 and t = lane % 4, a thread's four accumulators
-// are the elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1). Accumulators of two neighbouring products, narrowed, are the
-// left operand of a product over their 16 columns, so that chained products need no exchange between threads.
+// are the elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1). Accumulators of two neighbouring products, narrowed, are
+// the left operand of a product over their 16 columns, so that chained products need no exchange between threads.
 #pragma once
 
 #include "warpgroup.cuh"
@@ -264,13 +264,17 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], con
 }
 
 // Writes (16 M, D) accumulators of a warp, narrowed, to rows of `stride` values, of which `rows` rows and `width` columns exist.
-// `tile` are 16 M rows, this warp's own, of a tile of `ROWS` rows in shared memory.
+// `tile` are 16 M rows, this warp's own, of a tile of `ROWS` rows in shared memory. All threads of the block take part.
 template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_rows(T *to, uint64_t stride, int rows, int width, const float (&sum)[M][D / 8][4],
                                            unsigned char *tile) {
     constexpr int CHUNKS = D / CHUNK, STEP = WARP / CHUNKS;
     const int lane = threadIdx.x % WARP, group = lane / 4, member = lane % 4;
-    __syncwarp();
+    // A warpgroup's products read the rows of all its warps.
+    if constexpr (BY_WARPGROUP<M>)
+        __syncthreads();
+    else
+        __syncwarp();
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
