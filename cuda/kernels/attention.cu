@@ -1,12 +1,15 @@
 // Scaled dot-product attention without the matrix of scores, forward and backward, in two forms.
 //
-// The form on tensor cores, `attention_*_w64_*` for widths up to 64 and `attention_*_w128_*` up to 128, takes f16 and bf16; a width equal
-// to the width of values and a multiple of 8; pointers and strides that are multiples of 16 bytes; a scale above 0; no mask. The plain
-// form takes everything else. Both take any number of queries and keys; only the dimension that a grid runs over must not be empty.
+// The form on tensor cores, `attention_*_w64_*` for widths up to 64 and `attention_*_w128_*` up to 128, takes f16 and bf16; a
+// width equal to the width of values and a multiple of 8; pointers and strides that are multiples of 16 bytes; a scale above 0;
+// no mask. The plain form takes everything else. Both take any number of queries and keys; only the dimension that a grid runs
+// over must not be empty.
 //
-// q, dq (batch, heads, queries, width); k, dk (batch, heads, keys, width); v, dv (batch, heads, keys, value_width); o, d_o (batch, heads,
-// queries, value_width): each with its `Strides`, in the order of the pointers. log_sums and delta (batch, heads, queries), dense, in
-// the arithmetic type. `AttentionShape`, `Strides` and `Mask` (include/attention) go by value.
+// q, dq (batch, heads, queries, width); k, dk (batch, heads, keys, width); v, dv (batch, heads, keys, value_width); o, d_o
+// (batch, heads, queries, value_width): each with its `Strides`, in the order of the pointers. log_sums and delta (batch, heads,
+// queries), dense, in the arithmetic type. `AttentionShape`, `Strides` and `Mask` (include/attention) go by value.
+#include <type_traits>
+
 #include "../include/attention/backward.cuh"
 #include "../include/attention/forward.cuh"
 #include "../include/attention/plain.cuh"
@@ -14,22 +17,30 @@
 #define BY_VALUE const __grid_constant__
 #define ENTRY(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 
+// What suits warpgroups and what suits warps: keys in a tile, rows worked on at a time, blocks on a multiprocessor, and whether a
+// block's own rows are held in registers.
+template <int D, int M, int ROWS> using OwnRows = std::conditional_t<BY_WARPGROUP<M>, SharedRows<D, M, ROWS>, HeldRows<D, M, ROWS>>;
+constexpr int FORWARD_KEYS_64 = WARPGROUP_PRODUCTS ? 128 : 64, FORWARD_BLOCKS_64 = WARPGROUP_PRODUCTS ? 3 : 4;
+constexpr int QUERY_STEP_64 = WARPGROUP_PRODUCTS ? 64 : 32;
+
 // attention_forward_w{64,128}_{f16,bf16}: o = softmax(scale q kᵀ) v and log_sums = ln Σ e^(scale q kᵀ).
-// Grid (ceil(queries / 64) batch heads), 128 threads. Dynamic shared memory: w64 40960 bytes, w128 81920.
-#define FORWARD(w, dtype, type, blocks, rows)                                                                                      \
+// Grid (ceil(queries / 64) batch heads), 128 threads. Dynamic shared memory: w64 40960 bytes, 73728 on compute capability 9.0;
+// w128 81920.
+#define FORWARD(w, dtype, type, blocks, keys)                                                                                      \
     ENTRY(128, blocks)                                                                                                             \
     attention_forward_w##w##_##dtype(const type *q, const type *k, const type *v, type *o, float *log_sums,                        \
                                      BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,           \
                                      BY_VALUE Strides o_strides, BY_VALUE AttentionShape shape) {                                  \
-        attention_forward<type, w, 4, 1, 64, rows>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, shape);       \
+        attention_forward<type, w, 4, 1, keys, OwnRows>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, shape);  \
     }
 
-// attention_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Those that are null are not written. With parts = 1
-// dk_parts and dv_parts are null; else they hold (parts, batch, heads, keys, width) f32 each, for `attention_sum_parts`, which then
-// writes dk and dv.
-// Grid (K + Q), 128 threads: K = parts ceil(keys / 64) batch heads blocks make dk and dv, none if both are null; Q = ceil(queries / 64)
-// batch heads blocks make dq, none if it is null. Dynamic shared memory: w64 50176 bytes, w128 99328.
-#define BACKWARD(w, dtype, type, blocks, step, rows)                                                                               \
+// attention_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Those that are null are not written. With parts
+// = 1 dk_parts and dv_parts are null; else they hold (parts, batch, heads, keys, width) f32 each, for `attention_sum_parts`,
+// which then writes dk and dv. Parts keep the multiprocessors busy when there are few keys: they pay while parts ceil(keys / 64)
+// batch heads is below the number of multiprocessors.
+// Grid (K + Q), 128 threads: K = parts ceil(keys / 64) batch heads blocks make dk and dv, none if both are null; Q = ceil(queries
+// / 64) batch heads blocks make dq, none if it is null. Dynamic shared memory: w64 50176 bytes, w128 99328.
+#define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \
     ENTRY(128, blocks)                                                                                                             \
     attention_backward_w##w##_##dtype(const type *q, const type *k, const type *v, const type *d_o, const float *log_sums,         \
                                       const float *delta, type *dq, type *dk, type *dv, float *dk_parts, float *dv_parts,          \
@@ -37,15 +48,15 @@
                                       BY_VALUE Strides do_strides, BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides,       \
                                       BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape) {                                \
         const bool others = dk != nullptr || dv != nullptr;                                                                        \
-        const uint32_t blocks_of_keys = others ? shape.parts * ceil_divide(shape.keys, 64) * shape.batch * shape.heads : 0;        \
-        if (blockIdx.x < blocks_of_keys)                                                                                           \
-            attention_backward_key_value<type, w, 4, 1, 64, 32, rows>(blockIdx.x, q, k, v, d_o, log_sums, delta, dk, dv, dk_parts, \
-                                                                      dv_parts, q_strides, k_strides, v_strides, do_strides,       \
-                                                                      dk_strides, dv_strides, shape);                              \
+        const uint32_t key_blocks = others ? shape.parts * ceil_divide(shape.keys, 64) * shape.batch * shape.heads : 0;            \
+        if (blockIdx.x < key_blocks)                                                                                               \
+            attention_backward_key_value<type, w, 4, 1, 64, key_step, key_rows>(                                                   \
+                blockIdx.x, q, k, v, d_o, log_sums, delta, dk, dv, dk_parts, dv_parts, q_strides, k_strides, v_strides,            \
+                do_strides, dk_strides, dv_strides, shape);                                                                        \
         else                                                                                                                       \
-            attention_backward_query<type, w, 4, 1, 64, step, rows>(blockIdx.x - blocks_of_keys, q, k, v, d_o, log_sums, delta,    \
-                                                                    dq, q_strides, k_strides, v_strides, do_strides, dq_strides,   \
-                                                                    shape);                                                        \
+            attention_backward_query<type, w, 4, 1, 64, query_step, query_rows>(blockIdx.x - key_blocks, q, k, v, d_o, log_sums,   \
+                                                                                delta, dq, q_strides, k_strides, v_strides,        \
+                                                                                do_strides, dq_strides, shape);                    \
     }
 
 // attention_sum_parts_{f16,bf16}: dk and dv, unless they are null, from their parts, added in their order.
@@ -61,10 +72,10 @@
     }
 
 #define ON_TENSOR_CORES(dtype, type)                                                                                               \
-    FORWARD(64, dtype, type, 4, HeldRows)                                                                                          \
-    FORWARD(128, dtype, type, 2, HeldRows)                                                                                         \
-    BACKWARD(64, dtype, type, 3, 64, HeldRows)                                                                                     \
-    BACKWARD(128, dtype, type, 2, 32, SharedRows)                                                                                  \
+    FORWARD(64, dtype, type, FORWARD_BLOCKS_64, FORWARD_KEYS_64)                                                                   \
+    FORWARD(128, dtype, type, 2, 64)                                                                                               \
+    BACKWARD(64, dtype, type, 3, 32, HeldRows, QUERY_STEP_64, OwnRows)                                                                 \
+    BACKWARD(128, dtype, type, 2, 64, SharedRows, 64, SharedRows)                                                                  \
     SUM_PARTS(dtype, type)
 
 ON_TENSOR_CORES(f16, __half)
@@ -79,8 +90,8 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
         attention_delta<type>(o, d_o, delta, o_strides, do_strides, shape);                                                        \
     }
 
-// attention_plain_forward_{f32,f64,f16,bf16}: o = softmax(scale q kᵀ + mask) v and log_sums; a query that sees no key gets zeros and
-// negative infinity.
+// attention_plain_forward_{f32,f64,f16,bf16}: o = softmax(scale q kᵀ + mask) v and log_sums; a query that sees no key gets zeros
+// and negative infinity.
 // Grid (ceil(queries / 32) batch heads, max(ceil(value_width / 64), 1)), 256 threads. No dynamic shared memory.
 #define PLAIN_FORWARD(dtype, type)                                                                                                 \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \
@@ -91,8 +102,8 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
     }
 
 // attention_plain_backward_{query,key,value}_{f32,f64,f16,bf16}: dq, dk or dv from log_sums and delta.
-// Grid (ceil(rows / 32) batch heads, ceil(columns / 64)) with the rows and columns of the gradient's matrices, 256 threads. No dynamic
-// shared memory.
+// Grid (ceil(rows / 32) batch heads, ceil(columns / 64)) with the rows and columns of the gradient's matrices, 256 threads. No
+// dynamic shared memory.
 #define PLAIN_BACKWARD(part, dtype, type)                                                                                          \
     ENTRY(PLAIN_THREADS, 1)                                                                                                        \
     attention_plain_backward_##part##_##dtype(const type *q, const type *k, const type *v, const type *d_o,                        \

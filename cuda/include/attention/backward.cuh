@@ -1,6 +1,6 @@
-// The gradients of attention on tensor cores, from the log-sums of the forward pass (Dao 2023, arXiv:2307.08691). Scores are computed
-// twice, once for the gradients of keys and values and once for those of queries, so that each block owns the sums that it writes and
-// a run repeats without atomics.
+// The gradients of attention on tensor cores, from the log-sums of the forward pass (Dao 2023, arXiv:2307.08691). Scores are
+// computed twice, once for the gradients of keys and values and once for those of queries, so that each block owns the sums that
+// it writes and a run repeats without atomics.
 //
 // With P = e^(scale q kᵀ - log_sum), dP = do vᵀ, delta = rowsum(do ∘ o) and dS = P ∘ (dP - delta):
 // dv = Pᵀ do, dk = scale dSᵀ q, dq = scale dS k.
@@ -9,8 +9,8 @@
 #include "mma.cuh"
 #include "shape.cuh"
 
-// One block for a tile of queries, which loops over tiles of keys; `WARPS` warps with 16 `M` queries each. `KEYS` keys are copied and
-// `STEP` of them are worked on at a time. `Rows` says whether queries and gradients of the result are held in registers.
+// One block for a tile of queries, which loops over tiles of keys; `WARPS` warps with 16 `M` queries each. `KEYS` keys are copied
+// and `STEP` of them are worked on at a time. `Rows` says whether queries and gradients of the result are held in registers.
 template <typename T, int D, int WARPS, int M, int KEYS, int STEP, template <int, int, int> class Rows>
 __device__ __forceinline__ void attention_backward_query(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums,
                                                          const float *delta, T *dq, const Strides &q_strides,
@@ -59,14 +59,15 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
             row_delta[m][r] = row < mine ? delta[start + row] : 0.0f;
         }
     wait_for_copies();
-    const Rows<D, M, QUERIES> queries(query_tile + warp * 16 * M * ROW_BYTES);
-    const Rows<D, M, QUERIES> grads(grad_tile + warp * 16 * M * ROW_BYTES);
+    Rows<D, M, QUERIES> queries(query_tile);
+    Rows<D, M, QUERIES> grads(grad_tile);
 
     float sum[M][D / 8][4] = {};
     for (uint32_t step = 0; step < steps; step++) {
         wait_for_copies();
         if (step + 1 < steps) copy_keys(step + 1);
         const uint32_t stage = stages + step % 2 * STAGE;
+        queries.begin_iteration(), grads.begin_iteration();
 #pragma unroll
         for (int part = 0; part < KEYS; part += STEP) {
             const uint32_t key_tile = stage + part * ROW_BYTES, key = step * KEYS + part;
@@ -146,8 +147,9 @@ __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, 
         }
 }
 
-// One block for a tile of keys and a range of the tiles of queries, over which it loops; `WARPS` warps with 16 `M` keys each. `QUERIES`
-// queries are copied and `STEP` of them are worked on at a time. `Rows` says whether keys and values are held in registers.
+// One block for a tile of keys and a range of the tiles of queries, over which it loops; `WARPS` warps with 16 `M` keys each.
+// `QUERIES` queries are copied and `STEP` of them are worked on at a time. `Rows` says whether keys and values are held in
+// registers.
 template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int, int> class Rows>
 __device__ __forceinline__ void
 attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums, const float *delta, T *dk, T *dv,
@@ -196,8 +198,8 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     if (begin < end) copy_queries(begin);
     end_copies();
     wait_for_copies();
-    const Rows<D, M, KEYS> keys(key_tile + warp * 16 * M * ROW_BYTES);
-    const Rows<D, M, KEYS> values(value_tile + warp * 16 * M * ROW_BYTES);
+    Rows<D, M, KEYS> keys(key_tile);
+    Rows<D, M, KEYS> values(value_tile);
 
     const float scale = static_cast<float>(shape.scale), scale2 = scale * LOG2_E;
     float key_sum[M][D / 8][4] = {}, value_sum[M][D / 8][4] = {};
@@ -206,6 +208,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
         if (step + 1 < end) copy_queries(step + 1);
         const uint32_t stage = stages + step % 2 * STAGE;
         const float *log_sum = reinterpret_cast<const float *>(shared + (numbers - key_tile) + step % 2 * NUMBERS);
+        keys.begin_iteration(), values.begin_iteration();
 #pragma unroll
         for (int offset = 0; offset < QUERIES; offset += STEP) {
             const uint32_t query_tile = stage + offset * ROW_BYTES, query = step * QUERIES + offset;
@@ -268,8 +271,8 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     if (dv != nullptr) write_key_rows<T, D, M, KEYS>(dv, dv_strides, dv_parts, task, part, mine, left, value_sum, tile, shape);
 }
 
-// The sum over the parts of a gradient of keys or values: (parts, batch, heads, keys, width) → (batch, heads, keys, width). A thread has
-// four columns.
+// The sum over the parts of a gradient of keys or values: (parts, batch, heads, keys, width) → (batch, heads, keys, width). A
+// thread has four columns.
 template <typename T>
 __device__ __forceinline__ void attention_sum_parts(const float *parts, T *grad, const Strides &strides, const AttentionShape &shape) {
     const uint64_t count = uint64_t(shape.batch) * shape.heads * shape.keys * shape.width;

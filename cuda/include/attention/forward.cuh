@@ -1,16 +1,9 @@
-// The attention of a tile of queries to all keys on tensor cores, without the matrix of scores: a running maximum and sum for each
-// query (Milakov & Gimelshein 2018, arXiv:1805.02867), one block for a tile of queries (Dao 2023, arXiv:2307.08691).
+// The attention of a tile of queries to all keys on tensor cores, without the matrix of scores: a running maximum and sum for
+// each query (Milakov & Gimelshein 2018, arXiv:1805.02867), one block for a tile of queries (Dao 2023, arXiv:2307.08691).
 #pragma once
 
 #include "mma.cuh"
 #include "shape.cuh"
-
-// By how much, in powers of two, a score may exceed the base of its row before the row's sums are rescaled. Weights stay below 2^8,
-// which f16 holds as exactly as weights below 1.
-#ifndef SLACK_
-#define SLACK_ 8.0f
-#endif
-constexpr float SLACK = SLACK_;
 
 // The softmax of the rows of a warp's 16 M queries: a thread has 2 M rows, four threads share one.
 template <int M> struct RunningSoftmax {
@@ -26,12 +19,12 @@ template <int M> struct RunningSoftmax {
             for (int r = 0; r < 2; r++) base[m][r] = -INFINITY, sum[m][r] = 0.0f;
     }
 
-    // Turns products of rows into weights 2^(scale product - base). Raises the bases if some score of the warp exceeds its base by
-    // more than the slack; returns whether it has, and what earlier results are to be multiplied with.
+    // Turns products of rows into weights 2^(scale product - base), where the base is the largest score so far. Returns whether a base of
+    // the warp was raised, and what earlier results are to be multiplied with then.
     template <int N>
     __device__ __forceinline__ bool weigh(float (&scores)[M][N][4], float (&correction)[M][2], float scale) {
         float top[M][2];
-        bool exceeds = false;
+        bool raises = false;
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -42,10 +35,10 @@ template <int M> struct RunningSoftmax {
                 x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
                 x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
                 top[m][r] = x * scale;
-                exceeds |= top[m][r] > base[m][r] + SLACK;
+                raises |= top[m][r] > base[m][r];
             }
-        exceeds = __any_sync(ALL_LANES, exceeds);
-        if (exceeds) {
+        raises = __any_sync(ALL_LANES, raises);
+        if (raises) {
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
@@ -65,7 +58,7 @@ template <int M> struct RunningSoftmax {
                     scores[m][n][i] = exp2_fast(fmaf(scores[m][n][i], scale, -base[m][i / 2]));
                     sum[m][i / 2] += scores[m][n][i];
                 }
-        return exceeds;
+        return raises;
     }
 };
 
@@ -95,7 +88,7 @@ __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, u
 
 // `WARPS` warps with 16 `M` queries each; tiles of `KEYS` keys, two in shared memory, of which the next is copied while the warps
 // work on the other. `Rows` says whether queries are held in registers.
-template <typename T, int D, int WARPS, int M, int KEYS, template <int, int, int> class Rows, bool AHEAD = false>
+template <typename T, int D, int WARPS, int M, int KEYS, template <int, int, int> class Rows>
 __device__ __forceinline__ void attention_forward(const T *q, const T *k, const T *v, T *o, float *log_sums, const Strides &q_strides,
                                                   const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
                                                   const AttentionShape &shape) {
@@ -118,90 +111,77 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
     const uint32_t steps = ceil_divide(seen, KEYS);
     const auto copy_keys = [&](uint32_t step) {
         const uint32_t key = step * KEYS;
-        copy_tile<T, D, KEYS, THREADS>(stages + step % 2 * STAGE, k + key * k_strides.row, k_strides.row, shape.keys - key, shape.width);
+        copy_tile<T, D, KEYS, THREADS>(stages + step % 2 * STAGE, k + key * k_strides.row, k_strides.row, shape.keys - key,
+                                       shape.width);
     };
     const auto copy_values = [&](uint32_t step) {
         const uint32_t key = step * KEYS;
-        copy_tile<T, D, KEYS, THREADS>(stages + STAGE / 2 + step % 2 * STAGE, v + key * v_strides.row, v_strides.row, shape.keys - key,
-                                       shape.width);
+        copy_tile<T, D, KEYS, THREADS>(stages + STAGE / 2 + step % 2 * STAGE, v + key * v_strides.row, v_strides.row,
+                                       shape.keys - key, shape.width);
     };
     copy_tile<T, D, QUERIES, THREADS>(query_tile, q, q_strides.row, rows, shape.width);
-    if (steps > 0) copy_keys(0);
-    if (!AHEAD && steps > 0) copy_values(0);
+    if (steps > 0) {
+        copy_keys(0);
+        if constexpr (BY_WARPGROUP<M>) copy_values(0);
+    }
     end_copies();
     wait_for_copies();
-    const Rows<D, M, QUERIES> queries(query_tile + warp * 16 * M * ROW_BYTES);
+    Rows<D, M, QUERIES> queries(query_tile);
 
     const float scale = static_cast<float>(shape.scale) * LOG2_E;
     const uint32_t query = first + warp * 16 * M + lane / 4;
     RunningSoftmax<M> softmax;
     float result[M][D / 8][4] = {}, correction[M][2];
-    if constexpr (AHEAD) {
-        if (steps > 0) copy_values(0);
-        if (steps > 1) copy_keys(1);
-        end_copies();
-        if (steps > 0) {
+    const auto weigh = [&](float(&scores)[M][KEYS / 8][4], uint32_t step) {
+        const uint32_t key = step * KEYS;
+        if (key + KEYS > shape.keys || (shape.is_causal && key + KEYS > first + warp * 16 * M + 1))
+            hide(scores, query, key + lane % 4 * 2, shape);
+        return softmax.weigh(scores, correction, scale);
+    };
+    if constexpr (BY_WARPGROUP<M>) {
+        // The other blocks of the multiprocessor multiply while this one computes weights.
+        for (uint32_t step = 0; step < steps; step++) {
+            if (step > 0) wait_for_copies();
+            if (step + 1 < steps) copy_keys(step + 1), copy_values(step + 1);
+            end_copies();
             float scores[M][KEYS / 8][4];
+            queries.begin_iteration();
             begin_products();
-            multiply_rows<T, D, M, KEYS, KEYS>(scores, queries, stages);
+            multiply_rows<T, D, M, KEYS, KEYS>(scores, queries, stages + step % 2 * STAGE);
             end_products();
             wait_for_products<0>();
             products_are_ready(scores);
-            const auto weigh = [&](uint32_t step) {
-                const uint32_t key = step * KEYS;
-                if (key + KEYS > shape.keys || (shape.is_causal && key + KEYS > first + warp * 16 * M + 1))
-                    hide(scores, query, key + lane % 4 * 2, shape);
-                const bool corrects = softmax.weigh(scores, correction, scale);
-                const Weights<T, M, KEYS> weights(scores);
-                wait_for_products<0>();
-                products_are_ready(result);
-                if (corrects) scale_rows(result, correction);
-                wait_for_copies();
-                return weights;
-            };
-            uint32_t step = 0;
-            for (; step + 1 < steps; step++) {
-                const Weights<T, M, KEYS> weights = weigh(step);
-                copy_values(step + 1);
-                if (step + 2 < steps) copy_keys(step + 2);
-                end_copies();
-                begin_products();
-                multiply_rows<T, D, M, KEYS, KEYS>(scores, queries, stages + (step + 1) % 2 * STAGE);
-                end_products();
-                add_weighted_rows<T, D, M, KEYS, KEYS>(result, weights, stages + step % 2 * STAGE + STAGE / 2);
-                end_products();
-                wait_for_products<1>();
-                products_are_ready(scores);
-            }
-            const Weights<T, M, KEYS> weights = weigh(step);
+            if (weigh(scores, step)) scale_rows(result, correction);
+            const Weights<T, M, KEYS> weights(scores);
+            products_are_ready(result);
             begin_products();
             add_weighted_rows<T, D, M, KEYS, KEYS>(result, weights, stages + step % 2 * STAGE + STAGE / 2);
             end_products();
             wait_for_products<0>();
             products_are_ready(result);
         }
-    } else {
-        for (uint32_t step = 0; step < steps; step++) {
-            if (step > 0) wait_for_copies();
-            if (step + 1 < steps) copy_keys(step + 1), copy_values(step + 1);
-            end_copies();
-            const uint32_t stage = stages + step % 2 * STAGE, key = step * KEYS;
-            float scores[M][KEYS / 8][4];
-            begin_products();
-            multiply_rows<T, D, M, KEYS, KEYS>(scores, queries, stage);
-            end_products();
-            wait_for_products<0>();
-            products_are_ready(scores);
-            if (key + KEYS > shape.keys || (shape.is_causal && key + KEYS > first + warp * 16 * M + 1))
-                hide(scores, query, key + lane % 4 * 2, shape);
-            if (softmax.weigh(scores, correction, scale)) scale_rows(result, correction);
+    } else if (steps > 0) {
+        // The next scores are computed beside the sums of these, so that a warp has independent products.
+        copy_values(0);
+        if (steps > 1) copy_keys(1);
+        end_copies();
+        float scores[M][KEYS / 8][4];
+        multiply_rows<T, D, M, KEYS, KEYS>(scores, queries, stages);
+        uint32_t step = 0;
+        for (; step + 1 < steps; step++) {
+            if (weigh(scores, step)) scale_rows(result, correction);
             const Weights<T, M, KEYS> weights(scores);
-            begin_products();
-            add_weighted_rows<T, D, M, KEYS, KEYS>(result, weights, stage + STAGE / 2);
-            end_products();
-            wait_for_products<0>();
-            products_are_ready(result);
+            wait_for_copies();
+            copy_values(step + 1);
+            if (step + 2 < steps) copy_keys(step + 2);
+            end_copies();
+            multiply_rows<T, D, M, KEYS, KEYS>(scores, queries, stages + (step + 1) % 2 * STAGE);
+            add_weighted_rows<T, D, M, KEYS, KEYS>(result, weights, stages + step % 2 * STAGE + STAGE / 2);
         }
+        if (weigh(scores, step)) scale_rows(result, correction);
+        const Weights<T, M, KEYS> weights(scores);
+        wait_for_copies();
+        add_weighted_rows<T, D, M, KEYS, KEYS>(result, weights, stages + step % 2 * STAGE + STAGE / 2);
     }
 
     const int mine = rows - warp * 16 * M;
@@ -220,7 +200,6 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
 #pragma unroll
             for (int d = 0; d < D / 8; d++) result[m][d][2 * r] *= share, result[m][d][2 * r + 1] *= share;
         }
-    // The warp alone has read its rows of the tile of queries.
     write_rows<T, D, M, QUERIES>(o + warp * 16 * M * o_strides.row, o_strides.row, mine, shape.width, result,
                         shared + warp * 16 * M * ROW_BYTES);
 }

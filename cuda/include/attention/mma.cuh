@@ -1,11 +1,11 @@
 // Tensor-core products of f16 and bf16 tiles (PTX `mma.sync.m16n8k16`, `ldmatrix`) and asynchronous copies into shared memory.
 //
-// A tile lies in shared memory as panels of 64 columns, each row after row of 128 bytes; the 16-byte chunks of a row are permuted by an
-// exclusive or with the row's index modulo 8, so that the eight rows which `ldmatrix` reads at once lie in different banks.
+// A tile lies in shared memory as panels of 64 columns, each row after row of 128 bytes; the 16-byte chunks of a row are permuted
+// by an exclusive or with the row's index modulo 8, so that the eight rows which `ldmatrix` reads at once lie in different banks.
 //
 // Fragments of a 16 x 8 product as the PTX manual lays them out: with g = lane / 4 and t = lane % 4, a thread's four accumulators
-// are the elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1). Accumulators of two neighbouring products, narrowed, are the
-// left operand of a product over their 16 columns, so that chained products need no exchange between threads.
+// are the elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1). Accumulators of two neighbouring products, narrowed, are
+// the left operand of a product over their 16 columns, so that chained products need no exchange between threads.
 #pragma once
 
 #include "warpgroup.cuh"
@@ -121,31 +121,42 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64
     }
 }
 
-// The left operand of products, 16 M rows of a tile of `ROWS` rows in shared memory, read when it is used. `address` is that of the
-// first of these rows.
+// The left operand of products, the 16 M rows of this warp in a tile of `ROWS` rows in shared memory, read when it is used.
 template <int D, int M, int ROWS> struct SharedRows {
-    uint32_t address;
+    // Of the warpgroup's rows, and of what this lane loads.
+    uint32_t rows, address;
 
-    __device__ __forceinline__ explicit SharedRows(uint32_t rows) {
-        const int lane = threadIdx.x % WARP;
-        address = rows + chunk_offset<ROWS>(lane % 16, lane / 16);
+    __device__ __forceinline__ explicit SharedRows(uint32_t tile) {
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+        rows = tile + warp / 4 * (4 * 16 * M * ROW_BYTES);
+        address = tile + warp * 16 * M * ROW_BYTES + chunk_offset<ROWS>(lane % 16, lane / 16);
     }
+
+    __device__ __forceinline__ void begin_iteration() {}
 
     __device__ __forceinline__ void get(uint32_t (&fragment)[4], int m, int k) const {
         load_matrices(fragment, step_columns<ROWS>(address, k) + m * 16 * ROW_BYTES);
     }
 };
 
-// The same, held in registers.
+// The same, held in registers: read at once, or for warpgroups in each iteration of the loop that uses them.
 template <int D, int M, int ROWS> struct HeldRows {
+    SharedRows<D, M, ROWS> shared;
     uint32_t fragments[M][D / 16][4];
 
-    __device__ __forceinline__ explicit HeldRows(uint32_t address) {
-        const SharedRows<D, M, ROWS> rows(address);
+    __device__ __forceinline__ explicit HeldRows(uint32_t tile) : shared(tile) {
+        if (!BY_WARPGROUP<M>) load();
+    }
+
+    __device__ __forceinline__ void begin_iteration() {
+        if (BY_WARPGROUP<M>) load();
+    }
+
+    __device__ __forceinline__ void load() {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int k = 0; k < D / 16; k++) rows.get(fragments[m][k], m, k);
+            for (int k = 0; k < D / 16; k++) shared.get(fragments[m][k], m, k);
     }
 
     __device__ __forceinline__ void get(uint32_t (&fragment)[4], int m, int k) const {
@@ -154,22 +165,27 @@ template <int D, int M, int ROWS> struct HeldRows {
     }
 };
 
+#if WARPGROUP_PRODUCTS
+template <typename T, int D, int N, int ROWS, int ROWS_OF_A>
+__device__ __forceinline__ void warpgroup_rows(float (&sum)[N / 8][4], const SharedRows<D, 1, ROWS_OF_A> &a, uint32_t b) {
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+        warpgroup_multiply(T(), sum, describe(step_columns<ROWS_OF_A>(a.rows, k)), describe(step_columns<ROWS>(b, k)), k > 0);
+}
+
+template <typename T, int D, int N, int ROWS, int ROWS_OF_A>
+__device__ __forceinline__ void warpgroup_rows(float (&sum)[N / 8][4], const HeldRows<D, 1, ROWS_OF_A> &a, uint32_t b) {
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) warpgroup_multiply(T(), sum, a.fragments[0][k], describe(step_columns<ROWS>(b, k)), k > 0);
+}
+#endif
+
 // (16 M, N) products of rows: sum = a bᵀ, with N rows `b` of a tile of `ROWS` rows. To be waited for.
-template <typename T, int D, int M, int N, int ROWS, typename Rows>
-__device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const Rows &a, uint32_t b) {
+template <typename T, int D, int M, int N, int ROWS, template <int, int, int> class Rows, int ROWS_OF_A>
+__device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const Rows<D, M, ROWS_OF_A> &a, uint32_t b) {
 #if WARPGROUP_PRODUCTS
     if constexpr (BY_WARPGROUP<M>) {
-        constexpr int WIDTH = N < 64 ? N : 64;
-#pragma unroll
-        for (int n = 0; n < N / WIDTH; n++) {
-            auto &part = *reinterpret_cast<float(*)[WIDTH / 8][4]>(&sum[0][n * WIDTH / 8]);
-#pragma unroll
-            for (int k = 0; k < D / 16; k++) {
-                uint32_t left[4];
-                a.get(left, 0, k);
-                warpgroup_multiply<false>(T(), part, left, describe(step_columns<ROWS>(b + n * WIDTH * ROW_BYTES, k)), k > 0);
-            }
-        }
+        warpgroup_rows<T, D, N, ROWS>(sum[0], a, b);
         return;
     }
 #endif
@@ -224,8 +240,8 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], con
             auto &part = *reinterpret_cast<float(*)[8][4]>(&sum[0][panel * 8]);
 #pragma unroll
             for (int k = 0; k < N / 16; k++)
-                warpgroup_multiply<true>(T(), part, weights.fragments[0][k],
-                                         describe(x + panel * (ROWS * ROW_BYTES) + k * 16 * ROW_BYTES), true);
+                warpgroup_multiply_add(T(), part, weights.fragments[0][k],
+                                       describe(x + panel * (ROWS * ROW_BYTES) + k * 16 * ROW_BYTES));
         }
         return;
     }
@@ -248,13 +264,17 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], con
 }
 
 // Writes (16 M, D) accumulators of a warp, narrowed, to rows of `stride` values, of which `rows` rows and `width` columns exist.
-// `tile` are 16 M rows, this warp's own, of a tile of `ROWS` rows in shared memory.
+// `tile` are 16 M rows, this warp's own, of a tile of `ROWS` rows in shared memory. All threads of the block take part.
 template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_rows(T *to, uint64_t stride, int rows, int width, const float (&sum)[M][D / 8][4],
                                            unsigned char *tile) {
     constexpr int CHUNKS = D / CHUNK, STEP = WARP / CHUNKS;
     const int lane = threadIdx.x % WARP, group = lane / 4, member = lane % 4;
-    __syncwarp();
+    // A warpgroup's products read the rows of all its warps.
+    if constexpr (BY_WARPGROUP<M>)
+        __syncthreads();
+    else
+        __syncwarp();
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll

@@ -1,6 +1,6 @@
-// Attention of any width and dtype, with a mask, in arithmetic as exact as the dtype's: for widths, masks and dtypes that tensor cores
-// don't take. Scores exist tile by tile. A block makes `COLUMNS` columns of a tile of rows of its result, so that scores are computed
-// again for every `COLUMNS` columns.
+// Attention of any width and dtype, with a mask, in arithmetic as exact as the dtype's: for widths, masks and dtypes that tensor
+// cores don't take. Scores exist tile by tile. A block makes `PLAIN_COLUMNS` columns of a tile of rows of its result, so that
+// scores are computed again for every `PLAIN_COLUMNS` columns.
 #pragma once
 
 #include "shape.cuh"

@@ -1,6 +1,7 @@
-// Products of whole tiles by a warpgroup, four warps with 16 rows each (PTX `wgmma`, sm_90a): the left operand in registers, the right
-// one in shared memory, where its permuted rows of 128 bytes are the 128-byte swizzle of the PTX manual. Accumulators and left operands
-// are distributed as those of `mma.sync`, warp by warp. Products run while the warps go on, until they are waited for.
+// Products of whole tiles by a warpgroup, four warps with 16 rows each (PTX `wgmma`, sm_90a): the left operand in registers or
+// shared memory, the right one in shared memory, where its permuted rows of 128 bytes are the 128-byte swizzle of the PTX manual.
+// Accumulators and left operands are distributed as those of `mma.sync`, warp by warp. Products run while the warps go on, until
+// they are waited for.
 #pragma once
 
 #include "../common.cuh"
@@ -61,30 +62,69 @@ __device__ __forceinline__ uint64_t describe(uint32_t address) {
     return uint64_t(1) << 62 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
 }
 
-#define ACCUMULATORS_OF(sum, n) "+f"(sum[n][0]), "+f"(sum[n][1]), "+f"(sum[n][2]), "+f"(sum[n][3])
+#define ACCUMULATORS(sum, n) "+f"(sum[n][0]), "+f"(sum[n][1]), "+f"(sum[n][2]), "+f"(sum[n][3])
+#define ACCUMULATORS_16(sum, n) ACCUMULATORS(sum, n), ACCUMULATORS(sum, n + 1)
+#define ACCUMULATORS_32(sum) ACCUMULATORS_16(sum, 0), ACCUMULATORS_16(sum, 2)
+#define ACCUMULATORS_64(sum) ACCUMULATORS_32(sum), ACCUMULATORS_16(sum, 4), ACCUMULATORS_16(sum, 6)
+#define ACCUMULATORS_128(sum)                                                                                                      \
+    ACCUMULATORS_64(sum), ACCUMULATORS_16(sum, 8), ACCUMULATORS_16(sum, 10), ACCUMULATORS_16(sum, 12), ACCUMULATORS_16(sum, 14)
 
-#define WARPGROUP_MULTIPLY(type, dtype)                                                                                            \
-    template <bool TRANSPOSED>                                                                                                     \
-    __device__ __forceinline__ void warpgroup_multiply(type, float(&sum)[8][4], const uint32_t(&a)[4], uint64_t b, int add) {      \
-        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"                                                              \
-                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." dtype "." dtype " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "    \
-                     "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, "   \
-                     "%31}, {%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}"                                                         \
-                     : ACCUMULATORS_OF(sum, 0), ACCUMULATORS_OF(sum, 1), ACCUMULATORS_OF(sum, 2), ACCUMULATORS_OF(sum, 3),         \
-                       ACCUMULATORS_OF(sum, 4), ACCUMULATORS_OF(sum, 5), ACCUMULATORS_OF(sum, 6), ACCUMULATORS_OF(sum, 7)          \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));                             \
+// warpgroup_multiply: sum = a bᵀ, or sum += a bᵀ if `add`, with 16 columns of 64 rows `a`, in shared memory or in registers, and
+// of 32, 64 or 128 rows `b` in shared memory.
+// warpgroup_multiply_add: sum += a b, with `a` (64, 16) in registers and 64 columns of 16 rows `b` in shared memory.
+//
+// A left operand in registers must be made in the iteration of a loop that uses it, and the product waited for in that iteration:
+// ptxas 13.0 gives its registers to other values from one iteration to the next.
+#define WARPGROUP_PRODUCTS_OF(type, dtype)                                                                                         \
+    __device__ __forceinline__ void warpgroup_multiply(type, float (&sum)[4][4], uint64_t a, uint64_t b, int add) {                \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"                                                              \
+                     "wgmma.mma_async.sync.aligned.m64n32k16.f32." dtype "." dtype " {%0, %1, %2, %3, %4, %5, %6, %7, %8, "        \
+                     "%9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, 0, 0;\n}"                                            \
+                     : ACCUMULATORS_32(sum)                                                                                        \
+                     : "l"(a), "l"(b), "r"(add));                                                                                  \
     }                                                                                                                              \
-    template <bool TRANSPOSED>                                                                                                     \
-    __device__ __forceinline__ void warpgroup_multiply(type, float(&sum)[4][4], const uint32_t(&a)[4], uint64_t b, int add) {      \
+    __device__ __forceinline__ void warpgroup_multiply(type, float (&sum)[8][4], uint64_t a, uint64_t b, int add) {                \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"                                                              \
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." dtype "." dtype " {%0, %1, %2, %3, %4, %5, %6, %7, %8, "        \
+                     "%9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, "         \
+                     "%29, %30, %31}, %32, %33, add, 1, 1, 0, 0;\n}"                                                               \
+                     : ACCUMULATORS_64(sum)                                                                                        \
+                     : "l"(a), "l"(b), "r"(add));                                                                                  \
+    }                                                                                                                              \
+    __device__ __forceinline__ void warpgroup_multiply(type, float (&sum)[16][4], uint64_t a, uint64_t b, int add) {               \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                                              \
+                     "wgmma.mma_async.sync.aligned.m64n128k16.f32." dtype "." dtype " {%0, %1, %2, %3, %4, %5, %6, %7, "           \
+                     "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "          \
+                     "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "        \
+                     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, add, 1, "         \
+                     "1, 0, 0;\n}"                                                                                                 \
+                     : ACCUMULATORS_128(sum)                                                                                       \
+                     : "l"(a), "l"(b), "r"(add));                                                                                  \
+    }                                                                                                                              \
+    __device__ __forceinline__ void warpgroup_multiply(type, float (&sum)[4][4], const uint32_t (&a)[4], uint64_t b, int add) {    \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %21, 0;\n"                                                              \
-                     "wgmma.mma_async.sync.aligned.m64n32k16.f32." dtype "." dtype " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "    \
-                     "%10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, add, 1, 1, %22;\n}"                                \
-                     : ACCUMULATORS_OF(sum, 0), ACCUMULATORS_OF(sum, 1), ACCUMULATORS_OF(sum, 2), ACCUMULATORS_OF(sum, 3)          \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));                             \
+                     "wgmma.mma_async.sync.aligned.m64n32k16.f32." dtype "." dtype " {%0, %1, %2, %3, %4, %5, %6, %7, %8, "        \
+                     "%9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, add, 1, 1, 0;\n}"                              \
+                     : ACCUMULATORS_32(sum)                                                                                        \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                                              \
+    }                                                                                                                              \
+    __device__ __forceinline__ void warpgroup_multiply(type, float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b, int add) {    \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"                                                              \
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." dtype "." dtype " {%0, %1, %2, %3, %4, %5, %6, %7, %8, "        \
+                     "%9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, "         \
+                     "%29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"                                                 \
+                     : ACCUMULATORS_64(sum)                                                                                        \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                                              \
+    }                                                                                                                              \
+    __device__ __forceinline__ void warpgroup_multiply_add(type, float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b) {         \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." dtype "." dtype " {%0, %1, %2, %3, %4, %5, %6, %7, %8, "        \
+                     "%9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, "         \
+                     "%29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                                      \
+                     : ACCUMULATORS_64(sum)                                                                                        \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                        \
     }
 
-// sum = a b, or sum += a b if `add`: (64, 64) or (64, 32) products of (64, 16) and 16 columns, or rows if transposed, of a tile.
-WARPGROUP_MULTIPLY(__half, "f16")
-WARPGROUP_MULTIPLY(__nv_bfloat16, "bf16")
+WARPGROUP_PRODUCTS_OF(__half, "f16")
+WARPGROUP_PRODUCTS_OF(__nv_bfloat16, "bf16")
 
 #endif
