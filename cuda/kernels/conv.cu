@@ -1,16 +1,18 @@
-// Two-dimensional convolution, channels last: x (batch, height, width, channels), weight (out_channels, kernel_height, kernel_width,
-// channels / groups), bias (out_channels), y (batch, out_height, out_width, out_channels); sizes in `Conv2dShape`, by value.
+// Two-dimensional convolution, channels last: x (batch, height, width, channels), weight (out_channels, kernel_height,
+// kernel_width, channels / groups), bias (out_channels), y (batch, out_height, out_width, out_channels); sizes in
+// `Conv2dShape`, by value.
 //
 // Which function:
-// - f16 and bf16 with groups = 1 and a kernel of at most 16 x 16: the tensor cores. conv_hopper.cu where its conditions hold, else
-//   below: `m128n128` for large results, `m64n64` where those tiles are fewer than the multiprocessors, `m128n16` for at most 16
-//   result channels. They copy 16 bytes at a time: pointers are multiples of that and the channels that lie next to each other in what
-//   is copied multiples of 8 (forward: of the input; gradients: of both sides). `v4` needs multiples of 4 and of 8 bytes.
-// - everything else (f32, f64, larger kernels, odd channels, groups): `plain`; for groups with fewer than 8 channels on either side
-//   (depthwise): `direct`.
+// - f16 and bf16 with groups = 1 and a kernel of at most 16 x 16: the tensor cores. conv_hopper.cu where its conditions
+//   hold, else below: `m128n128` for large results, `m64n64` where those tiles are fewer than the multiprocessors,
+//   `m128n16` for at most 16 result channels. They copy 16 bytes at a time: pointers are multiples of that, and input
+//   channels multiples of 8, for the gradient of the input output channels too. `v4`: multiples of 8 bytes and of 4.
+// - everything else (f32, f64, larger kernels, odd channels, groups): `plain`; for groups with fewer than 8 channels on
+//   either side (depthwise): `direct`.
 //
-// A sum can be split among gridDim.z blocks where there are too few tiles for the device. Each then writes its slice of `partials`, f32
-// (splits, elements of the result), and `conv2d_sum` adds the slices in order. With gridDim.z = 1, `partials` is null.
+// A sum can be split among gridDim.z blocks where there are too few tiles for the device. Each then writes its slice of
+// `partials`, f32 (splits, elements of the result), and `conv2d_sum` adds the slices in order. With gridDim.z = 1,
+// `partials` is null.
 #include "conv/plain.cuh"
 #include "conv/tensor.cuh"
 #include "conv/weight.cuh"
@@ -21,10 +23,11 @@
 // Grid: ceil(pixels of y / M) * ceil(out_channels / N), 1, splits; block: 128.
 // Dynamic shared memory: STAGES * (M + N) * 128 bytes: m128n128 98304, m64n64 and m64n64v4 65536, m128n16 73728.
 // partials: (splits, pixels of y, out_channels); the bias is then added by `conv2d_sum`.
-#define DEFINE_FORWARD(DTYPE, TYPE, TILE, M, N, WARPS_M, WARPS_N, VEC, STAGES, BLOCKS)                                      \
-    extern "C" __global__ void __launch_bounds__(128, BLOCKS) conv2d_forward_##TILE##_##DTYPE(                              \
-        TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, float *partials, Conv2dShape shape) {                 \
-        conv2d_tensor<TYPE, Direction::FORWARD, M, N, WARPS_M, WARPS_N, VEC, STAGES>({y, x, weight, bias, partials}, shape); \
+#define DEFINE_FORWARD(DTYPE, TYPE, TILE, M, N, WARPS_M, WARPS_N, VEC, STAGES, BLOCKS)                                 \
+    extern "C" __global__ void __launch_bounds__(128, BLOCKS) conv2d_forward_##TILE##_##DTYPE(                         \
+        TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, float *partials, Conv2dShape shape) {            \
+        conv2d_tensor<TYPE, Direction::FORWARD, M, N, WARPS_M, WARPS_N, VEC, STAGES>({y, x, weight, bias, partials},   \
+                                                                                     shape);                           \
     }
 FOR_EACH_HALF(DEFINE_FORWARD, m128n128, 128, 128, 2, 2, 8, 3, 2)
 FOR_EACH_HALF(DEFINE_FORWARD, m64n64, 64, 64, 2, 2, 8, 4, 3)
@@ -35,13 +38,14 @@ FOR_EACH_HALF(DEFINE_FORWARD, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 // Pixels of the input are taken apart by their phases modulo the stride, each a sum of its own.
 // Grid: ceil(batch * ceil(height / stride_height) * ceil(width / stride_width) / M) * ceil(channels / N),
 //       stride_height * stride_width, splits; block: 128.
-// Dynamic shared memory: STAGES * (M * 128 + ceil(N / 64) * 8192) bytes: m128n128 98304, m64n64 and m64n64v4 65536, m128n16 98304.
+// Dynamic shared memory: STAGES * (M * 128 + ceil(N / 64) * 8192) bytes: m128n128 98304, m64n64 and m64n64v4 65536,
+// m128n16 98304.
 // partials: (splits, pixels of x, channels).
-#define DEFINE_GRAD_INPUT(DTYPE, TYPE, TILE, M, N, WARPS_M, WARPS_N, VEC, STAGES, BLOCKS)                                   \
-    extern "C" __global__ void __launch_bounds__(128, BLOCKS) conv2d_grad_input_##TILE##_##DTYPE(                           \
-        TYPE *grad_x, const TYPE *grad_y, const TYPE *weight, float *partials, Conv2dShape shape) {                         \
-        conv2d_tensor<TYPE, Direction::GRAD_INPUT, M, N, WARPS_M, WARPS_N, VEC, STAGES>(                                    \
-            {grad_x, grad_y, weight, nullptr, partials}, shape);                                                            \
+#define DEFINE_GRAD_INPUT(DTYPE, TYPE, TILE, M, N, WARPS_M, WARPS_N, VEC, STAGES, BLOCKS)                              \
+    extern "C" __global__ void __launch_bounds__(128, BLOCKS) conv2d_grad_input_##TILE##_##DTYPE(                      \
+        TYPE *grad_x, const TYPE *grad_y, const TYPE *weight, float *partials, Conv2dShape shape) {                    \
+        conv2d_tensor<TYPE, Direction::GRAD_INPUT, M, N, WARPS_M, WARPS_N, VEC, STAGES>(                               \
+            {grad_x, grad_y, weight, nullptr, partials}, shape);                                                       \
     }
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m128n128, 128, 128, 2, 2, 8, 3, 2)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m64n64, 64, 64, 2, 2, 8, 4, 3)
@@ -49,16 +53,19 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m128n16, 128, 16, 4, 1, 8, 4, 2)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 
 // grad_weight[o, a, b, c] = sum over the pixels p of grad_y[p, o] * x[window of p at (a, b), c].
-// For f16 and bf16 with groups = 1: `m16` for at most 16 output channels (adapters), `m64`, `m128` for more than 64; channels of both
-// sides in multiples of 8. `m16v1` takes any number of output channels, and input channels in multiples of 4.
-// Grid: ceil(out_channels / M) * ceil(kernel_height * kernel_width * channels / 128), 1, splits; block: 128. A step takes 64 pixels:
-// more splits than steps are wasted.
+// For f16 and bf16 with groups = 1: `m16` for at most 16 output channels (adapters), `m64`, `m128` for more than 64;
+// channels of both sides in multiples of 8. `m16v1` takes any number of output channels, and input channels in multiples
+// of 4.
+// Grid: ceil(out_channels / M) * ceil(kernel_height * kernel_width * channels / 128), 1, splits; block: 128. A step
+// takes 64 pixels: more splits than steps are wasted.
 // Dynamic shared memory: STAGES * (ceil(M / 64) + 2) * 8192 bytes: 98304 for each.
-// partials: (splits, elements of the weight); also with one split where the sum is wanted in f32 (`conv2d_sum_accumulate_f32`).
-#define DEFINE_GRAD_WEIGHT(DTYPE, TYPE, TILE, M, WARPS_M, WARPS_N, LEFT_VEC, RIGHT_VEC, STAGES)                             \
-    extern "C" __global__ void __launch_bounds__(128, 2) conv2d_grad_weight_##TILE##_##DTYPE(                               \
-        TYPE *grad_weight, const TYPE *grad_y, const TYPE *x, float *partials, Conv2dShape shape) {                         \
-        conv2d_grad_weight<TYPE, M, 128, WARPS_M, WARPS_N, LEFT_VEC, RIGHT_VEC, STAGES>(grad_weight, grad_y, x, partials, shape); \
+// partials: (splits, elements of the weight); also with one split where the sum is wanted in f32
+// (`conv2d_sum_accumulate_f32`).
+#define DEFINE_GRAD_WEIGHT(DTYPE, TYPE, TILE, M, WARPS_M, WARPS_N, LEFT_VEC, RIGHT_VEC, STAGES)                        \
+    extern "C" __global__ void __launch_bounds__(128, 2) conv2d_grad_weight_##TILE##_##DTYPE(                          \
+        TYPE *grad_weight, const TYPE *grad_y, const TYPE *x, float *partials, Conv2dShape shape) {                    \
+        conv2d_grad_weight<TYPE, M, 128, WARPS_M, WARPS_N, LEFT_VEC, RIGHT_VEC, STAGES>(grad_weight, grad_y, x,        \
+                                                                                        partials, shape);              \
     }
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m16, 16, 1, 4, 8, 8, 4)
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m16v1, 16, 1, 4, 1, 4, 4)
@@ -67,14 +74,14 @@ FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m128, 128, 2, 2, 8, 8, 3)
 
 // y[i] = sum over the splits s of partials[s, i] + bias[i mod columns], for `count` elements; `bias` may be null.
 // Grid: any (a thread takes every gridDim.x * blockDim.x-th group of four); block: any.
-template <typename T, bool ACCUMULATE>
-__device__ __forceinline__ void sum_partials(T *y, const Acc<T> *partials, const T *bias, uint64_t count, uint32_t columns,
-                                             uint32_t splits) {
+template <typename T, bool ACCUMULATE> __device__ __forceinline__ void
+sum_partials(T *y, const Acc<T> *partials, const T *bias, uint64_t count, uint32_t columns, uint32_t splits) {
     constexpr int GROUP = 4;
     const bool wide = count % GROUP == 0 && columns % GROUP == 0 && is_wide(partials) &&
                       reinterpret_cast<uintptr_t>(y) % (GROUP * sizeof(T)) == 0;
     const uint64_t groups = (count + GROUP - 1) / GROUP;
-    for (uint64_t group = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; group < groups; group += uint64_t(gridDim.x) * blockDim.x) {
+    for (uint64_t group = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; group < groups;
+         group += uint64_t(gridDim.x) * blockDim.x) {
         const uint64_t first = group * GROUP;
         const int size = int(min(uint64_t(GROUP), count - first));
         Acc<T> sum[GROUP] = {};
@@ -110,51 +117,54 @@ __device__ __forceinline__ void sum_partials(T *y, const Acc<T> *partials, const
     }
 }
 
-#define DEFINE_SUM(DTYPE, TYPE)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(256, 4) conv2d_sum_##DTYPE(TYPE *y, const Acc<TYPE> *partials, const TYPE *bias, \
-                                                                         uint64_t count, uint32_t columns, uint32_t splits) { \
-        sum_partials<TYPE, false>(y, partials, bias, count, columns, splits);                                               \
+#define DEFINE_SUM(DTYPE, TYPE)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(256, 4) conv2d_sum_##DTYPE(                                           \
+        TYPE *y, const Acc<TYPE> *partials, const TYPE *bias, uint64_t count, uint32_t columns, uint32_t splits) {     \
+        sum_partials<TYPE, false>(y, partials, bias, count, columns, splits);                                          \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUM)
 
 // As `conv2d_sum_f32`, added to what y holds.
-extern "C" __global__ void __launch_bounds__(256, 4) conv2d_sum_accumulate_f32(float *y, const float *partials, const float *bias,
-                                                                            uint64_t count, uint32_t columns, uint32_t splits) {
+extern "C" __global__ void __launch_bounds__(256, 4)
+    conv2d_sum_accumulate_f32(float *y, const float *partials, const float *bias, uint64_t count, uint32_t columns,
+                              uint32_t splits) {
     sum_partials<float, true>(y, partials, bias, count, columns, splits);
 }
 
-// The formulas above for every size and dtype. Grids of `plain`: as above with M = N = 64, channels being those of a group, and
-// gridDim.z = min(groups, 65535); of `direct`: any x (a thread takes every gridDim.x * 256-th element), y = 1 for the forward pass,
-// stride_height * stride_width for the gradient of the input. Block: 256; no dynamic shared memory.
-#define DEFINE_PLAIN(DTYPE, TYPE)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(256, 2) conv2d_forward_plain_##DTYPE(                                         \
-        TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, Conv2dShape shape) {                                  \
-        conv2d_plain<TYPE, Direction::FORWARD>(y, x, weight, bias, shape);                                                  \
-    }                                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256) conv2d_forward_direct_##DTYPE(                                        \
-        TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, Conv2dShape shape) {                                  \
-        conv2d_direct<TYPE, Direction::FORWARD>(y, x, weight, bias, shape);                                                 \
-    }                                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256) conv2d_grad_input_plain_##DTYPE(TYPE *grad_x, const TYPE *grad_y,     \
-                                                                                      const TYPE *weight, Conv2dShape shape) { \
-        conv2d_plain<TYPE, Direction::GRAD_INPUT>(grad_x, grad_y, weight, nullptr, shape);                                  \
-    }                                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256) conv2d_grad_input_direct_##DTYPE(TYPE *grad_x, const TYPE *grad_y,    \
-                                                                                       const TYPE *weight, Conv2dShape shape) { \
-        conv2d_direct<TYPE, Direction::GRAD_INPUT>(grad_x, grad_y, weight, nullptr, shape);                                 \
+// The formulas above for every size and dtype. Block: 256; no dynamic shared memory.
+// Grid of `plain`: x and y as above with M = N = 64, channels being those of a group; z: min(groups, 65535).
+// Grid of `direct`: any x (a thread takes every gridDim.x * 256-th element of a phase), y as above, z = 1.
+#define DEFINE_PLAIN(DTYPE, TYPE)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(256, 2) conv2d_forward_plain_##DTYPE(                                 \
+        TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, Conv2dShape shape) {                             \
+        conv2d_plain<TYPE, Direction::FORWARD>(y, x, weight, bias, shape);                                             \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256) conv2d_forward_direct_##DTYPE(                                   \
+        TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, Conv2dShape shape) {                             \
+        conv2d_direct<TYPE, Direction::FORWARD>(y, x, weight, bias, shape);                                            \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256, 2)                                                               \
+        conv2d_grad_input_plain_##DTYPE(TYPE *grad_x, const TYPE *grad_y, const TYPE *weight, Conv2dShape shape) {     \
+        conv2d_plain<TYPE, Direction::GRAD_INPUT>(grad_x, grad_y, weight, nullptr, shape);                             \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        conv2d_grad_input_direct_##DTYPE(TYPE *grad_x, const TYPE *grad_y, const TYPE *weight, Conv2dShape shape) {    \
+        conv2d_direct<TYPE, Direction::GRAD_INPUT>(grad_x, grad_y, weight, nullptr, shape);                            \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_PLAIN)
 
-// Partial sums of the gradient of the weight, always followed by `conv2d_sum`: partials (splits, elements of the weight) in f32, in f64
-// for f64. Grid of `plain`: ceil(out_channels / groups / 64) * ceil(values / 64), min(groups, 65535), splits, with values =
-// kernel_height * kernel_width * channels / groups; of `direct`: ceil(out_channels / 32), min(values, 65535), splits. Block: 256.
-#define DEFINE_GRAD_WEIGHT_PLAIN(DTYPE, TYPE)                                                                               \
-    extern "C" __global__ void __launch_bounds__(256) conv2d_grad_weight_plain_##DTYPE(                                     \
-        Acc<TYPE> *partials, const TYPE *grad_y, const TYPE *x, Conv2dShape shape) {                                        \
-        conv2d_grad_weight_plain<TYPE>(partials, grad_y, x, shape);                                                         \
-    }                                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256) conv2d_grad_weight_direct_##DTYPE(                                    \
-        Acc<TYPE> *partials, const TYPE *grad_y, const TYPE *x, Conv2dShape shape) {                                        \
-        conv2d_grad_weight_direct<TYPE>(partials, grad_y, x, shape);                                                        \
+// Partial sums of the gradient of the weight, always followed by `conv2d_sum`: partials (splits, elements of the weight)
+// in f32, in f64 for f64. Block: 256; no dynamic shared memory. With values = kernel_height * kernel_width * channels /
+// groups:
+// Grid of `plain`: ceil(out_channels / groups / 64) * ceil(values / 64), min(groups, 65535), splits.
+// Grid of `direct`: ceil(out_channels / 32), min(values, 65535), splits.
+#define DEFINE_GRAD_WEIGHT_PLAIN(DTYPE, TYPE)                                                                          \
+    extern "C" __global__ void __launch_bounds__(256, 2)                                                               \
+        conv2d_grad_weight_plain_##DTYPE(Acc<TYPE> *partials, const TYPE *grad_y, const TYPE *x, Conv2dShape shape) {  \
+        conv2d_grad_weight_plain<TYPE>(partials, grad_y, x, shape);                                                    \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        conv2d_grad_weight_direct_##DTYPE(Acc<TYPE> *partials, const TYPE *grad_y, const TYPE *x, Conv2dShape shape) { \
+        conv2d_grad_weight_direct<TYPE>(partials, grad_y, x, shape);                                                   \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_GRAD_WEIGHT_PLAIN)

@@ -1,58 +1,72 @@
 // Forward pass and gradient of the input of conv.cu's convolution on compute capability 9.0 (for sm_90a alone).
 //
-// For f16 and bf16, groups = 1, a kernel of at most 16 x 16, pointers of 16 bytes, input channels in multiples of 8 and for the gradient
-// of the input also output channels; strides up to 8, for the gradient of the input up to 2. `m256n160` and `m128n160` for channels that 160 divides well (320, 640, 1280), `n128` for others;
-// tiles of 256 pixels where they are enough to fill the device, else 128, and a split sum where these are still too few.
+// For f16 and bf16, groups = 1, a kernel of at most 16 x 16, pointers of 16 bytes, input channels in multiples of 8 and
+// for the gradient of the input also output channels; strides up to 8, for the gradient of the input up to 2.
 //
-// Grid: ceil(pixels / (2 M)) * 2 * ceil(result channels / N), phases, splits, with pixels and phases as in conv.cu; clusters of two
-// (compiled in); block: 384. partials as in conv.cu.
-// Dynamic shared memory: STAGES * stage + 128 bytes, a stage being (M + N) * 128 for the forward pass and
-// M * 128 + ceil(N / 64) * 8192 for the gradient of the input.
+// Which tile, and into how many splits: those of least
+//   ceil(blocks * splits / multiprocessors) * ceil(steps / splits) * cost, and for splits > 1 the time of the sum,
+// with blocks = the grid's x times y, steps = taps * ceil(channels summed over / 64) and as cost of a step (measured on
+// an H200, in microseconds) 1.0 for m256n160, 0.97 for m256n128, 0.82 for m128n160 and 0.75 for m128n128; the sum moves
+// (splits + 1) * 4 bytes for each value of the result at about 3 TB/s. For SDXL at 1024 x 1024 that is m256n160 nearly
+// everywhere: in one piece for 320 channels, in two for 640 and in four for 1280 at batch 1. Results of at most 16
+// channels are faster with conv.cu's `m128n16`.
 //
-// `maps` (see Conv2dMaps), all with 16-bit elements, no interleave, 128-byte swizzle, zeros outside (FLOAT_OOB_FILL_NONE):
-// - dense: cuTensorMapEncodeTiled with element strides 1. For the forward pass and the gradient of the input the weight: dimensions
-//   (channels, kernel_height * kernel_width, out_channels), box (64, 1, N / 2) and (64, 1, 32). For the gradient of the weight grad_y:
-//   dimensions (out_channels, 1, pixels of y), box (64, 1, 64).
-// - windows: cuTensorMapEncodeIm2col, dimensions (channels, width, height, batch) of the image, 64 channels per pixel, corners as
-//   (width, height).
-//   Forward pass and gradient of the weight: x, with M and 64 pixels per column, element strides (1, stride_width, stride_height, 1),
-//   lower corner -padding, upper corner padding - dilation * (kernel - 1).
-//   Gradient of the input: grad_y for each phase, M pixels per column, element strides 1, lower corner origin + (taps - 1) * move, upper
-//   corner lower + pixels - out, in each direction the values of `grad_input_axis`; a phase without pixels or taps needs no map.
+// Grid: ceil(pixels / (2 M)) * 2 * ceil(result channels / N), phases, splits, with pixels and phases as in conv.cu;
+// clusters of two (compiled in); block: 384. partials as in conv.cu.
+// Dynamic shared memory, in bytes:
+//   forward pass:          m128n128 196736, m128n160 221312, m256n128 196736, m256n160 213120
+//   gradient of the input: m128n128 196736, m128n160 204928, m256n128 196736, m256n160 229504
+//
+// `maps` (see Conv2dMaps): 16-bit elements, no interleave, 128-byte swizzle, zeros outside (FLOAT_OOB_FILL_NONE).
+// - dense: cuTensorMapEncodeTiled, element strides 1.
+//   Forward pass and gradient of the input: the weight, dimensions (channels, kernel_height * kernel_width,
+//   out_channels), box (64, 1, N / 2) and (64, 1, 32).
+//   Gradient of the weight: grad_y, dimensions (out_channels, 1, pixels of y), box (64, 1, 64).
+// - windows: cuTensorMapEncodeIm2col, dimensions (channels, width, height, batch) of the image, 64 channels per pixel;
+//   corners as (width, height).
+//   Forward pass and gradient of the weight: x, with M and 64 pixels per column, element strides (1, stride_width,
+//   stride_height, 1), lower corner -padding, upper corner padding - dilation * (kernel - 1).
+//   Gradient of the input: grad_y for each phase, M pixels per column, element strides 1, lower corner
+//   origin + (taps - 1) * move, upper corner lower + pixels - out, in each direction the values of `grad_input_axis`;
+//   a phase without pixels or taps needs no map.
 //   Corners lie within -128..127 and taps within 255 of each other; conv.cu's functions serve other sizes.
 #include "conv/hopper_weight.cuh"
 
 #define FOR_EACH_HALF(DEFINE, ...) DEFINE(f16, __half, __VA_ARGS__) DEFINE(bf16, __nv_bfloat16, __VA_ARGS__)
 
-#define DEFINE_FORWARD(DTYPE, TYPE, TILE, M, N, STAGES)                                                                     \
-    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) conv2d_forward_hopper_##TILE##_##DTYPE(  \
-        TYPE *y, const TYPE *bias, float *partials, Conv2dShape shape, const __grid_constant__ Conv2dMaps maps) {           \
-        conv2d_hopper<TYPE, Direction::FORWARD, M, N, STAGES>({y, nullptr, nullptr, bias, partials}, shape, maps);          \
+#define DEFINE_FORWARD(DTYPE, TYPE, TILE, M, N, STAGES)                                                                \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                                     \
+        conv2d_forward_hopper_##TILE##_##DTYPE(TYPE *y, const TYPE *bias, float *partials, Conv2dShape shape,          \
+                                               const __grid_constant__ Conv2dMaps maps) {                              \
+        conv2d_hopper<TYPE, Direction::FORWARD, M, N, STAGES>({y, nullptr, nullptr, bias, partials}, shape, maps);     \
     }
 FOR_EACH_HALF(DEFINE_FORWARD, m128n128, 128, 128, 6)
 FOR_EACH_HALF(DEFINE_FORWARD, m128n160, 128, 160, 6)
 FOR_EACH_HALF(DEFINE_FORWARD, m256n128, 256, 128, 4)
 FOR_EACH_HALF(DEFINE_FORWARD, m256n160, 256, 160, 4)
 
-#define DEFINE_GRAD_INPUT(DTYPE, TYPE, TILE, M, N, STAGES)                                                                  \
-    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) conv2d_grad_input_hopper_##TILE##_##DTYPE( \
-        TYPE *grad_x, float *partials, Conv2dShape shape, const __grid_constant__ Conv2dMaps maps) {                        \
-        conv2d_hopper<TYPE, Direction::GRAD_INPUT, M, N, STAGES>({grad_x, nullptr, nullptr, nullptr, partials}, shape, maps); \
+#define DEFINE_GRAD_INPUT(DTYPE, TYPE, TILE, M, N, STAGES)                                                             \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                                     \
+        conv2d_grad_input_hopper_##TILE##_##DTYPE(TYPE *grad_x, float *partials, Conv2dShape shape,                    \
+                                                  const __grid_constant__ Conv2dMaps maps) {                           \
+        conv2d_hopper<TYPE, Direction::GRAD_INPUT, M, N, STAGES>({grad_x, nullptr, nullptr, nullptr, partials}, shape, \
+                                                                 maps);                                                \
     }
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m128n128, 128, 128, 6)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m128n160, 128, 160, 5)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m256n128, 256, 128, 4)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m256n160, 256, 160, 4)
 
-// Input channels are multiples of 64, output channels of 8. `m64` for adapters; `m128` and `m192` (whichever divides the output channels
-// better) for full weights.
-// Grid: m64: ceil(out_channels / 64) * ceil(values / 256), 1, splits with values = kernel_height * kernel_width * channels; m128, m192:
-// ceil(out_channels / (2 M)) * 2 * ceil(values / 256), 1, splits, in clusters of two; block: 384.
-// Dynamic shared memory: STAGES * (M * 128 + 32768) + 128: m64 204928, m128 196736, m192 229504.
-#define DEFINE_GRAD_WEIGHT(DTYPE, TYPE, TILE, M, STAGES, PAIRED, CLUSTER)                                                   \
-    extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) conv2d_grad_weight_hopper_##TILE##_##DTYPE(                \
-        TYPE *grad_weight, float *partials, Conv2dShape shape, const __grid_constant__ Conv2dMaps maps) {                   \
-        WeightGrad<TYPE, M, STAGES, PAIRED>(shape).run(grad_weight, partials, shape, maps);                                 \
+// Input channels are multiples of 64, output channels of 8. `m192` for full weights, `m128` for 128 and 256 output
+// channels, `m64` up to 64; up to 16 (adapters) conv.cu's `m16` is faster. As many splits as fill the multiprocessors
+// once.
+// Grid, with values = kernel_height * kernel_width * channels: m64: ceil(out_channels / 64) * ceil(values / 256), 1,
+// splits; m128, m192: ceil(out_channels / (2 M)) * 2 * ceil(values / 256), 1, splits, in clusters of two; block: 384.
+// Dynamic shared memory: m64 204928, m128 196736, m192 229504 bytes. partials as in conv.cu.
+#define DEFINE_GRAD_WEIGHT(DTYPE, TYPE, TILE, M, STAGES, PAIRED, CLUSTER)                                              \
+    extern "C" __global__ void CLUSTER __launch_bounds__(384, 1) conv2d_grad_weight_hopper_##TILE##_##DTYPE(           \
+        TYPE *grad_weight, float *partials, Conv2dShape shape, const __grid_constant__ Conv2dMaps maps) {              \
+        WeightGrad<TYPE, M, STAGES, PAIRED>(shape).run(grad_weight, partials, shape, maps);                            \
     }
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m64, 64, 5, false, )
 FOR_EACH_HALF(DEFINE_GRAD_WEIGHT, m128, 128, 4, true, __cluster_dims__(2, 1, 1))

@@ -1,8 +1,8 @@
 // Tiles in shared memory for the tensor cores, and how they are filled.
 //
-// A tile's rows hold 64 values of 16 bits (128 bytes). The eight 16-byte parts of row r stand in the order part ^ (r mod 8): the
-// 128-byte swizzle, with which eight rows are read without bank conflicts by `ldmatrix` and which `wgmma` knows. Tiles begin at
-// multiples of 1024 bytes.
+// A tile's rows hold 64 values of 16 bits (128 bytes). The eight 16-byte parts of row r stand in the order part ^ (r
+// mod 8): the 128-byte swizzle, with which eight rows are read without bank conflicts by `ldmatrix` and which `wgmma`
+// knows. Tiles begin at multiples of 1024 bytes.
 #pragma once
 
 #include "geometry.cuh"
@@ -12,7 +12,8 @@ constexpr int STEP = 64;
 constexpr int ROW_BYTES = 128;
 // A tile of 64 rows.
 constexpr int SQUARE_BYTES = 64 * ROW_BYTES;
-// Kernels of the tensor cores have at most this many places in a direction: a window's places inside the image are two masks.
+// Kernels of the tensor cores have at most this many places in a direction: a window's places inside the image are two
+// masks.
 constexpr int MAX_KERNEL = 16;
 
 __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
@@ -26,8 +27,8 @@ __device__ __forceinline__ uint32_t tile_offset(int row, int column) {
 // How a copy passes the first cache: images are met again by the next places of the kernel, weights are not.
 enum class Reuse { YES, NO };
 
-// Starts the copy of VEC values, of zeros unless `inside`. VEC = 8 and 4 are asynchronous and need aligned addresses; VEC = 1 is an
-// ordinary copy, which is right for every address.
+// Starts the copy of VEC values, of zeros unless `inside`. VEC = 8 and 4 are asynchronous and need aligned addresses;
+// VEC = 1 is an ordinary copy, which is right for every address.
 template <int VEC, Reuse REUSE, typename T>
 __device__ __forceinline__ void copy_to_tile(uint32_t to, const T *from, bool inside) {
     static_assert(VEC == 8 || VEC == 4 || VEC == 1);
@@ -51,9 +52,9 @@ template <int PENDING> __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");
 }
 
-// A place in the summed dimension, whose order is (block of channels, tap, channel in the block). Blocks are one step long where
-// the channels allow it, so that the taps of one part of the image follow each other and find it in the first cache; else there is
-// one block of all channels.
+// A place in the summed dimension, whose order is (block of channels, tap, channel in the block). Blocks are one step
+// long where the channels allow it, so that the taps of one part of the image follow each other and find it in the
+// first cache; else there is one block of all channels.
 struct Place {
     int a, b, channel, block;
 
@@ -83,7 +84,8 @@ struct Place {
 template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;
     static_assert(ROWS % PASS == 0);
-    // Of each row: the source pixel that its first tap meets, and which taps lie inside: bits 0..16 vertically, 16..32 horizontally.
+    // Of each row: the source pixel that its first tap meets, and which taps lie inside: bits 0..16 vertically, 16..32
+    // horizontally.
     int pixel[PASSES];
     uint32_t inside[PASSES];
 
@@ -100,7 +102,8 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
                 inside[i] |= uint32_t(unsigned(window.y + a * gather.y.move) < unsigned(gather.y.source)) << a;
             }
             for (int b = 0; b < gather.x.taps; ++b) {
-                inside[i] |= uint32_t(unsigned(window.x + b * gather.x.move) < unsigned(gather.x.source)) << (MAX_KERNEL + b);
+                inside[i] |= uint32_t(unsigned(window.x + b * gather.x.move) < unsigned(gather.x.source))
+                             << (MAX_KERNEL + b);
             }
         }
     }
@@ -128,29 +131,35 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WeightRows {
     static_assert(ROWS % PASS == 0);
     static constexpr int BYTES = ROWS * ROW_BYTES;
 
-    static __device__ __forceinline__ void load(uint32_t tile, const T *weight, const Gather &gather, const Conv2dShape &,
-                                                const Place &place, int block_channels, int first) {
+    static __device__ __forceinline__ void load(uint32_t tile, const T *weight, const Gather &gather,
+                                                const Conv2dShape &, const Place &place, int block_channels,
+                                                int first) {
         const int channel = place.block * block_channels + place.channel;
         const int64_t length = int64_t(gather.taps()) * gather.channels;
         const int row = int(threadIdx.x) / COLUMNS, column = int(threadIdx.x) % COLUMNS * VEC;
-        const T *start = weight + (first + row) * length + (place.a * gather.x.taps + place.b) * gather.channels + channel;
+        const T *start =
+            weight + (first + row) * length + (place.a * gather.x.taps + place.b) * gather.channels + channel;
         const bool some = channel < gather.channels;
 #pragma unroll
         for (int i = 0; i < PASSES; ++i) {
             const bool ok = some && first + row + i * PASS < gather.results;
-            copy_to_tile<VEC, Reuse::NO>(tile + tile_offset(row + i * PASS, column), ok ? start + i * PASS * length : weight, ok);
+            copy_to_tile<VEC, Reuse::NO>(tile + tile_offset(row + i * PASS, column),
+                                         ok ? start + i * PASS * length : weight, ok);
         }
     }
 };
 
-// Weights of the gradient of the input, as tiles of 64 summed values by 64 input channels, of which COUNT are wanted in all.
+// Weights of the gradient of the input, as tiles of 64 summed values by 64 input channels, of which COUNT are wanted in
+// all.
 template <typename T, int COUNT, int VEC, int THREADS> struct WeightColumns {
-    static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = STEP / PASS, TILES = (COUNT + STEP - 1) / STEP;
+    static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = STEP / PASS,
+                         TILES = (COUNT + STEP - 1) / STEP;
     static constexpr int BYTES = TILES * SQUARE_BYTES;
 
     // `start` is the place of the step's first value.
-    static __device__ __forceinline__ void load(uint32_t tile, const T *weight, const Gather &gather, const Conv2dShape &s,
-                                                const Place &start, int block_channels, int first) {
+    static __device__ __forceinline__ void load(uint32_t tile, const T *weight, const Gather &gather,
+                                                const Conv2dShape &s, const Place &start, int block_channels,
+                                                int first) {
         const int row = int(threadIdx.x) / COLUMNS, column = int(threadIdx.x) % COLUMNS * VEC;
         Place place = start;
         place.advance(gather, block_channels, row);

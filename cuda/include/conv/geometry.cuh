@@ -1,13 +1,15 @@
 // Sizes of a convolution, and what the forward pass and the gradient of the input have in common: both are sums
 //   result[pixel, n] = sum over taps (a, b) and channels c of source[pixel shifted by the tap, c] * weight
-// over a source image, which is the input for the forward pass and the gradient of the result for the gradient of the input.
+// over a source image, which is the input for the forward pass and the gradient of the result for the gradient of the
+// input.
 #pragma once
 
 #include "../common.cuh"
 
 // Passed by value. Images are (batch, height, width, channels), weights (out_channels, kernel_height, kernel_width,
-// channels / groups), results (batch, out_height, out_width, out_channels), all dense. Every size is at least 1, an image has
-// fewer than 2^31 pixels (elements may be more), and no product of a coordinate, stride or dilation reaches 2^31.
+// channels / groups), results (batch, out_height, out_width, out_channels), all dense. Every size is at least 1; images
+// and results have fewer than 2^30 pixels (elements may be more), a row of the weight fewer than 2^30 values, and
+// coordinates fit in 31 bits.
 struct Conv2dShape {
     uint32_t batch, height, width, channels;
     uint32_t kernel_height, kernel_width;
@@ -16,8 +18,9 @@ struct Conv2dShape {
     uint32_t groups;
 };
 
-// One direction (height or width) of such a sum. Result pixel i of the axis lies at `first + every * i` of the result image;
-// with tap a, which is place `tap_first + tap_every * a` of the kernel, it meets `origin + step * i + move * a` of the source.
+// One direction (height or width) of such a sum. Result pixel i of the axis lies at `first + every * i` of the result
+// image; with tap a, which is place `tap_first + tap_every * a` of the kernel, it meets `origin + step * i + move * a`
+// of the source.
 struct Axis {
     int pixels, first, every;
     int taps, tap_first, tap_every;
@@ -29,13 +32,15 @@ __device__ __forceinline__ Axis forward_axis(int size, int kernel, int out, int 
     return {out, 0, 1, kernel, 0, 1, -padding, stride, dilation, size};
 }
 
-// The pixels of the input whose coordinate is `phase` modulo the stride: they all meet the same places of the kernel, the result
-// at consecutive pixels. So a strided convolution costs no products with the zeros between its windows.
-__device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, int stride, int padding, int dilation, int phase) {
+// The pixels of the input whose coordinate is `phase` modulo the stride: they all meet the same places of the kernel,
+// the result at consecutive pixels. So a strided convolution costs no products with the zeros between its windows.
+__device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, int stride, int padding, int dilation,
+                                                int phase) {
     Axis axis = {0, phase, stride, 0, 0, 1, 0, 1, 0, out};
     axis.pixels = phase < size ? (size - phase + stride - 1) / stride : 0;
     while (axis.tap_every * dilation % stride != 0) ++axis.tap_every;
-    while (axis.tap_first < axis.tap_every && (phase + padding - axis.tap_first * dilation) % stride != 0) ++axis.tap_first;
+    while (axis.tap_first < axis.tap_every && (phase + padding - axis.tap_first * dilation) % stride != 0)
+        ++axis.tap_first;
     if (axis.tap_first < axis.tap_every && axis.tap_first < kernel) {
         axis.taps = (kernel - axis.tap_first + axis.tap_every - 1) / axis.tap_every;
         axis.origin = (phase + padding - axis.tap_first * dilation) / stride;
@@ -56,14 +61,16 @@ struct Gather {
     template <Direction D> static __device__ __forceinline__ Gather of(const Conv2dShape &s, int phase) {
         const int in = s.channels / s.groups, out = s.out_channels / s.groups;
         if constexpr (D == Direction::FORWARD) {
-            return {forward_axis(s.height, s.kernel_height, s.out_height, s.stride_height, s.padding_height, s.dilation_height),
-                    forward_axis(s.width, s.kernel_width, s.out_width, s.stride_width, s.padding_width, s.dilation_width),
-                    int(s.batch), in, out};
+            return {
+                forward_axis(s.height, s.kernel_height, s.out_height, s.stride_height, s.padding_height,
+                             s.dilation_height),
+                forward_axis(s.width, s.kernel_width, s.out_width, s.stride_width, s.padding_width, s.dilation_width),
+                int(s.batch), in, out};
         } else {
             return {grad_input_axis(s.height, s.kernel_height, s.out_height, s.stride_height, s.padding_height,
                                     s.dilation_height, phase / int(s.stride_width)),
-                    grad_input_axis(s.width, s.kernel_width, s.out_width, s.stride_width, s.padding_width, s.dilation_width,
-                                    phase % int(s.stride_width)),
+                    grad_input_axis(s.width, s.kernel_width, s.out_width, s.stride_width, s.padding_width,
+                                    s.dilation_width, phase % int(s.stride_width)),
                     int(s.batch), out, in};
         }
     }
@@ -74,7 +81,8 @@ struct Gather {
     // The place of a result pixel in the result image.
     template <Direction D> __device__ __forceinline__ int64_t result_pixel(const Conv2dShape &s, int pixel) const {
         if (D == Direction::FORWARD || (y.every == 1 && x.every == 1)) return pixel;
-        const int line = pixel / x.pixels, j = pixel - line * x.pixels, image = line / y.pixels, i = line - image * y.pixels;
+        const int line = pixel / x.pixels, j = pixel - line * x.pixels, image = line / y.pixels,
+                  i = line - image * y.pixels;
         return (int64_t(image) * s.height + y.first + y.every * i) * s.width + x.first + x.every * j;
     }
 };

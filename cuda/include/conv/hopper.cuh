@@ -1,6 +1,7 @@
-// Forward pass and gradient of the input with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a
-// alone). One thread keeps the copy engine busy, which finds a tile's windows by itself; two groups of four warps multiply straight
-// from the tiles in shared memory. Two blocks form a cluster: each fetches half of the weights that both need.
+// Forward pass and gradient of the input with the matrix instructions and the copy engine of compute capability 9.0
+// (code for sm_90a alone). One thread keeps the copy engine busy, which finds a tile's windows by itself; two groups of
+// four warps multiply straight from the tiles in shared memory. Two blocks form a cluster: each fetches half of the
+// weights that both need.
 #pragma once
 
 #include "engine.cuh"
@@ -8,11 +9,12 @@
 
 constexpr int WARPGROUP = 128;
 
-// Describes a tile to `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. Where the summed values stand across the rows, the
-// next 64 columns begin a tile later; along the rows that distance has no meaning.
+// Describes a tile to `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. Where the summed values stand across the
+// rows, the next 64 columns begin a tile later; along the rows that distance has no meaning.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128 = 1ull << 62;
-    return (address & 0x3ffff) >> 4 | uint64_t(SQUARE_BYTES >> 4) << 16 | uint64_t((8 * ROW_BYTES) >> 4) << 32 | SWIZZLE_128;
+    return (address & 0x3ffff) >> 4 | uint64_t(SQUARE_BYTES >> 4) << 16 | uint64_t((8 * ROW_BYTES) >> 4) << 32 |
+           SWIZZLE_128;
 }
 
 // D (64 rows, N columns) += left (64, 16) * right (16, N); of each 16 rows a warp holds what `mma` would give it.
@@ -22,36 +24,38 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                    \
                  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                    \
                  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"                      \
-                 "}, %64, %65, 1, 1, 1, %66, %67;\n"                                                                     \
+                 "}, %64, %65, 1, 1, 1, %66, %67;\n"                                                                   \
                  : "+f"(D[0]), "+f"(D[1]), "+f"(D[2]), "+f"(D[3]), "+f"(D[4]), "+f"(D[5]), "+f"(D[6]), "+f"(D[7]),     \
-                   "+f"(D[8]), "+f"(D[9]), "+f"(D[10]), "+f"(D[11]), "+f"(D[12]), "+f"(D[13]), "+f"(D[14]), "+f"(D[15]), \
-                   "+f"(D[16]), "+f"(D[17]), "+f"(D[18]), "+f"(D[19]), "+f"(D[20]), "+f"(D[21]), "+f"(D[22]), "+f"(D[23]), \
-                   "+f"(D[24]), "+f"(D[25]), "+f"(D[26]), "+f"(D[27]), "+f"(D[28]), "+f"(D[29]), "+f"(D[30]), "+f"(D[31]), \
-                   "+f"(D[32]), "+f"(D[33]), "+f"(D[34]), "+f"(D[35]), "+f"(D[36]), "+f"(D[37]), "+f"(D[38]), "+f"(D[39]), \
-                   "+f"(D[40]), "+f"(D[41]), "+f"(D[42]), "+f"(D[43]), "+f"(D[44]), "+f"(D[45]), "+f"(D[46]), "+f"(D[47]), \
-                   "+f"(D[48]), "+f"(D[49]), "+f"(D[50]), "+f"(D[51]), "+f"(D[52]), "+f"(D[53]), "+f"(D[54]), "+f"(D[55]), \
-                   "+f"(D[56]), "+f"(D[57]), "+f"(D[58]), "+f"(D[59]), "+f"(D[60]), "+f"(D[61]), "+f"(D[62]), "+f"(D[63]) \
+                   "+f"(D[8]), "+f"(D[9]), "+f"(D[10]), "+f"(D[11]), "+f"(D[12]), "+f"(D[13]), "+f"(D[14]),            \
+                   "+f"(D[15]), "+f"(D[16]), "+f"(D[17]), "+f"(D[18]), "+f"(D[19]), "+f"(D[20]), "+f"(D[21]),          \
+                   "+f"(D[22]), "+f"(D[23]), "+f"(D[24]), "+f"(D[25]), "+f"(D[26]), "+f"(D[27]), "+f"(D[28]),          \
+                   "+f"(D[29]), "+f"(D[30]), "+f"(D[31]), "+f"(D[32]), "+f"(D[33]), "+f"(D[34]), "+f"(D[35]),          \
+                   "+f"(D[36]), "+f"(D[37]), "+f"(D[38]), "+f"(D[39]), "+f"(D[40]), "+f"(D[41]), "+f"(D[42]),          \
+                   "+f"(D[43]), "+f"(D[44]), "+f"(D[45]), "+f"(D[46]), "+f"(D[47]), "+f"(D[48]), "+f"(D[49]),          \
+                   "+f"(D[50]), "+f"(D[51]), "+f"(D[52]), "+f"(D[53]), "+f"(D[54]), "+f"(D[55]), "+f"(D[56]),          \
+                   "+f"(D[57]), "+f"(D[58]), "+f"(D[59]), "+f"(D[60]), "+f"(D[61]), "+f"(D[62]), "+f"(D[63])           \
                  : "l"(left), "l"(right), "n"(LEFT_ACROSS), "n"(RIGHT_ACROSS))
 
 #define CONV_WGMMA_160(D, TYPE, LEFT_ACROSS, RIGHT_ACROSS)                                                             \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n160k16.f32." TYPE "." TYPE " {"                                     \
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                              \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                    \
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                    \
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                    \
-                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"                      \
-                 "}, %80, %81, 1, 1, 1, %82, %83;\n"                                                                     \
-                 : "+f"(D[0]), "+f"(D[1]), "+f"(D[2]), "+f"(D[3]), "+f"(D[4]), "+f"(D[5]), "+f"(D[6]), "+f"(D[7]),     \
-                   "+f"(D[8]), "+f"(D[9]), "+f"(D[10]), "+f"(D[11]), "+f"(D[12]), "+f"(D[13]), "+f"(D[14]), "+f"(D[15]), \
-                   "+f"(D[16]), "+f"(D[17]), "+f"(D[18]), "+f"(D[19]), "+f"(D[20]), "+f"(D[21]), "+f"(D[22]), "+f"(D[23]), \
-                   "+f"(D[24]), "+f"(D[25]), "+f"(D[26]), "+f"(D[27]), "+f"(D[28]), "+f"(D[29]), "+f"(D[30]), "+f"(D[31]), \
-                   "+f"(D[32]), "+f"(D[33]), "+f"(D[34]), "+f"(D[35]), "+f"(D[36]), "+f"(D[37]), "+f"(D[38]), "+f"(D[39]), \
-                   "+f"(D[40]), "+f"(D[41]), "+f"(D[42]), "+f"(D[43]), "+f"(D[44]), "+f"(D[45]), "+f"(D[46]), "+f"(D[47]), \
-                   "+f"(D[48]), "+f"(D[49]), "+f"(D[50]), "+f"(D[51]), "+f"(D[52]), "+f"(D[53]), "+f"(D[54]), "+f"(D[55]), \
-                   "+f"(D[56]), "+f"(D[57]), "+f"(D[58]), "+f"(D[59]), "+f"(D[60]), "+f"(D[61]), "+f"(D[62]), "+f"(D[63]), \
-                   "+f"(D[64]), "+f"(D[65]), "+f"(D[66]), "+f"(D[67]), "+f"(D[68]), "+f"(D[69]), "+f"(D[70]), "+f"(D[71]), \
-                   "+f"(D[72]), "+f"(D[73]), "+f"(D[74]), "+f"(D[75]), "+f"(D[76]), "+f"(D[77]), "+f"(D[78]), "+f"(D[79]) \
-                 : "l"(left), "l"(right), "n"(LEFT_ACROSS), "n"(RIGHT_ACROSS))
+    asm volatile(                                                                                                      \
+        "wgmma.mma_async.sync.aligned.m64n160k16.f32." TYPE "." TYPE " {"                                              \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                       \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                             \
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                             \
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                             \
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"                               \
+        "}, %80, %81, 1, 1, 1, %82, %83;\n"                                                                            \
+        : "+f"(D[0]), "+f"(D[1]), "+f"(D[2]), "+f"(D[3]), "+f"(D[4]), "+f"(D[5]), "+f"(D[6]), "+f"(D[7]), "+f"(D[8]),  \
+          "+f"(D[9]), "+f"(D[10]), "+f"(D[11]), "+f"(D[12]), "+f"(D[13]), "+f"(D[14]), "+f"(D[15]), "+f"(D[16]),       \
+          "+f"(D[17]), "+f"(D[18]), "+f"(D[19]), "+f"(D[20]), "+f"(D[21]), "+f"(D[22]), "+f"(D[23]), "+f"(D[24]),      \
+          "+f"(D[25]), "+f"(D[26]), "+f"(D[27]), "+f"(D[28]), "+f"(D[29]), "+f"(D[30]), "+f"(D[31]), "+f"(D[32]),      \
+          "+f"(D[33]), "+f"(D[34]), "+f"(D[35]), "+f"(D[36]), "+f"(D[37]), "+f"(D[38]), "+f"(D[39]), "+f"(D[40]),      \
+          "+f"(D[41]), "+f"(D[42]), "+f"(D[43]), "+f"(D[44]), "+f"(D[45]), "+f"(D[46]), "+f"(D[47]), "+f"(D[48]),      \
+          "+f"(D[49]), "+f"(D[50]), "+f"(D[51]), "+f"(D[52]), "+f"(D[53]), "+f"(D[54]), "+f"(D[55]), "+f"(D[56]),      \
+          "+f"(D[57]), "+f"(D[58]), "+f"(D[59]), "+f"(D[60]), "+f"(D[61]), "+f"(D[62]), "+f"(D[63]), "+f"(D[64]),      \
+          "+f"(D[65]), "+f"(D[66]), "+f"(D[67]), "+f"(D[68]), "+f"(D[69]), "+f"(D[70]), "+f"(D[71]), "+f"(D[72]),      \
+          "+f"(D[73]), "+f"(D[74]), "+f"(D[75]), "+f"(D[76]), "+f"(D[77]), "+f"(D[78]), "+f"(D[79])                    \
+        : "l"(left), "l"(right), "n"(LEFT_ACROSS), "n"(RIGHT_ACROSS))
 
 template <typename T, Summed LEFT, Summed RIGHT, int COUNT>
 __device__ __forceinline__ void multiply_async(float (&acc)[COUNT / 2], uint64_t left, uint64_t right) {
@@ -73,10 +77,15 @@ template <int PENDING> __device__ __forceinline__ void multiply_wait() {
 }
 
 // Takes registers from the warps that only copy (at most 168 each at the start, see the kernels' launch bounds).
-template <int COUNT> __device__ __forceinline__ void registers_more() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(COUNT)); }
-template <int COUNT> __device__ __forceinline__ void registers_fewer() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(COUNT)); }
+template <int COUNT> __device__ __forceinline__ void registers_more() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void registers_fewer() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(COUNT));
+}
 
-// The stages of a block and two barriers for each: its copies have come; its readers, of all blocks of the cluster, are done.
+// The stages of a block and two barriers for each: its copies have come; its readers, of all blocks of the cluster, are
+// done.
 template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline {
     static constexpr int WORKERS = 2 * WARPGROUP;
     uint32_t stages, filled = stages + STAGES * STAGE_BYTES, emptied = filled + STAGES * 8;
@@ -106,8 +115,8 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline {
         barrier_expect(barrier(), STAGE_BYTES);
     }
 
-    // A warpgroup: adds the products of `steps` steps, of STRIPS * 64 rows that begin `left` bytes into a stage and COUNT columns that
-    // begin at `right`.
+    // A warpgroup: adds the products of `steps` steps, of STRIPS * 64 rows that begin `left` bytes into a stage and
+    // COUNT columns that begin at `right`.
     template <typename T, Summed LEFT, Summed RIGHT, int STRIPS, int COUNT>
     __device__ __forceinline__ void multiply_steps(float (&acc)[STRIPS][COUNT / 2], int steps, int left, int right) {
         constexpr int LEFT_SLICE = LEFT == Summed::ALONG_ROWS ? 32 : 16 * ROW_BYTES;
@@ -120,15 +129,16 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline {
             for (int k = 0; k < STEP / 16; ++k) {
 #pragma unroll
                 for (int i = 0; i < STRIPS; ++i) {
-                    multiply_async<T, LEFT, RIGHT, COUNT>(acc[i],
-                                                          matrix_descriptor(address() + left + i * SQUARE_BYTES + k * LEFT_SLICE),
-                                                          matrix_descriptor(address() + right + k * RIGHT_SLICE));
+                    multiply_async<T, LEFT, RIGHT, COUNT>(
+                        acc[i], matrix_descriptor(address() + left + i * SQUARE_BYTES + k * LEFT_SLICE),
+                        matrix_descriptor(address() + right + k * RIGHT_SLICE));
                 }
             }
             multiply_commit();
             // The products of the step before are done, so its stage is free.
             multiply_wait<1>();
-            if (step > 0 && in_group < CLUSTER) barrier_arrive(emptied + (stage == 0 ? STAGES - 1 : stage - 1) * 8, in_group);
+            if (step > 0 && in_group < CLUSTER)
+                barrier_arrive(emptied + (stage == 0 ? STAGES - 1 : stage - 1) * 8, in_group);
             advance();
         }
         multiply_wait<0>();
@@ -153,26 +163,28 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
     static constexpr Summed RIGHT = FORWARD ? Summed::ALONG_ROWS : Summed::ACROSS_ROWS;
     static constexpr int LEFT_BYTES = ROWS * ROW_BYTES;
     // Weights: rows of output channels, or for the gradient of the input 64 output channels by 64 input channels each.
-    static constexpr int RIGHT_TILES = FORWARD ? 1 : (COUNT + STEP - 1) / STEP, RIGHT_TILE_BYTES = FORWARD ? COUNT * ROW_BYTES : SQUARE_BYTES;
+    static constexpr int RIGHT_TILES = FORWARD ? 1 : (COUNT + STEP - 1) / STEP,
+                         RIGHT_TILE_BYTES = FORWARD ? COUNT * ROW_BYTES : SQUARE_BYTES;
     static constexpr int STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * RIGHT_TILE_BYTES;
     static constexpr int RIGHT_HALF = (FORWARD ? COUNT : STEP) / 2;
 
     using Stages = Pipeline<STAGES, STAGE_BYTES, 2>;
 
-    static __device__ __forceinline__ void run(const Work<D, ROWS, COUNT, true> &work, const Conv2dShape &s, const Conv2dMaps &maps,
-                                               Stages pipeline) {
+    static __device__ __forceinline__ void run(const Work<D, ROWS, COUNT, true> &work, const Conv2dShape &s,
+                                               const Conv2dMaps &maps, Stages pipeline) {
         const Gather &gather = work.gather;
         const Window window(gather, work.row);
         // The engine counts taps upwards from the lowest coordinate.
-        const int low_y = min(0, (gather.y.taps - 1) * gather.y.move), low_x = min(0, (gather.x.taps - 1) * gather.x.move);
+        const int low_y = min(0, (gather.y.taps - 1) * gather.y.move),
+                  low_x = min(0, (gather.x.taps - 1) * gather.x.move);
         const int half = int(cluster_rank()) * RIGHT_HALF;
         Place place(gather, STEP, work.begin * STEP);
         for (int step = work.begin; step < work.end; ++step) {
             pipeline.begin_copies();
             const uint32_t barrier = pipeline.barrier(), right = pipeline.address() + LEFT_BYTES;
-            copy_windows<false>(pipeline.address(), maps.windows[blockIdx.y], barrier, place.block * STEP, window.x + low_x,
-                                window.y + low_y, window.image, uint16_t(place.b * gather.x.move - low_x),
-                                uint16_t(place.a * gather.y.move - low_y));
+            copy_windows<false>(pipeline.address(), maps.windows[blockIdx.y], barrier, place.block * STEP,
+                                window.x + low_x, window.y + low_y, window.image,
+                                uint16_t(place.b * gather.x.move - low_x), uint16_t(place.a * gather.y.move - low_y));
             const int tap = (gather.y.tap_first + gather.y.tap_every * place.a) * s.kernel_width + gather.x.tap_first +
                             gather.x.tap_every * place.b;
             for (int j = 0; j < RIGHT_TILES; ++j) {
@@ -190,8 +202,8 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
 };
 
 // Tiles of ROWS pixels by COUNT channels, ROWS / 2 for each of the two warpgroups.
-template <typename T, Direction D, int ROWS, int COUNT, int STAGES>
-__device__ __forceinline__ void conv2d_hopper(const Conv2dOperands<T> &operands, const Conv2dShape &s, const Conv2dMaps &maps) {
+template <typename T, Direction D, int ROWS, int COUNT, int STAGES> __device__ __forceinline__ void
+conv2d_hopper(const Conv2dOperands<T> &operands, const Conv2dShape &s, const Conv2dMaps &maps) {
     using Loads = Copies<D, ROWS, COUNT, STAGES>;
     constexpr int STRIPS = ROWS / 128, WORKERS = Loads::Stages::WORKERS;
     extern __shared__ __align__(1024) unsigned char shared[];

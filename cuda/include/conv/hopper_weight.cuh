@@ -1,11 +1,11 @@
-// Gradient of the weight with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a alone): the product
-// of weight.cuh, for input channels in multiples of 64, so that each 64 columns belong to one tap.
+// Gradient of the weight with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a
+// alone): the product of weight.cuh, for input channels in multiples of 64, so that each 64 columns belong to one tap.
 #pragma once
 
 #include "hopper.cuh"
 
-// Tiles of ROWS output channels by 256 (tap, channel) values, 128 for each of the two warpgroups. PAIRED: clusters of two blocks take
-// two tiles of the same values, and each fetches half of the windows.
+// Tiles of ROWS output channels by 256 (tap, channel) values, 128 for each of the two warpgroups. PAIRED: clusters of
+// two blocks take two tiles of the same values, and each fetches half of the windows.
 template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
     static constexpr int COUNT = 256, LEFT_TILES = ROWS / STEP, RIGHT_TILES = COUNT / STEP, CLUSTER = PAIRED ? 2 : 1;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
@@ -13,7 +13,8 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
 
     int first_out, first_value, begin, end, values;
 
-    __device__ __forceinline__ explicit WeightGrad(const Conv2dShape &s) : values(s.kernel_height * s.kernel_width * s.channels) {
+    __device__ __forceinline__ explicit WeightGrad(const Conv2dShape &s)
+        : values(s.kernel_height * s.kernel_width * s.channels) {
         const int columns = (values + COUNT - 1) / COUNT, pair = int(blockIdx.x) / CLUSTER;
         first_out = (pair / columns * CLUSTER + int(blockIdx.x) % CLUSTER) * ROWS;
         first_value = pair % columns * COUNT;
@@ -29,7 +30,8 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
             pipeline.begin_copies();
             const uint32_t barrier = pipeline.barrier();
             for (int i = 0; i < LEFT_TILES; ++i) {
-                copy_box<false>(pipeline.address() + i * SQUARE_BYTES, maps.dense, barrier, first_out + i * STEP, 0, step * STEP);
+                copy_box<false>(pipeline.address() + i * SQUARE_BYTES, maps.dense, barrier, first_out + i * STEP, 0,
+                                step * STEP);
             }
             const Window window(gather, step * STEP);
             for (int j = own; j < own + RIGHT_TILES / CLUSTER; ++j) {
@@ -37,14 +39,15 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
                 const int value = first_value + j * STEP, tap = value < values ? value / int(s.channels) : 0;
                 const int a = tap / int(s.kernel_width), b = tap - a * int(s.kernel_width);
                 copy_windows<PAIRED>(pipeline.address() + LEFT_BYTES + j * SQUARE_BYTES, maps.windows[0], barrier,
-                                     value - tap * int(s.channels), window.x, window.y, window.image, uint16_t(b * s.dilation_width),
-                                     uint16_t(a * s.dilation_height));
+                                     value - tap * int(s.channels), window.x, window.y, window.image,
+                                     uint16_t(b * s.dilation_width), uint16_t(a * s.dilation_height));
             }
             pipeline.advance();
         }
     }
 
-    __device__ __forceinline__ void run(T *grad_weight, float *partials, const Conv2dShape &s, const Conv2dMaps &maps) const {
+    __device__ __forceinline__ void run(T *grad_weight, float *partials, const Conv2dShape &s,
+                                        const Conv2dMaps &maps) const {
         constexpr int WORKERS = Stages::WORKERS, HALF = COUNT / 2;
         extern __shared__ __align__(1024) unsigned char shared[];
         Stages pipeline{shared_address(shared)};
@@ -70,7 +73,8 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
                 T *staged = reinterpret_cast<T *>(shared);
                 workers_wait<WORKERS>();
                 each_strip(acc, 0, column, [&](const auto &strip, int row, int first) {
-                    stage_strip<T, COUNT>(staged, strip, static_cast<const T *>(nullptr), row, first, first_value, values);
+                    stage_strip<T, COUNT>(staged, strip, static_cast<const T *>(nullptr), row, first, first_value,
+                                          values);
                 });
                 workers_wait<WORKERS>();
                 store_staged<T, ROWS, COUNT, WORKERS>(grad_weight, staged, first_value, values, row_of);

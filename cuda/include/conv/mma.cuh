@@ -3,9 +3,10 @@
 
 #include "copy.cuh"
 
-// acc (16 rows, 8 columns) += a (16, 16) * b (16, 8). A lane holds of acc the columns 2 (lane % 4) + {0, 1} of the rows lane / 4 (the
-// first two values) and lane / 4 + 8.
-template <typename T> __device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+// acc (16 rows, 8 columns) += a (16, 16) * b (16, 8). A lane holds of acc the columns 2 (lane % 4) + {0, 1} of the rows
+// lane / 4 (the first two values) and lane / 4 + 8.
+template <typename T>
+__device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
 template <>
 __device__ __forceinline__ void mma<__half>(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -25,16 +26,18 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_fragments(uint32
     if constexpr (TRANSPOSED) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                     : "r"(address) : "memory");
+                     : "r"(address)
+                     : "memory");
     } else {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                      : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                     : "r"(address) : "memory");
+                     : "r"(address)
+                     : "memory");
     }
 }
 
-// How the values of an operand stand in its tile: along the rows (row = pixel or output channel), or across them (row = summed
-// value; one tile for each 64 columns).
+// How the values of an operand stand in its tile: along the rows (row = pixel or output channel), or across them (row =
+// summed value; one tile for each 64 columns).
 enum class Summed { ALONG_ROWS, ACROSS_ROWS };
 
 // The left operand's 16 rows from `first`, values `k` to `k + 16` of the step.
@@ -44,7 +47,8 @@ template <Summed S> __device__ __forceinline__ void load_left(uint32_t (&to)[4],
         load_fragments<false>(to, tile + tile_offset(first + lane % 16, k + lane / 16 * 8));
     } else {
         const int column = first + lane / 8 % 2 * 8;
-        load_fragments<true>(to, tile + column / STEP * SQUARE_BYTES + tile_offset(k + lane % 8 + lane / 16 * 8, column % STEP));
+        load_fragments<true>(to, tile + column / STEP * SQUARE_BYTES +
+                                     tile_offset(k + lane % 8 + lane / 16 * 8, column % STEP));
     }
 }
 
@@ -60,9 +64,9 @@ template <Summed S> __device__ __forceinline__ void load_right(uint32_t (&to)[4]
 }
 
 // acc += left * right over one step, for a warp's part of MF * 16 rows and NF * 8 columns (NF even) of the tiles.
-template <typename T, Summed LEFT, Summed RIGHT, int MF, int NF>
-__device__ __forceinline__ void multiply_step(float (&acc)[MF][NF][4], uint32_t left, uint32_t right, int row, int column) {
-#pragma unroll
+template <typename T, Summed LEFT, Summed RIGHT, int MF, int NF> __device__ __forceinline__ void
+multiply_step(float (&acc)[MF][NF][4], uint32_t left, uint32_t right, int row, int column) {
+#pragma unroll 2
     for (int k = 0; k < STEP; k += 16) {
         uint32_t a[MF][4];
 #pragma unroll

@@ -1,5 +1,5 @@
-// Convolutions without tensor cores: for f32, f64 and groups. Tiles of 64 by 64 sums in 256 threads, 16 summed values at a time; and
-// for groups of few channels, sums of one thread each.
+// Convolutions without tensor cores: for f32, f64 and groups. Tiles of 64 by 64 sums in 256 threads, 16 summed values
+// at a time; and for groups of few channels, sums of one thread each.
 #pragma once
 
 #include "geometry.cuh"
@@ -20,33 +20,36 @@ template <typename T> __device__ __forceinline__ void multiply_plain(Acc<T> (&ac
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j) acc[i][j] += tiles.left[k][plain_row() + 16 * i] * tiles.right[k][plain_column() + 16 * j];
+            for (int j = 0; j < 4; ++j)
+                acc[i][j] += tiles.left[k][plain_row() + 16 * i] * tiles.right[k][plain_column() + 16 * j];
         }
     }
 }
 
-// Where the weight of (channel summed over, channel of the result, tap) stands. Both channels count within group `group`.
-template <Direction D>
-__device__ __forceinline__ int64_t weight_index(const Conv2dShape &s, const Gather &gather, int group, int channel, int result, int a,
-                                                int b) {
-    const int tap = (gather.y.tap_first + gather.y.tap_every * a) * s.kernel_width + gather.x.tap_first + gather.x.tap_every * b;
+// Where the weight of (channel summed over, channel of the result, tap) stands. Both channels count within group
+// `group`.
+template <Direction D> __device__ __forceinline__ int64_t weight_index(const Conv2dShape &s, const Gather &gather,
+                                                                       int group, int channel, int result, int a,
+                                                                       int b) {
+    const int tap =
+        (gather.y.tap_first + gather.y.tap_every * a) * s.kernel_width + gather.x.tap_first + gather.x.tap_every * b;
     const int out = D == Direction::FORWARD ? group * gather.results + result : group * gather.channels + channel;
     const int in = D == Direction::FORWARD ? channel : result;
     return (int64_t(out) * s.kernel_height * s.kernel_width + tap) * (s.channels / s.groups) + in;
 }
 
 // The source value that a window meets at tap (a, b); zero outside.
-template <typename T>
-__device__ __forceinline__ Acc<T> source_value(const T *source, const Conv2dShape &s, const Gather &gather, const Window &window,
-                                               int a, int b, int channel) {
+template <typename T> __device__ __forceinline__ Acc<T> source_value(const T *source, const Conv2dShape &s,
+                                                                     const Gather &gather, const Window &window, int a,
+                                                                     int b, int channel) {
     const int y = window.y + a * gather.y.move, x = window.x + b * gather.x.move;
     if (unsigned(y) >= unsigned(gather.y.source) || unsigned(x) >= unsigned(gather.x.source)) return 0;
     const int64_t pixel = (int64_t(window.image) * gather.y.source + y) * gather.x.source + x;
     return widen(source[pixel * gather.channels * s.groups + channel]);
 }
 
-template <typename T, Direction D>
-__device__ __forceinline__ void conv2d_plain(T *result, const T *source, const T *weight, const T *bias, const Conv2dShape &s) {
+template <typename T, Direction D> __device__ __forceinline__ void
+conv2d_plain(T *result, const T *source, const T *weight, const T *bias, const Conv2dShape &s) {
     __shared__ PlainTiles<T> tiles;
     const Gather gather = Gather::of<D>(s, blockIdx.y);
     const int columns = (gather.results + PLAIN_TILE - 1) / PLAIN_TILE, pixels = gather.pixels();
@@ -62,9 +65,9 @@ __device__ __forceinline__ void conv2d_plain(T *result, const T *source, const T
             __syncthreads();
             for (int i = int(threadIdx.x) / PLAIN_DEPTH; i < PLAIN_TILE; i += PLAIN_THREADS / PLAIN_DEPTH) {
                 const int row = first_row + i, column = first_column + i;
-                tiles.left[k][i] = at < length && row < pixels
-                                       ? source_value(source, s, gather, Window(gather, row), a, b, group * gather.channels + channel)
-                                       : Acc<T>(0);
+                tiles.left[k][i] = at < length && row < pixels ? source_value(source, s, gather, Window(gather, row), a,
+                                                                              b, group * gather.channels + channel)
+                                                               : Acc<T>(0);
                 tiles.right[k][i] = at < length && column < gather.results
                                         ? widen(weight[weight_index<D>(s, gather, group, channel, column, a, b)])
                                         : Acc<T>(0);
@@ -75,7 +78,8 @@ __device__ __forceinline__ void conv2d_plain(T *result, const T *source, const T
         for (int i = 0; i < 4; ++i) {
             const int row = first_row + plain_row() + 16 * i;
             if (row >= pixels) continue;
-            T *to = result + gather.template result_pixel<D>(s, row) * gather.results * s.groups + group * gather.results;
+            T *to =
+                result + gather.template result_pixel<D>(s, row) * gather.results * s.groups + group * gather.results;
             for (int j = 0; j < 4; ++j) {
                 const int column = first_column + plain_column() + 16 * j;
                 if (column >= gather.results) continue;
@@ -86,12 +90,13 @@ __device__ __forceinline__ void conv2d_plain(T *result, const T *source, const T
     }
 }
 
-template <typename T, Direction D>
-__device__ __forceinline__ void conv2d_direct(T *result, const T *source, const T *weight, const T *bias, const Conv2dShape &s) {
+template <typename T, Direction D> __device__ __forceinline__ void
+conv2d_direct(T *result, const T *source, const T *weight, const T *bias, const Conv2dShape &s) {
     const Gather gather = Gather::of<D>(s, blockIdx.y);
     const int results = gather.results * s.groups;
     const uint64_t count = uint64_t(gather.pixels()) * results;
-    for (uint64_t index = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; index < count; index += uint64_t(gridDim.x) * blockDim.x) {
+    for (uint64_t index = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; index < count;
+         index += uint64_t(gridDim.x) * blockDim.x) {
         const int pixel = int(index / results), column = int(index - uint64_t(pixel) * results);
         const int group = column / gather.results, channels = gather.channels;
         const Window window(gather, pixel);
@@ -112,8 +117,10 @@ __device__ __forceinline__ void conv2d_direct(T *result, const T *source, const 
 template <typename T>
 __device__ __forceinline__ Acc<T> met_value(const T *x, const Conv2dShape &s, int pixel, int a, int b, int channel) {
     const int line = pixel / int(s.out_width), image = line / int(s.out_height);
-    const int y = (line - image * int(s.out_height)) * int(s.stride_height) - int(s.padding_height) + a * int(s.dilation_height);
-    const int x_ = (pixel - line * int(s.out_width)) * int(s.stride_width) - int(s.padding_width) + b * int(s.dilation_width);
+    const int y =
+        (line - image * int(s.out_height)) * int(s.stride_height) - int(s.padding_height) + a * int(s.dilation_height);
+    const int x_ =
+        (pixel - line * int(s.out_width)) * int(s.stride_width) - int(s.padding_width) + b * int(s.dilation_width);
     if (unsigned(y) >= s.height || unsigned(x_) >= s.width) return 0;
     return widen(x[((int64_t(image) * s.height + y) * s.width + x_) * s.channels + channel]);
 }
@@ -124,17 +131,19 @@ __device__ __forceinline__ int2 slice_pixels(const Conv2dShape &s) {
     return {int(pixels * blockIdx.z / gridDim.z), int(pixels * (blockIdx.z + 1) / gridDim.z)};
 }
 
-template <typename T>
-__device__ __forceinline__ void conv2d_grad_weight_plain(Acc<T> *partials, const T *grad, const T *x, const Conv2dShape &s) {
+template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(Acc<T> *partials, const T *grad,
+                                                                               const T *x, const Conv2dShape &s) {
     __shared__ PlainTiles<T> tiles;
-    const int in = s.channels / s.groups, outs = s.out_channels / s.groups, values = s.kernel_height * s.kernel_width * in;
+    const int in = s.channels / s.groups, outs = s.out_channels / s.groups,
+              values = s.kernel_height * s.kernel_width * in;
     const int columns = (values + PLAIN_TILE - 1) / PLAIN_TILE;
     const int first_row = int(blockIdx.x) / columns * PLAIN_TILE, first_column = int(blockIdx.x) % columns * PLAIN_TILE;
     const int2 part = slice_pixels(s);
     Acc<T> *slice = partials + int64_t(blockIdx.z) * s.out_channels * values;
     // This thread copies one column of each tile.
     const int i = int(threadIdx.x) % PLAIN_TILE, row = first_row + i, column = first_column + i;
-    const int tap = column / in, channel = column - tap * in, a = tap / int(s.kernel_width), b = tap - a * int(s.kernel_width);
+    const int tap = column / in, channel = column - tap * in, a = tap / int(s.kernel_width),
+              b = tap - a * int(s.kernel_width);
 
     for (int group = blockIdx.y; group < int(s.groups); group += gridDim.y) {
         Acc<T> acc[4][4] = {};
@@ -143,8 +152,10 @@ __device__ __forceinline__ void conv2d_grad_weight_plain(Acc<T> *partials, const
             for (int k = int(threadIdx.x) / PLAIN_TILE; k < PLAIN_DEPTH; k += PLAIN_THREADS / PLAIN_TILE) {
                 const int pixel = start + k;
                 tiles.left[k][i] = pixel < part.y && row < outs
-                                       ? widen(grad[int64_t(pixel) * s.out_channels + group * outs + row]) : Acc<T>(0);
-                tiles.right[k][i] = pixel < part.y && column < values ? met_value(x, s, pixel, a, b, group * in + channel) : Acc<T>(0);
+                                       ? widen(grad[int64_t(pixel) * s.out_channels + group * outs + row])
+                                       : Acc<T>(0);
+                tiles.right[k][i] =
+                    pixel < part.y && column < values ? met_value(x, s, pixel, a, b, group * in + channel) : Acc<T>(0);
             }
             __syncthreads();
             multiply_plain(acc, tiles);
@@ -160,10 +171,11 @@ __device__ __forceinline__ void conv2d_grad_weight_plain(Acc<T> *partials, const
 }
 
 // A warp's lanes take neighbouring output channels, its block's warps every eighth pixel of the slice.
-template <typename T>
-__device__ __forceinline__ void conv2d_grad_weight_direct(Acc<T> *partials, const T *grad, const T *x, const Conv2dShape &s) {
+template <typename T> __device__ __forceinline__ void conv2d_grad_weight_direct(Acc<T> *partials, const T *grad,
+                                                                                const T *x, const Conv2dShape &s) {
     __shared__ Acc<T> sums[PLAIN_THREADS / WARP][WARP];
-    const int in = s.channels / s.groups, outs = s.out_channels / s.groups, values = s.kernel_height * s.kernel_width * in;
+    const int in = s.channels / s.groups, outs = s.out_channels / s.groups,
+              values = s.kernel_height * s.kernel_width * in;
     const int lane = int(threadIdx.x) % WARP, warp = int(threadIdx.x) / WARP, out = int(blockIdx.x) * WARP + lane;
     const int2 part = slice_pixels(s);
     for (int value = blockIdx.y; value < values; value += gridDim.y) {

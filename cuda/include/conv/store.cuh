@@ -19,9 +19,8 @@ template <typename T, int COUNT> constexpr int STAGED_ROW = COUNT + 16 / int(siz
 template <typename T, int ROWS, int COUNT> constexpr int STAGED_BYTES = ROWS * STAGED_ROW<T, COUNT> * int(sizeof(T));
 
 // Puts a 16-row strip of sums, laid out as `mma` leaves them, into the staged tile.
-template <typename T, int COUNT, int NF>
-__device__ __forceinline__ void stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int column, int first,
-                                            int results) {
+template <typename T, int COUNT, int NF> __device__ __forceinline__ void
+stage_strip(T *staged, const float (&acc)[NF][4], const T *bias, int row, int column, int first, int results) {
     const int lane = int(threadIdx.x) % WARP;
 #pragma unroll
     for (int j = 0; j < NF; ++j) {
@@ -34,7 +33,8 @@ __device__ __forceinline__ void stage_strip(T *staged, const float (&acc)[NF][4]
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             T *to = staged + (row + lane / 4 + half * 8) * STAGED_ROW<T, COUNT> + n;
-            *reinterpret_cast<Pack<T, 2> *>(to) = {narrow<T>(acc[j][half * 2] + b[0]), narrow<T>(acc[j][half * 2 + 1] + b[1])};
+            *reinterpret_cast<Pack<T, 2> *>(to) = {narrow<T>(acc[j][half * 2] + b[0]),
+                                                   narrow<T>(acc[j][half * 2 + 1] + b[1])};
         }
     }
 }
@@ -59,9 +59,8 @@ __device__ __forceinline__ void store_staged(T *result, const T *staged, int fir
 }
 
 // Writes a 16-row strip of sums to the rows of a slice of the partial sums.
-template <int NF, typename RowOf>
-__device__ __forceinline__ void store_partials(float *partials, const float (&acc)[NF][4], int row, int column, int first,
-                                               int results, RowOf row_of) {
+template <int NF, typename RowOf> __device__ __forceinline__ void
+store_partials(float *partials, const float (&acc)[NF][4], int row, int column, int first, int results, RowOf row_of) {
     const int lane = int(threadIdx.x) % WARP;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -5,7 +5,8 @@
 
 #include "store.cuh"
 
-// The operands of one launch. Forward: result = y, source = x. Gradient of the input: result = grad_x, source = grad_y, no bias.
+// The operands of one launch. Forward: result = y, source = x. Gradient of the input: result = grad_x, source = grad_y,
+// no bias.
 template <typename T> struct Conv2dOperands {
     T *__restrict__ result;
     const T *__restrict__ source;
@@ -14,8 +15,9 @@ template <typename T> struct Conv2dOperands {
     float *__restrict__ partials;
 };
 
-// Which part of the sum a block computes: a tile of the result, and if the sum is split (gridDim.z), which of its steps. PAIRED: two
-// blocks that follow each other (a cluster) take two tiles of the same channels, and steps never reach across taps.
+// Which part of the sum a block computes: a tile of the result, and if the sum is split (gridDim.z), which of its
+// steps. PAIRED: two blocks that follow each other (a cluster) take two tiles of the same channels, and steps never
+// reach across taps.
 template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
     Gather gather;
     int row, column, block_channels, begin, end;
@@ -37,14 +39,17 @@ template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
     }
 
     // Tiles are counted for the largest phase of a strided gradient. Of a pair, the first decides for both.
-    __device__ __forceinline__ bool is_empty() const { return (PAIRED ? row - row % (2 * ROWS) : row) >= gather.pixels(); }
+    __device__ __forceinline__ bool is_empty() const {
+        return (PAIRED ? row - row % (2 * ROWS) : row) >= gather.pixels();
+    }
 };
 
 // Copies the tiles of one step after another into the stages.
 template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> struct Loader {
     using Left = WindowTile<T, ROWS, VEC, THREADS>;
     static constexpr bool FORWARD = D == Direction::FORWARD;
-    using Right = std::conditional_t<FORWARD, WeightRows<T, COUNT, VEC, THREADS>, WeightColumns<T, COUNT, VEC, THREADS>>;
+    using Right =
+        std::conditional_t<FORWARD, WeightRows<T, COUNT, VEC, THREADS>, WeightColumns<T, COUNT, VEC, THREADS>>;
     static constexpr int LEFT_BYTES = ROWS * ROW_BYTES, STAGE_BYTES = LEFT_BYTES + Right::BYTES;
     static constexpr Summed RIGHT = FORWARD ? Summed::ALONG_ROWS : Summed::ACROSS_ROWS;
 
@@ -60,7 +65,8 @@ template <typename T, Direction D, int ROWS, int COUNT, int VEC, int THREADS> st
     __device__ __forceinline__ void load_next(uint32_t stage, const Conv2dOperands<T> &operands, const Conv2dShape &s,
                                               const Work<D, ROWS, COUNT> &work) {
         windows.load(stage, operands.source, work.gather, place, work.block_channels);
-        Right::load(stage + LEFT_BYTES, operands.weight, work.gather, s, FORWARD ? place : start, work.block_channels, work.column);
+        Right::load(stage + LEFT_BYTES, operands.weight, work.gather, s, FORWARD ? place : start, work.block_channels,
+                    work.column);
         place.advance(work.gather, work.block_channels, STEP);
         if constexpr (!FORWARD) start.advance(work.gather, work.block_channels, STEP);
     }
@@ -71,11 +77,11 @@ template <int THREADS> __device__ __forceinline__ void workers_wait() {
     asm volatile("bar.sync 1, %0;\n" ::"n"(THREADS) : "memory");
 }
 
-// Writes the sums: those of a split sum to its slice of the partial sums, others with the bias to the result. `strips` calls its
-// argument with each 16-row strip of the warp, the strip's row and the first column.
+// Writes the sums: those of a split sum to its slice of the partial sums, others with the bias to the result. `strips`
+// calls its argument with each 16-row strip of the warp, the strip's row and the first column.
 template <typename T, Direction D, int ROWS, int COUNT, int THREADS, bool PAIRED, typename Strips>
-__device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work, const Conv2dShape &s, const Conv2dOperands<T> &operands,
-                                       unsigned char *shared, Strips strips) {
+__device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work, const Conv2dShape &s,
+                                       const Conv2dOperands<T> &operands, unsigned char *shared, Strips strips) {
     const int results = work.gather.results;
     const auto row_of = [&](int row) -> int64_t {
         return work.row + row < work.gather.pixels() ? work.gather.template result_pixel<D>(s, work.row + row) : -1;

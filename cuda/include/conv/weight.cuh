@@ -15,14 +15,16 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
     static constexpr int LEFT_TILES = (ROWS + STEP - 1) / STEP, RIGHT_TILES = COUNT / STEP;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
     static constexpr int LEFT_COLUMNS = (ROWS < STEP ? ROWS : STEP) / LEFT_VEC, LEFT_PASS = THREADS / LEFT_COLUMNS;
-    static constexpr int RIGHT_COLUMNS = STEP / RIGHT_VEC, RIGHT_PASS = THREADS / RIGHT_COLUMNS, PASSES = STEP / RIGHT_PASS;
+    static constexpr int RIGHT_COLUMNS = STEP / RIGHT_VEC, RIGHT_PASS = THREADS / RIGHT_COLUMNS,
+                         PASSES = STEP / RIGHT_PASS;
 
     // Of each tile's column: the channel (negative if there is none), and how its tap moves the window.
     int channel[RIGHT_TILES], dy[RIGHT_TILES], dx[RIGHT_TILES];
     StepPixel rows[PASSES], move;
     int pixel;
 
-    __device__ __forceinline__ WeightGradLoader(const Conv2dShape &s, int first_value, int first_pixel) : pixel(first_pixel) {
+    __device__ __forceinline__ WeightGradLoader(const Conv2dShape &s, int first_value, int first_pixel)
+        : pixel(first_pixel) {
         const int values = s.kernel_height * s.kernel_width * s.channels;
 #pragma unroll
         for (int j = 0; j < RIGHT_TILES; ++j) {
@@ -34,7 +36,8 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
         }
         move = split(s, STEP);
 #pragma unroll
-        for (int i = 0; i < PASSES; ++i) rows[i] = split(s, first_pixel + int(threadIdx.x) / RIGHT_COLUMNS + i * RIGHT_PASS);
+        for (int i = 0; i < PASSES; ++i)
+            rows[i] = split(s, first_pixel + int(threadIdx.x) / RIGHT_COLUMNS + i * RIGHT_PASS);
     }
 
     static __device__ __forceinline__ StepPixel split(const Conv2dShape &s, int pixel) {
@@ -42,8 +45,8 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
         return {image, line - image * int(s.out_height), pixel - line * int(s.out_width)};
     }
 
-    __device__ __forceinline__ void load_next(uint32_t stage, const T *grad, const T *x, const Conv2dShape &s, int first_out,
-                                              int pixels) {
+    __device__ __forceinline__ void load_next(uint32_t stage, const T *grad, const T *x, const Conv2dShape &s,
+                                              int first_out, int pixels) {
         const int left_row = int(threadIdx.x) / LEFT_COLUMNS, left_column = int(threadIdx.x) % LEFT_COLUMNS * LEFT_VEC;
 #pragma unroll
         for (int i = 0; i < (STEP + LEFT_PASS - 1) / LEFT_PASS; ++i) {
@@ -57,7 +60,8 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
                 copy_to_tile<LEFT_VEC, Reuse::YES>(stage + j * SQUARE_BYTES + tile_offset(row, left_column), from, ok);
             }
         }
-        const int right_row = int(threadIdx.x) / RIGHT_COLUMNS, right_column = int(threadIdx.x) % RIGHT_COLUMNS * RIGHT_VEC;
+        const int right_row = int(threadIdx.x) / RIGHT_COLUMNS,
+                  right_column = int(threadIdx.x) % RIGHT_COLUMNS * RIGHT_VEC;
 #pragma unroll
         for (int i = 0; i < PASSES; ++i) {
             const int row = right_row + i * RIGHT_PASS;
@@ -65,9 +69,12 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
 #pragma unroll
             for (int j = 0; j < RIGHT_TILES; ++j) {
                 const int y = p.y * int(s.stride_height) + dy[j], x_ = p.x * int(s.stride_width) + dx[j];
-                const bool ok = pixel + row < pixels && channel[j] >= 0 && unsigned(y) < s.height && unsigned(x_) < s.width;
-                const T *from = ok ? x + ((int64_t(p.image) * s.height + y) * s.width + x_) * s.channels + channel[j] : x;
-                copy_to_tile<RIGHT_VEC, Reuse::YES>(stage + LEFT_BYTES + j * SQUARE_BYTES + tile_offset(row, right_column), from, ok);
+                const bool ok =
+                    pixel + row < pixels && channel[j] >= 0 && unsigned(y) < s.height && unsigned(x_) < s.width;
+                const T *from =
+                    ok ? x + ((int64_t(p.image) * s.height + y) * s.width + x_) * s.channels + channel[j] : x;
+                copy_to_tile<RIGHT_VEC, Reuse::YES>(
+                    stage + LEFT_BYTES + j * SQUARE_BYTES + tile_offset(row, right_column), from, ok);
             }
             p.x += move.x;
             p.y += move.y;
@@ -107,7 +114,8 @@ __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad
         copies_wait<STAGES - 2>();
         __syncthreads();
         const int ahead = stage == 0 ? STAGES - 1 : stage - 1;
-        if (step + STAGES - 1 < steps) loads.load_next(stages + ahead * Loads::STAGE_BYTES, grad, x, s, first_out, pixels);
+        if (step + STAGES - 1 < steps)
+            loads.load_next(stages + ahead * Loads::STAGE_BYTES, grad, x, s, first_out, pixels);
         copies_commit();
         const uint32_t left = stages + stage * Loads::STAGE_BYTES;
         multiply_step<T, Summed::ACROSS_ROWS, Summed::ACROSS_ROWS>(acc, left, left + Loads::LEFT_BYTES, row, column);
@@ -125,7 +133,8 @@ __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad
     T *staged = reinterpret_cast<T *>(shared);
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < MF; ++i) stage_strip<T, COUNT>(staged, acc[i], (const T *)nullptr, row + i * 16, column, first_value, values);
+    for (int i = 0; i < MF; ++i)
+        stage_strip<T, COUNT>(staged, acc[i], (const T *)nullptr, row + i * 16, column, first_value, values);
     __syncthreads();
     store_staged<T, ROWS, COUNT, THREADS>(grad_weight, staged, first_value, values, row_of);
 }
