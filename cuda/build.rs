@@ -12,9 +12,13 @@ const STOOD_IN: [&str; 5] = ["cuda", "cublas", "cublasLt", "curand", "nvrtc"];
 const EMPTY_ARCHIVE: &[u8] = b"!<arch>\n";
 /// Where the CUDA toolkit is.
 const TOOLKIT_VARIABLES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
-/// What the kernels are compiled for: compute capabilities without the dot, with `+ptx` for what newer GPUs compile for themselves.
+/// What the kernels are compiled for: compute capabilities without the dot, with `a` for the functions of that one alone and `+ptx` for
+/// what newer GPUs compile for themselves.
 const ARCHITECTURES_VARIABLE: &str = "TRAINABLE_CANDLE_CUDA_ARCHS";
-const ARCHITECTURES: &str = "80,86,89,90,120+ptx";
+const ARCHITECTURES: &str = "80,86,89,90a,120+ptx";
+
+/// What the names of files end with that have code for compute capability 9.0 alone.
+const HOPPER: &str = "_hopper";
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -69,6 +73,11 @@ fn compile_kernels(out: &Path) -> io::Result<()> {
 }
 
 fn compile(nvcc: &Path, source: &Path, targets: &[String], out: &Path) -> io::Result<()> {
+    let is_hopper = source.file_stem().is_some_and(|stem| stem.to_string_lossy().ends_with(HOPPER));
+    let targets: Vec<&String> = targets.iter().filter(|target| !is_hopper || target.ends_with("_90a")).collect();
+    if targets.is_empty() {
+        return Ok(());
+    }
     let result = Command::new(nvcc)
         .args(["-std=c++17", "-O3", "-fatbin", "--compress-mode=size", "-I", "include"])
         .args(targets)
@@ -88,7 +97,7 @@ fn targets(list: &str) -> io::Result<Vec<String>> {
     let mut targets = Vec::new();
     for item in list.split(',').map(str::trim).filter(|item| !item.is_empty()) {
         let (number, ptx) = item.strip_suffix("+ptx").map_or((item, false), |number| (number, true));
-        if number.parse::<u32>().is_err() {
+        if number.trim_end_matches('a').parse::<u32>().is_err() {
             let message = format!("{ARCHITECTURES_VARIABLE} is \"{list}\"; expected a list such as {ARCHITECTURES}");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "common.cuh"
+#include "element.cuh"
 
 template <typename T> constexpr bool IS_HALF = sizeof(T) == 2;
 template <typename A> __device__ __forceinline__ A infinity() { return static_cast<A>(__int_as_float(0x7f800000)); }

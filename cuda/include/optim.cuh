@@ -6,7 +6,7 @@
 // then belongs to the kernels.
 #pragma once
 
-#include "common.cuh"
+#include "element.cuh"
 #include "dynamic_map.cuh"
 
 // A run of elements. A list of them is made by the host once; 16 bytes each.

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "common.cuh"
+#include "element.cuh"
 
 // Whether 16-byte access is possible at all of these addresses; null pointers do not matter.
 template <typename... P> __device__ __forceinline__ bool are_wide(const P *...pointers) {

@@ -1,7 +1,7 @@
 // Elementwise functions over tensors with strides: what the host says about them, and the loop.
 #pragma once
 
-#include "common.cuh"
+#include "element.cuh"
 
 constexpr int MAX_AXES = 8;
 

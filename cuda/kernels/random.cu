@@ -1,8 +1,11 @@
 // Random numbers in f32, four a block of the generator, at the places where the CPU draws them.
 //
 // Launch of all: a thread a block of four numbers (ceil(n / 4) threads), block 256, no shared memory.
-#include "common.cuh"
+#include "element.cuh"
 #include "philox.cuh"
+
+// A number in [0, 1) with 24 bits, exact in f32.
+__device__ __forceinline__ float unit(uint32_t bits) { return float(bits >> 8) * (1.0f / 16777216.0f); }
 
 __device__ __forceinline__ void write(float *y, uint64_t n, uint64_t first, const float (&values)[4]) {
 #pragma unroll
@@ -15,8 +18,8 @@ __device__ __forceinline__ void write(float *y, uint64_t n, uint64_t first, cons
 extern "C" __global__ void uniform(float *y, uint64_t n, uint64_t seed, uint64_t offset, double low, double high) {
     const uint64_t block = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (block * 4 >= n) return;
-    uint32_t words[4];
-    philox(seed, offset + block, words);
+    const uint4 bits = Generator(nullptr, seed, offset)(block);
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
     float values[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[i] = float(low + (high - low) * double(unit(words[i])));
@@ -27,8 +30,8 @@ extern "C" __global__ void uniform(float *y, uint64_t n, uint64_t seed, uint64_t
 extern "C" __global__ void normal(float *y, uint64_t n, uint64_t seed, uint64_t offset, double mean, double std) {
     const uint64_t block = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (block * 4 >= n) return;
-    uint32_t words[4];
-    philox(seed, offset + block, words);
+    const uint4 bits = Generator(nullptr, seed, offset)(block);
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
     float values[4];
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {

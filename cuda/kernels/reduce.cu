@@ -3,7 +3,7 @@
 // `<function>_rows_<from>_<to>` (inner is 1) and `<function>_columns_<from>_<to>` take (y, x, outer, n, inner, chunk, divisor)
 // and write y (outer, chunks, inner), chunks = ceil(n / chunk): the reduction of each `chunk` elements along n, divided by
 // `divisor`. One chunk gives the result; of more, a second launch over y does. Sums are made in the arithmetic type.
-#include "common.cuh"
+#include "element.cuh"
 
 struct Sum {
     template <typename R> static __device__ __forceinline__ R neutral() { return R(0); }

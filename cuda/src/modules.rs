@@ -18,8 +18,23 @@ macro_rules! modules {
 }
 
 modules! {
+    ATTENTION "attention" "Scaled dot-product attention.";
+    CONV "conv" "Two-dimensional convolution.";
     COPY "copy" "Copies, conversions and changes in place.";
+    CROSS_ENTROPY "cross_entropy" "Cross-entropy.";
+    DROPOUT "dropout" "Dropout.";
     ELEMENTWISE "elementwise" "Elementwise functions.";
+    GATED "gated" "Gated linear units.";
+    GRADIENT "gradient" "Norms of gradients and their clipping.";
+    GROUP_NORM "group_norm" "Group norm.";
+    INDEX "index" "Picking by ids.";
+    NORM "norm" "Layer and RMS norm.";
+    OPTIM "optim" "Optimizers.";
+    OPTIM_8BIT "optim_8bit" "Optimizers with 8-bit states.";
     RANDOM "random" "Random numbers.";
     REDUCE "reduce" "Reductions and running sums.";
+    REGRESSION "regression" "Losses of differences.";
+    ROPE "rope" "Rotary position embedding.";
+    SOFTMAX "softmax" "Softmax and its logarithm.";
+    UPSAMPLE "upsample" "Resizing of images.";
 }

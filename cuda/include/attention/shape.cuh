@@ -1,7 +1,7 @@
 // What the attention kernels are told about their tensors.
 #pragma once
 
-#include "../common.cuh"
+#include "../element.cuh"
 
 // Sizes of an attention: q (batch, heads, queries, width), k (batch, heads, keys, width), v (batch, heads, keys, value_width),
 // result and its gradient (batch, heads, queries, value_width). Query i sees the keys up to i if `is_causal`. Passed by value.

@@ -4,7 +4,7 @@
 // they are waited for.
 #pragma once
 
-#include "../common.cuh"
+#include "../element.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define WARPGROUP_PRODUCTS 1

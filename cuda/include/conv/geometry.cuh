@@ -4,7 +4,7 @@
 // input.
 #pragma once
 
-#include "../common.cuh"
+#include "../element.cuh"
 
 // Passed by value. Images are (batch, height, width, channels), weights (out_channels, kernel_height, kernel_width,
 // channels / groups), results (batch, out_height, out_width, out_channels), all dense. Every size is at least 1; images
