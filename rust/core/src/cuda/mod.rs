@@ -4,14 +4,20 @@
 //! the calls; nothing waits for it, and shapes travel with the launch instead of through memory. f16 and bf16 are storage formats:
 //! arithmetic and accumulation are in f32. Sums are cut by sizes alone, so a run repeats.
 
+pub(crate) mod attention;
+pub(crate) mod conv;
 mod copy;
 mod elementwise;
 mod gemm;
 mod gpu;
+pub(crate) mod index;
 mod launch;
+pub(crate) mod loss;
 mod memory;
+pub(crate) mod norm;
 mod random;
 mod reduce;
+pub(crate) mod rows;
 mod strided;
 
 pub use copy::{accumulate, cast, contiguous, copy, copy_into, fill, filled, lerp_in_place, scale_in_place};
@@ -20,7 +26,7 @@ pub use gemm::{matmul, matmul_accumulate};
 pub use gpu::{Gpu, devices, open};
 pub use memory::{memory_stats, reset_peak_memory_stats, synchronize};
 pub use random::{normal, uniform};
-pub use reduce::{argmax, cumsum, max, mean, min, sum};
+pub use reduce::{argmax, cumsum, max, mean, min, sum, sum_divided};
 
 pub(crate) use gpu::from_candle;
-pub(crate) use launch::storage_len;
+pub(crate) use launch::{count32, storage_len};

@@ -4,6 +4,8 @@
 use super::case::{Case, Entry};
 use crate::cpu::pool::par_chunks_mut;
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::raw::{Raw, from_vec};
 use crate::rng::{self, State, philox_lanes};
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
@@ -57,6 +59,10 @@ struct Mask {
 
 impl Mask {
     fn apply(self, x: &Raw) -> Result<Raw> {
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return cuda::rows::dropout(DROPOUT.name, x, self.state, self.threshold(), self.kept());
+        }
         let x = compute::contiguous(x)?;
         let len = x.elem_count();
         dispatch_float!(x.dtype(), DROPOUT.name, T => read_all(DROPOUT.name, &[&x], |operands| {
@@ -86,12 +92,20 @@ impl Mask {
         .map(|result| from_vec(result, x.shape())))
     }
 
+    /// Words below it zero their elements.
+    const fn threshold(self) -> u32 {
+        (self.p * 4_294_967_296.0) as u32
+    }
+
+    /// What the other elements are multiplied by. With p = 1 nothing is kept, also where the largest number is drawn.
+    fn kept(self) -> f64 {
+        if self.p == 1.0 { 0.0 } else { 1.0 / (1.0 - self.p) }
+    }
+
     /// 0 or 1 / (1 - p) for the elements of a group.
     #[inline(always)]
     fn factors<T: Elem>(self, block: u64) -> [[T::Acc; LANES]; 4] {
-        let threshold = (self.p * 4_294_967_296.0) as u32;
-        // With p = 1 nothing is kept, also where the largest number is drawn.
-        let kept = T::Acc::from_f64(if self.p == 1.0 { 0.0 } else { 1.0 / (1.0 - self.p) });
+        let (threshold, kept) = (self.threshold(), T::Acc::from_f64(self.kept()));
         philox_lanes::<LANES>(self.state.seed, block)
             .map(|word| word.map(|bits| if bits < threshold { T::Acc::ZERO } else { kept }))
     }

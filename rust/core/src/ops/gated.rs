@@ -9,6 +9,8 @@ use super::elementwise::Pointwise;
 use super::rows;
 use crate::compute::contiguous;
 use crate::cpu::{Binary, Elem, Unary, dispatch, elements, read_all};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::raw::{Raw, from_vec, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, dispatch_float};
@@ -62,6 +64,10 @@ fn gated<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result
 }
 
 fn forward<F: Pointwise>(op: &'static str, x: &Raw, width: usize, function: F) -> Result<Raw> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::rows::gated(op, x, width);
+    }
     let x = contiguous(x)?;
     let mut dims = x.dims().to_vec();
     *dims.last_mut().expect("the input has a last dimension") = width;
@@ -101,6 +107,10 @@ impl<F: Pointwise> Backward for GatedBackward<F> {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let (width, function) = (self.width, self.function);
         let x = self.x.get()?;
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return context.add(0, cuda::rows::gated_backward(self.op, &x, context.grad(), width)?);
+        }
         let shape = x.shape().clone();
         let (x, grad) = (contiguous(&x)?, contiguous(context.grad())?);
         let grad_x = dispatch_float!(x.dtype(), self.op, T => read_all(self.op, &[&x, &grad], |operands| {

@@ -4,6 +4,8 @@ use super::attention::heads_lie_inside;
 use super::case::{Case, Entry};
 use super::rows;
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::raw::{Raw, from_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, is_grad_enabled, record};
 use crate::{Error, Result, Tensor, compute, dispatch_float};
@@ -82,6 +84,10 @@ fn rotate(x: &Raw, cos: &Raw, sin: &Raw, interleaved: bool, back: bool) -> Resul
 fn rotate_rows(x: &Raw, cos: &Raw, sin: &Raw, repeats: usize, interleaved: bool, back: bool) -> Result<Raw> {
     let op = ROPE.name;
     let x = compute::contiguous(x)?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return cuda::rows::rope(op, &x, [cos, sin], repeats, interleaved, back);
+    }
     let len = x.dims()[x.rank() - 1];
     let positions = cos.dims()[0];
     let rows = x.elem_count() / len.max(1);

@@ -6,6 +6,8 @@ use super::case::{Case, Entry};
 use super::rows;
 use crate::compute::contiguous;
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::raw::{Raw, from_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, dispatch_float};
@@ -78,6 +80,10 @@ fn as_rows(x: &Raw, dim: usize) -> Result<Raw> {
 fn forward<F: RowFunction>(op: &'static str, x: &Raw, dim: usize, function: F) -> Result<Raw> {
     let last = x.rank() - 1;
     let x = as_rows(x, dim)?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return Ok(cuda::rows::softmax(op, &x)?.transpose(dim, last)?);
+    }
     let len = x.dims()[last];
     let rows = x.elem_count() / len.max(1);
     let y = dispatch_float!(x.dtype(), op, T => read_all(op, &[&x], |operands| {
@@ -114,6 +120,11 @@ impl<F: RowFunction> Backward for SoftmaxBackward<F> {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let (y, g) = (as_rows(&self.y.get()?, self.dim)?, as_rows(context.grad(), self.dim)?);
         let last = y.rank() - 1;
+        #[cfg(feature = "cuda")]
+        if y.device().is_cuda() {
+            let grad = cuda::rows::softmax_backward(self.op, &y, &g)?;
+            return context.add(0, grad.transpose(self.dim, last)?);
+        }
         let len = y.dims()[last];
         let rows = y.elem_count() / len.max(1);
         let grad = dispatch_float!(y.dtype(), self.op, T => read_all(self.op, &[&y, &g], |operands| {

@@ -7,6 +7,8 @@ use super::case::{Case, Entry};
 use super::rows;
 use crate::compute::contiguous;
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::raw::{Raw, check_allocation, from_vec, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
 use crate::{Error, Result, Tensor, dispatch_float};
@@ -75,6 +77,10 @@ fn copies(input: usize, output: usize) -> Vec<Range<usize>> {
 impl Resize {
     fn forward(&self, x: &Raw) -> Result<Raw> {
         let &Self { batch, channels, input, output } = self;
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            return cuda::rows::upsample(UPSAMPLE_NEAREST2D.name, x, [batch, channels], [input, output], false);
+        }
         let x = contiguous(x)?;
         let (lines, columns) = (sources(input[0], output[0]), sources(input[1], output[1]));
         let (line_len, result_len) = (input[1] * channels, output[1] * channels);
@@ -102,6 +108,11 @@ impl Backward for Resize {
     /// Each pixel gets the sum of its copies' gradients, line by line.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let &Self { batch, channels, input, output } = self;
+        #[cfg(feature = "cuda")]
+        if context.grad().device().is_cuda() {
+            let (op, sizes) = (UPSAMPLE_NEAREST2D.name, [input, output]);
+            return context.add(0, cuda::rows::upsample(op, context.grad(), [batch, channels], sizes, true)?);
+        }
         let grad = contiguous(context.grad())?;
         let (lines, columns) = (copies(input[0], output[0]), copies(input[1], output[1]));
         let (line_len, result_len) = (input[1] * channels, output[1] * channels);

@@ -5,12 +5,12 @@ mod cpu;
 
 use candle_core::{D, DType, Device};
 
-pub(super) use cpu::heads_lie_inside;
+pub(crate) use cpu::heads_lie_inside;
 
 use super::case::{Case, Entry};
 use crate::raw::{Raw, check_allocation, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
-use crate::{Error, Result, Tensor, cpu as engine};
+use crate::{Error, Result, Tensor, compute};
 
 static ATTENTION: OpInfo = OpInfo::dear("scaled_dot_product_attention");
 
@@ -53,6 +53,11 @@ pub fn scaled_dot_product_attention(
         &ATTENTION,
         &[q, k, v],
         || {
+            #[cfg(feature = "cuda")]
+            if q.device().is_cuda() {
+                let (o, log_sums) = on_cuda(&attention).forward([&q.raw, &k.raw, &v.raw], mask.as_ref())?;
+                return Ok((o, std::iter::once(log_sums).collect()));
+            }
             let (o, log_sums) = cpu::forward(&attention, [&q.raw, &k.raw, &v.raw], mask.as_ref())?;
             Ok((o, std::iter::once(log_sums).collect()))
         },
@@ -96,7 +101,7 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()
     let Some(mask) = mask else { return Ok(()) };
     let mut scores = q.dims().to_vec();
     scores[rank - 1] = keys;
-    if engine::broadcast_dims(mask.dims(), &scores).is_none_or(|dims| *dims != *scores) {
+    if crate::cpu::broadcast_dims(mask.dims(), &scores).is_none_or(|dims| *dims != *scores) {
         return Err(Error::shape(
             op,
             format!("the mask has shape {:?}, expected one that broadcasts to {scores:?}", mask.dims()),
@@ -124,9 +129,9 @@ fn additive(mask: &Raw, dtype: DType) -> Result<Raw> {
             |x: f64| -> Result<Raw> { Ok(Raw::new(x, mask.device())?.to_dtype(dtype)?.broadcast_as(mask.shape())?) };
         mask.where_cond(&number(0.0)?, &number(f64::NEG_INFINITY)?)?
     } else {
-        engine::cast(mask, dtype)?
+        compute::cast(mask, dtype)?
     };
-    engine::contiguous(&numbers)
+    compute::contiguous(&numbers)
 }
 
 /// The same from basic operations.
@@ -150,6 +155,31 @@ fn plain(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, is_causal: b
     scores.softmax(scores.rank() - 1)?.matmul(v)
 }
 
+#[cfg(feature = "cuda")]
+fn on_cuda(attention: &cpu::Attention) -> crate::cuda::attention::Attention<'_> {
+    let &cpu::Attention { ref scores, scale, is_causal } = attention;
+    crate::cuda::attention::Attention { op: ATTENTION.name, scores, scale, is_causal }
+}
+
+fn backward(
+    attention: &cpu::Attention,
+    saved: &cpu::SavedValues,
+    grad: &Raw,
+    wanted: [bool; 3],
+) -> Result<[Option<Raw>; 3]> {
+    #[cfg(feature = "cuda")]
+    if grad.device().is_cuda() {
+        let inputs = saved.inputs.each_ref();
+        return on_cuda(attention).backward(
+            inputs,
+            saved.mask.as_ref(),
+            [&saved.result, &saved.log_sums, grad],
+            wanted,
+        );
+    }
+    cpu::backward(attention, saved, grad, wanted)
+}
+
 struct AttentionBackward {
     inputs: [Saved; 3],
     mask: Option<Saved>,
@@ -168,7 +198,7 @@ impl Backward for AttentionBackward {
             log_sums: self.log_sums.get()?,
         };
         let wanted = [context.needs(0), context.needs(1), context.needs(2)];
-        let grads = cpu::backward(&self.attention, &saved, context.grad(), wanted)?;
+        let grads = backward(&self.attention, &saved, context.grad(), wanted)?;
         for (index, grad) in grads.into_iter().enumerate() {
             if let Some(grad) = grad {
                 context.add(index, grad)?;

@@ -15,9 +15,13 @@ mod weight;
 use smallvec::SmallVec;
 
 use super::case::{Case, Entry};
+#[cfg(feature = "cuda")]
+use super::linear;
 use super::linear::same_kind;
 use crate::compute::{cast, contiguous};
 use crate::cpu::{elements, read_all};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::raw::{Raw, check_allocation, from_vec, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, compute, dispatch_float};
@@ -30,6 +34,15 @@ static CONV2D: OpInfo = OpInfo::dear("conv2d");
 fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
     let (x, weight) = (contiguous(x)?, contiguous(weight)?);
     let bias = bias.map(contiguous).transpose()?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        if geometry.is_pointwise() {
+            let y = linear::forward(&geometry.as_rows(&x)?, &geometry.as_matrix(&weight)?, bias.as_ref())?;
+            return Ok(y.reshape(geometry.result_dims().as_slice())?);
+        }
+        let (sizes, dims) = (geometry.cuda_sizes(CONV2D.name)?, geometry.result_dims());
+        return cuda::conv::forward(CONV2D.name, sizes, dims, [&x, &weight], bias.as_ref());
+    }
     let operands: SmallVec<[&Raw; 3]> = [&x, &weight].into_iter().chain(&bias).collect();
     let sum = dispatch_float!(x.dtype(), CONV2D.name, T => read_all(CONV2D.name, &operands, |operands| {
         let bias = operands.get(2).map(|&bias| elements::<T>(bias)).transpose()?;
@@ -42,6 +55,15 @@ fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Re
 /// The gradient of the input.
 fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
     let (grad, weight) = (contiguous(grad)?, contiguous(weight)?);
+    #[cfg(feature = "cuda")]
+    if grad.device().is_cuda() {
+        if geometry.is_pointwise() {
+            let dx = compute::matmul(&geometry.as_rows(&grad)?, &geometry.as_matrix(&weight)?)?;
+            return Ok(dx.reshape(geometry.input_dims().as_slice())?);
+        }
+        let (sizes, dims) = (geometry.cuda_sizes(CONV2D.name)?, geometry.input_dims());
+        return cuda::conv::grad_input(CONV2D.name, sizes, dims, [&grad, &weight]);
+    }
     let sum = dispatch_float!(grad.dtype(), CONV2D.name, T => read_all(CONV2D.name, &[&grad, &weight], |operands| {
         Ok(kernels::grad_input(geometry, elements::<T>(operands[0])?, elements(operands[1])?))
     })
@@ -52,6 +74,15 @@ fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
 /// The gradient of the weight.
 fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Raw> {
     let (grad, x) = (contiguous(grad)?, contiguous(x)?);
+    #[cfg(feature = "cuda")]
+    if grad.device().is_cuda() {
+        if geometry.is_pointwise() {
+            let dw = compute::matmul(&geometry.as_rows(&grad)?.t()?, &geometry.as_rows(&x)?)?;
+            return Ok(dw.reshape(geometry.weight_dims().as_slice())?);
+        }
+        let (sizes, dims) = (geometry.cuda_sizes(CONV2D.name)?, geometry.weight_dims());
+        return cuda::conv::grad_weight(CONV2D.name, sizes, dims, [&grad, &x]);
+    }
     let sum = dispatch_float!(grad.dtype(), CONV2D.name, T => read_all(CONV2D.name, &[&grad, &x], |operands| {
         Ok(kernels::grad_weight(geometry, elements::<T>(operands[0])?, elements(operands[1])?))
     })

@@ -26,6 +26,10 @@ fn with_size(dims: &[usize], dim: usize, size: usize) -> Vec<usize> {
 
 /// `y[o, j, i] = x[o, positions[j], i]`.
 pub fn select(op: &'static str, x: &Raw, positions: &[usize], dim: usize) -> Result<Raw> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return crate::cuda::index::select(op, x, positions, dim);
+    }
     let dims = with_size(x.dims(), dim, positions.len());
     let len = check_allocation(op, &dims, x.dtype())?;
     let (size, (_, inner)) = (x.dims()[dim], around(&dims, dim));
@@ -51,6 +55,10 @@ pub fn select(op: &'static str, x: &Raw, positions: &[usize], dim: usize) -> Res
 
 /// The gradient of [`select`]: `dx[o, positions[j], i] += g[o, j, i]`, with `size` elements along `dim`.
 pub fn select_backward(op: &'static str, g: &Raw, positions: &[usize], dim: usize, size: usize) -> Result<Raw> {
+    #[cfg(feature = "cuda")]
+    if g.device().is_cuda() {
+        return crate::cuda::index::select_backward(op, g, positions, dim, size);
+    }
     let dims = with_size(g.dims(), dim, size);
     let len = check_allocation(op, &dims, g.dtype())?;
     let (_, inner) = around(&dims, dim);
@@ -114,6 +122,10 @@ fn take<T: Elem>(sum: &mut [T::Acc], row: &mut [T]) {
 
 /// `y[o, j, i] = x[o, positions[o, j, i], i]`, with `count` elements along `dim` of the result.
 pub fn gather(op: &'static str, x: &Raw, positions: &[usize], dim: usize, count: usize) -> Result<Raw> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return crate::cuda::index::gather(op, x, positions, dim, count);
+    }
     let dims = with_size(x.dims(), dim, count);
     let len = check_allocation(op, &dims, x.dtype())?;
     let (size, (_, inner)) = (x.dims()[dim], around(&dims, dim));
@@ -134,6 +146,10 @@ pub fn gather(op: &'static str, x: &Raw, positions: &[usize], dim: usize, count:
 
 /// The gradient of [`gather`]: `dx[o, positions[o, j, i], i] += g[o, j, i]`, with `size` elements along `dim`.
 pub fn gather_backward(op: &'static str, g: &Raw, positions: &[usize], dim: usize, size: usize) -> Result<Raw> {
+    #[cfg(feature = "cuda")]
+    if g.device().is_cuda() {
+        return crate::cuda::index::gather_backward(op, g, positions, dim, size);
+    }
     let dims = with_size(g.dims(), dim, size);
     let len = check_allocation(op, &dims, g.dtype())?;
     let (count, (_, inner)) = (g.dims()[dim], around(&dims, dim));

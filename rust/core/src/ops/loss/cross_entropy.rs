@@ -121,6 +121,10 @@ fn row_losses<T: Elem>(x: &Rows<'_, T>, targets: &Targets, smoothing: f64) -> Ve
 
 /// The loss and the log-sum-exp of each row as two vectors in the dtype of arithmetic.
 fn losses(logits: &Raw, targets: &Targets, smoothing: f64) -> Result<(Raw, Raw)> {
+    #[cfg(feature = "cuda")]
+    if logits.device().is_cuda() {
+        return crate::cuda::loss::cross_entropy(OP, logits, targets, smoothing);
+    }
     let logits = with_contiguous_rows(logits)?;
     let (offsets, classes) = (offsets(&logits)?, logits.dims()[logits.rank() - 1]);
     dispatch_float!(logits.dtype(), OP, T => read_all(OP, &[&logits], |operands| {
@@ -182,6 +186,22 @@ struct CrossEntropyBackward {
 
 impl Backward for CrossEntropyBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if context.grad().device().is_cuda() {
+            let divisor = matches!(self.reduction, Reduction::Mean).then(|| counted(&self.targets));
+            let of_rows = matches!(self.reduction, Reduction::None);
+            let (logits, lse) = (self.logits.get()?, self.lse.get()?);
+            let operands = [&logits, &lse, context.grad()];
+            let grad = crate::cuda::loss::cross_entropy_backward(
+                OP,
+                operands,
+                &self.targets,
+                divisor,
+                of_rows,
+                self.smoothing,
+            )?;
+            return context.add(0, grad);
+        }
         let grad = to_f64_vec(context.grad())?;
         let scales = match self.reduction {
             Reduction::None => grad,
@@ -267,6 +287,10 @@ pub fn cross_entropy(
 
 /// The sum of `losses` divided by `divisor`.
 fn number(losses: &Raw, divisor: f64) -> Result<Raw> {
+    #[cfg(feature = "cuda")]
+    if losses.device().is_cuda() {
+        return crate::cuda::sum_divided(losses, divisor);
+    }
     let total: f64 = to_f64_vec(losses)?.iter().sum();
     Ok(from_vec(vec![total / divisor], ()).to_dtype(losses.dtype())?)
 }

@@ -21,7 +21,7 @@ const BLOCK: usize = 1024;
 
 /// A loss of the difference d of two elements, with its derivative.
 trait Distance: Copy + Send + Sync + 'static {
-    /// The kernels of the value and of the slope.
+    /// The kernels of the value and of the slope, of `cuda/kernels/elementwise.cu`.
     const VALUE: &'static str;
     const SLOPE: &'static str;
 
@@ -201,6 +201,10 @@ fn sum<T: Elem, F: Distance>(a: &[T], b: &[T], function: F) -> f64 {
 
 /// The sum of the losses times `factor`, a number.
 fn total<F: Distance>(op: &'static str, a: &Raw, b: &Raw, function: F, factor: f64) -> Result<Raw> {
+    #[cfg(feature = "cuda")]
+    if a.device().is_cuda() {
+        return crate::cuda::loss::total(op, F::VALUE, [a, b], function.threshold(), factor);
+    }
     let (a, b) = (compute::contiguous(a)?, compute::contiguous(b)?);
     let len = a.elem_count();
     dispatch_float!(a.dtype(), op, T => read_all(op, &[&a, &b], |operands| {

@@ -71,6 +71,12 @@ impl<'a> Affine<'a> {
         numbers(self.bias.map(|bias| &bias.raw), len, R::ZERO)
     }
 
+    /// Both as they are.
+    #[cfg(feature = "cuda")]
+    fn parameters(&self) -> [Option<&'a Raw>; 2] {
+        [self.weight.map(|weight| &weight.raw), self.bias.map(|bias| &bias.raw)]
+    }
+
     /// The operation's inputs: the normalised tensor, then the scale, then the shift, as far as there are any.
     fn inputs(&self, x: &'a Tensor) -> SmallVec<[&'a Tensor; 3]> {
         std::iter::once(x).chain(self.weight).chain(self.bias).collect()
@@ -148,6 +154,34 @@ impl SavedAffine {
         for (place, grad) in [(&self.weight, weight), (&self.bias, bias)] {
             if let Some(place) = place.as_ref().filter(|place| context.needs(place.index)) {
                 place.add(context, grad)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Both as they are, if the backward pass reads them.
+    #[cfg(feature = "cuda")]
+    fn parameters(&self) -> Result<[Option<Raw>; 2]> {
+        let get = |saved: &Option<Saved>| saved.as_ref().map(Saved::get).transpose();
+        Ok([get(&self.scale)?, get(&self.shift)?])
+    }
+
+    /// Which gradients this pass wants: of the input, the scale and the shift.
+    #[cfg(feature = "cuda")]
+    fn wants(&self, context: &BackwardContext<'_>) -> [bool; 3] {
+        let wants = |place: &Option<Place>| place.as_ref().is_some_and(|place| context.needs(place.index));
+        [context.needs(0), wants(&self.weight), wants(&self.bias)]
+    }
+
+    /// Hand over the gradients that were made.
+    #[cfg(feature = "cuda")]
+    fn add_gradients(&self, context: &mut BackwardContext<'_>, grads: crate::cuda::norm::Gradients) -> Result<()> {
+        if let Some(grad) = grads.input {
+            context.add(0, grad)?;
+        }
+        for (place, grad) in [(&self.weight, grads.weight), (&self.bias, grads.bias)] {
+            if let (Some(place), Some(grad)) = (place, grad) {
+                context.add(place.index, compute::cast(&grad, place.dtype)?.reshape(place.dims.as_slice())?)?;
             }
         }
         Ok(())

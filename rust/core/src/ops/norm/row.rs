@@ -8,6 +8,8 @@ use super::{Affine, SavedAffine, check_eps};
 use crate::compute::contiguous;
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::ops::rows;
 use crate::raw::from_vec;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
@@ -67,6 +69,11 @@ fn row_norm<const CENTER: bool>(
         &affine.inputs(x),
         || {
             let raw = contiguous(&x.raw)?;
+            #[cfg(feature = "cuda")]
+            if raw.device().is_cuda() {
+                let (y, rstd, mean) = cuda::norm::rows(op, &raw, [size.rows, size.len], affine.parameters(), eps)?;
+                return Ok((y, std::iter::once(rstd).chain(mean).collect()));
+            }
             dispatch_float!(x.dtype(), op, T => {
                 let (weight, bias) = (affine.scale(size.len)?, affine.shift(size.len)?);
                 let (y, [mean, rstd]) = read_all(op, &[&raw], |operands| {
@@ -166,6 +173,22 @@ impl<const CENTER: bool> Backward for RowNormBackward<CENTER> {
         let x = contiguous(&x)?;
         let grad = contiguous(context.grad())?;
         let rstd = rstd.get()?;
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            let (mean, weight) =
+                (mean.as_ref().map(Saved::get).transpose()?, self.affine.scale.as_ref().map(Saved::get).transpose()?);
+            let saved = cuda::norm::Saved {
+                x: &x,
+                grad: &grad,
+                mean: mean.as_ref(),
+                rstd: &rstd,
+                weight: weight.as_ref(),
+                bias: None,
+            };
+            let wants = self.affine.wants(context);
+            let grads = cuda::norm::rows_backward(self.op, &saved, [rows, len], wants)?;
+            return self.affine.add_gradients(context, grads);
+        }
         // RMS norm takes off nothing; any tensor stands in.
         let mean = mean.as_ref().map_or_else(|| Ok(rstd.clone()), Saved::get)?;
         dispatch_float!(x.dtype(), self.op, T => {

@@ -92,7 +92,7 @@ impl<T: Elem> Output<T> {
 }
 
 /// Whether the heads of a position lie next to one another, as after splitting the last dimension.
-pub(in crate::ops) fn heads_lie_inside(raw: &Raw) -> bool {
+pub(crate) fn heads_lie_inside(raw: &Raw) -> bool {
     let rank = raw.rank();
     rank > 2 && raw.dims()[rank - 2] > 1 && raw.stride()[rank - 3] < raw.stride()[rank - 2]
 }

@@ -17,6 +17,8 @@ use super::{Affine, SavedAffine, check_eps};
 use crate::compute::contiguous;
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, elements, read_all};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::ops::rows;
 use crate::raw::from_vec;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
@@ -79,6 +81,11 @@ fn apply<const SILU: bool>(
         &affine.inputs(x),
         || {
             let raw = contiguous(&x.raw)?;
+            #[cfg(feature = "cuda")]
+            if raw.device().is_cuda() {
+                let (y, mean, rstd) = cuda::norm::groups(op, &raw, size.into(), affine.parameters(), eps)?;
+                return Ok((y, [mean, rstd].into_iter().collect()));
+            }
             dispatch_float!(x.dtype(), op, T => {
                 let (weight, bias) = (affine.scale(channels)?, affine.shift(channels)?);
                 let (y, statistics) = read_all(op, &[&raw], |operands| {
@@ -130,6 +137,22 @@ impl<const SILU: bool> Backward for GroupNormBackward<SILU> {
         let x = contiguous(&x)?;
         let (mean, rstd) = (mean.get()?, rstd.get()?);
         let grad = contiguous(context.grad())?;
+        #[cfg(feature = "cuda")]
+        if x.device().is_cuda() {
+            let [weight, bias] = self.affine.parameters()?;
+            let saved = cuda::norm::Saved {
+                x: &x,
+                grad: &grad,
+                mean: Some(&mean),
+                rstd: &rstd,
+                weight: weight.as_ref(),
+                bias: bias.as_ref(),
+            };
+            let wants = self.affine.wants(context);
+            return self
+                .affine
+                .add_gradients(context, cuda::norm::groups_backward(self.op, &saved, size.into(), wants)?);
+        }
         dispatch_float!(x.dtype(), self.op, T => {
             let (weight, bias) = (self.affine.scale(size.channels)?, self.affine.shift(size.channels)?);
             let wants_input = context.needs(0);
@@ -160,6 +183,13 @@ struct Size {
     positions: usize,
     channels: usize,
     groups: usize,
+}
+
+#[cfg(feature = "cuda")]
+impl From<Size> for cuda::norm::Groups {
+    fn from(Size { batch, positions, channels, groups }: Size) -> Self {
+        Self { batch, positions, channels, groups }
+    }
 }
 
 /// A few positions of one sample.
