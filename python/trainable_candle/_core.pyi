@@ -38,6 +38,7 @@ __all__ = [
     "NoiseSchedule",
     "NoisedLatents",
     "Optimizer",
+    "Prodigy",
     "SDXLUNet",
     "SGD",
     "Sampler",
@@ -1400,6 +1401,53 @@ class Optimizer:
         """
         Forget the gradients of all variables.
         """
+
+@final
+class Prodigy(Optimizer):
+    """
+    Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size.
+
+    All groups share one estimate d and, but for weight_decay, eps and a learning rate of 0, their hyper-parameters. The
+    state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
+
+    Args:
+        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        lr: factor on the estimated step size, at least 0; leave it at 1 but for a schedule. A group with 0 stays as it is.
+        betas: decay rates of the first and the second moment, each in [0, 1).
+        beta3: decay rate of the sums that the estimate is made of, in [0, 1); None for the root of the second beta.
+        eps: added, times the estimate, to the root of the second moment; above 0.
+        weight_decay: each step multiplies the variables by 1 - d * lr * weight_decay.
+        decouple: False for weight decay as an L2 penalty, added to the gradient.
+        use_bias_correction: correct the first steps as Adam does.
+        safeguard_warmup: keep lr out of the estimate's denominator, which a warm-up would make too small.
+        d0: the first estimate, above 0.
+        d_coef: factor on the estimate, above 0; the way to tune the method.
+        growth_rate: the estimate grows by at most this factor in a step; at least 1.
+        slice_p: estimate from every so many elements, at least 1; 11 saves almost half of the memory.
+
+    Raises:
+        ArgumentError: if a number is out of range, groups differ in more than they may, there is no variable, or one
+            appears twice. `step` raises it if learning rates differ.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = ...,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
+        beta3: SupportsFloat | SupportsIndex | None = ...,
+        eps: SupportsFloat | SupportsIndex = ...,
+        weight_decay: SupportsFloat | SupportsIndex = ...,
+        decouple: bool = ...,
+        use_bias_correction: bool = ...,
+        safeguard_warmup: bool = ...,
+        d0: SupportsFloat | SupportsIndex = ...,
+        d_coef: SupportsFloat | SupportsIndex = ...,
+        growth_rate: SupportsFloat | SupportsIndex = ...,
+        *,
+        slice_p: SupportsIndex = ...,
+    ) -> Prodigy: ...
 
 @final
 class SDXLUNet(Model):

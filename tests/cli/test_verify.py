@@ -55,9 +55,7 @@ def test_bad_files(
     assert message in capsys.readouterr().out
 
 
-def test_alphas_that_diffusers_misreads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_alphas_that_diffusers_misreads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     block = "lora_unet_input_blocks_4_1_transformer_blocks_0"
     names = ("attn1_to_q", "attn1_to_k", "attn2_to_out_0", "attn1_to_v")
     tensors = {k: v for name in names for k, v in lora(f"{block}_{name}").items()}

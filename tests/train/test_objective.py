@@ -28,7 +28,9 @@ def test_noise_target_and_weight_are_those_of_diffusers(
     golden: dict[str, tc.Tensor], prediction_type: str, target: str, weight: str
 ) -> None:
     schedule = NoiseSchedule(prediction_type=prediction_type)
-    np.testing.assert_allclose(schedule.alphas_cumprod, golden["alphas_cumprod"].numpy(), rtol=1e-12)
+    np.testing.assert_allclose(
+        schedule.alphas_cumprod, golden["alphas_cumprod"].numpy(), rtol=1e-12
+    )
     objective = DiffusionObjective(schedule, min_snr_gamma=5.0)
     noised = objective.noise_at(golden["x0"], golden["noise"], golden["timesteps"])
     np.testing.assert_allclose(noised.sample.numpy(), golden["ddpm_noised"].numpy(), atol=1e-6)
