@@ -140,13 +140,16 @@ class Adafactor(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        beta2_decay: SupportsFloat | SupportsIndex = ...,
-        eps: tuple[SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex] = ...,
-        d: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-2,
+        beta2_decay: SupportsFloat | SupportsIndex = -0.8,
+        eps: tuple[SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex] = (
+            None,
+            1e-3,
+        ),
+        d: SupportsFloat | SupportsIndex = 1.0,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> Adafactor: ...
 
 @final
@@ -171,13 +174,13 @@ class Adam(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        amsgrad: bool = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        amsgrad: bool = False,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> Adam: ...
 
 @final
@@ -201,12 +204,12 @@ class Adam8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
-        min_8bit_size: SupportsIndex = ...,
+        min_8bit_size: SupportsIndex = 4096,
     ) -> Adam8bit: ...
 
 @final
@@ -231,13 +234,13 @@ class AdamW(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        amsgrad: bool = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
+        amsgrad: bool = False,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> AdamW: ...
 
 @final
@@ -261,12 +264,12 @@ class AdamW8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
         *,
-        min_8bit_size: SupportsIndex = ...,
+        min_8bit_size: SupportsIndex = 4096,
     ) -> AdamW8bit: ...
 
 @final
@@ -655,7 +658,7 @@ class DiffusionObjective:
         logit_mean: SupportsFloat | SupportsIndex = 0.0,
         logit_std: SupportsFloat | SupportsIndex = 1.0,
         shift: SupportsFloat | SupportsIndex = 1.0,
-        min_timestep: SupportsIndex = ...,
+        min_timestep: SupportsIndex = 0,
         max_timestep: SupportsIndex | None = None,
         min_snr_gamma: SupportsFloat | SupportsIndex | None = None,
         noise_offset: SupportsFloat | SupportsIndex = 0.0,
@@ -717,7 +720,7 @@ class DiffusionObjective:
         /,
         latents: Tensor,
         examples: SupportsGetItem[int, SupportsIndex],
-        seed: SupportsIndex = ...,
+        seed: SupportsIndex = 0,
     ) -> NoisedLatents:
         """
         Put noise on latents for a validation loss: an example has the same noise and the same timestep every time, whatever batch
@@ -773,13 +776,13 @@ class DigitsTransformer(Model):
         cls,
         /,
         *,
-        sample_size: SupportsIndex = ...,
-        patch_size: SupportsIndex = ...,
-        num_layers: SupportsIndex = ...,
-        num_attention_heads: SupportsIndex = ...,
-        attention_head_dim: SupportsIndex = ...,
-        mlp_ratio: SupportsIndex = ...,
-        num_classes: SupportsIndex = ...,
+        sample_size: SupportsIndex = 8,
+        patch_size: SupportsIndex = 2,
+        num_layers: SupportsIndex = 3,
+        num_attention_heads: SupportsIndex = 3,
+        attention_head_dim: SupportsIndex = 32,
+        mlp_ratio: SupportsIndex = 3,
+        num_classes: SupportsIndex = 10,
         device: str = "cpu",
     ) -> DigitsTransformer: ...
     @staticmethod
@@ -960,7 +963,7 @@ class GradScaler:
         init_scale: SupportsFloat | SupportsIndex = 65536.0,
         growth_factor: SupportsFloat | SupportsIndex = 2.0,
         backoff_factor: SupportsFloat | SupportsIndex = 0.5,
-        growth_interval: SupportsIndex = ...,
+        growth_interval: SupportsIndex = 2000,
         enabled: bool = True,
     ) -> GradScaler: ...
     def get_scale(self, /) -> float:
@@ -1027,9 +1030,9 @@ class Lion(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-4,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.99),
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
     ) -> Lion: ...
 
 @final
@@ -1052,11 +1055,11 @@ class Lion8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-4,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.99),
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
-        min_8bit_size: SupportsIndex = ...,
+        min_8bit_size: SupportsIndex = 4096,
     ) -> Lion8bit: ...
 
 @final
@@ -1089,7 +1092,7 @@ class LoraConfig:
     def __new__(
         cls,
         /,
-        r: SupportsIndex = ...,
+        r: SupportsIndex = 8,
         lora_alpha: SupportsFloat | SupportsIndex = 8.0,
         target_modules: str | Sequence[str] | None = None,
         exclude_modules: str | Sequence[str] | None = None,
@@ -1101,7 +1104,7 @@ class LoraConfig:
         adapter: str = "lora",
         wd_on_output: bool = True,
         decompose_both: bool = False,
-        decompose_factor: SupportsIndex = ...,
+        decompose_factor: SupportsIndex = -1,
     ) -> LoraConfig: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -1277,11 +1280,11 @@ class NoiseSchedule:
         beta_schedule: str = "scaled_linear",
         beta_start: SupportsFloat | SupportsIndex = 0.00085,
         beta_end: SupportsFloat | SupportsIndex = 0.012,
-        num_train_timesteps: SupportsIndex = ...,
+        num_train_timesteps: SupportsIndex = 1000,
         prediction_type: str = "epsilon",
         rescale_betas_zero_snr: bool = False,
         timestep_spacing: str = "leading",
-        steps_offset: SupportsIndex = ...,
+        steps_offset: SupportsIndex = 1,
     ) -> NoiseSchedule: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -1434,19 +1437,19 @@ class Prodigy(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        beta3: SupportsFloat | SupportsIndex | None = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        decouple: bool = ...,
-        use_bias_correction: bool = ...,
-        safeguard_warmup: bool = ...,
-        d0: SupportsFloat | SupportsIndex = ...,
-        d_coef: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1.0,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        beta3: SupportsFloat | SupportsIndex | None = None,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        decouple: bool = True,
+        use_bias_correction: bool = False,
+        safeguard_warmup: bool = False,
+        d0: SupportsFloat | SupportsIndex = 1e-6,
+        d_coef: SupportsFloat | SupportsIndex = 1.0,
         growth_rate: SupportsFloat | SupportsIndex = ...,
         *,
-        slice_p: SupportsIndex = ...,
+        slice_p: SupportsIndex = 1,
     ) -> Prodigy: ...
 
 @final
@@ -1527,13 +1530,13 @@ class SGD(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        momentum: SupportsFloat | SupportsIndex = ...,
-        dampening: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        nesterov: bool = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        momentum: SupportsFloat | SupportsIndex = 0.0,
+        dampening: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        nesterov: bool = False,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> SGD: ...
 
 @final
@@ -1625,8 +1628,8 @@ class Schedule:
         cls,
         /,
         kind: str,
-        warmup_steps: SupportsIndex = ...,
-        total_steps: SupportsIndex = ...,
+        warmup_steps: SupportsIndex = 0,
+        total_steps: SupportsIndex = 0,
         *,
         num_cycles: SupportsFloat | SupportsIndex = 0.5,
         end: SupportsFloat | SupportsIndex = 0.0,
@@ -1755,7 +1758,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = ...) -> list[Tensor]:
+    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
         """
         Views of `chunks` parts along `dim`, the last possibly smaller.
 
@@ -1832,7 +1835,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def flatten(self, /, start_dim: SupportsIndex = ..., end_dim: SupportsIndex = ...) -> Tensor:
+    def flatten(self, /, start_dim: SupportsIndex = 0, end_dim: SupportsIndex = -1) -> Tensor:
         """
         Dimensions `start_dim` to `end_dim` made one.
 
@@ -1902,7 +1905,7 @@ class Tensor:
         Raises:
             DTypeError: if the tensor is not floating point.
         """
-    def log_softmax(self, /, dim: SupportsIndex = ...) -> Tensor:
+    def log_softmax(self, /, dim: SupportsIndex = -1) -> Tensor:
         """
         The logarithm of `softmax`, computed directly.
 
@@ -2110,7 +2113,7 @@ class Tensor:
         Raises:
             DTypeError: if the tensor is not floating point.
         """
-    def softmax(self, /, dim: SupportsIndex = ...) -> Tensor:
+    def softmax(self, /, dim: SupportsIndex = -1) -> Tensor:
         """
         exp(x) over the sum of exponentials along `dim`, without overflow.
 
@@ -2122,7 +2125,7 @@ class Tensor:
         self,
         /,
         split_size_or_sections: SupportsIndex | Sequence[SupportsIndex],
-        dim: SupportsIndex = ...,
+        dim: SupportsIndex = 0,
     ) -> list[Tensor]:
         """
         Views of parts along `dim`.
@@ -2343,7 +2346,7 @@ def available_bytes() -> int | None:
     Bytes of host memory that can still be allocated, where the system tells.
     """
 
-def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
+def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
     Tensors one after the other along `dim`; all other sizes must agree.
 
@@ -2420,10 +2423,10 @@ def conv2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: SupportsIndex | Sequence[SupportsIndex] = ...,
-    padding: SupportsIndex | Sequence[SupportsIndex] = ...,
-    dilation: SupportsIndex | Sequence[SupportsIndex] = ...,
-    groups: SupportsIndex = ...,
+    stride: SupportsIndex | Sequence[SupportsIndex] = 1,
+    padding: SupportsIndex | Sequence[SupportsIndex] = 0,
+    dilation: SupportsIndex | Sequence[SupportsIndex] = 1,
+    groups: SupportsIndex = 1,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -2453,7 +2456,7 @@ def cross_entropy(
     input: Tensor,
     target: Tensor,
     *,
-    ignore_index: SupportsIndex = ...,
+    ignore_index: SupportsIndex = -100,
     reduction: str = "mean",
     label_smoothing: SupportsFloat | SupportsIndex = 0.0,
 ) -> Tensor:
@@ -3111,7 +3114,7 @@ def smooth_l1_loss(
         ArgumentError: if the reduction is unknown or `beta` is negative.
     """
 
-def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
+def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
     Tensors of one shape along a new dimension `dim`.
 
