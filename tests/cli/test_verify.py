@@ -55,6 +55,17 @@ def test_bad_files(
     assert message in capsys.readouterr().out
 
 
+def test_alphas_that_diffusers_misreads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    block = "lora_unet_input_blocks_4_1_transformer_blocks_0"
+    names = ("attn1_to_q", "attn1_to_k", "attn2_to_out_0", "attn1_to_v")
+    tensors = {k: v for name in names for k, v in lora(f"{block}_{name}").items()}
+    assert verified(tmp_path / "a.safetensors", tensors) == 0
+    assert "diffusers takes" not in capsys.readouterr().out
+    tensors[f"{block}_attn1_to_k.alpha"] = tc.tensor(4.0)
+    assert verified(tmp_path / "a.safetensors", tensors) == 0
+    assert "diffusers takes the alpha 1 for 1 projections" in capsys.readouterr().out
+
+
 def test_mistakes_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify"]) == 2
     assert main(["verify", str(tmp_path / "none.safetensors")]) == 2

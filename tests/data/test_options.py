@@ -54,6 +54,7 @@ def test_a_folder_called_like_a_file_is_a_folder(tmp_path: Path) -> None:
         ({"path": "a", "repeats": 0}, "entry 2: repeats is 0, expected a number of above 0"),
         ({"path": "a", "repeats": True}, "repeats is True"),
         ({"path": "a", "loss_weight": float("nan")}, "loss_weight is nan"),
+        ({"path": "a", "loss_weight": 10**400}, "loss_weight is 1000"),
         ({"path": "a", "mask": "on"}, "mask is 'on', expected one of off, file, alpha"),
         ({"path": "a", "caption": 7}, "caption is 7, expected text"),
         ({"path": "a", "recursive": 1}, "recursive is 1, expected true or false"),
@@ -65,7 +66,7 @@ def test_a_wrong_entry_is_named(entry: Any, complaint: str) -> None:
         parse_sources(["a", entry])
 
 
-@pytest.mark.parametrize("text", ["path: a", "- [", "3", ""])
+@pytest.mark.parametrize("text", ["path: a", "- [", "3", "", "- path: 2026-13-41"])
 def test_a_file_without_a_list_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "d.yaml").write_text(text)
     with pytest.raises(DatasetError, match=r"d\.yaml (holds no list|is not valid YAML)"):

@@ -33,6 +33,8 @@ def inputs() -> dict[str, tc.Tensor]:
     [
         ("lora", "kohya"),
         ("rslora", "kohya"),
+        ("locon", "kohya"),
+        ("locon_uniform", "kohya"),
         ("lora", "diffusers"),
         ("rslora", "diffusers"),
         ("locon", "diffusers"),

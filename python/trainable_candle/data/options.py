@@ -232,7 +232,7 @@ def _read_entries(path: Path) -> list[Any]:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DatasetError(f"dataset: {path} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, a date that cannot be
         raise DatasetError(f"dataset: {path} is not valid YAML: {error}") from error
     if isinstance(entries, dict) and set(entries) == {"dataset"}:
         entries = entries["dataset"]
@@ -280,8 +280,8 @@ def _in_range(
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
-        or not math.isfinite(value)
         or not (above < value < below and least <= value <= most)
+        or (isinstance(value, int) and value.bit_length() > 1023)  # no float holds it
     ):
         bounds = [
             text.format(bound)

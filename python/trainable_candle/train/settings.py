@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not text in UTF-8: {error}") from error
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that cannot be
         raise ConfigError(f"{path}: is not valid YAML: {error}") from error
     if values is None:
         return {}
@@ -107,14 +108,13 @@ def _typed(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     target = next((option for option in options if option is not type(None)), hint)
     if get_origin(target) is list:
         return _list(name, value, split=not setting.texts)
-    if target is float and type(value) is int:
-        return float(value)
-    if target is float and isinstance(value, str):
+    if type(value) is int and value.bit_length() > 1023:  # no float holds it
+        bits = value.bit_length()
+        raise ConfigError(f"{name} is a number of {bits} bits, too large to compute with")
+    if target is float and type(value) in {int, str}:
         # YAML 1.1 reads 1e-4 as text.
-        try:
+        with contextlib.suppress(ValueError):
             return float(value)
-        except ValueError:
-            pass
     if target is str and isinstance(value, Path):
         return str(value)
     if type(value) is not target:

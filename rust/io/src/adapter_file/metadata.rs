@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
-use super::{AdapterFormat, PartNames};
+use super::{AdapterFormat, PartNames, alpha};
 
 /// What tools read of a file's header: kohya's minimum (A1111 needs it to tell SDXL), modelspec 1.0.1, and in the formats of
 /// diffusers and peft the configuration, from which they take alphas.
@@ -29,7 +29,7 @@ pub(super) fn entries(
     if let Some(base) = parts.iter().find_map(|(names, _, _)| names.base) {
         let config = parts[0].1.config();
         let layer = parts.iter().flat_map(|(_, _, layers)| layers).find(|layer| layer.settings.rank > 0);
-        let (rank, alpha) = layer.map_or((0, 1.0), |l| (l.settings.rank, l.settings.scale * l.settings.rank as f64));
+        let (rank, alpha) = layer.map_or((0, 1.0), |l| (l.settings.rank, alpha::of(l)));
         let kind = parts[0].2.first().map_or("lora", |layer| layer.kind.name);
         let arguments = match kind {
             "lora" => json!({}),
@@ -58,7 +58,6 @@ fn python_bool(value: bool) -> &'static str {
 
 /// peft's configuration of a part. Ranks and alphas are each layer's own, with the scale alpha / r.
 fn configuration(layers: &[AdaptedLayer<'_>]) -> Vec<(String, Value)> {
-    let alpha = |layer: &AdaptedLayer<'_>| layer.settings.scale * layer.settings.rank as f64;
     let Some(first) = layers.first() else { return Vec::new() };
     let mut ranks = Map::new();
     let mut alphas = Map::new();
@@ -66,14 +65,14 @@ fn configuration(layers: &[AdaptedLayer<'_>]) -> Vec<(String, Value)> {
         if layer.settings.rank != first.settings.rank {
             ranks.insert(layer.name.to_owned(), json!(layer.settings.rank));
         }
-        if (alpha(layer) - alpha(first)).abs() > 1e-9 {
-            alphas.insert(layer.name.to_owned(), json!(alpha(layer)));
+        if (alpha::of(layer) - alpha::of(first)).abs() > 1e-9 {
+            alphas.insert(layer.name.to_owned(), json!(alpha::of(layer)));
         }
     }
     let targets: Vec<&str> = layers.iter().map(|layer| layer.name).collect();
     let mut fields = vec![
         ("r", json!(first.settings.rank)),
-        (if matches!(first.kind.name, "lora" | "dora") { "lora_alpha" } else { "alpha" }, json!(alpha(first))),
+        (if matches!(first.kind.name, "lora" | "dora") { "lora_alpha" } else { "alpha" }, json!(alpha::of(first))),
         ("target_modules", json!(targets)),
         ("rank_pattern", Value::Object(ranks)),
         ("alpha_pattern", Value::Object(alphas)),

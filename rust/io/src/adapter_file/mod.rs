@@ -3,6 +3,7 @@
 //! One file may hold several parts of a pipeline (a UNet and its text encoders). [`PartNames`] says what tools call a part and
 //! its layers; reading accepts every style that is known, whatever the format.
 
+mod alpha;
 mod magnitude;
 mod metadata;
 mod modules;

@@ -8,7 +8,7 @@ use trainable_candle_nn::adapter::{AdapterSet, LayerValues};
 use trainable_candle_nn::{Base, Layer};
 
 use super::modules::{Contents, Stored};
-use super::{PartNames, Style, magnitude};
+use super::{PartNames, Style, alpha, magnitude};
 
 /// A part that a file may hold adapters for.
 #[derive(Clone, Copy)]
@@ -67,6 +67,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (p.names, p.layers.iter().map(|(n, _)| n.as_str()).collect())));
     let divided = contents.metadata.get(magnitude::MARK.0).is_some_and(|mark| mark == magnitude::MARK.1);
+    let trained = alpha::trained(&contents.metadata);
     let mut found: Vec<BTreeMap<String, LayerValues>> = parts.iter().map(|_| BTreeMap::new()).collect();
     let mut lost: Vec<&String> = Vec::new();
     for (module, stored) in &contents.modules {
@@ -76,7 +77,8 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
         };
         let base = parts[part].layers.iter().find(|(name, _)| name == layer).map(|(_, l)| l.base());
         let Some(base) = base else { continue };
-        let values = values(stored, &base, divided, || contents.configured_scale(parts[part].names.diffusers, layer))
+        let configured = || contents.configured_scale(parts[part].names.diffusers, layer);
+        let values = values(stored, &base, divided, trained.get(module).copied(), configured)
             .map_err(|e| Error::weights(path, format!("{module}: {e}")))?;
         if found[part].insert(layer.to_owned(), values).is_some() {
             return Err(Error::weights(path, format!("the layer {layer} is in the file under two names")));
@@ -111,6 +113,7 @@ fn values(
     stored: &Stored,
     base: &Base<'_>,
     divided: bool,
+    trained: Option<f64>,
     configured: impl Fn() -> Option<f64>,
 ) -> Result<LayerValues> {
     let mut values = LayerValues { parameters: BTreeMap::new(), scale: 1.0 };
@@ -121,6 +124,9 @@ fn values(
     }
     if let rank @ 1.. = values.rank()? {
         values.scale = stored.alpha.map(|alpha| alpha / rank as f64).or_else(configured).unwrap_or(1.0);
+        if let Some(alpha) = trained {
+            alpha::to_trained(&mut values, rank, alpha)?;
+        }
     }
     if stored.parameters.contains_key("dora_scale")
         && let Some(scale) = values.parameters.get("lora_magnitude_vector.weight")

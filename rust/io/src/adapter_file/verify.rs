@@ -1,14 +1,14 @@
 //! What other tools would make of an adapter file, told from its keys alone.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use trainable_candle_core::{DType, Result};
 use trainable_candle_nn::adapter::LayerValues;
 
 use super::modules::Contents;
-use super::read::places;
-use super::{PartNames, Style};
+use super::read::{Place, places};
+use super::{PartNames, Style, alpha};
 
 /// A part of a model without its weights: what tools call it, and its layers with the shapes of their weights in files.
 pub struct Outline {
@@ -55,7 +55,7 @@ pub struct Report {
     pub modules: Vec<ModuleReport>,
     /// Keys that are no parameter of an adapter.
     pub others: Vec<String>,
-    /// Remarks about the header.
+    /// Remarks about the file as a whole.
     pub remarks: Vec<String>,
 }
 
@@ -121,7 +121,8 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
             }),
         });
     }
-    let remarks = remarks(&contents, parts);
+    let mut remarks = remarks(&contents, parts);
+    remarks.extend((0..parts.len()).filter_map(|part| misread_alphas(&contents, &places, part)));
     Ok(Report { modules, others: contents.others, remarks })
 }
 
@@ -184,6 +185,25 @@ fn ignored_by(
         ignored.push((Tool::A1111, "it knows kohya's names only"));
     }
     ignored
+}
+
+/// diffusers takes the most common alpha for attention's projections under kohya's names, whatever theirs is.
+fn misread_alphas(contents: &Contents, places: &HashMap<String, Place<'_>>, part: usize) -> Option<String> {
+    let alphas = contents.modules.iter().filter_map(|(module, stored)| {
+        let &(_, layer, style) = places.get(module).filter(|(of, _, _)| *of == part)?;
+        let kohya = matches!(style, Style::KohyaOriginal | Style::Kohya);
+        stored.alpha.filter(|_| kohya && stored.parameters.contains_key("lora_A.weight")).map(|alpha| (layer, alpha))
+    });
+    let alphas: Vec<(&str, f64)> = alphas.collect();
+    let common = alpha::most_common(alphas.iter().map(|(_, alpha)| *alpha))?;
+    let others = alphas.iter().filter(|(layer, alpha)| layer.contains("attn") && !alpha::same(*alpha, common)).count();
+    let remark = || {
+        format!(
+            "diffusers takes the alpha {common} for {others} projections of attention that have another one; \
+             load the file and save it again"
+        )
+    };
+    (others > 0).then(remark)
 }
 
 /// Remarks about the header.

@@ -7,7 +7,7 @@ use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
-use super::{AdapterFormat, PartNames, Style, magnitude, metadata};
+use super::{AdapterFormat, PartNames, Style, alpha, magnitude, metadata};
 use crate::tensor_writer::save_tensors;
 
 const OP: &str = "save_adapter";
@@ -33,7 +33,8 @@ pub struct Saved {
 }
 
 /// Write the adapters of one part or several to `path`, atomically, with the metadata that tools look for. Alpha / rank is the scale
-/// that was trained with, for rsLoRA too; alphas are beside each layer, in diffusers' format in the header.
+/// that was trained with, for rsLoRA too; alphas are beside each layer, in diffusers' format in the header. In kohya's format all
+/// LoRA layers of a part have one alpha, their factors multiplied accordingly.
 ///
 /// # Errors
 /// [`Error::Io`] naming the path if it cannot be written, [`Error::Argument`] if the format cannot hold these adapters.
@@ -49,9 +50,13 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
     if format == AdapterFormat::Peft && parts.len() > 1 {
         return Err(Error::argument(OP, "peft's files hold one part; save each by itself, or use another format"));
     }
-    let parts = parts.iter().map(|&(names, set)| Ok((names, set, set.layers()?))).collect::<Result<Vec<_>>>()?;
+    let mut parts = parts.iter().map(|&(names, set)| Ok((names, set, set.layers()?))).collect::<Result<Vec<_>>>()?;
+    let trained = if format == AdapterFormat::Kohya { unify_alphas(&mut parts)? } else { BTreeMap::new() };
     let title = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
     let mut entries = metadata::entries(format, &parts, &title);
+    if !trained.is_empty() {
+        entries.insert(alpha::TRAINED.into(), serde_json::json!(trained).to_string());
+    }
     let mut tensors = BTreeMap::new();
     let mut saved = Saved { layers: 0, zero: Vec::new() };
     for (names, _, layers) in &parts {
@@ -72,6 +77,20 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
     entries.extend(options.metadata.clone());
     save_tensors(path, tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)), &entries)?;
     Ok(saved)
+}
+
+/// Give each part one alpha; returns the alphas of the layers that had another, by their names in the file.
+fn unify_alphas(parts: &mut [(&PartNames, &AdapterSet, Vec<AdaptedLayer<'_>>)]) -> Result<BTreeMap<String, f64>> {
+    let mut trained = BTreeMap::new();
+    for (names, _, layers) in parts {
+        let Some(common) = alpha::common(layers) else { continue };
+        let style = style(AdapterFormat::Kohya, names, layers)?;
+        for layer in layers.iter_mut().filter(|layer| !alpha::same(alpha::of(layer), common)) {
+            trained.extend(names.key(layer.name, style).map(|key| (key, alpha::of(layer))));
+            alpha::to_common(layer, common)?;
+        }
+    }
+    Ok(trained)
 }
 
 /// The style of a format. diffusers drops one half of a file that mixes kohya's two, so a part has one.
@@ -109,7 +128,6 @@ fn file_parameters(
     dtype: DType,
     entries: &mut BTreeMap<String, String>,
 ) -> Result<Vec<(&'static str, Tensor)>> {
-    let rank = layer.settings.rank;
     let undecomposed = !layer.parameters.iter().any(|(name, _)| layer.kind.ranked.contains(name));
     // Readers take the scale 1 where nothing has a rank.
     let fold = if undecomposed { layer.settings.scale } else { 1.0 };
@@ -154,7 +172,7 @@ fn file_parameters(
     }
     // diffusers refuses a file with a key that does not contain "lora", and takes alphas from the header.
     if format != AdapterFormat::Diffusers {
-        let alpha = if undecomposed { 1.0 } else { layer.settings.scale * rank as f64 };
+        let alpha = if undecomposed { 1.0 } else { alpha::of(layer) };
         found.push(("alpha", Tensor::new(alpha as f32, &Device::Cpu)?));
     }
     Ok(found)

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use trainable_candle_nn::optim::{
-    self, AdafactorConfig, Adam8bitConfig, AdamConfig, Lion8bitConfig, LionConfig, SGDConfig,
+    self, AdafactorConfig, Adam8bitConfig, AdamConfig, Lion8bitConfig, LionConfig, ProdigyConfig, SGDConfig,
 };
 
 use super::{Optimizer, Params};
@@ -35,6 +35,7 @@ macro_rules! plain {
 plain!(
     f64: "a number",
     bool: "True or False",
+    Option<f64>: "a number or None",
     (f64, f64): "two numbers",
     (Option<f64>, f64): "two numbers, the first perhaps None"
 );
@@ -69,6 +70,7 @@ macro_rules! optimizers {
         pub struct $name;
 
         #[pymethods]
+        #[allow(clippy::too_many_arguments)] // as in the reference implementations
         impl $name {
             #[new]
             #[pyo3(signature = (params, $($field = $default),* $(, *, $($named = $named_default),*)?))]
@@ -237,5 +239,38 @@ optimizers! {
     Adafactor(
         AdafactorConfig { lr: f64 = 1e-2, beta2_decay: f64 = -0.8, eps: (Option<f64>, f64) = (None, 1e-3), d: f64 = 1.0, weight_decay: f64 = 0.0 },
         only maximize: bool = false
+    );
+
+    /// Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size.
+    ///
+    /// All groups share one estimate d and, but for weight_decay, eps and a learning rate of 0, their hyper-parameters. The
+    /// state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
+    ///
+    /// Args:
+    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     lr: factor on the estimated step size, at least 0; leave it at 1 but for a schedule. A group with 0 stays as it is.
+    ///     betas: decay rates of the first and the second moment, each in [0, 1).
+    ///     beta3: decay rate of the sums that the estimate is made of, in [0, 1); None for the root of the second beta.
+    ///     eps: added, times the estimate, to the root of the second moment; above 0.
+    ///     weight_decay: each step multiplies the variables by 1 - d * lr * weight_decay.
+    ///     decouple: False for weight decay as an L2 penalty, added to the gradient.
+    ///     use_bias_correction: correct the first steps as Adam does.
+    ///     safeguard_warmup: keep lr out of the estimate's denominator, which a warm-up would make too small.
+    ///     d0: the first estimate, above 0.
+    ///     d_coef: factor on the estimate, above 0; the way to tune the method.
+    ///     growth_rate: the estimate grows by at most this factor in a step; at least 1.
+    ///     slice_p: estimate from every so many elements, at least 1; 11 saves almost half of the memory.
+    ///
+    /// Raises:
+    ///     ArgumentError: if a number is out of range, groups differ in more than they may, there is no variable, or one
+    ///         appears twice. `step` raises it if learning rates differ.
+    ///     DTypeError: if a variable's dtype is not supported.
+    Prodigy(
+        ProdigyConfig {
+            lr: f64 = 1.0, betas: (f64, f64) = (0.9, 0.999), beta3: Option<f64> = None, eps: f64 = 1e-8, weight_decay: f64 = 0.0,
+            decouple: bool = true, use_bias_correction: bool = false, safeguard_warmup: bool = false, d0: f64 = 1e-6,
+            d_coef: f64 = 1.0, growth_rate: f64 = f64::INFINITY
+        },
+        only slice_p: Integer = Integer::of(1)
     );
 }
