@@ -206,7 +206,7 @@ def test_untrained_layers_are_told(unet: tc.models.SDXLUNet, tmp_path: Path) -> 
     [
         ({"weight": (2, 2)}, "no adapter file"),
         ({"lora_unet_blocks_0_to_x.lora_down.weight": (2, 4)}, "another model"),
-        ({"lora_te1_text_model_x.lora_down.weight": (2, 4)}, "another model"),
+        ({"lora_te1_text_model_x.lora_down.weight": (2, 4)}, "no adapter for the unet"),
         ({"unet.conv_in.lora_A.weight": (2, 4, 3, 3)}, "unet.conv_in|conv_in"),
         ({"unet.conv_in.hada_t1": (2, 2, 3, 3)}, "Tucker"),
         (

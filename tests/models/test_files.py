@@ -174,7 +174,7 @@ def test_another_models_files_are_refused(single_file: Path, tmp_path: Path) -> 
     lora = tmp_path / "elsewhere" / "lora.safetensors"
     lora.parent.mkdir()
     tc.save_file({"lora_unet_down.lora_up.weight": tc.zeros((2, 2))}, lora)
-    with pytest.raises(tc.WeightsFormatError, match="no original checkpoint that holds this model"):
+    with pytest.raises(tc.WeightsFormatError, match="the file is an adapter, not a model"):
         models.load(lora)
 
 

@@ -344,16 +344,31 @@ impl Attached {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Attach a set that `make` builds.
+    /// Attach the set that `make` builds for the operation `op`.
     pub fn attach(
         &self,
         py: Python<'_>,
+        op: &'static str,
         model: &Arc<dyn Model>,
         make: impl FnOnce() -> tc::Result<adapter::AdapterSet> + Send,
     ) -> Result<Py<AdapterSet>> {
+        self.refuse_second(op)?;
         let set = Arc::new(detached(py, make)?);
+        // Another thread may have attached one meanwhile.
+        if let Err(error) = self.refuse_second(op) {
+            set.set_enabled(false);
+            return Err(error);
+        }
         *self.lock() = Some(set.clone());
         Ok(AdapterSet::object(py, set, model.clone())?)
+    }
+
+    fn refuse_second(&self, op: &'static str) -> Result<()> {
+        if self.lock().is_none() {
+            return Ok(());
+        }
+        let cure = "call remove_adapter() first; one configuration can name all layers that are to have one";
+        Err(tc::Error::Config(format!("{op}: the model has an adapter already; {cure}")).into())
     }
 
     /// The set, for the operation `op` that needs one.

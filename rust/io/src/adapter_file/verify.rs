@@ -6,7 +6,7 @@ use std::path::Path;
 use trainable_candle_core::{DType, Result};
 use trainable_candle_nn::adapter::LayerValues;
 
-use super::modules::Contents;
+use super::modules::{Contents, non_finite};
 use super::read::{Place, places};
 use super::{PartNames, Style, alpha};
 
@@ -39,7 +39,7 @@ pub struct ModuleReport {
     pub kind: Option<&'static str>,
     /// Its rank, 0 if nothing is decomposed.
     pub rank: usize,
-    /// The factor that tools apply: alpha / rank, 1 without an alpha.
+    /// The factor that tools apply: alpha / rank by the file or its configuration, 1 without both.
     pub scale: f64,
     /// Whether a factor is zero everywhere.
     pub zero: bool,
@@ -88,18 +88,24 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
             scale: 1.0,
         };
         let (kind, rank) = (values.kind().ok(), values.rank().unwrap_or(0));
-        let scale = stored.alpha.filter(|_| rank > 0).map_or(1.0, |alpha| alpha / rank as f64);
+        let place = places.get(module);
+        let configured =
+            place.and_then(|&(part, layer, _)| contents.configured_scale(parts[part].names.diffusers, layer));
+        let scale = match stored.alpha {
+            _ if rank == 0 => 1.0,
+            Some(alpha) => alpha / rank as f64,
+            None => configured.unwrap_or(1.0),
+        };
         let mut fault = kind.is_none().then(|| "its parameters are no adapter, or not all of one".to_owned());
         let mut zero = false;
         for (name, value) in &stored.parameters {
             let factor = !name.contains("magnitude") && *name != "dora_scale";
             let elements = value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?;
             zero |= factor && elements.iter().all(|x| *x == 0.0);
-            if elements.iter().any(|x| !x.is_finite()) {
-                fault.get_or_insert(format!("{name} has elements that are no finite numbers"));
-            }
         }
-        let place = places.get(module);
+        if let Some(name) = non_finite(&values)? {
+            fault.get_or_insert(format!("{name} has elements that are no finite numbers"));
+        }
         if let Some(&(part, layer, _)) = place {
             let shape = &parts[part].layers[layer];
             if let (None, Some(wrong)) = (&fault, misfit(&values, shape)) {
@@ -122,6 +128,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
         });
     }
     let mut remarks = remarks(&contents, parts);
+    remarks.extend(unread_scales(&contents, &modules));
     remarks.extend((0..parts.len()).filter_map(|part| misread_alphas(&contents, &places, part)));
     Ok(Report { modules, others: contents.others, remarks })
 }
@@ -206,13 +213,22 @@ fn misread_alphas(contents: &Contents, places: &HashMap<String, Place<'_>>, part
     (others > 0).then(remark)
 }
 
+/// What tools make of modules without an alpha.
+fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String> {
+    let without = |m: &&ModuleReport| contents.modules.get(&m.module).is_some_and(|stored| stored.alpha.is_none());
+    let (configured, unknown): (Vec<_>, Vec<_>) = modules.iter().filter(without).partition(|m| m.scale != 1.0);
+    match (configured.len(), unknown.len()) {
+        (0, 0) => None,
+        (0, unknown) => Some(format!("{unknown} modules have no alpha: tools take the scale 1")),
+        (configured, _) => Some(format!(
+            "the alphas of {configured} modules are in the configuration, which diffusers and peft read; other tools take the scale 1"
+        )),
+    }
+}
+
 /// Remarks about the header.
 fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     let mut remarks = Vec::new();
-    let without = contents.modules.values().filter(|m| m.alpha.is_none()).count();
-    if without > 0 {
-        remarks.push(format!("{without} modules have no alpha: tools take the scale 1"));
-    }
     if let Some(base) = parts.iter().find_map(|part| part.names.base)
         && !contents.metadata.is_empty()
     {

@@ -7,7 +7,8 @@ use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
-use super::{AdapterFormat, PartNames, Style, alpha, magnitude, metadata};
+use super::{AdapterFormat, PartNames, Style, alpha, magnitude, metadata, peft};
+use crate::atomic::write_atomically;
 use crate::tensor_writer::save_tensors;
 
 const OP: &str = "save_adapter";
@@ -33,8 +34,9 @@ pub struct Saved {
 }
 
 /// Write the adapters of one part or several to `path`, atomically, with the metadata that tools look for. Alpha / rank is the scale
-/// that was trained with, for rsLoRA too; alphas are beside each layer, in diffusers' format in the header. In kohya's format all
-/// LoRA layers of a part have one alpha, their factors multiplied accordingly.
+/// that was trained with, for rsLoRA too; alphas are beside each layer, in the formats of diffusers and peft in the header. In
+/// kohya's format all LoRA layers of a part have one alpha, their factors multiplied accordingly. In peft's, a path that is a folder
+/// or has no ending becomes a folder that `PeftModel.from_pretrained` loads: `adapter_model.safetensors` and `adapter_config.json`.
 ///
 /// # Errors
 /// [`Error::Io`] naming the path if it cannot be written, [`Error::Argument`] if the format cannot hold these adapters.
@@ -57,13 +59,15 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
     if !trained.is_empty() {
         entries.insert(alpha::TRAINED.into(), serde_json::json!(trained).to_string());
     }
+    let path = &if format == AdapterFormat::Peft { peft::file_to_write(path) } else { path.to_path_buf() };
     let mut tensors = BTreeMap::new();
     let mut saved = Saved { layers: 0, zero: Vec::new() };
-    for (names, _, layers) in &parts {
+    for (names, set, layers) in &parts {
         let style = style(format, names, layers)?;
+        let common = peft::Common::of(set, layers);
         for layer in layers {
             let key = names.key(layer.name, style).ok_or_else(|| unnamed(format, layer.name))?;
-            for (name, value) in file_parameters(format, layer, dtype, &mut entries)? {
+            for (name, value) in file_parameters(format, layer, common, dtype, &mut entries)? {
                 if tensors.insert(format!("{key}.{name}"), value).is_some() {
                     return Err(Error::argument(OP, format!("two parts have a layer {key}; save each by itself")));
                 }
@@ -75,7 +79,15 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
         }
     }
     entries.extend(options.metadata.clone());
+    let beside = (format == AdapterFormat::Peft).then(|| peft::config_beside(path)).flatten();
+    if let (Some(_), Some(folder)) = (&beside, path.parent()) {
+        std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
+    }
     save_tensors(path, tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)), &entries)?;
+    if let (Some(config), Some((_, set, layers))) = (beside, parts.first()) {
+        let text = peft::config_text(peft::configuration(set, layers));
+        write_atomically(&config, |file| file.write_all(text.as_bytes()))?;
+    }
     Ok(saved)
 }
 
@@ -125,12 +137,17 @@ fn unnamed(format: AdapterFormat, layer: &str) -> Error {
 fn file_parameters(
     format: AdapterFormat,
     layer: &AdaptedLayer<'_>,
+    common: peft::Common,
     dtype: DType,
     entries: &mut BTreeMap<String, String>,
 ) -> Result<Vec<(&'static str, Tensor)>> {
-    let undecomposed = !layer.parameters.iter().any(|(name, _)| layer.kind.ranked.contains(name));
-    // Readers take the scale 1 where nothing has a rank.
-    let fold = if undecomposed { layer.settings.scale } else { 1.0 };
+    let undecomposed = !peft::has_rank(layer);
+    let fold = match format {
+        _ if !undecomposed => 1.0,
+        AdapterFormat::Peft => common.fold(layer),
+        // Other readers take the scale 1 where nothing has a rank.
+        _ => layer.settings.scale,
+    };
     let rounded: BTreeMap<&str, Tensor> = layer
         .parameters
         .iter()
@@ -166,12 +183,13 @@ fn file_parameters(
                     ),
                 ));
             }
-            ("lokr_w1", _) => ("lokr_w1", value.mul_scalar(fold)?),
+            (peft::FOLDED, _) => (peft::FOLDED, value.mul_scalar(fold)?),
             (name, _) => (name, value),
         });
     }
-    // diffusers refuses a file with a key that does not contain "lora", and takes alphas from the header.
-    if format != AdapterFormat::Diffusers {
+    // diffusers refuses a file with a key that does not contain "lora", to peft an alpha is an unexpected key; both have a
+    // configuration for it.
+    if !matches!(format, AdapterFormat::Diffusers | AdapterFormat::Peft) {
         let alpha = if undecomposed { 1.0 } else { alpha::of(layer) };
         found.push(("alpha", Tensor::new(alpha as f32, &Device::Cpu)?));
     }
