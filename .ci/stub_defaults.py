@@ -12,7 +12,7 @@ from pathlib import Path
 Defaults = dict[tuple[str, str], str]
 
 SIGNATURE = re.compile(r"signature = \((.*?)\)\)\].*?\bfn (\w+)", re.DOTALL)
-DEFAULT = re.compile(r"(\w+)\s*=\s*(?:Integer|Pair)::of\((-?\d+)\)")
+DEFAULT = re.compile(r"(\w+)\s*=\s*(?:Integer|Pair|Given)::of\((-?[\d.e-]+|None)\)")
 # An optimizer in the macro that makes their classes, and a hyper-parameter of one.
 OPTIMIZER = re.compile(r"^    (\w+)\(\s*\w+Config \{(.*?)\);$", re.DOTALL | re.MULTILINE)
 HYPER_PARAMETER = re.compile(

@@ -130,7 +130,8 @@ def test_diffusers_applies_the_adapters_of_both_encoders(
 
 
 @pytest.mark.parametrize("own_configuration", [True, False])
-@pytest.mark.parametrize("kind", ["lora", "locon", "dora", "loha", "lokr", "lokr_both"])
+# A factor that is larger than its counterpart peft leaves where it is; LyCORIS swaps them.
+@pytest.mark.parametrize("kind", ["lora", "locon", "dora", "loha", "lokr"])
 def test_peft_computes_the_same(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, own_configuration: bool
 ) -> None:

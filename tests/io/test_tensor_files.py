@@ -116,3 +116,15 @@ def test_files_without_a_header(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(tc.WeightsFormatError, match=r"no safetensors file|header is damaged"):
         tc.load_file(path)
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    path = tmp_path / "file.safetensors"
+    with pytest.raises(TypeError, match=r"save_file: tensors is a dict \('ndarray' .*Tensors"):
+        tc.save_file({"x": np.zeros(2)}, path)
+    with pytest.raises(TypeError, match=r"save_file: metadata is a dict \(.*expected a dict of t"):
+        tc.save_file({"x": tc.zeros(2)}, path, metadata={"a": 1})
+    with pytest.raises(tc.ArgumentError, match="load_file: the path is empty"):
+        tc.load_file("")
+    with pytest.raises(tc.ArgumentError, match="from_pretrained: the path is empty"):
+        tc.models.SDXLUNet.from_pretrained("")

@@ -14,6 +14,7 @@ mod dtype;
 mod error;
 mod exceptions;
 mod functional;
+mod given;
 mod io;
 mod loss;
 mod models;

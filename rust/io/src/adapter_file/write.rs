@@ -67,7 +67,7 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
         let common = peft::Common::of(set, layers);
         for layer in layers {
             let key = names.key(layer.name, style).ok_or_else(|| unnamed(format, layer.name))?;
-            for (name, value) in file_parameters(format, layer, common, dtype, &mut entries)? {
+            for (name, value) in file_parameters(format, names, layer, common, dtype, &mut entries)? {
                 if tensors.insert(format!("{key}.{name}"), value).is_some() {
                     return Err(Error::argument(OP, format!("two parts have a layer {key}; save each by itself")));
                 }
@@ -136,6 +136,7 @@ fn unnamed(format: AdapterFormat, layer: &str) -> Error {
 /// The entries of one layer with the endings of the format.
 fn file_parameters(
     format: AdapterFormat,
+    names: &PartNames,
     layer: &AdaptedLayer<'_>,
     common: peft::Common,
     dtype: DType,
@@ -173,6 +174,8 @@ fn file_parameters(
                 dims[0] = layer.base.rows();
                 ("dora_scale", divided.reshape(dims)?.to_dtype(dtype)?)
             }
+            // transformers 5 hands text encoders' keys to the model as they are; peft completes its own name for the others.
+            ("lora_magnitude_vector.weight", AdapterFormat::Diffusers) if !names.is_denoiser() => (*name, value),
             ("lora_magnitude_vector.weight", _) => ("lora_magnitude_vector", value),
             ("dora_scale", AdapterFormat::Peft | AdapterFormat::Diffusers) => {
                 return Err(Error::argument(

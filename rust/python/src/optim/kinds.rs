@@ -6,60 +6,63 @@ use trainable_candle_nn::optim::{
 };
 
 use super::{Optimizer, Params};
-use crate::arguments::{Integer, found, wrong_type};
+use crate::arguments::Integer;
 use crate::error::Result;
+use crate::given::{Expected, Given};
 
 /// A hyper-parameter as it is passed.
 trait HyperParameter {
     /// As the optimizer takes it.
     type Value;
-    /// What is expected, for an error.
-    const EXPECTED: &'static str;
 
     fn value(self, op: &'static str, name: &str) -> Result<Self::Value>;
 }
 
-macro_rules! plain {
-    ($($type:ty: $expected:literal),*) => {$(
-        impl HyperParameter for $type {
-            type Value = Self;
-            const EXPECTED: &'static str = $expected;
+impl<T: Expected> HyperParameter for Given<T> {
+    type Value = T;
 
-            fn value(self, _: &'static str, _: &str) -> Result<Self> {
-                Ok(self)
-            }
-        }
-    )*};
+    fn value(self, op: &'static str, name: &str) -> Result<T> {
+        self.get(op, name)
+    }
 }
-
-plain!(
-    f64: "a number",
-    bool: "True or False",
-    Option<f64>: "a number or None",
-    (f64, f64): "two numbers",
-    (Option<f64>, f64): "two numbers, the first perhaps None"
-);
 
 impl HyperParameter for Integer {
     type Value = usize;
-    const EXPECTED: &'static str = "an integer";
 
     fn value(self, op: &'static str, name: &str) -> Result<usize> {
         self.count(op, name)
     }
 }
 
+/// How a hyper-parameter of type `Self` is passed.
+trait Passed: Sized {
+    type As: HyperParameter;
+
+    fn default(self) -> Self::As;
+}
+
+impl<T: Expected> Passed for T {
+    type As = Given<T>;
+
+    fn default(self) -> Given<T> {
+        Given::of(self)
+    }
+}
+
+impl Passed for Integer {
+    type As = Self;
+
+    fn default(self) -> Self {
+        self
+    }
+}
+
 /// The entry `key` of a parameter group.
 fn entry<'py, T>(op: &'static str, key: &str, value: &Bound<'py, PyAny>) -> Result<T::Value>
 where
-    T: HyperParameter + for<'a> FromPyObject<'a, 'py>,
+    T: HyperParameter + for<'a> FromPyObject<'a, 'py, Error = PyErr>,
 {
-    let name = format!("{key} of a parameter group");
-    let given: std::result::Result<T, _> = value.extract();
-    match given {
-        Ok(given) => given.value(op, &name),
-        Err(_) => Err(wrong_type(op, &name, &found(value), T::EXPECTED)),
-    }
+    value.extract::<T>()?.value(op, &format!("{key} of a parameter group"))
 }
 
 macro_rules! optimizers {
@@ -73,8 +76,8 @@ macro_rules! optimizers {
         #[allow(clippy::too_many_arguments)] // as in the reference implementations
         impl $name {
             #[new]
-            #[pyo3(signature = (params, $($field = $default),* $(, *, $($named = $named_default),*)?))]
-            fn new(params: Params<'_>, $($field: $type),* $(, $($named: $named_type),*)?) -> Result<PyClassInitializer<Self>> {
+            #[pyo3(signature = (params, $($field = Passed::default($default)),* $(, *, $($named = Passed::default($named_default)),*)?))]
+            fn new(params: Params<'_>, $($field: <$type as Passed>::As),* $(, $($named: <$named_type as Passed>::As),*)?) -> Result<PyClassInitializer<Self>> {
                 const OP: &str = stringify!($name);
                 let config = $config {
                     $($field: $field.value(OP, stringify!($field))?),*
@@ -83,8 +86,8 @@ macro_rules! optimizers {
                 let fields = [$(stringify!($field)),* $(, $(stringify!($named)),*)?];
                 let groups = params.groups(OP, config, &fields, |config, key, value| {
                     match key {
-                        $(stringify!($field) => config.$field = entry::<$type>(OP, key, value)?,)*
-                        $($(stringify!($named) => config.$named = entry::<$named_type>(OP, key, value)?,)*)?
+                        $(stringify!($field) => config.$field = entry::<<$type as Passed>::As>(OP, key, value)?,)*
+                        $($(stringify!($named) => config.$named = entry::<<$named_type as Passed>::As>(OP, key, value)?,)*)?
                         _ => return Ok(false),
                     }
                     Ok(true)
