@@ -1184,7 +1184,7 @@ class Model:
         Put trainable adapters on the layers that `config` targets; the model itself stays as it is.
 
         Raises:
-            ConfigError: if no layer matches, or one has an adapter already.
+            ConfigError: if no layer matches, or the model has an adapter already.
         """
     def disable_gradient_checkpointing(self, /) -> None:
         """
@@ -1217,7 +1217,7 @@ class Model:
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
-            ConfigError: if a layer has an adapter already.
+            ConfigError: if the model has an adapter already.
         """
     def merge_adapter(self, /) -> None:
         """
