@@ -63,8 +63,8 @@ def parse_size(text: str) -> tuple[int, int]:
     Raises:
         ConfigError: the text is neither.
     """
-    match = re.fullmatch(r"(\d{1,5})(?:[xX](\d{1,5}))?", text.strip())
-    if match is None or not int(match[1]) or match[2] == "0":
+    match = re.fullmatch(r"(\d{1,5})(?:[xX](\d{1,5}))?", text.strip(), re.ASCII)
+    if match is None or not int(match[1]) or not int(match[2] or 1):
         raise ConfigError(f"size: {text!r} is no size in pixels, expected WIDTHxHEIGHT")
     return int(match[1]), int(match[2] or match[1])
 
@@ -130,6 +130,16 @@ class Recipe(Protocol):
     @classmethod
     def default_weights(cls) -> Path | None:
         """The weights that the package ships, if it ships any."""
+
+    @classmethod
+    def check(cls, weights: Path, config: TrainConfig, report: Callable[[str], None]) -> None:
+        """Check the settings against the headers of the weights; nothing else is read yet.
+
+        Raises:
+            ConfigError, ArgumentError: a value lies outside its range or does not suit the model.
+            MissingFileError, WeightsFormatError: the weights, or the initial adapter, are missing,
+                damaged, or of another model.
+        """
 
     @classmethod
     def read(cls, weights: Path, config: TrainConfig, report: Callable[[str], None]) -> Split[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_type_hints
 
 import yaml
@@ -13,7 +14,6 @@ from trainable_candle.train.settings import Setting, checked, flag, nearest, rea
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 OPTIMIZERS: Final = (
     "adamw8bit", "adamw", "adam8bit", "adam", "lion8bit", "lion", "adafactor", "sgd",
@@ -82,7 +82,8 @@ class TrainConfig:
         str, Setting(PICTURES, "where latents and features are kept", choices=CACHES, rare=True)
     ] = "disk"
     cache_dir: Annotated[
-        str | None, Setting(PICTURES, "its folder (default: .cache in the dataset)", rare=True)
+        str | None,
+        Setting(PICTURES, "its folder (default: .trainable-candle in the dataset)", rare=True),
     ] = None
 
     caption: Annotated[str | None, Setting(CAPTIONS, "for pictures without a .txt", rare=True)] = (
@@ -178,7 +179,8 @@ class TrainConfig:
         int | None, Setting(OBJECTIVE, "one after the last (default: model's)", low=1, rare=True)
     ] = None
     min_snr_gamma: Annotated[
-        float | None, Setting(OBJECTIVE, "weigh by min(SNR, X); 5 is usual", low=0, rare=True)
+        float | None,
+        Setting(OBJECTIVE, "weigh by min(SNR, X); 5 is usual", low=0, above=True, rare=True),
     ] = None
     noise_offset: Annotated[
         float, Setting(OBJECTIVE, "noise of whole channels", low=0, rare=True)
@@ -305,6 +307,11 @@ class TrainConfig:
             ConfigError: as for the class.
         """
         return replace(self, **changes)
+
+    @property
+    def initial_adapter_path(self) -> Path:
+        """The file that `initial_adapter` names."""
+        return Path(self.initial_adapter or "").expanduser()
 
     def changed(self) -> dict[str, Any]:
         """The settings that differ from their defaults, by name."""

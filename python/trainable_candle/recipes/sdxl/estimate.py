@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 from trainable_candle.data.features import MEMORY_LIMIT
 from trainable_candle.recipes.sdxl import files
-from trainable_candle.recipes.sdxl.structure import UNetWalk, saved_values
+from trainable_candle.recipes.sdxl.structure import UNetWalk, layer_facts, saved_values
 from trainable_candle.recipes.sdxl.text import unread_layers
 from trainable_candle.train.estimate import Estimate, Item, adapted_layers, adapter_items
-from trainable_candle.train.headers import ITEM_BYTES, TensorFacts
+from trainable_candle.train.headers import ITEM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,13 +59,7 @@ def estimate(
     side = int(area**0.5)
     walk = UNetWalk(facts.config, side // facts.factor, side // facts.factor, _TOKENS)
     wanted, exclude = config.target_modules or list(unet_targets), config.exclude_modules
-    everything = {
-        f"{layer.name}.weight": TensorFacts("F32", layer.shape)
-        for block in walk.blocks()
-        for piece in block.pieces
-        for layer in piece.layers
-    }
-    adapted = adapted_layers(everything, wanted, exclude)
+    adapted = adapted_layers(layer_facts(facts.config), wanted, exclude)
     trained += adapter_items("unet", adapted.values(), config)
     values = saved_values(
         walk.blocks(), adapted.__contains__, config.rank, config.gradient_checkpointing

@@ -13,7 +13,8 @@ from trainable_candle.errors import ConfigError
 from trainable_candle.models import AutoencoderKL, SDXLUNet
 from trainable_candle.recipes.adapters import Adapters, adapter_config
 from trainable_candle.recipes.base import SampleOptions, Split
-from trainable_candle.recipes.sdxl import files
+from trainable_candle.recipes.sdxl import checks, files
+from trainable_candle.recipes.sdxl.checks import TEXT_ENCODERS
 from trainable_candle.recipes.sdxl.data import (
     PreparedSDXL,
     cache_options,
@@ -23,7 +24,6 @@ from trainable_candle.recipes.sdxl.data import (
 from trainable_candle.recipes.sdxl.estimate import estimate
 from trainable_candle.recipes.sdxl.sampling import draw
 from trainable_candle.recipes.sdxl.text import TextEncoders, unread_layers
-from trainable_candle.train.objective import DiffusionObjective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 UNET_TARGETS: Final = (r".*attentions\.\d+\.proj_(in|out)", r".*\.transformer_blocks\..*")
 """Every layer of the transformers, as kohya's scripts choose."""
 TEXT_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
 ENCODE_TILE: Final = 1024
 """Side of a picture above which it is encoded in tiles, px."""
 
@@ -74,6 +73,17 @@ class SDXLRecipe:
     def default_weights(cls) -> Path | None:
         """The small checkpoint that the package ships."""
         return files.shipped()
+
+    @classmethod
+    def check(cls, weights: Path, config: TrainConfig, report: Callable[[str], None]) -> None:
+        """Check the settings against the checkpoint's headers.
+
+        Raises:
+            ConfigError, ArgumentError: a value lies outside its range or does not suit the model.
+            MissingFileError, WeightsFormatError: the checkpoint is no SDXL model, or the initial
+                adapter no adapter.
+        """
+        checks.check(weights, config, UNET_TARGETS, report)
 
     @classmethod
     def read(
@@ -151,7 +161,7 @@ class SDXLRecipe:
         factor, scaling_factor = self.vae.downscale, self.vae.scaling_factor
         if config.cache != "off" and not config.sample_prompts:
             self._drop("vae")
-        objective = _objective(self._weights, config, self._device)
+        objective = checks.objective(self._weights, config, self._device)
         prepared = [
             PreparedSDXL(
                 self.unet,
@@ -331,19 +341,3 @@ class SDXLRecipe:
                 f"--output is {output}, expected the name of a .safetensors file: "
                 f"{self._weights.name} is one"
             )
-
-
-def _objective(weights: Path, config: TrainConfig, device: str) -> DiffusionObjective:
-    return DiffusionObjective(
-        files.schedule(weights, config.prediction_type),
-        timesteps=config.timesteps,
-        shift=config.timestep_shift,
-        min_timestep=config.min_timestep,
-        max_timestep=config.max_timestep,
-        min_snr_gamma=config.min_snr_gamma,
-        noise_offset=config.noise_offset,
-        loss=config.loss,
-        huber_delta=config.huber_delta,
-        huber_schedule=config.huber_schedule,
-        device=device,
-    )

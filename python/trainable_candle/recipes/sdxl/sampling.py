@@ -56,10 +56,7 @@ def draw(
     """
     width, height = options.size or size
     factor = vae.downscale
-    if width % factor or height % factor:
-        raise ConfigError(
-            f"sample: the size is {width}x{height} px, expected multiples of {factor}"
-        )
+    require_multiple((width, height), factor)
     state = tc.get_rng_state()
     try:
         pictures = []
@@ -83,6 +80,19 @@ def draw(
     finally:
         tc.set_rng_state(state)
     return np.concatenate(pictures)
+
+
+def require_multiple(size: tuple[int, int], factor: int) -> None:
+    """Check that pictures of a width and height can be drawn.
+
+    Raises:
+        ConfigError: the size is no multiple of what the models need.
+    """
+    width, height = size
+    if width % factor or height % factor:
+        raise ConfigError(
+            f"sample: the size is {width}x{height} px, expected multiples of {factor}"
+        )
 
 
 def _paired(
