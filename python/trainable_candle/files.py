@@ -6,7 +6,9 @@ import errno
 import fcntl
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from trainable_candle.errors import ConfigError
 
@@ -15,12 +17,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> None:
     """Write a file under another name, sync it, rename it.
 
     Args:
         path: the file; one that exists is replaced.
         content: text is written as UTF-8.
+        sync: whether it must survive a power failure; without, it may then be empty or damaged.
 
     Raises:
         OSError: it cannot be written; what was there before is as it was.
@@ -30,8 +33,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     try:
         with partial.open("wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
@@ -39,7 +43,38 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             # About the file that was asked for, not its temporary name.
             raise type(error)(error.errno, error.strerror, str(path)) from None
         raise
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML's plain values; a mapping that has a key twice is an error, not its last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As in `SafeLoader`.
+
+        Raises:
+            yaml.YAMLError: a key is there twice.
+        """
+        self.flatten_mapping(node)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"`{key.value}` is there twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def load_yaml(text: str) -> Any:
+    """The value of a YAML document of plain values.
+
+    Raises:
+        yaml.YAMLError, ValueError: it is none, or gives a key twice.
+    """
+    return yaml.load(text, _UniqueKeys)  # noqa: S506 - a safe loader
 
 
 @contextmanager

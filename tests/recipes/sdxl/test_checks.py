@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import trainable_candle as tc
 from trainable_candle.errors import ArgumentError, ConfigError, Error
@@ -143,3 +144,28 @@ def test_an_adapter_of_another_model_is_no_start(check: Check, tmp_path: Path) -
     path.write_bytes(b"nothing")
     with pytest.raises(Error, match=r"other\.safetensors"):
         check(initial_adapter=str(path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mask": "file"}, "--mask file has no effect: no picture has a mask file"),
+        ({"mask": "alpha"}, "--mask alpha has no effect: no picture has transparency"),
+        ({"prior_loss_weight": 0.5}, "--prior-loss-weight has no effect: no folder"),
+    ],
+    ids=str,
+)
+def test_what_has_no_effect_on_the_pictures_is_refused(
+    sdxl_base: Path, sdxl_folder: Path, settings: dict[str, Any], message: str
+) -> None:
+    config = TrainConfig(model="sdxl", dataset=str(sdxl_folder), resolution=64, **settings)
+    with pytest.raises(ConfigError, match=message):
+        SDXLRecipe.read(sdxl_base, config, lambda _: None)
+
+
+def test_transparency_is_a_mask(sdxl_base: Path, tmp_path: Path) -> None:
+    Image.new("RGBA", (64, 64), (1, 2, 3, 128)).save(tmp_path / "a.png")
+    config = TrainConfig(
+        model="sdxl", dataset=str(tmp_path), resolution=64, mask="alpha", caption="x"
+    )
+    assert len(SDXLRecipe.read(sdxl_base, config, lambda _: None).train) == 1
