@@ -183,6 +183,13 @@ class Recipe(Protocol):
             DatasetError: a picture cannot be read any more.
         """
 
+    def require_room(self, count: int, options: SampleOptions) -> None:
+        """Check that there is memory to draw `count` pictures.
+
+        Raises:
+            OutOfMemoryError: there is too little.
+        """
+
     def sample(self, prompts: Sequence[str], options: SampleOptions) -> npt.NDArray[np.uint8]:
         """One picture a prompt; shape (n, height, width, 3).
 

@@ -20,7 +20,13 @@ from trainable_candle.recipes.adapters import Adapters, adapter_config
 from trainable_candle.recipes.base import SampleOptions, Split, held_out_items
 from trainable_candle.train.checks import check_format, check_targets
 from trainable_candle.train.config import OBJECTIVE, PICTURES, settings
-from trainable_candle.train.estimate import Estimate, Item, adapted_layers, adapter_items
+from trainable_candle.train.estimate import (
+    Estimate,
+    Item,
+    adapted_layers,
+    adapter_items,
+    require_memory,
+)
 from trainable_candle.train.headers import ITEM_BYTES, read_folder, read_header, total_bytes
 from trainable_candle.train.objective import FlowMatching
 
@@ -47,6 +53,8 @@ VALIDATION_SEED: Final = 20_261_121
 _BATCH: Final = 256
 _TOKENS: Final = 16
 _SAVED_IN_BLOCK: Final = 11
+_SAMPLE_BYTES: Final = 32
+"""Of each pixel of a picture that is drawn, until it is in a grid."""
 
 
 class DigitsRecipe:
@@ -182,6 +190,15 @@ class DigitsRecipe:
 
         validation = None if data.validation is None else prepared(data.validation)
         return Split(prepared(data.train), validation)
+
+    def require_room(self, count: int, options: SampleOptions) -> None:  # noqa: ARG002
+        """Check that there is memory to draw `count` pictures.
+
+        Raises:
+            OutOfMemoryError: there is too little.
+        """
+        limit = tc.memory.available_bytes() or math.inf
+        require_memory(f"{count} pictures", count * SIDE**2 * _SAMPLE_BYTES, limit)
 
     def sample(
         self, prompts: Sequence[str], options: SampleOptions | None = None

@@ -161,7 +161,7 @@ def _train(
     count = sum(var.numel() for var in parameters.values())
     report(f"adapter: {count} parameters in {len(parameters)} tensors")
 
-    session = _Session(config, recipe, adapters, prepared, output)
+    session = _Session(config, recipe, adapters, prepared, output, report)
     settings = {**asdict(config), "pictures": len(prepared.train)}
     before, after = callbacks
     trainer = session.trainer([*before, *session.callbacks, *after], settings)
@@ -198,6 +198,7 @@ class _Session:
         adapters: Adapters,
         prepared: Split[Prepared[Any]],
         output: Path,
+        report: Callable[[str], None],
     ) -> None:
         self._config = config
         self._recipe = recipe
@@ -221,7 +222,13 @@ class _Session:
             folder = output / SAMPLES
             self.callbacks.append(
                 Previews(
-                    recipe, config.sample_prompts, options, config.sample_every, folder, as_used
+                    recipe,
+                    config.sample_prompts,
+                    options,
+                    config.sample_every,
+                    folder,
+                    as_used,
+                    report,
                 )
             )
         self.callbacks.append(StepAdapters(config.keep_adapters, as_used, self.write))

@@ -1,5 +1,6 @@
 """What is trained, and how pictures are drawn: against the same written out."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,12 @@ import numpy as np
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.errors import ConfigError, MissingFileError, WeightsFormatError
+from trainable_candle.errors import (
+    ConfigError,
+    MissingFileError,
+    NonFiniteError,
+    WeightsFormatError,
+)
 from trainable_candle.recipes.base import SampleOptions
 from trainable_candle.recipes.sdxl import SDXLRecipe, files
 from trainable_candle.recipes.sdxl.text import TextEncoders
@@ -167,6 +173,33 @@ def test_what_is_no_sdxl_model_is_refused(
     with pytest.raises(WeightsFormatError, match="is no SDXL checkpoint: it has no unet"):
         files.facts(sdxl_base / "unet" / "diffusion_pytorch_model.safetensors")
     assert files.facts(sdxl_file).factor == files.facts(sdxl_base).factor == 2
+
+
+def test_a_file_whose_blocks_are_others_is_refused(tmp_path: Path) -> None:
+    base = SDXLRecipe.default_weights()
+    assert base is not None
+    path = tmp_path / "merged.safetensors"
+    models = {name: tc.models.load(base, subfolder=name) for name in files.SUBFOLDERS}
+    tc.models.save_checkpoint(path, models)
+    with pytest.raises(WeightsFormatError, match="give the folder of its pipeline"):
+        files.facts(path)
+
+
+def test_a_tokenizer_that_does_not_fit_is_named(sdxl_base: Path, tmp_path: Path) -> None:
+    shutil.copytree(sdxl_base, tmp_path / "base")
+    shutil.rmtree(tmp_path / "base" / "tokenizer_2")
+    message = r"tokenizer_2 is missing, and CLIP's usual one has a token 49407, where .* 200 tokens"
+    with pytest.raises(WeightsFormatError, match=message):
+        TextEncoders.load(tmp_path / "base", "f32", "cpu")
+
+
+def test_a_picture_of_no_numbers_is_an_error(sdxl_base: Path) -> None:
+    recipe = SDXLRecipe.load(sdxl_base, "f32", "cpu")
+    adapter = recipe.unet.add_adapter(tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q"]))
+    for var in adapter.parameters():
+        var.set(tc.full(var.shape, float("nan")))
+    with pytest.raises(NonFiniteError, match="sample: the picture has values that are no finite"):
+        recipe.sample(["x"], SampleOptions(steps=1, size=(32, 32)))
 
 
 def test_the_original_checkpoint_says_what_it_predicts(tmp_path: Path) -> None:

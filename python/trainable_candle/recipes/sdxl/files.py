@@ -139,8 +139,15 @@ def _in_file(path: Path) -> Facts:
         lacking = " and no ".join(missing) or _LABELS
         raise WeightsFormatError(f"weights: {path} is no SDXL checkpoint: it has no {lacking}")
     pooled = parts["text_encoder_2"].get("text_projection")
-    config = _deduced(parts["unet"], pooled.shape[1] if pooled else _PUBLISHED_POOLED)
-    return Facts(config, parts, *_vae_of(parts["vae"]))
+    try:
+        config = _deduced(parts["unet"], pooled.shape[1] if pooled else _PUBLISHED_POOLED)
+        return Facts(config, parts, *_vae_of(parts["vae"]))
+    except (LookupError, ValueError, ArithmeticError):
+        raise WeightsFormatError(
+            f"weights: {path} has SDXL's names, but not its blocks, so that one file does not tell "
+            "its configuration; give the folder of its pipeline (`merge` writes one unless "
+            "--output ends in .safetensors)"
+        ) from None
 
 
 def _deduced(unet: Mapping[str, TensorFacts], pooled: int) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -9,6 +10,7 @@ import numpy as np
 
 import trainable_candle as tc
 from trainable_candle.data import LatentCache, TextCache, file_identity
+from trainable_candle.data.folder import counted
 from trainable_candle.errors import ConfigError
 from trainable_candle.models import AutoencoderKL, SDXLUNet
 from trainable_candle.recipes.adapters import Adapters, adapter_config
@@ -21,9 +23,10 @@ from trainable_candle.recipes.sdxl.data import (
     folder_for_cache,
     read_datasets,
 )
-from trainable_candle.recipes.sdxl.estimate import estimate
+from trainable_candle.recipes.sdxl.estimate import estimate, sampling_bytes
 from trainable_candle.recipes.sdxl.sampling import draw
 from trainable_candle.recipes.sdxl.text import TextEncoders, unread_layers
+from trainable_candle.train.estimate import require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,7 +101,7 @@ class SDXLRecipe:
         data = read_datasets(config, config.resolution or files.resolution(weights))
         report(data.train.summary())
         if data.validation is not None:
-            report(f"validation: {len(data.validation)} pictures")
+            report(f"validation: {counted(len(data.validation), 'picture')}")
         return data
 
     @classmethod
@@ -235,7 +238,8 @@ class SDXLRecipe:
             folder=folder_for_cache(config, dataset, lambda _: None),
             device=self._device,
         )
-        report(f"latents of {len(dataset)} pictures: {cache.fill(progress=True)}")
+        pictures = counted(len(dataset), "picture")
+        report(f"latents of {pictures}: {cache.fill(progress=True)}")
         return cache
 
     def attach(self, config: TrainConfig) -> Adapters:
@@ -264,6 +268,19 @@ class SDXLRecipe:
 
     def _part(self, name: str) -> Model:
         return self.unet if name == "unet" else self._text_models()[name]
+
+    def require_room(self, count: int, options: SampleOptions) -> None:
+        """Check that there is memory to draw `count` pictures.
+
+        Raises:
+            OutOfMemoryError: there is too little.
+            MissingFileError, WeightsFormatError: the checkpoint is no SDXL model.
+        """
+        side = files.resolution(self._weights)
+        width, height = options.size or (side, side)
+        needed = sampling_bytes(files.facts(self._weights), (width, height), count, self._dtype)
+        limit = tc.memory.available_bytes() or math.inf
+        require_memory(f"{counted(count, 'picture')} of {width}x{height} px", needed, limit)
 
     def sample(
         self, prompts: Sequence[str], options: SampleOptions | None = None
