@@ -148,7 +148,10 @@ def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> Non
 
 
 def check_targets(
-    config: TrainConfig, layers: Mapping[str, TensorFacts], targets: Sequence[str]
+    config: TrainConfig,
+    layers: Mapping[str, TensorFacts],
+    targets: Sequence[str],
+    others: Mapping[str, TensorFacts] | None = None,
 ) -> None:
     """Check that each pattern of `target_modules` and `exclude_modules` names some layer.
 
@@ -156,6 +159,7 @@ def check_targets(
         config: the settings.
         layers: the weights of the layers that targets choose from, by name.
         targets: those of the model, if the settings have none.
+        others: the weights of layers that get adapters whatever the targets are.
 
     Raises:
         ConfigError: one names no layer, or no layer is left.
@@ -166,7 +170,7 @@ def check_targets(
     adapted = adapted_layers(layers, config.target_modules or targets)
     chosen = {f"{name}.weight": layers[f"{name}.weight"] for name in adapted}
     for pattern in config.exclude_modules:
-        if not adapted_layers(chosen, [pattern]):
+        if not adapted_layers({**(others or {}), **chosen}, [pattern]):
             raise ConfigError(
                 f"--exclude-modules: `{pattern}` is none of the layers that get adapters "
                 f"{_some(chosen)}"

@@ -342,10 +342,12 @@ def _make_writable(folder: Path) -> None:
 
 def _changes(earlier: dict[str, object], settings: dict[str, object]) -> list[str]:
     """The settings in which a resumed run differs from the one that it continues."""
+    # A course that does not lead to the last step is the same for more of them.
+    free = _FREE | ({"steps"} if settings["lr_scheduler"] == "constant" else set())
     return [
         f"{name} is {value!r}, was {earlier[name]!r}: the run will not repeat the earlier one"
         for name, value in settings.items()
-        if name not in _FREE and name in earlier and earlier[name] != value
+        if name not in free and name in earlier and earlier[name] != value
     ]
 
 

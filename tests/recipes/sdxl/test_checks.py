@@ -54,6 +54,12 @@ def test_what_does_not_suit_is_refused(
         check(**settings)
 
 
+def test_layers_of_text_encoders_may_be_left_out(check: Check) -> None:
+    check(exclude_modules=["fc1"], train_text_encoder=True)
+    with pytest.raises(ConfigError, match="`fc1` is none of the layers"):
+        check(exclude_modules=["fc1"])
+
+
 def test_a_share_of_nothing_is_no_gamma() -> None:
     with pytest.raises(ConfigError, match=r"min_snr_gamma is 0\.0, expected above 0"):
         TrainConfig(min_snr_gamma=0.0)

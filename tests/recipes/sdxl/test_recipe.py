@@ -175,6 +175,29 @@ def test_what_is_no_sdxl_model_is_refused(
     assert files.facts(sdxl_file).factor == files.facts(sdxl_base).factor == 2
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["model.diffusion_model.x", "cond_stage_model.transformer.x"], "Stable Diffusion 1"),
+        (["model.diffusion_model.x", "conditioner.embedders.0.model.x"], "SDXL's refiner"),
+        (["model.diffusion_model.x"], "a UNet alone; give a checkpoint"),
+        (["down_blocks.0.x", "mid_block.x"], "a UNet alone; give the folder"),
+        (["lora_unet_x.alpha"], "an adapter, which goes with --adapter"),
+    ],
+    ids=str,
+)
+def test_other_files_are_recognised(tmp_path: Path, names: list[str], message: str) -> None:
+    path = tmp_path / "a.safetensors"
+    tc.save_file({name: tc.ones(1) for name in names}, path)
+    with pytest.raises(WeightsFormatError, match=f"is no SDXL .*; it looks like {message}"):
+        files.facts(path)
+
+
+def test_a_part_of_a_pipeline_is_recognised(sdxl_base: Path) -> None:
+    with pytest.raises(MissingFileError, match=r"no SDXL model \(it holds a UNet2DConditionModel"):
+        files.facts(sdxl_base / "unet")
+
+
 def test_a_file_whose_blocks_are_others_is_refused(tmp_path: Path) -> None:
     base = SDXLRecipe.default_weights()
     assert base is not None

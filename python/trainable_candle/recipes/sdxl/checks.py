@@ -35,9 +35,17 @@ def check(
     weights: Path,
     config: TrainConfig,
     unet_targets: Sequence[str],
+    text_targets: Sequence[str],
     report: Callable[[str], None],
 ) -> None:
     """Check the settings against the checkpoint's headers.
+
+    Args:
+        weights: the checkpoint.
+        config: the settings.
+        unet_targets: the layers of the UNet that get adapters unless the settings say others.
+        text_targets: those of the text encoders, if these are trained.
+        report: gets a line where other tools would make less of the adapter.
 
     Raises:
         ConfigError, ArgumentError: a value lies outside its range or does not suit the model.
@@ -54,7 +62,13 @@ def check(
         if config.sample_size:
             require_multiple(parse_size(config.sample_size), facts.factor)
     layers = layer_facts(facts.config)
-    check_targets(config, layers, unet_targets)
+    texts = TEXT_ENCODERS if config.train_text_encoder else ()
+    others = {
+        f"{layer}.weight": facts.parts[name][f"{layer}.weight"]
+        for name in texts
+        for layer in adapted_layers(facts.parts[name], text_targets)
+    }
+    check_targets(config, layers, unet_targets, others)
     if config.initial_adapter and not config.resume:
         path = existing("initial_adapter", config.initial_adapter_path)
         chosen = adapted_layers(

@@ -29,6 +29,19 @@ _PREFIXES: Final = {
     "text_encoder_2": "conditioner.embedders.1.model.",
 }
 """Where an original checkpoint has the parts."""
+_OTHERS: Final = {
+    "cond_stage_model.transformer.": "Stable Diffusion 1",
+    "cond_stage_model.model.": "Stable Diffusion 2",
+    "conditioner.embedders.0.model.": "SDXL's refiner",
+    "double_blocks.": "Flux",
+    "model.diffusion_model.double_blocks.": "Flux",
+    "lora_": "an adapter, which goes with --adapter or --initial-adapter",
+    "model.diffusion_model.": "a UNet alone; give a checkpoint with autoencoder and text encoders",
+    "down_blocks.": "a UNet alone; give the folder of its pipeline",
+    "encoder.down_blocks.": "an autoencoder alone; give the folder of its pipeline",
+    "text_model.": "a text encoder alone; give the folder of its pipeline",
+}
+"""What other files' names start with, and what these are; of several, the first counts."""
 _ADAPTER_MARKS: Final = {
     "text_encoder_2": ("lora_te2_", "text_encoder_2.", "text_encoders.clip_g."),
     "text_encoder": ("lora_te1_", "text_encoder.", "text_encoders.clip_l."),
@@ -107,8 +120,10 @@ def facts(weights: Path) -> Facts:
 def _in_folder(folder: Path) -> Facts:
     missing = [name for name in SUBFOLDERS if not (folder / name).is_dir()]
     if missing:
+        part = _read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        alone = f" (it holds a {part['_class_name']} alone)" if "_class_name" in part else ""
         raise MissingFileError(
-            f"weights: {folder} is no SDXL model: it has no folder {', '.join(missing)}; "
+            f"weights: {folder} is no SDXL model{alone}: it has no folder {', '.join(missing)}; "
             "expected the folder of a diffusers pipeline, or a single .safetensors file"
         )
     config = _read_json(folder / "unet" / "config.json")
@@ -137,7 +152,14 @@ def _in_file(path: Path) -> Facts:
     missing = [part for part, found in parts.items() if not found]
     if missing or _LABELS not in parts["unet"]:
         lacking = " and no ".join(missing) or _LABELS
-        raise WeightsFormatError(f"weights: {path} is no SDXL checkpoint: it has no {lacking}")
+        known = (
+            what for start, what in _OTHERS.items() if any(n.startswith(start) for n in tensors)
+        )
+        found = next(known, None)
+        raise WeightsFormatError(
+            f"weights: {path} is no SDXL checkpoint: it has no {lacking}"
+            + (f"; it looks like {found}" if found else "")
+        )
     pooled = parts["text_encoder_2"].get("text_projection")
     try:
         config = _deduced(parts["unet"], pooled.shape[1] if pooled else _PUBLISHED_POOLED)

@@ -86,7 +86,7 @@ class SDXLRecipe:
             MissingFileError, WeightsFormatError: the checkpoint is no SDXL model, or the initial
                 adapter no adapter.
         """
-        checks.check(weights, config, UNET_TARGETS, report)
+        checks.check(weights, config, UNET_TARGETS, TEXT_TARGETS, report)
 
     @classmethod
     def read(
