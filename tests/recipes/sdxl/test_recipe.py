@@ -204,11 +204,22 @@ def test_a_file_whose_blocks_are_others_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "merged.safetensors"
     models = {name: tc.models.load(base, subfolder=name) for name in files.SUBFOLDERS}
     tc.models.save_checkpoint(path, models)
+    tensors = tc.load_file(path)
+    tc.save_file(tensors, path)
     with pytest.raises(WeightsFormatError, match="give the folder of its pipeline"):
         files.facts(path)
+    # Unless its header says what it is.
+    config = (base / "unet" / "config.json").read_text()
+    tc.save_file(tensors, tmp_path / "told.safetensors", {"trainable_candle.config.unet": config})
+    found, expected = files.facts(tmp_path / "told.safetensors"), files.facts(base)
+    assert (found.config, found.factor) == (expected.config, expected.factor)
 
 
-def test_a_tokenizer_that_does_not_fit_is_named(sdxl_base: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_fit_is_named(
+    sdxl_base: Path, sdxl_file: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(WeightsFormatError, match=r"single_file\.safetensors holds no tokenizer"):
+        TextEncoders.load(sdxl_file, "f32", "cpu")
     shutil.copytree(sdxl_base, tmp_path / "base")
     shutil.rmtree(tmp_path / "base" / "tokenizer_2")
     message = r"tokenizer_2 is missing, and CLIP's usual one has a token 49407, where .* 200 tokens"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from trainable_candle.errors import ConfigError, MissingFileError, WeightsFormatError
 from trainable_candle.files import sync_folder
 from trainable_candle.models import load, save_checkpoint
-from trainable_candle.train.headers import TensorFacts, read_folder, read_header
+from trainable_candle.train.headers import TensorFacts, read_folder, read_header, read_metadata
 from trainable_candle.train.objective import NoiseSchedule
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ _ADAPTER_MARKS: Final = {
     "text_encoder_2": ("lora_te2_", "text_encoder_2.", "text_encoders.clip_g."),
     "text_encoder": ("lora_te1_", "text_encoder.", "text_encoders.clip_l."),
 }
+_WRITTEN_CONFIG: Final = "trainable_candle.config.unet"
+"""The entry of a file's header for what the shapes do not tell."""
 _LABELS: Final = "label_emb.0.0.weight"
 _PUBLISHED_POOLED: Final = 1280
 PUBLISHED: Final[Mapping[str, Any]] = {
@@ -162,9 +164,12 @@ def _in_file(path: Path) -> Facts:
         )
     pooled = parts["text_encoder_2"].get("text_projection")
     try:
+        written = read_metadata(path).get(_WRITTEN_CONFIG)
+        if written is not None:
+            return Facts({**PUBLISHED, **json.loads(written)}, parts, *_vae_of(parts["vae"]))
         config = _deduced(parts["unet"], pooled.shape[1] if pooled else _PUBLISHED_POOLED)
         return Facts(config, parts, *_vae_of(parts["vae"]))
-    except (LookupError, ValueError, ArithmeticError):
+    except (LookupError, ValueError, TypeError, ArithmeticError):
         raise WeightsFormatError(
             f"weights: {path} has SDXL's names, but not its blocks, so that one file does not tell "
             "its configuration; give the folder of its pipeline (`merge` writes one unless "
