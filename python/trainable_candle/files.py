@@ -56,7 +56,6 @@ class _UniqueKeys(yaml.SafeLoader):
         Raises:
             yaml.YAMLError: a key is there twice.
         """
-        self.flatten_mapping(node)
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):

@@ -143,6 +143,13 @@ def test_a_name_given_twice_is_refused(tmp_path: Path, text: str) -> None:
         TrainConfig.from_yaml(path)
 
 
+def test_a_name_may_override_what_is_merged_in(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("<<: {rank: 4, steps: 3}\nrank: 8\n")
+    config = TrainConfig.from_yaml(path)
+    assert (config.rank, config.steps) == (8, 3)
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     config = TrainConfig(
         rank=np.int64(4),  # type: ignore[arg-type]

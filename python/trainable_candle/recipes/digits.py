@@ -102,7 +102,7 @@ class DigitsRecipe:
             for prompt in config.sample_prompts:
                 _label(prompt)
         check_targets(config, _header(weights), cls.default_targets)
-        if config.initial_adapter:
+        if config.initial_adapter and not config.resume:
             read_header(existing("initial_adapter", config.initial_adapter_path))
 
     @classmethod
