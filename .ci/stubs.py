@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from stub_defaults import defaults, show_defaults
+
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "python" / "trainable_candle" / "_core.pyi"
 FOLDER = Path(os.environ["CARGO_TARGET_DIR"]) / "stubs"
@@ -62,6 +64,7 @@ def generate(tree: Path) -> str:
                 f"stubs: line {number} gives a type checker nothing to go by; "
                 f"give the Rust type an INPUT_TYPE or OUTPUT_TYPE: {line.strip()}"
             )
+    source = show_defaults(source, defaults(tree / "rust" / "python" / "src"))
     GENERATED.write_text(qualify_hidden_builtins(source))
     config = f"--config={ROOT / 'pyproject.toml'}"
     run("ruff", "check", "--quiet", config, "--select=F401,I,UP", "--fix", str(GENERATED))

@@ -38,6 +38,7 @@ __all__ = [
     "NoiseSchedule",
     "NoisedLatents",
     "Optimizer",
+    "Prodigy",
     "SDXLUNet",
     "SGD",
     "Sampler",
@@ -144,13 +145,16 @@ class Adafactor(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        beta2_decay: SupportsFloat | SupportsIndex = ...,
-        eps: tuple[SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex] = ...,
-        d: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-2,
+        beta2_decay: SupportsFloat | SupportsIndex = -0.8,
+        eps: tuple[SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex] = (
+            None,
+            1e-3,
+        ),
+        d: SupportsFloat | SupportsIndex = 1.0,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> Adafactor: ...
 
 @final
@@ -175,13 +179,13 @@ class Adam(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        amsgrad: bool = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        amsgrad: bool = False,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> Adam: ...
 
 @final
@@ -205,12 +209,12 @@ class Adam8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
-        min_8bit_size: SupportsIndex = ...,
+        min_8bit_size: SupportsIndex = 4096,
     ) -> Adam8bit: ...
 
 @final
@@ -235,13 +239,13 @@ class AdamW(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        amsgrad: bool = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
+        amsgrad: bool = False,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> AdamW: ...
 
 @final
@@ -265,12 +269,12 @@ class AdamW8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        eps: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
         *,
-        min_8bit_size: SupportsIndex = ...,
+        min_8bit_size: SupportsIndex = 4096,
     ) -> AdamW8bit: ...
 
 @final
@@ -659,7 +663,7 @@ class DiffusionObjective:
         logit_mean: SupportsFloat | SupportsIndex = 0.0,
         logit_std: SupportsFloat | SupportsIndex = 1.0,
         shift: SupportsFloat | SupportsIndex = 1.0,
-        min_timestep: SupportsIndex = ...,
+        min_timestep: SupportsIndex = 0,
         max_timestep: SupportsIndex | None = None,
         min_snr_gamma: SupportsFloat | SupportsIndex | None = None,
         noise_offset: SupportsFloat | SupportsIndex = 0.0,
@@ -721,7 +725,7 @@ class DiffusionObjective:
         /,
         latents: Tensor,
         examples: SupportsGetItem[int, SupportsIndex],
-        seed: SupportsIndex = ...,
+        seed: SupportsIndex = 0,
     ) -> NoisedLatents:
         """
         Put noise on latents for a validation loss: an example has the same noise and the same timestep every time, whatever batch
@@ -777,13 +781,13 @@ class DigitsTransformer(Model):
         cls,
         /,
         *,
-        sample_size: SupportsIndex = ...,
-        patch_size: SupportsIndex = ...,
-        num_layers: SupportsIndex = ...,
-        num_attention_heads: SupportsIndex = ...,
-        attention_head_dim: SupportsIndex = ...,
-        mlp_ratio: SupportsIndex = ...,
-        num_classes: SupportsIndex = ...,
+        sample_size: SupportsIndex = 8,
+        patch_size: SupportsIndex = 2,
+        num_layers: SupportsIndex = 3,
+        num_attention_heads: SupportsIndex = 3,
+        attention_head_dim: SupportsIndex = 32,
+        mlp_ratio: SupportsIndex = 3,
+        num_classes: SupportsIndex = 10,
         device: str = "cpu",
     ) -> DigitsTransformer: ...
     @staticmethod
@@ -964,7 +968,7 @@ class GradScaler:
         init_scale: SupportsFloat | SupportsIndex = 65536.0,
         growth_factor: SupportsFloat | SupportsIndex = 2.0,
         backoff_factor: SupportsFloat | SupportsIndex = 0.5,
-        growth_interval: SupportsIndex = ...,
+        growth_interval: SupportsIndex = 2000,
         enabled: bool = True,
     ) -> GradScaler: ...
     def get_scale(self, /) -> float:
@@ -1031,9 +1035,9 @@ class Lion(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-4,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.99),
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
     ) -> Lion: ...
 
 @final
@@ -1056,11 +1060,11 @@ class Lion8bit(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-4,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.99),
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
-        min_8bit_size: SupportsIndex = ...,
+        min_8bit_size: SupportsIndex = 4096,
     ) -> Lion8bit: ...
 
 @final
@@ -1093,7 +1097,7 @@ class LoraConfig:
     def __new__(
         cls,
         /,
-        r: SupportsIndex = ...,
+        r: SupportsIndex = 8,
         lora_alpha: SupportsFloat | SupportsIndex = 8.0,
         target_modules: str | Sequence[str] | None = None,
         exclude_modules: str | Sequence[str] | None = None,
@@ -1105,7 +1109,7 @@ class LoraConfig:
         adapter: str = "lora",
         wd_on_output: bool = True,
         decompose_both: bool = False,
-        decompose_factor: SupportsIndex = ...,
+        decompose_factor: SupportsIndex = -1,
     ) -> LoraConfig: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -1185,7 +1189,7 @@ class Model:
         Put trainable adapters on the layers that `config` targets; the model itself stays as it is.
 
         Raises:
-            ConfigError: if no layer matches, or one has an adapter already.
+            ConfigError: if no layer matches, or the model has an adapter already.
         """
     def disable_gradient_checkpointing(self, /) -> None:
         """
@@ -1218,7 +1222,7 @@ class Model:
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
-            ConfigError: if a layer has an adapter already.
+            ConfigError: if the model has an adapter already.
         """
     def merge_adapter(self, /) -> None:
         """
@@ -1281,11 +1285,11 @@ class NoiseSchedule:
         beta_schedule: str = "scaled_linear",
         beta_start: SupportsFloat | SupportsIndex = 0.00085,
         beta_end: SupportsFloat | SupportsIndex = 0.012,
-        num_train_timesteps: SupportsIndex = ...,
+        num_train_timesteps: SupportsIndex = 1000,
         prediction_type: str = "epsilon",
         rescale_betas_zero_snr: bool = False,
         timestep_spacing: str = "leading",
-        steps_offset: SupportsIndex = ...,
+        steps_offset: SupportsIndex = 1,
     ) -> NoiseSchedule: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -1407,6 +1411,53 @@ class Optimizer:
         """
 
 @final
+class Prodigy(Optimizer):
+    """
+    Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size.
+
+    All groups share one estimate d and, but for weight_decay, eps and a learning rate of 0, their hyper-parameters. The
+    state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
+
+    Args:
+        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        lr: factor on the estimated step size, at least 0; leave it at 1 but for a schedule. A group with 0 stays as it is.
+        betas: decay rates of the first and the second moment, each in [0, 1).
+        beta3: decay rate of the sums that the estimate is made of, in [0, 1); None for the root of the second beta.
+        eps: added, times the estimate, to the root of the second moment; above 0.
+        weight_decay: each step multiplies the variables by 1 - d * lr * weight_decay.
+        decouple: False for weight decay as an L2 penalty, added to the gradient.
+        use_bias_correction: correct the first steps as Adam does.
+        safeguard_warmup: keep lr out of the estimate's denominator, which a warm-up would make too small.
+        d0: the first estimate, above 0.
+        d_coef: factor on the estimate, above 0; the way to tune the method.
+        growth_rate: the estimate grows by at most this factor in a step; at least 1.
+        slice_p: estimate from every so many elements, at least 1; 11 saves almost half of the memory.
+
+    Raises:
+        ArgumentError: if a number is out of range, groups differ in more than they may, there is no variable, or one
+            appears twice. `step` raises it if learning rates differ.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 1.0,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        beta3: SupportsFloat | SupportsIndex | None = None,
+        eps: SupportsFloat | SupportsIndex = 1e-8,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        decouple: bool = True,
+        use_bias_correction: bool = False,
+        safeguard_warmup: bool = False,
+        d0: SupportsFloat | SupportsIndex = 1e-6,
+        d_coef: SupportsFloat | SupportsIndex = 1.0,
+        growth_rate: SupportsFloat | SupportsIndex = ...,
+        *,
+        slice_p: SupportsIndex = 1,
+    ) -> Prodigy: ...
+
+@final
 class SDXLUNet(Model):
     """
     SDXL's UNet, computing what diffusers' `UNet2DConditionModel` computes, under its names. Made by `from_pretrained`.
@@ -1484,13 +1535,13 @@ class SGD(Optimizer):
         cls,
         /,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = ...,
-        momentum: SupportsFloat | SupportsIndex = ...,
-        dampening: SupportsFloat | SupportsIndex = ...,
-        weight_decay: SupportsFloat | SupportsIndex = ...,
-        nesterov: bool = ...,
+        lr: SupportsFloat | SupportsIndex = 1e-3,
+        momentum: SupportsFloat | SupportsIndex = 0.0,
+        dampening: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        nesterov: bool = False,
         *,
-        maximize: bool = ...,
+        maximize: bool = False,
     ) -> SGD: ...
 
 @final
@@ -1582,8 +1633,8 @@ class Schedule:
         cls,
         /,
         kind: str,
-        warmup_steps: SupportsIndex = ...,
-        total_steps: SupportsIndex = ...,
+        warmup_steps: SupportsIndex = 0,
+        total_steps: SupportsIndex = 0,
         *,
         num_cycles: SupportsFloat | SupportsIndex = 0.5,
         end: SupportsFloat | SupportsIndex = 0.0,
@@ -1712,7 +1763,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = ...) -> list[Tensor]:
+    def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
         """
         Views of `chunks` parts along `dim`, the last possibly smaller.
 
@@ -1789,7 +1840,7 @@ class Tensor:
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
-    def flatten(self, /, start_dim: SupportsIndex = ..., end_dim: SupportsIndex = ...) -> Tensor:
+    def flatten(self, /, start_dim: SupportsIndex = 0, end_dim: SupportsIndex = -1) -> Tensor:
         """
         Dimensions `start_dim` to `end_dim` made one.
 
@@ -1859,7 +1910,7 @@ class Tensor:
         Raises:
             DTypeError: if the tensor is not floating point.
         """
-    def log_softmax(self, /, dim: SupportsIndex = ...) -> Tensor:
+    def log_softmax(self, /, dim: SupportsIndex = -1) -> Tensor:
         """
         The logarithm of `softmax`, computed directly.
 
@@ -2067,7 +2118,7 @@ class Tensor:
         Raises:
             DTypeError: if the tensor is not floating point.
         """
-    def softmax(self, /, dim: SupportsIndex = ...) -> Tensor:
+    def softmax(self, /, dim: SupportsIndex = -1) -> Tensor:
         """
         exp(x) over the sum of exponentials along `dim`, without overflow.
 
@@ -2079,7 +2130,7 @@ class Tensor:
         self,
         /,
         split_size_or_sections: SupportsIndex | Sequence[SupportsIndex],
-        dim: SupportsIndex = ...,
+        dim: SupportsIndex = 0,
     ) -> list[Tensor]:
         """
         Views of parts along `dim`.
@@ -2300,7 +2351,7 @@ def available_bytes() -> int | None:
     Bytes of host memory that can still be allocated, where the system tells.
     """
 
-def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
+def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
     Tensors one after the other along `dim`; all other sizes must agree.
 
@@ -2377,10 +2428,10 @@ def conv2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: SupportsIndex | Sequence[SupportsIndex] = ...,
-    padding: SupportsIndex | Sequence[SupportsIndex] = ...,
-    dilation: SupportsIndex | Sequence[SupportsIndex] = ...,
-    groups: SupportsIndex = ...,
+    stride: SupportsIndex | Sequence[SupportsIndex] = 1,
+    padding: SupportsIndex | Sequence[SupportsIndex] = 0,
+    dilation: SupportsIndex | Sequence[SupportsIndex] = 1,
+    groups: SupportsIndex = 1,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -2410,7 +2461,7 @@ def cross_entropy(
     input: Tensor,
     target: Tensor,
     *,
-    ignore_index: SupportsIndex = ...,
+    ignore_index: SupportsIndex = -100,
     reduction: str = "mean",
     label_smoothing: SupportsFloat | SupportsIndex = 0.0,
 ) -> Tensor:
@@ -3105,7 +3156,7 @@ def smooth_l1_loss(
         ArgumentError: if the reduction is unknown or `beta` is negative.
     """
 
-def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = ...) -> Tensor:
+def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
     Tensors of one shape along a new dimension `dim`.
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> None:
     """Write a file under another name, sync it, rename it.
 
     Args:
         path: the file; one that exists is replaced.
         content: text is written as UTF-8.
+        sync: whether it must survive a power failure; without, it may then be empty or damaged.
 
     Raises:
         OSError: it cannot be written; what was there before is as it was.
@@ -24,8 +33,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     try:
         with partial.open("wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
@@ -33,7 +43,96 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             # About the file that was asked for, not its temporary name.
             raise type(error)(error.errno, error.strerror, str(path)) from None
         raise
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML's plain values; a mapping that has a key twice is an error, not its last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As in `SafeLoader`.
+
+        Raises:
+            yaml.YAMLError: a key is there twice.
+        """
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"`{key.value}` is there twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def load_yaml(text: str) -> Any:
+    """The value of a YAML document of plain values.
+
+    Raises:
+        yaml.YAMLError, ValueError: it is none, or gives a key twice.
+    """
+    return yaml.load(text, _UniqueKeys)  # noqa: S506 - a safe loader
+
+
+@contextmanager
+def held(path: Path, refusal: str) -> Iterator[None]:
+    """Hold a lock file; it disappears with the context, and is free when its process has gone.
+
+    Args:
+        path: the file, in a folder that exists.
+        refusal: the start of what is said if another process has it.
+
+    Raises:
+        ConfigError: another process, which is named, or another thread has it.
+        OSError: the file cannot be made.
+    """
+    handle = _lock(path, refusal)
+    try:
+        yield
+    finally:
+        # While it is held, so that nobody is left holding a file without a name.
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _lock(path: Path, refusal: str) -> int:
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _try_lock(handle)
+            if _is_named(handle, path):
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+                return handle
+        except BlockingIOError:
+            holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "another"
+            os.close(handle)
+            raise ConfigError(
+                f"{refusal} by process {holder}; wait for it, or choose another"
+            ) from None
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _try_lock(handle: int) -> None:
+    """Lock an open file, if its file system knows locks: those of some clusters do not."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}:
+            raise
+
+
+def _is_named(handle: int, path: Path) -> bool:
+    """Whether the open file is the one at `path`: its last holder may just have removed it."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def sync_folder(folder: Path) -> None:

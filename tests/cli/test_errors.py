@@ -103,6 +103,24 @@ def test_no_command_shows_the_commands() -> None:
         ("sample --model digits --prompt 1 --output a.jpg", "expected the name of a .png file"),
         ("sample --scale 0", "argument --scale: 0 is no number other than 0"),
         ("sample --scale nan", "argument --scale: nan is no number"),
+        (
+            "sample --model sdxl --prompt x --output a.png --scale 0.5",
+            "--scale has no effect without --adapter",
+        ),
+        (
+            "sample --model sdxl --prompt x --output a.png --guidance 1 --negative-prompt y",
+            "--negative-prompt has no effect with --guidance 1",
+        ),
+        (
+            "sample --model sdxl --prompt x --output a.png --size 99992x99992",
+            "sample: 1 picture of 99992x99992 px need",
+        ),
+        (
+            "sample --model digits --prompt 1 --output a.png --count 1000000000",
+            "sample: 1000000000 pictures need",
+        ),
+        ("sample --model sdxl --prompt \udcff --output a.png", "expected text in UTF-8"),
+        ("train --model digits --dataset . --output o --sample-prompts \udcff", "text in UTF-8"),
         ("merge --model digits --adapter a", "missing --output"),
         ("info --x", "unknown flag `--x`"),
         ("demo --seed -1", "argument --seed: -1 is no whole number of at least 0"),

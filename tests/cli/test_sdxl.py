@@ -1,7 +1,6 @@
 """SDXL from the command line, as a user runs it, on a tiny model with random weights."""
 
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -226,51 +225,6 @@ def wait_for_steps(process: subprocess.Popen[str], log: Path, steps: int) -> Non
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments_it_loses_only_the_steps_since_the_last_save(
-    flags: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    settings = {
-        "cache": "disk",
-        "cache_dir": tmp_path / "cache",
-        "save_every": 2,
-        "validation_split": 0.25,
-        "validate_every": 2,
-        "sample_prompts": "a blur",
-        "sample_every": 4,
-        "sample_steps": 1,
-        "ema_decay": 0.9,
-    }
-    output, whole = tmp_path / "killed", tmp_path / "whole"
-    started = time.monotonic()
-    done(*flags(whole, 12, **settings))
-    duration = time.monotonic() - started
-    generator = random.Random(0)
-    for _ in range(10):
-        saved = checkpoints(output)
-        resume = {"resume": "latest"} if saved else {}
-        command = [*PROGRAM, *flags(output, 12, **settings, **resume)]
-        with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        ) as process:
-            time.sleep(generator.uniform(0.2, 1.0) * duration)
-            process.kill()
-            _, errors = process.communicate(timeout=60)
-        assert "Traceback" not in errors
-        assert "error" not in errors
-        steps = len(read_log(output / "train.csv"))
-        after = checkpoints(output)
-        assert not saved or step_of(after[-1]) >= step_of(saved[-1])
-        if steps > 2:
-            assert step_of(after[-1]) >= steps - 2
-    resume = {"resume": "latest"} if checkpoints(output) else {}
-    done(*flags(output, 12, **settings, **resume))
-    same_adapters(whole, output, "adapter.safetensors", "adapter-best.safetensors")
-    assert {path.name for path in output.iterdir()} == {path.name for path in whole.iterdir()}
-    logs = [[row["loss"] for row in read_log(path / "train.csv")] for path in (whole, output)]
-    assert logs[0] == logs[1]
 
 
 def test_a_cache_on_disk_serves_the_next_run(

@@ -6,6 +6,7 @@ import pytest
 
 import trainable_candle as tc
 from trainable_candle.cli import main
+from trainable_candle.recipes.sdxl import SDXLRecipe
 
 MODULE = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
 
@@ -53,6 +54,47 @@ def test_bad_files(
 ) -> None:
     assert verified(tmp_path / "a.safetensors", tensors) == 1
     assert message in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_not_applied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = lora(MODULE) | lora("lora_unet_input_blocks_7_1_transformer_blocks_0_attn1_to_q")
+    assert verified(tmp_path / "a.safetensors", tensors) == 1
+    text = capsys.readouterr().out
+    for tool in ("ComfyUI", "diffusers", "A1111"):
+        assert f"{tool} applies 1; 1 not: its shapes or values do not fit the layer\n" in text
+
+
+def test_an_adapter_of_the_built_in_model_is_compared_with_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = SDXLRecipe.default_weights()
+    assert base is not None
+    unet = tc.models.SDXLUNet.from_pretrained(base, subfolder="unet")
+    adapter = unet.add_adapter(tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q"]))
+    for name, var in adapter.named_parameters().items():
+        if "lora_B" in name:
+            var.set(tc.ones(var.shape))
+    path = tmp_path / "a.safetensors"
+    tc.save_adapters(path, [adapter])
+    assert main(["verify", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("note: its sizes are those of the built-in model `sdxl`")
+    assert "problems" not in text
+    assert main(["verify", str(path), "--weights", str(base)]) == 0
+    assert "note: its sizes" not in capsys.readouterr().out
+
+
+def test_alphas_that_diffusers_misreads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    block = "lora_unet_input_blocks_4_1_transformer_blocks_0"
+    names = ("attn1_to_q", "attn1_to_k", "attn2_to_out_0", "attn1_to_v")
+    tensors = {k: v for name in names for k, v in lora(f"{block}_{name}").items()}
+    assert verified(tmp_path / "a.safetensors", tensors) == 0
+    assert "diffusers takes" not in capsys.readouterr().out
+    tensors[f"{block}_attn1_to_k.alpha"] = tc.tensor(4.0)
+    assert verified(tmp_path / "a.safetensors", tensors) == 0
+    assert "diffusers takes the alpha 1 for 1 projections" in capsys.readouterr().out
 
 
 def test_mistakes_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

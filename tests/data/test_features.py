@@ -27,6 +27,7 @@ from trainable_candle.data import (
     parse_sources,
 )
 from trainable_candle.data import features as data_features
+from trainable_candle.data.entries import packed
 from trainable_candle.errors import ConfigError, DatasetError
 
 MakePictures = Callable[..., list[Path]]
@@ -148,6 +149,33 @@ def test_damaged_entries_are_made_again(pictures: MakePictures, tmp_path: Path) 
     entries[1].write_bytes(entries[1].read_bytes()[:-1])
     entries[2].write_bytes(entries[3].read_bytes())
     assert cached(data, tmp_path / "c")[0].fill().made == 3
+
+    # In the middle of the values, of the header; a folder in its place.
+    for number, place in ((0, -20), (1, 120)):
+        content = bytearray(entries[number].read_bytes())
+        content[place] ^= 1
+        entries[number].write_bytes(content)
+    entries[2].unlink()
+    entries[2].mkdir()
+    (entries[2] / "file").touch()
+    cache, _ = cached(data, tmp_path / "c")
+    assert cache.fill().made == 3
+    for batch in data.fixed_batches(1):
+        expected = Encoder()(data.pixels(batch.views[0])[None])["mean"].numpy()
+        np.testing.assert_array_equal(cache.batch(batch)["mean"].numpy(), expected)
+
+
+def test_entries_are_safetensors_files_of_the_same_bits(tmp_path: Path) -> None:
+    tensors = {
+        name: (tc.randn((3, 5)) * 100).to(name) for name in ("f64", "f32", "f16", "bf16", "u8")
+    }
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(packed(tensors, {"caption": "\U0001f408 \udcff"}))
+    found = tc.load_file(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(found[name].to("f64").numpy(), tensor.to("f64").numpy())
 
 
 def test_an_entry_that_vanished_is_an_error(pictures: MakePictures, tmp_path: Path) -> None:

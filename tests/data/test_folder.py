@@ -1,5 +1,6 @@
 """The data folder: what is read, and what is said about what cannot be."""
 
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -261,3 +262,17 @@ def test_damaged_files_are_problems_and_nothing_worse(tmp_path: Path, suffix: st
     found = read_folder(Source(tmp_path, "x"))
     assert 0 < len(found.problems) < 61
     assert found.count == 61
+
+
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+    write(tmp_path, "a.png")
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(DatasetError, match=r"1 of 2 pictures .*\n.*pipe\.jpg: is no regular file"):
+        check_folder(tmp_path)
+
+
+def test_one_picture_is_no_plural(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"")
+    with pytest.raises(DatasetError, match="1 of 1 picture in"):
+        check_folder(tmp_path)

@@ -51,9 +51,10 @@ def test_a_folder_called_like_a_file_is_a_folder(tmp_path: Path) -> None:
         (3, "entry 2 is 3, expected a folder"),
         ({"repeats": 2}, "entry 2 is .*expected a folder or `path: FOLDER`"),
         ({"path": "a", "repeat": 2}, "entry 2: `repeat` is unknown, expected path, caption"),
-        ({"path": "a", "repeats": 0}, "entry 2: repeats is 0, expected a number of above 0"),
+        ({"path": "a", "repeats": 0}, "entry 2: repeats is 0, expected a number above 0"),
         ({"path": "a", "repeats": True}, "repeats is True"),
         ({"path": "a", "loss_weight": float("nan")}, "loss_weight is nan"),
+        ({"path": "a", "loss_weight": 10**400}, "loss_weight is 1000"),
         ({"path": "a", "mask": "on"}, "mask is 'on', expected one of off, file, alpha"),
         ({"path": "a", "caption": 7}, "caption is 7, expected text"),
         ({"path": "a", "recursive": 1}, "recursive is 1, expected true or false"),
@@ -65,7 +66,9 @@ def test_a_wrong_entry_is_named(entry: Any, complaint: str) -> None:
         parse_sources(["a", entry])
 
 
-@pytest.mark.parametrize("text", ["path: a", "- [", "3", ""])
+@pytest.mark.parametrize(
+    "text", ["path: a", "- [", "3", "", "- path: 2026-13-41", "- path: a\n  path: b"]
+)
 def test_a_file_without_a_list_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "d.yaml").write_text(text)
     with pytest.raises(DatasetError, match=r"d\.yaml (holds no list|is not valid YAML)"):
@@ -90,6 +93,7 @@ def test_an_empty_list_and_a_missing_file_are_refused(tmp_path: Path) -> None:
         ({"max_side": 960}, "sides from 256 to 960 px"),
         ({"crop": "left"}, "crop is 'left', expected one of center, random"),
         ({"random_crops": 0}, "random_crops is 0"),
+        ({"random_crops": 1001}, "random_crops is 1001, expected .* and at most 1000"),
         ({"prior_loss_weight": -1}, "prior_loss_weight is -1, expected a number of at least 0"),
     ],
 )
@@ -106,6 +110,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], complaint: st
         {"keep_tokens": -1},
         {"separator": " "},
         {"variants": -1},
+        {"variants": 1001},
     ],
 )
 def test_impossible_caption_settings_are_refused(settings: dict[str, Any]) -> None:

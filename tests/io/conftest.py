@@ -18,6 +18,7 @@ EVERYWHERE: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "lora": ATTENTION,
     "rslora": ATTENTION | {"use_rslora": True},
+    "locon_uniform": EVERYWHERE,
     "locon": EVERYWHERE | {"rank_pattern": {"conv1": 2}, "alpha_pattern": {"to_q": 7.0}},
     "dora": EVERYWHERE | {"use_dora": True},
     "dora_input": EVERYWHERE | {"use_dora": True, "wd_on_output": False},

@@ -35,9 +35,10 @@ def test_files_come_back_as_they_were(
 ) -> None:
     path = tmp_path / "adapter.safetensors"
     adapter = attach(unet, kind)
-    cannot = (
-        format == "diffusers" and kind.startswith("lo") and kind not in {"lora", "locon"}
-    ) or (format in {"diffusers", "peft"} and kind == "dora_input")
+    lycoris = kind.startswith(("loha", "lokr"))
+    cannot = (format == "diffusers" and lycoris) or (
+        format in {"diffusers", "peft"} and kind == "dora_input"
+    )
     if cannot:
         with pytest.raises(tc.ArgumentError, match='save with format "kohya"'):
             adapter.save(path, format=format)
@@ -81,6 +82,28 @@ def test_kohya_is_the_default_for_sdxl_with_alphas_and_metadata(
     assert metadata["modelspec.architecture"] == "stable-diffusion-xl-v1-base/lora"
     assert metadata["modelspec.title"] == "my style"
     assert (metadata["ss_output_name"], metadata["x"]) == ("mine", "y")
+
+
+def test_kohyas_names_have_one_alpha(
+    unet: tc.models.SDXLUNet,
+    attach: Attach,
+    config_of: Callable[[str], tc.LoraConfig],
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "adapter.safetensors"
+    adapter = attach(unet, "locon")  # alpha 7 for to_q, 2 for all others
+    adapter.save(path, dtype="f16")
+    tensors = tc.load_file(path)
+    assert {t.item() for name, t in tensors.items() if name.endswith(".alpha")} == {2.0}
+    module = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+    up = adapter.named_parameters()[f"{LAYER}.lora_B.weight"].numpy()
+    found = tensors[f"{module}.lora_up.weight"].numpy()
+    np.testing.assert_array_equal(found, (up * np.float32(3.5)).astype(np.float16))
+    unet.remove_adapter()
+    again = unet.add_adapter(config_of("locon"))
+    again.load(path)  # refuses other scales than those of training
+    found = again.named_parameters()[f"{LAYER}.lora_B.weight"].numpy()
+    np.testing.assert_allclose(found, up, rtol=1e-3, atol=1e-6)
 
 
 def test_one_file_holds_the_unet_and_both_encoders(
@@ -183,7 +206,7 @@ def test_untrained_layers_are_told(unet: tc.models.SDXLUNet, tmp_path: Path) -> 
     [
         ({"weight": (2, 2)}, "no adapter file"),
         ({"lora_unet_blocks_0_to_x.lora_down.weight": (2, 4)}, "another model"),
-        ({"lora_te1_text_model_x.lora_down.weight": (2, 4)}, "another model"),
+        ({"lora_te1_text_model_x.lora_down.weight": (2, 4)}, "no adapter for the unet"),
         ({"unet.conv_in.lora_A.weight": (2, 4, 3, 3)}, "unet.conv_in|conv_in"),
         ({"unet.conv_in.hada_t1": (2, 2, 3, 3)}, "Tucker"),
         (

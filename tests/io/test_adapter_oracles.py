@@ -33,6 +33,8 @@ def inputs() -> dict[str, tc.Tensor]:
     [
         ("lora", "kohya"),
         ("rslora", "kohya"),
+        ("locon", "kohya"),
+        ("locon_uniform", "kohya"),
         ("lora", "diffusers"),
         ("rslora", "diffusers"),
         ("locon", "diffusers"),
@@ -71,6 +73,96 @@ def test_diffusers_computes_the_same(
     base = tc.load_file(SDXL / "unet_forward.safetensors")["output"].numpy()
     assert np.abs(expected - base).max() > 0.1
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("format", ["diffusers", "kohya"])
+def test_diffusers_applies_the_adapters_of_both_encoders(
+    unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, format: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    if (kind, format) == ("dora", "kohya"):
+        # diffusers leaves the magnitude out, which `verify_adapter` tells.
+        adapter = attach(unet, kind)
+        adapter.save(tmp_path / "adapter.safetensors", format=format)
+        report = tc.verify_adapter(tmp_path / "adapter.safetensors", weights=SDXL)
+        assert all("diffusers" in module.ignored_by for module in report.modules)
+        return
+    ours = {
+        name: tc.models.CLIPTextModel.from_pretrained(SDXL / name, dtype="f32")
+        for name in ("text_encoder", "text_encoder_2")
+    }
+    adapters = [attach(model, kind) for model in (unet, *ours.values())]
+    path = tmp_path / "adapter.safetensors"
+    tc.save_adapters(path, adapters, format=format)
+    report = tc.verify_adapter(path, weights=SDXL)
+    assert not any("diffusers" in module.ignored_by for module in report.modules)
+    theirs = {
+        "text_encoder": transformers.CLIPTextModel.from_pretrained(SDXL / "text_encoder"),
+        "text_encoder_2": transformers.CLIPTextModelWithProjection.from_pretrained(
+            SDXL / "text_encoder_2"
+        ),
+    }
+    theirs = {name: model.to(torch.float32) for name, model in theirs.items()}
+    pipeline = diffusers.StableDiffusionXLPipeline(
+        vae=None,
+        **theirs,
+        tokenizer=None,
+        tokenizer_2=None,
+        unet=diffusers.UNet2DConditionModel.from_pretrained(SDXL / "unet"),
+        scheduler=diffusers.EulerDiscreteScheduler(),
+    )
+    pipeline.load_lora_weights(tmp_path, weight_name=path.name)
+    ids = tc.load_file(SDXL / "text_encoder_forward.safetensors")["input_ids"]
+    for name, model in ours.items():
+        with torch.no_grad():
+            expected = theirs[name](torch.from_numpy(ids.numpy()), output_hidden_states=True)
+        np.testing.assert_allclose(
+            model(ids).penultimate.numpy(),
+            expected.hidden_states[-2].numpy(),
+            rtol=1e-4,
+            atol=1e-4,
+            err_msg=name,
+        )
+
+
+@pytest.mark.parametrize("own_configuration", [True, False])
+# A factor that is larger than its counterpart peft leaves where it is; LyCORIS swaps them.
+@pytest.mark.parametrize("kind", ["lora", "locon", "dora", "loha", "lokr"])
+def test_peft_computes_the_same(
+    unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, own_configuration: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    peft = pytest.importorskip("peft")
+    safetensors = pytest.importorskip("safetensors.torch")
+    attach(unet, kind).save(tmp_path / "adapter", format="peft")
+    reference = diffusers.UNet2DConditionModel.from_pretrained(
+        SDXL / "unet", torch_dtype=torch.float32
+    )
+    if own_configuration:
+        model = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter")
+    else:
+        config = peft.PeftConfig.from_pretrained(tmp_path / "adapter")
+        model = peft.get_peft_model(reference, config)
+        tensors = safetensors.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        assert peft.set_peft_model_state_dict(model, tensors).unexpected_keys == []
+    model.eval()
+    x = {name: torch.from_numpy(tensor.numpy()) for name, tensor in inputs().items()}
+    with torch.no_grad():
+        expected = model(
+            x["sample"],
+            x["timestep"],
+            x["encoder_hidden_states"],
+            added_cond_kwargs={"text_embeds": x["text_embeds"], "time_ids": x["time_ids"]},
+        ).sample.numpy()
+    found = unet(**inputs()).numpy()
+    base = tc.load_file(SDXL / "unet_forward.safetensors")["output"].numpy()
+    assert np.abs(expected - base).max() > 0.1
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
 
 _COMFYUI_CHECK = """

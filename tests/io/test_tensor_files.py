@@ -90,3 +90,41 @@ def test_layouts_that_do_not_fit(tmp_path, shape, offsets, data, message):
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(data))
     with pytest.raises(tc.WeightsFormatError, match=message):
         tc.load_file(path)
+
+
+@pytest.mark.parametrize("length", [0x10280, 0x10380, 0x20480, 0x10580])
+def test_lengths_of_headers_that_begin_like_a_pickle(tmp_path, length):
+    path = tmp_path / "file.safetensors"
+    tc.save_file({"x": tc.arange(3)}, path, metadata={"text": ""})
+    padding = length - int.from_bytes(path.read_bytes()[:8], "little")
+    tc.save_file({"x": tc.arange(3)}, path, metadata={"text": "." * padding})
+    assert path.read_bytes()[:8] == length.to_bytes(8, "little")
+    assert tc.load_file(path)["x"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("start", [b"PK\x03\x04", b"\x80\x02}q\x00", b"\x80\x05\x95\x01"])
+def test_pickles_are_refused_by_what_they_are(tmp_path, start):
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(start + bytes(100))
+    with pytest.raises(tc.WeightsFormatError, match="pickle checkpoint, which can run code"):
+        tc.load_file(path)
+
+
+@pytest.mark.parametrize("content", [bytes(20), bytes(8) + b"{}", b"\x01" + bytes(7) + b"{"])
+def test_files_without_a_header(tmp_path, content):
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(tc.WeightsFormatError, match=r"no safetensors file|header is damaged"):
+        tc.load_file(path)
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    path = tmp_path / "file.safetensors"
+    with pytest.raises(TypeError, match=r"save_file: tensors is a dict \('ndarray' .*Tensors"):
+        tc.save_file({"x": np.zeros(2)}, path)
+    with pytest.raises(TypeError, match=r"save_file: metadata is a dict \(.*expected a dict of t"):
+        tc.save_file({"x": tc.zeros(2)}, path, metadata={"a": 1})
+    with pytest.raises(tc.ArgumentError, match="load_file: the path is empty"):
+        tc.load_file("")
+    with pytest.raises(tc.ArgumentError, match="from_pretrained: the path is empty"):
+        tc.models.SDXLUNet.from_pretrained("")

@@ -161,7 +161,7 @@ def test_wrong_use_is_named(frozen: DigitsTransformer, folder: Path, tmp_path: P
 
 def test_second_adapter_is_refused_until_the_first_is_off(frozen: DigitsTransformer) -> None:
     frozen.add_adapter(tc.LoraConfig(r=2))
-    with pytest.raises(tc.ConfigError, match="already has an adapter"):
+    with pytest.raises(tc.ConfigError, match="has an adapter already"):
         frozen.add_adapter(tc.LoraConfig(r=2))
     frozen.remove_adapter()
     frozen.add_adapter(tc.LoraConfig(r=2))

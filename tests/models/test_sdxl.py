@@ -154,3 +154,33 @@ def test_wrong_inputs_are_named(model: SDXLUNet) -> None:
         model(sample, time, text[:, :, :4], **added)
     with pytest.raises(tc.ShapeError, match=r"time_ids has shape \[3, 5\], expected \(3, 6\)"):
         model(sample, time, text, **(added | {"time_ids": CASE["time_ids"][:, :5]}))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"timestep": float("nan")}, tc.ArgumentError, "SDXLUNet: the timestep is NaN, expected"),
+        ({"timestep": 10**400}, tc.ArgumentError, "SDXLUNet: the timestep is inf, expected"),
+        ({"sample": CASE["sample"].to("i64")}, tc.DTypeError, "SDXLUNet: sample is i64, expected"),
+        (
+            {"encoder_hidden_states": CASE["encoder_hidden_states"][:, :0]},
+            tc.ShapeError,
+            "SDXLUNet: encoder_hidden_states has shape .* at least one token",
+        ),
+        ({"text_embeds": None}, TypeError, "SDXLUNet: text_embeds is None, expected a Tensor"),
+        (
+            {"sample": np.zeros((1, 4, 16, 16))},
+            TypeError,
+            r"SDXLUNet: sample is a value of type ndarray, expected a Tensor, which .*tensor\(\)",
+        ),
+    ],
+)
+def test_inputs_of_no_sense_are_named(
+    model: SDXLUNet, wrong: dict[str, object], error: type[Exception], message: str
+) -> None:
+    inputs = {name: tensor for name, tensor in CASE.items() if name in INPUTS}
+    with pytest.raises(error, match=message):
+        model(**inputs | wrong)
+
+
+INPUTS = ("sample", "timestep", "encoder_hidden_states", "text_embeds", "time_ids")

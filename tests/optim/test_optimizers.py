@@ -18,6 +18,7 @@ KINDS = [
     optim.Lion,
     optim.Lion8bit,
 ]
+EVERY = [*KINDS, optim.Adafactor, optim.Prodigy]
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "optim"
@@ -160,7 +161,7 @@ def test_parameters_may_come_from_anywhere():
         assert repr(optim.Adam(params, lr=0.1)) == "Adam(8 parameters, lr=0.1)"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_a_state_continues_where_it_was(kind, dtype):
     rng = np.random.default_rng(3)

@@ -136,7 +136,11 @@ def test_threads():
 
 
 def test_memory():
-    assert tc.memory.saved_bytes() >= 0
+    before = tc.memory.saved_bytes()
+    y = tc.Var(tc.ones(1000)).exp()
+    assert tc.memory.saved_bytes() == before + 4000
+    del y
+    assert tc.memory.saved_bytes() == before
     assert tc.memory.available_bytes() is None or tc.memory.available_bytes() > 0
 
 

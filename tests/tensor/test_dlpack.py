@@ -42,6 +42,19 @@ def test_exported_memory_outlives_the_tensor():
     np.testing.assert_array_equal(array, np.arange(1000.0))
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "i64"])
+def test_torch_shares_memory(dtype):
+    torch = pytest.importorskip("torch")
+    t = tc.tensor(np.arange(6).reshape(2, 3), dtype=dtype).T
+    found = torch.from_dlpack(t)
+    assert found.to(torch.float64).tolist() == t.tolist()
+    found[0, 0] = 5
+    assert t[0, 0].item() == 5
+    assert tc.tensor(found).tolist() == t.tolist()
+    with pytest.raises(tc.AutogradError, match=r"detach\(\) it first"):
+        torch.from_dlpack(tc.Var([1.0]))
+
+
 def test_old_consumers_get_a_copy():
     class Old:
         """Speaks DLPack before 1.0, which cannot say "read-only"."""

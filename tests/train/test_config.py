@@ -3,10 +3,12 @@
 from dataclasses import asdict, fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from trainable_candle.data import options as data_options
 from trainable_candle.errors import ConfigError, MissingFileError
-from trainable_candle.train.config import TrainConfig, settings
+from trainable_candle.train.config import MOST_VIEWS, TrainConfig, settings
 
 
 def from_text(tmp_path: Path, text: str) -> TrainConfig:
@@ -49,6 +51,10 @@ def test_a_name_like_no_other_gets_the_list(tmp_path: Path) -> None:
         ("lora_dropout: 1", r"lora_dropout is 1\.0, expected below 1"),
         ("seed: -1", "seed is -1, expected at least 0"),
         ("seed: 18446744073709551616", "seed is 18446744073709551616, expected below"),
+        (f"steps: {10**400}", "steps is a number of 1329 bits, too large to compute with"),
+        (f"learning_rate: {10**400}", "learning_rate is a number of 1329 bits, too large"),
+        (f"steps: 1{'0' * 5000}", "is not valid YAML"),
+        ("caption: 2026-13-41", "is not valid YAML"),
         ("rslora: 1", r"rslora is 1 \(int\), expected true or false"),
         ("model: 3", r"model is 3 \(int\), expected text"),
         ("target_modules: 3", r"target_modules is 3 \(int\), expected a list of names"),
@@ -127,6 +133,54 @@ def test_yaml_reads_back_to_an_equal_configuration(tmp_path: Path) -> None:
 def test_missing_settings_are_named_with_their_flags() -> None:
     with pytest.raises(ConfigError, match="missing settings: model, output; give --model --output"):
         TrainConfig(dataset="d").require("model", "dataset", "output")
+
+
+@pytest.mark.parametrize("text", ["rank: 4\nsteps: 3\nrank: 8\n", "a: {b: 1, b: 2}\n"])
+def test_a_name_given_twice_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="is there twice"):
+        TrainConfig.from_yaml(path)
+
+
+def test_a_name_may_override_what_is_merged_in(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("<<: {rank: 4, steps: 3}\nrank: 8\n")
+    config = TrainConfig.from_yaml(path)
+    assert (config.rank, config.steps) == (8, 3)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = TrainConfig(
+        rank=np.int64(4),  # type: ignore[arg-type]
+        learning_rate=np.float32(0.5),  # type: ignore[arg-type]
+        flip=np.bool_(True),  # type: ignore[arg-type]
+    )
+    assert config.to_yaml() == TrainConfig(rank=4, learning_rate=0.5, flip=True).to_yaml()
+    with pytest.raises(ConfigError, match=r"rank is 4\.0 \(float\), expected a whole number"):
+        TrainConfig(rank=np.float64(4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [10**400, 10**300, 2**63])
+def test_whole_numbers_beyond_the_machines_are_refused(value: int) -> None:
+    for name in ("rank", "steps", "batch_size", "random_crops"):
+        with pytest.raises(ConfigError, match=f"{name} is"):
+            TrainConfig(**{name: value})
+
+
+def test_a_name_in_capitals_is_recognised() -> None:
+    with pytest.raises(ConfigError, match="did you mean `adamw`"):
+        TrainConfig(optimizer="AdamW")
+
+
+def test_the_limits_of_a_run_are_those_of_its_data() -> None:
+    assert MOST_VIEWS == data_options.MOST_VIEWS
+
+
+def test_a_path_may_be_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("rank: 4\n")
+    assert TrainConfig.from_yaml(bytes(path)).rank == 4
 
 
 def test_defaults_are_not_shared() -> None:

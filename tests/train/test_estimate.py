@@ -114,6 +114,16 @@ def test_what_cannot_fit_is_refused_with_what_would(limit: int, message: str) ->
     caught.match(message)
 
 
+def test_a_rank_that_cannot_fit_is_to_be_smaller() -> None:
+    def estimate(config: TrainConfig) -> Estimate:
+        return Estimate({"training": [Item("unet", "adapter", config.rank << 20)]})
+
+    with pytest.raises(OutOfMemoryError, match=r"with --rank 128 it would be 328\.0 MiB"):
+        require_fit(TrainConfig(rank=100_000), 1 << 30, estimate)
+    with pytest.raises(OutOfMemoryError, match=r"with --rank 16 it would be 216\.0 MiB"):
+        require_fit(TrainConfig(rank=100), 220 << 20, estimate)
+
+
 def test_what_fits_is_not_refused() -> None:
     require_fit(TrainConfig(batch_size=4), 9 << 30, needs(activations=2 << 30))
 

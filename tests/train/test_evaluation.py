@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 from PIL import Image
 
 import trainable_candle as tc
-from trainable_candle.errors import ConfigError
+from trainable_candle.errors import ConfigError, NonFiniteError
+from trainable_candle.recipes.base import SampleOptions
 from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
-from trainable_candle.train.evaluation import BEST, step_adapters
+from trainable_candle.train.evaluation import BEST, Previews, step_adapters
 from trainable_candle.train.logs import read_json_log, read_log
 from trainable_candle.train.run import ADAPTER, JSON_LOG, LOG, SAMPLES, train_adapter
 
 Train = Callable[..., dict[str, bytes]]
+UNSEEN: dict[str, Any] = {"sample_prompts": [], "sample_every": 250, "sample_steps": 25}
 
 
 @pytest.fixture
@@ -161,7 +164,7 @@ def test_two_ways_to_validate_are_refused() -> None:
 def test_looking_on_does_not_change_the_training(everything: TrainConfig, train: Train) -> None:
     train(everything)
     plain = everything.with_(
-        output=f"{everything.output}-plain", ema_decay=0.0, sample_prompts=[], validate_every=1000
+        output=f"{everything.output}-plain", ema_decay=0.0, **UNSEEN, validate_every=1000
     )
     train(plain)
 
@@ -172,6 +175,31 @@ def test_looking_on_does_not_change_the_training(everything: TrainConfig, train:
     last = "checkpoint-000012/parameters.safetensors"
     one, other = (Path(config.output) / last for config in (everything, plain))
     assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_preview_of_no_numbers_is_reported_and_left_out(tmp_path: Path) -> None:
+    class Broken:
+        def sample(self, prompts: object, options: object) -> None:  # noqa: ARG002
+            raise NonFiniteError("sample: the picture has values that are no finite numbers")
+
+    class Standing:
+        step = 0
+
+    lines: list[str] = []
+    previews: Any = Previews(
+        Broken(),  # type: ignore[arg-type]
+        ["a zero"],
+        SampleOptions(),
+        1,
+        tmp_path / "samples",
+        nullcontext,
+        lines.append,
+    )
+    previews.on_train_begin(Standing())
+    assert lines == [
+        "no preview of step 0: sample: the picture has values that are no finite numbers"
+    ]
+    assert not (tmp_path / "samples").exists()
 
 
 def test_a_resume_without_an_average_in_the_checkpoint_starts_one(
@@ -208,7 +236,7 @@ def test_the_average_is_that_of_the_definition(everything: TrainConfig) -> None:
             assert trainer.step == report.step
             values.append({n: v.numpy().copy() for n, v in trainer.parameters.items()})
 
-    config = everything.with_(save_every=0, sample_prompts=[], validation_split=0.0)
+    config = everything.with_(save_every=0, **UNSEEN, validation_split=0.0, validate_every=100)
     run = train_adapter(config, callbacks=[Watch()], progress=False, report=lambda _: None)
     recipe = run.recipe
     fresh = type(recipe).load(Path(config.weights), "f32", "cpu")

@@ -24,10 +24,10 @@ def test_the_first_signal_is_a_request(
 
 def test_the_second_one_acts() -> None:
     with InterruptGuard() as guard:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert guard.signal is signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_handlers_come_back() -> None:

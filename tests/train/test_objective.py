@@ -28,14 +28,16 @@ def test_noise_target_and_weight_are_those_of_diffusers(
     golden: dict[str, tc.Tensor], prediction_type: str, target: str, weight: str
 ) -> None:
     schedule = NoiseSchedule(prediction_type=prediction_type)
-    np.testing.assert_allclose(schedule.alphas_cumprod, golden["alphas_cumprod"].numpy(), rtol=1e-4)
+    np.testing.assert_allclose(
+        schedule.alphas_cumprod, golden["alphas_cumprod"].numpy(), rtol=1e-12
+    )
     objective = DiffusionObjective(schedule, min_snr_gamma=5.0)
     noised = objective.noise_at(golden["x0"], golden["noise"], golden["timesteps"])
-    np.testing.assert_allclose(noised.sample.numpy(), golden["ddpm_noised"].numpy(), atol=1e-5)
-    np.testing.assert_allclose(noised.target.numpy(), golden[target].numpy(), atol=1e-5)
+    np.testing.assert_allclose(noised.sample.numpy(), golden["ddpm_noised"].numpy(), atol=1e-6)
+    np.testing.assert_allclose(noised.target.numpy(), golden[target].numpy(), atol=1e-6)
     loss = objective.loss(noised.target + 1.0, noised)
     expected = golden[weight].numpy()[golden["timesteps"].numpy()].mean()
-    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_settings_reach_the_objective() -> None:

@@ -145,3 +145,15 @@ def test_changed_settings_are_reported(config: TrainConfig, train: Train) -> Non
     assert [line for line in said if "was" in line] == [
         "resume: learning_rate is 0.5, was 0.01: the run will not repeat the earlier one"
     ]
+
+
+@pytest.mark.parametrize(("scheduler", "told"), [("constant", 0), ("cosine", 1)])
+def test_more_steps_are_another_run_only_where_the_schedule_leads_to_the_last(
+    config: TrainConfig, train: Train, scheduler: str, told: int
+) -> None:
+    config = config.with_(lr_scheduler=scheduler)
+    train(config)
+    lines: list[str] = []
+    longer = config.with_(steps=13, resume="latest")
+    train_adapter(longer, progress=False, report=lines.append)
+    assert sum("steps is 13, was 12: the run will not repeat" in line for line in lines) == told

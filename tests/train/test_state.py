@@ -1,17 +1,20 @@
 """Checkpoints: complete or absent, checked when read."""
 
+import errno
 import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError, WeightsFormatError
-from trainable_candle.train import state
+from trainable_candle.train import Callback, TrainConfig, Trainer, state
+from trainable_candle.train.run import train_adapter
 
 
 def variables() -> dict[str, tc.Var]:
@@ -224,3 +227,13 @@ def test_what_a_killed_run_left_half_written_is_removed(tmp_path: Path) -> None:
     (tmp_path / "adapter.safetensors").write_bytes(b"whole")
     state.remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["adapter.safetensors"]
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(config: TrainConfig) -> None:
+    class Full(Callback):
+        def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    with pytest.raises(OSError, match="No space left"):
+        train_adapter(config, callbacks=[Full()], progress=False, report=lambda _: None)
+    assert not list(Path(config.output).glob("checkpoint*"))

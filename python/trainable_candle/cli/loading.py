@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainable_candle.cli.options import factor
+from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
@@ -37,11 +38,15 @@ def load_model(given: Mapping[str, Any], dtype: str | None) -> Recipe:
         dtype: of the weights unless a flag says it; as they are stored if None.
 
     Raises:
-        ConfigError: there is no such model, or it needs weights and none are given.
+        ConfigError: a flag has no effect; there is no such model, or it needs weights and none are
+            given.
         MissingFileError: there is no file of that name; says which flag it comes from.
         WeightsFormatError: the weights or the adapter are damaged, or of another model.
     """
     from trainable_candle import recipes  # noqa: PLC0415 - after the arguments proved right
+
+    if "scale" in given and "adapter" not in given:
+        raise ConfigError("--scale has no effect without --adapter; give that, or leave it out")
 
     recipe = recipes.load(
         given["model"], given.get("weights"), given.get("dtype", dtype), given.get("device", "cpu")

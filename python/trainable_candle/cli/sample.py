@@ -23,12 +23,11 @@ def run(arguments: Sequence[str], program: str) -> int:
     # Imported after the arguments have proved right.
     from trainable_candle import plot  # noqa: PLC0415
     from trainable_candle.recipes.base import SampleOptions, parse_size  # noqa: PLC0415
+    from trainable_candle.train.checks import require_text  # noqa: PLC0415
 
     output = Path(given["output"]).expanduser()
     if output.suffix.lower() != ".png":
         raise ConfigError(f"--output is {output}, expected the name of a .png file")
-    recipe = load_model(given, dtype="f32")
-    prompts = [prompt for prompt in given["prompt"] for _ in range(given.get("count", 1))]
     options = SampleOptions(
         steps=given.get("steps", 25),
         seed=given.get("seed", 0),
@@ -37,11 +36,18 @@ def run(arguments: Sequence[str], program: str) -> int:
         size=parse_size(given["size"]) if "size" in given else None,
         sampler=given.get("sampler"),
     )
+    for prompt in [*given["prompt"], given.get("negative_prompt", "")]:
+        require_text("--prompt", prompt)
+    if given.get("guidance") == 1 and given.get("negative_prompt"):
+        raise ConfigError("--negative-prompt has no effect with --guidance 1; leave it out")
+    recipe = load_model(given, dtype="f32")
+    recipe.require_room(len(given["prompt"]) * given.get("count", 1), options)
+    prompts = [prompt for prompt in given["prompt"] for _ in range(given.get("count", 1))]
     pictures = recipe.sample(prompts, options)
     scale = plot.visible_scale(pictures)
     output.parent.mkdir(parents=True, exist_ok=True)
     plot.save_png(plot.image_grid(pictures, columns=given.get("columns"), scale=scale), output)
-    print(f"{len(pictures)} pictures: {output}")
+    print(f"{len(pictures)} {'picture' if len(pictures) == 1 else 'pictures'}: {output}")
     return 0
 
 

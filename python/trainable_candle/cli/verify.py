@@ -26,11 +26,18 @@ def run(arguments: Sequence[str], program: str) -> int:
     given = parser.parse(arguments)
     parser.require(given, "file")
 
-    from trainable_candle import verify_adapter  # noqa: PLC0415 - after the arguments proved right
+    from trainable_candle import recipes, verify_adapter  # noqa: PLC0415 - after the arguments proved right
 
     path = Path(given["file"]).expanduser()
     weights = Path(given["weights"]).expanduser() if "weights" in given else None
-    report = verify_adapter(path, given.get("model", "sdxl"), weights)
+    model = given.get("model", "sdxl")
+    report = verify_adapter(path, model, weights)
+    built_in = recipes.find(model).default_weights() if weights is None else None
+    if built_in is not None and _misfits(report):
+        other = verify_adapter(path, model, built_in)
+        if _misfits(other) < _misfits(report):
+            report = other
+            print(f"note: its sizes are those of the built-in model `{model}`, not the published")
     for line in lines(path, report, every="all" in given):
         print(line)
     return 0 if report.good else BAD
@@ -56,6 +63,9 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
         missing = sum(m.layer is None for m in modules)
         if missing:
             ignored["the model has no such layer"] = missing
+        wrong_size = sum(_misfit(m) and tool not in m.ignored_by for m in modules)
+        if wrong_size:
+            ignored["its shapes or values do not fit the layer"] = wrong_size
         why = "".join(f"; {count} not: {reason}" for reason, count in ignored.items())
         text.append(f"  {tool} applies {len(modules) - ignored.total()}{why}")
     wrong = [f"  {m.module}: {fault}" for m in modules if (fault := _fault(m))]
@@ -75,6 +85,16 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
         ]
     text.append("good: ComfyUI applies all of it" if report.good else "not good")
     return text
+
+
+def _misfit(module: AdapterModule) -> bool:
+    """Whether there is a layer of that name, and the module does not fit it."""
+    return module.layer is not None and module.fault is not None
+
+
+def _misfits(report: AdapterReport) -> int:
+    """How many modules are for no layer of the model, or do not fit their layer."""
+    return sum(module.layer is None or _misfit(module) for module in report.modules)
 
 
 def _fault(module: AdapterModule) -> str | None:

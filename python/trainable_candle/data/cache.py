@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import trainable_candle as tc
+from trainable_candle.data.entries import facts_of, intact_facts, packed
 from trainable_candle.errors import ConfigError, WeightsFormatError
 from trainable_candle.files import write_atomically
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from trainable_candle.data.options import CacheOptions, DatasetOptions
 
 FOLDER: Final = ".trainable-candle"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _SUFFIX: Final = ".safetensors"
 _ABANDONED: Final = 3600.0
 """Age of a partly written file that no run can still be at, s."""
@@ -125,11 +127,11 @@ class FeatureStore:
                 path.unlink(missing_ok=True)
 
     def holds(self, key: str) -> bool:
-        """Whether there is an entry, complete and of this key; only its header is read."""
-        return _metadata(self._path(key)).get("key") == key
+        """Whether there is an entry of this key whose contents have their checksum."""
+        return intact_facts(self._path(key)).get("key") == key
 
     def read(self, key: str, device: str) -> dict[str, Tensor] | None:
-        """An entry on a device, or None if there is none that is complete.
+        """An entry on a device, or None if there is none that is as it was written.
 
         Raises:
             DeviceError, CudaUnavailableError: the device cannot be used.
@@ -147,9 +149,13 @@ class FeatureStore:
         """Add an entry, or replace it; `facts` are for people and for `remove_superseded`.
 
         Raises:
-            FileError: it cannot be written; an entry that was there is as it was.
+            OSError: it cannot be written; an entry that was there is as it was.
         """
-        tc.save_file(dict(tensors), self._path(key), {**(facts or {}), "key": key})
+        path = self._path(key)
+        if path.is_dir():
+            shutil.rmtree(path)
+        # The checksum finds what a power failure leaves behind; to sync each entry takes long.
+        write_atomically(path, packed(tensors, {**(facts or {}), "key": key}), sync=False)
 
     def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
         """Remove what was made of earlier contents of the same files; returns how many entries.
@@ -160,9 +166,9 @@ class FeatureStore:
         """
         removed = 0
         for path in self.folder.glob(f"*{_SUFFIX}"):
-            if path.stem in needed:
+            if path.stem in needed or not path.is_file():
                 continue
-            facts = _metadata(path)
+            facts = facts_of(path)
             present = digests.get(facts.get("source", ""))
             if not facts or (present is not None and facts.get("digest") != present):
                 path.unlink(missing_ok=True)
@@ -171,19 +177,3 @@ class FeatureStore:
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}{_SUFFIX}"
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    """The text entries of a safetensors file; none if it is missing, damaged or cut short."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if length > size:
-                return {}
-            header = json.loads(file.read(length))
-        metadata: dict[str, str] = header.pop("__metadata__")
-        end = max(entry["data_offsets"][1] for entry in header.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-    return metadata if size == 8 + length + end else {}

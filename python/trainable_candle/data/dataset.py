@@ -41,6 +41,13 @@ class Item:
     """`off`, `file` or `alpha`."""
 
     @property
+    def has_mask(self) -> bool:
+        """Whether the loss may count less in some places."""
+        if self.mask == "alpha":
+            return self.picture.transparent
+        return self.mask == "file" and self.picture.mask is not None
+
+    @property
     def seed(self) -> int:
         """For what is random about the picture: the same in whatever company it is."""
         return int(self.picture.digest[:8], 16)

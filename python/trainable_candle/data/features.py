@@ -88,13 +88,13 @@ class LatentCache:
 
         Raises:
             DatasetError: a picture cannot be decoded any more.
-            FileError: an entry cannot be written.
+            OSError: an entry cannot be written.
         """
         if not self._kept:
             return Filled(0, 0, 0)
         dataset = self._dataset
         keys = {self._key(view): view for view in dataset.views()}
-        missing = [view for key, view in keys.items() if not self._entries.holds(key)]
+        missing = self._entries.missing(keys)
         groups = _groups(missing, self._encode_batch, lambda v: dataset.items[v.item].fit.bucket)
         with tqdm(total=len(missing), desc="latents", disable=not progress) as bar:
             for group, pixels in zip(groups, in_parallel(self._pixels, groups), strict=True):
@@ -174,12 +174,12 @@ class TextCache:
         Nothing is encoded if nothing is to be kept.
 
         Raises:
-            FileError: an entry cannot be written.
+            OSError: an entry cannot be written.
         """
         if not self._kept:
             return Filled(0, 0, 0)
         keys = {_text_key(caption): caption for caption in ("", *captions)}
-        missing = [caption for key, caption in keys.items() if not self._entries.holds(key)]
+        missing = self._entries.missing(keys)
         with tqdm(total=len(missing), desc="captions", disable=not progress) as bar:
             for group in _groups(missing, self._encode_batch, self._group):
                 for caption, row in zip(group, _rows(self._encode(group), len(group)), strict=True):
@@ -224,7 +224,12 @@ class _Entries:
         self._memory: dict[str, dict[str, Tensor]] = {}
         self._bytes = 0
 
-    def holds(self, key: str) -> bool:
+    def missing(self, tasks: Mapping[str, _Task]) -> list[_Task]:
+        """The tasks, by key, that there are no entries of."""
+        held = in_parallel(self._holds, list(tasks))
+        return [task for task, there in zip(tasks.values(), held, strict=True) if not there]
+
+    def _holds(self, key: str) -> bool:
         return key in self._memory or (self._store is not None and self._store.holds(key))
 
     def add(self, key: str, tensors: dict[str, Tensor], facts: Mapping[str, str]) -> None:

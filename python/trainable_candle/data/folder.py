@@ -35,6 +35,8 @@ class Picture:
     """Of the file's bytes, 32 hexadecimal digits."""
     mask: Path | None = None
     """The picture of where the loss counts, if there is one and it was asked for."""
+    transparent: bool = False
+    """Whether it has an alpha channel, or a colour that is transparent."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,14 @@ def read_folder(source: Source, *, masks: bool = False) -> Folder:
 def unusable(folder: Path, count: int, problems: Sequence[str], hint: str = "") -> DatasetError:
     """What to say when `problems` were found among `count` pictures: the first ten."""
     return DatasetError(
-        f"dataset: {len(problems)} of {count} pictures in {folder} cannot be used{hint}:\n  "
-        + "\n  ".join(first_lines(problems))
+        f"dataset: {len(problems)} of {counted(count, 'picture')} in {folder} cannot be used"
+        f"{hint}:\n  " + "\n  ".join(first_lines(problems))
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, in the singular if it is one."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
@@ -171,6 +178,8 @@ def _is_picture(path: Path) -> bool:
 
 def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) -> Picture | str:
     """The picture, or what is wrong with it."""
+    if not path.is_file():
+        return f"{path}: is no regular file"
     try:
         facts = probe(path)
         caption = read_caption(path)
@@ -184,4 +193,4 @@ def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) 
     if caption is None:
         text = path.with_suffix(".txt")
         return f"{path}: no caption; write {text.name} beside it, or give --caption for all such"
-    return Picture(path, caption, facts.width, facts.height, facts.digest, mask)
+    return Picture(path, caption, facts.width, facts.height, facts.digest, mask, facts.transparent)

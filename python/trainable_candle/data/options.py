@@ -11,10 +11,13 @@ from typing import Any, Final
 import yaml
 
 from trainable_candle.errors import ConfigError, DatasetError
+from trainable_candle.files import load_yaml
 
 MASKS: Final = ("off", "file", "alpha")
 CROPS: Final = ("center", "random")
 CACHES: Final = ("disk", "memory", "off")
+MOST_VIEWS: Final = 1000
+"""Cuts, and orders of tags, that a picture may have, as in the settings of a run."""
 YAML_SUFFIXES: Final = (".yaml", ".yml")
 
 
@@ -109,8 +112,9 @@ class DatasetOptions:
         _one_of("crop", self.crop, CROPS)
         _one_of("mask", self.mask, MASKS)
         _in_range("prior_loss_weight", self.prior_loss_weight, least=0)
-        for name, least in (("resolution", 8), ("bucket_step", 8), ("random_crops", 1)):
+        for name, least in (("resolution", 8), ("bucket_step", 8)):
             _whole(name, getattr(self, name), least)
+        _whole("random_crops", self.random_crops, 1, MOST_VIEWS)
         if self.bucket_step % 8:
             raise ConfigError(
                 f"dataset: bucket_step is {self.bucket_step}, expected a multiple of 8 px "
@@ -172,7 +176,7 @@ class CaptionOptions:
         _in_range("caption dropout", self.dropout, least=0, most=1)
         _in_range("tag_dropout", self.tag_dropout, least=0, below=1)
         _whole("keep_tokens", self.keep_tokens, 0)
-        _whole("caption variants", self.variants, 0)
+        _whole("caption variants", self.variants, 0, MOST_VIEWS)
         if not self.separator.strip():
             raise ConfigError(f"dataset: the separator is {self.separator!r}, expected text")
 
@@ -229,10 +233,10 @@ def parse_sources(
 
 def _read_entries(path: Path) -> list[Any]:
     try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+        entries = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DatasetError(f"dataset: {path} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, a date that cannot be
         raise DatasetError(f"dataset: {path} is not valid YAML: {error}") from error
     if isinstance(entries, dict) and set(entries) == {"dataset"}:
         entries = entries["dataset"]
@@ -261,10 +265,11 @@ def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ConfigError(f"dataset: {name} is {value!r}, expected one of {', '.join(choices)}")
 
 
-def _whole(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
+def _whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    if type(value) is not int or value < least or (most is not None and value > most):
+        upper = "" if most is None else f" and at most {most}"
         raise ConfigError(
-            f"dataset: {name} is {value!r}, expected a whole number of at least {least}"
+            f"dataset: {name} is {value!r}, expected a whole number of at least {least}{upper}"
         )
 
 
@@ -280,19 +285,17 @@ def _in_range(
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
-        or not math.isfinite(value)
         or not (above < value < below and least <= value <= most)
+        or (isinstance(value, int) and value.bit_length() > 1023)  # no float holds it
     ):
         bounds = [
             text.format(bound)
             for text, bound in (
-                ("at least {:g}", least),
+                ("of at least {:g}", least),
                 ("above {:g}", above),
-                ("at most {:g}", most),
+                ("of at most {:g}", most),
                 ("below {:g}", below),
             )
             if math.isfinite(bound)
         ]
-        raise ConfigError(
-            f"dataset: {name} is {value!r}, expected a number of {' and '.join(bounds)}"
-        )
+        raise ConfigError(f"dataset: {name} is {value!r}, expected a number {' and '.join(bounds)}")

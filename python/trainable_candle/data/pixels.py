@@ -48,6 +48,8 @@ class Facts:
     height: int
     digest: str
     """Of the file's bytes, 32 hexadecimal digits."""
+    transparent: bool = False
+    """Whether it has an alpha channel, or a colour that is transparent."""
 
 
 def probe(path: Path) -> Facts:
@@ -62,12 +64,14 @@ def probe(path: Path) -> Facts:
             width, height = image.size
             if image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
                 width, height = height, width
+            transparent = _has_alpha(image)
             if image.mode[0] in "IF":
                 _as_rgb(image)
             else:
                 image.draft(None, (1, 1))
                 image.load()
-    return Facts(width, height, hashlib.blake2b(data, digest_size=16).hexdigest())
+    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    return Facts(width, height, digest, transparent)
 
 
 def read_rgb(path: Path) -> Image.Image:
@@ -136,7 +140,7 @@ def _decoding(path: Path) -> Iterator[None]:
         yield
     except Image.DecompressionBombError as error:
         raise DatasetError(
-            f"{path}: is too large to be decoded safely: {error}; scale it down"
+            f"{path}: is too large to be decoded safely: {str(error).rstrip('.')}; scale it down"
         ) from error
     except UnidentifiedImageError as error:
         raise DatasetError(

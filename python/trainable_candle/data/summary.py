@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from trainable_candle.data.folder import first_lines
+from trainable_candle.data.folder import counted, first_lines
 from trainable_candle.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -33,15 +33,15 @@ def describe(
     """
     items = [item for group in found for item in group]
     seen = sum(item.repeats for item in items)
-    lines = [f"dataset: {_count(len(items), 'picture')}, {seen:g} in a pass"]
+    lines = [f"dataset: {counted(len(items), 'picture')}, {seen:g} in a pass"]
     lines += _folders(found, options, folders)
     lines += _buckets(items)
     if small:
-        lines.append(f"left out: {_count(len(small), 'picture')} {_too_small(options)}")
+        lines.append(f"left out: {counted(len(small), 'picture')} {_too_small(options)}")
         lines += [f"  {line}" for line in first_lines(small)]
     problems = [problem for folder in folders for problem in folder.problems]
     if problems:
-        lines.append(f"left out: {_count(len(problems), 'picture')} that cannot be used")
+        lines.append(f"left out: {counted(len(problems), 'picture')} that cannot be used")
         lines += [f"  {line}" for line in first_lines(problems)]
     for folder in folders:
         if folder.others:
@@ -57,9 +57,9 @@ def nothing_left(
     problems = [problem for folder in folders for problem in folder.problems]
     reasons = []
     if small:
-        reasons.append(f"{_count(len(small), 'picture')} {_too_small(options)}")
+        reasons.append(f"{counted(len(small), 'picture')} {_too_small(options)}")
     if problems:
-        reasons.append(f"{_count(len(problems), 'picture')} that cannot be used")
+        reasons.append(f"{counted(len(problems), 'picture')} that cannot be used")
     where = ", ".join(str(folder.path) for folder in folders)
     return DatasetError(
         f"dataset: nothing to train on in {where}: {' and '.join(reasons)}:\n  "
@@ -80,7 +80,7 @@ def _folders(
 ) -> list[str]:
     rows = []
     for group, folder, source in zip(found, folders, options.sources, strict=True):
-        facts = [_count(len(group), "picture")]
+        facts = [counted(len(group), "picture")]
         if group and group[0].repeats != 1:
             facts.append(f"{group[0].repeats:.4g} times each")
         if group and group[0].loss_weight != 1:
@@ -112,7 +112,3 @@ def _buckets(items: Sequence[Item]) -> list[str]:
         "  " + "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
         for row in rows
     ]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

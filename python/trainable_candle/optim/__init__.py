@@ -12,6 +12,7 @@ from trainable_candle._core import (
     Lion,
     Lion8bit,
     Optimizer,
+    Prodigy,
     clip_grad_norm_,
 )
 from trainable_candle.optim import lr_scheduler
@@ -28,6 +29,7 @@ __all__ = [
     "Lion",
     "Lion8bit",
     "Optimizer",
+    "Prodigy",
     "clip_grad_norm_",
     "lr_scheduler",
 ]

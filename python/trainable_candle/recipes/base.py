@@ -63,8 +63,8 @@ def parse_size(text: str) -> tuple[int, int]:
     Raises:
         ConfigError: the text is neither.
     """
-    match = re.fullmatch(r"(\d{1,5})(?:[xX](\d{1,5}))?", text.strip())
-    if match is None or not int(match[1]) or match[2] == "0":
+    match = re.fullmatch(r"(\d{1,5})(?:[xX](\d{1,5}))?", text.strip(), re.ASCII)
+    if match is None or not int(match[1]) or not int(match[2] or 1):
         raise ConfigError(f"size: {text!r} is no size in pixels, expected WIDTHxHEIGHT")
     return int(match[1]), int(match[2] or match[1])
 
@@ -132,6 +132,16 @@ class Recipe(Protocol):
         """The weights that the package ships, if it ships any."""
 
     @classmethod
+    def check(cls, weights: Path, config: TrainConfig, report: Callable[[str], None]) -> None:
+        """Check the settings against the headers of the weights; nothing else is read yet.
+
+        Raises:
+            ConfigError, ArgumentError: a value lies outside its range or does not suit the model.
+            MissingFileError, WeightsFormatError: the weights, or the initial adapter, are missing,
+                damaged, or of another model.
+        """
+
+    @classmethod
     def read(cls, weights: Path, config: TrainConfig, report: Callable[[str], None]) -> Split[Any]:
         """Find and check the pictures and captions; the model is not loaded yet.
 
@@ -171,6 +181,13 @@ class Recipe(Protocol):
 
         Raises:
             DatasetError: a picture cannot be read any more.
+        """
+
+    def require_room(self, count: int, options: SampleOptions) -> None:
+        """Check that there is memory to draw `count` pictures.
+
+        Raises:
+            OutOfMemoryError: there is too little.
         """
 
     def sample(self, prompts: Sequence[str], options: SampleOptions) -> npt.NDArray[np.uint8]:

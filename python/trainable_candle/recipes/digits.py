@@ -15,10 +15,18 @@ import trainable_candle as tc
 from trainable_candle.data import ShuffledBatches, check_folder, read_pixels, unusable
 from trainable_candle.errors import ConfigError
 from trainable_candle.models import DigitsTransformer
+from trainable_candle.recipes import existing
 from trainable_candle.recipes.adapters import Adapters, adapter_config
 from trainable_candle.recipes.base import SampleOptions, Split, held_out_items
+from trainable_candle.train.checks import check_format, check_targets
 from trainable_candle.train.config import OBJECTIVE, PICTURES, settings
-from trainable_candle.train.estimate import Estimate, Item, adapted_layers, adapter_items
+from trainable_candle.train.estimate import (
+    Estimate,
+    Item,
+    adapted_layers,
+    adapter_items,
+    require_memory,
+)
 from trainable_candle.train.headers import ITEM_BYTES, read_folder, read_header, total_bytes
 from trainable_candle.train.objective import FlowMatching
 
@@ -45,6 +53,8 @@ VALIDATION_SEED: Final = 20_261_121
 _BATCH: Final = 256
 _TOKENS: Final = 16
 _SAVED_IN_BLOCK: Final = 11
+_SAMPLE_BYTES: Final = 32
+"""Of each pixel of a picture that is drawn, until it is in a grid."""
 
 
 class DigitsRecipe:
@@ -75,6 +85,27 @@ class DigitsRecipe:
         return BASE
 
     @classmethod
+    def check(
+        cls,
+        weights: Path,
+        config: TrainConfig,
+        report: Callable[[str], None],  # noqa: ARG003
+    ) -> None:
+        """Check the settings against the headers of the weights.
+
+        Raises:
+            ConfigError: a value does not suit the model.
+            MissingFileError, WeightsFormatError: a file is missing or damaged.
+        """
+        check_format(config, ("peft", "kohya", "diffusers"), parts=1)
+        if config.sample_prompts:
+            for prompt in config.sample_prompts:
+                _label(prompt)
+        check_targets(config, _header(weights), cls.default_targets)
+        if config.initial_adapter and not config.resume:
+            read_header(existing("initial_adapter", config.initial_adapter_path))
+
+    @classmethod
     def read(
         cls,
         weights: Path,  # noqa: ARG003
@@ -103,7 +134,7 @@ class DigitsRecipe:
         Raises:
             MissingFileError, WeightsFormatError: the weights are missing or damaged.
         """
-        tensors = read_folder(weights) if weights.is_dir() else read_header(weights)
+        tensors = _header(weights)
         layers = adapted_layers(
             tensors, config.target_modules or cls.default_targets, config.exclude_modules
         )
@@ -159,6 +190,15 @@ class DigitsRecipe:
 
         validation = None if data.validation is None else prepared(data.validation)
         return Split(prepared(data.train), validation)
+
+    def require_room(self, count: int, options: SampleOptions) -> None:  # noqa: ARG002
+        """Check that there is memory to draw `count` pictures.
+
+        Raises:
+            OutOfMemoryError: there is too little.
+        """
+        limit = tc.memory.available_bytes() or math.inf
+        require_memory(f"{count} pictures", count * SIDE**2 * _SAMPLE_BYTES, limit)
 
     def sample(
         self, prompts: Sequence[str], options: SampleOptions | None = None
@@ -270,6 +310,10 @@ class PreparedDigits:
         sample, sigmas, target = self._objective.noise(images)
         velocity = self._model(sample, sigmas * TIMESTEPS, labels)
         return tc.nn.functional.mse_loss(velocity.to("f32"), target)
+
+
+def _header(weights: Path) -> dict[str, TensorFacts]:
+    return read_folder(weights) if weights.is_dir() else read_header(weights)
 
 
 def activation_count(tensors: Mapping[str, TensorFacts], config: TrainConfig) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_type_hints
 
 import yaml
@@ -13,7 +15,6 @@ from trainable_candle.train.settings import Setting, checked, flag, nearest, rea
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 OPTIMIZERS: Final = (
     "adamw8bit", "adamw", "adam8bit", "adam", "lion8bit", "lion", "adafactor", "sgd",
@@ -31,6 +32,9 @@ SAMPLERS: Final = ("euler", "dpmpp_2m")
 CROPS: Final = ("center", "random")
 MASKS: Final = ("off", "file", "alpha")
 CACHES: Final = ("disk", "memory", "off")
+
+MOST_VIEWS: Final = 1000
+"""Cuts, and orders of tags, that a picture may have: each is encoded and kept."""
 
 MODEL: Final = "model and data"
 PICTURES: Final = "pictures"
@@ -61,7 +65,8 @@ class TrainConfig:
     ] = None
     bucketing: Annotated[bool, Setting(PICTURES, "keep aspect ratios", rare=True)] = True
     bucket_step: Annotated[
-        int | None, Setting(PICTURES, "sides are multiples (default: 64 px)", low=8, rare=True)
+        int | None,
+        Setting(PICTURES, "sides are multiples (default: 64, or less)", low=8, rare=True),
     ] = None
     min_side: Annotated[
         int | None, Setting(PICTURES, "shortest side (default: resolution / 4)", low=8, rare=True)
@@ -71,7 +76,9 @@ class TrainConfig:
     ] = None
     upscale: Annotated[bool, Setting(PICTURES, "enlarge small pictures", rare=True)] = False
     crop: Annotated[str, Setting(PICTURES, "what remains", choices=CROPS, rare=True)] = "center"
-    random_crops: Annotated[int, Setting(PICTURES, "cuts of a picture", low=1, rare=True)] = 4
+    random_crops: Annotated[
+        int, Setting(PICTURES, "cuts of a picture", low=1, high=MOST_VIEWS, rare=True)
+    ] = 4
     flip: Annotated[bool, Setting(PICTURES, "mirror half of them", rare=True)] = False
     mask: Annotated[str, Setting(PICTURES, "where loss counts", choices=MASKS, rare=True)] = "off"
     prior_loss_weight: Annotated[
@@ -82,7 +89,8 @@ class TrainConfig:
         str, Setting(PICTURES, "where latents and features are kept", choices=CACHES, rare=True)
     ] = "disk"
     cache_dir: Annotated[
-        str | None, Setting(PICTURES, "its folder (default: .cache in the dataset)", rare=True)
+        str | None,
+        Setting(PICTURES, "its folder (default: .trainable-candle in the dataset)", rare=True),
     ] = None
 
     caption: Annotated[str | None, Setting(CAPTIONS, "for pictures without a .txt", rare=True)] = (
@@ -101,7 +109,7 @@ class TrainConfig:
     ] = 0.0
     caption_separator: Annotated[str, Setting(CAPTIONS, "what is between tags", rare=True)] = ","
     caption_variants: Annotated[
-        int, Setting(CAPTIONS, "orders of tags; 0: always new ones", low=0, rare=True)
+        int, Setting(CAPTIONS, "orders of tags; 0: new ones", low=0, high=MOST_VIEWS, rare=True)
     ] = 8
 
     adapter: Annotated[str, Setting(ADAPTER, "kind", choices=ADAPTERS)] = "lora"
@@ -178,7 +186,8 @@ class TrainConfig:
         int | None, Setting(OBJECTIVE, "one after the last (default: model's)", low=1, rare=True)
     ] = None
     min_snr_gamma: Annotated[
-        float | None, Setting(OBJECTIVE, "weigh by min(SNR, X); 5 is usual", low=0, rare=True)
+        float | None,
+        Setting(OBJECTIVE, "weigh by min(SNR, X); 5 is usual", low=0, above=True, rare=True),
     ] = None
     noise_offset: Annotated[
         float, Setting(OBJECTIVE, "noise of whole channels", low=0, rare=True)
@@ -285,14 +294,14 @@ class TrainConfig:
             raise ConfigError(f"{source}: {error}") from None
 
     @classmethod
-    def from_yaml(cls, path: str | Path) -> TrainConfig:
+    def from_yaml(cls, path: str | bytes | Path) -> TrainConfig:
         """Settings from a YAML file of `name: value` lines.
 
         Raises:
             MissingFileError: there is no such file.
             ConfigError: the file cannot be read or is no YAML, a name is unknown, a value is wrong.
         """
-        return cls.from_mapping(read_yaml(path), str(path))
+        return cls.from_mapping(read_yaml(path), os.fsdecode(path))
 
     def to_yaml(self) -> str:
         """The settings as YAML that `from_yaml` reads back to an equal configuration."""
@@ -305,6 +314,11 @@ class TrainConfig:
             ConfigError: as for the class.
         """
         return replace(self, **changes)
+
+    @property
+    def initial_adapter_path(self) -> Path:
+        """The file that `initial_adapter` names."""
+        return Path(self.initial_adapter or "").expanduser()
 
     def changed(self) -> dict[str, Any]:
         """The settings that differ from their defaults, by name."""

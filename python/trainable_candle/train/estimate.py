@@ -94,7 +94,26 @@ def require_fit(
     )
 
 
+def require_memory(what: str, needed: float, limit: float) -> None:
+    """Check that there is memory for pictures.
+
+    Args:
+        what: is drawn, `4 pictures of 64x64 px` for example.
+        needed: bytes, about.
+        limit: bytes that there are.
+
+    Raises:
+        OutOfMemoryError: there is too little.
+    """
+    if needed > limit:
+        raise OutOfMemoryError(
+            f"sample: {what} need about {_size(needed)} of memory, and {_size(limit)} are there; "
+            "draw fewer or smaller ones"
+        )
+
+
 _SMALLER: Final[tuple[tuple[str, Any], ...]] = (
+    ("rank", 128),
     ("gradient_checkpointing", "selective"),
     ("gradient_checkpointing", "full"),
     ("batch_size", 1),
@@ -102,6 +121,8 @@ _SMALLER: Final[tuple[tuple[str, Any], ...]] = (
     ("cache", "disk"),
     ("train_text_encoder", False),
     ("precision", "bf16"),
+    ("rank", 16),
+    ("rank", 4),
 )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle import plot
-from trainable_candle.errors import WeightsFormatError
+from trainable_candle.errors import NonFiniteError, WeightsFormatError
 from trainable_candle.files import write_atomically
 from trainable_candle.train.callbacks import Callback
 
@@ -128,6 +128,7 @@ class Previews(Callback):
         every: steps between two grids.
         folder: for `step-000250.png` and so on.
         evaluated: the context to draw in.
+        report: gets a line if a grid cannot be drawn.
     """
 
     def __init__(
@@ -138,8 +139,10 @@ class Previews(Callback):
         every: int,
         folder: Path,
         evaluated: Callable[[], AbstractContextManager[None]],
+        report: Callable[[str], None] = print,
     ) -> None:
         self._recipe = recipe
+        self._report = report
         self._prompts = prompts
         self._options = options
         self._every = every
@@ -157,8 +160,13 @@ class Previews(Callback):
             self._draw(report.step)
 
     def _draw(self, step: int) -> None:
-        with self._evaluated():
-            pictures = self._recipe.sample(self._prompts, self._options)
+        try:
+            with self._evaluated():
+                pictures = self._recipe.sample(self._prompts, self._options)
+        except NonFiniteError as error:
+            # The training may recover, and checks its own numbers.
+            self._report(f"no preview of step {step}: {error}")
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
         grid = plot.image_grid(pictures, scale=plot.visible_scale(pictures))
         plot.save_png(grid, self._folder / f"step-{step:06d}.png")

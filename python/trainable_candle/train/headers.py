@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 ITEM_BYTES: Final = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 """Bytes of an element by the name of its dtype."""
+_METADATA: Final = "__metadata__"
 _MAX_HEADER: Final = 100_000_000
 
 
@@ -42,18 +43,36 @@ def read_header(path: Path) -> dict[str, TensorFacts]:
         OSError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            entries: dict[str, Any] = json.loads(file.read(min(length, _MAX_HEADER)))
-        entries.pop("__metadata__", None)
         return {
             name: TensorFacts(str(entry["dtype"]), tuple(map(int, entry["shape"])))
-            for name, entry in entries.items()
+            for name, entry in _entries(path).items()
+            if name != _METADATA
         }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise WeightsFormatError(f"weights: {path} is no safetensors file: {error}") from None
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The text entries in the header of a safetensors file.
+
+    Raises:
+        MissingFileError, WeightsFormatError, OSError: as for `read_header`.
+    """
+    return dict(_entries(path).get(_METADATA) or {})
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            entries = json.loads(file.read(min(length, _MAX_HEADER)))
     except FileNotFoundError:
         raise MissingFileError(f"weights: there is no file {path}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
+    except (ValueError, struct.error) as error:
         raise WeightsFormatError(f"weights: {path} is no safetensors file: {error}") from None
+    if not isinstance(entries, dict):
+        raise WeightsFormatError(f"weights: {path} is no safetensors file: its header is no object")
+    return entries
 
 
 def read_folder(folder: Path, *, prefer: str | None = None) -> dict[str, TensorFacts]:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 import trainable_candle as tc
 from trainable_candle import plot, recipes
 from trainable_candle.errors import ConfigError
-from trainable_candle.files import write_atomically
+from trainable_candle.files import held, write_atomically
 from trainable_candle.recipes.base import SampleOptions, parse_size
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
+from trainable_candle.train.checks import check_settings
 from trainable_candle.train.ema import AdapterAverage
 from trainable_candle.train.estimate import GIB, require_fit
 from trainable_candle.train.evaluation import BEST, Previews, StepAdapters, Validation, evaluated
@@ -41,6 +42,7 @@ JSON_LOG: Final = "train.jsonl"
 TENSORBOARD: Final = "tensorboard"
 SAMPLES: Final = "samples"
 CURVE: Final = "loss.png"
+LOCK: Final = ".lock"
 
 # Settings that a resumed run may change without becoming another run.
 _FREE: Final = frozenset(
@@ -99,19 +101,52 @@ def train_adapter(
     config.require("model", "dataset", "output")
     kind = recipes.find(config.model)
     _refuse_unused(kind, config)
+    check_settings(config)
     weights = recipes.weights_of(config.model, config.weights)
     output = Path(config.output).expanduser()
     start = run_state.find(output, config.resume) if config.resume else None
-    run_state.refuse_later(output, run_state.read_state(start).step if start else -1)
+    step = run_state.read_state(start).step if start else -1
+    if step > config.steps:
+        raise ConfigError(
+            f"resume: {start} is of step {step}, and --steps is {config.steps}: the run is done; "
+            f"give more than {step} --steps to train on"
+        )
+    run_state.refuse_later(output, step)
     logs = _logs(config, output)
+    kind.check(weights, config, report)
 
     data = kind.read(weights, config, report)
     for line in kind.estimate(weights, config, data).table():
         report(line)
     require_fit(config, _memory(config), lambda other: kind.estimate(weights, other, data))
     _make_writable(output)
-    run_state.remove_leftovers(output)
+    with held(output / LOCK, f"output: {output} is in use"):
+        # Another run may have been there in the meantime.
+        run_state.refuse_later(output, step)
+        run_state.remove_leftovers(output)
+        bar = [ProgressBar()] if progress else []
+        return _train(config, weights, start, data, (logs, [*bar, *callbacks]), report)
 
+
+def _train(
+    config: TrainConfig,
+    weights: Path,
+    start: Path | None,
+    data: Split[Any],
+    callbacks: tuple[Sequence[Callback], Sequence[Callback]],
+    report: Callable[[str], None],
+) -> TrainingRun:
+    """Load, encode, train, write to the output, which the caller holds.
+
+    Args:
+        config: the settings.
+        weights: those of the model.
+        start: the checkpoint to continue from.
+        data: what the recipe has read.
+        callbacks: those to call before the run's own, and after.
+        report: gets a line at each stage.
+    """
+    output = Path(config.output).expanduser()
     if config.threads is not None:
         tc.set_num_threads(config.threads)
     recipe = recipes.load(config.model, weights, config.precision, config.device)
@@ -120,16 +155,16 @@ def train_adapter(
     tc.manual_seed(config.seed)
     adapters = recipe.attach(config)
     if config.initial_adapter and start is None:
-        adapters.load(Path(config.initial_adapter).expanduser())
+        adapters.load(config.initial_adapter_path)
         report(f"adapter: starts as {config.initial_adapter}")
     parameters = adapters.named_parameters()
     count = sum(var.numel() for var in parameters.values())
     report(f"adapter: {count} parameters in {len(parameters)} tensors")
 
-    session = _Session(config, recipe, adapters, prepared, output)
+    session = _Session(config, recipe, adapters, prepared, output, report)
     settings = {**asdict(config), "pictures": len(prepared.train)}
-    bar = [ProgressBar()] if progress else []
-    trainer = session.trainer([*logs, *session.callbacks, *bar, *callbacks], settings)
+    before, after = callbacks
+    trainer = session.trainer([*before, *session.callbacks, *after], settings)
     if start is not None:
         earlier = trainer.resume(start)
         report(f"resume: from step {trainer.step} of {config.steps} ({start})")
@@ -163,6 +198,7 @@ class _Session:
         adapters: Adapters,
         prepared: Split[Prepared[Any]],
         output: Path,
+        report: Callable[[str], None],
     ) -> None:
         self._config = config
         self._recipe = recipe
@@ -186,7 +222,13 @@ class _Session:
             folder = output / SAMPLES
             self.callbacks.append(
                 Previews(
-                    recipe, config.sample_prompts, options, config.sample_every, folder, as_used
+                    recipe,
+                    config.sample_prompts,
+                    options,
+                    config.sample_every,
+                    folder,
+                    as_used,
+                    report,
                 )
             )
         self.callbacks.append(StepAdapters(config.keep_adapters, as_used, self.write))
@@ -300,10 +342,12 @@ def _make_writable(folder: Path) -> None:
 
 def _changes(earlier: dict[str, object], settings: dict[str, object]) -> list[str]:
     """The settings in which a resumed run differs from the one that it continues."""
+    # A course that does not lead to the last step is the same for more of them.
+    free = _FREE | ({"steps"} if settings["lr_scheduler"] == "constant" else set())
     return [
         f"{name} is {value!r}, was {earlier[name]!r}: the run will not repeat the earlier one"
         for name, value in settings.items()
-        if name not in _FREE and name in earlier and earlier[name] != value
+        if name not in free and name in earlier and earlier[name] != value
     ]
 
 

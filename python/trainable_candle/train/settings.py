@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args, get_origin
 
+import numpy as np
 import yaml
 
 from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.files import load_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,6 +42,10 @@ class Setting:
     given once for each."""
 
 
+_WORD: Final = 2**63
+"""The first whole number that the machine's integers do not hold."""
+
+
 def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     """`value` as the type of its setting; whole numbers serve as floats, names lists as text.
 
@@ -49,14 +57,14 @@ def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     return value
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
+def read_yaml(path: str | bytes | Path) -> dict[str, Any]:
     """The `name: value` lines of a YAML file, unchecked.
 
     Raises:
         MissingFileError: there is no such file.
         ConfigError: the file cannot be read, or holds something else.
     """
-    path = Path(path).expanduser()
+    path = Path(os.fsdecode(path)).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -66,8 +74,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not text in UTF-8: {error}") from error
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        values = load_yaml(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that cannot be
         raise ConfigError(f"{path}: is not valid YAML: {error}") from error
     if values is None:
         return {}
@@ -104,17 +112,18 @@ def _typed(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     options = get_args(hint) if get_origin(hint) is not list else ()
     if value is None and type(None) in options:
         return None
+    if isinstance(value, np.generic):
+        value = value.item()
     target = next((option for option in options if option is not type(None)), hint)
     if get_origin(target) is list:
         return _list(name, value, split=not setting.texts)
-    if target is float and type(value) is int:
-        return float(value)
-    if target is float and isinstance(value, str):
+    if type(value) is int and value.bit_length() > 1023:  # no float holds it
+        bits = value.bit_length()
+        raise ConfigError(f"{name} is a number of {bits} bits, too large to compute with")
+    if target is float and type(value) in {int, str}:
         # YAML 1.1 reads 1e-4 as text.
-        try:
+        with contextlib.suppress(ValueError):
             return float(value)
-        except ValueError:
-            pass
     if target is str and isinstance(value, Path):
         return str(value)
     if type(value) is not target:
@@ -135,7 +144,7 @@ def _check_range(name: str, value: Any, setting: Setting) -> None:
     if value is None:
         return
     if setting.choices and value not in setting.choices:
-        near = difflib.get_close_matches(value, setting.choices, n=1)
+        near = difflib.get_close_matches(value.lower(), setting.choices, n=1)
         hint = f"; did you mean `{near[0]}`?" if near else ""
         raise ConfigError(
             f"{name} is `{value}`, expected one of {', '.join(setting.choices)}{hint}"
@@ -151,5 +160,8 @@ def _check_range(name: str, value: Any, setting: Setting) -> None:
         raise ConfigError(f"{name} is {value}, expected {bound} {setting.low:g}")
     if setting.high is not None and value > setting.high:
         raise ConfigError(f"{name} is {value}, expected at most {setting.high:g}")
-    if setting.below is not None and value >= setting.below:
-        raise ConfigError(f"{name} is {value}, expected below {setting.below}")
+    below = setting.below
+    if below is None and setting.high is None and isinstance(value, int):
+        below = _WORD
+    if below is not None and value >= below:
+        raise ConfigError(f"{name} is {value}, expected below {below}")

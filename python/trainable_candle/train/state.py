@@ -117,10 +117,17 @@ def save(
     for leftover in (partial, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
-    tc.save_file({name: var.detach() for name, var in parameters.items()}, partial / _PARAMETERS)
-    tc.save_file(optimizer.state_dict(), partial / _OPTIMIZER)
-    write_more(partial)
-    write_atomically(partial / _STATE, json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
+    try:
+        values = {name: var.detach() for name, var in parameters.items()}
+        tc.save_file(values, partial / _PARAMETERS)
+        tc.save_file(optimizer.state_dict(), partial / _OPTIMIZER)
+        write_more(partial)
+        content = json.dumps({"format": FORMAT, **asdict(state)}, indent=1)
+        write_atomically(partial / _STATE, content)
+    except BaseException:
+        # A full disk must not stay full for it.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if folder.exists():
         folder.rename(replaced)
     partial.rename(folder)

@@ -35,19 +35,21 @@ impl TensorFile {
         let io = |source| Error::io(&path, source);
         let mut file = File::open(&path).map_err(io)?;
         let length = file.metadata().map_err(io)?.len();
-        let mut start = [0u8; 8];
-        if length < 8 {
+        // The length of the header, and the brace that every header begins with.
+        let mut start = [0u8; 9];
+        if length < start.len() as u64 {
             return Err(Error::weights(&path, format!("no safetensors file: only {length} bytes long")));
         }
         file.read_exact(&mut start).map_err(io)?;
-        if looks_like_pickle(&start) {
+        let [length_bytes @ .., brace] = start;
+        if brace != b'{' && looks_like_pickle(&length_bytes) {
             return Err(Error::weights(
                 &path,
                 "this is a pickle checkpoint, which can run code when opened and is refused; convert it to safetensors",
             ));
         }
-        let header_length = u64::from_le_bytes(start);
-        if header_length > LONGEST_HEADER || header_length + 8 > length {
+        let header_length = u64::from_le_bytes(length_bytes);
+        if brace != b'{' || header_length == 0 || header_length > LONGEST_HEADER || header_length + 8 > length {
             return Err(Error::weights(
                 &path,
                 format!(
@@ -55,10 +57,9 @@ impl TensorFile {
                 ),
             ));
         }
-        let mut header = start.to_vec();
-        header.resize(8 + header_length as usize, 0);
-        file.read_exact(&mut header[8..]).map_err(io)?;
-        let metadata: Metadata = serde_json::from_slice(&header[8..])
+        let mut header = vec![brace; header_length as usize];
+        file.read_exact(&mut header[1..]).map_err(io)?;
+        let metadata: Metadata = serde_json::from_slice(&header)
             .map_err(|e| Error::weights(&path, format!("the safetensors header is damaged: {e}")))?;
         // Parsing has checked that the tensors lie one after the other and are as long as their shapes say.
         let end = metadata.tensors().values().map(|info| info.data_offsets.1 as u64).max().unwrap_or(0);
@@ -158,7 +159,7 @@ impl TensorFile {
     }
 }
 
-/// A zip archive (`torch.save`) or a bare pickle.
+/// A zip archive (`torch.save`) or a bare pickle, if it is no safetensors file: lengths of headers may begin alike.
 fn looks_like_pickle(start: &[u8; 8]) -> bool {
     start.starts_with(b"PK\x03\x04")
         || (start[0] == 0x80 && (2..=5).contains(&start[1]) && start[2..].iter().any(|&b| b != 0))

@@ -3,8 +3,8 @@
 use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var};
 use trainable_candle_nn::optim::{
-    Adafactor, Adam, Adam8bit, AdamConfig, AdamW, AdamW8bit, Lion, Lion8bit, NormType, Optimizer, ParamGroup, SGD,
-    SGDConfig, clip_grad_norm_,
+    Adafactor, Adam, Adam8bit, AdamConfig, AdamW, AdamW8bit, Lion, Lion8bit, NormType, Optimizer, ParamGroup, Prodigy,
+    ProdigyConfig, SGD, SGDConfig, clip_grad_norm_,
 };
 
 /// Values that differ from seed to seed, the same on every machine.
@@ -28,6 +28,7 @@ fn values(tensor: &Tensor) -> Vec<f32> {
 /// Every optimizer, over the same variables.
 fn all(params: &[Var]) -> Vec<Box<dyn Optimizer>> {
     let sgd = SGDConfig { lr: 0.01, momentum: 0.9, ..SGDConfig::default() };
+    let prodigy = ProdigyConfig { d0: 1e-3, slice_p: 3, ..ProdigyConfig::default() };
     vec![
         Box::new(SGD::with_config(params.to_vec(), sgd).unwrap()),
         Box::new(Adam::new(params.to_vec(), 0.01).unwrap()),
@@ -37,6 +38,7 @@ fn all(params: &[Var]) -> Vec<Box<dyn Optimizer>> {
         Box::new(AdamW8bit::new(params.to_vec(), 0.01, 0.1).unwrap()),
         Box::new(Lion8bit::new(params.to_vec(), 0.01, 0.1).unwrap()),
         Box::new(Adafactor::new(params.to_vec(), 0.01).unwrap()),
+        Box::new(Prodigy::with_config(params.to_vec(), prodigy).unwrap()),
     ]
 }
 

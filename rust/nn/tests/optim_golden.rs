@@ -1,4 +1,4 @@
-//! Optimizers, clipping and schedules against torch, bitsandbytes and transformers (tests/golden/optim).
+//! Optimizers, clipping and schedules against torch, bitsandbytes, prodigyopt and transformers (tests/golden/optim).
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use trainable_candle_core::{DType, Device, FlatBuffer, Result, Tensor, Var};
 use trainable_candle_nn::optim::quant::{Codebook, create_dynamic_map};
 use trainable_candle_nn::optim::{
     Adafactor, AdafactorConfig, Adam, Adam8bit, AdamConfig, AdamW, AdamW8bit, Decay, Lion, Lion8bit, NormType,
-    Optimizer, SGD, SGDConfig, Schedule, clip_grad_norm_,
+    Optimizer, ParamGroup, Prodigy, ProdigyConfig, SGD, SGDConfig, Schedule, clip_grad_norm_,
 };
 
 struct Golden(Vec<u8>);
@@ -142,6 +142,74 @@ fn adafactor_follows_torch() {
                 let Some(key) = key.strip_prefix("0.") else { continue };
                 let error = difference(&state, &golden.tensor(&format!("{name}{suffix}.{key}")));
                 assert!(error <= tolerance, "{name}{suffix}: {key} differs by {error:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn prodigy_follows_prodigyopt() {
+    let golden = Golden::open("prodigyopt.safetensors");
+    let default = ProdigyConfig::default();
+    let cases = [
+        ("default", default.clone()),
+        (
+            "decay",
+            ProdigyConfig {
+                lr: 0.5,
+                betas: (0.8, 0.99),
+                eps: 1e-6,
+                weight_decay: 0.1,
+                use_bias_correction: true,
+                safeguard_warmup: true,
+                d0: 1e-4,
+                d_coef: 8.0,
+                ..default.clone()
+            },
+        ),
+        (
+            "coupled",
+            ProdigyConfig {
+                betas: (0.0, 0.99),
+                beta3: Some(0.9),
+                weight_decay: 0.1,
+                decouple: false,
+                d0: 1e-3,
+                d_coef: 2.0,
+                growth_rate: 1.5,
+                slice_p: 3,
+                ..default
+            },
+        ),
+    ];
+    // In f32 two roundings of the estimate, which enters `s` squared.
+    for (dtype, suffix, tolerance) in [(DType::F32, "", 2e-6), (DType::F64, ".f64", 1e-13)] {
+        for (name, config) in &cases {
+            let vars = ["p0", "p1"].map(|p| golden.var(p, dtype));
+            // The second group differs in what may differ.
+            let second = ProdigyConfig { weight_decay: 0.0, ..config.clone() };
+            let mut opt = Prodigy::with_groups(vec![
+                ParamGroup { params: vec![vars[0].clone()], config: config.clone() },
+                ParamGroup { params: vec![vars[1].clone()], config: second },
+            ])
+            .unwrap();
+            for step in 0..12 {
+                for (index, var) in vars.iter().enumerate() {
+                    var.set_grad(&cast(&golden.tensor(&format!("grad{index}.{step}")), dtype)).unwrap();
+                }
+                opt.step_all().unwrap();
+                let d = golden.tensor(&format!("{name}{suffix}.d.{step}")).item().unwrap();
+                assert!((opt.d() - d).abs() <= tolerance * d, "{name}{suffix}: d is {}, expected {d}", opt.d());
+            }
+            assert!(opt.d() > 3.0 * config.d0, "{name}{suffix}: the estimate has not moved");
+            for (key, state) in opt.state_dict().unwrap() {
+                let Some((index, key)) = key.split_once('.') else { continue };
+                let error = difference(&state, &golden.tensor(&format!("{name}{suffix}.{index}.{key}")));
+                assert!(error <= tolerance, "{name}{suffix}: {index}.{key} differs by {error:e}");
+            }
+            for (index, var) in vars.iter().enumerate() {
+                let error = difference(var, &golden.tensor(&format!("{name}{suffix}.p{index}")));
+                assert!(error <= tolerance, "{name}{suffix}: values differ by {error:e}");
             }
         }
     }

@@ -2,7 +2,8 @@
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
 use trainable_candle_nn::optim::{
-    Adam, AdamConfig, AdamW, AdamW8bit, GradScaler, GradScalerConfig, Lion8bit, Optimizer, SGD, SGDConfig, StateDict,
+    Adam, AdamConfig, AdamW, AdamW8bit, GradScaler, GradScalerConfig, Lion8bit, Optimizer, Prodigy, SGD, SGDConfig,
+    StateDict,
 };
 
 fn tensor(n: usize, seed: usize, dtype: DType) -> Tensor {
@@ -36,6 +37,7 @@ fn all(dtype: DType) -> Vec<Box<dyn Optimizer>> {
         Box::new(Adam::with_config(params(dtype), amsgrad).unwrap()),
         Box::new(AdamW8bit::new(params(dtype), 0.01, 0.1).unwrap()),
         Box::new(Lion8bit::new(params(dtype), 0.01, 0.1).unwrap()),
+        Box::new(Prodigy::new(params(dtype), 1.0).unwrap()),
     ]
 }
 
@@ -77,7 +79,8 @@ fn a_state_dict_is_a_snapshot() {
 #[test]
 fn state_bytes_are_those_of_the_states() {
     let blocks = 6000usize.div_ceil(256);
-    let expected = [4 * 6040, 3 * 4 * 6040, 2 * (6000 + 4 * blocks) + 2 * 4 * 40, 6000 + 4 * blocks + 4 * 40];
+    let expected =
+        [4 * 6040, 3 * 4 * 6040, 2 * (6000 + 4 * blocks) + 2 * 4 * 40, 6000 + 4 * blocks + 4 * 40, 4 * 4 * 6040];
     for (dtype, master) in [(DType::F32, 0), (DType::F16, 4 * 6040)] {
         for (mut opt, expected) in all(dtype).into_iter().zip(expected) {
             assert_eq!(opt.state_bytes(), 0);

@@ -11,6 +11,7 @@ use crate::call::{compute, quick};
 use crate::device;
 use crate::dtype::DTypeArg;
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::var::Var;
 
@@ -37,7 +38,7 @@ pub struct Adapter {
 #[pymethods]
 impl Adapter {
     #[new]
-    #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=0.0, rslora=false))]
+    #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=Given::of(0.0), rslora=false))]
     #[allow(clippy::too_many_arguments)] // one for each property of a layer
     fn new(
         py: Python<'_>,
@@ -45,8 +46,8 @@ impl Adapter {
         weight: &Tensor,
         bias: Option<&Tensor>,
         rank: Integer,
-        alpha: f64,
-        dropout: f64,
+        alpha: Given<f64>,
+        dropout: Given<f64>,
         rslora: bool,
     ) -> Result<Self> {
         const OP: &str = "Adapter";
@@ -54,6 +55,7 @@ impl Adapter {
             let known = KINDS.iter().map(|k| k.name).collect::<Vec<_>>().join("\", \"");
             return Err(tc::Error::argument(OP, format!("unknown kind \"{kind}\"; expected \"{known}\"")).into());
         };
+        let (alpha, dropout) = (alpha.get(OP, "alpha")?, dropout.get(OP, "dropout")?);
         let rank = rank.at_least(OP, "rank", 1)?;
         if !(0.0..1.0).contains(&dropout) {
             return Err(

@@ -14,6 +14,7 @@ use crate::arguments::{FilePath, Integer, Names};
 use crate::call::{detached, quick};
 use crate::dtype::DTypeArg;
 use crate::error::Result;
+use crate::given::Given;
 use crate::types::NamedVars;
 use crate::var::Var;
 
@@ -46,20 +47,20 @@ pub struct LoraConfig(adapter::LoraConfig);
 #[pymethods]
 impl LoraConfig {
     #[new]
-    #[pyo3(signature = (r=Integer::of(8), lora_alpha=8.0, target_modules=None, exclude_modules=None, lora_dropout=0.0,
-        use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=None, adapter="lora", wd_on_output=true,
+    #[pyo3(signature = (r=Integer::of(8), lora_alpha=Given::of(8.0), target_modules=None, exclude_modules=None, lora_dropout=Given::of(0.0),
+        use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=Given::of(None), adapter="lora", wd_on_output=true,
         decompose_both=false, decompose_factor=Integer::of(-1)))]
     #[allow(clippy::too_many_arguments)] // peft's
     fn new(
         r: Integer,
-        lora_alpha: f64,
+        lora_alpha: Given<f64>,
         target_modules: Option<Names>,
         exclude_modules: Option<Names>,
-        lora_dropout: f64,
+        lora_dropout: Given<f64>,
         use_dora: bool,
         use_rslora: bool,
         rank_pattern: Option<BTreeMap<String, Integer>>,
-        alpha_pattern: Option<BTreeMap<String, f64>>,
+        alpha_pattern: Given<Option<BTreeMap<String, f64>>>,
         adapter: &str,
         wd_on_output: bool,
         decompose_both: bool,
@@ -70,14 +71,14 @@ impl LoraConfig {
             |(name, rank): (String, Integer)| Ok((name.clone(), rank.count(OP, &format!("rank_pattern[{name:?}]"))?));
         let config = adapter::LoraConfig {
             r: r.count(OP, "r")?,
-            lora_alpha,
+            lora_alpha: lora_alpha.get(OP, "lora_alpha")?,
             target_modules: match target_modules {
                 Some(names) => names.get(OP, "target_modules")?,
                 None => adapter::LoraConfig::default().target_modules,
             },
             exclude_modules: exclude_modules
                 .map_or_else(|| Ok(Vec::new()), |names| names.get(OP, "exclude_modules"))?,
-            lora_dropout,
+            lora_dropout: lora_dropout.get(OP, "lora_dropout")?,
             use_dora,
             use_rslora,
             adapter: adapter.to_owned(),
@@ -85,7 +86,7 @@ impl LoraConfig {
             decompose_both,
             decompose_factor: usize::try_from(decompose_factor.signed(OP, "decompose_factor")?).ok(),
             rank_pattern: rank_pattern.unwrap_or_default().into_iter().map(rank).collect::<Result<_>>()?,
-            alpha_pattern: alpha_pattern.unwrap_or_default(),
+            alpha_pattern: alpha_pattern.get(OP, "alpha_pattern")?.unwrap_or_default(),
         };
         config.validate()?;
         Ok(Self(config))
@@ -254,17 +255,18 @@ impl AdapterSet {
     /// Raises:
     ///     FileError: if the file cannot be written.
     ///     ArgumentError: if the format is unknown or cannot hold these adapters.
-    #[pyo3(signature = (path, format=None, metadata=None, dtype=None))]
+    #[pyo3(signature = (path, format=None, metadata=Given::of(None), dtype=None))]
     fn save(
         &self,
         py: Python<'_>,
         path: FilePath,
         format: Option<&str>,
-        metadata: Option<BTreeMap<String, String>>,
+        metadata: Given<Option<BTreeMap<String, String>>>,
         dtype: Option<DTypeArg>,
     ) -> Result<Vec<String>> {
-        let path = path.get("save")?;
-        let options = options(format, metadata, dtype)?;
+        const OP: &str = "save";
+        let path = path.get(OP)?;
+        let options = options(OP, format, metadata, dtype)?;
         let names = self.model.adapter_names();
         detached(py, || Ok(io::save_adapters(&path, &[(&names, &self.set)], &options)?.zero))
     }
@@ -289,14 +291,15 @@ impl AdapterSet {
 }
 
 fn options(
+    op: &'static str,
     format: Option<&str>,
-    metadata: Option<BTreeMap<String, String>>,
+    metadata: Given<Option<BTreeMap<String, String>>>,
     dtype: Option<DTypeArg>,
 ) -> Result<io::SaveOptions> {
     Ok(io::SaveOptions {
         format: format.map(str::parse).transpose()?,
         dtype: dtype.map(|dtype| dtype.0),
-        metadata: metadata.unwrap_or_default(),
+        metadata: metadata.get(op, "metadata")?.unwrap_or_default(),
     })
 }
 
@@ -316,17 +319,18 @@ fn options(
 ///     FileError: if the file cannot be written.
 ///     ArgumentError: if the format is unknown or cannot hold these adapters.
 #[pyfunction]
-#[pyo3(signature = (path, adapters, format=None, metadata=None, dtype=None))]
+#[pyo3(signature = (path, adapters, format=None, metadata=Given::of(None), dtype=None))]
 pub fn save_adapters(
     py: Python<'_>,
     path: FilePath,
     adapters: Vec<Py<AdapterSet>>,
     format: Option<&str>,
-    metadata: Option<BTreeMap<String, String>>,
+    metadata: Given<Option<BTreeMap<String, String>>>,
     dtype: Option<DTypeArg>,
 ) -> Result<Vec<String>> {
-    let path = path.get("save_adapters")?;
-    let options = options(format, metadata, dtype)?;
+    const OP: &str = "save_adapters";
+    let path = path.get(OP)?;
+    let options = options(OP, format, metadata, dtype)?;
     let names: Vec<io::PartNames> = adapters.iter().map(|adapter| adapter.get().model.adapter_names()).collect();
     let sets: Vec<Arc<adapter::AdapterSet>> = adapters.iter().map(|adapter| adapter.get().set.clone()).collect();
     detached(py, || {
@@ -344,16 +348,31 @@ impl Attached {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Attach a set that `make` builds.
+    /// Attach the set that `make` builds for the operation `op`.
     pub fn attach(
         &self,
         py: Python<'_>,
+        op: &'static str,
         model: &Arc<dyn Model>,
         make: impl FnOnce() -> tc::Result<adapter::AdapterSet> + Send,
     ) -> Result<Py<AdapterSet>> {
+        self.refuse_second(op)?;
         let set = Arc::new(detached(py, make)?);
+        // Another thread may have attached one meanwhile.
+        if let Err(error) = self.refuse_second(op) {
+            set.set_enabled(false);
+            return Err(error);
+        }
         *self.lock() = Some(set.clone());
         Ok(AdapterSet::object(py, set, model.clone())?)
+    }
+
+    fn refuse_second(&self, op: &'static str) -> Result<()> {
+        if self.lock().is_none() {
+            return Ok(());
+        }
+        let cure = "call remove_adapter() first; one configuration can name all layers that are to have one";
+        Err(tc::Error::Config(format!("{op}: the model has an adapter already; {cure}")).into())
     }
 
     /// The set, for the operation `op` that needs one.

@@ -364,7 +364,12 @@ pub struct FilePath(std::result::Result<PathBuf, String>);
 impl FilePath {
     /// The path.
     pub fn get(&self, op: &'static str) -> Result<PathBuf> {
-        self.0.clone().map_err(|found| wrong_type(op, "the path", &found, "a str, bytes or an os.PathLike"))
+        let path = self.0.clone();
+        let path = path.map_err(|found| wrong_type(op, "the path", &found, "a str, bytes or an os.PathLike"))?;
+        if path.as_os_str().is_empty() {
+            return Err(tc::Error::argument(op, "the path is empty, expected a file or a folder").into());
+        }
+        Ok(path)
     }
 }
 

@@ -14,6 +14,7 @@ use trainable_candle_core as tc;
 use crate::arguments::{found, wrong_type};
 use crate::call::{detached, quick};
 use crate::error::{Result, from_callback};
+use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::types::{Anything, ELLIPSIS};
 
@@ -231,8 +232,17 @@ pub fn checkpoint<'py>(
 ///     DTypeError: if an input is not f64.
 ///     Whatever the function raises.
 #[pyfunction]
-#[pyo3(signature = (function, inputs, eps=1e-6, atol=1e-5, rtol=1e-3))]
-pub fn gradcheck(py: Python<'_>, function: Function, inputs: Tensors, eps: f64, atol: f64, rtol: f64) -> Result<bool> {
+#[pyo3(signature = (function, inputs, eps=Given::of(1e-6), atol=Given::of(1e-5), rtol=Given::of(1e-3)))]
+pub fn gradcheck(
+    py: Python<'_>,
+    function: Function,
+    inputs: Tensors,
+    eps: Given<f64>,
+    atol: Given<f64>,
+    rtol: Given<f64>,
+) -> Result<bool> {
+    const OP: &str = "gradcheck";
+    let tolerance = Tolerance { eps: eps.get(OP, "eps")?, atol: atol.get(OP, "atol")?, rtol: rtol.get(OP, "rtol")? };
     let inputs: Vec<tc::Tensor> = inputs.get("gradcheck")?.iter().map(tc::Tensor::detach).collect();
     let run = |inputs: &[tc::Tensor]| {
         let returned = function.call(py, inputs).and_then(|returned| outputs("gradcheck", &returned));
@@ -242,6 +252,6 @@ pub fn gradcheck(py: Python<'_>, function: Function, inputs: Tensors, eps: f64, 
         }
         Err(tc::Error::argument("gradcheck", "the function returned several values, expected one Tensor"))
     };
-    quick(|| tc::gradcheck::gradcheck(run, &inputs, Tolerance { eps, atol, rtol }))?;
+    quick(|| tc::gradcheck::gradcheck(run, &inputs, tolerance))?;
     Ok(true)
 }

@@ -9,6 +9,7 @@ use trainable_candle_core as tc;
 use crate::arguments::{Integer, Pair, Shape};
 use crate::call::compute;
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
 
 fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
@@ -55,8 +56,9 @@ pub fn lora_backward(
     input: &Tensor,
     lora_down: &Tensor,
     lora_up: &Tensor,
-    scale: f64,
+    scale: Given<f64>,
 ) -> Result<(Tensor, Tensor)> {
+    let scale = scale.get("lora_backward", "scale")?;
     let work = grad_output.0.elem_count().saturating_add(input.0.elem_count());
     let (down, up) =
         compute(py, work, || lora::lora_backward(&grad_output.0, &input.0, &lora_down.0, &lora_up.0, scale))?;
@@ -133,15 +135,16 @@ fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> R
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 #[pyfunction]
-#[pyo3(signature = (input, normalized_shape, weight=None, bias=None, eps=1e-5))]
+#[pyo3(signature = (input, normalized_shape, weight=None, bias=None, eps=Given::of(1e-5)))]
 pub fn layer_norm(
     py: Python<'_>,
     input: &Tensor,
     normalized_shape: Shape,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
-    eps: f64,
+    eps: Given<f64>,
 ) -> Result<Tensor> {
+    let eps = eps.get("layer_norm", "eps")?;
     let dims = trailing("layer_norm", &input.0, &normalized_shape)?;
     compute(py, input.0.elem_count(), || norm::layer_norm(&input.0, dims, inner(weight), inner(bias), eps)).map(Tensor)
 }
@@ -157,14 +160,15 @@ pub fn layer_norm(
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 #[pyfunction]
-#[pyo3(signature = (input, normalized_shape, weight=None, eps=1e-6))]
+#[pyo3(signature = (input, normalized_shape, weight=None, eps=Given::of(1e-6)))]
 pub fn rms_norm(
     py: Python<'_>,
     input: &Tensor,
     normalized_shape: Shape,
     weight: Option<&Tensor>,
-    eps: f64,
+    eps: Given<f64>,
 ) -> Result<Tensor> {
+    let eps = eps.get("rms_norm", "eps")?;
     if trailing("rms_norm", &input.0, &normalized_shape)? != 1 {
         return Err(tc::Error::argument(
             "rms_norm",
@@ -204,16 +208,17 @@ fn with_channels_last(
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if `num_groups` does not divide C.
 #[pyfunction]
-#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=1e-5, *, channels_last=false))]
+#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=Given::of(1e-5), *, channels_last=false))]
 pub fn group_norm(
     py: Python<'_>,
     input: &Tensor,
     num_groups: Integer,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
-    eps: f64,
+    eps: Given<f64>,
     channels_last: bool,
 ) -> Result<Tensor> {
+    let eps = eps.get("group_norm", "eps")?;
     let num_groups = num_groups.count("group_norm", "num_groups")?;
     let apply = |x: &tc::Tensor| norm::group_norm(x, num_groups, inner(weight), inner(bias), eps);
     compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
@@ -233,16 +238,17 @@ pub fn group_norm(
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if `num_groups` does not divide C.
 #[pyfunction]
-#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=1e-5, *, channels_last=false))]
+#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=Given::of(1e-5), *, channels_last=false))]
 pub fn group_norm_silu(
     py: Python<'_>,
     input: &Tensor,
     num_groups: Integer,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
-    eps: f64,
+    eps: Given<f64>,
     channels_last: bool,
 ) -> Result<Tensor> {
+    let eps = eps.get("group_norm_silu", "eps")?;
     let num_groups = num_groups.count("group_norm_silu", "num_groups")?;
     let apply = |x: &tc::Tensor| norm::group_norm_silu(x, num_groups, inner(weight), inner(bias), eps);
     compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
@@ -347,7 +353,7 @@ pub fn swiglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 #[pyfunction]
-#[pyo3(signature = (query, key, value, attn_mask=None, *, is_causal=false, scale=None))]
+#[pyo3(signature = (query, key, value, attn_mask=None, *, is_causal=false, scale=Given::of(None)))]
 pub fn scaled_dot_product_attention(
     py: Python<'_>,
     query: &Tensor,
@@ -355,8 +361,9 @@ pub fn scaled_dot_product_attention(
     value: &Tensor,
     attn_mask: Option<&Tensor>,
     is_causal: bool,
-    scale: Option<f64>,
+    scale: Given<Option<f64>>,
 ) -> Result<Tensor> {
+    let scale = scale.get("scaled_dot_product_attention", "scale")?;
     let work = query.0.elem_count().saturating_add(key.0.elem_count());
     compute(py, work, || attention(&query.0, &key.0, &value.0, inner(attn_mask), is_causal, scale)).map(Tensor)
 }
@@ -372,8 +379,9 @@ pub fn scaled_dot_product_attention(
 ///     ArgumentError: if `p` is out of range.
 ///     DTypeError: if the input is not floating point.
 #[pyfunction]
-#[pyo3(signature = (input, p=0.5, training=true))]
-pub fn dropout(py: Python<'_>, input: &Tensor, p: f64, training: bool) -> Result<Tensor> {
+#[pyo3(signature = (input, p=Given::of(0.5), training=true))]
+pub fn dropout(py: Python<'_>, input: &Tensor, p: Given<f64>, training: bool) -> Result<Tensor> {
+    let p = p.get("dropout", "p")?;
     compute(py, input.0.elem_count(), || drop::dropout(&input.0, p, training)).map(Tensor)
 }
 

@@ -10,6 +10,7 @@ use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::device;
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::types::NamedTensors;
 
@@ -23,17 +24,19 @@ use crate::types::NamedTensors;
 /// Raises:
 ///     FileError: if the file cannot be written.
 #[pyfunction]
-#[pyo3(signature = (tensors, path, metadata=None))]
+#[pyo3(signature = (tensors, path, metadata=Given::of(None)))]
 pub fn save_file(
     py: Python<'_>,
-    tensors: BTreeMap<String, PyRef<'_, Tensor>>,
+    tensors: Given<BTreeMap<String, PyRef<'_, Tensor>>>,
     path: FilePath,
-    metadata: Option<BTreeMap<String, String>>,
+    metadata: Given<Option<BTreeMap<String, String>>>,
 ) -> Result<()> {
-    let path = path.get("save_file")?;
+    const OP: &str = "save_file";
+    let path = path.get(OP)?;
+    let tensors = tensors.get(OP, "tensors")?;
     let tensors: BTreeMap<String, tc::Tensor> =
         tensors.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
-    let metadata = metadata.unwrap_or_default();
+    let metadata = metadata.get(OP, "metadata")?.unwrap_or_default();
     detached(py, || io::save_tensors(&path, tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)), &metadata))
 }
 

@@ -14,6 +14,7 @@ mod dtype;
 mod error;
 mod exceptions;
 mod functional;
+mod given;
 mod io;
 mod loss;
 mod models;
@@ -61,8 +62,8 @@ mod _core {
     };
     #[pymodule_export]
     use crate::optim::{
-        Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, EMA, GradScaler, Lion, Lion8bit, Optimizer, SGD, Schedule,
-        clip_grad_norm_,
+        Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, EMA, GradScaler, Lion, Lion8bit, Optimizer, Prodigy, SGD,
+        Schedule, clip_grad_norm_,
     };
     #[pymodule_export]
     use crate::rng::{get_rng_state, manual_seed, set_rng_state};

@@ -7,6 +7,7 @@ use trainable_candle_core as tc;
 use crate::arguments::Integer;
 use crate::call::compute;
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// The mean squared error.
@@ -55,8 +56,15 @@ pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str)
 ///     ShapeError, DTypeError: if the operands do not fit.
 ///     ArgumentError: if the reduction is unknown or `delta` is not above 0.
 #[pyfunction]
-#[pyo3(signature = (input, target, reduction="mean", delta=1.0))]
-pub fn huber_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str, delta: f64) -> Result<Tensor> {
+#[pyo3(signature = (input, target, reduction="mean", delta=Given::of(1.0)))]
+pub fn huber_loss(
+    py: Python<'_>,
+    input: &Tensor,
+    target: &Tensor,
+    reduction: &str,
+    delta: Given<f64>,
+) -> Result<Tensor> {
+    let delta = delta.get("huber_loss", "delta")?;
     let reduction = Reduction::parse("huber_loss", reduction)?;
     compute(py, input.0.elem_count(), || loss::huber_loss(&input.0, &target.0, delta, reduction)).map(Tensor)
 }
@@ -73,8 +81,15 @@ pub fn huber_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &s
 ///     ShapeError, DTypeError: if the operands do not fit.
 ///     ArgumentError: if the reduction is unknown or `beta` is negative.
 #[pyfunction]
-#[pyo3(signature = (input, target, reduction="mean", beta=1.0))]
-pub fn smooth_l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str, beta: f64) -> Result<Tensor> {
+#[pyo3(signature = (input, target, reduction="mean", beta=Given::of(1.0)))]
+pub fn smooth_l1_loss(
+    py: Python<'_>,
+    input: &Tensor,
+    target: &Tensor,
+    reduction: &str,
+    beta: Given<f64>,
+) -> Result<Tensor> {
+    let beta = beta.get("smooth_l1_loss", "beta")?;
     let reduction = Reduction::parse("smooth_l1_loss", reduction)?;
     compute(py, input.0.elem_count(), || loss::smooth_l1_loss(&input.0, &target.0, beta, reduction)).map(Tensor)
 }
@@ -93,16 +108,17 @@ pub fn smooth_l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction
 ///     IndexOutOfRangeError: if a target is no class.
 ///     ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
 #[pyfunction]
-#[pyo3(signature = (input, target, *, ignore_index=Integer::of(-100), reduction="mean", label_smoothing=0.0))]
+#[pyo3(signature = (input, target, *, ignore_index=Integer::of(-100), reduction="mean", label_smoothing=Given::of(0.0)))]
 pub fn cross_entropy(
     py: Python<'_>,
     input: &Tensor,
     target: &Tensor,
     ignore_index: Integer,
     reduction: &str,
-    label_smoothing: f64,
+    label_smoothing: Given<f64>,
 ) -> Result<Tensor> {
     let ignore_index = ignore_index.signed("cross_entropy", "ignore_index")?;
+    let label_smoothing = label_smoothing.get("cross_entropy", "label_smoothing")?;
     let reduction = Reduction::parse("cross_entropy", reduction)?;
     compute(py, input.0.elem_count(), || {
         loss::cross_entropy(&input.0, &target.0, ignore_index, label_smoothing, reduction)

@@ -2,11 +2,15 @@
 
 pip install torch==2.11.0 diffusers==0.42.1 safetensors
 python make_diffusers.py diffusers.safetensors
+
+In f64: the schedulers ask torch and numpy for `float32`, which is `float64` while they run. In f32
+they subtract numbers of 10,000 whose difference is 50. Noise and conditions are f32.
 """
 
 import json
 import sys
 
+import numpy as np
 import torch
 from diffusers import DDPMScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler
 from safetensors.torch import save_file
@@ -55,6 +59,10 @@ def main() -> None:
     noise = torch.randn(2, 4, 2, 3)
     negative, positive = torch.randn(2, 1, 4, 1, 1)
     found = {"noise": noise, "negative": negative, "positive": positive}
+    found = {name: value.clone() for name, value in found.items()}
+    torch.float32, np.float32 = torch.float64, np.float64
+    torch.set_default_dtype(torch.float64)
+    noise, negative, positive = (found[name].double() for name in found)
     for name, changes in SCHEDULES.items():
         scheduler = DDPMScheduler(**(SDXL | changes))
         found[f"schedule.{name}.alphas_cumprod"] = scheduler.alphas_cumprod
@@ -69,7 +77,7 @@ def main() -> None:
             low, high = (model(scaled, timestep.item(), c) for c in (negative, positive))
             x = scheduler.step(low + SCALE * (high - low), timestep, x).prev_sample
             xs.append(x)
-        found[f"{name}.timesteps"] = scheduler.timesteps.to(torch.float32)
+        found[f"{name}.timesteps"] = scheduler.timesteps.double()
         found[f"{name}.sigmas"] = scheduler.sigmas
         found[f"{name}.samples"] = torch.stack(xs)
     runs = {

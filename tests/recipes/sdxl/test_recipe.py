@@ -1,5 +1,6 @@
 """What is trained, and how pictures are drawn: against the same written out."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,12 @@ import numpy as np
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.errors import ConfigError, MissingFileError, WeightsFormatError
+from trainable_candle.errors import (
+    ConfigError,
+    MissingFileError,
+    NonFiniteError,
+    WeightsFormatError,
+)
 from trainable_candle.recipes.base import SampleOptions
 from trainable_candle.recipes.sdxl import SDXLRecipe, files
 from trainable_candle.recipes.sdxl.text import TextEncoders
@@ -167,6 +173,67 @@ def test_what_is_no_sdxl_model_is_refused(
     with pytest.raises(WeightsFormatError, match="is no SDXL checkpoint: it has no unet"):
         files.facts(sdxl_base / "unet" / "diffusion_pytorch_model.safetensors")
     assert files.facts(sdxl_file).factor == files.facts(sdxl_base).factor == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["model.diffusion_model.x", "cond_stage_model.transformer.x"], "Stable Diffusion 1"),
+        (["model.diffusion_model.x", "conditioner.embedders.0.model.x"], "SDXL's refiner"),
+        (["model.diffusion_model.x"], "a UNet alone; give a checkpoint"),
+        (["down_blocks.0.x", "mid_block.x"], "a UNet alone; give the folder"),
+        (["lora_unet_x.alpha"], "an adapter, which goes with --adapter"),
+    ],
+    ids=str,
+)
+def test_other_files_are_recognised(tmp_path: Path, names: list[str], message: str) -> None:
+    path = tmp_path / "a.safetensors"
+    tc.save_file({name: tc.ones(1) for name in names}, path)
+    with pytest.raises(WeightsFormatError, match=f"is no SDXL .*; it looks like {message}"):
+        files.facts(path)
+
+
+def test_a_part_of_a_pipeline_is_recognised(sdxl_base: Path) -> None:
+    with pytest.raises(MissingFileError, match=r"no SDXL model \(it holds a UNet2DConditionModel"):
+        files.facts(sdxl_base / "unet")
+
+
+def test_a_file_whose_blocks_are_others_is_refused(tmp_path: Path) -> None:
+    base = SDXLRecipe.default_weights()
+    assert base is not None
+    path = tmp_path / "merged.safetensors"
+    models = {name: tc.models.load(base, subfolder=name) for name in files.SUBFOLDERS}
+    tc.models.save_checkpoint(path, models)
+    tensors = tc.load_file(path)
+    tc.save_file(tensors, path)
+    with pytest.raises(WeightsFormatError, match="give the folder of its pipeline"):
+        files.facts(path)
+    # Unless its header says what it is.
+    config = (base / "unet" / "config.json").read_text()
+    tc.save_file(tensors, tmp_path / "told.safetensors", {"trainable_candle.config.unet": config})
+    found, expected = files.facts(tmp_path / "told.safetensors"), files.facts(base)
+    assert (found.config, found.factor) == (expected.config, expected.factor)
+
+
+def test_a_tokenizer_that_does_not_fit_is_named(
+    sdxl_base: Path, sdxl_file: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(WeightsFormatError, match=r"single_file\.safetensors holds no tokenizer"):
+        TextEncoders.load(sdxl_file, "f32", "cpu")
+    shutil.copytree(sdxl_base, tmp_path / "base")
+    shutil.rmtree(tmp_path / "base" / "tokenizer_2")
+    message = r"tokenizer_2 is missing, and CLIP's usual one has a token 49407, where .* 200 tokens"
+    with pytest.raises(WeightsFormatError, match=message):
+        TextEncoders.load(tmp_path / "base", "f32", "cpu")
+
+
+def test_a_picture_of_no_numbers_is_an_error(sdxl_base: Path) -> None:
+    recipe = SDXLRecipe.load(sdxl_base, "f32", "cpu")
+    adapter = recipe.unet.add_adapter(tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q"]))
+    for var in adapter.parameters():
+        var.set(tc.full(var.shape, float("nan")))
+    with pytest.raises(NonFiniteError, match="sample: the picture has values that are no finite"):
+        recipe.sample(["x"], SampleOptions(steps=1, size=(32, 32)))
 
 
 def test_the_original_checkpoint_says_what_it_predicts(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from trainable_candle.data import (
     load_dataset,
     parse_sources,
 )
+from trainable_candle.errors import ConfigError
 from trainable_candle.recipes.base import Split, held_out_items
 
 if TYPE_CHECKING:
@@ -91,12 +92,18 @@ def read_datasets(config: TrainConfig, resolution: int) -> Split[Dataset]:
 
     Raises:
         DatasetError: pictures or captions cannot be used.
-        ConfigError: settings contradict each other.
+        ConfigError: settings contradict each other, or have no effect on these pictures.
     """
     captions = caption_options(config)
-    dataset = load_dataset(
-        dataset_options(config, config.dataset, resolution), captions, config.seed
-    )
+    options = dataset_options(config, config.dataset, resolution)
+    if config.prior_loss_weight != 1 and not any(s.regularization for s in options.sources):
+        raise ConfigError(
+            "--prior-loss-weight has no effect: no folder of the dataset is for regularization"
+        )
+    dataset = load_dataset(options, captions, config.seed)
+    if config.mask != "off" and not any(item.has_mask for item in dataset.items):
+        what = "a mask file" if config.mask == "file" else "transparency"
+        raise ConfigError(f"--mask {config.mask} has no effect: no picture has {what}")
     if config.validation_dataset:
         options = dataset_options(config, config.validation_dataset, resolution)
         return Split(dataset, load_dataset(options, captions, config.seed))

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 from trainable_candle.data.features import MEMORY_LIMIT
 from trainable_candle.recipes.sdxl import files
-from trainable_candle.recipes.sdxl.structure import UNetWalk, saved_values
+from trainable_candle.recipes.sdxl.structure import UNetWalk, layer_facts, saved_values
 from trainable_candle.recipes.sdxl.text import unread_layers
 from trainable_candle.train.estimate import Estimate, Item, adapted_layers, adapter_items
-from trainable_candle.train.headers import ITEM_BYTES, TensorFacts
+from trainable_candle.train.headers import ITEM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +23,10 @@ _TOKENS: Final = 77
 _TILE: Final = 1024
 _ENCODER_IMAGES: Final = 4
 """Full-size images of the first level that the autoencoder holds at once."""
+_WIDE_IMAGES: Final = 12
+"""Images of the first level that the UNet holds at once without a tape: skips, gates."""
+_GUIDED: Final = 2
+"""Predictions at once."""
 
 
 def estimate(
@@ -59,13 +63,7 @@ def estimate(
     side = int(area**0.5)
     walk = UNetWalk(facts.config, side // facts.factor, side // facts.factor, _TOKENS)
     wanted, exclude = config.target_modules or list(unet_targets), config.exclude_modules
-    everything = {
-        f"{layer.name}.weight": TensorFacts("F32", layer.shape)
-        for block in walk.blocks()
-        for piece in block.pieces
-        for layer in piece.layers
-    }
-    adapted = adapted_layers(everything, wanted, exclude)
+    adapted = adapted_layers(layer_facts(facts.config), wanted, exclude)
     trained += adapter_items("unet", adapted.values(), config)
     values = saved_values(
         walk.blocks(), adapted.__contains__, config.rank, config.gradient_checkpointing
@@ -86,3 +84,23 @@ def estimate(
     if config.cache == "off" or config.sample_prompts:
         trained.append(vae)
     return Estimate({"encoding": encoding, "training": trained})
+
+
+def sampling_bytes(facts: files.Facts, size: tuple[int, int], count: int, dtype: str | None) -> int:
+    """About what drawing pictures one after the other takes besides the runtime.
+
+    Args:
+        facts: of the checkpoint.
+        size: width and height, px.
+        count: how many there are in the end.
+        dtype: of the UNet and the text encoders; as stored if None, here taken for f16.
+    """
+    area = size[0] * size[1]
+    itemsize = ITEM_BYTES.get(dtype or "f16", 4)
+    models = facts.values("unet", "text_encoder", "text_encoder_2") * itemsize
+    models += 4 * facts.values("vae")
+    latents = area // facts.factor**2
+    predicting = _GUIDED * _WIDE_IMAGES * facts.config["block_out_channels"][0] * latents * itemsize
+    tile = 4 * facts.vae_widths[0] * min(area, _TILE**2) * _ENCODER_IMAGES
+    decoding = tile + 2 * 4 * 3 * area
+    return int(models + max(predicting, decoding) + 3 * 3 * area * count)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from trainable_candle.errors import ConfigError, MissingFileError, WeightsFormatError
 from trainable_candle.files import sync_folder
 from trainable_candle.models import load, save_checkpoint
-from trainable_candle.train.headers import TensorFacts, read_folder, read_header
+from trainable_candle.train.headers import TensorFacts, read_folder, read_header, read_metadata
 from trainable_candle.train.objective import NoiseSchedule
 
 if TYPE_CHECKING:
@@ -29,10 +29,25 @@ _PREFIXES: Final = {
     "text_encoder_2": "conditioner.embedders.1.model.",
 }
 """Where an original checkpoint has the parts."""
+_OTHERS: Final = {
+    "cond_stage_model.transformer.": "Stable Diffusion 1",
+    "cond_stage_model.model.": "Stable Diffusion 2",
+    "conditioner.embedders.0.model.": "SDXL's refiner",
+    "double_blocks.": "Flux",
+    "model.diffusion_model.double_blocks.": "Flux",
+    "lora_": "an adapter, which goes with --adapter or --initial-adapter",
+    "model.diffusion_model.": "a UNet alone; give a checkpoint with autoencoder and text encoders",
+    "down_blocks.": "a UNet alone; give the folder of its pipeline",
+    "encoder.down_blocks.": "an autoencoder alone; give the folder of its pipeline",
+    "text_model.": "a text encoder alone; give the folder of its pipeline",
+}
+"""What other files' names start with, and what these are; of several, the first counts."""
 _ADAPTER_MARKS: Final = {
     "text_encoder_2": ("lora_te2_", "text_encoder_2.", "text_encoders.clip_g."),
     "text_encoder": ("lora_te1_", "text_encoder.", "text_encoders.clip_l."),
 }
+_WRITTEN_CONFIG: Final = "trainable_candle.config.unet"
+"""The entry of a file's header for what the shapes do not tell."""
 _LABELS: Final = "label_emb.0.0.weight"
 _PUBLISHED_POOLED: Final = 1280
 PUBLISHED: Final[Mapping[str, Any]] = {
@@ -107,8 +122,10 @@ def facts(weights: Path) -> Facts:
 def _in_folder(folder: Path) -> Facts:
     missing = [name for name in SUBFOLDERS if not (folder / name).is_dir()]
     if missing:
+        part = _read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        alone = f" (it holds a {part['_class_name']} alone)" if "_class_name" in part else ""
         raise MissingFileError(
-            f"weights: {folder} is no SDXL model: it has no folder {', '.join(missing)}; "
+            f"weights: {folder} is no SDXL model{alone}: it has no folder {', '.join(missing)}; "
             "expected the folder of a diffusers pipeline, or a single .safetensors file"
         )
     config = _read_json(folder / "unet" / "config.json")
@@ -137,10 +154,27 @@ def _in_file(path: Path) -> Facts:
     missing = [part for part, found in parts.items() if not found]
     if missing or _LABELS not in parts["unet"]:
         lacking = " and no ".join(missing) or _LABELS
-        raise WeightsFormatError(f"weights: {path} is no SDXL checkpoint: it has no {lacking}")
+        known = (
+            what for start, what in _OTHERS.items() if any(n.startswith(start) for n in tensors)
+        )
+        found = next(known, None)
+        raise WeightsFormatError(
+            f"weights: {path} is no SDXL checkpoint: it has no {lacking}"
+            + (f"; it looks like {found}" if found else "")
+        )
     pooled = parts["text_encoder_2"].get("text_projection")
-    config = _deduced(parts["unet"], pooled.shape[1] if pooled else _PUBLISHED_POOLED)
-    return Facts(config, parts, *_vae_of(parts["vae"]))
+    try:
+        written = read_metadata(path).get(_WRITTEN_CONFIG)
+        if written is not None:
+            return Facts({**PUBLISHED, **json.loads(written)}, parts, *_vae_of(parts["vae"]))
+        config = _deduced(parts["unet"], pooled.shape[1] if pooled else _PUBLISHED_POOLED)
+        return Facts(config, parts, *_vae_of(parts["vae"]))
+    except (LookupError, ValueError, TypeError, ArithmeticError):
+        raise WeightsFormatError(
+            f"weights: {path} has SDXL's names, but not its blocks, so that one file does not tell "
+            "its configuration; give the folder of its pipeline (`merge` writes one unless "
+            "--output ends in .safetensors)"
+        ) from None
 
 
 def _deduced(unet: Mapping[str, TensorFacts], pooled: int) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -9,21 +10,23 @@ import numpy as np
 
 import trainable_candle as tc
 from trainable_candle.data import LatentCache, TextCache, file_identity
+from trainable_candle.data.folder import counted
 from trainable_candle.errors import ConfigError
 from trainable_candle.models import AutoencoderKL, SDXLUNet
 from trainable_candle.recipes.adapters import Adapters, adapter_config
 from trainable_candle.recipes.base import SampleOptions, Split
-from trainable_candle.recipes.sdxl import files
+from trainable_candle.recipes.sdxl import checks, files
+from trainable_candle.recipes.sdxl.checks import TEXT_ENCODERS
 from trainable_candle.recipes.sdxl.data import (
     PreparedSDXL,
     cache_options,
     folder_for_cache,
     read_datasets,
 )
-from trainable_candle.recipes.sdxl.estimate import estimate
+from trainable_candle.recipes.sdxl.estimate import estimate, sampling_bytes
 from trainable_candle.recipes.sdxl.sampling import draw
 from trainable_candle.recipes.sdxl.text import TextEncoders, unread_layers
-from trainable_candle.train.objective import DiffusionObjective
+from trainable_candle.train.estimate import require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
 UNET_TARGETS: Final = (r".*attentions\.\d+\.proj_(in|out)", r".*\.transformer_blocks\..*")
 """Every layer of the transformers, as kohya's scripts choose."""
 TEXT_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
 ENCODE_TILE: Final = 1024
 """Side of a picture above which it is encoded in tiles, px."""
 
@@ -76,6 +78,17 @@ class SDXLRecipe:
         return files.shipped()
 
     @classmethod
+    def check(cls, weights: Path, config: TrainConfig, report: Callable[[str], None]) -> None:
+        """Check the settings against the checkpoint's headers.
+
+        Raises:
+            ConfigError, ArgumentError: a value lies outside its range or does not suit the model.
+            MissingFileError, WeightsFormatError: the checkpoint is no SDXL model, or the initial
+                adapter no adapter.
+        """
+        checks.check(weights, config, UNET_TARGETS, TEXT_TARGETS, report)
+
+    @classmethod
     def read(
         cls, weights: Path, config: TrainConfig, report: Callable[[str], None]
     ) -> Split[Dataset]:
@@ -88,7 +101,7 @@ class SDXLRecipe:
         data = read_datasets(config, config.resolution or files.resolution(weights))
         report(data.train.summary())
         if data.validation is not None:
-            report(f"validation: {len(data.validation)} pictures")
+            report(f"validation: {counted(len(data.validation), 'picture')}")
         return data
 
     @classmethod
@@ -151,7 +164,7 @@ class SDXLRecipe:
         factor, scaling_factor = self.vae.downscale, self.vae.scaling_factor
         if config.cache != "off" and not config.sample_prompts:
             self._drop("vae")
-        objective = _objective(self._weights, config, self._device)
+        objective = checks.objective(self._weights, config, self._device)
         prepared = [
             PreparedSDXL(
                 self.unet,
@@ -225,7 +238,8 @@ class SDXLRecipe:
             folder=folder_for_cache(config, dataset, lambda _: None),
             device=self._device,
         )
-        report(f"latents of {len(dataset)} pictures: {cache.fill(progress=True)}")
+        pictures = counted(len(dataset), "picture")
+        report(f"latents of {pictures}: {cache.fill(progress=True)}")
         return cache
 
     def attach(self, config: TrainConfig) -> Adapters:
@@ -254,6 +268,19 @@ class SDXLRecipe:
 
     def _part(self, name: str) -> Model:
         return self.unet if name == "unet" else self._text_models()[name]
+
+    def require_room(self, count: int, options: SampleOptions) -> None:
+        """Check that there is memory to draw `count` pictures.
+
+        Raises:
+            OutOfMemoryError: there is too little.
+            MissingFileError, WeightsFormatError: the checkpoint is no SDXL model.
+        """
+        side = files.resolution(self._weights)
+        width, height = options.size or (side, side)
+        needed = sampling_bytes(files.facts(self._weights), (width, height), count, self._dtype)
+        limit = tc.memory.available_bytes() or math.inf
+        require_memory(f"{counted(count, 'picture')} of {width}x{height} px", needed, limit)
 
     def sample(
         self, prompts: Sequence[str], options: SampleOptions | None = None
@@ -331,19 +358,3 @@ class SDXLRecipe:
                 f"--output is {output}, expected the name of a .safetensors file: "
                 f"{self._weights.name} is one"
             )
-
-
-def _objective(weights: Path, config: TrainConfig, device: str) -> DiffusionObjective:
-    return DiffusionObjective(
-        files.schedule(weights, config.prediction_type),
-        timesteps=config.timesteps,
-        shift=config.timestep_shift,
-        min_timestep=config.min_timestep,
-        max_timestep=config.max_timestep,
-        min_snr_gamma=config.min_snr_gamma,
-        noise_offset=config.noise_offset,
-        loss=config.loss,
-        huber_delta=config.huber_delta,
-        huber_schedule=config.huber_schedule,
-        device=device,
-    )

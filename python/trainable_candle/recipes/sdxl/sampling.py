@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 import trainable_candle as tc
-from trainable_candle.errors import ConfigError
+from trainable_candle.errors import ConfigError, NonFiniteError
 from trainable_candle.train.sampler import Guided, Sampler
 
 if TYPE_CHECKING:
@@ -53,13 +53,11 @@ def draw(
 
     Raises:
         ConfigError: the size is no multiple of what the models need.
+        NonFiniteError: a picture has a NaN or an infinity.
     """
     width, height = options.size or size
     factor = vae.downscale
-    if width % factor or height % factor:
-        raise ConfigError(
-            f"sample: the size is {width}x{height} px, expected multiples of {factor}"
-        )
+    require_multiple((width, height), factor)
     state = tc.get_rng_state()
     try:
         pictures = []
@@ -83,6 +81,19 @@ def draw(
     finally:
         tc.set_rng_state(state)
     return np.concatenate(pictures)
+
+
+def require_multiple(size: tuple[int, int], factor: int) -> None:
+    """Check that pictures of a width and height can be drawn.
+
+    Raises:
+        ConfigError: the size is no multiple of what the models need.
+    """
+    width, height = size
+    if width % factor or height % factor:
+        raise ConfigError(
+            f"sample: the size is {width}x{height} px, expected multiples of {factor}"
+        )
 
 
 def _paired(
@@ -126,6 +137,11 @@ def _denoise(
 def _pixels(image: Tensor) -> npt.NDArray[np.uint8]:
     """(n, 3, h, w), -1 to 1 -> (n, h, w, 3), 0 to 255."""
     values = image.permute(0, 2, 3, 1).to("f32").numpy()
+    if not np.isfinite(values).all():
+        raise NonFiniteError(
+            "sample: the picture has values that are no finite numbers; the adapter may be broken "
+            "(`trainable-candle verify` tells), or f16 too narrow for the model"
+        )
     pixels: npt.NDArray[np.uint8] = np.clip(np.rint((values + 1.0) * 127.5), 0, 255).astype(
         np.uint8
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from trainable_candle.train.headers import TensorFacts
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -203,6 +205,20 @@ def _attention(
         yield Piece((layer,), (0,), (context_area,))
     yield Piece(kept=2 * inside + 2 * outside)
     yield Piece((Layer(f"{name}.to_out.0", (width, width)),), (inside,), (area,))
+
+
+def layer_facts(config: Mapping[str, Any]) -> dict[str, TensorFacts]:
+    """The weights of the linear layers and convolutions by name, as a checkpoint's header has them.
+
+    Args:
+        config: of the UNet.
+    """
+    return {
+        f"{layer.name}.weight": TensorFacts("F32", layer.shape)
+        for block in UNetWalk(config, 1, 1, 1).blocks()
+        for piece in block.pieces
+        for layer in piece.layers
+    }
 
 
 def saved_values(

@@ -5,7 +5,10 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
-use super::{AdapterFormat, PartNames};
+use super::{AdapterFormat, PartNames, alpha, peft};
+
+/// Entry with peft's configuration of each part, as diffusers writes and reads it.
+pub(super) const CONFIGURATION: &str = "lora_adapter_metadata";
 
 /// What tools read of a file's header: kohya's minimum (A1111 needs it to tell SDXL), modelspec 1.0.1, and in the formats of
 /// diffusers and peft the configuration, from which they take alphas.
@@ -18,18 +21,18 @@ pub(super) fn entries(
     let mut add = |name: &str, value: String| entries.insert(name.to_owned(), value);
     if let AdapterFormat::Diffusers | AdapterFormat::Peft = format {
         let mut config = Map::new();
-        for (names, _, layers) in parts {
-            for (field, value) in configuration(layers) {
+        for (names, set, layers) in parts {
+            for (field, value) in peft::configuration(set, layers) {
                 let prefixed = format == AdapterFormat::Diffusers && !names.diffusers.is_empty();
                 config.insert(if prefixed { format!("{}.{field}", names.diffusers) } else { field }, value);
             }
         }
-        add("lora_adapter_metadata", Value::Object(config).to_string());
+        add(CONFIGURATION, Value::Object(config).to_string());
     }
     if let Some(base) = parts.iter().find_map(|(names, _, _)| names.base) {
         let config = parts[0].1.config();
         let layer = parts.iter().flat_map(|(_, _, layers)| layers).find(|layer| layer.settings.rank > 0);
-        let (rank, alpha) = layer.map_or((0, 1.0), |l| (l.settings.rank, l.settings.scale * l.settings.rank as f64));
+        let (rank, alpha) = layer.map_or((0, 1.0), |l| (l.settings.rank, alpha::of(l)));
         let kind = parts[0].2.first().map_or("lora", |layer| layer.kind.name);
         let arguments = match kind {
             "lora" => json!({}),
@@ -47,44 +50,11 @@ pub(super) fn entries(
         add("modelspec.architecture", format!("{}/lora", base.architecture));
         add("modelspec.implementation", "https://github.com/Stability-AI/generative-models".into());
         add("modelspec.title", title.into());
-        add("modelspec.resolution", base.resolution.into());
+        add("modelspec.resolution", format!("{0}x{0}", base.resolution));
     }
     entries
 }
 
 fn python_bool(value: bool) -> &'static str {
     if value { "True" } else { "False" }
-}
-
-/// peft's configuration of a part. Ranks and alphas are each layer's own, with the scale alpha / r.
-fn configuration(layers: &[AdaptedLayer<'_>]) -> Vec<(String, Value)> {
-    let alpha = |layer: &AdaptedLayer<'_>| layer.settings.scale * layer.settings.rank as f64;
-    let Some(first) = layers.first() else { return Vec::new() };
-    let mut ranks = Map::new();
-    let mut alphas = Map::new();
-    for layer in layers {
-        if layer.settings.rank != first.settings.rank {
-            ranks.insert(layer.name.to_owned(), json!(layer.settings.rank));
-        }
-        if (alpha(layer) - alpha(first)).abs() > 1e-9 {
-            alphas.insert(layer.name.to_owned(), json!(alpha(layer)));
-        }
-    }
-    let targets: Vec<&str> = layers.iter().map(|layer| layer.name).collect();
-    let mut fields = vec![
-        ("r", json!(first.settings.rank)),
-        (if matches!(first.kind.name, "lora" | "dora") { "lora_alpha" } else { "alpha" }, json!(alpha(first))),
-        ("target_modules", json!(targets)),
-        ("rank_pattern", Value::Object(ranks)),
-        ("alpha_pattern", Value::Object(alphas)),
-    ];
-    if let "lora" | "dora" = first.kind.name {
-        fields.push(("lora_dropout", json!(first.settings.dropout)));
-        fields.push(("use_dora", json!(first.kind.name == "dora")));
-        fields.push(("use_rslora", json!(false)));
-        fields.push(("peft_type", json!("LORA")));
-    } else {
-        fields.push(("peft_type", json!(first.kind.name.to_uppercase())));
-    }
-    fields.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }

@@ -3,10 +3,12 @@
 //! One file may hold several parts of a pipeline (a UNet and its text encoders). [`PartNames`] says what tools call a part and
 //! its layers; reading accepts every style that is known, whatever the format.
 
+mod alpha;
 mod magnitude;
 mod metadata;
 mod modules;
 mod names;
+mod peft;
 mod read;
 mod verify;
 mod write;
@@ -26,7 +28,8 @@ pub enum AdapterFormat {
     Kohya,
     /// `unet.down_blocks.1.….lora_A.weight` (diffusers).
     Diffusers,
-    /// `base_model.model.LAYER.lora_A.weight` (peft); one part.
+    /// `base_model.model.LAYER.lora_A.weight` (peft); one part. Written to a folder, it is what `PeftModel.from_pretrained` loads:
+    /// `adapter_model.safetensors` and `adapter_config.json`.
     Peft,
     /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's own names).
     ComfyUi,

@@ -3,9 +3,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-use trainable_candle_core::{Device, Error, Result, Tensor};
-use trainable_candle_nn::adapter::LoraConfig;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_nn::adapter::LayerValues;
 
+use super::{metadata, peft};
 use crate::tensor_file::TensorFile;
 
 /// The adapter of one module.
@@ -22,6 +23,8 @@ pub(super) struct Contents {
     pub modules: BTreeMap<String, Stored>,
     pub others: Vec<String>,
     pub metadata: HashMap<String, String>,
+    /// peft's configuration, in the header or in a file beside.
+    config: Option<serde_json::Value>,
 }
 
 const ALPHA: &str = "alpha";
@@ -60,14 +63,25 @@ const ENDINGS: [(&str, &str); 26] = [
 const TUCKER: [&str; 4] = [".lora_mid.weight", ".hada_t1", ".hada_t2", ".lokr_t2"];
 
 impl Contents {
-    /// Read the file at `path`.
+    /// Read the file at `path`, or peft's in that folder.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if it is no safetensors file, an alpha is no number, or a module has the Tucker form.
+    /// [`Error::WeightsFormat`] if it is no safetensors file or has no tensors, an alpha is no number, or a module has the Tucker
+    /// form; [`Error::Config`] if the configuration beside it is no JSON.
     pub(super) fn read(path: &Path) -> Result<Self> {
+        let path = &peft::file_to_read(path);
         let mut file = TensorFile::open(path)?;
-        let mut contents = Self { modules: BTreeMap::new(), others: Vec::new(), metadata: file.metadata() };
-        for key in file.names() {
+        let metadata = file.metadata();
+        let config = match metadata.get(metadata::CONFIGURATION).and_then(|text| serde_json::from_str(text).ok()) {
+            Some(config) => Some(config),
+            None => peft::read_config_beside(path)?,
+        };
+        let mut contents = Self { modules: BTreeMap::new(), others: Vec::new(), metadata, config };
+        let names = file.names();
+        if names.is_empty() {
+            return Err(Error::weights(path, "no adapter file: it has no tensors"));
+        }
+        for key in names {
             if let Some(ending) = TUCKER.iter().find(|ending| key.ends_with(*ending)) {
                 return Err(Error::weights(
                     path,
@@ -103,22 +117,22 @@ impl Contents {
         Ok(contents)
     }
 
-    /// The scale of a layer by the configuration in the metadata, for files without alphas.
+    /// The scale of a layer by the configuration, for files without alphas.
     pub(super) fn configured_scale(&self, part: &str, layer: &str) -> Option<f64> {
-        let json: serde_json::Value = serde_json::from_str(self.metadata.get("lora_adapter_metadata")?).ok()?;
-        let get = |name: &str| json.get(format!("{part}.{name}")).or_else(|| json.get(name));
-        let mut config = LoraConfig {
-            r: usize::try_from(get("r")?.as_u64()?).ok()?,
-            lora_alpha: get("lora_alpha")?.as_f64()?,
-            use_rslora: get("use_rslora").and_then(serde_json::Value::as_bool).unwrap_or(false),
-            ..LoraConfig::default()
-        };
-        for (name, rank) in get("rank_pattern").and_then(|v| v.as_object()).into_iter().flatten() {
-            config.rank_pattern.insert(name.clone(), usize::try_from(rank.as_u64()?).ok()?);
-        }
-        for (name, alpha) in get("alpha_pattern").and_then(|v| v.as_object()).into_iter().flatten() {
-            config.alpha_pattern.insert(name.clone(), alpha.as_f64()?);
-        }
-        Some(config.settings(layer).ok()?.scale)
+        peft::configured_scale(self.config.as_ref()?, part, layer)
     }
+}
+
+/// The first parameter with an element that is no finite number.
+///
+/// # Errors
+/// Those of the conversion.
+pub(super) fn non_finite(values: &LayerValues) -> Result<Option<&str>> {
+    for (name, value) in &values.parameters {
+        let elements = value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?;
+        if elements.iter().any(|x| !x.is_finite()) {
+            return Ok(Some(name));
+        }
+    }
+    Ok(None)
 }

@@ -11,8 +11,8 @@ pub struct BaseModel {
     pub version: &'static str,
     /// `modelspec.architecture` without `/lora`: `stable-diffusion-xl-v1-base`.
     pub architecture: &'static str,
-    /// `modelspec.resolution`: `1024x1024`.
-    pub resolution: &'static str,
+    /// Height and width in pixels of the pictures that it was made for: 1024 is `modelspec.resolution` `1024x1024`.
+    pub resolution: usize,
 }
 
 /// The name of a layer in the original checkpoint, if it has one.
@@ -72,6 +72,18 @@ impl PartNames {
     /// Whether this is the part that makes pictures, not one that reads text.
     pub(super) fn is_denoiser(&self) -> bool {
         self.kohya == "lora_unet"
+    }
+
+    /// Whether `prefix`, with which a key begins, is this part's.
+    pub(super) fn begins(&self, prefix: &str) -> bool {
+        let kohya = prefix == "lycoris_" && self.is_denoiser()
+            || prefix
+                .strip_suffix('_')
+                .is_some_and(|name| name == self.kohya || self.kohya.strip_suffix('1') == Some(name));
+        let dotted = prefix.strip_suffix('.').unwrap_or_default();
+        kohya
+            || dotted == self.diffusers && !dotted.is_empty()
+            || self.comfyui.is_some_and(|name| prefix.starts_with(name) || name.starts_with(prefix))
     }
 
     /// The name of a layer in a style, if it has one.

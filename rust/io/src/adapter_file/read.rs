@@ -1,14 +1,14 @@
 //! Reading adapter files of any format.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_nn::adapter::{AdapterSet, LayerValues};
 use trainable_candle_nn::{Base, Layer};
 
-use super::modules::{Contents, Stored};
-use super::{PartNames, Style, magnitude};
+use super::modules::{Contents, Stored, non_finite};
+use super::{PartNames, Style, alpha, magnitude, peft};
 
 /// A part that a file may hold adapters for.
 #[derive(Clone, Copy)]
@@ -59,14 +59,17 @@ fn part_prefix(key: &str) -> Option<&'static str> {
     PART_PREFIXES.iter().find(|prefix| key.starts_with(*prefix)).copied()
 }
 
-/// The adapters that the file at `path` has for each of `parts`, under the layers' own names. Modules of other parts are left out.
+/// The adapters that the file at `path`, or peft's in that folder, has for each of `parts`, under the layers' own names. Modules of
+/// other parts are left out.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`] if it is no adapter file, has nothing for any of the parts, or names layers that a part does not have.
+/// [`Error::WeightsFormat`] if it is no adapter file, has nothing for any of the parts, names layers that a part does not have, or
+/// holds numbers that are not finite.
 pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeMap<String, LayerValues>>> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (p.names, p.layers.iter().map(|(n, _)| n.as_str()).collect())));
     let divided = contents.metadata.get(magnitude::MARK.0).is_some_and(|mark| mark == magnitude::MARK.1);
+    let trained = alpha::trained(&contents.metadata);
     let mut found: Vec<BTreeMap<String, LayerValues>> = parts.iter().map(|_| BTreeMap::new()).collect();
     let mut lost: Vec<&String> = Vec::new();
     for (module, stored) in &contents.modules {
@@ -76,8 +79,16 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
         };
         let base = parts[part].layers.iter().find(|(name, _)| name == layer).map(|(_, l)| l.base());
         let Some(base) = base else { continue };
-        let values = values(stored, &base, divided, || contents.configured_scale(parts[part].names.diffusers, layer))
+        let configured = || contents.configured_scale(parts[part].names.diffusers, layer);
+        let values = values(stored, &base, divided, trained.get(module).copied(), configured)
             .map_err(|e| Error::weights(path, format!("{module}: {e}")))?;
+        if let Some(name) = non_finite(&values)? {
+            let cure = "the training that made the file has diverged, or the file is damaged";
+            return Err(Error::weights(
+                path,
+                format!("{module}.{name} has elements that are no finite numbers; {cure}"),
+            ));
+        }
         if found[part].insert(layer.to_owned(), values).is_some() {
             return Err(Error::weights(path, format!("the layer {layer} is in the file under two names")));
         }
@@ -89,20 +100,45 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     let nothing = found.iter().all(BTreeMap::is_empty);
     let wrong: Vec<&String> = lost.into_iter().chain(&contents.others).filter(|key| nothing || strange(key)).collect();
     if nothing || !wrong.is_empty() {
-        return Err(Error::weights(path, mismatch(contents.modules.len(), &wrong)));
+        let asked: Vec<&PartNames> = parts.iter().map(|part| part.names).collect();
+        return Err(Error::weights(path, mismatch(&contents, &asked, &wrong)));
     }
     Ok(found)
 }
 
-fn mismatch(modules: usize, strange: &[&String]) -> String {
-    let shown: Vec<&str> = strange.iter().take(3).map(|key| key.as_str()).collect();
+/// So many keys among others that fit are foreign ones; more mean that the file is for another model.
+const FOREIGN: usize = 3;
+
+/// What is wrong with a file that has the keys `wrong` for none of the parts `asked` for.
+fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> String {
+    let list = |keys: &[&String]| keys.iter().take(3).map(|key| key.as_str()).collect::<Vec<_>>().join(", ");
+    let modules = contents.modules.len();
     if modules == 0 {
-        return format!("no adapter file: none of its tensors is a parameter of an adapter ({})", shown.join(", "));
+        return format!("no adapter file: none of its tensors is a parameter of an adapter ({})", list(wrong));
+    }
+    let lost = wrong.iter().filter(|key| contents.modules.contains_key(**key)).count();
+    let prefixes: BTreeSet<Option<&str>> = contents.modules.keys().map(|key| part_prefix(key)).collect();
+    let is_asked = |prefix: &str| asked.iter().any(|names| names.begins(prefix));
+    if lost == modules && prefixes.iter().all(|prefix| prefix.is_some_and(|prefix| !is_asked(prefix))) {
+        let there: Vec<&str> = prefixes.into_iter().flatten().collect();
+        let parts: Vec<&str> = asked.iter().map(|names| names.diffusers).collect();
+        return format!(
+            "it has no adapter for the {}: all of its {modules} modules are of another part ({})",
+            parts.join(" and "),
+            there.join(", ")
+        );
+    }
+    if wrong.len() <= FOREIGN && lost < modules {
+        return format!(
+            "the model has nothing for {} of the file's keys ({}), while its other {} modules fit; remove them from the file",
+            wrong.len(),
+            list(wrong),
+            modules - lost
+        );
     }
     format!(
-        "the model has no layer for {} of the file's {modules} modules ({}); the adapter is for another model",
-        strange.len(),
-        shown.join(", ")
+        "the model has no layer for {lost} of the file's {modules} modules ({}); the adapter is for another model",
+        list(wrong)
     )
 }
 
@@ -111,6 +147,7 @@ fn values(
     stored: &Stored,
     base: &Base<'_>,
     divided: bool,
+    trained: Option<f64>,
     configured: impl Fn() -> Option<f64>,
 ) -> Result<LayerValues> {
     let mut values = LayerValues { parameters: BTreeMap::new(), scale: 1.0 };
@@ -121,6 +158,11 @@ fn values(
     }
     if let rank @ 1.. = values.rank()? {
         values.scale = stored.alpha.map(|alpha| alpha / rank as f64).or_else(configured).unwrap_or(1.0);
+        if let Some(alpha) = trained {
+            alpha::to_trained(&mut values, rank, alpha)?;
+        }
+    } else if let (None, Some(scale)) = (stored.alpha, configured()) {
+        peft::unfold(&mut values, scale)?;
     }
     if stored.parameters.contains_key("dora_scale")
         && let Some(scale) = values.parameters.get("lora_magnitude_vector.weight")

@@ -1,14 +1,14 @@
 //! What other tools would make of an adapter file, told from its keys alone.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use trainable_candle_core::{DType, Result};
 use trainable_candle_nn::adapter::LayerValues;
 
-use super::modules::Contents;
-use super::read::places;
-use super::{PartNames, Style};
+use super::modules::{Contents, non_finite};
+use super::read::{Place, places};
+use super::{PartNames, Style, alpha};
 
 /// A part of a model without its weights: what tools call it, and its layers with the shapes of their weights in files.
 pub struct Outline {
@@ -39,7 +39,7 @@ pub struct ModuleReport {
     pub kind: Option<&'static str>,
     /// Its rank, 0 if nothing is decomposed.
     pub rank: usize,
-    /// The factor that tools apply: alpha / rank, 1 without an alpha.
+    /// The factor that tools apply: alpha / rank by the file or its configuration, 1 without both.
     pub scale: f64,
     /// Whether a factor is zero everywhere.
     pub zero: bool,
@@ -55,7 +55,7 @@ pub struct Report {
     pub modules: Vec<ModuleReport>,
     /// Keys that are no parameter of an adapter.
     pub others: Vec<String>,
-    /// Remarks about the header.
+    /// Remarks about the file as a whole.
     pub remarks: Vec<String>,
 }
 
@@ -88,18 +88,24 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
             scale: 1.0,
         };
         let (kind, rank) = (values.kind().ok(), values.rank().unwrap_or(0));
-        let scale = stored.alpha.filter(|_| rank > 0).map_or(1.0, |alpha| alpha / rank as f64);
+        let place = places.get(module);
+        let configured =
+            place.and_then(|&(part, layer, _)| contents.configured_scale(parts[part].names.diffusers, layer));
+        let scale = match stored.alpha {
+            _ if rank == 0 => 1.0,
+            Some(alpha) => alpha / rank as f64,
+            None => configured.unwrap_or(1.0),
+        };
         let mut fault = kind.is_none().then(|| "its parameters are no adapter, or not all of one".to_owned());
         let mut zero = false;
         for (name, value) in &stored.parameters {
             let factor = !name.contains("magnitude") && *name != "dora_scale";
             let elements = value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?;
             zero |= factor && elements.iter().all(|x| *x == 0.0);
-            if elements.iter().any(|x| !x.is_finite()) {
-                fault.get_or_insert(format!("{name} has elements that are no finite numbers"));
-            }
         }
-        let place = places.get(module);
+        if let Some(name) = non_finite(&values)? {
+            fault.get_or_insert(format!("{name} has elements that are no finite numbers"));
+        }
         if let Some(&(part, layer, _)) = place {
             let shape = &parts[part].layers[layer];
             if let (None, Some(wrong)) = (&fault, misfit(&values, shape)) {
@@ -121,7 +127,9 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
             }),
         });
     }
-    let remarks = remarks(&contents, parts);
+    let mut remarks = remarks(&contents, parts);
+    remarks.extend(unread_scales(&contents, &modules));
+    remarks.extend((0..parts.len()).filter_map(|part| misread_alphas(&contents, &places, part)));
     Ok(Report { modules, others: contents.others, remarks })
 }
 
@@ -186,13 +194,41 @@ fn ignored_by(
     ignored
 }
 
+/// diffusers takes the most common alpha for attention's projections under kohya's names, whatever theirs is.
+fn misread_alphas(contents: &Contents, places: &HashMap<String, Place<'_>>, part: usize) -> Option<String> {
+    let alphas = contents.modules.iter().filter_map(|(module, stored)| {
+        let &(_, layer, style) = places.get(module).filter(|(of, _, _)| *of == part)?;
+        let kohya = matches!(style, Style::KohyaOriginal | Style::Kohya);
+        stored.alpha.filter(|_| kohya && stored.parameters.contains_key("lora_A.weight")).map(|alpha| (layer, alpha))
+    });
+    let alphas: Vec<(&str, f64)> = alphas.collect();
+    let common = alpha::most_common(alphas.iter().map(|(_, alpha)| *alpha))?;
+    let others = alphas.iter().filter(|(layer, alpha)| layer.contains("attn") && !alpha::same(*alpha, common)).count();
+    let remark = || {
+        format!(
+            "diffusers takes the alpha {common} for {others} projections of attention that have another one; \
+             load the file and save it again"
+        )
+    };
+    (others > 0).then(remark)
+}
+
+/// What tools make of modules without an alpha.
+fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String> {
+    let without = |m: &&ModuleReport| contents.modules.get(&m.module).is_some_and(|stored| stored.alpha.is_none());
+    let (configured, unknown): (Vec<_>, Vec<_>) = modules.iter().filter(without).partition(|m| m.scale != 1.0);
+    match (configured.len(), unknown.len()) {
+        (0, 0) => None,
+        (0, unknown) => Some(format!("{unknown} modules have no alpha: tools take the scale 1")),
+        (configured, _) => Some(format!(
+            "the alphas of {configured} modules are in the configuration, which diffusers and peft read; other tools take the scale 1"
+        )),
+    }
+}
+
 /// Remarks about the header.
 fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     let mut remarks = Vec::new();
-    let without = contents.modules.values().filter(|m| m.alpha.is_none()).count();
-    if without > 0 {
-        remarks.push(format!("{without} modules have no alpha: tools take the scale 1"));
-    }
     if let Some(base) = parts.iter().find_map(|part| part.names.base)
         && !contents.metadata.is_empty()
     {

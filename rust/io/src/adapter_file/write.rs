@@ -7,7 +7,8 @@ use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
-use super::{AdapterFormat, PartNames, Style, magnitude, metadata};
+use super::{AdapterFormat, PartNames, Style, alpha, magnitude, metadata, peft};
+use crate::atomic::write_atomically;
 use crate::tensor_writer::save_tensors;
 
 const OP: &str = "save_adapter";
@@ -33,7 +34,9 @@ pub struct Saved {
 }
 
 /// Write the adapters of one part or several to `path`, atomically, with the metadata that tools look for. Alpha / rank is the scale
-/// that was trained with, for rsLoRA too; alphas are beside each layer, in diffusers' format in the header.
+/// that was trained with, for rsLoRA too; alphas are beside each layer, in the formats of diffusers and peft in the header. In
+/// kohya's format all LoRA layers of a part have one alpha, their factors multiplied accordingly. In peft's, a path that is a folder
+/// or has no ending becomes a folder that `PeftModel.from_pretrained` loads: `adapter_model.safetensors` and `adapter_config.json`.
 ///
 /// # Errors
 /// [`Error::Io`] naming the path if it cannot be written, [`Error::Argument`] if the format cannot hold these adapters.
@@ -49,16 +52,22 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
     if format == AdapterFormat::Peft && parts.len() > 1 {
         return Err(Error::argument(OP, "peft's files hold one part; save each by itself, or use another format"));
     }
-    let parts = parts.iter().map(|&(names, set)| Ok((names, set, set.layers()?))).collect::<Result<Vec<_>>>()?;
+    let mut parts = parts.iter().map(|&(names, set)| Ok((names, set, set.layers()?))).collect::<Result<Vec<_>>>()?;
+    let trained = if format == AdapterFormat::Kohya { unify_alphas(&mut parts)? } else { BTreeMap::new() };
     let title = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
     let mut entries = metadata::entries(format, &parts, &title);
+    if !trained.is_empty() {
+        entries.insert(alpha::TRAINED.into(), serde_json::json!(trained).to_string());
+    }
+    let path = &if format == AdapterFormat::Peft { peft::file_to_write(path) } else { path.to_path_buf() };
     let mut tensors = BTreeMap::new();
     let mut saved = Saved { layers: 0, zero: Vec::new() };
-    for (names, _, layers) in &parts {
+    for (names, set, layers) in &parts {
         let style = style(format, names, layers)?;
+        let common = peft::Common::of(set, layers);
         for layer in layers {
             let key = names.key(layer.name, style).ok_or_else(|| unnamed(format, layer.name))?;
-            for (name, value) in file_parameters(format, layer, dtype, &mut entries)? {
+            for (name, value) in file_parameters(format, names, layer, common, dtype, &mut entries)? {
                 if tensors.insert(format!("{key}.{name}"), value).is_some() {
                     return Err(Error::argument(OP, format!("two parts have a layer {key}; save each by itself")));
                 }
@@ -70,8 +79,30 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
         }
     }
     entries.extend(options.metadata.clone());
+    let beside = (format == AdapterFormat::Peft).then(|| peft::config_beside(path)).flatten();
+    if let (Some(_), Some(folder)) = (&beside, path.parent()) {
+        std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
+    }
     save_tensors(path, tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)), &entries)?;
+    if let (Some(config), Some((_, set, layers))) = (beside, parts.first()) {
+        let text = peft::config_text(peft::configuration(set, layers));
+        write_atomically(&config, |file| file.write_all(text.as_bytes()))?;
+    }
     Ok(saved)
+}
+
+/// Give each part one alpha; returns the alphas of the layers that had another, by their names in the file.
+fn unify_alphas(parts: &mut [(&PartNames, &AdapterSet, Vec<AdaptedLayer<'_>>)]) -> Result<BTreeMap<String, f64>> {
+    let mut trained = BTreeMap::new();
+    for (names, _, layers) in parts {
+        let Some(common) = alpha::common(layers) else { continue };
+        let style = style(AdapterFormat::Kohya, names, layers)?;
+        for layer in layers.iter_mut().filter(|layer| !alpha::same(alpha::of(layer), common)) {
+            trained.extend(names.key(layer.name, style).map(|key| (key, alpha::of(layer))));
+            alpha::to_common(layer, common)?;
+        }
+    }
+    Ok(trained)
 }
 
 /// The style of a format. diffusers drops one half of a file that mixes kohya's two, so a part has one.
@@ -105,14 +136,19 @@ fn unnamed(format: AdapterFormat, layer: &str) -> Error {
 /// The entries of one layer with the endings of the format.
 fn file_parameters(
     format: AdapterFormat,
+    names: &PartNames,
     layer: &AdaptedLayer<'_>,
+    common: peft::Common,
     dtype: DType,
     entries: &mut BTreeMap<String, String>,
 ) -> Result<Vec<(&'static str, Tensor)>> {
-    let rank = layer.settings.rank;
-    let undecomposed = !layer.parameters.iter().any(|(name, _)| layer.kind.ranked.contains(name));
-    // Readers take the scale 1 where nothing has a rank.
-    let fold = if undecomposed { layer.settings.scale } else { 1.0 };
+    let undecomposed = !peft::has_rank(layer);
+    let fold = match format {
+        _ if !undecomposed => 1.0,
+        AdapterFormat::Peft => common.fold(layer),
+        // Other readers take the scale 1 where nothing has a rank.
+        _ => layer.settings.scale,
+    };
     let rounded: BTreeMap<&str, Tensor> = layer
         .parameters
         .iter()
@@ -138,6 +174,8 @@ fn file_parameters(
                 dims[0] = layer.base.rows();
                 ("dora_scale", divided.reshape(dims)?.to_dtype(dtype)?)
             }
+            // transformers 5 hands text encoders' keys to the model as they are; peft completes its own name for the others.
+            ("lora_magnitude_vector.weight", AdapterFormat::Diffusers) if !names.is_denoiser() => (*name, value),
             ("lora_magnitude_vector.weight", _) => ("lora_magnitude_vector", value),
             ("dora_scale", AdapterFormat::Peft | AdapterFormat::Diffusers) => {
                 return Err(Error::argument(
@@ -148,13 +186,14 @@ fn file_parameters(
                     ),
                 ));
             }
-            ("lokr_w1", _) => ("lokr_w1", value.mul_scalar(fold)?),
+            (peft::FOLDED, _) => (peft::FOLDED, value.mul_scalar(fold)?),
             (name, _) => (name, value),
         });
     }
-    // diffusers refuses a file with a key that does not contain "lora", and takes alphas from the header.
-    if format != AdapterFormat::Diffusers {
-        let alpha = if undecomposed { 1.0 } else { layer.settings.scale * rank as f64 };
+    // diffusers refuses a file with a key that does not contain "lora", to peft an alpha is an unexpected key; both have a
+    // configuration for it.
+    if !matches!(format, AdapterFormat::Diffusers | AdapterFormat::Peft) {
+        let alpha = if undecomposed { 1.0 } else { alpha::of(layer) };
         found.push(("alpha", Tensor::new(alpha as f32, &Device::Cpu)?));
     }
     Ok(found)

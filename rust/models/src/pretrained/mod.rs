@@ -132,12 +132,7 @@ impl Pretrained {
             (None, None) if choice.config.is_some() => {
                 Ok(Self { path: path.to_path_buf(), config: None, weights, original: None })
             }
-            (None, None) => Err(Error::weights(
-                path,
-                format!(
-                    "there is no {CONFIG} beside this file, which is no original checkpoint that holds this model either"
-                ),
-            )),
+            (None, None) => Err(Error::weights(path, not_found(&file, component))),
         }
     }
 
@@ -163,7 +158,7 @@ impl Pretrained {
     }
 
     /// The configuration of a `component`: `read` from `config.json`, or of an original checkpoint, `deduce`d from the shapes and,
-    /// if there is one, the configuration that lies where a pipeline would have it, beside the file.
+    /// if there is one, the configuration in its header, or that lies where a pipeline would have it, beside the file.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read, [`Error::Config`] naming what is wrong with the configuration.
@@ -189,10 +184,14 @@ impl Pretrained {
                 })
             }
             (None, Some((part, prefix))) => {
+                let files = WeightFiles::open(&self.weights)?;
+                let written =
+                    files.metadata().get(&config_entry(part.subfolder)).map(|text| serde_json::from_str(text));
                 let beside = self.path.with_file_name(part.subfolder).join(CONFIG);
-                // A folder of that name may be another model's: what does not fit is as if it were not there.
-                let beside = parse(&beside).and_then(|map| read(&map)).ok();
-                deduce(&WeightFiles::open(&self.weights)?, prefix, beside)
+                // Either may be another model's: what does not fit is as if it were not there.
+                let known =
+                    written.and_then(|map| map.ok()).or_else(|| parse(&beside).ok()).and_then(|map| read(&map).ok());
+                deduce(&files, prefix, known)
             }
             (None, None) => Err(Error::weights(&self.path, format!("there is no {CONFIG}"))),
         }
@@ -235,6 +234,34 @@ impl Pretrained {
 fn parse<C: DeserializeOwned>(path: &Path) -> Result<C> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, e))?;
     serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: {e}", path.display())))
+}
+
+/// Keys of checkpoints that are not supported or hold another part, and what they are.
+const RECOGNISED: [(&str, &str); 9] = [
+    ("cond_stage_model.transformer.", "a checkpoint of Stable Diffusion 1, which is not supported; SDXL's are"),
+    ("cond_stage_model.model.", "a checkpoint of Stable Diffusion 2, which is not supported; SDXL's are"),
+    ("model.diffusion_model.joint_blocks.", "a checkpoint of Stable Diffusion 3, which is not supported; SDXL's are"),
+    ("model.diffusion_model.double_blocks.", "a checkpoint of Flux, which is not supported; SDXL's are"),
+    ("double_blocks.", "a checkpoint of Flux, which is not supported; SDXL's are"),
+    ("lora_unet_", "an adapter, not a model"),
+    ("model.diffusion_model.", "a checkpoint without this model"),
+    ("down_blocks.", "the weights of a UNet from a pipeline's folder"),
+    ("decoder.up_blocks.", "the weights of an autoencoder from a pipeline's folder"),
+];
+
+/// What a file is in which a `component` was not found.
+fn not_found(file: &TensorFile, component: &Component) -> String {
+    let names = file.names();
+    let there = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
+    let what =
+        RECOGNISED.iter().find(|(prefix, _)| there(prefix)).map_or("no original checkpoint with this model", |k| k.1);
+    let wanted = component.class_names.join(" or ");
+    format!("there is no {wanted} in this file and no {CONFIG} beside it: the file is {what}")
+}
+
+/// The entry of an original checkpoint's header with the configuration of the model that a pipeline has in `subfolder`.
+fn config_entry(subfolder: &str) -> String {
+    format!("trainable_candle.config.{subfolder}")
 }
 
 /// The class that a configuration names.

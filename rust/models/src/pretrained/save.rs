@@ -7,8 +7,8 @@ use std::path::Path;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::{TensorEntry, WeightFiles, save_entries, write_atomically};
 
-use super::CONFIG;
 use super::layout::{Form, Layout};
+use super::{CONFIG, config_entry};
 use crate::Model;
 
 /// Write `config.json` and the weights of `model` to `folder`, which is made if need be, under the names that diffusers and
@@ -26,7 +26,8 @@ pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
 }
 
 /// Write `models`, each with the folder that it would have in a pipeline, to one file under the names of the original checkpoints,
-/// converted to `dtype` if one is given. All else is taken from the checkpoint `base`, if there is one, as it is.
+/// converted to `dtype` if one is given. All else is taken from the checkpoint `base`, if there is one, as it is. The header holds
+/// their configurations, which the names and shapes do not tell whole.
 ///
 /// # Errors
 /// [`Error::Argument`] if a model has no place in such a file, [`Error::Io`] naming what cannot be read or written.
@@ -77,6 +78,9 @@ pub fn save_checkpoint(
             let values = Box::new(move || base.borrow_mut().read(&read, None, &Device::Cpu));
             all.push(TensorEntry { name, shape: shape.to_vec(), dtype, values });
         }
+    }
+    for &(subfolder, model) in models {
+        metadata.insert(config_entry(subfolder), model.config_json()?);
     }
     save_entries(path, all, &metadata)
 }

@@ -144,6 +144,12 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, beside: Option<UNetConfi
             .and_then(|dims| dims.get(dim).copied())
             .ok_or_else(|| untold(&format!("the size of {key}")))
     };
+    if shape("input_blocks.0.0.weight".to_owned()).is_some() && shape("label_emb.0.0.weight".to_owned()).is_none() {
+        return Err(Error::Config(format!(
+            "{}: the UNet has no {prefix}label_emb, which takes SDXL's sizes: it is of Stable Diffusion 1 or 2, which are not supported",
+            files.path().display()
+        )));
+    }
     let depth = |block: &str| {
         (0..).take_while(|i| shape(format!("{block}.1.transformer_blocks.{i}.norm1.weight")).is_some()).count()
     };

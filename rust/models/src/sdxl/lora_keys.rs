@@ -13,7 +13,10 @@ use crate::{Choice, Pretrained};
 
 /// SDXL as metadata of adapter files names it.
 pub(crate) const BASE: BaseModel =
-    BaseModel { version: "sdxl_base_v1-0", architecture: "stable-diffusion-xl-v1-base", resolution: "1024x1024" };
+    BaseModel { version: "sdxl_base_v1-0", architecture: "stable-diffusion-xl-v1-base", resolution: 1024 };
+
+/// Pixels along one side of a picture for each of the latents.
+const DOWNSCALE: usize = 8;
 
 /// The names of the UNet's layers. kohya's trainers write the original checkpoint's.
 pub fn names(config: &UNetConfig) -> PartNames {
@@ -22,7 +25,7 @@ pub fn names(config: &UNetConfig) -> PartNames {
         diffusers: "unet",
         kohya: "lora_unet",
         comfyui: Some("diffusion_model"),
-        base: Some(BASE),
+        base: Some(BaseModel { resolution: DOWNSCALE * config.sample_size, ..BASE }),
         original: Arc::new(move |layer| {
             let parameter = keys::original_name(&format!("{layer}.weight"), &config)?;
             parameter.strip_suffix(".weight").map(str::to_owned)

@@ -3,6 +3,7 @@
 use std::sync::{PoisonError, RwLock};
 
 use trainable_candle_core::checkpoint::Policy;
+use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::{PartNames, WeightFiles};
 use trainable_candle_nn::{Conv2d, GroupNorm, Module, Visitor, Weights};
@@ -13,6 +14,8 @@ use super::{UNetConfig, keys, lora_keys};
 use crate::layers::{Sinusoids, TimestepEmbedding, conv3x3};
 use crate::pretrained::{Component, Layout, Pretrained};
 use crate::registry::{Model, json_text};
+
+const OP: &str = "SDXLUNet";
 
 /// SDXL's UNet (Podell et al. 2023, arXiv:2307.01952), computing what diffusers' `UNet2DConditionModel` computes, under its names.
 pub struct SDXLUNet {
@@ -106,7 +109,8 @@ impl SDXLUNet {
     /// channels, in the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the configuration or one another.
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or there is no token; [`Error::DType`] if `sample`
+    /// is not floating-point; [`Error::Argument`] if a timestep in host memory is no finite number.
     pub fn forward(&self, sample: &Tensor, timestep: &Tensor, conditions: UNetConditions<'_>) -> Result<Tensor> {
         let batch = self.check(sample, timestep, conditions)?;
         let dtype = self.dtype();
@@ -143,20 +147,25 @@ impl SDXLUNet {
     /// The batch size, if everything fits.
     fn check(&self, sample: &Tensor, timestep: &Tensor, conditions: UNetConditions<'_>) -> Result<usize> {
         let misfit = |name: &str, found: &Tensor, expected: String| {
-            Err(Error::shape("SDXLUNet", format!("{name} has shape {:?}, expected {expected}", found.dims())))
+            Err(Error::shape(OP, format!("{name} has shape {:?}, expected {expected}", found.dims())))
         };
         let channels = self.config.in_channels;
         let batch = match *sample.dims() {
             [batch, c, height, width] if c == channels && height > 0 && width > 0 => batch,
             _ => return misfit("sample", sample, format!("(B, {channels}, H, W)")),
         };
+        if !is_float(sample.dtype()) {
+            let found = sample.dtype().as_str();
+            return Err(Error::dtype(OP, format!("sample is {found}, expected floating-point latents")));
+        }
         if !(timestep.dims().is_empty() || matches!(*timestep.dims(), [n] if n == 1 || n == batch)) {
             return misfit("timestep", timestep, format!("({batch},), (1,) or ()"));
         }
         let UNetConditions { encoder_hidden_states, text_embeds, time_ids } = conditions;
         let width = self.config.cross_attention_dim[0];
-        if !matches!(*encoder_hidden_states.dims(), [b, _, w] if b == batch && w == width) {
-            return misfit("encoder_hidden_states", encoder_hidden_states, format!("({batch}, L, {width})"));
+        if !matches!(*encoder_hidden_states.dims(), [b, tokens, w] if b == batch && w == width && tokens > 0) {
+            let expected = format!("({batch}, L, {width}) with at least one token");
+            return misfit("encoder_hidden_states", encoder_hidden_states, expected);
         }
         let expected = [("text_embeds", text_embeds, self.config.pooled_dim()), ("time_ids", time_ids, TIME_IDS)];
         for (name, tensor, width) in expected {
@@ -164,8 +173,20 @@ impl SDXLUNet {
                 return misfit(name, tensor, format!("({batch}, {width})"));
             }
         }
+        check_finite(timestep)?;
         Ok(batch)
     }
+}
+
+/// Refuse a time that is no number. On a GPU it is not looked at: the host would wait for it.
+fn check_finite(timestep: &Tensor) -> Result<()> {
+    if !timestep.device().is_cpu() {
+        return Ok(());
+    }
+    let times = timestep.detach().to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?;
+    times.iter().find(|time| !time.is_finite()).map_or(Ok(()), |time| {
+        Err(Error::argument(OP, format!("the timestep is {time}, expected a number from 0 (clean) to 999 (noise)")))
+    })
 }
 
 impl Module for SDXLUNet {

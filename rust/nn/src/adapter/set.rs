@@ -29,6 +29,10 @@ impl Member {
     const fn base(&self) -> Base<'_> {
         Base { weight: &self.weight, bias: self.bias.as_ref(), operation: self.operation }
     }
+
+    fn has_rank(&self) -> bool {
+        self.parameters.iter().any(|(name, _)| self.kind.ranked.contains(name))
+    }
 }
 
 /// An adapter that is about to be attached.
@@ -163,7 +167,7 @@ impl AdapterSet {
     fn build(config: LoraConfig, planned: Vec<Planned<'_>>) -> Result<Self> {
         if let Some(taken) = planned.iter().find(|p| p.layer.slot().get().is_some()) {
             return Err(Error::Config(format!(
-                "add_adapter: {} already has an adapter; call remove_adapter() or merge_adapter() first",
+                "add_adapter: {} already has an adapter; call remove_adapter() first",
                 taken.name
             )));
         }
@@ -255,6 +259,7 @@ impl AdapterSet {
     /// [`Error::Config`] naming what is missing or unexpected, or a scale that differs; [`Error::Shape`] if a shape differs. Nothing
     /// is changed then.
     pub fn load(&self, values: &BTreeMap<String, LayerValues>) -> Result<()> {
+        self.check_sizes(values)?;
         let here: Vec<String> = self.named_vars().into_iter().map(|(name, _)| name).collect();
         let there: Vec<String> = values
             .iter()
@@ -274,14 +279,6 @@ impl AdapterSet {
         let mut updates = Vec::new();
         for member in &self.members {
             let given = &values[&member.name];
-            let (there, here) = (given.scale, member.settings.scale);
-            if (there - here).abs() > 1e-4 * here.abs() {
-                return Err(Error::Config(format!(
-                    "load_adapter: {} was trained with scale {there} (alpha / rank), this adapter has {here}; give \
-                     add_adapter the same lora_alpha and r",
-                    member.name
-                )));
-            }
             let loaded = in_memory(&member.name, member.kind, &member.base(), &given.parameters)?;
             for ((name, value), (_, var)) in loaded.into_iter().zip(&member.parameters) {
                 if value.dims() != var.dims() {
@@ -300,6 +297,43 @@ impl AdapterSet {
         }
         for (var, value) in updates {
             var.set(&value.to_dtype(var.dtype())?)?;
+        }
+        Ok(())
+    }
+
+    /// Check that kinds, ranks and scales are those of the layers that both have.
+    fn check_sizes(&self, values: &BTreeMap<String, LayerValues>) -> Result<()> {
+        for member in &self.members {
+            let Some(given) = values.get(&member.name) else { continue };
+            let (kind, rank) = (given.kind().map_err(|e| at_layer(&member.name, e))?, given.rank()?);
+            let cure = |found: &str, asked: &str| {
+                Err(Error::Config(format!(
+                    "load_adapter: {}: the file has {found}, this adapter is {asked}",
+                    member.name
+                )))
+            };
+            if kind.name != member.kind.name {
+                let found = format!("a \"{}\"", kind.name);
+                let asked =
+                    format!("a \"{}\"; make it with adapter=\"{1}\" (--adapter {1})", member.kind.name, kind.name);
+                return cure(&found, &asked);
+            }
+            let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
+            if (rank == 0) != (own_rank == 0) {
+                // Other parameters, which are told by name.
+                continue;
+            }
+            let (there, here) = (given.scale, member.settings.scale);
+            if rank != own_rank || (there - here).abs() > 1e-4 * here.abs() {
+                let divisor = |rank: usize| rank.max(1) as f64;
+                let (alpha, own_alpha) = (rounded(there * divisor(rank)), rounded(here * divisor(own_rank)));
+                let found = format!("rank {rank} and alpha {alpha}");
+                let asked = format!(
+                    "of rank {own_rank} and alpha {own_alpha}; make it with r={rank} and lora_alpha={alpha} \
+                     (--rank {rank} --alpha {alpha})"
+                );
+                return cure(&found, &asked);
+            }
         }
         Ok(())
     }
@@ -347,6 +381,11 @@ fn in_memory(
             Ok((name, value.to_dtype(trainable_candle_core::DType::F32)?))
         })
         .collect()
+}
+
+/// A number as a message shows it: files hold f32.
+fn rounded(number: f64) -> f64 {
+    (number * 1e5).round() / 1e5
 }
 
 /// The error with the name of the layer that it concerns.

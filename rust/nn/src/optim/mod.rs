@@ -15,7 +15,8 @@
 //! # Ok::<(), trainable_candle_core::Error>(())
 //! ```
 //!
-//! Every optimizer is a [`Stepper`] over a [`Rule`]; a new one is a file with a rule. All take f32, f16 and bf16 variables
+//! Every optimizer is a [`Stepper`] over a [`Rule`] (or holds one, where a step needs something of all variables together); a
+//! new one is a file with a rule. All take f32, f16 and bf16 variables
 //! (the two short dtypes with f32 master values that the optimizer holds), those with states in full precision also
 //! f64. Variables that share one flat buffer are updated in one pass over it.
 
@@ -26,6 +27,7 @@ mod clip;
 mod ema;
 mod lion;
 mod lion8bit;
+mod prodigy;
 pub mod quant;
 pub mod rule;
 mod scaler;
@@ -42,6 +44,7 @@ pub use clip::{NormType, clip_grad_norm_, grad_norm};
 pub use ema::{EMA, EMAConfig};
 pub use lion::{Lion, LionConfig, LionRule};
 pub use lion8bit::{Lion8bit, Lion8bitConfig, Lion8bitRule};
+pub use prodigy::{Prodigy, ProdigyConfig};
 pub use rule::Rule;
 pub use scaler::{GradScaler, GradScalerConfig};
 pub use schedule::{Decay, Schedule};

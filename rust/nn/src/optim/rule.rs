@@ -25,6 +25,9 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// Whether a variable may be updated in chunks, on several threads.
     const ELEMENTWISE: bool = true;
 
+    /// Whether the update is a step, and not what is left of one that another rule has begun.
+    const COUNTS: bool = true;
+
     /// Checks the ranges of hyper-parameters.
     ///
     /// # Errors
@@ -52,11 +55,13 @@ pub struct Chunk<'a, T> {
     pub grad: &'a [T],
     /// The states in the order of [`Rule::states`]; all zeros before the first step.
     pub states: SmallVec<[StateSlice<'a, T>; 4]>,
+    /// Where the update sees the whole variable: two numbers that it may leave for the optimizer.
+    pub sums: Option<&'a mut [f64; 2]>,
 }
 
 /// A run of one state.
 pub enum StateSlice<'a, T> {
-    /// Numbers: one for each element, row or column.
+    /// Numbers: one for each element, row or column, or for each so many elements.
     Float(&'a mut [T]),
     /// An 8-bit code for each element.
     Codes(&'a mut [u8]),
@@ -86,6 +91,8 @@ pub enum StateKind {
     Rows,
     /// As `Float`, one for each column of the last two dimensions.
     Columns,
+    /// As `Float`, one for the first element and each so many further on, at least 1.
+    Every(usize),
 }
 
 impl StateKind {
@@ -94,6 +101,7 @@ impl StateKind {
         let mut shape = dims.to_vec();
         match (self, shape.as_mut_slice()) {
             (Self::Scales, _) => return vec![dims.iter().product::<usize>().div_ceil(BLOCK_SIZE)],
+            (Self::Every(count), _) => return vec![dims.iter().product::<usize>().div_ceil(count)],
             (Self::Rows, [.., last]) | (Self::Columns, [.., last, _]) => *last = 1,
             _ => {}
         }

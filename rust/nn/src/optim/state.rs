@@ -20,6 +20,8 @@ pub(super) struct Parameter {
     /// None before the first step.
     pub(super) states: SmallVec<[State; 4]>,
     pub(super) master: Option<Master>,
+    /// What the last update left for the optimizer.
+    pub(super) sums: [f64; 2],
 }
 
 pub(super) struct State {
@@ -70,7 +72,7 @@ impl State {
     fn zeros<T: Number>(spec: StateSpec, dims: &[usize]) -> Self {
         let len = spec.kind.dims(dims).iter().product();
         let data = match spec.kind {
-            StateKind::Float | StateKind::Rows | StateKind::Columns => T::zeros(len),
+            StateKind::Float | StateKind::Rows | StateKind::Columns | StateKind::Every(_) => T::zeros(len),
             StateKind::Codes => StateData::U8(vec![0; len]),
             StateKind::Scales => StateData::F32(vec![0.0; len]),
         };
@@ -116,7 +118,7 @@ impl State {
 
 impl Parameter {
     pub(super) fn new(var: Var) -> Self {
-        Self { var, step: 0, states: SmallVec::new(), master: None }
+        Self { var, step: 0, states: SmallVec::new(), master: None, sums: [0.0; 2] }
     }
 
     /// Makes the states if there are none yet.

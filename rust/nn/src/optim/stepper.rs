@@ -11,8 +11,8 @@ use super::state::{self, Parameter};
 use super::update::{self, Item};
 
 /// The states of an optimizer under their names: `INDEX.NAME` for a state of the parameter with that index (counted through
-/// all groups), `INDEX.master` for its f32 master values, `step` (i64) with the steps of each parameter, and `lr` (f64) with
-/// the learning rate of each group. A snapshot: later steps do not change it.
+/// all groups), `INDEX.master` for its f32 master values, `step` (i64) with the steps of each parameter, `lr` (f64) with
+/// the learning rate of each group, and what the optimizer as a whole keeps. A snapshot: later steps do not change it.
 pub type StateDict = BTreeMap<String, Tensor>;
 
 /// What all optimizers can do.
@@ -99,12 +99,12 @@ pub struct ParamGroup<C> {
 /// An optimizer with the arithmetic of `R`.
 pub struct Stepper<R: Rule> {
     id: u64,
-    groups: Vec<Group<R::Config>>,
+    pub(super) groups: Vec<Group<R::Config>>,
 }
 
-struct Group<C> {
-    config: C,
-    parameters: Vec<Parameter>,
+pub(super) struct Group<C> {
+    pub(super) config: C,
+    pub(super) parameters: Vec<Parameter>,
 }
 
 impl<R: Rule> Stepper<R> {
@@ -184,7 +184,8 @@ impl<R: Rule> Stepper<R> {
         self.groups.iter().flat_map(|group| &group.parameters)
     }
 
-    fn step_where(&mut self, wanted: impl Fn(&Var) -> bool) -> Result<()> {
+    /// The variables that have a gradient, of those that are `wanted`.
+    pub(super) fn items(&mut self, wanted: impl Fn(&Var) -> bool) -> Vec<Item<'_, R::Config>> {
         let mut items = Vec::new();
         for Group { config, parameters } in &mut self.groups {
             for parameter in parameters.iter_mut().filter(|p| wanted(&p.var)) {
@@ -193,7 +194,7 @@ impl<R: Rule> Stepper<R> {
                 }
             }
         }
-        update::run::<R>(items)
+        items
     }
 }
 
@@ -211,11 +212,11 @@ impl<R: Rule> Optimizer for Stepper<R> {
     }
 
     fn step_all(&mut self) -> Result<()> {
-        self.step_where(|_| true)
+        update::run::<R>(self.items(|_| true))
     }
 
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        self.step_where(|var| grads.contains(var))?;
+        update::run::<R>(self.items(|var| grads.contains(var)))?;
         self.parameters().filter(|p| grads.contains(&p.var)).try_for_each(|p| p.var.zero_grad())
     }
 

@@ -113,17 +113,18 @@ fn run_direct<R: Rule, T: Number>(
     for item in &mut items {
         let specs = R::states(item.config, item.parameter.var.dims());
         item.parameter.make_states::<T>(&specs);
-        item.parameter.step += 1;
+        item.parameter.step += u64::from(R::COUNTS);
     }
     with_storages::<_, T>(R::NAME, &mut items, |parts, items| {
         let work = items.iter_mut().zip(parts).map(|(item, (param, grad))| {
-            let Parameter { states, step, var, .. } = &mut *item.parameter;
+            let Parameter { states, step, var, sums, .. } = &mut *item.parameter;
             let states = states.iter_mut().map(|state| state.slice()).collect();
-            Work { config: item.config, step: *step, dims: var.dims(), stored: &mut [][..], grad, param, states }
+            let sums = Some(sums);
+            Work { config: item.config, step: *step, dims: var.dims(), stored: &mut [][..], grad, param, states, sums }
         });
         for_each_piece(work.collect(), longest::<R>(), parallel, |work| {
-            let Work { dims, param, grad, states, .. } = work;
-            update(work.config, work.step, Chunk { dims, param, grad, states });
+            let Work { dims, param, grad, states, sums, .. } = work;
+            update(work.config, work.step, Chunk { dims, param, grad, states, sums });
         });
     })
 }
@@ -149,11 +150,11 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
     for item in &mut items {
         let specs = R::states(item.config, item.parameter.var.dims());
         item.parameter.make_states::<f32>(&specs);
-        item.parameter.step += 1;
+        item.parameter.step += u64::from(R::COUNTS);
     }
     with_storages::<_, D>(R::NAME, &mut items, |parts, items| {
         let work = items.iter_mut().zip(parts).map(|(item, (stored, grad))| {
-            let Parameter { states, step, master, var } = &mut *item.parameter;
+            let Parameter { states, step, master, var, sums } = &mut *item.parameter;
             if master.as_ref().is_none_or(|master| master.version != var.version()) {
                 let mut values = vec![0.0; stored.len()];
                 widen(stored, &mut values);
@@ -161,13 +162,15 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
             }
             let param = master.as_mut().map_or(&mut [][..], |master| &mut master.values);
             let states = states.iter_mut().map(|state| state.slice()).collect();
-            Work { config: item.config, step: *step, dims: var.dims(), stored, grad, param, states }
+            let sums = Some(sums);
+            Work { config: item.config, step: *step, dims: var.dims(), stored, grad, param, states, sums }
         });
         for_each_piece(work.collect(), longest::<R>(), parallel, |mut work| {
             let mut grad = SmallVec::<[f32; CHUNK]>::from_elem(0.0, work.grad.len());
             widen(work.grad, &mut grad);
             let states = work.states.iter_mut().map(StateSlice::reborrow).collect();
-            (R::UPDATE)(work.config, work.step, Chunk { dims: work.dims, param: work.param, grad: &grad, states });
+            let chunk = Chunk { dims: work.dims, param: work.param, grad: &grad, states, sums: work.sums };
+            (R::UPDATE)(work.config, work.step, chunk);
             narrow(work.param, work.stored);
         });
     })?;
@@ -190,6 +193,8 @@ struct Work<'a, C, T, D> {
     stored: &'a mut [D],
     grad: &'a [D],
     states: SmallVec<[StateSlice<'a, T>; 4]>,
+    /// None for a part of a variable.
+    sums: Option<&'a mut [f64; 2]>,
 }
 
 /// The most elements that an update gets at a time.
@@ -227,8 +232,9 @@ impl<'a, C, T: Real, D> Work<'a, C, T, D> {
         let (stored, stored_rest) = self.stored.split_at_mut(at.min(self.stored.len()));
         let (grad, grad_rest) = self.grad.split_at(at);
         let (states, states_rest) = self.states.into_iter().map(|state| state.split_at(at)).unzip();
-        let rest = Self { param: param_rest, stored: stored_rest, grad: grad_rest, states: states_rest, ..self };
-        (Self { param, stored, grad, states, ..rest }, rest)
+        let rest =
+            Self { param: param_rest, stored: stored_rest, grad: grad_rest, states: states_rest, sums: None, ..self };
+        (Self { param, stored, grad, states, sums: None, ..rest }, rest)
     }
 }
 

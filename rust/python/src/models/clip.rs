@@ -12,6 +12,7 @@ use crate::arguments::{FilePath, Integer};
 use crate::call::{detached, quick};
 use crate::dtype::DTypeArg;
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Names begin with
@@ -67,8 +68,10 @@ impl CLIPTextModel {
     /// Raises:
     ///     ShapeError: if a text is too long.
     ///     IndexOutOfRangeError: if an id is no token.
-    fn __call__(&self, py: Python<'_>, input_ids: &Tensor) -> Result<TextFeatures> {
-        detached(py, || self.0.forward(&input_ids.0)).map(TextFeatures)
+    fn __call__(&self, py: Python<'_>, input_ids: Given<PyRef<'_, Tensor>>) -> Result<TextFeatures> {
+        let input_ids = input_ids.get("CLIPTextModel", "input_ids")?;
+        let ids = &input_ids.0;
+        detached(py, || self.0.forward(ids)).map(TextFeatures)
     }
 }
 

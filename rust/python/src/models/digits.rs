@@ -13,6 +13,7 @@ use crate::call::{detached, quick};
 use crate::device;
 use crate::dtype::DTypeArg;
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// The demo's image generator: a flow-matching diffusion transformer over pictures of handwritten digits.
@@ -106,7 +107,17 @@ impl DigitsTransformer {
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
     ///     IndexOutOfRangeError: if a label is no class.
-    fn __call__(&self, py: Python<'_>, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<Tensor> {
-        detached(py, || self.0.forward(&sample.0, &timestep.0, &class_labels.0)).map(Tensor)
+    fn __call__(
+        &self,
+        py: Python<'_>,
+        sample: Given<PyRef<'_, Tensor>>,
+        timestep: Given<PyRef<'_, Tensor>>,
+        class_labels: Given<PyRef<'_, Tensor>>,
+    ) -> Result<Tensor> {
+        let (sample, timestep) =
+            (sample.get("DigitsTransformer", "sample")?, timestep.get("DigitsTransformer", "timestep")?);
+        let class_labels = class_labels.get("DigitsTransformer", "class_labels")?;
+        let (sample, timestep, labels) = (&sample.0, &timestep.0, &class_labels.0);
+        detached(py, || self.0.forward(sample, timestep, labels)).map(Tensor)
     }
 }

@@ -22,6 +22,7 @@ use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::types::{NamedTensors, NamedVars};
 use crate::var::Var;
@@ -93,10 +94,10 @@ impl Model {
     /// Put trainable adapters on the layers that `config` targets; the model itself stays as it is.
     ///
     /// Raises:
-    ///     ConfigError: if no layer matches, or one has an adapter already.
+    ///     ConfigError: if no layer matches, or the model has an adapter already.
     fn add_adapter(&self, py: Python<'_>, config: &LoraConfig) -> Result<Py<AdapterSet>> {
         let config = config.inner();
-        self.adapter.attach(py, &self.model, || Set::attach(config, &self.model.named_layers()))
+        self.adapter.attach(py, "add_adapter", &self.model, || Set::attach(config, &self.model.named_layers()))
     }
 
     /// Put the adapters of a file on the model, their effect multiplied by `scale`: of a file in any of the formats of
@@ -104,11 +105,12 @@ impl Model {
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
-    ///     ConfigError: if a layer has an adapter already.
-    #[pyo3(signature = (path, scale=1.0))]
-    fn load_adapter(&self, py: Python<'_>, path: FilePath, scale: f64) -> Result<Py<AdapterSet>> {
-        let path = path.get("load_adapter")?;
-        self.adapter.attach(py, &self.model, || {
+    ///     ConfigError: if the model has an adapter already.
+    #[pyo3(signature = (path, scale=Given::of(1.0)))]
+    fn load_adapter(&self, py: Python<'_>, path: FilePath, scale: Given<f64>) -> Result<Py<AdapterSet>> {
+        const OP: &str = "load_adapter";
+        let (path, scale) = (path.get(OP)?, scale.get(OP, "scale")?);
+        self.adapter.attach(py, OP, &self.model, || {
             let (names, layers) = (self.model.adapter_names(), self.model.named_layers());
             io::attach_adapter(&path, scale, io::PartLayers { names: &names, layers: &layers })
         })

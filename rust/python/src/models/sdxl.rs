@@ -12,6 +12,7 @@ use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::dtype::DTypeArg;
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::{Operand, Tensor};
 
 /// SDXL's UNet, computing what diffusers' `UNet2DConditionModel` computes, under its names. Made by `from_pretrained`.
@@ -75,18 +76,22 @@ impl SDXLUNet {
     fn __call__(
         &self,
         py: Python<'_>,
-        sample: &Tensor,
+        sample: Given<PyRef<'_, Tensor>>,
         timestep: Operand<'_>,
-        encoder_hidden_states: &Tensor,
-        text_embeds: &Tensor,
-        time_ids: &Tensor,
+        encoder_hidden_states: Given<PyRef<'_, Tensor>>,
+        text_embeds: Given<PyRef<'_, Tensor>>,
+        time_ids: Given<PyRef<'_, Tensor>>,
     ) -> Result<Tensor> {
+        const OP: &str = "SDXLUNet";
+        let sample = sample.get(OP, "sample")?;
+        let encoder_hidden_states = encoder_hidden_states.get(OP, "encoder_hidden_states")?;
+        let (text_embeds, time_ids) = (text_embeds.get(OP, "text_embeds")?, time_ids.get(OP, "time_ids")?);
         let conditions = UNetConditions {
             encoder_hidden_states: &encoder_hidden_states.0,
             text_embeds: &text_embeds.0,
             time_ids: &time_ids.0,
         };
-        detached(py, || timestep.in_f32(sample.0.device(), |time| self.0.forward(&sample.0, time, conditions)))
-            .map(Tensor)
+        let sample = &sample.0;
+        detached(py, || timestep.in_f32(sample.device(), |time| self.0.forward(sample, time, conditions))).map(Tensor)
     }
 }

@@ -11,6 +11,7 @@ use crate::arguments::{FilePath, Integer};
 use crate::call::detached;
 use crate::dtype::DTypeArg;
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// The autoencoder between pictures and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
@@ -93,9 +94,16 @@ impl AutoencoderKL {
     /// Raises:
     ///     ShapeError: if the picture does not fit the model.
     #[pyo3(signature = (image, *, tile_size=None))]
-    fn encode(&self, py: Python<'_>, image: &Tensor, tile_size: Option<Integer>) -> Result<(Tensor, Tensor)> {
+    fn encode(
+        &self,
+        py: Python<'_>,
+        image: Given<PyRef<'_, Tensor>>,
+        tile_size: Option<Integer>,
+    ) -> Result<(Tensor, Tensor)> {
+        let image = image.get("encode", "image")?;
+        let image = &image.0;
         let tile_size = tile_size.map(|size| size.count("encode", "tile_size")).transpose()?;
-        let (mean, logvar) = detached(py, || self.0.encode(&image.0, tile_size))?;
+        let (mean, logvar) = detached(py, || self.0.encode(image, tile_size))?;
         Ok((Tensor(mean), Tensor(logvar)))
     }
 
@@ -112,8 +120,10 @@ impl AutoencoderKL {
     /// Raises:
     ///     ShapeError: if the latents do not fit the model.
     #[pyo3(signature = (latent, *, tile_size=None))]
-    fn decode(&self, py: Python<'_>, latent: &Tensor, tile_size: Option<Integer>) -> Result<Tensor> {
+    fn decode(&self, py: Python<'_>, latent: Given<PyRef<'_, Tensor>>, tile_size: Option<Integer>) -> Result<Tensor> {
+        let latent = latent.get("decode", "latent")?;
+        let latent = &latent.0;
         let tile_size = tile_size.map(|size| size.count("decode", "tile_size")).transpose()?;
-        detached(py, || self.0.decode(&latent.0, tile_size)).map(Tensor)
+        detached(py, || self.0.decode(latent, tile_size)).map(Tensor)
     }
 }

@@ -7,6 +7,7 @@ use trainable_candle_nn::optim::{self, NormType};
 use super::Variables;
 use crate::call::detached;
 use crate::error::Result;
+use crate::given::Given;
 
 /// Scale the gradients of `parameters` so that their common norm is at most `max_norm`, as torch's.
 ///
@@ -23,24 +24,22 @@ use crate::error::Result;
 ///     ArgumentError: if a number is out of range, or an item is no Var.
 ///     NonFiniteError: if `error_if_nonfinite` and the norm is not finite; the gradients stay as they are then.
 #[pyfunction]
-#[pyo3(signature = (parameters, max_norm, norm_type=2.0, error_if_nonfinite=false))]
+#[pyo3(signature = (parameters, max_norm, norm_type=Given::of(2.0), error_if_nonfinite=false))]
 pub fn clip_grad_norm_(
     py: Python<'_>,
     parameters: Variables,
-    max_norm: f64,
-    norm_type: f64,
+    max_norm: Given<f64>,
+    norm_type: Given<f64>,
     error_if_nonfinite: bool,
 ) -> Result<f64> {
+    const OP: &str = "clip_grad_norm_";
+    let (max_norm, norm_type) = (max_norm.get(OP, "max_norm")?, norm_type.get(OP, "norm_type")?);
     let norm_type = if norm_type == 2.0 {
         NormType::L2
     } else if norm_type == f64::INFINITY {
         NormType::Inf
     } else {
-        return Err(tc::Error::argument(
-            "clip_grad_norm_",
-            format!("found norm_type {norm_type}, expected 2 or infinity"),
-        )
-        .into());
+        return Err(tc::Error::argument(OP, format!("found norm_type {norm_type}, expected 2 or infinity")).into());
     };
     detached(py, || optim::clip_grad_norm_(&parameters.0, max_norm, norm_type, error_if_nonfinite))
 }

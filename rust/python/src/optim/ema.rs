@@ -9,6 +9,7 @@ use trainable_candle_nn::optim::{self, EMAConfig, StateDict};
 use crate::adapter_set::AdapterSet;
 use crate::call::{detached, quick};
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::types::NamedTensors;
 
@@ -36,9 +37,9 @@ impl EMA {
 #[pymethods]
 impl EMA {
     #[new]
-    #[pyo3(signature = (adapter, decay=0.999, warmup=true))]
-    fn new(adapter: &AdapterSet, decay: f64, warmup: bool) -> Result<Self> {
-        let config = EMAConfig { decay, warmup };
+    #[pyo3(signature = (adapter, decay=Given::of(0.999), warmup=true))]
+    fn new(adapter: &AdapterSet, decay: Given<f64>, warmup: bool) -> Result<Self> {
+        let config = EMAConfig { decay: decay.get("EMA", "decay")?, warmup };
         Ok(Self(Mutex::new(quick(|| optim::EMA::new(adapter.inner().buffer(), config))?)))
     }
 

@@ -2,63 +2,67 @@
 
 use pyo3::prelude::*;
 use trainable_candle_nn::optim::{
-    self, AdafactorConfig, Adam8bitConfig, AdamConfig, Lion8bitConfig, LionConfig, SGDConfig,
+    self, AdafactorConfig, Adam8bitConfig, AdamConfig, Lion8bitConfig, LionConfig, ProdigyConfig, SGDConfig,
 };
 
 use super::{Optimizer, Params};
-use crate::arguments::{Integer, found, wrong_type};
+use crate::arguments::Integer;
 use crate::error::Result;
+use crate::given::{Expected, Given};
 
 /// A hyper-parameter as it is passed.
 trait HyperParameter {
     /// As the optimizer takes it.
     type Value;
-    /// What is expected, for an error.
-    const EXPECTED: &'static str;
 
     fn value(self, op: &'static str, name: &str) -> Result<Self::Value>;
 }
 
-macro_rules! plain {
-    ($($type:ty: $expected:literal),*) => {$(
-        impl HyperParameter for $type {
-            type Value = Self;
-            const EXPECTED: &'static str = $expected;
+impl<T: Expected> HyperParameter for Given<T> {
+    type Value = T;
 
-            fn value(self, _: &'static str, _: &str) -> Result<Self> {
-                Ok(self)
-            }
-        }
-    )*};
+    fn value(self, op: &'static str, name: &str) -> Result<T> {
+        self.get(op, name)
+    }
 }
-
-plain!(
-    f64: "a number",
-    bool: "True or False",
-    (f64, f64): "two numbers",
-    (Option<f64>, f64): "two numbers, the first perhaps None"
-);
 
 impl HyperParameter for Integer {
     type Value = usize;
-    const EXPECTED: &'static str = "an integer";
 
     fn value(self, op: &'static str, name: &str) -> Result<usize> {
         self.count(op, name)
     }
 }
 
+/// How a hyper-parameter of type `Self` is passed.
+trait Passed: Sized {
+    type As: HyperParameter;
+
+    fn default(self) -> Self::As;
+}
+
+impl<T: Expected> Passed for T {
+    type As = Given<T>;
+
+    fn default(self) -> Given<T> {
+        Given::of(self)
+    }
+}
+
+impl Passed for Integer {
+    type As = Self;
+
+    fn default(self) -> Self {
+        self
+    }
+}
+
 /// The entry `key` of a parameter group.
 fn entry<'py, T>(op: &'static str, key: &str, value: &Bound<'py, PyAny>) -> Result<T::Value>
 where
-    T: HyperParameter + for<'a> FromPyObject<'a, 'py>,
+    T: HyperParameter + for<'a> FromPyObject<'a, 'py, Error = PyErr>,
 {
-    let name = format!("{key} of a parameter group");
-    let given: std::result::Result<T, _> = value.extract();
-    match given {
-        Ok(given) => given.value(op, &name),
-        Err(_) => Err(wrong_type(op, &name, &found(value), T::EXPECTED)),
-    }
+    value.extract::<T>()?.value(op, &format!("{key} of a parameter group"))
 }
 
 macro_rules! optimizers {
@@ -69,10 +73,11 @@ macro_rules! optimizers {
         pub struct $name;
 
         #[pymethods]
+        #[allow(clippy::too_many_arguments)] // as in the reference implementations
         impl $name {
             #[new]
-            #[pyo3(signature = (params, $($field = $default),* $(, *, $($named = $named_default),*)?))]
-            fn new(params: Params<'_>, $($field: $type),* $(, $($named: $named_type),*)?) -> Result<PyClassInitializer<Self>> {
+            #[pyo3(signature = (params, $($field = Passed::default($default)),* $(, *, $($named = Passed::default($named_default)),*)?))]
+            fn new(params: Params<'_>, $($field: <$type as Passed>::As),* $(, $($named: <$named_type as Passed>::As),*)?) -> Result<PyClassInitializer<Self>> {
                 const OP: &str = stringify!($name);
                 let config = $config {
                     $($field: $field.value(OP, stringify!($field))?),*
@@ -81,8 +86,8 @@ macro_rules! optimizers {
                 let fields = [$(stringify!($field)),* $(, $(stringify!($named)),*)?];
                 let groups = params.groups(OP, config, &fields, |config, key, value| {
                     match key {
-                        $(stringify!($field) => config.$field = entry::<$type>(OP, key, value)?,)*
-                        $($(stringify!($named) => config.$named = entry::<$named_type>(OP, key, value)?,)*)?
+                        $(stringify!($field) => config.$field = entry::<<$type as Passed>::As>(OP, key, value)?,)*
+                        $($(stringify!($named) => config.$named = entry::<<$named_type as Passed>::As>(OP, key, value)?,)*)?
                         _ => return Ok(false),
                     }
                     Ok(true)
@@ -237,5 +242,38 @@ optimizers! {
     Adafactor(
         AdafactorConfig { lr: f64 = 1e-2, beta2_decay: f64 = -0.8, eps: (Option<f64>, f64) = (None, 1e-3), d: f64 = 1.0, weight_decay: f64 = 0.0 },
         only maximize: bool = false
+    );
+
+    /// Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size.
+    ///
+    /// All groups share one estimate d and, but for weight_decay, eps and a learning rate of 0, their hyper-parameters. The
+    /// state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
+    ///
+    /// Args:
+    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     lr: factor on the estimated step size, at least 0; leave it at 1 but for a schedule. A group with 0 stays as it is.
+    ///     betas: decay rates of the first and the second moment, each in [0, 1).
+    ///     beta3: decay rate of the sums that the estimate is made of, in [0, 1); None for the root of the second beta.
+    ///     eps: added, times the estimate, to the root of the second moment; above 0.
+    ///     weight_decay: each step multiplies the variables by 1 - d * lr * weight_decay.
+    ///     decouple: False for weight decay as an L2 penalty, added to the gradient.
+    ///     use_bias_correction: correct the first steps as Adam does.
+    ///     safeguard_warmup: keep lr out of the estimate's denominator, which a warm-up would make too small.
+    ///     d0: the first estimate, above 0.
+    ///     d_coef: factor on the estimate, above 0; the way to tune the method.
+    ///     growth_rate: the estimate grows by at most this factor in a step; at least 1.
+    ///     slice_p: estimate from every so many elements, at least 1; 11 saves almost half of the memory.
+    ///
+    /// Raises:
+    ///     ArgumentError: if a number is out of range, groups differ in more than they may, there is no variable, or one
+    ///         appears twice. `step` raises it if learning rates differ.
+    ///     DTypeError: if a variable's dtype is not supported.
+    Prodigy(
+        ProdigyConfig {
+            lr: f64 = 1.0, betas: (f64, f64) = (0.9, 0.999), beta3: Option<f64> = None, eps: f64 = 1e-8, weight_decay: f64 = 0.0,
+            decouple: bool = true, use_bias_correction: bool = false, safeguard_warmup: bool = false, d0: f64 = 1e-6,
+            d_coef: f64 = 1.0, growth_rate: f64 = f64::INFINITY
+        },
+        only slice_p: Integer = Integer::of(1)
     );
 }

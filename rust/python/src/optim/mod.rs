@@ -18,12 +18,13 @@ use trainable_candle_nn::optim::{self, ParamGroup, StateDict};
 
 pub use clip::clip_grad_norm_;
 pub use ema::EMA;
-pub use kinds::{Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, Lion, Lion8bit, SGD};
+pub use kinds::{Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, Lion, Lion8bit, Prodigy, SGD};
 pub use scaler::GradScaler;
 pub use schedule::Schedule;
 
 use crate::call::{detached, quick};
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::types::NamedTensors;
 use crate::var::Var;
@@ -64,7 +65,8 @@ impl Optimizer {
     }
 
     #[setter]
-    fn set_lr(&self, lr: f64) -> Result<()> {
+    fn set_lr(&self, lr: Given<f64>) -> Result<()> {
+        let lr = lr.get("Optimizer", "lr")?;
         quick(|| self.lock().set_lr(lr))
     }
 
@@ -78,7 +80,8 @@ impl Optimizer {
     }
 
     #[setter]
-    fn set_group_lrs(&self, lrs: Vec<f64>) -> Result<()> {
+    fn set_group_lrs(&self, lrs: Given<Vec<f64>>) -> Result<()> {
+        let lrs = lrs.get("Optimizer", "group_lrs")?;
         let mut optimizer = self.lock();
         let groups = optimizer.group_lrs().len();
         if lrs.len() != groups {

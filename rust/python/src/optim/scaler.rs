@@ -11,7 +11,10 @@ use super::Optimizer;
 use crate::arguments::Integer;
 use crate::call::{detached, quick};
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
+
+const OP: &str = "GradScaler";
 
 /// Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
 /// `torch.amp.GradScaler`.
@@ -40,16 +43,21 @@ impl GradScaler {
 #[pymethods]
 impl GradScaler {
     #[new]
-    #[pyo3(signature = (init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=Integer::of(2000), enabled=true))]
+    #[pyo3(signature = (init_scale=Given::of(65536.0), growth_factor=Given::of(2.0), backoff_factor=Given::of(0.5), growth_interval=Integer::of(2000), enabled=true))]
     fn new(
-        init_scale: f64,
-        growth_factor: f64,
-        backoff_factor: f64,
+        init_scale: Given<f64>,
+        growth_factor: Given<f64>,
+        backoff_factor: Given<f64>,
         growth_interval: Integer,
         enabled: bool,
     ) -> Result<Self> {
-        let growth_interval = growth_interval.word("GradScaler", "growth_interval")?;
-        let config = GradScalerConfig { init_scale, growth_factor, backoff_factor, growth_interval, enabled };
+        let config = GradScalerConfig {
+            init_scale: init_scale.get(OP, "init_scale")?,
+            growth_factor: growth_factor.get(OP, "growth_factor")?,
+            backoff_factor: backoff_factor.get(OP, "backoff_factor")?,
+            growth_interval: growth_interval.word(OP, "growth_interval")?,
+            enabled,
+        };
         Ok(Self(Mutex::new(optim::GradScaler::new(config)?)))
     }
 
@@ -101,7 +109,8 @@ impl GradScaler {
     /// Raises:
     ///     ConfigError: if an entry is missing.
     ///     ArgumentError: if the scale is not a number above 0.
-    fn load_state_dict(&self, state: BTreeMap<String, f64>) -> Result<()> {
+    fn load_state_dict(&self, state: Given<BTreeMap<String, f64>>) -> Result<()> {
+        let state = state.get(OP, "state")?;
         let entry = |name: &str| {
             let missing = || tc::Error::Config(format!("GradScaler: the state has no entry \"{name}\""));
             state.get(name).copied().ok_or_else(missing)

@@ -6,6 +6,7 @@ use trainable_candle_nn::optim::{self, Decay};
 
 use crate::arguments::Integer;
 use crate::error::Result;
+use crate::given::Given;
 
 const OP: &str = "lr_scheduler";
 
@@ -28,22 +29,22 @@ pub struct Schedule(optim::Schedule);
 #[pymethods]
 impl Schedule {
     #[new]
-    #[pyo3(signature = (kind, warmup_steps=Integer::of(0), total_steps=Integer::of(0), *, num_cycles=0.5, end=0.0, power=1.0))]
+    #[pyo3(signature = (kind, warmup_steps=Integer::of(0), total_steps=Integer::of(0), *, num_cycles=Given::of(0.5), end=Given::of(0.0), power=Given::of(1.0)))]
     fn new(
         kind: &str,
         warmup_steps: Integer,
         total_steps: Integer,
-        num_cycles: f64,
-        end: f64,
-        power: f64,
+        num_cycles: Given<f64>,
+        end: Given<f64>,
+        power: Given<f64>,
     ) -> Result<Self> {
         let warmup_steps = warmup_steps.word(OP, "warmup_steps")?;
         let total_steps = total_steps.word(OP, "total_steps")?;
         let decay = match kind {
             "constant" => Decay::Constant,
             "linear" => Decay::Linear { total_steps },
-            "cosine" => Decay::Cosine { total_steps, cycles: num_cycles },
-            "polynomial" => Decay::Polynomial { total_steps, end, power },
+            "cosine" => Decay::Cosine { total_steps, cycles: num_cycles.get(OP, "num_cycles")? },
+            "polynomial" => Decay::Polynomial { total_steps, end: end.get(OP, "end")?, power: power.get(OP, "power")? },
             other => {
                 let message = format!(
                     "unknown schedule \"{other}\"; expected \"constant\", \"linear\", \"cosine\" or \"polynomial\""

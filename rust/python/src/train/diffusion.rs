@@ -8,6 +8,7 @@ use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::device;
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// A batch under noise: what the model sees, and what it should say.
@@ -63,42 +64,43 @@ pub struct DiffusionObjective(objective::DiffusionObjective);
 #[pymethods]
 impl DiffusionObjective {
     #[new]
-    #[pyo3(signature = (schedule, *, timesteps="uniform", logit_mean=0.0, logit_std=1.0, shift=1.0, min_timestep=Integer::of(0),
-        max_timestep=None, min_snr_gamma=None, noise_offset=0.0, loss="mse", huber_delta=0.1, huber_schedule="constant",
+    #[pyo3(signature = (schedule, *, timesteps="uniform", logit_mean=Given::of(0.0), logit_std=Given::of(1.0), shift=Given::of(1.0), min_timestep=Integer::of(0),
+        max_timestep=None, min_snr_gamma=Given::of(None), noise_offset=Given::of(0.0), loss="mse", huber_delta=Given::of(0.1), huber_schedule="constant",
         device="cpu"))]
     #[allow(clippy::too_many_arguments)] // each is a setting of a run
     fn new(
         schedule: &NoiseSchedule,
         timesteps: &str,
-        logit_mean: f64,
-        logit_std: f64,
-        shift: f64,
+        logit_mean: Given<f64>,
+        logit_std: Given<f64>,
+        shift: Given<f64>,
         min_timestep: Integer,
         max_timestep: Option<Integer>,
-        min_snr_gamma: Option<f64>,
-        noise_offset: f64,
+        min_snr_gamma: Given<Option<f64>>,
+        noise_offset: Given<f64>,
         loss: &str,
-        huber_delta: f64,
+        huber_delta: Given<f64>,
         huber_schedule: &str,
         device: &str,
     ) -> Result<Self> {
+        const OP: &str = "DiffusionObjective";
         let device = device::parse(device)?;
         let timesteps = match timesteps.parse()? {
-            SigmaDistribution::LogitNormal { .. } => {
-                SigmaDistribution::LogitNormal { mean: logit_mean, std: logit_std }
-            }
+            SigmaDistribution::LogitNormal { .. } => SigmaDistribution::LogitNormal {
+                mean: logit_mean.get(OP, "logit_mean")?,
+                std: logit_std.get(OP, "logit_std")?,
+            },
             uniform @ SigmaDistribution::Uniform => uniform,
         };
-        const OP: &str = "DiffusionObjective";
         let config = DiffusionConfig {
             timesteps,
-            shift,
+            shift: shift.get(OP, "shift")?,
             min_timestep: min_timestep.count(OP, "min_timestep")?,
             max_timestep: max_timestep.map(|last| last.count(OP, "max_timestep")).transpose()?,
-            min_snr_gamma,
-            noise_offset,
+            min_snr_gamma: min_snr_gamma.get(OP, "min_snr_gamma")?,
+            noise_offset: noise_offset.get(OP, "noise_offset")?,
             loss: loss.parse()?,
-            huber_delta,
+            huber_delta: huber_delta.get(OP, "huber_delta")?,
             huber_schedule: huber_schedule.parse()?,
         };
         Ok(Self(quick(|| objective::DiffusionObjective::new(&schedule.0, config, &device))?))

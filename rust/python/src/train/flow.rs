@@ -7,6 +7,7 @@ use trainable_candle_train::sampler;
 use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// The flow-matching objective: a model sees (1 - s) * data + s * noise and predicts noise - data.
@@ -26,8 +27,9 @@ pub struct FlowMatching {
 #[pymethods]
 impl FlowMatching {
     #[new]
-    #[pyo3(signature = (distribution="uniform", shift=1.0))]
-    fn new(distribution: &str, shift: f64) -> Result<Self> {
+    #[pyo3(signature = (distribution="uniform", shift=Given::of(1.0)))]
+    fn new(distribution: &str, shift: Given<f64>) -> Result<Self> {
+        let shift = shift.get("FlowMatching", "shift")?;
         Ok(Self { objective: objective::FlowMatching::new(distribution.parse()?, shift)?, shift })
     }
 
@@ -73,9 +75,10 @@ impl FlowMatching {
         py: Python<'_>,
         sample: &Tensor,
         velocity: &Tensor,
-        sigma: f64,
-        next_sigma: f64,
+        sigma: Given<f64>,
+        next_sigma: Given<f64>,
     ) -> Result<Tensor> {
+        let (sigma, next_sigma) = (sigma.get("euler_step", "sigma")?, next_sigma.get("euler_step", "next_sigma")?);
         compute(py, sample.0.elem_count(), || sampler::euler_step(&sample.0, &velocity.0, sigma, next_sigma))
             .map(Tensor)
     }

@@ -9,6 +9,7 @@ use super::NoiseSchedule;
 use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::error::Result;
+use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// One run of a diffusion model from noise to data.
@@ -106,7 +107,13 @@ impl Sampler {
 /// Raises:
 ///     ShapeError, DTypeError: if the outputs differ.
 #[pyfunction]
-pub fn classifier_free_guidance(py: Python<'_>, negative: &Tensor, positive: &Tensor, scale: f64) -> Result<Tensor> {
+pub fn classifier_free_guidance(
+    py: Python<'_>,
+    negative: &Tensor,
+    positive: &Tensor,
+    scale: Given<f64>,
+) -> Result<Tensor> {
+    let scale = scale.get("classifier_free_guidance", "scale")?;
     let work = || sampler::classifier_free_guidance(&negative.0, &positive.0, scale);
     compute(py, negative.0.elem_count(), work).map(Tensor)
 }

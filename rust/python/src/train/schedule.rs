@@ -8,6 +8,7 @@ use trainable_candle_train::objective::{self, NoiseScheduleConfig};
 use crate::arguments::{FilePath, Integer};
 use crate::call::quick;
 use crate::error::Result;
+use crate::given::Given;
 
 /// How much noise a diffusion model was trained with at each timestep. Names are diffusers', defaults SDXL's.
 ///
@@ -30,13 +31,13 @@ pub struct NoiseSchedule(pub Arc<objective::NoiseSchedule>);
 #[pymethods]
 impl NoiseSchedule {
     #[new]
-    #[pyo3(signature = (beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=Integer::of(1000),
+    #[pyo3(signature = (beta_schedule="scaled_linear", beta_start=Given::of(0.00085), beta_end=Given::of(0.012), num_train_timesteps=Integer::of(1000),
         prediction_type="epsilon", rescale_betas_zero_snr=false, timestep_spacing="leading", steps_offset=Integer::of(1)))]
     #[allow(clippy::too_many_arguments)] // diffusers'
     fn new(
         beta_schedule: &str,
-        beta_start: f64,
-        beta_end: f64,
+        beta_start: Given<f64>,
+        beta_end: Given<f64>,
         num_train_timesteps: Integer,
         prediction_type: &str,
         rescale_betas_zero_snr: bool,
@@ -46,8 +47,8 @@ impl NoiseSchedule {
         const OP: &str = "NoiseSchedule";
         let config = NoiseScheduleConfig {
             beta_schedule: beta_schedule.parse()?,
-            beta_start,
-            beta_end,
+            beta_start: beta_start.get(OP, "beta_start")?,
+            beta_end: beta_end.get(OP, "beta_end")?,
             trained_betas: None,
             num_train_timesteps: num_train_timesteps.count(OP, "num_train_timesteps")?,
             prediction_type: prediction_type.parse()?,

@@ -1,4 +1,4 @@
-//! Runs against diffusers' schedulers (tests/golden/samplers).
+//! Runs in f32 against diffusers' schedulers in f64 (tests/golden/samplers).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -52,7 +52,7 @@ fn schedules_are_those_of_diffusers() {
     for (name, settings) in schedules {
         let expected = values(&golden[&format!("schedule.{name}.alphas_cumprod")]);
         let error = difference(schedule(&settings).alphas_cumprod(), &expected);
-        assert!(error < 1e-6, "{name}: {error}");
+        assert!(error < 1e-12, "{name}: {error}");
     }
 }
 
@@ -72,9 +72,8 @@ fn runs_are_those_of_diffusers() {
         let karras = run.settings["use_karras_sigmas"].as_bool().unwrap_or(false);
         for batched in [false, true] {
             let mut sampler = kind.start(&schedule(&run.settings), run.steps, karras).unwrap();
-            // Diffusers keeps noise levels in f32; those of the Karras timesteps are logarithms' differences of them.
-            assert!(difference(sampler.timesteps(), &get("timesteps")) < 1e-5, "{name}: timesteps");
-            assert!(difference(sampler.sigmas(), &get("sigmas")) < 1e-5, "{name}: sigmas");
+            assert!(difference(sampler.timesteps(), &get("timesteps")) < 1e-12, "{name}: timesteps");
+            assert!(difference(sampler.sigmas(), &get("sigmas")) < 1e-12, "{name}: sigmas");
             let mut model = Guided::new(
                 |x: &Tensor, timestep, condition: &[Tensor]| toy(x, timestep, &condition[0]),
                 positive.clone(),
@@ -92,9 +91,7 @@ fn runs_are_those_of_diffusers() {
             }
             let samples = Tensor::stack(&samples.iter().collect::<Vec<_>>(), 0).unwrap();
             let error = difference(&values(&samples), &get("samples"));
-            // From σ = 4096 on, diffusers subtracts f32 numbers of 10⁴ whose difference is 50.
-            let tolerance = if run.settings["rescale_betas_zero_snr"] == true { 1e-4 } else { 2e-5 };
-            assert!(error < tolerance, "{name}: {error}");
+            assert!(error < 2e-6, "{name}: {error}");
         }
     }
 }

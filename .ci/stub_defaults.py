@@ -1,0 +1,82 @@
+"""Defaults of parameters that the generated stubs cannot show, from the Rust sources.
+
+PyO3 writes literals into stubs and `...` for anything else, such as `Integer::of(8)` or what a
+macro was given.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+Defaults = dict[tuple[str, str], str]
+
+SIGNATURE = re.compile(r"signature = \((.*?)\)\)\].*?\bfn (\w+)", re.DOTALL)
+DEFAULT = re.compile(r"(\w+)\s*=\s*(?:Integer|Pair|Given)::of\((-?[\d.e-]+|None)\)")
+# An optimizer in the macro that makes their classes, and a hyper-parameter of one.
+OPTIMIZER = re.compile(r"^    (\w+)\(\s*\w+Config \{(.*?)\);$", re.DOTALL | re.MULTILINE)
+HYPER_PARAMETER = re.compile(
+    r"(\w+): (?:[\w<>]+|\([^()]*\)) = (\([^()]*\)|Integer::of\(-?\d+\)|[\w.:-]+)"
+)
+OWNER = re.compile(r"^impl (\w+) \{", re.MULTILINE)
+PYTHON = {"true": "True", "false": "False"}
+
+
+def defaults(folder: Path) -> Defaults:
+    """The default of each parameter, by function (or class) and name."""
+    found: Defaults = {}
+    for path in sorted(folder.rglob("*.rs")):
+        source = path.read_text()
+        for signature in SIGNATURE.finditer(source):
+            name = signature[2]
+            owners = OWNER.findall(source, 0, signature.start())
+            if name == "new" and owners:
+                name = owners[-1]
+            found |= {(name, p): value for p, value in DEFAULT.findall(signature[1])}
+        for optimizer in OPTIMIZER.finditer(source):
+            for parameter, value in HYPER_PARAMETER.findall(optimizer[2]):
+                text = re.sub(r"Integer::of\((.*)\)", r"\1", value)
+                found[optimizer[1], parameter] = PYTHON.get(text, text)
+    return found
+
+
+def hidden(tree: ast.Module) -> Iterator[tuple[str, str, ast.expr]]:
+    """Each default that is `...`, with its function (or class) and parameter."""
+    for scope in ast.walk(tree):
+        for node in getattr(scope, "body", []):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            constructs = isinstance(scope, ast.ClassDef) and node.name in {"__new__", "__init__"}
+            name = scope.name if isinstance(scope, ast.ClassDef) and constructs else node.name
+            positional = [*node.args.posonlyargs, *node.args.args]
+            given = node.args.defaults
+            pairs = [
+                *zip(positional[len(positional) - len(given) :], given, strict=True),
+                *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
+            ]
+            for argument, default in pairs:
+                if isinstance(default, ast.Constant) and default.value is ...:
+                    yield name, argument.arg, default
+
+
+def show_defaults(source: str, known: Defaults) -> str:
+    """Write known defaults in place of `...`."""
+    lines = source.encode().split(b"\n")  # ast counts columns in bytes
+    places = [
+        (default.lineno - 1, default.col_offset, text)
+        for name, parameter, default in hidden(ast.parse(source))
+        if is_literal(text := known.get((name, parameter), ""))
+    ]
+    for row, column, text in sorted(places, reverse=True):
+        line = lines[row]
+        lines[row] = line[:column] + text.encode() + line[column + 3 :]
+    return b"\n".join(lines).decode()
+
+
+def is_literal(text: str) -> bool:
+    """Whether Python reads a default as Rust does."""
+    try:
+        ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True

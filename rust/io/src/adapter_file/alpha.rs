@@ -1,0 +1,72 @@
+//! Alphas in files with kohya's names.
+//!
+//! diffusers 0.42 looks up the alphas of attention's projections in such files under names that no layer has, and takes the
+//! most common alpha of the part instead. A file therefore has one alpha for each part: the factors of layers that were trained
+//! with another one are multiplied by the quotient, which every tool reads alike.
+
+use std::collections::{BTreeMap, HashMap};
+
+use trainable_candle_core::{DType, Result, Tensor};
+use trainable_candle_nn::adapter::{AdaptedLayer, LayerValues};
+
+/// Entry of the metadata with the alphas that layers were trained with, by module, where a file has others.
+pub(super) const TRAINED: &str = "trainable_candle.alphas";
+
+/// The factor that is multiplied.
+const UP: &str = "lora_B.weight";
+
+/// The alpha of a layer: its scale is alpha / rank.
+pub(super) fn of(layer: &AdaptedLayer<'_>) -> f64 {
+    layer.settings.scale * layer.settings.rank as f64
+}
+
+/// The most common one of some alphas, the first of several.
+pub(super) fn most_common(alphas: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut counts: Vec<(f64, usize)> = Vec::new();
+    for alpha in alphas {
+        match counts.iter_mut().find(|(known, _)| same(*known, alpha)) {
+            Some((_, count)) => *count += 1,
+            None => counts.push((alpha, 1)),
+        }
+    }
+    counts.into_iter().rev().max_by_key(|(_, count)| *count).map(|(alpha, _)| alpha)
+}
+
+/// Whether two alphas are one in a file, which holds them in f32.
+pub(super) fn same(a: f64, b: f64) -> bool {
+    a as f32 == b as f32
+}
+
+/// The alpha that all layers of a part get; none if they are no LoRA, or keep their own.
+pub(super) fn common(layers: &[AdaptedLayer<'_>]) -> Option<f64> {
+    let plain = layers.iter().all(|layer| layer.kind.name == "lora" && of(layer) != 0.0);
+    most_common(layers.iter().filter(|_| plain).map(of))
+}
+
+/// Multiply a factor so that the layer has the same effect with `common` as with its own alpha.
+pub(super) fn to_common(layer: &mut AdaptedLayer<'_>, common: f64) -> Result<()> {
+    let quotient = of(layer) / common;
+    for (name, value) in &mut layer.parameters {
+        if *name == UP {
+            *value = value.mul_scalar(quotient)?;
+        }
+    }
+    layer.settings.scale = common / layer.settings.rank as f64;
+    Ok(())
+}
+
+/// The alphas that modules were trained with, where the file has others.
+pub(super) fn trained(metadata: &HashMap<String, String>) -> BTreeMap<String, f64> {
+    metadata.get(TRAINED).and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
+}
+
+/// Undo [`to_common`].
+pub(super) fn to_trained(values: &mut LayerValues, rank: usize, alpha: f64) -> Result<()> {
+    let scale = alpha / rank as f64;
+    let quotient = values.scale / scale;
+    if let Some(up) = values.parameters.get_mut(UP).filter(|_| quotient.is_finite() && quotient != 0.0) {
+        *up = Tensor::to_dtype(up, DType::F32)?.mul_scalar(quotient)?;
+        values.scale = scale;
+    }
+    Ok(())
+}

@@ -1,0 +1,410 @@
+//! Prodigy: Adam whose step size is an estimate of the distance to the solution, as `prodigyopt`.
+//!
+//! Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner", <https://arxiv.org/abs/2306.06101>;
+//! reference: <https://github.com/konstmish/prodigy>.
+
+use smallvec::{SmallVec, smallvec};
+use trainable_candle_core::cpu::{Real, dispatch};
+use trainable_candle_core::{DType, Device, Error, GradStore, Result, Tensor, Var};
+
+use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
+use super::stepper::{Optimizer, ParamGroup, StateDict, Stepper};
+use super::update;
+
+const NAME: &str = "Prodigy";
+/// The entry of a state dict with d, its maximum, its numerator and the number of steps.
+const ESTIMATE: &str = "estimate";
+
+/// Hyper-parameters of [`Prodigy`]; names, meaning and defaults are those of `prodigyopt`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ProdigyConfig {
+    /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. All groups have the same or 0: those
+    /// with 0 stay as they are.
+    pub lr: f64,
+    /// Decay rates of the first and the second moment, each in [0, 1). A first one of 0 keeps no first moment.
+    pub betas: (f64, f64),
+    /// Decay rate of the sums that the estimate is made of, in [0, 1); the root of the second beta without it.
+    pub beta3: Option<f64>,
+    /// Added, times the estimate, to the root of the second moment; above 0.
+    pub eps: f64,
+    /// At least 0; see `decouple`.
+    pub weight_decay: f64,
+    /// Weight decay as in AdamW; otherwise an L2 penalty, added to the gradient.
+    pub decouple: bool,
+    /// Adam's correction of the first steps.
+    pub use_bias_correction: bool,
+    /// Keep `lr` and the bias correction out of the estimate's denominator, which a warm-up would make too small.
+    pub safeguard_warmup: bool,
+    /// The first estimate, above 0.
+    pub d0: f64,
+    /// Factor on the estimate, above 0: the way to tune the method, 0.5 or 2 for example.
+    pub d_coef: f64,
+    /// The estimate grows by at most this factor in a step, at least 1.
+    pub growth_rate: f64,
+    /// Estimate from every so many elements, at least 1: 11 saves almost half of the memory.
+    pub slice_p: usize,
+}
+
+impl Default for ProdigyConfig {
+    fn default() -> Self {
+        Self {
+            lr: 1.0,
+            betas: (0.9, 0.999),
+            beta3: None,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            decouple: true,
+            use_bias_correction: false,
+            safeguard_warmup: false,
+            d0: 1e-6,
+            d_coef: 1.0,
+            growth_rate: f64::INFINITY,
+            slice_p: 1,
+        }
+    }
+}
+
+impl ProdigyConfig {
+    fn validate(&self) -> Result<()> {
+        check_not_negative(NAME, "lr", self.lr)?;
+        check_not_negative(NAME, "weight_decay", self.weight_decay)?;
+        check_betas(NAME, self.betas)?;
+        let fail = |name: &str, found: f64, expected: &str| {
+            Err(Error::argument(NAME, format!("found {name} {found}, expected a number {expected}")))
+        };
+        if let Some(beta3) = self.beta3.filter(|beta3| !(0.0..1.0).contains(beta3)) {
+            return fail("beta3", beta3, "of at least 0 and less than 1");
+        }
+        for (name, value) in [("eps", self.eps), ("d0", self.d0), ("d_coef", self.d_coef)] {
+            if !(value > 0.0 && value.is_finite()) {
+                return fail(name, value, "above 0");
+            }
+        }
+        if self.growth_rate.is_nan() || self.growth_rate < 1.0 {
+            return fail("growth_rate", self.growth_rate, "of at least 1");
+        }
+        if self.slice_p == 0 {
+            return fail("slice_p", 0.0, "of at least 1");
+        }
+        Ok(())
+    }
+
+    fn beta3(&self) -> f64 {
+        self.beta3.unwrap_or_else(|| self.betas.1.sqrt())
+    }
+}
+
+/// Prodigy, as `prodigyopt.Prodigy`: the learning rate finds itself.
+///
+/// Its state dict has, besides each variable's states, `estimate` (4), f64: the estimate d, its maximum, its numerator and
+/// the number of steps.
+pub struct Prodigy {
+    stepper: Stepper<Observe>,
+    d: f64,
+    d_max: f64,
+    numerator: f64,
+    steps: u64,
+}
+
+impl Prodigy {
+    /// Prodigy on `params` with the defaults of [`ProdigyConfig`] but for `lr`.
+    ///
+    /// # Errors
+    /// As [`with_groups`](Self::with_groups).
+    pub fn new(params: Vec<Var>, lr: f64) -> Result<Self> {
+        Self::with_config(params, ProdigyConfig { lr, ..ProdigyConfig::default() })
+    }
+
+    /// Prodigy on `params` with the same hyper-parameters for all.
+    ///
+    /// # Errors
+    /// As [`with_groups`](Self::with_groups).
+    pub fn with_config(params: Vec<Var>, config: ProdigyConfig) -> Result<Self> {
+        Self::with_groups(vec![ParamGroup { params, config }])
+    }
+
+    /// Prodigy on several groups of variables with one estimate.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if a hyper-parameter is outside its range or differs between groups (`weight_decay` and `eps` may,
+    /// and `lr` may be 0), there is no variable, or one appears twice; [`Error::DType`] if a variable's dtype is not
+    /// floating point.
+    pub fn with_groups(groups: Vec<ParamGroup<ProdigyConfig>>) -> Result<Self> {
+        let first = groups.first().map(|group| group.config.clone()).unwrap_or_default();
+        for (index, ParamGroup { config, .. }) in groups.iter().enumerate() {
+            let ProdigyConfig { lr, weight_decay, eps, .. } = *config;
+            if *config != (ProdigyConfig { lr, weight_decay, eps, ..first.clone() }) {
+                let message = format!(
+                    "group {index} has other hyper-parameters than the first; only weight_decay and eps may differ, and lr be 0"
+                );
+                return Err(Error::argument(NAME, message));
+            }
+        }
+        let groups = groups
+            .into_iter()
+            .map(|ParamGroup { params, config }| ParamGroup { params, config: Pass { config, d: 0.0, dlr: 0.0 } });
+        let stepper = Stepper::with_groups(groups.collect())?;
+        let prodigy = Self { stepper, d: first.d0, d_max: first.d0, numerator: 0.0, steps: 0 };
+        prodigy.common_lr()?;
+        Ok(prodigy)
+    }
+
+    /// The estimate of the distance to the solution, d: steps have the size d · lr.
+    pub const fn d(&self) -> f64 {
+        self.d
+    }
+
+    /// The learning rate of the groups that have one.
+    fn common_lr(&self) -> Result<f64> {
+        let lrs = self.group_lrs();
+        let largest = lrs.iter().copied().fold(0.0, f64::max);
+        match lrs.into_iter().find(|&lr| lr != largest && lr != 0.0) {
+            Some(other) => Err(Error::argument(
+                NAME,
+                format!("found groups with the learning rates {largest} and {other}, expected the same for all, or 0"),
+            )),
+            None => Ok(largest),
+        }
+    }
+
+    fn step_where(&mut self, wanted: impl Fn(&Var) -> bool) -> Result<()> {
+        let lr = self.common_lr()?;
+        let config = self.stepper.groups[0].config.config.clone();
+        let at = self.steps as f64 + 1.0;
+        let correction = if config.use_bias_correction {
+            (1.0 - config.betas.1.powf(at)).sqrt() / (1.0 - config.betas.0.powf(at))
+        } else {
+            1.0
+        };
+        let dlr = self.d * lr * correction;
+        for parameter in self.stepper.groups.iter_mut().flat_map(|group| &mut group.parameters) {
+            parameter.sums = [0.0; 2];
+        }
+        self.run::<Observe>(&wanted, dlr)?;
+        let (mut numerator, mut denominator) = (self.numerator * config.beta3(), 0.0);
+        for parameter in self.stepper.groups.iter().flat_map(|group| &group.parameters) {
+            numerator += self.d / config.d0 * dlr * parameter.sums[0];
+            denominator += parameter.sums[1];
+        }
+        // No gradient, or all of them zero: there is nothing to learn from.
+        if denominator == 0.0 {
+            return Ok(());
+        }
+        let estimate = config.d_coef * numerator / denominator;
+        if self.d == config.d0 {
+            self.d = self.d.max(estimate);
+        }
+        self.d_max = self.d_max.max(estimate);
+        self.d = self.d_max.min(self.d * config.growth_rate);
+        self.numerator = numerator;
+        self.steps += 1;
+        self.run::<Apply>(&wanted, dlr)
+    }
+
+    /// One pass over the variables that have a gradient and a learning rate.
+    fn run<R: Rule<Config = Pass>>(&mut self, wanted: &impl Fn(&Var) -> bool, dlr: f64) -> Result<()> {
+        for group in &mut self.stepper.groups {
+            (group.config.d, group.config.dlr) = (self.d, dlr);
+        }
+        let mut items = self.stepper.items(wanted);
+        items.retain(|item| item.config.config.lr > 0.0);
+        update::run::<R>(items)
+    }
+}
+
+impl Optimizer for Prodigy {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn id(&self) -> u64 {
+        self.stepper.id()
+    }
+
+    fn vars(&self) -> Vec<Var> {
+        self.stepper.vars()
+    }
+
+    fn step_all(&mut self) -> Result<()> {
+        self.step_where(|_| true)
+    }
+
+    fn step(&mut self, grads: &GradStore) -> Result<()> {
+        self.step_where(|var| grads.contains(var))?;
+        self.vars().iter().filter(|var| grads.contains(var)).try_for_each(Var::zero_grad)
+    }
+
+    fn group_lrs(&self) -> Vec<f64> {
+        self.stepper.group_lrs()
+    }
+
+    fn set_group_lr(&mut self, group: usize, lr: f64) -> Result<()> {
+        self.stepper.set_group_lr(group, lr)
+    }
+
+    fn state_dict(&self) -> Result<StateDict> {
+        let mut states = self.stepper.state_dict()?;
+        let estimate = vec![self.d, self.d_max, self.numerator, self.steps as f64];
+        states.insert(ESTIMATE.into(), Tensor::from_vec(estimate, 4, &Device::Cpu)?);
+        Ok(states)
+    }
+
+    fn load_state_dict(&mut self, states: &StateDict) -> Result<()> {
+        let mut states = states.clone();
+        let estimate = states.remove(ESTIMATE).filter(|e| e.dtype() == DType::F64 && e.dims() == [4]);
+        let estimate = estimate.map(|estimate| estimate.to_vec::<f64>()).transpose()?.unwrap_or_default();
+        let [d, d_max, numerator, steps] = estimate[..] else {
+            let message = format!(
+                "load_state_dict: {NAME}: found no entry {ESTIMATE:?} of four f64; were the states saved by {NAME}?"
+            );
+            return Err(Error::Config(message));
+        };
+        self.stepper.load_state_dict(&states)?;
+        (self.d, self.d_max, self.numerator, self.steps) = (d, d_max, numerator, steps as u64);
+        Ok(())
+    }
+
+    fn state_bytes(&self) -> usize {
+        self.stepper.state_bytes()
+    }
+}
+
+/// What a pass over the variables reads.
+#[derive(Clone, Debug, PartialEq)]
+struct Pass {
+    config: ProdigyConfig,
+    /// The estimate.
+    d: f64,
+    /// The step size.
+    dlr: f64,
+}
+
+/// The first half of a step: the moments, and the sums for the estimate.
+struct Observe;
+
+/// The second half: the variables.
+struct Apply;
+
+impl Rule for Observe {
+    const NAME: &'static str = NAME;
+    type Config = Pass;
+    const UPDATE: Update<Pass, f32> = observe::<f32>;
+    const UPDATE_F64: Option<Update<Pass, f64>> = Some(observe::<f64>);
+    const ELEMENTWISE: bool = false;
+
+    fn validate(pass: &Pass) -> Result<()> {
+        pass.config.validate()
+    }
+
+    fn states(pass: &Pass, _dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
+        let every = StateKind::Every(pass.config.slice_p);
+        let mut states = smallvec![every.named("s"), every.named("p0"), StateKind::Float.named("exp_avg_sq")];
+        if pass.config.betas.0 > 0.0 {
+            states.push(StateKind::Float.named("exp_avg"));
+        }
+        states
+    }
+
+    fn lr(pass: &mut Pass) -> &mut f64 {
+        &mut pass.config.lr
+    }
+}
+
+impl Rule for Apply {
+    const NAME: &'static str = NAME;
+    type Config = Pass;
+    const UPDATE: Update<Pass, f32> = apply::<f32>;
+    const UPDATE_F64: Option<Update<Pass, f64>> = Some(apply::<f64>);
+    const ELEMENTWISE: bool = false;
+    const COUNTS: bool = false;
+
+    fn validate(pass: &Pass) -> Result<()> {
+        Observe::validate(pass)
+    }
+
+    fn states(pass: &Pass, dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
+        Observe::states(pass, dims)
+    }
+
+    fn lr(pass: &mut Pass) -> &mut f64 {
+        Observe::lr(pass)
+    }
+}
+
+fn observe<T: Real>(pass: &Pass, step: u64, chunk: Chunk<'_, T>) {
+    dispatch(
+        #[inline(always)]
+        || observe_elements(pass, step, chunk),
+    );
+}
+
+#[inline(always)]
+fn observe_elements<T: Real>(pass: &Pass, step: u64, mut chunk: Chunk<'_, T>) {
+    let Pass { config, d, dlr } = pass;
+    let l2 = T::from_f64(if config.decouple { 0.0 } else { config.weight_decay });
+    let Chunk { param, grad, states, sums, .. } = &mut chunk;
+    let [StateSlice::Float(s), StateSlice::Float(p0), StateSlice::Float(exp_avg_sq), exp_avg @ ..] =
+        states.as_mut_slice()
+    else {
+        unreachable!("the states are those that the rule declares")
+    };
+    let sampled = param.iter().zip(grad.iter()).step_by(config.slice_p);
+    let (beta3, gain3) = (T::from_f64(config.beta3()), d / config.d0 * if config.safeguard_warmup { *d } else { *dlr });
+    let gain3 = T::from_f64(gain3);
+    let [mut progress, mut distance] = [0f64; 2];
+    for ((&p, &g), (s, p0)) in sampled.zip(s.iter_mut().zip(p0.iter_mut())) {
+        if step == 1 {
+            *p0 = p;
+        }
+        let g = g + l2 * p;
+        progress += (g * (*p0 - p)).to_f64();
+        *s = beta3 * *s + gain3 * g;
+        distance += s.abs().to_f64();
+    }
+    if let Some(sums) = sums {
+        **sums = [progress, distance];
+    }
+    let (beta1, beta2) = config.betas;
+    let (gain1, gain2) = (T::from_f64(d * (1.0 - beta1)), T::from_f64(d * d * (1.0 - beta2)));
+    let (beta1, beta2) = (T::from_f64(beta1), T::from_f64(beta2));
+    for ((&p, &g), v) in param.iter().zip(grad.iter()).zip(exp_avg_sq.iter_mut()) {
+        let g = g + l2 * p;
+        *v = beta2 * *v + gain2 * g * g;
+    }
+    if let [StateSlice::Float(exp_avg)] = exp_avg {
+        for ((&p, &g), m) in param.iter().zip(grad.iter()).zip(exp_avg.iter_mut()) {
+            *m = beta1 * *m + gain1 * (g + l2 * p);
+        }
+    }
+}
+
+fn apply<T: Real>(pass: &Pass, _step: u64, chunk: Chunk<'_, T>) {
+    dispatch(
+        #[inline(always)]
+        || apply_elements(pass, chunk),
+    );
+}
+
+#[inline(always)]
+fn apply_elements<T: Real>(pass: &Pass, mut chunk: Chunk<'_, T>) {
+    let Pass { config, d, dlr } = pass;
+    let (decay, l2) = if config.decouple { (config.weight_decay, 0.0) } else { (0.0, config.weight_decay) };
+    // Not 1 - decay · dlr: of that, f32 keeps no digit while the estimate is small.
+    let (lost, l2) = (T::from_f64(decay * dlr), T::from_f64(l2));
+    let (step_size, eps, d) = (T::from_f64(*dlr), T::from_f64(d * config.eps), T::from_f64(*d));
+    let elements = chunk.param.iter_mut().zip(chunk.grad);
+    match chunk.states.as_mut_slice() {
+        [_, _, StateSlice::Float(exp_avg_sq), StateSlice::Float(exp_avg)] => {
+            for ((p, _), (v, m)) in elements.zip(exp_avg_sq.iter().zip(exp_avg.iter())) {
+                *p = *p - lost * *p - step_size * *m / (v.sqrt() + eps);
+            }
+        }
+        [_, _, StateSlice::Float(exp_avg_sq)] => {
+            for ((p, &g), v) in elements.zip(exp_avg_sq.iter()) {
+                let g = g + l2 * *p;
+                *p = *p - lost * *p - step_size * d * g / (v.sqrt() + eps);
+            }
+        }
+        _ => unreachable!("the states are those that the rule declares"),
+    }
+}

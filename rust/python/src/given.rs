@@ -1,0 +1,95 @@
+//! Numbers and dicts as a user passed them, for the functions that name the operation and the parameter in an error.
+
+use std::collections::BTreeMap;
+
+use pyo3::exceptions::PyOverflowError;
+use pyo3::inspect::PyStaticExpr;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyInt};
+use trainable_candle_core as tc;
+
+use crate::arguments::{found, wrong_type};
+use crate::error::Result;
+use crate::tensor::Tensor;
+
+/// What a parameter takes.
+pub trait Expected {
+    /// For an error.
+    const EXPECTED: &'static str;
+}
+
+macro_rules! expected {
+    ($($type:ty: $text:literal),*) => {$(
+        impl Expected for $type {
+            const EXPECTED: &'static str = $text;
+        }
+    )*};
+}
+
+expected!(
+    f64: "a number",
+    bool: "True or False",
+    Option<f64>: "a number or None",
+    (f64, f64): "two numbers",
+    (Option<f64>, f64): "two numbers, the first perhaps None",
+    Vec<f64>: "a list of numbers",
+    BTreeMap<String, f64>: "a dict of names and numbers",
+    Option<BTreeMap<String, f64>>: "a dict of names and numbers, or None",
+    Option<BTreeMap<String, String>>: "a dict of texts, or None",
+    PyRef<'_, Tensor>: "a Tensor, which trainable_candle.tensor() makes",
+    BTreeMap<String, PyRef<'_, Tensor>>: "a dict of names and Tensors"
+);
+
+/// What came for a parameter of type `T`.
+pub struct Given<T>(std::result::Result<T, Wrong>);
+
+enum Wrong {
+    /// Another type.
+    Type(String),
+    /// An integer that no float holds, or something with one in it.
+    TooLarge(String),
+}
+
+impl<T: Expected> Given<T> {
+    /// The default of a parameter.
+    pub const fn of(value: T) -> Self {
+        Self(Ok(value))
+    }
+
+    /// The value.
+    ///
+    /// # Errors
+    /// `TypeError` if it is of another type, `ArgumentError` if a number is too large for a float.
+    pub fn get(self, op: &'static str, name: &str) -> Result<T> {
+        self.0.map_err(|wrong| match wrong {
+            Wrong::Type(found) => wrong_type(op, name, &found, T::EXPECTED),
+            Wrong::TooLarge(found) => {
+                let expected = T::EXPECTED;
+                let message = format!("{name} is {found} beyond the range of floating point, expected {expected}");
+                tc::Error::argument(op, message).into()
+            }
+        })
+    }
+}
+
+impl<'a, 'py, T: FromPyObject<'a, 'py>> FromPyObject<'a, 'py> for Given<T> {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = T::INPUT_TYPE;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Ok(Self(object.extract::<T>().map_err(|error| {
+            let (error, py): (PyErr, _) = (error.into(), object.py());
+            if error.is_instance_of::<PyOverflowError>(py) {
+                let integer = object.is_instance_of::<PyInt>();
+                return Wrong::TooLarge(if integer {
+                    "an integer".to_owned()
+                } else {
+                    format!("{} with a number", found(&object))
+                });
+            }
+            // Which entry of a dict is wrong, only its conversion knows.
+            let dict = object.is_instance_of::<PyDict>();
+            Wrong::Type(if dict { format!("a dict ({})", error.value(py)) } else { found(&object) })
+        })))
+    }
+}

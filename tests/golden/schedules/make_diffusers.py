@@ -1,0 +1,48 @@
+"""SDXL's noise schedule, noised latents, velocities and min-SNR weights of diffusers.
+
+pip install torch==2.11.0 diffusers==0.42.1 safetensors
+python make_diffusers.py diffusers.safetensors
+
+In f64, as f32 loses digits in 1 - alpha where alpha is near 1: diffusers builds its tables in
+`torch.float32`, which is `torch.float64` here. Latents and noise are f32.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import torch
+from diffusers import DDPMScheduler
+from diffusers.training_utils import compute_snr
+from safetensors.torch import save_file
+
+GAMMA = 5.0
+
+
+def main() -> None:
+    torch.manual_seed(20261121)
+    latents, noise = torch.randn(2, 4, 4, 8, 8)
+    timesteps = torch.tensor([0, 250, 777, 999])
+    plain, torch.float32 = torch.float32, torch.float64
+    scheduler = DDPMScheduler(
+        beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, num_train_timesteps=1000
+    )
+    torch.float32 = plain
+    wide = latents.double(), noise.double(), timesteps
+    snr = compute_snr(
+        SimpleNamespace(alphas_cumprod=scheduler.alphas_cumprod), torch.arange(1000)
+    ).double()
+    found = {
+        "x0": latents.contiguous(),
+        "noise": noise.contiguous(),
+        "timesteps": timesteps,
+        "alphas_cumprod": scheduler.alphas_cumprod,
+        "ddpm_noised": scheduler.add_noise(*wide),
+        "ddpm_velocity": scheduler.get_velocity(*wide),
+        "min_snr_gamma5_eps_weight": snr.clamp(max=GAMMA) / snr,
+        "min_snr_gamma5_v_weight": snr.clamp(max=GAMMA) / (snr + 1),
+    }
+    save_file(found, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Files of other models, and of one part of a model: each is told by what it is."""
+
+from pathlib import Path
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.models import AutoencoderKL, CLIPTextModel, SDXLUNet
+
+from .conftest import GOLDEN, weights_of
+
+SD1_ENCODER = "cond_stage_model.transformer.text_model.encoder.layers.0.mlp.fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (SD1_ENCODER, r"no CLIPTextModel .*: the file is a checkpoint of Stable Diffusion 1,"),
+        ("cond_stage_model.model.ln_final.weight", "a checkpoint of Stable Diffusion 2,"),
+        ("model.diffusion_model.joint_blocks.0.x.weight", "a checkpoint of Stable Diffusion 3,"),
+        ("double_blocks.0.img_attn.qkv.weight", "a checkpoint of Flux,"),
+        ("model.diffusion_model.input_blocks.0.0.weight", "a checkpoint without this model"),
+        ("down_blocks.0.resnets.0.conv1.weight", "the weights of a UNet from a pipeline's folder"),
+        ("decoder.up_blocks.0.x.weight", "the weights of an autoencoder from a pipeline's folder"),
+        ("lora_unet_x.lora_up.weight", "an adapter, not a model"),
+        ("x", "no original checkpoint with this model"),
+    ],
+)
+def test_checkpoints_without_the_encoder(tmp_path: Path, key: str, message: str) -> None:
+    path = tmp_path / "file.safetensors"
+    tc.save_file({key: tc.ones(1)}, path)
+    with pytest.raises(tc.WeightsFormatError, match=message):
+        CLIPTextModel.from_pretrained(path)
+
+
+def test_a_unet_without_sdxls_sizes(single_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    tensors = tc.load_file(single_file)
+    tc.save_file({key: t for key, t in tensors.items() if "label_emb" not in key}, path)
+    with pytest.raises(
+        tc.ConfigError, match=r"no model\.diffusion_model\.label_emb.* Diffusion 1 or"
+    ):
+        SDXLUNet.from_pretrained(path)
+
+
+def test_a_part_by_itself_is_not_taken_for_another(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    tc.save_file(weights_of("unet"), path)
+    with pytest.raises(
+        tc.WeightsFormatError, match="there is no AutoencoderKL in this file and no"
+    ):
+        AutoencoderKL.from_pretrained(path)
+    with pytest.raises(
+        tc.WeightsFormatError, match="the weights of a UNet from a pipeline's folder"
+    ):
+        tc.models.load(path)
+    again = tc.models.load(path, config=GOLDEN / "unet")
+    assert isinstance(again, SDXLUNet)

@@ -1,0 +1,72 @@
+"""Numbers that no parameter takes: each error names the operation and the parameter."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.nn import functional
+
+X = tc.ones(2, 2)
+
+
+def parameter() -> tc.Var:
+    return tc.Var([1.0])
+
+
+TAKERS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "LoraConfig: lora_alpha": ("a number", lambda n: tc.LoraConfig(lora_alpha=n)),
+    "LoraConfig: lora_dropout": ("a number", lambda n: tc.LoraConfig(lora_dropout=n)),
+    "LoraConfig: alpha_pattern": (
+        "a dict of names and numbers, or None",
+        lambda n: tc.LoraConfig(alpha_pattern={"x": n}),
+    ),
+    "AdamW: lr": ("a number", lambda n: tc.optim.AdamW([parameter()], lr=n)),
+    "AdamW: betas": ("two numbers", lambda n: tc.optim.AdamW([parameter()], betas=(0.9, n))),
+    "Prodigy: beta3": ("a number or None", lambda n: tc.optim.Prodigy([parameter()], beta3=n)),
+    "Adam: lr of a parameter group": (
+        "a number",
+        lambda n: tc.optim.Adam([{"params": [parameter()], "lr": n}]),
+    ),
+    "clip_grad_norm_: max_norm": (
+        "a number",
+        lambda n: tc.optim.clip_grad_norm_([parameter()], n),
+    ),
+    "GradScaler: init_scale": ("a number", lambda n: tc.optim.GradScaler(init_scale=n)),
+    "layer_norm: eps": ("a number", lambda n: functional.layer_norm(X, 2, eps=n)),
+    "dropout: p": ("a number", lambda n: functional.dropout(X, n)),
+    "scaled_dot_product_attention: scale": (
+        "a number or None",
+        lambda n: functional.scaled_dot_product_attention(X, X, X, scale=n),
+    ),
+    "huber_loss: delta": ("a number", lambda n: functional.huber_loss(X, X, delta=n)),
+    "clamp: max": ("a number or None", lambda n: X.clamp(max=n)),
+    "load_adapter: scale": (
+        "a number",
+        lambda n: tc.models.DigitsTransformer().load_adapter("none", scale=n),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_integers_that_no_float_holds(name: str) -> None:
+    expected, take = TAKERS[name]
+    message = f"^{name} is .* beyond the range of floating point, expected {expected}$"
+    for number in (10**400, -(10**400)):
+        with pytest.raises(tc.ArgumentError, match=message):
+            take(number)
+
+
+@pytest.mark.parametrize("name", TAKERS)
+def test_what_is_no_number(name: str) -> None:
+    expected, take = TAKERS[name]
+    with pytest.raises(TypeError, match=f"^{name} is .*, expected {expected}$"):
+        take("1")
+
+
+def test_two_numbers_are_two() -> None:
+    with pytest.raises(TypeError, match=r"^AdamW: betas is .*tuple, expected two numbers$"):
+        tc.optim.AdamW([parameter()], betas=(0.9,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^AdamW: lr is None, expected a number$"):
+        tc.optim.AdamW([parameter()], lr=None)  # type: ignore[arg-type]

@@ -1,0 +1,128 @@
+"""Settings without effect are refused by name, before anything is read."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ArgumentError, ConfigError
+from trainable_candle.models import DigitsTransformer
+from trainable_candle.train import TrainConfig
+from trainable_candle.train.checks import check_format, check_settings
+from trainable_candle.train.run import train_adapter
+
+IDLE: list[tuple[dict[str, Any], str]] = [
+    ({"random_crops": 9}, "--random-crops has no effect without --crop random"),
+    ({"bucketing": False, "min_side": 64}, "--min-side has no effect without --bucketing"),
+    ({"cache": "memory", "cache_dir": "c"}, "--cache-dir has no effect without --cache disk"),
+    ({"caption_keep_tokens": 5}, "--caption-keep-tokens has no effect without --caption-shuffle"),
+    ({"caption_variants": 0}, "--caption-variants has no effect without --caption-shuffle"),
+    ({"caption_separator": "|"}, "--caption-separator has no effect without --caption-shuffle"),
+    ({"text_encoder_learning_rate": 1e-5}, "has no effect without --train-text-encoder"),
+    ({"huber_delta": 0.5}, "--huber-delta has no effect without --loss huber"),
+    ({"huber_schedule": "snr"}, "--huber-schedule has no effect without --loss huber"),
+    ({"validate_every": 1}, "--validate-every has no effect without --validation-split"),
+    (
+        {"guidance": 3.0, "sample_steps": 4},
+        "--sample-steps, --guidance have no effect without --sample-prompts",
+    ),
+    ({"negative_prompt": "x"}, "--negative-prompt has no effect without --sample-prompts"),
+    (
+        {"sample_prompts": ["a"], "guidance": 1.0, "negative_prompt": "x"},
+        "--negative-prompt has no effect without --guidance other than 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), IDLE, ids=str)
+def test_a_setting_without_effect_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_settings(TrainConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"random_crops": 9, "crop": "random"},
+        {"caption_separator": "|", "trigger": "sks"},
+        {"caption_separator": "|", "dataset": "list.yaml"},
+        {"caption_variants": 0, "caption_tag_dropout": 0.1},
+        {"huber_delta": 0.5, "loss": "smooth_l1"},
+        {"sample_prompts": ["a"], "negative_prompt": "x"},
+    ],
+    ids=str,
+)
+def test_a_setting_with_effect_is_not(settings: dict[str, Any]) -> None:
+    check_settings(TrainConfig(**settings))
+    # As a run writes it down: with every default.
+    check_settings(TrainConfig.from_mapping(vars(TrainConfig(**settings))))
+
+
+def test_bytes_that_are_no_text_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--sample-prompts is .*, expected text in UTF-8"):
+        check_settings(TrainConfig(sample_prompts=["a\udcff"]))
+
+
+@pytest.mark.parametrize("form", ["kohya", "diffusers", "peft", "comfyui"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_formats_are_refused_as_the_writer_refuses_them(
+    sdxl_base: Path, tmp_path: Path, form: str, kind: str, parts: int
+) -> None:
+    names = ("unet", "text_encoder", "text_encoder_2")[:parts]
+    models = [tc.models.load(sdxl_base, subfolder=name) for name in names]
+    targets = ["attn2.to_q", "q_proj"]
+    lora = tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=targets, adapter=kind)
+    sets = [model.add_adapter(lora) for model in models]
+    config = TrainConfig(model="sdxl", format=form, adapter=kind)
+    formats = ("kohya", "diffusers", "peft", "comfyui")
+    assert refuses(lambda: check_format(config, formats, parts)) == refuses(
+        lambda: tc.save_adapters(tmp_path / "a.safetensors", sets, format=form)
+    )
+
+
+@pytest.mark.parametrize("form", [None, "kohya", "diffusers", "peft", "comfyui"])
+def test_formats_of_the_digits_are_refused_as_the_writer_refuses_them(
+    digits_base: Path, tmp_path: Path, form: str | None
+) -> None:
+    model = DigitsTransformer.from_pretrained(digits_base)
+    adapter = model.add_adapter(tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q"]))
+    config = TrainConfig(model="digits", format=form)
+    assert refuses(lambda: check_format(config, ("peft", "kohya", "diffusers"), 1)) == refuses(
+        lambda: tc.save_adapters(tmp_path / "a.safetensors", [adapter], format=form)
+    )
+
+
+def refuses(action: Callable[[], object]) -> bool:
+    try:
+        action()
+    except (ConfigError, ArgumentError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": ["to_q", "nothing"]}, r"--target-modules: `nothing` is no layer \(lay"),
+        ({"target_modules": ["to_q("]}, r"--target-modules: `to_q\(` is no layer"),
+        ({"exclude_modules": ["proj_out"]}, "`proj_out` is none of the layers that get adapters"),
+        ({"exclude_modules": ["all-linear"]}, "no layer is left"),
+        ({"initial_adapter": "none"}, "--initial-adapter: there is no file or folder none"),
+        (
+            {"format": "comfyui"},
+            "--format comfyui has no place for the layers of the model `digits`",
+        ),
+        ({"sample_prompts": ["a cat"]}, "the prompt 'a cat' names no digit"),
+    ],
+    ids=str,
+)
+def test_refusals_come_before_the_pictures_are_looked_at(
+    config: TrainConfig, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    empty = config.with_(dataset=str(tmp_path / "none"), **settings)
+    with pytest.raises((ConfigError, FileNotFoundError), match=message):
+        train_adapter(empty, progress=False, report=lambda _: None)
+    assert not Path(config.output).exists()

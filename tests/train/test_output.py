@@ -1,0 +1,66 @@
+"""The output folder belongs to one run at a time, and a run that is done stays as it is."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainable_candle.errors import ConfigError
+from trainable_candle.files import held
+from trainable_candle.train import Callback, TrainConfig
+from trainable_candle.train.run import LOCK, train_adapter
+
+Train = Callable[..., dict[str, bytes]]
+
+HOLD = """
+import sys
+from pathlib import Path
+from trainable_candle.files import held
+with held(Path(sys.argv[1]), "x"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_while_the_first_is_there(config: TrainConfig) -> None:
+    messages = []
+
+    class Second(Callback):
+        def on_train_begin(self, trainer: object) -> None:  # noqa: ARG002
+            with pytest.raises(ConfigError) as caught:
+                train_adapter(config, progress=False, report=lambda _: None)
+            messages.append(str(caught.value))
+
+    train_adapter(config, callbacks=[Second()], progress=False, report=lambda _: None)
+    assert len(messages) == 1
+    assert f"output: {config.output} is in use by process " in messages[0]
+    assert not (Path(config.output) / LOCK).exists()
+
+
+def test_a_lock_names_its_process_and_goes_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        refusal = f"busy by process {process.pid};"
+        with pytest.raises(ConfigError, match=refusal), held(path, "busy"):
+            pass
+        process.kill()
+    assert path.exists()
+    with held(path, "busy"):
+        assert path.read_text() != f"{process.pid}\n"
+    assert not path.exists()
+
+
+def test_a_run_that_is_past_the_last_step_is_left_alone(config: TrainConfig, train: Train) -> None:
+    train(config)
+    output = Path(config.output)
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    with pytest.raises(ConfigError, match="is of step 12, and --steps is 5: the run is done"):
+        train(config.with_(resume="latest", steps=5))
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
