@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 import trainable_candle as tc
+from trainable_candle.train.headers import read_metadata
 from trainable_candle.train.logs import read_json_log, read_log
 from trainable_candle.train.state import checkpoints, step_of
 
@@ -119,6 +120,10 @@ def test_adapter_files_carry_kohyas_keys(trained: Path) -> None:
     assert all(key.startswith("lora_unet_") for key in keys)
     ends = {key.partition(".")[2] for key in keys}
     assert ends == {"lora_down.weight", "lora_up.weight", "alpha"}
+    metadata = read_metadata(trained / "adapter.safetensors")
+    assert metadata["ss_mixed_precision"] == "no"
+    assert metadata["ss_resolution"] == "(64, 64)"
+    assert metadata["modelspec.resolution"] == "64x64"
 
 
 def test_sampling_with_an_adapter_differs_and_at_nothing_does_not(

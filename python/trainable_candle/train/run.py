@@ -282,8 +282,12 @@ def sample_options(config: TrainConfig) -> SampleOptions:
     )
 
 
+_KOHYA_PRECISIONS = {"f32": "no", "f16": "fp16", "bf16": "bf16"}
+
+
 def training_metadata(config: TrainConfig, step: int, pictures: int) -> dict[str, str]:
     """What the header of an adapter file says about its training, under kohya's names."""
+    side = config.resolution
     facts = {
         "ss_output_name": Path(config.output).name,
         "ss_sd_model_name": Path(config.weights).name or config.model,
@@ -291,12 +295,13 @@ def training_metadata(config: TrainConfig, step: int, pictures: int) -> dict[str
         "ss_max_train_steps": config.steps,
         "ss_num_train_images": pictures,
         "ss_total_batch_size": config.batch_size * config.gradient_accumulation,
-        "ss_resolution": config.resolution,
+        "ss_resolution": f"({side}, {side})" if side else None,
+        "modelspec.resolution": f"{side}x{side}" if side else None,
         "ss_clip_skip": config.clip_skip,
         "ss_learning_rate": config.learning_rate,
         "ss_optimizer": config.optimizer,
         "ss_lr_scheduler": config.lr_scheduler,
-        "ss_mixed_precision": config.precision,
+        "ss_mixed_precision": _KOHYA_PRECISIONS[config.precision],
         "ss_min_snr_gamma": config.min_snr_gamma,
         "ss_noise_offset": config.noise_offset,
         "ss_seed": config.seed,
