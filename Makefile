@@ -20,11 +20,12 @@ export PYO3_BUILD_EXTENSION_MODULE := 1
 # The release profile and the whole workspace throughout, so that features unify alike: what is tested is what ships, and dependencies
 # compile once.
 CARGO_SCOPE := --release --workspace --locked
+CUDA := --features trainable-candle-python/cuda
 # Only the extension itself is linked by zig, so the wheel shares everything compiled with the tests. Its symbols stay for the stubs.
 LINK := -- -C linker=$(CURDIR)/.ci/zig-cc -C strip=none
-PACKAGE := Cargo.toml Cargo.lock pyproject.toml $(shell find rust python -type f -not -name '*.pyc')
+PACKAGE := Cargo.toml Cargo.lock pyproject.toml $(shell find cuda rust python -type f -not -name '*.pyc')
 
-STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-python test-wheel
+STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-python test-wheel cuda
 
 .PHONY: help setup demo check stubs clean $(STEPS)
 
@@ -88,6 +89,16 @@ test-python: $(VENV)/.tools ## Run the Python tests against the wheel
 test-wheel: $(VENV)/.tools ## Check the wheel's size, contents and import time in a clean environment
 	.ci/check_wheel.py $(DIST)/*.whl
 
+# The kernels for one architecture: for all of them CI would take minutes more. A target directory of its own, because the feature changes
+# candle. Uses the Python packages that `make wheel` has installed.
+cuda: export CARGO_TARGET_DIR := $(CARGO_TARGET_DIR)/cuda
+cuda: export CUDA_COMPUTE_CAP := 80
+cuda: export TRAINABLE_CANDLE_CUDA_ARCHS ?= 90a
+cuda: $(VENV)/.cuda ## Lint and compile the CUDA build and check that it starts without a GPU
+	export CUDA_HOME=$$(echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13) && export PATH=$$CUDA_HOME/bin:$$PATH && \
+		cargo clippy $(CARGO_SCOPE) $(CUDA) --all-targets -- -D warnings && cargo build $(CARGO_SCOPE) $(CUDA)
+	.ci/check_cuda.py $(CARGO_TARGET_DIR)/release/lib_core.so
+
 clean: ## Remove what make built, except cargo's target folder
 	rm -rf $(VENV) $(DIST)
 
@@ -102,4 +113,8 @@ $(VENV)/.setup: $(PACKAGE) | $(VENV)/bin/python
 
 $(VENV)/.tools: pyproject.toml | $(VENV)/bin/python
 	pip install --quiet --group dev
+	touch $@
+
+$(VENV)/.cuda: pyproject.toml | $(VENV)/.tools
+	pip install --quiet --group cuda
 	touch $@

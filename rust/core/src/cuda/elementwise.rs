@@ -61,16 +61,16 @@ fn apply<const N: usize>(operands: [&Raw; N], dims: &[usize], kernel: Kernel) ->
     let [p, q] = kernel.parameters;
     // SAFETY: the kernel takes the result, the operands, their strides, which stay inside, and two numbers.
     unsafe {
-        match from.as_slice() {
-            &[a] => {
+        match *from.as_slice() {
+            [a] => {
                 let tensors = Strided::new(OP, dims, [to, a])?;
                 launch!(OP, gpu, function, tensors.launch_shape(OP)?, to.address, a.address, tensors, p, q)?;
             }
-            &[a, b] => {
+            [a, b] => {
                 let tensors = Strided::new(OP, dims, [to, a, b])?;
                 launch!(OP, gpu, function, tensors.launch_shape(OP)?, to.address, a.address, b.address, tensors, p, q)?;
             }
-            &[a, b, c] => {
+            [a, b, c] => {
                 let tensors = Strided::new(OP, dims, [to, a, b, c])?;
                 let shape = tensors.launch_shape(OP)?;
                 launch!(OP, gpu, function, shape, to.address, a.address, b.address, c.address, tensors, p, q)?;

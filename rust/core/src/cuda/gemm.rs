@@ -61,15 +61,15 @@ impl Matrix {
             if count <= 1 { Some(length.max(1)) } else { Some(stride).filter(|&stride| stride >= length.max(1)) }
         };
         let matrix = |operation, distance: usize| Self { operation, distance: distance as i64 };
-        if dense(columns, column_stride) {
-            if let Some(found) = distance(rows, row_stride, columns) {
-                return Some(matrix(Operation::CUBLAS_OP_N, found));
-            }
+        if dense(columns, column_stride)
+            && let Some(found) = distance(rows, row_stride, columns)
+        {
+            return Some(matrix(Operation::CUBLAS_OP_N, found));
         }
-        if dense(rows, row_stride) {
-            if let Some(found) = distance(columns, column_stride, rows) {
-                return Some(matrix(Operation::CUBLAS_OP_T, found));
-            }
+        if dense(rows, row_stride)
+            && let Some(found) = distance(columns, column_stride, rows)
+        {
+            return Some(matrix(Operation::CUBLAS_OP_T, found));
         }
         None
     }
