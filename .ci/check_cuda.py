@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Checks the extension that was built with CUDA: it leaves nothing to CUDA's libraries when it is loaded, computes on the CPU, and says why
-there is no CUDA where there is none.
+"""Check the extension that was built with CUDA.
 
-usage: .ci/check_cuda.py EXTENSION
+It leaves nothing to CUDA's libraries when it is loaded, computes on the CPU, and says why there is
+no CUDA where there is none. Usage: .ci/check_cuda.py EXTENSION
 """
 
 import os
@@ -32,9 +32,11 @@ if reason:
 
 
 def main(extension: str) -> None:
+    """Put the extension into a copy of the package, and use that."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "trainable_candle"
-        shutil.copytree(ROOT / "python" / "trainable_candle", package, ignore=shutil.ignore_patterns("*.so"))
+        ignore = shutil.ignore_patterns("*.so")
+        shutil.copytree(ROOT / "python" / "trainable_candle", package, ignore=ignore)
         shutil.copy(extension, package / "_core.abi3.so")
         environment = {**os.environ, "PYTHONPATH": folder}
         tests = "tests/repo/test_extension.py::test_extension_leaves_no_symbol_to_a_cuda_library"

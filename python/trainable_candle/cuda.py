@@ -79,4 +79,5 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
 
 
 def _refuse() -> NoReturn:
-    raise CudaUnavailableError(f"CUDA is unavailable: {unavailable_reason()}")
+    reason = unavailable_reason() or "this version captures no graphs"
+    raise CudaUnavailableError(f"CUDA is unavailable: {reason}")
