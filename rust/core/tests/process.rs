@@ -1,0 +1,91 @@
+//! Saved bytes and the generator belong to the whole process: tests that read them have one of their own and run one at a time.
+
+use std::sync::Mutex;
+
+use trainable_candle_core::checkpoint::{Policy, checkpoint, checkpoint_with};
+use trainable_candle_core::memory::saved_bytes;
+use trainable_candle_core::ops::activation::Gelu;
+use trainable_candle_core::ops::dropout::dropout;
+use trainable_candle_core::ops::linear::linear;
+use trainable_candle_core::ops::lora::{LoraWeights, lora_linear};
+use trainable_candle_core::{DType, Device, Result, Tensor, Var, rng};
+
+const CPU: Device = Device::Cpu;
+
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn ramp(n: usize, shape: &[usize]) -> Tensor {
+    Tensor::from_vec((0..n).map(|i| (i as f32 * 0.37).sin()).collect::<Vec<_>>(), shape, &CPU).unwrap()
+}
+
+#[test]
+fn a_frozen_layer_saves_nothing() -> Result<()> {
+    let _alone = ALONE.lock();
+    let x = Var::from_tensor(&ramp(40, &[8, 5]))?;
+    let (w, b) = (ramp(30, &[6, 5]), ramp(6, &[6]));
+    let before = saved_bytes();
+    let mut y = linear(&x, &w, Some(&b))?;
+    for _ in 0..10 {
+        y = linear(&y, &ramp(36, &[6, 6]), None)?;
+    }
+    assert_eq!(saved_bytes(), before);
+    y.backward_with(Some(&Tensor::ones((8, 6), DType::F32, &CPU)?), false)?;
+    assert!(x.grad().is_some());
+    Ok(())
+}
+
+#[test]
+fn saved_bytes_count_each_storage_once_and_end_with_the_pass() -> Result<()> {
+    let _alone = ALONE.lock();
+    let before = saved_bytes();
+    let x = Var::from_tensor(&ramp(40, &[8, 5]))?.add_scalar(1.0)?;
+    let w = ramp(30, &[6, 5]);
+    let vars = [Var::zeros((2, 5), DType::F32, &CPU)?, Var::zeros((6, 2), DType::F32, &CPU)?];
+    let lora = || lora_linear(&x, LoraWeights { weight: &w, bias: None, down: &vars[0], up: &vars[1], scale: 1.0 });
+    let y = lora()?.add(&lora()?)?.add(&lora()?)?;
+    // x once, three times x Aᵀ.
+    assert_eq!(saved_bytes() - before, 4 * (40 + 3 * 16));
+    y.backward_with(Some(&Tensor::ones((8, 6), DType::F32, &CPU)?), false)?;
+    assert_eq!(saved_bytes(), before);
+    Ok(())
+}
+
+#[test]
+fn policies_keep_what_they_say() -> Result<()> {
+    let _alone = ALONE.lock();
+    let (first, second) = (Var::from_tensor(&ramp(72, &[12, 6]))?, Var::from_tensor(&ramp(72, &[6, 12]))?);
+    // Two trainable layers with an activation between and a residual around them.
+    let block = move |x: &Tensor| {
+        let hidden = linear(x, &first, None)?.gelu(Gelu::Tanh)?.mul_scalar(0.5)?;
+        x.add(&linear(&hidden, &second, None)?)
+    };
+    let x = Var::from_tensor(&ramp(30, &[5, 6]))?.add_scalar(0.0)?;
+    let mut kept = Vec::new();
+    for policy in [Policy::None, Policy::Selective, Policy::Full] {
+        let before = saved_bytes();
+        let inner = block.clone();
+        let y = checkpoint_with(policy, move |xs| Ok(vec![inner(&xs[0])?]), &[&x])?;
+        kept.push((saved_bytes() - before) / 4);
+        drop(y);
+        assert_eq!(saved_bytes(), before, "{policy:?}: a dropped graph frees what it kept");
+    }
+    // None: x, the first product (read by GELU), the scaled activation. Selective: x, the first product, and a number that
+    // stands in for the second one. Full: x.
+    assert_eq!(kept, [30 + 60 + 60, 30 + 60 + 1, 30]);
+    Ok(())
+}
+
+#[test]
+fn dropout_replays_its_mask_and_leaves_the_stream_where_it_was() -> Result<()> {
+    let _alone = ALONE.lock();
+    let x = Var::from_tensor(&Tensor::ones(1000, DType::F32, &CPU)?)?;
+    rng::manual_seed(7);
+    let y = checkpoint(|xs| dropout(&xs[0].mul_scalar(2.0)?, 0.5, true)?.sqr(), &[&x])?;
+    let after = rng::state();
+    y.backward_with(Some(&Tensor::ones(1000, DType::F32, &CPU)?), false)?;
+    assert_eq!(rng::state(), after);
+    // y = (2 m x)² with m in {0, 2}: dy/dx = 8 m² x = 2 y at x = 1.
+    let expected: Vec<f32> = y.to_vec::<f32>()?.into_iter().map(|v| 2.0 * v).collect();
+    assert_eq!(x.grad().unwrap().to_vec::<f32>()?, expected);
+    Ok(())
+}
