@@ -44,3 +44,20 @@ def test_warm_step_neither_waits_nor_takes_memory(cuda: Any) -> None:
     for step in ("step-2", "step-3"):
         assert run.after(step).waits == []
         assert run.after(step).of("grow", "shrink", "alloc", "alloc-pinned", "module") == []
+
+
+def test_every_architecture_has_the_kernels(cuda: Any) -> None:
+    """PTX serves what is newer than all machine code."""
+    kernels = [line.split() for line in cuda.kernels.read_text().splitlines()]
+    architectures = sorted(
+        architecture for _, architecture, name, *_ in kernels if name == "fill_f32"
+    )
+    assert architectures
+    for architecture in architectures:
+        kind, number = architecture.rstrip("a").split("_")
+        capability = "13.0" if kind == "compute" else f"{number[:-1]}.{number[-1]}"
+        run = cuda.run(TRAIN.replace("DTYPE", "bf16"), settings={"CAPABILITY": capability})
+        assert run.of("refused") == []
+        used = {call["architecture"] for call in run.of("module")}
+        assert architecture in used
+        assert used <= {architecture, "any"}  # "any": candle's PTX
