@@ -92,6 +92,7 @@ test-wheel: $(VENV)/.tools ## Check the wheel's size, contents and import time i
 # A target directory of its own, because the feature changes candle; candle's few kernels are PTX that every newer GPU compiles.
 cuda wheel-cuda: export CARGO_TARGET_DIR := $(CARGO_TARGET_DIR)/cuda
 cuda wheel-cuda: export CUDA_COMPUTE_CAP := 80
+cuda wheel-cuda: export NVCC_APPEND_FLAGS := --compress-mode=size
 cuda wheel-cuda: export CUDA_HOME = $(shell echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13)
 
 wheel-cuda: $(VENV)/.cuda ## Build the wheel for CPU and CUDA, with machine code for every supported GPU, and check it
