@@ -13,6 +13,7 @@
 //! # Ok::<(), trainable_candle_core::Error>(())
 //! ```
 
+pub mod capture;
 pub mod checkpoint;
 pub mod compute;
 pub mod cpu;
