@@ -9,10 +9,42 @@ use std::sync::Arc;
 
 use crate::tape::GradientCell;
 use crate::tensor::Version;
-use crate::{Error, Result};
+#[cfg(not(feature = "cuda"))]
+use crate::Device;
+use crate::{Error, Result, Tensor};
 
 #[cfg(feature = "cuda")]
-pub use crate::cuda::{Captured, Function};
+pub use crate::cuda::Captured;
+
+/// What can be captured: a function of tensors.
+pub type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
+
+/// A function that runs as a CUDA graph, which takes a build with CUDA.
+#[cfg(not(feature = "cuda"))]
+pub struct Captured(std::convert::Infallible);
+
+#[cfg(not(feature = "cuda"))]
+impl Captured {
+    /// # Errors
+    /// [`Error::Device`]: this build has no CUDA device.
+    pub fn new(device: &Device, _function: Function, _inputs: &[&Tensor]) -> Result<Self> {
+        let name = crate::device::name(device);
+        Err(Error::device("capture", format!("found the device \"{name}\", expected a CUDA device")))
+    }
+
+    /// What the function gives for `inputs`.
+    ///
+    /// # Errors
+    /// The function's.
+    pub fn call(&mut self, _inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        match self.0 {}
+    }
+
+    /// Whether calls replay a graph.
+    pub const fn is_recorded(&self) -> bool {
+        match self.0 {}
+    }
+}
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
@@ -136,8 +168,17 @@ pub(crate) fn changed(version: &Arc<Version>) {
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
 impl Effects {
     /// Give every gradient that was touched storage that stays, so that each replay finds it where the capture did.
-    pub(crate) fn settle_gradients(&self) -> Result<()> {
-        self.gradients.iter().try_for_each(GradientCell::settle)
+    pub(crate) fn settle_gradients(&mut self) -> Result<()> {
+        self.gradients.iter().try_for_each(GradientCell::settle)?;
+        self.filled = self.gradients.iter().map(GradientCell::is_filled).collect();
+        Ok(())
+    }
+
+    /// After a capture that failed, and so has changed no values: gradients are there as they were when they were settled.
+    pub(crate) fn restore_gradients(&self) {
+        for (gradient, &filled) in self.gradients.iter().zip(&self.filled) {
+            gradient.set_filled(filled);
+        }
     }
 
     pub(crate) fn before(&self) -> Result<()> {
@@ -145,9 +186,7 @@ impl Effects {
     }
 
     pub(crate) fn after(&self) {
-        for (gradient, &filled) in self.gradients.iter().zip(&self.filled) {
-            gradient.set_filled(filled);
-        }
+        self.restore_gradients();
         self.versions.iter().for_each(|version| version.bump());
         self.after.iter().for_each(|effect| effect());
     }
@@ -156,7 +195,7 @@ impl Effects {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Device, Tensor, Var};
+    use crate::{Device, Var};
 
     fn value(var: &Var) -> f64 {
         var.grad().map_or(f64::NAN, |grad| grad.item().unwrap())
@@ -172,7 +211,7 @@ mod tests {
         };
         let run = Run::begin(false).unwrap();
         step().unwrap();
-        let first = run.finish();
+        let mut first = run.finish();
         assert_eq!(first.gradients.len(), 1);
         first.settle_gradients().unwrap();
         assert_eq!(value(&x), 4.0);
