@@ -1703,14 +1703,15 @@ class Tensor:
         self,
         /,
         *,
-        stream: Any | None = None,
+        stream: SupportsIndex | None = None,
         max_version: tuple[SupportsIndex, SupportsIndex] | None = None,
         dl_device: tuple[SupportsIndex, SupportsIndex] | None = None,
         copy: bool | None = None,
     ) -> Any:
         """
         A capsule for other libraries' `from_dlpack`. Shares memory with consumers that know it is read-only (DLPack
-        1.0), copies for others unless `copy=False`.
+        1.0), copies for others unless `copy=False`. On a CUDA device the consumer's `stream` (the default one unless it
+        is named, none for -1) waits for the values, and memory is used again only after the consumer is done with it.
         """
     def __dlpack_device__(self, /) -> tuple[int, int]:
         """
@@ -2616,10 +2617,11 @@ def eye(
 
 def from_dlpack(data: Any) -> Tensor:
     """
-    A tensor with a copy of the values of an object that speaks DLPack.
+    A tensor with a copy of the values of an object that speaks DLPack, on the device that they are on.
 
     Raises:
-        DeviceError: if they are not on the CPU.
+        DeviceError: if they are neither on the CPU nor on a CUDA device.
+        CudaUnavailableError: if they are on a CUDA device and CUDA cannot be used.
         DTypeError: if no dtype holds them.
     """
 

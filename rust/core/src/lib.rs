@@ -33,7 +33,7 @@ pub mod tape;
 mod tensor;
 mod var;
 
-pub use candle_core::{DType, Device, Shape};
+pub use candle_core::{DType, Device, DeviceLocation, Shape};
 pub use error::{Error, Result};
 pub use flat::FlatBuffer;
 pub use raw::Raw;

@@ -76,6 +76,16 @@ pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
     change("scale_in_place", "scale_in_place", dst, factor)
 }
 
+/// The end of the name of a kernel that copies elements as they are.
+pub(super) fn byte_suffix(dtype: DType) -> &'static [&'static str] {
+    match dtype.size_in_bytes() {
+        1 => &["1"],
+        2 => &["2"],
+        4 => &["4"],
+        _ => &["8"],
+    }
+}
+
 /// What happens to an element besides being replaced.
 #[derive(Clone, Copy)]
 enum Change {
@@ -94,15 +104,7 @@ fn write(op: &'static str, dst: &Raw, src: &Raw, module: &'static Module, change
     }
     let gpu = Gpu::of(op, dst)?;
     let function = match change {
-        None if dst.dtype() == src.dtype() => {
-            let size: &[&str] = match dst.dtype().size_in_bytes() {
-                1 => &["1"],
-                2 => &["2"],
-                4 => &["4"],
-                _ => &["8"],
-            };
-            gpu.function(module, "copy_bytes", size)?
-        }
+        None if dst.dtype() == src.dtype() => gpu.function(module, "copy_bytes", byte_suffix(dst.dtype()))?,
         None => gpu.function(module, "copy", suffixes(op, src.dtype(), dst.dtype())?)?,
         Some(Change::Add) => gpu.function(module, "accumulate", suffixes(op, src.dtype(), dst.dtype())?)?,
         Some(Change::Lerp(_)) => gpu.function(module, "lerp", suffixes(op, src.dtype(), dst.dtype())?)?,

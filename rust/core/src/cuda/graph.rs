@@ -463,6 +463,11 @@ pub fn check_thread(op: &'static str) -> Result<()> {
     Err(Error::device(op, "another thread captures a function on CUDA, and until it has, no other may use the device"))
 }
 
+/// Whether any thread captures a function.
+pub fn is_capturing_anywhere() -> bool {
+    CAPTURER.load(Ordering::Acquire) != 0
+}
+
 /// Keep a tensor, whose memory begins at `address`, as long as the graph that is being captured on this thread, if one is.
 pub fn hold(tensor: &Raw, address: Address) {
     if !capture::is_capturing() || memory::is_of_graphs(address) {

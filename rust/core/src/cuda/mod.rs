@@ -9,6 +9,7 @@ mod board;
 pub(crate) mod conv;
 mod copy;
 mod elementwise;
+pub mod exchange;
 mod gemm;
 mod gpu;
 mod graph;
