@@ -77,6 +77,14 @@ pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Resul
     Ok(count)
 }
 
+/// As [`check_allocation`] on the CPU. A CUDA device says itself what does not fit.
+///
+/// # Errors
+/// As [`check_allocation`].
+pub fn check_allocation_on(device: &Device, op: &'static str, dims: &[usize], dtype: DType) -> Result<usize> {
+    if device.is_cpu() { check_allocation(op, dims, dtype) } else { check_size(op, dims, dtype) }
+}
+
 /// The number of elements of a shape, if they and their bytes can be counted.
 ///
 /// # Errors

@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Shape};
 
-use crate::raw::{Raw, check_allocation, from_vec};
+use crate::raw::{Raw, check_allocation_on, from_vec};
 use crate::{Error, Result, compute};
 
 /// Seed and position of a generator; restoring it repeats the draws that followed.
@@ -169,7 +169,7 @@ fn check_float(op: &'static str, dtype: DType) -> Result<()> {
 pub fn uniform(low: f64, high: f64, shape: &Shape, dtype: DType, device: &Device) -> Result<Raw> {
     const OP: &str = "rand";
     check_float(OP, dtype)?;
-    let n = check_allocation(OP, shape.dims(), DType::F32)?;
+    let n = check_allocation_on(device, OP, shape.dims(), DType::F32)?;
     #[cfg(feature = "cuda")]
     if device.is_cuda() {
         let start = advance(n.div_ceil(4) as u64);
@@ -191,7 +191,7 @@ pub fn uniform(low: f64, high: f64, shape: &Shape, dtype: DType, device: &Device
 pub fn normal(mean: f64, std: f64, shape: &Shape, dtype: DType, device: &Device) -> Result<Raw> {
     const OP: &str = "randn";
     check_float(OP, dtype)?;
-    let n = check_allocation(OP, shape.dims(), DType::F32)?;
+    let n = check_allocation_on(device, OP, shape.dims(), DType::F32)?;
     #[cfg(feature = "cuda")]
     if device.is_cuda() {
         let start = advance(n.div_ceil(4) as u64);

@@ -70,7 +70,7 @@ impl Tensor {
     /// [`Error::OutOfMemory`] if it does not fit.
     pub fn full(value: f64, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
         let shape = shape.into();
-        raw::check_allocation("full", shape.dims(), dtype)?;
+        raw::check_allocation_on(device, "full", shape.dims(), dtype)?;
         Ok(Self::constant(crate::compute::full(value, shape.dims(), dtype, device)?))
     }
 
@@ -80,8 +80,8 @@ impl Tensor {
     /// [`Error::OutOfMemory`] if it does not fit.
     pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
         let shape = shape.into();
-        raw::check_allocation("zeros", shape.dims(), dtype)?;
-        Ok(Self::constant(Raw::zeros(shape, dtype, device)?))
+        raw::check_allocation_on(device, "zeros", shape.dims(), dtype)?;
+        Ok(Self::constant(crate::compute::zeros(shape.dims(), dtype, device)?))
     }
 
     /// Ones.

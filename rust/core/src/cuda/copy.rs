@@ -1,9 +1,10 @@
 //! Copies, conversions and changes in place.
 
 use candle_core::DType;
+use candle_core::cuda_backend::cudarc::driver::result;
 use trainable_candle_cuda::modules::{COPY, Module};
 
-use super::gpu::Gpu;
+use super::gpu::{Gpu, driver_error};
 use super::launch::{address, empty, launch, same_device, suffix, suffixes};
 use super::strided::{Member, Strided};
 use crate::raw::storage_identity;
@@ -68,6 +69,24 @@ pub fn filled(device: &candle_core::Device, value: f64, dims: &[usize], dtype: D
     const OP: &str = "full";
     let y = empty(OP, Gpu::of_device(OP, device)?, dims, dtype)?;
     change(OP, "fill", &y, value)?;
+    Ok(y)
+}
+
+/// Zeros; any dtype that kernels know.
+pub fn zeros(device: &candle_core::Device, dims: &[usize], dtype: DType) -> Result<Raw> {
+    const OP: &str = "zeros";
+    let gpu = Gpu::of_device(OP, device)?;
+    let y = empty(OP, gpu, dims, dtype)?;
+    let bytes = y.elem_count() * dtype.size_in_bytes();
+    if bytes > 0 {
+        let to = address(OP, &y)?;
+        let run = || {
+            gpu.stream().context().bind_to_thread()?;
+            // SAFETY: the tensor has these bytes, and zero bytes are a value of every dtype.
+            unsafe { result::memset_d8_async(to, 0, bytes, gpu.stream().cu_stream()) }
+        };
+        run().map_err(|error| driver_error(OP, error))?;
+    }
     Ok(y)
 }
 

@@ -87,7 +87,7 @@ impl BackwardContext<'_> {
                 pending
             }
             std::collections::hash_map::Entry::Vacant(entry) => {
-                let sum = Raw::zeros(dims, grad.dtype(), grad.device())?;
+                let sum = compute::zeros(dims, grad.dtype(), grad.device())?;
                 entry.insert(Pending { sum, owned: true })
             }
         };

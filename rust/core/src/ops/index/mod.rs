@@ -91,7 +91,7 @@ impl Backward for GatherBackward {
         if part.dims() == self.dims {
             return context.add(0, part);
         }
-        let whole = Raw::zeros(self.dims.as_slice(), part.dtype(), part.device())?;
+        let whole = compute::zeros(&self.dims, part.dtype(), part.device())?;
         compute::copy_into(&corner(&whole, part.dims())?, &part)?;
         context.add(0, whole)
     }
