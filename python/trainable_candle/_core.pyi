@@ -594,7 +594,7 @@ class CLIPTextModel(Model):
 @final
 class CapturedFunction:
     """
-    A function of tensors that returns a list of tensors, as a CUDA graph from its second call on.
+    A function of tensors that returns a list of tensors, as a CUDA graph after its first calls.
     """
     def __call__(self, /, inputs: Sequence[Tensor]) -> list[Tensor]:
         """

@@ -96,7 +96,7 @@ def reset_peak_memory_stats(device: str = "cuda") -> None:
 
 
 class Captured:
-    """A function that runs as a CUDA graph from its second call on; `capture` makes it."""
+    """A function that runs as a CUDA graph after its first calls; `capture` makes it."""
 
     def __init__(self, function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> None:
         form: list[Any] = []
@@ -119,7 +119,7 @@ class Captured:
 
         Raises:
             ShapeError, DTypeError: If an input differs from the one of the capture.
-            DeviceError: If the function does what a graph cannot (in the second call).
+            DeviceError: If the function does what a graph cannot (in the call that records it).
         """
         tensors = self._run(list(inputs))
         return _unflatten(self._form[0], iter(tensors))
@@ -129,9 +129,10 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
     """Make a CUDA graph of `function`: all the work that it queues, launched at once.
 
     The first call runs the function as it is, the second records it and runs the record, later
-    ones copy their inputs in and run the record. All calls count, and their random numbers,
-    gradients and parameters are those of calls without a graph. A training step is one function:
-    forward, backward, `step`, `zero_grad`.
+    ones copy their inputs in and run the record. (If the function makes gradients of variables
+    that are not an adapter's, the second is as the first, and the third records.) All calls count,
+    and their random numbers, gradients and parameters are those of calls without a graph. A
+    training step is one function: forward, backward, `step`, `zero_grad`.
 
     What the function decides on the CPU (shapes, branches, Python numbers) is decided once. It
     cannot read values (`item`, `numpy`, `print`); return tensors and read them after the call. A

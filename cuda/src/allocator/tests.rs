@@ -29,13 +29,13 @@ impl Backend for Fake {
     type Error = Full;
 
     fn reserve(&mut self, size: u64) -> Result<u64, Full> {
-        assert_eq!(size % PAGE, 0);
+        assert!(size.is_multiple_of(PAGE));
         self.next += size;
         Ok(self.next - size)
     }
 
     fn map(&mut self, address: u64, size: u64) -> Result<Chunk, Full> {
-        assert!(size > 0 && size % PAGE == 0 && address % PAGE == 0, "{address} {size}");
+        assert!(size > 0 && size.is_multiple_of(PAGE) && address.is_multiple_of(PAGE), "{address} {size}");
         let before = self.mapped.range(..address + size).next_back();
         assert!(before.is_none_or(|(at, size)| at + size <= address), "mapped twice");
         if self.used() + size > self.limit {
@@ -83,7 +83,7 @@ impl Numbers {
 fn check(allocator: &Allocator<Fake>, live: &BTreeMap<u64, u64>) {
     let mut end = 0;
     for (&address, &size) in live {
-        assert!(address >= end && address % ALIGNMENT == 0, "overlap at {address}");
+        assert!(address >= end && address.is_multiple_of(ALIGNMENT), "overlap at {address}");
         end = address + size;
         let mut at = address;
         while at < end {
@@ -130,7 +130,7 @@ fn random_work_never_overlaps_and_joins_again_at_the_end() {
             }
         }
         assert_eq!(allocator.stats().peak_allocated, peak);
-        for (&address, _) in &live {
+        for &address in live.keys() {
             assert!(allocator.free(address));
         }
         // Nothing in use: one free block a run of mapped memory, and all of it can be given back.

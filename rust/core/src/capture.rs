@@ -167,11 +167,14 @@ pub(crate) fn changed(version: &Arc<Version>) {
 
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
 impl Effects {
-    /// Give every gradient that was touched storage that stays, so that each replay finds it where the capture did.
-    pub(crate) fn settle_gradients(&mut self) -> Result<()> {
-        self.gradients.iter().try_for_each(GradientCell::settle)?;
+    /// Give every gradient that was touched storage that stays, so that each replay finds it where the capture did. Whether one had none.
+    pub(crate) fn settle_gradients(&mut self) -> Result<bool> {
+        let mut has_moved = false;
+        for gradient in &self.gradients {
+            has_moved |= gradient.settle()?;
+        }
         self.filled = self.gradients.iter().map(GradientCell::is_filled).collect();
-        Ok(())
+        Ok(has_moved)
     }
 
     /// After a capture that failed, and so has changed no values: gradients are there as they were when they were settled.
@@ -213,7 +216,8 @@ mod tests {
         step().unwrap();
         let mut first = run.finish();
         assert_eq!(first.gradients.len(), 1);
-        first.settle_gradients().unwrap();
+        assert!(first.settle_gradients().unwrap());
+        assert!(!first.settle_gradients().unwrap());
         assert_eq!(value(&x), 4.0);
         let storage = x.grad_storage().unwrap();
 

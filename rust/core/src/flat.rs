@@ -86,7 +86,7 @@ impl FlatBuffer {
 
 fn zeros(n: usize, dtype: DType, device: &Device) -> Result<Raw> {
     check_allocation_on(device, "flat buffer", &[n], dtype)?;
-    crate::compute::zeros(&[n], dtype, device)
+    compute::zeros(&[n], dtype, device)
 }
 
 fn leaf(var: &Var) -> Result<&Leaf> {

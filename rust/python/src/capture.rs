@@ -16,7 +16,7 @@ use crate::tensor::Tensor;
 /// The Python function for the time of a call: between calls only [`CapturedFunction`] holds it, so that Python's collector finds cycles.
 type Slot = Arc<Mutex<Option<Py<PyAny>>>>;
 
-/// A function of tensors that returns a list of tensors, as a CUDA graph from its second call on.
+/// A function of tensors that returns a list of tensors, as a CUDA graph after its first calls.
 #[pyclass(module = "trainable_candle._core")]
 pub struct CapturedFunction {
     function: Option<Py<PyAny>>,

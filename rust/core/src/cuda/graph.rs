@@ -1,8 +1,9 @@
 //! CUDA graphs of functions: all the work that a function queues, launched at once.
 //!
 //! The first call of a captured function runs it as it is: memory, kernels and optimizer states come to be. The second records it and
-//! replays the record, and each later call copies new inputs in and replays. Every call counts: after the second a training loop
-//! is where it would be without a graph, to the bit.
+//! replays the record, and each later call copies new inputs in and replays. Every call counts: a training loop is where it would be
+//! without a graph, to the bit. If the function makes gradients that are not parts of a flat buffer, these get a fixed place after the
+//! first call, the second is as the first, and the third records.
 //!
 //! Temporaries of graphs lie in memory of their own, which all graphs of a device share, since one runs after the other; what
 //! a call returns is a copy. What lies outside and is read or written is kept alive. Random draws take the place of the
@@ -30,7 +31,7 @@ use crate::{Error, Raw, Result, Tensor, capture, compute};
 
 const OP: &str = "capture";
 
-/// A function that runs as a CUDA graph from its second call on.
+/// A function that runs as a CUDA graph from its second call on, or its third if it makes gradients outside of flat buffers.
 ///
 /// ```no_run
 /// use trainable_candle_core::capture::Captured;
@@ -51,9 +52,9 @@ pub struct Captured {
 }
 
 enum Stage {
-    /// Not called yet.
+    /// Not called yet, or gradients have moved since.
     New,
-    /// Called once: what that did, and the values that it copied from the CPU.
+    /// Called: what that did, and the values that it copied from the CPU.
     Ran(Effects, Known),
     Recorded(Graph),
 }
@@ -83,9 +84,9 @@ impl Captured {
     /// What the function gives for `inputs`, cut from the tape.
     ///
     /// # Errors
-    /// [`Error::Shape`] or [`Error::DType`] if an input differs from the one it was captured with; the function's. In the second call
-    /// [`Error::Device`] if the function does what a graph cannot: read a value, wait, copy a value from the CPU that the first call did
-    /// not. Then nothing of the second call has happened, and the next call is a first one.
+    /// [`Error::Shape`] or [`Error::DType`] if an input differs from the one it was captured with; the function's. In the call that
+    /// records it [`Error::Device`] if the function does what a graph cannot: read a value, wait, copy a value from the CPU that the call
+    /// before did not. Then nothing of that call has happened, and the next one is a first one.
     pub fn call(&mut self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         if capture::is_capturing() {
             return Err(Error::device(OP, "a captured function calls another; capture the outer one alone"));
@@ -157,9 +158,10 @@ impl Captured {
         let noting = Noting::begin();
         let outputs = (self.function)(&self.inputs)?;
         let known = noting.finish();
-        let effects = run.finish();
+        let mut effects = run.finish();
         let outputs = values(outputs)?.iter().map(|output| Ok(Tensor::from_raw(&compute::copy(output)?))).collect();
-        self.stage = Stage::Ran(effects, known);
+        // What was told where gradients are must be told anew, outside of a capture.
+        self.stage = if effects.settle_gradients()? { Stage::New } else { Stage::Ran(effects, known) };
         outputs
     }
 }
@@ -242,7 +244,7 @@ impl Graph {
         if constants.has_refused() {
             return Err(Error::device(
                 OP,
-                "the function copies a value from the CPU that its first call did not, so it changes from call to call; pass it \
+                "the function copies a value from the CPU that the call before did not, so it changes from call to call; pass it \
                  as an input, or make it before",
             ));
         }

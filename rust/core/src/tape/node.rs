@@ -252,19 +252,19 @@ impl GradientCell {
         Arc::ptr_eq(&self.state, &other.state)
     }
 
-    /// Collect gradients in place from now on, in a buffer that has what there is.
-    pub(crate) fn settle(&self) -> Result<()> {
+    /// Collect gradients in place from now on, in a buffer that has what there is. False if they are already.
+    pub(crate) fn settle(&self) -> Result<bool> {
         let mut state = self.state();
         if state.buffer.is_some() {
-            return Ok(());
+            return Ok(false);
         }
         let existing = state.grad.take();
         state.filled = existing.is_some();
         state.buffer = Some(match existing {
             Some(grad) => raw::own_copy(&grad)?,
-            None => Raw::zeros(&self.shape, self.dtype, &self.device)?,
+            None => compute::zeros(self.shape.dims(), self.dtype, &self.device)?,
         });
-        Ok(())
+        Ok(true)
     }
 
     pub(crate) fn is_filled(&self) -> bool {
