@@ -156,13 +156,18 @@ impl<C> Pool<C> {
             let after = self.blocks.get(&(gap + length)).filter(|block| block.is_free).map_or(0, |block| block.size);
             let missing = size.saturating_sub(before).next_multiple_of(PAGE).max(PAGE);
             if missing <= length {
-                Some((gap, missing.max(self.growth).min(length)))
+                Some((gap, missing, missing.max(self.growth).min(length)))
             } else {
-                (before + length + after >= size).then_some((gap, length))
+                (before + length + after >= size).then_some((gap, length, length))
             }
         });
-        let Some((address, length)) = found else { return Ok(None) };
-        let chunk = backend.map(address, length)?;
+        let Some((address, missing, wanted)) = found else { return Ok(None) };
+        let (length, chunk) = match backend.map(address, wanted) {
+            Ok(chunk) => (wanted, chunk),
+            // The last of a device's memory comes in small pieces.
+            Err(error) if B::is_full(&error) && missing < wanted => (missing, backend.map(address, missing)?),
+            Err(error) => return Err(error),
+        };
         self.chunks.insert(address, (length, chunk));
         if let Some(gap) = self.gaps.remove(&address)
             && gap > length

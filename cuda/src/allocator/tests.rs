@@ -177,6 +177,15 @@ fn a_full_device_gives_back_what_is_kept_before_it_refuses() {
 }
 
 #[test]
+fn the_last_of_the_memory_is_used() {
+    let mut allocator = allocator(40 * MIB);
+    let first = allocator.allocate(30 * MIB).unwrap();
+    let second = allocator.allocate(8 * MIB).unwrap();
+    assert_eq!((second, allocator.stats().reserved), (first + 30 * MIB, 40 * MIB));
+    assert!(allocator.allocate(4 * MIB).is_err());
+}
+
+#[test]
 fn gaps_are_filled_again() {
     let mut allocator = allocator(1024 * MIB);
     let blocks: Vec<_> = (0..4).map(|_| allocator.allocate(64 * MIB).unwrap()).collect();

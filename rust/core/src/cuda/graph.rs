@@ -67,6 +67,10 @@ impl Captured {
     pub fn new(device: &Device, function: Function, inputs: &[&Tensor]) -> Result<Self> {
         let gpu = Gpu::of_device(OP, device)?;
         capture::refuse(OP)?;
+        if !gpu.stream().context().has_async_alloc() {
+            let message = "the GPU has no stream-ordered memory (a virtual GPU may not), which graphs need";
+            return Err(Error::device(OP, message));
+        }
         let own = |(index, input): (usize, &&Tensor)| {
             if input.requires_grad() {
                 let message = format!(
