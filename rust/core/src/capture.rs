@@ -66,6 +66,8 @@ pub(crate) struct Effects {
     versions: Vec<Arc<Version>>,
     before: Vec<Before>,
     after: Vec<After>,
+    /// Whether the random generator was set, which replays would not repeat.
+    pub(crate) has_seeded: bool,
 }
 
 thread_local! {
@@ -76,6 +78,12 @@ thread_local! {
 /// Whether a function is being captured on this thread: work is queued for later, and nothing can be read back.
 pub fn is_capturing() -> bool {
     PHASE.get() == Phase::Capturing
+}
+
+/// Whether a captured function is running on this thread, to be recorded or before that.
+#[cfg(feature = "cuda")]
+pub(crate) fn is_running() -> bool {
+    PHASE.get() != Phase::Off
 }
 
 /// Have `check` run before every replay of the graph that is captured on this thread: values that it reads may have been changed since.
@@ -116,10 +124,10 @@ pub(crate) struct Run(());
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
 impl Run {
     /// # Errors
-    /// [`Error::Device`] if another run is under way.
+    /// [`Error::Device`] if another run is under way on this thread.
     pub(crate) fn begin(capturing: bool) -> Result<Self> {
         if PHASE.get() != Phase::Off {
-            return Err(Error::device("capture", "a captured function calls another; capture the outer one alone"));
+            return Err(Error::device("capture", "a captured function is running"));
         }
         EFFECTS.take();
         PHASE.set(if capturing { Phase::Capturing } else { Phase::Eager });
@@ -152,6 +160,13 @@ pub(crate) fn touch(gradient: impl FnOnce() -> GradientCell) {
             effects.gradients.push(gradient);
         }
     });
+}
+
+/// The random generator is set to another place.
+pub(crate) fn seeded() {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| effects.has_seeded = true);
+    }
 }
 
 /// A variable was changed in place.
@@ -232,7 +247,10 @@ mod tests {
             }
         });
         before_replay(|| Err(Error::argument("test", "refused")));
+        assert!(!EFFECTS.with_borrow(|effects| effects.has_seeded));
+        crate::rng::set_state(crate::rng::state());
         let effects = run.finish();
+        assert!(effects.has_seeded);
         assert!(!is_capturing());
         let same = crate::raw::storage_identity(&x.grad_storage().unwrap()) == crate::raw::storage_identity(&storage);
         assert!(same, "the gradient stays where it is");

@@ -92,8 +92,13 @@ impl Captured {
     /// records it [`Error::Device`] if the function does what a graph cannot: read a value, wait, copy a value from the CPU that the call
     /// before did not. Then nothing of that call has happened, and the next one is a first one.
     pub fn call(&mut self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
-        if capture::is_capturing() {
-            return Err(Error::device(OP, "a captured function calls another; capture the outer one alone"));
+        self.check(inputs)?;
+        if capture::is_running() {
+            // Within another captured function it is a part of that.
+            let device = Device::Cuda(self.gpu.device().clone());
+            let inputs: Vec<Tensor> =
+                inputs.iter().map(|input| Tensor::from_raw(&input.raw).to_device(&device)).collect::<Result<_>>()?;
+            return (self.function)(&inputs);
         }
         self.take(inputs)?;
         match std::mem::replace(&mut self.stage, Stage::New) {
@@ -125,8 +130,8 @@ impl Captured {
         outputs
     }
 
-    /// Copy new inputs to where the function reads them.
-    fn take(&self, inputs: &[&Tensor]) -> Result<()> {
+    /// Whether new inputs are like those that the function was captured with.
+    fn check(&self, inputs: &[&Tensor]) -> Result<()> {
         if inputs.len() != self.inputs.len() {
             let message = format!("found {} inputs, expected {}", inputs.len(), self.inputs.len());
             return Err(Error::argument(OP, message));
@@ -148,6 +153,13 @@ impl Captured {
                 );
                 return Err(Error::dtype(OP, message));
             }
+        }
+        Ok(())
+    }
+
+    /// Copy new inputs to where the function reads them.
+    fn take(&self, inputs: &[&Tensor]) -> Result<()> {
+        for (own, new) in self.inputs.iter().zip(inputs) {
             if own.elem_count() > 0 && storage_identity(&own.raw).0 != storage_identity(&new.raw).0 {
                 let moved = Tensor::from_raw(&new.raw).to_device(own.device())?;
                 compute::copy_into(&own.raw, &moved.raw)?;
@@ -255,7 +267,7 @@ impl Graph {
         let outputs = outputs?;
         let template = template?;
         let draws = moved.offset.wrapping_sub(start.offset);
-        if moved.seed != start.seed || draws >= FORWARD {
+        if effects.has_seeded || moved.seed != start.seed || draws >= FORWARD {
             let message = "the function sets the random generator, which replays would not; seed it outside";
             return Err(Error::device(OP, message));
         }
