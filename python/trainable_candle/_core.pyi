@@ -604,7 +604,9 @@ class CapturedFunction:
             ShapeError, DTypeError: if an input differs from the one that the function was captured with.
             DeviceError: if the function does what a graph cannot, such as reading a value.
         """
-    def __new__(cls, /, function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> CapturedFunction:
+    def __new__(
+        cls, /, function: Callable[..., Any], static_inputs: Sequence[Tensor]
+    ) -> CapturedFunction:
         """
         Args:
             function: takes tensors like `static_inputs`, returns a list of tensors.
