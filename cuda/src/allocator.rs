@@ -194,7 +194,9 @@ impl<C> Pool<C> {
         let mut total = 0;
         for address in self.unused() {
             let Some((size, chunk)) = self.chunks.remove(&address) else { continue };
-            let Some((start, block)) = self.blocks.range(..=address).next_back().map(|(&a, &b)| (a, b)) else { continue };
+            let Some((start, block)) = self.blocks.range(..=address).next_back().map(|(&a, &b)| (a, b)) else {
+                continue;
+            };
             self.forget_free(start, block.size);
             for (start, end) in [(start, address), (address + size, start + block.size)] {
                 if end > start {

@@ -7,10 +7,10 @@
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
-use crate::tape::GradientCell;
-use crate::tensor::Version;
 #[cfg(not(feature = "cuda"))]
 use crate::Device;
+use crate::tape::GradientCell;
+use crate::tensor::Version;
 use crate::{Error, Result, Tensor};
 
 #[cfg(feature = "cuda")]

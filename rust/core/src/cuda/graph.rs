@@ -13,7 +13,9 @@
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use candle_core::cuda_backend::cudarc::driver::sys::{CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUstreamCaptureMode};
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUstreamCaptureMode,
+};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
 use candle_core::{DType, Device};
 use rustc_hash::FxHashMap;

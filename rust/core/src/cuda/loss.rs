@@ -68,7 +68,8 @@ pub fn cross_entropy(op: &'static str, logits: &Raw, targets: &Targets, smoothin
         let function = gpu.function(&CROSS_ENTROPY, "cross_entropy_forward", suffix(op, dtype)?)?;
         let len = x.dims()[x.rank() - 1];
         let shape = Shape::rows(rows, len, dtype);
-        let (from, at, to, sums) = (address(op, &x)?, address(op, &targets.ids)?, address(op, &losses)?, address(op, &lse)?);
+        let (from, at, to, sums) =
+            (address(op, &x)?, address(op, &targets.ids)?, address(op, &losses)?, address(op, &lse)?);
         let (board, ignored, bytes) = (gpu.board().place(op), targets.ignore_index, id_bytes(op, &targets.ids)?);
         let [rows, outer, inner] = [rows as u64, 0, len as u64];
         let len = count32(op, len)?;
@@ -100,9 +101,7 @@ pub fn cross_entropy_total(
     let (rows, ignored, bytes, mean) =
         (targets.len() as u64, targets.ignore_index, id_bytes(op, &targets.ids)?, u32::from(mean));
     // SAFETY: the kernel takes the loss and the target of each row, two results, and numbers.
-    unsafe {
-        launch!(op, gpu, function, Shape::linear(op, 1, 1024)?, from, at, to, by, rows, ignored, bytes, mean)
-    }?;
+    unsafe { launch!(op, gpu, function, Shape::linear(op, 1, 1024)?, from, at, to, by, rows, ignored, bytes, mean) }?;
     Ok((result, divisor))
 }
 

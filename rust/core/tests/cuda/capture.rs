@@ -205,8 +205,7 @@ fn copies_from_the_host_arrive_in_order() {
         busy = busy.matmul(&busy).unwrap().tanh().unwrap();
     }
     let values: Vec<Vec<f32>> = (0..40).map(|i| (0..700_001).map(|j| (i * 7 + j) as f32).collect()).collect();
-    let copies: Vec<Tensor> =
-        values.iter().map(|v| Tensor::from_vec(v.clone(), v.len(), &device).unwrap()).collect();
+    let copies: Vec<Tensor> = values.iter().map(|v| Tensor::from_vec(v.clone(), v.len(), &device).unwrap()).collect();
     let long: Vec<f32> = (0..12_000_000).map(|i| i as f32).collect();
     let copy = Tensor::from_vec(long.clone(), long.len(), &device).unwrap();
     for (value, copy) in values.iter().zip(&copies) {
