@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use candle_core::{DType, Device, Shape};
 
 use crate::raw::{Raw, check_allocation_on, from_vec};
-use crate::{Error, Result, compute};
+use crate::{Error, Result, capture, compute};
 
 /// Seed and position of a generator; restoring it repeats the draws that followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +27,7 @@ fn generator() -> MutexGuard<'static, State> {
 
 /// Start the stream of `seed`.
 pub fn manual_seed(seed: u64) {
+    capture::seeded();
     *generator() = State { seed, offset: 0 };
 }
 
@@ -37,6 +38,7 @@ pub fn state() -> State {
 
 /// Continue from `state`.
 pub fn set_state(state: State) {
+    capture::seeded();
     *generator() = state;
 }
 
@@ -53,7 +55,7 @@ impl From<State> for Replay {
 
 impl Drop for Replay {
     fn drop(&mut self) {
-        set_state(self.resume);
+        *generator() = self.resume;
     }
 }
 
