@@ -3,7 +3,10 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
+
+import trainable_candle as tc
 
 TRAIN = """
     import numpy as np
@@ -153,3 +156,49 @@ def test_what_has_no_cuda_form_says_what_has(cuda: Any) -> None:
     lines = cuda.run(code).output.splitlines()
     assert len(lines) == 2
     assert all(line.endswith("Adam8bit, AdamW8bit or Lion8bit there") for line in lines)
+
+
+def train_adapter(
+    device: str, dtype: str, *, adaptive: bool, captured: bool = False
+) -> list[np.ndarray]:
+    """The parameters after eight steps on a layer with LoRA, the learning rate falling."""
+    rng = np.random.default_rng(0)
+    base, down, up = (rng.standard_normal(s) / 8 for s in ((96, 64), (8, 64), (96, 8)))
+    layer = tc.nn.LoRALinear(tc.tensor(base, dtype=dtype, device=device), 8, 8.0)
+    for parameter, value in zip(layer.parameters(), (down, up), strict=True):
+        parameter.set(tc.tensor(value, dtype="f32", device=device))
+    opt: tc.optim.Optimizer = tc.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    if adaptive:
+        opt = tc.optim.AdamW8bit(layer.parameters(), lr=0.1, min_8bit_size=1)
+
+    def train(x: tc.Tensor) -> tc.Tensor:
+        loss = (layer(x).to("f32") ** 2).mean()
+        loss.backward()
+        opt.step(if_finite=tc.optim.clip_grad_norm_(layer.parameters(), 0.5))
+        opt.zero_grad()
+        return loss
+
+    batches = [tc.tensor(rng.standard_normal((40, 64)), dtype=dtype) for _ in range(8)]
+    batches = [batch.to(device) for batch in batches]
+    step = tc.cuda.capture(train, [batches[0]]) if captured else train
+    for number, batch in enumerate(batches):
+        opt.lr = 0.1 / (number + 1)
+        step(batch)
+    return [parameter.detach().to("cpu").numpy() for parameter in layer.parameters()]
+
+
+@pytest.mark.gpu
+def test_an_adapter_trains_as_on_the_cpu() -> None:
+    for dtype, atol in (("f32", 1e-5), ("bf16", 2e-2)):
+        here, there = (train_adapter(device, dtype, adaptive=False) for device in ("cpu", "cuda"))
+        for found, expected in zip(there, here, strict=True):
+            np.testing.assert_allclose(found, expected, atol=atol)
+
+
+@pytest.mark.gpu
+def test_captured_steps_have_the_bits_of_eager_ones() -> None:
+    for dtype in ("f32", "bf16"):
+        eager = train_adapter("cuda", dtype, adaptive=True)
+        captured = train_adapter("cuda", dtype, adaptive=True, captured=True)
+        for found, expected in zip(captured, eager, strict=True):
+            np.testing.assert_array_equal(found, expected)
