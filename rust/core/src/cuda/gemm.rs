@@ -14,6 +14,7 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
 use super::copy::contiguous;
 use super::gpu::{Gpu, check_blas, driver_error};
 use super::launch::{Address, address, empty, same_device};
+use crate::compute::{MatmulPrecision, float32_matmul_precision};
 use crate::cpu::gemm::{Plan, check_destination, check_result_dtype};
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
@@ -151,7 +152,7 @@ impl Call<'_> {
         let scale = |i: usize| -> *const c_void {
             if is_f64 { std::ptr::from_ref(&wide[i]).cast() } else { std::ptr::from_ref(&narrow[i]).cast() }
         };
-        let compute = if is_f64 { Compute::CUBLAS_COMPUTE_64F } else { Compute::CUBLAS_COMPUTE_32F };
+        let compute = compute_type(operands);
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(self.op, error))?;
         // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on the device's stream.
         check_blas(unsafe {
@@ -181,6 +182,17 @@ impl Call<'_> {
                 Algorithm::CUBLAS_GEMM_DEFAULT,
             )
         })
+    }
+}
+
+/// The arithmetic of products of operands of this type.
+pub(super) fn compute_type(operands: Type) -> Compute {
+    match operands {
+        Type::CUDA_R_64F => Compute::CUBLAS_COMPUTE_64F,
+        Type::CUDA_R_32F if float32_matmul_precision() == MatmulPrecision::High => {
+            Compute::CUBLAS_COMPUTE_32F_FAST_TF32
+        }
+        _ => Compute::CUBLAS_COMPUTE_32F,
     }
 }
 

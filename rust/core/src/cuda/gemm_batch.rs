@@ -4,13 +4,12 @@ use std::ffi::c_void;
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::cublas::sys::{
-    cublasComputeType_t as Compute, cublasGemmAlgo_t as Algorithm, cublasGemmBatchedEx, cublasOperation_t as Operation,
-    cudaDataType as Type,
+    cublasGemmAlgo_t as Algorithm, cublasGemmBatchedEx, cublasOperation_t as Operation, cudaDataType as Type,
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 use trainable_candle_cuda::modules::ADDRESSES;
 
-use super::gemm::{Matrix, data_type};
+use super::gemm::{Matrix, compute_type, data_type};
 use super::gpu::{Gpu, check_blas, driver_error};
 use super::launch::{Address, Shape, address, empty, launch, same_device};
 use crate::compute::{Destination, Product};
@@ -169,7 +168,7 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
             types[1],
             n,
             count as i32,
-            Compute::CUBLAS_COMPUTE_32F,
+            compute_type(types[0]),
             Algorithm::CUBLAS_GEMM_DEFAULT,
         )
     })?;
