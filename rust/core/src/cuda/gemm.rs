@@ -14,21 +14,28 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
 use super::copy::contiguous;
 use super::gpu::{Gpu, check_blas, driver_error};
 use super::launch::{Address, address, empty, same_device};
-use crate::cpu::gemm::{Plan, check_destination};
+use crate::compute::{MatmulPrecision, float32_matmul_precision};
+use crate::cpu::gemm::{Plan, check_destination, check_result_dtype};
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 
 /// As [`cpu::matmul`](crate::cpu::matmul).
 pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
+    product(a, b, 1.0, a.dtype())
+}
+
+/// As [`cpu::product`](crate::cpu::product).
+pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
     const OP: &str = "matmul";
     same_device(OP, a, &[b])?;
     let plan = Plan::of(OP, a, b)?;
-    let y = empty(OP, Gpu::of(OP, a)?, &plan.dims, a.dtype())?;
+    check_result_dtype(OP, a.dtype(), dtype)?;
+    let y = empty(OP, Gpu::of(OP, a)?, &plan.dims, dtype)?;
     if y.elem_count() > 0 && plan.k == 0 {
         super::copy::fill(&y, 0.0)?;
         return Ok(y);
     }
-    run(OP, &y, a, b, 1.0, 0.0)?;
+    run(OP, &y, a, b, alpha, 0.0)?;
     Ok(y)
 }
 
@@ -47,14 +54,14 @@ pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> 
 
 /// A matrix as cuBLAS sees it, by columns: whether it lies transposed, and the distance of its columns.
 #[derive(Clone, Copy)]
-struct Matrix {
-    operation: Operation,
-    distance: i64,
+pub(super) struct Matrix {
+    pub(super) operation: Operation,
+    pub(super) distance: i64,
 }
 
 impl Matrix {
     /// Of a row-major (rows, columns) with its strides, seen as its transpose; nothing if neither dimension is dense.
-    fn transpose_of([rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]) -> Option<Self> {
+    pub(super) fn transpose_of([rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]) -> Option<Self> {
         // A dimension of one element has any stride.
         let dense = |size: usize, stride: usize| size <= 1 || stride == 1;
         let distance = |count: usize, stride: usize, length: usize| {
@@ -145,7 +152,7 @@ impl Call<'_> {
         let scale = |i: usize| -> *const c_void {
             if is_f64 { std::ptr::from_ref(&wide[i]).cast() } else { std::ptr::from_ref(&narrow[i]).cast() }
         };
-        let compute = if is_f64 { Compute::CUBLAS_COMPUTE_64F } else { Compute::CUBLAS_COMPUTE_32F };
+        let compute = compute_type(operands);
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(self.op, error))?;
         // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on the device's stream.
         check_blas(unsafe {
@@ -178,7 +185,18 @@ impl Call<'_> {
     }
 }
 
-fn data_type(op: &'static str, dtype: DType) -> Result<Type> {
+/// The arithmetic of products of operands of this type.
+pub(super) fn compute_type(operands: Type) -> Compute {
+    match operands {
+        Type::CUDA_R_64F => Compute::CUBLAS_COMPUTE_64F,
+        Type::CUDA_R_32F if float32_matmul_precision() == MatmulPrecision::High => {
+            Compute::CUBLAS_COMPUTE_32F_FAST_TF32
+        }
+        _ => Compute::CUBLAS_COMPUTE_32F,
+    }
+}
+
+pub(super) fn data_type(op: &'static str, dtype: DType) -> Result<Type> {
     Ok(match dtype {
         DType::F32 => Type::CUDA_R_32F,
         DType::F64 => Type::CUDA_R_64F,
