@@ -67,7 +67,7 @@ library!(driver, "libcuda.so.1", [
     cuMemAllocAsync cuMemAlloc_v2 cuMemFreeAsync cuMemFree_v2 cuMemGetInfo_v2 cuMemPoolGetAttribute cuMemPoolSetAttribute
     cuMemPoolTrimTo cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuModuleGetFunction
     cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamCreate cuStreamDestroy_v2 cuStreamIsCapturing cuStreamSynchronize
-    cuStreamWaitEvent
+    cuStreamWaitEvent cuTensorMapEncodeIm2col cuTensorMapEncodeTiled
 ]);
 library!(blas, "libcublas.so.13", [
     cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmStridedBatchedEx cublasSetMathMode cublasSetStream_v2

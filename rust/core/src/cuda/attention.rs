@@ -184,7 +184,11 @@ impl Attention<'_> {
         let [qs, ks, vs, os] = strides;
         if let Some(form) = self.tensor_cores(&sizes, &[&q, &k, &v, &to], mask) {
             let function = gpu.function(&ATTENTION, form.forward(), suffix(op, dtype)?)?;
-            let shared = if form == Width::W128 { 81_920 } else { 73_728 };
+            let shared = match form {
+                Width::W128 => 81_920,
+                Width::W64 if gpu.is_hopper() => 73_728,
+                Width::W64 => 40_960,
+            };
             let blocks = sizes.queries.div_ceil(64) * heads;
             let shape = Shape { grid: [blocks, 1, 1], block: [128, 1, 1], shared };
             // SAFETY: the kernel takes the operands, the results, their strides, which stay inside, and sizes.

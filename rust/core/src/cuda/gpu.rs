@@ -29,6 +29,8 @@ pub struct Gpu {
     blas: Arc<CudaBlas>,
     modules: RwLock<FxHashMap<&'static str, Arc<CudaModule>>>,
     functions: RwLock<FxHashMap<Name, Function>>,
+    /// Compute capability 9.0, whose own instructions some modules use.
+    is_hopper: bool,
     /// cuBLAS works in it.
     _workspace: CudaSlice<u8>,
 }
@@ -81,6 +83,8 @@ impl Gpu {
     fn leak(device: CudaDevice) -> Result<&'static Self> {
         let stream = device.cuda_stream();
         let blas = device.cublas_handle();
+        let capability = stream.context().compute_capability().map_err(|error| driver_error("cuda", error))?;
+        let is_hopper = capability == (9, 0);
         // SAFETY: cuBLAS alone uses the memory, and does not read what it has not written.
         let workspace = unsafe { device.alloc::<u8>(BLAS_WORKSPACE) }?;
         let (pointer, _) = workspace.device_ptr(&stream);
@@ -97,6 +101,7 @@ impl Gpu {
             blas,
             modules: RwLock::default(),
             functions: RwLock::default(),
+            is_hopper,
             _workspace: workspace,
         })))
     }
@@ -145,6 +150,11 @@ impl Gpu {
 
     pub(super) const fn blas(&self) -> &Arc<CudaBlas> {
         &self.blas
+    }
+
+    /// Whether the GPU is of compute capability 9.0.
+    pub const fn is_hopper(&self) -> bool {
+        self.is_hopper
     }
 
     fn ordinal(&self) -> usize {
