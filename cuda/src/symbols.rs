@@ -73,6 +73,11 @@ library!(blas, "libcublas.so.13", [
     cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmStridedBatchedEx cublasSetMathMode cublasSetStream_v2
     cublasSetWorkspace_v2
 ]);
+library!(blas_lt, "libcublasLt.so.13", [
+    cublasLtMatmul cublasLtMatmulAlgoGetHeuristic cublasLtMatmulDescCreate cublasLtMatmulDescDestroy cublasLtMatmulDescSetAttribute
+    cublasLtMatmulPreferenceCreate cublasLtMatmulPreferenceDestroy cublasLtMatmulPreferenceSetAttribute cublasLtMatrixLayoutCreate
+    cublasLtMatrixLayoutDestroy
+]);
 library!(random, "libcurand.so.10", [
     curandCreateGenerator curandDestroyGenerator curandSetPseudoRandomGeneratorSeed curandSetStream
 ]);
@@ -80,4 +85,4 @@ library!(random, "libcurand.so.10", [
 /// The driver.
 pub static DRIVER: &Library = &driver::LIBRARY;
 /// The libraries that come with pip's packages or the toolkit.
-pub static TOOLKIT: &[&Library] = &[&blas::LIBRARY, &random::LIBRARY];
+pub static TOOLKIT: &[&Library] = &[&blas::LIBRARY, &blas_lt::LIBRARY, &random::LIBRARY];

@@ -16,7 +16,8 @@ use candle_core::{CudaDevice, Device, DeviceLocation};
 use rustc_hash::FxHashMap;
 use trainable_candle_cuda::modules::Module;
 
-use super::launch::Function;
+use super::launch::{Address, Function};
+use super::linear::Products;
 use crate::{Error, Raw, Result};
 
 /// What cuBLAS may use for itself: what NVIDIA recommends for the Hopper generation.
@@ -31,8 +32,9 @@ pub struct Gpu {
     functions: RwLock<FxHashMap<Name, Function>>,
     /// Compute capability 9.0, whose own instructions some modules use.
     is_hopper: bool,
-    /// cuBLAS works in it.
-    _workspace: CudaSlice<u8>,
+    products: Products,
+    /// cuBLAS and cuBLASLt work in it, one after the other.
+    workspace: CudaSlice<u8>,
 }
 
 /// A function: its module, its name and the dtypes at the end of it.
@@ -102,7 +104,8 @@ impl Gpu {
             modules: RwLock::default(),
             functions: RwLock::default(),
             is_hopper,
-            _workspace: workspace,
+            products: Products::default(),
+            workspace,
         })))
     }
 
@@ -150,6 +153,16 @@ impl Gpu {
 
     pub(super) const fn blas(&self) -> &Arc<CudaBlas> {
         &self.blas
+    }
+
+    /// The products with a bias that have been met.
+    pub(super) const fn products(&self) -> &Products {
+        &self.products
+    }
+
+    /// Address and size of what libraries may use for themselves.
+    pub(super) fn workspace(&self) -> (Address, usize) {
+        (self.workspace.device_ptr(&self.stream).0, BLAS_WORKSPACE)
     }
 
     /// Whether the GPU is of compute capability 9.0.

@@ -12,6 +12,7 @@ mod gemm;
 mod gpu;
 pub(crate) mod index;
 mod launch;
+mod linear;
 pub(crate) mod loss;
 mod memory;
 pub(crate) mod norm;
@@ -22,11 +23,12 @@ mod strided;
 
 pub use copy::{accumulate, cast, contiguous, copy, copy_into, fill, filled, lerp_in_place, scale_in_place};
 pub use elementwise::{Kernel, binary, ternary, unary};
-pub use gemm::{matmul, matmul_accumulate};
+pub use gemm::{matmul, matmul_accumulate, write_products};
 pub use gpu::{Gpu, devices, open};
+pub use linear::linear;
 pub use memory::{memory_stats, reset_peak_memory_stats, synchronize};
 pub use random::{normal, uniform};
 pub use reduce::{argmax, cumsum, max, mean, min, sum, sum_divided};
 
 pub(crate) use gpu::from_candle;
-pub(crate) use launch::{count32, storage_len};
+pub(crate) use launch::{count32, empty, storage_len};

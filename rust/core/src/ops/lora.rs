@@ -19,7 +19,7 @@ static LORA: OpInfo = OpInfo::dear("lora_linear");
 static DORA: OpInfo = OpInfo::dear("dora_linear");
 
 /// Rank of `down (r, in)`, `up (out, r)` against a base of `(out, in)`.
-fn check_factors(op: &'static str, x: &Tensor, (out, inner): (usize, usize), down: &Tensor, up: &Tensor) -> Result<()> {
+pub(super) fn check_factors(op: &'static str, x: &Tensor, (out, inner): (usize, usize), down: &Tensor, up: &Tensor) -> Result<()> {
     let fits = down.rank() == 2
         && up.rank() == 2
         && down.dims()[1] == inner
@@ -39,7 +39,7 @@ fn check_factors(op: &'static str, x: &Tensor, (out, inner): (usize, usize), dow
     same_kind(op, x, "up matrix", up)
 }
 
-fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+pub(super) fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     if weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
         return Err(Error::argument(
             op,
@@ -49,7 +49,7 @@ fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Res
     Ok(())
 }
 
-fn check_scale(op: &'static str, scale: f64) -> Result<()> {
+pub(super) fn check_scale(op: &'static str, scale: f64) -> Result<()> {
     if scale.is_finite() {
         return Ok(());
     }
