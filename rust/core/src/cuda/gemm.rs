@@ -14,21 +14,27 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
 use super::copy::contiguous;
 use super::gpu::{Gpu, check_blas, driver_error};
 use super::launch::{Address, address, empty, same_device};
-use crate::cpu::gemm::Plan;
+use crate::cpu::gemm::{Plan, check_result_dtype};
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 
 /// As [`cpu::matmul`](crate::cpu::matmul).
 pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
+    product(a, b, 1.0, a.dtype())
+}
+
+/// As [`cpu::product`](crate::cpu::product).
+pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
     const OP: &str = "matmul";
     same_device(OP, a, &[b])?;
     let plan = Plan::of(OP, a, b)?;
-    let y = empty(OP, Gpu::of(OP, a)?, &plan.dims, a.dtype())?;
+    check_result_dtype(OP, a.dtype(), dtype)?;
+    let y = empty(OP, Gpu::of(OP, a)?, &plan.dims, dtype)?;
     if y.elem_count() > 0 && plan.k == 0 {
         super::copy::fill(&y, 0.0)?;
         return Ok(y);
     }
-    run(OP, &y, a, b, 1.0, 0.0)?;
+    run(OP, &y, a, b, alpha, 0.0)?;
     Ok(y)
 }
 
@@ -62,7 +68,7 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
         let addresses = [address(OP, a)?, address(OP, b)?, address(OP, dst)?];
         products.push(Product { plan, addresses, sizes: [a, b, dst].map(|x| x.dtype().size_in_bytes()) });
     }
-    let ([first, ..], Some([dst, a, b])) = (products.as_slice(), terms.first()) else { return Ok(()) };
+    let ([first, ..], Some([dst, a, _])) = (products.as_slice(), terms.first()) else { return Ok(()) };
     let Some(joined) = Joined::of(&products).filter(|_| first.plan.k > 0 && dst.elem_count() > 0) else {
         return terms.iter().try_for_each(|[dst, a, b]| match a.dims().last() {
             Some(0) if accumulate => Ok(()),

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
 
 use candle_core::DType;
-use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t::CUBLAS_OP_T;
+use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t::{CUBLAS_OP_N, CUBLAS_OP_T};
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use rustc_hash::FxHashMap;
 
@@ -121,9 +121,7 @@ impl Call {
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let description = result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F).map_err(failed)?;
         let description = Owned(description, result::destroy_matmul_desc);
-        let operation = |turned: bool| {
-            if turned { sys::cublasOperation_t::CUBLAS_OP_T } else { sys::cublasOperation_t::CUBLAS_OP_N }
-        };
+        let operation = |turned: bool| if turned { CUBLAS_OP_T } else { CUBLAS_OP_N };
         type Attribute = sys::cublasLtMatmulDescAttributes_t;
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(a_turned))?;
         set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(b_turned))?;
@@ -143,9 +141,7 @@ impl Call {
         set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &y)?;
         let [a, b, y] = layouts.each_ref().map(|layout| layout.0);
         // SAFETY: all descriptions are alive.
-        let found = unsafe {
-            result::get_matmul_algo_heuristic(handle(gpu), description.0, a, b, y, y, preference.0)
-        };
+        let found = unsafe { result::get_matmul_algo_heuristic(handle(gpu), description.0, a, b, y, y, preference.0) };
         match found {
             Ok(found) => Ok(Some(Self { description, layouts, algorithm: found.algo })),
             Err(error) if error.0 == sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED => Ok(None),

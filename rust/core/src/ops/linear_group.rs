@@ -1,13 +1,13 @@
 //! Linear maps that share their input as one: y = x [W₁; W₂; …]ᵀ + [b₁, b₂, …], each with a low-rank product of its own or without.
 //!
 //! The frozen weights lie one below the other, so that the base is one matrix product forward and one backward. The low-rank
-//! products s (x Aᵀ) Bᵀ (LoRA, arXiv:2106.09685) are those of [`lora`](super::lora), for any of the maps.
+//! products s (x Aᵀ) Bᵀ (LoRA, arXiv:2106.09685) are those of [`lora`](super::lora), for any of the maps, their dtypes too.
 
-use candle_core::Shape;
+use candle_core::{DType, Shape};
 
 use super::case::{Case, Entry};
 use super::linear::{as_matrix, check, forward, linear, with_last};
-use super::lora::{check_factors, check_frozen, check_scale};
+use super::lora::{check_factors, check_frozen, check_scale, keep, operand};
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, compute};
@@ -83,6 +83,11 @@ impl LinearGroup<'_> {
                 check_factors(op, x, (out, inner), down, up)?;
             }
         }
+        let dtypes = || self.adapted().flat_map(|low_rank| [low_rank.down.dtype(), low_rank.up.dtype()]);
+        if let (Some(first), Some(other)) = (dtypes().next(), dtypes().find(|&dtype| Some(dtype) != dtypes().next())) {
+            let message = format!("found factors of dtypes {} and {}, expected one", first.as_str(), other.as_str());
+            return Err(Error::dtype(op, message));
+        }
         Ok(())
     }
 
@@ -125,6 +130,7 @@ struct GroupBackward {
     downs: Vec<Option<Saved>>,
     ups: Vec<Option<Saved>>,
     places: Vec<Place>,
+    factor_dtype: DType,
     x_shape: Shape,
 }
 
@@ -156,6 +162,30 @@ impl GroupBackward {
         write(&places, &terms, true, false)?;
         Ok(Some(all))
     }
+
+    /// Adds a product of each adapted map to the gradient of its `input`; those of one scale together.
+    fn add(
+        &self,
+        context: &mut BackwardContext<'_>,
+        input: fn(usize) -> usize,
+        scaled: bool,
+        product: impl Fn(&Place) -> Result<(Raw, Raw)>,
+    ) -> Result<()> {
+        let scale = |place: &Place| if scaled { place.scale } else { 1.0 };
+        let mut start = 0;
+        for alike in self.places.chunk_by(|one, other| scale(one) == scale(other)) {
+            let mut terms = Vec::with_capacity(alike.len());
+            for (index, place) in alike.iter().enumerate() {
+                if context.needs(input(start + index)) {
+                    let (a, b) = product(place)?;
+                    terms.push((input(start + index), a, b));
+                }
+            }
+            context.add_products(&terms, self.factor_dtype, scale(&alike[0]))?;
+            start += alike.len();
+        }
+        Ok(())
+    }
 }
 
 impl Backward for GroupBackward {
@@ -163,33 +193,25 @@ impl Backward for GroupBackward {
         let grad = compute::contiguous(&as_matrix(context.grad())?)?;
         if let Some(hidden) = &self.hidden {
             let hidden = hidden.get()?;
-            for (index, place) in self.places.iter().enumerate() {
-                if context.needs(Self::up(index)) {
-                    let product = compute::matmul(&place.of_result(&grad)?.t()?, &place.of_hidden(&hidden)?)?;
-                    compute::scale_in_place(&product, place.scale)?;
-                    context.add(Self::up(index), product)?;
-                }
-            }
+            self.add(context, Self::up, true, |place| {
+                Ok((place.of_result(&grad)?.t()?, place.of_hidden(&hidden)?))
+            })?;
         }
         let grad_hidden = self.grad_hidden(context, &grad)?;
         if let (Some(grad_hidden), Some(x)) = (&grad_hidden, &self.x) {
             let x = as_matrix(&x.get()?)?;
-            for (index, place) in self.places.iter().enumerate() {
-                if context.needs(Self::down(index)) {
-                    context.add(Self::down(index), compute::matmul(&place.of_hidden(grad_hidden)?.t()?, &x)?)?;
-                }
-            }
+            self.add(context, Self::down, false, |place| Ok((place.of_hidden(grad_hidden)?.t()?, x.clone())))?;
         }
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
-            let grad_x = compute::matmul(&grad, &weight.get()?)?;
+            context.add_product(0, &self.x_shape, grad.dtype(), [&grad, &weight.get()?], 1.0)?;
             if let Some(grad_hidden) = &grad_hidden {
                 for (place, down) in self.places.iter().zip(&self.downs) {
                     if let Some(down) = down {
-                        compute::matmul_accumulate(&grad_x, &place.of_hidden(grad_hidden)?, &down.get()?, 1.0)?;
+                        let product = [&place.of_hidden(grad_hidden)?, &down.get()?];
+                        context.add_product(0, &self.x_shape, grad.dtype(), product, 1.0)?;
                     }
                 }
             }
-            context.add(0, grad_x.reshape(&self.x_shape)?)?;
         }
         Ok(())
     }
@@ -205,6 +227,10 @@ pub fn linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
     group.check(x)?;
     let places = group.places();
     let adapted: Vec<&LowRank> = group.adapted().collect();
+    let operands: Vec<[Tensor; 2]> = adapted
+        .iter()
+        .map(|low_rank| Ok([operand(&low_rank.down, x.dtype())?, operand(&low_rank.up, x.dtype())?]))
+        .collect::<Result<_>>()?;
     let factors = adapted.iter().flat_map(|low_rank| [&low_rank.down, &low_rank.up]);
     let inputs: Vec<&Tensor> = std::iter::once(x).chain(factors).collect();
     record_with_aux(
@@ -218,10 +244,10 @@ pub fn linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
                 let ranks = last.ranks[0] + last.ranks[1];
                 let hidden = compute::unset(LINEAR_GROUP.name, &matrix, &[matrix.dims()[0], ranks])?;
                 let (mut downs, mut ups) = (Vec::new(), Vec::new());
-                for (place, low_rank) in places.iter().zip(&adapted) {
+                for (place, [down, up]) in places.iter().zip(&operands) {
                     let part = place.of_hidden(&hidden)?;
-                    ups.push([place.of_result(&y)?, part.clone(), low_rank.up.raw.t()?]);
-                    downs.push([part, matrix.clone(), low_rank.down.raw.t()?]);
+                    ups.push([place.of_result(&y)?, part.clone(), up.raw.t()?]);
+                    downs.push([part, matrix.clone(), down.raw.t()?]);
                 }
                 write(&places, &downs, false, false)?;
                 write(&places, &ups, true, true)?;
@@ -238,10 +264,18 @@ pub fn linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
                 x: needs_down.then(|| saver.save(x)),
                 hidden: aux.first().filter(|_| needs_up).map(|hidden| saver.save_raw(hidden)),
                 weight: needs_x.then(|| saver.hold(group.weight)),
-                downs: adapted.iter().map(|a| needs_x.then(|| saver.hold(&a.down))).collect(),
-                ups: members
-                    .map(|i| (needs_x || saver.needs(GroupBackward::down(i))).then(|| saver.hold(&adapted[i].up)))
+                downs: adapted
+                    .iter()
+                    .zip(&operands)
+                    .map(|(low_rank, [down, _])| needs_x.then(|| keep(saver, &low_rank.down, down)))
                     .collect(),
+                ups: members
+                    .map(|i| {
+                        let is_read = needs_x || saver.needs(GroupBackward::down(i));
+                        is_read.then(|| keep(saver, &adapted[i].up, &operands[i][1]))
+                    })
+                    .collect(),
+                factor_dtype: adapted.first().map_or(x.dtype(), |low_rank| low_rank.down.dtype()),
                 places: places.clone(),
                 x_shape: x.shape().clone(),
             }
@@ -295,9 +329,7 @@ pub static ENTRIES: &[Entry] = &[Entry {
                     let y = linear(&x[0], &weight.narrow(0, start, out)?, Some(&bias.narrow(0, start, out)?))?;
                     let pair = if adapted { factors.next() } else { None };
                     results.push(match pair {
-                        Some(f) => {
-                            y.add(&linear(&linear(&x[0], &f[0], None)?, &f[1], None)?.mul_scalar(scale(i))?)?
-                        }
+                        Some(f) => y.add(&linear(&linear(&x[0], &f[0], None)?, &f[1], None)?.mul_scalar(scale(i))?)?,
                         None => y,
                     });
                     start += out;
@@ -314,7 +346,13 @@ pub static ENTRIES: &[Entry] = &[Entry {
                 &[true; 3],
                 false,
             ),
-            case("some adapted", &[&[3, 5], &[2, 5], &[4, 2], &[3, 5], &[1, 3]], &[4, 6, 1], &[true, false, true], true),
+            case(
+                "some adapted",
+                &[&[3, 5], &[2, 5], &[4, 2], &[3, 5], &[1, 3]],
+                &[4, 6, 1],
+                &[true, false, true],
+                true,
+            ),
             case("none adapted", &[&[5]], &[2, 3], &[false; 2], false),
             case("no rows", &[&[0, 5], &[1, 5], &[3, 1]], &[3, 3], &[false, true], false),
         ]

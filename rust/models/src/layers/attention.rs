@@ -66,7 +66,9 @@ impl Attention {
                 let q = to_q.forward(x)?;
                 match others.forward(context)? {
                     Projected::Joined(others) => packed_attention(&q, Some(&others), self.heads, false)?,
-                    Projected::Separate(others) => attend_parts(&[&[q], others.as_slice()].concat(), self.heads, false)?,
+                    Projected::Separate(others) => {
+                        attend_parts(&[&[q], others.as_slice()].concat(), self.heads, false)?
+                    }
                 }
             }
             (Projections::Own(_), Some(_)) => {

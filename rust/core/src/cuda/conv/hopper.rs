@@ -4,12 +4,12 @@ use std::ffi::c_void;
 use std::mem::MaybeUninit;
 
 use candle_core::DType;
+use candle_core::cuda_backend::cudarc::driver::DriverError;
 use candle_core::cuda_backend::cudarc::driver::sys::{
     CUresult, CUtensorMap, CUtensorMapDataType_enum as Element, CUtensorMapFloatOOBfill_enum as Outside,
     CUtensorMapInterleave_enum as Interleave, CUtensorMapL2promotion_enum as Promotion,
     CUtensorMapSwizzle_enum as Swizzle, cuTensorMapEncodeIm2col, cuTensorMapEncodeTiled,
 };
-use candle_core::cuda_backend::cudarc::driver::DriverError;
 use trainable_candle_cuda::modules::CONV_HOPPER;
 
 use super::{BLOCKS, STEP, Sizes, splits, sum_parts};

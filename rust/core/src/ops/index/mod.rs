@@ -81,7 +81,7 @@ impl Backward for SelectBackward {
         let positions = positions(self.op.name, &self.ids.get()?, self.dims[self.dim])?;
         let mut dims = self.dims.clone();
         dims[self.dim] = positions.len();
-        let grad = context.grad().reshape(dims)?;
+        let grad = compute::contiguous(context.grad())?.reshape(dims)?;
         context.add(0, kernels::select_backward(self.op.name, &grad, &positions, self.dim, self.dims[self.dim])?)
     }
 }
