@@ -18,6 +18,7 @@ macro_rules! modules {
 }
 
 modules! {
+    ADDRESSES "addresses" "Tables of addresses for batched products.";
     ATTENTION "attention" "Scaled dot-product attention.";
     CONV "conv" "Two-dimensional convolution.";
     CONV_HOPPER "conv_hopper" "Two-dimensional convolution on compute capability 9.0 alone.";

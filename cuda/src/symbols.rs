@@ -70,8 +70,8 @@ library!(driver, "libcuda.so.1", [
     cuStreamWaitEvent cuTensorMapEncodeIm2col cuTensorMapEncodeTiled
 ]);
 library!(blas, "libcublas.so.13", [
-    cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmStridedBatchedEx cublasSetMathMode cublasSetStream_v2
-    cublasSetWorkspace_v2
+    cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmBatchedEx cublasGemmStridedBatchedEx cublasSetMathMode
+    cublasSetStream_v2 cublasSetWorkspace_v2
 ]);
 library!(blas_lt, "libcublasLt.so.13", [
     cublasLtMatmul cublasLtMatmulAlgoGetHeuristic cublasLtMatmulDescCreate cublasLtMatmulDescDestroy cublasLtMatmulDescSetAttribute

@@ -162,30 +162,6 @@ impl GroupBackward {
         write(&places, &terms, true, false)?;
         Ok(Some(all))
     }
-
-    /// Adds a product of each adapted map to the gradient of its `input`; those of one scale together.
-    fn add(
-        &self,
-        context: &mut BackwardContext<'_>,
-        input: fn(usize) -> usize,
-        scaled: bool,
-        product: impl Fn(&Place) -> Result<(Raw, Raw)>,
-    ) -> Result<()> {
-        let scale = |place: &Place| if scaled { place.scale } else { 1.0 };
-        let mut start = 0;
-        for alike in self.places.chunk_by(|one, other| scale(one) == scale(other)) {
-            let mut terms = Vec::with_capacity(alike.len());
-            for (index, place) in alike.iter().enumerate() {
-                if context.needs(input(start + index)) {
-                    let (a, b) = product(place)?;
-                    terms.push((input(start + index), a, b));
-                }
-            }
-            context.add_products(&terms, self.factor_dtype, scale(&alike[0]))?;
-            start += alike.len();
-        }
-        Ok(())
-    }
 }
 
 impl Backward for GroupBackward {
@@ -193,14 +169,22 @@ impl Backward for GroupBackward {
         let grad = compute::contiguous(&as_matrix(context.grad())?)?;
         if let Some(hidden) = &self.hidden {
             let hidden = hidden.get()?;
-            self.add(context, Self::up, true, |place| {
-                Ok((place.of_result(&grad)?.t()?, place.of_hidden(&hidden)?))
-            })?;
+            for (index, place) in self.places.iter().enumerate() {
+                let (grad, hidden) = (place.of_result(&grad)?, place.of_hidden(&hidden)?);
+                let shape = (grad.dims()[1], hidden.dims()[1]);
+                let product = [&grad.t()?, &hidden];
+                context.add_product(Self::up(index), shape, self.factor_dtype, product, place.scale)?;
+            }
         }
         let grad_hidden = self.grad_hidden(context, &grad)?;
         if let (Some(grad_hidden), Some(x)) = (&grad_hidden, &self.x) {
             let x = as_matrix(&x.get()?)?;
-            self.add(context, Self::down, false, |place| Ok((place.of_hidden(grad_hidden)?.t()?, x.clone())))?;
+            for (index, place) in self.places.iter().enumerate() {
+                let grad_hidden = place.of_hidden(grad_hidden)?;
+                let shape = (grad_hidden.dims()[1], x.dims()[1]);
+                let product = [&grad_hidden.t()?, &x];
+                context.add_product(Self::down(index), shape, self.factor_dtype, product, 1.0)?;
+            }
         }
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
             context.add_product(0, &self.x_shape, grad.dtype(), [&grad, &weight.get()?], 1.0)?;

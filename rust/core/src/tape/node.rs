@@ -226,12 +226,12 @@ impl Leaf {
         Ok(())
     }
 
-    /// Where a product a b is to be added, if gradients are collected in a buffer that takes it; it counts as filled from now on.
+    /// The buffer that gradients are collected in, if it takes products of a and b: it is to be added to.
     pub(crate) fn product_buffer(&self, a: &Raw, b: &Raw) -> Option<Raw> {
-        let mut state = self.state();
         let short = matches!(a.dtype(), DType::F16 | DType::BF16);
         let is_product = self.shape.dims() == [a.dims()[0], b.dims()[1]]
             && (self.dtype == a.dtype() || (short && self.dtype == DType::F32));
+        let mut state = self.state();
         let buffer = state.buffer.clone().filter(|_| is_product)?;
         state.filled = true;
         Some(buffer)

@@ -71,7 +71,7 @@ fn write_product(op: &'static str, dst: &Raw, a: &Raw, b: &Raw, alpha: f64, accu
 
 /// A destination must be contiguous or a range of columns, of the product's shape, and of the operands' dtype, or f32 for f16 and
 /// bf16.
-fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operands: DType) -> Result<()> {
+pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operands: DType) -> Result<()> {
     if dst.dims() != plan.dims.as_slice() {
         let message = format!("found a destination of shape {:?}, expected {:?}", dst.dims(), plan.dims);
         return Err(Error::shape(op, message));

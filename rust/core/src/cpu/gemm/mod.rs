@@ -15,7 +15,7 @@ mod pack;
 mod thin;
 
 #[cfg(feature = "cuda")]
-pub(crate) use batch::{Plan, check_result_dtype};
+pub(crate) use batch::{Plan, check_destination, check_result_dtype};
 pub use batch::{matmul, matmul_accumulate, product, write_products};
 pub use kernel::Lane;
 
