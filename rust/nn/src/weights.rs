@@ -98,7 +98,8 @@ impl Weights<'_> {
         bias: bool,
         init: Init,
     ) -> Result<LinearGroup> {
-        let layer = |&(name, out): &(&'static str, usize)| Ok((name, self.linear_init(name, in_features, out, bias, init)?));
+        let layer =
+            |&(name, out): &(&'static str, usize)| Ok((name, self.linear_init(name, in_features, out, bias, init)?));
         LinearGroup::new(layers.iter().map(layer).collect::<Result<_>>()?)
     }
 

@@ -373,7 +373,10 @@ fn result_heads(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
     let Some(grad) = grad else { return Ok(None) };
     let heads = Heads::new(op, grad)?;
     if storage_identity(&heads.raw).0 != storage_identity(grad).0 {
-        return Err(Error::shape(op, format!("a gradient has strides {:?}, expected rows of neighbours", grad.stride())));
+        return Err(Error::shape(
+            op,
+            format!("a gradient has strides {:?}, expected rows of neighbours", grad.stride()),
+        ));
     }
     Ok(Some(heads))
 }

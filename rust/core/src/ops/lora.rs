@@ -23,7 +23,13 @@ static LORA: OpInfo = OpInfo::dear("lora_linear");
 static DORA: OpInfo = OpInfo::dear("dora_linear");
 
 /// Rank of `down (r, in)`, `up (out, r)` against a base of `(out, in)`.
-pub(super) fn check_factors(op: &'static str, x: &Tensor, (out, inner): (usize, usize), down: &Tensor, up: &Tensor) -> Result<()> {
+pub(super) fn check_factors(
+    op: &'static str,
+    x: &Tensor,
+    (out, inner): (usize, usize),
+    down: &Tensor,
+    up: &Tensor,
+) -> Result<()> {
     let fits = down.rank() == 2
         && up.rank() == 2
         && down.dims()[1] == inner

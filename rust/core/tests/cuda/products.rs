@@ -151,7 +151,8 @@ fn groups_of_linear_layers_equal_the_cpu() {
             let flat: Vec<Tensor> = inputs[1..].iter().map(|x| x.to_device(&device).unwrap()).collect();
             let flat = FlatBuffer::new(&flat).unwrap();
             let x = inputs[0].to_device(&device).unwrap();
-            let all: Vec<Tensor> = std::iter::once(x).chain(flat.vars().iter().map(|v| v.as_tensor().clone())).collect();
+            let all: Vec<Tensor> =
+                std::iter::once(x).chain(flat.vars().iter().map(|v| v.as_tensor().clone())).collect();
             let wide: Vec<Tensor> = inputs.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
             let (found, expected) = (function(&all).unwrap(), function(&wide).unwrap());
             near(&what, &to_f64_vec(found.raw()).unwrap(), &to_f64_vec(expected.raw()).unwrap(), tolerance);

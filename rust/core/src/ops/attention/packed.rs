@@ -121,6 +121,36 @@ impl Packed {
         Ok([part(0)?, part(1)?, part(2)?])
     }
 
+    /// Writes the gradients of q, k and v, side by side, into those of x and of the context that there are.
+    fn write(&self, saved: &SavedValues, grad: &Raw, [x, context]: [Option<&Raw>; 2]) -> Result<()> {
+        let [own, other] = self.parts;
+        // For each of q, k and v: the tensor that it is part of, which part, and of how many.
+        let places = [0, 1, 2].map(|index| match index < own {
+            true => x.map(|x| (x, index, own)),
+            false => context.map(|context| (context, index - own, other)),
+        });
+        #[cfg(feature = "cuda")]
+        if grad.device().is_cuda() {
+            let mut parts = [None, None, None];
+            for (part, place) in parts.iter_mut().zip(places) {
+                *part = place.map(|(packed, index, parts)| self.part(packed, index, parts)).transpose()?;
+            }
+            let saved_values = [&saved.result, &saved.log_sums, grad];
+            let parts = parts.each_ref().map(Option::as_ref);
+            return super::on_cuda(&self.attention).backward_into(saved.inputs.each_ref(), None, saved_values, parts);
+        }
+        let grads = backward(&self.attention, saved, grad, places.map(|place| place.is_some()))?;
+        let [batch, _, width] = self.result;
+        for (place, grad) in places.into_iter().zip(grads) {
+            if let (Some((packed, index, _)), Some(grad)) = (place, grad) {
+                // Heads lie side by side already, so these are whole rows.
+                let rows = compute::contiguous(&grad.transpose(1, 2)?)?.reshape((batch, packed.dims()[1], width))?;
+                compute::copy_into(&packed.narrow(2, index * width, width)?, &rows)?;
+            }
+        }
+        Ok(())
+    }
+
     fn operands(&self, x: &Raw, context: Option<&Raw>) -> Result<[Raw; 3]> {
         let context = context.map(compute::contiguous).transpose()?;
         self.split(&compute::contiguous(x)?, context.as_ref())
@@ -149,16 +179,7 @@ impl Backward for PackedBackward {
         let unset = |input: &Raw| compute::unset(PACKED.name, input, input.dims());
         let grad_x = context.needs(0).then(|| unset(&x)).transpose()?;
         let grad_other = other.as_ref().filter(|_| context.needs(1)).map(unset).transpose()?;
-        let [own, others] = packed.parts;
-        let mut parts = [None, None, None];
-        for (index, part) in parts.iter_mut().enumerate() {
-            *part = match (&grad_x, &grad_other) {
-                (Some(grad_x), _) if index < own => Some(packed.part(grad_x, index, own)?),
-                (_, Some(grad_other)) if index >= own => Some(packed.part(grad_other, index - own, others)?),
-                _ => None,
-            };
-        }
-        write(&packed.attention, &saved, &grad, parts)?;
+        packed.write(&saved, &grad, [grad_x.as_ref(), grad_other.as_ref()])?;
         for (index, grad) in [grad_x, grad_other].into_iter().enumerate() {
             if let Some(grad) = grad {
                 context.add(index, grad)?;
@@ -166,24 +187,6 @@ impl Backward for PackedBackward {
         }
         Ok(())
     }
-}
-
-/// Writes the gradients of q, k and v for which there is a place.
-fn write(attention: &cpu::Attention, saved: &SavedValues, grad: &Raw, places: [Option<Raw>; 3]) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if grad.device().is_cuda() {
-        let saved_values = [&saved.result, &saved.log_sums, grad];
-        let places = places.each_ref().map(Option::as_ref);
-        return super::on_cuda(attention).backward_into(saved.inputs.each_ref(), None, saved_values, places);
-    }
-    let wanted = places.each_ref().map(Option::is_some);
-    let grads = backward(attention, saved, grad, wanted)?;
-    for (place, grad) in places.iter().zip(&grads) {
-        if let (Some(place), Some(grad)) = (place, grad) {
-            compute::copy_into(place, grad)?;
-        }
-    }
-    Ok(())
 }
 
 /// The same from views and [`scaled_dot_product_attention`].
