@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,12 @@ from trainable_candle.models import DigitsTransformer
 
 GOLDEN_SDXL = Path(__file__).parent / "golden" / "sdxl"
 SDXL_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts() -> None:
+    """Ctrl-C acts, here and in what tests start, even if a shell began them in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

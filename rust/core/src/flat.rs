@@ -8,7 +8,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device};
 
 use crate::copies::FlatCopies;
-use crate::raw::{Raw, check_allocation, storage_identity};
+use crate::raw::{Raw, check_allocation_on, storage_identity};
 use crate::{Error, Result, Tensor, Var, compute};
 
 /// Variables that are consecutive views of one vector, with gradients that are views of another.
@@ -85,8 +85,8 @@ impl FlatBuffer {
 }
 
 fn zeros(n: usize, dtype: DType, device: &Device) -> Result<Raw> {
-    check_allocation("flat buffer", &[n], dtype)?;
-    Ok(Raw::zeros(n, dtype, device)?)
+    check_allocation_on(device, "flat buffer", &[n], dtype)?;
+    compute::zeros(&[n], dtype, device)
 }
 
 /// The gradients of variables where they lie.
@@ -103,23 +103,22 @@ impl Gradients {
     /// # Errors
     /// None that a caller could cause.
     pub fn of(vars: &[Var]) -> Result<Self> {
-        let mut runs: Vec<(Raw, Range<usize>)> = Vec::new();
-        let mut loose = Vec::new();
-        for var in vars {
-            match var.leaf().flat_gradient() {
-                Some((flat, part)) => match runs.last_mut() {
-                    Some((last, run)) if run.end == part.start && same_storage(last, &flat) => run.end = part.end,
-                    _ => runs.push((flat, part)),
-                },
-                None if var.leaf().is_bound() => {}
-                None if var.grad_storage().is_some() => loose.push(var.clone()),
-                None => {}
-            }
-        }
-        let vectors = runs.into_iter().filter(|(_, run)| !run.is_empty());
-        let vectors = vectors.map(|(flat, run)| Ok(flat.narrow(0, run.start, run.len())?)).collect::<Result<_>>()?;
-        Ok(Self { vectors, loose })
+        let vectors = joined(vars.iter().filter_map(|var| var.leaf().vector()))?;
+        let is_loose = |var: &&Var| !var.leaf().is_bound() && var.grad_storage().is_some();
+        Ok(Self { vectors, loose: vars.iter().filter(is_loose).cloned().collect() })
     }
+}
+
+/// Parts of vectors, neighbours as one.
+fn joined(parts: impl Iterator<Item = (Raw, Range<usize>)>) -> Result<Vec<Raw>> {
+    let mut runs: Vec<(Raw, Range<usize>)> = Vec::new();
+    for (vector, part) in parts.filter(|(_, part)| !part.is_empty()) {
+        match runs.last_mut() {
+            Some((last, run)) if run.end == part.start && same_storage(last, &vector) => run.end = part.end,
+            _ => runs.push((vector, part)),
+        }
+    }
+    runs.into_iter().map(|(vector, run)| Ok(vector.narrow(0, run.start, run.len())?)).collect()
 }
 
 fn same_storage(a: &Raw, b: &Raw) -> bool {
@@ -131,21 +130,16 @@ fn same_storage(a: &Raw, b: &Raw) -> bool {
 /// # Errors
 /// If a buffer cannot be written.
 pub fn zero_grads(vars: &[Var]) -> Result<()> {
-    for vector in Gradients::of(vars)?.vectors {
+    for vector in joined(vars.iter().filter_map(|var| var.leaf().vector_to_clear()))? {
         compute::fill(&vector, 0.0)?;
     }
-    forget_grads(vars)
+    forget_grads(vars);
+    Ok(())
 }
 
 /// Forget the gradients of `vars`, whose parts of flat buffers somebody has cleared.
-///
-/// # Errors
-/// As [`zero_grads`].
-pub fn forget_grads(vars: &[Var]) -> Result<()> {
-    vars.iter().try_for_each(|var| {
-        var.leaf().is_cleared();
-        var.zero_grad()
-    })
+pub fn forget_grads(vars: &[Var]) {
+    vars.iter().for_each(|var| var.leaf().is_cleared());
 }
 
 /// Let those of `vars` that are not part of a flat buffer collect their gradients in a vector too, one for each dtype: their

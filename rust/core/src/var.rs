@@ -8,7 +8,7 @@ use candle_core::{DType, Device, NdArray, Shape};
 use crate::raw::{self, Raw};
 use crate::tape::{Leaf, Node};
 use crate::tensor::{Tensor, Version};
-use crate::{Error, Result, compute};
+use crate::{Error, Result, capture, compute};
 
 /// A trainable variable: a leaf of the tape with storage of its own.
 ///
@@ -88,6 +88,7 @@ impl Var {
     fn changed(&self) -> Result<()> {
         if let Some(version) = &self.0.version {
             version.bump();
+            capture::changed(version);
         }
         if self.0.device().is_cpu() { Ok(()) } else { self.leaf().copies().update(&self.0.raw, self.version()) }
     }
@@ -113,6 +114,8 @@ impl Var {
     /// If another copy cannot be written.
     pub fn changed_with_copy(&self) -> Result<()> {
         self.leaf().copies().first_is_current(self.version() + 1);
+        let var = self.clone();
+        capture::after_replay(move || var.leaf().copies().first_is_current(var.version()));
         self.changed()
     }
 

@@ -16,6 +16,7 @@ use candle_core::{CudaDevice, Device, DeviceLocation};
 use rustc_hash::FxHashMap;
 use trainable_candle_cuda::modules::Module;
 
+use super::board::Board;
 use super::launch::{Address, Function};
 use super::linear::Products;
 use crate::{Error, Raw, Result};
@@ -32,6 +33,7 @@ pub struct Gpu {
     functions: RwLock<FxHashMap<Name, Function>>,
     /// Compute capability 9.0, whose own instructions some modules use.
     is_hopper: bool,
+    board: Board,
     products: Products,
     /// cuBLAS and cuBLASLt work in it, one after the other.
     workspace: CudaSlice<u8>,
@@ -67,7 +69,6 @@ pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
     let device = CudaDevice::new_with_stream(ordinal)?;
     // SAFETY: all work goes to the device's one stream, and memory is freed in its order.
     unsafe { device.disable_event_tracking() };
-    super::memory::keep_freed_memory(device.cuda_stream().context())?;
     gpus.push((device.id(), Gpu::leak(device.clone())?));
     Ok(Device::Cuda(device))
 }
@@ -97,8 +98,10 @@ impl Gpu {
             let mode = blas::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
             check_blas(blas::cublasSetMathMode(*blas.handle(), mode))?;
         }
+        let board = Board::new(&device)?;
         Ok(Box::leak(Box::new(Self {
             device,
+            board,
             stream,
             blas,
             modules: RwLock::default(),
@@ -128,6 +131,7 @@ impl Gpu {
                 "found a tensor on the CPU, expected one on a CUDA device; move it with to()",
             ));
         };
+        super::graph::check_thread(op)?;
         if let Some(gpu) = known(|(id, _)| *id == device.id()) {
             return Ok(gpu);
         }
@@ -168,6 +172,11 @@ impl Gpu {
     /// Whether the GPU is of compute capability 9.0.
     pub const fn is_hopper(&self) -> bool {
         self.is_hopper
+    }
+
+    /// Where kernels note ids that are out of range.
+    pub(super) const fn board(&self) -> &Board {
+        &self.board
     }
 
     fn ordinal(&self) -> usize {
@@ -220,6 +229,9 @@ pub(super) fn driver_error(op: &'static str, error: DriverError) -> Error {
             op,
             message: "the GPU has no memory left; use a smaller batch, checkpointing, or an 8-bit optimizer".to_owned(),
         };
+    }
+    if error.0 == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED {
+        return Error::device(op, "this cannot be a part of a captured function; do it before or after the call");
     }
     Error::device(op, format!("the NVIDIA driver reports: {error}"))
 }

@@ -5,13 +5,16 @@
 //! arithmetic and accumulation are in f32. Sums are cut by sizes alone, so a run repeats.
 
 pub(crate) mod attention;
+mod board;
 pub(crate) mod conv;
 mod copy;
 mod elementwise;
+pub mod exchange;
 mod gemm;
 mod gemm_batch;
 mod gpu;
 pub mod gradient;
+mod graph;
 pub(crate) mod index;
 mod launch;
 mod linear;
@@ -24,15 +27,17 @@ mod reduce;
 pub(crate) mod rows;
 mod strided;
 
-pub use copy::{accumulate, cast, contiguous, copy, copy_into, fill, filled, lerp_in_place, scale_in_place};
+pub use copy::{accumulate, cast, contiguous, copy, copy_into, fill, filled, lerp_in_place, scale_in_place, zeros};
 pub use elementwise::{Kernel, binary, ternary, unary};
 pub use gemm::{matmul, matmul_accumulate, product, write_products};
 pub use gemm_batch::products;
 pub use gpu::{Gpu, devices, open};
+pub use graph::Captured;
 pub use linear::linear;
-pub use memory::{memory_stats, reset_peak_memory_stats, synchronize};
+pub use memory::{empty_cache, memory_stats, reset_peak_memory_stats, synchronize};
 pub use random::{normal, uniform};
-pub use reduce::{argmax, cumsum, max, mean, min, sum, sum_divided};
+pub use reduce::{argmax, cumsum, max, mean, min, sum};
 
 pub(crate) use gpu::from_candle;
 pub(crate) use launch::{count32, empty, storage_len};
+pub(crate) use memory::check_board;

@@ -5,14 +5,14 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use candle_core::{DType, Shape};
+use candle_core::{DType, Device, Shape};
 use smallvec::SmallVec;
 
 use super::backward::BackwardContext;
 use crate::copies::Copies;
 use crate::cpu::Add;
 use crate::raw::{self, Raw};
-use crate::{Result, compute};
+use crate::{Error, Result, capture, compute};
 
 /// The derivative of one recorded operation, with what it saved.
 pub trait Backward: Send + Sync {
@@ -114,7 +114,7 @@ impl Drop for Node {
 pub(crate) struct Leaf {
     shape: Shape,
     dtype: DType,
-    state: Mutex<GradState>,
+    state: Arc<Mutex<GradState>>,
     copies: Mutex<Copies>,
 }
 
@@ -129,9 +129,17 @@ struct GradState {
     filled: bool,
 }
 
+impl GradState {
+    fn vector(&self) -> Option<(Raw, Range<usize>)> {
+        let buffer = self.buffer.as_ref()?;
+        let whole = || buffer.reshape(buffer.elem_count()).ok().map(|vector| (vector, 0..buffer.elem_count()));
+        self.flat.clone().or_else(whole)
+    }
+}
+
 impl Leaf {
     pub(crate) fn new(shape: Shape, dtype: DType) -> Self {
-        Self { shape, dtype, state: Mutex::default(), copies: Mutex::default() }
+        Self { shape, dtype, state: Arc::default(), copies: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, GradState> {
@@ -157,13 +165,29 @@ impl Leaf {
         }
     }
 
-    /// The flat buffer that holds the gradient, and where in it.
-    pub(crate) fn flat_gradient(&self) -> Option<(Raw, Range<usize>)> {
-        let state = self.state();
-        state.flat.clone().filter(|_| state.filled)
+    /// The gradient is about to change, by work on a device.
+    fn touch(&self, device: &Device) {
+        capture::touch(|| GradientCell {
+            state: self.state.clone(),
+            shape: self.shape.clone(),
+            dtype: self.dtype,
+            device: device.clone(),
+        });
     }
 
-    /// Whether gradients are collected in a flat buffer.
+    /// The vector that gradients are collected in, and where in it, if there is a gradient.
+    pub(crate) fn vector(&self) -> Option<(Raw, Range<usize>)> {
+        let state = self.state();
+        state.vector().filter(|_| state.filled)
+    }
+
+    /// As [`vector`](Self::vector), if it is to be cleared: before a replay there may be a gradient where there is none now.
+    pub(crate) fn vector_to_clear(&self) -> Option<(Raw, Range<usize>)> {
+        let state = self.state();
+        state.vector().filter(|_| state.filled || capture::is_capturing())
+    }
+
+    /// Whether gradients are collected in a vector.
     pub(crate) fn is_bound(&self) -> bool {
         self.state().buffer.is_some()
     }
@@ -191,16 +215,24 @@ impl Leaf {
     pub(crate) fn clear(&self) -> Result<()> {
         let mut state = self.state();
         state.grad = None;
-        if let (Some(buffer), true) = (&state.buffer, state.filled) {
+        // Before a replay there may be a gradient where there is none now.
+        let is_due = state.filled || capture::is_capturing();
+        if let Some(buffer) = state.buffer.as_ref().filter(|_| is_due) {
             compute::fill(buffer, 0.0)?;
+            self.touch(buffer.device());
         }
         state.filled = false;
         Ok(())
     }
 
-    /// Somebody else has zeroed the buffer's part.
+    /// Forget the gradient, whose part of the vector somebody else has zeroed.
     pub(crate) fn is_cleared(&self) {
-        self.state().filled = false;
+        let mut state = self.state();
+        if let Some(buffer) = &state.buffer {
+            self.touch(buffer.device());
+        }
+        state.filled = false;
+        state.grad = None;
     }
 
     /// Collect gradients in a part of the vector `flat` from now on (zeroed by its owner).
@@ -216,6 +248,7 @@ impl Leaf {
     }
 
     pub(crate) fn replace(&self, grad: &Raw) -> Result<()> {
+        self.touch(grad.device());
         let mut state = self.state();
         if let Some(buffer) = &state.buffer {
             compute::copy_into(buffer, grad)?;
@@ -233,6 +266,7 @@ impl Leaf {
             && (self.dtype == a.dtype() || (short && self.dtype == DType::F32));
         let mut state = self.state();
         let buffer = state.buffer.clone().filter(|_| is_product)?;
+        self.touch(buffer.device());
         state.filled = true;
         Some(buffer)
     }
@@ -240,11 +274,18 @@ impl Leaf {
     /// Add `grad` (of the variable's shape) in the variable's dtype.
     pub(crate) fn accumulate(&self, grad: Raw) -> Result<()> {
         debug_assert_eq!(grad.dims(), self.shape.dims());
+        self.touch(grad.device());
         let mut state = self.state();
         if let Some(buffer) = &state.buffer {
             compute::accumulate(buffer, &grad)?;
             state.filled = true;
             return Ok(());
+        }
+        if capture::is_capturing() {
+            return Err(Error::autograd(
+                "capture",
+                "the function makes a gradient for a variable that its first call made none for; it must do the same in each call",
+            ));
         }
         // A gradient that somebody has read stays as it was: sums go to new storage.
         let sum = match &state.grad {
@@ -253,6 +294,47 @@ impl Leaf {
         };
         state.grad = Some(sum);
         Ok(())
+    }
+}
+
+/// The gradient of a variable that a captured function changes.
+pub(crate) struct GradientCell {
+    state: Arc<Mutex<GradState>>,
+    shape: Shape,
+    dtype: DType,
+    device: Device,
+}
+
+impl GradientCell {
+    fn state(&self) -> MutexGuard<'_, GradState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.state, &other.state)
+    }
+
+    /// Collect gradients in place from now on, in a buffer that has what there is. False if they are already.
+    pub(crate) fn settle(&self) -> Result<bool> {
+        let mut state = self.state();
+        if state.buffer.is_some() {
+            return Ok(false);
+        }
+        let existing = state.grad.take();
+        state.filled = existing.is_some();
+        state.buffer = Some(match existing {
+            Some(grad) => raw::own_copy(&grad)?,
+            None => compute::zeros(self.shape.dims(), self.dtype, &self.device)?,
+        });
+        Ok(true)
+    }
+
+    pub(crate) fn is_filled(&self) -> bool {
+        self.state().filled
+    }
+
+    pub(crate) fn set_filled(&self, filled: bool) {
+        self.state().filled = filled;
     }
 }
 

@@ -1,10 +1,12 @@
 //! The step on CUDA variables: states, hyper-parameters and step counters in device memory, one launch for all variables.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
-use trainable_candle_core::compute::copy_into;
+use trainable_candle_core::capture::{after_replay, before_replay};
+use trainable_candle_core::compute::{copy_into, zeros};
 use trainable_candle_core::cuda::optim::{self as kernels, Groups, Kernel, Member, STATE_BLOCK, Settings, Table};
 use trainable_candle_core::flat::forget_grads;
 use trainable_candle_core::raw::to_vec;
@@ -46,10 +48,26 @@ struct Place {
 }
 
 /// f32 values of an f16 or bf16 variable.
+#[derive(Clone)]
 struct DeviceMaster {
     values: Raw,
-    /// The variable's version that they belong to.
-    version: u64,
+    /// The variable's version that they belong to. Replays of a captured step count it on.
+    version: Arc<AtomicU64>,
+}
+
+impl DeviceMaster {
+    /// Takes the values of a variable that somebody else has set.
+    fn refresh(&self, var: &Var) -> Result<()> {
+        if self.version.swap(var.version(), Ordering::Relaxed) != var.version() {
+            copy_into(&self.values, var.raw())?;
+        }
+        Ok(())
+    }
+
+    /// The variable has been changed together with the values.
+    fn follow(&self, var: &Var) {
+        self.version.store(var.version(), Ordering::Relaxed);
+    }
 }
 
 /// States of the same kinds.
@@ -197,7 +215,7 @@ impl OnDevice {
                 let len = entries(spec.kind, blocks[index]);
                 let buffer = if held.is_empty() {
                     let dtype = if spec.kind == StateKind::Codes { DType::U8 } else { DType::F32 };
-                    Raw::zeros(len, dtype, device)?
+                    zeros(&[len], dtype, device)?
                 } else {
                     let mut host = host_zeros(spec.kind, len);
                     for (place, parameter) in &held {
@@ -219,7 +237,7 @@ impl OnDevice {
         if total == 0 {
             return Ok(());
         }
-        let values = Raw::zeros(total, DType::F32, device)?;
+        let values = zeros(&[total], DType::F32, device)?;
         let mut start = 0;
         for (parameter, place) in parameters(groups).zip(&mut self.places).filter(|(p, _)| short(&p.var)) {
             let part = values.narrow(0, start, parameter.var.elem_count())?.reshape(parameter.var.shape())?;
@@ -229,7 +247,7 @@ impl OnDevice {
                 Some(master) => copy_into(&part, &Raw::from_slice(&master.values, part.shape(), device)?)?,
                 None => copy_into(&part, parameter.var.raw())?,
             }
-            place.master = Some(DeviceMaster { values: part, version });
+            place.master = Some(DeviceMaster { values: part, version: Arc::new(AtomicU64::new(version)) });
         }
         Ok(())
     }
@@ -289,10 +307,12 @@ impl OnDevice {
             kernels::step(R::NAME, kernel, &table, &self.settings, zero)?;
             for index in variables {
                 let var = vars[index];
-                match &mut self.places[index].master {
+                match &self.places[index].master {
                     Some(master) => {
                         var.update_in_place(|_| Ok(()))?;
-                        master.version = var.version();
+                        master.follow(var);
+                        let (master, var) = (master.clone(), var.clone());
+                        after_replay(move || master.follow(&var));
                     }
                     None if short_copy(var).is_some() => var.changed_with_copy()?,
                     None => var.update_in_place(|_| Ok(()))?,
@@ -301,7 +321,7 @@ impl OnDevice {
         }
         if zero {
             let cleared: Vec<Var> = vars.into_iter().filter(|var| wanted(var)).cloned().collect();
-            forget_grads(&cleared)?;
+            forget_grads(&cleared);
         }
         Ok(())
     }
@@ -359,10 +379,9 @@ impl OnDevice {
             let (var, place) = (vars[index], &self.places[index]);
             let (params, copy) = match &place.master {
                 Some(master) => {
-                    if master.version != var.version() {
-                        // Somebody else has set the variable.
-                        copy_into(&master.values, var.raw())?;
-                    }
+                    master.refresh(var)?;
+                    let (before, of) = (master.clone(), var.clone());
+                    before_replay(move || before.refresh(&of));
                     (master.values.clone(), Some(var.raw().clone()))
                 }
                 None => (var.raw().clone(), short_copy(var)),
@@ -426,7 +445,8 @@ impl OnDevice {
                     copy.states.push(State::new(spec, data));
                 }
                 if let Some(master) = &place.master {
-                    copy.master = Some(Master { values: to_vec(&master.values)?, version: master.version });
+                    let version = master.version.load(Ordering::Relaxed);
+                    copy.master = Some(Master { values: to_vec(&master.values)?, version });
                 }
             }
             Ok(copy)

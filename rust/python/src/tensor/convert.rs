@@ -100,6 +100,11 @@ fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw
     Ok(unsafe { source.read(op) }?)
 }
 
+/// Values on a GPU are not known inside a captured function.
+fn check_readable(op: &'static str, tensor: &tc::Tensor) -> Result<()> {
+    if tensor.device().is_cpu() { Ok(()) } else { Ok(tc::capture::refuse(op)?) }
+}
+
 /// A numpy array with a copy of the values.
 ///
 /// # Errors
@@ -112,6 +117,7 @@ pub fn to_numpy<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py
         let values = PyArray1::from_vec(py, tensor.to_vec::<T>()?);
         Ok(NdArray(values.reshape(tensor.dims())?.into_any()))
     }
+    check_readable("numpy", tensor)?;
     match tensor.dtype() {
         DType::F32 => array::<f32>(py, tensor),
         DType::F64 => array::<f64>(py, tensor),
@@ -132,12 +138,13 @@ fn numbers<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Vec<Bound<'py, P
         let values = tc::raw::to_f64_vec(tensor.raw())?;
         return Ok(values.into_iter().map(|v| v.into_bound_py_any(py)).collect::<PyResult<_>>()?);
     }
-    let values = tensor.to_dtype(DType::I64)?.to_vec::<i64>()?;
+    let values = integers(tensor)?;
     Ok(values.into_iter().map(|v| v.into_bound_py_any(py)).collect::<PyResult<_>>()?)
 }
 
 /// The only element.
 pub fn item<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAny>> {
+    check_readable("item", tensor)?;
     if tc::raw::is_float(tensor.dtype()) {
         return Ok(tensor.item()?.into_bound_py_any(py)?);
     }
@@ -145,11 +152,17 @@ pub fn item<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAn
         // The core's error.
         tensor.item()?;
     }
-    Ok(tensor.to_dtype(DType::I64)?.to_vec::<i64>()?[0].into_bound_py_any(py)?)
+    Ok(integers(tensor)?[0].into_bound_py_any(py)?)
+}
+
+/// The elements of an integer dtype in row-major order, converted on the CPU.
+pub fn integers(tensor: &tc::Tensor) -> tc::Result<Vec<i64>> {
+    tensor.to_device(&tc::Device::Cpu)?.to_dtype(DType::I64)?.to_vec()
 }
 
 /// Nested lists; a number without dimensions.
 pub fn to_list<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAny>> {
+    check_readable("tolist", tensor)?;
     let mut level = numbers(py, tensor)?;
     for (dim, &size) in tensor.dims().iter().enumerate().rev() {
         let lists: usize = tensor.dims()[..dim].iter().product();
