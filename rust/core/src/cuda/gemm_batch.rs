@@ -44,6 +44,9 @@ impl Key {
             Destination::New(dtype) => (*dtype, false),
             Destination::Sum(sum) => {
                 check_destination(OP, &plan, sum, a.dtype())?;
+                if !sum.is_contiguous() {
+                    return Ok(None);
+                }
                 (sum.dtype(), true)
             }
         };
