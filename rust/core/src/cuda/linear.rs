@@ -12,6 +12,7 @@ use super::copy::contiguous;
 use super::gemm::Matrix;
 use super::gpu::{Gpu, driver_error};
 use super::launch::{Address, address, empty, same_device};
+use crate::compute::{MatmulPrecision, float32_matmul_precision};
 use crate::cpu::gemm::Plan;
 use crate::{Error, Raw, Result};
 
@@ -25,6 +26,7 @@ pub struct Products(Mutex<FxHashMap<Key, Option<Call>>>);
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     dtype: DType,
+    is_tf32: bool,
     /// m, n, k.
     sizes: [usize; 3],
     /// Of the operands in cuBLAS' order: whether they lie transposed, and the distance of their columns.
@@ -52,6 +54,7 @@ pub fn linear(x: &Raw, w: &Raw, bias: &Raw) -> Result<Option<Raw>> {
     let operand = |matrix: Matrix| (matrix.operation == CUBLAS_OP_T, matrix.distance);
     let key = Key {
         dtype: x.dtype(),
+        is_tf32: x.dtype() == DType::F32 && float32_matmul_precision() == MatmulPrecision::High,
         sizes: [plan.n, plan.m, plan.k],
         operands: [operand(right), operand(left)],
         alignments: [a, b, to | bias_at].map(|address| 1 << address.trailing_zeros().min(8)),
@@ -118,7 +121,8 @@ impl Call {
             layout(if b_turned { [n, k] } else { [k, n] }, b_distance)?,
             layout([m, n], m as i64)?,
         ];
-        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        type Compute = sys::cublasComputeType_t;
+        let compute = if key.is_tf32 { Compute::CUBLAS_COMPUTE_32F_FAST_TF32 } else { Compute::CUBLAS_COMPUTE_32F };
         let description = result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F).map_err(failed)?;
         let description = Owned(description, result::destroy_matmul_desc);
         let operation = |turned: bool| if turned { CUBLAS_OP_T } else { CUBLAS_OP_N };
