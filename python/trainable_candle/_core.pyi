@@ -1339,7 +1339,13 @@ class NoiseSchedule:
 class NoisedLatents:
     """
     A batch under noise: what the model sees, and what it should say.
+
+    Args:
+        sample: the latents under noise, (B, C, ...).
+        timesteps: the timestep of each example, (B,), i64.
+        target: what the model should predict, in the shape of the latents, f32.
     """
+    def __new__(cls, /, sample: Tensor, timesteps: Tensor, target: Tensor) -> NoisedLatents: ...
     @property
     def sample(self, /) -> Tensor:
         """

@@ -33,6 +33,7 @@ SAMPLES: dict[str, Any] = {
     "skip_bad": True,
     "cache": "memory",
     "cache_dir": "c",
+    "cuda_graphs": 0,
     "caption": "c",
     "trigger": "sks, a dog",
     "caption_dropout": 1.0,

@@ -233,6 +233,9 @@ class TrainConfig:
     gradient_checkpointing: Annotated[
         str, Setting(MACHINE, "what to recompute", choices=CHECKPOINTING)
     ] = "none"
+    cuda_graphs: Annotated[
+        int, Setting(MACHINE, "on a GPU, shapes of batches recorded; 0: none", low=0, rare=True)
+    ] = 4
     memory_limit: Annotated[
         float | None, Setting(MACHINE, "GiB to stay within (default: free)", low=0, rare=True)
     ] = None

@@ -51,7 +51,7 @@ _FREE: Final = frozenset(
         "keep_adapters", "log_every", "tensorboard", "validate_every", "sample_prompts",
         "sample_every", "sample_steps", "sample_size", "sample_seed", "sampler", "guidance",
         "negative_prompt", "cache", "cache_dir", "format", "adapter_precision",
-        "gradient_checkpointing",
+        "gradient_checkpointing", "cuda_graphs",
     }
 )  # fmt: skip
 
@@ -242,6 +242,8 @@ class _Session:
             self._adapters.named_parameters(),
             optimizer,
             self._train.batches(config.batch_size, config.seed),
+            inputs=self._train.inputs,
+            cuda_graphs=config.cuda_graphs,
             steps=config.steps,
             scheduler=make_scheduler(config, optimizer),
             gradient_accumulation=config.gradient_accumulation,

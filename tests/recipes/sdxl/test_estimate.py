@@ -58,7 +58,7 @@ def test_activations_are_what_the_tape_holds_within_a_seventh(
     for index in range(6):
         batch = batches.batch(index)
         before = tc.memory.saved_bytes()
-        loss = prepared.loss(batch)
+        loss = prepared.loss(prepared.inputs(batch))
         held.append((tc.memory.saved_bytes() - before) * 2 // len(batch))
         loss.backward()
     estimated = items(sdxl_base, config)["unet activations"]
