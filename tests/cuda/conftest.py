@@ -1,0 +1,144 @@
+"""Runs snippets on a simulated CUDA device; see simulate.py. Its kernels do not compute."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import _core
+
+PRELUDE = """
+import os
+import trainable_candle as tc
+
+def mark(name):
+    with open(os.environ["SIMULATED_CUDA_LOG"], "a") as file:
+        file.write(f"mark name={name}\\n")
+"""
+
+
+def load_simulate() -> ModuleType:
+    path = Path(__file__).parent / "simulate.py"
+    spec = importlib.util.spec_from_file_location("simulate", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True)
+class Call:
+    """A line of the simulation's log."""
+
+    kind: str
+    fields: dict[str, str]
+
+    def __getitem__(self, name: str) -> str:
+        return self.fields[name]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a snippet wrote and what it asked of CUDA."""
+
+    output: str
+    calls: list[Call]
+
+    def after(self, mark: str) -> "Run":
+        """What came after a mark, up to the next one."""
+        marks = [i for i, call in enumerate(self.calls) if call.kind == "mark"]
+        start = next(i for i in marks if self.calls[i]["name"] == mark)
+        end = next((i for i in marks if i > start), len(self.calls))
+        return Run(self.output, self.calls[start + 1 : end])
+
+    def of(self, *kinds: str) -> list[Call]:
+        return [call for call in self.calls if call.kind in kinds]
+
+    @property
+    def launches(self) -> list[str]:
+        """The names of the kernels, in order."""
+        return [call["name"] for call in self.of("launch")]
+
+    @property
+    def waits(self) -> list[Call]:
+        """What makes the host wait for the device."""
+        slow = [
+            c for c in self.of("copy") if c["pageable"] == "1" or not c["kind"].endswith("Async")
+        ]
+        to_host = [call for call in slow if "DtoH" in call["kind"]]
+        return self.of("synchronize") + to_host
+
+
+def parse(line: str) -> Call:
+    kind, *fields = line.split()
+    return Call(kind, dict(field.split("=", 1) for field in fields))
+
+
+class Simulation:
+    """The simulated libraries, built once for each set of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.simulate = load_simulate()
+        self.folder = folder
+        self.build = cache(self.build_variant)
+        self.kernels = folder / "kernels"
+        self.kernels.write_text(self.simulate.table(Path(_core.__file__)))
+
+    def build_variant(self, libraries: tuple[str, ...], missing: tuple[str, ...]) -> Path:
+        folder = self.folder / f"variant-{self.build.cache_info().misses}"
+        self.simulate.build(folder, libraries, missing)
+        return folder
+
+    def run(
+        self,
+        code: str,
+        *,
+        libraries: Sequence[str] | None = None,
+        missing: Sequence[str] = (),
+        settings: dict[str, str] | None = None,
+    ) -> Run:
+        """Run a snippet in a process of its own, which must succeed.
+
+        `libraries` are those that there are (default: all), `missing` the functions they lack,
+        `settings` what the simulation is told, such as {"DEVICES": "2"}.
+        """
+        available = tuple(self.simulate.LIBRARIES) if libraries is None else tuple(libraries)
+        folder = self.build(available, tuple(missing))
+        log = folder / "log"
+        log.unlink(missing_ok=True)
+        package = Path(tc.__file__).parents[1]
+        environment = {**os.environ, **self.simulate.environment(folder)}
+        environment["PYTHONPATH"] += os.pathsep + str(package)
+        # The other libraries lie where pip puts them.
+        environment["LD_LIBRARY_PATH"] = str(folder / self.simulate.DRIVER_FOLDER)
+        environment["SIMULATED_CUDA_KERNELS"] = str(self.kernels)
+        for name, value in (settings or {}).items():
+            environment[f"SIMULATED_CUDA_{name}"] = value
+        command = [sys.executable, "-c", PRELUDE + textwrap.dedent(code)]
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+        calls = [parse(line) for line in log.read_text().splitlines()] if log.exists() else []
+        refused = [call for call in calls if call.kind == "refused"]
+        assert result.returncode == 0, f"{result.stderr}\n{refused}"
+        return Run(result.stdout, calls)
+
+
+@pytest.fixture(scope="session")
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    if _core.cuda_unavailable_reason() == "this build has no CUDA support":
+        pytest.skip("the extension was built without CUDA")
+    simulate = load_simulate()
+    if not simulate.compiler() or not simulate.headers():
+        pytest.skip("there is no C compiler, or no CUDA headers: set CUDA_HOME")
+    return Simulation(tmp_path_factory.mktemp("cuda"))

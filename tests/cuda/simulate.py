@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Build the simulated CUDA of `simulated/`, and list the kernels of an extension or executable.
+
+    eval $(tests/cuda/simulate.py FOLDER python/trainable_candle/_core.abi3.so)
+
+makes a shell's later commands find the simulated libraries; FOLDER/log is what they did. Needs
+CUDA's headers (CUDA_HOME, or PyPI's nvidia-cuda-runtime) and zig or another C compiler.
+"""
+
+import io
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from elftools.elf.elffile import ELFFile
+
+SOURCES = Path(__file__).parent / "simulated"
+DRIVER = "libcuda.so.1"
+LIBRARIES = {
+    DRIVER: ("device.c", "memory.c", "transfer.c", "stream.c", "launch.c"),
+    "libcublas.so.13": ("blas.c",),
+    "libcublasLt.so.13": ("lt.c",),
+    "libcurand.so.10": ("random.c",),
+}
+# Where pip puts what comes with CUDA, below a folder that Python imports from; the driver comes
+# with the system.
+PIP_FOLDER = Path("nvidia") / "cu13"
+DRIVER_FOLDER = "driver"
+
+
+def compiler() -> list[str] | None:
+    """The command of a C compiler, if there is one."""
+    if find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "cc"]
+    found = shutil.which("cc")
+    return [found] if found else None
+
+
+def headers() -> Path | None:
+    """The folder of `cuda.h`, if there is one."""
+    home = os.environ.get("CUDA_HOME")
+    folders = [Path(home)] if home else []
+    folders += [Path(entry) / PIP_FOLDER for entry in sys.path]
+    return next((f / "include" for f in folders if (f / "include" / "cuda.h").is_file()), None)
+
+
+def build(
+    folder: Path, libraries: Sequence[str] = tuple(LIBRARIES), missing: Sequence[str] = ()
+) -> None:
+    """Compile some of the libraries, without the functions named."""
+    command, include = compiler(), headers()
+    if not command or not include:
+        raise FileNotFoundError("needs a C compiler and CUDA's headers; see simulate.py")
+    flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC"]
+    flags += ["-shared", f"-I{include}", *(f"-D{name}=missing_{name}" for name in missing)]
+    for name in libraries:
+        sources = [str(SOURCES / source) for source in LIBRARIES[name]]
+        target = library_folder(folder, name)
+        target.mkdir(parents=True, exist_ok=True)
+        linked = ["-pthread"] if name == DRIVER else [str(library_folder(folder, DRIVER) / DRIVER)]
+        output = [f"-Wl,-soname,{name}", "-o", str(target / name)]
+        subprocess.run([*command, *flags, *sources, *linked, *output], check=True)
+
+
+def library_folder(folder: Path, name: str) -> Path:
+    """Where a library is put."""
+    return folder / (DRIVER_FOLDER if name == DRIVER else PIP_FOLDER / "lib")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What makes a process find the libraries that `build` put into a folder."""
+    libraries = [str(folder / DRIVER_FOLDER), str(folder / PIP_FOLDER / "lib")]
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "LD_LIBRARY_PATH": os.pathsep.join(libraries),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "SIMULATED_CUDA_LOG": str(folder / "log"),
+    }
+
+
+def unpack(payload: bytes, size: int) -> bytes:
+    """One image of a fatbin."""
+    if not payload.startswith(b"\x28\xb5\x2f\xfd"):
+        return payload
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+
+        return zstd.decompress(payload)
+    import zstandard
+
+    return zstandard.ZstdDecompressor().decompress(payload, max_output_size=size)
+
+
+def fatbins(program: bytes) -> Iterator[tuple[int, list[tuple[int, int, bytes]]]]:
+    """The CRC-32 of each fatbin in a file, and its images: kind, architecture, bytes."""
+    magic = struct.pack("<IHH", 0xBA55ED50, 1, 16)
+    start = program.find(magic)
+    while start >= 0:
+        (size,) = struct.unpack_from("<Q", program, start + 8)
+        position, end, images = start + 16, start + 16 + size, []
+        while position < end <= len(program):
+            kind, _, header, padded, packed = struct.unpack_from("<HHIQI", program, position)
+            (number,) = struct.unpack_from("<I", program, position + 28)
+            (unpacked,) = struct.unpack_from("<Q", program, position + 56)
+            payload = program[position + header : position + header + (packed or padded)]
+            images.append((kind, number, unpack(payload, unpacked)))
+            position += header + padded
+        yield zlib.crc32(program[start:end]), images
+        start = program.find(magic, start + 16)
+
+
+def attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
+    """The entries of a section `.nv.info`: number and payload."""
+    position = 0
+    while position < len(section):
+        form, number, size = struct.unpack_from("<BBH", section, position)
+        length = size if form == 4 else 0
+        yield number, section[position + 4 : position + 4 + length]
+        position += 4 + length
+
+
+def machine_code(image: bytes) -> Iterator[str]:
+    """What the driver knows of each kernel of machine code."""
+    max_threads, parameter = 0x05, 0x17
+    found = re.search(rb"-arch (sm_(\d+)a?)", image)
+    if not found:
+        raise ValueError("machine code that does not name its architecture")
+    architecture, number = found[1].decode(), int(found[2])
+    file = ELFFile(io.BytesIO(image))
+    for text in file.iter_sections():
+        name = text.name.removeprefix(".text.")
+        info = file.get_section_by_name(f".nv.info.{name}")
+        if name == text.name or info is None:
+            continue
+        sizes, threads = {}, 0
+        for attribute, payload in attributes(info.data()):
+            if attribute == parameter:
+                _, ordinal, _, flags = struct.unpack("<IHHI", payload)
+                sizes[ordinal] = flags >> 18
+            elif attribute == max_threads:
+                x, y, z = struct.unpack("<III", payload)
+                threads = x * y * z
+        shared = file.get_section_by_name(f".nv.shared.{name}")
+        fixed = shared["sh_size"] if shared else 0
+        # From compute capability 9.0 on, the system's part is counted too.
+        fixed -= 1024 if number >= 90 and fixed >= 1024 else 0
+        registers = text["sh_info"] >> 24 or resources(file, name)
+        yield describe(architecture, name, registers, threads, fixed, sizes)
+
+
+def resources(file: ELFFile, name: str) -> int:
+    """The registers of a kernel, which a section for all kernels names by symbol."""
+    register_count = 0x2F
+    symbols = file.get_section_by_name(".symtab")
+    for number, payload in attributes(file.get_section_by_name(".nv.info").data()):
+        if number == register_count:
+            symbol, registers = struct.unpack("<II", payload)
+            if symbols.get_symbol(symbol).name == name:
+                return registers
+    return 0
+
+
+def describe(
+    architecture: str, name: str, registers: int, threads: int, shared: int, sizes: dict[int, int]
+) -> str:
+    parameters = ",".join(str(sizes[i]) for i in sorted(sizes)) or "-"
+    return f"{architecture} {name} {registers} {threads} {shared} {parameters}"
+
+
+def portable_code(number: int, image: bytes) -> Iterator[str]:
+    """The same of PTX, as far as it says."""
+    for name in re.findall(rb"\.entry\s+(\w+)", image):
+        yield describe(f"compute_{number}", name.decode(), 0, 0, 0, {})
+
+
+def table(program: Path) -> str:
+    """The table of kernels that `simulated/launch.c` reads."""
+    ptx, elf = 1, 2
+    lines = set()
+    for checksum, images in fatbins(program.read_bytes()):
+        for kind, number, image in images:
+            kernels = machine_code(image) if kind == elf else ()
+            if kind == ptx:
+                kernels = portable_code(number, image)
+            lines |= {f"{checksum:08x} {kernel}\n" for kernel in kernels}
+    return "".join(sorted(lines))
+
+
+def main(folder: str, *programs: str) -> None:
+    """Build, and print what a shell must know."""
+    target = Path(folder).resolve()
+    build(target)
+    settings = environment(target)
+    if programs:
+        kernels = target / "kernels"
+        kernels.write_text("".join(table(Path(program)) for program in programs))
+        settings["SIMULATED_CUDA_KERNELS"] = str(kernels)
+    for name, value in settings.items():
+        print(f"export {name}={value}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,408 @@
+// Memory of devices, by cuMemAlloc, by the stream-ordered pool and by mapping; pinned memory of the host; copies and fills.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "simulated.h"
+
+#define BIAS 0x400000000000ULL
+#define POOL_BLOCK ((size_t)32 << 20)
+#define CHUNK ((size_t)2 << 20)
+
+// Allocated ranges in the order of their addresses.
+struct ranges {
+    struct range {
+        uintptr_t start;
+        size_t bytes;
+        int device;
+        enum { DIRECT, POOLED, CLOSED, MAPPED } kind; // CLOSED: mapped, but not to be read or written yet
+        struct chunk *chunk;
+    } *items;
+    size_t count, capacity;
+};
+static struct ranges device_ranges, pinned_ranges, reservations;
+// Bytes that were allocated outside the pool.
+static size_t taken[MAX_DEVICES];
+
+static struct CUmemPoolHandle_st {
+    cuuint64_t used, used_high, reserved, reserved_high, threshold;
+} pools[MAX_DEVICES];
+
+static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+// The number of ranges that start at or before an address.
+static size_t place(const struct ranges *ranges, uintptr_t address) {
+    size_t low = 0, high = ranges->count;
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (ranges->items[middle].start <= address) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+static struct range *find(const struct ranges *ranges, uintptr_t address) {
+    size_t i = place(ranges, address);
+    if (i == 0) return NULL;
+    struct range *range = &ranges->items[i - 1];
+    return address - range->start < range->bytes ? range : NULL;
+}
+
+static void insert(struct ranges *ranges, struct range range) {
+    if (ranges->count == ranges->capacity) {
+        ranges->capacity = ranges->capacity ? 2 * ranges->capacity : 256;
+        ranges->items = realloc(ranges->items, ranges->capacity * sizeof range);
+        if (!ranges->items) abort();
+    }
+    size_t i = place(ranges, range.start);
+    memmove(&ranges->items[i + 1], &ranges->items[i], (ranges->count - i) * sizeof range);
+    ranges->items[i] = range;
+    ranges->count++;
+}
+
+static void take_out(struct ranges *ranges, struct range *range) {
+    size_t i = range - ranges->items;
+    memmove(range, range + 1, (--ranges->count - i) * sizeof *range);
+}
+
+static bool covers(const struct ranges *ranges, uintptr_t address, size_t bytes) {
+    while (bytes) {
+        struct range *range = find(ranges, address);
+        if (!range || range->kind == CLOSED) return false;
+        size_t rest = range->start + range->bytes - address;
+        if (rest >= bytes) return true;
+        if (range->kind != MAPPED) return false; // allocations that happen to touch are two all the same
+        address += rest;
+        bytes -= rest;
+    }
+    return true;
+}
+
+bool simulated_is_device(CUdeviceptr address) { return address >= BIAS; }
+unsigned char *simulated_host(CUdeviceptr address) { return (unsigned char *)(uintptr_t)(address - BIAS); }
+
+bool simulated_covers(CUdeviceptr address, size_t bytes) {
+    return bytes == 0 || (simulated_is_device(address) && covers(&device_ranges, address - BIAS, bytes));
+}
+
+bool simulated_pinned(const void *address, size_t bytes) { return covers(&pinned_ranges, (uintptr_t)address, bytes); }
+
+static size_t reserved(int device) { return taken[device] + pools[device].reserved; }
+
+static uintptr_t map(size_t bytes, int protection) {
+    void *start = mmap(NULL, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return start == MAP_FAILED ? 0 : (uintptr_t)start;
+}
+
+// Bytes of the device that nobody has, counting what the pool keeps as taken.
+static bool fits(int device, size_t bytes) { return bytes <= simulated_total_memory() - reserved(device); }
+
+static CUresult allocate(CUdeviceptr *address, size_t bytes, bool pooled) {
+    int device = simulated_context->device;
+    CUmemoryPool pool = &pools[device];
+    if (!bytes) return CUDA_ERROR_INVALID_VALUE;
+    size_t size = round_up(bytes, 512);
+    if (!pooled && !fits(device, size)) return simulated_fail("cuMemAlloc", CUDA_ERROR_OUT_OF_MEMORY, "full");
+    if (pooled && pool->used + size > pool->reserved) {
+        size_t more = round_up(pool->used + size - pool->reserved, POOL_BLOCK);
+        if (!fits(device, more)) return simulated_fail("cuMemAllocAsync", CUDA_ERROR_OUT_OF_MEMORY, "full");
+        pool->reserved += more;
+        simulated_log("grow bytes=%zu", more);
+    }
+    uintptr_t start = map(size, PROT_READ | PROT_WRITE);
+    if (!start) return simulated_fail("any", CUDA_ERROR_OUT_OF_MEMORY, "the-machine's-memory-is-full");
+    insert(&device_ranges, (struct range){start, size, device, pooled ? POOLED : DIRECT, NULL});
+    if (pooled) pool->used += size;
+    else taken[device] += size;
+    if (pool->used > pool->used_high) pool->used_high = pool->used;
+    if (pool->reserved > pool->reserved_high) pool->reserved_high = pool->reserved;
+    *address = start + BIAS;
+    return CUDA_SUCCESS;
+}
+
+static CUresult release(const char *call, CUdeviceptr address) {
+    struct range *range = simulated_is_device(address) ? find(&device_ranges, address - BIAS) : NULL;
+    if (!range || range->start != address - BIAS || range->kind >= CLOSED)
+        return simulated_fail(call, CUDA_ERROR_INVALID_VALUE, "not-an-allocation");
+    if (range->kind == POOLED) pools[range->device].used -= range->bytes;
+    else taken[range->device] -= range->bytes;
+    munmap((void *)range->start, range->bytes);
+    take_out(&device_ranges, range);
+    return CUDA_SUCCESS;
+}
+
+static CUresult alloc(CUdeviceptr *address, size_t bytes) {
+    TRY(simulated_ready(true));
+    TRY(simulated_unsafe("cuMemAlloc"));
+    TRY(allocate(address, bytes, false));
+    simulated_log("alloc bytes=%zu", bytes);
+    return CUDA_SUCCESS;
+}
+CUresult cuMemAlloc(CUdeviceptr *address, size_t bytes) { LOCKED(alloc(address, bytes)); }
+
+static CUresult free_direct(CUdeviceptr address) {
+    TRY(simulated_ready(true));
+    TRY(simulated_unsafe("cuMemFree"));
+    simulated_log("free");
+    return address ? release("cuMemFree", address) : CUDA_SUCCESS;
+}
+CUresult cuMemFree(CUdeviceptr address) { LOCKED(free_direct(address)); }
+
+static CUresult alloc_async(CUdeviceptr *address, size_t bytes, CUstream stream) {
+    TRY(simulated_stream("cuMemAllocAsync", stream));
+    TRY(allocate(address, bytes, true));
+    simulated_log("alloc-async bytes=%zu captured=%d", bytes, simulated_capturing(stream));
+    simulated_queue(stream, (struct CUgraphNode_st){.kind = ALLOCATE});
+    return CUDA_SUCCESS;
+}
+CUresult cuMemAllocAsync(CUdeviceptr *address, size_t bytes, CUstream stream) { LOCKED(alloc_async(address, bytes, stream)); }
+
+static CUresult free_async(CUdeviceptr address, CUstream stream) {
+    TRY(simulated_stream("cuMemFreeAsync", stream));
+    simulated_log("free-async captured=%d", simulated_capturing(stream));
+    simulated_queue(stream, (struct CUgraphNode_st){.kind = FREE});
+    // A graph writes to its memory at each launch.
+    return simulated_capturing(stream) ? CUDA_SUCCESS : release("cuMemFreeAsync", address);
+}
+CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream) { LOCKED(free_async(address, stream)); }
+
+CUresult cuMemGetInfo(size_t *free, size_t *total) {
+    TRY(simulated_ready(true));
+    *total = simulated_total_memory();
+    *free = *total - reserved(simulated_context->device);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice device) {
+    *pool = &pools[device];
+    return CUDA_SUCCESS;
+}
+
+static cuuint64_t *pool_value(CUmemoryPool pool, CUmemPool_attribute attribute) {
+    switch (attribute) {
+    case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD: return &pool->threshold;
+    case CU_MEMPOOL_ATTR_USED_MEM_CURRENT: return &pool->used;
+    case CU_MEMPOOL_ATTR_USED_MEM_HIGH: return &pool->used_high;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT: return &pool->reserved;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH: return &pool->reserved_high;
+    default: return NULL;
+    }
+}
+
+CUresult cuMemPoolGetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute, void *value) {
+    const cuuint64_t *from = pool_value(pool, attribute);
+    if (!from) return CUDA_ERROR_INVALID_VALUE;
+    memcpy(value, from, sizeof *from);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute, void *value) {
+    cuuint64_t *to = pool_value(pool, attribute), given;
+    if (!to) return CUDA_ERROR_INVALID_VALUE;
+    memcpy(&given, value, sizeof given);
+    bool high = attribute == CU_MEMPOOL_ATTR_USED_MEM_HIGH || attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
+    if (attribute != CU_MEMPOOL_ATTR_RELEASE_THRESHOLD && !(high && given == 0)) return CUDA_ERROR_INVALID_VALUE;
+    *to = high ? (attribute == CU_MEMPOOL_ATTR_USED_MEM_HIGH ? pool->used : pool->reserved) : given;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) {
+    cuuint64_t least = round_up(pool->used, POOL_BLOCK);
+    if (keep > least) least = round_up(keep, POOL_BLOCK);
+    if (pool->reserved > least) pool->reserved = least;
+    return CUDA_SUCCESS;
+}
+
+// Mapped memory lies in one file of memory, each chunk at a place of its own. It is given back when its handle is released and nothing
+// maps it.
+struct chunk {
+    size_t offset, bytes;
+    int device, users;
+};
+static int chunks_file = -1;
+static size_t chunks_end;
+
+static void drop(struct chunk *chunk) {
+    if (--chunk->users) return;
+    fallocate(chunks_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)chunk->offset, (off_t)chunk->bytes);
+    taken[chunk->device] -= chunk->bytes;
+    simulated_log("shrink bytes=%zu", chunk->bytes);
+    free(chunk);
+}
+
+CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *prop, CUmemAllocationGranularity_flags option) {
+    (void)prop, (void)option;
+    *bytes = CHUNK;
+    return CUDA_SUCCESS;
+}
+
+static CUresult address_reserve(CUdeviceptr *address, size_t bytes, size_t alignment, unsigned long long flags) {
+    TRY(simulated_ready(false));
+    if (!bytes || bytes % CHUNK || alignment > CHUNK || flags)
+        return simulated_fail("cuMemAddressReserve", CUDA_ERROR_INVALID_VALUE, "arguments");
+    uintptr_t start = map(bytes + CHUNK, PROT_NONE);
+    if (!start) return simulated_fail("cuMemAddressReserve", CUDA_ERROR_OUT_OF_MEMORY, "addresses");
+    start = round_up(start, CHUNK);
+    insert(&reservations, (struct range){.start = start, .bytes = bytes});
+    *address = start + BIAS;
+    return CUDA_SUCCESS;
+}
+CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alignment, CUdeviceptr hint, unsigned long long flags) {
+    (void)hint;
+    LOCKED(address_reserve(address, bytes, alignment, flags));
+}
+
+// The first mapping that starts within a range.
+static struct range *mapping_in(uintptr_t start, size_t bytes) {
+    size_t i = start ? place(&device_ranges, start - 1) : 0;
+    struct range *range = &device_ranges.items[i];
+    return i < device_ranges.count && range->start < start + bytes ? range : NULL;
+}
+
+static CUresult address_free(CUdeviceptr address, size_t bytes) {
+    struct range *range = find(&reservations, address - BIAS);
+    if (!range || range->start != address - BIAS || range->bytes != bytes || mapping_in(range->start, bytes))
+        return simulated_fail("cuMemAddressFree", CUDA_ERROR_INVALID_VALUE, "not-an-unmapped-reservation");
+    munmap((void *)range->start, bytes);
+    take_out(&reservations, range);
+    return CUDA_SUCCESS;
+}
+CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) { LOCKED(address_free(address, bytes)); }
+
+static CUresult create(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *prop) {
+    TRY(simulated_ready(false));
+    TRY(simulated_unsafe("cuMemCreate"));
+    bool known = prop->type == CU_MEM_ALLOCATION_TYPE_PINNED && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+    if (!known || !bytes || bytes % CHUNK || prop->location.id < 0 || prop->location.id >= MAX_DEVICES)
+        return simulated_fail("cuMemCreate", CUDA_ERROR_INVALID_VALUE, "arguments");
+    int device = prop->location.id;
+    if (!fits(device, bytes)) return simulated_fail("cuMemCreate", CUDA_ERROR_OUT_OF_MEMORY, "full");
+    if (chunks_file < 0) chunks_file = memfd_create("simulated", MFD_CLOEXEC);
+    if (chunks_file < 0 || ftruncate(chunks_file, (off_t)(chunks_end + bytes)))
+        return simulated_fail("cuMemCreate", CUDA_ERROR_OUT_OF_MEMORY, "the-machine's-memory-is-full");
+    struct chunk *chunk = malloc(sizeof *chunk);
+    if (!chunk) abort();
+    *chunk = (struct chunk){chunks_end, bytes, device, 1};
+    chunks_end += bytes;
+    taken[device] += bytes;
+    *handle = (uintptr_t)chunk;
+    simulated_log("grow bytes=%zu", bytes);
+    return CUDA_SUCCESS;
+}
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags) {
+    (void)flags;
+    LOCKED(create(handle, bytes, prop));
+}
+
+static CUresult release_chunk(CUmemGenericAllocationHandle handle) {
+    TRY(simulated_unsafe("cuMemRelease"));
+    drop((struct chunk *)(uintptr_t)handle);
+    return CUDA_SUCCESS;
+}
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) { LOCKED(release_chunk(handle)); }
+
+static CUresult map_chunk(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle) {
+    TRY(simulated_unsafe("cuMemMap"));
+    struct chunk *chunk = (struct chunk *)(uintptr_t)handle;
+    uintptr_t start = address - BIAS;
+    bool whole = chunk && offset == 0 && bytes == chunk->bytes && address % CHUNK == 0;
+    if (!whole || !covers(&reservations, start, bytes) || mapping_in(start, bytes) || find(&device_ranges, start))
+        return simulated_fail("cuMemMap", CUDA_ERROR_INVALID_VALUE, "arguments");
+    if (mmap((void *)start, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, chunks_file, (off_t)chunk->offset) == MAP_FAILED)
+        return simulated_fail("cuMemMap", CUDA_ERROR_OUT_OF_MEMORY, "the-machine's-memory-is-full");
+    insert(&device_ranges, (struct range){start, bytes, chunk->device, CLOSED, chunk});
+    chunk->users++;
+    return CUDA_SUCCESS;
+}
+CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
+    (void)flags;
+    LOCKED(map_chunk(address, bytes, offset, handle));
+}
+
+// Whether a range is whole mappings.
+static bool whole_mappings(uintptr_t start, size_t bytes) {
+    for (uintptr_t at = start; at < start + bytes;) {
+        struct range *range = find(&device_ranges, at);
+        if (!range || range->start != at || range->kind < CLOSED || range->bytes > start + bytes - at) return false;
+        at += range->bytes;
+    }
+    return bytes != 0;
+}
+
+static CUresult set_access(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access, size_t count) {
+    uintptr_t start = address - BIAS;
+    bool both = count == 1 && access->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    if (!both || !whole_mappings(start, bytes)) return simulated_fail("cuMemSetAccess", CUDA_ERROR_INVALID_VALUE, "arguments");
+    mprotect((void *)start, bytes, PROT_READ | PROT_WRITE);
+    for (uintptr_t at = start; at < start + bytes;) {
+        struct range *range = find(&device_ranges, at);
+        range->kind = MAPPED;
+        at += range->bytes;
+    }
+    return CUDA_SUCCESS;
+}
+CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access, size_t count) {
+    LOCKED(set_access(address, bytes, access, count));
+}
+
+static CUresult unmap(CUdeviceptr address, size_t bytes) {
+    TRY(simulated_unsafe("cuMemUnmap"));
+    uintptr_t start = address - BIAS;
+    if (!whole_mappings(start, bytes)) return simulated_fail("cuMemUnmap", CUDA_ERROR_INVALID_VALUE, "not-whole-mappings");
+    mmap((void *)start, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    for (uintptr_t at = start; at < start + bytes;) {
+        struct range *range = find(&device_ranges, at);
+        at += range->bytes;
+        struct chunk *chunk = range->chunk;
+        take_out(&device_ranges, range);
+        drop(chunk);
+    }
+    return CUDA_SUCCESS;
+}
+CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) { LOCKED(unmap(address, bytes)); }
+
+static CUresult host_alloc(void **address, size_t bytes) {
+    TRY(simulated_ready(true));
+    TRY(simulated_unsafe("cuMemHostAlloc"));
+    uintptr_t start = bytes ? map(round_up(bytes, 4096), PROT_READ | PROT_WRITE) : 0;
+    if (!start) return simulated_fail("cuMemHostAlloc", bytes ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE, "size");
+    insert(&pinned_ranges, (struct range){.start = start, .bytes = bytes});
+    simulated_log("alloc-pinned bytes=%zu", bytes);
+    *address = (void *)start;
+    return CUDA_SUCCESS;
+}
+CUresult cuMemHostAlloc(void **address, size_t bytes, unsigned flags) {
+    (void)flags;
+    LOCKED(host_alloc(address, bytes));
+}
+CUresult cuMemAllocHost(void **address, size_t bytes) { LOCKED(host_alloc(address, bytes)); }
+
+static CUresult host_free(void *address) {
+    TRY(simulated_unsafe("cuMemFreeHost"));
+    struct range *range = find(&pinned_ranges, (uintptr_t)address);
+    if (!range || range->start != (uintptr_t)address) return simulated_fail("cuMemFreeHost", CUDA_ERROR_INVALID_VALUE, "address");
+    munmap(address, round_up(range->bytes, 4096));
+    take_out(&pinned_ranges, range);
+    return CUDA_SUCCESS;
+}
+CUresult cuMemFreeHost(void *address) { LOCKED(host_free(address)); }
+
+static CUresult pointer_attribute(void *data, CUpointer_attribute attribute, CUdeviceptr address) {
+    TRY(simulated_ready(false));
+    const struct range *range = simulated_is_device(address) ? find(&device_ranges, address - BIAS) : NULL;
+    const struct range *pinned = find(&pinned_ranges, (uintptr_t)address);
+    if (!range && !pinned) return CUDA_ERROR_INVALID_VALUE;
+    if (!range) range = pinned;
+    switch (attribute) {
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+        *(unsigned *)data = range == pinned ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)data = range->device; return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)data = address; return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_CONTEXT: return cuDevicePrimaryCtxRetain(data, range->device);
+    default: return CUDA_ERROR_NOT_SUPPORTED;
+    }
+}
+CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr address) {
+    LOCKED(pointer_attribute(data, attribute, address));
+}

@@ -1,0 +1,106 @@
+// A CUDA driver and libraries for machines without a GPU. Device memory is host memory, so copies and fills are real; kernels and
+// matrix products do not compute. Every call that does work is checked as the real driver would, and written to a log.
+//
+// Environment: SIMULATED_CUDA_INIT (status of cuInit), _VERSION (of the driver), _DEVICES (how many), _CAPABILITY (as in 9.0),
+// _MEMORY (bytes of each device), _KERNELS (a table of the kernels that modules have), _LOG (the file of the log).
+#pragma once
+
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cuda.h>
+
+#define HIDDEN __attribute__((visibility("hidden")))
+#define MAX_DEVICES 8
+
+struct CUctx_st {
+    int device;
+};
+
+// What a stream does, now or at each launch of the graph that it was captured into.
+struct CUgraphNode_st {
+    enum { LAUNCH, PRODUCT, COPY, FILL, HOST, ALLOCATE, FREE } kind;
+    unsigned char *to;
+    const unsigned char *from;
+    size_t bytes;
+    unsigned value, width;
+    CUhostFn function;
+};
+
+struct CUgraph_st {
+    size_t count, capacity;
+    struct CUgraphNode_st *nodes;
+};
+
+struct CUgraphExec_st {
+    struct CUgraph_st graph;
+    size_t counts[FREE + 1];
+};
+
+struct CUstream_st {
+    CUcontext context;
+    bool blocking;
+    CUstreamCaptureStatus status;
+    CUstreamCaptureMode mode;
+    pthread_t thread;
+    cuuint64_t capture;
+    CUgraph graph;
+};
+
+// One lock for everything.
+HIDDEN extern pthread_mutex_t simulated_lock;
+HIDDEN extern _Thread_local CUcontext simulated_context;
+
+// Write a line to the log.
+HIDDEN void simulated_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
+HIDDEN int simulated_capability(void);
+HIDDEN size_t simulated_total_memory(void);
+// Shared memory that a block may ask for.
+HIDDEN unsigned simulated_most_shared(void);
+// Whether the driver is started and, if asked, the thread has a context.
+HIDDEN CUresult simulated_ready(bool context);
+HIDDEN CUresult simulated_fail(const char *call, CUresult status, const char *why);
+
+// Device addresses are not host addresses: code that follows one on the host crashes.
+HIDDEN bool simulated_is_device(CUdeviceptr address);
+HIDDEN unsigned char *simulated_host(CUdeviceptr address);
+// Whether all of a range of device memory is allocated.
+HIDDEN bool simulated_covers(CUdeviceptr address, size_t bytes);
+// Whether a range of the host's memory is pinned.
+HIDDEN bool simulated_pinned(const void *address, size_t bytes);
+HIDDEN CUdeviceptr simulated_allocate(size_t bytes, int device);
+HIDDEN bool simulated_release(CUdeviceptr address);
+
+// Whether a call that may wait for the device is allowed while streams are captured. If not, it ends their captures.
+HIDDEN CUresult simulated_unsafe(const char *call);
+// Whether a stream can take work. `launch` if the work belongs to the current context.
+HIDDEN CUresult simulated_stream(const char *call, CUstream stream);
+// Do work of a stream now, or put it into the stream's graph.
+HIDDEN void simulated_queue(CUstream stream, struct CUgraphNode_st node);
+HIDDEN bool simulated_capturing(CUstream stream);
+HIDDEN CUresult simulated_synchronize(const char *call, CUstream stream);
+
+// For the libraries, which call the driver as the real ones do: queue a product that reads and writes these ranges.
+struct simulated_range {
+    CUdeviceptr address;
+    size_t bytes;
+};
+CUresult simulatedProduct(CUstream stream, const char *text, const struct simulated_range *ranges, int count);
+void simulatedLog(const char *text);
+
+#define LOCKED(expression)                      \
+    pthread_mutex_lock(&simulated_lock);        \
+    CUresult locked_status_ = (expression);     \
+    pthread_mutex_unlock(&simulated_lock);      \
+    return locked_status_
+#define TRY(expression)                                    \
+    do {                                                   \
+        CUresult status_ = (expression);                   \
+        if (status_ != CUDA_SUCCESS) return status_;       \
+    } while (0)

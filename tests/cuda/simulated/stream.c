@@ -1,0 +1,329 @@
+// Streams, which do their work at once; events; capture and graphs.
+#include "simulated.h"
+
+struct CUevent_st {
+    bool recorded;
+    cuuint64_t capture;
+};
+
+#define MAX_STREAMS 64
+static CUstream streams[MAX_STREAMS];
+static cuuint64_t captures;
+static _Thread_local CUstreamCaptureMode exchanged = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+static bool active(CUstream stream) { return stream && stream->status != CU_STREAM_CAPTURE_STATUS_NONE; }
+
+bool simulated_capturing(CUstream stream) { return stream && stream->status == CU_STREAM_CAPTURE_STATUS_ACTIVE; }
+
+static CUresult invalidate(const char *call, CUstream stream, CUresult status, const char *why) {
+    stream->status = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+    return simulated_fail(call, status, why);
+}
+
+CUresult simulated_unsafe(const char *call) {
+    if (exchanged == CU_STREAM_CAPTURE_MODE_RELAXED) return CUDA_SUCCESS;
+    CUresult status = CUDA_SUCCESS;
+    for (int i = 0; i < MAX_STREAMS; i++) {
+        CUstream stream = streams[i];
+        if (!active(stream) || stream->mode == CU_STREAM_CAPTURE_MODE_RELAXED) continue;
+        bool mine = pthread_equal(stream->thread, pthread_self());
+        if (!mine && (stream->mode != CU_STREAM_CAPTURE_MODE_GLOBAL || exchanged != CU_STREAM_CAPTURE_MODE_GLOBAL)) continue;
+        status = invalidate(call, stream, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "while-capturing");
+    }
+    return status;
+}
+
+static bool exists(CUstream stream) {
+    for (int i = 0; i < MAX_STREAMS; i++)
+        if (streams[i] == stream) return true;
+    return false;
+}
+
+// The default stream would wait for streams that block it.
+static CUresult check_default(const char *call) {
+    for (int i = 0; i < MAX_STREAMS; i++)
+        if (active(streams[i]) && streams[i]->blocking)
+            return invalidate(call, streams[i], CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, "default-stream");
+    return CUDA_SUCCESS;
+}
+
+CUresult simulated_stream(const char *call, CUstream stream) {
+    TRY(simulated_ready(true));
+    if (!stream || stream == CU_STREAM_LEGACY) return check_default(call);
+    if (!exists(stream)) return simulated_fail(call, CUDA_ERROR_INVALID_HANDLE, "stream");
+    if (stream->status == CU_STREAM_CAPTURE_STATUS_INVALIDATED)
+        return simulated_fail(call, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "capture-failed-before");
+    return CUDA_SUCCESS;
+}
+
+static void fill(const struct CUgraphNode_st *node) {
+    if (node->width == 1) {
+        memset(node->to, (int)node->value, node->bytes);
+        return;
+    }
+    for (size_t i = 0; i < node->bytes; i += node->width) memcpy(node->to + i, &node->value, node->width);
+}
+
+static void perform(const struct CUgraphNode_st *node) {
+    switch (node->kind) {
+    case COPY: memmove(node->to, node->from, node->bytes); break;
+    case FILL: fill(node); break;
+    case HOST: node->function(node->to); break;
+    default: break;
+    }
+}
+
+void simulated_queue(CUstream stream, struct CUgraphNode_st node) {
+    if (!simulated_capturing(stream)) {
+        perform(&node);
+        return;
+    }
+    CUgraph graph = stream->graph;
+    if (graph->count == graph->capacity) {
+        graph->capacity = graph->capacity ? 2 * graph->capacity : 256;
+        graph->nodes = realloc(graph->nodes, graph->capacity * sizeof node);
+        if (!graph->nodes) abort();
+    }
+    graph->nodes[graph->count++] = node;
+}
+
+static CUresult create(CUstream *made, unsigned flags) {
+    TRY(simulated_ready(true));
+    for (int i = 0; i < MAX_STREAMS; i++) {
+        if (streams[i]) continue;
+        *made = streams[i] = calloc(1, sizeof **made);
+        if (!*made) abort();
+        (*made)->context = simulated_context;
+        (*made)->blocking = !(flags & CU_STREAM_NON_BLOCKING);
+        return CUDA_SUCCESS;
+    }
+    return simulated_fail("cuStreamCreate", CUDA_ERROR_OUT_OF_MEMORY, "too-many-streams");
+}
+CUresult cuStreamCreate(CUstream *stream, unsigned flags) { LOCKED(create(stream, flags)); }
+CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority) {
+    (void)priority;
+    LOCKED(create(stream, flags));
+}
+
+static void discard(CUgraph graph) {
+    if (graph) free(graph->nodes);
+    free(graph);
+}
+
+static CUresult destroy(CUstream stream) {
+    for (int i = 0; i < MAX_STREAMS; i++) {
+        if (!stream || streams[i] != stream) continue;
+        discard(stream->graph);
+        free(stream);
+        streams[i] = NULL;
+        return CUDA_SUCCESS;
+    }
+    return simulated_fail("cuStreamDestroy", CUDA_ERROR_INVALID_HANDLE, "stream");
+}
+CUresult cuStreamDestroy(CUstream stream) { LOCKED(destroy(stream)); }
+
+CUresult simulated_synchronize(const char *call, CUstream stream) {
+    TRY(simulated_stream(call, stream));
+    if (active(stream)) return invalidate(call, stream, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "while-capturing");
+    simulated_log("synchronize call=%s", call);
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamSynchronize(CUstream stream) { LOCKED(simulated_synchronize("cuStreamSynchronize", stream)); }
+
+static CUresult synchronize_context(void) {
+    for (int i = 0; i < MAX_STREAMS; i++)
+        if (active(streams[i]) && streams[i]->context == simulated_context)
+            return invalidate("cuCtxSynchronize", streams[i], CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "while-capturing");
+    return simulated_synchronize("cuCtxSynchronize", NULL);
+}
+CUresult cuCtxSynchronize(void) { LOCKED(synchronize_context()); }
+
+static CUresult query(CUstream stream) {
+    TRY(simulated_stream("cuStreamQuery", stream));
+    if (active(stream)) return invalidate("cuStreamQuery", stream, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "while-capturing");
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamQuery(CUstream stream) { LOCKED(query(stream)); }
+
+CUresult cuStreamGetCtx(CUstream stream, CUcontext *context) {
+    *context = stream ? stream->context : simulated_context;
+    return CUDA_SUCCESS;
+}
+
+static CUresult host_function(CUstream stream, CUhostFn function, void *data) {
+    TRY(simulated_stream("cuLaunchHostFunc", stream));
+    simulated_log("host-function captured=%d", simulated_capturing(stream));
+    simulated_queue(stream, (struct CUgraphNode_st){.kind = HOST, .function = function, .to = data});
+    return CUDA_SUCCESS;
+}
+CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *data) { LOCKED(host_function(stream, function, data)); }
+
+CUresult cuEventCreate(CUevent *event, unsigned flags) {
+    (void)flags;
+    *event = calloc(1, sizeof **event);
+    return *event ? simulated_ready(true) : CUDA_ERROR_OUT_OF_MEMORY;
+}
+CUresult cuEventDestroy(CUevent event) {
+    free(event);
+    return CUDA_SUCCESS;
+}
+
+static CUresult record(CUevent event, CUstream stream) {
+    TRY(simulated_stream("cuEventRecord", stream));
+    event->recorded = true;
+    event->capture = simulated_capturing(stream) ? stream->capture : 0;
+    return CUDA_SUCCESS;
+}
+CUresult cuEventRecord(CUevent event, CUstream stream) { LOCKED(record(event, stream)); }
+
+static CUresult event_done(const char *call, CUevent event) {
+    TRY(simulated_ready(true));
+    TRY(simulated_unsafe(call));
+    if (event->capture) return simulated_fail(call, CUDA_ERROR_CAPTURED_EVENT, "captured-event");
+    if (call[7] == 'S') simulated_log("synchronize call=%s", call);
+    return CUDA_SUCCESS;
+}
+CUresult cuEventSynchronize(CUevent event) { LOCKED(event_done("cuEventSynchronize", event)); }
+CUresult cuEventQuery(CUevent event) { LOCKED(event_done("cuEventQuery", event)); }
+CUresult cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end) {
+    *milliseconds = 0;
+    return start->recorded && end->recorded ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+static CUresult wait(CUstream stream, CUevent event) {
+    TRY(simulated_stream("cuStreamWaitEvent", stream));
+    // Capture over several streams is not simulated.
+    if (event->capture && !(simulated_capturing(stream) && stream->capture == event->capture))
+        return simulated_fail("cuStreamWaitEvent", CUDA_ERROR_NOT_SUPPORTED, "capture-of-two-streams");
+    if (!event->capture && event->recorded && simulated_capturing(stream))
+        return invalidate("cuStreamWaitEvent", stream, CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "event-from-outside");
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
+    (void)flags;
+    LOCKED(wait(stream, event));
+}
+
+static CUresult begin(CUstream stream, CUstreamCaptureMode mode) {
+    TRY(simulated_stream("cuStreamBeginCapture", stream));
+    if (!stream || active(stream)) return simulated_fail("cuStreamBeginCapture", CUDA_ERROR_ILLEGAL_STATE, "stream");
+    stream->status = CU_STREAM_CAPTURE_STATUS_ACTIVE;
+    stream->mode = mode;
+    stream->thread = pthread_self();
+    stream->capture = ++captures;
+    stream->graph = calloc(1, sizeof *stream->graph);
+    if (!stream->graph) abort();
+    simulated_log("capture-begin mode=%d", mode);
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) { LOCKED(begin(stream, mode)); }
+
+static CUresult end(CUstream stream, CUgraph *graph) {
+    *graph = NULL;
+    if (!exists(stream) || !active(stream)) return simulated_fail("cuStreamEndCapture", CUDA_ERROR_ILLEGAL_STATE, "stream");
+    bool valid = simulated_capturing(stream);
+    bool elsewhere = stream->mode != CU_STREAM_CAPTURE_MODE_RELAXED && !pthread_equal(stream->thread, pthread_self());
+    if (elsewhere) return invalidate("cuStreamEndCapture", stream, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, "thread");
+    CUgraph captured = stream->graph;
+    stream->graph = NULL;
+    stream->status = CU_STREAM_CAPTURE_STATUS_NONE;
+    simulated_log("capture-end valid=%d nodes=%zu", valid, captured->count);
+    if (!valid) {
+        discard(captured);
+        return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    }
+    *graph = captured;
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph) { LOCKED(end(stream, graph)); }
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+    TRY(simulated_ready(true));
+    *status = stream ? stream->status : CU_STREAM_CAPTURE_STATUS_NONE;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamGetCaptureInfo(CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *id, CUgraph *graph,
+                                const CUgraphNode **dependencies, const CUgraphEdgeData **edges, size_t *count) {
+    TRY(cuStreamIsCapturing(stream, status));
+    bool capturing = simulated_capturing(stream);
+    if (id) *id = capturing ? stream->capture : 0;
+    if (graph) *graph = capturing ? stream->graph : NULL;
+    if (dependencies) *dependencies = NULL;
+    if (edges) *edges = NULL;
+    if (count) *count = 0;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+    CUstreamCaptureMode before = exchanged;
+    exchanged = *mode;
+    *mode = before;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode *nodes, size_t *count) {
+    for (size_t i = 0; nodes && i < *count && i < graph->count; i++) nodes[i] = &graph->nodes[i];
+    *count = graph->count;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGraphDestroy(CUgraph graph) {
+    discard(graph);
+    return CUDA_SUCCESS;
+}
+
+static CUresult instantiate(CUgraphExec *made, CUgraph graph) {
+    TRY(simulated_ready(true));
+    CUgraphExec executable = calloc(1, sizeof *executable);
+    if (!executable) abort();
+    executable->graph.count = graph->count;
+    executable->graph.nodes = malloc((graph->count + 1) * sizeof *graph->nodes);
+    if (!executable->graph.nodes) abort();
+    memcpy(executable->graph.nodes, graph->nodes, graph->count * sizeof *graph->nodes);
+    for (size_t i = 0; i < graph->count; i++) executable->counts[graph->nodes[i].kind]++;
+    simulated_log("instantiate nodes=%zu", graph->count);
+    *made = executable;
+    return CUDA_SUCCESS;
+}
+CUresult cuGraphInstantiate(CUgraphExec *made, CUgraph graph, unsigned long long flags) {
+    (void)flags;
+    LOCKED(instantiate(made, graph));
+}
+
+CUresult cuGraphUpload(CUgraphExec executable, CUstream stream) {
+    (void)executable;
+    LOCKED(simulated_stream("cuGraphUpload", stream));
+}
+
+static CUresult launch(CUgraphExec executable, CUstream stream) {
+    TRY(simulated_stream("cuGraphLaunch", stream));
+    if (active(stream)) return invalidate("cuGraphLaunch", stream, CUDA_ERROR_NOT_SUPPORTED, "graph-in-graph-is-not-simulated");
+    const size_t *counts = executable->counts;
+    simulated_log("replay kernels=%zu products=%zu copies=%zu fills=%zu allocations=%zu", counts[LAUNCH], counts[PRODUCT],
+                  counts[COPY], counts[FILL], counts[ALLOCATE]);
+    for (size_t i = 0; i < executable->graph.count; i++) perform(&executable->graph.nodes[i]);
+    return CUDA_SUCCESS;
+}
+CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) { LOCKED(launch(executable, stream)); }
+
+CUresult cuGraphExecDestroy(CUgraphExec executable) {
+    free(executable->graph.nodes);
+    free(executable);
+    return CUDA_SUCCESS;
+}
+
+static CUresult product(CUstream stream, const char *text, const struct simulated_range *ranges, int count) {
+    TRY(simulated_stream("product", stream));
+    for (int i = 0; i < count; i++)
+        if (!simulated_covers(ranges[i].address, ranges[i].bytes)) {
+            simulated_log("refused call=product status=700 why=operand-%d-is-not-within-an-allocation %s", i, text);
+            return CUDA_ERROR_ILLEGAL_ADDRESS;
+        }
+    simulated_log("%s captured=%d", text, simulated_capturing(stream));
+    simulated_queue(stream, (struct CUgraphNode_st){.kind = PRODUCT});
+    return CUDA_SUCCESS;
+}
+CUresult simulatedProduct(CUstream stream, const char *text, const struct simulated_range *ranges, int count) {
+    LOCKED(product(stream, text, ranges, count));
+}

@@ -1,0 +1,99 @@
+"""Every reason why CUDA cannot be used reaches the user."""
+
+from typing import Any
+
+import pytest
+
+REPORT = """
+    reason = tc.cuda.unavailable_reason()
+    print(reason)
+    assert not tc.cuda.is_available()
+    assert tc.cuda.device_count() == 0
+    assert (tc.info()["backend"], tc.info()["reason"]) == ("cpu", reason)
+    for use in (lambda: tc.zeros(1, device="cuda"), lambda: tc.ones(1).to("cuda:0")):
+        try:
+            use()
+        except tc.CudaUnavailableError as error:
+            assert reason in str(error), error
+        else:
+            raise AssertionError("a tensor on a device that is not there")
+    assert (tc.ones(2) + 1).tolist() == [2.0, 2.0]
+"""
+DRIVER = "libcuda.so.1"
+
+
+# The simulation, and what the reason must contain.
+CASES = {
+    "no driver": ({"libraries": ()}, "there is no NVIDIA driver on this machine (libcuda.so.1: "),
+    "driver fails": (
+        {"settings": {"INIT": "803"}},
+        "the NVIDIA driver does not start: system has unsupported display driver",
+    ),
+    "driver too old": (
+        {"settings": {"VERSION": "12080"}},
+        "the NVIDIA driver offers CUDA 12.8, expected at least 13.0; update the driver",
+    ),
+    "no device": (
+        {"settings": {"DEVICES": "0"}},
+        "the NVIDIA driver finds no GPU; is it hidden by CUDA_VISIBLE_DEVICES?",
+    ),
+    "card too old": (
+        {"settings": {"CAPABILITY": "7.5"}},
+        "the GPU Simulated GPU has compute capability 7.5, expected at least 8.0",
+    ),
+    "no cuBLAS": (
+        {"libraries": (DRIVER,)},
+        "libcublas.so.13 cannot be opened (libcublas.so.13: cannot open shared object file",
+    ),
+    "what to install": (
+        {"libraries": (DRIVER,)},
+        '); pip install "trainable-candle[cuda13]", or install CUDA 13',
+    ),
+    "no cuRAND": (
+        {"libraries": (DRIVER, "libcublas.so.13", "libcublasLt.so.13")},
+        "libcurand.so.10 cannot be opened (libcurand.so.10: cannot open shared object file",
+    ),
+    "function of cuBLAS": (
+        {"missing": ("cublasGemmStridedBatchedEx",)},
+        "libcublas.so.13 has no function cublasGemmStridedBatchedEx; its version is too old",
+    ),
+    "function of the driver": (
+        {"missing": ("cuLaunchKernel",)},
+        "libcuda.so.1 has no function cuLaunchKernel; its version is too old",
+    ),
+}
+
+
+@pytest.mark.parametrize(("simulation", "reason"), CASES.values(), ids=CASES)
+def test_reason_reaches_the_user(cuda: Any, simulation: dict[str, Any], reason: str) -> None:
+    assert reason in cuda.run(REPORT, **simulation).output
+
+
+def test_device_that_is_not_there(cuda: Any) -> None:
+    run = cuda.run(
+        """
+        assert tc.info()["devices"] == ["cpu", "cuda:0", "cuda:1"]
+        try:
+            tc.zeros(1, device="cuda:2")
+        except tc.DeviceError as error:
+            print(error)
+    """,
+        settings={"DEVICES": "2"},
+    )
+    assert "there is no cuda:2; found 2 CUDA devices" in run.output
+
+
+def test_libraries_are_found_where_pip_puts_them(cuda: Any) -> None:
+    """The system's loader finds the driver alone; the others lie below a folder of `sys.path`."""
+    run = cuda.run("""
+        import sys
+        from pathlib import Path
+
+        print(tc.cuda.unavailable_reason())
+        folders = [Path(entry, "nvidia/cu13/lib") for entry in sys.path]
+        folder = next(path for path in folders if path.is_dir())
+        maps = Path("/proc/self/maps").read_text()
+        assert f"{folder}/libcublas.so.13" in maps
+        assert f"{folder}/libcurand.so.10" in maps
+    """)
+    assert run.output == "None\n"
