@@ -63,7 +63,8 @@ macro_rules! library {
 library!(driver, "libcuda.so.1", [
     cuCtxDestroy_v2 cuCtxGetCurrent cuCtxSetCurrent cuCtxSynchronize cuDeviceGet cuDeviceGetAttribute cuDeviceGetCount
     cuDeviceGetDefaultMemPool cuDeviceGetName cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion
-    cuEventCreate cuEventDestroy_v2 cuEventRecord cuFuncSetAttribute cuGetErrorName cuGetErrorString cuInit cuLaunchKernel
+    cuEventCreate cuEventDestroy_v2 cuEventElapsedTime_v2 cuEventRecord cuFuncSetAttribute cuGetErrorName cuGetErrorString cuInit
+    cuLaunchHostFunc cuLaunchKernel
     cuMemAllocAsync cuMemAlloc_v2 cuMemFreeAsync cuMemFree_v2 cuMemGetInfo_v2 cuMemPoolGetAttribute cuMemPoolSetAttribute
     cuMemPoolTrimTo cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuModuleGetFunction
     cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamCreate cuStreamDestroy_v2 cuStreamIsCapturing cuStreamSynchronize

@@ -2495,6 +2495,15 @@ def cuda_device_count() -> int:
         CudaUnavailableError: if CUDA cannot be used.
     """
 
+def cuda_finish_profile() -> list[tuple[str, int, float]]:
+    """
+    Wait for the device; returns (name, launches, milliseconds) of each kernel since `cuda_start_profile`, the longest first.
+
+    Raises:
+        ArgumentError: if no launches are being measured.
+        DeviceError: if a kernel failed.
+    """
+
 def cuda_memory_stats(device: str) -> tuple[int, int, int, int, int, int]:
     """
     Bytes that a CUDA device holds: (allocated, peak allocated, reserved, peak reserved, free, total).
@@ -2509,6 +2518,15 @@ def cuda_reset_peak_memory_stats(device: str) -> None:
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+    """
+
+def cuda_start_profile(device: str) -> None:
+    """
+    Measure every launch on a CUDA device from now on.
+
+    Raises:
+        DeviceError, CudaUnavailableError: if it is not a CUDA device.
+        ArgumentError: if launches are being measured.
     """
 
 def cuda_synchronize(device: str) -> None:

@@ -25,6 +25,7 @@ from trainable_candle.train.estimate import (
     Item,
     adapted_layers,
     adapter_items,
+    available_bytes,
     require_memory,
 )
 from trainable_candle.train.headers import ITEM_BYTES, read_folder, read_header, total_bytes
@@ -145,9 +146,11 @@ class DigitsRecipe:
             Item("model", "weights", total_bytes(tensors.values(), config.precision)),
             *adapter_items("model", layers.values(), config),
             Item("model", "activations", count * ITEM_BYTES[config.precision]),
-            Item("pictures", "", 4 * pictures * SIDE**2),
         ]
-        return Estimate({"training": items})
+        on_gpu = config.device != "cpu"
+        if not on_gpu:
+            items.append(Item("pictures", "", 4 * pictures * SIDE**2))
+        return Estimate({"training": items}, on_gpu)
 
     @classmethod
     def load(cls, weights: Path, dtype: str | None, device: str) -> Self:
@@ -198,7 +201,7 @@ class DigitsRecipe:
         Raises:
             OutOfMemoryError: there is too little.
         """
-        limit = tc.memory.available_bytes() or math.inf
+        limit = available_bytes("cpu")
         require_memory(f"{count} pictures", count * SIDE**2 * _SAMPLE_BYTES, limit)
 
     def sample(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.checks import check_settings
 from trainable_candle.train.ema import AdapterAverage
-from trainable_candle.train.estimate import GIB, require_fit
+from trainable_candle.train.estimate import GIB, available_bytes, require_fit
 from trainable_candle.train.evaluation import BEST, Previews, StepAdapters, Validation, evaluated
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
 from trainable_candle.train.optimizers import make_optimizer, make_scheduler
@@ -335,9 +334,7 @@ def _memory(config: TrainConfig) -> float:
     """Bytes that the run may take up."""
     if config.memory_limit is not None:
         return config.memory_limit * GIB
-    if config.device != "cpu":
-        return math.inf
-    return tc.memory.available_bytes() or math.inf
+    return available_bytes(config.device)
 
 
 def _make_writable(folder: Path) -> None:

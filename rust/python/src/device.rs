@@ -86,6 +86,27 @@ pub fn cuda_memory_stats(device: DeviceArg) -> Result<(u64, u64, u64, u64, u64, 
     Ok((stats.allocated, stats.peak_allocated, stats.reserved, stats.peak_reserved, stats.free, stats.total))
 }
 
+/// Measure every launch on a CUDA device from now on.
+///
+/// Raises:
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device.
+///     ArgumentError: if launches are being measured.
+#[pyfunction]
+pub fn cuda_start_profile(device: DeviceArg) -> Result<()> {
+    Ok(device::start_profile(&device.0)?)
+}
+
+/// Wait for the device; returns (name, launches, milliseconds) of each kernel since `cuda_start_profile`, the longest first.
+///
+/// Raises:
+///     ArgumentError: if no launches are being measured.
+///     DeviceError: if a kernel failed.
+#[pyfunction]
+pub fn cuda_finish_profile(py: Python<'_>) -> Result<Vec<(String, u64, f64)>> {
+    let times = detached(py, device::finish_profile)?;
+    Ok(times.into_iter().map(|time| (time.name, time.count, time.milliseconds)).collect())
+}
+
 /// Start counting the peaks of a CUDA device anew.
 ///
 /// Raises:

@@ -41,7 +41,8 @@ mod _core {
     use crate::autograd::{checkpoint, grad, gradcheck, is_grad_enabled, set_grad_enabled};
     #[pymodule_export]
     use crate::device::{
-        cuda_device_count, cuda_memory_stats, cuda_reset_peak_memory_stats, cuda_synchronize, cuda_unavailable_reason,
+        cuda_device_count, cuda_finish_profile, cuda_memory_stats, cuda_reset_peak_memory_stats, cuda_start_profile,
+        cuda_synchronize, cuda_unavailable_reason,
     };
     #[pymodule_export]
     use crate::dlpack::from_dlpack;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -27,7 +26,7 @@ from trainable_candle.recipes.sdxl.data import (
 from trainable_candle.recipes.sdxl.estimate import estimate, sampling_bytes
 from trainable_candle.recipes.sdxl.sampling import draw
 from trainable_candle.recipes.sdxl.text import TextEncoders, unread_layers
-from trainable_candle.train.estimate import require_memory
+from trainable_candle.train.estimate import available_bytes, require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -289,7 +288,7 @@ class SDXLRecipe:
         side = files.resolution(self._weights)
         width, height = options.size or (side, side)
         needed = sampling_bytes(files.facts(self._weights), (width, height), count, self._dtype)
-        limit = tc.memory.available_bytes() or math.inf
+        limit = available_bytes(self._device)
         require_memory(f"{counted(count, 'picture')} of {width}x{height} px", needed, limit)
 
     def sample(

@@ -15,6 +15,7 @@ mod launch;
 pub(crate) mod loss;
 mod memory;
 pub(crate) mod norm;
+pub(crate) mod profile;
 mod random;
 mod reduce;
 pub(crate) mod rows;
