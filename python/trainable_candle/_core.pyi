@@ -1495,6 +1495,24 @@ class SDXLUNet(Model):
             ShapeError: if the inputs do not fit the model or one another.
         """
     @staticmethod
+    def from_config(
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+    ) -> SDXLUNet:
+        """
+        A frozen model of random weights, for measuring how fast and large it is.
+
+        Args:
+            config: a `config.json`; SDXL's base model without it.
+            dtype: of the weights, f32 without it.
+            device: where they are.
+
+        Raises:
+            MissingFileError, ConfigError: if the configuration is missing or another model's.
+            OutOfMemoryError: if the model does not fit.
+        """
+    @staticmethod
     def from_pretrained(
         path: str | bytes | PathLike[str] | PathLike[bytes],
         dtype: DType | str | None = None,
