@@ -1,6 +1,7 @@
 // Random numbers in f32, four a block of the generator, at the places where the CPU draws them.
 //
-// Launch of all: a thread a block of four numbers (ceil(n / 4) threads), block 256, no shared memory.
+// Seed and offset are state[0] and state[1] + offset if `state` is not null, else the arguments.
+// Launch of uniform and normal: a thread a block of four numbers (ceil(n / 4) threads), block 256, no shared memory.
 #include "element.cuh"
 #include "philox.cuh"
 
@@ -14,11 +15,11 @@ __device__ __forceinline__ void write(float *y, uint64_t n, uint64_t first, cons
     }
 }
 
-// `uniform(y, n, seed, offset, low, high)`: y = low + (high - low) u, u uniform in [0, 1).
-extern "C" __global__ void uniform(float *y, uint64_t n, uint64_t seed, uint64_t offset, double low, double high) {
+// `uniform(y, n, state, seed, offset, low, high)`: y = low + (high - low) u, u uniform in [0, 1).
+extern "C" __global__ void uniform(float *y, uint64_t n, const uint64_t *state, uint64_t seed, uint64_t offset, double low, double high) {
     const uint64_t block = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (block * 4 >= n) return;
-    const uint4 bits = Generator(nullptr, seed, offset)(block);
+    const uint4 bits = Generator(state, seed, offset)(block);
     const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
     float values[4];
 #pragma unroll
@@ -26,11 +27,11 @@ extern "C" __global__ void uniform(float *y, uint64_t n, uint64_t seed, uint64_t
     write(y, n, block * 4, values);
 }
 
-// `normal(y, n, seed, offset, mean, std)`: y = mean + std z, z standard normal by Box and Muller, in f64 as on the CPU.
-extern "C" __global__ void normal(float *y, uint64_t n, uint64_t seed, uint64_t offset, double mean, double std) {
+// `normal(y, n, state, seed, offset, mean, std)`: y = mean + std z, z standard normal by Box and Muller, in f64 as on the CPU.
+extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, uint64_t seed, uint64_t offset, double mean, double std) {
     const uint64_t block = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (block * 4 >= n) return;
-    const uint4 bits = Generator(nullptr, seed, offset)(block);
+    const uint4 bits = Generator(state, seed, offset)(block);
     const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
     float values[4];
 #pragma unroll
@@ -43,4 +44,10 @@ extern "C" __global__ void normal(float *y, uint64_t n, uint64_t seed, uint64_t 
         values[i + 1] = float(mean + std * double(float(radius * sine)));
     }
     write(y, n, block * 4, values);
+}
+
+// `set_generator(state, seed, offset)`: the place that draws of a graph start from. Launch: one thread.
+extern "C" __global__ void set_generator(uint64_t *state, uint64_t seed, uint64_t offset) {
+    state[0] = seed;
+    state[1] = offset;
 }

@@ -4,12 +4,19 @@
 //! defined: as a jump through a slot that [`load`] fills with the address found in the library of this machine. So an executable
 //! or extension built with CUDA starts where there is none, and says then what is missing.
 
+pub mod allocator;
+#[cfg(feature = "cuda")]
+mod driver;
 #[cfg(feature = "cuda")]
 mod library;
+#[cfg(feature = "cuda")]
+pub mod memory;
 #[cfg(feature = "cuda")]
 pub mod modules;
 #[cfg(feature = "cuda")]
 mod symbols;
+#[cfg(feature = "cuda")]
+pub mod upload;
 
 use std::path::Path;
 

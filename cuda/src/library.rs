@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 use libloading::Library as Handle;
 
 use crate::symbols::{DRIVER, Library, Symbol, TOOLKIT};
-use crate::{MINIMUM_CAPABILITY, MINIMUM_DRIVER, Unavailable};
+use crate::{MINIMUM_CAPABILITY, MINIMUM_DRIVER, Unavailable, memory, upload};
 
 /// Whether the slots are filled.
 static LOADED: Mutex<bool> = Mutex::new(false);
@@ -30,13 +30,26 @@ pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
         found.extend(resolve(&handle, library)?);
         handles.push(handle);
     }
-    for ((_, slot), address) in found {
-        slot.store(address, Ordering::Release);
+    for ((name, slot), address) in found {
+        slot.store(stand_in(name, address), Ordering::Release);
     }
     // The addresses must stay good for the rest of the process.
     handles.into_iter().for_each(std::mem::forget);
     *loaded = true;
     Ok(())
+}
+
+/// What goes into the slot of a function: its address, but for those that memory and copies from the host go through here.
+fn stand_in(name: &str, address: *mut ()) -> *mut () {
+    match name {
+        "cuMemAllocAsync" => memory::allocate as *mut (),
+        "cuMemFreeAsync" => memory::free as *mut (),
+        "cuMemcpyHtoDAsync_v2" => {
+            upload::COPY.store(address, Ordering::Release);
+            upload::upload as *mut ()
+        }
+        _ => address,
+    }
 }
 
 /// The library from the first of `folders` that has it, else from wherever the system finds it; or what the system's loader says.

@@ -25,6 +25,7 @@ __all__ = [
     "AdapterSet",
     "AutoencoderKL",
     "CLIPTextModel",
+    "CapturedFunction",
     "DType",
     "DiffusionObjective",
     "DigitsTransformer",
@@ -55,6 +56,7 @@ __all__ = [
     "conv2d",
     "cross_entropy",
     "cuda_device_count",
+    "cuda_empty_cache",
     "cuda_memory_stats",
     "cuda_reset_peak_memory_stats",
     "cuda_synchronize",
@@ -587,6 +589,37 @@ class CLIPTextModel(Model):
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
+        """
+
+@final
+class CapturedFunction:
+    """
+    A function of tensors that returns a list of tensors, as a CUDA graph after its first calls.
+    """
+    def __call__(self, /, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """
+        What the function gives for `inputs`.
+
+        Raises:
+            ShapeError, DTypeError: if an input differs from the one that the function was captured with.
+            DeviceError: if the function does what a graph cannot, such as reading a value.
+        """
+    def __new__(
+        cls, /, function: Callable[..., Any], static_inputs: Sequence[Tensor]
+    ) -> CapturedFunction:
+        """
+        Args:
+            function: takes tensors like `static_inputs`, returns a list of tensors.
+            static_inputs: tensors of the shapes and dtypes of every call's.
+
+        Raises:
+            CudaUnavailableError: if CUDA cannot be used.
+            AutogradError: if an input needs a gradient.
+        """
+    @property
+    def is_recorded(self, /) -> bool:
+        """
+        Whether calls replay a graph.
         """
 
 @final
@@ -1696,14 +1729,15 @@ class Tensor:
         self,
         /,
         *,
-        stream: Any | None = None,
+        stream: SupportsIndex | None = None,
         max_version: tuple[SupportsIndex, SupportsIndex] | None = None,
         dl_device: tuple[SupportsIndex, SupportsIndex] | None = None,
         copy: bool | None = None,
     ) -> Any:
         """
         A capsule for other libraries' `from_dlpack`. Shares memory with consumers that know it is read-only (DLPack
-        1.0), copies for others unless `copy=False`.
+        1.0), copies for others unless `copy=False`. On a CUDA device the consumer's `stream` (the default one unless it
+        is named, none for -1) waits for the values, and memory is used again only after the consumer is done with it.
         """
     def __dlpack_device__(self, /) -> tuple[int, int]:
         """
@@ -2513,6 +2547,14 @@ def cuda_device_count() -> int:
         CudaUnavailableError: if CUDA cannot be used.
     """
 
+def cuda_empty_cache(device: str) -> int:
+    """
+    Give memory of a CUDA device back that is kept for later; how many bytes.
+
+    Raises:
+        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+    """
+
 def cuda_finish_profile() -> list[tuple[str, int, float]]:
     """
     Wait for the device; returns (name, launches, milliseconds) of each kernel since `cuda_start_profile`, the longest first.
@@ -2522,9 +2564,10 @@ def cuda_finish_profile() -> list[tuple[str, int, float]]:
         DeviceError: if a kernel failed.
     """
 
-def cuda_memory_stats(device: str) -> tuple[int, int, int, int, int, int]:
+def cuda_memory_stats(device: str) -> list[int]:
     """
-    Bytes that a CUDA device holds: (allocated, peak allocated, reserved, peak reserved, free, total).
+    What a CUDA device holds and has done: bytes allocated, their peak, reserved, their peak, reserved by captured graphs; numbers of
+    allocations, of times that memory was taken from the device, of retries; bytes free on the device, and in all.
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
@@ -2618,10 +2661,11 @@ def eye(
 
 def from_dlpack(data: Any) -> Tensor:
     """
-    A tensor with a copy of the values of an object that speaks DLPack.
+    A tensor with a copy of the values of an object that speaks DLPack, on the device that they are on.
 
     Raises:
-        DeviceError: if they are not on the CPU.
+        DeviceError: if they are neither on the CPU nor on a CUDA device.
+        CudaUnavailableError: if they are on a CUDA device and CUDA cannot be used.
         DTypeError: if no dtype holds them.
     """
 

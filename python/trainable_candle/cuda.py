@@ -3,17 +3,18 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from trainable_candle import _core
 from trainable_candle._core import Tensor
-from trainable_candle.errors import CudaUnavailableError
 
 __all__ = [
+    "Captured",
     "KernelTime",
     "Profile",
     "capture",
     "device_count",
+    "empty_cache",
     "is_available",
     "memory_stats",
     "profile",
@@ -44,23 +45,49 @@ def synchronize(device: str = "cuda") -> None:
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
         DeviceError: If `device` is not a CUDA device, or a kernel failed.
+        IndexOutOfRangeError: If an operation met an id out of range: those on a GPU are checked
+            when a value is read or the device is waited for.
     """
     _core.cuda_synchronize(device)
 
 
 def memory_stats(device: str = "cuda") -> dict[str, int]:
-    """Return what `device` holds, in bytes.
+    """Return what `device` holds and has done.
 
     Returns:
-        `allocated` and `peak_allocated` (tensors and workspaces), `reserved` and `peak_reserved`
-        (allocated, or kept for later), `free` and `total` (of the whole device, for any process).
+        In bytes: `allocated` and `peak_allocated` (tensors and workspaces), `reserved` and
+        `peak_reserved` (allocated, kept for later, or used by captured functions), `graphs` (the
+        last of these), `free` and `total` (of the whole device, for any process). Counts:
+        `allocations`, `growths` (memory was taken from the device), `retries` (memory ran out,
+        and what was kept for later was given back).
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
         DeviceError: If `device` is not a CUDA device.
     """
-    names = ("allocated", "peak_allocated", "reserved", "peak_reserved", "free", "total")
+    names = (
+        "allocated",
+        "peak_allocated",
+        "reserved",
+        "peak_reserved",
+        "graphs",
+        "allocations",
+        "growths",
+        "retries",
+        "free",
+        "total",
+    )
     return dict(zip(names, _core.cuda_memory_stats(device), strict=True))
+
+
+def empty_cache(device: str = "cuda") -> int:
+    """Give memory back that `device` keeps for later, for other processes; return how many bytes.
+
+    Raises:
+        CudaUnavailableError: If CUDA cannot be used.
+        DeviceError: If `device` is not a CUDA device.
+    """
+    return _core.cuda_empty_cache(device)
 
 
 def reset_peak_memory_stats(device: str = "cuda") -> None:
@@ -137,16 +164,93 @@ def profile(device: str = "cuda") -> Iterator[Profile]:
         found.kernels = [KernelTime(*kernel) for kernel in _core.cuda_finish_profile()]
 
 
-def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """Record `function` as a CUDA graph; the result copies new inputs in and replays it.
+class Captured:
+    """A function that runs as a CUDA graph after its first calls; `capture` makes it."""
+
+    def __init__(self, function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> None:
+        form: list[Any] = []
+
+        def flat(*inputs: Tensor) -> list[Tensor]:
+            tensors: list[Tensor] = []
+            form[:] = [_flatten(function(*inputs), tensors)]
+            return tensors
+
+        self._form = form
+        self._run = _core.CapturedFunction(flat, list(static_inputs))
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether calls replay a graph."""
+        return self._run.is_recorded
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Return what the function returns for `inputs`, without gradients.
+
+        Raises:
+            ShapeError, DTypeError: If an input differs from the one of the capture.
+            DeviceError: If the function does what a graph cannot (in the call that records it).
+        """
+        tensors = self._run(list(inputs))
+        return _unflatten(self._form[0], iter(tensors))
+
+
+def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Captured:
+    """Make a CUDA graph of `function`: all the work that it queues, launched at once.
+
+    The first call runs the function as it is, the second records it and runs the record, later
+    ones copy their inputs in and run the record. (If the function makes gradients of variables
+    that are not an adapter's, the second is as the first, and the third records.) All calls count,
+    and their random numbers, gradients and parameters are those of calls without a graph. A
+    training step is one function: forward, backward, `step`, `zero_grad`.
+
+    What the function decides on the CPU (shapes, branches, Python numbers) is decided once. It
+    cannot read values (`item`, `numpy`, `print`); return tensors and read them after the call. A
+    value that it copies from the CPU must be the same in each call; what changes is an input, or
+    a `Var` that is set between calls. While it is recorded no other thread may use CUDA.
+
+    Args:
+        function: Takes tensors on the device; returns a tensor, None, or tuples, lists and dicts
+            of them. It owns the variables that it uses: they are not inputs.
+        static_inputs: Tensors of the shapes and dtypes of every call's inputs, which may come
+            from the CPU as well. They are copied.
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
+        AutogradError: If an input needs a gradient.
     """
-    del function, static_inputs
-    _refuse()
+    return Captured(function, static_inputs)
 
 
-def _refuse() -> NoReturn:
-    reason = unavailable_reason() or "this version captures no graphs"
-    raise CudaUnavailableError(f"CUDA is unavailable: {reason}")
+class _Leaf:
+    """Stands for a tensor in what a function returned."""
+
+
+def _flatten(value: Any, tensors: list[Tensor]) -> Any:
+    """Replace tensors in `value` by leaves, and collect them in `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Leaf
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return {name: _flatten(item, tensors) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_flatten(item, tensors) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_flatten(item, tensors) for item in value)
+    kind = type(value).__name__
+    expected = "a Tensor, None, or tuples, lists and dicts of them"
+    raise TypeError(f"capture: the function returned a value of type {kind}, expected {expected}")
+
+
+def _unflatten(form: Any, tensors: Iterator[Tensor]) -> Any:
+    """Replace the leaves in `form` by the next of `tensors`."""
+    if form is _Leaf:
+        return next(tensors)
+    if isinstance(form, dict):
+        return {name: _unflatten(item, tensors) for name, item in form.items()}
+    if isinstance(form, list):
+        return [_unflatten(item, tensors) for item in form]
+    if isinstance(form, tuple):
+        return tuple(_unflatten(item, tensors) for item in form)
+    return form

@@ -83,6 +83,18 @@ pub fn copy(x: &Raw) -> Result<Raw> {
     on_device!(x, cuda => cuda::copy(x), cpu => Ok(x.detach().force_contiguous()?))
 }
 
+/// Zeros.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if they do not fit.
+pub fn zeros(dims: &[usize], dtype: DType, device: &Device) -> Result<Raw> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        return cuda::zeros(device, dims, dtype);
+    }
+    Ok(Raw::zeros(dims, dtype, device)?)
+}
+
 /// `value` everywhere.
 ///
 /// # Errors

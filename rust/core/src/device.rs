@@ -6,7 +6,7 @@ use candle_core::{Device, DeviceLocation};
 
 use crate::{Error, Result};
 
-/// What a CUDA device holds, in bytes.
+/// What a CUDA device holds, in bytes, and has done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
     /// In tensors and workspaces.
@@ -17,6 +17,14 @@ pub struct MemoryStats {
     pub reserved: u64,
     /// The most that was, since the start or the last reset.
     pub peak_reserved: u64,
+    /// Of what is reserved, the part that captured graphs keep.
+    pub graphs: u64,
+    /// Blocks handed out since the start.
+    pub allocations: u64,
+    /// Times that memory was taken from the device.
+    pub growths: u64,
+    /// Times that memory ran out and what was kept for later was given back.
+    pub retries: u64,
     /// Free on the device, for any process.
     pub free: u64,
     /// The device's memory.
@@ -120,10 +128,21 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     not_cuda("reset_peak_memory_stats", device)
 }
 
+/// Give memory of a CUDA device back that is kept for later, for other processes; how many bytes.
+///
+/// # Errors
+/// As [`synchronize`].
+pub fn empty_cache(device: &Device) -> Result<u64> {
+    #[cfg(feature = "cuda")]
+    return crate::cuda::empty_cache(device);
+    #[cfg(not(feature = "cuda"))]
+    not_cuda("empty_cache", device)
+}
+
 /// Wait until all work queued on a CUDA device is done.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device, or a kernel failed.
+/// [`Error::Device`] if it is not a CUDA device, or a kernel failed; [`Error::Index`] if a kernel met an id out of range.
 pub fn synchronize(device: &Device) -> Result<()> {
     #[cfg(feature = "cuda")]
     return crate::cuda::synchronize(device);

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device};
 
-use crate::raw::{Raw, check_allocation};
+use crate::raw::{Raw, check_allocation_on};
 use crate::tape::Leaf;
 use crate::{Error, Result, Tensor, Var, compute};
 
@@ -85,8 +85,8 @@ impl FlatBuffer {
 }
 
 fn zeros(n: usize, dtype: DType, device: &Device) -> Result<Raw> {
-    check_allocation("flat buffer", &[n], dtype)?;
-    Ok(Raw::zeros(n, dtype, device)?)
+    check_allocation_on(device, "flat buffer", &[n], dtype)?;
+    compute::zeros(&[n], dtype, device)
 }
 
 fn leaf(var: &Var) -> Result<&Leaf> {

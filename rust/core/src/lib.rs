@@ -13,6 +13,7 @@
 //! # Ok::<(), trainable_candle_core::Error>(())
 //! ```
 
+pub mod capture;
 pub mod checkpoint;
 pub mod compute;
 pub mod cpu;
@@ -32,7 +33,7 @@ pub mod tape;
 mod tensor;
 mod var;
 
-pub use candle_core::{DType, Device, Shape};
+pub use candle_core::{DType, Device, DeviceLocation, Shape};
 pub use error::{Error, Result};
 pub use flat::FlatBuffer;
 pub use raw::Raw;

@@ -77,6 +77,14 @@ pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Resul
     Ok(count)
 }
 
+/// As [`check_allocation`] on the CPU. A CUDA device says itself what does not fit.
+///
+/// # Errors
+/// As [`check_allocation`].
+pub fn check_allocation_on(device: &Device, op: &'static str, dims: &[usize], dtype: DType) -> Result<usize> {
+    if device.is_cpu() { check_allocation(op, dims, dtype) } else { check_size(op, dims, dtype) }
+}
+
 /// The number of elements of a shape, if they and their bytes can be counted.
 ///
 /// # Errors
@@ -91,11 +99,21 @@ pub fn check_size(op: &'static str, dims: &[usize], dtype: DType) -> Result<usiz
 }
 
 /// The same values on the CPU. Of a view, only its own elements are moved.
+///
+/// # Errors
+/// [`Error::Index`] if an operation on the device met an id out of range since its values were last read, [`Error::Device`] inside a captured
+/// function.
 pub fn to_cpu(raw: &Raw) -> Result<Raw> {
     if raw.device().is_cpu() {
         return Ok(raw.clone());
     }
-    Ok(compute::contiguous(raw)?.to_device(&Device::Cpu)?)
+    crate::capture::refuse("to_cpu")?;
+    let moved = compute::contiguous(raw)?.to_device(&Device::Cpu)?;
+    #[cfg(feature = "cuda")]
+    if raw.device().is_cuda() {
+        crate::cuda::check_board(raw.device())?;
+    }
+    Ok(moved)
 }
 
 /// All elements in row-major order.

@@ -7,8 +7,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Shape};
 
-use crate::raw::{Raw, check_allocation, from_vec};
-use crate::{Error, Result, compute};
+use crate::raw::{Raw, check_allocation_on, from_vec};
+use crate::{Error, Result, capture, compute};
 
 /// Seed and position of a generator; restoring it repeats the draws that followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +27,7 @@ fn generator() -> MutexGuard<'static, State> {
 
 /// Start the stream of `seed`.
 pub fn manual_seed(seed: u64) {
+    capture::seeded();
     *generator() = State { seed, offset: 0 };
 }
 
@@ -37,6 +38,7 @@ pub fn state() -> State {
 
 /// Continue from `state`.
 pub fn set_state(state: State) {
+    capture::seeded();
     *generator() = state;
 }
 
@@ -53,7 +55,7 @@ impl From<State> for Replay {
 
 impl Drop for Replay {
     fn drop(&mut self) {
-        set_state(self.resume);
+        *generator() = self.resume;
     }
 }
 
@@ -169,7 +171,7 @@ fn check_float(op: &'static str, dtype: DType) -> Result<()> {
 pub fn uniform(low: f64, high: f64, shape: &Shape, dtype: DType, device: &Device) -> Result<Raw> {
     const OP: &str = "rand";
     check_float(OP, dtype)?;
-    let n = check_allocation(OP, shape.dims(), DType::F32)?;
+    let n = check_allocation_on(device, OP, shape.dims(), DType::F32)?;
     #[cfg(feature = "cuda")]
     if device.is_cuda() {
         let start = advance(n.div_ceil(4) as u64);
@@ -191,7 +193,7 @@ pub fn uniform(low: f64, high: f64, shape: &Shape, dtype: DType, device: &Device
 pub fn normal(mean: f64, std: f64, shape: &Shape, dtype: DType, device: &Device) -> Result<Raw> {
     const OP: &str = "randn";
     check_float(OP, dtype)?;
-    let n = check_allocation(OP, shape.dims(), DType::F32)?;
+    let n = check_allocation_on(device, OP, shape.dims(), DType::F32)?;
     #[cfg(feature = "cuda")]
     if device.is_cuda() {
         let start = advance(n.div_ceil(4) as u64);

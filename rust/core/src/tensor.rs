@@ -7,7 +7,7 @@ use candle_core::{DType, Device, NdArray, Shape};
 
 use crate::raw::{self, Raw};
 use crate::tape::Node;
-use crate::{Error, Result};
+use crate::{Error, Result, capture};
 
 /// Counts the in-place changes of a variable's storage, so that a backward pass can tell that a value it saved is gone.
 #[derive(Debug, Default)]
@@ -70,7 +70,7 @@ impl Tensor {
     /// [`Error::OutOfMemory`] if it does not fit.
     pub fn full(value: f64, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
         let shape = shape.into();
-        raw::check_allocation("full", shape.dims(), dtype)?;
+        raw::check_allocation_on(device, "full", shape.dims(), dtype)?;
         Ok(Self::constant(crate::compute::full(value, shape.dims(), dtype, device)?))
     }
 
@@ -80,8 +80,8 @@ impl Tensor {
     /// [`Error::OutOfMemory`] if it does not fit.
     pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Self> {
         let shape = shape.into();
-        raw::check_allocation("zeros", shape.dims(), dtype)?;
-        Ok(Self::constant(Raw::zeros(shape, dtype, device)?))
+        raw::check_allocation_on(device, "zeros", shape.dims(), dtype)?;
+        Ok(Self::constant(crate::compute::zeros(shape.dims(), dtype, device)?))
     }
 
     /// Ones.
@@ -170,6 +170,7 @@ impl Tensor {
                 format!("shape {:?} has {} elements, expected 1", self.dims(), self.elem_count()),
             ));
         }
+        self.check_readable("item")?;
         Ok(raw::to_f64_vec(&self.raw)?[0])
     }
 
@@ -185,6 +186,7 @@ impl Tensor {
             ));
         }
         self.check_rust_type::<T>("to_scalar")?;
+        self.check_readable("to_scalar")?;
         Ok(raw::to_vec::<T>(&self.raw)?[0])
     }
 
@@ -194,7 +196,12 @@ impl Tensor {
     /// [`Error::DType`] if `T` is not the dtype.
     pub fn to_vec<T: candle_core::WithDType>(&self) -> Result<Vec<T>> {
         self.check_rust_type::<T>("to_vec")?;
+        self.check_readable("to_vec")?;
         raw::to_vec(&self.raw)
+    }
+
+    fn check_readable(&self, op: &'static str) -> Result<()> {
+        if self.device().is_cpu() { Ok(()) } else { capture::refuse(op) }
     }
 
     fn check_rust_type<T: candle_core::WithDType>(&self, op: &'static str) -> Result<()> {

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, NdArray, Shape};
 use crate::raw::{self, Raw};
 use crate::tape::{Leaf, Node};
 use crate::tensor::{Tensor, Version};
-use crate::{Error, Result, compute};
+use crate::{Error, Result, capture, compute};
 
 /// A trainable variable: a leaf of the tape with storage of its own.
 ///
@@ -86,6 +86,7 @@ impl Var {
     fn bump(&self) {
         if let Some(version) = &self.0.version {
             version.bump();
+            capture::changed(version);
         }
     }
 

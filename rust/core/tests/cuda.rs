@@ -8,6 +8,8 @@ use trainable_candle_core::raw::to_f64_vec;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, device, rng};
 use walk::{TOLERANCE, all_cases, close, draw, text, turned_view, value_and_gradients};
 
+#[path = "cuda/capture.rs"]
+mod capture;
 mod walk;
 
 fn gpu() -> Result<Device> {

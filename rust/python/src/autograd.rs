@@ -125,9 +125,21 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Function {
     }
 }
 
+impl From<Py<PyAny>> for Function {
+    fn from(function: Py<PyAny>) -> Self {
+        Self(function)
+    }
+}
+
+impl From<Function> for Py<PyAny> {
+    fn from(function: Function) -> Self {
+        function.0
+    }
+}
+
 impl Function {
     /// Call with tensors. What it raises comes back as it is.
-    fn call<'py>(&self, py: Python<'py>, inputs: &[tc::Tensor]) -> PyResult<Bound<'py, PyAny>> {
+    pub fn call<'py>(&self, py: Python<'py>, inputs: &[tc::Tensor]) -> PyResult<Bound<'py, PyAny>> {
         let inputs =
             inputs.iter().map(|tensor| Bound::new(py, Tensor(tensor.clone()))).collect::<PyResult<Vec<_>>>()?;
         self.0.bind(py).call1(PyTuple::new(py, inputs)?)

@@ -76,14 +76,35 @@ pub fn cuda_synchronize(py: Python<'_>, device: DeviceArg) -> Result<()> {
     detached(py, || device::synchronize(&device.0))
 }
 
-/// Bytes that a CUDA device holds: (allocated, peak allocated, reserved, peak reserved, free, total).
+/// What a CUDA device holds and has done: bytes allocated, their peak, reserved, their peak, reserved by captured graphs; numbers of
+/// allocations, of times that memory was taken from the device, of retries; bytes free on the device, and in all.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
 #[pyfunction]
-pub fn cuda_memory_stats(device: DeviceArg) -> Result<(u64, u64, u64, u64, u64, u64)> {
+pub fn cuda_memory_stats(device: DeviceArg) -> Result<Vec<u64>> {
     let stats = device::memory_stats(&device.0)?;
-    Ok((stats.allocated, stats.peak_allocated, stats.reserved, stats.peak_reserved, stats.free, stats.total))
+    Ok(vec![
+        stats.allocated,
+        stats.peak_allocated,
+        stats.reserved,
+        stats.peak_reserved,
+        stats.graphs,
+        stats.allocations,
+        stats.growths,
+        stats.retries,
+        stats.free,
+        stats.total,
+    ])
+}
+
+/// Give memory of a CUDA device back that is kept for later; how many bytes.
+///
+/// Raises:
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+#[pyfunction]
+pub fn cuda_empty_cache(py: Python<'_>, device: DeviceArg) -> Result<u64> {
+    detached(py, || device::empty_cache(&device.0))
 }
 
 /// Measure every launch on a CUDA device from now on.

@@ -8,6 +8,7 @@ mod adapter_set;
 mod arguments;
 mod autograd;
 mod call;
+mod capture;
 mod device;
 mod dlpack;
 mod dtype;
@@ -40,9 +41,11 @@ mod _core {
     #[pymodule_export]
     use crate::autograd::{checkpoint, grad, gradcheck, is_grad_enabled, set_grad_enabled};
     #[pymodule_export]
+    use crate::capture::CapturedFunction;
+    #[pymodule_export]
     use crate::device::{
-        cuda_device_count, cuda_finish_profile, cuda_memory_stats, cuda_reset_peak_memory_stats, cuda_start_profile,
-        cuda_synchronize, cuda_unavailable_reason,
+        cuda_device_count, cuda_empty_cache, cuda_finish_profile, cuda_memory_stats, cuda_reset_peak_memory_stats,
+        cuda_start_profile, cuda_synchronize, cuda_unavailable_reason,
     };
     #[pymodule_export]
     use crate::dlpack::from_dlpack;

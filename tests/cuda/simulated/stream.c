@@ -317,7 +317,7 @@ static CUresult product(CUstream stream, const char *text, const struct simulate
     TRY(simulated_stream("product", stream));
     for (int i = 0; i < count; i++)
         if (!simulated_covers(ranges[i].address, ranges[i].bytes)) {
-            simulated_log("refused call=product status=700 why=operand-%d-is-not-within-an-allocation %s", i, text);
+            simulated_log("refused status=700 why=operand-%d-is-not-within-an-allocation %s", i, text + strlen("product "));
             return CUDA_ERROR_ILLEGAL_ADDRESS;
         }
     simulated_log("%s captured=%d", text, simulated_capturing(stream));

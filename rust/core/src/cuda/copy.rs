@@ -1,9 +1,10 @@
 //! Copies, conversions and changes in place.
 
 use candle_core::DType;
+use candle_core::cuda_backend::cudarc::driver::result;
 use trainable_candle_cuda::modules::{COPY, Module};
 
-use super::gpu::Gpu;
+use super::gpu::{Gpu, driver_error};
 use super::launch::{address, empty, launch, same_device, suffix, suffixes};
 use super::strided::{Member, Strided};
 use crate::raw::storage_identity;
@@ -71,9 +72,37 @@ pub fn filled(device: &candle_core::Device, value: f64, dims: &[usize], dtype: D
     Ok(y)
 }
 
+/// Zeros; any dtype that kernels know.
+pub fn zeros(device: &candle_core::Device, dims: &[usize], dtype: DType) -> Result<Raw> {
+    const OP: &str = "zeros";
+    let gpu = Gpu::of_device(OP, device)?;
+    let y = empty(OP, gpu, dims, dtype)?;
+    let bytes = y.elem_count() * dtype.size_in_bytes();
+    if bytes > 0 {
+        let to = address(OP, &y)?;
+        let run = || {
+            gpu.stream().context().bind_to_thread()?;
+            // SAFETY: the tensor has these bytes, and zero bytes are a value of every dtype.
+            unsafe { result::memset_d8_async(to, 0, bytes, gpu.stream().cu_stream()) }
+        };
+        run().map_err(|error| driver_error(OP, error))?;
+    }
+    Ok(y)
+}
+
 /// As [`cpu::scale_in_place`](crate::cpu::scale_in_place).
 pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
     change("scale_in_place", "scale_in_place", dst, factor)
+}
+
+/// The end of the name of a kernel that copies elements as they are.
+pub(super) fn byte_suffix(dtype: DType) -> &'static [&'static str] {
+    match dtype.size_in_bytes() {
+        1 => &["1"],
+        2 => &["2"],
+        4 => &["4"],
+        _ => &["8"],
+    }
 }
 
 /// What happens to an element besides being replaced.
@@ -94,15 +123,7 @@ fn write(op: &'static str, dst: &Raw, src: &Raw, module: &'static Module, change
     }
     let gpu = Gpu::of(op, dst)?;
     let function = match change {
-        None if dst.dtype() == src.dtype() => {
-            let size: &[&str] = match dst.dtype().size_in_bytes() {
-                1 => &["1"],
-                2 => &["2"],
-                4 => &["4"],
-                _ => &["8"],
-            };
-            gpu.function(module, "copy_bytes", size)?
-        }
+        None if dst.dtype() == src.dtype() => gpu.function(module, "copy_bytes", byte_suffix(dst.dtype()))?,
         None => gpu.function(module, "copy", suffixes(op, src.dtype(), dst.dtype())?)?,
         Some(Change::Add) => gpu.function(module, "accumulate", suffixes(op, src.dtype(), dst.dtype())?)?,
         Some(Change::Lerp(_)) => gpu.function(module, "lerp", suffixes(op, src.dtype(), dst.dtype())?)?,

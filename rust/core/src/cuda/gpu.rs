@@ -16,6 +16,7 @@ use candle_core::{CudaDevice, Device, DeviceLocation};
 use rustc_hash::FxHashMap;
 use trainable_candle_cuda::modules::Module;
 
+use super::board::Board;
 use super::launch::Function;
 use crate::{Error, Raw, Result};
 
@@ -29,6 +30,7 @@ pub struct Gpu {
     blas: Arc<CudaBlas>,
     modules: RwLock<FxHashMap<&'static str, Arc<CudaModule>>>,
     functions: RwLock<FxHashMap<Name, Function>>,
+    board: Board,
     /// cuBLAS works in it.
     _workspace: CudaSlice<u8>,
 }
@@ -63,7 +65,6 @@ pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
     let device = CudaDevice::new_with_stream(ordinal)?;
     // SAFETY: all work goes to the device's one stream, and memory is freed in its order.
     unsafe { device.disable_event_tracking() };
-    super::memory::keep_freed_memory(device.cuda_stream().context())?;
     gpus.push((device.id(), Gpu::leak(device.clone())?));
     Ok(Device::Cuda(device))
 }
@@ -91,8 +92,10 @@ impl Gpu {
             let mode = blas::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
             check_blas(blas::cublasSetMathMode(*blas.handle(), mode))?;
         }
+        let board = Board::new(&device)?;
         Ok(Box::leak(Box::new(Self {
             device,
+            board,
             stream,
             blas,
             modules: RwLock::default(),
@@ -120,6 +123,7 @@ impl Gpu {
                 "found a tensor on the CPU, expected one on a CUDA device; move it with to()",
             ));
         };
+        super::graph::check_thread(op)?;
         if let Some(gpu) = known(|(id, _)| *id == device.id()) {
             return Ok(gpu);
         }
@@ -145,6 +149,11 @@ impl Gpu {
 
     pub(super) const fn blas(&self) -> &Arc<CudaBlas> {
         &self.blas
+    }
+
+    /// Where kernels note ids that are out of range.
+    pub(super) const fn board(&self) -> &Board {
+        &self.board
     }
 
     fn ordinal(&self) -> usize {
@@ -198,6 +207,9 @@ pub(super) fn driver_error(op: &'static str, error: DriverError) -> Error {
             op,
             message: "the GPU has no memory left; use a smaller batch, checkpointing, or an 8-bit optimizer".to_owned(),
         };
+    }
+    if error.0 == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED {
+        return Error::device(op, "this cannot be a part of a captured function; do it before or after the call");
     }
     Error::device(op, format!("the NVIDIA driver reports: {error}"))
 }

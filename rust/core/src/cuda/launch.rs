@@ -119,7 +119,8 @@ macro_rules! launch {
 }
 pub(super) use launch;
 
-/// The address of the first element of a tensor. It stays good while the tensor lives, and for all work queued until then.
+/// The address of the first element of a tensor. It stays good while the tensor lives, and for all work queued until then; a graph that is
+/// being captured keeps the tensor.
 ///
 /// # Errors
 /// [`Error::Device`] if the tensor is not on a CUDA device, [`Error::DType`] if kernels do not know its dtype.
@@ -131,7 +132,7 @@ pub fn address(op: &'static str, tensor: &Raw) -> Result<Address> {
     fn start<T: DeviceRepr>(slice: &CudaSlice<T>, layout: &Layout) -> Address {
         slice.device_ptr(slice.stream()).0 + (layout.start_offset() * size_of::<T>()) as Address
     }
-    Ok(match &storage.slice {
+    let address = match &storage.slice {
         CudaStorageSlice::U8(slice) => start(slice, layout),
         CudaStorageSlice::U32(slice) => start(slice, layout),
         CudaStorageSlice::I16(slice) => start(slice, layout),
@@ -142,7 +143,9 @@ pub fn address(op: &'static str, tensor: &Raw) -> Result<Address> {
         CudaStorageSlice::F32(slice) => start(slice, layout),
         CudaStorageSlice::F64(slice) => start(slice, layout),
         _ => return Err(Error::dtype(op, format!("dtype {} is not supported on CUDA", tensor.dtype().as_str()))),
-    })
+    };
+    super::graph::hold(tensor, address);
+    Ok(address)
 }
 
 /// The address of a tensor that may be missing: null then.

@@ -1,40 +1,16 @@
-//! Memory of CUDA devices. The driver's pool keeps freed memory for the next allocation and hands it out in the stream's order.
-
-use std::sync::Arc;
+//! Memory of CUDA devices: what the allocator of the crate `trainable-candle-cuda` gives to candle and to us, and what is said when there
+//! is none left.
 
 use candle_core::Device;
-use candle_core::cuda_backend::cudarc::driver::sys::CUmemPool_attribute_enum as Attribute;
-use candle_core::cuda_backend::cudarc::driver::sys::{CUmemoryPool, CUresult};
-use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaSlice, DeviceRepr, DriverError, result};
+use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr, DriverError};
+use trainable_candle_cuda::memory::{self, Status};
 
 use super::gpu::{Gpu, driver_error};
 use crate::device::MemoryStats;
-use crate::{Error, Result};
+use crate::{Error, Result, capture};
 
-fn pool(context: &Arc<CudaContext>) -> std::result::Result<CUmemoryPool, DriverError> {
-    context.bind_to_thread()?;
-    // SAFETY: the context's device exists.
-    unsafe { result::device::get_default_mem_pool(context.cu_device()) }
-}
-
-fn set(context: &Arc<CudaContext>, attribute: Attribute, mut value: u64) -> std::result::Result<(), DriverError> {
-    // SAFETY: these attributes are of 64 bits.
-    unsafe { result::mem_pool::set_attribute(pool(context)?, attribute, std::ptr::from_mut(&mut value).cast()) }
-}
-
-fn get(context: &Arc<CudaContext>, attribute: Attribute) -> std::result::Result<u64, DriverError> {
-    let mut value = 0u64;
-    // SAFETY: as above.
-    unsafe { result::mem_pool::get_attribute(pool(context)?, attribute, std::ptr::from_mut(&mut value).cast()) }?;
-    Ok(value)
-}
-
-/// Freed memory stays in the pool: without this the driver gives it back at every synchronisation.
-pub(super) fn keep_freed_memory(context: &Arc<CudaContext>) -> Result<()> {
-    set(context, Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX).map_err(|error| driver_error("cuda", error))
-}
-
-/// Memory for `count` elements, not set. When there is none left, what the pool keeps is given back first.
+/// Memory for `count` elements, not set.
 pub(super) fn allocate<T: DeviceRepr>(
     op: &'static str,
     gpu: &Gpu,
@@ -42,34 +18,33 @@ pub(super) fn allocate<T: DeviceRepr>(
     dims: &[usize],
 ) -> Result<CudaSlice<T>> {
     // SAFETY: the caller writes it before it is read.
-    let attempt = || unsafe { gpu.stream().alloc::<T>(count) };
-    let full = |error: &DriverError| error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-    attempt()
-        .or_else(|error| {
-            if !full(&error) {
-                return Err(error);
-            }
-            gpu.stream().synchronize()?;
-            // SAFETY: the pool is the device's; memory in use stays.
-            unsafe { result::mem_pool::trim_to(pool(gpu.stream().context())?, 0) }?;
-            attempt()
-        })
-        .map_err(|error| {
-            if full(&error) { out_of_memory(op, gpu, count * size_of::<T>(), dims) } else { driver_error(op, error) }
-        })
+    unsafe { gpu.stream().alloc::<T>(count) }.map_err(|error| {
+        if error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            out_of_memory(op, gpu, count * size_of::<T>(), dims)
+        } else {
+            driver_error(op, error)
+        }
+    })
 }
 
 #[cold]
 fn out_of_memory(op: &'static str, gpu: &Gpu, bytes: usize, dims: &[usize]) -> Error {
     let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
-    let held = stats(gpu.stream().context()).map_or_else(
+    let held = stats(gpu).map_or_else(
         |_| String::new(),
         |stats| {
+            let graphs = if stats.graphs > 0 {
+                format!(" ({:.2} in captured graphs)", gib(stats.graphs))
+            } else {
+                String::new()
+            };
             format!(
-                "; the GPU has {:.2} GiB, of which {:.2} are free and {:.2} hold this process's tensors",
+                "; of the GPU's {:.2} GiB, {:.2} hold this process's tensors{graphs}, {:.2} are kept for later in pieces too small, \
+                 {:.2} are free, and the rest is used by CUDA and other processes",
                 gib(stats.total),
+                gib(stats.allocated),
+                gib(stats.reserved.saturating_sub(stats.allocated)),
                 gib(stats.free),
-                gib(stats.allocated)
             )
         },
     );
@@ -80,13 +55,25 @@ fn out_of_memory(op: &'static str, gpu: &Gpu, bytes: usize, dims: &[usize]) -> E
     Error::OutOfMemory { op, message }
 }
 
-fn stats(context: &Arc<CudaContext>) -> std::result::Result<MemoryStats, DriverError> {
+/// A status of the driver as the library's error.
+#[cold]
+pub(super) fn status_error(op: &'static str, status: Status) -> Error {
+    Error::device(op, format!("the NVIDIA driver reports error {}", status.0))
+}
+
+fn stats(gpu: &Gpu) -> std::result::Result<MemoryStats, DriverError> {
+    let context = gpu.stream().context();
     let (free, total) = context.mem_get_info()?;
+    let held = memory::stats(context.cu_device());
     Ok(MemoryStats {
-        allocated: get(context, Attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
-        peak_allocated: get(context, Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
-        reserved: get(context, Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?,
-        peak_reserved: get(context, Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)?,
+        allocated: held.allocated,
+        peak_allocated: held.peak_allocated,
+        reserved: held.reserved,
+        peak_reserved: held.peak_reserved,
+        graphs: held.graphs,
+        allocations: held.allocations,
+        growths: held.growths,
+        retries: held.retries,
         free: free as u64,
         total: total as u64,
     })
@@ -98,7 +85,7 @@ fn stats(context: &Arc<CudaContext>) -> std::result::Result<MemoryStats, DriverE
 /// [`Error::Device`] if it is not a CUDA device or the driver refuses.
 pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
     const OP: &str = "memory_stats";
-    stats(Gpu::of_device(OP, device)?.stream().context()).map_err(|error| driver_error(OP, error))
+    stats(Gpu::of_device(OP, device)?).map_err(|error| driver_error(OP, error))
 }
 
 /// Start counting the peaks anew, from what is held now.
@@ -107,17 +94,39 @@ pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
 /// As [`memory_stats`].
 pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     const OP: &str = "reset_peak_memory_stats";
-    let context = Gpu::of_device(OP, device)?.stream().context();
-    set(context, Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)
-        .and_then(|()| set(context, Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH, 0))
-        .map_err(|error| driver_error(OP, error))
+    memory::reset_peaks(Gpu::of_device(OP, device)?.stream().context().cu_device());
+    Ok(())
+}
+
+/// Give the device's memory back that is kept for later, for other processes; how many bytes.
+///
+/// # Errors
+/// As [`synchronize`].
+pub fn empty_cache(device: &Device) -> Result<u64> {
+    const OP: &str = "empty_cache";
+    let gpu = Gpu::of_device(OP, device)?;
+    capture::refuse(OP)?;
+    let context = gpu.stream().context();
+    context.bind_to_thread().map_err(|error| driver_error(OP, error))?;
+    memory::trim(context.cu_device()).map_err(|status| status_error(OP, status))
 }
 
 /// Wait until all work queued on the device is done.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device, or a kernel failed.
+/// [`Error::Device`] if it is not a CUDA device, or a kernel failed; [`Error::Index`] if a kernel met an id out of range.
 pub fn synchronize(device: &Device) -> Result<()> {
     const OP: &str = "synchronize";
-    Gpu::of_device(OP, device)?.stream().synchronize().map_err(|error| driver_error(OP, error))
+    let gpu = Gpu::of_device(OP, device)?;
+    capture::refuse(OP)?;
+    gpu.stream().synchronize().map_err(|error| driver_error(OP, error))?;
+    gpu.board().check()
+}
+
+/// What must be looked at when values of a device are read.
+///
+/// # Errors
+/// [`Error::Index`] if a kernel met an id out of range.
+pub fn check_board(device: &Device) -> Result<()> {
+    Gpu::of_device("to_cpu", device)?.board().check()
 }

@@ -5,11 +5,14 @@
 //! arithmetic and accumulation are in f32. Sums are cut by sizes alone, so a run repeats.
 
 pub(crate) mod attention;
+mod board;
 pub(crate) mod conv;
 mod copy;
 mod elementwise;
+pub mod exchange;
 mod gemm;
 mod gpu;
+mod graph;
 pub(crate) mod index;
 mod launch;
 pub(crate) mod loss;
@@ -21,13 +24,15 @@ mod reduce;
 pub(crate) mod rows;
 mod strided;
 
-pub use copy::{accumulate, cast, contiguous, copy, copy_into, fill, filled, lerp_in_place, scale_in_place};
+pub use copy::{accumulate, cast, contiguous, copy, copy_into, fill, filled, lerp_in_place, scale_in_place, zeros};
 pub use elementwise::{Kernel, binary, ternary, unary};
 pub use gemm::{matmul, matmul_accumulate};
 pub use gpu::{Gpu, devices, open};
-pub use memory::{memory_stats, reset_peak_memory_stats, synchronize};
+pub use graph::Captured;
+pub use memory::{empty_cache, memory_stats, reset_peak_memory_stats, synchronize};
 pub use random::{normal, uniform};
-pub use reduce::{argmax, cumsum, max, mean, min, sum, sum_divided};
+pub use reduce::{argmax, cumsum, max, mean, min, sum};
 
 pub(crate) use gpu::from_candle;
 pub(crate) use launch::{count32, storage_len};
+pub(crate) use memory::check_board;

@@ -4,6 +4,7 @@ use candle_core::{DType, Device};
 use trainable_candle_cuda::modules::RANDOM;
 
 use super::gpu::Gpu;
+use super::graph::generator;
 use super::launch::{Shape, address, empty, launch};
 use crate::rng::State;
 use crate::{Raw, Result};
@@ -39,8 +40,9 @@ fn draw(
         let function = gpu.function(&RANDOM, name, &[])?;
         let shape = Shape::threads(op, count.div_ceil(4))?;
         let (to, count) = (address(op, &y)?, count as u64);
+        let (state, start) = generator(start);
         // SAFETY: the kernel takes the result, its length, the generator's place and two numbers.
-        unsafe { launch!(op, gpu, function, shape, to, count, start.seed, start.offset, a, b) }?;
+        unsafe { launch!(op, gpu, function, shape, to, count, state, start.seed, start.offset, a, b) }?;
     }
     Ok(y)
 }

@@ -33,12 +33,6 @@ pub fn min(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     reduce("min", x, dims, keepdim, 1.0)
 }
 
-/// The sum of all elements divided by `divisor`, a number.
-pub fn sum_divided(x: &Raw, divisor: f64) -> Result<Raw> {
-    let dims: Vec<usize> = (0..x.rank()).collect();
-    reduce("sum", x, &dims, false, divisor)
-}
-
 fn reduce(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, divisor: f64) -> Result<Raw> {
     check_dims(op, x, dims)?;
     if dims.is_empty() {

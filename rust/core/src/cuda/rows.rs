@@ -4,6 +4,7 @@ use trainable_candle_cuda::modules::{DROPOUT, GATED, Module, ROPE, SOFTMAX, UPSA
 
 use super::copy::{cast, contiguous};
 use super::gpu::Gpu;
+use super::graph::generator;
 use super::launch::{Shape, accumulator, address, count32, empty, launch, suffix, wide};
 use crate::rng::State;
 use crate::{Raw, Result};
@@ -129,9 +130,10 @@ pub fn dropout(op: &'static str, x: &Raw, state: State, threshold: u32, kept: f6
     if y.elem_count() > 0 {
         let function = gpu.function(&DROPOUT, "dropout", suffix(op, x.dtype())?)?;
         let shape = Shape::flat(y.elem_count(), 4 * wide(x.dtype()));
-        let (from, to, none, len) = (address(op, &x)?, address(op, &y)?, 0u64, y.elem_count() as u64);
-        // SAFETY: the kernel takes the input, the result, no state in memory, the generator's place, the length and two numbers.
-        unsafe { launch!(op, gpu, function, shape, from, to, none, state.seed, state.offset, len, threshold, kept) }?;
+        let (from, to, len) = (address(op, &x)?, address(op, &y)?, y.elem_count() as u64);
+        let (memory, state) = generator(state);
+        // SAFETY: the kernel takes the input, the result, the generator's place, in memory or by value, the length and two numbers.
+        unsafe { launch!(op, gpu, function, shape, from, to, memory, state.seed, state.offset, len, threshold, kept) }?;
     }
     Ok(y)
 }

@@ -3,9 +3,9 @@
 use candle_core::{DType, Device};
 
 use super::case::{Case, Entry};
-use crate::raw::is_float;
+use crate::raw::{Raw, is_float, to_cpu};
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
-use crate::{Result, Tensor, compute};
+use crate::{Result, Tensor, capture, compute};
 
 static CAST: OpInfo = OpInfo::cheap("to_dtype");
 static TO_DEVICE: OpInfo = OpInfo::cheap("to_device");
@@ -24,9 +24,18 @@ struct ToDeviceBackward(Device);
 
 impl Backward for ToDeviceBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = context.grad().to_device(&self.0)?;
+        let grad = moved(context.grad(), &self.0)?;
         context.add(0, grad)
     }
+}
+
+/// Candle moves a whole storage, also for a small view of it. Nobody waits for a copy to a GPU.
+fn moved(x: &Raw, device: &Device) -> Result<Raw> {
+    if device.is_cpu() {
+        capture::refuse(TO_DEVICE.name)?;
+        return to_cpu(x);
+    }
+    Ok(compute::contiguous(x)?.to_device(device)?)
 }
 
 struct ContiguousBackward;
@@ -63,9 +72,7 @@ impl Tensor {
         if self.device().same_device(device) {
             return Ok(self.clone());
         }
-        // Candle moves a whole storage, also for a small view of it.
-        let forward = || Ok(compute::contiguous(&self.raw)?.to_device(device)?);
-        record(&TO_DEVICE, &[self], forward, |_, _| ToDeviceBackward(self.device().clone()))
+        record(&TO_DEVICE, &[self], || moved(&self.raw, device), |_, _| ToDeviceBackward(self.device().clone()))
     }
 
     /// The values in row-major order; a copy only if they are not.

@@ -1,7 +1,7 @@
 //! Comparisons: u8 results (1 true, 0 false) that carry no gradient.
 
 use super::case::Entry;
-use crate::raw::check_allocation;
+use crate::raw::check_allocation_on;
 use crate::{Error, Result, Tensor};
 
 macro_rules! comparisons {
@@ -22,7 +22,7 @@ macro_rules! comparisons {
                         ));
                     }
                     let shape = self.shape().broadcast_shape_binary_op(other.shape(), stringify!($name))?;
-                    check_allocation(stringify!($name), shape.dims(), self.dtype())?;
+                    check_allocation_on(self.device(), stringify!($name), shape.dims(), self.dtype())?;
                     Ok(Tensor::constant(self.raw.broadcast_as(&shape)?.$candle(&other.raw.broadcast_as(&shape)?)?))
                 }
             )*

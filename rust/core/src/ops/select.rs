@@ -4,7 +4,7 @@ use candle_core::DType;
 
 use super::arithmetic::{check, reduced};
 use super::case::{Case, Entry};
-use crate::raw::{Raw, check_allocation};
+use crate::raw::{Raw, check_allocation_on};
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
 use crate::{Error, Result, Tensor};
 
@@ -48,7 +48,7 @@ impl Tensor {
         }
         let shape = a.shape().broadcast_shape_binary_op(b.shape(), SELECT.name)?;
         let shape = shape.broadcast_shape_binary_op(mask.shape(), SELECT.name)?;
-        check_allocation(SELECT.name, shape.dims(), a.dtype())?;
+        check_allocation_on(a.device(), SELECT.name, shape.dims(), a.dtype())?;
         let mask = mask.raw.broadcast_as(&shape)?;
         record(
             &SELECT,

@@ -3,7 +3,7 @@
 use candle_core::Shape;
 
 use super::case::{Case, Entry};
-use crate::raw::{Raw, check_allocation};
+use crate::raw::{Raw, check_allocation_on};
 use crate::tape::{Backward, BackwardContext, OpInfo, record, record_view};
 use crate::{Error, Result, Tensor, compute};
 
@@ -64,7 +64,7 @@ struct StridedBackward {
 impl Backward for StridedBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = compute::contiguous(context.grad())?;
-        let zeros = Raw::zeros(self.dims.as_slice(), grad.dtype(), grad.device())?;
+        let zeros = compute::zeros(&self.dims, grad.dtype(), grad.device())?;
         context.add(0, zeros.index_add(&self.ids, &grad, self.dim)?)
     }
 }
@@ -208,7 +208,7 @@ impl Tensor {
             ));
         }
         // A view costs nothing, but the first operation on it would fill memory, or its size would overflow.
-        check_allocation(BROADCAST.name, shape.dims(), self.dtype())?;
+        check_allocation_on(self.device(), BROADCAST.name, shape.dims(), self.dtype())?;
         let dims = self.dims().to_vec();
         record_view(&BROADCAST, self, self.raw.broadcast_as(&shape)?, || BroadcastBackward(dims))
     }
@@ -288,7 +288,7 @@ impl Tensor {
         }
         let mut dims = first.dims().to_vec();
         dims[dim] = tensors.iter().map(|t| t.dims()[dim]).sum();
-        check_allocation(CAT.name, &dims, first.dtype())?;
+        check_allocation_on(first.device(), CAT.name, &dims, first.dtype())?;
         record(
             &CAT,
             tensors,

@@ -9,7 +9,7 @@ use crate::compute::contiguous;
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 #[cfg(feature = "cuda")]
 use crate::cuda;
-use crate::raw::{Raw, check_allocation, from_vec, is_float};
+use crate::raw::{Raw, check_allocation_on, from_vec, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
 use crate::{Error, Result, Tensor, dispatch_float};
 
@@ -41,7 +41,7 @@ pub fn upsample_nearest2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     if pixels == 0 && wanted > 0 {
         return Err(Error::shape(op, format!("an image of {height} x {width} pixels cannot be resized to {size:?}")));
     }
-    check_allocation(op, &[batch, size[0], size[1], channels], x.dtype())?;
+    check_allocation_on(x.device(), op, &[batch, size[0], size[1], channels], x.dtype())?;
     let resize = Resize { batch, channels, input: [height, width], output: size };
     record(&UPSAMPLE_NEAREST2D, &[x], || resize.forward(&x.raw), |_, _| resize)
 }

@@ -87,7 +87,7 @@ impl BackwardContext<'_> {
                 pending
             }
             std::collections::hash_map::Entry::Vacant(entry) => {
-                let sum = Raw::zeros(dims, grad.dtype(), grad.device())?;
+                let sum = compute::zeros(dims, grad.dtype(), grad.device())?;
                 entry.insert(Pending { sum, owned: true })
             }
         };
@@ -210,6 +210,9 @@ fn seed_for(op: &'static str, loss: &Tensor, gradient: Option<&Tensor>) -> Resul
 }
 
 fn ones_like(raw: &Raw) -> Result<Raw> {
+    if !raw.device().is_cpu() {
+        return compute::full(1.0, raw.dims(), raw.dtype(), raw.device());
+    }
     Ok(match raw.dtype() {
         DType::F32 => Raw::full(1f32, raw.shape(), raw.device())?,
         dtype => Raw::ones(raw.shape(), dtype, raw.device())?,

@@ -16,4 +16,4 @@ pub use record::{Cost, OpInfo, Saver, record, record_no_backward, record_view, r
 pub use saved::Saved;
 
 pub(crate) use mode::{flags, set_recording};
-pub(crate) use node::{Leaf, Node};
+pub(crate) use node::{GradientCell, Leaf, Node};

@@ -4,13 +4,13 @@ use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use candle_core::{DType, Shape};
+use candle_core::{DType, Device, Shape};
 use smallvec::SmallVec;
 
 use super::backward::BackwardContext;
 use crate::cpu::Add;
 use crate::raw::{self, Raw};
-use crate::{Result, compute};
+use crate::{Error, Result, capture, compute};
 
 /// The derivative of one recorded operation, with what it saved.
 pub trait Backward: Send + Sync {
@@ -112,7 +112,7 @@ impl Drop for Node {
 pub(crate) struct Leaf {
     shape: Shape,
     dtype: DType,
-    state: Mutex<GradState>,
+    state: Arc<Mutex<GradState>>,
 }
 
 #[derive(Default)]
@@ -126,7 +126,7 @@ struct GradState {
 
 impl Leaf {
     pub(crate) fn new(shape: Shape, dtype: DType) -> Self {
-        Self { shape, dtype, state: Mutex::default() }
+        Self { shape, dtype, state: Arc::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, GradState> {
@@ -152,6 +152,16 @@ impl Leaf {
         }
     }
 
+    /// The gradient is about to change, by work on a device.
+    fn touch(&self, device: &Device) {
+        capture::touch(|| GradientCell {
+            state: self.state.clone(),
+            shape: self.shape.clone(),
+            dtype: self.dtype,
+            device: device.clone(),
+        });
+    }
+
     /// Multiply the gradient by `factor`.
     pub(crate) fn scale(&self, factor: f64) -> Result<()> {
         let mut state = self.state();
@@ -170,8 +180,11 @@ impl Leaf {
     pub(crate) fn clear(&self) -> Result<()> {
         let mut state = self.state();
         state.grad = None;
-        if let (Some(buffer), true) = (&state.buffer, state.filled) {
+        // Before a replay there may be a gradient where there is none now.
+        let is_due = state.filled || capture::is_capturing();
+        if let Some(buffer) = state.buffer.as_ref().filter(|_| is_due) {
             compute::fill(buffer, 0.0)?;
+            self.touch(buffer.device());
         }
         state.filled = false;
         Ok(())
@@ -185,6 +198,7 @@ impl Leaf {
     }
 
     pub(crate) fn replace(&self, grad: &Raw) -> Result<()> {
+        self.touch(grad.device());
         let mut state = self.state();
         if let Some(buffer) = &state.buffer {
             compute::copy_into(buffer, grad)?;
@@ -198,11 +212,18 @@ impl Leaf {
     /// Add `grad` (of the variable's shape) in the variable's dtype.
     pub(crate) fn accumulate(&self, grad: Raw) -> Result<()> {
         debug_assert_eq!(grad.dims(), self.shape.dims());
+        self.touch(grad.device());
         let mut state = self.state();
         if let Some(buffer) = &state.buffer {
             compute::accumulate(buffer, &grad)?;
             state.filled = true;
             return Ok(());
+        }
+        if capture::is_capturing() {
+            return Err(Error::autograd(
+                "capture",
+                "the function makes a gradient for a variable that its first call made none for; it must do the same in each call",
+            ));
         }
         // A gradient that somebody has read stays as it was: sums go to new storage.
         let sum = match &state.grad {
@@ -211,6 +232,47 @@ impl Leaf {
         };
         state.grad = Some(sum);
         Ok(())
+    }
+}
+
+/// The gradient of a variable that a captured function changes.
+pub(crate) struct GradientCell {
+    state: Arc<Mutex<GradState>>,
+    shape: Shape,
+    dtype: DType,
+    device: Device,
+}
+
+impl GradientCell {
+    fn state(&self) -> MutexGuard<'_, GradState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.state, &other.state)
+    }
+
+    /// Collect gradients in place from now on, in a buffer that has what there is. False if they are already.
+    pub(crate) fn settle(&self) -> Result<bool> {
+        let mut state = self.state();
+        if state.buffer.is_some() {
+            return Ok(false);
+        }
+        let existing = state.grad.take();
+        state.filled = existing.is_some();
+        state.buffer = Some(match existing {
+            Some(grad) => raw::own_copy(&grad)?,
+            None => compute::zeros(self.shape.dims(), self.dtype, &self.device)?,
+        });
+        Ok(true)
+    }
+
+    pub(crate) fn is_filled(&self) -> bool {
+        self.state().filled
+    }
+
+    pub(crate) fn set_filled(&self, filled: bool) {
+        self.state().filled = filled;
     }
 }
 

@@ -100,6 +100,11 @@ fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw
     Ok(unsafe { source.read(op) }?)
 }
 
+/// Values on a GPU are not known inside a captured function.
+fn check_readable(op: &'static str, tensor: &tc::Tensor) -> Result<()> {
+    if tensor.device().is_cpu() { Ok(()) } else { Ok(tc::capture::refuse(op)?) }
+}
+
 /// A numpy array with a copy of the values.
 ///
 /// # Errors
@@ -112,6 +117,7 @@ pub fn to_numpy<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py
         let values = PyArray1::from_vec(py, tensor.to_vec::<T>()?);
         Ok(NdArray(values.reshape(tensor.dims())?.into_any()))
     }
+    check_readable("numpy", tensor)?;
     match tensor.dtype() {
         DType::F32 => array::<f32>(py, tensor),
         DType::F64 => array::<f64>(py, tensor),
@@ -138,6 +144,7 @@ fn numbers<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Vec<Bound<'py, P
 
 /// The only element.
 pub fn item<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAny>> {
+    check_readable("item", tensor)?;
     if tc::raw::is_float(tensor.dtype()) {
         return Ok(tensor.item()?.into_bound_py_any(py)?);
     }
@@ -150,6 +157,7 @@ pub fn item<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAn
 
 /// Nested lists; a number without dimensions.
 pub fn to_list<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAny>> {
+    check_readable("tolist", tensor)?;
     let mut level = numbers(py, tensor)?;
     for (dim, &size) in tensor.dims().iter().enumerate().rev() {
         let lists: usize = tensor.dims()[..dim].iter().product();

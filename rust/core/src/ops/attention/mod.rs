@@ -8,7 +8,7 @@ use candle_core::{D, DType, Device};
 pub(crate) use cpu::heads_lie_inside;
 
 use super::case::{Case, Entry};
-use crate::raw::{Raw, check_allocation, is_float};
+use crate::raw::{Raw, check_allocation_on, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, compute};
 
@@ -36,7 +36,7 @@ pub fn scaled_dot_product_attention(
     check(q, k, v, mask)?;
     let (rank, width) = (q.rank(), q.dims()[q.rank() - 1]);
     let result = [&q.dims()[..rank - 1], &v.dims()[rank - 1..]].concat();
-    check_allocation("scaled_dot_product_attention", &result, q.dtype())?;
+    check_allocation_on(q.device(), "scaled_dot_product_attention", &result, q.dtype())?;
     let scale = scale.unwrap_or_else(|| 1.0 / (width.max(1) as f64).sqrt());
     if !scale.is_finite() {
         return Err(Error::argument(ATTENTION.name, format!("the scale is {scale}, expected a finite number")));

@@ -22,7 +22,7 @@ use crate::compute::{cast, contiguous};
 use crate::cpu::{elements, read_all};
 #[cfg(feature = "cuda")]
 use crate::cuda;
-use crate::raw::{Raw, check_allocation, from_vec, is_float};
+use crate::raw::{Raw, check_allocation_on, from_vec, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, compute, dispatch_float};
 use geometry::Geometry;
@@ -141,7 +141,7 @@ pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2
     for (name, other) in std::iter::once(("weight", weight)).chain(bias.map(|b| ("bias", b))) {
         same_kind(CONV2D.name, x, name, other)?;
     }
-    check_allocation(CONV2D.name, &geometry.result_dims(), x.dtype())?;
+    check_allocation_on(x.device(), CONV2D.name, &geometry.result_dims(), x.dtype())?;
     let with_bias;
     let without_bias = [x, weight];
     let inputs: &[&Tensor] = match bias {

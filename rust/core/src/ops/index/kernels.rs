@@ -1,13 +1,17 @@
-//! The loops of the index operations on the CPU, for floating-point values.
+//! The loops of the index operations on the CPU, and where CUDA takes them over.
+//!
+//! Ids are checked before the CPU uses them. Those in a GPU's memory stay there: one that is out of range is an error when the next value is
+//! read or the device is waited for.
 //!
 //! A tensor is seen as (outer, size, inner) around the dimension that is indexed. Sums over repeated ids are made in the
 //! order of the ids by one thread each.
 
 use super::super::rows::rows_per_block;
+use super::positions;
 use crate::compute::contiguous;
 use crate::cpu::pool::par_chunks_mut;
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
-use crate::raw::{check_allocation, from_vec};
+use crate::raw::{check_allocation, from_vec, is_float};
 use crate::{Raw, Result, dispatch_float};
 
 /// Elements that one thread takes at a time.
@@ -24,11 +28,15 @@ fn with_size(dims: &[usize], dim: usize, size: usize) -> Vec<usize> {
     dims
 }
 
-/// `y[o, j, i] = x[o, positions[j], i]`.
-pub fn select(op: &'static str, x: &Raw, positions: &[usize], dim: usize) -> Result<Raw> {
+/// `y[o, j, i] = x[o, ids[j], i]`.
+pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
-        return crate::cuda::index::select(op, x, positions, dim);
+        return crate::cuda::index::select(op, x, ids, dim);
+    }
+    let positions = positions(op, ids, x.dims()[dim])?;
+    if !is_float(x.dtype()) {
+        return Ok(x.contiguous()?.index_select(&ids.flatten_all()?.contiguous()?, dim)?);
     }
     let dims = with_size(x.dims(), dim, positions.len());
     let len = check_allocation(op, &dims, x.dtype())?;
@@ -53,12 +61,13 @@ pub fn select(op: &'static str, x: &Raw, positions: &[usize], dim: usize) -> Res
     .map(|y| from_vec(y, dims.as_slice())))
 }
 
-/// The gradient of [`select`]: `dx[o, positions[j], i] += g[o, j, i]`, with `size` elements along `dim`.
-pub fn select_backward(op: &'static str, g: &Raw, positions: &[usize], dim: usize, size: usize) -> Result<Raw> {
+/// The gradient of [`select`]: `dx[o, ids[j], i] += g[o, j, i]`, with `size` elements along `dim`.
+pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
     #[cfg(feature = "cuda")]
     if g.device().is_cuda() {
-        return crate::cuda::index::select_backward(op, g, positions, dim, size);
+        return crate::cuda::index::select_backward(op, g, ids, dim, size);
     }
+    let positions = positions(op, ids, size)?;
     let dims = with_size(g.dims(), dim, size);
     let len = check_allocation(op, &dims, g.dtype())?;
     let (_, inner) = around(&dims, dim);
@@ -120,11 +129,15 @@ fn take<T: Elem>(sum: &mut [T::Acc], row: &mut [T]) {
     );
 }
 
-/// `y[o, j, i] = x[o, positions[o, j, i], i]`, with `count` elements along `dim` of the result.
-pub fn gather(op: &'static str, x: &Raw, positions: &[usize], dim: usize, count: usize) -> Result<Raw> {
+/// `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
+pub fn gather(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) -> Result<Raw> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
-        return crate::cuda::index::gather(op, x, positions, dim, count);
+        return crate::cuda::index::gather(op, x, ids, dim, count);
+    }
+    let positions = positions(op, ids, x.dims()[dim])?;
+    if !is_float(x.dtype()) {
+        return Ok(x.contiguous()?.gather(&ids.contiguous()?, dim)?);
     }
     let dims = with_size(x.dims(), dim, count);
     let len = check_allocation(op, &dims, x.dtype())?;
@@ -144,12 +157,13 @@ pub fn gather(op: &'static str, x: &Raw, positions: &[usize], dim: usize, count:
     .map(|y| from_vec(y, dims.as_slice())))
 }
 
-/// The gradient of [`gather`]: `dx[o, positions[o, j, i], i] += g[o, j, i]`, with `size` elements along `dim`.
-pub fn gather_backward(op: &'static str, g: &Raw, positions: &[usize], dim: usize, size: usize) -> Result<Raw> {
+/// The gradient of [`gather`]: `dx[o, ids[o, j, i], i] += g[o, j, i]`, with `size` elements along `dim`.
+pub fn gather_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
     #[cfg(feature = "cuda")]
     if g.device().is_cuda() {
-        return crate::cuda::index::gather_backward(op, g, positions, dim, size);
+        return crate::cuda::index::gather_backward(op, g, ids, dim, size);
     }
+    let positions = positions(op, ids, size)?;
     let dims = with_size(g.dims(), dim, size);
     let len = check_allocation(op, &dims, g.dtype())?;
     let (count, (_, inner)) = (g.dims()[dim], around(&dims, dim));

@@ -1,13 +1,14 @@
 //! Picking elements by integer ids: index_select, gather, embedding.
 //!
-//! Ids are i64 or u32 and count from 0. A negative id is an error that names it: it never wraps around. Where one
+//! Ids are i64 or u32 and count from 0. A negative id is an error that names it: it never wraps around. On CUDA the error comes when the
+//! next value is read or the device is waited for, and the results that were asked for until then are wrong. Where one
 //! element is picked several times its gradients are added in the order of the ids, in at least f32, so the sum
 //! does not depend on the number of threads.
 
 mod kernels;
 
 use super::case::{Case, Entry};
-use crate::raw::{Raw, is_float, to_vec};
+use crate::raw::{Raw, to_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{DType, Error, Result, Tensor, compute};
 
@@ -18,7 +19,7 @@ static GATHER: OpInfo = OpInfo::cheap("gather");
 static EMBEDDING: OpInfo = OpInfo::cheap("embedding");
 
 /// The ids in row-major order, each below `size`.
-pub(super) fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<usize>> {
+fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<usize>> {
     let outside = |id: i64, at: usize| {
         Error::index(
             op,
@@ -59,15 +60,6 @@ fn check_device(op: &'static str, x: &Tensor, ids: &Tensor) -> Result<()> {
     Err(Error::device(op, "the ids are on another device than the values; move one with to()"))
 }
 
-/// `index_select` of values; integers and bytes can be picked as well.
-fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
-    let positions = positions(op, ids, x.dims()[dim])?;
-    if is_float(x.dtype()) {
-        return kernels::select(op, x, &positions, dim);
-    }
-    Ok(x.contiguous()?.index_select(&ids.flatten_all()?.contiguous()?, dim)?)
-}
-
 /// Of `index_select` and `embedding`, where the result's dimension `dim` stands for the shape of the ids.
 struct SelectBackward {
     op: &'static OpInfo,
@@ -78,11 +70,11 @@ struct SelectBackward {
 
 impl Backward for SelectBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let positions = positions(self.op.name, &self.ids.get()?, self.dims[self.dim])?;
+        let ids = self.ids.get()?;
         let mut dims = self.dims.clone();
-        dims[self.dim] = positions.len();
+        dims[self.dim] = ids.elem_count();
         let grad = context.grad().reshape(dims)?;
-        context.add(0, kernels::select_backward(self.op.name, &grad, &positions, self.dim, self.dims[self.dim])?)
+        context.add(0, kernels::select_backward(self.op.name, &grad, &ids, self.dim, self.dims[self.dim])?)
     }
 }
 
@@ -94,12 +86,12 @@ struct GatherBackward {
 
 impl Backward for GatherBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let positions = positions(GATHER.name, &self.ids.get()?, self.dims[self.dim])?;
-        let part = kernels::gather_backward(GATHER.name, context.grad(), &positions, self.dim, self.dims[self.dim])?;
+        let (ids, size) = (self.ids.get()?, self.dims[self.dim]);
+        let part = kernels::gather_backward(GATHER.name, context.grad(), &ids, self.dim, size)?;
         if part.dims() == self.dims {
             return context.add(0, part);
         }
-        let whole = Raw::zeros(self.dims.as_slice(), part.dtype(), part.device())?;
+        let whole = compute::zeros(&self.dims, part.dtype(), part.device())?;
         compute::copy_into(&corner(&whole, part.dims())?, &part)?;
         context.add(0, whole)
     }
@@ -132,7 +124,7 @@ impl Tensor {
         record(
             &INDEX_SELECT,
             &[self],
-            || select(INDEX_SELECT.name, &self.raw, &ids.raw, dim),
+            || kernels::select(INDEX_SELECT.name, &self.raw, &ids.raw, dim),
             |saver, _| SelectBackward { op: &INDEX_SELECT, dims: self.dims().to_vec(), dim, ids: saver.save(ids) },
         )
     }
@@ -161,14 +153,10 @@ impl Tensor {
             &GATHER,
             &[self],
             || {
-                let positions = positions(GATHER.name, &ids.raw, self.dims()[dim])?;
                 let mut dims = ids.dims().to_vec();
                 dims[dim] = self.dims()[dim];
                 let values = corner(&self.raw, &dims)?;
-                if is_float(values.dtype()) {
-                    return kernels::gather(GATHER.name, &values, &positions, dim, ids.dims()[dim]);
-                }
-                Ok(values.contiguous()?.gather(&ids.raw.contiguous()?, dim)?)
+                kernels::gather(GATHER.name, &values, &ids.raw, dim, ids.dims()[dim])
             },
             |saver, _| GatherBackward { dims: self.dims().to_vec(), dim, ids: saver.save(ids) },
         )
@@ -195,7 +183,7 @@ pub fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
         || {
             let mut dims = ids.dims().to_vec();
             dims.push(features);
-            Ok(select(EMBEDDING.name, &weight.raw, &ids.raw, 0)?.reshape(dims)?)
+            Ok(kernels::select(EMBEDDING.name, &weight.raw, &ids.raw, 0)?.reshape(dims)?)
         },
         |saver, _| SelectBackward { op: &EMBEDDING, dims: weight.dims().to_vec(), dim: 0, ids: saver.save(ids) },
     )

@@ -9,6 +9,8 @@ use super::Reduction;
 use crate::compute::{cast, contiguous};
 use crate::cpu::pool::par_chunks_mut;
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+#[cfg(feature = "cuda")]
+use crate::cuda::loss;
 use crate::raw::{Raw, from_vec, is_float, to_cpu, to_f64_vec, to_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{DType, Error, Result, Tensor, dispatch_float};
@@ -121,10 +123,6 @@ fn row_losses<T: Elem>(x: &Rows<'_, T>, targets: &Targets, smoothing: f64) -> Ve
 
 /// The loss and the log-sum-exp of each row as two vectors in the dtype of arithmetic.
 fn losses(logits: &Raw, targets: &Targets, smoothing: f64) -> Result<(Raw, Raw)> {
-    #[cfg(feature = "cuda")]
-    if logits.device().is_cuda() {
-        return crate::cuda::loss::cross_entropy(OP, logits, targets, smoothing);
-    }
     let logits = with_contiguous_rows(logits)?;
     let (offsets, classes) = (offsets(&logits)?, logits.dims()[logits.rank() - 1]);
     dispatch_float!(logits.dtype(), OP, T => read_all(OP, &[&logits], |operands| {
@@ -186,22 +184,6 @@ struct CrossEntropyBackward {
 
 impl Backward for CrossEntropyBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        if context.grad().device().is_cuda() {
-            let divisor = matches!(self.reduction, Reduction::Mean).then(|| counted(&self.targets));
-            let of_rows = matches!(self.reduction, Reduction::None);
-            let (logits, lse) = (self.logits.get()?, self.lse.get()?);
-            let operands = [&logits, &lse, context.grad()];
-            let grad = crate::cuda::loss::cross_entropy_backward(
-                OP,
-                operands,
-                &self.targets,
-                divisor,
-                of_rows,
-                self.smoothing,
-            )?;
-            return context.add(0, grad);
-        }
         let grad = to_f64_vec(context.grad())?;
         let scales = match self.reduction {
             Reduction::None => grad,
@@ -228,7 +210,8 @@ fn counted(targets: &Targets) -> f64 {
 /// # Errors
 /// [`Error::Shape`] if `targets` has not the shape of `logits` without its last dimension, [`Error::Index`] naming a target
 /// that is out of range, [`Error::DType`] if the logits are not floating point or the targets not i64 or u32,
-/// [`Error::Argument`] if `label_smoothing` is out of range.
+/// [`Error::Argument`] if `label_smoothing` is out of range. On CUDA a target out of range makes the loss NaN, and the error comes when the
+/// next value is read or the device is waited for.
 pub fn cross_entropy(
     logits: &Tensor,
     targets: &Tensor,
@@ -262,6 +245,10 @@ pub fn cross_entropy(
     if !(0.0..=1.0).contains(&label_smoothing) {
         return Err(Error::argument(OP, format!("label_smoothing is {label_smoothing}, expected 0 to 1")));
     }
+    #[cfg(feature = "cuda")]
+    if logits.device().is_cuda() {
+        return on_cuda(logits, targets, ignore_index, label_smoothing, reduction);
+    }
     let targets = read_targets(targets, classes, ignore_index)?;
     record_with_aux(
         &CROSS_ENTROPY,
@@ -287,10 +274,62 @@ pub fn cross_entropy(
 
 /// The sum of `losses` divided by `divisor`.
 fn number(losses: &Raw, divisor: f64) -> Result<Raw> {
-    #[cfg(feature = "cuda")]
-    if losses.device().is_cuda() {
-        return crate::cuda::sum_divided(losses, divisor);
-    }
     let total: f64 = to_f64_vec(losses)?.iter().sum();
     Ok(from_vec(vec![total / divisor], ()).to_dtype(losses.dtype())?)
+}
+
+#[cfg(feature = "cuda")]
+struct CudaBackward {
+    logits: Saved,
+    lse: Saved,
+    /// What the sum of the losses was divided by, unless each row has its own gradient.
+    divisor: Option<Saved>,
+    targets: loss::Targets,
+    smoothing: f64,
+}
+
+#[cfg(feature = "cuda")]
+impl Backward for CudaBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let (logits, lse) = (self.logits.get()?, self.lse.get()?);
+        let divisor = self.divisor.as_ref().map(Saved::get).transpose()?;
+        let operands = [&logits, &lse, context.grad()];
+        let of_rows = divisor.is_none();
+        let grad =
+            loss::cross_entropy_backward(OP, operands, &self.targets, divisor.as_ref(), of_rows, self.smoothing)?;
+        context.add(0, grad)
+    }
+}
+
+/// [`cross_entropy`] of checked arguments, with targets that stay where they are.
+#[cfg(feature = "cuda")]
+fn on_cuda(
+    logits: &Tensor,
+    targets: &Tensor,
+    ignore_index: i64,
+    smoothing: f64,
+    reduction: Reduction,
+) -> Result<Tensor> {
+    let ids = loss::Targets::new(OP, &targets.raw, ignore_index)?;
+    record_with_aux(
+        &CROSS_ENTROPY,
+        &[logits],
+        || {
+            let (losses, lse) = loss::cross_entropy(OP, &logits.raw, &ids, smoothing)?;
+            if matches!(reduction, Reduction::None) {
+                let result = cast(&losses.reshape(targets.dims())?, logits.dtype())?;
+                return Ok((result, [lse].into_iter().collect()));
+            }
+            let mean = matches!(reduction, Reduction::Mean);
+            let (result, divisor) = loss::cross_entropy_total(OP, &losses, &ids, mean, logits.dtype())?;
+            Ok((result, [lse, divisor].into_iter().collect()))
+        },
+        |saver, _, aux| CudaBackward {
+            logits: saver.save(logits),
+            lse: saver.save_raw(&aux[0]),
+            divisor: aux.get(1).map(|divisor| saver.save_raw(divisor)),
+            targets: ids.clone(),
+            smoothing,
+        },
+    )
 }

@@ -1,6 +1,6 @@
 //! Largest and smallest elements. NaN is larger and smaller than everything, as in torch.
 
-use super::super::index::{gather_raw, positions, scatter_raw};
+use super::super::index::{gather_raw, scatter_raw};
 use super::super::integer;
 use super::{Reduction, Scale};
 use crate::cpu::{Binary, Real, Ternary};
@@ -81,7 +81,7 @@ impl Backward for PickedBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let dim = self.reduction.dims[0];
         let size = self.reduction.input[dim];
-        let picked = positions(self.op.name, &self.picked.get()?, size)?;
+        let picked = self.picked.get()?;
         let grad = context.grad().reshape(self.reduction.kept.as_slice())?;
         context.add(0, scatter_raw(self.op.name, &grad, &picked, dim, size)?)
     }
@@ -122,8 +122,7 @@ impl Tensor {
                         Extreme::Max => compute::argmax(&self.raw, dim, true)?,
                         Extreme::Min => compute::argmax(&compute::unary(&self.raw, Scale(-1.0))?, dim, true)?,
                     };
-                    let at = positions(op.name, &picked, self.dims()[dim])?;
-                    let values = gather_raw(op.name, &self.raw, &at, dim, 1)?;
+                    let values = gather_raw(op.name, &self.raw, &picked, dim, 1)?;
                     Ok((without_dim(values, dim, keepdim)?, [picked].into_iter().collect()))
                 },
                 |saver, _, aux| PickedBackward { op, reduction: reduction.clone(), picked: saver.save_raw(&aux[0]) },

@@ -163,7 +163,8 @@ impl Backward for CumsumBackward {
     /// Each element is in the sums from its own position on: the sum from the end.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let size = context.grad().dims()[self.dim];
-        let backwards: Vec<usize> = (0..size).rev().collect();
+        let backwards: Vec<i64> = (0..size as i64).rev().collect();
+        let backwards = Raw::from_vec(backwards, size, context.grad().device())?;
         let reversed = select_raw(CUMSUM.name, context.grad(), &backwards, self.dim)?;
         let sums = compute::cumsum(&reversed, self.dim)?;
         context.add(0, select_raw(CUMSUM.name, &sums, &backwards, self.dim)?)

@@ -1,8 +1,10 @@
 //! DLPack (data-api conventions of the Python array API): tensors shared with other libraries without a copy.
 //!
 //! Export shares memory. Consumers that speak DLPack 1.0 are told that it is read-only, because values are immutable;
-//! older ones cannot be told and get a copy, unless they ask for none. Import copies: candle's CPU storage owns its
-//! memory.
+//! older ones cannot be told and get a copy, unless they ask for none. Import copies, on the device that the data are
+//! on: values are immutable, and who else holds the memory may change it.
+
+mod cuda;
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
@@ -13,7 +15,7 @@ use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
 use pyo3::{ffi, type_hint_identifier};
-use tc::Raw;
+use tc::{DType, Raw};
 use trainable_candle_core as tc;
 
 use crate::error::Result;
@@ -22,6 +24,7 @@ use crate::tensor::source::{Element, Source};
 
 const OP: &str = "dlpack";
 const CPU: i32 = 1;
+const CUDA: i32 = 2;
 const READ_ONLY: u64 = 1;
 const IS_COPIED: u64 = 2;
 
@@ -146,42 +149,77 @@ struct Exported {
     tensor: Raw,
     shape: Vec<i64>,
     strides: Vec<i64>,
+    /// The stream on a GPU that the consumer has named.
+    consumer: Option<usize>,
+}
+
+impl Drop for Exported {
+    fn drop(&mut self) {
+        if self.tensor.device().is_cuda() {
+            cuda::engine::released(self.tensor.clone(), self.consumer);
+        }
+    }
+}
+
+/// Where a tensor is.
+fn device_of(tensor: &Raw) -> Device {
+    let device = tensor.device();
+    if device.is_cuda() { Device { kind: CUDA, id: cuda::ordinal(device) } } else { Device { kind: CPU, id: 0 } }
+}
+
+/// How DLPack describes a dtype.
+fn data_type(tensor: &Raw) -> tc::Result<DataType> {
+    let dtype = tensor.dtype();
+    let code = match dtype {
+        DType::F32 | DType::F64 | DType::F16 => FLOAT,
+        DType::BF16 => BFLOAT,
+        DType::U8 | DType::U32 => UINT,
+        DType::I64 => INT,
+        _ => return Err(tc::Error::dtype(OP, format!("dtype {} cannot be exported", dtype.as_str()))),
+    };
+    Ok(DataType { code, bits: (dtype.size_in_bytes() * 8) as u8, lanes: 1 })
 }
 
 fn address<T>(values: &[T], offset: usize) -> *const c_void {
     values[offset..].as_ptr().cast()
 }
 
-/// The first element of a CPU tensor. Its storage neither moves nor goes away while a clone of the tensor lives.
-fn data_of(tensor: &Raw) -> tc::Result<(*const c_void, DataType)> {
+/// The first element. A tensor's storage neither moves nor goes away while a clone of the tensor lives.
+fn data_of(tensor: &Raw) -> tc::Result<*const c_void> {
+    if tensor.device().is_cuda() {
+        return Ok(cuda::engine::address(tensor)? as *const c_void);
+    }
     let (storage, layout) = tensor.storage_and_layout();
     let offset = layout.start_offset();
     let Storage::Cpu(storage) = &*storage else {
-        return Err(tc::Error::device(OP, "only CPU tensors can be exported"));
+        return Err(tc::Error::device(OP, "only tensors on the CPU or on CUDA devices can be exported"));
     };
-    let (data, code) = match storage {
-        CpuStorage::F32(values) => (address(values, offset), FLOAT),
-        CpuStorage::F64(values) => (address(values, offset), FLOAT),
-        CpuStorage::F16(values) => (address(values, offset), FLOAT),
-        CpuStorage::BF16(values) => (address(values, offset), BFLOAT),
-        CpuStorage::U8(values) => (address(values, offset), UINT),
-        CpuStorage::U32(values) => (address(values, offset), UINT),
-        CpuStorage::I64(values) => (address(values, offset), INT),
+    Ok(match storage {
+        CpuStorage::F32(values) => address(values, offset),
+        CpuStorage::F64(values) => address(values, offset),
+        CpuStorage::F16(values) => address(values, offset),
+        CpuStorage::BF16(values) => address(values, offset),
+        CpuStorage::U8(values) => address(values, offset),
+        CpuStorage::U32(values) => address(values, offset),
+        CpuStorage::I64(values) => address(values, offset),
         _ => return Err(tc::Error::dtype(OP, format!("dtype {} cannot be exported", tensor.dtype().as_str()))),
-    };
-    let bits = tensor.dtype().size_in_bytes() * 8;
-    Ok((data, DataType { code, bits: bits as u8, lanes: 1 }))
+    })
 }
 
 /// A capsule that owns a reference to `tensor`.
-fn export<'py, E: Exchange>(py: Python<'py>, tensor: Raw, flags: u64) -> Result<Bound<'py, PyAny>> {
-    let (data, dtype) = data_of(&tensor)?;
+fn export<'py, E: Exchange>(
+    py: Python<'py>,
+    tensor: Raw,
+    consumer: Option<usize>,
+    flags: u64,
+) -> Result<Bound<'py, PyAny>> {
+    let (data, dtype, device) = (data_of(&tensor)?, data_type(&tensor)?, device_of(&tensor));
     let shape: Vec<i64> = tensor.dims().iter().map(|&size| size as i64).collect();
     let strides: Vec<i64> = tensor.stride().iter().map(|&stride| stride as i64).collect();
-    let exported = Box::leak(Box::new(Exported { tensor, shape, strides }));
+    let exported = Box::leak(Box::new(Exported { tensor, shape, strides, consumer }));
     let view = View {
         data: data.cast_mut(),
-        device: Device { kind: CPU, id: 0 },
+        device,
         ndim: exported.tensor.rank() as i32,
         dtype,
         shape: exported.shape.as_mut_ptr(),
@@ -256,13 +294,16 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
     };
     // SAFETY: as above.
     let view = unsafe { taken.0.as_ref() }.view();
-    if view.device.kind != CPU {
-        let message = format!(
-            "the data are on a device of DLPack type {}, expected the CPU; copy them there first",
-            view.device.kind
-        );
-        return Err(tc::Error::device(OP, message).into());
-    }
+    let device = match view.device.kind {
+        CPU => None,
+        CUDA => Some(crate::device::parse(&format!("cuda:{}", view.device.id))?),
+        kind => {
+            let message = format!(
+                "the data are on a device of DLPack type {kind}, expected the CPU or a CUDA device; copy them there first"
+            );
+            return Err(tc::Error::device(OP, message).into());
+        }
+    };
     let Some(element) = element(view.dtype) else {
         let DataType { code, bits, lanes } = view.dtype;
         let message = format!("elements of DLPack type code {code}, {bits} bits, {lanes} lanes have no dtype here");
@@ -284,24 +325,37 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
     let data = view.data.cast::<u8>().wrapping_add(view.byte_offset as usize);
     let source = Source { data, dims, strides, element, swapped: false };
     // SAFETY: DLPack's contract: the memory that shape and strides reach is readable until the deleter runs.
-    Ok(unsafe { source.read(OP) }?)
+    unsafe {
+        match device {
+            None => Ok(source.read(OP)?),
+            Some(device) => cuda::read(&source, &device),
+        }
+    }
 }
 
 /// The values of an object with `__dlpack__`, copied.
 ///
 /// # Errors
-/// `DeviceError` if they are not on the CPU, `DTypeError` if no dtype holds them, or what the producer raises.
+/// `DeviceError` if they are neither on the CPU nor on a CUDA device, `DTypeError` if no dtype holds them, or what the producer raises.
 pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
     let py = object.py();
     let capsule = if object.is_instance_of::<PyCapsule>() {
         object.clone()
     } else {
         let options = PyDict::new(py);
+        if object.hasattr("__dlpack_device__")? {
+            let (kind, id): (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
+            if kind == CUDA {
+                let device = crate::device::parse(&format!("cuda:{id}"))?;
+                options.set_item("stream", cuda::engine::stream(&device)?)?;
+            }
+        }
         options.set_item("max_version", (1, 0))?;
         match object.call_method("__dlpack__", (), Some(&options)) {
             // Producers from before DLPack 1.0 do not know the argument.
             Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => {
-                object.call_method0("__dlpack__")?
+                options.del_item("max_version")?;
+                object.call_method("__dlpack__", (), Some(&options))?
             }
             other => other?,
         }
@@ -318,10 +372,11 @@ pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
     }
 }
 
-/// A tensor with a copy of the values of an object that speaks DLPack.
+/// A tensor with a copy of the values of an object that speaks DLPack, on the device that they are on.
 ///
 /// Raises:
-///     DeviceError: if they are not on the CPU.
+///     DeviceError: if they are neither on the CPU nor on a CUDA device.
+///     CudaUnavailableError: if they are on a CUDA device and CUDA cannot be used.
 ///     DTypeError: if no dtype holds them.
 #[pyfunction]
 pub fn from_dlpack(data: &Bound<'_, PyAny>) -> Result<Tensor> {
@@ -349,37 +404,51 @@ impl<'py> IntoPyObject<'py> for Capsule<'py> {
 #[pymethods]
 impl Tensor {
     /// A capsule for other libraries' `from_dlpack`. Shares memory with consumers that know it is read-only (DLPack
-    /// 1.0), copies for others unless `copy=False`.
+    /// 1.0), copies for others unless `copy=False`. On a CUDA device the consumer's `stream` (the default one unless it
+    /// is named, none for -1) waits for the values, and memory is used again only after the consumer is done with it.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
         py: Python<'py>,
-        stream: Option<&Bound<'py, PyAny>>,
+        stream: Option<i64>,
         max_version: Option<(u32, u32)>,
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> Result<Capsule<'py>> {
-        if stream.is_some() {
+        let Device { kind, id } = device_of(self.0.raw());
+        if stream.is_some() && kind == CPU {
             return Err(PyBufferError::new_err("dlpack: CPU tensors have no streams").into());
         }
-        if dl_device.is_some_and(|device| device != (CPU, 0)) {
-            return Err(PyBufferError::new_err("dlpack: the tensor is on the CPU; move it with to() first").into());
+        if dl_device.is_some_and(|device| device != (kind, id)) {
+            let name = crate::device::name(self.0.device());
+            let message = format!("dlpack: the tensor is on {name}; move it with to() first");
+            return Err(PyBufferError::new_err(message).into());
         }
         if self.0.requires_grad() {
             return Err(
                 tc::Error::autograd(OP, "the tensor needs a gradient, which would be lost; detach() it first").into()
             );
         }
+        let consumer = if kind == CUDA { cuda::consumer(stream)? } else { None };
         let versioned = max_version.is_some_and(|(major, _)| major >= 1);
         let copies = copy.unwrap_or(!versioned);
         let tensor = if copies { tc::raw::own_copy(self.0.raw())? } else { self.0.raw().clone() };
+        if let Some(consumer) = consumer {
+            // SAFETY: the protocol's contract: the stream is one of this tensor's device.
+            unsafe { cuda::engine::ready_for(tensor.device(), consumer) }?;
+        }
         let flags = if copies { IS_COPIED } else { READ_ONLY };
-        if versioned { export::<ManagedVersioned>(py, tensor, flags) } else { export::<Managed>(py, tensor, 0) }
-            .map(Capsule)
+        let capsule = if versioned {
+            export::<ManagedVersioned>(py, tensor, consumer, flags)
+        } else {
+            export::<Managed>(py, tensor, consumer, 0)
+        };
+        capsule.map(Capsule)
     }
 
     /// DLPack's device type and number.
     fn __dlpack_device__(&self) -> (i32, i32) {
-        (CPU, 0)
+        let Device { kind, id } = device_of(self.0.raw());
+        (kind, id)
     }
 }

@@ -1,0 +1,233 @@
+use std::collections::BTreeMap;
+
+use super::*;
+
+/// A device of `limit` bytes that checks what it is asked.
+struct Fake {
+    limit: u64,
+    next: u64,
+    mapped: BTreeMap<u64, u64>,
+    waits: usize,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Full;
+
+/// Mapped by [`Fake`].
+struct Chunk {
+    address: u64,
+}
+
+impl Fake {
+    fn used(&self) -> u64 {
+        self.mapped.values().sum()
+    }
+}
+
+impl Backend for Fake {
+    type Chunk = Chunk;
+    type Error = Full;
+
+    fn reserve(&mut self, size: u64) -> Result<u64, Full> {
+        assert!(size.is_multiple_of(PAGE));
+        self.next += size;
+        Ok(self.next - size)
+    }
+
+    fn map(&mut self, address: u64, size: u64) -> Result<Chunk, Full> {
+        assert!(size > 0 && size.is_multiple_of(PAGE) && address.is_multiple_of(PAGE), "{address} {size}");
+        let before = self.mapped.range(..address + size).next_back();
+        assert!(before.is_none_or(|(at, size)| at + size <= address), "mapped twice");
+        if self.used() + size > self.limit {
+            return Err(Full);
+        }
+        self.mapped.insert(address, size);
+        Ok(Chunk { address })
+    }
+
+    fn unmap(&mut self, address: u64, size: u64, chunk: Chunk) {
+        assert_eq!((chunk.address, self.mapped.remove(&address)), (address, Some(size)));
+    }
+
+    fn wait(&mut self) -> Result<(), Full> {
+        self.waits += 1;
+        Ok(())
+    }
+
+    fn full() -> Full {
+        Full
+    }
+
+    fn is_full(_: &Full) -> bool {
+        true
+    }
+}
+
+const MIB: u64 = 1 << 20;
+
+fn allocator(limit: u64) -> Allocator<Fake> {
+    Allocator::new(Fake { limit, next: 64 * PAGE, mapped: BTreeMap::new(), waits: 0 }, 2 * limit)
+}
+
+/// Numbers of a linear congruential generator.
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % bound
+    }
+}
+
+/// Blocks in use lie in mapped memory and do not overlap.
+fn check(allocator: &Allocator<Fake>, live: &BTreeMap<u64, u64>) {
+    let mut end = 0;
+    for (&address, &size) in live {
+        assert!(address >= end && address.is_multiple_of(ALIGNMENT), "overlap at {address}");
+        end = address + size;
+        let mut at = address;
+        while at < end {
+            let (start, length) = allocator.backend.mapped.range(..=at).next_back().expect("mapped");
+            assert!(start + length > at, "{at} is not mapped");
+            at = start + length;
+        }
+    }
+    let stats = allocator.stats();
+    assert_eq!(stats.allocated, live.values().map(|size| size.next_multiple_of(ALIGNMENT)).sum::<u64>());
+    assert_eq!(stats.reserved, allocator.backend.used());
+    assert!(stats.peak_allocated >= stats.allocated && stats.peak_reserved >= stats.reserved);
+    assert!(stats.reserved >= stats.allocated);
+}
+
+#[test]
+fn random_work_never_overlaps_and_joins_again_at_the_end() {
+    for seed in 0..8 {
+        let (mut allocator, mut numbers) = (allocator(4096 * MIB), Numbers(seed));
+        let mut live = BTreeMap::new();
+        let mut peak = 0;
+        for step in 0..4000 {
+            let size = match numbers.below(4) {
+                0 => numbers.below(2000) + 1,
+                1 => numbers.below(SMALL) + 1,
+                2 => SMALL + numbers.below(8 * MIB),
+                _ => numbers.below(90 * MIB) + 1,
+            };
+            if live.len() < 60 && numbers.below(5) < 3 {
+                let address = allocator.allocate(size).unwrap();
+                assert!(live.insert(address, size).is_none());
+            } else if !live.is_empty() {
+                let at = numbers.below(live.len() as u64) as usize;
+                let address = *live.keys().nth(at).unwrap();
+                live.remove(&address);
+                assert!(allocator.free(address));
+            }
+            if step % 500 == 499 {
+                allocator.trim().unwrap();
+            }
+            peak = peak.max(allocator.stats().allocated);
+            if step % 50 == 0 {
+                check(&allocator, &live);
+            }
+        }
+        assert_eq!(allocator.stats().peak_allocated, peak);
+        for &address in live.keys() {
+            assert!(allocator.free(address));
+        }
+        // Nothing in use: one free block a run of mapped memory, and all of it can be given back.
+        for pool in allocator.eager.pools() {
+            let gaps_inside = pool.gaps.keys().filter(|gap| pool.blocks.range(**gap..).next().is_some()).count();
+            assert!(pool.blocks.len() <= gaps_inside + 1, "{} blocks are left", pool.blocks.len());
+        }
+        allocator.trim().unwrap();
+        check(&allocator, &BTreeMap::new());
+        assert_eq!(allocator.backend.used(), 0);
+    }
+}
+
+#[test]
+fn a_repeated_step_asks_for_nothing_new() {
+    let mut allocator = allocator(4096 * MIB);
+    let mut step = || {
+        let blocks: Vec<_> = (1..40u64).map(|i| allocator.allocate(i * 700_000).unwrap()).collect();
+        blocks.into_iter().for_each(|address| assert!(allocator.free(address)));
+        allocator.stats()
+    };
+    let (first, second) = (step(), step());
+    assert_eq!((first.growths, first.reserved), (second.growths, second.reserved));
+    assert_eq!(second.allocations, 2 * first.allocations);
+    assert_eq!(first.peak_allocated, second.peak_allocated);
+}
+
+#[test]
+fn a_full_device_gives_back_what_is_kept_before_it_refuses() {
+    let mut allocator = allocator(100 * MIB);
+    let small: Vec<_> = (0..20).map(|_| allocator.allocate(MIB).unwrap()).collect();
+    let large = allocator.allocate(60 * MIB).unwrap();
+    assert!(allocator.allocate(50 * MIB).is_err());
+    small.into_iter().for_each(|address| assert!(allocator.free(address)));
+    assert!(allocator.free(large));
+    // Fits only if the pool of small blocks gives its memory back.
+    let all = allocator.allocate(96 * MIB).unwrap();
+    assert_eq!(allocator.stats().retries, 2);
+    assert!(allocator.backend.waits > 0);
+    assert!(allocator.allocate(100 * MIB).is_err() && allocator.allocate(1 << 40).is_err());
+    assert!(allocator.free(all));
+    assert!(!allocator.free(all), "a block is freed once");
+    assert!(!allocator.free(12), "the address of somebody else");
+}
+
+#[test]
+fn the_last_of_the_memory_is_used() {
+    let mut allocator = allocator(40 * MIB);
+    let first = allocator.allocate(30 * MIB).unwrap();
+    let second = allocator.allocate(8 * MIB).unwrap();
+    assert_eq!((second, allocator.stats().reserved), (first + 30 * MIB, 40 * MIB));
+    assert!(allocator.allocate(4 * MIB).is_err());
+}
+
+#[test]
+fn gaps_are_filled_again() {
+    let mut allocator = allocator(1024 * MIB);
+    let blocks: Vec<_> = (0..4).map(|_| allocator.allocate(64 * MIB).unwrap()).collect();
+    assert!(allocator.free(blocks[1]) && allocator.free(blocks[2]));
+    assert_eq!(allocator.trim().unwrap(), 128 * MIB);
+    // 40 MiB of the gap, and then the rest of it with what is free before.
+    let first = allocator.allocate(40 * MIB).unwrap();
+    assert_eq!(first, blocks[1]);
+    assert!(allocator.free(first));
+    let whole = allocator.allocate(128 * MIB).unwrap();
+    assert_eq!((whole, allocator.stats().reserved), (blocks[1], 256 * MIB));
+}
+
+#[test]
+fn the_memory_of_graphs_is_theirs_until_the_last_is_gone() {
+    let mut allocator = allocator(1024 * MIB);
+    let eager = allocator.allocate(100 * MIB).unwrap();
+    assert!(allocator.free(eager));
+    allocator.begin_capture().unwrap();
+    assert_eq!(allocator.stats().reserved, 0, "the graph needs what the eager run needed");
+    let temporary = allocator.allocate(100 * MIB).unwrap();
+    assert!(allocator.free(temporary));
+    // Reused inside the capture.
+    let output = allocator.allocate(10 * MIB).unwrap();
+    assert_eq!(output, temporary);
+    let constant = allocator.allocate_from(Origin::Eager, MIB).unwrap();
+    assert!(allocator.is_of_graphs(output) && !allocator.is_of_graphs(constant) && allocator.owns(constant));
+    assert_eq!(allocator.trim().unwrap(), 0);
+    allocator.end_capture();
+    let other = allocator.allocate(20 * MIB).unwrap();
+    assert!(!allocator.is_of_graphs(other));
+    assert_eq!(allocator.stats().graphs, 100 * MIB);
+    // A second graph writes where the first has its temporaries, not where it has its output.
+    allocator.begin_capture().unwrap();
+    let second = allocator.allocate(90 * MIB).unwrap();
+    assert!(second >= output + 10 * MIB && second < output + 100 * MIB);
+    allocator.end_capture();
+    assert!(allocator.free(second));
+    allocator.release_graph().unwrap();
+    assert_eq!(allocator.stats().graphs, 100 * MIB);
+    assert!(allocator.free(output));
+    allocator.release_graph().unwrap();
+    assert_eq!(allocator.stats().graphs, 0);
+    assert!(allocator.free(other) && allocator.free(constant));
+}

@@ -1,0 +1,71 @@
+//! The driver's functions that this crate calls itself, through the slots as everybody else.
+
+use std::ffi::{c_int, c_void};
+
+/// `CUDA_SUCCESS`.
+pub const SUCCESS: c_int = 0;
+/// `CUDA_ERROR_INVALID_VALUE`.
+pub const INVALID_VALUE: c_int = 1;
+/// `CUDA_ERROR_OUT_OF_MEMORY`.
+pub const OUT_OF_MEMORY: c_int = 2;
+/// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`.
+pub const CAPTURE_UNSUPPORTED: c_int = 900;
+
+/// `CUstream`, compared but never looked into.
+pub type Stream = *mut c_void;
+
+/// `CUmemLocation`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Location {
+    pub kind: u32,
+    pub id: c_int,
+}
+
+impl Location {
+    /// The memory of a GPU.
+    pub const fn device(id: c_int) -> Self {
+        Self { kind: 1, id }
+    }
+}
+
+/// `CUmemAllocationProp`.
+#[repr(C)]
+pub struct AllocationProperties {
+    pub kind: u32,
+    pub handle_kinds: u32,
+    pub location: Location,
+    pub windows: *mut c_void,
+    pub flags: u64,
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+pub struct Access {
+    pub location: Location,
+    pub flags: u32,
+}
+
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`.
+pub const PINNED: u32 = 1;
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
+pub const READ_WRITE: u32 = 3;
+/// `CU_EVENT_DISABLE_TIMING`.
+pub const NO_TIMING: u32 = 2;
+
+unsafe extern "C" {
+    pub fn cuCtxGetDevice(device: *mut c_int) -> c_int;
+    pub fn cuEventCreate(event: *mut *mut c_void, flags: u32) -> c_int;
+    pub fn cuEventRecord(event: *mut c_void, stream: Stream) -> c_int;
+    pub fn cuEventSynchronize(event: *mut c_void) -> c_int;
+    pub fn cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, wanted: u64, flags: u64) -> c_int;
+    pub fn cuMemCreate(handle: *mut u64, size: usize, properties: *const AllocationProperties, flags: u64) -> c_int;
+    pub fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_int;
+    pub fn cuMemHostAlloc(address: *mut *mut c_void, size: usize, flags: u32) -> c_int;
+    pub fn cuMemMap(address: u64, size: usize, offset: usize, handle: u64, flags: u64) -> c_int;
+    pub fn cuMemRelease(handle: u64) -> c_int;
+    pub fn cuMemSetAccess(address: u64, size: usize, access: *const Access, count: usize) -> c_int;
+    pub fn cuMemUnmap(address: u64, size: usize) -> c_int;
+    pub fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, size: usize, stream: Stream) -> c_int;
+    pub fn cuStreamSynchronize(stream: Stream) -> c_int;
+}

@@ -1,0 +1,216 @@
+//! Device memory: what stands in the slots of `cuMemAllocAsync` and `cuMemFreeAsync`, so that candle's allocations and ours come from
+//! one [`Allocator`] for each stream.
+
+use std::ffi::{c_int, c_void};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::allocator::{Allocator, Backend, Origin, PAGE, Stats};
+use crate::driver::{self, Access, AllocationProperties, Location, Stream};
+
+/// A driver's status that is not success.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Status(pub c_int);
+
+pub(crate) const fn check(status: c_int) -> Result<(), Status> {
+    if status == driver::SUCCESS { Ok(()) } else { Err(Status(status)) }
+}
+
+/// The driver's virtual memory management.
+struct Driver {
+    device: c_int,
+    stream: usize,
+}
+
+impl Backend for Driver {
+    type Chunk = u64;
+    type Error = Status;
+
+    fn reserve(&mut self, size: u64) -> Result<u64, Status> {
+        let mut address = 0;
+        // SAFETY: the signature is the driver's; addresses alone are taken.
+        check(unsafe { driver::cuMemAddressReserve(&raw mut address, size as usize, PAGE as usize, 0, 0) })?;
+        Ok(address)
+    }
+
+    fn map(&mut self, address: u64, size: u64) -> Result<u64, Status> {
+        let location = Location::device(self.device);
+        let properties = AllocationProperties {
+            kind: driver::PINNED,
+            handle_kinds: 0,
+            location,
+            windows: std::ptr::null_mut(),
+            flags: 0,
+        };
+        let access = Access { location, flags: driver::READ_WRITE };
+        let size = size as usize;
+        let mut handle = 0;
+        // SAFETY: the signatures are the driver's; the range is a part of a reserved one, where nothing is mapped.
+        unsafe {
+            check(driver::cuMemCreate(&raw mut handle, size, &raw const properties, 0))?;
+            if let Err(status) = check(driver::cuMemMap(address, size, 0, handle, 0)) {
+                driver::cuMemRelease(handle);
+                return Err(status);
+            }
+            if let Err(status) = check(driver::cuMemSetAccess(address, size, &raw const access, 1)) {
+                driver::cuMemUnmap(address, size);
+                driver::cuMemRelease(handle);
+                return Err(status);
+            }
+        }
+        Ok(handle)
+    }
+
+    fn unmap(&mut self, address: u64, size: u64, handle: u64) {
+        // SAFETY: the range was mapped from the handle, and the stream is done with it. What the driver says against it can't be mended:
+        // the memory then stays with the process.
+        unsafe {
+            driver::cuMemUnmap(address, size as usize);
+            driver::cuMemRelease(handle);
+        }
+    }
+
+    fn wait(&mut self) -> Result<(), Status> {
+        // SAFETY: the stream lives as long as the device.
+        check(unsafe { driver::cuStreamSynchronize(self.stream as Stream) })
+    }
+
+    fn full() -> Status {
+        Status(driver::OUT_OF_MEMORY)
+    }
+
+    fn is_full(status: &Status) -> bool {
+        status.0 == driver::OUT_OF_MEMORY
+    }
+}
+
+/// The allocators, one for each stream that memory was asked for.
+static ALLOCATORS: Mutex<Vec<Allocator<Driver>>> = Mutex::new(Vec::new());
+
+fn allocators() -> MutexGuard<'static, Vec<Allocator<Driver>>> {
+    ALLOCATORS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Run `work` with the allocator of a stream; its device is current on this thread.
+fn with_allocator<T>(
+    stream: Stream,
+    work: impl FnOnce(&mut Allocator<Driver>) -> Result<T, Status>,
+) -> Result<T, Status> {
+    let mut device = 0;
+    // SAFETY: the signature is the driver's.
+    check(unsafe { driver::cuCtxGetDevice(&raw mut device) })?;
+    let mut allocators = allocators();
+    let is_it = |known: &Driver| known.device == device && known.stream == stream as usize;
+    if let Some(known) = allocators.iter_mut().find(|known| is_it(known.backend())) {
+        return work(known);
+    }
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: as above.
+    check(unsafe { driver::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
+    // Twice the memory, so that gaps do not use the addresses up.
+    let mut new = Allocator::new(Driver { device, stream: stream as usize }, 2 * total as u64);
+    let result = work(&mut new);
+    allocators.push(new);
+    result
+}
+
+/// `cuMemAllocAsync`.
+pub(crate) extern "C" fn allocate(address: *mut u64, size: usize, stream: Stream) -> c_int {
+    match allocate_from(None, size, stream) {
+        Ok(found) => {
+            // SAFETY: the driver's contract: the caller gives a place for the address.
+            unsafe { *address = found };
+            driver::SUCCESS
+        }
+        Err(status) => status.0,
+    }
+}
+
+/// Memory from a given space, or from the one of the moment.
+pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream) -> Result<u64, Status> {
+    with_allocator(stream, |allocator| match origin {
+        Some(origin) => allocator.allocate_from(origin, size as u64),
+        None => allocator.allocate(size as u64),
+    })
+}
+
+/// `cuMemFreeAsync`. The stream is the one that the memory was allocated for: there are no others.
+pub(crate) extern "C" fn free(address: u64, _stream: Stream) -> c_int {
+    if address == 0 || allocators().iter_mut().any(|allocator| allocator.free(address)) {
+        driver::SUCCESS
+    } else {
+        driver::INVALID_VALUE
+    }
+}
+
+/// What the allocators of a device hold and have done, together.
+pub fn stats(device: i32) -> Stats {
+    allocators().iter().filter(|known| known.backend().device == device).fold(Stats::default(), |sum, known| {
+        let stats = known.stats();
+        Stats {
+            allocated: sum.allocated + stats.allocated,
+            peak_allocated: sum.peak_allocated + stats.peak_allocated,
+            reserved: sum.reserved + stats.reserved,
+            peak_reserved: sum.peak_reserved + stats.peak_reserved,
+            graphs: sum.graphs + stats.graphs,
+            allocations: sum.allocations + stats.allocations,
+            growths: sum.growths + stats.growths,
+            retries: sum.retries + stats.retries,
+        }
+    })
+}
+
+/// Start counting the peaks of a device anew.
+pub fn reset_peaks(device: i32) {
+    allocators().iter_mut().filter(|known| known.backend().device == device).for_each(Allocator::reset_peaks);
+}
+
+/// Give the memory of a device back that is kept for later, after waiting for its streams; how much. The device is current.
+///
+/// # Errors
+/// The driver's.
+pub fn trim(device: i32) -> Result<u64, Status> {
+    let mut allocators = allocators();
+    let of_device = allocators.iter_mut().filter(|known| known.backend().device == device);
+    of_device.map(Allocator::trim).sum()
+}
+
+/// Whether an address lies in the memory of graphs.
+pub fn is_of_graphs(address: u64) -> bool {
+    allocators().iter().any(|allocator| allocator.is_of_graphs(address))
+}
+
+/// From now on memory of a stream is a graph's. The stream's device is current, and the stream not yet capturing.
+///
+/// # Errors
+/// The driver's.
+///
+/// # Safety
+/// `stream` is a stream of the current device.
+pub unsafe fn begin_capture(stream: *mut c_void) -> Result<(), Status> {
+    with_allocator(stream, Allocator::begin_capture)
+}
+
+/// Memory of a stream is eager work's again; the graph counts until [`release_graph`]. The stream's device is current.
+///
+/// # Errors
+/// The driver's.
+///
+/// # Safety
+/// As [`begin_capture`].
+pub unsafe fn end_capture(stream: *mut c_void) -> Result<(), Status> {
+    with_allocator(stream, |allocator| {
+        allocator.end_capture();
+        Ok(())
+    })
+}
+
+/// A graph of a stream is gone; with the last one goes the memory of graphs. The stream's device is current.
+///
+/// # Errors
+/// The driver's.
+///
+/// # Safety
+/// As [`begin_capture`].
+pub unsafe fn release_graph(stream: *mut c_void) -> Result<(), Status> {
+    with_allocator(stream, Allocator::release_graph)
+}

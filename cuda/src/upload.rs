@@ -1,0 +1,256 @@
+//! Copies from the host: what stands in the slot of `cuMemcpyHtoDAsync`.
+//!
+//! The values are copied to pinned memory and from there by the GPU, so nobody waits for it, and the caller's memory is free at once.
+//!
+//! A graph cannot copy from memory that will be gone when it is replayed. While one is captured, a value is taken for a constant if
+//! an eager run of the same function made it too: it goes to device memory that lives as long as the graph, from where the graph
+//! copies it. Any other value is refused: it changes from call to call, and each replay would repeat it.
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::ffi::{c_int, c_void};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use crate::allocator::Origin;
+use crate::driver::{self, Stream};
+use crate::memory::{self, Status, check};
+
+/// Bytes of a piece of pinned memory.
+const PIECE: usize = 8 << 20;
+/// Pieces of a stream: while the GPU reads some, the next is filled.
+const PIECES: usize = 4;
+
+/// The driver's `cuMemcpyHtoDAsync`.
+pub(crate) static COPY: AtomicPtr<()> = AtomicPtr::new(std::ptr::null_mut());
+
+/// # Safety
+/// As the driver's function.
+unsafe fn driver_copy(to: u64, from: *const c_void, size: usize, stream: Stream) -> c_int {
+    // SAFETY: the slots are filled before any call, this one with the driver's function of that signature.
+    unsafe {
+        let copy: extern "C" fn(u64, *const c_void, usize, Stream) -> c_int =
+            std::mem::transmute(COPY.load(Ordering::Acquire));
+        copy(to, from, size, stream)
+    }
+}
+
+/// A piece of pinned memory, and when the GPU is done with it.
+struct Piece {
+    host: usize,
+    event: usize,
+    is_queued: bool,
+}
+
+/// The pinned memory of a stream.
+struct Ring {
+    stream: usize,
+    pieces: Vec<Piece>,
+    current: usize,
+    used: usize,
+}
+
+static RINGS: Mutex<Vec<Ring>> = Mutex::new(Vec::new());
+
+impl Ring {
+    /// Go on with a piece that the GPU does not read.
+    fn advance(&mut self) -> Result<(), Status> {
+        if let Some(piece) = self.pieces.get_mut(self.current) {
+            // SAFETY: the event and the stream live as long as the process.
+            check(unsafe { driver::cuEventRecord(piece.event as *mut c_void, self.stream as Stream) })?;
+            piece.is_queued = true;
+            self.current = (self.current + 1) % PIECES;
+        }
+        if self.current == self.pieces.len() {
+            let (mut host, mut event) = (std::ptr::null_mut(), std::ptr::null_mut());
+            // SAFETY: the signatures are the driver's; the memory and the event are kept for good.
+            unsafe {
+                check(driver::cuEventCreate(&raw mut event, driver::NO_TIMING))?;
+                check(driver::cuMemHostAlloc(&raw mut host, PIECE, 0))?;
+            }
+            self.pieces.push(Piece { host: host as usize, event: event as usize, is_queued: false });
+        }
+        let piece = &mut self.pieces[self.current];
+        if std::mem::take(&mut piece.is_queued) {
+            // SAFETY: as above.
+            check(unsafe { driver::cuEventSynchronize(piece.event as *mut c_void) })?;
+        }
+        self.used = 0;
+        Ok(())
+    }
+
+    /// # Safety
+    /// As the driver's function.
+    unsafe fn copy(&mut self, to: u64, from: *const u8, size: usize) -> Result<(), Status> {
+        let mut done = 0;
+        while done < size {
+            if self.pieces.is_empty() || self.used == PIECE {
+                self.advance()?;
+            }
+            let length = (size - done).min(PIECE - self.used);
+            let host = (self.pieces[self.current].host + self.used) as *mut u8;
+            // SAFETY: the piece has room for `length` bytes behind what is used; the caller's memory has `size`.
+            check(unsafe {
+                std::ptr::copy_nonoverlapping(from.add(done), host, length);
+                driver_copy(to + done as u64, host.cast_const().cast(), length, self.stream as Stream)
+            })?;
+            // The next value begins on a line of its own.
+            self.used = (self.used + length).next_multiple_of(256).min(PIECE);
+            done += length;
+        }
+        Ok(())
+    }
+}
+
+/// # Safety
+/// As the driver's function.
+unsafe fn stage(to: u64, from: *const c_void, size: usize, stream: Stream) -> c_int {
+    let mut rings = RINGS.lock().unwrap_or_else(PoisonError::into_inner);
+    let at = rings.iter().position(|ring| ring.stream == stream as usize).unwrap_or_else(|| {
+        rings.push(Ring { stream: stream as usize, pieces: Vec::new(), current: 0, used: 0 });
+        rings.len() - 1
+    });
+    // SAFETY: the caller's promise.
+    unsafe {
+        match rings[at].copy(to, from.cast(), size) {
+            Ok(()) => driver::SUCCESS,
+            // Without pinned memory the driver copies as it can.
+            Err(Status(driver::OUT_OF_MEMORY)) => driver_copy(to, from, size, stream),
+            Err(status) => status.0,
+        }
+    }
+}
+
+/// What is done about the values that this thread copies.
+#[derive(Default)]
+enum Watch {
+    #[default]
+    Off,
+    /// An eager run: note them.
+    Noting(HashSet<u64>),
+    /// A capture: those that are known are constants.
+    Capturing { known: HashSet<u64>, constants: Vec<Constant>, has_refused: bool },
+}
+
+thread_local! {
+    static WATCH: RefCell<Watch> = RefCell::default();
+}
+
+/// A value in device memory that a graph copies from.
+struct Constant {
+    address: u64,
+    bytes: Vec<u8>,
+}
+
+/// `cuMemcpyHtoDAsync`.
+pub(crate) extern "C" fn upload(to: u64, from: *const c_void, size: usize, stream: Stream) -> c_int {
+    let captured = WATCH.with_borrow_mut(|watch| match watch {
+        Watch::Off => None,
+        Watch::Noting(known) => {
+            // SAFETY: the driver's contract: there are `size` bytes.
+            known.insert(fingerprint(unsafe { bytes(from, size) }));
+            None
+        }
+        Watch::Capturing { known, constants, has_refused } => {
+            // SAFETY: as above.
+            let bytes = unsafe { bytes(from, size) };
+            if !known.contains(&fingerprint(bytes)) {
+                *has_refused = true;
+                return Some(driver::CAPTURE_UNSUPPORTED);
+            }
+            let address = match memory::allocate_from(Some(Origin::Eager), size, stream) {
+                Ok(address) => address,
+                Err(status) => return Some(status.0),
+            };
+            constants.push(Constant { address, bytes: bytes.to_vec() });
+            // SAFETY: both places have `size` bytes; the graph frees the constant after its last replay.
+            Some(unsafe { driver::cuMemcpyDtoDAsync_v2(to, address, size, stream) })
+        }
+    });
+    // SAFETY: the caller's promise.
+    captured.unwrap_or_else(|| unsafe { stage(to, from, size, stream) })
+}
+
+/// # Safety
+/// There are `size` bytes at `from`.
+unsafe fn bytes<'a>(from: *const c_void, size: usize) -> &'a [u8] {
+    if size == 0 {
+        return &[];
+    }
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(from.cast(), size) }
+}
+
+fn fingerprint(bytes: &[u8]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    bytes.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// The values that an eager run has copied.
+#[derive(Debug, Default)]
+pub struct Known(HashSet<u64>);
+
+/// Note the values that this thread copies, until [`finish_noting`].
+pub fn note() {
+    WATCH.set(Watch::Noting(HashSet::new()));
+}
+
+/// What was noted.
+pub fn finish_noting() -> Known {
+    match WATCH.take() {
+        Watch::Noting(known) => Known(known),
+        _ => Known::default(),
+    }
+}
+
+/// Take the values that this thread copies and that are `known` for constants of a graph, until [`finish_capture`].
+pub fn capture(known: Known) {
+    WATCH.set(Watch::Capturing { known: known.0, constants: Vec::new(), has_refused: false });
+}
+
+/// The constants of a graph, in device memory until this is dropped.
+pub struct Constants {
+    constants: Vec<Constant>,
+    has_refused: bool,
+}
+
+/// What was captured. The values themselves are not copied before [`Constants::upload`].
+pub fn finish_capture() -> Constants {
+    match WATCH.take() {
+        Watch::Capturing { constants, has_refused, .. } => Constants { constants, has_refused },
+        _ => Constants { constants: Vec::new(), has_refused: false },
+    }
+}
+
+impl Constants {
+    /// Whether a value was refused because it was not known.
+    pub const fn has_refused(&self) -> bool {
+        self.has_refused
+    }
+
+    /// Copy the values to where the graph expects them.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// `stream` is the stream that was captured, and its device is current.
+    pub unsafe fn upload(&mut self, stream: *mut c_void) -> Result<(), Status> {
+        for constant in &mut self.constants {
+            let bytes = std::mem::take(&mut constant.bytes);
+            // SAFETY: the constant has room for its bytes.
+            check(unsafe { stage(constant.address, bytes.as_ptr().cast(), bytes.len(), stream) })?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Constants {
+    fn drop(&mut self) {
+        for constant in &self.constants {
+            memory::free(constant.address, std::ptr::null_mut());
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! What a captured function does on the host, which replays of its graph do again.
+//!
+//! A CUDA graph repeats the device's work only. That a gradient is there afterwards, or that a variable was changed in place, is known
+//! on the host: while a function is captured such effects are noted, and a replay repeats them. Whoever keeps more on the host (an
+//! optimizer its count of steps) notes it with [`after_replay`], and what must hold on the device before with [`before_replay`].
+
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+#[cfg(not(feature = "cuda"))]
+use crate::Device;
+use crate::tape::GradientCell;
+use crate::tensor::Version;
+use crate::{Error, Result, Tensor};
+
+#[cfg(feature = "cuda")]
+pub use crate::cuda::Captured;
+
+/// What can be captured: a function of tensors.
+pub type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
+
+/// A function that runs as a CUDA graph, which takes a build with CUDA.
+#[cfg(not(feature = "cuda"))]
+pub struct Captured(std::convert::Infallible);
+
+#[cfg(not(feature = "cuda"))]
+impl Captured {
+    /// # Errors
+    /// [`Error::Device`]: this build has no CUDA device.
+    pub fn new(device: &Device, _function: Function, _inputs: &[&Tensor]) -> Result<Self> {
+        let name = crate::device::name(device);
+        Err(Error::device("capture", format!("found the device \"{name}\", expected a CUDA device")))
+    }
+
+    /// What the function gives for `inputs`.
+    ///
+    /// # Errors
+    /// The function's.
+    pub fn call(&mut self, _inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        match self.0 {}
+    }
+
+    /// Whether calls replay a graph.
+    pub const fn is_recorded(&self) -> bool {
+        match self.0 {}
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Off,
+    /// The eager run before a capture.
+    Eager,
+    Capturing,
+}
+
+type Before = Box<dyn Fn() -> Result<()> + Send + Sync>;
+type After = Box<dyn Fn() + Send + Sync>;
+
+/// What a run of a function did on the host.
+#[derive(Default)]
+pub(crate) struct Effects {
+    gradients: Vec<GradientCell>,
+    /// Whether each of them was there afterwards.
+    filled: Vec<bool>,
+    versions: Vec<Arc<Version>>,
+    before: Vec<Before>,
+    after: Vec<After>,
+    /// Whether the random generator was set, which replays would not repeat.
+    pub(crate) has_seeded: bool,
+}
+
+thread_local! {
+    static PHASE: Cell<Phase> = const { Cell::new(Phase::Off) };
+    static EFFECTS: RefCell<Effects> = RefCell::default();
+}
+
+/// Whether a function is being captured on this thread: work is queued for later, and nothing can be read back.
+pub fn is_capturing() -> bool {
+    PHASE.get() == Phase::Capturing
+}
+
+/// Whether a captured function is running on this thread, to be recorded or before that.
+#[cfg(feature = "cuda")]
+pub(crate) fn is_running() -> bool {
+    PHASE.get() != Phase::Off
+}
+
+/// Have `check` run before every replay of the graph that is captured on this thread: values that it reads may have been changed since.
+/// Does nothing elsewhere.
+pub fn before_replay(check: impl Fn() -> Result<()> + Send + Sync + 'static) {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| effects.before.push(Box::new(check)));
+    }
+}
+
+/// Have `effect`, which the function that is captured on this thread has just had, again after every replay of its graph. Does nothing
+/// elsewhere.
+pub fn after_replay(effect: impl Fn() + Send + Sync + 'static) {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| effects.after.push(Box::new(effect)));
+    }
+}
+
+/// An operation that a graph cannot hold.
+///
+/// # Errors
+/// [`Error::Device`] if a function is being captured on this thread.
+pub fn refuse(op: &'static str) -> Result<()> {
+    if !is_capturing() {
+        return Ok(());
+    }
+    Err(Error::device(
+        op,
+        "values are not known inside a captured function, so nothing can read them or wait for them there; return the tensor and \
+         read it after the call",
+    ))
+}
+
+/// A run of a function on this thread, whose effects are noted until this is dropped.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
+pub(crate) struct Run(());
+
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
+impl Run {
+    /// # Errors
+    /// [`Error::Device`] if another run is under way on this thread.
+    pub(crate) fn begin(capturing: bool) -> Result<Self> {
+        if PHASE.get() != Phase::Off {
+            return Err(Error::device("capture", "a captured function is running"));
+        }
+        EFFECTS.take();
+        PHASE.set(if capturing { Phase::Capturing } else { Phase::Eager });
+        Ok(Self(()))
+    }
+
+    /// What the run did.
+    pub(crate) fn finish(self) -> Effects {
+        let mut effects = EFFECTS.take();
+        effects.filled = effects.gradients.iter().map(GradientCell::is_filled).collect();
+        effects
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        PHASE.set(Phase::Off);
+        drop(EFFECTS.take());
+    }
+}
+
+/// A gradient is about to change.
+pub(crate) fn touch(gradient: impl FnOnce() -> GradientCell) {
+    if PHASE.get() == Phase::Off {
+        return;
+    }
+    let gradient = gradient();
+    EFFECTS.with_borrow_mut(|effects| {
+        if !effects.gradients.iter().any(|known| known.is_same(&gradient)) {
+            effects.gradients.push(gradient);
+        }
+    });
+}
+
+/// The random generator is set to another place.
+pub(crate) fn seeded() {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| effects.has_seeded = true);
+    }
+}
+
+/// A variable was changed in place.
+pub(crate) fn changed(version: &Arc<Version>) {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| {
+            if !effects.versions.iter().any(|known| Arc::ptr_eq(known, version)) {
+                effects.versions.push(version.clone());
+            }
+        });
+    }
+}
+
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
+impl Effects {
+    /// Give every gradient that was touched storage that stays, so that each replay finds it where the capture did. Whether one had none.
+    pub(crate) fn settle_gradients(&mut self) -> Result<bool> {
+        let mut has_moved = false;
+        for gradient in &self.gradients {
+            has_moved |= gradient.settle()?;
+        }
+        self.filled = self.gradients.iter().map(GradientCell::is_filled).collect();
+        Ok(has_moved)
+    }
+
+    /// After a capture that failed, and so has changed no values: gradients are there as they were when they were settled.
+    pub(crate) fn restore_gradients(&self) {
+        for (gradient, &filled) in self.gradients.iter().zip(&self.filled) {
+            gradient.set_filled(filled);
+        }
+    }
+
+    pub(crate) fn before(&self) -> Result<()> {
+        self.before.iter().try_for_each(|check| check())
+    }
+
+    pub(crate) fn after(&self) {
+        self.restore_gradients();
+        self.versions.iter().for_each(|version| version.bump());
+        self.after.iter().for_each(|effect| effect());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Device, Var};
+
+    fn value(var: &Var) -> f64 {
+        var.grad().map_or(f64::NAN, |grad| grad.item().unwrap())
+    }
+
+    #[test]
+    fn a_replay_repeats_what_the_host_knows() {
+        let x = Var::new(2f32, &Device::Cpu).unwrap();
+        let step = || {
+            x.zero_grad()?;
+            (x.as_tensor() * x.as_tensor())?.backward()?;
+            x.set(&Tensor::new(3f32, &Device::Cpu)?)
+        };
+        let run = Run::begin(false).unwrap();
+        step().unwrap();
+        let mut first = run.finish();
+        assert_eq!(first.gradients.len(), 1);
+        assert!(first.settle_gradients().unwrap());
+        assert!(!first.settle_gradients().unwrap());
+        assert_eq!(value(&x), 4.0);
+        let storage = x.grad_storage().unwrap();
+
+        let run = Run::begin(true).unwrap();
+        assert!(is_capturing() && Run::begin(false).is_err());
+        step().unwrap();
+        let count = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+        after_replay({
+            let count = count.clone();
+            move || {
+                count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            }
+        });
+        before_replay(|| Err(Error::argument("test", "refused")));
+        assert!(!EFFECTS.with_borrow(|effects| effects.has_seeded));
+        crate::rng::set_state(crate::rng::state());
+        let effects = run.finish();
+        assert!(effects.has_seeded);
+        assert!(!is_capturing());
+        let same = crate::raw::storage_identity(&x.grad_storage().unwrap()) == crate::raw::storage_identity(&storage);
+        assert!(same, "the gradient stays where it is");
+
+        let version = x.version();
+        x.zero_grad().unwrap();
+        assert!(x.grad().is_none());
+        assert!(effects.before().is_err());
+        effects.after();
+        assert_eq!((x.version(), count.load(std::sync::atomic::Ordering::Relaxed)), (version + 1, 1));
+        // On the CPU nothing was replayed: the gradient counts as there, and is what zero_grad() left.
+        assert_eq!(value(&x), 0.0);
+    }
+
+    #[test]
+    fn reading_is_refused_while_capturing() {
+        let run = Run::begin(true).unwrap();
+        let message = refuse("item").unwrap_err().to_string();
+        assert!(message.starts_with("item: values are not known inside a captured function"), "{message}");
+        drop(run);
+        assert!(refuse("item").is_ok());
+        before_replay(|| Ok(()));
+        after_replay(|| ());
+        assert!(EFFECTS.take().after.is_empty());
+    }
+}

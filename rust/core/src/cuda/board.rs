@@ -1,0 +1,92 @@
+//! Where kernels note ids that are out of range.
+//!
+//! A kernel cannot raise an error, and waiting for it to check would stall the queue. So it lowers a counter of its operation to the
+//! position of the id; whoever waits for the device next reads the counters and raises the error.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::CudaDevice;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DriverError, result};
+
+use super::gpu::driver_error;
+use super::launch::Address;
+use crate::{Error, Result, capture};
+
+/// Counters: more than there are operations that take ids.
+const PLACES: usize = 16;
+
+/// The counters of a device.
+pub struct Board {
+    stream: Arc<CudaStream>,
+    counters: CudaSlice<u64>,
+    /// The operations that have a counter, in their order.
+    names: Mutex<Vec<&'static str>>,
+    /// Whether a kernel may have written since the last check.
+    is_used: Arc<AtomicBool>,
+}
+
+impl Board {
+    pub fn new(device: &CudaDevice) -> Result<Self> {
+        // SAFETY: they are set below.
+        let counters = unsafe { device.alloc::<u64>(PLACES) }?;
+        let stream = device.cuda_stream();
+        let board = Self { stream, counters, names: Mutex::default(), is_used: Arc::default() };
+        board.clear().map_err(|error| driver_error("cuda", error))?;
+        Ok(board)
+    }
+
+    fn address(&self) -> Address {
+        self.counters.device_ptr(&self.stream).0
+    }
+
+    /// All counters at their highest: nothing to note.
+    fn clear(&self) -> std::result::Result<(), DriverError> {
+        // SAFETY: the counters are as long as this.
+        unsafe { result::memset_d8_async(self.address(), u8::MAX, PLACES * size_of::<u64>(), self.stream.cu_stream()) }
+    }
+
+    /// The counter of an operation, for a kernel that is about to be queued.
+    pub fn place(&self, op: &'static str) -> Address {
+        self.is_used.store(true, Ordering::Relaxed);
+        let is_used = self.is_used.clone();
+        capture::after_replay(move || is_used.store(true, Ordering::Relaxed));
+        let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = names.iter().position(|&name| name == op).unwrap_or_else(|| {
+            names.push(op);
+            names.len() - 1
+        });
+        self.address() + (place.min(PLACES - 1) * size_of::<u64>()) as Address
+    }
+
+    /// Wait for the device if a kernel may have noted something.
+    ///
+    /// # Errors
+    /// [`Error::Index`] if one has.
+    pub fn check(&self) -> Result<()> {
+        if !self.is_used.swap(false, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let read = || {
+            self.stream.context().bind_to_thread()?;
+            let counters = self.stream.clone_dtoh(&self.counters)?;
+            self.stream.synchronize()?;
+            if counters.iter().any(|&at| at != u64::MAX) {
+                self.clear()?;
+            }
+            Ok(counters)
+        };
+        let counters = read().map_err(|error| driver_error("cuda", error))?;
+        let names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
+        match names.iter().zip(counters).find(|(_, at)| *at != u64::MAX) {
+            None => Ok(()),
+            Some((op, at)) => Err(Error::index(
+                op,
+                format!(
+                    "the id at position {at} (in row-major order) was out of range in a call since the device was last waited for; \
+                     expected 0 <= id < the size of the dimension; call synchronize() after each call to find which"
+                ),
+            )),
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Memory shared with other libraries that use the device on streams of their own.
+
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::cuda_backend::cudarc::driver::sys::{CUevent_flags, CUevent_wait_flags, CUstream};
+use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
+use candle_core::{DType, Device, Layout, Shape};
+use trainable_candle_cuda::modules::COPY;
+
+use super::copy::byte_suffix;
+use super::gpu::{Gpu, driver_error};
+use super::graph::is_capturing_anywhere;
+use super::launch::{self, empty, launch};
+use super::strided::{Member, Strided};
+use crate::{Raw, Result, capture};
+
+const OP: &str = "dlpack";
+
+/// The address of a tensor's first element.
+///
+/// # Errors
+/// [`Error::Device`](crate::Error::Device) if it is not on a CUDA device.
+pub fn address(tensor: &Raw) -> Result<u64> {
+    launch::address(OP, tensor)
+}
+
+/// The stream of a device, as the driver names it.
+///
+/// # Errors
+/// As [`address`].
+pub fn stream(device: &Device) -> Result<usize> {
+    Ok(Gpu::of_device(OP, device)?.stream().cu_stream() as usize)
+}
+
+/// Have `second` wait for what is queued on `first`.
+///
+/// # Safety
+/// Both are streams of the current device.
+unsafe fn order(first: CUstream, second: CUstream) -> std::result::Result<(), DriverError> {
+    let event = result::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING)?;
+    // SAFETY: the event was just made; it may be destroyed while a stream waits for it.
+    unsafe {
+        let ordered = result::event::record(event, first)
+            .and_then(|()| result::stream::wait_event(second, event, CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT));
+        result::event::destroy(event)?;
+        ordered
+    }
+}
+
+/// Have another library's stream wait until all that is queued here is done.
+///
+/// # Safety
+/// `consumer` is a stream of the device, or 1 or 2 for its default streams.
+///
+/// # Errors
+/// As [`address`], and if the driver refuses.
+pub unsafe fn ready_for(device: &Device, consumer: usize) -> Result<()> {
+    let gpu = Gpu::of_device(OP, device)?;
+    capture::refuse(OP)?;
+    gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
+    // SAFETY: the caller's promise.
+    unsafe { order(gpu.stream().cu_stream(), consumer as CUstream) }.map_err(|error| driver_error(OP, error))
+}
+
+/// Tensors that came back while a function was being captured: then nothing can be waited for.
+static RETURNED: Mutex<Vec<(Raw, Option<usize>)>> = Mutex::new(Vec::new());
+
+/// Another library has no use for a tensor any more, but what it has queued may: our stream goes on after that.
+pub fn released(tensor: Raw, consumer: Option<usize>) {
+    let mut waiting = std::mem::take(&mut *RETURNED.lock().unwrap_or_else(PoisonError::into_inner));
+    waiting.push((tensor, consumer));
+    if is_capturing_anywhere() {
+        RETURNED.lock().unwrap_or_else(PoisonError::into_inner).append(&mut waiting);
+        return;
+    }
+    for (tensor, consumer) in waiting {
+        // There is nobody to tell of a driver that refuses: then the device has failed, and the next call says so.
+        let _ = follow(tensor.device(), consumer);
+    }
+}
+
+/// Have our stream wait for a consumer's.
+fn follow(device: &Device, consumer: Option<usize>) -> Result<()> {
+    const LEGACY: usize = 1;
+    let gpu = Gpu::of_device(OP, device)?;
+    let context = gpu.stream().context();
+    let wait = || {
+        context.bind_to_thread()?;
+        match consumer {
+            // SAFETY: this default stream is always there.
+            Some(LEGACY) => unsafe { order(LEGACY as CUstream, gpu.stream().cu_stream()) },
+            // Another stream may be gone by now.
+            _ => context.synchronize(),
+        }
+    };
+    wait().map_err(|error| driver_error(OP, error))
+}
+
+/// A copy of values that another library holds, which are ready for our stream. Returns when they have been read.
+///
+/// # Safety
+/// Every element that `dims` and `strides` (in elements) reach from `address` is readable on the device.
+///
+/// # Errors
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit, [`Error::Shape`](crate::Error::Shape) if its strides
+/// make too many dimensions, and as [`address`].
+pub unsafe fn copy(device: &Device, address: u64, dims: &[usize], strides: &[usize], dtype: DType) -> Result<Raw> {
+    let gpu = Gpu::of_device(OP, device)?;
+    capture::refuse(OP)?;
+    let y = empty(OP, gpu, dims, dtype)?;
+    if y.elem_count() == 0 {
+        return Ok(y);
+    }
+    let layout = Layout::new(Shape::from(dims), strides.to_vec(), 0);
+    let element_size = dtype.size_in_bytes();
+    let to = Member { layout: y.layout(), address: launch::address(OP, &y)?, element_size };
+    let from = Member { layout: &layout, address, element_size };
+    let tensors = Strided::new(OP, dims, [to, from])?;
+    let function = gpu.function(&COPY, "copy_bytes", byte_suffix(dtype))?;
+    // SAFETY: the kernel takes the tensors and their strides; the caller promises that the source's stay inside.
+    unsafe { launch!(OP, gpu, function, tensors.launch_shape(OP)?, to.address, from.address, tensors) }?;
+    gpu.stream().synchronize().map_err(|error| driver_error(OP, error))?;
+    Ok(y)
+}

@@ -1,0 +1,514 @@
+//! CUDA graphs of functions: all the work that a function queues, launched at once.
+//!
+//! The first call of a captured function runs it as it is: memory, kernels and optimizer states come to be. The second records it and
+//! replays the record, and each later call copies new inputs in and replays. Every call counts: a training loop is where it would be
+//! without a graph, to the bit. If the function makes gradients that are not parts of a flat buffer, these get a fixed place after the
+//! first call, the second is as the first, and the third records.
+//!
+//! Temporaries of graphs lie in memory of their own, which all graphs of a device share, since one runs after the other; what
+//! a call returns is a copy. What lies outside and is read or written is kept alive. Random draws take the place of the
+//! generator from device memory and advance it by what the function draws. Values that the function makes on the CPU are constants
+//! of the graph; one that changes from call to call is refused, and so is reading a value.
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUstreamCaptureMode,
+};
+use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
+use candle_core::{DType, Device};
+use rustc_hash::FxHashMap;
+use trainable_candle_cuda::memory;
+use trainable_candle_cuda::modules::RANDOM;
+use trainable_candle_cuda::upload::{self, Constants, Known};
+
+use super::gpu::{Gpu, driver_error};
+use super::launch::{Address, Shape, address, empty, launch};
+use super::memory::status_error;
+use crate::capture::{Effects, Function, Run};
+use crate::raw::storage_identity;
+use crate::rng::{self, State};
+use crate::{Error, Raw, Result, Tensor, capture, compute};
+
+const OP: &str = "capture";
+
+/// A function that runs as a CUDA graph from its second call on, or its third if it makes gradients outside of flat buffers.
+///
+/// ```no_run
+/// use trainable_candle_core::capture::Captured;
+/// use trainable_candle_core::{DType, Tensor, device};
+///
+/// let device = device::cuda(0, &[] as &[&str])?;
+/// let x = Tensor::zeros(3, DType::F32, &device)?;
+/// let mut doubled = Captured::new(&device, Box::new(|x| Ok(vec![x[0].add(&x[0])?])), &[&x])?;
+/// let y = doubled.call(&[&Tensor::new([1f32, 2.0, 3.0], &device)?])?;
+/// # Ok::<(), trainable_candle_core::Error>(())
+/// ```
+pub struct Captured {
+    function: Function,
+    gpu: &'static Gpu,
+    /// What the function reads: calls copy into them.
+    inputs: Vec<Tensor>,
+    stage: Stage,
+}
+
+enum Stage {
+    /// Not called yet, or gradients have moved since.
+    New,
+    /// Called: what that did, and the values that it copied from the CPU.
+    Ran(Effects, Known),
+    Recorded(Graph),
+}
+
+impl Captured {
+    /// Calls take tensors of the shapes and dtypes of `inputs`. The function gets tensors on `device`, and returns tensors there.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if `device` is not a CUDA device, [`Error::Autograd`] if an input needs a gradient, [`Error::OutOfMemory`].
+    pub fn new(device: &Device, function: Function, inputs: &[&Tensor]) -> Result<Self> {
+        let gpu = Gpu::of_device(OP, device)?;
+        capture::refuse(OP)?;
+        if !gpu.stream().context().has_async_alloc() {
+            let message = "the GPU has no stream-ordered memory (a virtual GPU may not), which graphs need";
+            return Err(Error::device(OP, message));
+        }
+        let own = |(index, input): (usize, &&Tensor)| {
+            if input.requires_grad() {
+                let message = format!(
+                    "input {index} needs a gradient, which would be that of a copy; let the function use the variable itself"
+                );
+                return Err(Error::autograd(OP, message));
+            }
+            let moved = Tensor::from_raw(&input.raw).to_device(device)?;
+            Ok(Tensor::from_raw(&compute::copy(&moved.raw)?))
+        };
+        let inputs = inputs.iter().enumerate().map(own).collect::<Result<_>>()?;
+        Ok(Self { function, gpu, inputs, stage: Stage::New })
+    }
+
+    /// What the function gives for `inputs`, cut from the tape.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::DType`] if an input differs from the one it was captured with; the function's. In the call that
+    /// records it [`Error::Device`] if the function does what a graph cannot: read a value, wait, copy a value from the CPU that the call
+    /// before did not. Then nothing of that call has happened, and the next one is a first one.
+    pub fn call(&mut self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        self.check(inputs)?;
+        if capture::is_running() {
+            // Within another captured function it is a part of that.
+            let device = Device::Cuda(self.gpu.device().clone());
+            let inputs: Vec<Tensor> =
+                inputs.iter().map(|input| Tensor::from_raw(&input.raw).to_device(&device)).collect::<Result<_>>()?;
+            return (self.function)(&inputs);
+        }
+        self.take(inputs)?;
+        match std::mem::replace(&mut self.stage, Stage::New) {
+            Stage::New => self.run(),
+            Stage::Ran(mut effects, known) => {
+                effects.settle_gradients()?;
+                let graph = Graph::record(self.gpu, &self.function, &self.inputs, known)
+                    .inspect_err(|_| effects.restore_gradients())?;
+                let launched = graph.launch(graph.start);
+                self.finish(graph, launched)
+            }
+            Stage::Recorded(graph) => {
+                let launched = graph.replay();
+                self.finish(graph, launched)
+            }
+        }
+    }
+
+    /// Whether calls replay a graph.
+    pub const fn is_recorded(&self) -> bool {
+        matches!(self.stage, Stage::Recorded(_))
+    }
+
+    /// What a replay has computed: copies, which the next one leaves alone.
+    fn finish(&mut self, graph: Graph, launched: Result<()>) -> Result<Vec<Tensor>> {
+        let copies = || graph.outputs.iter().map(|output| Ok(Tensor::from_raw(&compute::copy(output)?))).collect();
+        let outputs = launched.and_then(|()| copies());
+        self.stage = Stage::Recorded(graph);
+        outputs
+    }
+
+    /// Whether new inputs are like those that the function was captured with.
+    fn check(&self, inputs: &[&Tensor]) -> Result<()> {
+        if inputs.len() != self.inputs.len() {
+            let message = format!("found {} inputs, expected {}", inputs.len(), self.inputs.len());
+            return Err(Error::argument(OP, message));
+        }
+        for (index, (own, new)) in self.inputs.iter().zip(inputs).enumerate() {
+            if own.dims() != new.dims() {
+                let message = format!(
+                    "input {index} has shape {:?}, the function was captured with {:?}; capture it for each shape",
+                    new.dims(),
+                    own.dims()
+                );
+                return Err(Error::shape(OP, message));
+            }
+            if own.dtype() != new.dtype() {
+                let message = format!(
+                    "input {index} is {}, the function was captured with {}",
+                    new.dtype().as_str(),
+                    own.dtype().as_str()
+                );
+                return Err(Error::dtype(OP, message));
+            }
+        }
+        Ok(())
+    }
+
+    /// Copy new inputs to where the function reads them.
+    fn take(&self, inputs: &[&Tensor]) -> Result<()> {
+        for (own, new) in self.inputs.iter().zip(inputs) {
+            if own.elem_count() > 0 && storage_identity(&own.raw).0 != storage_identity(&new.raw).0 {
+                let moved = Tensor::from_raw(&new.raw).to_device(own.device())?;
+                compute::copy_into(&own.raw, &moved.raw)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// An eager call.
+    fn run(&mut self) -> Result<Vec<Tensor>> {
+        let run = Run::begin(false)?;
+        let noting = Noting::begin();
+        let outputs = (self.function)(&self.inputs)?;
+        let known = noting.finish();
+        let mut effects = run.finish();
+        let outputs = values(outputs)?.iter().map(|output| Ok(Tensor::from_raw(&compute::copy(output)?))).collect();
+        // What was told where gradients are must be told anew, outside of a capture.
+        self.stage = if effects.settle_gradients()? { Stage::New } else { Stage::Ran(effects, known) };
+        outputs
+    }
+}
+
+/// What a function returns, without the tape.
+fn values(outputs: Vec<Tensor>) -> Result<Vec<Raw>> {
+    let value = |(index, output): (usize, Tensor)| {
+        if output.device().is_cuda() {
+            return Ok(output.raw.detach());
+        }
+        let message =
+            format!("output {index} is on the CPU, where replays do not change it; return tensors on the CUDA device");
+        Err(Error::device(OP, message))
+    };
+    outputs.into_iter().enumerate().map(value).collect()
+}
+
+/// The values that this thread copies from the CPU are noted until this is dropped.
+struct Noting;
+
+impl Noting {
+    fn begin() -> Self {
+        upload::note();
+        Self
+    }
+
+    fn finish(self) -> Known {
+        upload::finish_noting()
+    }
+}
+
+impl Drop for Noting {
+    fn drop(&mut self) {
+        upload::finish_noting();
+    }
+}
+
+/// A recorded function. Fields go in their order: the memory of graphs after all that lies in it.
+struct Graph {
+    gpu: &'static Gpu,
+    executable: Executable,
+    outputs: Vec<Raw>,
+    /// What lies outside the memory of graphs and is used.
+    _held: Vec<Raw>,
+    effects: Effects,
+    _constants: Constants,
+    /// Seed and position of the generator, which draws start from.
+    generator: Raw,
+    /// Where the generator was when the function was recorded.
+    start: State,
+    /// How far a call moves it.
+    draws: u64,
+    _lease: Lease,
+}
+
+impl Graph {
+    fn record(gpu: &'static Gpu, function: &Function, inputs: &[Tensor], known: Known) -> Result<Self> {
+        let generator = empty(OP, gpu, &[2], DType::I64)?;
+        let start = rng::state();
+        let recording = Recording::begin(gpu, address(OP, &generator)?, start, known)?;
+        let outputs = function(inputs).and_then(values);
+        let recorded = recording.finish();
+        let moved = rng::state();
+        let graph = Self::build(gpu, generator, start, moved, outputs, recorded);
+        if graph.is_err() {
+            rng::set_state(start);
+        }
+        graph
+    }
+
+    fn build(
+        gpu: &'static Gpu,
+        generator: Raw,
+        start: State,
+        moved: State,
+        outputs: Result<Vec<Raw>>,
+        recorded: Recorded,
+    ) -> Result<Self> {
+        let Recorded { template, effects, held, mut constants, lease } = recorded;
+        if constants.has_refused() {
+            return Err(Error::device(
+                OP,
+                "the function copies a value from the CPU that the call before did not, so it changes from call to call; pass it \
+                 as an input, or make it before",
+            ));
+        }
+        let outputs = outputs?;
+        let template = template?;
+        let draws = moved.offset.wrapping_sub(start.offset);
+        if effects.has_seeded || moved.seed != start.seed || draws >= FORWARD {
+            let message = "the function sets the random generator, which replays would not; seed it outside";
+            return Err(Error::device(OP, message));
+        }
+        let executable = Executable::new(gpu, &template)?;
+        // SAFETY: the stream is the one that was captured, and its device is current.
+        unsafe { constants.upload(gpu.stream().cu_stream().cast()) }.map_err(|status| status_error(OP, status))?;
+        Ok(Self {
+            gpu,
+            executable,
+            outputs,
+            _held: held,
+            effects,
+            _constants: constants,
+            generator,
+            start,
+            draws,
+            _lease: lease,
+        })
+    }
+
+    /// Queue the recorded work, with draws that begin at `start`.
+    fn launch(&self, start: State) -> Result<()> {
+        let gpu = self.gpu;
+        if self.draws > 0 {
+            let function = gpu.function(&RANDOM, "set_generator", &[])?;
+            let state = address(OP, &self.generator)?;
+            // SAFETY: the kernel takes the two numbers of the state and their values.
+            unsafe { launch!(OP, gpu, function, Shape::linear(OP, 1, 1)?, state, start.seed, start.offset) }?;
+        }
+        self.executable.launch(gpu).map_err(|error| driver_error(OP, error))
+    }
+
+    /// A call: the recorded work, and what it does on the host.
+    fn replay(&self) -> Result<()> {
+        self.effects.before()?;
+        self.launch(rng::advance(self.draws))?;
+        self.effects.after();
+        Ok(())
+    }
+}
+
+/// Draws go forward by less than this.
+const FORWARD: u64 = 1 << 63;
+
+/// What the driver replays.
+struct Executable(CUgraphExec);
+
+// SAFETY: the driver wants calls on one graph to come one at a time: its owner is used through an exclusive reference.
+unsafe impl Send for Executable {}
+// SAFETY: a shared reference gives no access to it.
+unsafe impl Sync for Executable {}
+
+impl Executable {
+    fn new(gpu: &Gpu, template: &Template) -> Result<Self> {
+        let make = || {
+            gpu.stream().context().bind_to_thread()?;
+            // SAFETY: the template is a graph; what it becomes is destroyed once, with this.
+            let executable = Self(unsafe { result::graph::instantiate(template.0, CUgraphInstantiate_flags(0)) }?);
+            // SAFETY: the stream is the device's.
+            unsafe { result::graph::upload(executable.0, gpu.stream().cu_stream()) }?;
+            Ok(executable)
+        };
+        make().map_err(|error| driver_error(OP, error))
+    }
+
+    fn launch(&self, gpu: &Gpu) -> std::result::Result<(), DriverError> {
+        gpu.stream().context().bind_to_thread()?;
+        // SAFETY: the memory that the graph names is kept by its owner.
+        unsafe { result::graph::launch(self.0, gpu.stream().cu_stream()) }
+    }
+}
+
+impl Drop for Executable {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`; the driver ends a replay that is under way. What it says against it can't be mended.
+        let _ = unsafe { result::graph::exec_destroy(self.0) };
+    }
+}
+
+/// A graph as it was recorded.
+struct Template(CUgraph);
+
+impl Drop for Template {
+    fn drop(&mut self) {
+        if !self.0.is_null() {
+            // SAFETY: made by the end of a capture, and destroyed once.
+            let _ = unsafe { result::graph::destroy(self.0) };
+        }
+    }
+}
+
+/// A part in the memory of graphs, which goes with the last of them.
+struct Lease(&'static Gpu);
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let stream = self.0.stream();
+        if stream.context().bind_to_thread().is_ok() {
+            // SAFETY: the stream is the device's, which is current. If the driver cannot wait, the memory stays.
+            let _ = unsafe { memory::release_graph(stream.cu_stream().cast()) };
+        }
+    }
+}
+
+/// What a capture on this thread needs to know.
+struct Current {
+    generator: Address,
+    start: State,
+    held: FxHashMap<usize, Raw>,
+}
+
+thread_local! {
+    static CURRENT: RefCell<Option<Current>> = const { RefCell::new(None) };
+    static THREAD: u64 = {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    };
+}
+
+/// The thread that captures, 0 if none does.
+static CAPTURER: AtomicU64 = AtomicU64::new(0);
+
+/// A capture under way; it ends when this is dropped, also after a panic.
+struct Recording {
+    gpu: &'static Gpu,
+    run: Option<Run>,
+    lease: Option<Lease>,
+    is_open: bool,
+}
+
+struct Recorded {
+    template: Result<Template>,
+    effects: Effects,
+    held: Vec<Raw>,
+    constants: Constants,
+    lease: Lease,
+}
+
+impl Recording {
+    fn begin(gpu: &'static Gpu, generator: Address, start: State, known: Known) -> Result<Self> {
+        let run = Run::begin(true)?;
+        let stream = gpu.stream();
+        stream.context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
+        if CAPTURER.compare_exchange(0, THREAD.with(|id| *id), Ordering::AcqRel, Ordering::Acquire).is_err() {
+            return Err(Error::device(OP, "another thread captures a function; wait until it has"));
+        }
+        // From here on dropping it undoes what was done.
+        let mut recording = Self { gpu, run: Some(run), lease: None, is_open: false };
+        // SAFETY: the stream is the device's, which is current.
+        unsafe { memory::begin_capture(stream.cu_stream().cast()) }.map_err(|status| status_error(OP, status))?;
+        recording.lease = Some(Lease(gpu));
+        CURRENT.set(Some(Current { generator, start, held: FxHashMap::default() }));
+        upload::capture(known);
+        // Relaxed: memory may be mapped and modules be loaded meanwhile.
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the stream is the device's, and not capturing: `CAPTURER` has one at a time.
+        unsafe { result::stream::begin_capture(stream.cu_stream(), mode) }.map_err(|error| driver_error(OP, error))?;
+        recording.is_open = true;
+        Ok(recording)
+    }
+
+    /// End the capture on the stream.
+    fn close(&mut self) -> Result<Template> {
+        if !std::mem::take(&mut self.is_open) {
+            return Err(Error::device(OP, "nothing is being captured"));
+        }
+        let end = || {
+            self.gpu.stream().context().bind_to_thread()?;
+            // SAFETY: the stream is capturing.
+            unsafe { result::stream::end_capture(self.gpu.stream().cu_stream()) }
+        };
+        match end() {
+            Ok(graph) if graph.is_null() => Err(Error::device(OP, "the driver has recorded nothing")),
+            Ok(graph) => Ok(Template(graph)),
+            Err(error) => Err(driver_error(OP, error)),
+        }
+    }
+
+    fn finish(mut self) -> Recorded {
+        let template = self.close();
+        let constants = upload::finish_capture();
+        let held = CURRENT.take().map_or_else(Vec::new, |current| current.held.into_values().collect());
+        let effects = self.run.take().map(Run::finish).unwrap_or_default();
+        let lease = self.lease.take().unwrap_or(Lease(self.gpu));
+        Recorded { template, effects, held, constants, lease }
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        // Without a graph there is nothing to do with what was recorded.
+        let _ = self.close();
+        upload::finish_capture();
+        CURRENT.take();
+        let stream = self.gpu.stream();
+        // SAFETY: the stream is the device's, which is current on this thread since the capture began.
+        let _ = unsafe { memory::end_capture(stream.cu_stream().cast()) };
+        CAPTURER.store(0, Ordering::Release);
+    }
+}
+
+/// Only the thread that captures may use a device meanwhile: what others queue would become a part of the graph.
+///
+/// # Errors
+/// [`Error::Device`] on any other thread.
+pub fn check_thread(op: &'static str) -> Result<()> {
+    let capturer = CAPTURER.load(Ordering::Acquire);
+    if capturer == 0 || capturer == THREAD.with(|id| *id) {
+        return Ok(());
+    }
+    Err(Error::device(op, "another thread captures a function on CUDA, and until it has, no other may use the device"))
+}
+
+/// Whether any thread captures a function.
+pub fn is_capturing_anywhere() -> bool {
+    CAPTURER.load(Ordering::Acquire) != 0
+}
+
+/// Keep a tensor, whose memory begins at `address`, as long as the graph that is being captured on this thread, if one is.
+pub fn hold(tensor: &Raw, address: Address) {
+    if !capture::is_capturing() || memory::is_of_graphs(address) {
+        return;
+    }
+    CURRENT.with_borrow_mut(|current| {
+        if let Some(current) = current {
+            current.held.entry(storage_identity(tensor).0).or_insert_with(|| tensor.clone());
+        }
+    });
+}
+
+/// Where kernels find the generator's seed and position for draws from `state` on: in device memory (the address, or null), with the
+/// position counted from there, or by value.
+pub fn generator(state: State) -> (Address, State) {
+    CURRENT.with_borrow(|current| match current {
+        Some(Current { generator, start, .. })
+            if state.seed == start.seed && state.offset.wrapping_sub(start.offset) < FORWARD =>
+        {
+            (*generator, State { seed: state.seed, offset: state.offset.wrapping_sub(start.offset) })
+        }
+        _ => (0, state),
+    })
+}

@@ -1,0 +1,106 @@
+//! Functions that run as CUDA graphs.
+
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::prelude::*;
+use tc::capture::Captured;
+use trainable_candle_core as tc;
+
+use crate::autograd::Function;
+use crate::call::detached;
+use crate::device;
+use crate::error::{Error, Result, from_callback};
+use crate::tensor::Tensor;
+
+/// The Python function for the time of a call: between calls only [`CapturedFunction`] holds it, so that Python's collector finds cycles.
+type Slot = Arc<Mutex<Option<Py<PyAny>>>>;
+
+/// A function of tensors that returns a list of tensors, as a CUDA graph after its first calls.
+#[pyclass(module = "trainable_candle._core")]
+pub struct CapturedFunction {
+    function: Option<Py<PyAny>>,
+    slot: Slot,
+    captured: Mutex<Captured>,
+}
+
+/// Run the function in `slot` on tensors.
+fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
+    Python::attach(|py| {
+        let function = {
+            let slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
+            slot.as_ref().map(|function| Function::from(function.clone_ref(py)))
+        };
+        let Some(function) = function else { return Ok(Vec::new()) };
+        let run = || -> PyResult<Vec<tc::Tensor>> {
+            let returned = function.call(py, inputs)?;
+            let tensors = returned.extract::<Vec<PyRef<'_, Tensor>>>()?;
+            Ok(tensors.iter().map(|tensor| tensor.0.clone()).collect())
+        };
+        run().map_err(|error| from_callback(py, error))
+    })
+}
+
+#[pymethods]
+impl CapturedFunction {
+    /// Args:
+    ///     function: takes tensors like `static_inputs`, returns a list of tensors.
+    ///     static_inputs: tensors of the shapes and dtypes of every call's.
+    ///
+    /// Raises:
+    ///     CudaUnavailableError: if CUDA cannot be used.
+    ///     AutogradError: if an input needs a gradient.
+    #[new]
+    fn new(py: Python<'_>, function: Function, static_inputs: Vec<PyRef<'_, Tensor>>) -> Result<Self> {
+        let inputs: Vec<tc::Tensor> = static_inputs.iter().map(|tensor| tensor.0.clone()).collect();
+        let on_device = inputs.iter().map(tc::Tensor::device).find(|device| device.is_cuda()).cloned();
+        let device = on_device.map_or_else(|| device::parse("cuda"), Ok)?;
+        let slot = Slot::default();
+        let run: tc::capture::Function = Box::new({
+            let slot = slot.clone();
+            move |inputs| call(&slot, inputs)
+        });
+        let captured = detached(py, || Captured::new(&device, run, &inputs.iter().collect::<Vec<_>>()))?;
+        Ok(Self { function: Some(function.into()), slot, captured: Mutex::new(captured) })
+    }
+
+    /// What the function gives for `inputs`.
+    ///
+    /// Raises:
+    ///     ShapeError, DTypeError: if an input differs from the one that the function was captured with.
+    ///     DeviceError: if the function does what a graph cannot, such as reading a value.
+    fn __call__(&self, py: Python<'_>, inputs: Vec<PyRef<'_, Tensor>>) -> Result<Vec<Tensor>> {
+        let inputs: Vec<tc::Tensor> = inputs.iter().map(|tensor| tensor.0.clone()).collect();
+        let function = self.function.as_ref().map(|function| function.clone_ref(py));
+        let run = || {
+            let mut captured = match self.captured.try_lock() {
+                Ok(captured) => captured,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => {
+                    return Err(tc::Error::device("capture", "the captured function is called while it runs"));
+                }
+            };
+            let set = |function| *self.slot.lock().unwrap_or_else(PoisonError::into_inner) = function;
+            set(function);
+            let outputs = captured.call(&inputs.iter().collect::<Vec<_>>());
+            set(None);
+            outputs
+        };
+        let outputs: std::result::Result<_, Error> = detached(py, run);
+        Ok(outputs?.into_iter().map(Tensor).collect())
+    }
+
+    /// Whether calls replay a graph.
+    #[getter]
+    fn is_recorded(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.captured.lock().unwrap_or_else(PoisonError::into_inner).is_recorded())
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> std::result::Result<(), PyTraverseError> {
+        self.function.as_ref().map_or(Ok(()), |function| visit.call(function))
+    }
+
+    fn __clear__(&mut self) {
+        self.function = None;
+    }
+}

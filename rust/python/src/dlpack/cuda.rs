@@ -1,0 +1,110 @@
+//! DLPack on CUDA devices: whose stream waits for whose.
+
+use pyo3::exceptions::PyBufferError;
+use pyo3::prelude::*;
+use tc::{DType, Device, Raw};
+use trainable_candle_core as tc;
+
+use super::OP;
+use crate::error::Result;
+use crate::tensor::source::{Element, Source};
+
+/// The stream that the protocol means when none is named: the default stream of CUDA before version 7.
+const LEGACY: i64 = 1;
+
+/// The stream of a consumer that asks for a capsule; nothing if it wants to wait by itself.
+///
+/// # Errors
+/// `BufferError` for 0, which the protocol leaves undefined.
+pub fn consumer(stream: Option<i64>) -> PyResult<Option<usize>> {
+    match stream.unwrap_or(LEGACY) {
+        -1 => Ok(None),
+        stream if stream > 0 => Ok(Some(stream as usize)),
+        other => Err(PyBufferError::new_err(format!(
+            "dlpack: stream is {other}, expected -1, 1, 2 or the address of a CUDA stream"
+        ))),
+    }
+}
+
+/// The number of a CUDA device.
+pub fn ordinal(device: &Device) -> i32 {
+    match device.location() {
+        tc::DeviceLocation::Cuda { gpu_id } => gpu_id as i32,
+        _ => 0,
+    }
+}
+
+/// The dtype of elements that can be copied as they are.
+fn dtype(element: Element) -> Option<DType> {
+    Some(match element {
+        // One byte, 0 or 1.
+        Element::Bool | Element::U8 => DType::U8,
+        Element::U32 => DType::U32,
+        Element::I64 => DType::I64,
+        Element::F16 => DType::F16,
+        Element::BF16 => DType::BF16,
+        Element::F32 => DType::F32,
+        Element::F64 => DType::F64,
+        Element::I8 | Element::I16 | Element::I32 | Element::U16 => return None,
+    })
+}
+
+/// A copy on the device of what a producer holds there, which it has made ready for our stream.
+///
+/// # Safety
+/// Every element that the source's dims and strides reach is readable on the device.
+///
+/// # Errors
+/// `DTypeError` if the elements would have to be converted, `ShapeError` if a stride is negative.
+pub unsafe fn read(source: &Source, device: &Device) -> Result<Raw> {
+    let Some(dtype) = dtype(source.element) else {
+        let message = format!("{:?} elements on a GPU have no dtype here; convert them to int64 first", source.element);
+        return Err(tc::Error::dtype(OP, message).into());
+    };
+    let size = source.element.size() as isize;
+    let strides: std::result::Result<Vec<usize>, _> =
+        source.strides.iter().map(|stride| usize::try_from(stride / size)).collect();
+    let Ok(strides) = strides else {
+        return Err(tc::Error::shape(OP, "a stride is negative; make the data contiguous first").into());
+    };
+    // SAFETY: the caller's promise.
+    Ok(unsafe { engine::copy(device, source.data as u64, &source.dims, &strides, dtype) }?)
+}
+
+#[cfg(feature = "cuda")]
+pub use tc::cuda::exchange as engine;
+
+/// What a build without CUDA, where no tensor is on a CUDA device, says.
+#[cfg(not(feature = "cuda"))]
+pub mod engine {
+    use tc::{DType, Device, Error, Raw, Result};
+    use trainable_candle_core as tc;
+
+    fn unavailable<T>() -> Result<T> {
+        Err(Error::CudaUnavailable("this build has no CUDA support".to_owned()))
+    }
+
+    pub fn address(_tensor: &Raw) -> Result<u64> {
+        unavailable()
+    }
+
+    pub fn stream(_device: &Device) -> Result<usize> {
+        unavailable()
+    }
+
+    pub unsafe fn ready_for(_device: &Device, _consumer: usize) -> Result<()> {
+        unavailable()
+    }
+
+    pub fn released(_tensor: Raw, _consumer: Option<usize>) {}
+
+    pub unsafe fn copy(
+        _device: &Device,
+        _address: u64,
+        _dims: &[usize],
+        _strides: &[usize],
+        _dtype: DType,
+    ) -> Result<Raw> {
+        unavailable()
+    }
+}

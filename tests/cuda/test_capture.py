@@ -1,0 +1,329 @@
+"""Captured functions on the simulated device, whose kernels do not compute: what is queued and kept."""
+
+from typing import Any
+
+STEP = """
+    F = tc.nn.functional
+    tc.manual_seed(0)
+    weights = [tc.Var(tc.randn(s, device="cuda")) for s in ((64, 32), (10, 64))]
+    fc1, fc2 = (tc.nn.Linear(weight) for weight in weights)
+
+    def run(x, labels):
+        for weight in weights:
+            weight.zero_grad()
+        loss = F.cross_entropy(fc2(F.dropout(fc1(x).relu(), 0.2)), labels)
+        loss.backward()
+        for weight in weights:
+            weight.set(weight.detach() - 0.1 * weight.grad)
+        return {"loss": loss, "rest": [None, (loss * 2,)]}
+
+    def batch(seed):
+        return tc.full((8, 32), float(seed)), tc.arange(8)
+"""
+
+
+def test_a_step_becomes_one_launch(cuda: Any) -> None:
+    run = cuda.run(
+        STEP
+        + """
+    step = tc.cuda.capture(run, batch(0))
+    states, versions, storages = [], [], []
+    for call in range(6):
+        mark(f"call-{call}")
+        result = step(*batch(call))
+        # The second call is eager too: the gradients have a place of their own after the first.
+        assert step.is_recorded == (call > 1)
+        assert list(result) == ["loss", "rest"]
+        assert result["loss"].shape == () and not result["loss"].requires_grad
+        assert result["rest"][0] is None and isinstance(result["rest"][1], tuple)
+        assert [w.grad.shape for w in weights] == [w.shape for w in weights]
+        states.append(tc.get_rng_state()[1])
+    mark("end")
+    # Each call draws as many numbers.
+    steps = {after - before for before, after in zip(states, states[1:])}
+    assert len(steps) == 1 and steps.pop() > 0, states
+    """
+    )
+    assert run.of("refused") == []
+    eager, recorded = run.after("call-1"), run.after("call-2")
+    assert eager.of("capture-begin", "replay") == []
+    assert recorded.of("capture-end")[0]["valid"] == "1"
+    assert len(recorded.of("replay")) == 1
+    for call in (3, 4, 5):
+        replay = run.after(f"call-{call}")
+        assert len(replay.of("replay")) == 1
+        assert replay.waits == []
+        assert replay.of("capture-begin", "grow", "shrink", "alloc", "map", "product") == []
+        # The generator's place, two inputs, two outputs; the gradients that are looked at.
+        assert len(replay.launches) <= 7, replay.launches
+    kernels = int(run.after("call-3").of("replay")[0]["kernels"])
+    assert kernels >= len(set(eager.launches))
+
+
+def test_inputs_are_copied_and_outputs_are_copies(cuda: Any) -> None:
+    cuda.run("""
+        x = tc.tensor([1.0, 2.0], device="cuda")
+        step = tc.cuda.capture(lambda x: x, [x])
+        outputs = [step(tc.tensor([float(i), 0.0])) for i in range(4)]
+        assert [y.tolist() for y in outputs] == [[float(i), 0.0] for i in range(4)]
+        assert x.tolist() == [1.0, 2.0]
+        for wrong, error in (
+            ((tc.zeros(3),), tc.ShapeError),
+            ((tc.zeros(2, dtype="f64"),), tc.DTypeError),
+            ((), tc.ArgumentError),
+        ):
+            try:
+                step(*wrong)
+            except error as raised:
+                assert str(raised).startswith("capture: "), raised
+            else:
+                raise AssertionError(wrong)
+        try:
+            tc.cuda.capture(lambda x: x, [tc.Var([1.0], device="cuda")])
+        except tc.AutogradError as raised:
+            assert "let the function use the variable itself" in str(raised)
+        else:
+            raise AssertionError
+    """)
+
+
+def test_what_a_graph_cannot_hold_is_refused(cuda: Any) -> None:
+    run = cuda.run("""
+        import random, threading
+
+        x = tc.tensor([1.0, 2.0], device="cuda")
+        kept = []
+
+        def elsewhere(x):
+            def use():
+                try:
+                    x + x
+                except tc.DeviceError as error:
+                    kept.append(error)
+            thread = threading.Thread(target=use)
+            thread.start()
+            thread.join()
+            if kept:
+                raise kept.pop()
+            return x
+
+        cases = {
+            "item": lambda x: x * x.max().item(),
+            "numpy": lambda x: tc.tensor(x.numpy(), device="cuda"),
+            "tolist": lambda x: x * x.tolist()[0],
+            "to": lambda x: x.to("cpu").to("cuda"),
+            "synchronize": lambda x: (tc.cuda.synchronize(), x)[1],
+            "value": lambda x: x * tc.tensor([random.random(), 1.0], device="cuda"),
+            "seed": lambda x: (tc.manual_seed(3), x * tc.rand(2, device="cuda"))[1],
+            "thread": elsewhere,
+        }
+        for name, function in cases.items():
+            step = tc.cuda.capture(function, [x])
+            for attempt in range(2):
+                step(x)
+                try:
+                    step(x)
+                except tc.DeviceError as error:
+                    if not attempt:
+                        print(name, "|", error)
+                else:
+                    raise AssertionError(name)
+                assert not step.is_recorded
+            # The process goes on.
+            assert (x.tolist(), (x + x).shape) == ([1.0, 2.0], (2,))
+        cpu = tc.cuda.capture(lambda x: tc.zeros(2), [x])
+        try:
+            cpu(x)
+        except tc.DeviceError as error:
+            assert "output 0 is on the CPU" in str(error)
+        for wrong in (lambda x: 3, lambda x: [x, "text"]):
+            try:
+                tc.cuda.capture(wrong, [x])(x)
+            except TypeError as error:
+                assert "expected a Tensor, None" in str(error)
+            else:
+                raise AssertionError
+        assert tc.cuda.memory_stats()["graphs"] == 0
+    """)
+    messages = dict(line.split(" | ") for line in run.output.splitlines())
+    for name in ("item", "numpy", "tolist", "synchronize"):
+        assert messages[name].startswith(f"{name}: values are not known inside a captured function")
+    assert messages["to"].startswith("to_device: values are not known")
+    assert "copies a value from the CPU that the call before did not" in messages["value"]
+    assert "sets the random generator" in messages["seed"]
+    assert "another thread captures a function" in messages["thread"]
+
+
+def test_constants_come_with_every_replay(cuda: Any) -> None:
+    run = cuda.run("""
+        import numpy as np
+
+        x = tc.zeros(3, device="cuda")
+        constant = np.array([5.0, 6.0, 7.0], dtype=np.float32)
+
+        def function(x):
+            first = tc.tensor(constant, device="cuda")
+            y = tc.cat([first, x])[:3].contiguous()
+            return first
+
+        step = tc.cuda.capture(function, [x])
+        for call in range(4):
+            mark(f"call-{call}")
+            result = step(x)
+        mark("end")
+        copies = step._run([x])
+        del step
+    """)
+    assert run.of("refused") == []
+    copies = [call for call in run.after("call-3").of("copy") if "HtoD" in call["kind"]]
+    assert copies == []
+    assert int(run.after("call-3").of("replay")[0]["copies"]) >= 1
+
+
+def test_a_captured_function_is_a_part_of_another(cuda: Any) -> None:
+    run = cuda.run("""
+        x = tc.tensor([1.0, 2.0], device="cuda")
+        inner = tc.cuda.capture(lambda x: (x, x * 2), [x])
+        outer = tc.cuda.capture(lambda x: inner(x)[0], [x])
+        for call in range(4):
+            mark(f"call-{call}")
+            assert outer(tc.tensor([float(call), 0.0])).tolist() == [float(call), 0.0]
+        assert outer.is_recorded and not inner.is_recorded
+        assert inner(x)[0].tolist() == [1.0, 2.0]
+    """)
+    assert run.of("refused") == []
+    assert len(run.after("call-2").of("replay")) == 1
+
+
+def test_graphs_share_their_memory_and_give_it_back(cuda: Any) -> None:
+    cuda.run("""
+        import gc
+
+        def function(x):
+            for _ in range(4):
+                x = x @ x
+            return x
+
+        def graphs():
+            return tc.cuda.memory_stats()["graphs"]
+
+        x = tc.zeros((1024, 1024), device="cuda")
+        first = tc.cuda.capture(function, [x])
+        first(x), first(x)
+        held = graphs()
+        assert held >= 8 << 20
+        y = tc.zeros((2, 1024, 1024), device="cuda")
+        second = tc.cuda.capture(function, [y])
+        second(y), second(y)
+        assert graphs() < 3 * held
+        before = tc.cuda.memory_stats()
+        for _ in range(5):
+            first(x), second(y)
+        after = tc.cuda.memory_stats()
+        assert (after["growths"], after["reserved"]) == (before["growths"], before["reserved"])
+        del first
+        assert graphs() > 0
+        del second
+        assert graphs() == 0
+
+        # A cycle through the function is found by Python's collector.
+        class Owner:
+            def __init__(self):
+                self.step = tc.cuda.capture(self.run, [x])
+
+            def run(self, x):
+                return x @ x
+
+        owner = Owner()
+        owner.step(x), owner.step(x)
+        assert graphs() > 0
+        del owner
+        gc.collect()
+        assert graphs() == 0
+    """)
+
+
+def test_memory_that_ran_out_during_a_capture_is_an_error(cuda: Any) -> None:
+    run = cuda.run("""
+        state = {"large": False}
+
+        def function(x):
+            return x + (tc.zeros((1 << 30,), device="cuda")[:1] if state["large"] else 0.0)
+
+        x = tc.zeros(1, device="cuda")
+        step = tc.cuda.capture(function, [x])
+        step(x)
+        state["large"] = True
+        try:
+            step(x)
+        except tc.OutOfMemoryError as error:
+            print(error)
+        else:
+            raise AssertionError
+        state["large"] = False
+        for _ in range(3):
+            step(x)
+        assert step.is_recorded
+    """, settings={"MEMORY": str(2 << 30)})  # fmt: skip
+    assert "needs 4.00 GiB" in run.output
+
+
+def test_kept_memory_can_be_given_back(cuda: Any) -> None:
+    run = cuda.run("""
+        x = tc.zeros((64, 1024, 1024), device="cuda")
+        kept = tc.zeros(3, device="cuda")
+        del x
+        held = tc.cuda.memory_stats()
+        assert held["reserved"] >= 256 << 20 and held["allocated"] < 64 << 20
+        assert tc.cuda.empty_cache() >= 256 << 20
+        after = tc.cuda.memory_stats()
+        assert after["reserved"] < 64 << 20 and after["free"] > held["free"]
+        assert kept.tolist() == [0.0] * 3
+    """)
+    assert run.of("refused") == []
+
+
+def test_many_copies_from_the_host_arrive(cuda: Any) -> None:
+    run = cuda.run("""
+        import numpy as np
+
+        rng = np.random.default_rng(0)
+        arrays = [rng.standard_normal(n).astype(np.float32) for n in (1, 700_001, 5, 3_000_000) * 4]
+        mark("copies")
+        there = [tc.tensor(array, device="cuda") for array in arrays]
+        mark("end")
+        assert all((t.numpy() == a).all() for t, a in zip(there, arrays))
+    """)
+    assert run.of("refused") == []
+    # All through pinned memory.
+    copies = [call for call in run.after("copies").of("copy") if "HtoD" in call["kind"]]
+    assert copies
+    assert all(call["pageable"] == "0" for call in copies)
+
+
+def test_dlpack_orders_the_streams(cuda: Any) -> None:
+    run = cuda.run("""
+        t = tc.tensor([[1.0, 2.0], [3.0, 4.0]], device="cuda")
+        assert t.__dlpack_device__() == (2, 0)
+        for stream in (None, 1, 2, -1):
+            capsule = t.T.__dlpack__(stream=stream, max_version=(1, 0))
+            copy = tc.from_dlpack(capsule)
+            assert (copy.device, copy.shape, copy.dtype) == ("cuda:0", (2, 2), "f32")
+        assert tc.from_dlpack(t).device == "cuda:0"
+        assert tc.tensor(t, device="cpu").device == "cpu"
+        for stream in (0, -2):
+            try:
+                t.__dlpack__(stream=stream)
+            except BufferError as error:
+                assert f"stream is {stream}" in str(error)
+            else:
+                raise AssertionError
+        before = tc.cuda.memory_stats()["allocated"]
+        big = tc.zeros((1024, 1024), device="cuda")
+        capsule = big.__dlpack__(max_version=(1, 0))
+        del big
+        assert tc.cuda.memory_stats()["allocated"] >= before + (4 << 20)
+        del capsule
+        assert tc.cuda.memory_stats()["allocated"] == before
+    """)
+    assert run.of("refused") == []

@@ -1,0 +1,118 @@
+"""Devices and their memory, without a GPU: copies and fills of the simulated one are real."""
+
+from typing import Any
+
+GIB = 1 << 30
+
+
+def test_values_go_to_the_device_and_come_back(cuda: Any) -> None:
+    run = cuda.run("""
+        import numpy as np
+
+        for dtype in ("f32", "f64", "f16", "bf16", "u8", "u32", "i64"):
+            values = tc.tensor([[1, 2, 3], [4, 5, 6]], dtype=dtype)
+            there = values.to("cuda")
+            assert (there.device, there.dtype, there.shape) == ("cuda:0", values.dtype, (2, 3))
+            assert there.to("cpu").tolist() == values.tolist() == there.tolist(), dtype
+            assert tc.zeros((2, 3), dtype=dtype, device="cuda").tolist() == [[0] * 3] * 2, dtype
+            assert tc.zeros((0, 3), dtype=dtype, device="cuda").to("cpu").shape == (0, 3)
+        array = np.arange(300_000, dtype=np.float32)
+        assert (tc.tensor(array, device="cuda").numpy() == array).all()
+        part = tc.tensor(array, device="cuda")[1000:1003]
+        assert part.tolist() == [1000.0, 1001.0, 1002.0]
+        var = tc.Var(array, device="cuda")
+        assert (var.detach().numpy() == array).all()
+    """)
+    assert run.of("refused") == []
+
+
+def test_two_devices_are_apart(cuda: Any) -> None:
+    run = cuda.run("""
+        here, there = tc.zeros(3, device="cuda:0"), tc.zeros(3, device="cuda:1")
+        assert (here.device, there.device) == ("cuda:0", "cuda:1")
+        assert here.to("cuda:1").device == "cuda:1"
+        assert tc.tensor([1.0, 2.0], device="cuda:1").to("cuda:0").tolist() == [1.0, 2.0]
+        cases = {
+            "add": lambda: here + there,
+            "cpu and cuda": lambda: here + tc.zeros(3),
+            "matmul": lambda: tc.zeros((2, 3), device="cuda:0") @ tc.zeros((3, 2), device="cuda:1"),
+            "cat": lambda: tc.cat([here, there], 0),
+            "set": lambda: tc.Var(here).set(there),
+        }
+        for name, use in cases.items():
+            try:
+                use()
+            except tc.DeviceError as error:
+                print(name, "|", error)
+            else:
+                raise AssertionError(name)
+        assert (tc.zeros(3, device="cuda:1") + there).device == "cuda:1"
+    """, settings={"DEVICES": "2"})  # fmt: skip
+    assert len(run.output.splitlines()) == 5
+
+
+def test_memory_is_counted(cuda: Any) -> None:
+    cuda.run("""
+        tc.zeros(1, device="cuda")
+        before = tc.cuda.memory_stats()
+        assert before["total"] == 80 << 30
+        big = tc.zeros((256, 1024, 1024), dtype="u8", device="cuda")
+        held = tc.cuda.memory_stats()
+        assert held["allocated"] - before["allocated"] == 256 << 20
+        assert held["peak_allocated"] >= held["allocated"]
+        assert held["reserved"] >= held["allocated"]
+        assert held["free"] <= before["free"] - (256 << 20) + (64 << 20)
+        del big
+        after = tc.cuda.memory_stats()
+        assert after["allocated"] == before["allocated"]
+        assert after["peak_allocated"] == held["peak_allocated"]
+        tc.cuda.reset_peak_memory_stats()
+        assert tc.cuda.memory_stats()["peak_allocated"] == before["allocated"]
+    """)
+
+
+def test_full_memory_is_an_error_that_says_so(cuda: Any) -> None:
+    run = cuda.run("""
+        kept = tc.tensor([1.0, 2.0], device="cuda")
+        uses = {
+            "zeros": lambda: tc.zeros((3, 1024, 1024, 256), device="cuda"),
+            "full": lambda: tc.full((3, 1024, 1024, 256), 1.5, device="cuda"),
+            "matmul": lambda: (
+                tc.zeros((1 << 16, 1), device="cuda") @ tc.zeros((1, 1 << 16), device="cuda")
+            ),
+        }
+        for name, use in uses.items():
+            try:
+                use()
+            except tc.OutOfMemoryError as error:
+                print(error)
+                assert isinstance(error, MemoryError)
+            else:
+                raise AssertionError(name)
+        # The process goes on.
+        assert kept.tolist() == [1.0, 2.0]
+        half = [tc.zeros((1024, 1024, 128), device="cuda") for _ in range(2)]
+        assert tc.cuda.memory_stats()["allocated"] > GIB
+        del half
+        assert tc.zeros((1024, 1024, 256), device="cuda").shape == (1024, 1024, 256)
+    """.replace("GIB", str(GIB)), settings={"MEMORY": str(2 * GIB)})  # fmt: skip
+    messages = run.output.splitlines()
+    assert len(messages) == 3
+    for name, message in zip(("zeros", "full", "matmul"), messages, strict=True):
+        assert message.startswith(f"{name}: ")
+        assert "needs 3.00 GiB" in message or "needs 16.00 GiB" in message
+        assert "2.00" in message  # what the GPU has
+
+
+def test_memory_does_not_grow_with_use(cuda: Any) -> None:
+    run = cuda.run("""
+        x = tc.zeros((512, 512), device="cuda")
+        for step in range(20):
+            if step == 2:
+                mark("warm")
+            y = (x * 2 + x).relu() @ x
+            del y
+    """)
+    assert run.after("warm").of("grow", "alloc", "shrink") == []
+    assert run.after("warm").waits == []
+    assert len(run.after("warm").of("launch")) == 18 * 3

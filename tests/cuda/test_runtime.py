@@ -1,0 +1,153 @@
+"""Graphs and shared memory on a real GPU."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainable_candle import Tensor, Var
+
+pytestmark = pytest.mark.gpu
+F = tc.nn.functional
+
+
+@pytest.fixture(autouse=True)
+def _device() -> None:
+    reason = tc.cuda.unavailable_reason()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def make_step(device: str) -> tuple[list[Var], Callable[..., Tensor]]:
+    rng = np.random.default_rng(0)
+    weights = [
+        tc.Var(rng.standard_normal(shape).astype(np.float32) * 0.1, device=device)
+        for shape in ((96, 64), (10, 96))
+    ]
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        for weight in weights:
+            weight.zero_grad()
+        hidden = tc.checkpoint(lambda x: F.dropout(F.linear(x, weights[0]).relu(), 0.3), x)
+        loss = F.cross_entropy(F.linear(hidden, weights[1]), labels)
+        loss.backward()
+        for weight in weights:
+            assert weight.grad is not None
+            weight.set(weight.detach() - weight.grad * 0.1)
+        return loss.detach()
+
+    return weights, step
+
+
+def test_captured_steps_are_the_eager_ones_to_the_bit() -> None:
+    rng = np.random.default_rng(1)
+    batches = [
+        (rng.standard_normal((32, 64)).astype(np.float32), rng.integers(0, 10, 32))
+        for _ in range(6)
+    ]
+    inputs = [tuple(tc.tensor(part, device="cuda") for part in batch) for batch in batches]
+    found = []
+    for captured in (False, True):
+        weights, step = make_step("cuda")
+        run = tc.cuda.capture(step, inputs[0]) if captured else step
+        tc.manual_seed(3)
+        losses = [run(*batch).item() for batch in inputs]
+        found.append((losses, [weight.detach().tolist() for weight in weights], tc.get_rng_state()))
+    assert found[0] == found[1]
+
+
+def test_two_thousand_replays_take_no_memory() -> None:
+    _, step = make_step("cuda")
+    inputs = [tc.zeros((32, 64), device="cuda"), tc.arange(32, device="cuda") // 4]
+    run = tc.cuda.capture(step, inputs)
+    run(*inputs)
+    run(*inputs)
+    before = tc.cuda.memory_stats()
+    for _ in range(2000):
+        loss = run(*inputs)
+    assert np.isfinite(loss.item())
+    del loss
+    after = tc.cuda.memory_stats()
+    for name in ("allocated", "reserved", "growths"):
+        assert after[name] == before[name], name
+    del run, step
+    gc.collect()
+    assert tc.cuda.memory_stats()["graphs"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64", "i64", "u8"])
+def test_torch_shares_memory(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    t = tc.tensor(np.arange(6).reshape(2, 3), dtype=dtype, device="cuda").T
+    there = torch.from_dlpack(t)
+    assert there.device.type == "cuda"
+    assert there.to(torch.float64).tolist() == t.tolist()
+    there[0, 0] = 5
+    torch.cuda.synchronize()
+    assert t[0, 0].item() == 5
+    back = tc.from_dlpack(there)
+    assert (back.device, back.dtype) == ("cuda:0", dtype)
+    expected = t.tolist()
+    there[0, 0] = 7
+    torch.cuda.synchronize()
+    assert back.tolist() == expected
+
+
+def test_streams_of_torch_wait_for_ours_and_ours_for_torch() -> None:
+    torch = pytest.importorskip("torch")
+    x = tc.randn((2048, 2048), device="cuda") * 0.02
+    side = torch.cuda.Stream()
+    for stream in (torch.cuda.default_stream(), side):
+        y = x
+        for _ in range(50):
+            y = y @ x
+        # Queued, not done: torch reads it on its own stream.
+        with torch.cuda.stream(stream):
+            total = torch.from_dlpack(y).double().sum()
+        assert total.item() == pytest.approx(float(y.to("f64").sum().item()), rel=1e-9, abs=1e-12)
+        with torch.cuda.stream(stream):
+            z = torch.zeros((2048, 2048), device="cuda")
+            for i in range(200):
+                z += i
+            ours = tc.from_dlpack(z)
+        assert ours[0, :3].tolist() == [19900.0] * 3
+        # Memory that torch still reads is not handed out again.
+        for _ in range(20):
+            shared = tc.full((2048, 2048), 1.0, device="cuda")
+            with torch.cuda.stream(stream):
+                view = torch.from_dlpack(shared)
+                result = view
+                for _ in range(20):
+                    result = result + view
+                del view
+            del shared
+            other = tc.full((2048, 2048), 9.0, device="cuda")
+            assert result.sum().item() == 21.0 * 2048 * 2048
+            del other
+
+
+def test_elements_that_would_need_conversion_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(tc.DTypeError, match="convert them to int64 first"):
+        tc.from_dlpack(torch.arange(3, dtype=torch.int32, device="cuda"))
+    assert tc.from_dlpack(torch.tensor([True, False], device="cuda")).tolist() == [1, 0]
+
+
+def test_ids_out_of_range_are_told_when_a_value_is_read() -> None:
+    weight = tc.ones((4, 3), device="cuda")
+    rows = F.embedding(tc.tensor([1, 7], device="cuda"), weight)
+    with pytest.raises(tc.IndexOutOfRangeError, match="embedding: the id at position 1"):
+        rows.tolist()
+    assert rows.tolist() == [[1.0] * 3, [0.0] * 3]
+    loss = F.cross_entropy(tc.zeros((2, 3), device="cuda"), tc.tensor([0, 3], device="cuda"))
+    with pytest.raises(tc.IndexOutOfRangeError, match="cross_entropy"):
+        loss.item()
+    tc.cuda.synchronize()

@@ -1,0 +1,156 @@
+"""The simulated driver refuses what the real one refuses, so that tests on it can fail."""
+
+from typing import Any
+
+START = """
+    import ctypes
+
+    driver = ctypes.CDLL("libcuda.so.1")
+    folder = os.environ["PYTHONPATH"].split(os.pathsep)[0]
+    blas = ctypes.CDLL(f"{folder}/nvidia/cu13/lib/libcublas.so.13")
+    pointer, size, none = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ulonglong(0)
+
+    def call(name, *arguments, library=driver):
+        return getattr(library, name)(*arguments)
+
+    def made(name, *arguments, library=driver):
+        value = pointer()
+        assert call(name, ctypes.byref(value), *arguments, library=library) == 0, name
+        return value
+
+    assert call("cuMemAlloc_v2", ctypes.byref(pointer()), size(16)) == 3  # not initialized
+    assert call("cuInit", 0) == 0
+    assert call("cuMemAlloc_v2", ctypes.byref(pointer()), size(16)) == 201  # no context
+    context = made("cuDevicePrimaryCtxRetain", 0)
+    call("cuCtxSetCurrent", context)
+    stream = made("cuStreamCreate", 1)
+    memory = made("cuMemAlloc_v2", size(1 << 20))
+    address = memory.value
+    pageable = ctypes.create_string_buffer(64)
+    pinned = made("cuMemHostAlloc", size(64), 0)
+    GLOBAL, LOCAL, RELAXED = 0, 1, 2
+
+    def fill(start, count):
+        return call("cuMemsetD8Async", pointer(start), ctypes.c_ubyte(7), size(count), stream)
+
+    def captured(mode, work, expected):
+        assert call("cuStreamBeginCapture_v2", stream, mode) == 0
+        assert fill(address, 64) == 0
+        found = work()
+        assert found == expected, (found, expected)
+        graph = pointer()
+        ended = call("cuStreamEndCapture", stream, ctypes.byref(graph))
+        assert ended == (901 if expected else 0), ended
+        assert (graph.value is None) == bool(expected)
+        return graph
+"""
+
+
+def test_memory_is_checked(cuda: Any) -> None:
+    cuda.run(START + """
+    assert fill(address, 1 << 20) == 0
+    assert fill(address, (1 << 20) + 1) == 1  # beyond the end
+    assert fill(address - 1, 1) == 1
+    assert call("cuMemFree_v2", pointer(address + 1)) == 1
+    assert call("cuMemFree_v2", pointer(address)) == 0
+    assert fill(address, 1) == 1  # after it was freed
+    assert call("cuMemFree_v2", pointer(address)) == 1
+    """)  # fmt: skip
+
+
+def test_capture_is_refused_what_the_driver_refuses(cuda: Any) -> None:
+    run = cuda.run(START + """
+    def copy(host):
+        return lambda: call("cuMemcpyDtoHAsync_v2", host, memory, size(64), stream)
+
+    def allocate():
+        return call("cuMemAlloc_v2", ctypes.byref(pointer()), size(16))
+
+    captured(GLOBAL, lambda: fill(address, 1), 0)
+    captured(GLOBAL, lambda: call("cuStreamSynchronize", stream), 900)
+    captured(RELAXED, lambda: call("cuStreamSynchronize", stream), 900)
+    captured(RELAXED, lambda: call("cuCtxSynchronize"), 900)
+    captured(RELAXED, copy(pageable), 900)
+    captured(RELAXED, copy(pinned), 0)
+    captured(GLOBAL, allocate, 900)
+    captured(LOCAL, allocate, 900)
+    captured(RELAXED, allocate, 0)
+    # A captured fill happens at each launch, not when it is captured.
+    graph = captured(GLOBAL, lambda: fill(address, 64), 0)
+    executable = made("cuGraphInstantiateWithFlags", graph, none)
+    call("cuMemsetD8Async", memory, ctypes.c_ubyte(0), size(64), stream)
+    copy(pageable)()
+    assert pageable.raw == bytes(64)
+    assert call("cuGraphLaunch", executable, stream) == 0
+    copy(pageable)()
+    assert pageable.raw == bytes([7] * 64)
+    """)  # fmt: skip
+    assert [call["fills"] for call in run.of("replay")] == ["2"]
+    assert run.waits != []
+
+
+def test_mapped_memory(cuda: Any) -> None:
+    cuda.run(START + """
+    class Location(ctypes.Structure):
+        _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+    class Properties(ctypes.Structure):
+        _fields_ = [("type", ctypes.c_int), ("handles", ctypes.c_int), ("location", Location),
+                    ("rest", ctypes.c_byte * 64)]
+
+    class Access(ctypes.Structure):
+        _fields_ = [("location", Location), ("flags", ctypes.c_int)]
+
+    chunk = 2 << 20
+    start = made("cuMemAddressReserve", size(4 * chunk), size(0), pointer(), none).value
+    handle = made("cuMemCreate", size(chunk), ctypes.byref(Properties(1, 0, Location(1, 0))),
+                  none)
+    assert fill(start, 1) == 1  # nothing is mapped
+    assert call("cuMemMap", pointer(start), size(chunk), size(0), handle, none) == 0
+    assert fill(start, 1) == 1  # not to be written yet
+    access = Access(Location(1, 0), 3)
+    assert call("cuMemSetAccess", pointer(start), size(chunk), ctypes.byref(access), size(1)) == 0
+    assert fill(start, chunk) == 0
+    assert fill(start, chunk + 1) == 1
+    assert call("cuMemAddressFree", pointer(start), size(4 * chunk)) == 1  # mapped
+    assert call("cuMemUnmap", pointer(start), size(chunk)) == 0
+    assert fill(start, 1) == 1
+    assert call("cuMemRelease", handle) == 0
+    assert call("cuMemAddressFree", pointer(start), size(4 * chunk)) == 0
+    """)  # fmt: skip
+
+
+def test_products_are_checked(cuda: Any) -> None:
+    run = cuda.run(START + """
+    handle = made("cublasCreate_v2", library=blas)
+    call("cublasSetStream_v2", handle, stream, library=blas)
+    one, F32 = ctypes.c_float(1), 0
+
+    def product(m, n, k, distance=512):
+        matrix = (memory, F32, distance, ctypes.c_longlong(0))
+        scale = ctypes.byref(one)
+        arguments = (handle, 0, 0, m, n, k, scale, *matrix, *matrix, scale, *matrix, 1, 68, -1)
+        return call("cublasGemmStridedBatchedEx", *arguments, library=blas)
+
+    assert product(512, 512, 512) == 0
+    assert product(513, 512, 512) == 7  # columns overlap
+    assert product(512, 513, 512) == 13  # beyond the end
+    """)  # fmt: skip
+    (product,) = run.of("product")
+    assert [product[name] for name in ("m", "n", "k", "beta")] == ["512", "512", "512", "1"]
+
+
+def test_launches_are_checked(cuda: Any) -> None:
+    """The table of kernels comes from the machine code in the extension."""
+    kernels = cuda.kernels.read_text().splitlines()
+    fill = next(line.split() for line in kernels if " fill_f32 " in line)
+    assert fill[6].split(",")[0] == "8"  # its first parameter is an address
+    assert int(fill[3]) > 0  # registers
+    run = cuda.run("""
+        for count in (1, 1000):
+            tc.full((count,), 2.0, device="cuda")
+    """)
+    for call in run.of("launch"):
+        assert call["name"] == "fill_f32"
+        address, _, value = call["arguments"].split(",")
+        assert (address, value) == ("device", "0x4000000000000000")  # 2.0

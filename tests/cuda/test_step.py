@@ -1,0 +1,46 @@
+"""A training step on the simulated device: its values mean nothing, its calls do."""
+
+from collections import Counter
+from typing import Any
+
+TRAIN = """
+    import numpy as np
+
+    tc.manual_seed(0)
+    rng = np.random.default_rng(0)
+    F = tc.nn.functional
+    weights = [tc.Var(tc.randn(s, dtype="DTYPE", device="cuda")) for s in ((256, 64), (10, 256))]
+    fc1, fc2 = (tc.nn.Linear(weight) for weight in weights)
+    x = tc.tensor(rng.standard_normal((32, 64)), dtype="DTYPE", device="cuda")
+    labels = tc.tensor(rng.integers(0, 10, 32), dtype="i64", device="cuda")
+    for step in range(4):
+        mark(f"step-{step}")
+        hidden = F.dropout(fc1(x).relu(), 0.2)
+        loss = F.cross_entropy(fc2(hidden), labels)
+        loss.backward()
+        assert [w.grad.shape for w in weights] == [w.shape for w in weights]
+        for weight in weights:
+            weight.zero_grad()
+    mark("end")
+    assert loss.shape == ()
+"""
+
+
+def test_forward_and_backward_launch_what_they_need(cuda: Any) -> None:
+    for dtype in ("f32", "bf16"):
+        run = cuda.run(TRAIN.replace("DTYPE", dtype))
+        assert run.of("refused") == []
+        step = run.after("step-3")
+        # Two linears: a product each way, and one for the gradient that reaches the first layer.
+        assert len(step.of("product")) == 5
+        launches = Counter(step.launches)
+        assert launches[f"dropout_forward_{dtype}"] == 1
+        assert launches == Counter(run.after("step-2").launches)
+        assert sum(launches.values()) <= 20, launches
+
+
+def test_warm_step_neither_waits_nor_takes_memory(cuda: Any) -> None:
+    run = cuda.run(TRAIN.replace("DTYPE", "f32"))
+    for step in ("step-2", "step-3"):
+        assert run.after(step).waits == []
+        assert run.after(step).of("grow", "shrink", "alloc", "alloc-pinned", "module") == []
