@@ -96,7 +96,7 @@ impl Function {
         shape: Shape,
         arguments: &mut [*mut c_void],
     ) -> Result<()> {
-        let run = || {
+        let mut run = || {
             gpu.stream().context().bind_to_thread()?;
             if shape.shared > COMMON_SHARED_MEMORY {
                 let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;

@@ -15,7 +15,7 @@ use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
 
 use super::gpu::{Gpu, driver_error};
 use crate::device::KernelTime;
-use crate::{Error, Result};
+use crate::{Error, Result, capture};
 
 const OP: &str = "profile";
 /// Launches in a turn: with their events, fewer than a stream takes before it lets the host wait.
@@ -150,12 +150,12 @@ impl Profile {
     }
 }
 
-/// Queue a launch of this name; measured if a profile is being made.
+/// Queue a launch of this name; measured if a profile is being made, and no graph.
 ///
 /// # Errors
 /// What `queue` raises, [`Error::Device`] if the driver refuses.
 pub fn measured<T>(gpu: &Gpu, name: impl FnOnce() -> String, queue: impl FnOnce() -> Result<T>) -> Result<T> {
-    if !IS_ON.load(Ordering::Relaxed) {
+    if !IS_ON.load(Ordering::Relaxed) || capture::is_capturing() {
         return queue();
     }
     let mut profile = profile();
