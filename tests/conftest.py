@@ -23,7 +23,7 @@ def interrupts() -> None:
 
 
 @pytest.fixture(scope="session")
-def cuda() -> str:
+def gpu() -> str:
     """The name of a CUDA device; tests that ask for it have the marker `gpu`."""
     reason = tc.cuda.unavailable_reason()
     if reason is not None:
@@ -34,7 +34,7 @@ def cuda() -> str:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """The CPU, and with the marker `gpu` a CUDA device."""
-    return request.getfixturevalue("cuda") if request.param == "cuda" else request.param
+    return request.getfixturevalue("gpu") if request.param == "cuda" else request.param
 
 
 @pytest.fixture(scope="session")

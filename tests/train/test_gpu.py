@@ -43,7 +43,7 @@ def curve(config: TrainConfig, **settings: Any) -> npt.NDArray[np.float64]:
     return np.array(losses.all)
 
 
-def test_two_hundred_steps_give_the_curve_of_the_cpu(cuda: str, tmp_path: Path) -> None:
+def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -> None:
     config = TrainConfig(
         model="sdxl",
         dataset=str(PHOTOGRAPHS),
@@ -56,28 +56,28 @@ def test_two_hundred_steps_give_the_curve_of_the_cpu(cuda: str, tmp_path: Path) 
         save_every=0,
     )
     expected = curve(config)
-    found = curve(config, device=cuda, output=str(tmp_path / "f32"))
+    found = curve(config, device=gpu, output=str(tmp_path / "f32"))
     # The same latents, noises and timesteps; what rounding changes grows with the steps.
     np.testing.assert_allclose(found[:20], expected[:20], rtol=1e-3)
     np.testing.assert_allclose(found, expected, rtol=0.05)
     assert found.mean() == pytest.approx(expected.mean(), rel=5e-3)
-    half = curve(config, device=cuda, precision="bf16", output=str(tmp_path / "bf16"))
+    half = curve(config, device=gpu, precision="bf16", output=str(tmp_path / "bf16"))
     np.testing.assert_allclose(half, expected, rtol=0.25)
     assert half.mean() == pytest.approx(expected.mean(), rel=0.02)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_recorded_steps_are_those_that_are_not_bit_for_bit(
-    cuda: str, config: TrainConfig, train: Train, accumulation: int, tmp_path: Path
+    gpu: str, config: TrainConfig, train: Train, accumulation: int, tmp_path: Path
 ) -> None:
     """With dropout, a schedule and clipping."""
-    config = config.with_(device=cuda, gradient_accumulation=accumulation)
+    config = config.with_(device=gpu, gradient_accumulation=accumulation)
     plain = train(config.with_(cuda_graphs=0))
     assert train(config.with_(output=str(tmp_path / "recorded"))) == plain
 
 
 def test_a_run_goes_on_elsewhere(
-    cuda: str, config: TrainConfig, train: Train, tmp_path: Path
+    gpu: str, config: TrainConfig, train: Train, tmp_path: Path
 ) -> None:
     """Saved on the GPU, continued on the CPU, and the other way round."""
 
@@ -90,7 +90,7 @@ def test_a_run_goes_on_elsewhere(
         return np.concatenate([np.frombuffer(b, np.float32) for b in bits.values()])
 
     expected = values(train(config))
-    for first, second in ((cuda, "cpu"), ("cpu", cuda)):
+    for first, second in ((gpu, "cpu"), ("cpu", gpu)):
         there = config.with_(output=str(tmp_path / first))
         train(there.with_(device=first), Stop())
         found = values(train(there.with_(device=second, resume="latest")))
@@ -99,10 +99,10 @@ def test_a_run_goes_on_elsewhere(
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw", "lion8bit", "sgd"])
 def test_f16_with_a_loss_scaler_trains(
-    cuda: str, config: TrainConfig, train: Train, optimizer: str, tmp_path: Path
+    gpu: str, config: TrainConfig, train: Train, optimizer: str, tmp_path: Path
 ) -> None:
     settings = {
-        "device": cuda,
+        "device": gpu,
         "optimizer": optimizer,
         "precision": "f16",
         "lr_scheduler": "constant",
@@ -113,15 +113,15 @@ def test_f16_with_a_loss_scaler_trains(
     assert start != end
 
 
-def test_memory_is_constant_over_two_thousand_steps(cuda: str) -> None:
+def test_memory_is_constant_over_two_thousand_steps(gpu: str) -> None:
     data = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
     tc.manual_seed(0)
-    layer = tc.nn.LoRALinear(tc.randn((256, 256), device=cuda) * 0.05, 8, 8.0, dropout=0.1)
+    layer = tc.nn.LoRALinear(tc.randn((256, 256), device=gpu) * 0.05, 8, 8.0, dropout=0.1)
     parameters = dict(zip(("down", "up"), layer.get_vars(), strict=True))
 
     def inputs(rows: npt.NDArray[np.int64]) -> dict[str, tc.Tensor]:
         x = tc.tensor(data[rows])
-        return {name: t.to(cuda) for name, t in {"x": x, "target": x.sum(1, keepdim=True)}.items()}
+        return {name: t.to(gpu) for name, t in {"x": x, "target": x.sum(1, keepdim=True)}.items()}
 
     def loss(given: Mapping[str, tc.Tensor]) -> tc.Tensor:
         return tc.nn.functional.mse_loss(layer(given["x"]).sum(1, keepdim=True), given["target"])
@@ -135,7 +135,7 @@ def test_memory_is_constant_over_two_thousand_steps(cuda: str) -> None:
             del trainer
             self.losses.append(report.loss)
             if report.step % 500 == 100:
-                stats = tc.cuda.memory_stats(cuda)
+                stats = tc.cuda.memory_stats(gpu)
                 self.at[report.step] = (stats["allocated"], stats["reserved"])
 
     memory = Memory()
@@ -155,36 +155,36 @@ def test_memory_is_constant_over_two_thousand_steps(cuda: str) -> None:
     assert np.mean(memory.losses[-50:]) < 0.1 * np.mean(memory.losses[:50])
 
 
-def test_checkpointing_needs_less_memory(cuda: str) -> None:
+def test_checkpointing_needs_less_memory(gpu: str) -> None:
     base = Path(tc.__file__).parent / "assets" / "sdxl_tiny" / "unet"
     peaks = {}
     for policy in ("none", "selective", "full"):
-        model = SDXLUNet.from_pretrained(base, dtype="bf16", device=cuda)
+        model = SDXLUNet.from_pretrained(base, dtype="bf16", device=gpu)
         if policy != "none":
             model.enable_gradient_checkpointing(policy)
         adapter = model.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "to_v"]))
         given = {
-            "sample": tc.randn((8, 4, 64, 64), device=cuda),
-            "timestep": tc.full((8,), 500.0, device=cuda),
-            "encoder_hidden_states": tc.randn((8, 77, 128), device=cuda),
-            "text_embeds": tc.randn((8, 64), device=cuda),
-            "time_ids": tc.full((8, 6), 512.0, device=cuda),
+            "sample": tc.randn((8, 4, 64, 64), device=gpu),
+            "timestep": tc.full((8,), 500.0, device=gpu),
+            "encoder_hidden_states": tc.randn((8, 77, 128), device=gpu),
+            "text_embeds": tc.randn((8, 64), device=gpu),
+            "time_ids": tc.full((8, 6), 512.0, device=gpu),
         }
-        tc.cuda.synchronize(cuda)
-        tc.cuda.reset_peak_memory_stats(cuda)
-        before = tc.cuda.memory_stats(cuda)["allocated"]
+        tc.cuda.synchronize(gpu)
+        tc.cuda.reset_peak_memory_stats(gpu)
+        before = tc.cuda.memory_stats(gpu)["allocated"]
         (model(**given).to("f32") ** 2).mean().backward()
-        peaks[policy] = tc.cuda.memory_stats(cuda)["peak_allocated"] - before
+        peaks[policy] = tc.cuda.memory_stats(gpu)["peak_allocated"] - before
         assert all(var.grad is not None for var in adapter.parameters())
     assert peaks["full"] < 0.6 * peaks["none"], peaks
     assert peaks["full"] < peaks["selective"] < 0.9 * peaks["none"], peaks
 
 
 def test_the_command_line_trains_and_draws(
-    cuda: str, sdxl_base: Path, sdxl_folder: Path, tmp_path: Path
+    gpu: str, sdxl_base: Path, sdxl_folder: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
-    model = ["--model", "sdxl", "--weights", str(sdxl_base), "--device", cuda]
+    model = ["--model", "sdxl", "--weights", str(sdxl_base), "--device", gpu]
     arguments = [
         *["train", *model, "--dataset", str(sdxl_folder), "--output", str(output)],
         *["--mixed-precision", "bf16", "--resolution", "64", "--rank", "4", "--steps", "6"],
@@ -198,7 +198,7 @@ def test_the_command_line_trains_and_draws(
     assert len(measured) == 3
     assert all(math.isfinite(loss) for loss in measured)
     adapter = output / "adapter.safetensors"
-    for device in (cuda, "cpu"):
+    for device in (gpu, "cpu"):
         drawn = tmp_path / f"{device}.png"
         given = ["--weights", str(sdxl_base), "--device", device, "--adapter", str(adapter)]
         drawing = ["--prompt", "a blur", "--size", "32", "--steps", "2", "--output", str(drawn)]
@@ -211,10 +211,10 @@ def test_the_command_line_trains_and_draws(
 
 
 def test_what_does_not_fit_the_gpu_is_refused(
-    cuda: str, sdxl_base: Path, sdxl_folder: Path, tmp_path: Path
+    gpu: str, sdxl_base: Path, sdxl_folder: Path, tmp_path: Path
 ) -> None:
-    stats = tc.cuda.memory_stats(cuda)
-    assert 0 < available_bytes(cuda) <= stats["total"]
+    stats = tc.cuda.memory_stats(gpu)
+    assert 0 < available_bytes(gpu) <= stats["total"]
     config = TrainConfig(
         model="sdxl",
         weights=str(sdxl_base),
@@ -222,15 +222,15 @@ def test_what_does_not_fit_the_gpu_is_refused(
         output=str(tmp_path / "run"),
         resolution=64,
         batch_size=10**9,
-        device=cuda,
+        device=gpu,
     )
     with pytest.raises(tc.OutOfMemoryError, match=r"^GPU memory: .* --batch-size 1"):
         train_adapter(config, progress=False, report=lambda _: None)
 
 
-def test_a_profile_names_the_kernels_and_a_full_gpu_stays_usable(cuda: str) -> None:
-    x = tc.randn((256, 256), device=cuda)
-    with tc.cuda.profile(cuda) as profile:
+def test_a_profile_names_the_kernels_and_a_full_gpu_stays_usable(gpu: str) -> None:
+    x = tc.randn((256, 256), device=gpu)
+    with tc.cuda.profile(gpu) as profile:
         for _ in range(300):
             x = (x @ x).sigmoid()
     products = [kernel for kernel in profile.kernels if kernel.name.startswith("gemm")]
@@ -239,5 +239,5 @@ def test_a_profile_names_the_kernels_and_a_full_gpu_stays_usable(cuda: str) -> N
     assert all(0 < kernel.milliseconds < 1000 for kernel in profile.kernels)
     assert json.dumps(str(profile)).count("launches") == 1
     with pytest.raises(tc.OutOfMemoryError):
-        tc.zeros((1 << 20, 1 << 22), device=cuda)
-    assert float(tc.ones((2, 2), device=cuda).sum().item()) == 4.0
+        tc.zeros((1 << 20, 1 << 22), device=gpu)
+    assert float(tc.ones((2, 2), device=gpu).sum().item()) == 4.0
