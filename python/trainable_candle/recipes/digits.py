@@ -147,10 +147,9 @@ class DigitsRecipe:
             *adapter_items("model", layers.values(), config),
             Item("model", "activations", count * ITEM_BYTES[config.precision]),
         ]
-        on_gpu = config.device != "cpu"
-        if not on_gpu:
+        if not config.on_gpu:
             items.append(Item("pictures", "", 4 * pictures * SIDE**2))
-        return Estimate({"training": items}, on_gpu)
+        return Estimate({"training": items}, config.on_gpu)
 
     @classmethod
     def load(cls, weights: Path, dtype: str | None, device: str) -> Self:

@@ -319,6 +319,11 @@ class TrainConfig:
         return replace(self, **changes)
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the device is not the CPU."""
+        return self.device.partition(":")[0] != "cpu"
+
+    @property
     def initial_adapter_path(self) -> Path:
         """The file that `initial_adapter` names."""
         return Path(self.initial_adapter or "").expanduser()

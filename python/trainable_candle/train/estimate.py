@@ -107,7 +107,7 @@ def available_bytes(device: str) -> float:
     Raises:
         CudaUnavailableError, DeviceError: there is no such device.
     """
-    if device == "cpu":
+    if device.partition(":")[0] == "cpu":
         return tc.memory.available_bytes() or math.inf
     stats = tc.cuda.memory_stats(device)
     return stats["free"] + stats["reserved"] - stats["allocated"]

@@ -95,12 +95,15 @@ def train_adapter(
     Raises:
         ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: before the first
             step.
+        CudaUnavailableError, DeviceError: there is no such device; before anything is read.
         NonFiniteError: the loss or the gradient is NaN or infinite.
     """
     config.require("model", "dataset", "output")
     kind = recipes.find(config.model)
     _refuse_unused(kind, config)
     check_settings(config)
+    # Before anything is read: there must be such a device.
+    limit = _memory(config)
     weights = recipes.weights_of(config.model, config.weights)
     output = Path(config.output).expanduser()
     start = run_state.find(output, config.resume) if config.resume else None
@@ -117,7 +120,7 @@ def train_adapter(
     data = kind.read(weights, config, report)
     for line in kind.estimate(weights, config, data).table():
         report(line)
-    require_fit(config, _memory(config), lambda other: kind.estimate(weights, other, data))
+    require_fit(config, limit, lambda other: kind.estimate(weights, other, data))
     _make_writable(output)
     with held(output / LOCK, f"output: {output} is in use"):
         # Another run may have been there in the meantime.
@@ -331,10 +334,13 @@ def _logs(config: TrainConfig, output: Path) -> list[Callback]:
 
 
 def _memory(config: TrainConfig) -> float:
-    """Bytes that the run may take up."""
-    if config.memory_limit is not None:
-        return config.memory_limit * GIB
-    return available_bytes(config.device)
+    """Bytes that the run may take up.
+
+    Raises:
+        CudaUnavailableError, DeviceError: there is no such device.
+    """
+    available = available_bytes(config.device)
+    return available if config.memory_limit is None else config.memory_limit * GIB
 
 
 def _make_writable(folder: Path) -> None:

@@ -54,9 +54,8 @@ def estimate(
     text = (_TOKENS * facts.context + facts.pooled) * itemsize * pictures
     kept = 0 if config.cache == "off" else latents + text
     cached = kept if config.cache == "memory" else min(kept, MEMORY_LIMIT)
-    on_gpu = config.device != "cpu"
     # Batches are made in host memory.
-    cache = [] if on_gpu else [Item("latents and text", "cache", cached)]
+    cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
 
     working = 4 * facts.vae_widths[0] * min(area, _TILE**2) * _ENCODER_IMAGES
     encoding = [vae, texts, Item("vae", "activations", working), *cache]
@@ -85,7 +84,7 @@ def estimate(
         trained.append(texts)
     if config.cache == "off" or config.sample_prompts:
         trained.append(vae)
-    return Estimate({"encoding": encoding, "training": trained}, on_gpu)
+    return Estimate({"encoding": encoding, "training": trained}, config.on_gpu)
 
 
 def sampling_bytes(facts: files.Facts, size: tuple[int, int], count: int, dtype: str | None) -> int:
