@@ -24,6 +24,14 @@ RUN = """
         return train_adapter(config, callbacks=[Marks()], progress=False, report=lambda _: None)
 """
 RECORDED = (4, 5, 6)
+QUEUED = {"launch", "replay", "product"}
+
+
+def waits_at_its_end(step: Any) -> bool:
+    """Whether the host waits once, when all of a step is queued, and reads what it reads then."""
+    waits = [step.calls.index(call) for call in step.waits]
+    after = step.calls[min(waits) :]
+    return len(step.of("synchronize")) == 1 and not QUEUED & {call.kind for call in after}
 
 
 def digits(base: Path, folder: Path, output: Path, **settings: Any) -> str:
@@ -51,7 +59,7 @@ def test_a_step_is_replayed_and_waits_once(
     for step in RECORDED:
         done = run.after(f"step-{step}")
         assert len(done.of("replay")) == passes, step
-        assert len(done.waits) == 1, done.waits
+        assert waits_at_its_end(done), done.calls
         assert done.of("grow", "map", "capture-begin") == [], step
 
 
@@ -64,7 +72,7 @@ def test_without_graphs_a_step_waits_once_too(
     first = run.after("step-3").launches
     for step in RECORDED:
         done = run.after(f"step-{step}")
-        assert len(done.waits) == 1, done.waits
+        assert waits_at_its_end(done), done.calls
         assert done.of("grow", "map") == [], step
         assert done.launches == first
 
@@ -90,7 +98,7 @@ def test_sdxl_trains_validates_and_draws(
     for step in RECORDED:
         done = run.after(f"step-{step}")
         assert len(done.of("replay")) == 1, step
-        assert len(done.waits) == 1, done.waits
+        assert waits_at_its_end(done), done.calls
         assert done.of("grow", "map", "capture-begin") == [], step
     assert (tmp_path / "run" / "adapter.safetensors").is_file()
 
