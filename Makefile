@@ -27,7 +27,7 @@ PACKAGE := Cargo.toml Cargo.lock pyproject.toml $(shell find cuda rust python -t
 
 STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-python test-wheel cuda
 
-.PHONY: help setup demo check stubs clean $(STEPS)
+.PHONY: help setup demo check stubs wheel-cuda clean $(STEPS)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -89,15 +89,30 @@ test-python: $(VENV)/.tools ## Run the Python tests against the wheel
 test-wheel: $(VENV)/.tools ## Check the wheel's size, contents and import time in a clean environment
 	.ci/check_wheel.py $(DIST)/*.whl
 
-# The kernels for one architecture: for all of them CI would take minutes more. A target directory of its own, because the feature changes
-# candle. Uses the Python packages that `make wheel` has installed.
-cuda: export CARGO_TARGET_DIR := $(CARGO_TARGET_DIR)/cuda
-cuda: export CUDA_COMPUTE_CAP := 80
+# A target directory of its own, because the feature changes candle; candle's few kernels are PTX that every newer GPU compiles.
+cuda wheel-cuda: export CARGO_TARGET_DIR := $(CARGO_TARGET_DIR)/cuda
+cuda wheel-cuda: export CUDA_COMPUTE_CAP := 80
+cuda wheel-cuda: export CUDA_HOME = $(shell echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13)
+
+wheel-cuda: $(VENV)/.cuda ## Build the wheel for CPU and CUDA, with machine code for every supported GPU, and check it
+	$(BUILD_CUDA)
+	.ci/check_wheel.py --max-megabytes 35 $(DIST)/cuda/*.whl
+
+# The kernels for one architecture: for all of them CI would take minutes more. Uses the packages that `make wheel` has installed.
 cuda: export TRAINABLE_CANDLE_CUDA_ARCHS ?= 90a
-cuda: $(VENV)/.cuda ## Lint and compile the CUDA build and check that it starts without a GPU
-	export CUDA_HOME=$$(echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13) && export PATH=$$CUDA_HOME/bin:$$PATH && \
-		cargo clippy $(CARGO_SCOPE) $(CUDA) --all-targets -- -D warnings && cargo build $(CARGO_SCOPE) $(CUDA)
-	.ci/check_cuda.py $(CARGO_TARGET_DIR)/release/lib_core.so
+cuda: $(VENV)/.cuda ## Lint and build for CUDA, and test without a GPU, on a simulated one
+	PATH=$(CUDA_HOME)/bin:$$PATH cargo clippy $(CARGO_SCOPE) $(CUDA) --all-targets -- -D warnings
+	$(BUILD_CUDA)
+	.ci/check_wheel.py --max-megabytes 35 $(DIST)/cuda/*.whl
+	.ci/check_cuda.py $(DIST)/cuda/*.whl
+
+define BUILD_CUDA
+	rm -rf $(DIST)/cuda
+	maturin sdist --out $(DIST)/cuda
+	.ci/unpack $(DIST)/cuda/*.tar.gz $(DIST)/cuda/source
+	cd $(DIST)/cuda/source && PATH=$(CUDA_HOME)/bin:$$PATH maturin build --release --features cuda --compatibility manylinux_2_17 \
+		--out $(DIST)/cuda $(LINK)
+endef
 
 clean: ## Remove what make built, except cargo's target folder
 	rm -rf $(VENV) $(DIST)

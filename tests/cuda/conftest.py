@@ -71,12 +71,10 @@ class Run:
 
     @property
     def waits(self) -> list[Call]:
-        """What makes the host wait for the device."""
-        slow = [
-            c for c in self.of("copy") if c["pageable"] == "1" or not c["kind"].endswith("Async")
-        ]
-        to_host = [call for call in slow if "DtoH" in call["kind"]]
-        return self.of("synchronize") + to_host
+        """What makes the host wait for the device, copies of pageable memory among it."""
+        copies = self.of("copy")
+        slow = [c for c in copies if c["pageable"] == "1" or not c["kind"].endswith("Async")]
+        return self.of("synchronize") + slow
 
 
 def parse(line: str) -> Call:

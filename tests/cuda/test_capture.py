@@ -1,4 +1,4 @@
-"""Captured functions on the simulated device, whose kernels do not compute: what is queued and kept."""
+"""Captured functions on the simulated device, whose kernels do not compute."""
 
 from typing import Any
 
@@ -162,17 +162,14 @@ def test_constants_come_with_every_replay(cuda: Any) -> None:
         constant = np.array([5.0, 6.0, 7.0], dtype=np.float32)
 
         def function(x):
-            first = tc.tensor(constant, device="cuda")
-            y = tc.cat([first, x])[:3].contiguous()
-            return first
+            return tc.tensor(constant, device="cuda")
 
         step = tc.cuda.capture(function, [x])
         for call in range(4):
             mark(f"call-{call}")
-            result = step(x)
+            assert step(x).tolist() == [5.0, 6.0, 7.0]
+        assert step.is_recorded
         mark("end")
-        copies = step._run([x])
-        del step
     """)
     assert run.of("refused") == []
     copies = [call for call in run.after("call-3").of("copy") if "HtoD" in call["kind"]]
@@ -305,7 +302,7 @@ def test_dlpack_orders_the_streams(cuda: Any) -> None:
     run = cuda.run("""
         t = tc.tensor([[1.0, 2.0], [3.0, 4.0]], device="cuda")
         assert t.__dlpack_device__() == (2, 0)
-        for stream in (None, 1, 2, -1):
+        for stream in (None, 1, -1):
             capsule = t.T.__dlpack__(stream=stream, max_version=(1, 0))
             copy = tc.from_dlpack(capsule)
             assert (copy.device, copy.shape, copy.dtype) == ("cuda:0", (2, 2), "f32")

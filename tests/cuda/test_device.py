@@ -13,8 +13,9 @@ def test_values_go_to_the_device_and_come_back(cuda: Any) -> None:
             values = tc.tensor([[1, 2, 3], [4, 5, 6]], dtype=dtype)
             there = values.to("cuda")
             assert (there.device, there.dtype, there.shape) == ("cuda:0", values.dtype, (2, 3))
-            assert there.to("cpu").tolist() == values.tolist() == there.tolist(), dtype
-            assert tc.zeros((2, 3), dtype=dtype, device="cuda").tolist() == [[0] * 3] * 2, dtype
+            assert there.to("cpu").tolist() == there.tolist() == values.tolist(), dtype
+            zeros = tc.zeros((2, 3), dtype=dtype, device="cuda")
+            assert zeros.tolist() == [[0] * 3] * 2, dtype
             assert tc.zeros((0, 3), dtype=dtype, device="cuda").to("cpu").shape == (0, 3)
         array = np.arange(300_000, dtype=np.float32)
         assert (tc.tensor(array, device="cuda").numpy() == array).all()

@@ -191,10 +191,10 @@ class Trainer(Generic[Batch]):
         if not self._on_gpu:
             self._check_losses(losses)
         lr = self.optimizer.lr
-        norm = self._update()
+        measured = self._update()
         if self._on_gpu and self.step + 1 < self.steps:
             self._make_ready()
-        values, norm = self._read(losses, norm)
+        values, norm = self._read(losses, measured)
         self._check_losses(values)
         self._check_norm(norm)
         if self._scheduler is not None:
@@ -238,8 +238,8 @@ class Trainer(Generic[Batch]):
         (share if self._scaler is None else self._scaler.scale(share)).backward()
         return loss.detach()
 
-    def _update(self) -> Tensor | float:
-        """Clip and step; returns the gradient's norm."""
+    def _update(self) -> Tensor:
+        """Clip and step, unless the gradient is not finite; returns its norm."""
         limit = self._max_grad_norm or math.inf
         parameters = list(self.parameters.values())
         if self._scaler is not None:
@@ -249,17 +249,14 @@ class Trainer(Generic[Batch]):
             self._scaler.step(self.optimizer)
             self._scaler.update()
             return norm
-        if not self._on_gpu:
-            self._require_finite(float(norm), "the gradient's norm")
-        self.optimizer.step()
+        self.optimizer.step(if_finite=norm)
         return norm
 
-    def _read(self, losses: Sequence[Tensor], norm: Tensor | float) -> tuple[list[float], float]:
+    @staticmethod
+    def _read(losses: Sequence[Tensor], norm: Tensor) -> tuple[list[float], float]:
         """The numbers of a step; on a GPU this waits for it."""
-        if isinstance(norm, tc.Tensor) and self._on_gpu:
-            *values, last = tc.stack([*losses, norm]).tolist()
-            return values, last
-        return [float(loss) for loss in losses], float(norm)
+        *values, last = tc.stack([*(loss.to("f64").reshape(()) for loss in losses), norm]).tolist()
+        return values, last
 
     def _check_losses(self, losses: Sequence[Tensor | float]) -> None:
         if self._scaler is None:

@@ -11,9 +11,12 @@ static CUstream streams[MAX_STREAMS];
 static cuuint64_t captures;
 static _Thread_local CUstreamCaptureMode exchanged = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
-static bool active(CUstream stream) { return stream && stream->status != CU_STREAM_CAPTURE_STATUS_NONE; }
+// The default streams have names instead of objects.
+static bool named(CUstream stream) { return !stream || stream == CU_STREAM_LEGACY; }
 
-bool simulated_capturing(CUstream stream) { return stream && stream->status == CU_STREAM_CAPTURE_STATUS_ACTIVE; }
+static bool active(CUstream stream) { return !named(stream) && stream->status != CU_STREAM_CAPTURE_STATUS_NONE; }
+
+bool simulated_capturing(CUstream stream) { return !named(stream) && stream->status == CU_STREAM_CAPTURE_STATUS_ACTIVE; }
 
 static CUresult invalidate(const char *call, CUstream stream, CUresult status, const char *why) {
     stream->status = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
@@ -49,7 +52,7 @@ static CUresult check_default(const char *call) {
 
 CUresult simulated_stream(const char *call, CUstream stream) {
     TRY(simulated_ready(true));
-    if (!stream || stream == CU_STREAM_LEGACY) return check_default(call);
+    if (named(stream)) return check_default(call);
     if (!exists(stream)) return simulated_fail(call, CUDA_ERROR_INVALID_HANDLE, "stream");
     if (stream->status == CU_STREAM_CAPTURE_STATUS_INVALIDATED)
         return simulated_fail(call, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "capture-failed-before");

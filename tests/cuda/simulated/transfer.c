@@ -9,9 +9,8 @@ static CUresult transfer(const char *call, CUstream stream, struct CUgraphNode_s
         stream->status = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
         return simulated_fail(call, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "pageable-memory");
     }
-    const char *end = strstr(call, "Async");
-    simulated_log("%s kind=%.*s bytes=%zu pageable=%d captured=%d", node.kind == FILL ? "fill" : "copy",
-                  (int)((end ? end : call + strlen(call)) - call - 8), call + 8, node.bytes, pageable, simulated_capturing(stream));
+    simulated_log("%s kind=%s bytes=%zu pageable=%d captured=%d", node.kind == FILL ? "fill" : "copy", call, node.bytes, pageable,
+                  simulated_capturing(stream));
     simulated_queue(stream, node);
     return CUDA_SUCCESS;
 }

@@ -95,6 +95,32 @@ pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
     change("scale_in_place", "scale_in_place", dst, factor)
 }
 
+/// `dst`, which is dense, takes `src`, of the same shape and dtype, on its device.
+pub(super) fn transfer(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
+    if !src.is_contiguous() {
+        return copy_into(dst, src);
+    }
+    let bytes = dst.elem_count() * dst.dtype().size_in_bytes();
+    if bytes == 0 {
+        return Ok(());
+    }
+    let gpu = Gpu::of(op, dst)?;
+    let (to, from) = (address(op, dst)?, address(op, src)?);
+    let run = || {
+        gpu.stream().context().bind_to_thread()?;
+        // SAFETY: both tensors have these bytes, one after the other.
+        unsafe { result::memcpy_dtod_async(to, from, bytes, gpu.stream().cu_stream()) }
+    };
+    run().map_err(|error| driver_error(op, error))
+}
+
+/// A dense copy of a tensor in storage of its own.
+pub(super) fn duplicate(op: &'static str, x: &Raw) -> Result<Raw> {
+    let y = empty(op, Gpu::of(op, x)?, x.dims(), x.dtype())?;
+    transfer(op, &y, x)?;
+    Ok(y)
+}
+
 /// The end of the name of a kernel that copies elements as they are.
 pub(super) fn byte_suffix(dtype: DType) -> &'static [&'static str] {
     match dtype.size_in_bytes() {

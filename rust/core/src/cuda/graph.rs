@@ -23,13 +23,14 @@ use trainable_candle_cuda::memory;
 use trainable_candle_cuda::modules::RANDOM;
 use trainable_candle_cuda::upload::{self, Constants, Known};
 
+use super::copy::{duplicate, transfer};
 use super::gpu::{Gpu, driver_error};
 use super::launch::{Address, Shape, address, empty, launch};
 use super::memory::status_error;
 use crate::capture::{Effects, Function, Run};
 use crate::raw::storage_identity;
 use crate::rng::{self, State};
-use crate::{Error, Raw, Result, Tensor, capture, compute};
+use crate::{Error, Raw, Result, Tensor, capture};
 
 const OP: &str = "capture";
 
@@ -81,7 +82,7 @@ impl Captured {
                 return Err(Error::autograd(OP, message));
             }
             let moved = Tensor::from_raw(&input.raw).to_device(device)?;
-            Ok(Tensor::from_raw(&compute::copy(&moved.raw)?))
+            Ok(Tensor::from_raw(&duplicate(OP, &moved.raw)?))
         };
         let inputs = inputs.iter().enumerate().map(own).collect::<Result<_>>()?;
         Ok(Self { function, gpu, inputs, stage: Stage::New })
@@ -126,7 +127,7 @@ impl Captured {
 
     /// What a replay has computed: copies, which the next one leaves alone.
     fn finish(&mut self, graph: Graph, launched: Result<()>) -> Result<Vec<Tensor>> {
-        let copies = || graph.outputs.iter().map(|output| Ok(Tensor::from_raw(&compute::copy(output)?))).collect();
+        let copies = || graph.outputs.iter().map(|output| Ok(Tensor::from_raw(&duplicate(OP, output)?))).collect();
         let outputs = launched.and_then(|()| copies());
         self.stage = Stage::Recorded(graph);
         outputs
@@ -164,7 +165,7 @@ impl Captured {
         for (own, new) in self.inputs.iter().zip(inputs) {
             if own.elem_count() > 0 && storage_identity(&own.raw).0 != storage_identity(&new.raw).0 {
                 let moved = Tensor::from_raw(&new.raw).to_device(own.device())?;
-                compute::copy_into(&own.raw, &moved.raw)?;
+                transfer(OP, &own.raw, &moved.raw)?;
             }
         }
         Ok(())
@@ -177,7 +178,7 @@ impl Captured {
         let outputs = (self.function)(&self.inputs)?;
         let known = noting.finish();
         let mut effects = run.finish();
-        let outputs = values(outputs)?.iter().map(|output| Ok(Tensor::from_raw(&compute::copy(output)?))).collect();
+        let outputs = values(outputs)?.iter().map(|output| Ok(Tensor::from_raw(&duplicate(OP, output)?))).collect();
         // What was told where gradients are must be told anew, outside of a capture.
         self.stage = if effects.settle_gradients()? { Stage::New } else { Stage::Ran(effects, known) };
         outputs

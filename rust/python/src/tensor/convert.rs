@@ -138,7 +138,7 @@ fn numbers<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Vec<Bound<'py, P
         let values = tc::raw::to_f64_vec(tensor.raw())?;
         return Ok(values.into_iter().map(|v| v.into_bound_py_any(py)).collect::<PyResult<_>>()?);
     }
-    let values = tensor.to_dtype(DType::I64)?.to_vec::<i64>()?;
+    let values = integers(tensor)?;
     Ok(values.into_iter().map(|v| v.into_bound_py_any(py)).collect::<PyResult<_>>()?)
 }
 
@@ -152,7 +152,12 @@ pub fn item<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAn
         // The core's error.
         tensor.item()?;
     }
-    Ok(tensor.to_dtype(DType::I64)?.to_vec::<i64>()?[0].into_bound_py_any(py)?)
+    Ok(integers(tensor)?[0].into_bound_py_any(py)?)
+}
+
+/// The elements of an integer dtype in row-major order, converted on the CPU.
+pub fn integers(tensor: &tc::Tensor) -> tc::Result<Vec<i64>> {
+    tensor.to_device(&tc::Device::Cpu)?.to_dtype(DType::I64)?.to_vec()
 }
 
 /// Nested lists; a number without dimensions.

@@ -5,6 +5,7 @@ use pyo3::types::PyTuple;
 use tc::DType;
 use trainable_candle_core as tc;
 
+use super::convert::integers;
 use super::operand::{Kind, Number, Operand};
 use super::{Tensor, to_raw};
 use crate::arguments::{Integer, Shape};
@@ -133,7 +134,7 @@ fn only_number(tensor: &tc::Tensor) -> tc::Result<Number> {
     if tc::raw::is_float(tensor.dtype()) {
         return Ok(Number { value, kind: Kind::Float });
     }
-    Ok(Number::integer(tensor.to_dtype(DType::I64)?.to_vec::<i64>()?[0]))
+    Ok(Number::integer(integers(tensor)?[0]))
 }
 
 fn filled_like(

@@ -5,6 +5,7 @@ use pyo3::types::{PyBool, PyEllipsis, PyInt, PySlice, PySliceMethods, PyTuple};
 use tc::DType;
 use trainable_candle_core as tc;
 
+use super::convert::integers;
 use super::{Tensor, to_raw};
 use crate::arguments::Integer;
 use crate::call::{compute, quick};
@@ -79,7 +80,7 @@ impl<'py> Item<'py> {
 
 /// Positions with negative ones counted from the end, as a flat i64 tensor.
 fn positions(tensor: &tc::Tensor, size: usize) -> tc::Result<tc::Tensor> {
-    let mut values = tensor.to_dtype(DType::I64)?.to_vec::<i64>()?;
+    let mut values = integers(tensor)?;
     for value in &mut values {
         let position = if *value < 0 { value.saturating_add_unsigned(size as u64) } else { *value };
         if !(0..size as i64).contains(&position) {

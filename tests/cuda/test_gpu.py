@@ -1,0 +1,52 @@
+"""What only a GPU shows: `pytest -m gpu tests/cuda` on a machine that has one."""
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+pytestmark = pytest.mark.gpu
+F = tc.nn.functional
+
+
+def train(device: str, dtype: str) -> list[float]:
+    """The losses of a network of two layers under gradient descent."""
+    generator = np.random.default_rng(0)
+    shapes = ((32, 64), (32, 16), (256, 64), (16, 256))
+    x, target, first, second = (generator.standard_normal(shape) for shape in shapes)
+    weights = [tc.Var(w / 8, dtype=dtype, device=device) for w in (first, second)]
+    x, target = (tc.tensor(a, dtype=dtype, device=device) for a in (x, target))
+    losses = []
+    for _ in range(20):
+        loss = F.mse_loss(F.linear(F.linear(x, weights[0]).relu(), weights[1]), target)
+        loss.backward()
+        for weight in weights:
+            weight.set(weight.detach() - weight.grad * 0.05)
+            weight.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [("f64", 1e-12), ("f32", 1e-4), ("bf16", 5e-2)])
+def test_training_goes_as_on_the_cpu(dtype: str, rtol: float) -> None:
+    here, there = train("cpu", dtype), train("cuda", dtype)
+    assert here[-1] < 0.9 * here[0]
+    np.testing.assert_allclose(there, here, rtol=rtol)
+
+
+def test_values_of_every_dtype() -> None:
+    for dtype in ("f32", "f64", "f16", "bf16", "u8", "u32", "i64"):
+        assert tc.ones((2, 3), dtype=dtype, device="cuda").to("cpu").tolist() == [[1] * 3] * 2
+        values = tc.tensor([[1, 2, 3], [4, 5, 6]], dtype=dtype)
+        assert values.to("cuda").T.contiguous().to("cpu").tolist() == values.T.tolist()
+
+
+def test_full_memory_leaves_the_process_usable() -> None:
+    total = tc.cuda.memory_stats()["total"]
+    before = tc.cuda.memory_stats()["allocated"]
+    with pytest.raises(tc.OutOfMemoryError, match="zeros: a tensor of shape"):
+        tc.zeros((total,), dtype="u8", device="cuda")
+    part = tc.ones((1 << 20,), device="cuda")
+    assert part.sum().item() == 1 << 20
+    del part
+    assert tc.cuda.memory_stats()["allocated"] == before
