@@ -1006,7 +1006,7 @@ class GradScaler:
     ) -> GradScaler: ...
     def get_scale(self, /) -> float:
         """
-        The current scale; 1 if not enabled.
+        The current scale; 1 if not enabled. Waits for a CUDA device.
         """
     def load_state_dict(self, /, state: dict[str, SupportsFloat | SupportsIndex]) -> None:
         """
@@ -1022,14 +1022,14 @@ class GradScaler:
         """
     def state_dict(self, /) -> dict[str, float]:
         """
-        The scale and the good steps in a row so far, as numbers.
+        The scale and the good steps in a row so far, as numbers. Waits for a CUDA device.
         """
-    def step(self, /, optimizer: Optimizer) -> bool:
+    def step(self, /, optimizer: Optimizer) -> bool | None:
         """
         Unscale the gradients if that was not done, then let the optimizer step, unless one is infinite or NaN.
 
         Returns:
-            Whether the step was taken.
+            Whether the step was taken; None on a CUDA device, which alone knows, so that nothing waits for it.
 
         Raises:
             ArgumentError: if a step was taken since the last `update`.
@@ -1432,17 +1432,25 @@ class Optimizer:
     @property
     def state_bytes(self, /) -> int:
         """
-        Bytes of all states and master values held now. A variable's states are made at its first step.
+        Bytes of all states and master values held now. A variable's states are made at its first step, on a CUDA device those
+        of all variables at the first step of any.
         """
     def state_dict(self, /) -> dict[str, Tensor]:
         """
-        A copy of all states: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
+        A copy of all states, on the CPU: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
         `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
         learning rate of each group, `kind` (u8) with the optimizer's name in ASCII.
         """
-    def step(self, /) -> None:
+    def step(self, /, *, if_finite: Tensor | None = None) -> None:
         """
         Update every variable that has a gradient. The gradients stay; `zero_grad` forgets them.
+
+        Args:
+            if_finite: one number, such as the norm that `clip_grad_norm_` returned. If it is infinite or NaN, nothing changes
+                and no step is counted. On a CUDA device that is decided there, and nothing waits.
+
+        Raises:
+            ShapeError: if `if_finite` has more or less than one element.
         """
     def zero_grad(self, /) -> None:
         """
@@ -2464,7 +2472,7 @@ def clip_grad_norm_(
     max_norm: SupportsFloat | SupportsIndex,
     norm_type: SupportsFloat | SupportsIndex = 2.0,
     error_if_nonfinite: bool = False,
-) -> float:
+) -> Tensor:
     """
     Scale the gradients of `parameters` so that their common norm is at most `max_norm`, as torch's.
 
@@ -2472,10 +2480,10 @@ def clip_grad_norm_(
         parameters: the variables; those without a gradient count nothing.
         max_norm: at least 0; infinity leaves the gradients alone.
         norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude.
-        error_if_nonfinite: whether a NaN or infinite norm is an error.
+        error_if_nonfinite: whether a NaN or infinite norm is an error; waits for a CUDA device.
 
     Returns:
-        The norm before.
+        The norm before: f64, of no dimension, on the device of the gradients. Nothing waits for a CUDA device until it is read.
 
     Raises:
         ArgumentError: if a number is out of range, or an item is no Var.

@@ -260,16 +260,16 @@ def test_errors(call, error, text):
 def test_clipping():
     x, y, z = tc.Var(tc.ones(2)), tc.Var(tc.ones(1)), tc.Var(tc.ones(1))
     x.grad, y.grad = tc.tensor([3.0, 0.0]), tc.tensor([4.0])
-    assert optim.clip_grad_norm_([x, y, z], 10.0) == pytest.approx(5)
+    assert optim.clip_grad_norm_([x, y, z], 10.0).item() == pytest.approx(5)
     assert x.grad.tolist() == [3, 0]
-    assert optim.clip_grad_norm_([x, y, z], 1.0, norm_type=float("inf")) == pytest.approx(4)
+    assert optim.clip_grad_norm_([x, y, z], 1.0, norm_type=float("inf")).item() == pytest.approx(4)
     assert_close(y.grad, [1.0])
     x.grad = tc.tensor([float("nan"), 0.0])
     with pytest.raises(
         tc.NonFiniteError, match="clip_grad_norm_: the norm of the gradients is NaN"
     ):
         optim.clip_grad_norm_([x, y], 1.0, error_if_nonfinite=True)
-    assert np.isnan(optim.clip_grad_norm_([x, y], float("inf")))
+    assert np.isnan(optim.clip_grad_norm_([x, y], float("inf")).item())
     with pytest.raises(tc.ArgumentError, match="clip_grad_norm_: found max_norm -1"):
         optim.clip_grad_norm_([x], -1)
     with pytest.raises(tc.ArgumentError, match="found norm_type 3, expected 2 or infinity"):

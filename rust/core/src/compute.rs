@@ -59,6 +59,7 @@ functions! {
     argmax(x, dim: usize, keepdim: bool) -> Raw;
     cumsum(x, dim: usize) -> Raw;
     matmul(x, other: &Raw) -> Raw;
+    product(x, other: &Raw, alpha: f64, dtype: DType) -> Raw;
     matmul_accumulate(x, a: &Raw, b: &Raw, alpha: f64) -> ();
     accumulate(x, source: &Raw) -> ();
     copy_into(x, source: &Raw) -> ();

@@ -15,21 +15,27 @@ use super::copy::contiguous;
 use super::gpu::{Gpu, check_blas, driver_error};
 use super::launch::{Address, address, empty, same_device};
 use super::profile::measured;
-use crate::cpu::gemm::{Plan, check_destination};
+use crate::cpu::gemm::{Plan, check_destination, check_result_dtype};
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 
 /// As [`cpu::matmul`](crate::cpu::matmul).
 pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
+    product(a, b, 1.0, a.dtype())
+}
+
+/// As [`cpu::product`](crate::cpu::product).
+pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
     const OP: &str = "matmul";
     same_device(OP, a, &[b])?;
     let plan = Plan::of(OP, a, b)?;
-    let y = empty(OP, Gpu::of(OP, a)?, &plan.dims, a.dtype())?;
+    check_result_dtype(OP, a.dtype(), dtype)?;
+    let y = empty(OP, Gpu::of(OP, a)?, &plan.dims, dtype)?;
     if y.elem_count() > 0 && plan.k == 0 {
         super::copy::fill(&y, 0.0)?;
         return Ok(y);
     }
-    run(OP, &y, a, b, 1.0, 0.0)?;
+    run(OP, &y, a, b, alpha, 0.0)?;
     Ok(y)
 }
 

@@ -98,12 +98,12 @@ impl Backward for LinearBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = as_matrix(context.grad())?;
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
-            let grad_x = compute::matmul(&grad, &weight.get()?)?.reshape(&self.x_shape)?;
-            context.add(0, grad_x)?;
+            context.add_product(0, &self.x_shape, grad.dtype(), [&grad, &weight.get()?], 1.0)?;
         }
         if let (true, Some(x)) = (context.needs(1), &self.x) {
-            let grad_weight = compute::matmul(&grad.t()?, &as_matrix(&x.get()?)?)?;
-            context.add(1, grad_weight)?;
+            let x = as_matrix(&x.get()?)?;
+            let shape = (grad.dims()[1], x.dims()[1]);
+            context.add_product(1, shape, grad.dtype(), [&grad.t()?, &x], 1.0)?;
         }
         if context.needs(2) {
             context.add(2, compute::sum(&grad, &[0], false)?)?;

@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 use std::sync::{Arc, PoisonError};
 
-use candle_core::DType;
+use candle_core::{DType, Shape};
 use rustc_hash::{FxHashMap, FxHashSet};
 use smallvec::SmallVec;
 
@@ -41,6 +41,8 @@ pub struct BackwardContext<'a> {
     grad: Raw,
     wanted: Option<&'a FxHashSet<u64>>,
     table: &'a mut FxHashMap<u64, Pending>,
+    /// The variables whose gradient buffers have been added to, in a pass that ends there.
+    written: Option<&'a mut FxHashSet<u64>>,
     reached: SmallVec<[usize; 3]>,
 }
 
@@ -94,6 +96,44 @@ impl BackwardContext<'_> {
         compute::accumulate(&pending.sum.narrow(dim, start, length)?, grad)
     }
 
+    /// Add `alpha` a b, a product of matrices, to the gradient of input `index`, whose shape is `dims` (any shape of as many
+    /// elements) and whose dtype is that of a and b, or f32 where they are f16 or bf16.
+    ///
+    /// A variable with a gradient buffer collects the product where it lies, and a gradient that is here already is added to
+    /// by the product itself: neither has a temporary or an addition of its own.
+    pub fn add_product(
+        &mut self,
+        index: usize,
+        dims: impl Into<Shape>,
+        dtype: DType,
+        [a, b]: [&Raw; 2],
+        alpha: f64,
+    ) -> Result<()> {
+        if !self.needs(index) {
+            return Ok(());
+        }
+        if let (Some(written), Some(node)) = (self.written.as_deref_mut(), &self.node.inputs[index])
+            && let Some(leaf) = node.leaf()
+            && leaf.accumulate_product(a, b, alpha)?
+        {
+            written.insert(node.id());
+            return Ok(());
+        }
+        let Some(id) = self.reach(index) else { return Ok(()) };
+        match self.table.get_mut(&id) {
+            Some(pending) if pending.owned && pending.sum.is_contiguous() && pending.sum.dtype() == dtype => {
+                let sum = pending.sum.reshape((a.dims()[0], b.dims()[1]))?;
+                compute::matmul_accumulate(&sum, a, b, alpha)
+            }
+            Some(pending) => pending.add(&compute::product(a, b, alpha, dtype)?.reshape(dims)?),
+            None => {
+                let sum = compute::product(a, b, alpha, dtype)?.reshape(dims)?;
+                self.table.insert(id, Pending { sum, owned: true });
+                Ok(())
+            }
+        }
+    }
+
     fn reach(&mut self, index: usize) -> Option<u64> {
         if !self.needs(index) {
             return None;
@@ -133,6 +173,7 @@ fn walk(
     retain_graph: bool,
     wanted: Option<&FxHashSet<u64>>,
     targets: Option<&FxHashMap<u64, usize>>,
+    mut written: Option<&mut FxHashSet<u64>>,
     mut finish: impl FnMut(&Arc<Node>, Raw) -> Result<()>,
 ) -> Result<()> {
     let _no_grad = no_grad();
@@ -161,8 +202,14 @@ fn walk(
                 ),
             ));
         };
-        let mut context =
-            BackwardContext { node: &node, grad: pending.sum, wanted, table: &mut table, reached: SmallVec::new() };
+        let mut context = BackwardContext {
+            node: &node,
+            grad: pending.sum,
+            wanted,
+            table: &mut table,
+            written: written.as_deref_mut(),
+            reached: SmallVec::new(),
+        };
         backward.backward(&mut context)?;
         let reached = std::mem::take(&mut context.reached);
         if !retain_graph {
@@ -237,11 +284,12 @@ impl Tensor {
     /// As [`backward`](Tensor::backward), and [`Error::Shape`] if `gradient` has another shape.
     pub fn backward_with(&self, gradient: Option<&Self>, retain_graph: bool) -> Result<GradStore> {
         let (root, seed) = seed_for("backward", self, gradient)?;
-        let mut reached = FxHashSet::default();
-        walk(&root, seed, retain_graph, None, None, |node, grad| {
+        let (mut reached, mut written) = (FxHashSet::default(), FxHashSet::default());
+        walk(&root, seed, retain_graph, None, None, Some(&mut written), |node, grad| {
             reached.insert(node.id());
             node.leaf().map_or(Ok(()), |leaf| leaf.accumulate(grad))
         })?;
+        reached.extend(written);
         Ok(GradStore { reached })
     }
 }
@@ -267,7 +315,7 @@ pub fn grad(
     }
     let wanted = on_the_way(&root, &targets);
     let mut found: FxHashMap<u64, Raw> = FxHashMap::default();
-    walk(&root, seed, retain_graph, Some(&wanted), Some(&targets), |node, grad| {
+    walk(&root, seed, retain_graph, Some(&wanted), Some(&targets), None, |node, grad| {
         found.insert(node.id(), grad);
         Ok(())
     })?;

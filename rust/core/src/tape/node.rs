@@ -1,6 +1,7 @@
 //! Nodes of the tape: recorded operations and the leaves that collect gradients.
 
 use std::cell::RefCell;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -8,6 +9,7 @@ use candle_core::{DType, Device, Shape};
 use smallvec::SmallVec;
 
 use super::backward::BackwardContext;
+use crate::copies::Copies;
 use crate::cpu::Add;
 use crate::raw::{self, Raw};
 use crate::{Error, Result, capture, compute};
@@ -113,6 +115,7 @@ pub(crate) struct Leaf {
     shape: Shape,
     dtype: DType,
     state: Arc<Mutex<GradState>>,
+    copies: Mutex<Copies>,
 }
 
 #[derive(Default)]
@@ -120,13 +123,15 @@ struct GradState {
     grad: Option<Raw>,
     /// A view of a flat gradient buffer: gradients are then added in place, never moved.
     buffer: Option<Raw>,
+    /// The flat buffer, and where in it the view lies.
+    flat: Option<(Raw, Range<usize>)>,
     /// Whether the buffer holds a gradient (it may hold zeros from the last `clear`).
     filled: bool,
 }
 
 impl Leaf {
     pub(crate) fn new(shape: Shape, dtype: DType) -> Self {
-        Self { shape, dtype, state: Arc::default() }
+        Self { shape, dtype, state: Arc::default(), copies: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, GradState> {
@@ -162,19 +167,36 @@ impl Leaf {
         });
     }
 
-    /// Multiply the gradient by `factor`.
-    pub(crate) fn scale(&self, factor: f64) -> Result<()> {
+    /// The flat buffer that holds the gradient, and where in it.
+    pub(crate) fn flat_gradient(&self) -> Option<(Raw, Range<usize>)> {
+        let state = self.state();
+        state.flat.clone().filter(|_| state.filled || capture::is_capturing())
+    }
+
+    /// Whether gradients are collected in a flat buffer.
+    pub(crate) fn is_bound(&self) -> bool {
+        self.state().buffer.is_some()
+    }
+
+    /// Change the gradient, if there is one, by a function that writes in place.
+    pub(crate) fn change(&self, change: impl FnOnce(&Raw) -> Result<()>) -> Result<()> {
         let mut state = self.state();
         if let Some(buffer) = &state.buffer {
-            return if state.filled { compute::scale_in_place(buffer, factor) } else { Ok(()) };
+            return if state.filled { change(buffer) } else { Ok(()) };
         }
         // A gradient that somebody has read stays as it was.
         if let Some(grad) = &state.grad {
-            let scaled = raw::own_copy(grad)?;
-            compute::scale_in_place(&scaled, factor)?;
-            state.grad = Some(scaled);
+            self.touch(grad.device());
+            let changed = raw::own_copy(grad)?;
+            change(&changed)?;
+            state.grad = Some(changed);
         }
         Ok(())
+    }
+
+    /// The copies of the variable's values in other dtypes.
+    pub(crate) fn copies(&self) -> MutexGuard<'_, Copies> {
+        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn clear(&self) -> Result<()> {
@@ -190,10 +212,23 @@ impl Leaf {
         Ok(())
     }
 
-    /// Collect gradients in `buffer` from now on (zeroed by its owner).
-    pub(crate) fn bind(&self, buffer: Raw) -> Result<()> {
-        let existing = self.state().grad.take();
-        self.state().buffer = Some(buffer);
+    /// Somebody else has zeroed the buffer's part. False if there is no buffer.
+    pub(crate) fn is_cleared(&self) -> bool {
+        let mut state = self.state();
+        state.filled = false;
+        let buffer = state.buffer.as_ref();
+        buffer.inspect(|buffer| self.touch(buffer.device())).is_some()
+    }
+
+    /// Collect gradients in a part of the vector `flat` from now on (zeroed by its owner).
+    pub(crate) fn bind(&self, flat: &Raw, part: Range<usize>) -> Result<()> {
+        let view = flat.narrow(0, part.start, part.len())?.reshape(&self.shape)?;
+        let existing = {
+            let mut state = self.state();
+            state.buffer = Some(view);
+            state.flat = Some((flat.clone(), part));
+            state.grad.take()
+        };
         existing.map_or(Ok(()), |grad| self.accumulate(grad))
     }
 
@@ -207,6 +242,21 @@ impl Leaf {
             state.grad = Some(raw::own_copy(grad)?);
         }
         Ok(())
+    }
+
+    /// Add `alpha` a b where gradients are collected in a buffer that takes this product; false if not.
+    pub(crate) fn accumulate_product(&self, a: &Raw, b: &Raw, alpha: f64) -> Result<bool> {
+        let mut state = self.state();
+        let Some(buffer) = &state.buffer else { return Ok(false) };
+        let short = matches!(a.dtype(), DType::F16 | DType::BF16);
+        let is_product = self.shape.dims() == [a.dims()[0], b.dims()[1]]
+            && (self.dtype == a.dtype() || (short && self.dtype == DType::F32));
+        if is_product {
+            compute::matmul_accumulate(buffer, a, b, alpha)?;
+            self.touch(buffer.device());
+            state.filled = true;
+        }
+        Ok(is_product)
     }
 
     /// Add `grad` (of the variable's shape) in the variable's dtype.
@@ -260,10 +310,12 @@ impl GradientCell {
         }
         let existing = state.grad.take();
         state.filled = existing.is_some();
-        state.buffer = Some(match existing {
-            Some(grad) => raw::own_copy(&grad)?,
-            None => compute::zeros(self.shape.dims(), self.dtype, &self.device)?,
-        });
+        let vector = match existing {
+            Some(grad) => raw::own_copy(&grad)?.flatten_all()?,
+            None => compute::zeros(&[self.shape.elem_count()], self.dtype, &self.device)?,
+        };
+        state.buffer = Some(vector.reshape(&self.shape)?);
+        state.flat = Some((vector, 0..self.shape.elem_count()));
         Ok(true)
     }
 

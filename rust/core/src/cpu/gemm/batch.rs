@@ -1,6 +1,6 @@
 //! Matrix products of tensors, with batches.
 
-use candle_core::{DType, Layout, Shape, WithDType};
+use candle_core::{DType, Layout, Shape};
 use half::{bf16, f16};
 use smallvec::SmallVec;
 
@@ -20,18 +20,23 @@ use crate::{Error, Raw, Result, dispatch_float};
 /// [`Error::Shape`] if the sizes do not fit, [`Error::DType`] if the dtypes differ or are not floating-point,
 /// [`Error::OutOfMemory`] if the result cannot be addressed.
 pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
+    product(a, b, 1.0, a.dtype())
+}
+
+/// `alpha` times the matrix product of `a` and `b` in `dtype`: that of the operands, or f32 for operands in f16 or bf16, which
+/// then loses nothing to rounding.
+///
+/// # Errors
+/// As [`matmul`], and [`Error::DType`] if the result cannot have this dtype.
+pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
     const OP: &str = "matmul";
     let plan = Plan::of(OP, a, b)?;
-    let len = crate::raw::check_allocation(OP, &plan.dims, a.dtype())?;
-    dispatch_float!(a.dtype(), OP, T => read2(OP, a, b, |[a, b]| {
-        let mut data = Vec::<T>::with_capacity(len);
-        // SAFETY: the plan stays within its operands, and writes each of the `len` elements, all within the capacity.
-        unsafe {
-            plan.run::<T, T>(elements(a)?, elements(b)?, data.as_mut_ptr(), 1.0, false);
-            data.set_len(len);
-        }
-        Ok((T::to_cpu_storage_owned(data), Shape::from(plan.dims.as_slice())))
-    }))
+    check_result_dtype(OP, a.dtype(), dtype)?;
+    match (a.dtype(), dtype) {
+        (DType::BF16, DType::F32) => plan.compute::<bf16, f32>(OP, a, b, alpha),
+        (DType::F16, DType::F32) => plan.compute::<f16, f32>(OP, a, b, alpha),
+        (same, _) => dispatch_float!(same, OP, T => plan.compute::<T, T>(OP, a, b, alpha)),
+    }
 }
 
 /// Adds `alpha` times the matrix product of `a` and `b` to `dst`, in place.
@@ -63,7 +68,12 @@ pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operan
         let message = format!("found a destination with strides {:?}, expected a contiguous one", dst.stride());
         return Err(Error::shape(op, message));
     }
-    match (operands, dst.dtype()) {
+    check_result_dtype(op, operands, dst.dtype())
+}
+
+/// The dtype of a product must be that of the operands, or f32 for f16 and bf16.
+pub(crate) fn check_result_dtype(op: &'static str, operands: DType, result: DType) -> Result<()> {
+    match (operands, result) {
         (operands, found) if operands == found => Ok(()),
         (DType::BF16 | DType::F16, DType::F32) => Ok(()),
         (operands, found) => {
@@ -202,6 +212,23 @@ impl Plan {
                 offsets
             });
         }
+    }
+
+    fn compute<T, C>(&self, op: &'static str, a: &Raw, b: &Raw, alpha: f64) -> Result<Raw>
+    where
+        T: Elem,
+        C: Elem<Acc = T::Acc>,
+    {
+        let len = crate::raw::check_allocation(op, &self.dims, C::DTYPE)?;
+        read2(op, a, b, |[a, b]| {
+            let mut data = Vec::<C>::with_capacity(len);
+            // SAFETY: the plan stays within its operands, and writes each of the `len` elements, all within the capacity.
+            unsafe {
+                self.run::<T, C>(elements(a)?, elements(b)?, data.as_mut_ptr(), alpha, false);
+                data.set_len(len);
+            }
+            Ok((C::to_cpu_storage_owned(data), Shape::from(self.dims.as_slice())))
+        })
     }
 
     fn accumulate<T, C>(&self, op: &'static str, dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()>
