@@ -18,6 +18,7 @@ macro_rules! modules {
 }
 
 modules! {
+    ADDRESSES "addresses" "Tables of addresses for batched products.";
     ATTENTION "attention" "Scaled dot-product attention.";
     CONV "conv" "Two-dimensional convolution.";
     COPY "copy" "Copies, conversions and changes in place.";

@@ -72,8 +72,8 @@ library!(driver, "libcuda.so.1", [
     cuStreamIsCapturing cuStreamSynchronize cuStreamWaitEvent
 ]);
 library!(blas, "libcublas.so.13", [
-    cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmStridedBatchedEx cublasSetMathMode cublasSetStream_v2
-    cublasSetWorkspace_v2
+    cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmBatchedEx cublasGemmStridedBatchedEx cublasSetMathMode
+    cublasSetStream_v2 cublasSetWorkspace_v2
 ]);
 library!(random, "libcurand.so.10", [
     curandCreateGenerator curandDestroyGenerator curandSetPseudoRandomGeneratorSeed curandSetStream

@@ -83,6 +83,7 @@ __all__ = [
     "load_file",
     "load_model",
     "lora_backward",
+    "lora_backward_",
     "manual_seed",
     "mse_loss",
     "ones",
@@ -2975,10 +2976,33 @@ def lora_backward(
         scale: the factor.
 
     Returns:
-        (grad_down, grad_up), in the shapes of the matrices.
+        (grad_down, grad_up), in the shapes and dtypes of the matrices: those of the input, or f32 where that is f16 or bf16.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
+    """
+
+def lora_backward_(
+    grad_outputs: SupportsGetItem[int, Tensor],
+    inputs: SupportsGetItem[int, Tensor],
+    lora_downs: SupportsGetItem[int, Var],
+    lora_ups: SupportsGetItem[int, Var],
+    scale: SupportsFloat | SupportsIndex,
+) -> None:
+    """
+    `lora_backward` of many layers at once: what it would return is added to the gradients of the matrices, straight where these lie in
+    a flat buffer. On a CUDA device products of one size run together, and nothing waits.
+
+    Args:
+        grad_outputs: for each layer (..., out_features).
+        inputs: for each layer (..., in_features).
+        lora_downs: for each layer (rank, in_features).
+        lora_ups: for each layer (out_features, rank).
+        scale: the factor, the same for all.
+
+    Raises:
+        ArgumentError: if the lists have different lengths, or the scale is not finite.
+        ShapeError, DTypeError, DeviceError: if the operands do not fit. Nothing is added then.
     """
 
 def manual_seed(seed: SupportsIndex) -> None:

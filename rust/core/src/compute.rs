@@ -68,6 +68,51 @@ functions! {
     lerp_in_place(x, source: &Raw, weight: f64) -> ();
 }
 
+/// One of many products that are independent of one another.
+pub struct Product {
+    /// The left operand.
+    pub a: Raw,
+    /// The right operand.
+    pub b: Raw,
+    /// What the product is multiplied by.
+    pub alpha: f64,
+    /// Where the result goes.
+    pub to: Destination,
+}
+
+/// What becomes of a product.
+pub enum Destination {
+    /// A new tensor of this dtype, as by [`product`].
+    New(DType),
+    /// It is added to this tensor, as by [`matmul_accumulate`].
+    Sum(Raw),
+}
+
+/// All products, in any order; the results or the tensors they were added to. On CUDA those of one size run together.
+///
+/// # Errors
+/// As [`product`] and [`matmul_accumulate`].
+pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
+    #[cfg(feature = "cuda")]
+    if work.first().is_some_and(|product| product.a.device().is_cuda()) {
+        return cuda::products(work);
+    }
+    work.iter().map(Product::run).collect()
+}
+
+impl Product {
+    /// This one by itself.
+    pub(crate) fn run(&self) -> Result<Raw> {
+        match &self.to {
+            Destination::New(dtype) => product(&self.a, &self.b, self.alpha, *dtype),
+            Destination::Sum(sum) => {
+                matmul_accumulate(sum, &self.a, &self.b, self.alpha)?;
+                Ok(sum.clone())
+            }
+        }
+    }
+}
+
 /// The same values in another dtype, integers among them; contiguous if they change.
 ///
 /// # Errors

@@ -54,14 +54,14 @@ pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> 
 
 /// A matrix as cuBLAS sees it, by columns: whether it lies transposed, and the distance of its columns.
 #[derive(Clone, Copy)]
-struct Matrix {
-    operation: Operation,
-    distance: i64,
+pub(super) struct Matrix {
+    pub(super) operation: Operation,
+    pub(super) distance: i64,
 }
 
 impl Matrix {
     /// Of a row-major (rows, columns) with its strides, seen as its transpose; nothing if neither dimension is dense.
-    fn transpose_of([rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]) -> Option<Self> {
+    pub(super) fn transpose_of([rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]) -> Option<Self> {
         // A dimension of one element has any stride.
         let dense = |size: usize, stride: usize| size <= 1 || stride == 1;
         let distance = |count: usize, stride: usize, length: usize| {
@@ -189,7 +189,7 @@ impl Call<'_> {
     }
 }
 
-fn data_type(op: &'static str, dtype: DType) -> Result<Type> {
+pub(super) fn data_type(op: &'static str, dtype: DType) -> Result<Type> {
     Ok(match dtype {
         DType::F32 => Type::CUDA_R_32F,
         DType::F64 => Type::CUDA_R_64F,

@@ -13,6 +13,7 @@ use candle_core::{DType, Shape};
 
 use super::case::{Case, Entry};
 use super::linear::{as_matrix, check, forward, linear, same_kind, with_last};
+use crate::compute::{Destination, Product};
 use crate::cpu::{self, Div, Mul};
 use crate::raw::{Raw, own_copy};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, Saver, record_with_aux};
@@ -87,6 +88,33 @@ fn grad_hidden(grad: &Raw, up: &Raw, scale: f64) -> Result<Raw> {
     compute::product(grad, up, scale, grad.dtype())
 }
 
+/// What [`lora_backward`] needs of its operands.
+fn check_backward(
+    op: &'static str,
+    grad_output: &Tensor,
+    input: &Tensor,
+    down: &Tensor,
+    up: &Tensor,
+    scale: f64,
+) -> Result<()> {
+    let (Some(&out), Some(&inner)) = (grad_output.dims().last(), input.dims().last()) else {
+        return Err(Error::shape(op, "grad_output and input need at least one dimension"));
+    };
+    if grad_output.dims()[..grad_output.rank() - 1] != input.dims()[..input.rank() - 1] {
+        return Err(Error::shape(
+            op,
+            format!(
+                "grad_output has shape {:?}, input {:?}; all but the last size must agree",
+                grad_output.dims(),
+                input.dims()
+            ),
+        ));
+    }
+    check_scale(op, scale)?;
+    check_factors(op, input, (out, inner), down, up)?;
+    same_kind(op, input, "grad_output", grad_output)
+}
+
 /// The gradients of the two LoRA matrices alone.
 ///
 /// `grad_output (..., out)`, `input (..., in)`, `down (r, in)`, `up (out, r)` → (`(r, in)`, `(out, r)`), of y = s (x Aᵀ) Bᵀ, in the
@@ -102,29 +130,65 @@ pub fn lora_backward(
     up: &Tensor,
     scale: f64,
 ) -> Result<(Tensor, Tensor)> {
-    const OP: &str = "lora_backward";
-    let (Some(&out), Some(&inner)) = (grad_output.dims().last(), input.dims().last()) else {
-        return Err(Error::shape(OP, "grad_output and input need at least one dimension"));
-    };
-    if grad_output.dims()[..grad_output.rank() - 1] != input.dims()[..input.rank() - 1] {
-        return Err(Error::shape(
-            OP,
-            format!(
-                "grad_output has shape {:?}, input {:?}; all but the last size must agree",
-                grad_output.dims(),
-                input.dims()
-            ),
-        ));
-    }
-    check_scale(OP, scale)?;
-    check_factors(OP, input, (out, inner), down, up)?;
-    same_kind(OP, input, "grad_output", grad_output)?;
+    check_backward("lora_backward", grad_output, input, down, up, scale)?;
     let (grad, x) = (as_matrix(&grad_output.raw)?, as_matrix(&input.raw)?);
     let hidden = compute::matmul(&x, &operand(down, x.dtype())?.raw.t()?)?;
     let grad_hidden = grad_hidden(&grad, &operand(up, x.dtype())?.raw, scale)?;
     let grad_down = compute::product(&grad_hidden.t()?, &x, 1.0, down.dtype())?;
     let grad_up = compute::product(&grad.t()?, &hidden, scale, up.dtype())?;
     Ok((Tensor::constant(grad_down), Tensor::constant(grad_up)))
+}
+
+/// One layer of [`lora_backward_`].
+#[derive(Clone, Copy)]
+pub struct LoraLayer<'a> {
+    /// The gradient of y, (..., out).
+    pub grad_output: &'a Tensor,
+    /// (..., in).
+    pub input: &'a Tensor,
+    /// A, (r, in).
+    pub down: &'a Var,
+    /// B, (out, r).
+    pub up: &'a Var,
+    /// The factor s.
+    pub scale: f64,
+}
+
+/// [`lora_backward`] of many layers at once, whose results are added to the gradients of the matrices: straight where these lie in a
+/// flat buffer. On CUDA products of one size run together, and nothing waits.
+///
+/// # Errors
+/// As [`lora_backward`]; nothing is added then.
+pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
+    const OP: &str = "lora_backward_";
+    let (mut matrices, mut first) = (Vec::with_capacity(layers.len()), Vec::with_capacity(2 * layers.len()));
+    for layer in layers {
+        check_backward(OP, layer.grad_output, layer.input, layer.down, layer.up, layer.scale)?;
+        let (grad, x) = (as_matrix(&layer.grad_output.raw)?, as_matrix(&layer.input.raw)?);
+        let to = || Destination::New(x.dtype());
+        let (down, up) = (operand(layer.down, x.dtype())?.raw.t()?, operand(layer.up, x.dtype())?.raw);
+        first.push(Product { a: x.clone(), b: down, alpha: 1.0, to: to() });
+        first.push(Product { a: grad.clone(), b: up, alpha: layer.scale, to: to() });
+        matrices.push((grad, x));
+    }
+    let hidden = compute::products(&first)?;
+    let (mut work, mut leaves) = (Vec::with_capacity(first.len()), Vec::with_capacity(first.len()));
+    for ((layer, (grad, x)), hidden) in layers.iter().zip(matrices).zip(hidden.chunks_exact(2)) {
+        let of_down = (layer.down, hidden[1].t()?, x, 1.0);
+        let of_up = (layer.up, grad.t()?, hidden[0].clone(), layer.scale);
+        for (var, a, b, alpha) in [of_down, of_up] {
+            let buffer = var.leaf().product_buffer(&a, &b);
+            leaves.push((var, buffer.is_some()));
+            let to = buffer.map_or_else(|| Destination::New(var.dtype()), Destination::Sum);
+            work.push(Product { a, b, alpha, to });
+        }
+    }
+    for (grad, (var, is_there)) in compute::products(&work)?.into_iter().zip(leaves) {
+        if !is_there {
+            var.leaf().accumulate(grad)?;
+        }
+    }
+    Ok(())
 }
 
 /// What both backwards share: the base and the two factors.

@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 
 use super::mode::no_grad;
 use super::node::{Kind, Node};
+use crate::compute::{Destination, Product};
 use crate::cpu::Add;
 use crate::interrupt::Interrupt;
 use crate::raw::{self, Raw};
@@ -35,14 +36,40 @@ impl Pending {
     }
 }
 
+/// Products that are added to the gradient buffers of variables. On CUDA they wait for others of their size, with which they run as
+/// one; what they wait with is limited.
+#[derive(Default)]
+struct Buffered {
+    variables: FxHashSet<u64>,
+    waiting: Vec<Product>,
+    /// Of the operands of those that wait.
+    bytes: usize,
+}
+
+impl Buffered {
+    fn add(&mut self, variable: u64, product: Product) -> Result<()> {
+        const MOST_BYTES: usize = 128 << 20;
+        self.variables.insert(variable);
+        self.bytes += [&product.a, &product.b].map(|raw| raw.elem_count() * raw.dtype().size_in_bytes()).iter().sum::<usize>();
+        let waits = !product.a.device().is_cpu();
+        self.waiting.push(product);
+        if waits && self.bytes < MOST_BYTES { Ok(()) } else { self.run() }
+    }
+
+    fn run(&mut self) -> Result<()> {
+        self.bytes = 0;
+        compute::products(&std::mem::take(&mut self.waiting)).map(drop)
+    }
+}
+
 /// What a node's backward sees: the gradient of its result, and where to put those of its inputs.
 pub struct BackwardContext<'a> {
     node: &'a Node,
     grad: Raw,
     wanted: Option<&'a FxHashSet<u64>>,
     table: &'a mut FxHashMap<u64, Pending>,
-    /// The variables whose gradient buffers have been added to, in a pass that ends there.
-    written: Option<&'a mut FxHashSet<u64>>,
+    /// What is added to variables' gradient buffers, in a pass that ends there.
+    buffered: Option<&'a mut Buffered>,
     reached: SmallVec<[usize; 3]>,
 }
 
@@ -112,12 +139,10 @@ impl BackwardContext<'_> {
         if !self.needs(index) {
             return Ok(());
         }
-        if let (Some(written), Some(node)) = (self.written.as_deref_mut(), &self.node.inputs[index])
-            && let Some(leaf) = node.leaf()
-            && leaf.accumulate_product(a, b, alpha)?
+        if let (Some(buffered), Some(node)) = (self.buffered.as_deref_mut(), &self.node.inputs[index])
+            && let Some(sum) = node.leaf().and_then(|leaf| leaf.product_buffer(a, b))
         {
-            written.insert(node.id());
-            return Ok(());
+            return buffered.add(node.id(), Product { a: a.clone(), b: b.clone(), alpha, to: Destination::Sum(sum) });
         }
         let Some(id) = self.reach(index) else { return Ok(()) };
         match self.table.get_mut(&id) {
@@ -173,7 +198,7 @@ fn walk(
     retain_graph: bool,
     wanted: Option<&FxHashSet<u64>>,
     targets: Option<&FxHashMap<u64, usize>>,
-    mut written: Option<&mut FxHashSet<u64>>,
+    mut buffered: Option<&mut Buffered>,
     mut finish: impl FnMut(&Arc<Node>, Raw) -> Result<()>,
 ) -> Result<()> {
     let _no_grad = no_grad();
@@ -207,7 +232,7 @@ fn walk(
             grad: pending.sum,
             wanted,
             table: &mut table,
-            written: written.as_deref_mut(),
+            buffered: buffered.as_deref_mut(),
             reached: SmallVec::new(),
         };
         backward.backward(&mut context)?;
@@ -284,12 +309,15 @@ impl Tensor {
     /// As [`backward`](Tensor::backward), and [`Error::Shape`] if `gradient` has another shape.
     pub fn backward_with(&self, gradient: Option<&Self>, retain_graph: bool) -> Result<GradStore> {
         let (root, seed) = seed_for("backward", self, gradient)?;
-        let (mut reached, mut written) = (FxHashSet::default(), FxHashSet::default());
-        walk(&root, seed, retain_graph, None, None, Some(&mut written), |node, grad| {
+        let (mut reached, mut buffered) = (FxHashSet::default(), Buffered::default());
+        let walked = walk(&root, seed, retain_graph, None, None, Some(&mut buffered), |node, grad| {
             reached.insert(node.id());
             node.leaf().map_or(Ok(()), |leaf| leaf.accumulate(grad))
-        })?;
-        reached.extend(written);
+        });
+        let run = buffered.run();
+        walked?;
+        run?;
+        reached.extend(buffered.variables);
         Ok(GradStore { reached })
     }
 }

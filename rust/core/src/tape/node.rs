@@ -244,19 +244,19 @@ impl Leaf {
         Ok(())
     }
 
-    /// Add `alpha` a b where gradients are collected in a buffer that takes this product; false if not.
-    pub(crate) fn accumulate_product(&self, a: &Raw, b: &Raw, alpha: f64) -> Result<bool> {
-        let mut state = self.state();
-        let Some(buffer) = &state.buffer else { return Ok(false) };
+    /// The buffer that gradients are collected in, if it takes products of a and b: it is to be added to.
+    pub(crate) fn product_buffer(&self, a: &Raw, b: &Raw) -> Option<Raw> {
         let short = matches!(a.dtype(), DType::F16 | DType::BF16);
         let is_product = self.shape.dims() == [a.dims()[0], b.dims()[1]]
             && (self.dtype == a.dtype() || (short && self.dtype == DType::F32));
-        if is_product {
-            compute::matmul_accumulate(buffer, a, b, alpha)?;
-            self.touch(buffer.device());
+        let buffer = {
+            let mut state = self.state();
+            let buffer = state.buffer.clone().filter(|_| is_product)?;
             state.filled = true;
-        }
-        Ok(is_product)
+            buffer
+        };
+        self.touch(buffer.device());
+        Some(buffer)
     }
 
     /// Add `grad` (of the variable's shape) in the variable's dtype.

@@ -38,7 +38,11 @@ impl<'a> Guard<'a> {
         if norm.elem_count() != 1 {
             return Err(Error::shape("step", format!("found a norm of shape {:?}, expected one number", norm.dims())));
         }
-        Ok(Self { norm: Some(norm), ..Self::default() })
+        Ok(Self {
+            norm: Some(norm),
+            #[cfg(feature = "cuda")]
+            loss_scale: None,
+        })
     }
 
     /// Whether the step may be taken. Waits for the device of the norm.
