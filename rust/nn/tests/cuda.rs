@@ -61,9 +61,7 @@ fn optimizers(vars: &[Var]) -> Vec<Box<dyn Optimizer>> {
     let lion8 = Lion8bitConfig { lr: 0.01, weight_decay: 0.1, ..Lion8bitConfig::default() };
     vec![
         Box::new(SGD::with_groups(groups(vars, sgd, |c| c.lr = 0.5)).unwrap()),
-        Box::new(
-            SGD::with_groups(groups(vars, momentum, |c| (c.nesterov, c.dampening) = (true, 0.0))).unwrap(),
-        ),
+        Box::new(SGD::with_groups(groups(vars, momentum, |c| (c.nesterov, c.dampening) = (true, 0.0))).unwrap()),
         Box::new(Adam::with_groups(groups(vars, adam.clone(), |c| c.amsgrad = true)).unwrap()),
         Box::new(AdamW::with_groups(groups(vars, adam, |c| (c.lr, c.maximize) = (0.5, true))).unwrap()),
         Box::new(Adam8bit::with_groups(groups(vars, adam8.clone(), |c| c.lr = 0.5)).unwrap()),

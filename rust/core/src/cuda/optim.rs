@@ -391,8 +391,7 @@ pub fn step(op: &'static str, kernel: Kernel<'_>, table: &Table, groups: &Groups
 fn shape_8bit(op: &'static str, gpu: &Gpu, pieces: usize) -> Result<Shape> {
     const BLOCKS: usize = 3;
     const WARPS: usize = 8;
-    let multiprocessors =
-        gpu.stream().context().attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+    let multiprocessors = gpu.stream().context().attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     let multiprocessors = multiprocessors.map_err(|error| driver_error(op, error))? as usize;
     Shape::linear(op, pieces.div_ceil(WARPS).min(BLOCKS * multiprocessors), 256)
 }

@@ -50,7 +50,8 @@ impl Buffered {
     fn add(&mut self, variable: u64, product: Product) -> Result<()> {
         const MOST_BYTES: usize = 128 << 20;
         self.variables.insert(variable);
-        self.bytes += [&product.a, &product.b].map(|raw| raw.elem_count() * raw.dtype().size_in_bytes()).iter().sum::<usize>();
+        self.bytes +=
+            [&product.a, &product.b].map(|raw| raw.elem_count() * raw.dtype().size_in_bytes()).iter().sum::<usize>();
         let waits = !product.a.device().is_cpu();
         self.waiting.push(product);
         if waits && self.bytes < MOST_BYTES { Ok(()) } else { self.run() }

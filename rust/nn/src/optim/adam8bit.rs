@@ -7,7 +7,8 @@ use trainable_candle_core::{Result, Var};
 use super::Stepper;
 use super::quant::{BLOCK_SIZE, Codebook, padded};
 use super::rule::{
-    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
+    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas,
+    check_not_negative,
 };
 
 /// Hyper-parameters of [`Adam8bit`] and [`AdamW8bit`]; names and meaning are those of bitsandbytes. The two differ only

@@ -2,11 +2,11 @@
 
 use trainable_candle_core::cpu::pool::par_chunks_mut;
 use trainable_candle_core::cpu::{Elem, Real, dispatch};
-use trainable_candle_core::raw::{Raw, own_copy};
 #[cfg(feature = "cuda")]
 use trainable_candle_core::cuda::gradient::{Clip, LossScale, scale_gradients};
 #[cfg(feature = "cuda")]
 use trainable_candle_core::flat::Gradients;
+use trainable_candle_core::raw::{Raw, own_copy};
 use trainable_candle_core::{Device, Error, Result, Tensor, Var, dispatch_float};
 
 const OP: &str = "clip_grad_norm_";

@@ -9,7 +9,8 @@ use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
 use super::rule::{
-    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
+    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas,
+    check_not_negative,
 };
 
 /// Hyper-parameters of [`Lion`]; names, meaning and defaults are those of the paper's implementation and bitsandbytes.

@@ -8,7 +8,8 @@ use super::Stepper;
 use super::lion::{Coefficients, update_float};
 use super::quant::{BLOCK_SIZE, Codebook, padded};
 use super::rule::{
-    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
+    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas,
+    check_not_negative,
 };
 
 /// Hyper-parameters of [`Lion8bit`]; names, meaning and defaults are those of bitsandbytes.

@@ -6,9 +6,9 @@ use trainable_candle_core::cuda::gradient::LossScale;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{Device, Error, Result, Tensor};
 
+use super::clip::{NormType, host_norm};
 #[cfg(feature = "cuda")]
 use super::clip::{clip, cuda_device, rescale};
-use super::clip::{NormType, host_norm};
 use super::stepper::{Guard, Optimizer};
 
 const OP: &str = "GradScaler";

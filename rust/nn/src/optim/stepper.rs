@@ -198,7 +198,8 @@ impl<R: Rule> Stepper<R> {
             return Err(Error::argument(R::NAME, "found no parameters, expected at least one Var"));
         };
         if let Some(other) = vars.iter().find(|var| !var.device().same_device(first.device())) {
-            let message = format!("a Var of shape {:?} is on another device than the first; move it with to()", other.dims());
+            let message =
+                format!("a Var of shape {:?} is on another device than the first; move it with to()", other.dims());
             return Err(Error::device(R::NAME, message));
         }
         if !first.device().is_cpu() {
@@ -232,7 +233,8 @@ impl<R: Rule> Stepper<R> {
         R::validate(&config)?;
         let fits = self.group_mut(group)?.parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.dims())));
         #[cfg(feature = "cuda")]
-        let fits = fits && self.device.as_ref().is_none_or(|device| device.states_are::<R>(&self.groups, group, &config));
+        let fits =
+            fits && self.device.as_ref().is_none_or(|device| device.states_are::<R>(&self.groups, group, &config));
         if !fits {
             let message =
                 "the new hyper-parameters need other states than those that training has made; build a new optimizer";
