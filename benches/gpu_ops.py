@@ -170,10 +170,10 @@ def our_side(case: Case, device: str) -> Callable[[], Any]:
     grad = random(*case.ours(*inputs).shape)
 
     def step() -> Any:
-        y = case.ours(*inputs)
-        y.backward(grad)
         for leaf in leaves:
             leaf.zero_grad()
+        y = case.ours(*inputs)
+        y.backward(grad)
         return y
 
     return step
