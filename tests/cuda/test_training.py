@@ -112,7 +112,7 @@ def test_a_profile_counts_launches(cuda: Any) -> None:
             x = (x @ x).sigmoid()
     assert profile.launches == 300, profile
     assert {k.count for k in profile.kernels} == {150}
-    products = [k for k in profile.kernels if k.name == "gemm 1 x 64x64x64 32F"]
+    products = [k for k in profile.kernels if k.name == "gemm 1 x 64x64x64 CUDA_R_32F"]
     assert len(products) == 1, profile
     for wrong in (tc.cuda.profile("cpu"),):
         try:
