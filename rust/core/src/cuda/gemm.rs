@@ -155,8 +155,8 @@ impl Call<'_> {
         let compute = if is_f64 { Compute::CUBLAS_COMPUTE_64F } else { Compute::CUBLAS_COMPUTE_32F };
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(self.op, error))?;
         let name = || format!("gemm {count} x {m}x{k}x{n} {operands:?}");
-        // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on the device's stream.
         let queue = || {
+            // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on the device's stream.
             check_blas(unsafe {
                 cublasGemmStridedBatchedEx(
                     *self.gpu.blas().handle(),

@@ -149,9 +149,9 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     let (alpha, beta) = (f32::from_bits(key.alpha), if key.accumulates { 1f32 } else { 0.0 });
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
     let name = || format!("gemm batch {count} x {m}x{k}x{n} {:?}", types[0]);
-    // SAFETY: the table has the addresses of as many operands and results, which are of the sizes and types named; cuBLAS queues on
-    // the device's stream, in whose order the table is freed.
     let queue = || {
+        // SAFETY: the table has the addresses of as many operands and results, which are of the sizes and types named; cuBLAS queues on
+        // the device's stream, in whose order the table is freed.
         check_blas(unsafe {
             cublasGemmBatchedEx(
                 *gpu.blas().handle(),
