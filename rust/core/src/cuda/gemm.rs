@@ -156,7 +156,8 @@ impl Call<'_> {
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(self.op, error))?;
         let name = || format!("gemm {count} x {m}x{k}x{n} {operands:?}");
         let queue = || {
-            // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on the device's stream.
+            // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on the
+            // device's stream.
             check_blas(unsafe {
                 cublasGemmStridedBatchedEx(
                     *self.gpu.blas().handle(),
