@@ -59,6 +59,7 @@ def start(options: argparse.Namespace) -> Machine:
     reason = tc.cuda.unavailable_reason()
     if reason is not None:
         raise SystemExit(f"no CUDA: {reason}")
+    tc.manual_seed(0)
     torch = None if options.no_torch else timing.find_torch()
     if torch is not None and not torch.cuda.is_available():
         torch = None
@@ -125,10 +126,14 @@ def _median(call: Callable[[], object], wait: Callable[[], object], seconds: flo
     return statistics.median(run(inner) for _ in range(rounds))
 
 
-def captured(call: Callable[[], Any], device: str) -> Callable[[], Any]:
-    """The call as a CUDA graph; `call` returns tensors."""
-    graph = tc.cuda.capture(lambda _: call(), [tc.zeros((1,), device=device)])
+def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
+    """The call as a CUDA graph, which returns nothing: results would be copied."""
+
+    def run(_: tc.Tensor) -> None:
+        call()
+
     unused = tc.zeros((1,), device=device)
+    graph = tc.cuda.capture(run, [unused])
     return lambda: graph(unused)
 
 
