@@ -235,7 +235,7 @@ class TrainConfig:
     ] = "none"
     cuda_graphs: Annotated[
         int, Setting(MACHINE, "on a GPU, shapes of batches recorded; 0: none", low=0, rare=True)
-    ] = 4
+    ] = 16
     memory_limit: Annotated[
         float | None, Setting(MACHINE, "GiB to stay within (default: free)", low=0, rare=True)
     ] = None

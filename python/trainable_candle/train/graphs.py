@@ -23,7 +23,7 @@ class PassGraphs:
 
     Args:
         run: a pass; from tensors by name, and whether it is the first of a step, to a tensor.
-        keep: of how many shapes graphs are kept, those used last; 0 records nothing.
+        keep: how many graphs are kept, those used last; 0 records nothing.
     """
 
     def __init__(self, run: Callable[[Inputs, bool], Tensor], keep: int) -> None:

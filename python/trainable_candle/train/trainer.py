@@ -126,7 +126,9 @@ class Trainer(Generic[Batch]):
         self._data = data
         self._inputs = inputs
         self._on_gpu = any(var.device != "cpu" for var in self.parameters.values())
-        self._graphs = PassGraphs(self._pass, cuda_graphs if inputs and self._on_gpu else 0)
+        # The first pass of a step is another than those after it.
+        passes = min(gradient_accumulation, 2) if inputs and self._on_gpu else 0
+        self._graphs = PassGraphs(self._pass, cuda_graphs * passes)
         self._batches = 0
         self._ready: _Ready | None = None
         self._scheduler = scheduler
