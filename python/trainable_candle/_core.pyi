@@ -68,6 +68,7 @@ __all__ = [
     "from_dlpack",
     "full",
     "geglu",
+    "get_float32_matmul_precision",
     "get_num_threads",
     "get_rng_state",
     "grad",
@@ -100,6 +101,7 @@ __all__ = [
     "saved_bytes",
     "scaled_dot_product_attention",
     "set_grad_enabled",
+    "set_float32_matmul_precision",
     "set_num_threads",
     "set_rng_state",
     "smooth_l1_loss",
@@ -2713,6 +2715,11 @@ def geglu(input: Tensor) -> Tensor:
         DTypeError: if the input is not floating point.
     """
 
+def get_float32_matmul_precision() -> str:
+    """
+    How products of f32 matrices are computed on CUDA devices: "highest" or "high".
+    """
+
 def get_num_threads() -> int:
     """
     The number of threads that CPU work is spread over.
@@ -3239,6 +3246,18 @@ def scaled_dot_product_attention(
 def set_grad_enabled(enabled: bool) -> bool:
     """
     Switch recording on this thread; returns what it was.
+    """
+
+def set_float32_matmul_precision(precision: str) -> None:
+    """
+    Choose how products of f32 matrices are computed on CUDA devices, as torch's function of this name.
+
+    Args:
+        precision: "highest" for f32, the default; "high" for TF32, whose factors have 10 bits behind the point: several times as
+            fast on tensor cores. Other dtypes and the CPU know no choice.
+
+    Raises:
+        ArgumentError: if it is neither.
     """
 
 def set_num_threads(n: SupportsIndex) -> None:

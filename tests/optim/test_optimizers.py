@@ -276,6 +276,19 @@ def test_clipping():
         optim.clip_grad_norm_([x], 1, 3)
 
 
+def test_a_norm_can_forbid_a_step():
+    x = tc.Var([1.0])
+    opt = optim.Adam([x], lr=0.1)
+    for gradient, steps in ((1.0, 1), (float("nan"), 1), (float("inf"), 1), (1.0, 2)):
+        x.grad = tc.tensor([gradient])
+        before = x.item()
+        opt.step(if_finite=optim.clip_grad_norm_([x], 1.0))
+        assert (x.item() != before) == np.isfinite(gradient)
+        assert opt.state_dict()["step"].tolist() == [steps]
+    with pytest.raises(tc.ShapeError, match=r"step: found a norm of shape \[2\]"):
+        opt.step(if_finite=tc.ones(2))
+
+
 def test_loss_scaling():
     x = tc.Var([1.0])
     opt = optim.SGD([x], lr=1.0)

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::DType;
 use smallvec::SmallVec;
 
-use crate::raw::{Raw, check_allocation};
+use crate::raw::{Raw, check_allocation_on};
 use crate::{Result, compute};
 
 /// The copies of one variable, at most one for each dtype.
@@ -94,8 +94,8 @@ impl FlatCopies {
         if let Some(found) = vectors.iter().find(|vector| vector.dtype() == dtype) {
             return Ok(found.clone());
         }
-        check_allocation("compute copies", &[self.len], dtype)?;
-        let vector = Raw::zeros(self.len, dtype, like.device())?;
+        check_allocation_on(like.device(), "compute copies", &[self.len], dtype)?;
+        let vector = compute::zeros(&[self.len], dtype, like.device())?;
         vectors.push(vector.clone());
         Ok(vector)
     }

@@ -98,29 +98,27 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// The gradients of those of `vars` that have one, in their order. While a function is captured, those in flat buffers count in any
-    /// case: before a replay there may be one where there is none now.
+    /// The gradients of those of `vars` that have one, in their order.
     ///
     /// # Errors
     /// None that a caller could cause.
     pub fn of(vars: &[Var]) -> Result<Self> {
-        let mut runs: Vec<(Raw, Range<usize>)> = Vec::new();
-        let mut loose = Vec::new();
-        for var in vars {
-            match var.leaf().flat_gradient() {
-                Some((flat, part)) => match runs.last_mut() {
-                    Some((last, run)) if run.end == part.start && same_storage(last, &flat) => run.end = part.end,
-                    _ => runs.push((flat, part)),
-                },
-                None if var.leaf().is_bound() => {}
-                None if var.grad_storage().is_some() => loose.push(var.clone()),
-                None => {}
-            }
-        }
-        let vectors = runs.into_iter().filter(|(_, run)| !run.is_empty());
-        let vectors = vectors.map(|(flat, run)| Ok(flat.narrow(0, run.start, run.len())?)).collect::<Result<_>>()?;
-        Ok(Self { vectors, loose })
+        let vectors = joined(vars.iter().filter_map(|var| var.leaf().vector()))?;
+        let is_loose = |var: &&Var| !var.leaf().is_bound() && var.grad_storage().is_some();
+        Ok(Self { vectors, loose: vars.iter().filter(is_loose).cloned().collect() })
     }
+}
+
+/// Parts of vectors, neighbours as one.
+fn joined(parts: impl Iterator<Item = (Raw, Range<usize>)>) -> Result<Vec<Raw>> {
+    let mut runs: Vec<(Raw, Range<usize>)> = Vec::new();
+    for (vector, part) in parts.filter(|(_, part)| !part.is_empty()) {
+        match runs.last_mut() {
+            Some((last, run)) if run.end == part.start && same_storage(last, &vector) => run.end = part.end,
+            _ => runs.push((vector, part)),
+        }
+    }
+    runs.into_iter().map(|(vector, run)| Ok(vector.narrow(0, run.start, run.len())?)).collect()
 }
 
 fn same_storage(a: &Raw, b: &Raw) -> bool {
@@ -132,18 +130,16 @@ fn same_storage(a: &Raw, b: &Raw) -> bool {
 /// # Errors
 /// If a buffer cannot be written.
 pub fn zero_grads(vars: &[Var]) -> Result<()> {
-    for vector in Gradients::of(vars)?.vectors {
+    for vector in joined(vars.iter().filter_map(|var| var.leaf().vector_to_clear()))? {
         compute::fill(&vector, 0.0)?;
     }
-    forget_grads(vars)
+    forget_grads(vars);
+    Ok(())
 }
 
 /// Forget the gradients of `vars`, whose parts of flat buffers somebody has cleared.
-///
-/// # Errors
-/// As [`zero_grads`].
-pub fn forget_grads(vars: &[Var]) -> Result<()> {
-    vars.iter().filter(|var| !var.leaf().is_cleared()).try_for_each(Var::zero_grad)
+pub fn forget_grads(vars: &[Var]) {
+    vars.iter().for_each(|var| var.leaf().is_cleared());
 }
 
 /// Let those of `vars` that are not part of a flat buffer collect their gradients in a vector too, one for each dtype: their

@@ -114,6 +114,8 @@ impl Var {
     /// If another copy cannot be written.
     pub fn changed_with_copy(&self) -> Result<()> {
         self.leaf().copies().first_is_current(self.version() + 1);
+        let var = self.clone();
+        capture::after_replay(move || var.leaf().copies().first_is_current(var.version()));
         self.changed()
     }
 

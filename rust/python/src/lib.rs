@@ -72,7 +72,10 @@ mod _core {
     #[pymodule_export]
     use crate::rng::{get_rng_state, manual_seed, set_rng_state};
     #[pymodule_export]
-    use crate::runtime::{available_bytes, get_num_threads, saved_bytes, set_num_threads};
+    use crate::runtime::{
+        available_bytes, get_float32_matmul_precision, get_num_threads, saved_bytes, set_float32_matmul_precision,
+        set_num_threads,
+    };
     #[pymodule_export]
     use crate::tensor::{
         Tensor, arange, cat, empty_like, eye, full, ones, ones_like, rand, randint, randn, stack, tensor, where_,

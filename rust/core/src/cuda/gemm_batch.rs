@@ -4,13 +4,12 @@ use std::ffi::c_void;
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::cublas::sys::{
-    cublasComputeType_t as Compute, cublasGemmAlgo_t as Algorithm, cublasGemmBatchedEx, cublasOperation_t as Operation,
-    cudaDataType as Type,
+    cublasGemmAlgo_t as Algorithm, cublasGemmBatchedEx, cublasOperation_t as Operation, cudaDataType as Type,
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 use trainable_candle_cuda::modules::ADDRESSES;
 
-use super::gemm::{Matrix, data_type};
+use super::gemm::{Matrix, compute_type, data_type};
 use super::gpu::{Gpu, check_blas, driver_error};
 use super::launch::{Address, Shape, address, empty, launch, same_device};
 use super::profile::measured;
@@ -46,6 +45,9 @@ impl Key {
             Destination::New(dtype) => (*dtype, false),
             Destination::Sum(sum) => {
                 check_destination(OP, &plan, sum, a.dtype())?;
+                if !sum.is_contiguous() {
+                    return Ok(None);
+                }
                 (sum.dtype(), true)
             }
         };
@@ -150,8 +152,8 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
     let name = || format!("gemm batch {count} x {m}x{k}x{n} {:?}", types[0]);
     let queue = || {
-        // SAFETY: the table has the addresses of as many operands and results, which are of the sizes and types named; cuBLAS queues on
-        // the device's stream, in whose order the table is freed.
+        // SAFETY: the table has the addresses of as many operands and results, which are of the sizes and types named;
+        // cuBLAS queues on the device's stream, in whose order the table is freed.
         check_blas(unsafe {
             cublasGemmBatchedEx(
                 *gpu.blas().handle(),
@@ -172,7 +174,7 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
                 types[1],
                 n,
                 count as i32,
-                Compute::CUBLAS_COMPUTE_32F,
+                compute_type(types[0]),
                 Algorithm::CUBLAS_GEMM_DEFAULT,
             )
         })

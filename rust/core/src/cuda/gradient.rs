@@ -84,8 +84,10 @@ pub fn scale_gradients(
     let (to, len) = (address(op, gradients)?, count as u64);
     let clip = optional(op, clip.map(|clip| &clip.0))?;
     let scale = optional(op, loss_scale.map(|scale| &scale.0))?;
+    // Few blocks, which have little to do where there is nothing to scale.
+    let each = count.div_ceil(256 * 2048).max(4);
     // SAFETY: the kernel takes the gradients, their number, and the factors or null.
-    unsafe { launch!(op, gpu, function, Shape::flat(count, 4), to, len, clip, scale) }
+    unsafe { launch!(op, gpu, function, Shape::flat(count, each), to, len, clip, scale) }
 }
 
 /// The state of dynamic loss scaling: the scale and the good steps in a row.

@@ -17,6 +17,7 @@ pub mod gradient;
 mod graph;
 pub(crate) mod index;
 mod launch;
+mod linear;
 pub(crate) mod loss;
 mod memory;
 pub(crate) mod norm;
@@ -29,14 +30,15 @@ mod strided;
 
 pub use copy::{accumulate, cast, contiguous, copy, copy_into, fill, filled, lerp_in_place, scale_in_place, zeros};
 pub use elementwise::{Kernel, binary, ternary, unary};
-pub use gemm::{matmul, matmul_accumulate, product};
+pub use gemm::{matmul, matmul_accumulate, product, write_products};
 pub use gemm_batch::products;
 pub use gpu::{Gpu, devices, open};
 pub use graph::Captured;
+pub use linear::linear;
 pub use memory::{empty_cache, memory_stats, reset_peak_memory_stats, synchronize};
 pub use random::{normal, uniform};
 pub use reduce::{argmax, cumsum, max, mean, min, sum};
 
 pub(crate) use gpu::from_candle;
-pub(crate) use launch::{count32, storage_len};
+pub(crate) use launch::{count32, empty, storage_len};
 pub(crate) use memory::check_board;

@@ -3,7 +3,6 @@
 //! What a step needs from the host are launches alone, with the same arguments each time: it can be captured.
 
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
-use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus_enum as CaptureStatus;
 use candle_core::{DType, Device};
 use trainable_candle_cuda::modules::{OPTIM, OPTIM_8BIT};
 
@@ -11,7 +10,7 @@ use super::gpu::{Gpu, driver_error};
 use super::gradient::LossScale;
 use super::launch::{Address, Shape, address, count32, empty, launch, optional, same_device};
 use crate::raw::to_vec;
-use crate::{Error, Raw, Result};
+use crate::{Error, Raw, Result, capture};
 
 /// Elements that share the scale of 8-bit states, and to whose multiples the states of a variable are aligned.
 pub const STATE_BLOCK: usize = 256;
@@ -202,10 +201,9 @@ impl Table {
     pub fn new(op: &'static str, members: Vec<Member>, has_8bit_states: bool) -> Result<Self> {
         let Some(first) = members.first() else { return Err(Error::argument(op, "found no variables")) };
         let gpu = Gpu::of(op, &first.params)?;
-        let capturing = gpu.stream().capture_status().map_err(|error| driver_error(op, error))?;
-        if capturing != CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
-            let message = "this step updates other variables than the steps before the capture; let one step with the same \
-                           variables and gradients run first";
+        if capture::is_capturing() {
+            let message = "this step updates other variables than that of the first call; a captured function must do the same in \
+                           each call";
             return Err(Error::argument(op, message));
         }
         let dtypes = suffixes(op, &members)?;

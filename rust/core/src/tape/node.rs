@@ -129,6 +129,14 @@ struct GradState {
     filled: bool,
 }
 
+impl GradState {
+    fn vector(&self) -> Option<(Raw, Range<usize>)> {
+        let buffer = self.buffer.as_ref()?;
+        let whole = || buffer.reshape(buffer.elem_count()).ok().map(|vector| (vector, 0..buffer.elem_count()));
+        self.flat.clone().or_else(whole)
+    }
+}
+
 impl Leaf {
     pub(crate) fn new(shape: Shape, dtype: DType) -> Self {
         Self { shape, dtype, state: Arc::default(), copies: Mutex::default() }
@@ -167,13 +175,19 @@ impl Leaf {
         });
     }
 
-    /// The flat buffer that holds the gradient, and where in it.
-    pub(crate) fn flat_gradient(&self) -> Option<(Raw, Range<usize>)> {
+    /// The vector that gradients are collected in, and where in it, if there is a gradient.
+    pub(crate) fn vector(&self) -> Option<(Raw, Range<usize>)> {
         let state = self.state();
-        state.flat.clone().filter(|_| state.filled || capture::is_capturing())
+        state.vector().filter(|_| state.filled)
     }
 
-    /// Whether gradients are collected in a flat buffer.
+    /// As [`vector`](Self::vector), if it is to be cleared: before a replay there may be a gradient where there is none now.
+    pub(crate) fn vector_to_clear(&self) -> Option<(Raw, Range<usize>)> {
+        let state = self.state();
+        state.vector().filter(|_| state.filled || capture::is_capturing())
+    }
+
+    /// Whether gradients are collected in a vector.
     pub(crate) fn is_bound(&self) -> bool {
         self.state().buffer.is_some()
     }
@@ -186,7 +200,6 @@ impl Leaf {
         }
         // A gradient that somebody has read stays as it was.
         if let Some(grad) = &state.grad {
-            self.touch(grad.device());
             let changed = raw::own_copy(grad)?;
             change(&changed)?;
             state.grad = Some(changed);
@@ -212,12 +225,14 @@ impl Leaf {
         Ok(())
     }
 
-    /// Somebody else has zeroed the buffer's part. False if there is no buffer.
-    pub(crate) fn is_cleared(&self) -> bool {
+    /// Forget the gradient, whose part of the vector somebody else has zeroed.
+    pub(crate) fn is_cleared(&self) {
         let mut state = self.state();
+        if let Some(buffer) = &state.buffer {
+            self.touch(buffer.device());
+        }
         state.filled = false;
-        let buffer = state.buffer.as_ref();
-        buffer.inspect(|buffer| self.touch(buffer.device())).is_some()
+        state.grad = None;
     }
 
     /// Collect gradients in a part of the vector `flat` from now on (zeroed by its owner).
@@ -249,13 +264,10 @@ impl Leaf {
         let short = matches!(a.dtype(), DType::F16 | DType::BF16);
         let is_product = self.shape.dims() == [a.dims()[0], b.dims()[1]]
             && (self.dtype == a.dtype() || (short && self.dtype == DType::F32));
-        let buffer = {
-            let mut state = self.state();
-            let buffer = state.buffer.clone().filter(|_| is_product)?;
-            state.filled = true;
-            buffer
-        };
+        let mut state = self.state();
+        let buffer = state.buffer.clone().filter(|_| is_product)?;
         self.touch(buffer.device());
+        state.filled = true;
         Some(buffer)
     }
 
@@ -310,12 +322,10 @@ impl GradientCell {
         }
         let existing = state.grad.take();
         state.filled = existing.is_some();
-        let vector = match existing {
-            Some(grad) => raw::own_copy(&grad)?.flatten_all()?,
-            None => compute::zeros(&[self.shape.elem_count()], self.dtype, &self.device)?,
-        };
-        state.buffer = Some(vector.reshape(&self.shape)?);
-        state.flat = Some((vector, 0..self.shape.elem_count()));
+        state.buffer = Some(match existing {
+            Some(grad) => raw::own_copy(&grad)?,
+            None => compute::zeros(self.shape.dims(), self.dtype, &self.device)?,
+        });
         Ok(true)
     }
 

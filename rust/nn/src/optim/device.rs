@@ -5,11 +5,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
-use trainable_candle_core::compute::copy_into;
+use trainable_candle_core::capture::{after_replay, before_replay};
+use trainable_candle_core::compute::{copy_into, zeros};
 use trainable_candle_core::cuda::optim::{self as kernels, Groups, Kernel, Member, STATE_BLOCK, Settings, Table};
 use trainable_candle_core::flat::forget_grads;
 use trainable_candle_core::raw::to_vec;
-use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor, Var, capture};
+use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor, Var};
 
 use super::quant::BLOCK_SIZE;
 use super::rule::{Family, Rule, StateKind, StateSpec};
@@ -47,30 +48,25 @@ struct Place {
 }
 
 /// f32 values of an f16 or bf16 variable.
+#[derive(Clone)]
 struct DeviceMaster {
     values: Raw,
-    /// The variable's version that they belong to.
+    /// The variable's version that they belong to. Replays of a captured step count it on.
     version: Arc<AtomicU64>,
 }
 
 impl DeviceMaster {
-    /// If somebody else has set the variable, its values are taken; before every replay of a captured step too.
-    fn follow(&self, var: &Var) -> Result<()> {
-        let (values, version, var) = (self.values.clone(), self.version.clone(), var.clone());
-        let check = move || {
-            if version.load(Ordering::Relaxed) == var.version() { Ok(()) } else { copy_into(&values, var.raw()) }
-        };
-        check()?;
-        capture::before_replay(check);
+    /// Takes the values of a variable that somebody else has set.
+    fn refresh(&self, var: &Var) -> Result<()> {
+        if self.version.swap(var.version(), Ordering::Relaxed) != var.version() {
+            copy_into(&self.values, var.raw())?;
+        }
         Ok(())
     }
 
-    /// The variable was written from the values; by every replay of a captured step too.
-    fn lead(&self, var: &Var) {
-        let (version, var) = (self.version.clone(), var.clone());
-        let note = move || version.store(var.version(), Ordering::Relaxed);
-        note();
-        capture::after_replay(note);
+    /// The variable has been changed together with the values.
+    fn follow(&self, var: &Var) {
+        self.version.store(var.version(), Ordering::Relaxed);
     }
 }
 
@@ -219,7 +215,7 @@ impl OnDevice {
                 let len = entries(spec.kind, blocks[index]);
                 let buffer = if held.is_empty() {
                     let dtype = if spec.kind == StateKind::Codes { DType::U8 } else { DType::F32 };
-                    Raw::zeros(len, dtype, device)?
+                    zeros(&[len], dtype, device)?
                 } else {
                     let mut host = host_zeros(spec.kind, len);
                     for (place, parameter) in &held {
@@ -241,7 +237,7 @@ impl OnDevice {
         if total == 0 {
             return Ok(());
         }
-        let values = Raw::zeros(total, DType::F32, device)?;
+        let values = zeros(&[total], DType::F32, device)?;
         let mut start = 0;
         for (parameter, place) in parameters(groups).zip(&mut self.places).filter(|(p, _)| short(&p.var)) {
             let part = values.narrow(0, start, parameter.var.elem_count())?.reshape(parameter.var.shape())?;
@@ -314,7 +310,9 @@ impl OnDevice {
                 match &self.places[index].master {
                     Some(master) => {
                         var.update_in_place(|_| Ok(()))?;
-                        master.lead(var);
+                        master.follow(var);
+                        let (master, var) = (master.clone(), var.clone());
+                        after_replay(move || master.follow(&var));
                     }
                     None if short_copy(var).is_some() => var.changed_with_copy()?,
                     None => var.update_in_place(|_| Ok(()))?,
@@ -323,7 +321,7 @@ impl OnDevice {
         }
         if zero {
             let cleared: Vec<Var> = vars.into_iter().filter(|var| wanted(var)).cloned().collect();
-            forget_grads(&cleared)?;
+            forget_grads(&cleared);
         }
         Ok(())
     }
@@ -381,7 +379,9 @@ impl OnDevice {
             let (var, place) = (vars[index], &self.places[index]);
             let (params, copy) = match &place.master {
                 Some(master) => {
-                    master.follow(var)?;
+                    master.refresh(var)?;
+                    let (before, of) = (master.clone(), var.clone());
+                    before_replay(move || before.refresh(&of));
                     (master.values.clone(), Some(var.raw().clone()))
                 }
                 None => (var.raw().clone(), short_copy(var)),

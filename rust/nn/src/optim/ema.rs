@@ -1,7 +1,7 @@
 //! The exponential moving average of an adapter's parameters.
 
 use trainable_candle_core::compute::{copy_into, lerp_in_place};
-use trainable_candle_core::raw::{Raw, check_allocation, own_copy, to_cpu};
+use trainable_candle_core::raw::{Raw, check_allocation_on, own_copy, to_cpu};
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor};
 
 use super::stepper::StateDict;
@@ -50,7 +50,7 @@ impl EMA {
         if data.dtype() != DType::F32 {
             return Err(Error::dtype(OP, format!("the parameters are {}, expected f32", data.dtype().as_str())));
         }
-        check_allocation(OP, data.dims(), data.dtype())?;
+        check_allocation_on(data.device(), OP, data.dims(), data.dtype())?;
         Ok(Self { config, average: own_copy(data)?, buffer: buffer.clone(), updates: 0, trained: None })
     }
 
@@ -100,7 +100,7 @@ impl EMA {
         if self.is_swapped_in() {
             return Err(Error::argument(OP, "swap_in() found the averages in the place of the parameters already"));
         }
-        check_allocation(OP, self.average.dims(), self.average.dtype())?;
+        check_allocation_on(self.average.device(), OP, self.average.dims(), self.average.dtype())?;
         let trained = own_copy(self.buffer.data())?;
         self.overwrite(&self.average)?;
         self.trained = Some(trained);
