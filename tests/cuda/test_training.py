@@ -31,7 +31,7 @@ def waits_at_its_end(step: Any) -> bool:
     """Whether the host waits once, when all of a step is queued, and reads what it reads then."""
     waits = [step.calls.index(call) for call in step.waits]
     after = step.calls[min(waits) :]
-    return len(step.of("synchronize")) == 1 and not QUEUED & {call.kind for call in after}
+    return len(step.of("synchronize")) <= 1 and not QUEUED & {call.kind for call in after}
 
 
 def digits(base: Path, folder: Path, output: Path, **settings: Any) -> str:
@@ -106,6 +106,7 @@ def test_sdxl_trains_validates_and_draws(
 def test_a_profile_counts_launches(cuda: Any) -> None:
     run = cuda.run(
         """
+    tc.manual_seed(0)
     x = tc.randn((64, 64), device="cuda")
     with tc.cuda.profile() as profile:
         for _ in range(150):

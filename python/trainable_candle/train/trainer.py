@@ -194,13 +194,13 @@ class Trainer(Generic[Batch]):
             self._check_losses(losses)
         lr = self.optimizer.lr
         measured = self._update()
+        if self._scheduler is not None:
+            self._scheduler.step()
         if self._on_gpu and self.step + 1 < self.steps:
             self._make_ready()
         values, norm = self._read(losses, measured)
         self._check_losses(values)
         self._check_norm(norm)
-        if self._scheduler is not None:
-            self._scheduler.step()
         self.step += 1
         mean = math.fsum(values) / len(values)
         return StepReport(self.step, mean, lr, norm, time.perf_counter() - started)
