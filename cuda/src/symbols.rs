@@ -63,12 +63,13 @@ macro_rules! library {
 library!(driver, "libcuda.so.1", [
     cuCtxDestroy_v2 cuCtxGetCurrent cuCtxGetDevice cuCtxSetCurrent cuCtxSynchronize cuDeviceGet cuDeviceGetAttribute
     cuDeviceGetCount cuDeviceGetName cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate
-    cuEventDestroy_v2 cuEventRecord cuEventSynchronize cuFuncSetAttribute cuGetErrorName cuGetErrorString cuGraphDestroy
-    cuGraphExecDestroy cuGraphInstantiateWithFlags cuGraphLaunch cuGraphUpload cuInit cuLaunchKernel cuMemAddressReserve
-    cuMemAllocAsync cuMemAlloc_v2 cuMemCreate cuMemFreeAsync cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemMap cuMemRelease
-    cuMemSetAccess cuMemUnmap cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async
-    cuModuleGetFunction cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamBeginCapture_v2 cuStreamCreate cuStreamDestroy_v2
-    cuStreamEndCapture cuStreamIsCapturing cuStreamSynchronize cuStreamWaitEvent cuTensorMapEncodeIm2col cuTensorMapEncodeTiled
+    cuEventDestroy_v2 cuEventElapsedTime_v2 cuEventRecord cuEventSynchronize cuFuncSetAttribute cuGetErrorName
+    cuGetErrorString cuGraphDestroy cuGraphExecDestroy cuGraphInstantiateWithFlags cuGraphLaunch cuGraphUpload cuInit
+    cuLaunchHostFunc cuLaunchKernel cuMemAddressReserve cuMemAllocAsync cuMemAlloc_v2 cuMemCreate cuMemFreeAsync
+    cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemMap cuMemRelease cuMemSetAccess cuMemUnmap cuMemcpyDtoDAsync_v2
+    cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuModuleGetFunction cuModuleLoad
+    cuModuleLoadData cuModuleUnload cuStreamBeginCapture_v2 cuStreamCreate cuStreamDestroy_v2 cuStreamEndCapture
+    cuStreamIsCapturing cuStreamSynchronize cuStreamWaitEvent cuTensorMapEncodeIm2col cuTensorMapEncodeTiled
 ]);
 library!(blas, "libcublas.so.13", [
     cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmBatchedEx cublasGemmStridedBatchedEx cublasSetMathMode

@@ -14,6 +14,7 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
 use super::copy::contiguous;
 use super::gpu::{Gpu, check_blas, driver_error};
 use super::launch::{Address, address, empty, same_device};
+use super::profile::measured;
 use crate::compute::{MatmulPrecision, float32_matmul_precision};
 use crate::cpu::gemm::{Plan, check_result_dtype};
 use crate::raw::storage_identity;
@@ -251,34 +252,39 @@ impl Call<'_> {
         };
         let compute = compute_type(operands);
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(self.op, error))?;
-        // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on the device's stream.
-        check_blas(unsafe {
-            cublasGemmStridedBatchedEx(
-                *self.gpu.blas().handle(),
-                self.right.operation,
-                self.left.operation,
-                n,
-                m,
-                k,
-                scale(0),
-                b as *const c_void,
-                operands,
-                right,
-                stride_b,
-                a as *const c_void,
-                operands,
-                left,
-                stride_a,
-                scale(1),
-                y as *mut c_void,
-                result,
-                row,
-                stride_y,
-                count,
-                compute,
-                Algorithm::CUBLAS_GEMM_DEFAULT,
-            )
-        })
+        let name = || format!("gemm {count} x {m}x{k}x{n} {operands:?}");
+        let queue = || {
+            // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on the
+            // device's stream.
+            check_blas(unsafe {
+                cublasGemmStridedBatchedEx(
+                    *self.gpu.blas().handle(),
+                    self.right.operation,
+                    self.left.operation,
+                    n,
+                    m,
+                    k,
+                    scale(0),
+                    b as *const c_void,
+                    operands,
+                    right,
+                    stride_b,
+                    a as *const c_void,
+                    operands,
+                    left,
+                    stride_a,
+                    scale(1),
+                    y as *mut c_void,
+                    result,
+                    row,
+                    stride_y,
+                    count,
+                    compute,
+                    Algorithm::CUBLAS_GEMM_DEFAULT,
+                )
+            })
+        };
+        measured(self.gpu, name, queue)
     }
 }
 

@@ -201,9 +201,10 @@ impl Gpu {
             full.push_str(dtype);
         }
         let found = self.module(module)?.load_function(&full);
-        let function = Function::new(found.map_err(|error| {
+        let found = found.map_err(|error| {
             Error::device("cuda", format!("the module {} has no function {full} for this GPU ({error})", module.name))
-        })?);
+        })?;
+        let function = Function::new(found, &full);
         self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function.clone());
         Ok(function)
     }

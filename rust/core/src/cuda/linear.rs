@@ -12,6 +12,7 @@ use super::copy::contiguous;
 use super::gemm::Matrix;
 use super::gpu::{Gpu, driver_error};
 use super::launch::{Address, address, empty, same_device};
+use super::profile::measured;
 use crate::compute::{MatmulPrecision, float32_matmul_precision};
 use crate::cpu::gemm::Plan;
 use crate::{Error, Raw, Result};
@@ -66,7 +67,8 @@ pub fn linear(x: &Raw, w: &Raw, bias: &Raw) -> Result<Option<Raw>> {
         std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Call::find(gpu, &key)?),
     };
     let Some(call) = call else { return Ok(None) };
-    call.run(gpu, [a, b, to, bias_at])?;
+    let name = || format!("linear {}x{}x{} {}", plan.m, plan.k, plan.n, x.dtype().as_str());
+    measured(gpu, name, || call.run(gpu, [a, b, to, bias_at]))?;
     Ok(Some(y))
 }
 

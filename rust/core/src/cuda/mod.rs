@@ -22,6 +22,7 @@ pub(crate) mod loss;
 mod memory;
 pub(crate) mod norm;
 pub mod optim;
+pub(crate) mod profile;
 mod random;
 mod reduce;
 pub(crate) mod rows;
