@@ -233,7 +233,7 @@ struct Graph {
     start: State,
     /// How far a call moves it.
     draws: u64,
-    _lease: Lease,
+    _lease: Option<Lease>,
 }
 
 impl Graph {
@@ -406,7 +406,7 @@ struct Recorded {
     effects: Effects,
     held: Vec<Raw>,
     constants: Constants,
-    lease: Lease,
+    lease: Option<Lease>,
 }
 
 impl Recording {
@@ -454,8 +454,7 @@ impl Recording {
         let constants = upload::finish_capture();
         let held = CURRENT.take().map_or_else(Vec::new, |current| current.held.into_values().collect());
         let effects = self.run.take().map(Run::finish).unwrap_or_default();
-        let lease = self.lease.take().unwrap_or(Lease(self.gpu));
-        Recorded { template, effects, held, constants, lease }
+        Recorded { template, effects, held, constants, lease: self.lease.take() }
     }
 }
 
