@@ -112,6 +112,7 @@ def test_a_profile_counts_launches(cuda: Any) -> None:
         for _ in range(150):
             x = (x @ x).sigmoid()
     assert profile.launches == 300, profile
+    assert len(str(profile).splitlines()) == 3
     assert {k.count for k in profile.kernels} == {150}
     products = [k for k in profile.kernels if k.name == "gemm 1 x 64x64x64 CUDA_R_32F"]
     assert len(products) == 1, profile
