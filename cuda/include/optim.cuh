@@ -1,7 +1,8 @@
 // What the optimizers' kernels share: the structures that the host and the kernels exchange, and access to runs of elements.
 //
-// Parameters, gradients and the 16-bit copy of the parameters are flat buffers with the same element order. The work is a list of
-// pieces of them, so that one launch covers any set of variables and parameter groups. States lie by piece in buffers of their own:
+// Parameters, gradients and the 16-bit copy of the parameters lie in segments: a vector of each, with the same element order. The
+// work is a list of pieces of them, so that one launch covers any set of variables and parameter groups, of one flat buffer (one
+// segment) or of many variables with memory of their own. States lie by piece in buffers of their own:
 // they start at multiples of STATE_BLOCK elements, and what lies between a piece's end and the next multiple is zeroed once and
 // then belongs to the kernels.
 #pragma once
@@ -11,16 +12,23 @@
 
 // A run of elements. A list of them is made by the host once; 16 bytes each.
 struct alignas(16) Piece {
-    uint64_t start;  // its first element in the flat buffers
-    uint32_t state;  // its first element in the state buffers, in units of STATE_BLOCK
-    uint16_t length; // its elements, at least 1; at most STATE_BLOCK with 8-bit states
-    uint16_t group;  // which coefficients apply
+    uint32_t start;   // its first element in the segment
+    uint32_t segment; // which segment
+    uint32_t state;   // its first element in the state buffers, in units of STATE_BLOCK
+    uint16_t length;  // its elements, at least 1; at most STATE_BLOCK with 8-bit states
+    uint16_t group;   // which coefficients apply
+};
+
+// Where a run of parameters, their gradients and (or null) their 16-bit copy lie, at any alignment; 24 bytes.
+struct Segment {
+    float *params;
+    void *grads;
+    void *copy;
 };
 
 __device__ __forceinline__ Piece load_piece(const Piece *piece) {
     const uint4 words = __ldg(reinterpret_cast<const uint4 *>(piece));
-    return {static_cast<uint64_t>(words.y) << 32 | words.x, words.z, static_cast<uint16_t>(words.w),
-            static_cast<uint16_t>(words.w >> 16)};
+    return {words.x, words.y, words.z, static_cast<uint16_t>(words.w), static_cast<uint16_t>(words.w >> 16)};
 }
 
 // The hyper-parameters of a group, in device memory; 56 bytes. Between steps the host may write any of them, such as `lr`.
@@ -37,7 +45,7 @@ struct Settings {
 
 // What one step needs of a group's settings; 48 bytes. `optim_prepare` writes them.
 struct alignas(16) Coefficients {
-    float gain;    // gradients are multiplied by it first: the sign, the clip factor and the inverse loss scale
+    float gain;    // gradients are multiplied by it first: the sign and the inverse loss scale
     uint32_t skip; // the step is to change nothing; the same in all groups
     float decay; // parameters are multiplied by it
     float l2;    // times the parameter, added to the gradient
@@ -51,9 +59,8 @@ struct alignas(16) Coefficients {
 
 // The norm of all gradients, in device memory; 16 bytes.
 struct Clip {
-    double norm;        // after division by the loss scale
-    float factor;       // what gradients are to be multiplied by for clipping: 1 if the norm is small enough
-    uint32_t nonfinite; // 1 if a gradient is infinite or NaN
+    double norm;   // not finite if a gradient is infinite or NaN
+    double factor; // what gradients are to be multiplied by for clipping: 1 if the norm is small enough
 };
 
 // The state of dynamic loss scaling, in device memory; 16 bytes.
@@ -98,12 +105,19 @@ __device__ __forceinline__ void store_quad(T *target, const float (&values)[QUAD
     }
 }
 
-// The flat buffers of a step: f32 parameters, their gradients and, unless null, their 16-bit copy.
+// The vectors of a segment: f32 parameters, their gradients and, unless null, their 16-bit copy.
 template <typename G, typename C> struct Buffers {
     float *params;
     G *grads;
     C *copy;
     uint32_t zero_grads;
+
+    __device__ __forceinline__ Buffers(const Segment *segments, const Piece &piece, uint32_t zero_grads) : zero_grads(zero_grads) {
+        const auto words = reinterpret_cast<const unsigned long long *>(segments + piece.segment);
+        params = reinterpret_cast<float *>(__ldg(words));
+        grads = reinterpret_cast<G *>(__ldg(words + 1));
+        copy = reinterpret_cast<C *>(__ldg(words + 2));
+    }
 
     // Whether four elements of a piece can be accessed at once. Null is aligned.
     __device__ __forceinline__ bool is_wide(const Piece &piece) const {
@@ -121,7 +135,7 @@ template <bool WIDE, typename G, typename C> struct Quad {
     float grads[QUAD];
 
     __device__ __forceinline__ Quad(const Buffers<G, C> &buffers, const Piece &piece, uint32_t index) : at(buffers) {
-        const uint64_t start = piece.start + index;
+        const uint64_t start = static_cast<uint64_t>(piece.start) + index;
         at.params += start;
         at.grads += start;
         if (at.copy != nullptr) at.copy += start;
@@ -142,7 +156,8 @@ template <bool WIDE, typename G, typename C> struct Quad {
 template <typename G, typename C>
 __device__ void clear_grads(const Buffers<G, C> &buffers, const Piece &piece, uint32_t thread, uint32_t threads) {
     if (!buffers.zero_grads) return;
-    for (uint32_t i = thread; i < piece.length; i += threads) buffers.grads[piece.start + i] = narrow<G>(0.0f);
+    G *const grads = buffers.grads + piece.start;
+    for (uint32_t i = thread; i < piece.length; i += threads) grads[i] = narrow<G>(0.0f);
 }
 
 // Lion's parameter, decayed and moved by the learning rate against the sign of `direction`.

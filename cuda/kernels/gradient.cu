@@ -71,9 +71,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (threadIdx.x != 0) return;
     const double norm = (is_max ? value : sqrt(value)) / (loss_scale == nullptr ? 1.0 : loss_scale->scale);
     const double factor = max_norm / (norm + 1e-6);
-    clip->norm = norm;
-    clip->factor = factor >= 1.0 ? 1.0f : static_cast<float>(factor);
-    clip->nonfinite = !isfinite(value);
+    *clip = {norm, factor >= 1.0 ? 1.0 : factor};
 }
 
 template <typename T>
@@ -100,11 +98,12 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SCALE)
 
 // The scale after a step, as torch.amp.GradScaler's: times `backoff` if a gradient was infinite or NaN, times `growth` after
 // `interval` good steps in a row unless f32 cannot hold that.
+//   norm: of the gradients, not finite if one is infinite or NaN.
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void
-loss_scale_update(LossScale *loss_scale, const Clip *clip, double growth, double backoff, uint64_t interval) {
+loss_scale_update(LossScale *loss_scale, const double *norm, double growth, double backoff, uint64_t interval) {
     LossScale next = *loss_scale;
-    if (clip->nonfinite) {
+    if (!isfinite(*norm)) {
         next = {next.scale * backoff, 0};
     } else if (++next.growth_tracker == interval) {
         const double grown = next.scale * growth;

@@ -1,10 +1,10 @@
 // The optimizers with f32 states. Arithmetic and rounding are those of the CPU, operation by operation: parameters and states are
 // equal bit for bit. That is why the products and sums below are spelled out: the compiler would fuse them.
 //
-// One step under clipping and loss scaling is: gradient_norm_* (once for each gradient buffer), gradient_clip, optim_prepare, one
-// launch of `<optimizer>_step_*` for all pieces, loss_scale_update. Nothing that changes from step to step is an argument: the
-// learning rate lies in `Settings`, the rest is counted and computed on the device. A captured step can be replayed as it is.
-// Without clipping and loss scaling it is optim_prepare and the launch of the step.
+// A step is optim_prepare and one launch of `<optimizer>_step_*` for all pieces. Under clipping, gradient_norm_* (once for each
+// vector of gradients), gradient_clip and gradient_scale_* come before; under loss scaling gradient_norm_max_* and gradient_clip
+// before, loss_scale_update behind. Nothing that changes from step to step is an argument: the learning rate lies in `Settings`,
+// the rest is counted and computed on the device. A captured step can be replayed as it is.
 #include "optim.cuh"
 
 enum Optimizer : uint32_t { ADAM = 0, ADAMW = 1, ADAM_8BIT = 2, LION = 3, SGD = 4 };
@@ -49,21 +49,30 @@ static __device__ Coefficients make_coefficients(uint32_t optimizer, const Setti
     return to;
 }
 
+// Sets a group's hyper-parameters, between steps: settings[group] = value, but for its `step`, which is that of group `like` unless
+// that is 0xffffffff.
+//   settings: as long as `group` and `like` need.
+// Grid: 1; block: 1; no dynamic shared memory.
+extern "C" __global__ void optim_configure(Settings *settings, uint32_t group, uint32_t like, Settings value) {
+    if (like != 0xffffffffu) value.step = settings[like].step;
+    settings[group] = value;
+}
+
 // Begins a step: advances `step` of every group and writes its coefficients.
 //   optimizer: 0 Adam, 1 AdamW, 2 Adam and AdamW with 8-bit states, 3 Lion (also with 8-bit states), 4 SGD;
-//   settings, coefficients [groups]; clip, or null for no clipping; loss_scale, or null for 1.
-//   skip_nonfinite 1: if clip.nonfinite, steps stay where they are and the launch of the step changes nothing, but clears gradients
+//   settings, coefficients [groups]; loss_scale, by which gradients are divided first, or null for 1;
+//   norm, or null: if it is not finite, steps stay where they are and the launch of the step changes nothing, but clears gradients
 //   if it is to.
 // Grid: (groups + 31) / 32; block: 32; no dynamic shared memory.
-extern "C" __global__ void optim_prepare(uint32_t optimizer, Settings *settings, uint32_t groups, const Clip *clip,
-                                         const LossScale *loss_scale, uint32_t skip_nonfinite, Coefficients *coefficients) {
+extern "C" __global__ void optim_prepare(uint32_t optimizer, Settings *settings, uint32_t groups, const double *norm,
+                                         const LossScale *loss_scale, Coefficients *coefficients) {
     const uint32_t group = blockIdx.x * blockDim.x + threadIdx.x;
     if (group >= groups) return;
-    const bool skip = skip_nonfinite && clip != nullptr && clip->nonfinite;
+    const bool skip = norm != nullptr && !isfinite(*norm);
     if (!skip) ++settings[group].step;
     const Settings at = settings[group];
     Coefficients to = make_coefficients(optimizer, at, static_cast<double>(at.step));
-    const double factor = (clip == nullptr ? 1.0 : clip->factor) / (loss_scale == nullptr ? 1.0 : loss_scale->scale);
+    const double factor = loss_scale == nullptr ? 1.0 : 1.0 / loss_scale->scale;
     to.gain = static_cast<float>(at.maximize ? -factor : factor);
     to.skip = skip;
     coefficients[group] = to;
@@ -177,8 +186,9 @@ update(const Piece &piece, uint32_t index, const Coefficients &at, const Buffers
 
 template <typename Rule, typename G, typename C>
 static __device__ __forceinline__ void
-step(const Piece *pieces, const Coefficients *coefficients, const Buffers<G, C> &buffers, const Rule &rule) {
+step(const Piece *pieces, const Segment *segments, const Coefficients *coefficients, uint32_t zero_grads, const Rule &rule) {
     const Piece piece = load_piece(pieces + blockIdx.x);
+    const Buffers<G, C> buffers(segments, piece, zero_grads);
     if (coefficients->skip) return clear_grads(buffers, piece, threadIdx.x, blockDim.x);
     const Coefficients at = coefficients[piece.group];
     const bool is_wide = buffers.is_wide(piece);
@@ -199,23 +209,23 @@ step(const Piece *pieces, const Coefficients *coefficients, const Buffers<G, C> 
 //   lion: p = decay * p - lr * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
 //   sgd: g += l2 * p; with a buffer (or null) b = momentum * b + gain1 * g; p -= lr * (b, or g + momentum * b with nesterov).
 // Then copy = params in its dtype, unless null, and grads = 0 if zero_grads is 1.
-//   pieces [gridDim.x]; coefficients [groups]; params f32, grads, copy: flat buffers, any alignment of the pieces in them;
+//   pieces [gridDim.x]; segments: as the pieces say, their params f32; coefficients [groups];
 //   states f32: as the pieces say, aligned to 16 bytes, zeros before the first step.
 // Grid: number of pieces; block: 256 (a piece of 1024 elements keeps every thread busy once); no dynamic shared memory.
-#define STEP_ARGUMENTS(G, C)                                                                                           \
-    const Piece *pieces, const Coefficients *coefficients, float *params, G *grads, C *copy, uint32_t zero_grads
+#define STEP_ARGUMENTS                                                                                                 \
+    const Piece *pieces, const Segment *segments, const Coefficients *coefficients, uint32_t zero_grads
 #define STEP_KERNEL extern "C" __global__ void __launch_bounds__(256)
 #define DEFINE_STEPS(suffix, G, C)                                                                                     \
-    STEP_KERNEL adam_step_##suffix(STEP_ARGUMENTS(G, C), float *first, float *second, float *largest) {                \
-        step<AdamRule, G, C>(pieces, coefficients, {params, grads, copy, zero_grads}, {first, second, largest});  \
+    STEP_KERNEL adam_step_##suffix(STEP_ARGUMENTS, float *first, float *second, float *largest) {                      \
+        step<AdamRule, G, C>(pieces, segments, coefficients, zero_grads, {first, second, largest});                    \
     }                                                                                                                  \
-    STEP_KERNEL small_adam_step_##suffix(STEP_ARGUMENTS(G, C), float *first, float *second) {                          \
-        step<SmallAdamRule, G, C>(pieces, coefficients, {params, grads, copy, zero_grads}, {first, second});      \
+    STEP_KERNEL small_adam_step_##suffix(STEP_ARGUMENTS, float *first, float *second) {                                \
+        step<SmallAdamRule, G, C>(pieces, segments, coefficients, zero_grads, {first, second});                        \
     }                                                                                                                  \
-    STEP_KERNEL lion_step_##suffix(STEP_ARGUMENTS(G, C), float *momentum) {                                            \
-        step<LionRule, G, C>(pieces, coefficients, {params, grads, copy, zero_grads}, {momentum});                \
+    STEP_KERNEL lion_step_##suffix(STEP_ARGUMENTS, float *momentum) {                                                  \
+        step<LionRule, G, C>(pieces, segments, coefficients, zero_grads, {momentum});                                  \
     }                                                                                                                  \
-    STEP_KERNEL sgd_step_##suffix(STEP_ARGUMENTS(G, C), float *buffer) {                                               \
-        step<SgdRule, G, C>(pieces, coefficients, {params, grads, copy, zero_grads}, {buffer});                   \
+    STEP_KERNEL sgd_step_##suffix(STEP_ARGUMENTS, float *buffer) {                                                     \
+        step<SgdRule, G, C>(pieces, segments, coefficients, zero_grads, {buffer});                                     \
     }
 FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)

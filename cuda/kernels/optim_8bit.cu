@@ -175,12 +175,15 @@ struct LionBlocks {
 };
 
 template <typename Rule, typename G, typename C>
-static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count, const Coefficients *coefficients,
-                                            const Buffers<G, C> &buffers, const Rule &rule) {
+static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count, const Segment *segments,
+                                            const Coefficients *coefficients, uint32_t zero_grads, const Rule &rule) {
     const uint32_t lane = threadIdx.x % WARP, warps = gridDim.x * (THREADS / WARP);
     const uint32_t first = blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP;
     if (coefficients->skip) {
-        for (uint32_t i = first; i < count; i += warps) clear_grads(buffers, load_piece(pieces + i), lane, WARP);
+        for (uint32_t i = first; i < count; i += warps) {
+            const Piece piece = load_piece(pieces + i);
+            clear_grads(Buffers<G, C>(segments, piece, zero_grads), piece, lane, WARP);
+        }
         return;
     }
     __shared__ typename Rule::Tables tables;
@@ -192,6 +195,7 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
         // Known in time for the next round.
         const Piece next = load_piece(pieces + min(i + warps, count - 1));
         const Coefficients at = coefficients[piece.group];
+        const Buffers<G, C> buffers(segments, piece, zero_grads);
         if (piece.length == STATE_BLOCK && buffers.is_wide(piece)) {
             rule.template update<true>(tables, piece, lane, at, buffers);
         } else {
@@ -209,20 +213,18 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
 // then scale = the largest magnitude of the new states, code = that of the nearest value to s / scale. An element whose gradient
 // (or its square, in adam) is not finite loses its states and stays as it is. Last, copy = params in its dtype, unless null, and
 // grads = 0 if zero_grads is 1.
-//   pieces [count]; coefficients [groups]; params f32, grads, copy: flat buffers, any alignment of the pieces in them;
+//   pieces [count]; segments: as the pieces say, their params f32; coefficients [groups];
 //   codes u8 [blocks * 256], aligned to 4 bytes, and scales f32 [blocks], by `state` of the piece; zeros before the first step.
 // Grid: (count + 7) / 8, at most 3 for each multiprocessor; block: 256; no dynamic shared memory.
-#define STEP_ARGUMENTS(G, C)                                                                                           \
-    const Piece *pieces, uint32_t count, const Coefficients *coefficients, float *params, G *grads, C *copy,           \
-        uint32_t zero_grads
+#define STEP_ARGUMENTS                                                                                                 \
+    const Piece *pieces, uint32_t count, const Segment *segments, const Coefficients *coefficients, uint32_t zero_grads
 #define STEP_KERNEL extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #define DEFINE_STEPS(suffix, G, C)                                                                                     \
-    STEP_KERNEL adam_8bit_step_##suffix(STEP_ARGUMENTS(G, C), uint8_t *codes1, float *scales1, uint8_t *codes2,        \
+    STEP_KERNEL adam_8bit_step_##suffix(STEP_ARGUMENTS, uint8_t *codes1, float *scales1, uint8_t *codes2,              \
                                         float *scales2) {                                                              \
-        step<AdamBlocks, G, C>(pieces, count, coefficients, {params, grads, copy, zero_grads},                         \
-                               {codes1, scales1, codes2, scales2});                                                    \
+        step<AdamBlocks, G, C>(pieces, count, segments, coefficients, zero_grads, {codes1, scales1, codes2, scales2}); \
     }                                                                                                                  \
-    STEP_KERNEL lion_8bit_step_##suffix(STEP_ARGUMENTS(G, C), uint8_t *codes, float *scales) {                         \
-        step<LionBlocks, G, C>(pieces, count, coefficients, {params, grads, copy, zero_grads}, {codes, scales});       \
+    STEP_KERNEL lion_8bit_step_##suffix(STEP_ARGUMENTS, uint8_t *codes, float *scales) {                               \
+        step<LionBlocks, G, C>(pieces, count, segments, coefficients, zero_grads, {codes, scales});                    \
     }
 FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)

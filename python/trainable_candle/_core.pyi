@@ -68,6 +68,7 @@ __all__ = [
     "from_dlpack",
     "full",
     "geglu",
+    "get_float32_matmul_precision",
     "get_num_threads",
     "get_rng_state",
     "grad",
@@ -83,6 +84,7 @@ __all__ = [
     "load_file",
     "load_model",
     "lora_backward",
+    "lora_backward_",
     "manual_seed",
     "mse_loss",
     "ones",
@@ -99,6 +101,7 @@ __all__ = [
     "saved_bytes",
     "scaled_dot_product_attention",
     "set_grad_enabled",
+    "set_float32_matmul_precision",
     "set_num_threads",
     "set_rng_state",
     "smooth_l1_loss",
@@ -1006,7 +1009,7 @@ class GradScaler:
     ) -> GradScaler: ...
     def get_scale(self, /) -> float:
         """
-        The current scale; 1 if not enabled.
+        The current scale; 1 if not enabled. Waits for a CUDA device.
         """
     def load_state_dict(self, /, state: dict[str, SupportsFloat | SupportsIndex]) -> None:
         """
@@ -1022,14 +1025,14 @@ class GradScaler:
         """
     def state_dict(self, /) -> dict[str, float]:
         """
-        The scale and the good steps in a row so far, as numbers.
+        The scale and the good steps in a row so far, as numbers. Waits for a CUDA device.
         """
-    def step(self, /, optimizer: Optimizer) -> bool:
+    def step(self, /, optimizer: Optimizer) -> bool | None:
         """
         Unscale the gradients if that was not done, then let the optimizer step, unless one is infinite or NaN.
 
         Returns:
-            Whether the step was taken.
+            Whether the step was taken; None on a CUDA device, which alone knows, so that nothing waits for it.
 
         Raises:
             ArgumentError: if a step was taken since the last `update`.
@@ -1426,17 +1429,25 @@ class Optimizer:
     @property
     def state_bytes(self, /) -> int:
         """
-        Bytes of all states and master values held now. A variable's states are made at its first step.
+        Bytes of all states and master values held now. A variable's states are made at its first step, on a CUDA device those
+        of all variables at the first step of any.
         """
     def state_dict(self, /) -> dict[str, Tensor]:
         """
-        A copy of all states: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
+        A copy of all states, on the CPU: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
         `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
         learning rate of each group, `kind` (u8) with the optimizer's name in ASCII.
         """
-    def step(self, /) -> None:
+    def step(self, /, *, if_finite: Tensor | None = None) -> None:
         """
         Update every variable that has a gradient. The gradients stay; `zero_grad` forgets them.
+
+        Args:
+            if_finite: one number, such as the norm that `clip_grad_norm_` returned. If it is infinite or NaN, nothing changes
+                and no step is counted. On a CUDA device that is decided there, and nothing waits.
+
+        Raises:
+            ShapeError: if `if_finite` has more or less than one element.
         """
     def zero_grad(self, /) -> None:
         """
@@ -2440,7 +2451,7 @@ def clip_grad_norm_(
     max_norm: SupportsFloat | SupportsIndex,
     norm_type: SupportsFloat | SupportsIndex = 2.0,
     error_if_nonfinite: bool = False,
-) -> float:
+) -> Tensor:
     """
     Scale the gradients of `parameters` so that their common norm is at most `max_norm`, as torch's.
 
@@ -2448,10 +2459,10 @@ def clip_grad_norm_(
         parameters: the variables; those without a gradient count nothing.
         max_norm: at least 0; infinity leaves the gradients alone.
         norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude.
-        error_if_nonfinite: whether a NaN or infinite norm is an error.
+        error_if_nonfinite: whether a NaN or infinite norm is an error; waits for a CUDA device.
 
     Returns:
-        The norm before.
+        The norm before: f64, of no dimension, on the device of the gradients. Nothing waits for a CUDA device until it is read.
 
     Raises:
         ArgumentError: if a number is out of range, or an item is no Var.
@@ -2660,6 +2671,11 @@ def geglu(input: Tensor) -> Tensor:
     Raises:
         ShapeError: if the last dimension is odd.
         DTypeError: if the input is not floating point.
+    """
+
+def get_float32_matmul_precision() -> str:
+    """
+    How products of f32 matrices are computed on CUDA devices: "highest" or "high".
     """
 
 def get_num_threads() -> int:
@@ -2925,10 +2941,33 @@ def lora_backward(
         scale: the factor.
 
     Returns:
-        (grad_down, grad_up), in the shapes of the matrices.
+        (grad_down, grad_up), in the shapes and dtypes of the matrices: those of the input, or f32 where that is f16 or bf16.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
+    """
+
+def lora_backward_(
+    grad_outputs: SupportsGetItem[int, Tensor],
+    inputs: SupportsGetItem[int, Tensor],
+    lora_downs: SupportsGetItem[int, Var],
+    lora_ups: SupportsGetItem[int, Var],
+    scale: SupportsFloat | SupportsIndex,
+) -> None:
+    """
+    `lora_backward` of many layers at once: what it would return is added to the gradients of the matrices, straight where these lie in
+    a flat buffer. On a CUDA device products of one size run together, and nothing waits.
+
+    Args:
+        grad_outputs: for each layer (..., out_features).
+        inputs: for each layer (..., in_features).
+        lora_downs: for each layer (rank, in_features).
+        lora_ups: for each layer (out_features, rank).
+        scale: the factor, the same for all.
+
+    Raises:
+        ArgumentError: if the lists have different lengths, or the scale is not finite.
+        ShapeError, DTypeError, DeviceError: if the operands do not fit. Nothing is added then.
     """
 
 def manual_seed(seed: SupportsIndex) -> None:
@@ -3165,6 +3204,18 @@ def scaled_dot_product_attention(
 def set_grad_enabled(enabled: bool) -> bool:
     """
     Switch recording on this thread; returns what it was.
+    """
+
+def set_float32_matmul_precision(precision: str) -> None:
+    """
+    Choose how products of f32 matrices are computed on CUDA devices, as torch's function of this name.
+
+    Args:
+        precision: "highest" for f32, the default; "high" for TF32, whose factors have 10 bits behind the point: several times as
+            fast on tensor cores. Other dtypes and the CPU know no choice.
+
+    Raises:
+        ArgumentError: if it is neither.
     """
 
 def set_num_threads(n: SupportsIndex) -> None:

@@ -196,3 +196,24 @@ def test_what_is_no_tensor_is_refused_by_name(layer: Any, operand: str) -> None:
     rank_and_alpha = () if layer is tc.nn.Linear else (2, 2.0)
     with pytest.raises(TypeError, match=f"{layer.__name__}: the {operand} is (list|int)"):
         layer(weight, *rank_and_alpha, bias=None if operand == "weight" else 3)
+
+
+def test_lora_gradients_of_many_layers():
+    g, x, down, up = arrays(4, (6, 4), (6, 5), (2, 5), (4, 2))
+    downs, ups = [tc.Var(tc.tensor(down)) for _ in "ab"], [tc.Var(tc.tensor(up)) for _ in "ab"]
+    grads = [tc.tensor(g), tc.tensor(2 * g)]
+    tc.lora_backward_(grads, [tc.tensor(x)] * 2, downs, ups, 2.0)
+    for factor, lora_down, lora_up in zip((1, 2), downs, ups, strict=True):
+        assert_close(lora_down.grad, factor * 2 * (g @ up).T @ x, atol=1e-4)
+        assert_close(lora_up.grad, factor * 2 * g.T @ (x @ down.T), atol=1e-4)
+    with pytest.raises(tc.ArgumentError, match="lora_backward_: found 2 grad_outputs, but"):
+        tc.lora_backward_(grads, [tc.tensor(x)], downs, ups, 2.0)
+
+
+def test_lora_of_f32_matrices_under_bf16():
+    x, g, down, up = (tc.tensor(a) for a in arrays(5, (6, 5), (6, 4), (2, 5), (4, 2)))
+    short = [t.to("bf16") for t in (g, x)]
+    grads = tc.lora_backward(*short, tc.Var(down), tc.Var(up), 0.5)
+    assert [t.dtype for t in grads] == ["f32", "f32"]
+    for found, expected in zip(grads, tc.lora_backward(g, x, down, up, 0.5), strict=True):
+        assert_close(found, expected.numpy(), atol=0.1)

@@ -260,20 +260,33 @@ def test_errors(call, error, text):
 def test_clipping():
     x, y, z = tc.Var(tc.ones(2)), tc.Var(tc.ones(1)), tc.Var(tc.ones(1))
     x.grad, y.grad = tc.tensor([3.0, 0.0]), tc.tensor([4.0])
-    assert optim.clip_grad_norm_([x, y, z], 10.0) == pytest.approx(5)
+    assert optim.clip_grad_norm_([x, y, z], 10.0).item() == pytest.approx(5)
     assert x.grad.tolist() == [3, 0]
-    assert optim.clip_grad_norm_([x, y, z], 1.0, norm_type=float("inf")) == pytest.approx(4)
+    assert optim.clip_grad_norm_([x, y, z], 1.0, norm_type=float("inf")).item() == pytest.approx(4)
     assert_close(y.grad, [1.0])
     x.grad = tc.tensor([float("nan"), 0.0])
     with pytest.raises(
         tc.NonFiniteError, match="clip_grad_norm_: the norm of the gradients is NaN"
     ):
         optim.clip_grad_norm_([x, y], 1.0, error_if_nonfinite=True)
-    assert np.isnan(optim.clip_grad_norm_([x, y], float("inf")))
+    assert np.isnan(optim.clip_grad_norm_([x, y], float("inf")).item())
     with pytest.raises(tc.ArgumentError, match="clip_grad_norm_: found max_norm -1"):
         optim.clip_grad_norm_([x], -1)
     with pytest.raises(tc.ArgumentError, match="found norm_type 3, expected 2 or infinity"):
         optim.clip_grad_norm_([x], 1, 3)
+
+
+def test_a_norm_can_forbid_a_step():
+    x = tc.Var([1.0])
+    opt = optim.Adam([x], lr=0.1)
+    for gradient, steps in ((1.0, 1), (float("nan"), 1), (float("inf"), 1), (1.0, 2)):
+        x.grad = tc.tensor([gradient])
+        before = x.item()
+        opt.step(if_finite=optim.clip_grad_norm_([x], 1.0))
+        assert (x.item() != before) == np.isfinite(gradient)
+        assert opt.state_dict()["step"].tolist() == [steps]
+    with pytest.raises(tc.ShapeError, match=r"step: found a norm of shape \[2\]"):
+        opt.step(if_finite=tc.ones(2))
 
 
 def test_loss_scaling():

@@ -135,6 +135,15 @@ def test_threads():
         tc.set_num_threads(0)
 
 
+def test_matmul_precision():
+    assert tc.get_float32_matmul_precision() == "highest"
+    tc.set_float32_matmul_precision("high")
+    assert tc.get_float32_matmul_precision() == "high"
+    tc.set_float32_matmul_precision("highest")
+    with pytest.raises(tc.ArgumentError, match='found precision "medium", expected "highest"'):
+        tc.set_float32_matmul_precision("medium")
+
+
 def test_memory():
     before = tc.memory.saved_bytes()
     y = tc.Var(tc.ones(1000)).exp()

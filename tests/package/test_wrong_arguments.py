@@ -75,6 +75,9 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "low": lambda: 0,
     "lora_down": lambda: tc.ones(2, 4),
     "lora_up": lambda: tc.ones(4, 2),
+    "lora_downs": lambda: [tc.Var(tc.ones(2, 4))],
+    "lora_ups": lambda: [tc.Var(tc.ones(4, 2))],
+    "precision": lambda: "highest",
     "max_norm": lambda: 1.0,
     "n": lambda: 2,
     "next_sigma": lambda: 0.5,
@@ -118,6 +121,8 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "scaled_dot_product_attention.value": lambda: tc.ones(4, 4),
     "save_checkpoint.models": dict,
     "save_file.tensors": lambda: {"t": tc.ones(2)},
+    "lora_backward_.grad_outputs": lambda: [tc.ones(4, 4)],
+    "lora_backward_.inputs": lambda: [tc.ones(4, 4)],
 }
 # Called for what they change, not for their arguments: what they would break is shared.
 LEFT_OUT = {"trainable_candle.set_num_threads", "trainable_candle.cuda.capture"}

@@ -1,5 +1,7 @@
 //! The arithmetic that operations are made of, on whatever device their tensors are: [`cpu`] or CUDA.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use candle_core::{DType, Device};
 
 use crate::cpu::{self, Binary, Ternary, Unary};
@@ -59,12 +61,102 @@ functions! {
     argmax(x, dim: usize, keepdim: bool) -> Raw;
     cumsum(x, dim: usize) -> Raw;
     matmul(x, other: &Raw) -> Raw;
+    product(x, other: &Raw, alpha: f64, dtype: DType) -> Raw;
     matmul_accumulate(x, a: &Raw, b: &Raw, alpha: f64) -> ();
     accumulate(x, source: &Raw) -> ();
     copy_into(x, source: &Raw) -> ();
     fill(x, value: f64) -> ();
     scale_in_place(x, factor: f64) -> ();
     lerp_in_place(x, source: &Raw, weight: f64) -> ();
+}
+
+/// How products of f32 matrices are computed on CUDA devices; torch's names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MatmulPrecision {
+    /// In f32.
+    Highest,
+    /// In TF32, whose factors have 10 bits behind the point, with sums in f32: several times as fast on tensor cores.
+    High,
+}
+
+static TF32: AtomicBool = AtomicBool::new(false);
+
+/// Choose how products of f32 matrices are computed on CUDA devices from now on; in f32 unless this is called. What a graph has
+/// captured stays as it was. Other dtypes and the CPU know no choice.
+pub fn set_float32_matmul_precision(precision: MatmulPrecision) {
+    TF32.store(precision == MatmulPrecision::High, Ordering::Relaxed);
+}
+
+/// How products of f32 matrices are computed on CUDA devices.
+pub fn float32_matmul_precision() -> MatmulPrecision {
+    if TF32.load(Ordering::Relaxed) { MatmulPrecision::High } else { MatmulPrecision::Highest }
+}
+
+/// As [`cpu::write_products`].
+pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if terms.iter().any(|[dst, ..]| dst.device().is_cuda()) {
+        return cuda::write_products(terms, alpha, accumulate);
+    }
+    cpu::write_products(terms, alpha, accumulate)
+}
+
+/// A contiguous tensor that is written before it is read, of the dtype and on the device of `like`.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if it does not fit.
+pub fn unset(op: &'static str, like: &Raw, dims: &[usize]) -> Result<Raw> {
+    #[cfg(feature = "cuda")]
+    if like.device().is_cuda() {
+        return cuda::empty(op, cuda::Gpu::of(op, like)?, dims, like.dtype());
+    }
+    crate::raw::check_allocation(op, dims, like.dtype())?;
+    Ok(Raw::zeros(dims, like.dtype(), like.device())?)
+}
+
+/// One of many products that are independent of one another.
+pub struct Product {
+    /// The left operand.
+    pub a: Raw,
+    /// The right operand.
+    pub b: Raw,
+    /// What the product is multiplied by.
+    pub alpha: f64,
+    /// Where the result goes.
+    pub to: Destination,
+}
+
+/// What becomes of a product.
+pub enum Destination {
+    /// A new tensor of this dtype, as by [`product`].
+    New(DType),
+    /// It is added to this tensor, as by [`matmul_accumulate`].
+    Sum(Raw),
+}
+
+/// All products, in any order; the results or the tensors they were added to. On CUDA those of one size run together.
+///
+/// # Errors
+/// As [`product`] and [`matmul_accumulate`].
+pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
+    #[cfg(feature = "cuda")]
+    if work.first().is_some_and(|product| product.a.device().is_cuda()) {
+        return cuda::products(work);
+    }
+    work.iter().map(Product::run).collect()
+}
+
+impl Product {
+    /// This one by itself.
+    pub(crate) fn run(&self) -> Result<Raw> {
+        match &self.to {
+            Destination::New(dtype) => product(&self.a, &self.b, self.alpha, *dtype),
+            Destination::Sum(sum) => {
+                matmul_accumulate(sum, &self.a, &self.b, self.alpha)?;
+                Ok(sum.clone())
+            }
+        }
+    }
 }
 
 /// The same values in another dtype, integers among them; contiguous if they change.

@@ -3,11 +3,12 @@
 //! An optimizer, a gradient norm or an all-reduce then works on one long vector instead of a thousand small ones.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{DType, Device};
 
-use crate::raw::{Raw, check_allocation_on};
-use crate::tape::Leaf;
+use crate::copies::FlatCopies;
+use crate::raw::{Raw, check_allocation_on, storage_identity};
 use crate::{Error, Result, Tensor, Var, compute};
 
 /// Variables that are consecutive views of one vector, with gradients that are views of another.
@@ -44,18 +45,17 @@ impl FlatBuffer {
         }
         let total = values.iter().map(Tensor::elem_count).sum();
         let (data, grad) = (zeros(total, dtype, device)?, zeros(total, dtype, device)?);
+        let copies = Arc::new(FlatCopies::new(total));
         let mut ranges = Vec::with_capacity(values.len());
         let mut vars = Vec::with_capacity(values.len());
         let mut start = 0;
         for value in values {
             let range = start..start + value.elem_count();
-            let view = |buffer: &Raw| -> Result<Raw> {
-                Ok(buffer.narrow(0, range.start, range.len())?.reshape(value.shape())?)
-            };
-            let storage = view(&data)?;
+            let storage = data.narrow(0, range.start, range.len())?.reshape(value.shape())?;
             compute::copy_into(&storage, value.raw())?;
             let var = Var::adopt(storage)?;
-            leaf(&var)?.bind(view(&grad)?)?;
+            var.leaf().bind(&grad, range.clone())?;
+            var.leaf().copies().lie_in(copies.clone(), start);
             vars.push(var);
             start = range.end;
             ranges.push(range);
@@ -89,7 +89,77 @@ fn zeros(n: usize, dtype: DType, device: &Device) -> Result<Raw> {
     compute::zeros(&[n], dtype, device)
 }
 
-fn leaf(var: &Var) -> Result<&Leaf> {
-    let node = var.as_tensor().node.as_ref().and_then(|n| n.leaf());
-    node.ok_or_else(|| Error::autograd("flat buffer", "the variable is not a leaf"))
+/// The gradients of variables where they lie.
+pub struct Gradients {
+    /// Those in flat buffers, neighbours as one vector.
+    pub vectors: Vec<Raw>,
+    /// The variables whose gradients are tensors of their own.
+    pub loose: Vec<Var>,
+}
+
+impl Gradients {
+    /// The gradients of those of `vars` that have one, in their order.
+    ///
+    /// # Errors
+    /// None that a caller could cause.
+    pub fn of(vars: &[Var]) -> Result<Self> {
+        let vectors = joined(vars.iter().filter_map(|var| var.leaf().vector()))?;
+        let is_loose = |var: &&Var| !var.leaf().is_bound() && var.grad_storage().is_some();
+        Ok(Self { vectors, loose: vars.iter().filter(is_loose).cloned().collect() })
+    }
+}
+
+/// Parts of vectors, neighbours as one.
+fn joined(parts: impl Iterator<Item = (Raw, Range<usize>)>) -> Result<Vec<Raw>> {
+    let mut runs: Vec<(Raw, Range<usize>)> = Vec::new();
+    for (vector, part) in parts.filter(|(_, part)| !part.is_empty()) {
+        match runs.last_mut() {
+            Some((last, run)) if run.end == part.start && same_storage(last, &vector) => run.end = part.end,
+            _ => runs.push((vector, part)),
+        }
+    }
+    runs.into_iter().map(|(vector, run)| Ok(vector.narrow(0, run.start, run.len())?)).collect()
+}
+
+fn same_storage(a: &Raw, b: &Raw) -> bool {
+    storage_identity(a).0 == storage_identity(b).0
+}
+
+/// Forget the gradients of `vars`; neighbours in a flat buffer are cleared together.
+///
+/// # Errors
+/// If a buffer cannot be written.
+pub fn zero_grads(vars: &[Var]) -> Result<()> {
+    for vector in joined(vars.iter().filter_map(|var| var.leaf().vector_to_clear()))? {
+        compute::fill(&vector, 0.0)?;
+    }
+    forget_grads(vars);
+    Ok(())
+}
+
+/// Forget the gradients of `vars`, whose parts of flat buffers somebody has cleared.
+pub fn forget_grads(vars: &[Var]) {
+    vars.iter().for_each(|var| var.leaf().is_cleared());
+}
+
+/// Let those of `vars` that are not part of a flat buffer collect their gradients in a vector too, one for each dtype: their
+/// gradients then keep their place, and a norm or a fill of all is one pass.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if the vectors do not fit.
+pub fn collect_grads(vars: &[Var]) -> Result<()> {
+    let mut loose: Vec<&Var> = vars.iter().filter(|var| !var.leaf().is_bound()).collect();
+    while let Some(first) = loose.first().map(|var| (var.dtype(), var.device().clone())) {
+        let alike = |var: &&Var| var.dtype() == first.0 && var.device().same_device(&first.1);
+        let (group, rest): (Vec<&Var>, Vec<&Var>) = loose.into_iter().partition(alike);
+        let flat = zeros(group.iter().map(|var| var.elem_count()).sum(), first.0, &first.1)?;
+        let mut start = 0;
+        for var in group {
+            let end = start + var.elem_count();
+            var.leaf().bind(&flat, start..end)?;
+            start = end;
+        }
+        loose = rest;
+    }
+    Ok(())
 }

@@ -16,12 +16,13 @@
 pub mod capture;
 pub mod checkpoint;
 pub mod compute;
+mod copies;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod device;
 mod error;
-mod flat;
+pub mod flat;
 pub mod gradcheck;
 pub mod interrupt;
 pub mod memory;

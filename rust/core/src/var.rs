@@ -78,16 +78,45 @@ impl Var {
         self.0
     }
 
-    fn leaf(&self) -> &Leaf {
+    pub(crate) fn leaf(&self) -> &Leaf {
         // `adopt` is the only constructor and always makes a leaf.
         self.0.node.as_ref().and_then(|n| n.leaf()).expect("a variable is a leaf")
     }
 
-    fn bump(&self) {
+    /// The value has changed in place. On CUDA, where a captured graph may read the copies, they follow at once; on the CPU
+    /// when they are used next.
+    fn changed(&self) -> Result<()> {
         if let Some(version) = &self.0.version {
             version.bump();
             capture::changed(version);
         }
+        if self.0.device().is_cpu() { Ok(()) } else { self.leaf().copies().update(&self.0.raw, self.version()) }
+    }
+
+    /// The value in `dtype`: a copy that the variable keeps and that is cast anew only after the variable has changed. Its
+    /// storage stays the same.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if it does not fit, [`Error::DType`] if `dtype` is not floating point.
+    pub(crate) fn copy_in(&self, dtype: DType) -> Result<Raw> {
+        self.leaf().copies().get(dtype, &self.0.raw, self.version())
+    }
+
+    /// The copy for computing in another dtype ([`Tensor::compute_copy`]), if there is one, for an update that writes it together
+    /// with the value; then [`changed_with_copy`](Self::changed_with_copy) is due.
+    pub fn copy_storage(&self) -> Option<Raw> {
+        self.leaf().copies().first()
+    }
+
+    /// Say that the value was changed in place, and [`copy_storage`](Self::copy_storage) with it.
+    ///
+    /// # Errors
+    /// If another copy cannot be written.
+    pub fn changed_with_copy(&self) -> Result<()> {
+        self.leaf().copies().first_is_current(self.version() + 1);
+        let var = self.clone();
+        capture::after_replay(move || var.leaf().copies().first_is_current(var.version()));
+        self.changed()
     }
 
     /// The gradient collected so far, if there is one.
@@ -120,7 +149,16 @@ impl Var {
     /// # Errors
     /// [`Error::OutOfMemory`] if a copy does not fit.
     pub fn scale_grad(&self, factor: f64) -> Result<()> {
-        self.leaf().scale(factor)
+        self.change_grad(|grad| compute::scale_in_place(grad, factor))
+    }
+
+    /// Change the gradient, if there is one, by a function that writes in place. A tensor that [`grad`](Var::grad) has given
+    /// keeps its values.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if a copy does not fit; those of `change`.
+    pub fn change_grad(&self, change: impl FnOnce(&Raw) -> Result<()>) -> Result<()> {
+        self.leaf().change(change)
     }
 
     /// Overwrite the value in place.
@@ -135,15 +173,14 @@ impl Var {
             value.raw.clone()
         };
         compute::copy_into(&self.0.raw, &source)?;
-        self.bump();
-        Ok(())
+        self.changed()
     }
 
     /// Run `update` over the variable's storage (an optimizer's in-place step) and mark every tensor
     /// made from it before as stale.
     pub fn update_in_place<R>(&self, update: impl FnOnce(&Raw) -> Result<R>) -> Result<R> {
         let result = update(&self.0.raw);
-        self.bump();
+        self.changed()?;
         result
     }
 

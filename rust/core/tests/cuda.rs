@@ -3,13 +3,17 @@
 
 use std::path::PathBuf;
 
+use trainable_candle_core::compute::{Destination, Product, products};
 use trainable_candle_core::ops::Case;
+use trainable_candle_core::ops::lora::{LoraLayer, LoraWeights, lora_backward_, lora_linear};
 use trainable_candle_core::raw::to_f64_vec;
-use trainable_candle_core::{DType, Device, Error, Result, Tensor, device, rng};
+use trainable_candle_core::{DType, Device, Error, FlatBuffer, Raw, Result, Tensor, device, rng};
 use walk::{TOLERANCE, all_cases, close, draw, text, turned_view, value_and_gradients};
 
 #[path = "cuda/capture.rs"]
 mod capture;
+#[path = "cuda/products.rs"]
+mod products;
 mod walk;
 
 fn gpu() -> Result<Device> {
@@ -175,4 +179,95 @@ fn devices_are_found_by_number_and_tensors_of_two_devices_do_not_mix() {
     let (a, b) = (Tensor::ones(2, DType::F32, &device).unwrap(), Tensor::ones(2, DType::F32, &Device::Cpu).unwrap());
     assert!(matches!(a.add(&b), Err(Error::Device { .. })));
     assert!(matches!(a.matmul(&b), Err(Error::Device { .. })));
+}
+
+/// Numbers of size about one that every dtype holds exactly.
+fn whole(dims: &[usize], seed: usize, dtype: DType, device: &Device) -> Tensor {
+    let number = |i: usize| ((i * 7919 + seed * 104_729 + 13) % 127) as f64 / 64.0 - 1.0;
+    let values = Tensor::from_vec((0..dims.iter().product()).map(number).collect(), dims, &Device::Cpu);
+    values.and_then(|values| values.to_dtype(dtype)?.to_device(device)).unwrap()
+}
+
+/// Products of one size run together: those that add to one tensor must not meet, and transposed, strided, empty and f64 ones go their
+/// own way.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn many_products_at_once_are_those_of_the_cpu() {
+    let run = |device: &Device, dtype: DType, wide: bool| -> Vec<Vec<f64>> {
+        let raw = |dims: &[usize], seed: usize| whole(dims, seed, dtype, device).raw().clone();
+        let to = if wide && dtype != DType::F64 { DType::F32 } else { dtype };
+        let sum = whole(&[5, 33], 90, to, device).raw().clone();
+        let mut work = Vec::new();
+        let mut add = |a: Raw, b: Raw, alpha, to| work.push(Product { a, b, alpha, to });
+        for seed in 0..200 {
+            add(raw(&[5, 64], seed), raw(&[64, 33], seed + 1), 0.5, Destination::New(to));
+        }
+        for seed in 0..7 {
+            add(raw(&[64, 5], seed).t().unwrap(), raw(&[64, 33], seed), 1.0, Destination::Sum(sum.clone()));
+            let other = raw(&[33, 64], seed).t().unwrap();
+            add(raw(&[5, 64], seed), other, 2.0, Destination::New(to));
+        }
+        let strided = raw(&[5, 66], 3).narrow(1, 1, 64).unwrap();
+        add(strided, raw(&[64, 33], 4), 0.5, Destination::New(to));
+        add(raw(&[5, 0], 3), raw(&[0, 33], 4), 0.5, Destination::New(to));
+        add(raw(&[0, 64], 3), raw(&[64, 33], 4), 0.5, Destination::New(to));
+        add(raw(&[3, 5, 64], 3), raw(&[64, 33], 4), 0.5, Destination::New(to));
+        products(&work).unwrap().iter().map(|result| to_f64_vec(result).unwrap()).collect()
+    };
+    let device = gpu().unwrap();
+    for (dtype, tolerance) in TOLERANCE {
+        for wide in [false, true] {
+            let tolerance = if wide && dtype != DType::F64 { 2e-5 } else { tolerance };
+            let expected = run(&Device::Cpu, DType::F64, wide);
+            for (index, (found, expected)) in run(&device, dtype, wide).iter().zip(&expected).enumerate() {
+                close(&format!("{} product {index}", dtype.as_str()), found, expected, 4.0 * tolerance).unwrap();
+            }
+        }
+    }
+}
+
+/// Layers that share a flat buffer of f32 factors, in a model that computes in a short dtype.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn lora_of_f32_factors_on_cuda_agrees_with_f64() {
+    let train = |device: &Device, dtype: DType, factors: DType| -> Result<Vec<Vec<f64>>> {
+        let (layers, rows, inner, rank) = (6, 130, 72, 8);
+        let start: Vec<Tensor> = (0..layers)
+            .flat_map(|i| [([rank, inner], i), ([inner, rank], i + 50)])
+            .map(|(dims, seed)| whole(&dims, seed, factors, device))
+            .collect();
+        let vars = FlatBuffer::new(&start)?.vars().to_vec();
+        let base: Vec<Tensor> = (0..layers).map(|i| whole(&[inner, inner], i + 99, dtype, device)).collect();
+        let inputs: Vec<Tensor> = (0..layers).map(|i| whole(&[rows, inner], i + 7, dtype, device)).collect();
+        for _ in 0..2 {
+            let mut loss = Tensor::zeros((), dtype, device)?;
+            for i in 0..layers {
+                let (down, up) = (&vars[2 * i], &vars[2 * i + 1]);
+                let w = LoraWeights { weight: &base[i], bias: None, down, up, scale: 0.25 };
+                // One input, as for the queries, keys and values of an attention.
+                loss = loss.add(&lora_linear(&inputs[0], w)?.mean_all()?)?;
+            }
+            loss.backward()?;
+        }
+        let grad_output = whole(&[rows, inner], 5, dtype, device);
+        let many: Vec<LoraLayer<'_>> = (0..layers)
+            .map(|i| LoraLayer {
+                grad_output: &grad_output,
+                input: &inputs[i],
+                down: &vars[2 * i],
+                up: &vars[2 * i + 1],
+                scale: 0.01,
+            })
+            .collect();
+        lora_backward_(&many)?;
+        vars.iter().map(|var| to_f64_vec(var.grad().unwrap().raw())).collect()
+    };
+    let device = gpu().unwrap();
+    let expected = train(&Device::Cpu, DType::F64, DType::F64).unwrap();
+    for (dtype, tolerance) in [(DType::F32, 2e-5), (DType::F16, 1e-2), (DType::BF16, 6e-2)] {
+        let found = train(&device, dtype, DType::F32).unwrap();
+        for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            close(&format!("{} variable {index}", dtype.as_str()), found, expected, tolerance).unwrap();
+        }
+    }
 }

@@ -231,10 +231,10 @@ fn clipping_leaves_gradients_that_were_read_and_can_refuse() -> Result<()> {
     let x = var(4, 0);
     x.set_grad(&Tensor::full(3.0, 4, DType::F32, &Device::Cpu)?)?;
     let before = x.grad().unwrap();
-    assert_eq!(clip_grad_norm_(std::slice::from_ref(&x), 3.0, NormType::L2, true)?, 6.0);
+    assert_eq!(clip_grad_norm_(std::slice::from_ref(&x), 3.0, NormType::L2, true)?.item()?, 6.0);
     assert_eq!(values(&before), [3.0; 4]);
     assert!(values(&x.grad().unwrap()).iter().all(|g| (g - 1.5).abs() < 1e-6));
-    assert_eq!(clip_grad_norm_(&[var(4, 0)], 1.0, NormType::L2, true)?, 0.0);
+    assert_eq!(clip_grad_norm_(&[var(4, 0)], 1.0, NormType::L2, true)?.item()?, 0.0);
 
     x.set_grad(&Tensor::new(vec![1f32, f32::INFINITY, 0.0, 0.0], &Device::Cpu)?)?;
     let error = clip_grad_norm_(std::slice::from_ref(&x), 1.0, NormType::L2, true).unwrap_err();
@@ -242,7 +242,7 @@ fn clipping_leaves_gradients_that_were_read_and_can_refuse() -> Result<()> {
     assert_eq!(values(&x.grad().unwrap())[0], 1.0);
     for norm_type in [NormType::L2, NormType::Inf] {
         x.set_grad(&Tensor::new(vec![1f32, f32::NAN, 0.0, 0.0], &Device::Cpu)?)?;
-        assert!(clip_grad_norm_(std::slice::from_ref(&x), 1.0, norm_type, false)?.is_nan());
+        assert!(clip_grad_norm_(std::slice::from_ref(&x), 1.0, norm_type, false)?.item()?.is_nan());
     }
     assert!(clip_grad_norm_(&[x], -1.0, NormType::L2, false).is_err());
     Ok(())

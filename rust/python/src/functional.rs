@@ -7,10 +7,11 @@ use tc::ops::{dropout as drop, gated, index, linear as lin, lora, norm, rope as 
 use trainable_candle_core as tc;
 
 use crate::arguments::{Integer, Pair, Shape};
-use crate::call::compute;
+use crate::call::{compute, detached};
 use crate::error::Result;
 use crate::given::Given;
 use crate::tensor::Tensor;
+use crate::var::Var;
 
 fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
     tensor.map(|tensor| &tensor.0)
@@ -45,7 +46,7 @@ pub fn linear(py: Python<'_>, input: &Tensor, weight: &Tensor, bias: Option<&Ten
 ///     scale: the factor.
 ///
 /// Returns:
-///     (grad_down, grad_up), in the shapes of the matrices.
+///     (grad_down, grad_up), in the shapes and dtypes of the matrices: those of the input, or f32 where that is f16 or bf16.
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -63,6 +64,48 @@ pub fn lora_backward(
     let (down, up) =
         compute(py, work, || lora::lora_backward(&grad_output.0, &input.0, &lora_down.0, &lora_up.0, scale))?;
     Ok((Tensor(down), Tensor(up)))
+}
+
+/// `lora_backward` of many layers at once: what it would return is added to the gradients of the matrices, straight where these lie in
+/// a flat buffer. On a CUDA device products of one size run together, and nothing waits.
+///
+/// Args:
+///     grad_outputs: for each layer (..., out_features).
+///     inputs: for each layer (..., in_features).
+///     lora_downs: for each layer (rank, in_features).
+///     lora_ups: for each layer (out_features, rank).
+///     scale: the factor, the same for all.
+///
+/// Raises:
+///     ArgumentError: if the lists have different lengths, or the scale is not finite.
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit. Nothing is added then.
+#[pyfunction]
+pub fn lora_backward_(
+    py: Python<'_>,
+    grad_outputs: Vec<PyRef<'_, Tensor>>,
+    inputs: Vec<PyRef<'_, Tensor>>,
+    lora_downs: Vec<PyRef<'_, Var>>,
+    lora_ups: Vec<PyRef<'_, Var>>,
+    scale: Given<f64>,
+) -> Result<()> {
+    const OP: &str = "lora_backward_";
+    let scale = scale.get(OP, "scale")?;
+    let count = grad_outputs.len();
+    let lengths = [inputs.len(), lora_downs.len(), lora_ups.len()];
+    if lengths != [count; 3] {
+        let message = format!("found {count} grad_outputs, but {lengths:?} inputs, lora_downs and lora_ups");
+        return Err(tc::Error::argument(OP, message).into());
+    }
+    let layers: Vec<lora::LoraLayer<'_>> = (0..count)
+        .map(|i| lora::LoraLayer {
+            grad_output: &grad_outputs[i].0,
+            input: &inputs[i].0,
+            down: &lora_downs[i].0,
+            up: &lora_ups[i].0,
+            scale,
+        })
+        .collect();
+    detached(py, || lora::lora_backward_(&layers))
 }
 
 /// Two-dimensional convolution.

@@ -53,8 +53,8 @@ mod _core {
     use crate::dtype::DType;
     #[pymodule_export]
     use crate::functional::{
-        conv2d, dropout, embedding, geglu, group_norm, group_norm_silu, layer_norm, linear, lora_backward, quick_gelu,
-        rms_norm, rope, scaled_dot_product_attention, swiglu, upsample_nearest2d,
+        conv2d, dropout, embedding, geglu, group_norm, group_norm_silu, layer_norm, linear, lora_backward,
+        lora_backward_, quick_gelu, rms_norm, rope, scaled_dot_product_attention, swiglu, upsample_nearest2d,
     };
     #[pymodule_export]
     use crate::io::{load_file, save_file};
@@ -72,7 +72,10 @@ mod _core {
     #[pymodule_export]
     use crate::rng::{get_rng_state, manual_seed, set_rng_state};
     #[pymodule_export]
-    use crate::runtime::{available_bytes, get_num_threads, saved_bytes, set_num_threads};
+    use crate::runtime::{
+        available_bytes, get_float32_matmul_precision, get_num_threads, saved_bytes, set_float32_matmul_precision,
+        set_num_threads,
+    };
     #[pymodule_export]
     use crate::tensor::{
         Tensor, arange, cat, empty_like, eye, full, ones, ones_like, rand, randint, randn, stack, tensor, where_,

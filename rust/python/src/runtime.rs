@@ -2,6 +2,7 @@
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
+use trainable_candle_core::compute::MatmulPrecision;
 
 use crate::arguments::Integer;
 use crate::error::Result;
@@ -33,4 +34,35 @@ pub fn get_num_threads() -> usize {
 pub fn set_num_threads(py: Python<'_>, n: Integer) -> Result<()> {
     let n = n.count("set_num_threads", "n")?;
     crate::call::detached(py, || tc::cpu::pool::set_num_threads(n))
+}
+
+/// How products of f32 matrices are computed on CUDA devices: "highest" or "high".
+#[pyfunction]
+pub fn get_float32_matmul_precision() -> &'static str {
+    match tc::compute::float32_matmul_precision() {
+        MatmulPrecision::Highest => "highest",
+        MatmulPrecision::High => "high",
+    }
+}
+
+/// Choose how products of f32 matrices are computed on CUDA devices, as torch's function of this name.
+///
+/// Args:
+///     precision: "highest" for f32, the default; "high" for TF32, whose factors have 10 bits behind the point: several times as
+///         fast on tensor cores. Other dtypes and the CPU know no choice.
+///
+/// Raises:
+///     ArgumentError: if it is neither.
+#[pyfunction]
+pub fn set_float32_matmul_precision(precision: &str) -> Result<()> {
+    let precision = match precision {
+        "highest" => MatmulPrecision::Highest,
+        "high" => MatmulPrecision::High,
+        other => {
+            let message = format!("found precision \"{other}\", expected \"highest\" or \"high\"");
+            return Err(tc::Error::argument("set_float32_matmul_precision", message).into());
+        }
+    };
+    tc::compute::set_float32_matmul_precision(precision);
+    Ok(())
 }

@@ -14,21 +14,28 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
 use super::copy::contiguous;
 use super::gpu::{Gpu, check_blas, driver_error};
 use super::launch::{Address, address, empty, same_device};
-use crate::cpu::gemm::{Plan, check_destination};
+use crate::compute::{MatmulPrecision, float32_matmul_precision};
+use crate::cpu::gemm::{Plan, check_result_dtype};
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 
 /// As [`cpu::matmul`](crate::cpu::matmul).
 pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
+    product(a, b, 1.0, a.dtype())
+}
+
+/// As [`cpu::product`](crate::cpu::product).
+pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
     const OP: &str = "matmul";
     same_device(OP, a, &[b])?;
     let plan = Plan::of(OP, a, b)?;
-    let y = empty(OP, Gpu::of(OP, a)?, &plan.dims, a.dtype())?;
+    check_result_dtype(OP, a.dtype(), dtype)?;
+    let y = empty(OP, Gpu::of(OP, a)?, &plan.dims, dtype)?;
     if y.elem_count() > 0 && plan.k == 0 {
         super::copy::fill(&y, 0.0)?;
         return Ok(y);
     }
-    run(OP, &y, a, b, 1.0, 0.0)?;
+    run(OP, &y, a, b, alpha, 0.0)?;
     Ok(y)
 }
 
@@ -36,25 +43,122 @@ pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
 pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> {
     const OP: &str = "matmul_accumulate";
     same_device(OP, dst, &[a, b])?;
-    let plan = Plan::of(OP, a, b)?;
-    check_destination(OP, &plan, dst, a.dtype())?;
+    let plan = Plan::into(OP, dst, a, b)?;
+    check_apart(OP, dst, a, b)?;
+    if plan.k == 0 { Ok(()) } else { run(OP, dst, a, b, alpha, 1.0) }
+}
+
+fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
     let storage = storage_identity(dst).0;
     if dst.elem_count() > 0 && [a, b].iter().any(|operand| storage_identity(operand).0 == storage) {
-        return Err(Error::argument(OP, "the destination and an operand share one storage"));
+        return Err(Error::argument(op, "the destination and an operand share one storage"));
     }
-    if plan.k == 0 { Ok(()) } else { run(OP, dst, a, b, alpha, 1.0) }
+    Ok(())
+}
+
+/// As [`cpu::write_products`](crate::cpu::write_products). Matrices that follow one another in memory are one product, evenly spaced
+/// ones of one shape a batch.
+pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
+    const OP: &str = "write_products";
+    let beta = f64::from(u8::from(accumulate));
+    let mut products = Vec::with_capacity(terms.len());
+    for &[dst, a, b] in terms {
+        same_device(OP, dst, &[a, b])?;
+        let plan = Plan::into(OP, dst, a, b)?;
+        check_apart(OP, dst, a, b)?;
+        let addresses = [address(OP, a)?, address(OP, b)?, address(OP, dst)?];
+        products.push(Product { plan, addresses, sizes: [a, b, dst].map(|x| x.dtype().size_in_bytes()) });
+    }
+    let ([first, ..], Some([dst, a, _])) = (products.as_slice(), terms.first()) else { return Ok(()) };
+    let Some(joined) = Joined::of(&products).filter(|_| first.plan.k > 0 && dst.elem_count() > 0) else {
+        return terms.iter().try_for_each(|[dst, a, b]| match a.dims().last() {
+            Some(0) if accumulate => Ok(()),
+            Some(0) => super::copy::fill(dst, 0.0),
+            _ => run(OP, dst, a, b, alpha, beta),
+        });
+    };
+    let types = [data_type(OP, a.dtype())?, data_type(OP, dst.dtype())?];
+    let Joined { plan, left, right, count, strides } = joined;
+    let call = Call { op: OP, gpu: Gpu::of(OP, dst)?, plan: &plan, left, right, types };
+    call.run(first.addresses, count, strides, alpha, beta)
+}
+
+/// One of several products of matrices.
+struct Product {
+    plan: Plan,
+    /// Of the operands and of the result.
+    addresses: [Address; 3],
+    /// Bytes of their elements.
+    sizes: [usize; 3],
+}
+
+/// Several products as one call.
+struct Joined {
+    plan: Plan,
+    left: Matrix,
+    right: Matrix,
+    count: usize,
+    /// From an operand or result of the batch to the next, in elements.
+    strides: [usize; 3],
+}
+
+impl Joined {
+    /// Nothing if the products have different shapes or lie unevenly.
+    fn of(products: &[Product]) -> Option<Self> {
+        let first = products.first()?;
+        let Plan { m, n, k, row, a, b, ref batch, ref dims } = first.plan;
+        let alike = |product: &Product| {
+            let other = &product.plan;
+            (other.m, other.n, other.k, other.row, other.a, other.b) == (m, n, k, row, a, b)
+                && other.batch.is_empty()
+                && product.sizes == first.sizes
+        };
+        if !batch.is_empty() || !products.iter().all(alike) {
+            return None;
+        }
+        let strides = [spacing(products, 0)?, spacing(products, 1)?, spacing(products, 2)?];
+        let plan = |m: usize, n: usize| Plan { dims: dims.clone(), m, n, k, row, a, b, batch: batch.clone() };
+        let (count, [stride_a, stride_b, stride_y]) = (products.len(), strides);
+        let joined = |plan: Plan, count: usize, strides: [usize; 3]| {
+            let left = Matrix::transpose_of([plan.m, plan.k], plan.a)?;
+            let right = Matrix::transpose_of([plan.k, plan.n], plan.b)?;
+            Some(Self { plan, left, right, count, strides })
+        };
+        if count == 1 {
+            return joined(plan(m, n), 1, [0; 3]);
+        }
+        // Neighbouring columns, neighbouring rows, or a batch of results apart.
+        if stride_a == 0 && stride_b == n * b[1] && stride_y == n && row >= count * n {
+            return joined(plan(m, count * n), 1, [0; 3]);
+        }
+        if stride_b == 0 && stride_a == m * a[0] && stride_y == m * row {
+            return joined(plan(count * m, n), 1, [0; 3]);
+        }
+        let is_apart = stride_y >= m * row || (stride_y >= n && row >= count * stride_y);
+        if is_apart { joined(plan(m, n), count, strides) } else { None }
+    }
+}
+
+/// The even distance of the products' operands or results, in elements; nothing if it is uneven or backwards.
+fn spacing(products: &[Product], which: usize) -> Option<usize> {
+    let place = |product: &Product| product.addresses[which];
+    let [first, second, ..] = products else { return Some(0) };
+    let distance = place(second).checked_sub(place(first))?;
+    let even = products.windows(2).all(|pair| place(&pair[1]).checked_sub(place(&pair[0])) == Some(distance));
+    let size = first.sizes[which] as Address;
+    (even && distance.is_multiple_of(size)).then_some((distance / size) as usize)
 }
 
 /// A matrix as cuBLAS sees it, by columns: whether it lies transposed, and the distance of its columns.
 #[derive(Clone, Copy)]
-struct Matrix {
-    operation: Operation,
-    distance: i64,
+pub(super) struct Matrix {
+    pub(super) operation: Operation,
+    pub(super) distance: i64,
 }
 
 impl Matrix {
     /// Of a row-major (rows, columns) with its strides, seen as its transpose; nothing if neither dimension is dense.
-    fn transpose_of([rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]) -> Option<Self> {
+    pub(super) fn transpose_of([rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]) -> Option<Self> {
         // A dimension of one element has any stride.
         let dense = |size: usize, stride: usize| size <= 1 || stride == 1;
         let distance = |count: usize, stride: usize, length: usize| {
@@ -80,7 +184,7 @@ fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Re
     if y.elem_count() == 0 {
         return Ok(());
     }
-    let plan = Plan::of(op, a, b)?;
+    let plan = Plan::into(op, y, a, b)?;
     let (Some(left), Some(right)) =
         (Matrix::transpose_of([plan.m, plan.k], plan.a), Matrix::transpose_of([plan.k, plan.n], plan.b))
     else {
@@ -132,8 +236,8 @@ struct Call<'a> {
 impl Call<'_> {
     fn run(&self, [a, b, y]: [Address; 3], count: usize, strides: [usize; 3], alpha: f64, beta: f64) -> Result<()> {
         let [m, n, k, count] = [self.plan.m, self.plan.n, self.plan.k, count].map(i32::try_from);
-        let distances = [self.left.distance, self.right.distance].map(i32::try_from);
-        let (Ok(m), Ok(n), Ok(k), Ok(count), [Ok(left), Ok(right)]) = (m, n, k, count, distances) else {
+        let distances = [self.left.distance, self.right.distance, self.plan.row.max(1) as i64].map(i32::try_from);
+        let (Ok(m), Ok(n), Ok(k), Ok(count), [Ok(left), Ok(right), Ok(row)]) = (m, n, k, count, distances) else {
             let message = format!("a product of shape {:?} is larger than cuBLAS takes", self.plan.dims);
             return Err(Error::shape(self.op, message));
         };
@@ -145,7 +249,7 @@ impl Call<'_> {
         let scale = |i: usize| -> *const c_void {
             if is_f64 { std::ptr::from_ref(&wide[i]).cast() } else { std::ptr::from_ref(&narrow[i]).cast() }
         };
-        let compute = if is_f64 { Compute::CUBLAS_COMPUTE_64F } else { Compute::CUBLAS_COMPUTE_32F };
+        let compute = compute_type(operands);
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(self.op, error))?;
         // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on the device's stream.
         check_blas(unsafe {
@@ -168,7 +272,7 @@ impl Call<'_> {
                 scale(1),
                 y as *mut c_void,
                 result,
-                n,
+                row,
                 stride_y,
                 count,
                 compute,
@@ -178,7 +282,18 @@ impl Call<'_> {
     }
 }
 
-fn data_type(op: &'static str, dtype: DType) -> Result<Type> {
+/// The arithmetic of products of operands of this type.
+pub(super) fn compute_type(operands: Type) -> Compute {
+    match operands {
+        Type::CUDA_R_64F => Compute::CUBLAS_COMPUTE_64F,
+        Type::CUDA_R_32F if float32_matmul_precision() == MatmulPrecision::High => {
+            Compute::CUBLAS_COMPUTE_32F_FAST_TF32
+        }
+        _ => Compute::CUBLAS_COMPUTE_32F,
+    }
+}
+
+pub(super) fn data_type(op: &'static str, dtype: DType) -> Result<Type> {
     Ok(match dtype {
         DType::F32 => Type::CUDA_R_32F,
         DType::F64 => Type::CUDA_R_64F,

@@ -5,7 +5,7 @@ use candle_core::{DType, Device};
 use super::case::{Case, Entry};
 use crate::raw::{Raw, is_float, to_cpu};
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
-use crate::{Result, Tensor, capture, compute};
+use crate::{Result, Tensor, Var, capture, compute};
 
 static CAST: OpInfo = OpInfo::cheap("to_dtype");
 static TO_DEVICE: OpInfo = OpInfo::cheap("to_device");
@@ -62,6 +62,23 @@ impl Tensor {
         }
         let from = self.dtype();
         record(&CAST, &[self], || compute::convert(&self.raw, dtype), |_, _| CastBackward(from))
+    }
+
+    /// A variable's value in the dtype that is computed in, from a copy that the variable keeps: cast when the variable has changed
+    /// since the last use, or written by the optimizer that changed it. It shares storage with later copies, as a view of the
+    /// variable would: walking back through it after a change is an error. Of other tensors it is
+    /// [`to_dtype`](Self::to_dtype).
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit.
+    pub fn compute_copy(&self, dtype: DType) -> Result<Self> {
+        let Some(var) = Var::of(self).filter(|_| dtype != self.dtype() && is_float(dtype)) else {
+            return self.to_dtype(dtype);
+        };
+        let from = self.dtype();
+        let mut copy = record(&CAST, &[self], || var.copy_in(dtype), |_, _| CastBackward(from))?;
+        copy.version.clone_from(&self.version);
+        Ok(copy)
     }
 
     /// The same values on another device. The gradient comes back to this tensor's device.

@@ -5,21 +5,31 @@
 //! constant in the backward (section 4.3 of the paper), as in peft.
 //!
 //! The base W, b is frozen: it never gets a gradient, and nothing is saved for it.
+//!
+//! x and W may be f16 or bf16 and the trained tensors f32: products are then of their copies in the dtype of x, and the
+//! gradients of A and B are summed up and stay in f32.
 
-use candle_core::Shape;
+use candle_core::{DType, Shape};
 
 use super::case::{Case, Entry};
 use super::linear::{as_matrix, check, forward, linear, same_kind, with_last};
+use crate::compute::{Destination, Product};
 use crate::cpu::{self, Div, Mul};
 use crate::raw::{Raw, own_copy};
-use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
-use crate::{Error, Result, Tensor, compute};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, Saver, record_with_aux};
+use crate::{Error, Result, Tensor, Var, compute};
 
 static LORA: OpInfo = OpInfo::dear("lora_linear");
 static DORA: OpInfo = OpInfo::dear("dora_linear");
 
 /// Rank of `down (r, in)`, `up (out, r)` against a base of `(out, in)`.
-fn check_factors(op: &'static str, x: &Tensor, (out, inner): (usize, usize), down: &Tensor, up: &Tensor) -> Result<()> {
+pub(super) fn check_factors(
+    op: &'static str,
+    x: &Tensor,
+    (out, inner): (usize, usize),
+    down: &Tensor,
+    up: &Tensor,
+) -> Result<()> {
     let fits = down.rank() == 2
         && up.rank() == 2
         && down.dims()[1] == inner
@@ -35,11 +45,34 @@ fn check_factors(op: &'static str, x: &Tensor, (out, inner): (usize, usize), dow
             ),
         ));
     }
-    same_kind(op, x, "down matrix", down)?;
-    same_kind(op, x, "up matrix", up)
+    trainable_kind(op, x, "down matrix", down)?;
+    trainable_kind(op, x, "up matrix", up)
 }
 
-fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+/// A trained tensor must be on the device of `x` and have its dtype, or be f32 where that is f16 or bf16.
+fn trainable_kind(op: &'static str, x: &Tensor, name: &str, tensor: &Tensor) -> Result<()> {
+    let is_master = tensor.dtype() == DType::F32 && matches!(x.dtype(), DType::F16 | DType::BF16);
+    if is_master && tensor.device().same_device(x.device()) {
+        return Ok(());
+    }
+    same_kind(op, x, name, tensor)
+}
+
+/// A trained tensor in the dtype that is computed in, off the tape: a variable's own copy.
+pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
+    match Var::of(tensor) {
+        _ if tensor.dtype() == dtype => Ok(tensor.detach()),
+        Some(var) => Ok(Tensor { raw: var.copy_in(dtype)?, node: None, version: tensor.version.clone() }),
+        None => Ok(Tensor::constant(compute::cast(&tensor.raw, dtype)?)),
+    }
+}
+
+/// Keeps what [`operand`] gave for `tensor`: parameters are held, what operations have made is saved.
+pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> Saved {
+    if tensor.is_leaf() { saver.hold(operand) } else { saver.save(operand) }
+}
+
+pub(super) fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     if weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
         return Err(Error::argument(
             op,
@@ -49,34 +82,50 @@ fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Res
     Ok(())
 }
 
-fn check_scale(op: &'static str, scale: f64) -> Result<()> {
+pub(super) fn check_scale(op: &'static str, scale: f64) -> Result<()> {
     if scale.is_finite() {
         return Ok(());
     }
     Err(Error::argument(op, format!("the scale is {scale}, expected a finite number")))
 }
 
-/// s a b, for results that are small beside the operands.
-fn scaled_product(a: &Raw, b: &Raw, scale: f64) -> Result<Raw> {
-    let product = compute::matmul(a, b)?;
-    compute::scale_in_place(&product, scale)?;
-    Ok(product)
-}
-
 /// s (g B): the gradient at x Aᵀ. Matrices.
 fn grad_hidden(grad: &Raw, up: &Raw, scale: f64) -> Result<Raw> {
-    scaled_product(grad, up, scale)
+    compute::product(grad, up, scale, grad.dtype())
 }
 
-/// s gᵀ h: the gradient of `up`. Matrices.
-fn grad_up(grad: &Raw, hidden: &Raw, scale: f64) -> Result<Raw> {
-    scaled_product(&grad.t()?, hidden, scale)
+/// What [`lora_backward`] needs of its operands.
+fn check_backward(
+    op: &'static str,
+    grad_output: &Tensor,
+    input: &Tensor,
+    down: &Tensor,
+    up: &Tensor,
+    scale: f64,
+) -> Result<()> {
+    let (Some(&out), Some(&inner)) = (grad_output.dims().last(), input.dims().last()) else {
+        return Err(Error::shape(op, "grad_output and input need at least one dimension"));
+    };
+    if grad_output.dims()[..grad_output.rank() - 1] != input.dims()[..input.rank() - 1] {
+        return Err(Error::shape(
+            op,
+            format!(
+                "grad_output has shape {:?}, input {:?}; all but the last size must agree",
+                grad_output.dims(),
+                input.dims()
+            ),
+        ));
+    }
+    check_scale(op, scale)?;
+    check_factors(op, input, (out, inner), down, up)?;
+    same_kind(op, input, "grad_output", grad_output)
 }
 
 /// The gradients of the two LoRA matrices alone.
 ///
-/// `grad_output (..., out)`, `input (..., in)`, `down (r, in)`, `up (out, r)` → (`(r, in)`, `(out, r)`), of y = s (x Aᵀ) Bᵀ.
-/// CPU tensors use the CPU form; nothing moves between devices.
+/// `grad_output (..., out)`, `input (..., in)`, `down (r, in)`, `up (out, r)` → (`(r, in)`, `(out, r)`), of y = s (x Aᵀ) Bᵀ, in the
+/// dtypes of `down` and `up`: those of the input, or f32 where that is f16 or bf16. CPU tensors use the CPU form; nothing moves
+/// between devices.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
@@ -87,27 +136,65 @@ pub fn lora_backward(
     up: &Tensor,
     scale: f64,
 ) -> Result<(Tensor, Tensor)> {
-    const OP: &str = "lora_backward";
-    let (Some(&out), Some(&inner)) = (grad_output.dims().last(), input.dims().last()) else {
-        return Err(Error::shape(OP, "grad_output and input need at least one dimension"));
-    };
-    if grad_output.dims()[..grad_output.rank() - 1] != input.dims()[..input.rank() - 1] {
-        return Err(Error::shape(
-            OP,
-            format!(
-                "grad_output has shape {:?}, input {:?}; all but the last size must agree",
-                grad_output.dims(),
-                input.dims()
-            ),
-        ));
-    }
-    check_scale(OP, scale)?;
-    check_factors(OP, input, (out, inner), down, up)?;
-    same_kind(OP, input, "grad_output", grad_output)?;
+    check_backward("lora_backward", grad_output, input, down, up, scale)?;
     let (grad, x) = (as_matrix(&grad_output.raw)?, as_matrix(&input.raw)?);
-    let hidden = compute::matmul(&x, &down.raw.t()?)?;
-    let grad_down = compute::matmul(&grad_hidden(&grad, &up.raw, scale)?.t()?, &x)?;
-    Ok((Tensor::constant(grad_down), Tensor::constant(grad_up(&grad, &hidden, scale)?)))
+    let hidden = compute::matmul(&x, &operand(down, x.dtype())?.raw.t()?)?;
+    let grad_hidden = grad_hidden(&grad, &operand(up, x.dtype())?.raw, scale)?;
+    let grad_down = compute::product(&grad_hidden.t()?, &x, 1.0, down.dtype())?;
+    let grad_up = compute::product(&grad.t()?, &hidden, scale, up.dtype())?;
+    Ok((Tensor::constant(grad_down), Tensor::constant(grad_up)))
+}
+
+/// One layer of [`lora_backward_`].
+#[derive(Clone, Copy)]
+pub struct LoraLayer<'a> {
+    /// The gradient of y, (..., out).
+    pub grad_output: &'a Tensor,
+    /// (..., in).
+    pub input: &'a Tensor,
+    /// A, (r, in).
+    pub down: &'a Var,
+    /// B, (out, r).
+    pub up: &'a Var,
+    /// The factor s.
+    pub scale: f64,
+}
+
+/// [`lora_backward`] of many layers at once, whose results are added to the gradients of the matrices: straight where these lie in a
+/// flat buffer. On CUDA products of one size run together, and nothing waits.
+///
+/// # Errors
+/// As [`lora_backward`]; nothing is added then.
+pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
+    const OP: &str = "lora_backward_";
+    let (mut matrices, mut first) = (Vec::with_capacity(layers.len()), Vec::with_capacity(2 * layers.len()));
+    for layer in layers {
+        check_backward(OP, layer.grad_output, layer.input, layer.down, layer.up, layer.scale)?;
+        let (grad, x) = (as_matrix(&layer.grad_output.raw)?, as_matrix(&layer.input.raw)?);
+        let to = || Destination::New(x.dtype());
+        let (down, up) = (operand(layer.down, x.dtype())?.raw.t()?, operand(layer.up, x.dtype())?.raw);
+        first.push(Product { a: x.clone(), b: down, alpha: 1.0, to: to() });
+        first.push(Product { a: grad.clone(), b: up, alpha: layer.scale, to: to() });
+        matrices.push((grad, x));
+    }
+    let hidden = compute::products(&first)?;
+    let (mut work, mut leaves) = (Vec::with_capacity(first.len()), Vec::with_capacity(first.len()));
+    for ((layer, (grad, x)), hidden) in layers.iter().zip(matrices).zip(hidden.chunks_exact(2)) {
+        let of_down = (layer.down, hidden[1].t()?, x, 1.0);
+        let of_up = (layer.up, grad.t()?, hidden[0].clone(), layer.scale);
+        for (var, a, b, alpha) in [of_down, of_up] {
+            let buffer = var.leaf().product_buffer(&a, &b);
+            leaves.push((var, buffer.is_some()));
+            let to = buffer.map_or_else(|| Destination::New(var.dtype()), Destination::Sum);
+            work.push(Product { a, b, alpha, to });
+        }
+    }
+    for (grad, (var, is_there)) in compute::products(&work)?.into_iter().zip(leaves) {
+        if !is_there {
+            var.leaf().accumulate(grad)?;
+        }
+    }
+    Ok(())
 }
 
 /// What both backwards share: the base and the two factors.
@@ -117,6 +204,8 @@ struct Factors {
     weight: Option<Saved>,
     down: Option<Saved>,
     up: Option<Saved>,
+    /// Dtypes of the two factors.
+    dtypes: [DType; 2],
     scale: f64,
     x_shape: Shape,
 }
@@ -125,17 +214,20 @@ impl Factors {
     /// Inputs 0, 1, 2 of the node are x, down, up; `grad` is the gradient at x Wᵀ + s (x Aᵀ) Bᵀ.
     fn backward(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         if let (true, Some(hidden)) = (context.needs(2), &self.hidden) {
-            context.add(2, grad_up(grad, &hidden.get()?, self.scale)?)?;
+            let hidden = hidden.get()?;
+            let shape = (grad.dims()[1], hidden.dims()[1]);
+            context.add_product(2, shape, self.dtypes[1], [&grad.t()?, &hidden], self.scale)?;
         }
         let Some(up) = self.up.as_ref().filter(|_| context.needs(0) || context.needs(1)) else { return Ok(()) };
         let grad_hidden = grad_hidden(grad, &up.get()?, self.scale)?;
         if let (true, Some(x)) = (context.needs(1), &self.x) {
-            context.add(1, compute::matmul(&grad_hidden.t()?, &as_matrix(&x.get()?)?)?)?;
+            let x = as_matrix(&x.get()?)?;
+            let shape = (grad_hidden.dims()[1], x.dims()[1]);
+            context.add_product(1, shape, self.dtypes[0], [&grad_hidden.t()?, &x], 1.0)?;
         }
         if let (true, Some(weight), Some(down)) = (context.needs(0), &self.weight, &self.down) {
-            let grad_x = compute::matmul(grad, &weight.get()?)?;
-            compute::matmul_accumulate(&grad_x, &grad_hidden, &down.get()?, 1.0)?;
-            context.add(0, grad_x.reshape(&self.x_shape)?)?;
+            context.add_product(0, &self.x_shape, grad.dtype(), [grad, &weight.get()?], 1.0)?;
+            context.add_product(0, &self.x_shape, grad.dtype(), [&grad_hidden, &down.get()?], 1.0)?;
         }
         Ok(())
     }
@@ -174,14 +266,21 @@ impl Backward for LoraBackward {
     }
 }
 
-fn save_factors(saver: &mut crate::tape::Saver<'_>, x: &Tensor, w: &LoraWeights<'_>, hidden: &Raw) -> Factors {
+fn save_factors(
+    saver: &mut Saver<'_>,
+    x: &Tensor,
+    w: &LoraWeights<'_>,
+    [down, up]: [&Tensor; 2],
+    hidden: &Raw,
+) -> Factors {
     let (needs_x, needs_down, needs_up) = (saver.needs(0), saver.needs(1), saver.needs(2));
     Factors {
         x: needs_down.then(|| saver.save(x)),
         hidden: needs_up.then(|| saver.save_raw(hidden)),
         weight: needs_x.then(|| saver.hold(w.weight)),
-        down: needs_x.then(|| saver.hold(w.down)),
-        up: (needs_x || needs_down).then(|| saver.hold(w.up)),
+        down: needs_x.then(|| keep(saver, w.down, down)),
+        up: (needs_x || needs_down).then(|| keep(saver, w.up, up)),
+        dtypes: [w.down.dtype(), w.up.dtype()],
         scale: w.scale,
         x_shape: x.shape().clone(),
     }
@@ -193,17 +292,18 @@ fn save_factors(saver: &mut crate::tape::Saver<'_>, x: &Tensor, w: &LoraWeights<
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient.
 pub fn lora_linear(x: &Tensor, w: LoraWeights<'_>) -> Result<Tensor> {
     w.check(LORA.name, x)?;
+    let (down, up) = (operand(w.down, x.dtype())?, operand(w.up, x.dtype())?);
     record_with_aux(
         &LORA,
         &[x, w.down, w.up],
         || {
             let matrix = as_matrix(&x.raw)?;
-            let hidden = compute::matmul(&matrix, &w.down.raw.t()?)?;
+            let hidden = compute::matmul(&matrix, &down.raw.t()?)?;
             let y = forward(&matrix, &w.weight.raw, w.bias.map(|b| &b.raw))?;
-            compute::matmul_accumulate(&y, &hidden, &w.up.raw.t()?, w.scale)?;
+            compute::matmul_accumulate(&y, &hidden, &up.raw.t()?, w.scale)?;
             Ok((y.reshape(with_last(&x.raw, w.weight.dims()[0]))?, smallvec::smallvec![hidden]))
         },
-        |saver, _, aux| LoraBackward(save_factors(saver, x, &w, &aux[0])),
+        |saver, _, aux| LoraBackward(save_factors(saver, x, &w, [&down, &up], &aux[0])),
     )
 }
 
@@ -215,6 +315,8 @@ struct DoraBackward {
     norm: Saved,
     /// x Wᵀ + s (x Aᵀ) Bᵀ, for the gradient of the magnitude.
     direction: Option<Saved>,
+    /// The dtype of the magnitude.
+    dtype: DType,
 }
 
 impl Backward for DoraBackward {
@@ -222,7 +324,8 @@ impl Backward for DoraBackward {
         let grad = as_matrix(context.grad())?;
         if let (true, Some(direction)) = (context.needs(3), &self.direction) {
             let product = compute::sum(&compute::binary(&grad, &as_matrix(&direction.get()?)?, Mul)?, &[0], false)?;
-            context.add(3, compute::binary(&product, &self.norm.get()?, Div)?)?;
+            let grad_magnitude = compute::binary(&product, &self.norm.get()?, Div)?;
+            context.add(3, compute::cast(&grad_magnitude, self.dtype)?)?;
         }
         let scaled = compute::binary(&grad, &self.ratio.get()?, Mul)?;
         self.factors.backward(context, &scaled)
@@ -253,17 +356,18 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
             format!("the magnitude has shape {:?}, expected ({out},)", magnitude.dims()),
         ));
     }
-    same_kind(DORA.name, x, "magnitude", magnitude)?;
+    trainable_kind(DORA.name, x, "magnitude", magnitude)?;
+    let (down, up) = (operand(w.down, x.dtype())?, operand(w.up, x.dtype())?);
     record_with_aux(
         &DORA,
         &[x, w.down, w.up, magnitude],
         || {
             let matrix = as_matrix(&x.raw)?;
-            let norm = adapted_row_norm(&w.weight.detach(), &w.down.detach(), &w.up.detach(), w.scale)?.raw;
-            let ratio = compute::binary(&magnitude.raw, &norm, Div)?;
-            let hidden = compute::matmul(&matrix, &w.down.raw.t()?)?;
+            let norm = adapted_row_norm(&w.weight.detach(), &down, &up, w.scale)?.raw;
+            let ratio = compute::binary(&operand(magnitude, x.dtype())?.raw, &norm, Div)?;
+            let hidden = compute::matmul(&matrix, &down.raw.t()?)?;
             let direction = forward(&matrix, &w.weight.raw, None)?;
-            compute::matmul_accumulate(&direction, &hidden, &w.up.raw.t()?, w.scale)?;
+            compute::matmul_accumulate(&direction, &hidden, &up.raw.t()?, w.scale)?;
             let mut y = compute::binary(&direction, &ratio, Mul)?;
             if let Some(bias) = w.bias {
                 y = compute::binary(&y, &bias.raw, cpu::Add)?;
@@ -271,10 +375,11 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
             Ok((y.reshape(with_last(&x.raw, out))?, smallvec::smallvec![hidden, ratio, norm, direction]))
         },
         |saver, _, aux| DoraBackward {
-            factors: save_factors(saver, x, &w, &aux[0]),
+            factors: save_factors(saver, x, &w, [&down, &up], &aux[0]),
             ratio: saver.save_raw(&aux[1]),
             norm: saver.save_raw(&aux[2]),
             direction: saver.needs(3).then(|| saver.save_raw(&aux[3])),
+            dtype: magnitude.dtype(),
         },
     )
 }
@@ -282,6 +387,11 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
 fn lora_plain(x: &[Tensor], scale: f64) -> Result<Tensor> {
     let base = linear(&x[0], &x[3].detach(), x.get(4).map(Tensor::detach).as_ref())?;
     base.add(&linear(&linear(&x[0], &x[1], None)?, &x[2], None)?.mul_scalar(scale)?)
+}
+
+/// f32 for tensors that are trained under f16 or bf16.
+fn master(x: &Tensor) -> Result<Tensor> {
+    if matches!(x.dtype(), DType::F16 | DType::BF16) { x.to_dtype(DType::F32) } else { Ok(x.clone()) }
 }
 
 /// Registry entries of this file. The base is an input that gets no gradient, so cases close over it.
@@ -309,6 +419,10 @@ pub static ENTRIES: &[Entry] = &[
                 Case::new("", &[&[2, 3, 5], &[2, 5], &[4, 2]], run).plain(plain),
                 Case::new("one row", &[&[5], &[1, 5], &[4, 1]], run).plain(plain),
                 Case::new("no rows", &[&[0, 5], &[2, 5], &[4, 2]], run).plain(plain),
+                Case::new("f32 factors", &[&[2, 3, 5], &[2, 5], &[4, 2]], move |x| {
+                    run(&[x[0].clone(), master(&x[1])?, master(&x[2])?])
+                })
+                .plain(plain),
             ]
         },
     },
@@ -337,6 +451,8 @@ pub static ENTRIES: &[Entry] = &[
             vec![
                 Case::new("", &[&[2, 3, 5], &[4]], run).plain(plain),
                 Case::new("no rows", &[&[0, 5], &[4]], run).plain(plain),
+                Case::new("f32 magnitude", &[&[2, 3, 5], &[4]], move |x| run(&[x[0].clone(), master(&x[1])?]))
+                    .plain(plain),
             ]
         },
     },

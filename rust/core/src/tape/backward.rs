@@ -4,12 +4,13 @@ use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 use std::sync::{Arc, PoisonError};
 
-use candle_core::DType;
+use candle_core::{DType, Shape};
 use rustc_hash::{FxHashMap, FxHashSet};
 use smallvec::SmallVec;
 
 use super::mode::no_grad;
 use super::node::{Kind, Node};
+use crate::compute::{Destination, Product};
 use crate::cpu::Add;
 use crate::interrupt::Interrupt;
 use crate::raw::{self, Raw};
@@ -35,12 +36,41 @@ impl Pending {
     }
 }
 
+/// Products that are added to the gradient buffers of variables. On CUDA they wait for others of their size, with which they run as
+/// one; what they wait with is limited.
+#[derive(Default)]
+struct Buffered {
+    variables: FxHashSet<u64>,
+    waiting: Vec<Product>,
+    /// Of the operands of those that wait.
+    bytes: usize,
+}
+
+impl Buffered {
+    fn add(&mut self, variable: u64, product: Product) -> Result<()> {
+        const MOST_BYTES: usize = 128 << 20;
+        self.variables.insert(variable);
+        self.bytes +=
+            [&product.a, &product.b].map(|raw| raw.elem_count() * raw.dtype().size_in_bytes()).iter().sum::<usize>();
+        let waits = !product.a.device().is_cpu();
+        self.waiting.push(product);
+        if waits && self.bytes < MOST_BYTES { Ok(()) } else { self.run() }
+    }
+
+    fn run(&mut self) -> Result<()> {
+        self.bytes = 0;
+        compute::products(&std::mem::take(&mut self.waiting)).map(drop)
+    }
+}
+
 /// What a node's backward sees: the gradient of its result, and where to put those of its inputs.
 pub struct BackwardContext<'a> {
     node: &'a Node,
     grad: Raw,
     wanted: Option<&'a FxHashSet<u64>>,
     table: &'a mut FxHashMap<u64, Pending>,
+    /// What is added to variables' gradient buffers, in a pass that ends there.
+    buffered: Option<&'a mut Buffered>,
     reached: SmallVec<[usize; 3]>,
 }
 
@@ -94,6 +124,42 @@ impl BackwardContext<'_> {
         compute::accumulate(&pending.sum.narrow(dim, start, length)?, grad)
     }
 
+    /// Add `alpha` a b, a product of matrices, to the gradient of input `index`, whose shape is `dims` (any shape of as many
+    /// elements) and whose dtype is that of a and b, or f32 where they are f16 or bf16.
+    ///
+    /// A variable with a gradient buffer collects the product where it lies, and a gradient that is here already is added to
+    /// by the product itself: neither has a temporary or an addition of its own.
+    pub fn add_product(
+        &mut self,
+        index: usize,
+        dims: impl Into<Shape>,
+        dtype: DType,
+        [a, b]: [&Raw; 2],
+        alpha: f64,
+    ) -> Result<()> {
+        if !self.needs(index) {
+            return Ok(());
+        }
+        if let (Some(buffered), Some(node)) = (self.buffered.as_deref_mut(), &self.node.inputs[index])
+            && let Some(sum) = node.leaf().and_then(|leaf| leaf.product_buffer(a, b))
+        {
+            return buffered.add(node.id(), Product { a: a.clone(), b: b.clone(), alpha, to: Destination::Sum(sum) });
+        }
+        let Some(id) = self.reach(index) else { return Ok(()) };
+        match self.table.get_mut(&id) {
+            Some(pending) if pending.owned && pending.sum.is_contiguous() && pending.sum.dtype() == dtype => {
+                let sum = pending.sum.reshape((a.dims()[0], b.dims()[1]))?;
+                compute::matmul_accumulate(&sum, a, b, alpha)
+            }
+            Some(pending) => pending.add(&compute::product(a, b, alpha, dtype)?.reshape(dims)?),
+            None => {
+                let sum = compute::product(a, b, alpha, dtype)?.reshape(dims)?;
+                self.table.insert(id, Pending { sum, owned: true });
+                Ok(())
+            }
+        }
+    }
+
     fn reach(&mut self, index: usize) -> Option<u64> {
         if !self.needs(index) {
             return None;
@@ -133,6 +199,7 @@ fn walk(
     retain_graph: bool,
     wanted: Option<&FxHashSet<u64>>,
     targets: Option<&FxHashMap<u64, usize>>,
+    mut buffered: Option<&mut Buffered>,
     mut finish: impl FnMut(&Arc<Node>, Raw) -> Result<()>,
 ) -> Result<()> {
     let _no_grad = no_grad();
@@ -161,8 +228,14 @@ fn walk(
                 ),
             ));
         };
-        let mut context =
-            BackwardContext { node: &node, grad: pending.sum, wanted, table: &mut table, reached: SmallVec::new() };
+        let mut context = BackwardContext {
+            node: &node,
+            grad: pending.sum,
+            wanted,
+            table: &mut table,
+            buffered: buffered.as_deref_mut(),
+            reached: SmallVec::new(),
+        };
         backward.backward(&mut context)?;
         let reached = std::mem::take(&mut context.reached);
         if !retain_graph {
@@ -237,11 +310,15 @@ impl Tensor {
     /// As [`backward`](Tensor::backward), and [`Error::Shape`] if `gradient` has another shape.
     pub fn backward_with(&self, gradient: Option<&Self>, retain_graph: bool) -> Result<GradStore> {
         let (root, seed) = seed_for("backward", self, gradient)?;
-        let mut reached = FxHashSet::default();
-        walk(&root, seed, retain_graph, None, None, |node, grad| {
+        let (mut reached, mut buffered) = (FxHashSet::default(), Buffered::default());
+        let walked = walk(&root, seed, retain_graph, None, None, Some(&mut buffered), |node, grad| {
             reached.insert(node.id());
             node.leaf().map_or(Ok(()), |leaf| leaf.accumulate(grad))
-        })?;
+        });
+        let run = buffered.run();
+        walked?;
+        run?;
+        reached.extend(buffered.variables);
         Ok(GradStore { reached })
     }
 }
@@ -267,7 +344,7 @@ pub fn grad(
     }
     let wanted = on_the_way(&root, &targets);
     let mut found: FxHashMap<u64, Raw> = FxHashMap::default();
-    walk(&root, seed, retain_graph, Some(&wanted), Some(&targets), |node, grad| {
+    walk(&root, seed, retain_graph, Some(&wanted), Some(&targets), None, |node, grad| {
         found.insert(node.id(), grad);
         Ok(())
     })?;

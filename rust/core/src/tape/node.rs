@@ -1,6 +1,7 @@
 //! Nodes of the tape: recorded operations and the leaves that collect gradients.
 
 use std::cell::RefCell;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -8,6 +9,7 @@ use candle_core::{DType, Device, Shape};
 use smallvec::SmallVec;
 
 use super::backward::BackwardContext;
+use crate::copies::Copies;
 use crate::cpu::Add;
 use crate::raw::{self, Raw};
 use crate::{Error, Result, capture, compute};
@@ -113,6 +115,7 @@ pub(crate) struct Leaf {
     shape: Shape,
     dtype: DType,
     state: Arc<Mutex<GradState>>,
+    copies: Mutex<Copies>,
 }
 
 #[derive(Default)]
@@ -120,13 +123,23 @@ struct GradState {
     grad: Option<Raw>,
     /// A view of a flat gradient buffer: gradients are then added in place, never moved.
     buffer: Option<Raw>,
+    /// The flat buffer, and where in it the view lies.
+    flat: Option<(Raw, Range<usize>)>,
     /// Whether the buffer holds a gradient (it may hold zeros from the last `clear`).
     filled: bool,
 }
 
+impl GradState {
+    fn vector(&self) -> Option<(Raw, Range<usize>)> {
+        let buffer = self.buffer.as_ref()?;
+        let whole = || buffer.reshape(buffer.elem_count()).ok().map(|vector| (vector, 0..buffer.elem_count()));
+        self.flat.clone().or_else(whole)
+    }
+}
+
 impl Leaf {
     pub(crate) fn new(shape: Shape, dtype: DType) -> Self {
-        Self { shape, dtype, state: Arc::default() }
+        Self { shape, dtype, state: Arc::default(), copies: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, GradState> {
@@ -162,19 +175,41 @@ impl Leaf {
         });
     }
 
-    /// Multiply the gradient by `factor`.
-    pub(crate) fn scale(&self, factor: f64) -> Result<()> {
+    /// The vector that gradients are collected in, and where in it, if there is a gradient.
+    pub(crate) fn vector(&self) -> Option<(Raw, Range<usize>)> {
+        let state = self.state();
+        state.vector().filter(|_| state.filled)
+    }
+
+    /// As [`vector`](Self::vector), if it is to be cleared: before a replay there may be a gradient where there is none now.
+    pub(crate) fn vector_to_clear(&self) -> Option<(Raw, Range<usize>)> {
+        let state = self.state();
+        state.vector().filter(|_| state.filled || capture::is_capturing())
+    }
+
+    /// Whether gradients are collected in a vector.
+    pub(crate) fn is_bound(&self) -> bool {
+        self.state().buffer.is_some()
+    }
+
+    /// Change the gradient, if there is one, by a function that writes in place.
+    pub(crate) fn change(&self, change: impl FnOnce(&Raw) -> Result<()>) -> Result<()> {
         let mut state = self.state();
         if let Some(buffer) = &state.buffer {
-            return if state.filled { compute::scale_in_place(buffer, factor) } else { Ok(()) };
+            return if state.filled { change(buffer) } else { Ok(()) };
         }
         // A gradient that somebody has read stays as it was.
         if let Some(grad) = &state.grad {
-            let scaled = raw::own_copy(grad)?;
-            compute::scale_in_place(&scaled, factor)?;
-            state.grad = Some(scaled);
+            let changed = raw::own_copy(grad)?;
+            change(&changed)?;
+            state.grad = Some(changed);
         }
         Ok(())
+    }
+
+    /// The copies of the variable's values in other dtypes.
+    pub(crate) fn copies(&self) -> MutexGuard<'_, Copies> {
+        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn clear(&self) -> Result<()> {
@@ -190,10 +225,25 @@ impl Leaf {
         Ok(())
     }
 
-    /// Collect gradients in `buffer` from now on (zeroed by its owner).
-    pub(crate) fn bind(&self, buffer: Raw) -> Result<()> {
-        let existing = self.state().grad.take();
-        self.state().buffer = Some(buffer);
+    /// Forget the gradient, whose part of the vector somebody else has zeroed.
+    pub(crate) fn is_cleared(&self) {
+        let mut state = self.state();
+        if let Some(buffer) = &state.buffer {
+            self.touch(buffer.device());
+        }
+        state.filled = false;
+        state.grad = None;
+    }
+
+    /// Collect gradients in a part of the vector `flat` from now on (zeroed by its owner).
+    pub(crate) fn bind(&self, flat: &Raw, part: Range<usize>) -> Result<()> {
+        let view = flat.narrow(0, part.start, part.len())?.reshape(&self.shape)?;
+        let existing = {
+            let mut state = self.state();
+            state.buffer = Some(view);
+            state.flat = Some((flat.clone(), part));
+            state.grad.take()
+        };
         existing.map_or(Ok(()), |grad| self.accumulate(grad))
     }
 
@@ -207,6 +257,18 @@ impl Leaf {
             state.grad = Some(raw::own_copy(grad)?);
         }
         Ok(())
+    }
+
+    /// The buffer that gradients are collected in, if it takes products of a and b: it is to be added to.
+    pub(crate) fn product_buffer(&self, a: &Raw, b: &Raw) -> Option<Raw> {
+        let short = matches!(a.dtype(), DType::F16 | DType::BF16);
+        let is_product = self.shape.dims() == [a.dims()[0], b.dims()[1]]
+            && (self.dtype == a.dtype() || (short && self.dtype == DType::F32));
+        let mut state = self.state();
+        let buffer = state.buffer.clone().filter(|_| is_product)?;
+        self.touch(buffer.device());
+        state.filled = true;
+        Some(buffer)
     }
 
     /// Add `grad` (of the variable's shape) in the variable's dtype.

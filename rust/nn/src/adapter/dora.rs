@@ -93,13 +93,15 @@ impl Dora {
     /// y = m / ‖W + s B A‖ (W x + s B A x) + b, the norm for each output.
     fn per_output(&self, magnitude: &Var, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         let scale = self.factors.scale();
-        let (down, up) = self.factors.factors(x.dtype())?;
-        let magnitude = magnitude.to_dtype(x.dtype())?;
         let dropped = self.factors.active_dropout();
         if let (None, Operation::Linear) = (dropped, base.operation) {
+            let (down, up) = self.factors.operands(x.dtype())?;
+            let magnitude = lora::operand(magnitude, x.dtype())?;
             let (weight, bias) = (base.weight, base.bias);
             return dora_linear(x, LoraWeights { weight, bias, down: &down, up: &up, scale }, &magnitude);
         }
+        let (down, up) = self.factors.factors(x.dtype())?;
+        let magnitude = magnitude.compute_copy(x.dtype())?;
         let rows = base.weight.detach().reshape((base.rows(), base.columns()))?;
         let down = down.detach().reshape((down.dims()[0], base.columns()))?;
         let ratio = magnitude.div(&adapted_row_norm(&rows, &down, &up.detach(), scale)?)?;

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::ops::linear::linear;
+use trainable_candle_core::ops::linear_group::LowRank;
 use trainable_candle_core::ops::lora::{LoraWeights, lora_backward, lora_linear};
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
@@ -37,6 +38,14 @@ pub(super) fn start(base: &Base<'_>, settings: &AdapterSettings) -> Result<Param
     let down = init::kaiming_uniform(dims, DType::F32, base.weight.device())?;
     let up = Tensor::zeros((base.rows(), settings.rank), DType::F32, base.weight.device())?;
     Ok(vec![(DOWN, down), (UP, up)])
+}
+
+/// A parameter for a fused operation in `dtype`: as it is where that takes f32 ones.
+pub(super) fn operand(parameter: &Var, dtype: DType) -> Result<Tensor> {
+    match (parameter.dtype(), dtype) {
+        (DType::F32, DType::F16 | DType::BF16) => Ok(parameter.as_tensor().clone()),
+        _ => parameter.compute_copy(dtype),
+    }
 }
 
 /// The adapter of one layer: A = `down (r, in)`, or `(r, h, w, in)` on a convolution, B = `up (out, r)`.
@@ -83,7 +92,12 @@ impl Lora {
 
     /// The two factors in the dtype that the layer computes in (the masters are f32).
     pub(super) fn factors(&self, dtype: DType) -> Result<(Tensor, Tensor)> {
-        Ok((self.down.to_dtype(dtype)?, self.up.to_dtype(dtype)?))
+        Ok((self.down.compute_copy(dtype)?, self.up.compute_copy(dtype)?))
+    }
+
+    /// The two factors for a fused operation, which reads f32 ones through copies of its own.
+    pub(super) fn operands(&self, dtype: DType) -> Result<(Tensor, Tensor)> {
+        Ok((operand(&self.down, dtype)?, operand(&self.up, dtype)?))
     }
 
     /// s B A x.
@@ -112,13 +126,21 @@ impl Adapter for Lora {
     fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         match (self.active_dropout(), base.operation) {
             (None, Operation::Linear) => {
-                let (down, up) = self.factors(x.dtype())?;
+                let (down, up) = self.operands(x.dtype())?;
                 let (weight, bias) = (base.weight, base.bias);
                 lora_linear(x, LoraWeights { weight, bias, down: &down, up: &up, scale: self.scale })
             }
             (None, Operation::Conv2d(_)) => base.forward(x)?.add(&self.low_rank(x, base)?),
             (Some(p), _) => base.forward(x)?.add(&self.low_rank(&dropout(x, p, true)?, base)?),
         }
+    }
+
+    fn as_low_rank(&self, dtype: DType) -> Result<Option<LowRank>> {
+        if self.active_dropout().is_some() {
+            return Ok(None);
+        }
+        let (down, up) = self.operands(dtype)?;
+        Ok(Some(LowRank { down, up, scale: self.scale }))
     }
 
     fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor> {

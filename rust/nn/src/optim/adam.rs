@@ -8,7 +8,10 @@ use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
-use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
+use super::rule::{
+    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas,
+    check_not_negative,
+};
 
 /// Hyper-parameters of [`Adam`] and [`AdamW`]; names, meaning and defaults are torch's.
 #[derive(Clone, Debug, PartialEq)]
@@ -92,6 +95,7 @@ impl Rule for AdamRule {
     type Config = AdamConfig;
     const UPDATE: Update<AdamConfig, f32> = update::<f32, false>;
     const UPDATE_F64: Option<Update<AdamConfig, f64>> = Some(update::<f64, false>);
+    const KERNELS: Option<Kernels<AdamConfig>> = Some(Kernels { family: Family::Adam, settings: kernel_settings });
 
     fn validate(config: &AdamConfig) -> Result<()> {
         config.validate(Self::NAME)
@@ -111,6 +115,7 @@ impl Rule for AdamWRule {
     type Config = AdamConfig;
     const UPDATE: Update<AdamConfig, f32> = update::<f32, true>;
     const UPDATE_F64: Option<Update<AdamConfig, f64>> = Some(update::<f64, true>);
+    const KERNELS: Option<Kernels<AdamConfig>> = Some(Kernels { family: Family::AdamW, settings: kernel_settings });
 
     fn validate(config: &AdamConfig) -> Result<()> {
         config.validate(Self::NAME)
@@ -123,6 +128,11 @@ impl Rule for AdamWRule {
     fn lr(config: &mut AdamConfig) -> &mut f64 {
         &mut config.lr
     }
+}
+
+fn kernel_settings(config: &AdamConfig) -> KernelSettings {
+    let AdamConfig { lr, betas, eps, weight_decay, maximize, .. } = *config;
+    KernelSettings { lr, betas, eps, weight_decay, maximize, nesterov: false }
 }
 
 /// What one step needs of an [`AdamConfig`].

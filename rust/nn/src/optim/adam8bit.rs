@@ -6,7 +6,10 @@ use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
 use super::quant::{BLOCK_SIZE, Codebook, padded};
-use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
+use super::rule::{
+    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas,
+    check_not_negative,
+};
 
 /// Hyper-parameters of [`Adam8bit`] and [`AdamW8bit`]; names and meaning are those of bitsandbytes. The two differ only
 /// in the default of `weight_decay`: it is decoupled from the gradient in both.
@@ -75,6 +78,8 @@ macro_rules! rule {
             type Config = Adam8bitConfig;
             const UPDATE: Update<Adam8bitConfig, f32> = update;
             const UPDATE_F64: Option<Update<Adam8bitConfig, f64>> = None;
+            const KERNELS: Option<Kernels<Adam8bitConfig>> =
+                Some(Kernels { family: Family::Adam8bit, settings: kernel_settings });
 
             fn validate(config: &Adam8bitConfig) -> Result<()> {
                 check_not_negative(Self::NAME, "lr", config.lr)?;
@@ -104,6 +109,11 @@ macro_rules! rule {
 
 rule!(Adam8bitRule, "Adam8bit");
 rule!(AdamW8bitRule, "AdamW8bit");
+
+fn kernel_settings(config: &Adam8bitConfig) -> KernelSettings {
+    let Adam8bitConfig { lr, betas, eps, weight_decay, .. } = *config;
+    KernelSettings { lr, betas, eps, weight_decay, ..KernelSettings::default() }
+}
 
 /// What one step needs of an [`Adam8bitConfig`], rounded as the kernels of bitsandbytes round it. Fused multiply-adds are
 /// where its CUDA code has them, so that moments are equal bit for bit.

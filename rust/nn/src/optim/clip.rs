@@ -2,8 +2,14 @@
 
 use trainable_candle_core::cpu::pool::par_chunks_mut;
 use trainable_candle_core::cpu::{Elem, Real, dispatch};
+#[cfg(feature = "cuda")]
+use trainable_candle_core::cuda::gradient::{Clip, LossScale, scale_gradients};
+#[cfg(feature = "cuda")]
+use trainable_candle_core::flat::Gradients;
 use trainable_candle_core::raw::{Raw, own_copy};
-use trainable_candle_core::{Error, Result, Var, dispatch_float};
+use trainable_candle_core::{Device, Error, Result, Tensor, Var, dispatch_float};
+
+const OP: &str = "clip_grad_norm_";
 
 /// Elements that one thread sums at a time.
 const CHUNK: usize = 1 << 14;
@@ -18,11 +24,54 @@ pub enum NormType {
     Inf,
 }
 
-/// The norm of the gradients of `params` (0 if none has one). Sums are made in f64 in an order that depends on sizes alone.
+/// The norm of the gradients of `params` (0 if none has one): f64 of no dimension, on their device. Sums are made in f64 in an order
+/// that depends on sizes alone; nothing waits for a CUDA device.
 ///
 /// # Errors
-/// [`Error::Device`] if a gradient is not on the CPU.
-pub fn grad_norm(params: &[Var], norm_type: NormType) -> Result<f64> {
+/// [`Error::Device`] if gradients are on different devices.
+pub fn grad_norm(params: &[Var], norm_type: NormType) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda_device(params) {
+        return Ok(Tensor::from_raw(&clip("grad_norm", params, &device, f64::INFINITY, norm_type)?.norm()?));
+    }
+    Tensor::new(host_norm(params, norm_type)?, &Device::Cpu)
+}
+
+/// The CUDA device that `params` are on.
+#[cfg(feature = "cuda")]
+pub(super) fn cuda_device(params: &[Var]) -> Option<Device> {
+    params.iter().map(|var| var.device()).find(|device| device.is_cuda()).cloned()
+}
+
+#[cfg(feature = "cuda")]
+pub(super) fn clip(
+    op: &'static str,
+    params: &[Var],
+    device: &Device,
+    max_norm: f64,
+    norm_type: NormType,
+) -> Result<Clip> {
+    let Gradients { mut vectors, loose } = Gradients::of(params)?;
+    vectors.extend(loose.iter().filter_map(Var::grad_storage));
+    Clip::of(op, device, &vectors, norm_type == NormType::Inf, max_norm, None)
+}
+
+/// Multiplies the gradients of `params`, which are on a CUDA device, by the factor of `clip` and divides them by `loss_scale`.
+#[cfg(feature = "cuda")]
+pub(super) fn rescale(
+    op: &'static str,
+    params: &[Var],
+    clip: Option<&Clip>,
+    loss_scale: Option<&LossScale>,
+) -> Result<()> {
+    let gradients = Gradients::of(params)?;
+    let scale = |gradients: &Raw| scale_gradients(op, gradients, clip, loss_scale);
+    gradients.vectors.iter().try_for_each(scale)?;
+    gradients.loose.iter().try_for_each(|var| var.change_grad(scale))
+}
+
+/// The norm of gradients on the CPU.
+pub(super) fn host_norm(params: &[Var], norm_type: NormType) -> Result<f64> {
     let mut norm = 0f64;
     for grad in params.iter().filter_map(Var::grad_storage) {
         let part = partial(&grad, norm_type)?;
@@ -34,22 +83,31 @@ pub fn grad_norm(params: &[Var], norm_type: NormType) -> Result<f64> {
     Ok(if norm_type == NormType::L2 { norm.sqrt() } else { norm })
 }
 
-/// Scales the gradients of `params` by `max_norm / (norm + 1e-6)` if that is less than 1, and returns their `norm` before.
+/// Scales the gradients of `params` by `max_norm / (norm + 1e-6)` if that is less than 1, and returns their `norm` before, as
+/// [`grad_norm`] does. Nothing waits for a CUDA device unless `error_if_nonfinite` is set.
 ///
 /// A norm that is not finite makes the gradients zero or NaN, as in torch, unless `error_if_nonfinite` is set.
 ///
 /// # Errors
 /// [`Error::Argument`] if `max_norm` is negative or NaN; [`Error::NonFinite`] if `error_if_nonfinite` is set and the norm is not
 /// finite: the gradients stay as they are then.
-pub fn clip_grad_norm_(params: &[Var], max_norm: f64, norm_type: NormType, error_if_nonfinite: bool) -> Result<f64> {
-    const OP: &str = "clip_grad_norm_";
+pub fn clip_grad_norm_(params: &[Var], max_norm: f64, norm_type: NormType, error_if_nonfinite: bool) -> Result<Tensor> {
     if max_norm.is_nan() || max_norm < 0.0 {
         return Err(Error::argument(OP, format!("found max_norm {max_norm}, expected a number of at least 0")));
     }
-    let norm = grad_norm(params, norm_type)?;
-    if error_if_nonfinite && !norm.is_finite() {
-        let message = format!("the norm of the gradients is {norm}; lower the learning rate or skip this step");
-        return Err(Error::NonFinite { op: OP, message });
+    #[cfg(feature = "cuda")]
+    if let Some(device) = cuda_device(params) {
+        let clip = clip(OP, params, &device, max_norm, norm_type)?;
+        let norm = Tensor::from_raw(&clip.norm()?);
+        if error_if_nonfinite {
+            check_finite(norm.item()?)?;
+        }
+        rescale(OP, params, Some(&clip), None)?;
+        return Ok(norm);
+    }
+    let norm = host_norm(params, norm_type)?;
+    if error_if_nonfinite {
+        check_finite(norm)?;
     }
     let factor = max_norm / (norm + 1e-6);
     if factor < 1.0 || factor.is_nan() {
@@ -57,7 +115,15 @@ pub fn clip_grad_norm_(params: &[Var], max_norm: f64, norm_type: NormType, error
             var.scale_grad(factor)?;
         }
     }
-    Ok(norm)
+    Tensor::new(norm, &Device::Cpu)
+}
+
+fn check_finite(norm: f64) -> Result<()> {
+    if norm.is_finite() {
+        return Ok(());
+    }
+    let message = format!("the norm of the gradients is {norm}; lower the learning rate or skip this step");
+    Err(Error::NonFinite { op: OP, message })
 }
 
 /// The sum of squares or the largest magnitude.

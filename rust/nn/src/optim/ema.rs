@@ -1,7 +1,7 @@
 //! The exponential moving average of an adapter's parameters.
 
 use trainable_candle_core::compute::{copy_into, lerp_in_place};
-use trainable_candle_core::raw::{Raw, check_allocation, own_copy};
+use trainable_candle_core::raw::{Raw, check_allocation_on, own_copy, to_cpu};
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor};
 
 use super::stepper::StateDict;
@@ -50,7 +50,7 @@ impl EMA {
         if data.dtype() != DType::F32 {
             return Err(Error::dtype(OP, format!("the parameters are {}, expected f32", data.dtype().as_str())));
         }
-        check_allocation(OP, data.dims(), data.dtype())?;
+        check_allocation_on(data.device(), OP, data.dims(), data.dtype())?;
         Ok(Self { config, average: own_copy(data)?, buffer: buffer.clone(), updates: 0, trained: None })
     }
 
@@ -100,7 +100,7 @@ impl EMA {
         if self.is_swapped_in() {
             return Err(Error::argument(OP, "swap_in() found the averages in the place of the parameters already"));
         }
-        check_allocation(OP, self.average.dims(), self.average.dtype())?;
+        check_allocation_on(self.average.device(), OP, self.average.dims(), self.average.dtype())?;
         let trained = own_copy(self.buffer.data())?;
         self.overwrite(&self.average)?;
         self.trained = Some(trained);
@@ -123,14 +123,15 @@ impl EMA {
         self.buffer.vars().iter().try_for_each(|var| var.update_in_place(|_| Ok(())))
     }
 
-    /// A copy of the state: `INDEX.average` for the variable with that index, and `updates` (i64).
+    /// A copy of the state, on the CPU: `INDEX.average` for the variable with that index, and `updates` (i64).
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the copy does not fit.
     pub fn state_dict(&self) -> Result<StateDict> {
         let mut dict = StateDict::new();
         for (index, view) in self.views()?.iter().enumerate() {
-            dict.insert(key(index), Tensor::from_raw(&own_copy(view)?));
+            let average = if view.device().is_cpu() { own_copy(view)? } else { to_cpu(view)? };
+            dict.insert(key(index), Tensor::from_raw(&average));
         }
         dict.insert(UPDATES.into(), Tensor::from_vec(vec![self.updates as i64], 1, &Device::Cpu)?);
         Ok(dict)
@@ -171,7 +172,7 @@ impl EMA {
             )));
         }
         for (view, average) in views.iter().zip(averages) {
-            copy_into(view, average.raw())?;
+            copy_into(view, average.to_device(view.device())?.raw())?;
         }
         self.updates = updates;
         Ok(())

@@ -8,7 +8,10 @@ use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
-use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
+use super::rule::{
+    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas,
+    check_not_negative,
+};
 
 /// Hyper-parameters of [`Lion`]; names, meaning and defaults are those of the paper's implementation and bitsandbytes.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,6 +51,15 @@ impl Rule for LionRule {
     type Config = LionConfig;
     const UPDATE: Update<LionConfig, f32> = update;
     const UPDATE_F64: Option<Update<LionConfig, f64>> = Some(update);
+    const KERNELS: Option<Kernels<LionConfig>> = Some(Kernels {
+        family: Family::Lion,
+        settings: |&LionConfig { lr, betas, weight_decay }| KernelSettings {
+            lr,
+            betas,
+            weight_decay,
+            ..KernelSettings::default()
+        },
+    });
 
     fn validate(config: &LionConfig) -> Result<()> {
         check_not_negative(Self::NAME, "lr", config.lr)?;

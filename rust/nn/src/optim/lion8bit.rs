@@ -7,7 +7,10 @@ use trainable_candle_core::{Result, Var};
 use super::Stepper;
 use super::lion::{Coefficients, update_float};
 use super::quant::{BLOCK_SIZE, Codebook, padded};
-use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
+use super::rule::{
+    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas,
+    check_not_negative,
+};
 
 /// Hyper-parameters of [`Lion8bit`]; names, meaning and defaults are those of bitsandbytes.
 #[derive(Clone, Debug, PartialEq)]
@@ -49,6 +52,15 @@ impl Rule for Lion8bitRule {
     type Config = Lion8bitConfig;
     const UPDATE: Update<Lion8bitConfig, f32> = update;
     const UPDATE_F64: Option<Update<Lion8bitConfig, f64>> = None;
+    const KERNELS: Option<Kernels<Lion8bitConfig>> = Some(Kernels {
+        family: Family::Lion,
+        settings: |&Lion8bitConfig { lr, betas, weight_decay, .. }| KernelSettings {
+            lr,
+            betas,
+            weight_decay,
+            ..KernelSettings::default()
+        },
+    });
 
     fn validate(config: &Lion8bitConfig) -> Result<()> {
         check_not_negative(Self::NAME, "lr", config.lr)?;

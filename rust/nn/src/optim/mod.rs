@@ -19,11 +19,17 @@
 //! new one is a file with a rule. All take f32, f16 and bf16 variables
 //! (the two short dtypes with f32 master values that the optimizer holds), those with states in full precision also
 //! f64. Variables that share one flat buffer are updated in one pass over it.
+//!
+//! On a CUDA device states, hyper-parameters and step counters lie there, and a step is two launches for all variables together, which
+//! also write the copies that f16 or bf16 computation reads; nothing waits for the device. State dicts are the same: a run can go on on
+//! the other kind of device. Adafactor, Prodigy and f64 variables have no CUDA form.
 
 mod adafactor;
 mod adam;
 mod adam8bit;
 mod clip;
+#[cfg(feature = "cuda")]
+mod device;
 mod ema;
 mod lion;
 mod lion8bit;
@@ -49,4 +55,4 @@ pub use rule::Rule;
 pub use scaler::{GradScaler, GradScalerConfig};
 pub use schedule::{Decay, Schedule};
 pub use sgd::{SGD, SGDConfig, SGDRule};
-pub use stepper::{Optimizer, ParamGroup, StateDict, Stepper};
+pub use stepper::{Guard, Optimizer, ParamGroup, StateDict, Stepper};

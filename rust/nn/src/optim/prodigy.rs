@@ -8,7 +8,7 @@ use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{DType, Device, Error, GradStore, Result, Tensor, Var};
 
 use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
-use super::stepper::{Optimizer, ParamGroup, StateDict, Stepper};
+use super::stepper::{Guard, Optimizer, ParamGroup, StateDict, Stepper};
 use super::update;
 
 const NAME: &str = "Prodigy";
@@ -225,8 +225,8 @@ impl Optimizer for Prodigy {
         self.stepper.vars()
     }
 
-    fn step_all(&mut self) -> Result<()> {
-        self.step_where(|_| true)
+    fn step_guarded(&mut self, guard: Guard<'_>) -> Result<()> {
+        if guard.allows()? { self.step_where(|_| true) } else { Ok(()) }
     }
 
     fn step(&mut self, grads: &GradStore) -> Result<()> {

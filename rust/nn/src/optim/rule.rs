@@ -22,6 +22,9 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// The update of f64 values, if the optimizer takes them.
     const UPDATE_F64: Option<Update<Self::Config, f64>>;
 
+    /// The kernels that do the same on CUDA devices, if there are any.
+    const KERNELS: Option<Kernels<Self::Config>> = None;
+
     /// Whether a variable may be updated in chunks, on several threads.
     const ELEMENTWISE: bool = true;
 
@@ -39,6 +42,47 @@ pub trait Rule: Sized + Send + Sync + 'static {
 
     /// The learning rate.
     fn lr(config: &mut Self::Config) -> &mut f64;
+}
+
+/// The kernels of a rule.
+#[derive(Clone, Copy)]
+pub struct Kernels<C> {
+    /// Whose arithmetic they have.
+    pub family: Family,
+    /// What they need of a group's hyper-parameters.
+    pub settings: fn(&C) -> KernelSettings,
+}
+
+/// The arithmetics that there are kernels for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// [`Adam`](super::Adam).
+    Adam,
+    /// [`AdamW`](super::AdamW).
+    AdamW,
+    /// [`Adam8bit`](super::Adam8bit) and [`AdamW8bit`](super::AdamW8bit).
+    Adam8bit,
+    /// [`Lion`](super::Lion) and [`Lion8bit`](super::Lion8bit).
+    Lion,
+    /// [`SGD`](super::SGD).
+    SGD,
+}
+
+/// Hyper-parameters as kernels take them; what an optimizer lacks is 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct KernelSettings {
+    /// Learning rate.
+    pub lr: f64,
+    /// Decay rates of the moments; momentum and dampening of SGD.
+    pub betas: (f64, f64),
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Decay of the parameters.
+    pub weight_decay: f64,
+    /// Ascend instead of descend.
+    pub maximize: bool,
+    /// Nesterov's momentum.
+    pub nesterov: bool,
 }
 
 /// Step number `step` (from 1) of a chunk.

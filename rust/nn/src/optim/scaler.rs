@@ -1,11 +1,15 @@
 //! Dynamic loss scaling for f16, as `torch.amp.GradScaler`.
 
 use rustc_hash::FxHashMap;
+#[cfg(feature = "cuda")]
+use trainable_candle_core::cuda::gradient::LossScale;
 use trainable_candle_core::raw::is_float;
-use trainable_candle_core::{Error, Result, Tensor};
+use trainable_candle_core::{Device, Error, Result, Tensor};
 
-use super::clip::{NormType, grad_norm};
-use super::stepper::Optimizer;
+use super::clip::{NormType, host_norm};
+#[cfg(feature = "cuda")]
+use super::clip::{clip, cuda_device, rescale};
+use super::stepper::{Guard, Optimizer};
 
 const OP: &str = "GradScaler";
 
@@ -34,18 +38,29 @@ impl Default for GradScalerConfig {
 ///
 /// One iteration: `scaler.scale(&loss)?.backward()?`, optionally [`unscale`](Self::unscale) and clip,
 /// [`step`](Self::step), [`update`](Self::update).
+///
+/// With losses and variables on a CUDA device the scale lies there too, whether a step is skipped is decided there, and
+/// nothing waits.
 #[derive(Clone, Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
-    scale: f64,
-    growth_tracker: u64,
+    state: State,
     /// By optimizer, since the last update.
     stages: FxHashMap<u64, Stage>,
 }
 
-#[derive(Clone, Copy, Debug)]
+/// The scale and the good steps in a row.
+#[derive(Clone, Debug)]
+enum State {
+    Host(f64, u64),
+    #[cfg(feature = "cuda")]
+    Device(LossScale),
+}
+
+#[derive(Clone, Debug)]
 struct Stage {
-    found_inf: bool,
+    /// The largest magnitude of all gradients, of one element; not finite if one is infinite or NaN.
+    norm: Tensor,
     stepped: bool,
 }
 
@@ -71,29 +86,64 @@ impl GradScaler {
         if growth_interval == 0 {
             return wrong("growth_interval", growth_interval.to_string(), "at least 1");
         }
-        Ok(Self { config, scale: init_scale, growth_tracker: 0, stages: FxHashMap::default() })
+        Ok(Self { config, state: State::Host(init_scale, 0), stages: FxHashMap::default() })
     }
 
-    /// The current scale; 1 if not enabled.
-    pub const fn get_scale(&self) -> f64 {
-        if self.config.enabled { self.scale } else { 1.0 }
+    /// The current scale; 1 if not enabled. Waits for a CUDA device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    pub fn get_scale(&self) -> Result<f64> {
+        if self.config.enabled { Ok(self.read()?.0) } else { Ok(1.0) }
     }
 
-    /// Good steps in a row so far.
-    pub const fn growth_tracker(&self) -> u64 {
-        self.growth_tracker
+    /// Good steps in a row so far. Waits for a CUDA device.
+    ///
+    /// # Errors
+    /// As [`get_scale`](Self::get_scale).
+    pub fn growth_tracker(&self) -> Result<u64> {
+        Ok(self.read()?.1)
+    }
+
+    fn read(&self) -> Result<(f64, u64)> {
+        match &self.state {
+            State::Host(scale, growth_tracker) => Ok((*scale, *growth_tracker)),
+            #[cfg(feature = "cuda")]
+            State::Device(state) => state.read(),
+        }
+    }
+
+    /// The state on a CUDA device, brought there at the first call.
+    #[cfg(feature = "cuda")]
+    fn on_device(&mut self, device: &Device) -> Result<LossScale> {
+        match &self.state {
+            State::Host(scale, growth_tracker) => {
+                let state = LossScale::new(device, *scale, *growth_tracker)?;
+                self.state = State::Device(state.clone());
+                Ok(state)
+            }
+            State::Device(state) => Ok(state.clone()),
+        }
     }
 
     /// The loss times the scale.
     ///
     /// # Errors
     /// Those of a multiplication.
-    pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
+    pub fn scale(&mut self, loss: &Tensor) -> Result<Tensor> {
         if !is_float(loss.dtype()) {
             let message = format!("the loss is {}, expected a floating point tensor", loss.dtype().as_str());
             return Err(Error::dtype(OP, message));
         }
-        if self.config.enabled { loss.mul_scalar(self.scale) } else { Ok(loss.clone()) }
+        if !self.config.enabled {
+            return Ok(loss.clone());
+        }
+        #[cfg(feature = "cuda")]
+        if loss.device().is_cuda() {
+            let scale = self.on_device(loss.device())?.scale()?;
+            return loss.mul(&Tensor::from_raw(&scale).to_dtype(loss.dtype())?);
+        }
+        loss.mul_scalar(self.read()?.0)
     }
 
     /// Divides the gradients of the optimizer's variables by the scale, to clip or look at them before the step.
@@ -109,37 +159,57 @@ impl GradScaler {
             return Err(Error::argument(OP, message));
         }
         let vars = optimizer.vars();
-        let found_inf = !grad_norm(&vars, NormType::Inf)?.is_finite();
-        for var in &vars {
-            var.scale_grad(1.0 / self.scale)?;
+        #[cfg(feature = "cuda")]
+        if let Some(device) = cuda_device(&vars) {
+            let state = self.on_device(&device)?;
+            let norm = clip(OP, &vars, &device, f64::INFINITY, NormType::Inf)?.norm()?;
+            rescale(OP, &vars, None, Some(&state))?;
+            self.stages.insert(optimizer.id(), Stage { norm: Tensor::from_raw(&norm), stepped: false });
+            return Ok(());
         }
-        self.stages.insert(optimizer.id(), Stage { found_inf, stepped: false });
+        let norm = Tensor::new(host_norm(&vars, NormType::Inf)?, &Device::Cpu)?;
+        let scale = self.read()?.0;
+        for var in &vars {
+            var.scale_grad(1.0 / scale)?;
+        }
+        self.stages.insert(optimizer.id(), Stage { norm, stepped: false });
         Ok(())
     }
 
-    /// Unscales the gradients if that was not done, then calls [`step_all`](Optimizer::step_all), unless a gradient is
-    /// infinite or NaN. Returns whether the step was taken.
+    /// Takes a step with the gradients divided by the scale, unless one is infinite or NaN. Returns whether it was taken; nothing
+    /// on a CUDA device, which alone knows.
+    ///
+    /// Gradients that [`unscale`](Self::unscale) has not divided are divided here, on a CUDA device by the step itself: there they stay
+    /// as they are.
     ///
     /// # Errors
     /// [`Error::Argument`] if a step was taken since the last [`update`](Self::update); those of the optimizer.
-    pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<bool> {
+    pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<Option<bool>> {
         if !self.config.enabled {
             optimizer.step_all()?;
-            return Ok(true);
+            return Ok(Some(true));
+        }
+        #[cfg(feature = "cuda")]
+        if let (false, Some(device)) = (self.stages.contains_key(&optimizer.id()), cuda_device(&optimizer.vars())) {
+            let state = self.on_device(&device)?;
+            let norm = clip(OP, &optimizer.vars(), &device, f64::INFINITY, NormType::Inf)?.norm()?;
+            let norm = Tensor::from_raw(&norm);
+            optimizer.step_guarded(Guard { norm: Some(&norm), loss_scale: Some(&state) })?;
+            self.stages.insert(optimizer.id(), Stage { norm, stepped: true });
+            return Ok(None);
         }
         if !self.stages.contains_key(&optimizer.id()) {
             self.unscale(optimizer)?;
         }
-        let Some(stage) = self.stages.get_mut(&optimizer.id()) else { return Ok(false) };
+        let Some(stage) = self.stages.get_mut(&optimizer.id()) else { return Ok(Some(false)) };
         if stage.stepped {
             let message = format!("step() was already called for this {} since the last update()", optimizer.name());
             return Err(Error::argument(OP, message));
         }
         stage.stepped = true;
-        if !stage.found_inf {
-            optimizer.step_all()?;
-        }
-        Ok(!stage.found_inf)
+        let guard = Guard::finite(&stage.norm)?;
+        optimizer.step_guarded(guard)?;
+        if stage.norm.device().is_cpu() { Ok(Some(guard.allows()?)) } else { Ok(None) }
     }
 
     /// Ends the iteration: the scale falls if a gradient was infinite or NaN, and grows after enough good steps in a row.
@@ -153,21 +223,39 @@ impl GradScaler {
         if self.stages.is_empty() {
             return Err(Error::argument(OP, "update() needs a step() before it, found none since the last update()"));
         }
-        let found_inf = self.stages.drain().any(|(_, stage)| stage.found_inf);
+        let norms: Vec<Tensor> = self.stages.drain().map(|(_, stage)| stage.norm).collect();
+        #[cfg(feature = "cuda")]
+        if let State::Device(state) = &self.state {
+            let device = state.scale()?.device().clone();
+            // A sum of norms is finite if all are: they are far from the largest f64.
+            let mut sum: Option<Tensor> = None;
+            for norm in norms {
+                let norm = norm.to_device(&device)?;
+                sum = Some(sum.map_or_else(|| Ok(norm.clone()), |sum| sum.add(&norm))?);
+            }
+            let GradScalerConfig { growth_factor, backoff_factor, growth_interval, .. } = self.config;
+            let update = |sum: Tensor| state.update(sum.raw(), growth_factor, backoff_factor, growth_interval);
+            return sum.map_or(Ok(()), update);
+        }
+        let mut found_inf = false;
+        for norm in norms {
+            found_inf |= !norm.item()?.is_finite();
+        }
+        let (mut scale, mut growth_tracker) = self.read()?;
         if found_inf {
-            self.scale *= self.config.backoff_factor;
-            self.growth_tracker = 0;
+            self.state = State::Host(scale * self.config.backoff_factor, 0);
             return Ok(());
         }
-        self.growth_tracker += 1;
-        if self.growth_tracker == self.config.growth_interval {
-            let grown = self.scale * self.config.growth_factor;
+        growth_tracker += 1;
+        if growth_tracker == self.config.growth_interval {
+            let grown = scale * self.config.growth_factor;
             // A scale that f32 cannot hold would make every loss infinite.
             if grown <= f64::from(f32::MAX) {
-                self.scale = grown;
+                scale = grown;
             }
-            self.growth_tracker = 0;
+            growth_tracker = 0;
         }
+        self.state = State::Host(scale, growth_tracker);
         Ok(())
     }
 
@@ -179,7 +267,11 @@ impl GradScaler {
         if !(scale.is_finite() && scale > 0.0) {
             return Err(Error::argument(OP, format!("found scale {scale}, expected a number above 0")));
         }
-        (self.scale, self.growth_tracker) = (scale, growth_tracker);
+        match &mut self.state {
+            #[cfg(feature = "cuda")]
+            State::Device(state) => state.set(scale, growth_tracker)?,
+            State::Host(..) => self.state = State::Host(scale, growth_tracker),
+        }
         Ok(())
     }
 }

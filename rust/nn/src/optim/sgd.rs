@@ -5,7 +5,9 @@ use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{Error, Result, Var};
 
 use super::Stepper;
-use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_not_negative};
+use super::rule::{
+    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_not_negative,
+};
 
 /// Hyper-parameters of [`SGD`]; names, meaning and defaults are torch's.
 #[derive(Clone, Debug, PartialEq)]
@@ -51,6 +53,17 @@ impl Rule for SGDRule {
     type Config = SGDConfig;
     const UPDATE: Update<SGDConfig, f32> = update;
     const UPDATE_F64: Option<Update<SGDConfig, f64>> = Some(update);
+    const KERNELS: Option<Kernels<SGDConfig>> = Some(Kernels {
+        family: Family::SGD,
+        settings: |&SGDConfig { lr, momentum, dampening, weight_decay, nesterov, maximize }| KernelSettings {
+            lr,
+            betas: (momentum, dampening),
+            eps: 0.0,
+            weight_decay,
+            maximize,
+            nesterov,
+        },
+    });
 
     fn validate(config: &SGDConfig) -> Result<()> {
         check_not_negative(Self::NAME, "lr", config.lr)?;

@@ -4,16 +4,55 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustc_hash::FxHashSet;
+#[cfg(feature = "cuda")]
+use trainable_candle_core::cuda::gradient::LossScale;
+use trainable_candle_core::flat::{collect_grads, zero_grads};
 use trainable_candle_core::{Error, GradStore, Result, Tensor, Var};
 
+#[cfg(feature = "cuda")]
+use super::device::OnDevice;
 use super::rule::Rule;
 use super::state::{self, Parameter};
 use super::update::{self, Item};
 
 /// The states of an optimizer under their names: `INDEX.NAME` for a state of the parameter with that index (counted through
 /// all groups), `INDEX.master` for its f32 master values, `step` (i64) with the steps of each parameter, `lr` (f64) with
-/// the learning rate of each group, and what the optimizer as a whole keeps. A snapshot: later steps do not change it.
+/// the learning rate of each group, and what the optimizer as a whole keeps. A snapshot on the CPU: later steps do not change it.
 pub type StateDict = BTreeMap<String, Tensor>;
+
+/// What a step depends on besides the gradients.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Guard<'a> {
+    pub(super) norm: Option<&'a Tensor>,
+    /// Gradients are those of the loss times this.
+    #[cfg(feature = "cuda")]
+    pub(super) loss_scale: Option<&'a LossScale>,
+}
+
+impl<'a> Guard<'a> {
+    /// The step is skipped if `norm` (of one element) is infinite or NaN.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if it has more or less than one element.
+    pub fn finite(norm: &'a Tensor) -> Result<Self> {
+        if norm.elem_count() != 1 {
+            return Err(Error::shape("step", format!("found a norm of shape {:?}, expected one number", norm.dims())));
+        }
+        Ok(Self {
+            norm: Some(norm),
+            #[cfg(feature = "cuda")]
+            loss_scale: None,
+        })
+    }
+
+    /// Whether the step may be taken. Waits for the device of the norm.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if that device fails.
+    pub fn allows(&self) -> Result<bool> {
+        self.norm.map_or(Ok(true), |norm| Ok(norm.item()?.is_finite()))
+    }
+}
 
 /// What all optimizers can do.
 pub trait Optimizer: Send {
@@ -26,11 +65,20 @@ pub trait Optimizer: Send {
     /// The variables, group by group.
     fn vars(&self) -> Vec<Var>;
 
+    /// Updates every variable that has a gradient, unless the guard forbids it. On a CUDA device that is decided there, and nothing
+    /// waits. The gradients stay; [`zero_grad`](Self::zero_grad) clears them.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the states do not fit.
+    fn step_guarded(&mut self, guard: Guard<'_>) -> Result<()>;
+
     /// Updates every variable that has a gradient. The gradients stay; [`zero_grad`](Self::zero_grad) clears them.
     ///
     /// # Errors
-    /// [`Error::Device`] if a variable is not on the CPU.
-    fn step_all(&mut self) -> Result<()>;
+    /// As [`step_guarded`](Self::step_guarded).
+    fn step_all(&mut self) -> Result<()> {
+        self.step_guarded(Guard::default())
+    }
 
     /// Updates the variables that a backward pass has reached and clears their gradients, so that a loop of
     /// `backward` and `step` needs nothing else. Gradients that earlier passes have left are part of the sum.
@@ -44,7 +92,7 @@ pub trait Optimizer: Send {
     /// # Errors
     /// If a flat gradient buffer cannot be written.
     fn zero_grad(&self) -> Result<()> {
-        self.vars().iter().try_for_each(Var::zero_grad)
+        zero_grads(&self.vars())
     }
 
     /// The learning rate of each group.
@@ -83,7 +131,8 @@ pub trait Optimizer: Send {
     /// differs. Nothing is changed then.
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
 
-    /// Bytes of all states and master values held now. A variable's states are made at its first step.
+    /// Bytes of all states and master values held now. A variable's states are made at its first step, on a CUDA device those
+    /// of all variables at the first step of any.
     fn state_bytes(&self) -> usize;
 }
 
@@ -100,6 +149,9 @@ pub struct ParamGroup<C> {
 pub struct Stepper<R: Rule> {
     id: u64,
     pub(super) groups: Vec<Group<R::Config>>,
+    /// From the first step on CUDA variables: their states, which those of `groups` have become.
+    #[cfg(feature = "cuda")]
+    device: Option<OnDevice>,
 }
 
 pub(super) struct Group<C> {
@@ -120,7 +172,8 @@ impl<R: Rule> Stepper<R> {
     ///
     /// # Errors
     /// [`Error::Argument`] if a hyper-parameter is outside its range, there is no variable, or one appears twice;
-    /// [`Error::DType`] if the optimizer does not take a variable's dtype.
+    /// [`Error::DType`] or [`Error::Device`] if the optimizer does not take a variable's dtype on its device, or variables are on
+    /// different devices.
     pub fn with_groups(groups: Vec<ParamGroup<R::Config>>) -> Result<Self> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         let mut seen = FxHashSet::default();
@@ -137,11 +190,20 @@ impl<R: Rule> Stepper<R> {
                     let message = format!("a Var of shape {:?} in group {index} appears twice", var.dims());
                     return Err(Error::argument(R::NAME, message));
                 }
-                update::check_dtype::<R>(var)?;
+                update::check_var::<R>(var)?;
             }
         }
-        if groups.is_empty() {
+        let vars: Vec<Var> = groups.iter().flat_map(|group| group.params.iter().cloned()).collect();
+        let Some(first) = vars.first() else {
             return Err(Error::argument(R::NAME, "found no parameters, expected at least one Var"));
+        };
+        if let Some(other) = vars.iter().find(|var| !var.device().same_device(first.device())) {
+            let message =
+                format!("a Var of shape {:?} is on another device than the first; move it with to()", other.dims());
+            return Err(Error::device(R::NAME, message));
+        }
+        if !first.device().is_cpu() {
+            collect_grads(&vars)?;
         }
         let groups = groups
             .into_iter()
@@ -150,7 +212,12 @@ impl<R: Rule> Stepper<R> {
                 parameters: group.params.into_iter().map(Parameter::new).collect(),
             })
             .collect();
-        Ok(Self { id: NEXT_ID.fetch_add(1, Ordering::Relaxed), groups })
+        Ok(Self {
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            groups,
+            #[cfg(feature = "cuda")]
+            device: None,
+        })
     }
 
     /// The hyper-parameters of each group.
@@ -164,13 +231,45 @@ impl<R: Rule> Stepper<R> {
     /// [`Error::Argument`] if one is outside its range, there is no such group, or its states would have to be others.
     pub fn set_config(&mut self, group: usize, config: R::Config) -> Result<()> {
         R::validate(&config)?;
-        let group = self.group_mut(group)?;
-        if !group.parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.dims()))) {
+        let fits = self.group_mut(group)?.parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.dims())));
+        #[cfg(feature = "cuda")]
+        let fits =
+            fits && self.device.as_ref().is_none_or(|device| device.states_are::<R>(&self.groups, group, &config));
+        if !fits {
             let message =
                 "the new hyper-parameters need other states than those that training has made; build a new optimizer";
             return Err(Error::argument(R::NAME, message));
         }
-        group.config = config;
+        self.configure(group, config)
+    }
+
+    /// Takes over hyper-parameters that were checked, on the device too.
+    fn configure(&mut self, index: usize, config: R::Config) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = &self.device {
+            device.configure::<R>(index, &config)?;
+        }
+        self.group_mut(index)?.config = config;
+        Ok(())
+    }
+
+    /// One step of the variables that are `wanted` and have a gradient; `zero` clears their gradients.
+    fn run(&mut self, wanted: impl Fn(&Var) -> bool, guard: Guard<'_>, zero: bool) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if self.groups.iter().flat_map(|group| &group.parameters).any(|p| p.var.device().is_cuda()) {
+            let device = match &mut self.device {
+                Some(device) => device,
+                none => none.insert(OnDevice::new::<R>(&mut self.groups)?),
+            };
+            return device.step::<R>(&self.groups, wanted, guard, zero);
+        }
+        if guard.allows()? {
+            update::run::<R>(self.items(&wanted))?;
+        }
+        if zero {
+            let vars: Vec<Var> = self.parameters().map(|p| p.var.clone()).filter(|var| wanted(var)).collect();
+            zero_grads(&vars)?;
+        }
         Ok(())
     }
 
@@ -211,13 +310,12 @@ impl<R: Rule> Optimizer for Stepper<R> {
         self.parameters().map(|p| p.var.clone()).collect()
     }
 
-    fn step_all(&mut self) -> Result<()> {
-        update::run::<R>(self.items(|_| true))
+    fn step_guarded(&mut self, guard: Guard<'_>) -> Result<()> {
+        self.run(|_| true, guard, false)
     }
 
     fn step(&mut self, grads: &GradStore) -> Result<()> {
-        update::run::<R>(self.items(|var| grads.contains(var)))?;
-        self.parameters().filter(|p| grads.contains(&p.var)).try_for_each(|p| p.var.zero_grad())
+        self.run(|var| grads.contains(var), Guard::default(), true)
     }
 
     fn group_lrs(&self) -> Vec<f64> {
@@ -225,15 +323,18 @@ impl<R: Rule> Optimizer for Stepper<R> {
     }
 
     fn set_group_lr(&mut self, group: usize, lr: f64) -> Result<()> {
-        let group = self.group_mut(group)?;
-        let mut config = group.config.clone();
+        let mut config = self.group_mut(group)?.config.clone();
         *R::lr(&mut config) = lr;
         R::validate(&config)?;
-        group.config = config;
-        Ok(())
+        self.configure(group, config)
     }
 
     fn state_dict(&self) -> Result<StateDict> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = &self.device {
+            let parameters = device.download(&self.groups)?;
+            return state::to_dict(R::NAME, &parameters.iter().collect::<Vec<_>>(), self.group_lrs());
+        }
         let parameters: Vec<&Parameter> = self.parameters().collect();
         state::to_dict(R::NAME, &parameters, self.group_lrs())
     }
@@ -259,10 +360,19 @@ impl<R: Rule> Optimizer for Stepper<R> {
             group.config = config;
             group.parameters = parameters.by_ref().take(group.parameters.len()).collect();
         }
+        #[cfg(feature = "cuda")]
+        {
+            // The next step brings them there.
+            self.device = None;
+        }
         Ok(())
     }
 
     fn state_bytes(&self) -> usize {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = &self.device {
+            return device.state_bytes();
+        }
         self.parameters().map(Parameter::bytes).sum()
     }
 }

@@ -41,9 +41,17 @@ struct Bucket<'a, C> {
     result: Result<()>,
 }
 
-/// Checks that the optimizer can update a variable of that dtype.
-pub(super) fn check_dtype<R: Rule>(var: &Var) -> Result<()> {
+/// Checks that the optimizer can update a variable of that dtype, on that device.
+pub(super) fn check_var<R: Rule>(var: &Var) -> Result<()> {
+    if !var.device().is_cpu() && R::KERNELS.is_none() {
+        let message = "has no CUDA form; use SGD, Adam, AdamW, Lion, Adam8bit, AdamW8bit or Lion8bit there";
+        return Err(Error::device(R::NAME, message));
+    }
     match var.dtype() {
+        DType::F64 if !var.device().is_cpu() => {
+            let message = "found a Var of dtype f64 on a CUDA device, expected f32, f16 or bf16; convert it first";
+            Err(Error::dtype(R::NAME, message))
+        }
         DType::F32 | DType::F16 | DType::BF16 => Ok(()),
         DType::F64 if R::UPDATE_F64.is_some() => Ok(()),
         other => {
@@ -56,12 +64,6 @@ pub(super) fn check_dtype<R: Rule>(var: &Var) -> Result<()> {
 
 /// One step of every item.
 pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>) -> Result<()> {
-    if items.iter().any(|item| !item.parameter.var.device().is_cpu()) {
-        return Err(Error::device(
-            R::NAME,
-            "a Var is not on the CPU; move the model to the CPU or use its device's build",
-        ));
-    }
     let mut buckets: Vec<Bucket<'_, R::Config>> = Vec::new();
     let mut index_of = FxHashMap::default();
     for mut item in items {
@@ -100,7 +102,7 @@ fn run_bucket<R: Rule>(mut items: Vec<Item<'_, R::Config>>, parallel: bool) -> R
         (DType::F64, Some(update)) => run_direct::<R, f64>(items, update, parallel),
         (DType::F16, _) => run_mastered::<R, f16>(items, parallel),
         (DType::BF16, _) => run_mastered::<R, bf16>(items, parallel),
-        _ => check_dtype::<R>(&first.parameter.var),
+        _ => check_var::<R>(&first.parameter.var),
     }
 }
 

@@ -8,6 +8,7 @@ use super::Variables;
 use crate::call::detached;
 use crate::error::Result;
 use crate::given::Given;
+use crate::tensor::Tensor;
 
 /// Scale the gradients of `parameters` so that their common norm is at most `max_norm`, as torch's.
 ///
@@ -15,10 +16,10 @@ use crate::given::Given;
 ///     parameters: the variables; those without a gradient count nothing.
 ///     max_norm: at least 0; infinity leaves the gradients alone.
 ///     norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude.
-///     error_if_nonfinite: whether a NaN or infinite norm is an error.
+///     error_if_nonfinite: whether a NaN or infinite norm is an error; waits for a CUDA device.
 ///
 /// Returns:
-///     The norm before.
+///     The norm before: f64, of no dimension, on the device of the gradients. Nothing waits for a CUDA device until it is read.
 ///
 /// Raises:
 ///     ArgumentError: if a number is out of range, or an item is no Var.
@@ -31,7 +32,7 @@ pub fn clip_grad_norm_(
     max_norm: Given<f64>,
     norm_type: Given<f64>,
     error_if_nonfinite: bool,
-) -> Result<f64> {
+) -> Result<Tensor> {
     const OP: &str = "clip_grad_norm_";
     let (max_norm, norm_type) = (max_norm.get(OP, "max_norm")?, norm_type.get(OP, "norm_type")?);
     let norm_type = if norm_type == 2.0 {
@@ -41,5 +42,5 @@ pub fn clip_grad_norm_(
     } else {
         return Err(tc::Error::argument(OP, format!("found norm_type {norm_type}, expected 2 or infinity")).into());
     };
-    detached(py, || optim::clip_grad_norm_(&parameters.0, max_norm, norm_type, error_if_nonfinite))
+    detached(py, || optim::clip_grad_norm_(&parameters.0, max_norm, norm_type, error_if_nonfinite)).map(Tensor)
 }

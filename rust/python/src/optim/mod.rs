@@ -46,8 +46,19 @@ impl Optimizer {
 #[pymethods]
 impl Optimizer {
     /// Update every variable that has a gradient. The gradients stay; `zero_grad` forgets them.
-    fn step(&self, py: Python<'_>) -> Result<()> {
-        detached(py, || self.lock().step_all())
+    ///
+    /// Args:
+    ///     if_finite: one number, such as the norm that `clip_grad_norm_` returned. If it is infinite or NaN, nothing changes
+    ///         and no step is counted. On a CUDA device that is decided there, and nothing waits.
+    ///
+    /// Raises:
+    ///     ShapeError: if `if_finite` has more or less than one element.
+    #[pyo3(signature = (*, if_finite=None))]
+    fn step(&self, py: Python<'_>, if_finite: Option<&Tensor>) -> Result<()> {
+        detached(py, || {
+            let guard = if_finite.map_or_else(|| Ok(optim::Guard::default()), |norm| optim::Guard::finite(&norm.0))?;
+            self.lock().step_guarded(guard)
+        })
     }
 
     /// Forget the gradients of all variables.
@@ -91,7 +102,7 @@ impl Optimizer {
         quick(|| lrs.iter().enumerate().try_for_each(|(group, &lr)| optimizer.set_group_lr(group, lr)))
     }
 
-    /// A copy of all states: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
+    /// A copy of all states, on the CPU: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
     /// `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
     /// learning rate of each group, `kind` (u8) with the optimizer's name in ASCII.
     fn state_dict<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
@@ -108,7 +119,8 @@ impl Optimizer {
         detached(py, || self.lock().load_state_dict(&states))
     }
 
-    /// Bytes of all states and master values held now. A variable's states are made at its first step.
+    /// Bytes of all states and master values held now. A variable's states are made at its first step, on a CUDA device those
+    /// of all variables at the first step of any.
     #[getter]
     fn state_bytes(&self) -> usize {
         self.lock().state_bytes()

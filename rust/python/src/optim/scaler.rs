@@ -77,11 +77,11 @@ impl GradScaler {
     /// Unscale the gradients if that was not done, then let the optimizer step, unless one is infinite or NaN.
     ///
     /// Returns:
-    ///     Whether the step was taken.
+    ///     Whether the step was taken; None on a CUDA device, which alone knows, so that nothing waits for it.
     ///
     /// Raises:
     ///     ArgumentError: if a step was taken since the last `update`.
-    fn step(&self, py: Python<'_>, optimizer: &Optimizer) -> Result<bool> {
+    fn step(&self, py: Python<'_>, optimizer: &Optimizer) -> Result<Option<bool>> {
         detached(py, || self.lock().step(&mut **optimizer.lock()))
     }
 
@@ -93,15 +93,17 @@ impl GradScaler {
         quick(|| self.lock().update())
     }
 
-    /// The current scale; 1 if not enabled.
-    fn get_scale(&self) -> f64 {
-        self.lock().get_scale()
+    /// The current scale; 1 if not enabled. Waits for a CUDA device.
+    fn get_scale(&self, py: Python<'_>) -> Result<f64> {
+        detached(py, || self.lock().get_scale())
     }
 
-    /// The scale and the good steps in a row so far, as numbers.
-    fn state_dict(&self) -> BTreeMap<&'static str, f64> {
-        let scaler = self.lock();
-        BTreeMap::from([("scale", scaler.get_scale()), ("growth_tracker", scaler.growth_tracker() as f64)])
+    /// The scale and the good steps in a row so far, as numbers. Waits for a CUDA device.
+    fn state_dict(&self, py: Python<'_>) -> Result<BTreeMap<&'static str, f64>> {
+        detached(py, || {
+            let scaler = self.lock();
+            Ok(BTreeMap::from([("scale", scaler.get_scale()?), ("growth_tracker", scaler.growth_tracker()? as f64)]))
+        })
     }
 
     /// Go on with what `state_dict` returned.

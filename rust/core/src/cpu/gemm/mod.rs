@@ -15,8 +15,8 @@ mod pack;
 mod thin;
 
 #[cfg(feature = "cuda")]
-pub(crate) use batch::{Plan, check_destination};
-pub use batch::{matmul, matmul_accumulate};
+pub(crate) use batch::{Plan, check_destination, check_result_dtype};
+pub use batch::{matmul, matmul_accumulate, product, write_products};
 pub use kernel::Lane;
 
 pub(crate) use block::with_scratch;

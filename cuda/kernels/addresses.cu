@@ -1,0 +1,18 @@
+// Tables of addresses for batched products. They travel with the launch, so that nothing is copied from the host and a captured
+// graph keeps its own.
+#include <cstdint>
+
+// As many as a launch takes with room for the other arguments: 3840 bytes.
+constexpr uint32_t ADDRESSES = 480;
+
+struct Addresses {
+    uint64_t values[ADDRESSES];
+};
+
+// table[i] = addresses.values[i] for i < count.
+//   table [count], count <= 480.
+// Grid: 1; block: 480; no dynamic shared memory.
+extern "C" __global__ void __launch_bounds__(ADDRESSES)
+    write_addresses(uint64_t *table, uint32_t count, const __grid_constant__ Addresses addresses) {
+    if (threadIdx.x < count) table[threadIdx.x] = addresses.values[threadIdx.x];
+}

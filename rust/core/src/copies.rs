@@ -1,0 +1,102 @@
+//! Copies of a variable's values in another dtype, for computing in it.
+//!
+//! An f32 variable under bf16 compute would be cast at every use. Its copy is made once and written anew when the variable
+//! has changed; the storage stays the same, so that a captured graph can read it.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::DType;
+use smallvec::SmallVec;
+
+use crate::raw::{Raw, check_allocation_on};
+use crate::{Result, compute};
+
+/// The copies of one variable, at most one for each dtype.
+#[derive(Default)]
+pub(crate) struct Copies {
+    entries: SmallVec<[Entry; 1]>,
+    /// Where they lie if the variable is part of a flat buffer.
+    part: Option<(Arc<FlatCopies>, usize)>,
+}
+
+struct Entry {
+    raw: Raw,
+    /// The version of the variable whose values it has.
+    version: u64,
+}
+
+impl Copies {
+    /// The variable is the part of a flat buffer that begins at element `start`.
+    pub(crate) fn lie_in(&mut self, buffer: Arc<FlatCopies>, start: usize) {
+        self.part = Some((buffer, start));
+    }
+
+    /// The copy in `dtype`, brought up to date with `values` of that version.
+    pub(crate) fn get(&mut self, dtype: DType, values: &Raw, version: u64) -> Result<Raw> {
+        if let Some(entry) = self.entries.iter_mut().find(|entry| entry.raw.dtype() == dtype) {
+            entry.update(values, version)?;
+            return Ok(entry.raw.clone());
+        }
+        let raw = match &self.part {
+            Some((buffer, start)) => {
+                let vector = buffer.vector(dtype, values)?;
+                let raw = vector.narrow(0, *start, values.elem_count())?.reshape(values.shape())?;
+                compute::copy_into(&raw, values)?;
+                raw
+            }
+            None => compute::contiguous(&compute::cast(values, dtype)?)?,
+        };
+        self.entries.push(Entry { raw: raw.clone(), version });
+        Ok(raw)
+    }
+
+    /// Brings all copies up to date.
+    pub(crate) fn update(&mut self, values: &Raw, version: u64) -> Result<()> {
+        self.entries.iter_mut().try_for_each(|entry| entry.update(values, version))
+    }
+
+    /// The copy that whoever changes the variable may write as well: the one made first.
+    pub(crate) fn first(&self) -> Option<Raw> {
+        self.entries.first().map(|entry| entry.raw.clone())
+    }
+
+    /// Somebody has written [`first`](Self::first) with the values of that version.
+    pub(crate) fn first_is_current(&mut self, version: u64) {
+        if let Some(entry) = self.entries.first_mut() {
+            entry.version = version;
+        }
+    }
+}
+
+impl Entry {
+    fn update(&mut self, values: &Raw, version: u64) -> Result<()> {
+        if self.version != version {
+            compute::copy_into(&self.raw, values)?;
+            self.version = version;
+        }
+        Ok(())
+    }
+}
+
+/// The copies of a flat buffer's variables, one vector for each dtype, made when the first one is asked for.
+pub(crate) struct FlatCopies {
+    len: usize,
+    vectors: Mutex<SmallVec<[Raw; 1]>>,
+}
+
+impl FlatCopies {
+    pub(crate) fn new(len: usize) -> Self {
+        Self { len, vectors: Mutex::default() }
+    }
+
+    fn vector(&self, dtype: DType, like: &Raw) -> Result<Raw> {
+        let mut vectors = self.vectors.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = vectors.iter().find(|vector| vector.dtype() == dtype) {
+            return Ok(found.clone());
+        }
+        check_allocation_on(like.device(), "compute copies", &[self.len], dtype)?;
+        let vector = compute::zeros(&[self.len], dtype, like.device())?;
+        vectors.push(vector.clone());
+        Ok(vector)
+    }
+}

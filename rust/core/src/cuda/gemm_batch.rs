@@ -1,0 +1,179 @@
+//! Many products at once: those of one size in one call of cuBLAS.
+
+use std::ffi::c_void;
+
+use candle_core::DType;
+use candle_core::cuda_backend::cudarc::cublas::sys::{
+    cublasGemmAlgo_t as Algorithm, cublasGemmBatchedEx, cublasOperation_t as Operation, cudaDataType as Type,
+};
+use rustc_hash::{FxHashMap, FxHashSet};
+use trainable_candle_cuda::modules::ADDRESSES;
+
+use super::gemm::{Matrix, compute_type, data_type};
+use super::gpu::{Gpu, check_blas, driver_error};
+use super::launch::{Address, Shape, address, empty, launch, same_device};
+use crate::compute::{Destination, Product};
+use crate::cpu::gemm::{Plan, check_destination, check_result_dtype};
+use crate::{Raw, Result};
+
+const OP: &str = "matmul";
+
+/// Addresses that travel with one launch of `write_addresses`.
+const MOST_ADDRESSES: usize = 480;
+
+/// What products of one call have in common.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Key {
+    sizes: [i32; 3],
+    /// Of the left and the right operand.
+    operations: [Operation; 2],
+    distances: [i32; 2],
+    /// Of the operands and of the result.
+    dtypes: [DType; 2],
+    accumulates: bool,
+    /// The bits of the factor.
+    alpha: u32,
+}
+
+impl Key {
+    /// Of a product of two matrices that cuBLAS reads where they lie.
+    fn of(product: &Product) -> Result<Option<Self>> {
+        let Product { a, b, alpha, to } = product;
+        let plan = Plan::of(OP, a, b)?;
+        let (result, accumulates) = match to {
+            Destination::New(dtype) => (*dtype, false),
+            Destination::Sum(sum) => {
+                check_destination(OP, &plan, sum, a.dtype())?;
+                if !sum.is_contiguous() {
+                    return Ok(None);
+                }
+                (sum.dtype(), true)
+            }
+        };
+        check_result_dtype(OP, a.dtype(), result)?;
+        let sizes = [plan.m, plan.n, plan.k].map(|size| i32::try_from(size).unwrap_or(0));
+        let left = Matrix::transpose_of([plan.m, plan.k], plan.a);
+        let right = Matrix::transpose_of([plan.k, plan.n], plan.b);
+        let (Some(left), Some(right)) = (left, right) else { return Ok(None) };
+        let distances = [left.distance, right.distance].map(i32::try_from);
+        let [Ok(left_distance), Ok(right_distance)] = distances else { return Ok(None) };
+        if sizes.contains(&0) || !plan.batch.is_empty() || a.rank() != 2 || b.rank() != 2 || a.dtype() == DType::F64 {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            sizes,
+            operations: [left.operation, right.operation],
+            distances: [left_distance, right_distance],
+            dtypes: [a.dtype(), result],
+            accumulates,
+            alpha: (*alpha as f32).to_bits(),
+        }))
+    }
+}
+
+/// As [`compute::products`](crate::compute::products).
+pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
+    let mut results: Vec<Option<Raw>> = vec![None; work.len()];
+    let mut groups: FxHashMap<Key, Vec<usize>> = FxHashMap::default();
+    let mut order = Vec::new();
+    for (index, product) in work.iter().enumerate() {
+        match Key::of(product)? {
+            Some(key) => {
+                let group = groups.entry(key).or_default();
+                if group.is_empty() {
+                    order.push(key);
+                }
+                group.push(index);
+            }
+            None => results[index] = Some(product.run()?),
+        }
+    }
+    for key in order {
+        let mut group = groups.remove(&key).unwrap_or_default();
+        while !group.is_empty() {
+            let (batch, rest) = distinct(work, &group)?;
+            if let [index] = batch[..] {
+                results[index] = Some(work[index].run()?);
+            } else {
+                let made = run(&key, &batch.iter().map(|&index| &work[index]).collect::<Vec<_>>())?;
+                batch.iter().zip(made).for_each(|(&index, result)| results[index] = Some(result));
+            }
+            group = rest;
+        }
+    }
+    Ok(results.into_iter().flatten().collect())
+}
+
+/// As many as one call takes, none of which adds to the same tensor as another; and the rest.
+fn distinct(work: &[Product], group: &[usize]) -> Result<(Vec<usize>, Vec<usize>)> {
+    let (mut batch, mut rest) = (Vec::new(), Vec::new());
+    let mut sums: FxHashSet<Address> = FxHashSet::default();
+    for &index in group {
+        let is_new = match &work[index].to {
+            Destination::New(_) => true,
+            Destination::Sum(sum) => sums.insert(address(OP, sum)?),
+        };
+        if is_new && batch.len() < MOST_ADDRESSES / 3 { batch.push(index) } else { rest.push(index) }
+    }
+    Ok((batch, rest))
+}
+
+/// Products of one key in one call.
+fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
+    let gpu = Gpu::of(OP, &batch[0].a)?;
+    let count = batch.len();
+    let mut results = Vec::with_capacity(count);
+    let mut addresses = [0 as Address; MOST_ADDRESSES];
+    for (i, product) in batch.iter().enumerate() {
+        same_device(OP, &batch[0].a, &[&product.a, &product.b])?;
+        let result = match &product.to {
+            Destination::New(dtype) => empty(OP, gpu, &[product.a.dims()[0], product.b.dims()[1]], *dtype)?,
+            Destination::Sum(sum) => {
+                same_device(OP, &batch[0].a, &[sum])?;
+                sum.clone()
+            }
+        };
+        addresses[i] = address(OP, &product.a)?;
+        addresses[count + i] = address(OP, &product.b)?;
+        addresses[2 * count + i] = address(OP, &result)?;
+        results.push(result);
+    }
+    let table = empty(OP, gpu, &[3 * count], DType::I64)?;
+    let (to, len) = (address(OP, &table)?, 3 * count as u32);
+    let function = gpu.function(&ADDRESSES, "write_addresses", &[])?;
+    let shape = Shape::linear(OP, 1, MOST_ADDRESSES as u32)?;
+    // SAFETY: the kernel takes room for the addresses, their number, and a block of them by value.
+    unsafe { launch!(OP, gpu, function, shape, to, len, addresses) }?;
+    let part = |i: usize| to + (i * count * size_of::<Address>()) as Address;
+    let [m, n, k] = key.sizes;
+    let types: [Type; 2] = [data_type(OP, key.dtypes[0])?, data_type(OP, key.dtypes[1])?];
+    let (alpha, beta) = (f32::from_bits(key.alpha), if key.accumulates { 1f32 } else { 0.0 });
+    gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
+    // SAFETY: the table has the addresses of as many operands and results, which are of the sizes and types named; cuBLAS queues on
+    // the device's stream, in whose order the table is freed.
+    check_blas(unsafe {
+        cublasGemmBatchedEx(
+            *gpu.blas().handle(),
+            key.operations[1],
+            key.operations[0],
+            n,
+            m,
+            k,
+            std::ptr::from_ref(&alpha).cast(),
+            part(1) as *const *const c_void,
+            types[0],
+            key.distances[1],
+            part(0) as *const *const c_void,
+            types[0],
+            key.distances[0],
+            std::ptr::from_ref(&beta).cast(),
+            part(2) as *const *mut c_void,
+            types[1],
+            n,
+            count as i32,
+            compute_type(types[0]),
+            Algorithm::CUBLAS_GEMM_DEFAULT,
+        )
+    })?;
+    Ok(results)
+}

@@ -1,0 +1,223 @@
+//! f32 variables under f16 and bf16 computation: the copies that are computed with, and where their gradients go.
+
+use trainable_candle_core::ops::linear::linear;
+use trainable_candle_core::ops::lora::{
+    LoraLayer, LoraWeights, dora_linear, lora_backward, lora_backward_, lora_linear,
+};
+use trainable_candle_core::raw::{storage_identity, to_f64_vec};
+use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var};
+
+const CPU: Device = Device::Cpu;
+const SHORT: [DType; 2] = [DType::BF16, DType::F16];
+
+/// Numbers of size about one that f16 and bf16 hold exactly, different for each `seed`.
+fn draw(dims: &[usize], seed: usize) -> Tensor {
+    let number = |i: usize| ((i * 7919 + seed * 104_729 + 13) % 127) as f32 / 64.0 - 1.0;
+    Tensor::from_vec((0..dims.iter().product()).map(number).collect(), dims, &CPU).unwrap()
+}
+
+fn var(dims: &[usize], seed: usize) -> Var {
+    Var::from_tensor(&draw(dims, seed)).unwrap()
+}
+
+fn values(tensor: &Tensor) -> Vec<f64> {
+    to_f64_vec(tensor.raw()).unwrap()
+}
+
+fn close(found: &Tensor, expected: &Tensor, tolerance: f64) {
+    let (found, expected) = (values(found), values(expected));
+    assert_eq!(found.len(), expected.len());
+    let size = expected.iter().fold(1.0, |m: f64, x| m.max(x.abs()));
+    for (f, e) in found.iter().zip(&expected) {
+        assert!((f - e).abs() <= tolerance * size, "{f}, expected {e}");
+    }
+}
+
+#[test]
+fn a_copy_is_cast_anew_only_after_a_change_and_keeps_its_place() -> Result<()> {
+    for flat in [false, true] {
+        let start = [draw(&[3], 0), draw(&[4, 2], 1)];
+        let buffer = FlatBuffer::new(&start)?;
+        let x = if flat { buffer.vars()[1].clone() } else { Var::from_tensor(&start[1])? };
+        let first = x.compute_copy(DType::BF16)?;
+        assert_eq!((first.dtype(), values(&first)), (DType::BF16, values(&start[1])));
+        let place = |copy: &Tensor| (storage_identity(copy.raw()).0, copy.raw().layout().start_offset());
+        x.set(&Tensor::full(2.0, (4, 2), DType::F32, &CPU)?)?;
+        let second = x.compute_copy(DType::BF16)?;
+        assert_eq!(values(&second), [2.0; 8]);
+        assert_eq!(place(&first), place(&second));
+        assert_eq!(place(&x.compute_copy(DType::BF16)?), place(&second));
+        if flat {
+            let other = buffer.vars()[0].compute_copy(DType::BF16)?;
+            assert_eq!(place(&other).0, place(&second).0, "copies of neighbours are neighbours");
+            assert_eq!(place(&second).1, 3);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_copy_that_somebody_has_written_is_not_cast() -> Result<()> {
+    let x = var(&[4], 0);
+    assert!(x.copy_storage().is_none());
+    x.compute_copy(DType::F16)?;
+    let marker = Tensor::full(7.0, 4, DType::F16, &CPU)?;
+    trainable_candle_core::compute::copy_into(&x.copy_storage().unwrap(), marker.raw())?;
+    x.changed_with_copy()?;
+    assert_eq!(values(&x.compute_copy(DType::F16)?), [7.0; 4]);
+    x.update_in_place(|_| Ok(()))?;
+    assert_eq!(values(&x.compute_copy(DType::F16)?), values(&x));
+    Ok(())
+}
+
+#[test]
+fn gradients_through_a_copy_are_those_of_a_cast_and_stale_copies_are_an_error() -> Result<()> {
+    for dtype in SHORT {
+        let (cast, copied) = (var(&[4, 3], 1), var(&[4, 3], 1));
+        let x = draw(&[5, 3], 2).to_dtype(dtype)?;
+        let g = draw(&[5, 4], 3).to_dtype(dtype)?;
+        linear(&x, &cast.to_dtype(dtype)?, None)?.backward_with(Some(&g), false)?;
+        linear(&x, &copied.compute_copy(dtype)?, None)?.backward_with(Some(&g), false)?;
+        assert_eq!(values(&copied.grad().unwrap()), values(&cast.grad().unwrap()));
+        assert_eq!(copied.grad().unwrap().dtype(), DType::F32);
+        let x = Var::from_tensor(&x)?;
+        let y = linear(&x, &copied.compute_copy(dtype)?, None)?;
+        copied.set(&draw(&[4, 3], 9))?;
+        assert!(matches!(y.backward_with(Some(&g), false), Err(Error::Autograd { .. })));
+    }
+    Ok(())
+}
+
+struct Layer {
+    x: Var,
+    weight: Tensor,
+    bias: Tensor,
+    down: Var,
+    up: Var,
+    magnitude: Var,
+}
+
+impl Layer {
+    fn new(dtype: DType, factors: DType) -> Result<Self> {
+        let (out, inner, rank) = (37, 45, 5);
+        let trained = |dims: &[usize], seed| Var::from_tensor(&draw(dims, seed).to_dtype(factors)?);
+        let mut layer = Self {
+            x: Var::from_tensor(&draw(&[2, 33, inner], 0).to_dtype(dtype)?)?,
+            weight: draw(&[out, inner], 1).to_dtype(dtype)?,
+            bias: draw(&[out], 2).to_dtype(dtype)?,
+            down: trained(&[rank, inner], 3)?,
+            up: trained(&[out, rank], 4)?,
+            magnitude: trained(&[out], 5)?,
+        };
+        if factors == DType::F32 {
+            // As an adapter holds them.
+            let buffer = FlatBuffer::new(&[layer.down.detach(), layer.up.detach(), layer.magnitude.detach()])?;
+            [layer.down, layer.up, layer.magnitude] = [0, 1, 2].map(|i| buffer.vars()[i].clone());
+        }
+        Ok(layer)
+    }
+
+    fn run(&self, dora: bool) -> Result<Tensor> {
+        let Self { x, weight, bias, down, up, magnitude } = self;
+        let weights = LoraWeights { weight, bias: Some(bias), down, up, scale: 0.5 };
+        if dora { dora_linear(x, weights, magnitude) } else { lora_linear(x, weights) }
+    }
+
+    /// The value and the gradients of two backward passes.
+    fn train(&self, dora: bool) -> Result<Vec<Tensor>> {
+        let mut results = Vec::new();
+        for seed in [7, 8] {
+            let y = self.run(dora)?;
+            let grads = y.backward_with(Some(&draw(y.dims(), seed).to_dtype(y.dtype())?), false)?;
+            assert_eq!(grads.len(), if dora { 4 } else { 3 });
+            assert!(grads.contains(&self.down) && grads.contains(&self.up));
+            results = vec![y, self.x.grad().unwrap(), self.down.grad().unwrap(), self.up.grad().unwrap()];
+            results.extend(self.magnitude.grad());
+        }
+        Ok(results)
+    }
+}
+
+#[test]
+fn f32_factors_under_short_dtypes_agree_with_f64_and_have_f32_gradients() -> Result<()> {
+    for dora in [false, true] {
+        let exact = Layer::new(DType::F64, DType::F64)?.train(dora)?;
+        for (dtype, tolerance) in [(DType::BF16, 3e-2), (DType::F16, 4e-3), (DType::F32, 1e-5)] {
+            let layer = Layer::new(dtype, DType::F32)?;
+            let found = layer.train(dora)?;
+            assert_eq!(found.len(), exact.len());
+            for (part, (found, exact)) in found.iter().zip(&exact).enumerate() {
+                assert_eq!(found.dtype(), if part < 2 { dtype } else { DType::F32 });
+                close(found, exact, tolerance);
+            }
+            // What is rounded is the hidden values and the result, not the gradients: of bf16 factors they would be.
+            let gradient = values(&found[3]);
+            let rounded = values(&found[3].to_dtype(dtype)?);
+            assert!(dtype == DType::F32 || gradient != rounded, "gradients were rounded to {}", dtype.as_str());
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn gradients_of_a_flat_buffer_are_those_of_loose_variables() -> Result<()> {
+    for dtype in [DType::F32, DType::BF16] {
+        let flat = Layer::new(dtype, DType::F32)?;
+        let loose = Layer { down: var(&[5, 45], 3), up: var(&[37, 5], 4), ..Layer::new(dtype, DType::F32)? };
+        for (flat, loose) in flat.train(false)?.iter().zip(&loose.train(false)?) {
+            close(flat, loose, 1e-6);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn dtypes_that_do_not_fit_are_errors() -> Result<()> {
+    let layer = Layer::new(DType::BF16, DType::F16)?;
+    assert!(matches!(layer.run(false), Err(Error::DType { .. })));
+    let layer = Layer::new(DType::F32, DType::F64)?;
+    assert!(matches!(layer.run(true), Err(Error::DType { .. })));
+    Ok(())
+}
+
+#[test]
+fn the_backward_of_many_layers_is_that_of_each() -> Result<()> {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let shapes = [(6, 5, 2), (6, 5, 2), (4, 7, 3)];
+        let sized = |dims: &[usize], seed| draw(dims, seed).to_dtype(dtype);
+        let grads = shapes.iter().enumerate().map(|(i, s)| sized(&[2, 9, s.0], i)).collect::<Result<Vec<_>>>()?;
+        let inputs = shapes.iter().enumerate().map(|(i, s)| sized(&[2, 9, s.1], 10 + i)).collect::<Result<Vec<_>>>()?;
+        let start: Vec<Tensor> = shapes
+            .iter()
+            .enumerate()
+            .flat_map(|(i, &(out, inner, rank))| [draw(&[rank, inner], 20 + i), draw(&[out, rank], 30 + i)])
+            .collect();
+        let flat = FlatBuffer::new(&start)?.vars().to_vec();
+        let loose = start.iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
+        for vars in [flat, loose] {
+            let layers: Vec<LoraLayer<'_>> = (0..3)
+                .map(|i| LoraLayer {
+                    grad_output: &grads[i],
+                    input: &inputs[i],
+                    down: &vars[2 * i],
+                    up: &vars[2 * i + 1],
+                    scale: 0.25,
+                })
+                .collect();
+            lora_backward_(&layers)?;
+            lora_backward_(&layers)?;
+            for layer in &layers {
+                let (down, up) = lora_backward(layer.grad_output, layer.input, layer.down, layer.up, layer.scale)?;
+                assert_eq!((down.dtype(), up.dtype()), (DType::F32, DType::F32));
+                close(&layer.down.grad().unwrap(), &down.mul_scalar(2.0)?, 1e-6);
+                close(&layer.up.grad().unwrap(), &up.mul_scalar(2.0)?, 1e-6);
+            }
+            // The last does not fit: nothing is added to the first.
+            let before = values(&layers[0].down.grad().unwrap());
+            let wrong = [layers[0], LoraLayer { input: &grads[2], ..layers[2] }];
+            assert!(matches!(lora_backward_(&wrong), Err(Error::Shape { .. })));
+            assert_eq!(values(&layers[0].down.grad().unwrap()), before);
+        }
+    }
+    Ok(())
+}

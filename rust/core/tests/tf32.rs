@@ -1,0 +1,32 @@
+//! TF32, a choice for the whole process. Needs a GPU: `cargo test --features cuda --test tf32 -- --ignored`.
+#![cfg(feature = "cuda")]
+
+use std::path::PathBuf;
+
+use trainable_candle_core::compute::{MatmulPrecision, set_float32_matmul_precision};
+use trainable_candle_core::raw::to_f64_vec;
+use trainable_candle_core::{DType, Device, Tensor, device};
+
+/// TF32 rounds the factors and nothing else: off by as much as that, and only when it is asked for.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn tf32_is_a_choice() {
+    let folders: Vec<PathBuf> =
+        std::env::var_os("TRAINABLE_CANDLE_CUDA_LIBRARIES").iter().flat_map(std::env::split_paths).collect();
+    let device = device::cuda(0, &folders).unwrap();
+    let draw = |seed| {
+        let values = (0..256 * 256).map(|i: usize| ((i * 7919 + seed) % 10_007) as f32 / 5003.0 - 1.0).collect();
+        Tensor::from_vec(values, (256, 256), &Device::Cpu).unwrap()
+    };
+    let (a, b) = (draw(3), draw(5));
+    let wide = |x: &Tensor| x.to_dtype(DType::F64).unwrap();
+    let expected = to_f64_vec(wide(&a).matmul(&wide(&b)).unwrap().raw()).unwrap();
+    let error = |precision| {
+        set_float32_matmul_precision(precision);
+        let product = a.to_device(&device).unwrap().matmul(&b.to_device(&device).unwrap()).unwrap();
+        let found = to_f64_vec(product.raw()).unwrap();
+        found.iter().zip(&expected).map(|(f, e)| (f - e).abs()).fold(0.0, f64::max)
+    };
+    let (high, highest) = (error(MatmulPrecision::High), error(MatmulPrecision::Highest));
+    assert!(highest < 2e-4 && high > 4.0 * highest && high < 0.1, "{highest:e} and {high:e}");
+}

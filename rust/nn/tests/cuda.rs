@@ -1,0 +1,328 @@
+//! Optimizers on a CUDA device against the CPU's, bit for bit. Needs a GPU:
+//! `cargo test -p trainable-candle-nn --features cuda --test cuda -- --ignored`.
+#![cfg(feature = "cuda")]
+
+use std::path::PathBuf;
+
+use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var, device};
+use trainable_candle_nn::optim::{
+    Adafactor, Adam, Adam8bit, Adam8bitConfig, AdamConfig, AdamW, AdamW8bit, EMA, EMAConfig, GradScaler,
+    GradScalerConfig, Guard, Lion, Lion8bit, Lion8bitConfig, LionConfig, NormType, Optimizer, ParamGroup, Prodigy, SGD,
+    SGDConfig, StateDict, clip_grad_norm_, grad_norm,
+};
+
+const STEPS: usize = 5;
+
+/// Sizes on both sides of blocks and pieces, some below the size of 8-bit states, one empty.
+const SIZES: [usize; 7] = [1, 300, 4099, 0, 1024, 20_000, 4096];
+
+fn gpu() -> Device {
+    let folders: Vec<PathBuf> =
+        std::env::var_os("TRAINABLE_CANDLE_CUDA_LIBRARIES").iter().flat_map(std::env::split_paths).collect();
+    device::cuda(0, &folders).unwrap()
+}
+
+fn tensor(n: usize, seed: usize, dtype: DType, device: &Device) -> Tensor {
+    let wave = (0..n).map(|i| ((i * 7919 + seed * 104_729) % 10_007) as f32 / 5003.0 - 1.0).collect();
+    let values = Tensor::from_vec::<f32>(wave, n, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+    values.to_device(device).unwrap()
+}
+
+/// How variables lie in memory.
+#[derive(Clone, Copy, Debug)]
+enum Layout {
+    Flat,
+    Loose,
+}
+
+fn variables(dtype: DType, layout: Layout, device: &Device) -> Vec<Var> {
+    let start: Vec<Tensor> = SIZES.iter().enumerate().map(|(i, &n)| tensor(n, i, dtype, device)).collect();
+    match layout {
+        Layout::Flat => FlatBuffer::new(&start).unwrap().vars().to_vec(),
+        Layout::Loose => start.iter().map(|t| Var::from_tensor(t).unwrap()).collect(),
+    }
+}
+
+/// Two groups, of which `change` makes the second's hyper-parameters.
+fn groups<C: Clone>(vars: &[Var], config: C, change: impl Fn(&mut C)) -> Vec<ParamGroup<C>> {
+    let mut second = config.clone();
+    change(&mut second);
+    let (first, rest) = vars.split_at(3);
+    vec![ParamGroup { params: first.to_vec(), config }, ParamGroup { params: rest.to_vec(), config: second }]
+}
+
+/// Every optimizer that has a CUDA form, in every form.
+fn optimizers(vars: &[Var]) -> Vec<Box<dyn Optimizer>> {
+    let sgd = SGDConfig { lr: 0.01, weight_decay: 0.1, maximize: true, ..SGDConfig::default() };
+    let momentum = SGDConfig { momentum: 0.9, dampening: 0.2, maximize: false, ..sgd.clone() };
+    let adam = AdamConfig { weight_decay: 0.1, ..AdamConfig::adam(0.01) };
+    let adam8 = Adam8bitConfig::adamw(0.01);
+    let lion = LionConfig { lr: 0.01, weight_decay: 0.1, ..LionConfig::default() };
+    let lion8 = Lion8bitConfig { lr: 0.01, weight_decay: 0.1, ..Lion8bitConfig::default() };
+    vec![
+        Box::new(SGD::with_groups(groups(vars, sgd, |c| c.lr = 0.5)).unwrap()),
+        Box::new(SGD::with_groups(groups(vars, momentum, |c| (c.nesterov, c.dampening) = (true, 0.0))).unwrap()),
+        Box::new(Adam::with_groups(groups(vars, adam.clone(), |c| c.amsgrad = true)).unwrap()),
+        Box::new(AdamW::with_groups(groups(vars, adam, |c| (c.lr, c.maximize) = (0.5, true))).unwrap()),
+        Box::new(Adam8bit::with_groups(groups(vars, adam8.clone(), |c| c.lr = 0.5)).unwrap()),
+        Box::new(AdamW8bit::with_groups(groups(vars, adam8, |c| c.min_8bit_size = 256)).unwrap()),
+        Box::new(Lion::with_groups(groups(vars, lion, |c| c.lr = 0.5)).unwrap()),
+        Box::new(Lion8bit::with_groups(groups(vars, lion8, |c| c.min_8bit_size = 256)).unwrap()),
+    ]
+}
+
+fn set_grads(vars: &[Var], step: usize, scale: f32) {
+    for (index, var) in vars.iter().enumerate() {
+        // The second variable has a gradient in every other step only.
+        if index != 1 || step.is_multiple_of(2) {
+            let grad = tensor(var.elem_count(), 10 * step + index, DType::F32, &Device::Cpu);
+            let grad = grad.mul_scalar(f64::from(scale)).unwrap().to_dtype(var.dtype()).unwrap();
+            var.set_grad(&grad.to_device(var.device()).unwrap()).unwrap();
+        }
+    }
+}
+
+fn bits(tensor: &Tensor) -> Vec<u32> {
+    tensor.to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap().iter().map(|x| x.to_bits()).collect()
+}
+
+fn assert_same(what: &str, found: &[Var], expected: &[Var]) {
+    for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let (found, expected) = (bits(found), bits(expected));
+        let wrong = found.iter().zip(&expected).position(|(f, e)| f != e);
+        let shown = wrong.map(|i| (i, f32::from_bits(found[i]), f32::from_bits(expected[i])));
+        assert!(shown.is_none(), "{what}: variable {index}: (element, found, expected) {shown:?}");
+    }
+}
+
+fn assert_same_states(what: &str, found: &StateDict, expected: &StateDict) {
+    assert!(found.keys().eq(expected.keys()), "{what}: {:?}, expected {:?}", found.keys(), expected.keys());
+    for (name, state) in found {
+        let bits = |state: &Tensor| state.raw().to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>();
+        let (found, expected) = (bits(state).unwrap(), bits(&expected[name]).unwrap());
+        assert!(found.iter().map(|x| x.to_bits()).eq(expected.iter().map(|x| x.to_bits())), "{what}: {name}");
+    }
+}
+
+/// Runs `train` over every optimizer, dtype and layout on both devices, and compares all that is left.
+fn compare(train: impl Fn(&mut dyn Optimizer)) {
+    let device = gpu();
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for layout in [Layout::Flat, Layout::Loose] {
+            let count = optimizers(&variables(dtype, layout, &Device::Cpu)).len();
+            for number in 0..count {
+                let (here, there) = (variables(dtype, layout, &Device::Cpu), variables(dtype, layout, &device));
+                let mut expected = optimizers(&here).swap_remove(number);
+                let mut found = optimizers(&there).swap_remove(number);
+                train(&mut *expected);
+                train(&mut *found);
+                let what = format!("{} ({number}) of {} {layout:?}", found.name(), dtype.as_str());
+                assert_same(&what, &there, &here);
+                assert_same_states(&what, &found.state_dict().unwrap(), &expected.state_dict().unwrap());
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn steps_are_those_of_the_cpu() {
+    compare(|opt| {
+        for step in 0..STEPS {
+            opt.zero_grad().unwrap();
+            set_grads(&opt.vars(), step, 1.0);
+            opt.step_all().unwrap();
+            if step == 2 {
+                opt.set_lr(0.02).unwrap();
+            }
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn clipped_steps_and_steps_that_norms_forbid_are_those_of_the_cpu() {
+    compare(|opt| {
+        for step in 0..STEPS {
+            opt.zero_grad().unwrap();
+            set_grads(&opt.vars(), step, if step == 3 { f32::INFINITY } else { 1.0 });
+            let norm = clip_grad_norm_(&opt.vars(), 2.0, NormType::L2, false).unwrap();
+            opt.step_guarded(Guard::finite(&norm).unwrap()).unwrap();
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn scaled_steps_are_those_of_the_cpu() {
+    for unscale in [false, true] {
+        compare(|opt| {
+            let config = GradScalerConfig { init_scale: 4.0, growth_interval: 2, ..GradScalerConfig::default() };
+            let mut scaler = GradScaler::new(config).unwrap();
+            let device = opt.vars()[0].device().clone();
+            let mut scales = Vec::new();
+            for step in 0..STEPS {
+                opt.zero_grad().unwrap();
+                let loss = Tensor::full(3.0, (), DType::F32, &device).unwrap();
+                let scale = scaler.scale(&loss).unwrap().item().unwrap() as f32 / 3.0;
+                set_grads(&opt.vars(), step, if step == 1 { f32::NAN } else { scale });
+                if unscale {
+                    scaler.unscale(opt).unwrap();
+                    clip_grad_norm_(&opt.vars(), 2.0, NormType::Inf, false).unwrap();
+                }
+                scaler.step(opt).unwrap();
+                scaler.update().unwrap();
+                scales.push(scaler.get_scale().unwrap());
+            }
+            assert_eq!(scales, [4.0, 2.0, 2.0, 4.0, 4.0]);
+            assert_eq!(scaler.growth_tracker().unwrap(), 1);
+            scaler.restore(32.0, 1).unwrap();
+            assert_eq!((scaler.get_scale().unwrap(), scaler.growth_tracker().unwrap()), (32.0, 1));
+        });
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn norms_are_those_of_the_cpu() {
+    let device = gpu();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for norm_type in [NormType::L2, NormType::Inf] {
+            let norm = |device: &Device| {
+                let mut vars = variables(dtype, Layout::Flat, device);
+                vars.extend(variables(dtype, Layout::Loose, device));
+                set_grads(&vars, 1, 3.0);
+                grad_norm(&vars, norm_type).unwrap().item().unwrap()
+            };
+            let (found, expected) = (norm(&device), norm(&Device::Cpu));
+            assert!((found / expected - 1.0).abs() < 1e-12, "{found}, expected {expected}");
+        }
+    }
+    let none = variables(DType::F32, Layout::Loose, &device);
+    let norm = grad_norm(&none, NormType::L2).unwrap();
+    assert!(norm.device().is_cuda());
+    assert_eq!(norm.item().unwrap(), 0.0);
+    none[5].set_grad(&tensor(SIZES[5], 0, DType::F32, &device).mul_scalar(f64::NAN).unwrap()).unwrap();
+    assert!(matches!(clip_grad_norm_(&none, 1.0, NormType::L2, true), Err(Error::NonFinite { .. })));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn runs_go_on_on_the_other_device() {
+    let gpu = gpu();
+    for dtype in [DType::F32, DType::BF16] {
+        for number in 0..optimizers(&variables(dtype, Layout::Flat, &Device::Cpu)).len() {
+            for (from, to) in [(&gpu, &Device::Cpu), (&Device::Cpu, &gpu), (&gpu, &gpu)] {
+                let train = |opt: &mut dyn Optimizer, steps: std::ops::Range<usize>| {
+                    for step in steps {
+                        opt.zero_grad().unwrap();
+                        set_grads(&opt.vars(), step, 1.0);
+                        opt.step_all().unwrap();
+                    }
+                };
+                let (first, second) = (variables(dtype, Layout::Flat, from), variables(dtype, Layout::Loose, to));
+                let mut whole = optimizers(&first).swap_remove(number);
+                let mut resumed = optimizers(&second).swap_remove(number);
+                train(&mut *whole, 0..3);
+                for (to, from) in second.iter().zip(&first) {
+                    to.set(&from.detach().to_device(to.device()).unwrap()).unwrap();
+                }
+                resumed.load_state_dict(&whole.state_dict().unwrap()).unwrap();
+                train(&mut *whole, 3..STEPS);
+                train(&mut *resumed, 3..STEPS);
+                assert_same(whole.name(), &second, &first);
+                let (whole_states, states) = (whole.state_dict().unwrap(), resumed.state_dict().unwrap());
+                assert_same_states(whole.name(), &states, &whole_states);
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn the_launch_of_a_step_writes_the_copies() -> Result<()> {
+    let device = gpu();
+    for (dtype, layout) in [(DType::BF16, Layout::Flat), (DType::F16, Layout::Loose)] {
+        for number in 0..optimizers(&variables(DType::F32, layout, &device)).len() {
+            let vars = variables(DType::F32, layout, &device);
+            let mut opt = optimizers(&vars).swap_remove(number);
+            let copies: Vec<Tensor> = vars.iter().map(|var| var.compute_copy(dtype)).collect::<Result<_>>()?;
+            for step in 0..3 {
+                set_grads(&vars, step, 1.0);
+                opt.step_all()?;
+            }
+            vars[4].set(&Tensor::ones(SIZES[4], DType::F32, &device)?)?;
+            for (index, (var, copy)) in vars.iter().zip(&copies).enumerate() {
+                assert_eq!(bits(copy), bits(&var.detach().to_dtype(dtype)?), "{} variable {index}", opt.name());
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_step_with_a_store_clears_the_gradients_it_has_used() -> Result<()> {
+    let device = gpu();
+    let vars = variables(DType::F32, Layout::Flat, &device);
+    let mut opt = AdamW::new(vars.clone(), 0.01, 0.1)?;
+    set_grads(&vars, 0, 1.0);
+    let grads = vars[0].sqr()?.sum_all()?.add(&vars[2].sqr()?.sum_all()?)?.backward()?;
+    opt.step(&grads)?;
+    assert!(vars[0].grad().is_none() && vars[2].grad().is_none() && vars[4].grad().is_some());
+    vars[2].sum_all()?.backward()?;
+    assert_eq!(vars[2].grad().unwrap().to_vec::<f32>()?, [1.0; 4099]);
+    assert_eq!(opt.state_dict()?["step"].to_vec::<i64>()?, [1, 0, 1, 0, 0, 0, 0]);
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn averages_are_those_of_the_cpu() -> Result<()> {
+    let mut results = Vec::new();
+    for device in [Device::Cpu, gpu()] {
+        let start: Vec<Tensor> = SIZES.iter().enumerate().map(|(i, &n)| tensor(n, i, DType::F32, &device)).collect();
+        let buffer = FlatBuffer::new(&start)?;
+        let copy = buffer.vars()[2].compute_copy(DType::BF16)?;
+        let mut ema = EMA::new(&buffer, EMAConfig::default())?;
+        let mut opt = SGD::new(buffer.vars().to_vec(), 0.1)?;
+        for step in 0..STEPS {
+            set_grads(buffer.vars(), step, 1.0);
+            opt.step_all()?;
+            ema.update()?;
+        }
+        let saved = ema.state_dict()?;
+        ema.load_state_dict(&saved)?;
+        ema.swap_in()?;
+        let averages: Vec<Vec<f32>> = buffer.vars().iter().map(|var| var.to_vec()).collect::<Result<_>>()?;
+        if device.is_cuda() {
+            assert_eq!(bits(&copy), bits(&buffer.vars()[2].detach().to_dtype(DType::BF16)?));
+        }
+        ema.swap_out()?;
+        let trained: Vec<Vec<u32>> = buffer.vars().iter().map(|var| bits(var)).collect();
+        results.push((averages.concat(), trained, saved["5.average"].to_vec::<f32>()?));
+    }
+    let [(averages, trained, saved), (found_averages, found_trained, found_saved)] = &results[..] else {
+        return Err(Error::argument("test", "two devices have two results"));
+    };
+    assert!(found_trained == trained);
+    for (found, expected) in [(found_averages, averages), (found_saved, saved)] {
+        // The GPU fuses the multiplication of an average with its addition.
+        assert!(found.iter().zip(expected).all(|(f, e)| (f - e).abs() <= 1e-6 * e.abs().max(1.0)));
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn what_has_no_cuda_form_is_an_error() {
+    let device = gpu();
+    let vars = variables(DType::F32, Layout::Loose, &device);
+    let error = Adafactor::new(vars.clone(), 0.1).err().unwrap().to_string();
+    assert!(error.contains("use SGD, Adam, AdamW, Lion, Adam8bit, AdamW8bit or Lion8bit there"), "{error}");
+    assert!(matches!(Prodigy::new(vars.clone(), 0.1), Err(Error::Device { .. })));
+    let wide = Var::zeros(3, DType::F64, &device).unwrap();
+    assert!(matches!(Adam::new(vec![wide], 0.1), Err(Error::DType { .. })));
+    let mixed = vec![vars[0].clone(), Var::zeros(3, DType::F32, &Device::Cpu).unwrap()];
+    assert!(matches!(Adam::new(mixed, 0.1), Err(Error::Device { .. })));
+}
