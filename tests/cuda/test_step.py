@@ -11,6 +11,7 @@ TRAIN = """
     F = tc.nn.functional
     weights = [tc.Var(tc.randn(s, dtype="DTYPE", device="cuda")) for s in ((256, 64), (10, 256))]
     fc1, fc2 = (tc.nn.Linear(weight) for weight in weights)
+    optimizer = tc.optim.AdamW(weights, lr=0.001)
     x = tc.tensor(rng.standard_normal((32, 64)), dtype="DTYPE", device="cuda")
     labels = tc.tensor(rng.integers(0, 10, 32), dtype="i64", device="cuda")
     for step in range(4):
@@ -19,8 +20,8 @@ TRAIN = """
         loss = F.cross_entropy(fc2(hidden), labels)
         loss.backward()
         assert [w.grad.shape for w in weights] == [w.shape for w in weights]
-        for weight in weights:
-            weight.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     mark("end")
     assert loss.shape == ()
 """

@@ -49,6 +49,10 @@ CASES = {
         {"libraries": (DRIVER,)},
         '); pip install "trainable-candle[cuda13]", or install CUDA 13',
     ),
+    "no cuBLASLt": (
+        {"libraries": (DRIVER, "libcublas.so.13")},
+        "libcublasLt.so.13 cannot be opened (libcublasLt.so.13: cannot open shared object file",
+    ),
     "no cuRAND": (
         {"libraries": (DRIVER, "libcublas.so.13", "libcublasLt.so.13")},
         "libcurand.so.10 cannot be opened (libcurand.so.10: cannot open shared object file",

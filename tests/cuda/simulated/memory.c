@@ -21,6 +21,8 @@ struct ranges {
     size_t count, capacity;
 };
 static struct ranges device_ranges, pinned_ranges, reservations;
+// Between these lie all addresses of devices so far.
+static uintptr_t lowest = UINTPTR_MAX, highest;
 // Bytes that were allocated outside the pool.
 static size_t taken[MAX_DEVICES];
 
@@ -58,6 +60,9 @@ static void insert(struct ranges *ranges, struct range range) {
     memmove(&ranges->items[i + 1], &ranges->items[i], (ranges->count - i) * sizeof range);
     ranges->items[i] = range;
     ranges->count++;
+    if (ranges == &pinned_ranges) return;
+    if (range.start < lowest) lowest = range.start;
+    if (range.start + range.bytes > highest) highest = range.start + range.bytes;
 }
 
 static void take_out(struct ranges *ranges, struct range *range) {
@@ -79,6 +84,11 @@ static bool covers(const struct ranges *ranges, uintptr_t address, size_t bytes)
 }
 
 bool simulated_is_device(CUdeviceptr address) { return address >= BIAS; }
+
+bool simulated_looks_like_device(CUdeviceptr value) {
+    return simulated_is_device(value) && value - BIAS >= lowest && value - BIAS < highest;
+}
+
 unsigned char *simulated_host(CUdeviceptr address) { return (unsigned char *)(uintptr_t)(address - BIAS); }
 
 bool simulated_covers(CUdeviceptr address, size_t bytes) {

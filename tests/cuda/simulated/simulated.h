@@ -69,6 +69,8 @@ HIDDEN CUresult simulated_fail(const char *call, CUresult status, const char *wh
 
 // Device addresses are not host addresses: code that follows one on the host crashes.
 HIDDEN bool simulated_is_device(CUdeviceptr address);
+// Whether a number lies among the addresses that allocations have, or had.
+HIDDEN bool simulated_looks_like_device(CUdeviceptr value);
 HIDDEN unsigned char *simulated_host(CUdeviceptr address);
 // Whether all of a range of device memory is allocated.
 HIDDEN bool simulated_covers(CUdeviceptr address, size_t bytes);

@@ -72,6 +72,23 @@ pub fn filled(device: &candle_core::Device, value: f64, dims: &[usize], dtype: D
     Ok(y)
 }
 
+/// Tensors one after the other along `dim`, of equal sizes otherwise; any dtype that kernels know.
+pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
+    const OP: &str = "cat";
+    let (first, others) = parts.split_first().ok_or_else(|| Error::argument(OP, "found no tensors"))?;
+    same_device(OP, first, others)?;
+    let mut dims = first.dims().to_vec();
+    dims[dim] = parts.iter().map(|part| part.dims()[dim]).sum();
+    let y = empty(OP, Gpu::of(OP, first)?, &dims, first.dtype())?;
+    let mut start = 0;
+    for part in parts {
+        let length = part.dims()[dim];
+        write(OP, &y.narrow(dim, start, length)?, part, &COPY, None)?;
+        start += length;
+    }
+    Ok(y)
+}
+
 /// Zeros; any dtype that kernels know.
 pub fn zeros(device: &candle_core::Device, dims: &[usize], dtype: DType) -> Result<Raw> {
     const OP: &str = "zeros";

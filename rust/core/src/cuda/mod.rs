@@ -28,7 +28,9 @@ mod reduce;
 pub(crate) mod rows;
 mod strided;
 
-pub use copy::{accumulate, cast, contiguous, copy, copy_into, fill, filled, lerp_in_place, scale_in_place, zeros};
+pub use copy::{
+    accumulate, cast, cat, contiguous, copy, copy_into, fill, filled, lerp_in_place, scale_in_place, zeros,
+};
 pub use elementwise::{Kernel, binary, ternary, unary};
 pub use gemm::{matmul, matmul_accumulate, product, write_products};
 pub use gemm_batch::products;

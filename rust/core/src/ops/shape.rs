@@ -292,10 +292,7 @@ impl Tensor {
         record(
             &CAT,
             tensors,
-            || {
-                let raws: Vec<Raw> = tensors.iter().map(|t| compute::contiguous(&t.raw)).collect::<Result<_>>()?;
-                Ok(Raw::cat(&raws, dim)?)
-            },
+            || compute::cat(&tensors.iter().map(|t| &t.raw).collect::<Vec<_>>(), dim),
             |_, _| CatBackward { dim, lengths: tensors.iter().map(|t| t.dims()[dim]).collect() },
         )
     }
