@@ -1,0 +1,79 @@
+"""A step of the small SDXL on the simulated device: what it asks of the GPU."""
+
+from collections import Counter
+from typing import Any
+
+STEP = """
+    from pathlib import Path
+
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    folder = Path(tc.__file__).parent / "assets" / "sdxl_tiny" / "unet"
+    model = tc.models.SDXLUNet.from_pretrained(folder, dtype="bf16", device="cuda")
+    tc.manual_seed(0)
+    adapter = model.add_adapter(tc.LoraConfig(r=8, target_modules=TARGETS))
+
+    def normal(*shape):
+        return tc.tensor(rng.standard_normal(shape), dtype="bf16", device="cuda")
+
+    sample, target = normal(2, 4, 16, 16), normal(2, 4, 16, 16)
+    conditions = {
+        "encoder_hidden_states": normal(2, 77, 128),
+        "text_embeds": normal(2, 64),
+        "time_ids": tc.tensor(np.full((2, 6), 128.0), dtype="f32", device="cuda"),
+    }
+    timestep = tc.tensor(np.full(2, 500.0), dtype="f32", device="cuda")
+    for step in range(3):
+        mark(f"forward-{step}")
+        predicted = model(sample, timestep, **conditions)
+        loss = tc.nn.functional.mse_loss(predicted, target)
+        mark(f"backward-{step}")
+        loss.backward()
+        for parameter in adapter.parameters():
+            parameter.zero_grad()
+    mark("end")
+"""
+ATTENTION = '["to_q", "to_k", "to_v", "to_out.0"]'
+# Blocks of transformers in the small model: three on the way down, two in the middle, six on the
+# way up; each has an attention of the tokens to one another and one to the text.
+BLOCKS = 11
+
+
+def run(cuda: Any, targets: str = ATTENTION) -> Any:
+    return cuda.run(STEP.replace("TARGETS", targets))
+
+
+def test_convolutions_take_the_kernels_of_their_gpu(cuda: Any) -> None:
+    """The simulated GPU has compute capability 9.0."""
+    step = run(cuda)
+    assert step.of("refused") == []
+    names = step.after("forward-2").launches + step.after("backward-2").launches
+    general = [
+        n for n in names if n.startswith(("conv2d_forward", "conv2d_grad")) and "hopper" not in n
+    ]
+    # From four channels, and to them.
+    assert len(general) <= 3, general
+
+
+def test_projections_are_read_where_they_lie(cuda: Any) -> None:
+    step = run(cuda)
+    forward = Counter(step.after("forward-2").launches)
+    backward = Counter(step.after("backward-2").launches)
+    assert forward["attention_forward_w64_bf16"] == 2 * BLOCKS
+    assert backward["attention_backward_w64_bf16"] == 2 * BLOCKS
+    # Images come and go with their channels first, and parts of gradients of joined images are cut
+    # out; nothing is copied for attention, for a bias or for a dtype.
+    assert forward["copy_bytes_2"] <= 2, forward
+    assert backward["copy_bytes_2"] <= 10, backward
+    assert not any(name.startswith("ucopy") for name in forward | backward), backward
+
+
+def test_adapters_of_one_input_share_their_products(cuda: Any) -> None:
+    products = {
+        targets: len(run(cuda, targets).after("forward-2").of("product"))
+        for targets in ('["to_out.0"]', ATTENTION)
+    }
+    # x Aᵀ of the members together and their sum into the result together: two for q, k and v, two
+    # for q alone, two for the text's k and v.
+    assert products[ATTENTION] - products['["to_out.0"]'] == 6 * BLOCKS
