@@ -98,6 +98,7 @@ def test_lora_gradients_are_products_in_batches(cuda: Any) -> None:
 
 def test_the_backward_of_many_layers_is_four_calls(cuda: Any) -> None:
     code = """
+        tc.manual_seed(0)
         downs = [tc.Var(tc.randn(8, 64, device="cuda")) for _ in range(10)]
         ups = [tc.Var(tc.randn(64, 8, device="cuda")) for _ in range(10)]
         opt = tc.optim.AdamW(downs + ups)
@@ -116,6 +117,7 @@ def test_the_backward_of_many_layers_is_four_calls(cuda: Any) -> None:
 
 def test_captured_steps(cuda: Any) -> None:
     code = """
+        tc.manual_seed(0)
         base = tc.randn(64, 64, dtype="bf16", device="cuda")
         layer = tc.nn.LoRALinear(base, 8, 8.0)
         opt = tc.optim.AdamW8bit(layer.parameters(), lr=0.1, min_8bit_size=1)
