@@ -92,7 +92,16 @@ test-wheel: $(VENV)/.tools ## Check the wheel's size, contents and import time i
 # A target directory of its own, because the feature changes candle; candle's few kernels are PTX that every newer GPU compiles.
 cuda wheel-cuda: export CARGO_TARGET_DIR := $(CARGO_TARGET_DIR)/cuda
 cuda wheel-cuda: export CUDA_COMPUTE_CAP := 80
+cuda wheel-cuda: export NVCC_APPEND_FLAGS := --compress-mode=size
 cuda wheel-cuda: export CUDA_HOME = $(shell echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13)
+
+define BUILD_CUDA
+	rm -rf $(DIST)/cuda
+	maturin sdist --out $(DIST)/cuda
+	.ci/unpack $(DIST)/cuda/*.tar.gz $(DIST)/cuda/source
+	cd $(DIST)/cuda/source && PATH=$(CUDA_HOME)/bin:$$PATH maturin build --release --features cuda --compatibility manylinux_2_17 \
+		--out $(DIST)/cuda $(LINK)
+endef
 
 wheel-cuda: $(VENV)/.cuda ## Build the wheel for CPU and CUDA, with machine code for every supported GPU, and check it
 	$(BUILD_CUDA)
@@ -105,14 +114,8 @@ cuda: $(VENV)/.cuda ## Lint and build for CUDA, and test without a GPU, on a sim
 	$(BUILD_CUDA)
 	.ci/check_wheel.py --max-megabytes 35 $(DIST)/cuda/*.whl
 	.ci/check_cuda.py $(DIST)/cuda/*.whl
-
-define BUILD_CUDA
-	rm -rf $(DIST)/cuda
-	maturin sdist --out $(DIST)/cuda
-	.ci/unpack $(DIST)/cuda/*.tar.gz $(DIST)/cuda/source
-	cd $(DIST)/cuda/source && PATH=$(CUDA_HOME)/bin:$$PATH maturin build --release --features cuda --compatibility manylinux_2_17 \
-		--out $(DIST)/cuda $(LINK)
-endef
+	eval "$$(tests/cuda/simulate.py $(CARGO_TARGET_DIR)/simulated $(CARGO_TARGET_DIR)/release/lib_core.so)" && \
+		PATH=$(CUDA_HOME)/bin:$$PATH cargo test $(CARGO_SCOPE) $(CUDA) --test cuda -- --ignored registry_runs_on_cuda
 
 clean: ## Remove what make built, except cargo's target folder
 	rm -rf $(VENV) $(DIST)

@@ -12,11 +12,11 @@ TRAIN = """
     weights = [tc.Var(tc.randn(s, dtype="DTYPE", device="cuda")) for s in ((256, 64), (10, 256))]
     fc1, fc2 = (tc.nn.Linear(weight) for weight in weights)
     x = tc.tensor(rng.standard_normal((32, 64)), dtype="DTYPE", device="cuda")
-    target = tc.tensor(rng.standard_normal((32, 10)), dtype="DTYPE", device="cuda")
+    labels = tc.tensor(rng.integers(0, 10, 32), dtype="i64", device="cuda")
     for step in range(4):
         mark(f"step-{step}")
         hidden = F.dropout(fc1(x).relu(), 0.2)
-        loss = F.mse_loss(fc2(hidden), target)
+        loss = F.cross_entropy(fc2(hidden), labels)
         loss.backward()
         assert [w.grad.shape for w in weights] == [w.shape for w in weights]
         for weight in weights:

@@ -61,6 +61,33 @@ fn on_cpu(x: &Tensor) -> Result<Tensor> {
     x.to_device(&Device::Cpu)?.to_dtype(DType::F64)
 }
 
+/// Forward and backward in every dtype, from dense, strided and transposed inputs, without a look at the values.
+fn run(case: &Case, device: &Device) -> std::result::Result<(), String> {
+    for (dtype, _) in TOLERANCE {
+        let about = |e: Error| format!("{}: {e}", dtype.as_str());
+        for strided in [false, true] {
+            let inputs = draw(case, dtype, strided).and_then(|inputs| moved(&inputs, device)).map_err(about)?;
+            value_and_gradients(&*case.run, &inputs).map_err(about)?;
+            let turned = |x: &Tensor| turned_view(&turned_view(x)?.contiguous()?);
+            let turned = inputs.iter().map(turned).collect::<Result<Vec<_>>>().map_err(about)?;
+            (case.run)(&turned).map_err(about)?;
+        }
+    }
+    Ok(())
+}
+
+/// A simulated device can check this: that kernels of the names exist, and take the arguments and the sizes that they are given.
+#[test]
+#[ignore = "needs a CUDA device, real or simulated"]
+fn registry_runs_on_cuda() {
+    let device = gpu().unwrap();
+    let failures: Vec<String> = all_cases()
+        .filter_map(|(name, case)| run(&case, &device).err().map(|e| format!("{name} ({}): {e}", case.label)))
+        .collect();
+    assert!(failures.is_empty(), "{} failures\n{}", failures.len(), failures.join("\n"));
+    device::synchronize(&device).unwrap();
+}
+
 #[test]
 #[ignore = "needs a CUDA device"]
 fn registry_on_cuda_equals_the_cpu() {

@@ -100,7 +100,9 @@ static bool fits(int device, size_t bytes) { return bytes <= simulated_total_mem
 static CUresult allocate(CUdeviceptr *address, size_t bytes, bool pooled) {
     int device = simulated_context->device;
     CUmemoryPool pool = &pools[device];
-    if (!bytes) return CUDA_ERROR_INVALID_VALUE;
+    if (!bytes && !pooled) return simulated_fail("cuMemAlloc", CUDA_ERROR_INVALID_VALUE, "no-bytes");
+    *address = 0;
+    if (!bytes) return CUDA_SUCCESS;
     size_t size = round_up(bytes, 512);
     if (!pooled && !fits(device, size)) return simulated_fail("cuMemAlloc", CUDA_ERROR_OUT_OF_MEMORY, "full");
     if (pooled && pool->used + size > pool->reserved) {
@@ -162,7 +164,7 @@ static CUresult free_async(CUdeviceptr address, CUstream stream) {
     simulated_log("free-async captured=%d", simulated_capturing(stream));
     simulated_queue(stream, (struct CUgraphNode_st){.kind = FREE});
     // A graph writes to its memory at each launch.
-    return simulated_capturing(stream) ? CUDA_SUCCESS : release("cuMemFreeAsync", address);
+    return simulated_capturing(stream) || !address ? CUDA_SUCCESS : release("cuMemFreeAsync", address);
 }
 CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream) { LOCKED(free_async(address, stream)); }
 
