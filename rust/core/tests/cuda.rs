@@ -231,8 +231,8 @@ fn lora_of_f32_factors_on_cuda_agrees_with_f64() {
     let train = |device: &Device, dtype: DType, factors: DType| -> Result<Vec<Vec<f64>>> {
         let (layers, rows, inner, rank) = (6, 130, 72, 8);
         let start: Vec<Tensor> = (0..layers)
-            .flat_map(|i| [(&[rank, inner], i), (&[inner, rank], i + 50)])
-            .map(|(dims, seed)| whole(dims, seed, factors, device))
+            .flat_map(|i| [([rank, inner], i), ([inner, rank], i + 50)])
+            .map(|(dims, seed)| whole(&dims, seed, factors, device))
             .collect();
         let vars = FlatBuffer::new(&start)?.vars().to_vec();
         let base: Vec<Tensor> = (0..layers).map(|i| whole(&[inner, inner], i + 99, dtype, device)).collect();
