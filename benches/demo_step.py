@@ -32,7 +32,7 @@ def our_step(
 
     def step() -> float:
         optimizer.zero_grad()
-        loss = data.loss(batch)
+        loss = data.loss(data.inputs(batch))
         loss.backward()
         tc.optim.clip_grad_norm_(parameters, 1.0)
         optimizer.step()

@@ -48,6 +48,7 @@ def main() -> None:
         parameters,
         optimizer,
         ShuffledBatches(len(data), BATCH_SIZE, SEED),
+        inputs=data.inputs,
         steps=arguments.steps,
         scheduler=tc.optim.lr_scheduler.cosine(
             optimizer, total_steps=arguments.steps, warmup_steps=200

@@ -23,6 +23,21 @@ def interrupts() -> None:
 
 
 @pytest.fixture(scope="session")
+def gpu() -> str:
+    """The name of a CUDA device; tests that ask for it have the marker `gpu`."""
+    reason = tc.cuda.unavailable_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    return "cuda"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """The CPU, and with the marker `gpu` a CUDA device."""
+    return request.getfixturevalue("gpu") if request.param == "cuda" else request.param
+
+
+@pytest.fixture(scope="session")
 def digits_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A digits transformer of one narrow block, its weights random: a fresh one is constant."""
     folder = tmp_path_factory.mktemp("model") / "base"

@@ -5,7 +5,7 @@
 pub struct Module {
     /// The file's name without its ending.
     pub name: &'static str,
-    /// What the driver loads.
+    /// What the driver loads. Empty if the file is for an architecture that the build leaves out.
     pub image: &'static [u8],
 }
 
@@ -21,6 +21,7 @@ modules! {
     ADDRESSES "addresses" "Tables of addresses for batched products.";
     ATTENTION "attention" "Scaled dot-product attention.";
     CONV "conv" "Two-dimensional convolution.";
+    CONV_HOPPER "conv_hopper" "Two-dimensional convolution on compute capability 9.0 alone.";
     COPY "copy" "Copies, conversions and changes in place.";
     CROSS_ENTROPY "cross_entropy" "Cross-entropy.";
     DROPOUT "dropout" "Dropout.";

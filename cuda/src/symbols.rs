@@ -63,16 +63,22 @@ macro_rules! library {
 library!(driver, "libcuda.so.1", [
     cuCtxDestroy_v2 cuCtxGetCurrent cuCtxGetDevice cuCtxSetCurrent cuCtxSynchronize cuDeviceGet cuDeviceGetAttribute
     cuDeviceGetCount cuDeviceGetName cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate
-    cuEventDestroy_v2 cuEventRecord cuEventSynchronize cuFuncSetAttribute cuGetErrorName cuGetErrorString cuGraphDestroy
-    cuGraphExecDestroy cuGraphInstantiateWithFlags cuGraphLaunch cuGraphUpload cuInit cuLaunchKernel cuMemAddressReserve
-    cuMemAllocAsync cuMemAlloc_v2 cuMemCreate cuMemFreeAsync cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemMap cuMemRelease
-    cuMemSetAccess cuMemUnmap cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async
-    cuModuleGetFunction cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamBeginCapture_v2 cuStreamCreate cuStreamDestroy_v2
-    cuStreamEndCapture cuStreamIsCapturing cuStreamSynchronize cuStreamWaitEvent
+    cuEventDestroy_v2 cuEventElapsedTime_v2 cuEventRecord cuEventSynchronize cuFuncSetAttribute cuGetErrorName
+    cuGetErrorString cuGraphDestroy cuGraphExecDestroy cuGraphInstantiateWithFlags cuGraphLaunch cuGraphUpload cuInit
+    cuLaunchHostFunc cuLaunchKernel cuMemAddressReserve cuMemAllocAsync cuMemAlloc_v2 cuMemCreate cuMemFreeAsync
+    cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemMap cuMemRelease cuMemSetAccess cuMemUnmap cuMemcpyDtoDAsync_v2
+    cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuModuleGetFunction cuModuleLoad
+    cuModuleLoadData cuModuleUnload cuStreamBeginCapture_v2 cuStreamCreate cuStreamDestroy_v2 cuStreamEndCapture
+    cuStreamIsCapturing cuStreamSynchronize cuStreamWaitEvent cuTensorMapEncodeIm2col cuTensorMapEncodeTiled
 ]);
 library!(blas, "libcublas.so.13", [
     cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmBatchedEx cublasGemmStridedBatchedEx cublasSetMathMode
     cublasSetStream_v2 cublasSetWorkspace_v2
+]);
+library!(blas_lt, "libcublasLt.so.13", [
+    cublasLtMatmul cublasLtMatmulAlgoGetHeuristic cublasLtMatmulDescCreate cublasLtMatmulDescDestroy cublasLtMatmulDescSetAttribute
+    cublasLtMatmulPreferenceCreate cublasLtMatmulPreferenceDestroy cublasLtMatmulPreferenceSetAttribute cublasLtMatrixLayoutCreate
+    cublasLtMatrixLayoutDestroy
 ]);
 library!(random, "libcurand.so.10", [
     curandCreateGenerator curandDestroyGenerator curandSetPseudoRandomGeneratorSeed curandSetStream
@@ -81,4 +87,4 @@ library!(random, "libcurand.so.10", [
 /// The driver.
 pub static DRIVER: &Library = &driver::LIBRARY;
 /// The libraries that come with pip's packages or the toolkit.
-pub static TOOLKIT: &[&Library] = &[&blas::LIBRARY, &random::LIBRARY];
+pub static TOOLKIT: &[&Library] = &[&blas::LIBRARY, &blas_lt::LIBRARY, &random::LIBRARY];

@@ -1375,7 +1375,13 @@ class NoiseSchedule:
 class NoisedLatents:
     """
     A batch under noise: what the model sees, and what it should say.
+
+    Args:
+        sample: the latents under noise, (B, C, ...).
+        timesteps: the timestep of each example, (B,), i64.
+        target: what the model should predict, in the shape of the latents, f32.
     """
+    def __new__(cls, /, sample: Tensor, timesteps: Tensor, target: Tensor) -> NoisedLatents: ...
     @property
     def sample(self, /) -> Tensor:
         """
@@ -1531,6 +1537,24 @@ class SDXLUNet(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
+        """
+    @staticmethod
+    def from_config(
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+    ) -> SDXLUNet:
+        """
+        A frozen model of random weights, for measuring how fast and large it is.
+
+        Args:
+            config: a `config.json`; SDXL's base model without it.
+            dtype: of the weights, f32 without it.
+            device: where they are.
+
+        Raises:
+            MissingFileError, ConfigError: if the configuration is missing or another model's.
+            OutOfMemoryError: if the model does not fit.
         """
     @staticmethod
     def from_pretrained(
@@ -2542,6 +2566,15 @@ def cuda_empty_cache(device: str) -> int:
         DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
     """
 
+def cuda_finish_profile() -> list[tuple[str, int, float]]:
+    """
+    Wait for the device; returns (name, launches, milliseconds) of each kernel since `cuda_start_profile`, the longest first.
+
+    Raises:
+        ArgumentError: if no launches are being measured.
+        DeviceError: if a kernel failed.
+    """
+
 def cuda_memory_stats(device: str) -> list[int]:
     """
     What a CUDA device holds and has done: bytes allocated, their peak, reserved, their peak, reserved by captured graphs; numbers of
@@ -2557,6 +2590,15 @@ def cuda_reset_peak_memory_stats(device: str) -> None:
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+    """
+
+def cuda_start_profile(device: str) -> None:
+    """
+    Measure every launch on a CUDA device from now on.
+
+    Raises:
+        DeviceError, CudaUnavailableError: if it is not a CUDA device.
+        ArgumentError: if launches are being measured.
     """
 
 def cuda_synchronize(device: str) -> None:

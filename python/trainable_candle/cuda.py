@@ -1,6 +1,8 @@
 """CUDA devices."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainable_candle import _core
@@ -8,11 +10,14 @@ from trainable_candle._core import Tensor
 
 __all__ = [
     "Captured",
+    "KernelTime",
+    "Profile",
     "capture",
     "device_count",
     "empty_cache",
     "is_available",
     "memory_stats",
+    "profile",
     "reset_peak_memory_stats",
     "synchronize",
     "unavailable_reason",
@@ -93,6 +98,70 @@ def reset_peak_memory_stats(device: str = "cuda") -> None:
         DeviceError: If `device` is not a CUDA device.
     """
     _core.cuda_reset_peak_memory_stats(device)
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """How long a GPU took for the launches of one kernel."""
+
+    name: str
+    """The kernel's name; of a matrix product its sizes."""
+    count: int
+    """How many launches."""
+    milliseconds: float
+    """Of all of them together."""
+
+
+@dataclass
+class Profile:
+    """Where the time of a GPU went."""
+
+    kernels: list[KernelTime] = field(default_factory=list)
+    """The longest first; empty until the profile has ended."""
+
+    @property
+    def milliseconds(self) -> float:
+        """Of all kernels."""
+        return sum(kernel.milliseconds for kernel in self.kernels)
+
+    @property
+    def launches(self) -> int:
+        """Of all kernels."""
+        return sum(kernel.count for kernel in self.kernels)
+
+    def __str__(self) -> str:
+        """A table."""
+        whole = self.milliseconds
+        lines = [f"{whole:10.3f} ms  {self.launches:6} launches"]
+        lines += [
+            f"{k.milliseconds:10.3f} ms  {k.count:6}  {k.milliseconds / whole:6.1%}  {k.name}"
+            for k in self.kernels
+        ]
+        return "\n".join(lines)
+
+
+@contextmanager
+def profile(device: str = "cuda") -> Iterator[Profile]:
+    """Measure how long the GPU takes for each kernel that is launched in this context.
+
+    The GPU is held back while launches are queued, so that waiting for the host counts for none of
+    them; copies and launches of captured functions are left out::
+
+        with tc.cuda.profile() as profile:
+            step()
+        print(profile)
+
+    Raises:
+        CudaUnavailableError: If CUDA cannot be used.
+        DeviceError: If `device` is not a CUDA device, or a kernel failed.
+        ArgumentError: If a profile is being made.
+    """
+    _core.cuda_start_profile(device)
+    found = Profile()
+    try:
+        yield found
+    finally:
+        found.kernels = [KernelTime(*kernel) for kernel in _core.cuda_finish_profile()]
 
 
 class Captured:

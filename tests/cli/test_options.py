@@ -33,6 +33,7 @@ SAMPLES: dict[str, Any] = {
     "skip_bad": True,
     "cache": "memory",
     "cache_dir": "c",
+    "cuda_graphs": 0,
     "caption": "c",
     "trigger": "sks, a dog",
     "caption_dropout": 1.0,
@@ -120,6 +121,7 @@ def test_every_setting_has_a_flag() -> None:
     arguments = [part for item in SAMPLES.items() for part in as_arguments(*item)]
     assert parse(*arguments) == TrainConfig(**SAMPLES)
     assert parse("--validation-dataset", "v").validation_dataset == "v"
+    assert parse("--mixed-precision", "bf16").precision == "bf16"
 
 
 def test_flags_override_the_file(tmp_path: Path) -> None:

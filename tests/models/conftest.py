@@ -54,10 +54,12 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_near(found: tc.Tensor, expected: tc.Tensor, within: float = 1e-4) -> None:
     """Elements differ by less than `within`, of themselves or a tenth of it absolutely."""
-    np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=within, atol=within / 10)
+    values = found.to("cpu").numpy()
+    np.testing.assert_allclose(values, expected.numpy(), rtol=within, atol=within / 10)
 
 
 def relative_error(found: tc.Tensor, expected: tc.Tensor) -> float:
     """The largest difference, relative to the largest expected value."""
+    values = found.to("cpu").to("f32").numpy()
     largest = np.abs(expected.numpy()).max()
-    return float(np.abs(found.numpy() - expected.numpy()).max() / largest)
+    return float(np.abs(values - expected.numpy()).max() / largest)

@@ -12,14 +12,14 @@ from .conftest import GOLDEN, assert_near, weights_of
 ENCODERS = ["text_encoder", "text_encoder_2"]
 
 
-def load(folder: Path, name: str) -> CLIPTextModel:
-    return CLIPTextModel.from_pretrained(folder, dtype="f32", subfolder=name)
+def load(folder: Path, name: str, device: str = "cpu") -> CLIPTextModel:
+    return CLIPTextModel.from_pretrained(folder, dtype="f32", device=device, subfolder=name)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_features_are_transformers(sdxl: Path, name: str) -> None:
+def test_features_are_transformers(sdxl: Path, name: str, device: str) -> None:
     case = tc.load_file(GOLDEN / f"{name}_forward.safetensors")
-    features = load(sdxl, name)(case["input_ids"])
+    features = load(sdxl, name, device)(case["input_ids"].to(device))
     assert_near(features.last_hidden_state, case["last_hidden_state"])
     assert_near(features.pooled, case["pooled"])
     states = features.hidden_states

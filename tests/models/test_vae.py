@@ -17,27 +17,35 @@ def model(sdxl: Path) -> AutoencoderKL:
     return AutoencoderKL.from_pretrained(sdxl)
 
 
+def on(sdxl: Path, device: str) -> tuple[AutoencoderKL, dict[str, tc.Tensor]]:
+    """The model and what it is given on a device."""
+    inputs = {name: CASE[name].to(device) for name in ("image", "latent")}
+    return AutoencoderKL.from_pretrained(sdxl, device=device), inputs
+
+
 def test_names_and_shapes_are_diffusers(model: AutoencoderKL) -> None:
     ours = {name: tensor.shape for name, tensor in model.named_tensors().items()}
     assert ours == {name: tensor.shape for name, tensor in weights_of("vae").items()}
 
 
-def test_moments_and_pictures_are_diffusers(model: AutoencoderKL) -> None:
-    mean, logvar = model.encode(CASE["image"])  # an odd height
+def test_moments_and_pictures_are_diffusers(sdxl: Path, device: str) -> None:
+    model, given = on(sdxl, device)
+    mean, logvar = model.encode(given["image"])  # an odd height
     assert_near(mean, CASE["mean"])
     assert_near(logvar, CASE["logvar"])
-    assert_near(model.decode(CASE["latent"]), CASE["decoded"])
+    assert_near(model.decode(given["latent"]), CASE["decoded"])
     assert (model.scaling_factor, model.shift_factor, model.downscale) == (0.13025, 0.0, 2)
 
 
-def test_tiles_are_diffusers(model: AutoencoderKL) -> None:
-    mean, _ = model.encode(CASE["image"], tile_size=16)
+def test_tiles_are_diffusers(sdxl: Path, device: str) -> None:
+    model, given = on(sdxl, device)
+    mean, _ = model.encode(given["image"], tile_size=16)
     assert_near(mean, CASE["tiled_mean"])
-    assert_near(model.decode(CASE["latent"], tile_size=16), CASE["tiled_decoded"])
+    assert_near(model.decode(given["latent"], tile_size=16), CASE["tiled_decoded"])
     # A picture of one tile is not cut.
-    assert_near(model.decode(CASE["latent"], tile_size=512), CASE["decoded"])
+    assert_near(model.decode(given["latent"], tile_size=512), CASE["decoded"])
     with pytest.raises(tc.ArgumentError, match="tile_size is 4, expected at least 8 pixels"):
-        model.decode(CASE["latent"], tile_size=4)
+        model.decode(given["latent"], tile_size=4)
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])

@@ -48,7 +48,7 @@ def test_the_loss_is_that_of_flow_matching(digits_base: Path, digits_folder: Pat
     prepared = recipe.prepare(Split(check_folder(digits_folder)), config, print).train
     assert len(prepared) == 10
     tc.manual_seed(4)
-    loss = prepared.loss(np.array([3, 8])).item()
+    loss = prepared.loss(prepared.inputs(np.array([3, 8]))).item()
 
     tc.manual_seed(4)
     pictures = [picture for picture in check_folder(digits_folder) if picture.path.stem in "38"]

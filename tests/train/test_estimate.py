@@ -48,7 +48,7 @@ def test_activations_are_what_the_tape_holds_within_a_fifth(
     recipe.attach(config)
     prepared = recipe.prepare(data, config, print).train
     before = tc.memory.saved_bytes()
-    loss = prepared.loss(np.zeros(batch_size, dtype=np.int64))
+    loss = prepared.loss(prepared.inputs(np.zeros(batch_size, dtype=np.int64)))
     held = tc.memory.saved_bytes() - before
     estimated = items(DigitsRecipe.estimate(base, config, data))["model activations"]
     assert loss.item() > 0

@@ -134,7 +134,7 @@ def test_validation_meets_the_same_noise_again_and_leaves_the_generator(
     tc.randn((3,))
     assert prepared.validation_loss() == first
     # The mean over single pictures of a picture's loss at its own noise: about the training loss.
-    losses = [float(prepared.loss(np.arange(4)).item()) for _ in range(200)]
+    losses = [float(prepared.loss(prepared.inputs(np.arange(4))).item()) for _ in range(200)]
     assert abs(first - np.mean(losses)) < 4 * np.std(losses)
 
 

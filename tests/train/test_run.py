@@ -12,7 +12,7 @@ from trainable_candle.errors import ConfigError
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.evaluation import step_adapter_path
 from trainable_candle.train.logs import read_log
-from trainable_candle.train.run import ADAPTER, CONFIG, CURVE, JSON_LOG, LOG
+from trainable_candle.train.run import ADAPTER, CONFIG, CURVE, JSON_LOG, LOG, train_adapter
 from trainable_candle.train.state import checkpoint_path
 
 Train = Callable[..., dict[str, bytes]]
@@ -152,3 +152,13 @@ def test_checkpointing_changes_nothing(
 ) -> None:
     other = config.with_(gradient_checkpointing=policy, output=str(tmp_path / "other"))
     assert train(other) == train(config)
+
+
+def test_a_device_that_is_not_there_is_told_before_anything_is_read(config: TrainConfig) -> None:
+    nowhere = config.with_(dataset="nowhere", weights="nowhere")
+    with pytest.raises(tc.DeviceError, match='unknown device "tpu"'):
+        train_adapter(nowhere.with_(device="tpu"), progress=False)
+    if tc.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(tc.CudaUnavailableError):
+        train_adapter(nowhere.with_(device="cuda"), progress=False)

@@ -1,6 +1,7 @@
 """The training loop on problems whose answer numpy knows."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,43 @@ def test_a_scaler_that_skips_for_ever_is_an_error() -> None:
     with pytest.raises(NonFiniteError, match=f"after {MAX_SKIPPED} skipped steps"):
         run.train()
     assert weight.item() == 1.0
+
+
+def test_what_the_loss_is_computed_from_can_be_made_before_the_step() -> None:
+    """All batches of a step at once; the generator is where it would be without."""
+
+    def numbered(rows: npt.NDArray[np.int64]) -> dict[str, tc.Tensor]:
+        seen.append(list(rows))
+        return {"x": tc.tensor(X[rows]) + tc.randn((len(rows), 3)) * 0.1, "y": tc.tensor(Y[rows])}
+
+    def loss(given: Mapping[str, tc.Tensor]) -> tc.Tensor:
+        asked.append(len(seen))
+        return (((given["x"] * weight).sum(1) - given["y"]) ** 2).mean()
+
+    seen: list[list[int]] = []
+    asked: list[int] = []
+    weight, recorder = tc.Var(np.zeros(3, np.float32)), Recorder()
+    tc.manual_seed(1)
+    Trainer(
+        loss,
+        {"weight": weight},
+        tc.optim.SGD([weight], lr=0.01),
+        Slices(4),
+        inputs=numbered,
+        gradient_accumulation=2,
+        cuda_graphs=4,
+        steps=3,
+        callbacks=[recorder],
+    ).train()
+    assert asked == [2, 2, 4, 4, 6, 6]
+    assert seen == [list(Slices(4).batch(n)) for n in range(6)]
+    tc.manual_seed(1)
+    expected = np.zeros(3)
+    for step in range(3):
+        slopes = []
+        for n in (2 * step, 2 * step + 1):
+            rows = Slices(4).batch(n)
+            x = (tc.tensor(X[rows]) + tc.randn((4, 3)) * 0.1).numpy().astype(np.float64)
+            slopes.append(2 * x.T @ (x @ expected - Y[rows]) / 4)
+        expected = expected - 0.01 * np.mean(slopes, axis=0)
+    np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-4)

@@ -37,7 +37,6 @@ ALIASES: Final = {
     "--instance-data-dir": "--dataset",
     "--output-dir": "--output",
     "--out": "--output",
-    "--mixed-precision": "--precision",
     "--dtype": "--precision",
     "--optim": "--optimizer",
     "--optimizer-type": "--optimizer",
@@ -49,6 +48,9 @@ ALIASES: Final = {
     "--num-steps": "--steps",
 }
 """What other tools call a flag of ours."""
+
+SYNONYMS: Final = {"--mixed-precision": "precision"}
+"""Flags of other tools that are taken as a setting's."""
 
 _WIDTH: Final = 80
 _HELP_COLUMN: Final = 33
@@ -149,6 +151,8 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
             facts["type"] = _kind(hint)
             facts["metavar"] = _metavar(setting, _kind(hint))
         groups[setting.group].add_argument(flag(name), **facts)
+    for synonym, name in SYNONYMS.items():
+        parser.add_argument(synonym, dest=name, type=str, help=argparse.SUPPRESS)
     files = groups[FILES]
     files.add_argument("--config", metavar="FILE", help="YAML file, a `setting: value` a line")
     add_help(files)

@@ -134,7 +134,7 @@ class Module:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Take over the values of a state: variables are set in place, frozen tensors replaced.
 
-        Nothing changes unless everything fits.
+        Nothing changes unless everything fits. Values are moved to the device of what they replace.
 
         Args:
             state: Tensors or arrays by name.
@@ -176,7 +176,7 @@ class Module:
                     f"load_state_dict: {name} is {slot.tensor.dtype}, "
                     f"the state has {value.dtype}; convert it with to()"
                 )
-            values.append((slot, value))
+            values.append((slot, value.to(slot.tensor.device)))
         for slot, value in values:
             _store(slot, value)
         return LoadResult(missing, unexpected)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainable_candle.recipes.adapters import Adapters
     from trainable_candle.train.config import TrainConfig
     from trainable_candle.train.estimate import Estimate
-    from trainable_candle.train.trainer import BatchSource
+    from trainable_candle.train.trainer import BatchSource, Inputs
 
 BatchT = TypeVar("BatchT")
 PartT = TypeVar("PartT", covariant=True)
@@ -99,11 +99,15 @@ class Prepared(Protocol[BatchT]):
     def batches(self, batch_size: int, seed: int) -> BatchSource[BatchT]:
         """Shuffled batches for training."""
 
-    def loss(self, batch: BatchT) -> Tensor:
-        """The training loss on a batch, a single element.
+    def inputs(self, batch: BatchT) -> Inputs:
+        """What the loss of a batch is computed from, by name, on the model's device.
 
-        Whatever is random comes from the library's generator, so that a resumed run repeats it.
+        Whatever is random comes from the library's generator and is drawn on the host: a resumed
+        run repeats it, and a run on a GPU sees what one on the CPU would.
         """
+
+    def loss(self, inputs: Inputs) -> Tensor:
+        """The training loss on what `inputs` gave, a single element; nothing leaves the device."""
 
     def validation_loss(self) -> float:
         """The mean loss over everything, with the same noise and noise levels at every call.

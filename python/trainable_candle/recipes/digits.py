@@ -25,6 +25,7 @@ from trainable_candle.train.estimate import (
     Item,
     adapted_layers,
     adapter_items,
+    available_bytes,
     require_memory,
 )
 from trainable_candle.train.headers import ITEM_BYTES, read_folder, read_header, total_bytes
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from trainable_candle.data import Picture
     from trainable_candle.train.config import TrainConfig
     from trainable_candle.train.headers import TensorFacts
+    from trainable_candle.train.trainer import Inputs
 
 BASE: Final = Path(str(files("trainable_candle") / "demo" / "assets"))
 """The base that the package ships: every digit but zero."""
@@ -144,9 +146,10 @@ class DigitsRecipe:
             Item("model", "weights", total_bytes(tensors.values(), config.precision)),
             *adapter_items("model", layers.values(), config),
             Item("model", "activations", count * ITEM_BYTES[config.precision]),
-            Item("pictures", "", 4 * pictures * SIDE**2),
         ]
-        return Estimate({"training": items})
+        if not config.on_gpu:
+            items.append(Item("pictures", "", 4 * pictures * SIDE**2))
+        return Estimate({"training": items}, config.on_gpu)
 
     @classmethod
     def load(cls, weights: Path, dtype: str | None, device: str) -> Self:
@@ -174,7 +177,7 @@ class DigitsRecipe:
         config: TrainConfig,
         report: Callable[[str], None],  # noqa: ARG002
     ) -> Split[PreparedDigits]:
-        """Read the pictures to the device.
+        """Read the pictures.
 
         Raises:
             DatasetError: a picture cannot be read any more.
@@ -197,7 +200,7 @@ class DigitsRecipe:
         Raises:
             OutOfMemoryError: there is too little.
         """
-        limit = tc.memory.available_bytes() or math.inf
+        limit = available_bytes("cpu")
         require_memory(f"{count} pictures", count * SIDE**2 * _SAMPLE_BYTES, limit)
 
     def sample(
@@ -268,7 +271,7 @@ class DigitsRecipe:
 
 
 class PreparedDigits:
-    """Pictures and their digits on the device, and the flow-matching loss on them."""
+    """Pictures and their digits, and the flow-matching loss of a model on them."""
 
     def __init__(
         self,
@@ -298,18 +301,26 @@ class PreparedDigits:
             tc.manual_seed(VALIDATION_SEED)
             starts = range(0, len(self), _BATCH)
             batches = [np.arange(start, min(start + _BATCH, len(self))) for start in starts]
-            losses = [float(self.loss(batch).item()) * len(batch) for batch in batches]
+            losses = [float(self.loss(self.inputs(batch)).item()) * len(batch) for batch in batches]
         finally:
             tc.set_rng_state(state)
         return math.fsum(losses) / len(self)
 
-    def loss(self, batch: npt.NDArray[np.int64]) -> Tensor:
-        """The mean squared error of the predicted velocity, in f32; noise from tc's generator."""
-        images = tc.tensor(self._images[batch], device=self._device)
-        labels = tc.tensor(self._labels[batch], device=self._device)
-        sample, sigmas, target = self._objective.noise(images)
-        velocity = self._model(sample, sigmas * TIMESTEPS, labels)
-        return tc.nn.functional.mse_loss(velocity.to("f32"), target)
+    def inputs(self, batch: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+        """Pictures under noise, what to say of them, their digits; noise from tc's generator."""
+        sample, sigmas, target = self._objective.noise(tc.tensor(self._images[batch]))
+        made = {
+            "sample": sample,
+            "timestep": sigmas * TIMESTEPS,
+            "class_labels": tc.tensor(self._labels[batch]),
+            "target": target,
+        }
+        return {name: tensor.to(self._device) for name, tensor in made.items()}
+
+    def loss(self, inputs: Inputs) -> Tensor:
+        """The mean squared error of the predicted velocity, in f32."""
+        velocity = self._model(inputs["sample"], inputs["timestep"], inputs["class_labels"])
+        return tc.nn.functional.mse_loss(velocity.to("f32"), inputs["target"])
 
 
 def _header(weights: Path) -> dict[str, TensorFacts]:

@@ -64,6 +64,7 @@ _CONDITIONS: Final = (
         lambda c: bool(c.validation_dataset or c.validation_split),
         "--validation-split or --validation-dataset",
     ),
+    _Condition(("cuda_graphs",), lambda c: c.on_gpu, "--device cuda"),
     _Condition(_PREVIEWS, lambda c: bool(c.sample_prompts), "--sample-prompts"),
     _Condition(("negative_prompt",), lambda c: c.guidance != 1, "--guidance other than 1"),
 )

@@ -233,6 +233,9 @@ class TrainConfig:
     gradient_checkpointing: Annotated[
         str, Setting(MACHINE, "what to recompute", choices=CHECKPOINTING)
     ] = "none"
+    cuda_graphs: Annotated[
+        int, Setting(MACHINE, "on a GPU, shapes of batches recorded; 0: none", low=0, rare=True)
+    ] = 16
     memory_limit: Annotated[
         float | None, Setting(MACHINE, "GiB to stay within (default: free)", low=0, rare=True)
     ] = None
@@ -314,6 +317,11 @@ class TrainConfig:
             ConfigError: as for the class.
         """
         return replace(self, **changes)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is not the CPU."""
+        return self.device.partition(":")[0] != "cpu"
 
     @property
     def initial_adapter_path(self) -> Path:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import trainable_candle as tc
 from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.train.settings import flag
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 GIB: Final = 2**30
 RUNTIME_BYTES: Final = 200 * 2**20
-"""Interpreter, libraries, and blocks that the allocator keeps."""
+"""Interpreter, libraries, and blocks that the allocator keeps; on a GPU kernels and workspaces."""
 _MIN_8BIT: Final = 4096
 _BLOCK: Final = 256
 _ATTENTION: Final = (
@@ -38,14 +39,18 @@ class Item:
     bytes: int
 
 
-_RUNTIME: Final = Item("interpreter and libraries", "", RUNTIME_BYTES)
-
-
 @dataclass(frozen=True)
 class Estimate:
     """What is in memory at the same time, by phase of a run."""
 
     phases: Mapping[str, Sequence[Item]]
+    on_gpu: bool = False
+    """Whether it is the memory of a GPU."""
+
+    @property
+    def place(self) -> str:
+        """Whose memory it is."""
+        return "GPU memory" if self.on_gpu else "memory"
 
     @property
     def peak(self) -> int:
@@ -55,11 +60,12 @@ class Estimate:
     def table(self) -> list[str]:
         """Lines for a user: each phase with its items and its sum."""
         lines = []
+        around = "kernels and workspaces" if self.on_gpu else "interpreter and libraries"
         for phase, items in self.phases.items():
-            lines.append(f"memory while {phase}: {_size(_total(items) + RUNTIME_BYTES)}")
+            lines.append(f"{self.place} while {phase}: {_size(_total(items) + RUNTIME_BYTES)}")
             lines += [
                 f"  {f'{item.component} {item.what}'.strip():<32}{_size(item.bytes):>12}"
-                for item in [*items, _RUNTIME]
+                for item in [*items, Item(around, "", RUNTIME_BYTES)]
                 if item.bytes
             ]
         return lines
@@ -78,11 +84,12 @@ def require_fit(
     Raises:
         OutOfMemoryError: it does not; the message names settings that would.
     """
-    needed = estimate(config).peak
+    found = estimate(config)
+    needed = found.peak
     if needed <= limit:
         return
     changes, least = _what_fits(config, limit, estimate)
-    start = f"memory: the run needs about {_size(needed)}, and {_size(limit)} are there"
+    start = f"{found.place}: the run needs about {_size(needed)}, and {_size(limit)} are there"
     if changes is None:
         raise OutOfMemoryError(
             f"{start}; with the smallest settings it would be {_size(least)}: "
@@ -92,6 +99,18 @@ def require_fit(
     raise OutOfMemoryError(
         f"{start}; with {flags} it would be {_size(least)} (--memory-limit overrides the check)"
     )
+
+
+def available_bytes(device: str) -> float:
+    """Bytes that a run on a device can take up; infinity where the system does not tell.
+
+    Raises:
+        CudaUnavailableError, DeviceError: there is no such device.
+    """
+    if device.partition(":")[0] == "cpu":
+        return tc.memory.available_bytes() or math.inf
+    stats = tc.cuda.memory_stats(device)
+    return stats["free"] + stats["reserved"] - stats["allocated"]
 
 
 def require_memory(what: str, needed: float, limit: float) -> None:

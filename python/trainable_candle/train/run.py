@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.checks import check_settings
 from trainable_candle.train.ema import AdapterAverage
-from trainable_candle.train.estimate import GIB, require_fit
+from trainable_candle.train.estimate import GIB, available_bytes, require_fit
 from trainable_candle.train.evaluation import BEST, Previews, StepAdapters, Validation, evaluated
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
 from trainable_candle.train.optimizers import make_optimizer, make_scheduler
@@ -51,7 +50,7 @@ _FREE: Final = frozenset(
         "keep_adapters", "log_every", "tensorboard", "validate_every", "sample_prompts",
         "sample_every", "sample_steps", "sample_size", "sample_seed", "sampler", "guidance",
         "negative_prompt", "cache", "cache_dir", "format", "adapter_precision",
-        "gradient_checkpointing",
+        "gradient_checkpointing", "cuda_graphs",
     }
 )  # fmt: skip
 
@@ -96,12 +95,15 @@ def train_adapter(
     Raises:
         ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: before the first
             step.
+        CudaUnavailableError, DeviceError: there is no such device; before anything is read.
         NonFiniteError: the loss or the gradient is NaN or infinite.
     """
     config.require("model", "dataset", "output")
     kind = recipes.find(config.model)
     _refuse_unused(kind, config)
     check_settings(config)
+    # Before anything is read: there must be such a device.
+    limit = _memory(config)
     weights = recipes.weights_of(config.model, config.weights)
     output = Path(config.output).expanduser()
     start = run_state.find(output, config.resume) if config.resume else None
@@ -118,7 +120,7 @@ def train_adapter(
     data = kind.read(weights, config, report)
     for line in kind.estimate(weights, config, data).table():
         report(line)
-    require_fit(config, _memory(config), lambda other: kind.estimate(weights, other, data))
+    require_fit(config, limit, lambda other: kind.estimate(weights, other, data))
     _make_writable(output)
     with held(output / LOCK, f"output: {output} is in use"):
         # Another run may have been there in the meantime.
@@ -242,6 +244,8 @@ class _Session:
             self._adapters.named_parameters(),
             optimizer,
             self._train.batches(config.batch_size, config.seed),
+            inputs=self._train.inputs,
+            cuda_graphs=config.cuda_graphs,
             steps=config.steps,
             scheduler=make_scheduler(config, optimizer),
             gradient_accumulation=config.gradient_accumulation,
@@ -330,12 +334,13 @@ def _logs(config: TrainConfig, output: Path) -> list[Callback]:
 
 
 def _memory(config: TrainConfig) -> float:
-    """Bytes that the run may take up."""
-    if config.memory_limit is not None:
-        return config.memory_limit * GIB
-    if config.device != "cpu":
-        return math.inf
-    return tc.memory.available_bytes() or math.inf
+    """Bytes that the run may take up.
+
+    Raises:
+        CudaUnavailableError, DeviceError: there is no such device.
+    """
+    available = available_bytes(config.device)
+    return available if config.memory_limit is None else config.memory_limit * GIB
 
 
 def _make_writable(folder: Path) -> None:

@@ -149,7 +149,7 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
         raise WeightsFormatError(f"resume: {folder} is damaged: {error}") from error
     _check_fit(folder, stored, parameters)
     for name, var in parameters.items():
-        var.set(stored[name])
+        var.set(stored[name].to(var.device))
     try:
         # After the variables: the optimizer keeps track of who changed them last.
         optimizer.load_state_dict(states)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 import trainable_candle as tc
-from trainable_candle.errors import NonFiniteError
+from trainable_candle.errors import Error, NonFiniteError
 from trainable_candle.train import state as run_state
+from trainable_candle.train.graphs import PassGraphs
 from trainable_candle.train.interrupt import InterruptGuard
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from trainable_candle import Tensor, Var
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 BatchOut = TypeVar("BatchOut", covariant=True)
+Inputs: TypeAlias = Mapping[str, "Tensor"]
+"""What a loss is computed from, by name, on the device of the parameters."""
 
 MAX_SKIPPED: Final = 50
 """Steps that a loss scaler may skip in a row: from 65536 the scale has then fallen below 1e-10."""
@@ -52,17 +56,33 @@ class StepReport:
     """How long it took."""
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """What a step is computed from, made before its turn."""
+
+    given: list[Any]
+    rng: tuple[int, int]
+    """The state of the library's generator before."""
+
+
 class Trainer(Generic[Batch]):
     """Minimises `loss(batch)` over `parameters`.
 
     One step: the gradients of `gradient_accumulation` batches, averaged; clipping; the optimizer;
     the schedule. With a `scaler` (f16) the loss is scaled and steps with overflow are skipped.
 
+    On a GPU a step is queued whole, and the next batch is made ready meanwhile; only then its loss
+    and norm are waited for.
+
     Args:
-        loss: from a batch to a single-element tensor.
+        loss: from a batch, or from what `inputs` made of it, to a single-element tensor.
         parameters: the trainable variables by name.
         optimizer: over these variables.
         data: where batches come from.
+        inputs: from a batch to the tensors that `loss` is given in its place.
+        cuda_graphs: with `inputs`, on a GPU, the forward and backward passes of batches of up to
+            so many shapes are CUDA graphs (`tc.cuda.capture`): `loss` does the same for all
+            batches of a shape. 0: none.
         steps: optimizer steps in all.
         scheduler: sets the learning rate; stepped after every optimizer step.
         gradient_accumulation: batches in a step, at least 1.
@@ -77,11 +97,13 @@ class Trainer(Generic[Batch]):
 
     def __init__(
         self,
-        loss: Callable[[Batch], Tensor],
+        loss: Callable[[Any], Tensor],
         parameters: Mapping[str, Var],
         optimizer: Optimizer,
         data: BatchSource[Batch],
         *,
+        inputs: Callable[[Batch], Inputs] | None = None,
+        cuda_graphs: int = 0,
         steps: int,
         scheduler: LRScheduler | None = None,
         gradient_accumulation: int = 1,
@@ -102,7 +124,13 @@ class Trainer(Generic[Batch]):
         """The signal that ended `train` before the last step."""
         self._loss = loss
         self._data = data
+        self._inputs = inputs
+        self._on_gpu = any(var.device != "cpu" for var in self.parameters.values())
+        # The first pass of a step is another than those after it.
+        passes = min(gradient_accumulation, 2) if inputs and self._on_gpu else 0
+        self._graphs = PassGraphs(self._pass, cuda_graphs * passes)
         self._batches = 0
+        self._ready: _Ready | None = None
         self._scheduler = scheduler
         self._accumulation = gradient_accumulation
         self._max_grad_norm = max_grad_norm
@@ -159,46 +187,91 @@ class Trainer(Generic[Batch]):
 
     def _one_step(self) -> StepReport:
         started = time.perf_counter()
-        self.optimizer.zero_grad()
-        losses = [self._backward() for _ in range(self._accumulation)]
+        given = self._take()
+        losses = self._backward(given)
+        # On the CPU the numbers are there: a step that would do harm is not taken.
+        if not self._on_gpu:
+            self._check_losses(losses)
         lr = self.optimizer.lr
-        norm = self._update()
+        measured = self._update()
         if self._scheduler is not None:
             self._scheduler.step()
+        if self._on_gpu and self.step + 1 < self.steps:
+            self._make_ready()
+        values, norm = self._read(losses, measured)
+        self._check_losses(values)
+        self._check_norm(norm)
         self.step += 1
-        mean = math.fsum(losses) / len(losses)
+        mean = math.fsum(values) / len(values)
         return StepReport(self.step, mean, lr, norm, time.perf_counter() - started)
 
-    def _backward(self) -> float:
-        """Add the gradient of the next batch; returns its loss."""
-        loss = self._loss(self._data.batch(self._batches))
-        value = float(loss.item())
-        if self._scaler is None:
-            self._require_finite(value, f"the loss of batch {self._batches}")
-        self._batches += 1
+    def _take(self) -> list[Any]:
+        """What the losses of the next step are computed from."""
+        ready, self._ready = self._ready, None
+        return self._make() if ready is None else ready.given
+
+    def _make(self) -> list[Any]:
+        first = self._batches
+        batches = [self._data.batch(first + n) for n in range(self._accumulation)]
+        return batches if self._inputs is None else [self._inputs(batch) for batch in batches]
+
+    def _make_ready(self) -> None:
+        """Make the inputs of the step after this one, whose random numbers come next."""
+        if self._inputs is None:
+            return
+        rng = tc.get_rng_state()
+        try:
+            self._ready = _Ready(self._make(), rng)
+        except (Error, OSError):
+            # It is raised when it is that step's turn.
+            tc.set_rng_state(rng)
+
+    def _backward(self, given: Sequence[Any]) -> list[Tensor]:
+        """Set the gradients to the mean over the batches; returns the losses."""
+        self._batches += len(given)
+        return [self._graphs(inputs, number == 0) for number, inputs in enumerate(given)]
+
+    def _pass(self, inputs: Any, first: bool) -> Tensor:
+        """Add the gradient of a batch, the first of a step to none; returns its loss."""
+        if first:
+            self.optimizer.zero_grad()
+        loss = self._loss(inputs)
         share = loss if self._accumulation == 1 else loss * (1.0 / self._accumulation)
         (share if self._scaler is None else self._scaler.scale(share)).backward()
-        return value
+        return loss.detach()
 
-    def _update(self) -> float:
-        """Clip and step; returns the gradient's norm."""
-        if self._scaler is None:
-            norm = self._clip()
-            self._require_finite(norm, "the gradient's norm")
-            self.optimizer.step()
+    def _update(self) -> Tensor:
+        """Clip and step, unless the gradient is not finite; returns its norm."""
+        limit = self._max_grad_norm or math.inf
+        parameters = list(self.parameters.values())
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        norm = tc.optim.clip_grad_norm_(parameters, limit)
+        if self._scaler is not None:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
             return norm
-        self._scaler.unscale_(self.optimizer)
-        norm = self._clip()
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
+        self.optimizer.step(if_finite=norm)
+        return norm
+
+    @staticmethod
+    def _read(losses: Sequence[Tensor], norm: Tensor) -> tuple[list[float], float]:
+        """The numbers of a step; on a GPU this waits for it."""
+        *values, last = tc.stack([*(loss.to("f64").reshape(()) for loss in losses), norm]).tolist()
+        return values, last
+
+    def _check_losses(self, losses: Sequence[Tensor | float]) -> None:
+        if self._scaler is None:
+            for number, loss in enumerate(losses, self._batches - len(losses)):
+                self._require_finite(float(loss), f"the loss of batch {number}")
+
+    def _check_norm(self, norm: float) -> None:
+        if self._scaler is None:
+            self._require_finite(norm, "the gradient's norm")
+            return
         self._skipped = 0 if math.isfinite(norm) else self._skipped + 1
         if self._skipped >= MAX_SKIPPED:
             self._require_finite(norm, f"after {MAX_SKIPPED} skipped steps the gradient's norm")
-        return norm
-
-    def _clip(self) -> float:
-        limit = self._max_grad_norm or math.inf
-        return float(tc.optim.clip_grad_norm_(list(self.parameters.values()), limit))
 
     def _require_finite(self, value: float, what: str) -> None:
         if not math.isfinite(value):
@@ -219,7 +292,7 @@ class Trainer(Generic[Batch]):
         state = run_state.RunState(
             step=self.step,
             batches=self._batches,
-            rng=tc.get_rng_state(),
+            rng=tc.get_rng_state() if self._ready is None else self._ready.rng,
             scaler=None if self._scaler is None else self._scaler.state_dict(),
             settings=self._settings,
         )
@@ -242,7 +315,7 @@ class Trainer(Generic[Batch]):
             WeightsFormatError: the checkpoint is damaged or of another run.
         """
         state = run_state.load(folder, self.parameters, self.optimizer)
-        self.step, self._batches = state.step, state.batches
+        self.step, self._batches, self._ready = state.step, state.batches, None
         if self.output is not None and folder.resolve().parent == self.output.resolve():
             self._saved = self.step
         tc.set_rng_state(state.rng)

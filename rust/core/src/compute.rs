@@ -92,6 +92,28 @@ pub fn float32_matmul_precision() -> MatmulPrecision {
     if TF32.load(Ordering::Relaxed) { MatmulPrecision::High } else { MatmulPrecision::Highest }
 }
 
+/// As [`cpu::write_products`].
+pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if terms.iter().any(|[dst, ..]| dst.device().is_cuda()) {
+        return cuda::write_products(terms, alpha, accumulate);
+    }
+    cpu::write_products(terms, alpha, accumulate)
+}
+
+/// A contiguous tensor that is written before it is read, of the dtype and on the device of `like`.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if it does not fit.
+pub fn unset(op: &'static str, like: &Raw, dims: &[usize]) -> Result<Raw> {
+    #[cfg(feature = "cuda")]
+    if like.device().is_cuda() {
+        return cuda::empty(op, cuda::Gpu::of(op, like)?, dims, like.dtype());
+    }
+    crate::raw::check_allocation(op, dims, like.dtype())?;
+    Ok(Raw::zeros(dims, like.dtype(), like.device())?)
+}
+
 /// One of many products that are independent of one another.
 pub struct Product {
     /// The left operand.

@@ -31,6 +31,17 @@ pub struct MemoryStats {
     pub total: u64,
 }
 
+/// How long a GPU took for the launches of one kernel.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KernelTime {
+    /// The kernel's name; of a matrix product its sizes.
+    pub name: String,
+    /// How many launches.
+    pub count: u64,
+    /// Of all of them together.
+    pub milliseconds: f64,
+}
+
 /// Whether `text` means a device (known or not), as opposed to a dtype.
 pub fn is_name(text: &str) -> bool {
     matches!(text.split(':').next(), Some("cpu" | "cuda"))
@@ -137,6 +148,29 @@ pub fn synchronize(device: &Device) -> Result<()> {
     return crate::cuda::synchronize(device);
     #[cfg(not(feature = "cuda"))]
     not_cuda("synchronize", device)
+}
+
+/// Measure every launch on a CUDA device from now on, until [`finish_profile`].
+///
+/// # Errors
+/// [`Error::Device`] if it is not a CUDA device, [`Error::Argument`] if a profile is being made.
+pub fn start_profile(device: &Device) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    return crate::cuda::profile::start(device);
+    #[cfg(not(feature = "cuda"))]
+    not_cuda("profile", device)
+}
+
+/// Wait for the device; gives the times of all kernels launched since [`start_profile`], the longest first. Launches of CUDA graphs and
+/// copies are not among them.
+///
+/// # Errors
+/// [`Error::Argument`] if no profile is being made, [`Error::Device`] if a kernel failed.
+pub fn finish_profile() -> Result<Vec<KernelTime>> {
+    #[cfg(feature = "cuda")]
+    return crate::cuda::profile::finish();
+    #[cfg(not(feature = "cuda"))]
+    Err(Error::argument("profile", "no profile is being made"))
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -3,6 +3,7 @@
 pub mod adapter;
 mod base;
 pub mod conv;
+mod group;
 pub mod init;
 mod linear;
 mod module;
@@ -14,6 +15,7 @@ mod weights;
 
 pub use base::{Base, Operation};
 pub use conv::Conv2d;
+pub use group::{LinearGroup, Projected};
 pub use linear::Linear;
 pub use module::{Layer, Module, Part, Visitor};
 pub use norm::{GroupNorm, LayerNorm, RmsNorm};

@@ -7,7 +7,7 @@ use trainable_candle_core::{DType, Device, Error, Result, Shape, Tensor, Var};
 use crate::conv::weight_from_file;
 use crate::{Init, Weights, init};
 
-/// Parameters to give out: stored ones, frozen; fresh ones, trainable; or their shapes alone.
+/// Parameters to give out: stored ones, frozen; fresh ones, trainable or frozen; or their shapes alone.
 pub struct Source {
     kind: Kind,
 }
@@ -38,6 +38,11 @@ enum Kind {
     },
     /// Drawn from the library's generator as variables.
     Fresh {
+        device: Device,
+    },
+    /// Drawn from the library's generator as constants.
+    Random {
+        dtype: DType,
         device: Device,
     },
     Shapes {
@@ -79,6 +84,11 @@ impl Source {
     /// Give out fresh trainable f32 variables, drawn from the library's generator.
     pub fn fresh(device: &Device) -> Self {
         Self { kind: Kind::Fresh { device: device.clone() } }
+    }
+
+    /// Give out fresh frozen tensors, drawn from the library's generator: for measuring how fast and large a model is.
+    pub fn random(dtype: DType, device: &Device) -> Self {
+        Self { kind: Kind::Random { dtype, device: device.clone() } }
     }
 
     /// Give out zeros that take no memory: the model has names, shapes and a dtype, which is enough to list and to estimate it.
@@ -128,6 +138,7 @@ impl Source {
                 }
             },
             Kind::Fresh { device } => Ok(Var::from_tensor(&packing.pack(draw(shape, init, device)?)?)?.into_inner()),
+            Kind::Random { dtype, device } => packing.pack(draw(shape, init, device)?.to_dtype(*dtype)?),
             Kind::Shapes { dtype } => without_memory(&packing.shape(shape), *dtype),
         }
     }

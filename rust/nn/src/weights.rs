@@ -5,7 +5,7 @@ use trainable_candle_core::{Result, Shape, Tensor};
 
 use crate::conv::channels_per_group;
 use crate::source::Packing;
-use crate::{Conv2d, GroupNorm, LayerNorm, Linear, Source};
+use crate::{Conv2d, GroupNorm, LayerNorm, Linear, LinearGroup, Source};
 
 /// Gives a model its parameters by name: read ones, frozen, or fresh ones, trainable.
 ///
@@ -85,6 +85,22 @@ impl Weights<'_> {
         let weight = scope.get("weight", (out_features, in_features), init)?;
         let bias = if bias { Some(scope.get("bias", out_features, bias_init)?) } else { None };
         Ok(Linear::from_weight(weight, bias))
+    }
+
+    /// Linear layers of one input: each with its name and its output features, starting as [`linear_init`](Weights::linear_init) says.
+    ///
+    /// # Errors
+    /// As [`get`](Weights::get).
+    pub fn linear_group(
+        &mut self,
+        layers: &[(&'static str, usize)],
+        in_features: usize,
+        bias: bool,
+        init: Init,
+    ) -> Result<LinearGroup> {
+        let layer =
+            |&(name, out): &(&'static str, usize)| Ok((name, self.linear_init(name, in_features, out, bias, init)?));
+        LinearGroup::new(layers.iter().map(layer).collect::<Result<_>>()?)
     }
 
     /// A convolution `name` with torch's initial values. Files hold its weight as (out, in / groups, height, width).

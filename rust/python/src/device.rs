@@ -107,6 +107,27 @@ pub fn cuda_empty_cache(py: Python<'_>, device: DeviceArg) -> Result<u64> {
     detached(py, || device::empty_cache(&device.0))
 }
 
+/// Measure every launch on a CUDA device from now on.
+///
+/// Raises:
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device.
+///     ArgumentError: if launches are being measured.
+#[pyfunction]
+pub fn cuda_start_profile(device: DeviceArg) -> Result<()> {
+    Ok(device::start_profile(&device.0)?)
+}
+
+/// Wait for the device; returns (name, launches, milliseconds) of each kernel since `cuda_start_profile`, the longest first.
+///
+/// Raises:
+///     ArgumentError: if no launches are being measured.
+///     DeviceError: if a kernel failed.
+#[pyfunction]
+pub fn cuda_finish_profile(py: Python<'_>) -> Result<Vec<(String, u64, f64)>> {
+    let times = detached(py, device::finish_profile)?;
+    Ok(times.into_iter().map(|time| (time.name, time.count, time.milliseconds)).collect())
+}
+
 /// Start counting the peaks of a CUDA device anew.
 ///
 /// Raises:

@@ -58,7 +58,7 @@ def test_activations_are_what_the_tape_holds_within_a_seventh(
     for index in range(6):
         batch = batches.batch(index)
         before = tc.memory.saved_bytes()
-        loss = prepared.loss(batch)
+        loss = prepared.loss(prepared.inputs(batch))
         held.append((tc.memory.saved_bytes() - before) * 2 // len(batch))
         loss.backward()
     estimated = items(sdxl_base, config)["unet activations"]
@@ -111,3 +111,16 @@ def test_a_single_file_is_estimated_like_its_folder(
     config = configure()
     for phase in ("encoding", "training"):
         assert items(sdxl_file, config, phase) == items(sdxl_base, config, phase)
+
+
+def test_on_a_gpu_what_stays_in_host_memory_is_left_out(
+    sdxl_base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    config = configure(device="cuda", precision="bf16")
+    data = SDXLRecipe.read(sdxl_base, config, lambda _: None)
+    estimate = SDXLRecipe.estimate(sdxl_base, config, data)
+    assert estimate.table()[0].startswith("GPU memory while encoding: ")
+    on_cpu = items(sdxl_base, config.with_(device="cpu"))
+    assert items(sdxl_base, config) == {
+        name: count for name, count in on_cpu.items() if not name.endswith(" cache")
+    }

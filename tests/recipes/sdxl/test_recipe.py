@@ -47,7 +47,7 @@ def test_the_loss_is_that_of_epsilon_prediction(
     recipe, split = prepare(sdxl_base, config)
     batch = split.train.batches(2, 0).batch(0)
     tc.manual_seed(5)
-    loss = split.train.loss(batch).item()
+    loss = split.train.loss(split.train.inputs(batch)).item()
 
     # The same from the parts: encoders, posterior, schedule, UNet.
     encoders = TextEncoders.load(sdxl_base, "f32", "cpu")
@@ -251,7 +251,7 @@ def test_no_gradient_leads_to_the_layers_that_are_left_out(
     config = configure(train_text_encoder=True, clip_skip=clip_skip, adapter="dora")
     recipe, split = prepare(sdxl_base, config)
     adapters = recipe.attach(config)
-    split.train.loss(split.train.batches(1, 0).batch(0)).backward()
+    split.train.loss(split.train.inputs(split.train.batches(1, 0).batch(0))).backward()
     for name, var in adapters.named_parameters().items():
         assert var.grad is not None, name
     of_first = adapters.sets["text_encoder"].named_parameters()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -19,15 +20,17 @@ from trainable_candle.data import (
 )
 from trainable_candle.errors import ConfigError
 from trainable_candle.recipes.base import Split, held_out_items
+from trainable_candle.train.objective import NoisedLatents
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from trainable_candle import Tensor
     from trainable_candle.data import DatasetBatches, LatentCache
     from trainable_candle.models import SDXLUNet
     from trainable_candle.train.config import TrainConfig
     from trainable_candle.train.objective import DiffusionObjective
+    from trainable_candle.train.trainer import Inputs
 
 VALIDATION_EXAMPLES: Final = 16
 """Noises and timesteps that a validation meets at least; with fewer pictures each is seen again."""
@@ -133,15 +136,26 @@ def folder_for_cache(
     return folder
 
 
+@dataclass(frozen=True)
+class Texts:
+    """From captions to what the UNet is told."""
+
+    inputs: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    """What is made of captions outside of the step."""
+    features: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]] | None = None
+    """From that and the size of the batch to `encoder_hidden_states` and `text_embeds`, within the
+    step; None if they are made outside."""
+
+
 class PreparedSDXL:
     """A data set whose latents can be had, and the loss of a UNet on it.
 
     Args:
         unet: predicts.
-        objective: says what.
+        objectives: what, for latents in host memory and for predictions on the device.
         dataset: the pictures.
-        latents: their latents' distributions.
-        features: from captions to `encoder_hidden_states` and `text_embeds`.
+        latents: their latents' distributions, in host memory.
+        texts: from captions to features.
         scaling_factor: of the latents.
         factor: pixels on a side of a latent.
         batch_size: of validations.
@@ -151,10 +165,10 @@ class PreparedSDXL:
     def __init__(
         self,
         unet: SDXLUNet,
-        objective: DiffusionObjective,
+        objectives: tuple[DiffusionObjective, DiffusionObjective],
         dataset: Dataset,
         latents: LatentCache,
-        features: Callable[[Sequence[str]], dict[str, Tensor]],
+        texts: Texts,
         *,
         scaling_factor: float,
         factor: int,
@@ -162,10 +176,11 @@ class PreparedSDXL:
         device: str,
     ) -> None:
         self._unet = unet
-        self._objective = objective
+        self._noising, self._objective = objectives
         self._dataset = dataset
+        self._weighs = any(item.loss_weight != 1 for item in dataset.items)
         self._latents = latents
-        self._features = features
+        self._texts = texts
         self._scaling_factor = scaling_factor
         self._factor = factor
         self._batch_size = batch_size
@@ -178,18 +193,32 @@ class PreparedSDXL:
         """Batches of pictures of one size; the data set knows the seed."""
         return self._dataset.batches(batch_size)
 
-    def loss(self, batch: Batch) -> Tensor:
-        """The loss on a batch; latents, noise and timesteps from tc's generator."""
+    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """What the loss needs; latents, noise and timesteps from tc's generator, on the host."""
         found = self._latents.batch(batch)
         mean = found["mean"]
-        latents = mean + (found["logvar"] * 0.5).exp() * tc.randn(mean.shape, device=self._device)
-        noised = self._objective.noise(latents * self._scaling_factor)
-        weights = tc.tensor(batch.loss_weights, device=self._device)
+        latents = mean + (found["logvar"] * 0.5).exp() * tc.randn(mean.shape)
+        made = self._inputs(batch, self._noising.noise(latents * self._scaling_factor))
+        if self._weighs:
+            made["weights"] = tc.tensor(batch.loss_weights, device=self._device)
+        return made
+
+    def loss(self, inputs: Inputs) -> Tensor:
+        """The loss on what `inputs` made of a batch."""
+        sample = inputs["sample"]
+        features: Mapping[str, Tensor] = inputs
+        if self._texts.features is not None:
+            features = self._texts.features(inputs, sample.shape[0])
+        prediction = self._unet(
+            sample,
+            inputs["times"],
+            features["encoder_hidden_states"],
+            text_embeds=features["text_embeds"],
+            time_ids=inputs["time_ids"],
+        )
+        noised = NoisedLatents(sample, inputs["timesteps"], inputs["target"])
         return self._objective.loss(
-            self._predict(batch, noised.sample, noised.timesteps),
-            noised,
-            mask=self._mask(batch),
-            weights=weights,
+            prediction, noised, mask=inputs.get("mask"), weights=inputs.get("weights")
         )
 
     def validation_loss(self) -> float:
@@ -207,15 +236,20 @@ class PreparedSDXL:
     @tc.no_grad()
     def _validation_loss(self, batch: Batch, examples: list[int]) -> float:
         latents = self._latents.batch(batch)["mean"] * self._scaling_factor
-        noised = self._objective.validation_noise(latents, examples)
-        prediction = self._predict(batch, noised.sample, noised.timesteps)
-        return float(self._objective.loss(prediction, noised, mask=self._mask(batch)).item())
+        noised = self._noising.validation_noise(latents, examples)
+        return float(self.loss(self._inputs(batch, noised)).item())
 
-    def _predict(self, batch: Batch, sample: Tensor, timesteps: Tensor) -> Tensor:
-        features = self._features(batch.captions)
-        time_ids = tc.tensor(batch.time_ids, device=self._device)
-        return self._unet(sample, timesteps, time_ids=time_ids, **features)
-
-    def _mask(self, batch: Batch) -> Tensor | None:
+    def _inputs(self, batch: Batch, noised: NoisedLatents) -> dict[str, Tensor]:
+        made: dict[str, Tensor] = {
+            "sample": noised.sample.to(self._unet.dtype),
+            # For the UNet, and to look up what the objective knows of them.
+            "times": noised.timesteps.to("f32"),
+            "timesteps": noised.timesteps,
+            "target": noised.target,
+            "time_ids": tc.tensor(batch.time_ids),
+            **self._texts.inputs(batch.captions),
+        }
         masks = self._dataset.masks(batch, self._factor)
-        return None if masks is None else tc.tensor(masks[:, None], device=self._device)
+        if masks is not None:
+            made["mask"] = tc.tensor(masks[:, None])
+        return {name: tensor.to(self._device) for name, tensor in made.items()}

@@ -54,12 +54,13 @@ def estimate(
     text = (_TOKENS * facts.context + facts.pooled) * itemsize * pictures
     kept = 0 if config.cache == "off" else latents + text
     cached = kept if config.cache == "memory" else min(kept, MEMORY_LIMIT)
-    cache = Item("latents and text", "cache", cached)
+    # Batches are made in host memory.
+    cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
 
     working = 4 * facts.vae_widths[0] * min(area, _TILE**2) * _ENCODER_IMAGES
-    encoding = [vae, texts, Item("vae", "activations", working), cache]
+    encoding = [vae, texts, Item("vae", "activations", working), *cache]
 
-    trained = [unet, cache]
+    trained = [unet, *cache]
     side = int(area**0.5)
     walk = UNetWalk(facts.config, side // facts.factor, side // facts.factor, _TOKENS)
     wanted, exclude = config.target_modules or list(unet_targets), config.exclude_modules
@@ -83,7 +84,7 @@ def estimate(
         trained.append(texts)
     if config.cache == "off" or config.sample_prompts:
         trained.append(vae)
-    return Estimate({"encoding": encoding, "training": trained})
+    return Estimate({"encoding": encoding, "training": trained}, config.on_gpu)
 
 
 def sampling_bytes(facts: files.Facts, size: tuple[int, int], count: int, dtype: str | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -19,6 +18,7 @@ from trainable_candle.recipes.sdxl import checks, files
 from trainable_candle.recipes.sdxl.checks import TEXT_ENCODERS
 from trainable_candle.recipes.sdxl.data import (
     PreparedSDXL,
+    Texts,
     cache_options,
     folder_for_cache,
     read_datasets,
@@ -26,10 +26,10 @@ from trainable_candle.recipes.sdxl.data import (
 from trainable_candle.recipes.sdxl.estimate import estimate, sampling_bytes
 from trainable_candle.recipes.sdxl.sampling import draw
 from trainable_candle.recipes.sdxl.text import TextEncoders, unread_layers
-from trainable_candle.train.estimate import require_memory
+from trainable_candle.train.estimate import available_bytes, require_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -164,11 +164,14 @@ class SDXLRecipe:
         factor, scaling_factor = self.vae.downscale, self.vae.scaling_factor
         if config.cache != "off" and not config.sample_prompts:
             self._drop("vae")
-        objective = checks.objective(self._weights, config, self._device)
+        objectives = (
+            checks.objective(self._weights, config, "cpu"),
+            checks.objective(self._weights, config, self._device),
+        )
         prepared = [
             PreparedSDXL(
                 self.unet,
-                objective,
+                objectives,
                 part,
                 encoded,
                 texts,
@@ -187,16 +190,17 @@ class SDXLRecipe:
         config: TrainConfig,
         identity: str,
         report: Callable[[str], None],
-    ) -> Callable[[Sequence[str]], dict[str, Tensor]]:
-        """From captions to their features: remembered ones if the encoders do not change."""
-        if config.train_text_encoder or config.cache == "off" or not config.caption_variants:
-            return self._features
+    ) -> Texts:
+        """What is made of captions: remembered features if the encoders do not change."""
+        if config.train_text_encoder:
+            return Texts(self._tokens, self._features_of)
+        if config.cache == "off" or not config.caption_variants:
+            return Texts(tc.no_grad()(self._features))
         cache = TextCache(
-            self._features,
+            lambda captions: _on_host(self._features(captions)),
             cache_options(config),
             {"weights": identity, "clip_skip": str(self._clip_skip), "dtype": str(self._dtype)},
             folder=folder_for_cache(config, data.train, report),
-            device=self._device,
             group=self._chunks,
         )
         captions = data.train.possible_captions()
@@ -208,11 +212,17 @@ class SDXLRecipe:
             with tc.no_grad():
                 self._remembered[prompt] = self._features([prompt])
         self._drop("encoders")
-        return cache.batch
+        return Texts(cache.batch)
 
     # Methods, not those of the encoders: who holds on to these does not hold on to the encoders.
     def _features(self, captions: Sequence[str]) -> dict[str, Tensor]:
         return self.encoders(captions)
+
+    def _tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        return self.encoders.tokens(captions)
+
+    def _features_of(self, tokens: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
+        return self.encoders.encode(tokens, batch)
 
     def _chunks(self, caption: str) -> int:
         return self.encoders.chunks(caption)
@@ -228,7 +238,7 @@ class SDXLRecipe:
             values = pixels.astype(np.float32).transpose(0, 3, 1, 2) / np.float32(127.5)
             image = tc.tensor(np.ascontiguousarray(values - np.float32(1)), device=self._device)
             mean, logvar = self.vae.encode(image, tile_size=ENCODE_TILE)
-            return {"mean": mean, "logvar": logvar}
+            return _on_host({"mean": mean, "logvar": logvar})
 
         cache = LatentCache(
             dataset,
@@ -236,7 +246,6 @@ class SDXLRecipe:
             cache_options(config),
             {"weights": identity, "tile": str(ENCODE_TILE)},
             folder=folder_for_cache(config, dataset, lambda _: None),
-            device=self._device,
         )
         pictures = counted(len(dataset), "picture")
         report(f"latents of {pictures}: {cache.fill(progress=True)}")
@@ -279,7 +288,7 @@ class SDXLRecipe:
         side = files.resolution(self._weights)
         width, height = options.size or (side, side)
         needed = sampling_bytes(files.facts(self._weights), (width, height), count, self._dtype)
-        limit = tc.memory.available_bytes() or math.inf
+        limit = available_bytes(self._device)
         require_memory(f"{counted(count, 'picture')} of {width}x{height} px", needed, limit)
 
     def sample(
@@ -358,3 +367,7 @@ class SDXLRecipe:
                 f"--output is {output}, expected the name of a .safetensors file: "
                 f"{self._weights.name} is one"
             )
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to("cpu") for name, tensor in tensors.items()}

@@ -13,7 +13,7 @@ from trainable_candle.models import CLIPTextModel
 from trainable_candle.text import PAD_OF_BIG_G, PAD_OF_CLIP_L, CLIPTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _LAYER: Final = re.compile(r"encoder\.layers\.(\d+)\.")
 _TOKENS: Final = "text_model.embeddings.token_embedding.weight"
+_IDS: Final = ("input_ids", "input_ids_2")
 MOST_CHUNKS: Final = 8
 """Rows of 77 tokens that a caption may take up; what is beyond them is left out."""
 
@@ -74,17 +75,30 @@ class TextEncoders:
 
         A caption of fewer chunks than the longest is continued with empty ones.
         """
+        return self.encode(self.tokens(captions), len(captions))
+
+    def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """The tokens of captions for each encoder, (B n, 77), on its device; for `encode`."""
         count = max(map(self.chunks, captions))
+        return {
+            name: tc.tensor(
+                np.concatenate([_rows(tokenizer, caption, count) for caption in captions]),
+                device=self._device,
+            )
+            for name, tokenizer in zip(_IDS, self._tokenizers, strict=True)
+        }
+
+    def encode(self, tokens: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
+        """As a call, of the tokens of `batch` captions."""
         states, pooled = [], None
-        for model, tokenizer in zip(self.models, self._tokenizers, strict=True):
-            rows = np.concatenate([_rows(tokenizer, caption, count) for caption in captions])
-            found = model(tc.tensor(rows, device=self._device))
+        for name, model in zip(_IDS, self.models, strict=True):
+            found = model(tokens[name])
             hidden = found.hidden_states[-(self._clip_skip + 2)]
-            states.append(hidden.reshape(len(captions), -1, hidden.shape[-1]))
+            states.append(hidden.reshape(batch, -1, hidden.shape[-1]))
             # The pooled text is that of the first chunk.
-            pooled = found.pooled.reshape(len(captions), count, -1).narrow(1, 0, 1).squeeze(1)
+            pooled = found.pooled.reshape(batch, -1, found.pooled.shape[-1]).narrow(1, 0, 1)
         assert pooled is not None
-        return {"encoder_hidden_states": tc.cat(states, 2), "text_embeds": pooled}
+        return {"encoder_hidden_states": tc.cat(states, 2), "text_embeds": pooled.squeeze(1)}
 
 
 def unread_layers(names: Iterable[str], clip_skip: int) -> list[str]:

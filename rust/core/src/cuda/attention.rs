@@ -6,7 +6,8 @@ use trainable_candle_cuda::modules::ATTENTION;
 use super::copy::contiguous;
 use super::gpu::Gpu;
 use super::launch::{Address, Shape, accumulator, address, count32, empty, launch, optional, suffix};
-use crate::{Raw, Result};
+use crate::raw::storage_identity;
+use crate::{Error, Raw, Result};
 
 /// What is computed: the shape of the scores (..., queries, keys), their scale, and whether a query sees the keys up to it alone.
 #[derive(Clone, Copy)]
@@ -184,7 +185,11 @@ impl Attention<'_> {
         let [qs, ks, vs, os] = strides;
         if let Some(form) = self.tensor_cores(&sizes, &[&q, &k, &v, &to], mask) {
             let function = gpu.function(&ATTENTION, form.forward(), suffix(op, dtype)?)?;
-            let shared = if form == Width::W128 { 81_920 } else { 73_728 };
+            let shared = match form {
+                Width::W128 => 81_920,
+                Width::W64 if gpu.is_hopper() => 73_728,
+                Width::W64 => 40_960,
+            };
             let blocks = sizes.queries.div_ceil(64) * heads;
             let shape = Shape { grid: [blocks, 1, 1], block: [128, 1, 1], shared };
             // SAFETY: the kernel takes the operands, the results, their strides, which stay inside, and sizes.
@@ -214,36 +219,46 @@ impl Attention<'_> {
         &self,
         inputs: [&Raw; 3],
         mask: Option<&Raw>,
-        [o, log_sums, grad]: [&Raw; 3],
+        saved: [&Raw; 3],
         wanted: [bool; 3],
     ) -> Result<[Option<Raw>; 3]> {
+        let gpu = Gpu::of(self.op, inputs[0])?;
+        let mut grads = [None, None, None];
+        for (grad, (input, wanted)) in grads.iter_mut().zip(inputs.into_iter().zip(wanted)) {
+            if wanted {
+                *grad = Some(empty_like(self.op, gpu, input, input.dims()[input.rank() - 1])?);
+            }
+        }
+        self.backward_into(inputs, mask, saved, grads.each_ref().map(Option::as_ref))?;
+        Ok(grads)
+    }
+
+    /// Writes the gradients of q, k and v for which there is a tensor, which may be a part of another.
+    pub fn backward_into(
+        &self,
+        inputs: [&Raw; 3],
+        mask: Option<&Raw>,
+        [o, log_sums, grad]: [&Raw; 3],
+        grads: [Option<&Raw>; 3],
+    ) -> Result<()> {
         let op = self.op;
         let [q, k, v] = inputs;
         let gpu = Gpu::of(op, q)?;
         let (dtype, rank) = (q.dtype(), q.rank());
         let sizes = self.sizes(q.dims()[rank - 1], v.dims()[rank - 1])?;
         let heads = sizes.batch * sizes.heads;
-        let mut grads = [None, None, None];
-        for (grad, (input, wanted)) in grads.iter_mut().zip(inputs.into_iter().zip(wanted)) {
-            if wanted {
-                *grad = Some(empty_like(op, gpu, input, input.dims()[rank - 1])?);
-            }
-        }
+        let wanted = grads.map(|grad| grad.is_some());
         if heads == 0 || sizes.queries == 0 || sizes.keys == 0 {
             // Without queries keys and values get nothing, and without keys queries get nothing.
-            for grad in grads.iter().flatten() {
+            for grad in grads.into_iter().flatten() {
                 super::copy::fill(grad, 0.0)?;
             }
-            return Ok(grads);
+            return Ok(());
         }
         let delta = empty(op, gpu, log_sums.dims(), accumulator(dtype))?;
         let [q, k, v] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?];
         let (o, grad) = (Heads::new(op, o)?, Heads::new(op, grad)?);
-        let results = [
-            result_heads(op, grads[0].as_ref())?,
-            result_heads(op, grads[1].as_ref())?,
-            result_heads(op, grads[2].as_ref())?,
-        ];
+        let results = [result_heads(op, grads[0])?, result_heads(op, grads[1])?, result_heads(op, grads[2])?];
         let (sums, deltas) = (address(op, log_sums)?, address(op, &delta)?);
         let [qs, ks, vs] = [q.strides, k.strides, v.strides];
         let rows = (sizes.queries as usize) * heads as usize;
@@ -303,7 +318,7 @@ impl Attention<'_> {
                     launch!(op, gpu, function, shape, dk_part, dv_part, dk, dv, dks, dvs, sizes)?;
                 }
             }
-            return Ok(grads);
+            return Ok(());
         }
         let (numbers, _mask) = self.mask(mask)?;
         const NAMES: [&str; 3] =
@@ -342,7 +357,7 @@ impl Attention<'_> {
                 )
             }?;
         }
-        Ok(grads)
+        Ok(())
     }
 
     /// Into how many ranges of queries the gradients of few keys are split, so that they fill the device.
@@ -353,8 +368,17 @@ impl Attention<'_> {
     }
 }
 
+/// Where a gradient is written, which must be in place.
 fn result_heads(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
-    grad.map(|grad| Heads::new(op, grad)).transpose()
+    let Some(grad) = grad else { return Ok(None) };
+    let heads = Heads::new(op, grad)?;
+    if storage_identity(&heads.raw).0 != storage_identity(grad).0 {
+        return Err(Error::shape(
+            op,
+            format!("a gradient has strides {:?}, expected rows of neighbours", grad.stride()),
+        ));
+    }
+    Ok(Some(heads))
 }
 
 /// The widest head of a form on tensor cores.

@@ -14,8 +14,9 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
 use super::copy::contiguous;
 use super::gpu::{Gpu, check_blas, driver_error};
 use super::launch::{Address, address, empty, same_device};
+use super::profile::measured;
 use crate::compute::{MatmulPrecision, float32_matmul_precision};
-use crate::cpu::gemm::{Plan, check_destination, check_result_dtype};
+use crate::cpu::gemm::{Plan, check_result_dtype};
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 
@@ -43,13 +44,110 @@ pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
 pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> {
     const OP: &str = "matmul_accumulate";
     same_device(OP, dst, &[a, b])?;
-    let plan = Plan::of(OP, a, b)?;
-    check_destination(OP, &plan, dst, a.dtype())?;
+    let plan = Plan::into(OP, dst, a, b)?;
+    check_apart(OP, dst, a, b)?;
+    if plan.k == 0 { Ok(()) } else { run(OP, dst, a, b, alpha, 1.0) }
+}
+
+fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
     let storage = storage_identity(dst).0;
     if dst.elem_count() > 0 && [a, b].iter().any(|operand| storage_identity(operand).0 == storage) {
-        return Err(Error::argument(OP, "the destination and an operand share one storage"));
+        return Err(Error::argument(op, "the destination and an operand share one storage"));
     }
-    if plan.k == 0 { Ok(()) } else { run(OP, dst, a, b, alpha, 1.0) }
+    Ok(())
+}
+
+/// As [`cpu::write_products`](crate::cpu::write_products). Matrices that follow one another in memory are one product, evenly spaced
+/// ones of one shape a batch.
+pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
+    const OP: &str = "write_products";
+    let beta = f64::from(u8::from(accumulate));
+    let mut products = Vec::with_capacity(terms.len());
+    for &[dst, a, b] in terms {
+        same_device(OP, dst, &[a, b])?;
+        let plan = Plan::into(OP, dst, a, b)?;
+        check_apart(OP, dst, a, b)?;
+        let addresses = [address(OP, a)?, address(OP, b)?, address(OP, dst)?];
+        products.push(Product { plan, addresses, sizes: [a, b, dst].map(|x| x.dtype().size_in_bytes()) });
+    }
+    let ([first, ..], Some([dst, a, _])) = (products.as_slice(), terms.first()) else { return Ok(()) };
+    let Some(joined) = Joined::of(&products).filter(|_| first.plan.k > 0 && dst.elem_count() > 0) else {
+        return terms.iter().try_for_each(|[dst, a, b]| match a.dims().last() {
+            Some(0) if accumulate => Ok(()),
+            Some(0) => super::copy::fill(dst, 0.0),
+            _ => run(OP, dst, a, b, alpha, beta),
+        });
+    };
+    let types = [data_type(OP, a.dtype())?, data_type(OP, dst.dtype())?];
+    let Joined { plan, left, right, count, strides } = joined;
+    let call = Call { op: OP, gpu: Gpu::of(OP, dst)?, plan: &plan, left, right, types };
+    call.run(first.addresses, count, strides, alpha, beta)
+}
+
+/// One of several products of matrices.
+struct Product {
+    plan: Plan,
+    /// Of the operands and of the result.
+    addresses: [Address; 3],
+    /// Bytes of their elements.
+    sizes: [usize; 3],
+}
+
+/// Several products as one call.
+struct Joined {
+    plan: Plan,
+    left: Matrix,
+    right: Matrix,
+    count: usize,
+    /// From an operand or result of the batch to the next, in elements.
+    strides: [usize; 3],
+}
+
+impl Joined {
+    /// Nothing if the products have different shapes or lie unevenly.
+    fn of(products: &[Product]) -> Option<Self> {
+        let first = products.first()?;
+        let Plan { m, n, k, row, a, b, ref batch, ref dims } = first.plan;
+        let alike = |product: &Product| {
+            let other = &product.plan;
+            (other.m, other.n, other.k, other.row, other.a, other.b) == (m, n, k, row, a, b)
+                && other.batch.is_empty()
+                && product.sizes == first.sizes
+        };
+        if !batch.is_empty() || !products.iter().all(alike) {
+            return None;
+        }
+        let strides = [spacing(products, 0)?, spacing(products, 1)?, spacing(products, 2)?];
+        let plan = |m: usize, n: usize| Plan { dims: dims.clone(), m, n, k, row, a, b, batch: batch.clone() };
+        let (count, [stride_a, stride_b, stride_y]) = (products.len(), strides);
+        let joined = |plan: Plan, count: usize, strides: [usize; 3]| {
+            let left = Matrix::transpose_of([plan.m, plan.k], plan.a)?;
+            let right = Matrix::transpose_of([plan.k, plan.n], plan.b)?;
+            Some(Self { plan, left, right, count, strides })
+        };
+        if count == 1 {
+            return joined(plan(m, n), 1, [0; 3]);
+        }
+        // Neighbouring columns, neighbouring rows, or a batch of results apart.
+        if stride_a == 0 && stride_b == n * b[1] && stride_y == n && row >= count * n {
+            return joined(plan(m, count * n), 1, [0; 3]);
+        }
+        if stride_b == 0 && stride_a == m * a[0] && stride_y == m * row {
+            return joined(plan(count * m, n), 1, [0; 3]);
+        }
+        let is_apart = stride_y >= m * row || (stride_y >= n && row >= count * stride_y);
+        if is_apart { joined(plan(m, n), count, strides) } else { None }
+    }
+}
+
+/// The even distance of the products' operands or results, in elements; nothing if it is uneven or backwards.
+fn spacing(products: &[Product], which: usize) -> Option<usize> {
+    let place = |product: &Product| product.addresses[which];
+    let [first, second, ..] = products else { return Some(0) };
+    let distance = place(second).checked_sub(place(first))?;
+    let even = products.windows(2).all(|pair| place(&pair[1]).checked_sub(place(&pair[0])) == Some(distance));
+    let size = first.sizes[which] as Address;
+    (even && distance.is_multiple_of(size)).then_some((distance / size) as usize)
 }
 
 /// A matrix as cuBLAS sees it, by columns: whether it lies transposed, and the distance of its columns.
@@ -87,7 +185,7 @@ fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Re
     if y.elem_count() == 0 {
         return Ok(());
     }
-    let plan = Plan::of(op, a, b)?;
+    let plan = Plan::into(op, y, a, b)?;
     let (Some(left), Some(right)) =
         (Matrix::transpose_of([plan.m, plan.k], plan.a), Matrix::transpose_of([plan.k, plan.n], plan.b))
     else {
@@ -139,8 +237,8 @@ struct Call<'a> {
 impl Call<'_> {
     fn run(&self, [a, b, y]: [Address; 3], count: usize, strides: [usize; 3], alpha: f64, beta: f64) -> Result<()> {
         let [m, n, k, count] = [self.plan.m, self.plan.n, self.plan.k, count].map(i32::try_from);
-        let distances = [self.left.distance, self.right.distance].map(i32::try_from);
-        let (Ok(m), Ok(n), Ok(k), Ok(count), [Ok(left), Ok(right)]) = (m, n, k, count, distances) else {
+        let distances = [self.left.distance, self.right.distance, self.plan.row.max(1) as i64].map(i32::try_from);
+        let (Ok(m), Ok(n), Ok(k), Ok(count), [Ok(left), Ok(right), Ok(row)]) = (m, n, k, count, distances) else {
             let message = format!("a product of shape {:?} is larger than cuBLAS takes", self.plan.dims);
             return Err(Error::shape(self.op, message));
         };
@@ -154,34 +252,39 @@ impl Call<'_> {
         };
         let compute = compute_type(operands);
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(self.op, error))?;
-        // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on the device's stream.
-        check_blas(unsafe {
-            cublasGemmStridedBatchedEx(
-                *self.gpu.blas().handle(),
-                self.right.operation,
-                self.left.operation,
-                n,
-                m,
-                k,
-                scale(0),
-                b as *const c_void,
-                operands,
-                right,
-                stride_b,
-                a as *const c_void,
-                operands,
-                left,
-                stride_a,
-                scale(1),
-                y as *mut c_void,
-                result,
-                n,
-                stride_y,
-                count,
-                compute,
-                Algorithm::CUBLAS_GEMM_DEFAULT,
-            )
-        })
+        let name = || format!("gemm {count} x {m}x{k}x{n} {operands:?}");
+        let queue = || {
+            // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on the
+            // device's stream.
+            check_blas(unsafe {
+                cublasGemmStridedBatchedEx(
+                    *self.gpu.blas().handle(),
+                    self.right.operation,
+                    self.left.operation,
+                    n,
+                    m,
+                    k,
+                    scale(0),
+                    b as *const c_void,
+                    operands,
+                    right,
+                    stride_b,
+                    a as *const c_void,
+                    operands,
+                    left,
+                    stride_a,
+                    scale(1),
+                    y as *mut c_void,
+                    result,
+                    row,
+                    stride_y,
+                    count,
+                    compute,
+                    Algorithm::CUBLAS_GEMM_DEFAULT,
+                )
+            })
+        };
+        measured(self.gpu, name, queue)
     }
 }
 

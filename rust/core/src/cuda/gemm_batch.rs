@@ -12,6 +12,7 @@ use trainable_candle_cuda::modules::ADDRESSES;
 use super::gemm::{Matrix, compute_type, data_type};
 use super::gpu::{Gpu, check_blas, driver_error};
 use super::launch::{Address, Shape, address, empty, launch, same_device};
+use super::profile::measured;
 use crate::compute::{Destination, Product};
 use crate::cpu::gemm::{Plan, check_destination, check_result_dtype};
 use crate::{Raw, Result};
@@ -44,6 +45,9 @@ impl Key {
             Destination::New(dtype) => (*dtype, false),
             Destination::Sum(sum) => {
                 check_destination(OP, &plan, sum, a.dtype())?;
+                if !sum.is_contiguous() {
+                    return Ok(None);
+                }
                 (sum.dtype(), true)
             }
         };
@@ -146,31 +150,35 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     let types: [Type; 2] = [data_type(OP, key.dtypes[0])?, data_type(OP, key.dtypes[1])?];
     let (alpha, beta) = (f32::from_bits(key.alpha), if key.accumulates { 1f32 } else { 0.0 });
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
-    // SAFETY: the table has the addresses of as many operands and results, which are of the sizes and types named; cuBLAS queues on
-    // the device's stream, in whose order the table is freed.
-    check_blas(unsafe {
-        cublasGemmBatchedEx(
-            *gpu.blas().handle(),
-            key.operations[1],
-            key.operations[0],
-            n,
-            m,
-            k,
-            std::ptr::from_ref(&alpha).cast(),
-            part(1) as *const *const c_void,
-            types[0],
-            key.distances[1],
-            part(0) as *const *const c_void,
-            types[0],
-            key.distances[0],
-            std::ptr::from_ref(&beta).cast(),
-            part(2) as *const *mut c_void,
-            types[1],
-            n,
-            count as i32,
-            compute_type(types[0]),
-            Algorithm::CUBLAS_GEMM_DEFAULT,
-        )
-    })?;
+    let name = || format!("gemm batch {count} x {m}x{k}x{n} {:?}", types[0]);
+    let queue = || {
+        // SAFETY: the table has the addresses of as many operands and results, which are of the sizes and types named;
+        // cuBLAS queues on the device's stream, in whose order the table is freed.
+        check_blas(unsafe {
+            cublasGemmBatchedEx(
+                *gpu.blas().handle(),
+                key.operations[1],
+                key.operations[0],
+                n,
+                m,
+                k,
+                std::ptr::from_ref(&alpha).cast(),
+                part(1) as *const *const c_void,
+                types[0],
+                key.distances[1],
+                part(0) as *const *const c_void,
+                types[0],
+                key.distances[0],
+                std::ptr::from_ref(&beta).cast(),
+                part(2) as *const *mut c_void,
+                types[1],
+                n,
+                count as i32,
+                compute_type(types[0]),
+                Algorithm::CUBLAS_GEMM_DEFAULT,
+            )
+        })
+    };
+    measured(gpu, name, queue)?;
     Ok(results)
 }

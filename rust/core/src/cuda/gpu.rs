@@ -17,7 +17,8 @@ use rustc_hash::FxHashMap;
 use trainable_candle_cuda::modules::Module;
 
 use super::board::Board;
-use super::launch::Function;
+use super::launch::{Address, Function};
+use super::linear::Products;
 use crate::{Error, Raw, Result};
 
 /// What cuBLAS may use for itself: what NVIDIA recommends for the Hopper generation.
@@ -30,9 +31,12 @@ pub struct Gpu {
     blas: Arc<CudaBlas>,
     modules: RwLock<FxHashMap<&'static str, Arc<CudaModule>>>,
     functions: RwLock<FxHashMap<Name, Function>>,
+    /// Compute capability 9.0, whose own instructions some modules use.
+    is_hopper: bool,
     board: Board,
-    /// cuBLAS works in it.
-    _workspace: CudaSlice<u8>,
+    products: Products,
+    /// cuBLAS and cuBLASLt work in it, one after the other.
+    workspace: CudaSlice<u8>,
 }
 
 /// A function: its module, its name and the dtypes at the end of it.
@@ -82,6 +86,8 @@ impl Gpu {
     fn leak(device: CudaDevice) -> Result<&'static Self> {
         let stream = device.cuda_stream();
         let blas = device.cublas_handle();
+        let capability = stream.context().compute_capability().map_err(|error| driver_error("cuda", error))?;
+        let is_hopper = capability == (9, 0);
         // SAFETY: cuBLAS alone uses the memory, and does not read what it has not written.
         let workspace = unsafe { device.alloc::<u8>(BLAS_WORKSPACE) }?;
         let (pointer, _) = workspace.device_ptr(&stream);
@@ -100,7 +106,9 @@ impl Gpu {
             blas,
             modules: RwLock::default(),
             functions: RwLock::default(),
-            _workspace: workspace,
+            is_hopper,
+            products: Products::default(),
+            workspace,
         })))
     }
 
@@ -151,6 +159,21 @@ impl Gpu {
         &self.blas
     }
 
+    /// The products with a bias that have been met.
+    pub(super) const fn products(&self) -> &Products {
+        &self.products
+    }
+
+    /// Address and size of what libraries may use for themselves.
+    pub(super) fn workspace(&self) -> (Address, usize) {
+        (self.workspace.device_ptr(&self.stream).0, BLAS_WORKSPACE)
+    }
+
+    /// Whether the GPU is of compute capability 9.0.
+    pub const fn is_hopper(&self) -> bool {
+        self.is_hopper
+    }
+
     /// Where kernels note ids that are out of range.
     pub(super) const fn board(&self) -> &Board {
         &self.board
@@ -178,9 +201,10 @@ impl Gpu {
             full.push_str(dtype);
         }
         let found = self.module(module)?.load_function(&full);
-        let function = Function::new(found.map_err(|error| {
+        let found = found.map_err(|error| {
             Error::device("cuda", format!("the module {} has no function {full} for this GPU ({error})", module.name))
-        })?);
+        })?;
+        let function = Function::new(found, &full);
         self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function.clone());
         Ok(function)
     }

@@ -1,6 +1,7 @@
 //! Launching kernels: addresses of tensors, arguments, new results.
 
 use std::ffi::c_void;
+use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as Attribute;
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DeviceRepr, result};
@@ -9,6 +10,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{DType, Layout, Storage};
 
 use super::gpu::{Gpu, driver_error};
+use super::profile::measured;
 use crate::{Error, Raw, Result};
 
 /// An address in a GPU's memory.
@@ -19,7 +21,10 @@ const COMMON_SHARED_MEMORY: u32 = 48 << 10;
 
 /// A kernel.
 #[derive(Clone)]
-pub struct Function(CudaFunction);
+pub struct Function {
+    function: CudaFunction,
+    name: Arc<str>,
+}
 
 /// How many blocks, threads in a block, and bytes of dynamic shared memory in a block.
 #[derive(Clone, Copy, Debug)]
@@ -72,8 +77,8 @@ impl Shape {
 }
 
 impl Function {
-    pub(super) const fn new(function: CudaFunction) -> Self {
-        Self(function)
+    pub(super) fn new(function: CudaFunction, name: &str) -> Self {
+        Self { function, name: name.into() }
     }
 
     /// Queue the kernel.
@@ -95,14 +100,14 @@ impl Function {
             gpu.stream().context().bind_to_thread()?;
             if shape.shared > COMMON_SHARED_MEMORY {
                 let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                self.0.set_attribute(attribute, shape.shared as i32)?;
+                self.function.set_attribute(attribute, shape.shared as i32)?;
             }
             let (grid, block) = (shape.grid.into(), shape.block.into());
-            let (function, stream) = (self.0.cu_function(), gpu.stream().cu_stream());
+            let (function, stream) = (self.function.cu_function(), gpu.stream().cu_stream());
             // SAFETY: the caller's promise.
             unsafe { result::launch_kernel(function, grid, block, shape.shared, stream, arguments) }
         };
-        run().map_err(|error| driver_error(op, error))
+        measured(gpu, || self.name.as_ref().to_owned(), || run().map_err(|error| driver_error(op, error)))
     }
 }
 

@@ -13,7 +13,7 @@ static LINEAR: OpInfo = OpInfo::dear("linear");
 pub(super) fn as_matrix(x: &Raw) -> Result<Raw> {
     let columns = x.dims()[x.rank() - 1];
     let rows = x.dims()[..x.rank() - 1].iter().product::<usize>();
-    Ok(x.reshape((rows, columns))?)
+    Ok(compute::contiguous(x)?.reshape((rows, columns))?)
 }
 
 /// The shape of `x` with `out` in place of the last dimension.
@@ -28,16 +28,18 @@ pub(super) fn with_last(x: &Raw, out: usize) -> Shape {
 /// x Wᵀ + b over matrices: (rows, in), (out, in), (out) → (rows, out).
 pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
     let weight = weight.t()?;
-    match bias {
-        None => compute::matmul(x, &weight),
-        Some(bias) => {
-            // The bias is written first and the product added to it: one pass over y less than adding it after.
-            let y = compute::contiguous(&bias.broadcast_as((x.dims()[0], bias.dims()[0]))?)?;
-            let y = if bias.elem_count() == y.elem_count() { crate::raw::own_copy(&y)? } else { y };
-            compute::matmul_accumulate(&y, x, &weight, 1.0)?;
-            Ok(y)
-        }
+    let Some(bias) = bias else { return compute::matmul(x, &weight) };
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda()
+        && let Some(y) = crate::cuda::linear(x, &weight, bias)?
+    {
+        return Ok(y);
     }
+    // The bias is written first and the product added to it: one pass over y less than adding it after.
+    let y = compute::contiguous(&bias.broadcast_as((x.dims()[0], bias.dims()[0]))?)?;
+    let y = if bias.elem_count() == y.elem_count() { crate::raw::own_copy(&y)? } else { y };
+    compute::matmul_accumulate(&y, x, &weight, 1.0)?;
+    Ok(y)
 }
 
 /// Check `x (..., in)`, `weight (out, in)`, `bias (out)`.

@@ -23,7 +23,13 @@ static LORA: OpInfo = OpInfo::dear("lora_linear");
 static DORA: OpInfo = OpInfo::dear("dora_linear");
 
 /// Rank of `down (r, in)`, `up (out, r)` against a base of `(out, in)`.
-fn check_factors(op: &'static str, x: &Tensor, (out, inner): (usize, usize), down: &Tensor, up: &Tensor) -> Result<()> {
+pub(super) fn check_factors(
+    op: &'static str,
+    x: &Tensor,
+    (out, inner): (usize, usize),
+    down: &Tensor,
+    up: &Tensor,
+) -> Result<()> {
     let fits = down.rank() == 2
         && up.rank() == 2
         && down.dims()[1] == inner
@@ -53,7 +59,7 @@ fn trainable_kind(op: &'static str, x: &Tensor, name: &str, tensor: &Tensor) -> 
 }
 
 /// A trained tensor in the dtype that is computed in, off the tape: a variable's own copy.
-fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
+pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     match Var::of(tensor) {
         _ if tensor.dtype() == dtype => Ok(tensor.detach()),
         Some(var) => Ok(Tensor { raw: var.copy_in(dtype)?, node: None, version: tensor.version.clone() }),
@@ -62,11 +68,11 @@ fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
 }
 
 /// Keeps what [`operand`] gave for `tensor`: parameters are held, what operations have made is saved.
-fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> Saved {
+pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> Saved {
     if tensor.is_leaf() { saver.hold(operand) } else { saver.save(operand) }
 }
 
-fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+pub(super) fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     if weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
         return Err(Error::argument(
             op,
@@ -76,7 +82,7 @@ fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Res
     Ok(())
 }
 
-fn check_scale(op: &'static str, scale: f64) -> Result<()> {
+pub(super) fn check_scale(op: &'static str, scale: f64) -> Result<()> {
     if scale.is_finite() {
         return Ok(());
     }

@@ -17,6 +17,7 @@ pub mod hadamard;
 pub mod index;
 mod integer;
 pub mod linear;
+pub mod linear_group;
 pub mod lora;
 pub mod loss;
 pub mod matmul;
@@ -48,6 +49,7 @@ pub static REGISTRY: &[&[Entry]] = &[
     softmax::ENTRIES,
     matmul::ENTRIES,
     linear::ENTRIES,
+    linear_group::ENTRIES,
     lora::ENTRIES,
     hadamard::ENTRIES,
     norm::ENTRIES,

@@ -18,7 +18,7 @@ struct ReshapeBackward(Shape);
 
 impl Backward for ReshapeBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = context.grad().reshape(&self.0)?;
+        let grad = compute::contiguous(context.grad())?.reshape(&self.0)?;
         context.add(0, grad)
     }
 }
@@ -113,7 +113,7 @@ impl Tensor {
                 ),
             ));
         }
-        let view = self.raw.reshape(&shape)?;
+        let view = compute::contiguous(&self.raw)?.reshape(&shape)?;
         let shares = self.raw.is_contiguous();
         let mut result = record_view(&RESHAPE, self, view, || ReshapeBackward(self.shape().clone()))?;
         if !shares {

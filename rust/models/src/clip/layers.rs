@@ -1,19 +1,19 @@
 //! One layer of a text encoder.
 
 use trainable_candle_core::ops::activation::Gelu;
-use trainable_candle_core::ops::attention::scaled_dot_product_attention;
 use trainable_candle_core::{Result, Tensor};
-use trainable_candle_nn::{LayerNorm, Linear, Module, Visitor, Weights};
+use trainable_candle_nn::{Init, LayerNorm, Linear, LinearGroup, Module, Visitor, Weights};
 
 use super::{Activation, CLIPTextConfig};
-use crate::layers::split_heads;
+use crate::layers::attend;
+
+const PROJECTIONS: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
 
 /// Causal attention and a feed-forward network; each of the normalised input, added to it.
 pub(super) struct EncoderLayer {
     layer_norm1: LayerNorm,
-    q_proj: Linear<Tensor>,
-    k_proj: Linear<Tensor>,
-    v_proj: Linear<Tensor>,
+    /// `q_proj`, `k_proj` and `v_proj`.
+    projections: LinearGroup,
     out_proj: Linear<Tensor>,
     heads: usize,
     layer_norm2: LayerNorm,
@@ -27,9 +27,7 @@ impl EncoderLayer {
         let (dim, middle, eps) = (config.hidden_size, config.intermediate_size, config.layer_norm_eps);
         Ok(Self {
             layer_norm1: weights.layer_norm("layer_norm1", dim, eps)?,
-            q_proj: weights.linear("self_attn.q_proj", dim, dim, true)?,
-            k_proj: weights.linear("self_attn.k_proj", dim, dim, true)?,
-            v_proj: weights.linear("self_attn.v_proj", dim, dim, true)?,
+            projections: weights.linear_group(&PROJECTIONS.map(|name| (name, dim)), dim, true, Init::Kaiming)?,
             out_proj: weights.linear("self_attn.out_proj", dim, dim, true)?,
             heads: config.num_attention_heads,
             layer_norm2: weights.layer_norm("layer_norm2", dim, eps)?,
@@ -42,13 +40,8 @@ impl EncoderLayer {
     /// `x (B, S, D)` → the same shape.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let normed = self.layer_norm1.forward(x)?;
-        let (q, k, v) = (
-            split_heads(&self.q_proj.forward(&normed)?, self.heads)?,
-            split_heads(&self.k_proj.forward(&normed)?, self.heads)?,
-            split_heads(&self.v_proj.forward(&normed)?, self.heads)?,
-        );
-        let mixed = scaled_dot_product_attention(&q, &k, &v, None, true, None)?;
-        let x = x.add(&self.out_proj.forward(&mixed.transpose(1, 2)?.reshape(x.dims())?)?)?;
+        let mixed = attend(&self.projections.forward(&normed)?, self.heads, true)?;
+        let x = x.add(&self.out_proj.forward(&mixed)?)?;
         let hidden = self.fc1.forward(&self.layer_norm2.forward(&x)?)?;
         let hidden = match self.activation {
             Activation::QuickGelu => hidden.quick_gelu(),
@@ -60,9 +53,7 @@ impl EncoderLayer {
 
 impl Module for EncoderLayer {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        visitor.linear("self_attn.q_proj", &self.q_proj)?;
-        visitor.linear("self_attn.k_proj", &self.k_proj)?;
-        visitor.linear("self_attn.v_proj", &self.v_proj)?;
+        self.projections.visit(visitor)?;
         visitor.linear("self_attn.out_proj", &self.out_proj)?;
         visitor.module("layer_norm1", &self.layer_norm1)?;
         visitor.linear("mlp.fc1", &self.fc1)?;

@@ -37,7 +37,7 @@ impl Block {
         Ok(Self {
             norm1: weights.linear_init("norm1.linear", dim, 6 * dim, true, Init::Constant(0.0))?,
             attn: Attention::new(
-                AttentionSizes { heads: config.num_attention_heads, dim, context_dim: dim, qkv_bias: true },
+                AttentionSizes { heads: config.num_attention_heads, dim, context_dim: None, qkv_bias: true },
                 xavier(dim, dim),
                 &mut weights.pp("attn"),
             )?,

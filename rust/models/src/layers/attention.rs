@@ -1,17 +1,25 @@
 //! Multi-head attention (Vaswani et al. 2017, arXiv:1706.03762) with diffusers' names for its projections.
 
-use trainable_candle_core::ops::attention::scaled_dot_product_attention;
-use trainable_candle_core::{Result, Tensor};
-use trainable_candle_nn::{Init, Linear, Module, Visitor, Weights};
+use trainable_candle_core::ops::attention::{packed_attention, scaled_dot_product_attention};
+use trainable_candle_core::{Error, Result, Tensor};
+use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, Visitor, Weights};
 
 /// Attention of tokens to one another, or to those of a context. `to_q`, `to_k` and `to_v` share their input; with a context,
 /// `to_k` and `to_v` do.
 pub struct Attention {
-    to_q: Linear<Tensor>,
-    to_k: Linear<Tensor>,
-    to_v: Linear<Tensor>,
+    projections: Projections,
     to_out: Linear<Tensor>,
     heads: usize,
+}
+
+enum Projections {
+    /// `to_q`, `to_k` and `to_v`.
+    Own(LinearGroup),
+    Context {
+        to_q: Linear<Tensor>,
+        /// `to_k` and `to_v`.
+        others: LinearGroup,
+    },
 }
 
 /// The sizes of an attention.
@@ -21,8 +29,8 @@ pub struct AttentionSizes {
     pub heads: usize,
     /// Width of the tokens and of the projections.
     pub dim: usize,
-    /// Width of the tokens that keys and values are made of.
-    pub context_dim: usize,
+    /// Width of the tokens that keys and values are made of, if these are a context's.
+    pub context_dim: Option<usize>,
     /// Whether `to_q`, `to_k` and `to_v` have biases; `to_out.0` has one.
     pub qkv_bias: bool,
 }
@@ -34,42 +42,77 @@ impl Attention {
     /// As [`Weights::get`].
     pub fn new(sizes: AttentionSizes, init: Init, weights: &mut Weights<'_>) -> Result<Self> {
         let AttentionSizes { heads, dim, context_dim, qkv_bias } = sizes;
-        Ok(Self {
-            to_q: weights.linear_init("to_q", dim, dim, qkv_bias, init)?,
-            to_k: weights.linear_init("to_k", context_dim, dim, qkv_bias, init)?,
-            to_v: weights.linear_init("to_v", context_dim, dim, qkv_bias, init)?,
-            to_out: weights.linear_init("to_out.0", dim, dim, true, init)?,
-            heads,
-        })
+        let projections = match context_dim {
+            None => {
+                let layers = [("to_q", dim), ("to_k", dim), ("to_v", dim)];
+                Projections::Own(weights.linear_group(&layers, dim, qkv_bias, init)?)
+            }
+            Some(context_dim) => Projections::Context {
+                to_q: weights.linear_init("to_q", dim, dim, qkv_bias, init)?,
+                others: weights.linear_group(&[("to_k", dim), ("to_v", dim)], context_dim, qkv_bias, init)?,
+            },
+        };
+        Ok(Self { projections, to_out: weights.linear_init("to_out.0", dim, dim, true, init)?, heads })
     }
 
-    /// `x (B, S, D)` attends to itself, or to `context (B, L, E)` → the shape of `x`.
+    /// `x (B, S, D)` attends to itself, or to `context (B, L, E)` if the attention is one to a context → the shape of `x`.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] and its kin if an input does not fit.
+    /// [`Error::Shape`] and its kin if an input does not fit, [`Error::Argument`] if a context is missing or has no use.
     pub fn forward(&self, x: &Tensor, context: Option<&Tensor>) -> Result<Tensor> {
-        let context = context.unwrap_or(x);
-        let (q, k, v) = (
-            split_heads(&self.to_q.forward(x)?, self.heads)?,
-            split_heads(&self.to_k.forward(context)?, self.heads)?,
-            split_heads(&self.to_v.forward(context)?, self.heads)?,
-        );
-        let mixed = scaled_dot_product_attention(&q, &k, &v, None, false, None)?;
-        self.to_out.forward(&mixed.transpose(1, 2)?.reshape(x.dims())?)
+        let mixed = match (&self.projections, context) {
+            (Projections::Own(group), None) => attend(&group.forward(x)?, self.heads, false)?,
+            (Projections::Context { to_q, others }, Some(context)) => {
+                let q = to_q.forward(x)?;
+                match others.forward(context)? {
+                    Projected::Joined(others) => packed_attention(&q, Some(&others), self.heads, false)?,
+                    Projected::Separate(others) => {
+                        attend_parts(&[&[q], others.as_slice()].concat(), self.heads, false)?
+                    }
+                }
+            }
+            (Projections::Own(_), Some(_)) => {
+                return Err(Error::argument("Attention", "found a context for an attention of tokens to one another"));
+            }
+            (Projections::Context { .. }, None) => return Err(Error::argument("Attention", "the context is missing")),
+        };
+        self.to_out.forward(&mixed)
     }
 }
 
+/// Attention over what a group of `to_q`, `to_k` and `to_v` gives, (B, S, D).
+pub(crate) fn attend(projected: &Projected, heads: usize, is_causal: bool) -> Result<Tensor> {
+    match projected {
+        Projected::Joined(all) => packed_attention(all, None, heads, is_causal),
+        Projected::Separate(parts) => attend_parts(parts, heads, is_causal),
+    }
+}
+
+/// Attention over q, k and v, (B, S, D).
+fn attend_parts(parts: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
+    let [q, k, v] = parts else {
+        return Err(Error::argument("Attention", format!("found {} projections, expected q, k and v", parts.len())));
+    };
+    let (q_heads, k, v) = (split_heads(q, heads)?, split_heads(k, heads)?, split_heads(v, heads)?);
+    let mixed = scaled_dot_product_attention(&q_heads, &k, &v, None, is_causal, None)?;
+    mixed.transpose(1, 2)?.reshape(q.dims())
+}
+
 /// (B, S, D) → (B, heads, S, D / heads).
-pub(crate) fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
+fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     let (batch, length) = (x.dims()[0], x.dims()[1]);
     x.reshape((batch, length, heads, x.dims()[2] / heads))?.transpose(1, 2)
 }
 
 impl Module for Attention {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        visitor.linear("to_q", &self.to_q)?;
-        visitor.linear("to_k", &self.to_k)?;
-        visitor.linear("to_v", &self.to_v)?;
+        match &self.projections {
+            Projections::Own(group) => group.visit(visitor)?,
+            Projections::Context { to_q, others } => {
+                visitor.linear("to_q", to_q)?;
+                others.visit(visitor)?;
+            }
+        }
         visitor.linear("to_out.0", &self.to_out)
     }
 }

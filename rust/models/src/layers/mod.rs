@@ -5,7 +5,7 @@ mod resnet;
 mod timestep;
 mod transformer;
 
-pub(crate) use attention::split_heads;
+pub(crate) use attention::attend;
 pub use attention::{Attention, AttentionSizes};
 pub use resnet::{Downsample, ResnetBlock, ResnetSizes, Upsample};
 pub(crate) use resnet::{conv1x1, conv3x3};

@@ -48,8 +48,8 @@ struct Block {
 impl Block {
     fn new(sizes: &TransformerSizes, weights: &mut Weights<'_>) -> Result<Self> {
         let &TransformerSizes { dim, heads, context_dim, .. } = sizes;
-        let attention = AttentionSizes { heads, dim, context_dim: dim, qkv_bias: false };
-        let cross = AttentionSizes { context_dim, ..attention };
+        let attention = AttentionSizes { heads, dim, context_dim: None, qkv_bias: false };
+        let cross = AttentionSizes { context_dim: Some(context_dim), ..attention };
         Ok(Self {
             norm1: weights.layer_norm("norm1", dim, LAYER_NORM_EPS)?,
             attn1: Attention::new(attention, Init::Kaiming, &mut weights.pp("attn1"))?,

@@ -152,7 +152,7 @@ impl Pretrained {
     /// [`Error::Io`] if it cannot be read, [`Error::Config`] if it does not parse or names no class.
     pub fn class_name(&self) -> Result<Option<String>> {
         let Some(path) = &self.config else { return Ok(None) };
-        class_of(&parse::<Map<String, Value>>(path)?)
+        class_of(&read_json::<Map<String, Value>>(path)?)
             .map(Some)
             .ok_or_else(|| Error::Config(format!("{}: neither _class_name nor architectures is there", path.display())))
     }
@@ -170,7 +170,7 @@ impl Pretrained {
     ) -> Result<C> {
         match (&self.config, self.original) {
             (Some(path), _) => {
-                let map: Map<String, Value> = parse(path)?;
+                let map: Map<String, Value> = read_json(path)?;
                 if let Some(class) = class_of(&map).filter(|class| !component.class_names.contains(&class.as_str())) {
                     return Err(Error::Config(format!(
                         "{}: the model is a \"{class}\", expected \"{}\"",
@@ -189,8 +189,10 @@ impl Pretrained {
                     files.metadata().get(&config_entry(part.subfolder)).map(|text| serde_json::from_str(text));
                 let beside = self.path.with_file_name(part.subfolder).join(CONFIG);
                 // Either may be another model's: what does not fit is as if it were not there.
-                let known =
-                    written.and_then(|map| map.ok()).or_else(|| parse(&beside).ok()).and_then(|map| read(&map).ok());
+                let known = written
+                    .and_then(|map| map.ok())
+                    .or_else(|| read_json(&beside).ok())
+                    .and_then(|map| read(&map).ok());
                 deduce(&files, prefix, known)
             }
             (None, None) => Err(Error::weights(&self.path, format!("there is no {CONFIG}"))),
@@ -231,7 +233,8 @@ impl Pretrained {
     }
 }
 
-fn parse<C: DeserializeOwned>(path: &Path) -> Result<C> {
+/// What a JSON file holds.
+pub(crate) fn read_json<C: DeserializeOwned>(path: &Path) -> Result<C> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, e))?;
     serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: {e}", path.display())))
 }

@@ -1,18 +1,19 @@
 //! The UNet: noisy latents, time, text and sizes in, prediction out.
 
+use std::path::Path;
 use std::sync::{PoisonError, RwLock};
 
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::{PartNames, WeightFiles};
-use trainable_candle_nn::{Conv2d, GroupNorm, Module, Visitor, Weights};
+use trainable_candle_nn::{Conv2d, GroupNorm, Module, Source, Visitor, Weights};
 
 use super::blocks::{Conditions, DownBlock, MidBlock, UpBlock};
 use super::config::TIME_IDS;
 use super::{UNetConfig, keys, lora_keys};
 use crate::layers::{Sinusoids, TimestepEmbedding, conv3x3};
-use crate::pretrained::{Component, Layout, Pretrained};
+use crate::pretrained::{Component, Layout, Pretrained, read_json};
 use crate::registry::{Model, json_text};
 
 const OP: &str = "SDXLUNet";
@@ -90,6 +91,22 @@ impl SDXLUNet {
         let config = files.config(&Self::COMPONENT, UNetConfig::from_json, keys::deduce)?;
         let layout = keys::layout(files.prefix(), &config);
         files.build(|_| layout, dtype, device, |weights| Self::new(config, weights))
+    }
+
+    /// A frozen model of random weights, drawn from the library's generator, of the sizes in a `config.json`, or of SDXL's base
+    /// model without one: for measuring how fast and large it is.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model, [`Error::DType`] if `dtype` is not
+    /// floating-point, [`Error::OutOfMemory`] if the model does not fit.
+    pub fn from_config(config: Option<&Path>, dtype: DType, device: &Device) -> Result<Self> {
+        if !is_float(dtype) {
+            let message = format!("a model computes in floating point, found {}", dtype.as_str());
+            return Err(Error::dtype("from_config", message));
+        }
+        let config =
+            config.map_or_else(|| Ok(UNetConfig::default()), |path| UNetConfig::from_json(&read_json(path)?))?;
+        Self::new(config, &mut Source::random(dtype, device).root())
     }
 
     /// Where its files are in pipelines and checkpoints.

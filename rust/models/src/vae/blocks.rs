@@ -38,7 +38,7 @@ struct PixelAttention {
 
 impl PixelAttention {
     fn new(config: &VaeConfig, dim: usize, weights: &mut Weights<'_>) -> Result<Self> {
-        let sizes = AttentionSizes { heads: 1, dim, context_dim: dim, qkv_bias: true };
+        let sizes = AttentionSizes { heads: 1, dim, context_dim: None, qkv_bias: true };
         Ok(Self {
             group_norm: weights.group_norm("group_norm", dim, config.norm_num_groups, EPS)?,
             attention: Attention::new(sizes, Init::Kaiming, weights)?,

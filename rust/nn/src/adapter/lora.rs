@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::ops::linear::linear;
+use trainable_candle_core::ops::linear_group::LowRank;
 use trainable_candle_core::ops::lora::{LoraWeights, lora_backward, lora_linear};
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
@@ -132,6 +133,14 @@ impl Adapter for Lora {
             (None, Operation::Conv2d(_)) => base.forward(x)?.add(&self.low_rank(x, base)?),
             (Some(p), _) => base.forward(x)?.add(&self.low_rank(&dropout(x, p, true)?, base)?),
         }
+    }
+
+    fn as_low_rank(&self, dtype: DType) -> Result<Option<LowRank>> {
+        if self.active_dropout().is_some() {
+            return Ok(None);
+        }
+        let (down, up) = self.operands(dtype)?;
+        Ok(Some(LowRank { down, up, scale: self.scale }))
     }
 
     fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor> {

@@ -22,7 +22,8 @@ pub use layer::{AdaptedLinear, DoRALinear, DoraLayer, LayerKind, LoRALinear, Lor
 pub use layout::Layout;
 pub use lora::{LoRABackwardOps, Lora};
 pub use set::{AdaptedLayer, AdapterSet, LayerValues};
-use trainable_candle_core::{Result, Tensor};
+use trainable_candle_core::ops::linear_group::LowRank;
+use trainable_candle_core::{DType, Result, Tensor};
 
 use crate::base::Base;
 
@@ -33,6 +34,14 @@ pub trait Adapter: Send + Sync {
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] and its kin if the input does not fit.
     fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor>;
+
+    /// The product that is added to a linear layer's result of an input of `dtype`, if that is all that the adapter does at present.
+    ///
+    /// # Errors
+    /// Those of the arithmetic.
+    fn as_low_rank(&self, _dtype: DType) -> Result<Option<LowRank>> {
+        Ok(None)
+    }
 
     /// The weight that a plain layer would need to compute the same, in the dtype and layout of the base's.
     ///

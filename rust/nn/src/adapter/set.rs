@@ -378,7 +378,8 @@ fn in_memory(
         .filter_map(|(name, layout)| Some((*name, *layout, given.get(*name)?)))
         .map(|(name, layout, value)| {
             let value = layout.from_file(base, value).map_err(|e| at_layer(&format!("{layer}.{name}"), e))?;
-            Ok((name, value.to_dtype(trainable_candle_core::DType::F32)?))
+            // Files are read to the CPU.
+            Ok((name, value.to_dtype(trainable_candle_core::DType::F32)?.to_device(base.weight.device())?))
         })
         .collect()
 }

@@ -12,11 +12,22 @@ use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// A batch under noise: what the model sees, and what it should say.
+///
+/// Args:
+///     sample: the latents under noise, (B, C, ...).
+///     timesteps: the timestep of each example, (B,), i64.
+///     target: what the model should predict, in the shape of the latents, f32.
 #[pyclass(frozen, module = "trainable_candle.train")]
 pub struct NoisedLatents(objective::NoisedLatents);
 
 #[pymethods]
 impl NoisedLatents {
+    #[new]
+    fn new(sample: &Tensor, timesteps: &Tensor, target: &Tensor) -> Self {
+        let [sample, timesteps, target] = [sample, timesteps, target].map(|tensor| tensor.0.clone());
+        Self(objective::NoisedLatents { sample, timesteps, target })
+    }
+
     /// The latents under noise, in their shape and dtype.
     #[getter]
     fn sample(&self) -> Tensor {

@@ -42,29 +42,43 @@ pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
 /// Adds `alpha` times the matrix product of `a` and `b` to `dst`, in place.
 ///
 /// `a` and `b` are as in [`matmul`]. `dst` has the shape of their product and is contiguous (it may be part of a
-/// larger buffer); its dtype is theirs, or f32 for operands in f16 or bf16, which then loses nothing to rounding.
+/// larger buffer), or for two matrices a range of the columns of one that is; its dtype is theirs, or f32 for operands in f16 or bf16, which then loses nothing to rounding.
 ///
 /// # Errors
 /// [`Error::Shape`] and [`Error::DType`] if they do not fit, [`Error::Candle`] if `dst` shares its storage
 /// with an operand.
 pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> {
-    const OP: &str = "matmul_accumulate";
-    let plan = Plan::of(OP, a, b)?;
-    check_destination(OP, &plan, dst, a.dtype())?;
+    write_product("matmul_accumulate", dst, a, b, alpha, true)
+}
+
+/// Writes `alpha` times the matrix product of `a` and `b` to each `dst` of `terms` (dst, a, b), or adds it; operands as in
+/// [`matmul_accumulate`].
+///
+/// # Errors
+/// As [`matmul_accumulate`].
+pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
+    terms.iter().try_for_each(|[dst, a, b]| write_product("write_products", dst, a, b, alpha, accumulate))
+}
+
+fn write_product(op: &'static str, dst: &Raw, a: &Raw, b: &Raw, alpha: f64, accumulate: bool) -> Result<()> {
+    let plan = Plan::into(op, dst, a, b)?;
     match (a.dtype(), dst.dtype()) {
-        (DType::BF16, DType::F32) => plan.accumulate::<bf16, f32>(OP, dst, a, b, alpha),
-        (DType::F16, DType::F32) => plan.accumulate::<f16, f32>(OP, dst, a, b, alpha),
-        (same, _) => dispatch_float!(same, OP, T => plan.accumulate::<T, T>(OP, dst, a, b, alpha)),
+        (DType::BF16, DType::F32) => plan.write::<bf16, f32>(op, dst, a, b, alpha, accumulate),
+        (DType::F16, DType::F32) => plan.write::<f16, f32>(op, dst, a, b, alpha, accumulate),
+        (same, _) => dispatch_float!(same, op, T => plan.write::<T, T>(op, dst, a, b, alpha, accumulate)),
     }
 }
 
-/// A destination must be contiguous, of the product's shape, and of the operands' dtype, or f32 for f16 and bf16.
+/// A destination must be contiguous or a range of columns, of the product's shape, and of the operands' dtype, or f32 for f16 and
+/// bf16.
 pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operands: DType) -> Result<()> {
     if dst.dims() != plan.dims.as_slice() {
         let message = format!("found a destination of shape {:?}, expected {:?}", dst.dims(), plan.dims);
         return Err(Error::shape(op, message));
     }
-    if !dst.is_contiguous() {
+    let is_columns =
+        matches!(*dst.stride(), [row, 1] if row >= plan.n && plan.batch.is_empty() && plan.m == dst.dims()[0]);
+    if !dst.is_contiguous() && !is_columns {
         let message = format!("found a destination with strides {:?}, expected a contiguous one", dst.stride());
         return Err(Error::shape(op, message));
     }
@@ -110,6 +124,8 @@ pub(crate) struct Plan {
     pub m: usize,
     pub n: usize,
     pub k: usize,
+    /// From a row of the result to the next.
+    pub row: usize,
     /// Strides of `a` along m and k.
     pub a: [usize; 2],
     /// Strides of `b` along k and n.
@@ -123,6 +139,16 @@ impl Plan {
     pub fn of(op: &'static str, a: &Raw, b: &Raw) -> Result<Self> {
         check_dtypes(op, a, b)?;
         Self::new(op, a.layout(), b.layout())
+    }
+
+    /// The product of two tensors that goes to `dst`.
+    pub fn into(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<Self> {
+        let mut plan = Self::of(op, a, b)?;
+        check_destination(op, &plan, dst, a.dtype())?;
+        if !dst.is_contiguous() {
+            plan.row = dst.stride()[0];
+        }
+        Ok(plan)
     }
 
     fn new(op: &'static str, a: &Layout, b: &Layout) -> Result<Self> {
@@ -140,7 +166,7 @@ impl Plan {
         if k != b_k {
             return Err(mismatch());
         }
-        let mut plan = Self { dims: Dims::new(), m, n, k, a: a_strides, b: b_strides, batch: SmallVec::new() };
+        let mut plan = Self { dims: Dims::new(), m, n, k, row: n, a: a_strides, b: b_strides, batch: SmallVec::new() };
         let stride = |layout: &Layout, batch: &[usize], i: usize| match (i + batch.len()).checked_sub(dims.len()) {
             Some(i) if batch[i] != 1 => layout.stride()[i],
             _ => 0,
@@ -193,7 +219,7 @@ impl Plan {
             a: Side { ptr: a.as_ptr(), outer: self.a[0], inner: self.a[1] },
             b: Side { ptr: b.as_ptr(), outer: self.b[1], inner: self.b[0] },
             c,
-            c_strides: [self.n, 1],
+            c_strides: [self.row, 1],
             alpha: Real::from_f64(alpha),
             accumulate,
         };
@@ -231,16 +257,18 @@ impl Plan {
         })
     }
 
-    fn accumulate<T, C>(&self, op: &'static str, dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()>
+    fn write<T, C>(&self, op: &'static str, dst: &Raw, a: &Raw, b: &Raw, alpha: f64, accumulate: bool) -> Result<()>
     where
         T: Elem,
         C: Elem<Acc = T::Acc>,
     {
         write3(op, dst, a, b, |storage, layout, [a, b]| {
             let start = layout.start_offset();
-            let c = &mut C::slice_mut(storage)?[start..start + layout.shape().elem_count()];
+            let skipped = (self.row - self.n) * self.m.saturating_sub(1);
+            let len = if layout.shape().elem_count() == 0 { 0 } else { layout.shape().elem_count() + skipped };
+            let c = &mut C::slice_mut(storage)?[start..start + len];
             // SAFETY: `c` has the elements of the result, which the plan does not leave.
-            unsafe { self.run::<T, C>(elements(a)?, elements(b)?, c.as_mut_ptr(), alpha, true) };
+            unsafe { self.run::<T, C>(elements(a)?, elements(b)?, c.as_mut_ptr(), alpha, accumulate) };
             Ok(())
         })
     }

@@ -16,7 +16,7 @@ mod thin;
 
 #[cfg(feature = "cuda")]
 pub(crate) use batch::{Plan, check_destination, check_result_dtype};
-pub use batch::{matmul, matmul_accumulate, product};
+pub use batch::{matmul, matmul_accumulate, product, write_products};
 pub use kernel::Lane;
 
 pub(crate) use block::with_scratch;

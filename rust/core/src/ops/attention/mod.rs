@@ -2,10 +2,12 @@
 //! scores never exists (Dao et al. 2022, arXiv:2205.14135).
 
 mod cpu;
+mod packed;
 
 use candle_core::{D, DType, Device};
 
 pub(crate) use cpu::heads_lie_inside;
+pub use packed::packed_attention;
 
 use super::case::{Case, Entry};
 use crate::raw::{Raw, check_allocation_on, is_float};
@@ -53,12 +55,7 @@ pub fn scaled_dot_product_attention(
         &ATTENTION,
         &[q, k, v],
         || {
-            #[cfg(feature = "cuda")]
-            if q.device().is_cuda() {
-                let (o, log_sums) = on_cuda(&attention).forward([&q.raw, &k.raw, &v.raw], mask.as_ref())?;
-                return Ok((o, std::iter::once(log_sums).collect()));
-            }
-            let (o, log_sums) = cpu::forward(&attention, [&q.raw, &k.raw, &v.raw], mask.as_ref())?;
+            let (o, log_sums) = forward(&attention, [&q.raw, &k.raw, &v.raw], mask.as_ref())?;
             Ok((o, std::iter::once(log_sums).collect()))
         },
         |saver, o, log_sums| AttentionBackward {
@@ -161,6 +158,15 @@ fn on_cuda(attention: &cpu::Attention) -> crate::cuda::attention::Attention<'_> 
     crate::cuda::attention::Attention { op: ATTENTION.name, scores, scale, is_causal }
 }
 
+/// The result and the logarithms of the sums.
+fn forward(attention: &cpu::Attention, inputs: [&Raw; 3], mask: Option<&Raw>) -> Result<(Raw, Raw)> {
+    #[cfg(feature = "cuda")]
+    if inputs[0].device().is_cuda() {
+        return on_cuda(attention).forward(inputs, mask);
+    }
+    cpu::forward(attention, inputs, mask)
+}
+
 fn backward(
     attention: &cpu::Attention,
     saved: &cpu::SavedValues,
@@ -250,5 +256,5 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// Registry entry of this operation.
-pub static ENTRIES: &[Entry] = &[Entry { info: &ATTENTION, cases }];
+/// Registry entries of this folder.
+pub static ENTRIES: &[Entry] = &[Entry { info: &ATTENTION, cases }, packed::ENTRY];

@@ -73,7 +73,7 @@ impl Backward for SelectBackward {
         let ids = self.ids.get()?;
         let mut dims = self.dims.clone();
         dims[self.dim] = ids.elem_count();
-        let grad = context.grad().reshape(dims)?;
+        let grad = compute::contiguous(context.grad())?.reshape(dims)?;
         context.add(0, kernels::select_backward(self.op.name, &grad, &ids, self.dim, self.dims[self.dim])?)
     }
 }

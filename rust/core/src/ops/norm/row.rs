@@ -166,7 +166,7 @@ impl<const CENTER: bool> Backward for RowNormBackward<CENTER> {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let Size { rows, len } = self.size;
         let Some(Reads { x, rstd, mean }) = &self.reads else {
-            return self.affine.add_shift_only(context, &context.grad().reshape((rows, len))?);
+            return self.affine.add_shift_only(context, &contiguous(context.grad())?.reshape((rows, len))?);
         };
         let x = x.get()?;
         let shape = x.shape().clone();

@@ -82,7 +82,7 @@ impl Backward for PickedBackward {
         let dim = self.reduction.dims[0];
         let size = self.reduction.input[dim];
         let picked = self.picked.get()?;
-        let grad = context.grad().reshape(self.reduction.kept.as_slice())?;
+        let grad = compute::contiguous(context.grad())?.reshape(self.reduction.kept.as_slice())?;
         context.add(0, scatter_raw(self.op.name, &grad, &picked, dim, size)?)
     }
 }

@@ -141,3 +141,33 @@ fn operands_that_do_not_fit_are_errors() {
     assert!(accumulate(&f32(&[5, 3]).t().unwrap()).starts_with("matmul_accumulate: found a destination with strides"));
     assert!(accumulate(&random(&[3, 5], DType::BF16)).contains("found a destination of dtype bf16"));
 }
+
+/// Products that go to columns of a larger matrix, in place of what is there or added to it.
+#[test]
+fn products_are_written_to_ranges_of_columns() {
+    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+        for (m, k) in [(1, 3), (7, 40), (130, 5), (65, 200)] {
+            let (a, b) = (random(&[m, k], dtype), random(&[2, 6, k], dtype));
+            for accumulate in [false, true] {
+                let dst = random(&[m, 20], dtype);
+                let before = dst.to_dtype(DType::F64).unwrap().copy().unwrap();
+                let factors = [0, 1].map(|i| b.get(i).unwrap().t().unwrap());
+                let places = [3, 11].map(|start| dst.narrow(1, start, 6).unwrap());
+                let terms = [[&places[0], &a, &factors[0]], [&places[1], &a, &factors[1]]];
+                write_products(&terms, 0.5, accumulate).unwrap();
+                for (place, (start, factor)) in places.iter().zip([3, 11].into_iter().zip(&factors)) {
+                    let product = (oracle(&a, factor) * 0.5).unwrap();
+                    let kept = before.narrow(1, start, 6).unwrap();
+                    let expected = if accumulate { (product + kept).unwrap() } else { product };
+                    assert_close(place, &expected, k);
+                }
+                // Nothing else is touched.
+                let wide = dst.to_dtype(DType::F64).unwrap();
+                for (start, length) in [(0, 3), (9, 2), (17, 3)] {
+                    let part = |x: &Raw| x.narrow(1, start, length).unwrap().flatten_all().unwrap().to_vec1::<f64>();
+                    assert_eq!(part(&wide).unwrap(), part(&before).unwrap());
+                }
+            }
+        }
+    }
+}

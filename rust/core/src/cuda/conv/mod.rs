@@ -1,5 +1,7 @@
 //! Convolution of channels-last images: on tensor cores for f16 and bf16 where the channels allow it, else a plain form.
 
+mod hopper;
+
 use candle_core::DType;
 use trainable_candle_cuda::modules::CONV;
 
@@ -61,6 +63,12 @@ impl Sizes {
         [self.channels, self.out_channels].map(|channels| (channels / self.groups) as usize)
     }
 
+    /// Dimensions of the weight, the densest first.
+    fn weight_shape(&self) -> [u64; 3] {
+        let taps = u64::from(self.kernel[0]) * u64::from(self.kernel[1]);
+        [u64::from(self.channels), taps, u64::from(self.out_channels)]
+    }
+
     /// Whether groups have so few channels that each result is a sum of its own.
     fn is_direct(&self) -> bool {
         self.groups > 1 && self.group_channels().iter().any(|&channels| channels < 8)
@@ -114,6 +122,9 @@ pub fn forward(
         return Ok(y);
     }
     let (to, from, weights, bias) = (address(op, &y)?, address(op, x)?, address(op, weight)?, optional(op, bias)?);
+    if hopper::forward(op, gpu, &sizes, &y, [from, weights, bias])? {
+        return Ok(y);
+    }
     let (pixels, out) = (sizes.pixels(), sizes.out_channels as usize);
     let blocks = |rows: usize, columns: usize| pixels.div_ceil(rows) * out.div_ceil(columns);
     let tile = |name, rows, columns, shared| Tile { name, rows, columns, shared };
@@ -168,6 +179,9 @@ pub fn grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weigh
         return Ok(dx);
     }
     let (to, from, weights) = (address(op, &dx)?, address(op, grad)?, address(op, weight)?);
+    if hopper::grad_input(op, gpu, &sizes, &dx, [from, weights])? {
+        return Ok(dx);
+    }
     let (pixels, channels) = (sizes.phase_pixels(), sizes.channels as usize);
     let sides = [sizes.channels, sizes.out_channels];
     let blocks = |rows: usize, columns: usize| pixels.div_ceil(rows) * channels.div_ceil(columns);
@@ -226,6 +240,9 @@ pub fn grad_weight(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, x]: 
         return Ok(dw);
     }
     let (to, from, images) = (address(op, &dw)?, address(op, grad)?, address(op, x)?);
+    if hopper::grad_weight(op, gpu, &sizes, &dw, [from, images])? {
+        return Ok(dw);
+    }
     let (pixels, window, out) = (sizes.pixels(), sizes.window(), sizes.out_channels as usize);
     let sides = [sizes.channels, sizes.out_channels];
     let columns = (sizes.channels / sizes.groups) * sizes.kernel[0] * sizes.kernel[1];

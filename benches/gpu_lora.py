@@ -1,0 +1,141 @@
+"""A frozen linear layer with LoRA on a GPU, forward and backward, and the LoRA backward alone.
+
+python benches/gpu_lora.py [--only bf16]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import gpu_timing
+from gpu_timing import DTYPES, Machine
+
+import trainable_candle as tc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True)
+class Case:
+    """A square layer of this width on so many rows."""
+
+    dtype: str
+    rows: int
+    width: int
+    rank: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.dtype} {self.rows} x {self.width}, rank {self.rank}"
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "f32" else 2
+
+    @property
+    def layer(self) -> tuple[float, float]:
+        """Operations and bytes of forward and backward: x, W, y; g, W, dx, and x again."""
+        m, h, r = self.rows, self.width, self.rank
+        operations = 2 * (2 * m * h * h) + 6 * (2 * m * h * r)
+        return operations, self.itemsize * (5 * m * h + 2 * h * h)
+
+    @property
+    def backward(self) -> tuple[float, float]:
+        """Operations and bytes of the two gradients: g and x once."""
+        m, h, r = self.rows, self.width, self.rank
+        return 4 * (2 * m * h * r), self.itemsize * 2 * m * h
+
+
+CASES = [
+    Case("f32", 1024, 768, 16),
+    Case("f32", 1024, 2048, 16),
+    Case("bf16", 1024, 768, 16),
+    Case("bf16", 1024, 2048, 16),
+    Case("bf16", 4096, 1280, 32),
+    Case("bf16", 4096, 3072, 16),
+    Case("bf16", 16384, 3072, 32),
+]
+
+
+def ours(case: Case, device: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The layer's step, and the LoRA backward alone."""
+
+    def random(*shape: int) -> tc.Tensor:
+        return tc.randn(shape, device=device).to(case.dtype)
+
+    rows, width, rank = case.rows, case.width, case.rank
+    layer = tc.nn.LoRALinear(random(width, width) * 0.02, rank, rank / 2)
+    for var in layer.get_vars():
+        var.set(tc.randn(var.shape, device=device) * 0.02)
+    x, grad = tc.Var(random(rows, width)), random(rows, width)
+    down, up = (var.detach().to(case.dtype) for var in layer.get_vars())
+    value = x.detach()
+
+    def step() -> tc.Tensor:
+        y = layer(x)
+        y.backward(grad)
+        return y
+
+    def backward() -> tuple[tc.Tensor, tc.Tensor]:
+        return tc.lora_backward(grad, value, down, up, 0.5)
+
+    return step, backward
+
+
+def theirs(torch: Any, case: Case) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    linear = torch.nn.functional.linear
+    dtype, rows, width, rank = getattr(torch, DTYPES[case.dtype]), case.rows, case.width, case.rank
+
+    def random(*shape: int) -> Any:
+        return torch.randn(shape, device="cuda", dtype=dtype)
+
+    weight, grad = random(width, width) * 0.02, random(rows, width)
+    x = random(rows, width).requires_grad_()
+    a = (random(rank, width) * 0.02).requires_grad_()
+    b = (random(width, rank) * 0.02).requires_grad_()
+    down, up, value = a.detach(), b.detach(), x.detach()
+
+    def step() -> None:
+        (linear(x, weight) + linear(linear(x, a), b) * 0.5).backward(grad)
+
+    def backward() -> Any:
+        back = grad @ up
+        return back.t() @ value * 0.5, grad.t() @ (value @ down.t()) * 0.5
+
+    return step, backward
+
+
+def run(case: Case, machine: Machine) -> None:
+    device, seconds = machine.device, machine.seconds
+    gpu_timing.fresh(device)
+    names, floors = ("layer", "backward alone"), (case.layer, case.backward)
+    our_sides = ours(case, device)
+    their_sides = theirs(machine.torch, case) if machine.torch else (None, None)
+    for name, call, other, work in zip(names, our_sides, their_sides, floors, strict=True):
+        plain = gpu_timing.timed(call, device, seconds)
+        graph = gpu_timing.timed(gpu_timing.captured(call, device), device, seconds)
+        torch = None if other is None else gpu_timing.torch_timed(machine.torch, other, seconds)
+        times = gpu_timing.milliseconds(
+            ours=graph,
+            ours_without_graph=plain,
+            torch_eager=torch,
+            floor=machine.floor(case.dtype, *work),
+        )
+        ratio = f", ours/torch {graph / torch:.2f}" if torch else ""
+        print(f"{case.title}, {name}: {times}{ratio}", flush=True)
+
+
+def main() -> None:
+    options = gpu_timing.parser(__doc__).parse_args()
+    machine = gpu_timing.start(options)
+    for case in CASES:
+        if options.only in case.title:
+            run(case, machine)
+            if options.profile:
+                gpu_timing.profiled(ours(case, machine.device)[0], machine.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Single operations of SDXL on a GPU in bf16, forward and backward, at the sizes of 1024 x 1024 px.
+
+python benches/gpu_ops.py [--only attention] [--profile]
+
+Norms and convolutions are frozen, as under LoRA: their input alone gets a gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import gpu_timing
+from gpu_timing import DTYPES, Machine
+
+import trainable_candle as tc
+from trainable_candle.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Operation = Callable[..., Any]
+
+DTYPE = "bf16"
+BYTES = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation on inputs; the first `trained` get gradients.
+
+    `ours` takes images with the channels last; torch gets them as (B, C, H, W) in its memory
+    format of channels last.
+    """
+
+    title: str
+    shapes: list[tuple[int, ...]]
+    ours: Operation
+    theirs: Operation
+    flops: float
+    """Of forward and backward."""
+    passes: float
+    """How often the first input's bytes are read or written, at least."""
+    trained: int = 1
+    images: bool = False
+
+    @property
+    def moved(self) -> float:
+        first = BYTES * self.passes
+        for size in self.shapes[0]:
+            first *= size
+        return first
+
+
+def convolution(image: tuple[int, int, int], out: int, kernel: int, stride: int = 1) -> Case:
+    """Over one image (height, width, channels)."""
+    height, width, channels = image
+    options = {"stride": stride, "padding": kernel // 2}
+    flops = 2 * height * width // stride**2 * channels * out * kernel**2
+    what = f"{channels}->{out} {kernel}x{kernel}{' stride 2' if stride == 2 else ''}"
+    return Case(
+        f"conv2d {what} at {height}x{width}",
+        [(1, *image), (out, kernel, kernel, channels)],
+        partial(functional.conv2d, **options, channels_last=True),
+        lambda torch, x, w: torch.nn.functional.conv2d(x, w, **options),
+        flops=2 * flops,
+        passes=2 * (1 + out / channels / stride**2),
+        images=True,
+    )
+
+
+def attention(heads: int, tokens: int, keys: int, dim: int = 64) -> Case:
+    flops = 4 * heads * tokens * keys * dim
+    return Case(
+        f"attention {heads} x {tokens} over {keys} x {dim}",
+        [(1, heads, tokens, dim), (1, heads, keys, dim), (1, heads, keys, dim)],
+        functional.scaled_dot_product_attention,
+        lambda torch, *x: torch.nn.functional.scaled_dot_product_attention(*x),
+        flops=3.5 * flops,
+        passes=4 * (1 + keys / tokens),
+        trained=3,
+    )
+
+
+def geglu(torch: Any, x: Any) -> Any:
+    hidden, gate = x.chunk(2, dim=-1)
+    return hidden * torch.nn.functional.gelu(gate)
+
+
+def norms() -> list[Case]:
+    made = []
+    for tokens, width in ((4096, 640), (1024, 1280)):
+        made.append(
+            Case(
+                f"layer norm {tokens} x {width}",
+                [(1, tokens, width), (width,), (width,)],
+                partial(layer_norm, width),
+                partial(torch_layer_norm, width),
+                flops=0,
+                passes=5,
+            )
+        )
+        made.append(
+            Case(
+                f"GEGLU {tokens} x 2 x {4 * width}",
+                [(1, tokens, 8 * width)],
+                functional.geglu,
+                geglu,
+                flops=0,
+                passes=4,
+            )
+        )
+    for side, width in ((128, 320), (64, 640), (32, 1280), (32, 2560)):
+        made.append(
+            Case(
+                f"group norm + SiLU {width} at {side}x{side}",
+                [(1, side, side, width), (width,), (width,)],
+                partial(group_norm_silu, 32),
+                lambda torch, x, w, b: torch.nn.functional.silu(
+                    torch.nn.functional.group_norm(x, 32, w, b)
+                ),
+                flops=0,
+                passes=5,
+                images=True,
+            )
+        )
+    return made
+
+
+def layer_norm(width: int, x: Any, w: Any, b: Any) -> Any:
+    return functional.layer_norm(x, width, w, b)
+
+
+def torch_layer_norm(width: int, torch: Any, x: Any, w: Any, b: Any) -> Any:
+    return torch.nn.functional.layer_norm(x, (width,), w, b)
+
+
+def group_norm_silu(groups: int, x: Any, w: Any, b: Any) -> Any:
+    return functional.group_norm_silu(x, groups, w, b, channels_last=True)
+
+
+def cases() -> list[Case]:
+    return [
+        attention(10, 4096, 4096),
+        attention(20, 1024, 1024),
+        attention(10, 4096, 77),
+        attention(20, 1024, 77),
+        attention(24, 4608, 4608, 128),
+        convolution((128, 128, 4), 320, 3),
+        convolution((128, 128, 320), 320, 3),
+        convolution((128, 128, 640), 320, 3),
+        convolution((128, 128, 320), 320, 3, 2),
+        convolution((64, 64, 640), 640, 3),
+        convolution((64, 64, 1280), 640, 3),
+        convolution((32, 32, 1280), 1280, 3),
+        convolution((32, 32, 2560), 1280, 3),
+        convolution((32, 32, 2560), 1280, 1),
+        convolution((128, 128, 320), 4, 3),
+        *norms(),
+    ]
+
+
+def our_side(case: Case, device: str) -> Callable[[], Any]:
+    def random(*shape: int) -> tc.Tensor:
+        return (tc.randn(shape, device=device) * 0.5).to(DTYPE)
+
+    leaves = [tc.Var(random(*shape)) for shape in case.shapes[: case.trained]]
+    inputs = [*leaves, *(random(*shape) for shape in case.shapes[case.trained :])]
+    grad = random(*case.ours(*inputs).shape)
+
+    def step() -> Any:
+        for leaf in leaves:
+            leaf.zero_grad()
+        y = case.ours(*inputs)
+        y.backward(grad)
+        return y
+
+    return step
+
+
+def torch_side(torch: Any, case: Case) -> Callable[[], Any]:
+    dtype = getattr(torch, DTYPES[DTYPE])
+
+    def random(shape: tuple[int, ...]) -> Any:
+        x = torch.randn(shape, device="cuda", dtype=dtype) * 0.5
+        if case.images and len(shape) == 4:
+            x = x.permute(0, 3, 1, 2)
+        return x.detach()
+
+    values = [random(shape) for shape in case.shapes]
+    for leaf in values[: case.trained]:
+        leaf.requires_grad_()
+    grad = torch.randn_like(case.theirs(torch, *values))
+
+    def step() -> None:
+        for leaf in values[: case.trained]:
+            leaf.grad = None
+        case.theirs(torch, *values).backward(grad)
+
+    return step
+
+
+def main() -> None:
+    options = gpu_timing.parser(__doc__).parse_args()
+    machine = gpu_timing.start(options)
+    for case in cases():
+        if options.only in case.title:
+            run(case, machine, profile=options.profile)
+
+
+def run(case: Case, machine: Machine, *, profile: bool) -> None:
+    device, seconds = machine.device, machine.seconds
+    step = our_side(case, device)
+    plain = gpu_timing.timed(step, device, seconds)
+    graph = gpu_timing.timed(gpu_timing.captured(step, device), device, seconds)
+    torch = None
+    if machine.torch is not None:
+        torch = gpu_timing.torch_timed(machine.torch, torch_side(machine.torch, case), seconds)
+    times = gpu_timing.milliseconds(
+        ours=graph,
+        ours_without_graph=plain,
+        torch_eager=torch,
+        floor=machine.floor(DTYPE, case.flops, case.moved),
+    )
+    ratio = f", ours/torch {graph / torch:.2f}" if torch else ""
+    print(f"{case.title}: {times}{ratio}", flush=True)
+    if profile:
+        gpu_timing.profiled(step, device)
+
+
+if __name__ == "__main__":
+    main()

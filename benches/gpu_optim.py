@@ -1,0 +1,119 @@
+"""Optimizers on a GPU: AdamW8bit over 268 M parameters, AdamW with clipping over 23 M.
+
+python benches/gpu_optim.py
+
+The second is what a LoRA of rank 16 on SDXL's attention has, in as many tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import gpu_timing
+from gpu_timing import Machine
+
+import trainable_candle as tc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LARGE = 1 << 28
+# Widths of SDXL's transformers, and how many blocks there are of each.
+BLOCKS, CONTEXT, RANK = {640: 10, 1280: 60}, 2048, 16
+
+
+def adapter_shapes() -> list[tuple[int, int]]:
+    """The factors of a LoRA on SDXL's attention."""
+    shapes = []
+    for width, count in BLOCKS.items():
+        for inputs in [width] * 6 + [CONTEXT] * 2:
+            shapes += [(RANK, inputs), (width, RANK)] * count
+    return shapes
+
+
+def our_vars(shapes: list[tuple[int, ...]], device: str) -> list[tc.Var]:
+    made = [tc.Var(tc.randn(shape, device=device) * 0.02) for shape in shapes]
+    for var in made:
+        var.grad = tc.randn(var.shape, device=device) * 1e-3
+    return made
+
+
+def torch_parameters(torch: Any, shapes: list[tuple[int, ...]]) -> list[Any]:
+    made = [torch.nn.Parameter(torch.randn(shape, device="cuda") * 0.02) for shape in shapes]
+    for parameter in made:
+        parameter.grad = torch.randn_like(parameter) * 1e-3
+    return made
+
+
+def eight_bit(machine: Machine) -> None:
+    """AdamW8bit: gradient, parameter and two states of a byte, read and written."""
+    device = machine.device
+    optimizer = tc.optim.AdamW8bit(our_vars([(LARGE,)], device), lr=1e-4, weight_decay=0.01)
+    sides: dict[str, float] = {"ours": gpu_timing.timed(optimizer.step, device, machine.seconds)}
+    del optimizer
+    gpu_timing.fresh(device)
+    if machine.torch is not None:
+        torch = machine.torch
+        parameters = torch_parameters(torch, [(LARGE,)])
+        fused = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+        sides["torch_fused_f32"] = gpu_timing.torch_timed(torch, fused.step, machine.seconds)
+        del fused
+        try:
+            import bitsandbytes  # noqa: PLC0415 - optional
+        except ImportError:
+            print("bitsandbytes is not there")
+        else:
+            theirs = bitsandbytes.optim.AdamW8bit(parameters, lr=1e-4)
+            sides["bitsandbytes"] = gpu_timing.torch_timed(torch, theirs.step, machine.seconds)
+            del theirs
+        del parameters
+        gpu_timing.fresh(device)
+    sides["floor"] = machine.floor("f32", 0, LARGE * (4 + 8 + 4))
+    print(f"AdamW8bit, 268 M parameters: {gpu_timing.milliseconds(**sides)}", flush=True)
+
+
+def clipped(machine: Machine) -> None:
+    """The norm of all gradients, clipping and AdamW: gradients twice, values and states once."""
+    device, shapes = machine.device, adapter_shapes()
+    parameters = our_vars([*shapes], device)
+    optimizer = tc.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01)
+
+    def step() -> Any:
+        norm = tc.optim.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        return norm
+
+    sides: dict[str, float] = {"ours": gpu_timing.timed(step, device, machine.seconds)}
+    if machine.torch is not None:
+        sides["torch_fused"] = torch_clipped(machine, shapes)
+    count = sum(rows * columns for rows, columns in shapes)
+    sides["floor"] = machine.floor("f32", 0, count * (4 + 4 + 6 * 4))
+    what = f"AdamW and clipping, {count / 1e6:.0f} M parameters in {len(shapes)} tensors"
+    print(f"{what}: {gpu_timing.milliseconds(**sides)}", flush=True)
+
+
+def torch_clipped(machine: Machine, shapes: list[tuple[int, int]]) -> float:
+    torch = machine.torch
+    assert torch is not None
+    parameters = torch_parameters(torch, [*shapes])
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    return gpu_timing.torch_timed(torch, step, machine.seconds)
+
+
+def main() -> None:
+    options = gpu_timing.parser(__doc__).parse_args()
+    machine = gpu_timing.start(options)
+    cases: dict[str, Callable[[Machine], None]] = {"AdamW8bit": eight_bit, "AdamW": clipped}
+    for title, case in cases.items():
+        if options.only in title:
+            gpu_timing.fresh(machine.device)
+            case(machine)
+
+
+if __name__ == "__main__":
+    main()

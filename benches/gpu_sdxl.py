@@ -1,0 +1,173 @@
+"""A LoRA step of the full-size SDXL UNet on a GPU: 1024 x 1024 px, bf16 base of random weights.
+
+python benches/gpu_sdxl.py [--only "batch 1"] [--profile]
+
+A step is forward, mean squared error, backward, AdamW, with f32 LoRA of rank 16 on the attention.
+Ours is timed as it is and as a CUDA graph; torch runs it in eager mode under autocast.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import gpu_timing
+from gpu_timing import GIB, Machine
+
+import trainable_candle as tc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RANK, LATENT, TOKENS = 16, 128, 77
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
+# Operations of one picture's forward pass: linear layers and convolutions, attention.
+DENSE, ATTENTION = 5.977e12, 0.784e12
+
+
+@dataclass(frozen=True)
+class Case:
+    """Names follow the settings of a run."""
+
+    batch: int
+    checkpointing: bool
+    optimizer: str
+
+    @property
+    def title(self) -> str:
+        kept = "full checkpointing" if self.checkpointing else "no checkpointing"
+        return f"batch {self.batch}, {kept}, {self.optimizer}"
+
+    @property
+    def flops(self) -> float:
+        """The frozen layers' backward is one product each, that of attention two and a half."""
+        forward = DENSE + ATTENTION
+        backward = DENSE + 2.5 * ATTENTION
+        return self.batch * (backward + forward * (2 if self.checkpointing else 1))
+
+
+CASES = [Case(1, False, "adamw"), Case(1, True, "adamw8bit"), Case(4, False, "adamw")]
+
+
+def ours(case: Case, device: str) -> Callable[[], tc.Tensor]:
+    tc.manual_seed(0)
+    model = tc.models.SDXLUNet.from_config(dtype="bf16", device=device)
+    if case.checkpointing:
+        model.enable_gradient_checkpointing("full")
+    adapter = model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS))
+    kinds: dict[str, Any] = {"adamw": tc.optim.AdamW, "adamw8bit": tc.optim.AdamW8bit}
+    optimizer = kinds[case.optimizer](adapter.parameters(), lr=1e-4)
+    count = case.batch
+
+    def random(*shape: int) -> tc.Tensor:
+        return tc.randn((count, *shape), device=device).to("bf16")
+
+    sample, text, pooled = random(4, LATENT, LATENT), random(TOKENS, 2048), random(1280)
+    target = tc.randn((count, 4, LATENT, LATENT), device=device)
+    times = tc.full((count,), 500.0, device=device)
+    sizes = tc.full((count, 6), 1024.0, device=device)
+
+    def step() -> tc.Tensor:
+        found = model(sample, times, text, text_embeds=pooled, time_ids=sizes)
+        loss = tc.nn.functional.mse_loss(found.to("f32"), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def theirs(torch: Any, case: Case) -> Callable[[], object]:
+    import torch_sdxl  # noqa: PLC0415 - torch is optional
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = torch_sdxl.UNet()
+        torch.set_default_dtype(torch.float32)
+        parameters = torch_sdxl.with_lora(model, RANK)
+        model.checkpointing = case.checkpointing
+        count, half = case.batch, {"dtype": torch.bfloat16}
+        sample = torch.randn(count, 4, LATENT, LATENT, **half)
+        text, pooled = torch.randn(count, TOKENS, 2048, **half), torch.randn(count, 1280, **half)
+        target = torch.randn(count, 4, LATENT, LATENT)
+        times, sizes = torch.full((count,), 500.0), torch.full((count, 6), 1024.0)
+    optimizer = torch_optimizer(torch, parameters, case.optimizer)
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            found = model(sample, times, text, pooled, sizes)
+        torch.nn.functional.mse_loss(found.float(), target).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def torch_optimizer(torch: Any, parameters: list[Any], kind: str) -> Any:
+    if kind == "adamw8bit":
+        try:
+            import bitsandbytes  # noqa: PLC0415 - optional
+
+            return bitsandbytes.optim.AdamW8bit(parameters, lr=1e-4)
+        except ImportError:
+            print("bitsandbytes is not there: torch takes its fused AdamW")
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def run(case: Case, machine: Machine, *, profile: bool) -> None:
+    device = machine.device
+    gpu_timing.fresh(device)
+    step = ours(case, device)
+    started = time.perf_counter()
+    step().item()
+    first = time.perf_counter() - started
+    if profile:
+        gpu_timing.profiled(step, device)
+    eager = gpu_timing.timed(step, device, machine.seconds)
+    peak = tc.cuda.memory_stats(device)["peak_allocated"]
+    with tc.cuda.profile(device) as launches:
+        step()
+    graph = gpu_timing.captured(step, device)
+    recorded = gpu_timing.timed(graph, device, machine.seconds)
+    tc.cuda.empty_cache(device)
+    held = tc.cuda.memory_stats(device)["reserved"]
+    floor = machine.floor("bf16", case.flops, 0)
+    times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
+    print(
+        f"{case.title}: {times}; "
+        f"peak {peak / GIB:.2f} GiB, as a graph {held / GIB:.2f}; "
+        f"{launches.launches} launches, kernels {launches.milliseconds:.1f} ms; "
+        f"first step {first:.1f} s",
+        flush=True,
+    )
+    del step, graph
+    gc.collect()
+    gpu_timing.fresh(device)
+    if machine.torch is not None:
+        torch = machine.torch
+        their_step = theirs(torch, case)
+        seconds = gpu_timing.torch_timed(torch, their_step, machine.seconds)
+        allocated = torch.cuda.max_memory_allocated() / GIB
+        ratio = recorded / seconds
+        times = gpu_timing.milliseconds(torch_eager=seconds)
+        print(f"  {times}; peak {allocated:.2f} GiB; ours/torch {ratio:.2f}", flush=True)
+        del their_step
+        gpu_timing.fresh(device)
+
+
+def main() -> None:
+    parser = gpu_timing.parser(__doc__)
+    parser.set_defaults(seconds=2.0)
+    options = parser.parse_args()
+    machine = gpu_timing.start(options)
+    for case in CASES:
+        if options.only in case.title:
+            run(case, machine, profile=options.profile)
+
+
+if __name__ == "__main__":
+    main()

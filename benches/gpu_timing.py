@@ -1,0 +1,154 @@
+"""What the benchmarks on a GPU share: timing by synchronised steps, torch beside us, floors.
+
+A floor is the larger of two times: arithmetic at the rate that a large product reaches, and bytes,
+each input read and each result written once, at the rate of a large copy. Both rates are measured
+at the start of each benchmark with this library, so they are those of the GPU at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import timing
+
+import trainable_candle as tc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GIB = 2**30
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The GPU, what it reaches, and torch if it is there."""
+
+    device: str
+    flops: dict[str, float]
+    """Operations a second of a large product, by dtype."""
+    bandwidth: float
+    """Bytes a second of a large copy, read and written."""
+    torch: Any | None
+    seconds: float
+    """How long a case may be timed."""
+
+    def floor(self, dtype: str, flops: float, moved: float) -> float:
+        """The least seconds for so many operations, and bytes of memory read or written."""
+        return max(flops / self.flops[dtype], moved / self.bandwidth)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of what all benchmarks on a GPU take."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
+    parser.add_argument("--only", default="", help="run the cases whose title contains this")
+    parser.add_argument("--seconds", type=float, default=0.5, help="how long to time a case")
+    parser.add_argument("--no-torch", action="store_true", help="leave torch out")
+    parser.add_argument("--profile", action="store_true", help="where our time goes, by kernel")
+    return parser
+
+
+def start(options: argparse.Namespace) -> Machine:
+    """The machine, measured; says what runs."""
+    reason = tc.cuda.unavailable_reason()
+    if reason is not None:
+        raise SystemExit(f"no CUDA: {reason}")
+    tc.manual_seed(0)
+    torch = None if options.no_torch else timing.find_torch()
+    if torch is not None and not torch.cuda.is_available():
+        torch = None
+    device = options.device
+    print(f"trainable-candle {tc.__version__}, {device}, torch {torch and torch.__version__}")
+    flops = {dtype: product_rate(device, dtype) for dtype in DTYPES}
+    bandwidth = copy_rate(device)
+    rates = ", ".join(f"{dtype} {rate / 1e12:.0f} TFLOP/s" for dtype, rate in flops.items())
+    print(f"rates: {rates}, {bandwidth / 1e9:.0f} GB/s", flush=True)
+    fresh(device)
+    return Machine(device, flops, bandwidth, torch, options.seconds)
+
+
+def product_rate(device: str, dtype: str, size: int = 8192) -> float:
+    """Operations a second of a product of two square matrices of random numbers."""
+    a, b = (tc.randn((size, size), device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / timed(lambda: a @ b, device, 0.3)
+
+
+def copy_rate(device: str) -> float:
+    """Bytes a second of a copy of 2 GiB, read and written."""
+    source = tc.randn((1 << 29,), device=device)
+    return 2 * source.nbytes / timed(lambda: source * 1.0, device, 0.3)
+
+
+def fresh(device: str) -> None:
+    """Give back what earlier cases held, and count peaks anew."""
+    gc.collect()
+    tc.cuda.synchronize(device)
+    tc.cuda.empty_cache(device)
+    tc.cuda.reset_peak_memory_stats(device)
+    torch = timing.find_torch()
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def timed(call: Callable[[], object], device: str, seconds: float) -> float:
+    """Median seconds of a call with all that it queued; after three that are not counted.
+
+    Calls that are short for waiting after each are timed in groups.
+    """
+    return _median(call, lambda: tc.cuda.synchronize(device), seconds)
+
+
+def torch_timed(torch: Any, call: Callable[[], object], seconds: float) -> float:
+    """As `timed`, for torch."""
+    return _median(call, torch.cuda.synchronize, seconds)
+
+
+def _median(call: Callable[[], object], wait: Callable[[], object], seconds: float) -> float:
+    def run(count: int) -> float:
+        wait()
+        started = time.perf_counter()
+        for _ in range(count):
+            call()
+        wait()
+        return (time.perf_counter() - started) / count
+
+    run(3)
+    once = run(1)
+    inner = max(1, round(2e-3 / once))
+    rounds = min(max(5, round(seconds / (once * inner))), 200)
+    return statistics.median(run(inner) for _ in range(rounds))
+
+
+def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
+    """The call as a CUDA graph, which returns nothing: results would be copied."""
+
+    def run(_: tc.Tensor) -> None:
+        call()
+
+    unused = tc.zeros((1,), device=device)
+    graph = tc.cuda.capture(run, [unused])
+    return lambda: graph(unused)
+
+
+def milliseconds(**seconds: float | None) -> str:
+    """`name 1.234 ms` for each that there is."""
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value * 1e3:.3f} ms"
+        for name, value in seconds.items()
+        if value is not None
+    )
+
+
+def profiled(call: Callable[[], object], device: str, rows: int = 40) -> None:
+    """Print where the GPU's time goes in a call that is no graph."""
+    call()
+    with tc.cuda.profile(device) as profile:
+        call()
+    print("\n".join(str(profile).splitlines()[: rows + 1]), flush=True)

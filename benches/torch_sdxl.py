@@ -1,0 +1,244 @@
+"""SDXL's UNet in plain torch with LoRA as peft puts it on, under diffusers' names: what ours races.
+
+It computes what diffusers' `UNet2DConditionModel` does, in eager mode, attention by torch's
+`scaled_dot_product_attention`; checkpointing is per residual block and per transformer block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+CHANNELS, DEPTHS, HEADS = (320, 640, 1280), (0, 2, 10), (5, 10, 20)
+CONTEXT, POOLED, SIZES, GROUPS = 2048, 1280, 256, 32
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer with f32 factors beside it, as peft's."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        device = base.weight.device
+        self.down = nn.Parameter(torch.randn(rank, base.in_features, device=device) / rank)
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
+
+    def forward(self, x: Any) -> Any:
+        low = functional.linear(functional.linear(x, self.down), self.up)
+        return self.base(x) + low
+
+
+class Resnet(nn.Module):
+    def __init__(self, channels: int, out: int, time: int) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(GROUPS, channels)
+        self.conv1 = nn.Conv2d(channels, out, 3, padding=1)
+        self.time_emb_proj = nn.Linear(time, out)
+        self.norm2 = nn.GroupNorm(GROUPS, out)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1)
+        self.conv_shortcut = nn.Conv2d(channels, out, 1) if channels != out else None
+
+    def forward(self, x: Any, time: Any) -> Any:
+        hidden = self.conv1(functional.silu(self.norm1(x)))
+        hidden = hidden + self.time_emb_proj(functional.silu(time))[:, :, None, None]
+        hidden = self.conv2(functional.silu(self.norm2(hidden)))
+        return hidden + (x if self.conv_shortcut is None else self.conv_shortcut(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, context: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_q = nn.Linear(dim, dim, bias=False)
+        self.to_k = nn.Linear(context, dim, bias=False)
+        self.to_v = nn.Linear(context, dim, bias=False)
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim)])
+
+    def forward(self, x: Any, context: Any) -> Any:
+        def split(y: Any) -> Any:
+            return y.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+        q, k, v = split(self.to_q(x)), split(self.to_k(context)), split(self.to_v(context))
+        mixed = functional.scaled_dot_product_attention(q, k, v)
+        return self.to_out[0](mixed.transpose(1, 2).flatten(2))
+
+
+class GEGLU(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(dim, 8 * dim)
+
+    def forward(self, x: Any) -> Any:
+        hidden, gate = self.proj(x).chunk(2, dim=-1)
+        return hidden * functional.gelu(gate)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([GEGLU(dim), nn.Identity(), nn.Linear(4 * dim, dim)])
+
+    def forward(self, x: Any) -> Any:
+        return self.net[2](self.net[0](x))
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, context: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attn1 = nn.LayerNorm(dim), Attention(dim, dim, heads)
+        self.norm2, self.attn2 = nn.LayerNorm(dim), Attention(dim, context, heads)
+        self.norm3, self.ff = nn.LayerNorm(dim), FeedForward(dim)
+
+    def forward(self, x: Any, context: Any) -> Any:
+        normed = self.norm1(x)
+        x = self.attn1(normed, normed) + x
+        x = self.attn2(self.norm2(x), context) + x
+        return self.ff(self.norm3(x)) + x
+
+
+class Transformer(nn.Module):
+    def __init__(self, dim: int, context: int, heads: int, depth: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(GROUPS, dim, eps=1e-6)
+        self.proj_in, self.proj_out = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        blocks = [Block(dim, context, heads) for _ in range(depth)]
+        self.transformer_blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Any, context: Any, call: Any) -> Any:
+        height, width = x.shape[2:]
+        tokens = self.proj_in(self.norm(x).flatten(2).transpose(1, 2))
+        for block in self.transformer_blocks:
+            tokens = call(block, tokens, context)
+        image = self.proj_out(tokens).transpose(1, 2).unflatten(2, (height, width))
+        return image + x
+
+
+class Sampler(nn.Module):
+    """Half the size, or twice."""
+
+    def __init__(self, channels: int, *, up: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=1 if up else 2, padding=1)
+        self.up = up
+
+    def forward(self, x: Any) -> Any:
+        return self.conv(functional.interpolate(x, scale_factor=2.0) if self.up else x)
+
+
+class Level(nn.Module):
+    """Residual blocks with transformers between them."""
+
+    def __init__(self, inputs: list[int], out: int, level: int, time: int, context: int) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList([Resnet(channels, out, time) for channels in inputs])
+        depth, count = DEPTHS[level], len(inputs)
+        if depth:
+            attentions = [Transformer(out, context, HEADS[level], depth) for _ in range(count)]
+            self.attentions = nn.ModuleList(attentions)
+
+
+class Mid(Level):
+    def __init__(self, channels: int, time: int, context: int) -> None:
+        super().__init__([channels, channels], channels, len(CHANNELS) - 1, time, context)
+        del self.attentions[1]
+
+
+class Embedding(nn.Module):
+    def __init__(self, inputs: int, dim: int) -> None:
+        super().__init__()
+        self.linear_1, self.linear_2 = nn.Linear(inputs, dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Any) -> Any:
+        return self.linear_2(functional.silu(self.linear_1(x)))
+
+
+def sinusoids(numbers: Any, dim: int) -> Any:
+    half = dim // 2
+    steps = torch.arange(half, device=numbers.device, dtype=torch.float32)
+    angles = numbers.float()[:, None] * torch.exp(-math.log(10_000.0) * steps / half)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+class UNet(nn.Module):
+    """SDXL's base model; `time_dim` is four times the first width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        time = 4 * CHANNELS[0]
+        self.conv_in = nn.Conv2d(4, CHANNELS[0], 3, padding=1)
+        self.time_embedding = Embedding(CHANNELS[0], time)
+        self.add_embedding = Embedding(POOLED + 6 * SIZES, time)
+        last = len(CHANNELS) - 1
+        downs, ups, skips, before = [], [], [CHANNELS[0]], CHANNELS[0]
+        for level, width in enumerate(CHANNELS):
+            block = Level([before, width], width, level, time, CONTEXT)
+            skips += [width, width]
+            if level < last:
+                block.downsamplers = nn.ModuleList([Sampler(width, up=False)])
+                skips.append(width)
+            downs.append(block)
+            before = width
+        for level in reversed(range(len(CHANNELS))):
+            width, inputs = CHANNELS[level], []
+            for _ in range(3):
+                inputs.append(before + skips.pop())
+                before = width
+            block = Level(inputs, width, level, time, CONTEXT)
+            if level:
+                block.upsamplers = nn.ModuleList([Sampler(width, up=True)])
+            ups.append(block)
+        self.down_blocks, self.up_blocks = nn.ModuleList(downs), nn.ModuleList(ups)
+        self.mid_block = Mid(CHANNELS[-1], time, CONTEXT)
+        self.conv_norm_out = nn.GroupNorm(GROUPS, CHANNELS[0])
+        self.conv_out = nn.Conv2d(CHANNELS[0], 4, 3, padding=1)
+        self.checkpointing = False
+
+    def call(self, module: Any, *inputs: Any) -> Any:
+        if self.checkpointing:
+            return checkpoint(module, *inputs, use_reentrant=False)
+        return module(*inputs)
+
+    def run(self, block: Any, number: int, x: Any, time: Any, context: Any) -> Any:
+        x = self.call(block.resnets[number], x, time)
+        if hasattr(block, "attentions") and number < len(block.attentions):
+            x = block.attentions[number](x, context, self.call)
+        return x
+
+    def forward(self, sample: Any, timestep: Any, context: Any, pooled: Any, ids: Any) -> Any:
+        dtype = self.conv_in.weight.dtype
+        time = self.time_embedding(sinusoids(timestep, CHANNELS[0]).to(dtype))
+        sizes = sinusoids(ids.flatten(), SIZES).reshape(len(sample), -1)
+        time = time + self.add_embedding(torch.cat([pooled.float(), sizes], -1).to(dtype))
+        x = self.conv_in(sample)
+        skips = [x]
+        for block in self.down_blocks:
+            for number in range(2):
+                x = self.run(block, number, x, time, context)
+                skips.append(x)
+            if hasattr(block, "downsamplers"):
+                x = block.downsamplers[0](x)
+                skips.append(x)
+        x = self.run(self.mid_block, 0, x, time, context)
+        x = self.run(self.mid_block, 1, x, time, context)
+        for block in self.up_blocks:
+            for number in range(3):
+                x = torch.cat([x, skips.pop()], dim=1)
+                x = self.run(block, number, x, time, context)
+            if hasattr(block, "upsamplers"):
+                x = block.upsamplers[0](x)
+        return self.conv_out(functional.silu(self.conv_norm_out(x)))
+
+
+def with_lora(model: UNet, rank: int) -> list[Any]:
+    """Freeze the model and put LoRA on its attention; returns the factors."""
+    model.requires_grad_(False)
+    for attention in [m for m in model.modules() if isinstance(m, Attention)]:
+        for name in ("to_q", "to_k", "to_v"):
+            setattr(attention, name, LoRALinear(getattr(attention, name), rank))
+        attention.to_out[0] = LoRALinear(attention.to_out[0], rank)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

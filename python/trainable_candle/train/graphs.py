@@ -1,0 +1,58 @@
+"""Forward and backward passes as CUDA graphs: recorded once for each shape, then replayed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import trainable_candle as tc
+from trainable_candle.errors import OutOfMemoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
+    from trainable_candle import Tensor
+
+    Inputs = Mapping[str, Tensor]
+
+
+class PassGraphs:
+    """Runs passes; from its second time on, one of a shape is a CUDA graph (`tc.cuda.capture`).
+
+    When there is no memory for a graph, they are all dropped and none is recorded any more.
+
+    Args:
+        run: a pass; from tensors by name, and whether it is the first of a step, to a tensor.
+        keep: how many graphs are kept, those used last; 0 records nothing.
+    """
+
+    def __init__(self, run: Callable[[Inputs, bool], Tensor], keep: int) -> None:
+        self._run = run
+        self._keep = keep
+        self._captured: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+
+    def __call__(self, inputs: Inputs, first: bool) -> Tensor:
+        """The result for these inputs."""
+        if not self._keep:
+            return self._run(inputs, first)
+        shapes = tuple((name, tensor.shape, str(tensor.dtype)) for name, tensor in inputs.items())
+        key = (shapes, first)
+        try:
+            captured = self._captured.pop(key, None) or self._capture(inputs, first)
+            result: Tensor = captured(*inputs.values())
+        except OutOfMemoryError:
+            self._captured.clear()
+            self._keep = 0
+            return self._run(inputs, first)
+        self._captured[key] = captured
+        while len(self._captured) > self._keep:
+            self._captured.popitem(last=False)
+        return result
+
+    def _capture(self, inputs: Inputs, first: bool) -> Callable[..., Any]:
+        names = list(inputs)
+
+        def run(*tensors: Tensor) -> Tensor:
+            return self._run(dict(zip(names, tensors, strict=True)), first)
+
+        return tc.cuda.capture(run, list(inputs.values()))

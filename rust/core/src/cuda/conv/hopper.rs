@@ -1,0 +1,426 @@
+//! Convolution on compute capability 9.0, whose copy engine finds the windows: what `conv_hopper.cu` asks for.
+
+use std::ffi::c_void;
+use std::mem::MaybeUninit;
+
+use candle_core::DType;
+use candle_core::cuda_backend::cudarc::driver::DriverError;
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUresult, CUtensorMap, CUtensorMapDataType_enum as Element, CUtensorMapFloatOOBfill_enum as Outside,
+    CUtensorMapInterleave_enum as Interleave, CUtensorMapL2promotion_enum as Promotion,
+    CUtensorMapSwizzle_enum as Swizzle, cuTensorMapEncodeIm2col, cuTensorMapEncodeTiled,
+};
+use trainable_candle_cuda::modules::CONV_HOPPER;
+
+use super::{BLOCKS, STEP, Sizes, splits, sum_parts};
+use crate::cuda::gpu::{Gpu, driver_error};
+use crate::cuda::launch::{Address, Shape, accumulator, address, empty, launch, optional, suffix};
+use crate::{Error, Raw, Result};
+
+/// Threads of a block: two groups that multiply, one that copies.
+const THREADS: u32 = 384;
+/// More parts of a sum gain nothing.
+const MOST_SPLITS: usize = 32;
+/// Bytes that the sum of the parts moves in a microsecond.
+const SUM_RATE: f64 = 3e6;
+
+/// `Conv2dMaps` of the kernels.
+#[repr(C)]
+struct Maps {
+    dense: CUtensorMap,
+    windows: [CUtensorMap; 4],
+}
+
+/// A name, and the shared memory that it asks for.
+type Kernel = (&'static str, u32);
+
+/// The tiles that the forward pass and the gradient of the input have kernels for.
+struct Tile {
+    rows: usize,
+    columns: usize,
+    /// Microseconds of a step.
+    cost: f64,
+    forward: Kernel,
+    grad_input: Kernel,
+}
+
+static TILES: [Tile; 4] = [
+    Tile {
+        rows: 256,
+        columns: 160,
+        cost: 1.0,
+        forward: ("conv2d_forward_hopper_m256n160", 213_120),
+        grad_input: ("conv2d_grad_input_hopper_m256n160", 229_504),
+    },
+    Tile {
+        rows: 256,
+        columns: 128,
+        cost: 0.97,
+        forward: ("conv2d_forward_hopper_m256n128", 196_736),
+        grad_input: ("conv2d_grad_input_hopper_m256n128", 196_736),
+    },
+    Tile {
+        rows: 128,
+        columns: 160,
+        cost: 0.82,
+        forward: ("conv2d_forward_hopper_m128n160", 221_312),
+        grad_input: ("conv2d_grad_input_hopper_m128n160", 204_928),
+    },
+    Tile {
+        rows: 128,
+        columns: 128,
+        cost: 0.75,
+        forward: ("conv2d_forward_hopper_m128n128", 196_736),
+        grad_input: ("conv2d_grad_input_hopper_m128n128", 196_736),
+    },
+];
+
+/// A tile, and into how many parts each sum is split.
+struct Plan {
+    tile: &'static Tile,
+    blocks: usize,
+    splits: usize,
+}
+
+impl Plan {
+    /// The one of least estimated time for `phases` matrices of (`pixels`, `results`), each a sum of `steps` steps.
+    fn of(phases: usize, pixels: usize, results: usize, steps: usize) -> Self {
+        let mut best: Option<(f64, Self)> = None;
+        for tile in &TILES {
+            let blocks = pixels.div_ceil(2 * tile.rows) * 2 * results.div_ceil(tile.columns);
+            for splits in 1..=steps.clamp(1, MOST_SPLITS) {
+                let rounds = (blocks * phases * splits).div_ceil(BLOCKS);
+                let products = (rounds * steps.div_ceil(splits)) as f64 * tile.cost;
+                let moved = if splits > 1 { (splits + 1) * 4 * phases * pixels * results } else { 0 };
+                let time = products + moved as f64 / SUM_RATE;
+                if best.as_ref().is_none_or(|(least, _)| time < *least) {
+                    best = Some((time, Self { tile, blocks, splits }));
+                }
+            }
+        }
+        // There are tiles, and at least one number of splits.
+        best.map_or(Self { tile: &TILES[0], blocks: 0, splits: 1 }, |(_, plan)| plan)
+    }
+}
+
+/// How the copy engine walks over the pixels of an image; pairs are (height, width).
+#[derive(Clone, Copy)]
+struct Windows {
+    /// The first place, and how far before the image's end the last lies.
+    lower: [i64; 2],
+    upper: [i64; 2],
+    /// Pixels from one place to the next.
+    stride: [u32; 2],
+}
+
+/// One direction of the gradient of the input, as `grad_input_axis` of the kernels: the pixels of a phase, the places of the kernel
+/// that they meet, the first place's pixel of the result, and the way to the next.
+#[derive(Clone, Copy)]
+struct Axis {
+    pixels: i64,
+    taps: i64,
+    origin: i64,
+    step: i64,
+}
+
+impl Sizes {
+    fn windows(&self) -> Windows {
+        let corner = |i: usize| {
+            let padding = i64::from(self.padding[i]);
+            (-padding, padding - i64::from(self.dilation[i]) * (i64::from(self.kernel[i]) - 1))
+        };
+        let [(y, end_y), (x, end_x)] = [corner(0), corner(1)];
+        Windows { lower: [y, x], upper: [end_y, end_x], stride: self.stride }
+    }
+
+    fn grad_input_axis(&self, i: usize, phase: u32) -> Axis {
+        let [size, kernel, stride, padding, dilation] =
+            [self.input[i], self.kernel[i], self.stride[i], self.padding[i], self.dilation[i]].map(i64::from);
+        let phase = i64::from(phase);
+        let pixels = if phase < size { (size - phase + stride - 1) / stride } else { 0 };
+        let every = (1..=stride).find(|every| every * dilation % stride == 0).unwrap_or(stride);
+        let first = (0..every).find(|first| (phase + padding - first * dilation) % stride == 0);
+        match first.filter(|&first| first < kernel) {
+            Some(first) => Axis {
+                pixels,
+                taps: (kernel - first + every - 1) / every,
+                origin: (phase + padding - first * dilation) / stride,
+                step: -(every * dilation / stride),
+            },
+            None => Axis { pixels, taps: 0, origin: 0, step: 0 },
+        }
+    }
+
+    /// Height and width of a phase of the gradient of the input.
+    fn grad_input_axes(&self, phase: u32) -> [Axis; 2] {
+        [self.grad_input_axis(0, phase / self.stride[1]), self.grad_input_axis(1, phase % self.stride[1])]
+    }
+
+    /// The walk over the gradient of the result for a phase, if there is anything to walk over.
+    fn grad_windows(&self, phase: u32) -> Option<Windows> {
+        let axes = self.grad_input_axes(phase);
+        if axes.iter().any(|axis| axis.pixels == 0 || axis.taps == 0) {
+            return None;
+        }
+        let lower = axes.map(|axis| axis.origin + (axis.taps - 1) * axis.step);
+        let upper = [0, 1].map(|i| lower[i] + axes[i].pixels - i64::from(self.output[i]));
+        Some(Windows { lower, upper, stride: [1, 1] })
+    }
+
+    /// Whether the copy engine's descriptions hold the corners and the distances of the taps.
+    fn fit_in_maps(&self, windows: impl IntoIterator<Item = Windows>) -> bool {
+        let corner = |corner: &i64| (-128..=127).contains(corner);
+        let reach = |i: usize| u64::from(self.dilation[i]) * u64::from(self.kernel[i].saturating_sub(1)) <= 255;
+        reach(0) && reach(1) && windows.into_iter().all(|w| w.lower.iter().chain(&w.upper).all(corner))
+    }
+}
+
+/// What all three kernels ask of their operands.
+fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: &[Address]) -> bool {
+    gpu.is_hopper() && !CONV_HOPPER.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
+}
+
+/// A tensor map of `shape` (the densest dimension first).
+struct Encoder {
+    op: &'static str,
+    element: Element,
+}
+
+impl Encoder {
+    fn new(op: &'static str, dtype: DType) -> Result<Self> {
+        let element = match dtype {
+            DType::F16 => Element::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            DType::BF16 => Element::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            other => return Err(crate::cpu::elem::unsupported_dtype(op, other)),
+        };
+        Ok(Self { op, element })
+    }
+
+    /// Distances in bytes of all dimensions but the first, of elements of 16 bits.
+    fn distances<const N: usize>(shape: &[u64; N]) -> [u64; N] {
+        let mut bytes = 2;
+        shape.map(|size| {
+            bytes *= size;
+            bytes
+        })
+    }
+
+    /// # Safety
+    /// `status` is that of a call that has filled `map` if it succeeded.
+    unsafe fn finish(&self, status: CUresult, map: MaybeUninit<CUtensorMap>) -> Result<CUtensorMap> {
+        if status != CUresult::CUDA_SUCCESS {
+            return Err(driver_error(self.op, DriverError(status)));
+        }
+        // SAFETY: the caller's promise.
+        Ok(unsafe { map.assume_init() })
+    }
+
+    /// Boxes of a dense tensor.
+    fn boxes(&self, start: Address, shape: [u64; 3], extent: [u32; 3]) -> Result<CUtensorMap> {
+        let distances = Self::distances(&shape);
+        let mut map = MaybeUninit::<CUtensorMap>::uninit();
+        // SAFETY: the arrays have the sizes of the rank, and the driver fills the map.
+        unsafe {
+            let status = cuTensorMapEncodeTiled(
+                map.as_mut_ptr(),
+                self.element,
+                3,
+                start as *mut c_void,
+                shape.as_ptr(),
+                distances.as_ptr(),
+                extent.as_ptr(),
+                [1; 3].as_ptr(),
+                Interleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                Outside::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            );
+            self.finish(status, map)
+        }
+    }
+
+    /// Windows of `pixels` pixels of a dense image (batch, height, width, channels).
+    fn windows(&self, start: Address, image: [u32; 4], windows: Windows, pixels: usize) -> Result<CUtensorMap> {
+        let [batch, height, width, channels] = image.map(u64::from);
+        let shape = [channels, width, height, batch];
+        let distances = Self::distances(&shape);
+        // The driver takes (width, height).
+        let corner = |[y, x]: [i64; 2]| [x as i32, y as i32];
+        let (lower, upper) = (corner(windows.lower), corner(windows.upper));
+        let mut map = MaybeUninit::<CUtensorMap>::uninit();
+        // SAFETY: as above; there are two corners' numbers for four dimensions.
+        unsafe {
+            let status = cuTensorMapEncodeIm2col(
+                map.as_mut_ptr(),
+                self.element,
+                4,
+                start as *mut c_void,
+                shape.as_ptr(),
+                distances.as_ptr(),
+                lower.as_ptr(),
+                upper.as_ptr(),
+                STEP as u32,
+                pixels as u32,
+                [1, windows.stride[1], windows.stride[0], 1].as_ptr(),
+                Interleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                Outside::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            );
+            self.finish(status, map)
+        }
+    }
+}
+
+/// A map that no kernel reads.
+const NO_MAP: CUtensorMap = CUtensorMap { opaque: [0; 16] };
+
+/// y of dense operands, unless the general kernels serve the sizes better.
+pub(super) fn forward(
+    op: &'static str,
+    gpu: &Gpu,
+    sizes: &Sizes,
+    y: &Raw,
+    [from, weights, bias]: [Address; 3],
+) -> Result<bool> {
+    let (dtype, to, windows) = (y.dtype(), address(op, y)?, sizes.windows());
+    let fits = runs_on(gpu, sizes, dtype, &[sizes.channels], &[to, from, weights])
+        && sizes.out_channels > 16
+        && sizes.stride.iter().all(|&stride| stride <= 8)
+        && sizes.fit_in_maps([windows]);
+    if !fits {
+        return Ok(false);
+    }
+    let (pixels, out) = (sizes.pixels(), sizes.out_channels as usize);
+    let steps = (sizes.kernel[0] * sizes.kernel[1]) as usize * (sizes.channels as usize).div_ceil(STEP);
+    let Plan { tile, blocks, splits } = Plan::of(1, pixels, out, steps);
+    let encoder = Encoder::new(op, dtype)?;
+    let [height, width] = sizes.input;
+    let maps = Maps {
+        dense: encoder.boxes(weights, sizes.weight_shape(), [STEP as u32, 1, tile.columns as u32 / 2])?,
+        windows: [
+            encoder.windows(from, [sizes.batch, height, width, sizes.channels], windows, tile.rows)?,
+            NO_MAP,
+            NO_MAP,
+            NO_MAP,
+        ],
+    };
+    let partials = (splits > 1).then(|| empty(op, gpu, &[splits, pixels, out], accumulator(dtype))).transpose()?;
+    let parts = optional(op, partials.as_ref())?;
+    let (name, shared) = tile.forward;
+    let function = gpu.function(&CONV_HOPPER, name, suffix(op, dtype)?)?;
+    let shape = Shape { grid: [grid(op, blocks)?, 1, splits as u32], block: [THREADS, 1, 1], shared };
+    let sizes = *sizes;
+    // SAFETY: the kernel takes the result, the bias, the parts of the sums, sizes, and the maps of the operands.
+    unsafe { launch!(op, gpu, function, shape, to, bias, parts, sizes, maps) }?;
+    if let Some(partials) = &partials {
+        sum_parts(op, gpu, y, partials, bias, sizes.out_channels, splits as u32)?;
+    }
+    Ok(true)
+}
+
+/// The gradient of the input from dense operands, unless the general kernels serve the sizes better.
+pub(super) fn grad_input(
+    op: &'static str,
+    gpu: &Gpu,
+    sizes: &Sizes,
+    dx: &Raw,
+    [from, weights]: [Address; 2],
+) -> Result<bool> {
+    let (dtype, to) = (dx.dtype(), address(op, dx)?);
+    let fits = runs_on(gpu, sizes, dtype, &[sizes.channels, sizes.out_channels], &[to, from, weights])
+        && sizes.channels > 16
+        && sizes.stride.iter().all(|&stride| stride <= 2)
+        && sizes.fit_in_maps((0..sizes.phases()).filter_map(|phase| sizes.grad_windows(phase)));
+    if !fits {
+        return Ok(false);
+    }
+    let (pixels, channels) = (sizes.phase_pixels(), sizes.channels as usize);
+    let taps = (0..sizes.phases()).map(|phase| sizes.grad_input_axes(phase).iter().map(|axis| axis.taps).product());
+    let taps = taps.max().unwrap_or(0i64) as usize;
+    let steps = taps * (sizes.out_channels as usize).div_ceil(STEP);
+    let Plan { tile, blocks, splits } = Plan::of(sizes.phases() as usize, pixels, channels, steps);
+    let encoder = Encoder::new(op, dtype)?;
+    let [height, width] = sizes.output;
+    let mut maps = Maps {
+        dense: encoder.boxes(weights, sizes.weight_shape(), [STEP as u32, 1, STEP as u32 / 2])?,
+        windows: [NO_MAP; 4],
+    };
+    for (phase, map) in (0..sizes.phases()).zip(&mut maps.windows) {
+        if let Some(windows) = sizes.grad_windows(phase) {
+            *map = encoder.windows(from, [sizes.batch, height, width, sizes.out_channels], windows, tile.rows)?;
+        }
+    }
+    let partials = (splits > 1).then(|| empty(op, gpu, &[splits, dx.elem_count()], accumulator(dtype))).transpose()?;
+    let parts = optional(op, partials.as_ref())?;
+    let (name, shared) = tile.grad_input;
+    let function = gpu.function(&CONV_HOPPER, name, suffix(op, dtype)?)?;
+    let grid = [grid(op, blocks)?, sizes.phases(), splits as u32];
+    let shape = Shape { grid, block: [THREADS, 1, 1], shared };
+    let sizes = *sizes;
+    // SAFETY: the kernel takes the result, the parts of the sums, sizes, and the maps of the operands.
+    unsafe { launch!(op, gpu, function, shape, to, parts, sizes, maps) }?;
+    if let Some(partials) = &partials {
+        sum_parts(op, gpu, dx, partials, 0, sizes.channels, splits as u32)?;
+    }
+    Ok(true)
+}
+
+/// The gradient of the weight from dense operands, unless the general kernels serve the sizes better.
+pub(super) fn grad_weight(
+    op: &'static str,
+    gpu: &Gpu,
+    sizes: &Sizes,
+    dw: &Raw,
+    [from, images]: [Address; 2],
+) -> Result<bool> {
+    let (dtype, to, windows) = (dw.dtype(), address(op, dw)?, sizes.windows());
+    let fits = runs_on(gpu, sizes, dtype, &[sizes.channels, sizes.out_channels], &[to, from, images])
+        && sizes.channels.is_multiple_of(STEP as u32)
+        && sizes.out_channels > 16
+        && sizes.stride.iter().all(|&stride| stride <= 8)
+        && sizes.fit_in_maps([windows]);
+    if !fits {
+        return Ok(false);
+    }
+    let (pixels, values, out) = (sizes.pixels(), sizes.window(), sizes.out_channels as usize);
+    let (name, shared, rows) = match out {
+        ..=64 => ("conv2d_grad_weight_hopper_m64", 204_928, 64),
+        65..=256 => ("conv2d_grad_weight_hopper_m128", 196_736, 256),
+        _ => ("conv2d_grad_weight_hopper_m192", 229_504, 384),
+    };
+    // Clusters of two take two tiles of output channels.
+    let cluster = if rows == 64 { 1 } else { 2 };
+    let blocks = out.div_ceil(rows) * cluster * values.div_ceil(256);
+    let splits = splits(blocks, pixels);
+    let encoder = Encoder::new(op, dtype)?;
+    let [height, width] = sizes.input;
+    let dense = [u64::from(sizes.out_channels), 1, pixels as u64];
+    let maps = Maps {
+        dense: encoder.boxes(from, dense, [STEP as u32, 1, STEP as u32])?,
+        windows: [
+            encoder.windows(images, [sizes.batch, height, width, sizes.channels], windows, STEP)?,
+            NO_MAP,
+            NO_MAP,
+            NO_MAP,
+        ],
+    };
+    let partials = (splits > 1).then(|| empty(op, gpu, &[splits, dw.elem_count()], accumulator(dtype))).transpose()?;
+    let parts = optional(op, partials.as_ref())?;
+    let function = gpu.function(&CONV_HOPPER, name, suffix(op, dtype)?)?;
+    let shape = Shape { grid: [grid(op, blocks)?, 1, splits as u32], block: [THREADS, 1, 1], shared };
+    let sizes = *sizes;
+    // SAFETY: the kernel takes the result, the parts of the sums, sizes, and the maps of the operands.
+    unsafe { launch!(op, gpu, function, shape, to, parts, sizes, maps) }?;
+    if let Some(partials) = &partials {
+        sum_parts(op, gpu, dw, partials, 0, sizes.window() as u32, splits as u32)?;
+    }
+    Ok(true)
+}
+
+fn grid(op: &'static str, blocks: usize) -> Result<u32> {
+    u32::try_from(blocks)
+        .ok()
+        .filter(|&blocks| blocks <= i32::MAX as u32)
+        .ok_or_else(|| Error::argument(op, format!("{blocks} blocks of work are more than a GPU takes")))
+}

@@ -1,0 +1,172 @@
+//! How long the GPU works at what: an event before and one after each launch.
+//!
+//! A GPU that waits for the host would count the waiting to the launches. So it is held back while launches are queued, in turns, and
+//! works through each turn without a pause.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use candle_core::Device;
+use candle_core::cuda_backend::cudarc::driver::sys::{CUevent, CUevent_flags};
+use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
+
+use super::gpu::{Gpu, driver_error};
+use crate::device::KernelTime;
+use crate::{Error, Result, capture};
+
+const OP: &str = "profile";
+/// Launches in a turn: with their events, fewer than a stream takes before it lets the host wait.
+const TURN: usize = 128;
+/// How long the GPU is held back at most. Queueing a turn takes less; who waits for the GPU meanwhile, waits no longer than this.
+const PATIENCE: Duration = Duration::from_millis(20);
+
+/// Whether a profile is being made, to be asked at each launch.
+static IS_ON: AtomicBool = AtomicBool::new(false);
+static PROFILE: Mutex<Option<Profile>> = Mutex::new(None);
+
+struct Profile {
+    gpu: &'static Gpu,
+    launches: Vec<(String, Event, Event)>,
+    gate: Arc<Gate>,
+}
+
+/// An event of the device's stream.
+struct Event(CUevent);
+
+// SAFETY: the driver takes events from any thread.
+unsafe impl Send for Event {}
+
+impl Event {
+    /// The point that the stream has been queued up to.
+    fn now(gpu: &Gpu) -> std::result::Result<Self, DriverError> {
+        gpu.stream().context().bind_to_thread()?;
+        let event = Self(result::event::create(CUevent_flags::CU_EVENT_DEFAULT)?);
+        // SAFETY: the event has just been made, in the stream's context.
+        unsafe { result::event::record(event.0, gpu.stream().cu_stream()) }?;
+        Ok(event)
+    }
+
+    /// Milliseconds from this event to a later one, both of which have happened.
+    fn until(&self, end: &Self) -> std::result::Result<f64, DriverError> {
+        // SAFETY: both events live, and lie on one stream.
+        unsafe { result::event::elapsed(self.0, end.0) }.map(f64::from)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: the event is not used any more; the driver keeps it until it has happened.
+        let _ = unsafe { result::event::destroy(self.0) };
+    }
+}
+
+/// What the GPU waits for.
+#[derive(Default)]
+struct Gate {
+    is_open: Mutex<bool>,
+    opened: Condvar,
+}
+
+impl Gate {
+    /// Let the stream wait for a new gate.
+    fn close(gpu: &Gpu) -> std::result::Result<Arc<Self>, DriverError> {
+        unsafe extern "C" fn wait(gate: *mut c_void) {
+            // SAFETY: `close` has given a share of the gate away, to this one call.
+            let gate = unsafe { Arc::from_raw(gate.cast_const().cast::<Gate>()) };
+            let is_open = gate.is_open.lock().unwrap_or_else(PoisonError::into_inner);
+            drop(gate.opened.wait_timeout_while(is_open, PATIENCE, |is_open| !*is_open));
+        }
+        let gate = Arc::new(Self::default());
+        let share = Arc::into_raw(gate.clone()).cast_mut().cast();
+        // SAFETY: the function takes the share, whenever it is called; it calls no CUDA.
+        let queued = unsafe { result::stream::launch_host_function(gpu.stream().cu_stream(), wait, share) };
+        if let Err(error) = queued {
+            // SAFETY: the function is not called, so the share is taken back.
+            drop(unsafe { Arc::from_raw(share.cast_const().cast::<Self>()) });
+            return Err(error);
+        }
+        Ok(gate)
+    }
+
+    fn open(&self) {
+        *self.is_open.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.opened.notify_all();
+    }
+}
+
+fn profile() -> MutexGuard<'static, Option<Profile>> {
+    PROFILE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Measure all launches on a device from now on, until [`finish`].
+///
+/// # Errors
+/// [`Error::Device`] if it is not a CUDA device, [`Error::Argument`] if a profile is being made.
+pub fn start(device: &Device) -> Result<()> {
+    let gpu = Gpu::of_device(OP, device)?;
+    let mut profile = profile();
+    if profile.is_some() {
+        return Err(Error::argument(OP, "a profile is being made; one ends before the next begins"));
+    }
+    let begin = || Ok(Profile { gpu, gate: Gate::close(gpu)?, launches: Vec::new() });
+    *profile = Some(begin().map_err(|error| driver_error(OP, error))?);
+    IS_ON.store(true, Ordering::Relaxed);
+    Ok(())
+}
+
+/// Wait for the device; gives the times of all kernels by name, the longest first.
+///
+/// # Errors
+/// [`Error::Argument`] if no profile is being made, [`Error::Device`] if a kernel failed.
+pub fn finish() -> Result<Vec<KernelTime>> {
+    IS_ON.store(false, Ordering::Relaxed);
+    let Some(profile) = profile().take() else {
+        return Err(Error::argument(OP, "no profile is being made"));
+    };
+    profile.times().map_err(|error| driver_error(OP, error))
+}
+
+impl Profile {
+    fn times(self) -> std::result::Result<Vec<KernelTime>, DriverError> {
+        self.gate.open();
+        self.gpu.stream().synchronize()?;
+        let mut found: HashMap<&str, (u64, f64)> = HashMap::new();
+        for (name, before, after) in &self.launches {
+            let (count, sum) = found.entry(name).or_default();
+            *count += 1;
+            *sum += before.until(after)?;
+        }
+        let time = |(name, (count, milliseconds)): (&str, (u64, f64))| KernelTime {
+            name: name.to_owned(),
+            count,
+            milliseconds,
+        };
+        let mut times: Vec<KernelTime> = found.into_iter().map(time).collect();
+        times.sort_by(|a, b| b.milliseconds.total_cmp(&a.milliseconds).then_with(|| a.name.cmp(&b.name)));
+        Ok(times)
+    }
+}
+
+/// Queue a launch of this name; measured if a profile is being made, and no graph.
+///
+/// # Errors
+/// What `queue` raises, [`Error::Device`] if the driver refuses.
+pub fn measured<T>(gpu: &Gpu, name: impl FnOnce() -> String, queue: impl FnOnce() -> Result<T>) -> Result<T> {
+    if !IS_ON.load(Ordering::Relaxed) || capture::is_capturing() {
+        return queue();
+    }
+    let mut profile = profile();
+    let Some(profile) = profile.as_mut().filter(|profile| std::ptr::eq(profile.gpu, gpu)) else { return queue() };
+    let mark = || Event::now(gpu).map_err(|error| driver_error(OP, error));
+    let before = mark()?;
+    let result = queue()?;
+    profile.launches.push((name(), before, mark()?));
+    if profile.launches.len().is_multiple_of(TURN) {
+        let next = Gate::close(gpu).map_err(|error| driver_error(OP, error))?;
+        std::mem::replace(&mut profile.gate, next).open();
+    }
+    Ok(result)
+}

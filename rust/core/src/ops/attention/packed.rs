@@ -1,0 +1,225 @@
+//! Attention over projections that lie side by side, as [`linear_group`](crate::ops::linear_group::linear_group) leaves them: q, k and v
+//! are read where they are, and their gradients are written side by side.
+
+use super::cpu::{self, SavedValues};
+use super::{Case, Entry, backward, forward, scaled_dot_product_attention};
+use crate::raw::{Raw, check_allocation};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::{Error, Result, Tensor, compute};
+
+static PACKED: OpInfo = OpInfo::dear("packed_attention");
+
+/// Attention of `heads` heads over the last dimension: `x (B, S, 3 D)` with q, k and v of the same tokens, or `x (B, S, D)` with q and
+/// `context (B, L, 2 D)` with k and v of others → `(B, S, D)`.
+///
+/// Each of q, k and v is its heads, D / heads wide, one after the other. With `is_causal` token i sees the tokens up to i. The scale
+/// is 1/√(D / heads). Saves what it is given, the result and one number per head and token.
+///
+/// # Errors
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::OutOfMemory`] if the result does not fit.
+pub fn packed_attention(x: &Tensor, context: Option<&Tensor>, heads: usize, is_causal: bool) -> Result<Tensor> {
+    let packed = Packed::new(x, context, heads, is_causal)?;
+    check_allocation(PACKED.name, &packed.result, x.dtype())?;
+    let with_context;
+    let without_context = [x];
+    let inputs: &[&Tensor] = match context {
+        Some(context) => {
+            with_context = [x, context];
+            &with_context
+        }
+        None => &without_context,
+    };
+    record_with_aux(
+        &PACKED,
+        inputs,
+        || {
+            let operands = packed.operands(&x.raw, context.map(|context| &context.raw))?;
+            let (o, log_sums) = forward(&packed.attention, operands.each_ref(), None)?;
+            Ok((o.transpose(1, 2)?.reshape(packed.result.as_slice())?, std::iter::once(log_sums).collect()))
+        },
+        |saver, o, log_sums| PackedBackward {
+            x: saver.save(x),
+            context: context.map(|context| saver.save(context)),
+            result: saver.save_raw(o),
+            log_sums: saver.save_raw(&log_sums[0]),
+            packed: packed.clone(),
+        },
+    )
+}
+
+/// The sizes of an attention over packed operands.
+#[derive(Clone)]
+struct Packed {
+    /// Of x and of the context: how many of q, k and v they hold.
+    parts: [usize; 2],
+    heads: usize,
+    result: [usize; 3],
+    attention: cpu::Attention,
+}
+
+impl Packed {
+    fn new(x: &Tensor, context: Option<&Tensor>, heads: usize, is_causal: bool) -> Result<Self> {
+        let op = PACKED.name;
+        let parts = if context.is_some() { [1, 2] } else { [3, 0] };
+        let sizes = |name: &str, tensor: &Tensor, parts: usize| -> Result<[usize; 3]> {
+            match *tensor.dims() {
+                [batch, length, width] if heads > 0 && width.is_multiple_of(parts * heads) => {
+                    Ok([batch, length, width / parts])
+                }
+                _ => Err(Error::shape(
+                    op,
+                    format!(
+                        "the {name} has shape {:?}, expected (batch, length, width) with a width of {parts} times {heads} heads",
+                        tensor.dims()
+                    ),
+                )),
+            }
+        };
+        let [batch, queries, width] = sizes("input", x, parts[0])?;
+        let mut keys = queries;
+        if let Some(context) = context {
+            let found = sizes("context", context, parts[1])?;
+            if [found[0], found[2]] != [batch, width] {
+                return Err(Error::shape(
+                    op,
+                    format!(
+                        "the context has shape {:?}, expected ({batch}, length, {}) for an input of shape {:?}",
+                        context.dims(),
+                        2 * width,
+                        x.dims()
+                    ),
+                ));
+            }
+            crate::ops::linear::same_kind(op, x, "context", context)?;
+            keys = found[1];
+        }
+        if !crate::raw::is_float(x.dtype()) {
+            return Err(Error::dtype(
+                op,
+                format!("expected a floating point input, found {}; convert it with to()", x.dtype().as_str()),
+            ));
+        }
+        let scale = 1.0 / ((width / heads).max(1) as f64).sqrt();
+        let attention = cpu::Attention { scores: vec![batch, heads, queries, keys], scale, is_causal };
+        Ok(Self { parts, heads, result: [batch, queries, width], attention })
+    }
+
+    /// Part `index` of `parts`, (batch, heads, length, width of a head); a view.
+    fn part(&self, packed: &Raw, index: usize, parts: usize) -> Result<Raw> {
+        let [batch, _, width] = self.result;
+        let split = packed.reshape((batch, packed.dims()[1], parts * self.heads, width / self.heads))?;
+        Ok(split.narrow(2, index * self.heads, self.heads)?.transpose(1, 2)?)
+    }
+
+    /// Parts of q, k and v that lie in x and in the context.
+    fn split(&self, x: &Raw, context: Option<&Raw>) -> Result<[Raw; 3]> {
+        let [own, other] = self.parts;
+        let part = |index: usize| match context {
+            Some(context) if index >= own => self.part(context, index - own, other),
+            _ => self.part(x, index, own),
+        };
+        Ok([part(0)?, part(1)?, part(2)?])
+    }
+
+    /// Writes the gradients of q, k and v, side by side, into those of x and of the context that there are.
+    fn write(&self, saved: &SavedValues, grad: &Raw, [x, context]: [Option<&Raw>; 2]) -> Result<()> {
+        let [own, other] = self.parts;
+        // For each of q, k and v: the tensor that it is part of, which part, and of how many.
+        let places = [0, 1, 2].map(|index| match index < own {
+            true => x.map(|x| (x, index, own)),
+            false => context.map(|context| (context, index - own, other)),
+        });
+        #[cfg(feature = "cuda")]
+        if grad.device().is_cuda() {
+            let mut parts = [None, None, None];
+            for (part, place) in parts.iter_mut().zip(places) {
+                *part = place.map(|(packed, index, parts)| self.part(packed, index, parts)).transpose()?;
+            }
+            let saved_values = [&saved.result, &saved.log_sums, grad];
+            let parts = parts.each_ref().map(Option::as_ref);
+            return super::on_cuda(&self.attention).backward_into(saved.inputs.each_ref(), None, saved_values, parts);
+        }
+        let grads = backward(&self.attention, saved, grad, places.map(|place| place.is_some()))?;
+        let [batch, _, width] = self.result;
+        for (place, grad) in places.into_iter().zip(grads) {
+            if let (Some((packed, index, _)), Some(grad)) = (place, grad) {
+                // Heads lie side by side already, so these are whole rows.
+                let rows = compute::contiguous(&grad.transpose(1, 2)?)?.reshape((batch, packed.dims()[1], width))?;
+                compute::copy_into(&packed.narrow(2, index * width, width)?, &rows)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn operands(&self, x: &Raw, context: Option<&Raw>) -> Result<[Raw; 3]> {
+        let context = context.map(compute::contiguous).transpose()?;
+        self.split(&compute::contiguous(x)?, context.as_ref())
+    }
+}
+
+struct PackedBackward {
+    x: Saved,
+    context: Option<Saved>,
+    result: Saved,
+    log_sums: Saved,
+    packed: Packed,
+}
+
+impl Backward for PackedBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let packed = &self.packed;
+        let (x, other) = (self.x.get()?, self.context.as_ref().map(Saved::get).transpose()?);
+        let saved = SavedValues {
+            inputs: packed.operands(&x, other.as_ref())?,
+            mask: None,
+            result: packed.part(&self.result.get()?, 0, 1)?,
+            log_sums: self.log_sums.get()?,
+        };
+        let grad = packed.part(&compute::contiguous(context.grad())?, 0, 1)?;
+        let unset = |input: &Raw| compute::unset(PACKED.name, input, input.dims());
+        let grad_x = context.needs(0).then(|| unset(&x)).transpose()?;
+        let grad_other = other.as_ref().filter(|_| context.needs(1)).map(unset).transpose()?;
+        packed.write(&saved, &grad, [grad_x.as_ref(), grad_other.as_ref()])?;
+        for (index, grad) in [grad_x, grad_other].into_iter().enumerate() {
+            if let Some(grad) = grad {
+                context.add(index, grad)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The same from views and [`scaled_dot_product_attention`].
+fn plain(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
+    let split = |tensor: &Tensor, parts: usize| -> Result<Vec<Tensor>> {
+        let (batch, length, width) = (tensor.dims()[0], tensor.dims()[1], tensor.dims()[2] / parts);
+        let views = tensor.chunk(parts, 2)?;
+        views.iter().map(|part| part.reshape((batch, length, heads, width / heads))?.transpose(1, 2)).collect()
+    };
+    let mut parts = split(&x[0], if x.len() > 1 { 1 } else { 3 })?;
+    if let Some(context) = x.get(1) {
+        parts.extend(split(context, 2)?);
+    }
+    let mixed = scaled_dot_product_attention(&parts[0], &parts[1], &parts[2], None, is_causal, None)?;
+    let (batch, length, width) = (mixed.dims()[0], mixed.dims()[2], mixed.dims()[1] * mixed.dims()[3]);
+    mixed.transpose(1, 2)?.reshape((batch, length, width))
+}
+
+/// Registry entry of this file.
+pub(super) const ENTRY: Entry = Entry {
+    info: &PACKED,
+    cases: || {
+        let case = |label, shapes: &[&[usize]], heads, is_causal| {
+            Case::new(label, shapes, move |x| packed_attention(&x[0], x.get(1), heads, is_causal))
+                .plain(move |x| plain(x, heads, is_causal))
+        };
+        vec![
+            case("of itself", &[&[2, 5, 18]], 3, false),
+            case("of a context", &[&[2, 5, 6], &[2, 3, 12]], 3, false),
+            case("causal", &[&[1, 7, 12]], 2, true),
+            case("one head", &[&[2, 3, 15]], 1, false),
+            case("one token", &[&[2, 1, 12]], 2, false),
+            Case::new("no tokens", &[&[2, 0, 12]], |x| packed_attention(&x[0], None, 2, false)),
+        ]
+    },
+};

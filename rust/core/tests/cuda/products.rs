@@ -1,0 +1,220 @@
+//! Convolution, linear layers and attention on a CUDA device at the sizes of models, against the CPU in f64.
+
+use trainable_candle_core::ops::attention::packed_attention;
+use trainable_candle_core::ops::conv::{Conv2dOptions, conv2d};
+use trainable_candle_core::ops::linear::linear;
+use trainable_candle_core::ops::linear_group::{LinearGroup, LowRank, linear_group};
+use trainable_candle_core::raw::to_f64_vec;
+use trainable_candle_core::{DType, Device, FlatBuffer, Result, Tensor, compute};
+
+use super::gpu;
+use super::walk::{close, value_and_gradients};
+
+/// How far a result may be from the one of the same rounded inputs in f64, relative to the largest value.
+const TOLERANCE: [(DType, f64); 3] = [(DType::F32, 2e-5), (DType::F16, 2e-3), (DType::BF16, 1.6e-2)];
+
+/// Normal numbers of a shape, rounded to `dtype`.
+fn random(dims: &[usize], std: f64, dtype: DType) -> Tensor {
+    Tensor::randn(0.0, std, dims, DType::F32, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+}
+
+/// Value and gradients of a function on the GPU in `dtype`, and on the CPU in f64.
+fn compare(
+    what: &str,
+    function: &dyn Fn(&[Tensor]) -> Result<Tensor>,
+    inputs: &[Tensor],
+    device: &Device,
+    tolerance: f64,
+) {
+    let moved: Vec<Tensor> = inputs.iter().map(|x| x.to_device(device).unwrap()).collect();
+    let wide: Vec<Tensor> = inputs.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
+    let (value, grads) = value_and_gradients(function, &moved).unwrap();
+    let (expected, expected_grads) = value_and_gradients(function, &wide).unwrap();
+    assert_eq!(value.dims(), expected.dims(), "{what}");
+    let expected = to_f64_vec(expected.raw()).unwrap();
+    near(what, &to_f64_vec(value.raw()).unwrap(), &expected, tolerance);
+    for (index, (found, expected)) in grads.iter().zip(&expected_grads).enumerate() {
+        near(&format!("{what}: gradient of input {index}"), found, expected, 2.0 * tolerance);
+    }
+}
+
+/// [`close`] relative to the largest value, also where all are small.
+fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
+    let largest = expected.iter().fold(0f64, |m, e| m.max(e.abs())).max(f64::MIN_POSITIVE);
+    let scaled = |values: &[f64]| values.iter().map(|v| v / largest).collect::<Vec<_>>();
+    close(what, &scaled(found), &scaled(expected), tolerance).unwrap();
+}
+
+/// Every kernel for convolutions, those of compute capability 9.0 among them: tiles that end inside, few and many parts of a sum,
+/// strides, distances, channels that fill no step.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn convolutions_equal_the_cpu() {
+    let device = gpu().unwrap();
+    let padded = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
+    let halved = Conv2dOptions { stride: [2, 2], ..padded };
+    let wide = Conv2dOptions { padding: [4, 2], dilation: [2, 1], ..padded };
+    let cases = [
+        ([1, 32, 32, 320], [640, 3, 3, 320], padded),
+        ([2, 16, 16, 64], [96, 3, 3, 64], padded),
+        ([1, 64, 64, 128], [128, 3, 3, 128], padded),
+        ([1, 33, 17, 72], [40, 3, 3, 72], padded),
+        ([1, 8, 8, 640], [320, 3, 3, 640], padded),
+        ([2, 32, 32, 128], [128, 3, 3, 128], halved),
+        ([1, 15, 17, 64], [32, 3, 3, 64], halved),
+        ([2, 12, 20, 64], [24, 5, 5, 64], wide),
+        ([1, 20, 20, 64], [64, 1, 1, 64], Conv2dOptions { stride: [2, 2], ..Conv2dOptions::default() }),
+        ([1, 24, 24, 64], [4, 3, 3, 64], padded),
+        ([1, 24, 24, 4], [64, 3, 3, 4], padded),
+        ([1, 24, 24, 192], [16, 3, 3, 192], padded),
+    ];
+    for (image, weight, options) in cases {
+        for (dtype, tolerance) in &TOLERANCE[1..] {
+            let inputs = [
+                random(&image, 1.0, *dtype),
+                random(&weight, 1.0 / ((weight[1] * weight[2] * weight[3]) as f64).sqrt(), *dtype),
+                random(&weight[..1], 1.0, *dtype),
+            ];
+            let what = format!("{} of {image:?} by {weight:?}", dtype.as_str());
+            compare(&what, &|x| conv2d(&x[0], &x[1], Some(&x[2]), options), &inputs, &device, *tolerance);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn linear_layers_with_biases_equal_the_cpu() {
+    let device = gpu().unwrap();
+    for [rows, inner, out] in [[1024, 640, 1280], [77, 768, 640], [1, 1280, 320], [33, 7, 13], [2, 320, 1]] {
+        for (dtype, tolerance) in TOLERANCE {
+            let inputs = [
+                random(&[rows, inner], 1.0, dtype),
+                random(&[out, inner], 1.0 / (inner as f64).sqrt(), dtype),
+                random(&[out], 1.0, dtype),
+            ];
+            let what = format!("{} {rows} x {inner} to {out}", dtype.as_str());
+            compare(&what, &|x| linear(&x[0], &x[1], Some(&x[2])), &inputs, &device, tolerance);
+            // A second call takes the algorithm that the first has found; views are read where they lie.
+            let views = |x: &[Tensor]| {
+                let weight = x[1].t()?.contiguous()?.t()?.narrow(0, out / 2, out - out / 2)?;
+                linear(&x[0].narrow(1, 0, inner)?, &weight, Some(&x[2].narrow(0, out / 2, out - out / 2)?))
+            };
+            compare(&format!("{what}, views"), &views, &inputs, &device, tolerance);
+        }
+    }
+}
+
+/// q, k and v of SDXL's blocks with LoRA on all or some, the factors in one buffer and by themselves.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn groups_of_linear_layers_equal_the_cpu() {
+    let device = gpu().unwrap();
+    const RANK: usize = 16;
+    for (rows, inner, sizes, adapted) in [
+        (1024, 640, vec![640; 3], vec![true; 3]),
+        (77, 2048, vec![640; 2], vec![true; 2]),
+        (300, 320, vec![320; 3], vec![true, false, true]),
+        (300, 320, vec![320, 64, 64], vec![true; 3]),
+    ] {
+        for (dtype, tolerance) in TOLERANCE {
+            let total: usize = sizes.iter().sum();
+            let weight = random(&[total, inner], 1.0 / (inner as f64).sqrt(), dtype);
+            let bias = random(&[total], 1.0, dtype);
+            let mut inputs = vec![random(&[rows, inner], 1.0, dtype)];
+            for (&out, &adapted) in sizes.iter().zip(&adapted) {
+                if adapted {
+                    inputs.push(random(&[RANK, inner], 1.0 / (inner as f64).sqrt(), dtype));
+                    inputs.push(random(&[out, RANK], 0.25, dtype));
+                }
+            }
+            let function = |x: &[Tensor]| {
+                let base = |tensor: &Tensor| tensor.to_dtype(x[0].dtype())?.to_device(x[0].device());
+                let mut factors = x[1..].chunks_exact(2);
+                let low_rank: Vec<Option<LowRank>> = adapted
+                    .iter()
+                    .map(|&adapted| {
+                        let pair = if adapted { factors.next() } else { None };
+                        pair.map(|f| LowRank { down: f[0].clone(), up: f[1].clone(), scale: 0.5 })
+                    })
+                    .collect();
+                let group = LinearGroup {
+                    weight: &base(&weight)?,
+                    bias: Some(&base(&bias)?),
+                    sizes: &sizes,
+                    low_rank: &low_rank,
+                };
+                linear_group(&x[0], group)
+            };
+            let what = format!("{} {rows} x {inner} to {sizes:?} ({adapted:?})", dtype.as_str());
+            compare(&what, &function, &inputs, &device, tolerance);
+            // In one buffer the factors are evenly spaced, and products become batches.
+            let flat: Vec<Tensor> = inputs[1..].iter().map(|x| x.to_device(&device).unwrap()).collect();
+            let flat = FlatBuffer::new(&flat).unwrap();
+            let x = inputs[0].to_device(&device).unwrap();
+            let all: Vec<Tensor> =
+                std::iter::once(x).chain(flat.vars().iter().map(|v| v.as_tensor().clone())).collect();
+            let wide: Vec<Tensor> = inputs.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
+            let (found, expected) = (function(&all).unwrap(), function(&wide).unwrap());
+            near(&what, &to_f64_vec(found.raw()).unwrap(), &to_f64_vec(expected.raw()).unwrap(), tolerance);
+        }
+    }
+}
+
+/// Products whose matrices are neighbouring columns or rows, evenly spaced, or neither.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn products_written_together_are_those_of_the_cpu() {
+    let device = gpu().unwrap();
+    for (dtype, tolerance) in TOLERANCE {
+        let (x, a) = (random(&[40, 24], 1.0, dtype), random(&[7, 8, 24], 0.2, dtype));
+        for picks in [[0, 1, 2], [0, 2, 4], [4, 2, 0], [0, 1, 5]] {
+            let run = |device: &Device, dtype: DType, along_rows: bool, accumulate: bool| {
+                let place = |tensor: &Tensor| tensor.to_dtype(dtype).unwrap().to_device(device).unwrap().raw().clone();
+                let (x, a) = (place(&x), place(&a));
+                let result = Tensor::ones((40, 24), dtype, device).unwrap();
+                let result = if along_rows { result.reshape((24, 40)).unwrap() } else { result };
+                let terms: Vec<_> = picks
+                    .iter()
+                    .enumerate()
+                    .map(|(i, &pick)| {
+                        let factor = a.get(pick).unwrap();
+                        let dst = result.raw().narrow(usize::from(!along_rows), 8 * i, 8).unwrap();
+                        if along_rows { [dst, factor, x.t().unwrap()] } else { [dst, x.clone(), factor.t().unwrap()] }
+                    })
+                    .collect();
+                let terms: Vec<_> = terms.iter().map(|term| term.each_ref()).collect();
+                compute::write_products(&terms, 0.5, accumulate).unwrap();
+                to_f64_vec(result.raw()).unwrap()
+            };
+            for (along_rows, accumulate) in [(false, false), (false, true), (true, false), (true, true)] {
+                let found = run(&device, dtype, along_rows, accumulate);
+                let expected = run(&Device::Cpu, DType::F64, along_rows, accumulate);
+                near(&format!("{} {picks:?} {along_rows} {accumulate}", dtype.as_str()), &found, &expected, tolerance);
+            }
+        }
+    }
+}
+
+/// Projections side by side, of SDXL's widths: nothing is copied, and the gradients come side by side.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn attention_over_packed_projections_equals_the_cpu() {
+    let device = gpu().unwrap();
+    for (queries, keys, heads, width, is_causal) in [
+        (1024, None, 2, 64, false),
+        (130, None, 3, 64, false),
+        (256, Some(77), 5, 64, false),
+        (77, None, 2, 64, true),
+        (96, None, 2, 128, false),
+        (33, Some(7), 3, 40, false),
+    ] {
+        for (dtype, tolerance) in TOLERANCE {
+            let own = if keys.is_some() { 1 } else { 3 };
+            let mut inputs = vec![random(&[2, queries, own * heads * width], 1.0, dtype)];
+            inputs.extend(keys.map(|keys| random(&[2, keys, 2 * heads * width], 1.0, dtype)));
+            let what = format!("{} {queries} to {keys:?}, {heads} heads of {width}", dtype.as_str());
+            let function = |x: &[Tensor]| packed_attention(&x[0], x.get(1), heads, is_causal);
+            compare(&what, &function, &inputs, &device, 2.0 * tolerance);
+        }
+    }
+}

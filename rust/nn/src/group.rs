@@ -1,0 +1,111 @@
+//! [`LinearGroup`]: linear layers that share their input.
+
+use smallvec::SmallVec;
+use trainable_candle_core::ops::linear_group::{self, linear_group};
+use trainable_candle_core::{Error, Result, Tensor, Var};
+
+use crate::{Linear, Visitor};
+
+/// Frozen linear layers of one input: each has its name, and its place for an adapter; together they are one product.
+pub struct LinearGroup {
+    names: Vec<&'static str>,
+    members: Vec<Linear<Tensor>>,
+    /// Rows of each member's weight.
+    sizes: Vec<usize>,
+    joined: Option<Joined>,
+}
+
+/// The storage that the members' parameters are views of.
+struct Joined {
+    weight: Tensor,
+    bias: Option<Tensor>,
+}
+
+/// What a group gives for an input.
+pub enum Projected {
+    /// All results side by side in the last dimension.
+    Joined(Tensor),
+    /// One result for each member.
+    Separate(Vec<Tensor>),
+}
+
+impl LinearGroup {
+    /// Layers by their names. The parameters of frozen ones move to common storage; trainable ones stay by themselves.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if their inputs differ in size, [`Error::OutOfMemory`] if the common storage does not fit.
+    pub fn new(layers: Vec<(&'static str, Linear<Tensor>)>) -> Result<Self> {
+        let (names, mut members): (Vec<_>, Vec<_>) = layers.into_iter().unzip();
+        if let Some(other) = members.iter().find(|member| member.in_features() != members[0].in_features()) {
+            return Err(Error::shape(
+                "LinearGroup",
+                format!("the layers have {} and {} input features", members[0].in_features(), other.in_features()),
+            ));
+        }
+        let sizes: Vec<usize> = members.iter().map(Linear::out_features).collect();
+        let joined = join(&members)?;
+        if let Some(Joined { weight, bias }) = &joined {
+            let mut start = 0;
+            for (member, &size) in members.iter_mut().zip(&sizes) {
+                let part = |tensor: &Tensor| tensor.narrow(0, start, size);
+                *member = Linear::from_weight(part(weight)?, bias.as_ref().map(part).transpose()?);
+                start += size;
+            }
+        }
+        Ok(Self { names, members, sizes, joined })
+    }
+
+    /// `x (..., in_features)` through all members and their adapters: one product if the parameters lie together and all adapters
+    /// are low-rank products.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the input does not fit.
+    pub fn forward(&self, x: &Tensor) -> Result<Projected> {
+        let separate = || Ok(Projected::Separate(self.members.iter().map(|m| m.forward(x)).collect::<Result<_>>()?));
+        let Some(Joined { weight, bias }) = &self.joined else { return separate() };
+        let mut low_rank = Vec::with_capacity(self.members.len());
+        for member in &self.members {
+            low_rank.push(match member.slot().get() {
+                None => None,
+                Some(adapter) => match adapter.as_low_rank(x.dtype())? {
+                    Some(product) => Some(product),
+                    None => return separate(),
+                },
+            });
+        }
+        let group = linear_group::LinearGroup { weight, bias: bias.as_ref(), sizes: &self.sizes, low_rank: &low_rank };
+        Ok(Projected::Joined(linear_group(x, group)?))
+    }
+
+    /// Show the members under their names.
+    ///
+    /// # Errors
+    /// Whatever the visitor raises.
+    pub fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        self.names.iter().zip(&self.members).try_for_each(|(name, member)| visitor.linear(name, member))
+    }
+}
+
+/// The parameters of frozen layers one below the other. None for others, and for layers that have shapes alone.
+fn join(members: &[Linear<Tensor>]) -> Result<Option<Joined>> {
+    let parameters = |member: &Linear<Tensor>| -> SmallVec<[Tensor; 2]> {
+        std::iter::once(member.weight.clone()).chain(member.bias.clone()).collect()
+    };
+    let Some(first) = members.first() else { return Ok(None) };
+    let alike = members.iter().all(|member| {
+        member.bias.is_some() == first.bias.is_some()
+            && parameters(member).iter().all(|tensor| {
+                Var::of(tensor).is_none()
+                    && tensor.raw().is_contiguous()
+                    && tensor.dtype() == first.weight.dtype()
+                    && tensor.device().same_device(first.weight.device())
+            })
+    });
+    if members.len() < 2 || !alike {
+        return Ok(None);
+    }
+    let all = |tensors: Vec<&Tensor>| Tensor::cat(&tensors, 0).map(|tensor| tensor.detach());
+    let weight = all(members.iter().map(|member| &member.weight).collect())?;
+    let bias = first.bias.is_some().then(|| all(members.iter().filter_map(|member| member.bias.as_ref()).collect()));
+    Ok(Some(Joined { weight, bias: bias.transpose()? }))
+}

@@ -1,0 +1,152 @@
+//! Linear layers that share their input: common storage, adapters on any of them, the layers by themselves.
+
+use trainable_candle_core::raw::storage_identity;
+use trainable_candle_core::{DType, Device, Result, Tensor, Var, rng};
+use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
+use trainable_candle_nn::{Linear, LinearGroup, Module, Projected, Visitor};
+
+const NAMES: [&str; 3] = ["to_q", "to_k", "to_v"];
+
+struct Projections(LinearGroup);
+
+impl Module for Projections {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        self.0.visit(visitor)
+    }
+}
+
+fn layers(trainable: bool) -> Vec<(&'static str, Linear<Tensor>)> {
+    rng::manual_seed(5);
+    NAMES
+        .iter()
+        .zip([6, 4, 4])
+        .map(|(&name, out)| {
+            let draw = |dims: &[usize]| {
+                let tensor = Tensor::randn(0.0, 0.5, dims, DType::F32, &Device::Cpu).unwrap();
+                if trainable { Var::from_tensor(&tensor).unwrap().into_inner() } else { tensor }
+            };
+            (name, Linear::from_weight(draw(&[out, 8]), Some(draw(&[out]))))
+        })
+        .collect()
+}
+
+fn group(trainable: bool) -> Projections {
+    Projections(LinearGroup::new(layers(trainable)).unwrap())
+}
+
+fn config(targets: &[&str]) -> LoraConfig {
+    LoraConfig { r: 2, target_modules: targets.iter().map(ToString::to_string).collect(), ..LoraConfig::default() }
+}
+
+/// An adapter that changes something.
+fn adapt(module: &impl Module, config: LoraConfig) -> AdapterSet {
+    let set = AdapterSet::attach(config, &module.named_layers()).unwrap();
+    rng::manual_seed(9);
+    for (_, var) in set.named_vars() {
+        var.set(&Tensor::randn(0.0, 0.3, var.shape().clone(), DType::F32, &Device::Cpu).unwrap()).unwrap();
+    }
+    set
+}
+
+fn x() -> Var {
+    let values: Vec<f32> = (0..40).map(|i| (i as f32 * 0.3).sin()).collect();
+    Var::from_tensor(&Tensor::from_vec(values, (5, 8), &Device::Cpu).unwrap()).unwrap()
+}
+
+/// The results one after the other, and whether they came from one product.
+fn joined(projected: Projected) -> (Tensor, bool) {
+    match projected {
+        Projected::Joined(all) => (all, true),
+        Projected::Separate(parts) => (Tensor::cat(&parts.iter().collect::<Vec<_>>(), 1).unwrap(), false),
+    }
+}
+
+fn assert_close(found: &Tensor, expected: &Tensor) {
+    assert_eq!(found.dims(), expected.dims());
+    for (f, e) in found.to_vec::<f32>().unwrap().iter().zip(expected.to_vec::<f32>().unwrap()) {
+        assert!((f - e).abs() < 2e-5, "{f} instead of {e}");
+    }
+}
+
+/// The layers as a module without a group.
+struct Apart(Vec<(&'static str, Linear<Tensor>)>);
+
+impl Module for Apart {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        self.0.iter().try_for_each(|(name, layer)| visitor.linear(name, layer))
+    }
+}
+
+impl Apart {
+    fn forward(&self, x: &Tensor) -> Tensor {
+        let parts: Vec<Tensor> = self.0.iter().map(|(_, layer)| layer.forward(x).unwrap()).collect();
+        Tensor::cat(&parts.iter().collect::<Vec<_>>(), 1).unwrap()
+    }
+}
+
+#[test]
+fn frozen_parameters_lie_together_and_keep_names_and_values() {
+    let (group, apart) = (group(false), Apart(layers(false)));
+    let (tensors, expected) = (group.named_tensors(), apart.named_tensors());
+    assert_eq!(tensors.len(), 6);
+    for ((name, tensor), (expected_name, expected)) in tensors.iter().zip(&expected) {
+        assert_eq!(name, expected_name);
+        assert_eq!(tensor.to_vec::<f32>().unwrap(), expected.to_vec::<f32>().unwrap());
+    }
+    let storage = |name: &str| {
+        let (_, tensor) = tensors.iter().find(|(found, _)| found == name).unwrap();
+        storage_identity(tensor.raw()).0
+    };
+    assert_eq!(storage("to_q.weight"), storage("to_v.weight"));
+    assert_eq!(storage("to_q.bias"), storage("to_k.bias"));
+}
+
+#[test]
+fn a_group_computes_what_its_layers_do_with_adapters_on_any_of_them() {
+    for targets in [&[][..], &["to_q", "to_k", "to_v"], &["to_k"], &["to_q", "to_v"]] {
+        let (group, apart) = (group(false), Apart(layers(false)));
+        let sets = (!targets.is_empty()).then(|| (adapt(&group, config(targets)), adapt(&apart, config(targets))));
+        let (x, other) = (x(), x());
+        let (found, is_joined) = joined(group.0.forward(&x).unwrap());
+        assert!(is_joined);
+        let expected = apart.forward(&other);
+        assert_close(&found, &expected);
+        found.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+        expected.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+        assert_close(&x.grad().unwrap(), &other.grad().unwrap());
+        if let Some((found, expected)) = sets {
+            for ((name, found), (_, expected)) in found.named_vars().iter().zip(expected.named_vars()) {
+                assert!(found.grad().is_some(), "{name}");
+                assert_close(&found.grad().unwrap(), &expected.grad().unwrap());
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_no_product_of_low_rank_goes_layer_by_layer() {
+    let dora = LoraConfig { use_dora: true, ..config(&["to_k"]) };
+    let dropout = LoraConfig { lora_dropout: 0.5, ..config(&["to_k"]) };
+    for settings in [dora, dropout] {
+        let (group, apart) = (group(false), Apart(layers(false)));
+        let (set, other) = (adapt(&group, settings.clone()), adapt(&apart, settings));
+        rng::manual_seed(1);
+        let (found, is_joined) = joined(group.0.forward(&x()).unwrap());
+        assert!(!is_joined);
+        rng::manual_seed(1);
+        assert_close(&found, &apart.forward(&x()));
+        set.merge().unwrap();
+        other.merge().unwrap();
+        assert_close(&joined(group.0.forward(&x()).unwrap()).0, &apart.forward(&x()));
+    }
+    assert!(!joined(group(true).0.forward(&x()).unwrap()).1);
+    assert_eq!(group(true).named_vars().len(), 6);
+}
+
+#[test]
+fn layers_of_different_inputs_are_refused() {
+    let mut layers = layers(false);
+    layers[1].1 = Linear::from_weight(Tensor::zeros((4, 7), DType::F32, &Device::Cpu).unwrap(), None);
+    let error = LinearGroup::new(layers).err().unwrap().to_string();
+    assert!(error.contains("8 and 7 input features"), "{error}");
+}

@@ -1,0 +1,129 @@
+"""Training runs on the simulated device: what a step queues and waits for; numbers mean nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RUN = """
+    from trainable_candle.train import Callback, TrainConfig, Trainer
+    from trainable_candle.train.run import train_adapter
+
+    # Kernels do not compute, so losses and norms are whatever lies in memory.
+    Trainer._require_finite = lambda *_: None
+
+    class Marks(Callback):
+        def on_train_begin(self, trainer):
+            mark("step-1")
+
+        def on_step_end(self, trainer, report):
+            mark(f"step-{report.step + 1}")
+
+    def train(**settings):
+        config = TrainConfig(steps=7, save_every=0, rank=4, device="cuda", **settings)
+        return train_adapter(config, callbacks=[Marks()], progress=False, report=lambda _: None)
+"""
+RECORDED = (4, 5, 6)
+QUEUED = {"launch", "replay", "product"}
+
+
+def waits_at_its_end(step: Any) -> bool:
+    """Whether the host waits once, when all of a step is queued, and reads what it reads then."""
+    waits = [step.calls.index(call) for call in step.waits]
+    after = step.calls[min(waits) :]
+    return len(step.of("synchronize")) <= 1 and not QUEUED & {call.kind for call in after}
+
+
+def digits(base: Path, folder: Path, output: Path, **settings: Any) -> str:
+    given = {
+        "model": "digits",
+        "weights": str(base),
+        "dataset": str(folder),
+        "output": str(output),
+        "batch_size": 4,
+        "optimizer": "adamw",
+        **settings,
+    }
+    return RUN + f"    train(**{given!r})\n"
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"gradient_accumulation": 2}, {"precision": "bf16"}], ids=str
+)
+def test_a_step_is_replayed_and_waits_once(
+    cuda: Any, digits_base: Path, digits_folder: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    run = cuda.run(digits(digits_base, digits_folder, tmp_path / "run", **settings))
+    assert run.of("refused") == []
+    passes = settings.get("gradient_accumulation", 1)
+    for step in RECORDED:
+        done = run.after(f"step-{step}")
+        assert len(done.of("replay")) == passes, step
+        assert waits_at_its_end(done), done.calls
+        assert done.of("grow", "map", "capture-begin") == [], step
+
+
+def test_without_graphs_a_step_waits_once_too(
+    cuda: Any, digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    run = cuda.run(digits(digits_base, digits_folder, output, cuda_graphs=0, lora_dropout=0.1))
+    assert run.of("refused", "replay") == []
+    first = run.after("step-3").launches
+    for step in RECORDED:
+        done = run.after(f"step-{step}")
+        assert waits_at_its_end(done), done.calls
+        assert done.of("grow", "map") == [], step
+        assert done.launches == first
+
+
+def test_sdxl_trains_validates_and_draws(
+    cuda: Any, sdxl_base: Path, sdxl_folder: Path, tmp_path: Path
+) -> None:
+    given = {
+        "model": "sdxl",
+        "weights": str(sdxl_base),
+        "dataset": str(sdxl_folder),
+        "output": str(tmp_path / "run"),
+        "resolution": 64,
+        "bucketing": False,
+        "precision": "bf16",
+        "cache": "memory",
+        "validation_split": 0.25,
+        "validate_every": 7,
+        "gradient_checkpointing": "selective",
+    }
+    run = cuda.run(RUN + f"    train(**{given!r})\n")
+    assert run.of("refused") == []
+    for step in RECORDED:
+        done = run.after(f"step-{step}")
+        assert len(done.of("replay")) == 1, step
+        assert waits_at_its_end(done), done.calls
+        assert done.of("grow", "map", "capture-begin") == [], step
+    assert (tmp_path / "run" / "adapter.safetensors").is_file()
+
+
+def test_a_profile_counts_launches(cuda: Any) -> None:
+    run = cuda.run(
+        """
+    tc.manual_seed(0)
+    x = tc.randn((64, 64), device="cuda")
+    with tc.cuda.profile() as profile:
+        for _ in range(150):
+            x = (x @ x).sigmoid()
+    assert profile.launches == 300, profile
+    assert {k.count for k in profile.kernels} == {150}
+    products = [k for k in profile.kernels if k.name == "gemm 1 x 64x64x64 CUDA_R_32F"]
+    assert len(products) == 1, profile
+    for wrong in (tc.cuda.profile("cpu"),):
+        try:
+            with wrong:
+                pass
+        except tc.DeviceError as error:
+            print(error)
+    """
+    )
+    assert run.of("refused") == []
+    assert (
+        'profile: found the device "cpu"' in run.output or "found a tensor on the CPU" in run.output
+    )

@@ -1,0 +1,244 @@
+"""Training on a CUDA device against the same on the CPU."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.cli import main
+from trainable_candle.data import ShuffledBatches
+from trainable_candle.models import SDXLUNet
+from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
+from trainable_candle.train.estimate import available_bytes
+from trainable_candle.train.logs import read_json_log
+from trainable_candle.train.run import train_adapter
+
+pytestmark = pytest.mark.gpu
+PHOTOGRAPHS = Path(__file__).parents[2] / "examples" / "photos"
+Train = Callable[..., dict[str, bytes]]
+
+
+class Losses(Callback):
+    """Keeps the loss of every step."""
+
+    def __init__(self) -> None:
+        self.all: list[float] = []
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        del trainer
+        self.all.append(report.loss)
+
+
+def curve(config: TrainConfig, **settings: Any) -> npt.NDArray[np.float64]:
+    """The losses of a run."""
+    losses = Losses()
+    changed = config.with_(**settings)
+    train_adapter(changed, callbacks=[losses], progress=False, report=lambda _: None)
+    return np.array(losses.all)
+
+
+def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -> None:
+    config = TrainConfig(
+        model="sdxl",
+        dataset=str(PHOTOGRAPHS),
+        output=str(tmp_path / "cpu"),
+        cache="memory",
+        rank=8,
+        steps=200,
+        batch_size=2,
+        learning_rate=1e-3,
+        save_every=0,
+    )
+    expected = curve(config)
+    found = curve(config, device=gpu, output=str(tmp_path / "f32"))
+    # The same latents, noises and timesteps; what rounding changes grows with the steps.
+    np.testing.assert_allclose(found[:20], expected[:20], rtol=1e-3)
+    np.testing.assert_allclose(found, expected, rtol=0.05)
+    assert found.mean() == pytest.approx(expected.mean(), rel=5e-3)
+    half = curve(config, device=gpu, precision="bf16", output=str(tmp_path / "bf16"))
+    np.testing.assert_allclose(half, expected, rtol=0.25)
+    assert half.mean() == pytest.approx(expected.mean(), rel=0.02)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_recorded_steps_are_those_that_are_not_bit_for_bit(
+    gpu: str, config: TrainConfig, train: Train, accumulation: int, tmp_path: Path
+) -> None:
+    """With dropout, a schedule and clipping."""
+    config = config.with_(device=gpu, gradient_accumulation=accumulation)
+    plain = train(config.with_(cuda_graphs=0))
+    assert train(config.with_(output=str(tmp_path / "recorded"))) == plain
+
+
+def test_a_run_goes_on_elsewhere(
+    gpu: str, config: TrainConfig, train: Train, tmp_path: Path
+) -> None:
+    """Saved on the GPU, continued on the CPU, and the other way round."""
+
+    class Stop(Callback):
+        def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+            if report.step == 5:
+                trainer.stop()
+
+    def values(bits: Mapping[str, bytes]) -> npt.NDArray[np.float32]:
+        return np.concatenate([np.frombuffer(b, np.float32) for b in bits.values()])
+
+    expected = values(train(config))
+    for first, second in ((gpu, "cpu"), ("cpu", gpu)):
+        there = config.with_(output=str(tmp_path / first))
+        train(there.with_(device=first), Stop())
+        found = values(train(there.with_(device=second, resume="latest")))
+        np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw", "lion8bit", "sgd"])
+def test_f16_with_a_loss_scaler_trains(
+    gpu: str, config: TrainConfig, train: Train, optimizer: str, tmp_path: Path
+) -> None:
+    settings = {
+        "device": gpu,
+        "optimizer": optimizer,
+        "precision": "f16",
+        "lr_scheduler": "constant",
+    }
+    start = train(config.with_(**settings, steps=1, warmup_steps=0))
+    end = train(config.with_(**settings, output=str(tmp_path / "longer")))
+    assert start.keys() == end.keys()
+    assert start != end
+
+
+def test_memory_is_constant_over_two_thousand_steps(gpu: str) -> None:
+    data = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
+    tc.manual_seed(0)
+    layer = tc.nn.LoRALinear(tc.randn((256, 256), device=gpu) * 0.05, 8, 8.0, dropout=0.1)
+    parameters = dict(zip(("down", "up"), layer.get_vars(), strict=True))
+
+    def inputs(rows: npt.NDArray[np.int64]) -> dict[str, tc.Tensor]:
+        x = tc.tensor(data[rows])
+        return {name: t.to(gpu) for name, t in {"x": x, "target": x.sum(1, keepdim=True)}.items()}
+
+    def loss(given: Mapping[str, tc.Tensor]) -> tc.Tensor:
+        return tc.nn.functional.mse_loss(layer(given["x"]).sum(1, keepdim=True), given["target"])
+
+    class Memory(Callback):
+        def __init__(self) -> None:
+            self.at: dict[int, tuple[int, int]] = {}
+            self.losses: list[float] = []
+
+        def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+            del trainer
+            self.losses.append(report.loss)
+            if report.step % 500 == 100:
+                stats = tc.cuda.memory_stats(gpu)
+                self.at[report.step] = (stats["allocated"], stats["reserved"])
+
+    memory = Memory()
+    optimizer = tc.optim.AdamW8bit(list(parameters.values()), lr=1e-3)
+    Trainer(
+        loss,
+        parameters,
+        optimizer,
+        ShuffledBatches(len(data), 16, 0),
+        inputs=inputs,
+        cuda_graphs=4,
+        steps=2000,
+        max_grad_norm=1.0,
+        callbacks=[memory],
+    ).train()
+    assert len(set(memory.at.values())) == 1, memory.at
+    assert np.mean(memory.losses[-50:]) < 0.1 * np.mean(memory.losses[:50])
+
+
+def test_checkpointing_needs_less_memory(gpu: str) -> None:
+    base = Path(tc.__file__).parent / "assets" / "sdxl_tiny" / "unet"
+    peaks = {}
+    for policy in ("none", "selective", "full"):
+        model = SDXLUNet.from_pretrained(base, dtype="bf16", device=gpu)
+        if policy != "none":
+            model.enable_gradient_checkpointing(policy)
+        adapter = model.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "to_v"]))
+        given = {
+            "sample": tc.randn((8, 4, 64, 64), device=gpu),
+            "timestep": tc.full((8,), 500.0, device=gpu),
+            "encoder_hidden_states": tc.randn((8, 77, 128), device=gpu),
+            "text_embeds": tc.randn((8, 64), device=gpu),
+            "time_ids": tc.full((8, 6), 512.0, device=gpu),
+        }
+        tc.cuda.synchronize(gpu)
+        tc.cuda.reset_peak_memory_stats(gpu)
+        before = tc.cuda.memory_stats(gpu)["allocated"]
+        (model(**given).to("f32") ** 2).mean().backward()
+        peaks[policy] = tc.cuda.memory_stats(gpu)["peak_allocated"] - before
+        assert all(var.grad is not None for var in adapter.parameters())
+    # Of this model's activations, full checkpointing keeps a fifth, selective nine tenths.
+    assert peaks["full"] < 0.7 * peaks["none"], peaks
+    assert peaks["full"] < peaks["selective"] < peaks["none"], peaks
+
+
+def test_the_command_line_trains_and_draws(
+    gpu: str, sdxl_base: Path, sdxl_folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    model = ["--model", "sdxl", "--weights", str(sdxl_base), "--device", gpu]
+    arguments = [
+        *["train", *model, "--dataset", str(sdxl_folder), "--output", str(output)],
+        *["--mixed-precision", "bf16", "--resolution", "64", "--rank", "4", "--steps", "6"],
+        *["--validation-split", "0.25", "--validate-every", "3", "--sample-prompts", "a blur"],
+        *["--sample-steps", "2", "--sample-every", "3", "--save-every", "3", "--flip"],
+        *["--ema-decay", "0.9", "--train-text-encoder", "--gradient-checkpointing", "selective"],
+    ]
+    assert main(arguments) == 0
+    rows = read_json_log(output / "train.jsonl")
+    measured = [row["validation_loss"] for row in rows if "validation_loss" in row]
+    assert len(measured) == 3
+    assert all(math.isfinite(loss) for loss in measured)
+    adapter = output / "adapter.safetensors"
+    for device in (gpu, "cpu"):
+        drawn = tmp_path / f"{device}.png"
+        given = ["--weights", str(sdxl_base), "--device", device, "--adapter", str(adapter)]
+        drawing = ["--prompt", "a blur", "--size", "32", "--steps", "2", "--output", str(drawn)]
+        assert main(["sample", "--model", "sdxl", *given, *drawing]) == 0
+        assert drawn.is_file()
+    # What is read on the CPU is what was trained.
+    parameters = tc.load_file(adapter)
+    assert any("text_encoder" in name or "te1" in name for name in parameters)
+    assert all(np.isfinite(tensor.to("f32").numpy()).all() for tensor in parameters.values())
+
+
+def test_what_does_not_fit_the_gpu_is_refused(
+    gpu: str, sdxl_base: Path, sdxl_folder: Path, tmp_path: Path
+) -> None:
+    stats = tc.cuda.memory_stats(gpu)
+    assert 0 < available_bytes(gpu) <= stats["total"]
+    config = TrainConfig(
+        model="sdxl",
+        weights=str(sdxl_base),
+        dataset=str(sdxl_folder),
+        output=str(tmp_path / "run"),
+        resolution=64,
+        batch_size=10**9,
+        device=gpu,
+    )
+    with pytest.raises(tc.OutOfMemoryError, match=r"^GPU memory: .* --batch-size 1"):
+        train_adapter(config, progress=False, report=lambda _: None)
+
+
+def test_a_profile_names_the_kernels_and_a_full_gpu_stays_usable(gpu: str) -> None:
+    x = tc.randn((256, 256), device=gpu)
+    with tc.cuda.profile(gpu) as profile:
+        for _ in range(300):
+            x = (x @ x).sigmoid()
+    products = [kernel for kernel in profile.kernels if kernel.name.startswith("gemm")]
+    assert sum(kernel.count for kernel in products) == 300
+    assert profile.launches == 600
+    assert all(0 < kernel.milliseconds < 1000 for kernel in profile.kernels)
+    assert json.dumps(str(profile)).count("launches") == 1
+    with pytest.raises(tc.OutOfMemoryError):
+        tc.zeros((1 << 20, 1 << 22), device=gpu)
+    assert float(tc.ones((2, 2), device=gpu).sum().item()) == 4.0

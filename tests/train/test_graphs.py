@@ -1,0 +1,82 @@
+"""Which passes are recorded, kept and dropped; recording itself needs a GPU."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import OutOfMemoryError
+from trainable_candle.train.graphs import PassGraphs
+
+Inputs = Mapping[str, tc.Tensor]
+
+
+class Recordings:
+    """Stands for `tc.cuda.capture`: keeps what is captured and called."""
+
+    def __init__(self) -> None:
+        self.made: list[list[tuple[int, ...]]] = []
+        self.calls: list[int] = []
+        self.full = False
+
+    def capture(self, function: Callable[..., Any], inputs: list[tc.Tensor]) -> Callable[..., Any]:
+        number = len(self.made)
+        self.made.append([tuple(tensor.shape) for tensor in inputs])
+
+        def call(*given: tc.Tensor) -> Any:
+            if self.full:
+                raise OutOfMemoryError("capture: there is no memory")
+            self.calls.append(number)
+            return function(*given)
+
+        return call
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
+    found = Recordings()
+    monkeypatch.setattr(tc.cuda, "capture", found.capture)
+    return found
+
+
+def total(inputs: Inputs, first: bool) -> tc.Tensor:
+    return inputs["x"].sum() + (100.0 if first else 0.0)
+
+
+def of(size: int) -> dict[str, tc.Tensor]:
+    return {"x": tc.ones((size,))}
+
+
+def test_each_shape_and_place_in_a_step_has_one_graph(recordings: Recordings) -> None:
+    graphs = PassGraphs(total, 8)
+    found = [graphs(of(n), first).item() for n, first in [(2, True), (2, False), (3, True)] * 2]
+    assert found == [102.0, 2.0, 103.0] * 2
+    assert recordings.made == [[(2,)], [(2,)], [(3,)]]
+    assert recordings.calls == [0, 1, 2] * 2
+    # Another set of names is another pass.
+    graphs({**of(2), "mask": tc.ones((1,))}, True)
+    assert recordings.made[-1] == [(2,), (1,)]
+
+
+def test_the_ones_used_last_are_kept(recordings: Recordings) -> None:
+    graphs = PassGraphs(total, 2)
+    for size in (1, 2, 1, 3, 1, 2):
+        graphs(of(size), True)
+    assert recordings.made == [[(1,)], [(2,)], [(3,)], [(2,)]]
+
+
+def test_without_memory_passes_run_as_they_are(recordings: Recordings) -> None:
+    graphs = PassGraphs(total, 2)
+    assert graphs(of(1), True).item() == 101.0
+    recordings.full = True
+    assert graphs(of(1), True).item() == 101.0
+    recordings.full = False
+    assert graphs(of(5), True).item() == 105.0
+    assert recordings.calls == [0]
+
+
+def test_none_are_recorded_when_none_are_wanted(recordings: Recordings) -> None:
+    graphs = PassGraphs(total, 0)
+    assert graphs(of(1), False).item() == 1.0
+    assert not recordings.made
