@@ -132,9 +132,10 @@ class Profile:
     def __str__(self) -> str:
         """A table."""
         whole = self.milliseconds
+        divisor = whole or 1.0
         lines = [f"{whole:10.3f} ms  {self.launches:6} launches"]
         lines += [
-            f"{k.milliseconds:10.3f} ms  {k.count:6}  {k.milliseconds / whole:6.1%}  {k.name}"
+            f"{k.milliseconds:10.3f} ms  {k.count:6}  {k.milliseconds / divisor:6.1%}  {k.name}"
             for k in self.kernels
         ]
         return "\n".join(lines)

@@ -112,6 +112,7 @@ def test_a_profile_counts_launches(cuda: Any) -> None:
         for _ in range(150):
             x = (x @ x).sigmoid()
     assert profile.launches == 300, profile
+    assert len(str(profile).splitlines()) == 3
     assert {k.count for k in profile.kernels} == {150}
     products = [k for k in profile.kernels if k.name == "gemm 1 x 64x64x64 CUDA_R_32F"]
     assert len(products) == 1, profile
@@ -127,3 +128,37 @@ def test_a_profile_counts_launches(cuda: Any) -> None:
     assert (
         'profile: found the device "cpu"' in run.output or "found a tensor on the CPU" in run.output
     )
+
+
+def test_graphs_keep_their_memory_until_the_last_is_gone(cuda: Any) -> None:
+    run = cuda.run(
+        """
+    tc.manual_seed(0)
+    weight = tc.randn((1024, 1024), device="cuda")
+
+    def work(x):
+        for _ in range(4):
+            x = (x @ weight).sigmoid()
+
+    def held():
+        return tc.cuda.memory_stats()["graphs"]
+
+    graphs = []
+    for rows in (1024, 512, 2048):
+        x = tc.zeros((rows, 1024), device="cuda")
+        graphs.append(tc.cuda.capture(work, [x]))
+        for _ in range(3):
+            graphs[-1](x)
+        assert graphs[-1].is_recorded and held() > 0
+    before = held()
+    tc.cuda.empty_cache()
+    assert held() == before, (held(), before)
+    del graphs[1:]
+    tc.cuda.empty_cache()
+    assert held() == before
+    del graphs[:]
+    tc.cuda.empty_cache()
+    assert held() == 0
+    """
+    )
+    assert run.of("refused") == []

@@ -231,7 +231,7 @@ struct Graph {
     start: State,
     /// How far a call moves it.
     draws: u64,
-    _lease: Lease,
+    _lease: Option<Lease>,
 }
 
 impl Graph {

@@ -77,7 +77,7 @@ pub(super) struct Recorded {
     pub(super) effects: Effects,
     pub(super) held: Vec<Raw>,
     pub(super) constants: Constants,
-    pub(super) lease: Lease,
+    pub(super) lease: Option<Lease>,
 }
 
 impl Recording {
@@ -125,8 +125,7 @@ impl Recording {
         let constants = upload::finish_capture();
         let held = CURRENT.take().map_or_else(Vec::new, |current| current.held.into_values().collect());
         let effects = self.run.take().map(Run::finish).unwrap_or_default();
-        let lease = self.lease.take().unwrap_or(Lease(self.gpu));
-        Recorded { template, effects, held, constants, lease }
+        Recorded { template, effects, held, constants, lease: self.lease.take() }
     }
 }
 
