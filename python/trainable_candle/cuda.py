@@ -1,6 +1,6 @@
 """CUDA devices."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,6 +169,7 @@ class Captured:
     """A function that runs as a CUDA graph after its first calls; `capture` makes it."""
 
     def __init__(self, function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> None:
+        inputs = _checked(function, static_inputs)
         form: list[Any] = []
 
         def flat(*inputs: Tensor) -> list[Tensor]:
@@ -177,7 +178,7 @@ class Captured:
             return tensors
 
         self._form = form
-        self._run = _core.CapturedFunction(flat, list(static_inputs))
+        self._run = _core.CapturedFunction(flat, inputs)
 
     @property
     def is_recorded(self) -> bool:
@@ -220,6 +221,21 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
         AutogradError: If an input needs a gradient.
     """
     return Captured(function, static_inputs)
+
+
+def _checked(function: object, static_inputs: object) -> list[Tensor]:
+    """Return the inputs, or raise a `TypeError` that says what is wrong."""
+    if not callable(function):
+        kind = type(function).__name__
+        raise TypeError(f"capture: function is a value of type {kind}, expected a function")
+    inputs: list[Tensor] = []
+    for given in static_inputs if isinstance(static_inputs, Iterable) else [static_inputs]:
+        if not isinstance(given, Tensor):
+            kind = type(given).__name__
+            message = f"static_inputs has a value of type {kind}, expected Tensors"
+            raise TypeError(f"capture: {message}")
+        inputs.append(given)
+    return inputs
 
 
 class _Leaf:

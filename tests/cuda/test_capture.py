@@ -60,6 +60,48 @@ def test_a_step_becomes_one_launch(cuda: Any) -> None:
     assert kernels >= len(set(eager.launches))
 
 
+def test_optimizers_step_in_a_graph(cuda: Any) -> None:
+    for name in ("AdamW", "AdamW8bit", "Lion", "SGD"):
+        run = cuda.run(f"""
+            F = tc.nn.functional
+            weights = [tc.Var(tc.randn(s, device="cuda")) for s in ((512, 32), (10, 512))]
+            optimizer = tc.optim.{name}(weights, lr=1e-3)
+
+            def train(x, labels):
+                loss = F.cross_entropy(F.linear(F.linear(x, weights[0]).relu(), weights[1]), labels)
+                loss.backward()
+                norm = tc.optim.clip_grad_norm_(weights, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss, norm
+
+            x, labels = tc.zeros((8, 32), device="cuda"), tc.arange(8, device="cuda")
+            step = tc.cuda.capture(train, [x, labels])
+            for call in range(6):
+                mark(f"call-{{call}}")
+                loss, norm = step(x, labels)
+                assert (loss.shape, norm.shape) == ((), ())
+                assert [weight.grad for weight in weights] == [None, None]
+            assert step.is_recorded
+            mark("rate")
+            optimizer.lr = 1e-4
+            mark("end")
+            # An eager step goes on from there.
+            train(x, labels)
+            assert step(x, labels)[0].shape == ()
+        """)
+        assert run.of("refused") == [], name
+        for call in (4, 5):
+            replay = run.after(f"call-{call}")
+            assert len(replay.of("replay")) == 1
+            assert replay.launches == []
+            assert [copy for copy in replay.of("copy") if "HtoD" in copy["kind"]] == []
+            assert replay.waits == []
+        # A new learning rate is written between replays, and nobody waits for it.
+        assert run.after("rate").launches == ["optim_configure"]
+        assert run.after("rate").waits == []
+
+
 def test_inputs_are_copied_and_outputs_are_copies(cuda: Any) -> None:
     cuda.run("""
         x = tc.tensor([1.0, 2.0], device="cuda")

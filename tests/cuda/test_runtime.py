@@ -64,6 +64,36 @@ def test_captured_steps_are_the_eager_ones_to_the_bit() -> None:
     assert found[0] == found[1]
 
 
+def optimize(name: str, captured: bool) -> tuple[object, ...]:
+    """Losses, norms, weights and states of six steps with falling learning rates."""
+    rng = np.random.default_rng(2)
+    x = tc.tensor(rng.standard_normal((6, 32, 64)).astype(np.float32), device="cuda")
+    labels = tc.tensor(rng.integers(0, 10, 32), device="cuda")
+    weights, _ = make_step("cuda")
+    optimizer = getattr(tc.optim, name)(weights, lr=1e-2)
+
+    def train(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(F.linear(F.linear(x, weights[0]).relu(), weights[1]), labels)
+        loss.backward()
+        norm = tc.optim.clip_grad_norm_(weights, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    run = tc.cuda.capture(train, [x[0], labels]) if captured else train
+    results = []
+    for call in range(6):
+        optimizer.lr = 1e-2 / (call + 1)
+        results.append([value.item() for value in run(x[call], labels)])
+    state = {key: value.tolist() for key, value in optimizer.state_dict().items()}
+    return results, [weight.detach().tolist() for weight in weights], state
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Lion", "SGD"])
+def test_captured_optimizers_are_the_eager_ones_to_the_bit(name: str) -> None:
+    assert optimize(name, captured=True) == optimize(name, captured=False)
+
+
 def test_two_thousand_replays_take_no_memory() -> None:
     _, step = make_step("cuda")
     inputs = [tc.zeros((32, 64), device="cuda"), tc.arange(32, device="cuda") // 4]

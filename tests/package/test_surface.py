@@ -56,7 +56,9 @@ def test_every_function_of_the_extension_has_a_home():
     inside = {
         "Adapter",
         "Schedule",
+        "CapturedFunction",
         "cuda_device_count",
+        "cuda_empty_cache",
         "cuda_memory_stats",
         "cuda_reset_peak_memory_stats",
         "cuda_synchronize",
@@ -109,6 +111,7 @@ def test_cuda_without_cuda():
     assert tc.cuda.device_count() == 0
     for call in (
         tc.cuda.synchronize,
+        tc.cuda.empty_cache,
         tc.cuda.memory_stats,
         tc.cuda.reset_peak_memory_stats,
         lambda: tc.cuda.capture(lambda x: x, []),

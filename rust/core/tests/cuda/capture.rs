@@ -7,8 +7,9 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var, checkpoin
 
 use super::gpu;
 
+/// Zeros of both signs are one: a gradient that is added to zeros loses the sign of its own.
 fn bits(x: &Tensor) -> Vec<u64> {
-    to_f64_vec(x.raw()).unwrap().iter().map(|x| x.to_bits()).collect()
+    to_f64_vec(x.raw()).unwrap().iter().map(|x| (x + 0.0).to_bits()).collect()
 }
 
 fn normal(dims: (usize, usize), device: &Device) -> Tensor {

@@ -420,7 +420,7 @@ impl Tensor {
             return Err(PyBufferError::new_err("dlpack: CPU tensors have no streams").into());
         }
         if dl_device.is_some_and(|device| device != (kind, id)) {
-            let name = crate::device::name(self.0.device());
+            let name = if kind == CPU { "the CPU".to_owned() } else { format!("cuda:{id}") };
             let message = format!("dlpack: the tensor is on {name}; move it with to() first");
             return Err(PyBufferError::new_err(message).into());
         }

@@ -10,27 +10,25 @@
 //! generator from device memory and advance it by what the function draws. Values that the function makes on the CPU are constants
 //! of the graph; one that changes from call to call is refused, and so is reading a value.
 
-use std::cell::RefCell;
-use std::sync::atomic::{AtomicU64, Ordering};
+mod recording;
 
-use candle_core::cuda_backend::cudarc::driver::sys::{
-    CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUstreamCaptureMode,
-};
+use candle_core::cuda_backend::cudarc::driver::sys::{CUgraphExec, CUgraphInstantiate_flags};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
 use candle_core::{DType, Device};
-use rustc_hash::FxHashMap;
-use trainable_candle_cuda::memory;
 use trainable_candle_cuda::modules::RANDOM;
 use trainable_candle_cuda::upload::{self, Constants, Known};
 
 use super::copy::{duplicate, transfer};
 use super::gpu::{Gpu, driver_error};
-use super::launch::{Address, Shape, address, empty, launch};
+use super::launch::{Shape, address, empty, launch};
 use super::memory::status_error;
 use crate::capture::{Effects, Function, Run};
 use crate::raw::storage_identity;
 use crate::rng::{self, State};
 use crate::{Error, Raw, Result, Tensor, capture};
+use recording::{FORWARD, Lease, Recorded, Recording, Template};
+
+pub use recording::{check_thread, generator, hold, is_capturing_anywhere};
 
 const OP: &str = "capture";
 
@@ -312,9 +310,6 @@ impl Graph {
     }
 }
 
-/// Draws go forward by less than this.
-const FORWARD: u64 = 1 << 63;
-
 /// What the driver replays.
 struct Executable(CUgraphExec);
 
@@ -348,167 +343,4 @@ impl Drop for Executable {
         // SAFETY: made by `new`; the driver ends a replay that is under way. What it says against it can't be mended.
         let _ = unsafe { result::graph::exec_destroy(self.0) };
     }
-}
-
-/// A graph as it was recorded.
-struct Template(CUgraph);
-
-impl Drop for Template {
-    fn drop(&mut self) {
-        if !self.0.is_null() {
-            // SAFETY: made by the end of a capture, and destroyed once.
-            let _ = unsafe { result::graph::destroy(self.0) };
-        }
-    }
-}
-
-/// A part in the memory of graphs, which goes with the last of them.
-struct Lease(&'static Gpu);
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        let stream = self.0.stream();
-        if stream.context().bind_to_thread().is_ok() {
-            // SAFETY: the stream is the device's, which is current. If the driver cannot wait, the memory stays.
-            let _ = unsafe { memory::release_graph(stream.cu_stream().cast()) };
-        }
-    }
-}
-
-/// What a capture on this thread needs to know.
-struct Current {
-    generator: Address,
-    start: State,
-    held: FxHashMap<usize, Raw>,
-}
-
-thread_local! {
-    static CURRENT: RefCell<Option<Current>> = const { RefCell::new(None) };
-    static THREAD: u64 = {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        NEXT.fetch_add(1, Ordering::Relaxed)
-    };
-}
-
-/// The thread that captures, 0 if none does.
-static CAPTURER: AtomicU64 = AtomicU64::new(0);
-
-/// A capture under way; it ends when this is dropped, also after a panic.
-struct Recording {
-    gpu: &'static Gpu,
-    run: Option<Run>,
-    lease: Option<Lease>,
-    is_open: bool,
-}
-
-struct Recorded {
-    template: Result<Template>,
-    effects: Effects,
-    held: Vec<Raw>,
-    constants: Constants,
-    lease: Option<Lease>,
-}
-
-impl Recording {
-    fn begin(gpu: &'static Gpu, generator: Address, start: State, known: Known) -> Result<Self> {
-        let run = Run::begin(true)?;
-        let stream = gpu.stream();
-        stream.context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
-        if CAPTURER.compare_exchange(0, THREAD.with(|id| *id), Ordering::AcqRel, Ordering::Acquire).is_err() {
-            return Err(Error::device(OP, "another thread captures a function; wait until it has"));
-        }
-        // From here on dropping it undoes what was done.
-        let mut recording = Self { gpu, run: Some(run), lease: None, is_open: false };
-        // SAFETY: the stream is the device's, which is current.
-        unsafe { memory::begin_capture(stream.cu_stream().cast()) }.map_err(|status| status_error(OP, status))?;
-        recording.lease = Some(Lease(gpu));
-        CURRENT.set(Some(Current { generator, start, held: FxHashMap::default() }));
-        upload::capture(known);
-        // Relaxed: memory may be mapped and modules be loaded meanwhile.
-        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the stream is the device's, and not capturing: `CAPTURER` has one at a time.
-        unsafe { result::stream::begin_capture(stream.cu_stream(), mode) }.map_err(|error| driver_error(OP, error))?;
-        recording.is_open = true;
-        Ok(recording)
-    }
-
-    /// End the capture on the stream.
-    fn close(&mut self) -> Result<Template> {
-        if !std::mem::take(&mut self.is_open) {
-            return Err(Error::device(OP, "nothing is being captured"));
-        }
-        let end = || {
-            self.gpu.stream().context().bind_to_thread()?;
-            // SAFETY: the stream is capturing.
-            unsafe { result::stream::end_capture(self.gpu.stream().cu_stream()) }
-        };
-        match end() {
-            Ok(graph) if graph.is_null() => Err(Error::device(OP, "the driver has recorded nothing")),
-            Ok(graph) => Ok(Template(graph)),
-            Err(error) => Err(driver_error(OP, error)),
-        }
-    }
-
-    fn finish(mut self) -> Recorded {
-        let template = self.close();
-        let constants = upload::finish_capture();
-        let held = CURRENT.take().map_or_else(Vec::new, |current| current.held.into_values().collect());
-        let effects = self.run.take().map(Run::finish).unwrap_or_default();
-        Recorded { template, effects, held, constants, lease: self.lease.take() }
-    }
-}
-
-impl Drop for Recording {
-    fn drop(&mut self) {
-        // Without a graph there is nothing to do with what was recorded.
-        let _ = self.close();
-        upload::finish_capture();
-        CURRENT.take();
-        let stream = self.gpu.stream();
-        // SAFETY: the stream is the device's, which is current on this thread since the capture began.
-        let _ = unsafe { memory::end_capture(stream.cu_stream().cast()) };
-        CAPTURER.store(0, Ordering::Release);
-    }
-}
-
-/// Only the thread that captures may use a device meanwhile: what others queue would become a part of the graph.
-///
-/// # Errors
-/// [`Error::Device`] on any other thread.
-pub fn check_thread(op: &'static str) -> Result<()> {
-    let capturer = CAPTURER.load(Ordering::Acquire);
-    if capturer == 0 || capturer == THREAD.with(|id| *id) {
-        return Ok(());
-    }
-    Err(Error::device(op, "another thread captures a function on CUDA, and until it has, no other may use the device"))
-}
-
-/// Whether any thread captures a function.
-pub fn is_capturing_anywhere() -> bool {
-    CAPTURER.load(Ordering::Acquire) != 0
-}
-
-/// Keep a tensor, whose memory begins at `address`, as long as the graph that is being captured on this thread, if one is.
-pub fn hold(tensor: &Raw, address: Address) {
-    if !capture::is_capturing() || memory::is_of_graphs(address) {
-        return;
-    }
-    CURRENT.with_borrow_mut(|current| {
-        if let Some(current) = current {
-            current.held.entry(storage_identity(tensor).0).or_insert_with(|| tensor.clone());
-        }
-    });
-}
-
-/// Where kernels find the generator's seed and position for draws from `state` on: in device memory (the address, or null), with the
-/// position counted from there, or by value.
-pub fn generator(state: State) -> (Address, State) {
-    CURRENT.with_borrow(|current| match current {
-        Some(Current { generator, start, .. })
-            if state.seed == start.seed && state.offset.wrapping_sub(start.offset) < FORWARD =>
-        {
-            (*generator, State { seed: state.seed, offset: state.offset.wrapping_sub(start.offset) })
-        }
-        _ => (0, state),
-    })
 }
