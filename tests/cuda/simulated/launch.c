@@ -186,7 +186,8 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction fun
     return CUDA_SUCCESS;
 }
 
-// The parameters as text. A parameter of eight bytes that lies where device addresses do must be one.
+// The parameters as text. A parameter of eight bytes that lies where device addresses do must be one: what the system maps lies near
+// the end of the host's 47 bits. Seeds and offsets lie below, floating-point numbers above.
 static CUresult check_parameters(const struct kernel *kernel, void **parameters, char *text, size_t room) {
     size_t used = 0;
     for (unsigned i = 0; kernel && i < kernel->parameters; i++) {
