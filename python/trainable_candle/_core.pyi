@@ -57,8 +57,10 @@ __all__ = [
     "cross_entropy",
     "cuda_device_count",
     "cuda_empty_cache",
+    "cuda_finish_profile",
     "cuda_memory_stats",
     "cuda_reset_peak_memory_stats",
+    "cuda_start_profile",
     "cuda_synchronize",
     "cuda_unavailable_reason",
     "dropout",
@@ -100,8 +102,8 @@ __all__ = [
     "save_file",
     "saved_bytes",
     "scaled_dot_product_attention",
-    "set_grad_enabled",
     "set_float32_matmul_precision",
+    "set_grad_enabled",
     "set_num_threads",
     "set_rng_state",
     "smooth_l1_loss",
@@ -599,7 +601,7 @@ class CapturedFunction:
     """
     A function of tensors that returns a list of tensors, as a CUDA graph after its first calls.
     """
-    def __call__(self, /, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, /, inputs: SupportsGetItem[int, Tensor]) -> list[Tensor]:
         """
         What the function gives for `inputs`.
 
@@ -608,7 +610,7 @@ class CapturedFunction:
             DeviceError: if the function does what a graph cannot, such as reading a value.
         """
     def __new__(
-        cls, /, function: Callable[..., Any], static_inputs: Sequence[Tensor]
+        cls, /, function: Callable[..., Any], static_inputs: SupportsGetItem[int, Tensor]
     ) -> CapturedFunction:
         """
         Args:
@@ -3243,11 +3245,6 @@ def scaled_dot_product_attention(
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
-def set_grad_enabled(enabled: bool) -> bool:
-    """
-    Switch recording on this thread; returns what it was.
-    """
-
 def set_float32_matmul_precision(precision: str) -> None:
     """
     Choose how products of f32 matrices are computed on CUDA devices, as torch's function of this name.
@@ -3258,6 +3255,11 @@ def set_float32_matmul_precision(precision: str) -> None:
 
     Raises:
         ArgumentError: if it is neither.
+    """
+
+def set_grad_enabled(enabled: bool) -> bool:
+    """
+    Switch recording on this thread; returns what it was.
     """
 
 def set_num_threads(n: SupportsIndex) -> None:
