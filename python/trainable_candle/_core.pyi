@@ -1758,6 +1758,10 @@ class Tensor:
         """
     def __eq__(self, other: object, /) -> Tensor: ...
     def __float__(self, /) -> builtins.float: ...
+    def __format__(self, /, spec: str) -> str:
+        """
+        A number is formatted as Python's, as torch does it.
+        """
     def __ge__(self, other: object, /) -> Tensor: ...
     def __getitem__(self, index: Any, /) -> Tensor:
         """

@@ -104,6 +104,13 @@ def test_large_tensors_are_shortened():
     assert len(repr(tc.zeros(100, 1000))) < 1000
 
 
+def test_numbers_are_formatted_as_in_torch():
+    assert f"{tc.tensor(0.125)} {tc.tensor(0.125):.2f} {tc.tensor([3]):04d}" == "0.125 0.12 0003"
+    assert f"{tc.tensor([3])}" == repr(tc.tensor([3]))
+    with pytest.raises(tc.ShapeError, match="item"):
+        f"{tc.zeros(2):.3f}"
+
+
 def test_hash_is_identity():
     a, b = tc.ones(1), tc.ones(1)
     assert len({a, b}) == 2

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import trainable_candle as tc
-from trainable_candle.errors import OutOfMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
 class PassGraphs:
     """Runs passes; from its second time on, one of a shape is a CUDA graph (`tc.cuda.capture`).
-
-    When there is no memory for a graph, they are all dropped and none is recorded any more.
 
     Args:
         run: a pass; from tensors by name, and whether it is the first of a step, to a tensor.
@@ -37,17 +34,18 @@ class PassGraphs:
             return self._run(inputs, first)
         shapes = tuple((name, tensor.shape, str(tensor.dtype)) for name, tensor in inputs.items())
         key = (shapes, first)
-        try:
-            captured = self._captured.pop(key, None) or self._capture(inputs, first)
-            result: Tensor = captured(*inputs.values())
-        except OutOfMemoryError:
-            self._captured.clear()
-            self._keep = 0
-            return self._run(inputs, first)
+        captured = self._captured.pop(key, None) or self._capture(inputs, first)
+        result: Tensor = captured(*inputs.values())
         self._captured[key] = captured
         while len(self._captured) > self._keep:
             self._captured.popitem(last=False)
         return result
+
+    def stop(self) -> bool:
+        """Drop all graphs and record none any more; returns whether any would have been kept."""
+        kept, self._keep = self._keep, 0
+        self._captured.clear()
+        return kept > 0
 
     def _capture(self, inputs: Inputs, first: bool) -> Callable[..., Any]:
         names = list(inputs)

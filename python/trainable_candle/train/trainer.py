@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 import trainable_candle as tc
-from trainable_candle.errors import Error, NonFiniteError
+from trainable_candle.errors import Error, NonFiniteError, OutOfMemoryError
 from trainable_candle.train import state as run_state
 from trainable_candle.train.graphs import PassGraphs
 from trainable_candle.train.interrupt import InterruptGuard
@@ -229,6 +229,17 @@ class Trainer(Generic[Batch]):
     def _backward(self, given: Sequence[Any]) -> list[Tensor]:
         """Set the gradients to the mean over the batches; returns the losses."""
         self._batches += len(given)
+        rng = tc.get_rng_state()
+        try:
+            return self._passes(given)
+        except OutOfMemoryError:
+            if not self._graphs.stop():
+                raise
+        # Without the memory that graphs hold. The first pass clears what the others have added.
+        tc.set_rng_state(rng)
+        return self._passes(given)
+
+    def _passes(self, given: Sequence[Any]) -> list[Tensor]:
         return [self._graphs(inputs, number == 0) for number, inputs in enumerate(given)]
 
     def _pass(self, inputs: Any, first: bool) -> Tensor:

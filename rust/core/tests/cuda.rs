@@ -209,6 +209,11 @@ fn many_products_at_once_are_those_of_the_cpu() {
         }
         let strided = raw(&[5, 66], 3).narrow(1, 1, 64).unwrap();
         add(strided, raw(&[64, 33], 4), 0.5, Destination::New(to));
+        // Parts of rank 4 beside others, at addresses that are multiples of 8 bytes alone.
+        for seed in 0..3 {
+            let part = raw(&[64, 8], seed).narrow(1, 4, 4).unwrap().t().unwrap();
+            add(part, raw(&[64, 33], seed + 4), 0.5, Destination::New(to));
+        }
         add(raw(&[5, 0], 3), raw(&[0, 33], 4), 0.5, Destination::New(to));
         add(raw(&[0, 64], 3), raw(&[64, 33], 4), 0.5, Destination::New(to));
         add(raw(&[3, 5, 64], 3), raw(&[64, 33], 4), 0.5, Destination::New(to));

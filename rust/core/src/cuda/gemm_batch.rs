@@ -15,7 +15,7 @@ use super::launch::{Address, Shape, address, empty, launch, same_device};
 use super::profile::measured;
 use crate::compute::{Destination, Product};
 use crate::cpu::gemm::{Plan, check_destination, check_result_dtype};
-use crate::{Raw, Result};
+use crate::{Error, Raw, Result};
 
 const OP: &str = "matmul";
 
@@ -41,13 +41,14 @@ impl Key {
     fn of(product: &Product) -> Result<Option<Self>> {
         let Product { a, b, alpha, to } = product;
         let plan = Plan::of(OP, a, b)?;
+        // Of a batch cuBLAS sees no addresses, and takes kernels that read and write as much at once as the sizes allow.
+        let is_aligned = |tensor: &Raw| Ok::<_, Error>(address(OP, tensor)?.is_multiple_of(ALIGNMENT));
+        let mut aligned = is_aligned(a)? && is_aligned(b)?;
         let (result, accumulates) = match to {
             Destination::New(dtype) => (*dtype, false),
             Destination::Sum(sum) => {
                 check_destination(OP, &plan, sum, a.dtype())?;
-                if !sum.is_contiguous() {
-                    return Ok(None);
-                }
+                aligned = aligned && sum.is_contiguous() && is_aligned(sum)?;
                 (sum.dtype(), true)
             }
         };
@@ -58,7 +59,13 @@ impl Key {
         let (Some(left), Some(right)) = (left, right) else { return Ok(None) };
         let distances = [left.distance, right.distance].map(i32::try_from);
         let [Ok(left_distance), Ok(right_distance)] = distances else { return Ok(None) };
-        if sizes.contains(&0) || !plan.batch.is_empty() || a.rank() != 2 || b.rank() != 2 || a.dtype() == DType::F64 {
+        if !aligned
+            || sizes.contains(&0)
+            || !plan.batch.is_empty()
+            || a.rank() != 2
+            || b.rank() != 2
+            || a.dtype() == DType::F64
+        {
             return Ok(None);
         }
         Ok(Some(Self {

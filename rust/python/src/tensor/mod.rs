@@ -201,6 +201,16 @@ impl Tensor {
         quick(|| self.0.item())
     }
 
+    /// A number is formatted as Python's, as torch does it.
+    fn __format__(slf: &Bound<'_, Self>, spec: &str) -> Result<String> {
+        let tensor = &slf.get().0;
+        if spec.is_empty() && tensor.rank() > 0 {
+            return Self::__repr__(slf);
+        }
+        let number = convert::item(slf.py(), tensor)?;
+        Ok(number.call_method1(pyo3::intern!(slf.py(), "__format__"), (spec,))?.extract()?)
+    }
+
     fn __int__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         Ok(convert::item(py, &self.0)?.call_method0(pyo3::intern!(py, "__int__"))?)
     }
