@@ -22,6 +22,9 @@ const OP: &str = "matmul";
 /// Addresses that travel with one launch of `write_addresses`.
 const MOST_ADDRESSES: usize = 480;
 
+/// What the addresses of a batch are multiples of: the widest access of a thread, in bytes.
+const ALIGNMENT: Address = 16;
+
 /// What products of one call have in common.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
