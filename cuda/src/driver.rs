@@ -59,7 +59,9 @@ unsafe extern "C" {
     pub fn cuEventRecord(event: *mut c_void, stream: Stream) -> c_int;
     pub fn cuEventSynchronize(event: *mut c_void) -> c_int;
     pub fn cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, wanted: u64, flags: u64) -> c_int;
+    pub fn cuMemAlloc_v2(address: *mut u64, size: usize) -> c_int;
     pub fn cuMemCreate(handle: *mut u64, size: usize, properties: *const AllocationProperties, flags: u64) -> c_int;
+    pub fn cuMemFree_v2(address: u64) -> c_int;
     pub fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_int;
     pub fn cuMemHostAlloc(address: *mut *mut c_void, size: usize, flags: u32) -> c_int;
     pub fn cuMemMap(address: u64, size: usize, offset: usize, handle: u64, flags: u64) -> c_int;

@@ -2,7 +2,7 @@
 //! one [`Allocator`] for each stream.
 
 use std::ffi::{c_int, c_void};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use crate::allocator::{Allocator, Backend, Origin, PAGE, Stats};
 use crate::driver::{self, Access, AllocationProperties, Location, Stream};
@@ -113,6 +113,11 @@ fn with_allocator<T>(
     result
 }
 
+/// Whether every block comes from the driver by itself, and nothing is kept: tools that look for accesses beyond the end of a block see
+/// the pools as one. Slow, not counted, and without graphs.
+static PLAIN: LazyLock<bool> =
+    LazyLock::new(|| std::env::var_os("TRAINABLE_CANDLE_CUDA_POOLS").is_some_and(|value| value == "0"));
+
 /// `cuMemAllocAsync`.
 pub(crate) extern "C" fn allocate(address: *mut u64, size: usize, stream: Stream) -> c_int {
     match allocate_from(None, size, stream) {
@@ -127,6 +132,12 @@ pub(crate) extern "C" fn allocate(address: *mut u64, size: usize, stream: Stream
 
 /// Memory from a given space, or from the one of the moment.
 pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream) -> Result<u64, Status> {
+    if *PLAIN {
+        let mut address = 0;
+        // SAFETY: the signature is the driver's.
+        check(unsafe { driver::cuMemAlloc_v2(&raw mut address, size.max(1)) })?;
+        return Ok(address);
+    }
     with_allocator(stream, |allocator| match origin {
         Some(origin) => allocator.allocate_from(origin, size as u64),
         None => allocator.allocate(size as u64),
@@ -135,6 +146,10 @@ pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream)
 
 /// `cuMemFreeAsync`. The stream is the one that the memory was allocated for: there are no others.
 pub(crate) extern "C" fn free(address: u64, _stream: Stream) -> c_int {
+    if *PLAIN {
+        // SAFETY: whoever frees has it from `allocate`. The driver waits for what uses it.
+        return unsafe { driver::cuMemFree_v2(address) };
+    }
     if address == 0 || allocators().iter_mut().any(|allocator| allocator.free(address)) {
         driver::SUCCESS
     } else {

@@ -35,16 +35,16 @@ pub struct Gradients {
     pub bias: Option<Raw>,
 }
 
-/// The normalised rows of a dense (rows, len), with 1/√(var + eps) and, for a layer norm, the mean of each.
+/// The normalised rows of a dense (rows, len), with 1/√(var + eps) and, if the norm takes off the mean, that of each.
 pub fn rows(
     op: &'static str,
+    centers: bool,
     x: &Raw,
     [rows, len]: [usize; 2],
     parameters: [Option<&Raw>; 2],
     eps: f64,
 ) -> Result<(Raw, Raw, Option<Raw>)> {
     let gpu = Gpu::of(op, x)?;
-    let centers = op == "layer_norm";
     let parameters = Parameters::new(x.dtype(), parameters)?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
     let rstd = empty(op, gpu, &[rows], accumulator(x.dtype()))?;
@@ -67,6 +67,7 @@ pub fn rows(
 pub struct Saved<'a> {
     pub x: &'a Raw,
     pub grad: &'a Raw,
+    /// If the norm takes it off.
     pub mean: Option<&'a Raw>,
     pub rstd: &'a Raw,
     pub weight: Option<&'a Raw>,
@@ -83,7 +84,7 @@ pub fn rows_backward(
     let Saved { x, grad, .. } = *saved;
     let gpu = Gpu::of(op, x)?;
     let dtype = x.dtype();
-    let centers = op == "layer_norm";
+    let centers = saved.mean.is_some();
     let parameters = Parameters::new(dtype, [saved.weight, None])?;
     let (from, g, rstd) = (address(op, x)?, address(op, grad)?, address(op, saved.rstd)?);
     let (mean, weight) = (optional(op, saved.mean)?, optional(op, parameters.weight.as_ref())?);
@@ -176,9 +177,10 @@ impl Groups {
     }
 }
 
-/// Group norm of a dense tensor, followed by SiLU if `op` says so, with the mean and 1/√(var + eps) of each group.
+/// Group norm of a dense tensor, followed by SiLU if `silu`, with the mean and 1/√(var + eps) of each group.
 pub fn groups(
     op: &'static str,
+    silu: bool,
     x: &Raw,
     size: Groups,
     parameters: [Option<&Raw>; 2],
@@ -196,7 +198,7 @@ pub fn groups(
     let split = size.split(dtype);
     let partials = size.partials(op, gpu, &split, dtype)?;
     let suffix = suffix(op, dtype)?;
-    let name = if op == "group_norm" { "group_norm_forward" } else { "group_norm_silu_forward" };
+    let name = if silu { "group_norm_silu_forward" } else { "group_norm_forward" };
     let (from, to, parts) = (address(op, x)?, address(op, &y)?, address(op, &partials)?);
     let (means, rstds) = (address(op, &mean)?, address(op, &rstd)?);
     let (weight, bias) = (optional(op, parameters.weight.as_ref())?, optional(op, parameters.bias.as_ref())?);
@@ -246,7 +248,13 @@ pub fn groups(
 }
 
 /// The gradients of [`groups`]; `wants` are those of input, scale and shift.
-pub fn groups_backward(op: &'static str, saved: &Saved<'_>, size: Groups, wants: [bool; 3]) -> Result<Gradients> {
+pub fn groups_backward(
+    op: &'static str,
+    silu: bool,
+    saved: &Saved<'_>,
+    size: Groups,
+    wants: [bool; 3],
+) -> Result<Gradients> {
     let Saved { x, grad, .. } = *saved;
     let gpu = Gpu::of(op, x)?;
     let dtype = x.dtype();
@@ -265,11 +273,10 @@ pub fn groups_backward(op: &'static str, saved: &Saved<'_>, size: Groups, wants:
     let partials = size.partials(op, gpu, &split, dtype)?;
     let slopes = empty(op, gpu, &[size.batch, size.groups, 2], accumulator(dtype))?;
     let suffix = suffix(op, dtype)?;
-    let is_plain = op == "group_norm";
-    let (sums, backward) = if is_plain {
-        ("group_norm_sums", "group_norm_backward")
-    } else {
+    let (sums, backward) = if silu {
         ("group_norm_silu_sums", "group_norm_silu_backward")
+    } else {
+        ("group_norm_sums", "group_norm_backward")
     };
     let (from, g, parts) = (address(op, x)?, address(op, grad)?, address(op, &partials)?);
     let (means, rstds) = (optional(op, saved.mean)?, address(op, saved.rstd)?);

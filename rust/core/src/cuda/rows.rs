@@ -15,8 +15,8 @@ fn rows_of(x: &Raw) -> (usize, usize) {
     (x.elem_count() / len.max(1), len)
 }
 
-/// `geglu` or `swiglu` of (..., 2 width).
-pub fn gated(op: &'static str, x: &Raw, width: usize) -> Result<Raw> {
+/// A gated linear unit, that of the kernel `name`, of (..., 2 width).
+pub fn gated(op: &'static str, name: &'static str, x: &Raw, width: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;
     let mut dims = x.dims().to_vec();
@@ -25,7 +25,6 @@ pub fn gated(op: &'static str, x: &Raw, width: usize) -> Result<Raw> {
     }
     let y = empty(op, gpu, &dims, x.dtype())?;
     if y.elem_count() > 0 {
-        let name = if op == "swiglu" { "swiglu_forward" } else { "geglu_forward" };
         let function = gpu.function(&GATED, name, suffix(op, x.dtype())?)?;
         let (rows, width) = ((y.elem_count() / width) as u64, count32(op, width)?);
         let shape = Shape::flat(y.elem_count(), wide(x.dtype()));
@@ -36,13 +35,12 @@ pub fn gated(op: &'static str, x: &Raw, width: usize) -> Result<Raw> {
     Ok(y)
 }
 
-/// The gradient of [`gated`].
-pub fn gated_backward(op: &'static str, x: &Raw, grad: &Raw, width: usize) -> Result<Raw> {
+/// The gradient of [`gated`] by the kernel `name`.
+pub fn gated_backward(op: &'static str, name: &'static str, x: &Raw, grad: &Raw, width: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let (x, grad) = (contiguous(x)?, contiguous(grad)?);
     let dx = empty(op, gpu, x.dims(), x.dtype())?;
     if dx.elem_count() > 0 {
-        let name = if op == "swiglu" { "swiglu_backward" } else { "geglu_backward" };
         let function = gpu.function(&GATED, name, suffix(op, x.dtype())?)?;
         let (rows, width) = ((grad.elem_count() / width) as u64, count32(op, width)?);
         let shape = Shape::flat(grad.elem_count(), wide(x.dtype()));
@@ -53,15 +51,13 @@ pub fn gated_backward(op: &'static str, x: &Raw, grad: &Raw, width: usize) -> Re
     Ok(dx)
 }
 
-/// `softmax` or `log_softmax` over the last dimension of a dense tensor.
-pub fn softmax(op: &'static str, x: &Raw) -> Result<Raw> {
-    let name = if op == "softmax" { "softmax_forward" } else { "log_softmax_forward" };
+/// A softmax, that of the kernel `name`, over the last dimension of a dense tensor.
+pub fn softmax(op: &'static str, name: &'static str, x: &Raw) -> Result<Raw> {
     over_rows(op, &SOFTMAX, name, [x])
 }
 
-/// The gradient of [`softmax`] from its result, over the last dimension of dense tensors.
-pub fn softmax_backward(op: &'static str, y: &Raw, grad: &Raw) -> Result<Raw> {
-    let name = if op == "softmax" { "softmax_backward" } else { "log_softmax_backward" };
+/// The gradient of [`softmax`] from its result by the kernel `name`, over the last dimension of dense tensors.
+pub fn softmax_backward(op: &'static str, name: &'static str, y: &Raw, grad: &Raw) -> Result<Raw> {
     over_rows(op, &SOFTMAX, name, [y, grad])
 }
 

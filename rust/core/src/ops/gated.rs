@@ -18,6 +18,23 @@ use crate::{Error, Result, Tensor, dispatch_float};
 static GEGLU: OpInfo = OpInfo::cheap("geglu");
 static SWIGLU: OpInfo = OpInfo::cheap("swiglu");
 
+/// The activation of a gate.
+trait Gate: Pointwise {
+    /// The kernels of the two directions.
+    #[cfg(feature = "cuda")]
+    const KERNELS: [&'static str; 2];
+}
+
+impl Gate for GeluExact {
+    #[cfg(feature = "cuda")]
+    const KERNELS: [&'static str; 2] = ["geglu_forward", "geglu_backward"];
+}
+
+impl Gate for Silu {
+    #[cfg(feature = "cuda")]
+    const KERNELS: [&'static str; 2] = ["swiglu_forward", "swiglu_backward"];
+}
+
 /// h · GELU(gate), exact, for an input (..., 2 n) whose first n features are h and whose last n are the gate, as in
 /// diffusers' `GEGLU`; → (..., n). Saves its input alone.
 ///
@@ -35,7 +52,7 @@ pub fn swiglu(x: &Tensor) -> Result<Tensor> {
     gated(&SWIGLU, x, Silu)
 }
 
-fn gated<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result<Tensor> {
+fn gated<F: Gate>(info: &'static OpInfo, x: &Tensor, function: F) -> Result<Tensor> {
     // The derivative reads the gate, not the activation of it.
     const { assert!(!F::SAVES_RESULT) };
     let op = info.name;
@@ -63,10 +80,10 @@ fn gated<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result
     )
 }
 
-fn forward<F: Pointwise>(op: &'static str, x: &Raw, width: usize, function: F) -> Result<Raw> {
+fn forward<F: Gate>(op: &'static str, x: &Raw, width: usize, function: F) -> Result<Raw> {
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
-        return cuda::rows::gated(op, x, width);
+        return cuda::rows::gated(op, F::KERNELS[0], x, width);
     }
     let x = contiguous(x)?;
     let mut dims = x.dims().to_vec();
@@ -103,13 +120,13 @@ struct GatedBackward<F> {
     function: F,
 }
 
-impl<F: Pointwise> Backward for GatedBackward<F> {
+impl<F: Gate> Backward for GatedBackward<F> {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let (width, function) = (self.width, self.function);
         let x = self.x.get()?;
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            return context.add(0, cuda::rows::gated_backward(self.op, &x, context.grad(), width)?);
+            return context.add(0, cuda::rows::gated_backward(self.op, F::KERNELS[1], &x, context.grad(), width)?);
         }
         let shape = x.shape().clone();
         let (x, grad) = (contiguous(&x)?, contiguous(context.grad())?);

@@ -17,6 +17,10 @@ static LOG_SOFTMAX: OpInfo = OpInfo::cheap("log_softmax");
 
 /// What the two operations do with a row.
 trait RowFunction: Copy + Send + Sync + 'static {
+    /// The kernels of the two directions.
+    #[cfg(feature = "cuda")]
+    const KERNELS: [&'static str; 2];
+
     /// The result for `x`; `scratch` is as long as the row.
     fn forward<T: Elem>(&self, x: &[T], scratch: &mut [T::Acc], out: &mut [MaybeUninit<T>]);
     /// The gradient of the row from the result `y` and its gradient `g`.
@@ -27,6 +31,9 @@ trait RowFunction: Copy + Send + Sync + 'static {
 struct Softmax;
 
 impl RowFunction for Softmax {
+    #[cfg(feature = "cuda")]
+    const KERNELS: [&'static str; 2] = ["softmax_forward", "softmax_backward"];
+
     #[inline(always)]
     fn forward<T: Elem>(&self, x: &[T], scratch: &mut [T::Acc], out: &mut [MaybeUninit<T>]) {
         let max = rows::max(x);
@@ -53,6 +60,9 @@ impl RowFunction for Softmax {
 struct LogSoftmax;
 
 impl RowFunction for LogSoftmax {
+    #[cfg(feature = "cuda")]
+    const KERNELS: [&'static str; 2] = ["log_softmax_forward", "log_softmax_backward"];
+
     #[inline(always)]
     fn forward<T: Elem>(&self, x: &[T], _scratch: &mut [T::Acc], out: &mut [MaybeUninit<T>]) {
         let max = rows::max(x);
@@ -82,7 +92,7 @@ fn forward<F: RowFunction>(op: &'static str, x: &Raw, dim: usize, function: F) -
     let x = as_rows(x, dim)?;
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
-        return Ok(cuda::rows::softmax(op, &x)?.transpose(dim, last)?);
+        return Ok(cuda::rows::softmax(op, F::KERNELS[0], &x)?.transpose(dim, last)?);
     }
     let len = x.dims()[last];
     let rows = x.elem_count() / len.max(1);
@@ -122,7 +132,7 @@ impl<F: RowFunction> Backward for SoftmaxBackward<F> {
         let last = y.rank() - 1;
         #[cfg(feature = "cuda")]
         if y.device().is_cuda() {
-            let grad = cuda::rows::softmax_backward(self.op, &y, &g)?;
+            let grad = cuda::rows::softmax_backward(self.op, F::KERNELS[1], &y, &g)?;
             return context.add(0, grad.transpose(self.dim, last)?);
         }
         let len = y.dims()[last];

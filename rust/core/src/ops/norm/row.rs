@@ -71,7 +71,8 @@ fn row_norm<const CENTER: bool>(
             let raw = contiguous(&x.raw)?;
             #[cfg(feature = "cuda")]
             if raw.device().is_cuda() {
-                let (y, rstd, mean) = cuda::norm::rows(op, &raw, [size.rows, size.len], affine.parameters(), eps)?;
+                let (y, rstd, mean) =
+                    cuda::norm::rows(op, CENTER, &raw, [size.rows, size.len], affine.parameters(), eps)?;
                 return Ok((y, std::iter::once(rstd).chain(mean).collect()));
             }
             dispatch_float!(x.dtype(), op, T => {

@@ -83,7 +83,7 @@ fn apply<const SILU: bool>(
             let raw = contiguous(&x.raw)?;
             #[cfg(feature = "cuda")]
             if raw.device().is_cuda() {
-                let (y, mean, rstd) = cuda::norm::groups(op, &raw, size.into(), affine.parameters(), eps)?;
+                let (y, mean, rstd) = cuda::norm::groups(op, SILU, &raw, size.into(), affine.parameters(), eps)?;
                 return Ok((y, [mean, rstd].into_iter().collect()));
             }
             dispatch_float!(x.dtype(), op, T => {
@@ -151,7 +151,7 @@ impl<const SILU: bool> Backward for GroupNormBackward<SILU> {
             let wants = self.affine.wants(context);
             return self
                 .affine
-                .add_gradients(context, cuda::norm::groups_backward(self.op, &saved, size.into(), wants)?);
+                .add_gradients(context, cuda::norm::groups_backward(self.op, SILU, &saved, size.into(), wants)?);
         }
         dispatch_float!(x.dtype(), self.op, T => {
             let (weight, bias) = (self.affine.scale(size.channels)?, self.affine.shift(size.channels)?);
