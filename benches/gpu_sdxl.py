@@ -1,14 +1,16 @@
 """A LoRA step of the full-size SDXL UNet on a GPU: 1024 x 1024 px, bf16 base of random weights.
 
-python benches/gpu_sdxl.py [--only "batch 1"] [--profile]
+python benches/gpu_sdxl.py [--only "batch 1"] [--profile] [--steps 2000]
 
 A step is forward, mean squared error, backward, AdamW, with f32 LoRA of rank 16 on the attention.
-Ours is timed as it is and as a CUDA graph; torch runs it in eager mode under autocast.
+Ours is timed as it is and as a CUDA graph; torch runs it in eager mode under autocast. With
+`--steps` ours runs so many, and the time and memory of the first and the last tenth are compared.
 """
 
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,30 +34,34 @@ class Case:
     """Names follow the settings of a run."""
 
     batch: int
-    checkpointing: bool
+    checkpointing: str
     optimizer: str
 
     @property
     def title(self) -> str:
-        kept = "full checkpointing" if self.checkpointing else "no checkpointing"
-        return f"batch {self.batch}, {kept}, {self.optimizer}"
+        return f"batch {self.batch}, {self.checkpointing} checkpointing, {self.optimizer}"
 
     @property
     def flops(self) -> float:
         """The frozen layers' backward is one product each, that of attention two and a half."""
         forward = DENSE + ATTENTION
         backward = DENSE + 2.5 * ATTENTION
-        return self.batch * (backward + forward * (2 if self.checkpointing else 1))
+        return self.batch * (backward + forward * (2 if self.checkpointing == "full" else 1))
 
 
-CASES = [Case(1, False, "adamw"), Case(1, True, "adamw8bit"), Case(4, False, "adamw")]
+CASES = [
+    Case(1, "no", "adamw"),
+    Case(1, "selective", "adamw8bit"),
+    Case(1, "full", "adamw8bit"),
+    Case(4, "no", "adamw"),
+]
 
 
 def ours(case: Case, device: str) -> Callable[[], tc.Tensor]:
     tc.manual_seed(0)
     model = tc.models.SDXLUNet.from_config(dtype="bf16", device=device)
-    if case.checkpointing:
-        model.enable_gradient_checkpointing("full")
+    if case.checkpointing != "no":
+        model.enable_gradient_checkpointing(case.checkpointing)
     adapter = model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS))
     kinds: dict[str, Any] = {"adamw": tc.optim.AdamW, "adamw8bit": tc.optim.AdamW8bit}
     optimizer = kinds[case.optimizer](adapter.parameters(), lr=1e-4)
@@ -89,7 +95,7 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
         model = torch_sdxl.UNet()
         torch.set_default_dtype(torch.float32)
         parameters = torch_sdxl.with_lora(model, RANK)
-        model.checkpointing = case.checkpointing
+        model.checkpointing = case.checkpointing == "full"
         count, half = case.batch, {"dtype": torch.bfloat16}
         sample = torch.randn(count, 4, LATENT, LATENT, **half)
         text, pooled = torch.randn(count, TOKENS, 2048, **half), torch.randn(count, 1280, **half)
@@ -147,7 +153,8 @@ def run(case: Case, machine: Machine, *, profile: bool) -> None:
     del step, graph
     gc.collect()
     gpu_timing.fresh(device)
-    if machine.torch is not None:
+    # torch knows no such policy.
+    if machine.torch is not None and case.checkpointing != "selective":
         torch = machine.torch
         their_step = theirs(torch, case)
         seconds = gpu_timing.torch_timed(torch, their_step, machine.seconds)
@@ -159,13 +166,42 @@ def run(case: Case, machine: Machine, *, profile: bool) -> None:
         gpu_timing.fresh(device)
 
 
+def run_long(case: Case, device: str, steps: int) -> None:
+    """Whether steps get slower or larger; each is waited for."""
+    gpu_timing.fresh(device)
+    graph = gpu_timing.captured(ours(case, device), device)
+    tenth = max(1, steps // 10)
+    times, held = [], []
+    for _ in range(tenth + steps):
+        started = time.perf_counter()
+        graph()
+        tc.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+        stats = tc.cuda.memory_stats(device)
+        held.append((stats["allocated"], stats["reserved"]))
+    # The first tenth records and warms up.
+    first, last = (statistics.median(part) for part in (times[tenth : 2 * tenth], times[-tenth:]))
+    change = [end - begin for begin, end in zip(held[tenth], held[-1], strict=True)]
+    tenths = gpu_timing.milliseconds(first_tenth=first, last_tenth=last)
+    print(
+        f"{case.title}, {steps} steps: {tenths}; "
+        f"allocated {change[0]:+d} bytes, reserved {change[1]:+d} bytes",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = gpu_timing.parser(__doc__)
     parser.set_defaults(seconds=2.0)
+    parser.add_argument("--steps", type=int, default=0, help="run so many, without torch")
     options = parser.parse_args()
     machine = gpu_timing.start(options)
     for case in CASES:
-        if options.only in case.title:
+        if options.only not in case.title:
+            continue
+        if options.steps:
+            run_long(case, machine.device, options.steps)
+        else:
             run(case, machine, profile=options.profile)
 
 

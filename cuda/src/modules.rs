@@ -30,6 +30,7 @@ modules! {
     GRADIENT "gradient" "Norms of gradients and their clipping.";
     GROUP_NORM "group_norm" "Group norm.";
     INDEX "index" "Picking by ids.";
+    LOW_RANK "low_rank" "Low-rank products of adapted linear maps.";
     NORM "norm" "Layer and RMS norm.";
     OPTIM "optim" "Optimizers.";
     OPTIM_8BIT "optim_8bit" "Optimizers with 8-bit states.";

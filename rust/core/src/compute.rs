@@ -101,6 +101,34 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
     cpu::write_products(terms, alpha, accumulate)
 }
 
+/// A low-rank product of an adapted linear map, without what it is added to; all matrices.
+pub struct LowRankTerm {
+    /// (rows, inner).
+    pub input: Raw,
+    /// (inner, rank).
+    pub down: Raw,
+    /// (rank, outer).
+    pub up: Raw,
+    /// (rows, rank), written.
+    pub hidden: Raw,
+}
+
+/// hidden = s₁ input down and dst += s₂ hidden up for each term and its dst (rows, outer); on CUDA in one launch where a kernel takes
+/// them.
+///
+/// # Errors
+/// As [`write_products`].
+pub fn low_rank(terms: &[(LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2]) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if terms.iter().any(|(_, dst)| dst.device().is_cuda()) && cuda::low_rank(terms, [scale_hidden, scale_dst])? {
+        return Ok(());
+    }
+    let hidden: Vec<_> = terms.iter().map(|(term, _)| [&term.hidden, &term.input, &term.down]).collect();
+    let sums: Vec<_> = terms.iter().map(|(term, dst)| [dst, &term.hidden, &term.up]).collect();
+    write_products(&hidden, scale_hidden, false)?;
+    write_products(&sums, scale_dst, true)
+}
+
 /// A contiguous tensor that is written before it is read, of the dtype and on the device of `like`.
 ///
 /// # Errors

@@ -108,7 +108,11 @@ pub fn to_cpu(raw: &Raw) -> Result<Raw> {
         return Ok(raw.clone());
     }
     crate::capture::refuse("to_cpu")?;
-    let moved = compute::contiguous(raw)?.to_device(&Device::Cpu)?;
+    // Without elements there is storage all the same, which nothing has written.
+    let moved = match raw.elem_count() {
+        0 => Raw::zeros(raw.shape(), raw.dtype(), &Device::Cpu)?,
+        _ => compute::contiguous(raw)?.to_device(&Device::Cpu)?,
+    };
     #[cfg(feature = "cuda")]
     if raw.device().is_cuda() {
         crate::cuda::check_board(raw.device())?;

@@ -3,11 +3,14 @@
 //! The frozen weights lie one below the other, so that the base is one matrix product forward and one backward. The low-rank
 //! products s (x Aᵀ) Bᵀ (LoRA, arXiv:2106.09685) are those of [`lora`](super::lora), for any of the maps, their dtypes too.
 
+use std::ops::Range;
+
 use candle_core::{DType, Shape};
 
 use super::case::{Case, Entry};
 use super::linear::{as_matrix, check, forward, linear, with_last};
 use super::lora::{check_factors, check_frozen, check_scale, keep, operand};
+use crate::compute::LowRankTerm;
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, compute};
@@ -109,17 +112,13 @@ impl LinearGroup<'_> {
     }
 }
 
-/// Writes or adds the products of matrices of each place, (dst, a, b); those of one scale together.
-fn write(places: &[Place], terms: &[[Raw; 3]], scaled: bool, accumulate: bool) -> Result<()> {
-    let scale = |i: usize| if scaled { places[i].scale } else { 1.0 };
-    let mut start = 0;
-    while start < terms.len() {
-        let end = (start..terms.len()).find(|&i| scale(i) != scale(start)).unwrap_or(terms.len());
-        let alike: Vec<[&Raw; 3]> = terms[start..end].iter().map(|term| term.each_ref()).collect();
-        compute::write_products(&alike, scale(start), accumulate)?;
-        start = end;
-    }
-    Ok(())
+/// The ranges of places of one scale, whose products run together.
+fn of_one_scale(places: &[Place]) -> impl Iterator<Item = Range<usize>> {
+    let mut end = 0;
+    places.chunk_by(|a, b| a.scale == b.scale).map(move |alike| {
+        end += alike.len();
+        end - alike.len()..end
+    })
 }
 
 struct GroupBackward {
@@ -144,22 +143,28 @@ impl GroupBackward {
         2 + 2 * place
     }
 
-    /// s (g B) of the adapted maps that need it, (rows, Σ rank).
-    fn grad_hidden(&self, context: &BackwardContext<'_>, grad: &Raw) -> Result<Option<Raw>> {
-        let needed = |place: usize| context.needs(0) || context.needs(Self::down(place));
-        let Some(ranks) = self.places.last().map(|place| place.ranks[0] + place.ranks[1]) else { return Ok(None) };
-        if !(0..self.places.len()).any(needed) {
-            return Ok(None);
-        }
-        let all = compute::unset(LINEAR_GROUP.name, grad, &[grad.dims()[0], ranks])?;
-        let (mut places, mut terms) = (Vec::new(), Vec::new());
-        for (index, (place, up)) in self.places.iter().zip(&self.ups).enumerate() {
-            if let (true, Some(up)) = (needed(index), up) {
-                terms.push([place.of_hidden(&all)?, place.of_result(grad)?, up.get()?]);
-                places.push(*place);
+    /// s (g B) of the adapted maps that need it, (rows, Σ rank), of which those that x needs are added to its gradient.
+    fn grad_hidden(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<Option<Raw>> {
+        let needs_x = context.needs(0);
+        let needed: Vec<bool> =
+            (0..self.places.len()).map(|place| needs_x || context.needs(Self::down(place))).collect();
+        let Some(last) = self.places.last().filter(|_| needed.contains(&true)) else { return Ok(None) };
+        let all = compute::unset(LINEAR_GROUP.name, grad, &[grad.dims()[0], last.ranks[0] + last.ranks[1]])?;
+        for alike in of_one_scale(&self.places) {
+            let scale = self.places[alike.start].scale;
+            let (mut products, mut terms) = (Vec::new(), Vec::new());
+            for index in alike.filter(|&index| needed[index]) {
+                let (place, Some(up)) = (&self.places[index], &self.ups[index]) else { continue };
+                let (input, hidden, up) = (place.of_result(grad)?, place.of_hidden(&all)?, up.get()?);
+                match &self.downs[index] {
+                    Some(down) if needs_x => terms.push(LowRankTerm { input, down: up, up: down.get()?, hidden }),
+                    _ => products.push([hidden, input, up]),
+                }
             }
+            let products: Vec<[&Raw; 3]> = products.iter().map(|product| product.each_ref()).collect();
+            compute::write_products(&products, scale, false)?;
+            context.add_low_rank(0, &self.x_shape, terms, [scale, 1.0])?;
         }
-        write(&places, &terms, true, false)?;
         Ok(Some(all))
     }
 }
@@ -176,6 +181,9 @@ impl Backward for GroupBackward {
                 context.add_product(Self::up(index), shape, self.factor_dtype, product, place.scale)?;
             }
         }
+        if let (true, Some(weight)) = (context.needs(0), &self.weight) {
+            context.add_product(0, &self.x_shape, grad.dtype(), [&grad, &weight.get()?], 1.0)?;
+        }
         let grad_hidden = self.grad_hidden(context, &grad)?;
         if let (Some(grad_hidden), Some(x)) = (&grad_hidden, &self.x) {
             let x = as_matrix(&x.get()?)?;
@@ -184,17 +192,6 @@ impl Backward for GroupBackward {
                 let shape = (grad_hidden.dims()[1], x.dims()[1]);
                 let product = [&grad_hidden.t()?, &x];
                 context.add_product(Self::down(index), shape, self.factor_dtype, product, 1.0)?;
-            }
-        }
-        if let (true, Some(weight)) = (context.needs(0), &self.weight) {
-            context.add_product(0, &self.x_shape, grad.dtype(), [&grad, &weight.get()?], 1.0)?;
-            if let Some(grad_hidden) = &grad_hidden {
-                for (place, down) in self.places.iter().zip(&self.downs) {
-                    if let Some(down) = down {
-                        let product = [&place.of_hidden(grad_hidden)?, &down.get()?];
-                        context.add_product(0, &self.x_shape, grad.dtype(), product, 1.0)?;
-                    }
-                }
             }
         }
         Ok(())
@@ -227,14 +224,16 @@ pub fn linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
             if let Some(last) = places.last() {
                 let ranks = last.ranks[0] + last.ranks[1];
                 let hidden = compute::unset(LINEAR_GROUP.name, &matrix, &[matrix.dims()[0], ranks])?;
-                let (mut downs, mut ups) = (Vec::new(), Vec::new());
-                for (place, [down, up]) in places.iter().zip(&operands) {
-                    let part = place.of_hidden(&hidden)?;
-                    ups.push([place.of_result(&y)?, part.clone(), up.raw.t()?]);
-                    downs.push([part, matrix.clone(), down.raw.t()?]);
+                for alike in of_one_scale(&places) {
+                    let scale = places[alike.start].scale;
+                    let term = |(place, [down, up]): (&Place, &[Tensor; 2])| -> Result<_> {
+                        let (input, hidden) = (matrix.clone(), place.of_hidden(&hidden)?);
+                        let term = LowRankTerm { input, down: down.raw.t()?, up: up.raw.t()?, hidden };
+                        Ok((term, place.of_result(&y)?))
+                    };
+                    let terms = places[alike.clone()].iter().zip(&operands[alike]).map(term);
+                    compute::low_rank(&terms.collect::<Result<Vec<_>>>()?, [1.0, scale])?;
                 }
-                write(&places, &downs, false, false)?;
-                write(&places, &ups, true, true)?;
                 aux.push(hidden);
             }
             Ok((y.reshape(with_last(&x.raw, group.weight.dims()[0]))?, aux))

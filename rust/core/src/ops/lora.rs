@@ -13,7 +13,7 @@ use candle_core::{DType, Shape};
 
 use super::case::{Case, Entry};
 use super::linear::{as_matrix, check, forward, linear, same_kind, with_last};
-use crate::compute::{Destination, Product};
+use crate::compute::{Destination, LowRankTerm, Product};
 use crate::cpu::{self, Div, Mul};
 use crate::raw::{Raw, own_copy};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, Saver, record_with_aux};
@@ -87,6 +87,14 @@ pub(super) fn check_scale(op: &'static str, scale: f64) -> Result<()> {
         return Ok(());
     }
     Err(Error::argument(op, format!("the scale is {scale}, expected a finite number")))
+}
+
+/// y += s (x Aᵀ) Bᵀ, all matrices; x Aᵀ.
+fn add_low_rank(op: &'static str, y: &Raw, x: &Raw, [down, up]: [&Tensor; 2], scale: f64) -> Result<Raw> {
+    let hidden = compute::unset(op, x, &[x.dims()[0], down.dims()[0]])?;
+    let term = LowRankTerm { input: x.clone(), down: down.raw.t()?, up: up.raw.t()?, hidden: hidden.clone() };
+    compute::low_rank(&[(term, y.clone())], [1.0, scale])?;
+    Ok(hidden)
 }
 
 /// s (g B): the gradient at x Aᵀ. Matrices.
@@ -219,15 +227,21 @@ impl Factors {
             context.add_product(2, shape, self.dtypes[1], [&grad.t()?, &hidden], self.scale)?;
         }
         let Some(up) = self.up.as_ref().filter(|_| context.needs(0) || context.needs(1)) else { return Ok(()) };
-        let grad_hidden = grad_hidden(grad, &up.get()?, self.scale)?;
+        let up = up.get()?;
+        let grad_hidden = match (&self.weight, &self.down) {
+            (Some(weight), Some(down)) if context.needs(0) => {
+                context.add_product(0, &self.x_shape, grad.dtype(), [grad, &weight.get()?], 1.0)?;
+                let hidden = compute::unset(LORA.name, grad, &[grad.dims()[0], up.dims()[1]])?;
+                let term = LowRankTerm { input: grad.clone(), down: up, up: down.get()?, hidden: hidden.clone() };
+                context.add_low_rank(0, &self.x_shape, vec![term], [self.scale, 1.0])?;
+                hidden
+            }
+            _ => grad_hidden(grad, &up, self.scale)?,
+        };
         if let (true, Some(x)) = (context.needs(1), &self.x) {
             let x = as_matrix(&x.get()?)?;
             let shape = (grad_hidden.dims()[1], x.dims()[1]);
             context.add_product(1, shape, self.dtypes[0], [&grad_hidden.t()?, &x], 1.0)?;
-        }
-        if let (true, Some(weight), Some(down)) = (context.needs(0), &self.weight, &self.down) {
-            context.add_product(0, &self.x_shape, grad.dtype(), [grad, &weight.get()?], 1.0)?;
-            context.add_product(0, &self.x_shape, grad.dtype(), [&grad_hidden, &down.get()?], 1.0)?;
         }
         Ok(())
     }
@@ -298,9 +312,8 @@ pub fn lora_linear(x: &Tensor, w: LoraWeights<'_>) -> Result<Tensor> {
         &[x, w.down, w.up],
         || {
             let matrix = as_matrix(&x.raw)?;
-            let hidden = compute::matmul(&matrix, &down.raw.t()?)?;
             let y = forward(&matrix, &w.weight.raw, w.bias.map(|b| &b.raw))?;
-            compute::matmul_accumulate(&y, &hidden, &up.raw.t()?, w.scale)?;
+            let hidden = add_low_rank(LORA.name, &y, &matrix, [&down, &up], w.scale)?;
             Ok((y.reshape(with_last(&x.raw, w.weight.dims()[0]))?, smallvec::smallvec![hidden]))
         },
         |saver, _, aux| LoraBackward(save_factors(saver, x, &w, [&down, &up], &aux[0])),
@@ -365,9 +378,8 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
             let matrix = as_matrix(&x.raw)?;
             let norm = adapted_row_norm(&w.weight.detach(), &down, &up, w.scale)?.raw;
             let ratio = compute::binary(&operand(magnitude, x.dtype())?.raw, &norm, Div)?;
-            let hidden = compute::matmul(&matrix, &down.raw.t()?)?;
             let direction = forward(&matrix, &w.weight.raw, None)?;
-            compute::matmul_accumulate(&direction, &hidden, &up.raw.t()?, w.scale)?;
+            let hidden = add_low_rank(DORA.name, &direction, &matrix, [&down, &up], w.scale)?;
             let mut y = compute::binary(&direction, &ratio, Mul)?;
             if let Some(bias) = w.bias {
                 y = compute::binary(&y, &bias.raw, cpu::Add)?;

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 
 use super::mode::no_grad;
 use super::node::{Kind, Node};
-use crate::compute::{Destination, Product};
+use crate::compute::{Destination, LowRankTerm, Product};
 use crate::cpu::Add;
 use crate::interrupt::Interrupt;
 use crate::raw::{self, Raw};
@@ -158,6 +158,32 @@ impl BackwardContext<'_> {
                 Ok(())
             }
         }
+    }
+
+    /// Write hidden = s₁ input down of each of `terms` and add s₂ hidden up to the gradient of input `index`, whose shape and dtype are
+    /// as in [`add_product`](Self::add_product). A gradient that is here already is added to where it lies.
+    pub fn add_low_rank(
+        &mut self,
+        index: usize,
+        dims: impl Into<Shape>,
+        terms: Vec<LowRankTerm>,
+        scales: [f64; 2],
+    ) -> Result<()> {
+        let (Some(first), dims) = (terms.first(), dims.into()) else { return Ok(()) };
+        let (dtype, matrix) = (first.input.dtype(), (first.input.dims()[0], first.up.dims()[1]));
+        let node = self.node.inputs.get(index).and_then(Option::as_ref).filter(|_| self.needs(index));
+        let pending = node.and_then(|node| self.table.get(&node.id()));
+        if let Some(pending) = pending.filter(|p| p.owned && p.sum.is_contiguous() && p.sum.dtype() == dtype) {
+            let dst = pending.sum.reshape(matrix)?;
+            let terms: Vec<_> = terms.into_iter().map(|term| (term, dst.clone())).collect();
+            self.reach(index);
+            return compute::low_rank(&terms, scales);
+        }
+        for LowRankTerm { input, down, up, hidden } in &terms {
+            compute::write_products(&[[hidden, input, down]], scales[0], false)?;
+            self.add_product(index, &dims, dtype, [hidden, up], scales[1])?;
+        }
+        Ok(())
     }
 
     fn reach(&mut self, index: usize) -> Option<u64> {

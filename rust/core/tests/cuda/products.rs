@@ -4,6 +4,7 @@ use trainable_candle_core::ops::attention::packed_attention;
 use trainable_candle_core::ops::conv::{Conv2dOptions, conv2d};
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::linear_group::{LinearGroup, LowRank, linear_group};
+use trainable_candle_core::ops::lora::{LoraWeights, dora_linear, lora_linear};
 use trainable_candle_core::raw::to_f64_vec;
 use trainable_candle_core::{DType, Device, FlatBuffer, Result, Tensor, compute};
 
@@ -191,6 +192,47 @@ fn products_written_together_are_those_of_the_cpu() {
                 let expected = run(&Device::Cpu, DType::F64, along_rows, accumulate);
                 near(&format!("{} {picks:?} {along_rows} {accumulate}", dtype.as_str()), &found, &expected, tolerance);
             }
+        }
+    }
+}
+
+/// Ranks and rows that fill tiles and that do not, with frozen inputs too.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn low_rank_products_equal_the_cpu() {
+    let device = gpu().unwrap();
+    for (rows, inner, outer, rank) in [
+        (1024, 1280, 1280, 16),
+        (77, 2048, 640, 16),
+        (1000, 96, 320, 32),
+        (33, 320, 32, 64),
+        (17, 640, 96, 8),
+        (5, 40, 72, 16),
+    ] {
+        for (dtype, tolerance) in TOLERANCE {
+            let deviation = |n: usize| 1.0 / (n as f64).sqrt();
+            let weight = random(&[outer, inner], deviation(inner), dtype);
+            let magnitude = random(&[outer], 0.1, dtype);
+            let inputs = [
+                random(&[rows, inner], 1.0, dtype),
+                random(&[rank, inner], deviation(inner), dtype),
+                random(&[outer, rank], deviation(rank), dtype),
+            ];
+            let base = |x: &Tensor, tensor: &Tensor| tensor.to_dtype(x.dtype())?.to_device(x.device());
+            let lora = |x: &[Tensor]| {
+                let weight = base(&x[0], &weight)?;
+                lora_linear(&x[0], LoraWeights { weight: &weight, bias: None, down: &x[1], up: &x[2], scale: 0.5 })
+            };
+            let dora = |x: &[Tensor]| {
+                let (weight, magnitude) = (base(&x[0], &weight)?, base(&x[0], &magnitude)?);
+                let weights = LoraWeights { weight: &weight, bias: None, down: &x[1], up: &x[2], scale: 0.5 };
+                dora_linear(&x[0], weights, &magnitude)
+            };
+            let of_frozen = |x: &[Tensor]| lora(&[base(&x[0], &inputs[0])?, x[0].clone(), x[1].clone()]);
+            let what = format!("{} {rows} x {inner} to {outer}, rank {rank}", dtype.as_str());
+            compare(&format!("LoRA {what}"), &lora, &inputs, &device, tolerance);
+            compare(&format!("DoRA {what}"), &dora, &inputs, &device, tolerance);
+            compare(&format!("LoRA of a frozen input {what}"), &of_frozen, &inputs[1..], &device, tolerance);
         }
     }
 }

@@ -1,0 +1,298 @@
+// The low-rank products of adapted linear maps: hidden = s₁ input down, dst += s₂ hidden up, in one pass over the rows.
+//
+// A block has 16 rows. Its warps share the sum over `inner` for hidden, exchange their parts through shared memory, and then share
+// the columns of dst. As two products of a library, hidden and dst would be launches of their own that take longer to start than to
+// compute at the sizes of one picture.
+//
+// Products are PTX' `mma.m16n8k16` (attention/mma.cuh has its fragments). Which index of a fragment stands for which column, feature
+// or rank is free as long as both operands agree. It is chosen such that a thread's values lie side by side in memory: with g = lane
+// / 4 and t = lane % 4,
+// - of 32 features it has 8t to 8t + 7, for two products one after the other;
+// - of 16 ranks, column g of the two products is 2g and 2g + 1, so that a thread's sums are the ranks 4t to 4t + 3;
+// - of 32 columns of dst, column g of product i is 4g + i, so that a thread's sums are the columns 8t to 8t + 7.
+#include "element.cuh"
+
+#include "attention/mma.cuh"
+
+namespace {
+
+constexpr int ROWS = 16;
+constexpr int RANKS = 16;
+constexpr int STEP = 32;
+constexpr int MOST_TERMS = 4;
+// Steps of 32 columns of dst, and steps of features, whose loads a warp has under way at a time: at these sizes waiting for memory
+// is all that takes time.
+constexpr int PIECES = 2;
+template <int TILES> constexpr int CHUNKS = TILES == 1 ? 4 : 2;
+// For ranks up to 16 TILES. More ranks need more registers.
+template <int TILES> constexpr int WARPS = TILES <= 2 ? 16 : 8;
+
+// All terms have the same sizes. Rows of input, hidden and dst lie `*_row` elements apart.
+struct Sizes {
+    uint32_t rows, inner, outer, terms;
+    uint32_t input_row, hidden_row, dst_row, down_row, up_row;
+    float scale_hidden, scale_dst;
+};
+
+struct Term {
+    const void *input, *down, *up;
+    void *hidden, *dst;
+};
+
+struct Terms {
+    Term list[MOST_TERMS];
+};
+
+// What the kernel does not write, so that its loads need not wait for stores.
+template <typename W, typename T> __device__ __forceinline__ W words(const T *at) { return __ldg(reinterpret_cast<const W *>(at)); }
+
+__device__ __forceinline__ uint32_t low_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x5410); }
+__device__ __forceinline__ uint32_t high_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x7632); }
+
+// The right operands of the four products of 32 features with 16 ranks: [rank of a pair][half of the features][register].
+// `is_turned`: down lies as (inner, rank), otherwise as (rank, inner).
+template <typename T, bool is_turned>
+__device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down, uint32_t row, uint32_t feature, uint32_t rank,
+                                          int g, int t) {
+    if (is_turned) {
+        uint32_t pairs[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            pairs[i] = words<uint32_t>(down + static_cast<uint64_t>(feature + 8 * t + i) * row + rank + 2 * g);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                b[0][half][i] = low_halves(pairs[4 * half + 2 * i], pairs[4 * half + 2 * i + 1]);
+                b[1][half][i] = high_halves(pairs[4 * half + 2 * i], pairs[4 * half + 2 * i + 1]);
+            }
+    } else {
+#pragma unroll
+        for (int pick = 0; pick < 2; pick++) {
+            const uint4 found = words<uint4>(down + static_cast<uint64_t>(rank + 2 * g + pick) * row + feature + 8 * t);
+            b[pick][0][0] = found.x, b[pick][0][1] = found.y, b[pick][1][0] = found.z, b[pick][1][1] = found.w;
+        }
+    }
+}
+
+// The right operands of the four products of 16 ranks with 32 columns: [product][register].
+// `is_turned`: up lies as (rank, outer), otherwise as (outer, rank).
+template <typename T, bool is_turned>
+__device__ __forceinline__ void load_up(uint32_t (&b)[4][2], const T *up, uint32_t row, uint32_t column, uint32_t rank, int g, int t) {
+    if (is_turned) {
+        uint2 of_rank[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            of_rank[i] = words<uint2>(up + static_cast<uint64_t>(rank + 4 * t + i) * row + column + 4 * g);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint2 first = of_rank[2 * i], second = of_rank[2 * i + 1];
+            b[0][i] = low_halves(first.x, second.x), b[1][i] = high_halves(first.x, second.x);
+            b[2][i] = low_halves(first.y, second.y), b[3][i] = high_halves(first.y, second.y);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint2 found = words<uint2>(up + static_cast<uint64_t>(column + 4 * g + i) * row + rank + 4 * t);
+            b[i][0] = found.x, b[i][1] = found.y;
+        }
+    }
+}
+
+// One term's hidden for the block's rows, dense in shared memory too. `parts` has room for the sums of each warp.
+template <typename T, int TILES, bool is_backward>
+__device__ __forceinline__ void compute_hidden(const Term &term, const Sizes &sizes, float *parts, T *hidden) {
+    constexpr int COUNT = TILES * RANKS;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    const uint32_t first_row = blockIdx.x * ROWS, last = sizes.rows - 1;
+    const T *input = static_cast<const T *>(term.input), *down = static_cast<const T *>(term.down);
+    // Rows beyond the last are computed as the last, and not written.
+    const T *rows[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const uint32_t row = first_row + g + 8 * half;
+        rows[half] = input + static_cast<uint64_t>(row < last ? row : last) * sizes.input_row + 8 * t;
+    }
+    float sums[TILES][2][4] = {};
+    for (uint32_t begin = warp * STEP; begin < sizes.inner; begin += CHUNKS<TILES> * WARPS<TILES> * STEP) {
+        uint4 x[CHUNKS<TILES>][2] = {};
+        uint32_t b[CHUNKS<TILES>][TILES][2][2][2] = {};
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS<TILES>; chunk++) {
+            const uint32_t feature = begin + chunk * WARPS<TILES> * STEP;
+            if (feature >= sizes.inner) continue;
+#pragma unroll
+            for (int half = 0; half < 2; half++) x[chunk][half] = words<uint4>(rows[half] + feature);
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++)
+                load_down<T, is_backward>(b[chunk][tile], down, sizes.down_row, feature, tile * RANKS, g, t);
+        }
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS<TILES>; chunk++) {
+            const uint4 upper = x[chunk][0], lower = x[chunk][1];
+            const uint32_t first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+                for (int pick = 0; pick < 2; pick++) {
+                    const auto &right = b[chunk][tile][pick];
+                    multiply_add<T>(sums[tile][pick], first, right[0][0], right[0][1]);
+                    multiply_add<T>(sums[tile][pick], second, right[1][0], right[1][1]);
+                }
+        }
+    }
+    float *part = parts + warp * ROWS * COUNT;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const auto &s = sums[tile];
+            const float4 ranks = make_float4(s[0][2 * half], s[1][2 * half], s[0][2 * half + 1], s[1][2 * half + 1]);
+            *reinterpret_cast<float4 *>(part + (g + 8 * half) * COUNT + tile * RANKS + 4 * t) = ranks;
+        }
+    __syncthreads();
+    for (uint32_t at = 2 * threadIdx.x; at < ROWS * COUNT; at += 2 * blockDim.x) {
+        float2 sum = {};
+#pragma unroll
+        for (int other = 0; other < WARPS<TILES>; other++) {
+            const float2 found = *reinterpret_cast<const float2 *>(parts + other * ROWS * COUNT + at);
+            sum.x += found.x, sum.y += found.y;
+        }
+        const uint32_t values = pair<T>(sizes.scale_hidden * sum.x, sizes.scale_hidden * sum.y), row = first_row + at / COUNT;
+        *reinterpret_cast<uint32_t *>(hidden + at) = values;
+        if (blockIdx.y == 0 && row <= last) {
+            T *to = static_cast<T *>(term.hidden) + static_cast<uint64_t>(row) * sizes.hidden_row + at % COUNT;
+            *reinterpret_cast<uint32_t *>(to) = values;
+        }
+    }
+    __syncthreads();
+}
+
+// The block's hidden as the left operand of the products with up.
+template <typename T, int TILES> __device__ __forceinline__ void load_hidden(uint32_t (&left)[TILES][4], const T *hidden) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint2 found = *reinterpret_cast<const uint2 *>(hidden + (g + 8 * half) * TILES * RANKS + tile * RANKS + 4 * t);
+            left[tile][half] = found.x, left[tile][2 + half] = found.y;
+        }
+}
+
+// What a warp works on: PIECES times 32 columns of the block's rows of dst, and up for them.
+template <typename T, int TILES, bool is_backward> struct Share {
+    uint4 dst[PIECES][2];
+    uint32_t up[PIECES][TILES][4][2];
+
+    __device__ __forceinline__ static T *place(void *dst, const Sizes &sizes, uint32_t column, int half) {
+        const int lane = threadIdx.x % WARP;
+        const uint64_t row = blockIdx.x * ROWS + lane / 4 + 8 * half;
+        return column < sizes.outer && row < sizes.rows ? static_cast<T *>(dst) + row * sizes.dst_row + column + 8 * (lane % 4) : nullptr;
+    }
+
+    __device__ __forceinline__ void load(const Term &term, const Sizes &sizes, uint32_t begin, uint32_t stride) {
+#pragma unroll
+        for (int piece = 0; piece < PIECES; piece++) {
+            const uint32_t column = begin + piece * stride;
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                if (const T *at = place(term.dst, sizes, column, half)) dst[piece][half] = *reinterpret_cast<const uint4 *>(at);
+        }
+        load_factor(term, sizes, begin, stride);
+    }
+
+    __device__ __forceinline__ void load_factor(const Term &term, const Sizes &sizes, uint32_t begin, uint32_t stride) {
+        const int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int piece = 0; piece < PIECES; piece++) {
+            const uint32_t column = begin + piece * stride;
+            if (column >= sizes.outer) continue;
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++)
+                load_up<T, is_backward>(up[piece][tile], static_cast<const T *>(term.up), sizes.up_row, column, tile * RANKS, lane / 4,
+                                        lane % 4);
+        }
+    }
+
+    __device__ __forceinline__ void multiply(float (&sums)[PIECES][4][4], const T *hidden) const {
+        uint32_t left[TILES][4];
+        load_hidden<T, TILES>(left, hidden);
+#pragma unroll
+        for (int piece = 0; piece < PIECES; piece++)
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) multiply_add<T>(sums[piece][i], left[tile], up[piece][tile][i][0], up[piece][tile][i][1]);
+    }
+
+    // Adds what `multiply` gave. Values 2i and 2i + 1 of a thread's eight come from products 2i % 4 and the next.
+    __device__ __forceinline__ void store(const float (&sums)[PIECES][4][4], void *to, const Sizes &sizes, uint32_t begin, uint32_t stride) {
+#pragma unroll
+        for (int piece = 0; piece < PIECES; piece++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                T *at = place(to, sizes, begin + piece * stride, half);
+                if (at == nullptr) continue;
+                uint32_t *words = &dst[piece][half].x;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const T *old = reinterpret_cast<const T *>(words + i);
+                    const int from = 2 * half + i / 2;
+                    words[i] = pair<T>(widen(old[0]) + sizes.scale_dst * sums[piece][2 * (i % 2)][from],
+                                       widen(old[1]) + sizes.scale_dst * sums[piece][2 * (i % 2) + 1][from]);
+                }
+                *reinterpret_cast<uint4 *>(at) = dst[piece][half];
+            }
+    }
+};
+
+// Forward, each term has a dst of its own and blocks of its own, and the factors lie as (rank, inner) and (outer, rank). Backward, all
+// terms add to the first one's dst, and the factors lie as (inner, rank) and (rank, outer).
+template <typename T, int TILES, bool is_backward> __device__ __forceinline__ void low_rank(const Terms &terms, const Sizes &sizes) {
+    constexpr int COUNT = ROWS * TILES * RANKS;
+    __shared__ alignas(16) float parts[WARPS<TILES> * COUNT];
+    __shared__ alignas(16) T hidden[is_backward ? MOST_TERMS : 1][COUNT];
+    const Term *list = terms.list + blockIdx.z;
+    const uint32_t count = is_backward ? sizes.terms : 1, stride = gridDim.y * WARPS<TILES> * STEP;
+    uint32_t begin = (blockIdx.y * WARPS<TILES> + threadIdx.x / WARP) * STEP;
+    Share<T, TILES, is_backward> share;
+    // Under way while hidden is computed.
+    share.load(list[0], sizes, begin, stride);
+#pragma unroll 1
+    for (uint32_t i = 0; i < count; i++) compute_hidden<T, TILES, is_backward>(list[i], sizes, parts, hidden[i]);
+    while (begin < sizes.outer) {
+        float sums[PIECES][4][4] = {};
+        share.multiply(sums, hidden[0]);
+#pragma unroll 1
+        for (uint32_t i = 1; i < count; i++) {
+            share.load_factor(list[i], sizes, begin, stride);
+            share.multiply(sums, hidden[i]);
+        }
+        share.store(sums, list[0].dst, sizes, begin, stride);
+        begin += PIECES * stride;
+        if (begin < sizes.outer) share.load(list[0], sizes, begin, stride);
+    }
+}
+
+} // namespace
+
+// hidden (rows, rank) = scale_hidden input (rows, inner) down, dst (rows, outer) += scale_dst hidden up, of up to four terms of the
+// same sizes. inner and outer are multiples of 32; addresses and distances of rows are multiples of 16 bytes.
+// Launch: block 512, for rank 64 256; grid (ceil(rows / 16), any number of shares of the columns, terms forward and 1 backward); no
+// dynamic shared memory.
+#define DEFINE_LOW_RANK(NAME, IS_BACKWARD, RANK, SUFFIX, T)                                                            \
+    extern "C" __global__ void __launch_bounds__(WARPS<RANK / RANKS> *WARP, 1)                                         \
+        low_rank_##NAME##RANK##_##SUFFIX(const __grid_constant__ Terms terms, const __grid_constant__ Sizes sizes) {   \
+        low_rank<T, RANK / RANKS, IS_BACKWARD>(terms, sizes);                                                          \
+    }
+
+#define DEFINE_RANKS(SUFFIX, T)                                                                                        \
+    DEFINE_LOW_RANK(forward, false, 16, SUFFIX, T)                                                                     \
+    DEFINE_LOW_RANK(forward, false, 32, SUFFIX, T)                                                                     \
+    DEFINE_LOW_RANK(forward, false, 64, SUFFIX, T)                                                                     \
+    DEFINE_LOW_RANK(backward, true, 16, SUFFIX, T)                                                                     \
+    DEFINE_LOW_RANK(backward, true, 32, SUFFIX, T)                                                                     \
+    DEFINE_LOW_RANK(backward, true, 64, SUFFIX, T)
+DEFINE_RANKS(f16, __half)
+DEFINE_RANKS(bf16, __nv_bfloat16)
