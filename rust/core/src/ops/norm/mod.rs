@@ -12,6 +12,8 @@ use smallvec::SmallVec;
 use super::case::{Case, Entry};
 use crate::cpu::Real;
 use crate::raw::{Raw, from_vec};
+#[cfg(feature = "cuda")]
+use crate::tape::Pending;
 use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Error, Result, Tensor, compute};
 
@@ -173,11 +175,11 @@ impl SavedAffine {
         [context.needs(0), wants(&self.weight), wants(&self.bias)]
     }
 
-    /// Hand over the gradients that were made.
+    /// Hand over the gradients that were made, with [`BackwardContext::take_pending`] in that of the input.
     #[cfg(feature = "cuda")]
     fn add_gradients(&self, context: &mut BackwardContext<'_>, grads: crate::cuda::norm::Gradients) -> Result<()> {
-        if let Some(grad) = grads.input {
-            context.add(0, grad)?;
+        if let Some(sum) = grads.input {
+            context.add_pending(0, Pending { sum, owned: true })?;
         }
         for (place, grad) in [(&self.weight, grads.weight), (&self.bias, grads.bias)] {
             if let (Some(place), Some(grad)) = (place, grad) {

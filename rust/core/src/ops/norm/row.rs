@@ -187,7 +187,8 @@ impl<const CENTER: bool> Backward for RowNormBackward<CENTER> {
                 bias: None,
             };
             let wants = self.affine.wants(context);
-            let grads = cuda::norm::rows_backward(self.op, &saved, [rows, len], wants)?;
+            let before = context.take_pending(0, x.dtype());
+            let grads = cuda::norm::rows_backward(self.op, &saved, [rows, len], wants, before)?;
             return self.affine.add_gradients(context, grads);
         }
         // RMS norm takes off nothing; any tensor stands in.
