@@ -5,7 +5,7 @@ use trainable_candle_cuda::modules::{GROUP_NORM, NORM};
 
 use super::copy::{cast, contiguous};
 use super::gpu::Gpu;
-use super::launch::{Address, Shape, accumulator, address, count32, empty, launch, optional, suffix, wide};
+use super::launch::{Shape, accumulator, address, count32, empty, launch, optional, suffix, wide};
 use crate::tape::Pending;
 use crate::{Raw, Result};
 
@@ -53,20 +53,33 @@ fn destination(op: &'static str, gpu: &Gpu, x: &Raw, before: Option<&Pending>) -
     }
 }
 
-/// The normalised rows of a dense (rows, len), with 1/√(var + eps) and, if the norm takes off the mean, that of each.
+/// Rows that were normalised.
+pub struct Rows {
+    /// What they were before: the input, or its sum with another tensor.
+    pub x: Raw,
+    pub y: Raw,
+    /// 1/√(var + eps) of each.
+    pub rstd: Raw,
+    /// The mean of each, if the norm takes it off.
+    pub mean: Option<Raw>,
+}
+
+/// The normalised rows of a dense (rows, len), or of its sum with another.
 pub fn rows(
     op: &'static str,
     centers: bool,
     x: &Raw,
+    residual: Option<&Raw>,
     [rows, len]: [usize; 2],
     parameters: [Option<&Raw>; 2],
     eps: f64,
-) -> Result<(Raw, Raw, Option<Raw>)> {
+) -> Result<Rows> {
     let gpu = Gpu::of(op, x)?;
     let parameters = Parameters::new(x.dtype(), parameters)?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
     let rstd = empty(op, gpu, &[rows], accumulator(x.dtype()))?;
     let mean = centers.then(|| empty(op, gpu, &[rows], accumulator(x.dtype()))).transpose()?;
+    let sum = residual.map(|_| empty(op, gpu, x.dims(), x.dtype())).transpose()?;
     if y.elem_count() > 0 {
         let name = if centers { "layer_norm_forward" } else { "rms_norm_forward" };
         let function = gpu.function(&NORM, name, suffix(op, x.dtype())?)?;
@@ -75,15 +88,15 @@ pub fn rows(
         let (from, to, rstds, means) =
             (address(op, x)?, address(op, &y)?, address(op, &rstd)?, optional(op, mean.as_ref())?);
         let (rows, len, is_f32) = (rows as u64, count32(op, len)?, parameters.is_f32());
-        let (residual, sum): (Address, Address) = (0, 0);
+        let (residual, total) = (optional(op, residual)?, optional(op, sum.as_ref())?);
         // SAFETY: the kernel takes the input, what is added to it, its parameters, the results, their sizes and numbers.
         unsafe {
             launch!(
-                op, gpu, function, shape, from, residual, sum, weight, bias, to, means, rstds, rows, len, eps, is_f32
+                op, gpu, function, shape, from, residual, total, weight, bias, to, means, rstds, rows, len, eps, is_f32
             )
         }?;
     }
-    Ok((y, rstd, mean))
+    Ok(Rows { x: sum.unwrap_or_else(|| x.clone()), y, rstd, mean })
 }
 
 /// What the gradients of a norm are made from.
