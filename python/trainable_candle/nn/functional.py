@@ -2,6 +2,7 @@
 
 from trainable_candle._core import (
     Tensor,
+    add_layer_norm,
     conv2d,
     cross_entropy,
     dropout,
@@ -24,6 +25,7 @@ from trainable_candle._core import (
 )
 
 __all__ = [
+    "add_layer_norm",
     "conv2d",
     "cross_entropy",
     "dropout",

@@ -192,6 +192,38 @@ pub fn layer_norm(
     compute(py, input.0.elem_count(), || norm::layer_norm(&input.0, dims, inner(weight), inner(bias), eps)).map(Tensor)
 }
 
+/// input + residual, and `layer_norm` of that sum: what a transformer block does between two of its layers, in one pass on CUDA.
+///
+/// Args:
+///     input: (..., *normalized_shape).
+///     residual: of the input's shape and dtype.
+///     normalized_shape: the sizes of the trailing dimensions, or the last one's.
+///     weight: scale, of shape `normalized_shape`.
+///     bias: shift, of shape `normalized_shape`.
+///     eps: added to the variance.
+///
+/// Returns:
+///     The sum and its norm, both of the input's shape and dtype. The norm is that of the sum as rounded to the dtype.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+#[pyfunction]
+#[pyo3(signature = (input, residual, normalized_shape, weight=None, bias=None, eps=Given::of(1e-5)))]
+pub fn add_layer_norm(
+    py: Python<'_>,
+    input: &Tensor,
+    residual: &Tensor,
+    normalized_shape: Shape,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: Given<f64>,
+) -> Result<(Tensor, Tensor)> {
+    let eps = eps.get("add_layer_norm", "eps")?;
+    let dims = trailing("add_layer_norm", &input.0, &normalized_shape)?;
+    let apply = || norm::add_layer_norm(&input.0, &residual.0, dims, inner(weight), inner(bias), eps);
+    compute(py, input.0.elem_count(), apply).map(|(sum, y)| (Tensor(sum), Tensor(y)))
+}
+
 /// Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) of the last dimension.
 ///
 /// Args:

@@ -6,6 +6,7 @@ use trainable_candle_cuda::modules::{GROUP_NORM, NORM};
 use super::copy::{cast, contiguous};
 use super::gpu::Gpu;
 use super::launch::{Shape, accumulator, address, count32, empty, launch, optional, suffix, wide};
+use crate::tape::Pending;
 use crate::{Raw, Result};
 
 /// Scale and shift as kernels take them: both in the input's dtype, or both in f32.
@@ -35,32 +36,67 @@ pub struct Gradients {
     pub bias: Option<Raw>,
 }
 
-/// The normalised rows of a dense (rows, len), with 1/√(var + eps) and, if the norm takes off the mean, that of each.
+/// The launch of `kernels/norm.cu` over rows.
+fn over_rows(rows: usize, len: usize, dtype: DType) -> Shape {
+    const HELD: usize = 3;
+    const THREADS: usize = 1 << 17;
+    let shape = |held| Shape::teams(rows, len, held, dtype);
+    let fits = |held: &usize| rows.saturating_mul(shape(*held).block[0] as usize) <= THREADS;
+    shape((1..=HELD).find(fits).unwrap_or(HELD))
+}
+
+/// Where the gradient of an input goes: onto the one that it is added to, if that is only ours, else to a new tensor.
+fn destination(op: &'static str, gpu: &Gpu, x: &Raw, before: Option<&Pending>) -> Result<Raw> {
+    match before {
+        Some(Pending { sum, owned: true }) => Ok(sum.clone()),
+        _ => empty(op, gpu, x.dims(), x.dtype()),
+    }
+}
+
+/// Rows that were normalised.
+pub struct Rows {
+    /// What they were before: the input, or its sum with another tensor.
+    pub x: Raw,
+    pub y: Raw,
+    /// 1/√(var + eps) of each.
+    pub rstd: Raw,
+    /// The mean of each, if the norm takes it off.
+    pub mean: Option<Raw>,
+}
+
+/// The normalised rows of a dense (rows, len), or of its sum with another.
 pub fn rows(
     op: &'static str,
     centers: bool,
     x: &Raw,
+    residual: Option<&Raw>,
     [rows, len]: [usize; 2],
     parameters: [Option<&Raw>; 2],
     eps: f64,
-) -> Result<(Raw, Raw, Option<Raw>)> {
+) -> Result<Rows> {
     let gpu = Gpu::of(op, x)?;
     let parameters = Parameters::new(x.dtype(), parameters)?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
     let rstd = empty(op, gpu, &[rows], accumulator(x.dtype()))?;
     let mean = centers.then(|| empty(op, gpu, &[rows], accumulator(x.dtype()))).transpose()?;
+    let sum = residual.map(|_| empty(op, gpu, x.dims(), x.dtype())).transpose()?;
     if y.elem_count() > 0 {
         let name = if centers { "layer_norm_forward" } else { "rms_norm_forward" };
         let function = gpu.function(&NORM, name, suffix(op, x.dtype())?)?;
-        let shape = Shape::rows(rows, len, x.dtype());
+        let shape = over_rows(rows, len, x.dtype());
         let (weight, bias) = (optional(op, parameters.weight.as_ref())?, optional(op, parameters.bias.as_ref())?);
         let (from, to, rstds, means) =
             (address(op, x)?, address(op, &y)?, address(op, &rstd)?, optional(op, mean.as_ref())?);
         let (rows, len, is_f32) = (rows as u64, count32(op, len)?, parameters.is_f32());
-        // SAFETY: the kernel takes the input, its parameters, the results, their sizes and numbers.
-        unsafe { launch!(op, gpu, function, shape, from, weight, bias, to, means, rstds, rows, len, eps, is_f32) }?;
+        let (residual, total) = (optional(op, residual)?, optional(op, sum.as_ref())?);
+        // SAFETY: the kernel takes the input, what is added to it, its parameters, the results, their sizes and numbers.
+        unsafe {
+            launch!(
+                op, gpu, function, shape, from, residual, total, weight, bias, to, means, rstds, rows, len, eps, is_f32
+            )
+        }?;
     }
-    Ok((y, rstd, mean))
+    Ok(Rows { x: sum.unwrap_or_else(|| x.clone()), y, rstd, mean })
 }
 
 /// What the gradients of a norm are made from.
@@ -74,12 +110,13 @@ pub struct Saved<'a> {
     pub bias: Option<&'a Raw>,
 }
 
-/// The gradients of [`rows`]; `wants` are those of input, scale and shift.
+/// The gradients of [`rows`]; `wants` are those of input, scale and shift. That of the input is added to the dense gradient `before`.
 pub fn rows_backward(
     op: &'static str,
     saved: &Saved<'_>,
     [rows, len]: [usize; 2],
     wants: [bool; 3],
+    before: Option<Pending>,
 ) -> Result<Gradients> {
     let Saved { x, grad, .. } = *saved;
     let gpu = Gpu::of(op, x)?;
@@ -91,14 +128,16 @@ pub fn rows_backward(
     let (rows64, len32, is_f32) = (rows as u64, count32(op, len)?, parameters.is_f32());
     let mut input = None;
     if wants[0] {
-        let dx = empty(op, gpu, x.dims(), dtype)?;
+        let dx = destination(op, gpu, x, before.as_ref())?;
         if dx.elem_count() > 0 {
             let name = if centers { "layer_norm_backward" } else { "rms_norm_backward" };
             let function = gpu.function(&NORM, name, suffix(op, dtype)?)?;
-            let to = address(op, &dx)?;
-            let shape = Shape::rows(rows, len, dtype);
-            // SAFETY: the kernel takes what the gradient is made from, the result and their sizes.
-            unsafe { launch!(op, gpu, function, shape, from, g, weight, mean, rstd, to, rows64, len32, is_f32) }?;
+            let (before, to) = (optional(op, before.as_ref().map(|pending| &pending.sum))?, address(op, &dx)?);
+            let shape = over_rows(rows, len, dtype);
+            // SAFETY: the kernel takes what the gradient is made from and added to, the result and their sizes.
+            unsafe {
+                launch!(op, gpu, function, shape, from, g, before, weight, mean, rstd, to, rows64, len32, is_f32)
+            }?;
         }
         input = Some(dx);
     }
@@ -247,20 +286,21 @@ pub fn groups(
     Ok((y, mean, rstd))
 }
 
-/// The gradients of [`groups`]; `wants` are those of input, scale and shift.
+/// The gradients of [`groups`]; `wants` are those of input, scale and shift. That of the input is added to the dense gradient `before`.
 pub fn groups_backward(
     op: &'static str,
     silu: bool,
     saved: &Saved<'_>,
     size: Groups,
     wants: [bool; 3],
+    before: Option<Pending>,
 ) -> Result<Gradients> {
     let Saved { x, grad, .. } = *saved;
     let gpu = Gpu::of(op, x)?;
     let dtype = x.dtype();
     let parameters = Parameters::new(dtype, [saved.weight, saved.bias])?;
     let (wants_input, wants_affine) = (wants[0], wants[1] || wants[2]);
-    let dx = wants_input.then(|| empty(op, gpu, x.dims(), dtype)).transpose()?;
+    let dx = wants_input.then(|| destination(op, gpu, x, before.as_ref())).transpose()?;
     let split = size.split(dtype);
     let rows = size.batch * split.pieces;
     let affine = wants_affine.then(|| empty(op, gpu, &[rows, 2, size.channels], accumulator(dtype))).transpose()?;
@@ -310,7 +350,7 @@ pub fn groups_backward(
         if let Some(dx) = &dx {
             let joined = gpu.function(&GROUP_NORM, "group_norm_slopes", suffix)?;
             let backward = gpu.function(&GROUP_NORM, backward, suffix)?;
-            let to = address(op, dx)?;
+            let (before, to) = (optional(op, before.as_ref().map(|pending| &pending.sum))?, address(op, dx)?);
             launch!(
                 op,
                 gpu,
@@ -332,6 +372,7 @@ pub fn groups_backward(
                 split.over_tensor,
                 from,
                 g,
+                before,
                 weight,
                 bias,
                 means,

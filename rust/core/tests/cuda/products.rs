@@ -12,15 +12,15 @@ use super::gpu;
 use super::walk::{close, value_and_gradients};
 
 /// How far a result may be from the one of the same rounded inputs in f64, relative to the largest value.
-const TOLERANCE: [(DType, f64); 3] = [(DType::F32, 2e-5), (DType::F16, 2e-3), (DType::BF16, 1.6e-2)];
+pub const TOLERANCE: [(DType, f64); 3] = [(DType::F32, 2e-5), (DType::F16, 2e-3), (DType::BF16, 1.6e-2)];
 
 /// Normal numbers of a shape, rounded to `dtype`.
-fn random(dims: &[usize], std: f64, dtype: DType) -> Tensor {
+pub fn random(dims: &[usize], std: f64, dtype: DType) -> Tensor {
     Tensor::randn(0.0, std, dims, DType::F32, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
 /// Value and gradients of a function on the GPU in `dtype`, and on the CPU in f64.
-fn compare(
+pub fn compare(
     what: &str,
     function: &dyn Fn(&[Tensor]) -> Result<Tensor>,
     inputs: &[Tensor],

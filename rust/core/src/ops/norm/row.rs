@@ -12,8 +12,8 @@ use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::cuda;
 use crate::ops::rows;
 use crate::raw::from_vec;
-use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
-use crate::{Error, Result, Tensor, dispatch_float};
+use crate::tape::{Aux, Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::{Error, Raw, Result, Tensor, dispatch_float};
 
 pub(super) static LAYER_NORM: OpInfo = OpInfo::cheap("layer_norm");
 pub(super) static RMS_NORM: OpInfo = OpInfo::cheap("rms_norm");
@@ -53,51 +53,88 @@ fn row_norm<const CENTER: bool>(
     bias: Option<&Tensor>,
     eps: f64,
 ) -> Result<Tensor> {
-    let op = info.name;
-    check_eps(op, eps)?;
-    if normalized_dims == 0 || normalized_dims > x.rank() {
-        return Err(Error::argument(
-            op,
-            format!("cannot normalise the last {normalized_dims} dimensions of shape {:?}", x.dims()),
-        ));
+    RowNorm::<CENTER>::new(info.name, x, normalized_dims, [weight, bias], eps)?.record(info, x, None)
+}
+
+/// A result, with what its backward reads of it.
+pub(super) type Normalised = (Raw, Aux);
+
+/// A norm of rows whose operands were checked.
+pub(super) struct RowNorm<'a, const CENTER: bool> {
+    op: &'static str,
+    size: Size,
+    affine: Affine<'a>,
+    eps: f64,
+}
+
+impl<'a, const CENTER: bool> RowNorm<'a, CENTER> {
+    /// Of tensors that are as `x`.
+    pub fn new(
+        op: &'static str,
+        x: &Tensor,
+        normalized_dims: usize,
+        [weight, bias]: [Option<&'a Tensor>; 2],
+        eps: f64,
+    ) -> Result<Self> {
+        check_eps(op, eps)?;
+        if normalized_dims == 0 || normalized_dims > x.rank() {
+            return Err(Error::argument(
+                op,
+                format!("cannot normalise the last {normalized_dims} dimensions of shape {:?}", x.dims()),
+            ));
+        }
+        let (outer, normalized) = x.dims().split_at(x.rank() - normalized_dims);
+        let size = Size { rows: outer.iter().product(), len: normalized.iter().product() };
+        Ok(Self { op, size, affine: Affine::new(op, x, weight, bias, normalized)?, eps })
     }
-    let (outer, normalized) = x.dims().split_at(x.rank() - normalized_dims);
-    let size = Size { rows: outer.iter().product(), len: normalized.iter().product() };
-    let affine = Affine::new(op, x, weight, bias, normalized)?;
-    record_with_aux(
-        info,
-        &affine.inputs(x),
-        || {
-            let raw = contiguous(&x.raw)?;
-            #[cfg(feature = "cuda")]
-            if raw.device().is_cuda() {
-                let (y, rstd, mean) =
-                    cuda::norm::rows(op, CENTER, &raw, [size.rows, size.len], affine.parameters(), eps)?;
-                return Ok((y, std::iter::once(rstd).chain(mean).collect()));
-            }
-            dispatch_float!(x.dtype(), op, T => {
-                let (weight, bias) = (affine.scale(size.len)?, affine.shift(size.len)?);
-                let (y, [mean, rstd]) = read_all(op, &[&raw], |operands| {
-                    let x = elements::<T>(operands[0])?;
-                    Ok(forward::<T, CENTER>(size, x, &weight, &bias, Real::from_f64(eps)))
-                })?;
-                let mean = CENTER.then(|| from_vec(mean, size.rows));
-                let statistics = std::iter::once(from_vec(rstd, size.rows)).chain(mean).collect();
-                Ok((from_vec(y, x.shape()), statistics))
-            })
-        },
-        |saver, _, statistics| RowNormBackward::<CENTER> {
-            op,
-            size,
-            // The gradient of the shift alone reads nothing.
-            reads: (saver.needs(0) || affine.weight.is_some() && saver.needs(1)).then(|| Reads {
-                x: saver.save(x),
-                rstd: saver.save_raw(&statistics[0]),
-                mean: statistics.get(1).map(|mean| saver.save_raw(mean)),
-            }),
-            affine: affine.save(saver, false),
-        },
-    )
+
+    /// Put the norm of `x` on the tape, which `made` is if it is there already.
+    pub fn record(&self, info: &'static OpInfo, x: &Tensor, made: Option<Normalised>) -> Result<Tensor> {
+        record_with_aux(
+            info,
+            &self.affine.inputs(x),
+            || made.map_or_else(|| self.forward(x), Ok),
+            |saver, _, statistics| RowNormBackward::<CENTER> {
+                op: info.name,
+                size: self.size,
+                // The gradient of the shift alone reads nothing.
+                reads: (saver.needs(0) || self.affine.weight.is_some() && saver.needs(1)).then(|| Reads {
+                    x: saver.save(x),
+                    rstd: saver.save_raw(&statistics[0]),
+                    mean: statistics.get(1).map(|mean| saver.save_raw(mean)),
+                }),
+                affine: self.affine.save(saver, false),
+            },
+        )
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Normalised> {
+        let Self { op, size, affine, eps } = self;
+        let raw = contiguous(&x.raw)?;
+        #[cfg(feature = "cuda")]
+        if raw.device().is_cuda() {
+            return self.on_cuda(&raw, None).map(|(_, normalised)| normalised);
+        }
+        dispatch_float!(x.dtype(), op, T => {
+            let (weight, bias) = (affine.scale(size.len)?, affine.shift(size.len)?);
+            let (y, [mean, rstd]) = read_all(op, &[&raw], |operands| {
+                let x = elements::<T>(operands[0])?;
+                Ok(forward::<T, CENTER>(*size, x, &weight, &bias, Real::from_f64(*eps)))
+            })?;
+            let mean = CENTER.then(|| from_vec(mean, size.rows));
+            let statistics = std::iter::once(from_vec(rstd, size.rows)).chain(mean).collect();
+            Ok((from_vec(y, x.shape()), statistics))
+        })
+    }
+
+    /// A dense tensor, or its sum with another, and the norm of that.
+    #[cfg(feature = "cuda")]
+    pub fn on_cuda(&self, x: &Raw, residual: Option<&Raw>) -> Result<(Raw, Normalised)> {
+        let size = [self.size.rows, self.size.len];
+        let cuda::norm::Rows { x, y, rstd, mean } =
+            cuda::norm::rows(self.op, CENTER, x, residual, size, self.affine.parameters(), self.eps)?;
+        Ok((x, (y, std::iter::once(rstd).chain(mean).collect())))
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -187,7 +224,8 @@ impl<const CENTER: bool> Backward for RowNormBackward<CENTER> {
                 bias: None,
             };
             let wants = self.affine.wants(context);
-            let grads = cuda::norm::rows_backward(self.op, &saved, [rows, len], wants)?;
+            let before = context.take_pending(0, x.dtype());
+            let grads = cuda::norm::rows_backward(self.op, &saved, [rows, len], wants, before)?;
             return self.affine.add_gradients(context, grads);
         }
         // RMS norm takes off nothing; any tensor stands in.

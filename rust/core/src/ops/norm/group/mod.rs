@@ -149,9 +149,9 @@ impl<const SILU: bool> Backward for GroupNormBackward<SILU> {
                 bias: bias.as_ref(),
             };
             let wants = self.affine.wants(context);
-            return self
-                .affine
-                .add_gradients(context, cuda::norm::groups_backward(self.op, SILU, &saved, size.into(), wants)?);
+            let before = context.take_pending(0, x.dtype());
+            let grads = cuda::norm::groups_backward(self.op, SILU, &saved, size.into(), wants, before)?;
+            return self.affine.add_gradients(context, grads);
         }
         dispatch_float!(x.dtype(), self.op, T => {
             let (weight, bias) = (self.affine.scale(size.channels)?, self.affine.shift(size.channels)?);
