@@ -1,9 +1,11 @@
-//! Normalisation: layer norm and RMS norm over trailing dimensions, group norm over channels that come last.
+//! Normalisation: layer norm and RMS norm over trailing dimensions, also with rotary embedding, group norm over channels that come
+//! last.
 //!
 //! Each is one fused kernel forward and one backward. They save their input and the statistics, never the normalised values.
 //! Scale and shift may be frozen: then no gradient is made for them.
 
 mod group;
+mod rms_norm_rope;
 mod row;
 
 use candle_core::{DType, WithDType};
@@ -16,6 +18,7 @@ use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Error, Result, Tensor, compute};
 
 pub use group::{group_norm, group_norm_silu};
+pub use rms_norm_rope::rms_norm_rope;
 pub use row::{layer_norm, rms_norm};
 
 /// The optional scale and shift of a norm as inputs of an operation.
@@ -300,6 +303,7 @@ fn group_norm_silu_cases() -> Vec<Case> {
 pub static ENTRIES: &[Entry] = &[
     Entry { info: &row::LAYER_NORM, cases: layer_norm_cases },
     Entry { info: &row::RMS_NORM, cases: rms_norm_cases },
+    rms_norm_rope::ENTRY,
     Entry { info: &group::GROUP_NORM, cases: group_norm_cases },
     Entry { info: &group::GROUP_NORM_SILU, cases: group_norm_silu_cases },
 ];
