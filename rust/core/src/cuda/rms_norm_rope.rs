@@ -7,14 +7,8 @@ use super::copy::{cast, contiguous};
 use super::gpu::Gpu;
 use super::launch::{Address, Shape, accumulator, address, count32, empty, launch, optional, suffix, wide};
 use super::norm::Gradients;
+use crate::ops::norm::Turn;
 use crate::{Raw, Result};
-
-/// How rows turn: by `tables`, cos and sin (positions, width / 2), of which `repeats` rows in turn share a line.
-pub struct Turn<'a> {
-    pub tables: [&'a Raw; 2],
-    pub repeats: usize,
-    pub interleaved: bool,
-}
 
 /// What the kernels take beside the tensors; the tensors keep the addresses good.
 struct Arguments {
@@ -56,7 +50,7 @@ impl Arguments {
 }
 
 /// The turned, normalised rows of a dense (..., width), and 1/√(mean(x²) + eps) of each.
-pub fn forward(op: &'static str, x: &Raw, weight: Option<&Raw>, turn: &Turn<'_>, eps: f64) -> Result<(Raw, Raw)> {
+pub fn forward(op: &'static str, x: &Raw, weight: Option<&Raw>, turn: &Turn<'_>, eps: f64) -> Result<[Raw; 2]> {
     let gpu = Gpu::of(op, x)?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
     let rstd = empty(op, gpu, &[x.dims()[..x.rank() - 1].iter().product()], accumulator(x.dtype()))?;
@@ -90,7 +84,7 @@ pub fn forward(op: &'static str, x: &Raw, weight: Option<&Raw>, turn: &Turn<'_>,
             )
         }?;
     }
-    Ok((y, rstd))
+    Ok([y, rstd])
 }
 
 /// The gradients of [`forward`]; `wants` are those of the input and of the weight.

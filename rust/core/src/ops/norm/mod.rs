@@ -18,6 +18,8 @@ use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Error, Result, Tensor, compute};
 
 pub use group::{group_norm, group_norm_silu};
+#[cfg(feature = "cuda")]
+pub(crate) use rms_norm_rope::Turn;
 pub use rms_norm_rope::rms_norm_rope;
 pub use row::{layer_norm, rms_norm};
 

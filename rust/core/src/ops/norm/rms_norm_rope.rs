@@ -43,44 +43,53 @@ pub fn rms_norm_rope(
     check_eps(op, eps)?;
     rope::check(op, x, cos, sin)?;
     let affine = Affine::new(op, x, weight, None, &x.dims()[x.rank() - 1..])?;
+    let order = RowOrder::of(&x.raw);
     record_with_aux(
         &RMS_NORM_ROPE,
         &affine.inputs(x),
         || {
-            let [y, rstd] = forward(&x.raw, &affine, [&cos.raw, &sin.raw], interleaved, eps)?;
-            Ok((y, std::iter::once(rstd).collect()))
+            let rows = contiguous(&order.swap(&x.raw)?)?;
+            let turn = Turn { tables: [&cos.raw, &sin.raw], repeats: order.repeats(), interleaved };
+            let [y, rstd] = forward(&rows, &affine, &turn, eps)?;
+            Ok((order.swap(&y)?, std::iter::once(rstd).collect()))
         },
         |saver, _, statistics| RmsNormRopeBackward {
             x: saver.save(x),
             rstd: saver.save_raw(&statistics[0]),
             tables: [saver.hold(cos), saver.hold(sin)],
+            order,
             interleaved,
             affine: affine.save(saver, false),
         },
     )
 }
 
-/// The result, and 1/√(mean(x²) + eps) of each row in the order of memory.
-fn forward(x: &Raw, affine: &Affine<'_>, tables: [&Raw; 2], interleaved: bool, eps: f64) -> Result<[Raw; 2]> {
+/// How dense rows turn.
+pub(crate) struct Turn<'a> {
+    /// cos and sin, (positions, width / 2).
+    pub tables: [&'a Raw; 2],
+    /// How many rows in turn have the same position.
+    pub repeats: usize,
+    pub interleaved: bool,
+}
+
+/// The result, and 1/√(mean(x²) + eps) of each row, of dense rows.
+fn forward(x: &Raw, affine: &Affine<'_>, turn: &Turn<'_>, eps: f64) -> Result<[Raw; 2]> {
     let op = RMS_NORM_ROPE.name;
-    let order = RowOrder::of(x);
-    let x = contiguous(&order.swap(x)?)?;
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
         let [weight, _] = affine.parameters();
-        let turn = cuda::rms_norm_rope::Turn { tables, repeats: order.repeats(), interleaved };
-        let (y, rstd) = cuda::rms_norm_rope::forward(op, &x, weight, &turn, eps)?;
-        return Ok([order.swap(&y)?, rstd]);
+        return cuda::rms_norm_rope::forward(op, x, weight, turn, eps);
     }
     dispatch_float!(x.dtype(), op, T => {
-        let [cos, sin] = numbers::<T>(tables)?;
-        let rows = Rows::new(&x, tables[0], order, interleaved);
+        let [cos, sin] = numbers::<T>(turn.tables)?;
+        let rows = Rows::new(x, turn);
         let weight = affine.scale(rows.len())?;
-        let (y, rstd) = read_all(op, &[&x, &cos, &sin], |operands| {
+        let (y, rstd) = read_all(op, &[x, &cos, &sin], |operands| {
             let angles = rows.angles(elements(operands[1])?, elements(operands[2])?);
             Ok(rows.forward::<T>(elements(operands[0])?, &weight, &angles, Real::from_f64(eps)))
         })?;
-        Ok([order.swap(&from_vec(y, x.shape()))?, from_vec(rstd, rows.count)])
+        Ok([from_vec(y, x.shape()), from_vec(rstd, rows.count)])
     })
 }
 
@@ -90,7 +99,7 @@ fn numbers<T: Elem<Acc: WithDType>>(tables: [&Raw; 2]) -> Result<[Raw; 2]> {
     Ok([numbers(tables[0])?, numbers(tables[1])?])
 }
 
-/// The rows of a tensor in the order of memory.
+/// The sizes of dense rows and of their angles.
 #[derive(Clone, Copy)]
 struct Rows {
     count: usize,
@@ -101,10 +110,10 @@ struct Rows {
 }
 
 impl Rows {
-    fn new(x: &Raw, table: &Raw, order: RowOrder, interleaved: bool) -> Self {
-        let (positions, half) = (table.dims()[0], table.dims()[1]);
+    fn new(x: &Raw, turn: &Turn<'_>) -> Self {
+        let (positions, half) = (turn.tables[0].dims()[0], turn.tables[0].dims()[1]);
         let count = x.dims()[..x.rank() - 1].iter().product();
-        Self { count, half, positions, repeats: order.repeats(), interleaved }
+        Self { count, half, positions, repeats: turn.repeats, interleaved: turn.interleaved }
     }
 
     fn len(&self) -> usize {
@@ -160,6 +169,7 @@ struct RmsNormRopeBackward {
     x: Saved,
     rstd: Saved,
     tables: [Saved; 2],
+    order: RowOrder,
     interleaved: bool,
     affine: SavedAffine,
 }
@@ -167,29 +177,23 @@ struct RmsNormRopeBackward {
 impl Backward for RmsNormRopeBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let op = RMS_NORM_ROPE.name;
-        let x = self.x.get()?;
-        let order = RowOrder::of(&x);
-        let x = contiguous(&order.swap(&x)?)?;
+        let order = self.order;
+        let x = contiguous(&order.swap(&self.x.get()?)?)?;
         let grad = contiguous(&order.swap(context.grad())?)?;
         let (rstd, cos, sin) = (self.rstd.get()?, self.tables[0].get()?, self.tables[1].get()?);
+        let turn = Turn { tables: [&cos, &sin], repeats: order.repeats(), interleaved: self.interleaved };
         #[cfg(feature = "cuda")]
         if x.device().is_cuda() {
-            let turn = cuda::rms_norm_rope::Turn {
-                tables: [&cos, &sin],
-                repeats: order.repeats(),
-                interleaved: self.interleaved,
-            };
             let [weight, _] = self.affine.parameters()?;
             let [wants_input, wants_weight, _] = self.affine.wants(context);
-            let saved = [&x, &grad, &rstd];
-            let mut grads =
-                cuda::rms_norm_rope::backward(op, saved, weight.as_ref(), &turn, [wants_input, wants_weight])?;
+            let (saved, wants) = ([&x, &grad, &rstd], [wants_input, wants_weight]);
+            let mut grads = cuda::rms_norm_rope::backward(op, saved, weight.as_ref(), &turn, wants)?;
             grads.input = grads.input.map(|grad| order.swap(&grad)).transpose()?;
             return self.affine.add_gradients(context, grads);
         }
-        let rows = Rows::new(&x, &cos, order, self.interleaved);
+        let rows = Rows::new(&x, &turn);
         dispatch_float!(x.dtype(), op, T => {
-            let [cos, sin] = numbers::<T>([&cos, &sin])?;
+            let [cos, sin] = numbers::<T>(turn.tables)?;
             let weight = self.affine.scale(rows.len())?;
             let (wants_input, wants_weight) = (context.needs(0), self.affine.needs_grad(context));
             let (grad_x, grad_weight) = read_all(op, &[&x, &grad, &rstd, &cos, &sin], |operands| {
