@@ -226,8 +226,8 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-// First stage of the gradient of the weight: Σ u x̂ over a piece of the rows, the first of two lines of width elements in partials
-// (pieces, 2, width), as norm.cu's norm_affine_sum, the second stage, reads them; the other line is left as it is.
+// First stage of the gradient of the weight: Σ u x̂ over a piece of the rows, in the first of the two lines of width elements that
+// partials (pieces, 2, width) have for norm_affine_sum (norm.cu), the second stage; the other line is left as it is.
 // Launch: block 256, grid (ceil(width / (64 WIDE)), pieces), no dynamic shared memory; pieces, at most 65535, is the caller's
 // choice, say clamp(ceil(rows / 64), 1, 512).
 #define DEFINE_WEIGHT(SUFFIX, T)                                                                                       \

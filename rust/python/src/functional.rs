@@ -461,8 +461,7 @@ pub fn rope(py: Python<'_>, x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved:
     compute(py, x.0.elem_count(), || rotary::rope(&x.0, &cos.0, &sin.0, interleaved)).map(Tensor)
 }
 
-/// Rotary position embedding of root-mean-square normalised rows, in one pass: `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)`,
-/// which Flux, Stable Diffusion 3.5 and Qwen3 do to queries and keys.
+/// `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one pass: the queries and keys of Flux and Qwen3.
 ///
 /// Args:
 ///     x: (..., S, D), D even.

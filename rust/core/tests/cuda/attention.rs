@@ -46,8 +46,9 @@ const fn shape(model: &'static str, queries: usize, heads: usize, width: usize) 
     Shape { model, queries, keys: None, heads, width, is_causal: false, is_packed: true }
 }
 
-/// What the models compute for one picture. A head's result does not depend on how many there are, but whether the gradients of its
-/// keys are summed in parts does: where the reference would take long, the heads are as few as keep them in one, as many do.
+/// What the models compute for one picture. A head's result does not depend on how many there are, except that the gradients of keys are
+/// made in parts and summed if few heads would leave the GPU idle. Where all heads would take the reference long, there are as many as
+/// it takes for one part, which is what all have.
 const SHAPES: [Shape; 9] = [
     shape("SDXL, 64 x 64, of 10 heads", 4096, 4, 64),
     shape("SDXL, 32 x 32", 1024, 20, 64),

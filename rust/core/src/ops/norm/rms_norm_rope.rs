@@ -1,5 +1,4 @@
-//! RMS norm and rotary position embedding in one pass: the queries and keys of models that normalise them (Flux, Stable Diffusion
-//! 3.5, Qwen3).
+//! RMS norm and rotary position embedding in one pass: the queries and keys of models that normalise them (Flux, Qwen3).
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
