@@ -37,6 +37,7 @@ modules! {
     RANDOM "random" "Random numbers.";
     REDUCE "reduce" "Reductions and running sums.";
     REGRESSION "regression" "Losses of differences.";
+    RMS_NORM_ROPE "rms_norm_rope" "RMS norm and rotary position embedding.";
     ROPE "rope" "Rotary position embedding.";
     SOFTMAX "softmax" "Softmax and its logarithm.";
     UPSAMPLE "upsample" "Resizing of images.";

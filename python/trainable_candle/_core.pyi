@@ -96,6 +96,7 @@ __all__ = [
     "randint",
     "randn",
     "rms_norm",
+    "rms_norm_rope",
     "rope",
     "save_adapters",
     "save_checkpoint",
@@ -3137,6 +3138,34 @@ def rms_norm(
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
+    """
+
+def rms_norm_rope(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    eps: SupportsFloat | SupportsIndex = 1e-6,
+) -> Tensor:
+    """
+    `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one pass: the queries and keys of Flux and Qwen3.
+
+    Args:
+        x: (..., S, D), D even.
+        weight: scale, (D,), in the dtype of `x` or f32; None for ones.
+        cos: (S, D / 2), cosines of the angles.
+        sin: (S, D / 2), sines of the angles.
+        interleaved: whether pairs are neighbours (2i, 2i + 1) instead of (i, i + D / 2).
+        eps: added to the mean square.
+
+    Returns:
+        The shape and dtype of `x`; nothing in between is rounded to that dtype.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        ArgumentError: if `eps` is negative or not finite.
+        NoBackwardError: if `cos` or `sin` needs a gradient.
     """
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

@@ -182,6 +182,31 @@ def test_rope(interleaved):
     )
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rms_norm_rope(interleaved):
+    x, w, angles = RNG.standard_normal((2, 5, 6)), RNG.standard_normal(6), RNG.standard_normal((5, 3))
+    cos, sin = np.cos(angles), np.sin(angles)
+    normal = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
+
+    def turned(x):
+        a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :3], x[..., 3:])
+        parts = (a * cos - b * sin, a * sin + b * cos)
+        return np.stack(parts, -1).reshape(x.shape) if interleaved else np.concatenate(parts, -1)
+
+    tables = tc.tensor(cos), tc.tensor(sin)
+    vx, vw = tc.Var(x), tc.Var(w)
+    y = F.rms_norm_rope(vx, vw, *tables, interleaved=interleaved, eps=1e-3)
+    assert_close(y.detach(), turned(normal * w))
+    without = F.rms_norm_rope(tc.tensor(x), None, *tables, interleaved, 1e-3)
+    assert_close(without, turned(normal))
+    # The turn keeps lengths: the gradient of the sum of squares does not depend on the angles.
+    (y * y).sum().backward()
+    assert_close(vw.grad, (2 * w * normal**2).sum((0, 1)))
+    u = 2 * w**2 * normal
+    rstd = normal / x
+    assert_close(vx.grad, rstd * (u - normal * (u * normal).mean(-1, keepdims=True)))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_regression_losses(reduction):
     a, b = RNG.standard_normal((3, 4)) * 2, RNG.standard_normal((3, 4))
@@ -308,6 +333,31 @@ def test_activations():
         ),
         (lambda x: F.cross_entropy(x, tc.tensor([0, 9])), tc.IndexOutOfRangeError, "cross_entropy"),
         (lambda x: F.cross_entropy(x, tc.tensor([0.0, 1.0])), tc.DTypeError, "cross_entropy"),
+        (
+            lambda x: F.rms_norm_rope(x, tc.ones(3), tc.ones(2, 2), tc.ones(2, 2)),
+            tc.ShapeError,
+            r"rms_norm_rope: the weight has shape \[3\]",
+        ),
+        (
+            lambda x: F.rms_norm_rope(x, None, tc.ones(2, 4), tc.ones(2, 2)),
+            tc.ShapeError,
+            r"rms_norm_rope: cos has shape \[2, 4\]",
+        ),
+        (
+            lambda x: F.rms_norm_rope(x, tc.ones(4, dtype="f64"), tc.ones(2, 2), tc.ones(2, 2)),
+            tc.DTypeError,
+            "rms_norm_rope: the weight is f64",
+        ),
+        (
+            lambda x: F.rms_norm_rope(x, None, tc.ones(2, 2), tc.ones(2, 2, dtype="i64")),
+            tc.DTypeError,
+            "rms_norm_rope: sin is i64",
+        ),
+        (
+            lambda x: F.rms_norm_rope(x, None, tc.Var(tc.ones(2, 2)), tc.ones(2, 2)),
+            tc.NoBackwardError,
+            "rms_norm_rope",
+        ),
         (lambda x: F.embedding(tc.tensor([0.5]), x), tc.DTypeError, "embedding"),
     ],
 )

@@ -118,6 +118,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "max_steps": lambda: 10,
     "name": lambda: "x",
     "module": lambda: tc.nn.Linear.init(2, 2),
+    "rms_norm_rope.weight": lambda: tc.ones(4),
     "scaled_dot_product_attention.value": lambda: tc.ones(4, 4),
     "save_checkpoint.models": dict,
     "save_file.tensors": lambda: {"t": tc.ones(2)},

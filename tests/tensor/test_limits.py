@@ -128,8 +128,9 @@ def test_eps_of_a_norm_is_checked(eps) -> None:
         lambda: functional.add_layer_norm(x, x, 4, eps=eps),
         lambda: functional.rms_norm(x, 4, eps=eps),
         lambda: functional.group_norm(x, 2, eps=eps),
+        lambda: functional.rms_norm_rope(x, None, tc.ones(2, 2), tc.ones(2, 2), eps=eps),
     ):
-        with pytest.raises(tc.ArgumentError, match=r"_norm: eps is .*expected a number"):
+        with pytest.raises(tc.ArgumentError, match=r"_norm(_rope)?: eps is .*expected a number"):
             norm()
 
 

@@ -10,6 +10,8 @@ use trainable_candle_core::raw::to_f64_vec;
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Raw, Result, Tensor, device, rng};
 use walk::{TOLERANCE, all_cases, close, draw, text, turned_view, value_and_gradients};
 
+#[path = "cuda/attention.rs"]
+mod attention;
 #[path = "cuda/capture.rs"]
 mod capture;
 #[path = "cuda/norms.rs"]

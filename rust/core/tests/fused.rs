@@ -2,7 +2,7 @@
 
 use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::ops::attention::scaled_dot_product_attention as attention;
-use trainable_candle_core::ops::norm::{group_norm, group_norm_silu, layer_norm, rms_norm};
+use trainable_candle_core::ops::norm::{group_norm, group_norm_silu, layer_norm, rms_norm, rms_norm_rope};
 use trainable_candle_core::ops::rope::rope;
 use trainable_candle_core::{DType, Device, Result, Tensor, Var, grad, raw::to_f64_vec};
 
@@ -216,6 +216,43 @@ fn rope_keeps_lengths_and_layouts() {
     }
 }
 
+/// Many blocks of rows, heads outside and inside of the positions, pairs of either kind.
+#[test]
+fn rms_norm_rope_is_rms_norm_and_rope() {
+    let angles = draw(&[1100, 32], 1, DType::F64);
+    let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
+    let heads = draw(&[2, 1100, 3, 64], 0, DType::F64);
+    let weight = draw(&[64], 2, DType::F64);
+    for interleaved in [false, true] {
+        let fused = |x: &Tensor, w: &Tensor| rms_norm_rope(x, Some(w), &cos, &sin, interleaved, 1e-6);
+        let parts = |x: &Tensor, w: &Tensor| rope(&rms_norm(x, Some(w), 1e-6)?, &cos, &sin, interleaved);
+        let inside = |f: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>| {
+            run(&[heads.clone(), weight.clone()], |x| f(&x[0].transpose(1, 2)?, &x[1]))
+        };
+        let outside = |f: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>| {
+            let x = heads.transpose(1, 2).unwrap().contiguous().unwrap();
+            run(&[x, weight.clone()], |x| f(&x[0], &x[1]))
+        };
+        assert_close(&inside(&fused), &inside(&parts), 1e-13);
+        assert_close(&outside(&fused), &outside(&parts), 1e-13);
+        let y = fused(&heads.transpose(1, 2).unwrap(), &weight).unwrap();
+        assert!(y.transpose(1, 2).unwrap().raw().is_contiguous());
+    }
+}
+
+#[test]
+fn a_weight_in_f32_serves_rms_norm_rope_in_bf16() {
+    let angles = draw(&[300, 20], 1, DType::F64);
+    let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
+    let (x, weight) = (draw(&[2, 300, 40], 0, DType::BF16), draw(&[40], 2, DType::F32));
+    let function = |x: &[Tensor]| rms_norm_rope(&x[0], Some(&x[1]), &cos, &sin, false, 1e-6)?.to_dtype(DType::BF16);
+    let found = run(&[x.clone(), weight.clone()], function);
+    let expected = run(&[x.to_dtype(DType::F32).unwrap(), weight], function);
+    // Sums are made in f32: only the result and the gradient of the input are rounded to bf16.
+    assert_close(&found[2..], &expected[2..], 1e-6);
+    assert_close(&found[..2], &expected[..2], 1e-2);
+}
+
 #[test]
 fn operands_that_do_not_fit_are_errors_that_name_the_operation() {
     let x = |dims: &[usize]| draw(dims, 0, DType::F32);
@@ -249,6 +286,28 @@ fn operands_that_do_not_fit_are_errors_that_name_the_operation() {
             message(rope(&x(&[5, 4]), Var::from_tensor(&x(&[5, 2])).unwrap().as_tensor(), &x(&[5, 2]), false)),
             "rope: has no backward",
         ),
+        (
+            message(rope(
+                &x(&[5, 4]),
+                &Tensor::from_vec(vec![1i64; 10], (5, 2), &Device::Cpu).unwrap(),
+                &x(&[5, 2]),
+                false,
+            )),
+            "rope: cos is i64, expected floating point",
+        ),
+        (
+            message(rms_norm_rope(&x(&[4]), None, &x(&[1, 2]), &x(&[1, 2]), false, 1e-6)),
+            "rms_norm_rope: the input has shape [4]",
+        ),
+        (
+            message(rms_norm_rope(&x(&[5, 4]), Some(&x(&[2])), &x(&[5, 2]), &x(&[5, 2]), false, 1e-6)),
+            "rms_norm_rope: the weight has shape [2], expected [4]",
+        ),
+        (
+            message(rms_norm_rope(&x(&[5, 4]), None, &x(&[5, 2]), &x(&[5, 4]), false, 1e-6)),
+            "rms_norm_rope: sin has shape [5, 4]",
+        ),
+        (message(rms_norm_rope(&x(&[5, 4]), None, &x(&[5, 2]), &x(&[5, 2]), false, -1.0)), "rms_norm_rope: eps is -1"),
     ];
     for (found, expected) in cases {
         assert!(found.starts_with(expected), "{found}");

@@ -492,3 +492,36 @@ pub fn embedding(py: Python<'_>, input: &Tensor, weight: &Tensor) -> Result<Tens
 pub fn rope(py: Python<'_>, x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
     compute(py, x.0.elem_count(), || rotary::rope(&x.0, &cos.0, &sin.0, interleaved)).map(Tensor)
 }
+
+/// `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one pass: the queries and keys of Flux and Qwen3.
+///
+/// Args:
+///     x: (..., S, D), D even.
+///     weight: scale, (D,), in the dtype of `x` or f32; None for ones.
+///     cos: (S, D / 2), cosines of the angles.
+///     sin: (S, D / 2), sines of the angles.
+///     interleaved: whether pairs are neighbours (2i, 2i + 1) instead of (i, i + D / 2).
+///     eps: added to the mean square.
+///
+/// Returns:
+///     The shape and dtype of `x`; nothing in between is rounded to that dtype.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     ArgumentError: if `eps` is negative or not finite.
+///     NoBackwardError: if `cos` or `sin` needs a gradient.
+#[pyfunction]
+#[pyo3(signature = (x, weight, cos, sin, interleaved=false, eps=Given::of(1e-6)))]
+pub fn rms_norm_rope(
+    py: Python<'_>,
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    cos: &Tensor,
+    sin: &Tensor,
+    interleaved: bool,
+    eps: Given<f64>,
+) -> Result<Tensor> {
+    let eps = eps.get("rms_norm_rope", "eps")?;
+    let work = || norm::rms_norm_rope(&x.0, inner(weight), &cos.0, &sin.0, interleaved, eps);
+    compute(py, x.0.elem_count(), work).map(Tensor)
+}

@@ -54,7 +54,8 @@ mod _core {
     #[pymodule_export]
     use crate::functional::{
         add_layer_norm, conv2d, dropout, embedding, geglu, group_norm, group_norm_silu, layer_norm, linear,
-        lora_backward, lora_backward_, quick_gelu, rms_norm, rope, scaled_dot_product_attention, swiglu, upsample_nearest2d,
+        lora_backward, lora_backward_, quick_gelu, rms_norm, rms_norm_rope, rope, scaled_dot_product_attention, swiglu,
+        upsample_nearest2d,
     };
     #[pymodule_export]
     use crate::io::{load_file, save_file};

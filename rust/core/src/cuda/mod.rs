@@ -26,6 +26,7 @@ pub mod optim;
 pub(crate) mod profile;
 mod random;
 mod reduce;
+pub(crate) mod rms_norm_rope;
 pub(crate) mod rows;
 mod strided;
 

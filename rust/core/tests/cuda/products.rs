@@ -1,6 +1,5 @@
-//! Convolution, linear layers and attention on a CUDA device at the sizes of models, against the CPU in f64.
+//! Convolution and linear layers on a CUDA device at the sizes of models, against the CPU in f64.
 
-use trainable_candle_core::ops::attention::packed_attention;
 use trainable_candle_core::ops::conv::{Conv2dOptions, conv2d};
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::linear_group::{LinearGroup, LowRank, linear_group};
@@ -12,29 +11,41 @@ use super::gpu;
 use super::walk::{close, value_and_gradients};
 
 /// How far a result may be from the one of the same rounded inputs in f64, relative to the largest value.
-pub const TOLERANCE: [(DType, f64); 3] = [(DType::F32, 2e-5), (DType::F16, 2e-3), (DType::BF16, 1.6e-2)];
+pub(super) const TOLERANCE: [(DType, f64); 3] = [(DType::F32, 2e-5), (DType::F16, 2e-3), (DType::BF16, 1.6e-2)];
 
 /// Normal numbers of a shape, rounded to `dtype`.
-pub fn random(dims: &[usize], std: f64, dtype: DType) -> Tensor {
+pub(super) fn random(dims: &[usize], std: f64, dtype: DType) -> Tensor {
     Tensor::randn(0.0, std, dims, DType::F32, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Value and gradients of a function on the GPU in `dtype`, and on the CPU in f64.
-pub fn compare(
+pub(super) type Function<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
+
+/// Value and gradients of a function on the GPU in the dtype of `inputs`, and on the CPU in f64.
+pub(super) fn compare(what: &str, function: Function<'_>, inputs: &[Tensor], device: &Device, tolerance: f64) {
+    compare_with(what, function, &in_f64(function, inputs), inputs, device, tolerance);
+}
+
+/// Value and gradients of a function on the CPU in f64.
+pub(super) fn in_f64(function: Function<'_>, inputs: &[Tensor]) -> (Tensor, Vec<Vec<f64>>) {
+    let wide: Vec<Tensor> = inputs.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
+    value_and_gradients(function, &wide).unwrap()
+}
+
+/// Value and gradients of a function on the GPU in the dtype of `inputs` against expected ones.
+pub(super) fn compare_with(
     what: &str,
-    function: &dyn Fn(&[Tensor]) -> Result<Tensor>,
+    function: Function<'_>,
+    (expected, expected_grads): &(Tensor, Vec<Vec<f64>>),
     inputs: &[Tensor],
     device: &Device,
     tolerance: f64,
 ) {
     let moved: Vec<Tensor> = inputs.iter().map(|x| x.to_device(device).unwrap()).collect();
-    let wide: Vec<Tensor> = inputs.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
     let (value, grads) = value_and_gradients(function, &moved).unwrap();
-    let (expected, expected_grads) = value_and_gradients(function, &wide).unwrap();
     assert_eq!(value.dims(), expected.dims(), "{what}");
     let expected = to_f64_vec(expected.raw()).unwrap();
     near(what, &to_f64_vec(value.raw()).unwrap(), &expected, tolerance);
-    for (index, (found, expected)) in grads.iter().zip(&expected_grads).enumerate() {
+    for (index, (found, expected)) in grads.iter().zip(expected_grads).enumerate() {
         near(&format!("{what}: gradient of input {index}"), found, expected, 2.0 * tolerance);
     }
 }
@@ -233,30 +244,6 @@ fn low_rank_products_equal_the_cpu() {
             compare(&format!("LoRA {what}"), &lora, &inputs, &device, tolerance);
             compare(&format!("DoRA {what}"), &dora, &inputs, &device, tolerance);
             compare(&format!("LoRA of a frozen input {what}"), &of_frozen, &inputs[1..], &device, tolerance);
-        }
-    }
-}
-
-/// Projections side by side, of SDXL's widths: nothing is copied, and the gradients come side by side.
-#[test]
-#[ignore = "needs a CUDA device"]
-fn attention_over_packed_projections_equals_the_cpu() {
-    let device = gpu().unwrap();
-    for (queries, keys, heads, width, is_causal) in [
-        (1024, None, 2, 64, false),
-        (130, None, 3, 64, false),
-        (256, Some(77), 5, 64, false),
-        (77, None, 2, 64, true),
-        (96, None, 2, 128, false),
-        (33, Some(7), 3, 40, false),
-    ] {
-        for (dtype, tolerance) in TOLERANCE {
-            let own = if keys.is_some() { 1 } else { 3 };
-            let mut inputs = vec![random(&[2, queries, own * heads * width], 1.0, dtype)];
-            inputs.extend(keys.map(|keys| random(&[2, keys, 2 * heads * width], 1.0, dtype)));
-            let what = format!("{} {queries} to {keys:?}, {heads} heads of {width}", dtype.as_str());
-            let function = |x: &[Tensor]| packed_attention(&x[0], x.get(1), heads, is_causal);
-            compare(&what, &function, &inputs, &device, 2.0 * tolerance);
         }
     }
 }

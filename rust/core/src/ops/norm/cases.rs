@@ -63,8 +63,10 @@ pub(super) fn layer_norm() -> Vec<Case> {
             let input = frozen(&[3, 7], &x[0])?;
             super::layer_norm(&input, 1, Some(&x[0]), Some(&x[1]), EPS)
         }),
-        Case::new("two dimensions", &[&[3, 5, 9], &[5, 9], &[5, 9]], |x| super::layer_norm(&x[0], 2, x.get(1), x.get(2), EPS))
-            .plain(|x| plain_layer_norm(x, &[1, 2], EPS)),
+        Case::new("two dimensions", &[&[3, 5, 9], &[5, 9], &[5, 9]], |x| {
+            super::layer_norm(&x[0], 2, x.get(1), x.get(2), EPS)
+        })
+        .plain(|x| plain_layer_norm(x, &[1, 2], EPS)),
         Case::new("wide rows", &[&[5, 96], &[96], &[96]], run).plain(plain),
         Case::new("beside x", &[&[3, 8], &[8], &[8]], move |x| beside(x, run)).plain(move |x| beside(x, plain)),
         Case::new("beside a sum", &[&[3, 7], &[7]], move |x| beside_two(x, run)).plain(move |x| beside_two(x, plain)),
@@ -168,4 +170,3 @@ pub(super) fn group_norm_silu() -> Vec<Case> {
         Case::new("empty batch", &[&[0, 5, 6], &[6], &[6]], run),
     ]
 }
-

@@ -1,4 +1,5 @@
-//! Normalisation: layer norm and RMS norm over trailing dimensions, group norm over channels that come last.
+//! Normalisation: layer norm and RMS norm over trailing dimensions, also with rotary embedding, group norm over channels that come
+//! last.
 //!
 //! Each is one fused kernel forward and one backward. They save their input and the statistics, never the normalised values.
 //! Scale and shift may be frozen: then no gradient is made for them.
@@ -6,6 +7,7 @@
 mod cases;
 mod group;
 mod residual;
+mod rms_norm_rope;
 mod row;
 
 use candle_core::{DType, WithDType};
@@ -21,6 +23,9 @@ use crate::{Error, Result, Tensor, compute};
 
 pub use group::{group_norm, group_norm_silu};
 pub use residual::{add_layer_norm, add_rms_norm};
+#[cfg(feature = "cuda")]
+pub(crate) use rms_norm_rope::Turn;
+pub use rms_norm_rope::rms_norm_rope;
 pub use row::{layer_norm, rms_norm};
 
 /// The optional scale and shift of a norm as inputs of an operation.
@@ -206,6 +211,7 @@ pub static ENTRIES: &[Entry] = &[
     Entry { info: &row::RMS_NORM, cases: cases::rms_norm },
     Entry { info: &residual::ADD_LAYER_NORM, cases: cases::add_layer_norm },
     Entry { info: &residual::ADD_RMS_NORM, cases: cases::add_rms_norm },
+    rms_norm_rope::ENTRY,
     Entry { info: &group::GROUP_NORM, cases: cases::group_norm },
     Entry { info: &group::GROUP_NORM_SILU, cases: cases::group_norm_silu },
 ];

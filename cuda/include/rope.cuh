@@ -1,0 +1,68 @@
+// Rotary position embedding: which angles turn a row, where its pairs of features lie, and the turn itself.
+#pragma once
+
+#include <type_traits>
+
+#include "rows.cuh"
+
+// cos and sin are (positions, half) with half = width / 2. Row r has the position (r / repeats) % positions: repeats is 1, or the
+// number of heads where they lie inside of the positions.
+template <typename A> struct Angles {
+    const A *cos, *sin;
+    uint32_t positions, repeats, half;
+
+    // Those of the N pairs from `pair` on.
+    template <int N> __device__ __forceinline__ void load(uint64_t row, uint32_t pair, A (&c)[N], A (&s)[N]) const {
+        const uint64_t position = divide(divide(row, repeats).quotient, positions).remainder;
+        load_values(cos + position * half + pair, c);
+        load_values(sin + position * half + pair, s);
+    }
+};
+
+// Neighbouring pairs of a row, as the two packs in which they lie: pair i is elements 2i and 2i + 1 if INTERLEAVED, where 2N
+// neighbours are two packs, else i and i + half, one of each pack.
+template <typename T, int N, bool INTERLEAVED> struct Pairs {
+    using A = Acc<T>;
+    A values[2][N];
+
+    // Where the packs of the pairs from `pair` on start in the row.
+    static __device__ __forceinline__ uint64_t start(int pack, uint32_t pair, uint32_t half) {
+        return INTERLEAVED ? 2ull * pair + pack * N : static_cast<uint64_t>(pair) + pack * half;
+    }
+
+    __device__ __forceinline__ void load(const T *row, uint32_t pair, uint32_t half) {
+        const auto first = load_pack<N>(row + start(0, pair, half)), second = load_pack<N>(row + start(1, pair, half));
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            values[0][i] = widen(first.values[i]);
+            values[1][i] = widen(second.values[i]);
+        }
+    }
+
+    __device__ __forceinline__ void store(T *row, uint32_t pair, uint32_t half) const {
+        store_pack(row + start(0, pair, half), narrow_pack<T>(values[0]));
+        store_pack(row + start(1, pair, half), narrow_pack<T>(values[1]));
+    }
+
+    // (a, b) becomes (a cos - b sin, a sin + b cos); `back` turns by the negative angles: the gradient.
+    __device__ __forceinline__ void turn(const A (&cos)[N], const A (&sin)[N], bool back) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            A &first = INTERLEAVED ? values[2 * i / N][2 * i % N] : values[0][i];
+            A &second = INTERLEAVED ? values[(2 * i + 1) / N][(2 * i + 1) % N] : values[1][i];
+            const A a = first, b = second, sine = back ? -sin[i] : sin[i];
+            first = a * cos[i] - b * sine;
+            second = a * sine + b * cos[i];
+        }
+    }
+};
+
+// f(N, INTERLEAVED), constants as types, for the pairs that a pack holds: WIDE, or one where `is_wide` does not hold.
+template <typename T, typename F> __device__ __forceinline__ void choose_pairs(bool is_wide, bool interleaved, F f) {
+    using Many = std::integral_constant<int, WIDE<T>>;
+    using One = std::integral_constant<int, 1>;
+    if (is_wide && interleaved) f(Many{}, std::true_type{});
+    else if (is_wide) f(Many{}, std::false_type{});
+    else if (interleaved) f(One{}, std::true_type{});
+    else f(One{}, std::false_type{});
+}

@@ -1,0 +1,247 @@
+// RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) of rows and rotary position embedding (Su et al. 2021, arXiv:2104.09864)
+// of the result: the queries and keys of models that normalise them.
+//
+// x, y, grad (of y) and dx are (rows, width); weight (width) has their dtype or f32 (`weight_f32` = 1), null for ones; rstd =
+// 1/√(mean(x²) + eps) is one value a row, f32 (f64 for f64); cos and sin as for rope.cuh.
+//
+// A row is short, so it belongs to a team of 1 to 32 lanes of a warp, as many as it has packs of pairs. Each lane keeps the first
+// of its pairs in registers; those beyond 64 WIDE values are read again.
+
+#include "affine.cuh"
+#include "rope.cuh"
+
+namespace {
+
+constexpr int THREADS = 256;
+
+// The lanes of a row of `packs` packs of pairs: a power of two.
+__device__ __forceinline__ uint32_t team_lanes(uint32_t packs) { return packs < WARP ? 1u << (WARP - __clz(packs - 1)) : WARP; }
+
+// The sum over a team of `lanes` lanes, known to all of it. Every lane of the warp takes part.
+template <typename A> __device__ __forceinline__ A lanes_sum(A value, uint32_t lanes) {
+    for (uint32_t offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(ALL_LANES, value, offset);
+    return value;
+}
+
+// f(row, lane, lanes, whether there is such a row) for the rows of this thread's team. All lanes of a warp go through it together.
+template <typename F> __device__ __forceinline__ void for_each_row(uint64_t rows, uint32_t packs, F f) {
+    const uint32_t lanes = team_lanes(packs), teams = WARP / lanes, lane = threadIdx.x % lanes;
+    const uint64_t step = flat_stride() / WARP * teams;
+    for (uint64_t first = flat_index() / WARP * teams; first < rows; first += step) {
+        const uint64_t row = first + threadIdx.x % WARP / lanes;
+        f(row, lane, lanes, row < rows);
+    }
+}
+
+template <typename T, int N, bool INTERLEAVED>
+__device__ __forceinline__ void forward(const T *x, Affine affine, Angles<Acc<T>> angles, T *y, Acc<T> *rstd, uint64_t rows,
+                                        Acc<T> eps) {
+    using A = Acc<T>;
+    using Packs = Pairs<T, N, INTERLEAVED>;
+    const uint32_t half = angles.half, packs = half / N, width = 2 * half;
+    for_each_row(rows, packs, [&](uint64_t row, uint32_t lane, uint32_t lanes, bool exists) {
+        const T *from = x + row * width;
+        const uint32_t end = exists ? packs : 0;
+        A squares = 0;
+        const auto add_squares = [&](const Packs &pairs) {
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                squares += pairs.values[0][i] * pairs.values[0][i] + pairs.values[1][i] * pairs.values[1][i];
+        };
+        Packs held;
+        if (lane < end) {
+            held.load(from, lane * N, half);
+            add_squares(held);
+        }
+        for (uint32_t pack = lane + lanes; pack < end; pack += lanes) {
+            Packs more;
+            more.load(from, pack * N, half);
+            add_squares(more);
+        }
+        const A scale = A(1) / sqrt(lanes_sum(squares, lanes) / width + eps);
+        const auto finish = [&](Packs &pairs, uint32_t pair) {
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                A weight[N];
+                load_parameter<T>(affine.weight, affine.is_f32, Packs::start(side, pair, half), A(1), weight);
+#pragma unroll
+                for (int i = 0; i < N; i++) pairs.values[side][i] *= scale * weight[i];
+            }
+            A cos[N], sin[N];
+            angles.load(row, pair, cos, sin);
+            pairs.turn(cos, sin, false);
+            pairs.store(y + row * width, pair, half);
+        };
+        if (lane < end) finish(held, lane * N);
+        for (uint32_t pack = lane + lanes; pack < end; pack += lanes) {
+            Packs more;
+            more.load(from, pack * N, half);
+            finish(more, pack * N);
+        }
+        if (exists && lane == 0) rstd[row] = scale;
+    });
+}
+
+// The gradient of the normalised, scaled pairs, and the normalised ones.
+template <typename T, int N, bool INTERLEAVED> struct Slopes {
+    using A = Acc<T>;
+    Pairs<T, N, INTERLEAVED> grads, normal;
+
+    __device__ __forceinline__ void load(const T *x, const T *grad, const Angles<A> &angles, uint64_t row, uint32_t pair, A scale) {
+        const uint32_t half = angles.half;
+        const uint64_t start = row * 2 * half;
+        grads.load(grad + start, pair, half);
+        normal.load(x + start, pair, half);
+        A cos[N], sin[N];
+        angles.load(row, pair, cos, sin);
+        grads.turn(cos, sin, true);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            normal.values[0][i] *= scale;
+            normal.values[1][i] *= scale;
+        }
+    }
+
+    // The gradient becomes that of the normalised pairs. Returns its product with them.
+    __device__ __forceinline__ A weigh(const Affine &affine, uint32_t pair, uint32_t half) {
+        A dot = 0;
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+            A weight[N];
+            load_parameter<T>(affine.weight, affine.is_f32, Pairs<T, N, INTERLEAVED>::start(side, pair, half), A(1), weight);
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                grads.values[side][i] *= weight[i];
+                dot += grads.values[side][i] * normal.values[side][i];
+            }
+        }
+        return dot;
+    }
+
+    __device__ __forceinline__ void store(T *dx, uint32_t pair, uint32_t half, A mean, A scale) {
+#pragma unroll
+        for (int side = 0; side < 2; side++)
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                grads.values[side][i] = scale * (grads.values[side][i] - normal.values[side][i] * mean);
+        grads.store(dx, pair, half);
+    }
+};
+
+template <typename T, int N, bool INTERLEAVED>
+__device__ __forceinline__ void backward(const T *x, const T *grad, Affine affine, Angles<Acc<T>> angles, const Acc<T> *rstd,
+                                         T *dx, uint64_t rows) {
+    using A = Acc<T>;
+    const uint32_t half = angles.half, packs = half / N, width = 2 * half;
+    for_each_row(rows, packs, [&](uint64_t row, uint32_t lane, uint32_t lanes, bool exists) {
+        const uint32_t end = exists ? packs : 0;
+        const A scale = exists ? rstd[row] : A(0);
+        A dot = 0;
+        Slopes<T, N, INTERLEAVED> held;
+        if (lane < end) {
+            held.load(x, grad, angles, row, lane * N, scale);
+            dot += held.weigh(affine, lane * N, half);
+        }
+        for (uint32_t pack = lane + lanes; pack < end; pack += lanes) {
+            Slopes<T, N, INTERLEAVED> more;
+            more.load(x, grad, angles, row, pack * N, scale);
+            dot += more.weigh(affine, pack * N, half);
+        }
+        const A mean = lanes_sum(dot, lanes) / width;
+        T *to = dx + row * width;
+        if (lane < end) held.store(to, lane * N, half, mean, scale);
+        for (uint32_t pack = lane + lanes; pack < end; pack += lanes) {
+            Slopes<T, N, INTERLEAVED> more;
+            more.load(x, grad, angles, row, pack * N, scale);
+            more.weigh(affine, pack * N, half);
+            more.store(to, pack * N, half, mean, scale);
+        }
+    });
+}
+
+// Each team sums over rows of a piece, then the block over its teams, one after the other.
+template <typename T, int N, bool INTERLEAVED>
+__device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Acc<T>> angles, const Acc<T> *rstd, Acc<T> *partials,
+                                            uint64_t rows, Acc<T> *shared) {
+    using A = Acc<T>;
+    const uint32_t half = angles.half, packs = half / N, lanes = team_lanes(packs), teams = THREADS / lanes;
+    const uint32_t lane = threadIdx.x % lanes, team = threadIdx.x / lanes;
+    const uint64_t piece = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * piece;
+    const uint64_t last = rows < first + piece ? rows : first + piece;
+    A *partial = partials + static_cast<uint64_t>(blockIdx.y) * 4 * half;
+    for (uint32_t tile = blockIdx.x * lanes; tile < packs; tile += gridDim.x * lanes) {
+        A sums[2][N] = {};
+        if (tile + lane < packs)
+            for (uint64_t row = first + team; row < last; row += teams) {
+                Slopes<T, N, INTERLEAVED> slopes;
+                slopes.load(x, grad, angles, row, (tile + lane) * N, rstd[row]);
+#pragma unroll
+                for (int side = 0; side < 2; side++)
+#pragma unroll
+                    for (int i = 0; i < N; i++) sums[side][i] += slopes.grads.values[side][i] * slopes.normal.values[side][i];
+            }
+#pragma unroll
+        for (int at = 0; at < 2 * N; at++) shared[at * THREADS + threadIdx.x] = sums[at / N][at % N];
+        __syncthreads();
+        for (uint32_t index = threadIdx.x; index < 2 * N * lanes; index += THREADS) {
+            const uint32_t at = index / lanes, pack = tile + index % lanes;
+            if (pack >= packs) continue;
+            A sum = 0;
+            for (uint32_t i = 0; i < teams; i++) sum += shared[at * THREADS + i * lanes + index % lanes];
+            partial[Pairs<T, N, INTERLEAVED>::start(at / N, pack * N, half) + at % N] = sum;
+        }
+        __syncthreads();
+    }
+}
+
+} // namespace
+
+// Launch of forward and backward: block 256, grid clamp(ceil(rows width / (512 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any
+// grid is right.
+#define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_forward_##SUFFIX(                              \
+        const T *x, const void *weight, const Acc<T> *cos, const Acc<T> *sin, T *y, Acc<T> *rstd, uint64_t rows,       \
+        uint32_t positions, uint32_t repeats, uint32_t width, double eps, uint32_t weight_f32, uint32_t interleaved) { \
+        const Affine affine{weight, nullptr, weight_f32 != 0};                                                         \
+        const Angles<Acc<T>> angles{cos, sin, positions, repeats, width / 2};                                          \
+        const bool is_wide = angles.half % WIDE<T> == 0 && are_wide(x, y) && are_wide(cos, sin) && are_wide(weight);   \
+        choose_pairs<T>(is_wide, interleaved != 0, [&](auto n, auto is_interleaved) {                                  \
+            forward<T, decltype(n)::value, decltype(is_interleaved)::value>(x, affine, angles, y, rstd, rows,          \
+                                                                            static_cast<Acc<T>>(eps));                 \
+        });                                                                                                            \
+    }
+
+// With u = grad turned back and x̂ = x rstd: dx = rstd (u w - x̂ mean(u w x̂)), the mean over the row. dx may be grad.
+#define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_backward_##SUFFIX(                             \
+        const T *x, const T *grad, const void *weight, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, T *dx,\
+        uint64_t rows, uint32_t positions, uint32_t repeats, uint32_t width, uint32_t weight_f32,                      \
+        uint32_t interleaved) {                                                                                        \
+        const Affine affine{weight, nullptr, weight_f32 != 0};                                                         \
+        const Angles<Acc<T>> angles{cos, sin, positions, repeats, width / 2};                                          \
+        const bool is_wide =                                                                                           \
+            angles.half % WIDE<T> == 0 && are_wide(x, grad, dx) && are_wide(cos, sin) && are_wide(weight);             \
+        choose_pairs<T>(is_wide, interleaved != 0, [&](auto n, auto is_interleaved) {                                  \
+            backward<T, decltype(n)::value, decltype(is_interleaved)::value>(x, grad, affine, angles, rstd, dx, rows); \
+        });                                                                                                            \
+    }
+
+// First stage of the gradient of the weight: Σ u x̂ over a piece of the rows, in the first of the two lines of width elements that
+// partials (pieces, 2, width) have for norm_affine_sum (norm.cu), the second stage; the other line is left as it is.
+// Launch: block 256, grid (ceil(width / (64 WIDE)), pieces), no dynamic shared memory; pieces, at most 65535, is the caller's
+// choice, say clamp(ceil(rows / 64), 1, 512).
+#define DEFINE_WEIGHT(SUFFIX, T)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_weight_##SUFFIX(                               \
+        const T *x, const T *grad, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, Acc<T> *partials,         \
+        uint64_t rows, uint32_t positions, uint32_t repeats, uint32_t width, uint32_t interleaved) {                   \
+        __shared__ Acc<T> shared[2 * WIDE<T> * THREADS];                                                               \
+        const Angles<Acc<T>> angles{cos, sin, positions, repeats, width / 2};                                          \
+        const bool is_wide = angles.half % WIDE<T> == 0 && are_wide(x, grad) && are_wide(cos, sin);                    \
+        choose_pairs<T>(is_wide, interleaved != 0, [&](auto n, auto is_interleaved) {                                  \
+            weight_sums<T, decltype(n)::value, decltype(is_interleaved)::value>(x, grad, angles, rstd, partials, rows, \
+                                                                                shared);                               \
+        });                                                                                                            \
+    }
+
+#define DEFINE_RMS_NORM_ROPE(SUFFIX, T) DEFINE_FORWARD(SUFFIX, T) DEFINE_BACKWARD(SUFFIX, T) DEFINE_WEIGHT(SUFFIX, T)
+FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_RMS_NORM_ROPE)

@@ -1,0 +1,145 @@
+//! Attention on a CUDA device at the sizes of models, and the norm and turn of its queries and keys, against the CPU in f64.
+
+use trainable_candle_core::ops::attention::{packed_attention, scaled_dot_product_attention};
+use trainable_candle_core::ops::norm::rms_norm_rope;
+use trainable_candle_core::{DType, Result, Tensor};
+
+use super::gpu;
+use super::products::{TOLERANCE, compare, compare_with, in_f64, random};
+
+/// (B, S, D) → (B, heads, S, D / heads): heads that lie inside of the positions.
+fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
+    let (batch, length, width) = (x.dims()[0], x.dims()[1], x.dims()[2]);
+    x.reshape((batch, length, heads, width / heads))?.transpose(1, 2)
+}
+
+/// q, k and v (B, S, D) as tensors of their own.
+fn separate(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
+    let [q, k, v] = [split_heads(&x[0], heads)?, split_heads(&x[1], heads)?, split_heads(&x[2], heads)?];
+    let mixed = scaled_dot_product_attention(&q, &k, &v, None, is_causal, None)?;
+    mixed.transpose(1, 2)?.reshape(x[0].dims())
+}
+
+/// q, k and v side by side, or k and v if they are of a context.
+fn packed(x: &[Tensor], is_of_itself: bool, heads: usize, is_causal: bool) -> Result<Tensor> {
+    let first = usize::from(!is_of_itself);
+    let joined = Tensor::cat(&x[first..].iter().collect::<Vec<_>>(), 2)?;
+    if is_of_itself {
+        return packed_attention(&joined, None, heads, is_causal);
+    }
+    packed_attention(&x[0], Some(&joined), heads, is_causal)
+}
+
+struct Shape {
+    model: &'static str,
+    queries: usize,
+    /// Those of a context; the tokens attend to one another without it.
+    keys: Option<usize>,
+    heads: usize,
+    width: usize,
+    is_causal: bool,
+    /// Whether the model has projections side by side.
+    is_packed: bool,
+}
+
+const fn shape(model: &'static str, queries: usize, heads: usize, width: usize) -> Shape {
+    Shape { model, queries, keys: None, heads, width, is_causal: false, is_packed: true }
+}
+
+/// What the models compute for one picture. A head's result does not depend on how many there are, except that the gradients of keys are
+/// made in parts and summed if few heads would leave the GPU idle. Where all heads would take the reference long, there are as many as
+/// it takes for one part, which is what all have.
+const SHAPES: [Shape; 9] = [
+    shape("SDXL, 64 x 64, of 10 heads", 4096, 4, 64),
+    shape("SDXL, 32 x 32", 1024, 20, 64),
+    Shape { keys: Some(77), ..shape("SDXL, 64 x 64, to the text", 4096, 10, 64) },
+    Shape { keys: Some(77), ..shape("SDXL, 32 x 32, to the text", 1024, 20, 64) },
+    Shape { is_packed: false, ..shape("Flux, text of 512 and picture, of 24 heads", 4608, 3, 128) },
+    Shape { is_packed: false, ..shape("SD3.5, text of 333 and picture, of 38 heads", 4429, 3, 64) },
+    Shape { is_causal: true, ..shape("CLIP L", 77, 12, 64) },
+    Shape { is_causal: true, ..shape("CLIP G", 77, 20, 64) },
+    shape("VAE, 32 x 32", 1024, 1, 512),
+];
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn attention_of_the_models_equals_the_cpu() {
+    let device = gpu().unwrap();
+    for Shape { model, queries, keys, heads, width, is_causal, is_packed } in SHAPES {
+        // Numbers that every dtype holds exactly have one reference.
+        let exact = |length: usize| random(&[1, length, heads * width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap();
+        let drawn = [exact(queries), exact(keys.unwrap_or(queries)), exact(keys.unwrap_or(queries))];
+        let alone = |x: &[Tensor]| separate(x, heads, is_causal);
+        let together = |x: &[Tensor]| packed(x, keys.is_none(), heads, is_causal);
+        let expected = in_f64(&alone, &drawn);
+        for (dtype, tolerance) in TOLERANCE {
+            let inputs = drawn.each_ref().map(|x| x.to_dtype(dtype).unwrap());
+            let what = format!("{} {model}", dtype.as_str());
+            compare_with(&what, &alone, &expected, &inputs, &device, 2.0 * tolerance);
+            if is_packed {
+                compare_with(&format!("{what}, packed"), &together, &expected, &inputs, &device, 2.0 * tolerance);
+            }
+        }
+    }
+}
+
+/// Projections side by side, of SDXL's widths: nothing is copied, and the gradients come side by side.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn attention_over_packed_projections_equals_the_cpu() {
+    let device = gpu().unwrap();
+    for (queries, keys, heads, width, is_causal) in [
+        (1024, None, 2, 64, false),
+        (130, None, 3, 64, false),
+        (256, Some(77), 5, 64, false),
+        (77, None, 2, 64, true),
+        (96, None, 2, 128, false),
+        (33, Some(7), 3, 40, false),
+    ] {
+        for (dtype, tolerance) in TOLERANCE {
+            let own = if keys.is_some() { 1 } else { 3 };
+            let mut inputs = vec![random(&[2, queries, own * heads * width], 1.0, dtype)];
+            inputs.extend(keys.map(|keys| random(&[2, keys, 2 * heads * width], 1.0, dtype)));
+            let what = format!("{} {queries} to {keys:?}, {heads} heads of {width}", dtype.as_str());
+            let function = |x: &[Tensor]| packed_attention(&x[0], x.get(1), heads, is_causal);
+            compare(&what, &function, &inputs, &device, 2.0 * tolerance);
+        }
+    }
+}
+
+/// Heads outside and inside of the positions, pairs of either kind, of the models' widths; widths that rows read one element at a time
+/// and those that do not fit into the registers of a warp.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn norms_and_turns_of_queries_and_keys_equal_the_cpu() {
+    let device = gpu().unwrap();
+    for (heads, length, width, interleaved) in [
+        (24, 300, 128, true),
+        (16, 333, 128, false),
+        (19, 333, 64, true),
+        (8, 77, 256, false),
+        (3, 65, 40, true),
+        (3, 65, 2, false),
+        (2, 5, 1104, false),
+        (2, 5, 1200, true),
+        (2, 5, 210, true),
+        (2, 5, 210, false),
+    ] {
+        let angles = random(&[length, width / 2], 1.0, DType::F32);
+        let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
+        for (dtype, tolerance) in TOLERANCE {
+            let inputs = [random(&[2, length, heads, width], 2.0, dtype), random(&[width], 1.0, dtype)];
+            let turned = |x: &Tensor, weight: Option<&Tensor>| {
+                let (cos, sin) = (cos.to_device(x.device())?, sin.to_device(x.device())?);
+                rms_norm_rope(x, weight, &cos, &sin, interleaved, 1e-6)
+            };
+            let inside = |x: &[Tensor]| turned(&x[0].transpose(1, 2)?, x.get(1))?.transpose(1, 2);
+            let outside = |x: &[Tensor]| turned(&x[0].transpose(1, 2)?.contiguous()?, x.get(1))?.transpose(1, 2);
+            let what = format!("{} {length} of {heads} heads of {width}, {interleaved}", dtype.as_str());
+            let expected = in_f64(&inside, &inputs);
+            compare_with(&what, &inside, &expected, &inputs, &device, tolerance);
+            compare_with(&format!("{what}, outside"), &outside, &expected, &inputs, &device, tolerance);
+            compare(&format!("{what}, no weight"), &inside, &inputs[..1], &device, tolerance);
+        }
+    }
+}
