@@ -9,7 +9,7 @@ fn plain_layer_norm(x: &[Tensor], dims: &[usize], eps: f64) -> Result<Tensor> {
     plain_affine(&centered.div(&std)?, x)
 }
 
-fn plain_rms_norm(x: &[Tensor], eps: f64) -> Result<Tensor> {
+pub(super) fn plain_rms_norm(x: &[Tensor], eps: f64) -> Result<Tensor> {
     let rms = x[0].sqr()?.mean(&[x[0].rank() - 1], true)?.add_scalar(eps)?.sqrt()?;
     plain_affine(&x[0].div(&rms)?, x)
 }
@@ -44,7 +44,7 @@ fn beside_two(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Resul
 }
 
 /// An input that needs no gradient, of the dtype and on the device of `like`.
-fn frozen(dims: &[usize], like: &Tensor) -> Result<Tensor> {
+pub(super) fn frozen(dims: &[usize], like: &Tensor) -> Result<Tensor> {
     let values = (0..dims.iter().product()).map(|i: usize| (i as f64 * 1.3).sin()).collect::<Vec<_>>();
     Tensor::from_vec(values, dims, like.device())?.to_dtype(like.dtype())
 }
