@@ -93,9 +93,7 @@ def test_norms():
 
 
 def test_add_layer_norm():
-    x, residual, w, b = (
-        RNG.standard_normal(shape) for shape in ((2, 3, 6), (2, 3, 6), (6,), (6,))
-    )
+    x, residual, w, b = (RNG.standard_normal(shape) for shape in ((2, 3, 6), (2, 3, 6), (6,), (6,)))
     total, normed = F.add_layer_norm(
         tc.tensor(x), tc.tensor(residual), 6, tc.tensor(w), tc.tensor(b), eps=1e-3
     )
@@ -184,7 +182,11 @@ def test_rope(interleaved):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rms_norm_rope(interleaved):
-    x, w, angles = RNG.standard_normal((2, 5, 6)), RNG.standard_normal(6), RNG.standard_normal((5, 3))
+    x, w, angles = (
+        RNG.standard_normal((2, 5, 6)),
+        RNG.standard_normal(6),
+        RNG.standard_normal((5, 3)),
+    )
     cos, sin = np.cos(angles), np.sin(angles)
     normal = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
 
