@@ -14,6 +14,9 @@ use super::resnet::conv1x1;
 const NORM_EPS: f64 = 1e-6;
 /// Added to the variance in the norms of the blocks.
 const LAYER_NORM_EPS: f64 = 1e-5;
+/// In how many stretches of blocks full checkpointing divides a deep transformer. Each keeps its input; the blocks of one, computed
+/// again together, take less memory than the residual blocks of larger images do.
+const STRETCHES: usize = 3;
 /// Width of the feed-forward layer's middle, as a multiple of the tokens'.
 const FEED_FORWARD: usize = 4;
 
@@ -137,7 +140,8 @@ impl SpatialTransformer {
         })
     }
 
-    /// `x (B, H, W, C)`, `context (B, L, E)` → the shape of `x`; each block keeps what `policy` says.
+    /// `x (B, H, W, C)`, `context (B, L, E)` → the shape of `x`; what blocks keep is what `policy` says; with
+    /// [`Policy::Full`] the input of each third of them.
     ///
     /// # Errors
     /// [`Error::Shape`] and its kin if an input does not fit.
@@ -150,9 +154,13 @@ impl SpatialTransformer {
         };
         let projected = self.proj_in.forward(&self.norm.forward(x)?)?;
         let mut tokens = projected.reshape((batch, height * width, channels))?;
-        for block in &self.blocks {
-            let block = block.clone();
-            let run = move |xs: &[Tensor]| Ok(vec![block.forward(&xs[0], &xs[1])?]);
+        let stretch = if policy == Policy::Full { self.blocks.len().div_ceil(STRETCHES) } else { 1 };
+        for blocks in self.blocks.chunks(stretch.max(1)) {
+            let blocks = blocks.to_vec();
+            let run = move |xs: &[Tensor]| {
+                let forward = |tokens: Tensor, block: &Arc<Block>| block.forward(&tokens, &xs[1]);
+                Ok(vec![blocks.iter().try_fold(xs[0].clone(), forward)?])
+            };
             tokens = checkpoint_with(policy, run, &[&tokens, context])?.remove(0);
         }
         self.proj_out.forward(&tokens.reshape((batch, height, width, channels))?)?.add(x)
