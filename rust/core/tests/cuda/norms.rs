@@ -1,7 +1,7 @@
 //! Norms of rows on a CUDA device, alone and beside residual sums, against the CPU in f64 and against one another.
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
-use trainable_candle_core::ops::norm::{add_layer_norm, add_rms_norm, layer_norm, rms_norm};
+use trainable_candle_core::ops::norm::{add_layer_norm, add_rms_norm, layer_norm, modulated_layer_norm, rms_norm};
 use trainable_candle_core::raw::to_f64_vec;
 use trainable_candle_core::{DType, Result, Tensor};
 
@@ -46,6 +46,22 @@ fn norms_of_rows_equal_the_cpu() {
                 *parameter = parameter.to_dtype(DType::F32).unwrap();
             }
             compare(&of("layer norm of a sum, f32 parameters"), &add_and_norm, &mixed, &device, 2.0 * tolerance);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn modulated_norms_equal_the_cpu() {
+    let device = gpu().unwrap();
+    for [batch, positions, len] in [[2, 1024, 1280], [3, 77, 1536], [64, 16, 96], [2, 5, 12_301], [5, 1, 33]] {
+        for (dtype, tolerance) in TOLERANCE {
+            let inputs =
+                [&[batch, positions, len][..], &[batch, len], &[batch, len]].map(|dims| random(dims, 1.0, dtype));
+            let what = format!("{batch} x {positions} x {len} in {}", dtype.as_str());
+            let run = |x: &[Tensor]| modulated_layer_norm(&x[0], &x[1], &x[2], EPS);
+            compare(&what, &run, &inputs, &device, tolerance);
+            compare(&format!("{what}, beside x"), &|x| run(x)?.add(&x[0]), &inputs, &device, tolerance);
         }
     }
 }
