@@ -93,9 +93,7 @@ def test_norms():
 
 
 def test_add_layer_norm():
-    x, residual, w, b = (
-        RNG.standard_normal(shape) for shape in ((2, 3, 6), (2, 3, 6), (6,), (6,))
-    )
+    x, residual, w, b = (RNG.standard_normal(shape) for shape in ((2, 3, 6), (2, 3, 6), (6,), (6,)))
     total, normed = F.add_layer_norm(
         tc.tensor(x), tc.tensor(residual), 6, tc.tensor(w), tc.tensor(b), eps=1e-3
     )

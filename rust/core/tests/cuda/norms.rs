@@ -36,6 +36,9 @@ fn norms_of_rows_equal_the_cpu() {
             compare(&of("layer norm beside x"), &|x| layer(x)?.add(&x[0]), &parameters, &device, tolerance);
             let beside = |x: &[Tensor]| layer(x)?.add(&x[0])?.add(&x[0].sqr()?);
             compare(&of("layer norm beside a sum"), &beside, &parameters, &device, tolerance);
+            // The gradient of x is a view that repeats one value for each row.
+            let repeated = |x: &[Tensor]| layer(x)?.add(&x[0])?.mean(&[1], false);
+            compare(&of("mean of a layer norm beside x"), &repeated, &parameters, &device, tolerance);
             let rms = |x: &[Tensor]| rms_norm(&x[0], x.get(1), EPS)?.add(&x[0]);
             compare(&of("RMS norm"), &rms, &[x.clone(), weight.clone()], &device, tolerance);
             let short = |x: &[Tensor]| add_rms_norm(&x[0], &x[1], None, EPS).map(|(_, y)| y);
