@@ -172,8 +172,6 @@ template <typename T, int N, int COUNT = HELD> struct Row {
             const uint32_t pack = threadIdx.x + i * blockDim.x;
             if (pack < packs) f(i, static_cast<uint64_t>(pack) * N);
         }
-        // Unrolled, this would take the registers of several packs more.
-#pragma unroll 1
         for (uint64_t pack = threadIdx.x + COUNT * blockDim.x; pack < packs; pack += blockDim.x) f(COUNT, pack * N);
     }
 

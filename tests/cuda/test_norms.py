@@ -13,7 +13,7 @@ BLOCK = """
         mark(f"forward-{step}")
         FORWARD
         mark(f"backward-{step}")
-        y.sum().backward()
+        (y * y).sum().backward()
         mark("end")
 """
 

@@ -101,6 +101,13 @@ def test_add_layer_norm():
     assert_close(normed, normalised(x + residual, 2, 1e-3) * w + b)
 
 
+def test_modulated_layer_norm():
+    x, scale, shift = (RNG.standard_normal(shape) for shape in ((2, 3, 5, 6), (2, 6), (2, 6)))
+    y = F.modulated_layer_norm(tc.tensor(x), tc.tensor(scale), tc.tensor(shift))
+    expected = normalised(x, 3, 1e-6) * (1 + scale[:, None, None]) + shift[:, None, None]
+    assert_close(y, expected)
+
+
 def test_group_norm():
     x, w, b = RNG.standard_normal((2, 6, 3, 4)), RNG.standard_normal(6), RNG.standard_normal(6)
     grouped = normalised(x.reshape(2, 3, -1), 2, 1e-5).reshape(x.shape)
@@ -309,6 +316,11 @@ def test_activations():
             lambda x: F.add_layer_norm(x, tc.ones(2, 4, dtype="f16"), 4),
             tc.DTypeError,
             "add_layer_norm: dtypes f32 and f16 differ",
+        ),
+        (
+            lambda x: F.modulated_layer_norm(x, tc.ones(4), tc.ones(2, 4)),
+            tc.ShapeError,
+            r"modulated_layer_norm: the scale has shape \[4\], expected \[2, 4\]",
         ),
         (lambda x: F.rms_norm(x, (2, 4)), tc.ArgumentError, "rms_norm: only the last dimension"),
         (lambda x: F.group_norm(x, 3), tc.Error, "group_norm"),

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 _FEED_FORWARD: Final = 4
+_STRETCHES: Final = 3
+"""In how many a transformer is divided by full checkpointing; the library's own number."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Block:
     enters: int
     """Values of its inputs that only it needs, for one picture."""
     pieces: tuple[Piece, ...]
+    goes_on: bool = False
+    """Whether full checkpointing computes it again together with the block before."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,8 @@ class UNetWalk:
         yield Block(f"{name}.in", 0, (Piece(kept=inside), projection("proj_in")))
         for number in range(depth):
             block = f"{name}.transformer_blocks.{number}"
-            yield Block(block, inside, tuple(self._token_block(block, width, context, area)))
+            pieces = tuple(self._token_block(block, width, context, area))
+            yield Block(block, inside, pieces, goes_on=number % -(-depth // _STRETCHES) > 0)
         yield Block(f"{name}.out", 0, (projection("proj_out"),))
 
     def _token_block(self, name: str, width: int, context: int, area: int) -> Iterator[Piece]:
@@ -234,7 +239,7 @@ def saved_values(
         rank: of the adapters.
         checkpointing: `none`, `full` or `selective`.
     """
-    held = largest = 0
+    held = largest = together = 0
     reached = False
     for block in blocks:
         entered, kept, again = reached, 0, 0
@@ -252,8 +257,9 @@ def saved_values(
             if reached:
                 kept += piece.kept
         if checkpointing == "full" and block.enters:
-            held += block.enters if entered or kept else 0
-            largest = max(largest, kept)
+            together = kept + (together if block.goes_on else 0)
+            held += block.enters if (entered or kept) and not block.goes_on else 0
+            largest = max(largest, together)
         else:
             held += kept
             largest = max(largest, again)

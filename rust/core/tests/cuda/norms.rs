@@ -1,7 +1,7 @@
 //! Norms of rows on a CUDA device, alone and beside residual sums, against the CPU in f64 and against one another.
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
-use trainable_candle_core::ops::norm::{add_layer_norm, add_rms_norm, layer_norm, rms_norm};
+use trainable_candle_core::ops::norm::{add_layer_norm, add_rms_norm, layer_norm, modulated_layer_norm, rms_norm};
 use trainable_candle_core::raw::to_f64_vec;
 use trainable_candle_core::{DType, Result, Tensor};
 
@@ -36,6 +36,9 @@ fn norms_of_rows_equal_the_cpu() {
             compare(&of("layer norm beside x"), &|x| layer(x)?.add(&x[0]), &parameters, &device, tolerance);
             let beside = |x: &[Tensor]| layer(x)?.add(&x[0])?.add(&x[0].sqr()?);
             compare(&of("layer norm beside a sum"), &beside, &parameters, &device, tolerance);
+            // The gradient of x is a view that repeats one value for each row.
+            let repeated = |x: &[Tensor]| layer(x)?.add(&x[0])?.mean(&[1], false);
+            compare(&of("mean of a layer norm beside x"), &repeated, &parameters, &device, tolerance);
             let rms = |x: &[Tensor]| rms_norm(&x[0], x.get(1), EPS)?.add(&x[0]);
             compare(&of("RMS norm"), &rms, &[x.clone(), weight.clone()], &device, tolerance);
             let short = |x: &[Tensor]| add_rms_norm(&x[0], &x[1], None, EPS).map(|(_, y)| y);
@@ -46,6 +49,22 @@ fn norms_of_rows_equal_the_cpu() {
                 *parameter = parameter.to_dtype(DType::F32).unwrap();
             }
             compare(&of("layer norm of a sum, f32 parameters"), &add_and_norm, &mixed, &device, 2.0 * tolerance);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn modulated_norms_equal_the_cpu() {
+    let device = gpu().unwrap();
+    for [batch, positions, len] in [[2, 1024, 1280], [3, 77, 1536], [64, 16, 96], [2, 5, 12_301], [5, 1, 33]] {
+        for (dtype, tolerance) in TOLERANCE {
+            let inputs =
+                [&[batch, positions, len][..], &[batch, len], &[batch, len]].map(|dims| random(dims, 1.0, dtype));
+            let what = format!("{batch} x {positions} x {len} in {}", dtype.as_str());
+            let run = |x: &[Tensor]| modulated_layer_norm(&x[0], &x[1], &x[2], EPS);
+            compare(&what, &run, &inputs, &device, tolerance);
+            compare(&format!("{what}, beside x"), &|x| run(x)?.add(&x[0]), &inputs, &device, tolerance);
         }
     }
 }

@@ -98,6 +98,37 @@ pub(super) fn add_layer_norm() -> Vec<Case> {
     ]
 }
 
+pub(super) fn modulated_layer_norm() -> Vec<Case> {
+    const EPS: f64 = 1e-6;
+    let run = |x: &[Tensor]| super::modulated_layer_norm(&x[0], &x[1], &x[2], EPS);
+    // Of x (batch, length, features).
+    let plain = |x: &[Tensor]| {
+        let normal = plain_layer_norm(&x[..1], &[2], EPS)?;
+        normal.mul(&x[1].unsqueeze(1)?.add_scalar(1.0)?)?.add(&x[2].unsqueeze(1)?)
+    };
+    vec![
+        Case::new("sequences", &[&[2, 5, 7], &[2, 7], &[2, 7]], run).plain(plain),
+        Case::new("wide rows", &[&[3, 4, 96], &[3, 96], &[3, 96]], run).plain(plain),
+        Case::new("beside x", &[&[2, 3, 8], &[2, 8], &[2, 8]], move |x| beside(x, run))
+            .plain(move |x| beside(x, plain)),
+        Case::new("rows", &[&[3, 7], &[3, 7], &[3, 7]], run),
+        Case::new("pictures", &[&[2, 3, 2, 8], &[2, 8], &[2, 8]], run),
+        Case::new("frozen input", &[&[2, 7], &[2, 7]], |x| {
+            super::modulated_layer_norm(&frozen(&[2, 5, 7], &x[0])?, &x[0], &x[1], EPS)
+        }),
+        Case::new("frozen input and scale", &[&[2, 7]], |x| {
+            super::modulated_layer_norm(&frozen(&[2, 5, 7], &x[0])?, &frozen(&[2, 7], &x[0])?, &x[0], EPS)
+        }),
+        Case::new("frozen scale and shift", &[&[2, 5, 7]], |x| {
+            let (scale, shift) = (frozen(&[2, 7], &x[0])?, frozen(&[2, 7], &x[0])?);
+            super::modulated_layer_norm(&x[0], &scale, &shift, EPS)
+        }),
+        Case::new("empty batch", &[&[0, 5, 7], &[0, 7], &[0, 7]], run),
+        Case::new("no positions", &[&[2, 0, 7], &[2, 7], &[2, 7]], run),
+        Case::new("empty rows", &[&[2, 3, 0], &[2, 0], &[2, 0]], run),
+    ]
+}
+
 pub(super) fn rms_norm() -> Vec<Case> {
     const EPS: f64 = 1e-6;
     let run = |x: &[Tensor]| super::rms_norm(&x[0], x.get(1), EPS);

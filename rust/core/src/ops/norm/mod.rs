@@ -6,6 +6,7 @@
 
 mod cases;
 mod group;
+mod modulated;
 mod residual;
 mod rms_norm_rope;
 mod row;
@@ -22,6 +23,7 @@ use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Error, Result, Tensor, compute};
 
 pub use group::{group_norm, group_norm_silu};
+pub use modulated::modulated_layer_norm;
 pub use residual::{add_layer_norm, add_rms_norm};
 #[cfg(feature = "cuda")]
 pub(crate) use rms_norm_rope::Turn;
@@ -43,7 +45,17 @@ impl<'a> Affine<'a> {
         bias: Option<&'a Tensor>,
         dims: &[usize],
     ) -> Result<Self> {
-        for (name, parameter) in [("weight", weight), ("bias", bias)] {
+        Self::named(op, x, [("weight", weight), ("bias", bias)], dims)
+    }
+
+    /// As [`new`](Self::new) for a scale and a shift that the operation has other names for.
+    fn named(
+        op: &'static str,
+        x: &Tensor,
+        parameters: [(&'static str, Option<&'a Tensor>); 2],
+        dims: &[usize],
+    ) -> Result<Self> {
+        for (name, parameter) in parameters {
             let Some(parameter) = parameter else { continue };
             if parameter.dims() != dims {
                 let found = parameter.dims();
@@ -68,6 +80,7 @@ impl<'a> Affine<'a> {
                 ));
             }
         }
+        let [(_, weight), (_, bias)] = parameters;
         Ok(Self { weight, bias })
     }
 
@@ -197,10 +210,10 @@ impl SavedAffine {
         Ok(())
     }
 
-    /// The gradient of the shift, the sum over the rows of `grad`, where nothing else is wanted.
-    fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
+    /// The gradient of the shift, the sum over the rows, `dim` of `grad`, where nothing else is wanted.
+    fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw, dim: usize) -> Result<()> {
         let Some(place) = &self.bias else { return Ok(()) };
-        let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[0], false)?;
+        let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[dim], false)?;
         context.add(place.index, sum.reshape(place.dims.as_slice())?)
     }
 }
@@ -211,6 +224,7 @@ pub static ENTRIES: &[Entry] = &[
     Entry { info: &row::RMS_NORM, cases: cases::rms_norm },
     Entry { info: &residual::ADD_LAYER_NORM, cases: cases::add_layer_norm },
     Entry { info: &residual::ADD_RMS_NORM, cases: cases::add_rms_norm },
+    Entry { info: &modulated::MODULATED_LAYER_NORM, cases: cases::modulated_layer_norm },
     rms_norm_rope::ENTRY,
     Entry { info: &group::GROUP_NORM, cases: cases::group_norm },
     Entry { info: &group::GROUP_NORM_SILU, cases: cases::group_norm_silu },

@@ -130,7 +130,11 @@ impl<const SILU: bool> Backward for GroupNormBackward<SILU> {
         let size = self.size;
         let rows = size.batch * size.positions;
         let Some(Reads { x, mean, rstd }) = &self.reads else {
-            return self.affine.add_shift_only(context, &contiguous(context.grad())?.reshape((rows, size.channels))?);
+            return self.affine.add_shift_only(
+                context,
+                &contiguous(context.grad())?.reshape((rows, size.channels))?,
+                0,
+            );
         };
         let x = x.get()?;
         let shape = x.shape().clone();
