@@ -173,7 +173,11 @@ def test_rope(interleaved):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rms_norm_rope(interleaved):
-    x, w, angles = RNG.standard_normal((2, 5, 6)), RNG.standard_normal(6), RNG.standard_normal((5, 3))
+    x, w, angles = (
+        RNG.standard_normal((2, 5, 6)),
+        RNG.standard_normal(6),
+        RNG.standard_normal((5, 3)),
+    )
     cos, sin = np.cos(angles), np.sin(angles)
     normal = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
 
