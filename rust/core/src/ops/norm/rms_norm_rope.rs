@@ -188,7 +188,9 @@ impl Backward for RmsNormRopeBackward {
             let [wants_input, wants_weight, _] = self.affine.wants(context);
             let (saved, wants) = ([&x, &grad, &rstd], [wants_input, wants_weight]);
             let mut grads = cuda::rms_norm_rope::backward(op, saved, weight.as_ref(), &turn, wants)?;
-            grads.input = grads.input.map(|grad| order.swap(&grad)).transpose()?;
+            if let Some(grad) = grads.input.take() {
+                context.add(0, order.swap(&grad)?)?;
+            }
             return self.affine.add_gradients(context, grads);
         }
         let rows = Rows::new(&x, &turn);
