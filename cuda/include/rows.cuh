@@ -96,13 +96,14 @@ __device__ __forceinline__ uint64_t flat_index() { return static_cast<uint64_t>(
 __device__ __forceinline__ uint64_t flat_stride() { return static_cast<uint64_t>(gridDim.x) * blockDim.x; }
 
 // A row belongs to a team of blockDim.x threads: one warp, of which the block has blockDim.y, or a whole block of several
-// warps, then blockDim.y = 1. For rows of `len` elements a team has
-//     threads = clamp(32 ceil(len / (32 HELD WIDE)), 32, TEAM)    with HELD WIDE = 64 (f16, bf16), 32 (f32), 16 (f64)
+// warps, then blockDim.y = 1. For rows of `len` elements, of which each thread is to hold up to HELD packs, a team has
+//     threads = clamp(32 ceil(len / (32 HELD WIDE)), 32, TEAM)    with WIDE = 8 (f16, bf16), 4 (f32), 2 (f64)
 // and the launch of a kernel over rows is, unless it says otherwise,
 //     block (threads, threads == 32 ? 4 : 1), grid min(ceil(rows / blockDim.y), 2^31 - 1), no dynamic shared memory.
 // Any other grid gives the same results.
 constexpr int TEAM = 512;
-// Packs of a row that each thread keeps in registers; the rest of a longer row is read again in each pass.
+// Packs of a row that each thread keeps in registers, unless a kernel says otherwise; the rest of a longer row is read again in
+// each pass.
 constexpr int HELD = 4;
 
 __device__ __forceinline__ uint64_t first_row() { return static_cast<uint64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
@@ -143,15 +144,15 @@ template <typename A> __device__ __forceinline__ A team_max(A value, A *shared) 
 // Keeps the compiler from moving loads of several steps of an unrolled loop together, which takes registers for all of them.
 __device__ __forceinline__ void one_at_a_time() { asm volatile("" ::: "memory"); }
 
-// A row of `packs` packs of `N` values whose first part lies in the registers of its team.
-template <typename T, int N> struct Row {
+// A row of `packs` packs of `N` values whose first part, `COUNT` packs a thread, lies in the registers of its team.
+template <typename T, int N, int COUNT = HELD> struct Row {
     const T *start;
     uint32_t packs;
-    Pack<T, N> held[HELD];
+    Pack<T, N> held[COUNT];
 
     __device__ __forceinline__ Row(const T *start, uint32_t len) : start(start), packs(len / N) {
 #pragma unroll
-        for (int i = 0; i < HELD; i++) {
+        for (int i = 0; i < COUNT; i++) {
             const uint32_t pack = threadIdx.x + i * blockDim.x;
             if (pack < packs) held[i] = load_pack<N>(start + static_cast<uint64_t>(pack) * N);
         }
@@ -160,28 +161,32 @@ template <typename T, int N> struct Row {
     // Called between passes.
     __device__ __forceinline__ void keep_narrow() {
 #pragma unroll
-        for (int i = 0; i < HELD; i++) ::keep_narrow(held[i]);
+        for (int i = 0; i < COUNT; i++) ::keep_narrow(held[i]);
+    }
+
+    // f(place, index of its first element) for each pack of this thread: its place in the registers, COUNT for one that is not
+    // in them.
+    template <typename F> __device__ __forceinline__ void for_each_place(F f) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const uint32_t pack = threadIdx.x + i * blockDim.x;
+            if (pack < packs) f(i, static_cast<uint64_t>(pack) * N);
+        }
+        for (uint64_t pack = threadIdx.x + COUNT * blockDim.x; pack < packs; pack += blockDim.x) f(COUNT, pack * N);
+    }
+
+    // The pack of a place.
+    __device__ __forceinline__ Pack<T, N> get(int place, uint64_t at) const {
+        return place < COUNT ? held[place] : load_pack<N>(start + at);
     }
 
     // f(index of its first element, pack) for each pack of this thread.
     template <typename F> __device__ __forceinline__ void for_each(F f) const {
-#pragma unroll
-        for (int i = 0; i < HELD; i++) {
-            const uint32_t pack = threadIdx.x + i * blockDim.x;
-            if (pack < packs) f(static_cast<uint64_t>(pack) * N, held[i]);
-        }
-        for (uint64_t pack = threadIdx.x + HELD * blockDim.x; pack < packs; pack += blockDim.x)
-            f(pack * N, load_pack<N>(start + pack * N));
+        for_each_place([&](int place, uint64_t at) { f(at, get(place, at)); });
     }
 
     // As above for this row and one of the same length: f(index, pack, pack of the other).
     template <typename F> __device__ __forceinline__ void for_each(const Row &other, F f) const {
-#pragma unroll
-        for (int i = 0; i < HELD; i++) {
-            const uint32_t pack = threadIdx.x + i * blockDim.x;
-            if (pack < packs) f(static_cast<uint64_t>(pack) * N, held[i], other.held[i]);
-        }
-        for (uint64_t pack = threadIdx.x + HELD * blockDim.x; pack < packs; pack += blockDim.x)
-            f(pack * N, load_pack<N>(start + pack * N), load_pack<N>(other.start + pack * N));
+        for_each_place([&](int place, uint64_t at) { f(at, get(place, at), other.get(place, at)); });
     }
 };

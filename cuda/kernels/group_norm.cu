@@ -197,8 +197,8 @@ __device__ __forceinline__ void sums(const T *x, const T *grad, Affine affine, c
 }
 
 template <typename T, bool ALIGNED, bool SILU>
-__device__ __forceinline__ void backward(const T *x, const T *grad, Affine affine, const Acc<T> *mean, const Acc<T> *rstd,
-                                         const Acc<T> *slopes, T *dx, ChannelSize size) {
+__device__ __forceinline__ void backward(const T *x, const T *grad, const T *before, Affine affine, const Acc<T> *mean,
+                                         const Acc<T> *rstd, const Acc<T> *slopes, T *dx, ChannelSize size) {
     using A = Acc<T>;
     constexpr int N = WIDE<T>, BATCH = ALIGNED ? 2 : 1;
     const Part<T, ALIGNED> part(size);
@@ -230,6 +230,11 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, Affine affin
                 const A g = of_norm<T, SILU>(normalize, i, grads[k].values[i], packs[k].values[i]);
                 const A d = widen(packs[k].values[i]) - (IS_HALF<T> ? A(0) : normalize.center[i]);
                 result[i] = normalize.scale[i] * g - d * slope[i] - shift[i];
+            }
+            if (before != nullptr) {
+                const auto addend = part.load(before, at[k]);
+#pragma unroll
+                for (int i = 0; i < N; i++) result[i] += widen(addend.values[i]);
             }
             part.store(dx, at[k], result);
         }
@@ -329,17 +334,19 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SLOPES)
 
-// Launch: over the tensor. dx = rstd (h w - mean(h w) - x̂ mean(h w x̂)) with means over the group. dx may be grad.
+// Launch: over the tensor. dx = rstd (h w - mean(h w) - x̂ mean(h w x̂)) with means over the group, plus `before`, unless it is
+// null. dx may be grad or `before`.
 #define DEFINE_BACKWARD(NAME, SILU, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \
-        NAME##_backward_##SUFFIX(const T *x, const T *grad, const void *weight, const void *bias, const Acc<T> *mean,  \
-                                 const Acc<T> *rstd, const Acc<T> *slopes, T *dx, uint32_t positions,                  \
-                                 uint32_t channels, uint32_t groups, uint32_t pieces, uint32_t affine_f32) {           \
+        NAME##_backward_##SUFFIX(const T *x, const T *grad, const T *before, const void *weight, const void *bias,     \
+                                 const Acc<T> *mean, const Acc<T> *rstd, const Acc<T> *slopes, T *dx,                  \
+                                 uint32_t positions, uint32_t channels, uint32_t groups, uint32_t pieces,              \
+                                 uint32_t affine_f32) {                                                                \
         const ChannelSize size{positions, channels, groups, pieces};                                                   \
         const Affine affine{weight, bias, affine_f32 != 0};                                                            \
-        if (channels % WIDE<T> == 0 && are_wide(x, grad, dx) && are_wide(weight, bias))                                \
-            backward<T, true, SILU>(x, grad, affine, mean, rstd, slopes, dx, size);                                    \
-        else backward<T, false, SILU>(x, grad, affine, mean, rstd, slopes, dx, size);                                  \
+        if (channels % WIDE<T> == 0 && are_wide(x, grad, before, dx) && are_wide(weight, bias))                        \
+            backward<T, true, SILU>(x, grad, before, affine, mean, rstd, slopes, dx, size);                            \
+        else backward<T, false, SILU>(x, grad, before, affine, mean, rstd, slopes, dx, size);                          \
     }
 
 #define DEFINE_GROUP_NORMS(SUFFIX, T)                                                                                  \

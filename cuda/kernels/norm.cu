@@ -5,14 +5,61 @@
 
 #include "affine.cuh"
 
+// Packs of a row that each thread keeps in registers: as many as leave room for 32 warps on a multiprocessor. A team (rows.cuh)
+// has the fewest packs a thread, 1 to NORM_HELD, with which all rows have 2^17 threads at most, about what an H100 runs at once;
+// NORM_HELD if no number does.
+constexpr int NORM_HELD = 3;
+
 namespace {
 
-template <typename T, int N, bool CENTER>
-__device__ __forceinline__ void forward(const T *x, Affine affine, T *y, Acc<T> *mean, Acc<T> *rstd, uint64_t rows, uint32_t len,
-                                        Acc<T> eps, Acc<T> *shared) {
+// MODULATED is layer norm whose scale and shift, (rows / sharing, len), belong to `sharing` rows each, the scale to be added to 1.
+enum class Kind { LAYER, RMS, MODULATED };
+
+template <Kind KIND> constexpr bool CENTERS = KIND != Kind::RMS;
+
+template <typename T, int N> using NormRow = Row<T, N, NORM_HELD>;
+
+// Adds another row, rounds to T and writes the sum.
+template <typename T, int N> __device__ __forceinline__ void add_row(NormRow<T, N> &row, const T *other, T *sum) {
+    const NormRow<T, N> others(other, row.packs * N);
+    row.for_each_place([&](int place, uint64_t at) {
+        auto a = row.get(place, at), b = others.get(place, at);
+        keep_narrow(a);
+        keep_narrow(b);
+        Acc<T> values[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) values[i] = widen(a.values[i]) + widen(b.values[i]);
+        const auto pack = narrow_pack<T>(values);
+        if (place < NORM_HELD) row.held[place] = pack;
+        store_pack(sum + at, pack);
+    });
+    row.keep_narrow();
+    // What is not in registers is read again, by the thread that wrote it.
+    row.start = sum;
+    one_at_a_time();
+}
+
+// Where the scale and the shift of a row start.
+template <Kind KIND> __device__ __forceinline__ uint64_t first_parameter(uint64_t row, uint32_t sharing, uint32_t len) {
+    return KIND == Kind::MODULATED ? divide(row, sharing).quotient * len : 0;
+}
+
+template <typename T, Kind KIND, int N>
+__device__ __forceinline__ void load_scale(Affine affine, uint64_t at, Acc<T> (&values)[N]) {
+    load_parameter<T>(affine.weight, affine.is_f32, at, Acc<T>(1), values);
+#pragma unroll
+    for (int i = 0; i < N; i++) values[i] += KIND == Kind::MODULATED ? Acc<T>(1) : Acc<T>(0);
+}
+
+// With `residual` the rows are those of x + residual, rounded to T, which are written to `sum`.
+template <typename T, int N, Kind KIND>
+__device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, Affine affine, T *y, Acc<T> *mean, Acc<T> *rstd,
+                                        uint64_t rows, uint32_t len, uint32_t sharing, Acc<T> eps, Acc<T> *shared) {
     using A = Acc<T>;
+    constexpr bool CENTER = CENTERS<KIND>;
     for (uint64_t row = first_row(); row < rows; row += row_stride()) {
-        Row<T, N> values(x + row * len, len);
+        NormRow<T, N> values(x + row * len, len);
+        if (residual != nullptr) add_row(values, residual + row * len, sum + row * len);
         A center = 0, squares = 0;
         if (CENTER) {
             values.for_each([&](uint64_t, const Pack<T, N> &pack) {
@@ -32,21 +79,16 @@ __device__ __forceinline__ void forward(const T *x, Affine affine, T *y, Acc<T> 
         values.keep_narrow();
         const A scale = A(1) / sqrt(team_sum(squares, shared) / len + eps);
         T *out = y + row * len;
-        values.for_each([&](uint64_t at, const Pack<T, N> &pack) {
-            one_at_a_time();
-            A result[N];
-            {
-                A w[N];
-                load_parameter<T>(affine.weight, affine.is_f32, at, A(1), w);
+        const uint64_t parameters = first_parameter<KIND>(row, sharing, len);
+        values.for_each_place([&](int place, uint64_t at) {
+            const auto pack = values.get(place, at);
+            A parameter[N], result[N];
+            load_scale<T, KIND>(affine, parameters + at, parameter);
 #pragma unroll
-                for (int i = 0; i < N; i++) result[i] = (widen(pack.values[i]) - center) * scale * w[i];
-            }
-            if (affine.bias != nullptr) {
-                A b[N];
-                load_parameter<T>(affine.bias, affine.is_f32, at, A(0), b);
+            for (int i = 0; i < N; i++) result[i] = (widen(pack.values[i]) - center) * scale * parameter[i];
+            load_parameter<T>(affine.bias, affine.is_f32, parameters + at, A(0), parameter);
 #pragma unroll
-                for (int i = 0; i < N; i++) result[i] += b[i];
-            }
+            for (int i = 0; i < N; i++) result[i] += parameter[i];
             store_pack(out + at, narrow_pack<T>(result));
         });
         if (threadIdx.x == 0) {
@@ -56,40 +98,50 @@ __device__ __forceinline__ void forward(const T *x, Affine affine, T *y, Acc<T> 
     }
 }
 
-template <typename T, int N, bool CENTER>
-__device__ __forceinline__ void backward(const T *x, const T *grad, Affine affine, const Acc<T> *mean, const Acc<T> *rstd, T *dx,
-                                         uint64_t rows, uint32_t len, Acc<T> *shared) {
+// With `before` the gradient is added to it, in the type of arithmetic.
+template <typename T, int N, Kind KIND>
+__device__ __forceinline__ void backward(const T *x, const T *grad, const T *before, Affine affine, const Acc<T> *mean,
+                                         const Acc<T> *rstd, T *dx, uint64_t rows, uint32_t len, uint32_t sharing,
+                                         Acc<T> *shared) {
     using A = Acc<T>;
+    constexpr bool CENTER = CENTERS<KIND>;
     for (uint64_t row = first_row(); row < rows; row += row_stride()) {
-        Row<T, N> values(x + row * len, len), grads(grad + row * len, len);
+        NormRow<T, N> values(x + row * len, len), grads(grad + row * len, len);
+        // Read now, so that it is here when the sums are.
+        NormRow<T, N> addends(before + row * len, before == nullptr ? 0 : len);
         const A center = CENTER ? mean[row] : A(0), scale = rstd[row];
+        const uint64_t parameters = first_parameter<KIND>(row, sharing, len);
         A sum = 0, dot = 0;
-        values.for_each(grads, [&](uint64_t at, const Pack<T, N> &pack, const Pack<T, N> &g) {
-            one_at_a_time();
+        values.for_each_place([&](int place, uint64_t at) {
+            const auto pack = values.get(place, at), g = grads.get(place, at);
             A w[N];
-            load_parameter<T>(affine.weight, affine.is_f32, at, A(1), w);
+            load_scale<T, KIND>(affine, parameters + at, w);
 #pragma unroll
             for (int i = 0; i < N; i++) {
                 const A gw = widen(g.values[i]) * w[i];
                 sum += gw;
-                dot += gw * ((widen(pack.values[i]) - center) * scale);
+                dot += gw * (widen(pack.values[i]) - center);
             }
         });
         if (CENTER) team_sums(sum, dot, shared);
         else dot = team_sum(dot, shared);
-        sum = CENTER ? sum / len : A(0);
-        dot /= len;
+        // The gradient is scale g w - slope (x - center) - shift.
+        const A slope = dot * scale / len * scale * scale, shift = CENTER ? sum / len * scale : A(0);
         values.keep_narrow();
         grads.keep_narrow();
         T *out = dx + row * len;
-        values.for_each(grads, [&](uint64_t at, const Pack<T, N> &pack, const Pack<T, N> &g) {
-            one_at_a_time();
+        values.for_each_place([&](int place, uint64_t at) {
+            const auto pack = values.get(place, at), g = grads.get(place, at);
             A w[N], result[N];
-            load_parameter<T>(affine.weight, affine.is_f32, at, A(1), w);
+            load_scale<T, KIND>(affine, parameters + at, w);
 #pragma unroll
-            for (int i = 0; i < N; i++) {
-                const A normal = (widen(pack.values[i]) - center) * scale;
-                result[i] = scale * (widen(g.values[i]) * w[i] - sum - normal * dot);
+            for (int i = 0; i < N; i++)
+                result[i] = scale * (widen(g.values[i]) * w[i]) - slope * (widen(pack.values[i]) - center) - shift;
+            if (before != nullptr) {
+                auto addend = addends.get(place, at);
+                keep_narrow(addend);
+#pragma unroll
+                for (int i = 0; i < N; i++) result[i] += widen(addend.values[i]);
             }
             store_pack(out + at, narrow_pack<T>(result));
         });
@@ -103,6 +155,12 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
                                             uint64_t rows, uint32_t len, Acc<T> *dots, Acc<T> *sums) {
     using A = Acc<T>;
     constexpr int WIDTH = WARP * N;
+    const uint64_t before = blockIdx.z * rows;
+    x += before * len;
+    grad += before * len;
+    if (CENTER) mean += before;
+    rstd += before;
+    partials += blockIdx.z * gridDim.y * 2ull * len;
     const uint64_t piece = (rows + gridDim.y - 1) / gridDim.y, first = blockIdx.y * piece;
     const uint64_t last = rows < first + piece ? rows : first + piece;
     for (uint64_t tile = static_cast<uint64_t>(blockIdx.x) * WIDTH; tile < len; tile += static_cast<uint64_t>(gridDim.x) * WIDTH) {
@@ -142,34 +200,38 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
 
 } // namespace
 
-// y = (x - mean) rstd weight + bias. Launch: over rows (rows.cuh).
-#define DEFINE_FORWARD(NAME, CENTER, SUFFIX, T)                                                                        \
-    extern "C" __global__ void __launch_bounds__(TEAM, 2)                                                                \
-        NAME##_forward_##SUFFIX(const T *x, const void *weight, const void *bias, T *y, Acc<T> *mean, Acc<T> *rstd,    \
-                                uint64_t rows, uint32_t len, double eps, uint32_t affine_f32) {                        \
+// y = (x - mean) rstd weight + bias, with 1 + weight in modulated_layer_norm. Unless `residual` is null, x + residual, rounded to
+// the dtype, stands for x and is written to `sum`. Launch: over rows (NORM_HELD).
+#define DEFINE_FORWARD(NAME, KIND, SUFFIX, T)                                                                          \
+    extern "C" __global__ void __launch_bounds__(TEAM, 2)                                                              \
+        NAME##_forward_##SUFFIX(const T *x, const T *residual, T *sum, const void *weight, const void *bias, T *y,     \
+                                Acc<T> *mean, Acc<T> *rstd, uint64_t rows, uint32_t len, uint32_t sharing, double eps, \
+                                uint32_t affine_f32) {                                                                 \
         __shared__ Acc<T> shared[WARP];                                                                                \
-        const Affine affine{weight, CENTER ? bias : nullptr, affine_f32 != 0};                                         \
-        if (len % WIDE<T> == 0 && are_wide(x, y) && are_wide(affine.weight, affine.bias))                              \
-            forward<T, WIDE<T>, CENTER>(x, affine, y, mean, rstd, rows, len, static_cast<Acc<T>>(eps), shared);        \
-        else forward<T, 1, CENTER>(x, affine, y, mean, rstd, rows, len, static_cast<Acc<T>>(eps), shared);             \
+        const Affine affine{weight, KIND == Kind::RMS ? nullptr : bias, affine_f32 != 0};                              \
+        const Acc<T> added = static_cast<Acc<T>>(eps);                                                                 \
+        if (len % WIDE<T> == 0 && are_wide(x, residual, sum, y) && are_wide(affine.weight, affine.bias))               \
+            forward<T, WIDE<T>, KIND>(x, residual, sum, affine, y, mean, rstd, rows, len, sharing, added, shared);     \
+        else forward<T, 1, KIND>(x, residual, sum, affine, y, mean, rstd, rows, len, sharing, added, shared);          \
     }
 
-// dx = rstd (g w - mean(g w) - x̂ mean(g w x̂)) with x̂ = (x - mean) rstd and means over the row (the first is 0 for RMS norm).
-// dx may be grad. Launch: over rows (rows.cuh).
-#define DEFINE_BACKWARD(NAME, CENTER, SUFFIX, T)                                                                       \
-    extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                                \
-        NAME##_backward_##SUFFIX(const T *x, const T *grad, const void *weight, const Acc<T> *mean,                    \
-                                 const Acc<T> *rstd, T *dx, uint64_t rows, uint32_t len, uint32_t affine_f32) {        \
-        __shared__ Acc<T> shared[2 * WARP];                                                                              \
+// dx = rstd (g w - mean(g w) - x̂ mean(g w x̂)) with x̂ = (x - mean) rstd and means over the row (the first is 0 for RMS norm),
+// plus `before`, unless it is null. dx may be grad or `before`. Launch: over rows (NORM_HELD).
+#define DEFINE_BACKWARD(NAME, KIND, SUFFIX, T)                                                                         \
+    extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
+        NAME##_backward_##SUFFIX(const T *x, const T *grad, const T *before, const void *weight, const Acc<T> *mean,   \
+                                 const Acc<T> *rstd, T *dx, uint64_t rows, uint32_t len, uint32_t sharing,             \
+                                 uint32_t affine_f32) {                                                                \
+        __shared__ Acc<T> shared[2 * WARP];                                                                            \
         const Affine affine{weight, nullptr, affine_f32 != 0};                                                         \
-        if (len % WIDE<T> == 0 && are_wide(x, grad, dx) && are_wide(weight))                                           \
-            backward<T, WIDE<T>, CENTER>(x, grad, affine, mean, rstd, dx, rows, len, shared);                          \
-        else backward<T, 1, CENTER>(x, grad, affine, mean, rstd, dx, rows, len, shared);                               \
+        if (len % WIDE<T> == 0 && are_wide(x, grad, before, dx) && are_wide(weight))                                   \
+            backward<T, WIDE<T>, KIND>(x, grad, before, affine, mean, rstd, dx, rows, len, sharing, shared);           \
+        else backward<T, 1, KIND>(x, grad, before, affine, mean, rstd, dx, rows, len, sharing, shared);                \
     }
 
-// First stage of the gradients of scale and shift: Σ g x̂ and Σ g over a piece of the rows, partials (pieces, 2, len) in f32
-// (f64 for f64). Launch: block (32, 8), grid (ceil(len / (32 WIDE)), pieces), no dynamic shared memory; pieces, at most 65535,
-// is the caller's choice, say clamp(ceil(rows / 64), 1, 128). Second stage: norm_affine_sum.
+// First stage of the gradients of scale and shift: Σ g x̂ and Σ g over a piece of the `rows` rows of a sample, partials
+// (samples, pieces, 2, len) in f32 (f64 for f64). Launch: block (32, 8), grid (ceil(len / (32 WIDE)), pieces, samples), no dynamic
+// shared memory; pieces, at most 65535, is the caller's choice, say clamp(ceil(rows / 64), 1, 128). Second stage: norm_affine_sum.
 #define DEFINE_AFFINE(NAME, CENTER, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(WARP *LINES)                                                          \
         NAME##_affine_##SUFFIX(const T *x, const T *grad, const Acc<T> *mean, const Acc<T> *rstd, Acc<T> *partials,    \
@@ -181,32 +243,35 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
     }
 
 #define DEFINE_NORMS(SUFFIX, T)                                                                                        \
-    DEFINE_FORWARD(layer_norm, true, SUFFIX, T)                                                                        \
-    DEFINE_FORWARD(rms_norm, false, SUFFIX, T)                                                                         \
-    DEFINE_BACKWARD(layer_norm, true, SUFFIX, T)                                                                       \
-    DEFINE_BACKWARD(rms_norm, false, SUFFIX, T)                                                                        \
+    DEFINE_FORWARD(layer_norm, Kind::LAYER, SUFFIX, T)                                                                 \
+    DEFINE_FORWARD(rms_norm, Kind::RMS, SUFFIX, T)                                                                     \
+    DEFINE_FORWARD(modulated_layer_norm, Kind::MODULATED, SUFFIX, T)                                                   \
+    DEFINE_BACKWARD(layer_norm, Kind::LAYER, SUFFIX, T)                                                                \
+    DEFINE_BACKWARD(rms_norm, Kind::RMS, SUFFIX, T)                                                                    \
+    DEFINE_BACKWARD(modulated_layer_norm, Kind::MODULATED, SUFFIX, T)                                                  \
     DEFINE_AFFINE(layer_norm, true, SUFFIX, T)                                                                         \
     DEFINE_AFFINE(rms_norm, false, SUFFIX, T)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORMS)
 
-// Second stage, for every norm: dweight and dbias (len), each unless null, from partials (pieces, 2, len), added in the order
-// of the pieces in each of 16 interleaved sums. Launch: block (32, 16), grid (ceil(len / 32), 2), no dynamic shared memory.
+// Second stage, for every norm: dweight and dbias (samples, len), each unless null, from partials (samples, pieces, 2, len), added
+// in the order of the pieces in each of 16 interleaved sums. Launch: block (32, 16), grid (ceil(len / 32), 2, samples), no dynamic
+// shared memory.
 #define DEFINE_SUM(SUFFIX, T)                                                                                          \
     extern "C" __global__ void norm_affine_sum_##SUFFIX(const Acc<T> *partials, void *dweight, void *dbias,            \
                                                         uint32_t pieces, uint32_t len, uint32_t affine_f32) {          \
         __shared__ Acc<T> shared[16][WARP];                                                                            \
         void *out = blockIdx.y == 0 ? dweight : dbias;                                                                 \
         if (out == nullptr) return;                                                                                    \
-        const uint64_t column = flat_index();                                                                          \
+        const uint64_t column = flat_index(), sample = blockIdx.z;                                                     \
         Acc<T> sum = 0;                                                                                                \
         if (column < len)                                                                                              \
             for (uint32_t piece = threadIdx.y; piece < pieces; piece += blockDim.y)                                    \
-                sum += partials[(piece * 2ull + blockIdx.y) * len + column];                                           \
+                sum += partials[((sample * pieces + piece) * 2 + blockIdx.y) * len + column];                          \
         shared[threadIdx.y][threadIdx.x] = sum;                                                                        \
         __syncthreads();                                                                                               \
         if (threadIdx.y > 0 || column >= len) return;                                                                  \
         sum = 0;                                                                                                       \
         for (int i = 0; i < 16; i++) sum += shared[i][threadIdx.x];                                                    \
-        store_parameter<T>(out, affine_f32 != 0, column, sum);                                                         \
+        store_parameter<T>(out, affine_f32 != 0, sample * len + column, sum);                                          \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUM)

@@ -71,6 +71,13 @@ def test_projections_are_read_where_they_lie(cuda: Any) -> None:
     assert not any(name.startswith("ucopy") for name in forward | backward), backward
 
 
+def test_gradients_of_residuals_are_added_by_the_norms(cuda: Any) -> None:
+    backward = Counter(run(cuda).after("backward-2").launches)
+    assert backward["layer_norm_backward_bf16"] >= 2 * BLOCKS
+    # Images that are joined to others have a second gradient, and no norm.
+    assert backward["add_bf16"] <= JOINS, backward
+
+
 def test_adapters_of_one_input_share_their_products(cuda: Any) -> None:
     products = {
         targets: len(run(cuda, targets).after("forward-2").of("product"))

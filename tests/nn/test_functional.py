@@ -92,6 +92,24 @@ def test_norms():
     assert_close(F.rms_norm(t, (6,), tc.tensor(w[0])), x / rms * w[0])
 
 
+def test_add_layer_norm():
+    x, residual, w, b = (
+        RNG.standard_normal(shape) for shape in ((2, 3, 6), (2, 3, 6), (6,), (6,))
+    )
+    total, normed = F.add_layer_norm(
+        tc.tensor(x), tc.tensor(residual), 6, tc.tensor(w), tc.tensor(b), eps=1e-3
+    )
+    assert_close(total, x + residual)
+    assert_close(normed, normalised(x + residual, 2, 1e-3) * w + b)
+
+
+def test_modulated_layer_norm():
+    x, scale, shift = (RNG.standard_normal(shape) for shape in ((2, 3, 5, 6), (2, 6), (2, 6)))
+    y = F.modulated_layer_norm(tc.tensor(x), tc.tensor(scale), tc.tensor(shift))
+    expected = normalised(x, 3, 1e-6) * (1 + scale[:, None, None]) + shift[:, None, None]
+    assert_close(y, expected)
+
+
 def test_group_norm():
     x, w, b = RNG.standard_normal((2, 6, 3, 4)), RNG.standard_normal(6), RNG.standard_normal(6)
     grouped = normalised(x.reshape(2, 3, -1), 2, 1e-5).reshape(x.shape)
@@ -291,6 +309,21 @@ def test_activations():
         ),
         (lambda x: F.layer_norm(x, ()), tc.ShapeError, "layer_norm"),
         (lambda x: F.layer_norm(x, 4, tc.ones(3)), tc.ShapeError, "layer_norm"),
+        (
+            lambda x: F.add_layer_norm(x, tc.ones(4), 4),
+            tc.ShapeError,
+            r"add_layer_norm: x has shape \[2, 4\], the residual \[4\]",
+        ),
+        (
+            lambda x: F.add_layer_norm(x, tc.ones(2, 4, dtype="f16"), 4),
+            tc.DTypeError,
+            "add_layer_norm: dtypes f32 and f16 differ",
+        ),
+        (
+            lambda x: F.modulated_layer_norm(x, tc.ones(4), tc.ones(2, 4)),
+            tc.ShapeError,
+            r"modulated_layer_norm: the scale has shape \[4\], expected \[2, 4\]",
+        ),
         (lambda x: F.rms_norm(x, (2, 4)), tc.ArgumentError, "rms_norm: only the last dimension"),
         (lambda x: F.group_norm(x, 3), tc.Error, "group_norm"),
         (lambda x: F.conv2d(x, x), tc.ShapeError, "conv2d: the input has shape"),

@@ -35,6 +35,8 @@ TAKERS: dict[str, tuple[str, Callable[[Any], object]]] = {
     ),
     "GradScaler: init_scale": ("a number", lambda n: tc.optim.GradScaler(init_scale=n)),
     "layer_norm: eps": ("a number", lambda n: functional.layer_norm(X, 2, eps=n)),
+    "add_layer_norm: eps": ("a number", lambda n: functional.add_layer_norm(X, X, 2, eps=n)),
+    "modulated_layer_norm: eps": ("a number", lambda n: functional.modulated_layer_norm(X, X, X, eps=n)),
     "dropout: p": ("a number", lambda n: functional.dropout(X, n)),
     "scaled_dot_product_attention: scale": (
         "a number or None",

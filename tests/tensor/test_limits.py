@@ -125,6 +125,8 @@ def test_eps_of_a_norm_is_checked(eps) -> None:
     functional, x = tc.nn.functional, tc.ones(2, 4)
     for norm in (
         lambda: functional.layer_norm(x, 4, eps=eps),
+        lambda: functional.add_layer_norm(x, x, 4, eps=eps),
+        lambda: functional.modulated_layer_norm(x, x, x, eps=eps),
         lambda: functional.rms_norm(x, 4, eps=eps),
         lambda: functional.group_norm(x, 2, eps=eps),
         lambda: functional.rms_norm_rope(x, None, tc.ones(2, 2), tc.ones(2, 2), eps=eps),

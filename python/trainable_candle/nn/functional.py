@@ -2,6 +2,7 @@
 
 from trainable_candle._core import (
     Tensor,
+    add_layer_norm,
     conv2d,
     cross_entropy,
     dropout,
@@ -13,6 +14,7 @@ from trainable_candle._core import (
     l1_loss,
     layer_norm,
     linear,
+    modulated_layer_norm,
     mse_loss,
     quick_gelu,
     rms_norm,
@@ -25,6 +27,7 @@ from trainable_candle._core import (
 )
 
 __all__ = [
+    "add_layer_norm",
     "conv2d",
     "cross_entropy",
     "dropout",
@@ -38,6 +41,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "log_softmax",
+    "modulated_layer_norm",
     "mse_loss",
     "quick_gelu",
     "relu",

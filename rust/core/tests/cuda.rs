@@ -14,6 +14,8 @@ use walk::{TOLERANCE, all_cases, close, draw, text, turned_view, value_and_gradi
 mod attention;
 #[path = "cuda/capture.rs"]
 mod capture;
+#[path = "cuda/norms.rs"]
+mod norms;
 #[path = "cuda/products.rs"]
 mod products;
 mod walk;

@@ -1,6 +1,6 @@
 //! Norm layers over frozen or trainable parameters.
 
-use trainable_candle_core::ops::norm::{group_norm, group_norm_silu, layer_norm, rms_norm};
+use trainable_candle_core::ops::norm::{add_layer_norm, group_norm, group_norm_silu, layer_norm, rms_norm};
 use trainable_candle_core::{Result, Tensor};
 
 use crate::{Module, Visitor};
@@ -22,6 +22,14 @@ impl LayerNorm {
     /// [`trainable_candle_core::Error::Shape`] if the input does not fit the parameters.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         layer_norm(x, 1, self.weight.as_ref(), self.bias.as_ref(), self.eps)
+    }
+
+    /// x + residual, both (..., features), and [`forward`](Self::forward) of that sum.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), and if `x` and `residual` do not fit each other.
+    pub fn add_forward(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        add_layer_norm(x, residual, 1, self.weight.as_ref(), self.bias.as_ref(), self.eps)
     }
 }
 

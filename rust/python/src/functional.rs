@@ -1,4 +1,4 @@
-//! The functions of `trainable_candle.nn.functional` but for the losses. Argument names and layouts are torch's.
+//! The functions of `trainable_candle.nn.functional` but for the norms and the losses. Argument names and layouts are torch's.
 
 use pyo3::prelude::*;
 use tc::ops::attention::scaled_dot_product_attention as attention;
@@ -6,14 +6,14 @@ use tc::ops::conv::{self, Conv2dOptions};
 use tc::ops::{dropout as drop, gated, index, linear as lin, lora, norm, rope as rotary, upsample};
 use trainable_candle_core as tc;
 
-use crate::arguments::{Integer, Pair, Shape};
+use crate::arguments::{Integer, Pair};
 use crate::call::{compute, detached};
 use crate::error::Result;
 use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::var::Var;
 
-fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
+pub fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
     tensor.map(|tensor| &tensor.0)
 }
 
@@ -153,77 +153,8 @@ pub fn conv2d(
     compute(py, input.0.elem_count(), || apply(&input.0, &weight.0, inner(bias), options)).map(Tensor)
 }
 
-/// The number of trailing dimensions that `normalized_shape` names.
-fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> Result<usize> {
-    let sizes = normalized_shape.sizes(op)?;
-    if !sizes.is_empty() && input.dims().ends_with(&sizes) {
-        return Ok(sizes.len());
-    }
-    Err(tc::Error::shape(
-        op,
-        format!("the input has shape {:?}, which does not end in normalized_shape {sizes:?}", input.dims()),
-    )
-    .into())
-}
-
-/// Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions.
-///
-/// Args:
-///     input: (..., *normalized_shape).
-///     normalized_shape: the sizes of the trailing dimensions, or the last one's.
-///     weight: scale, of shape `normalized_shape`.
-///     bias: shift, of shape `normalized_shape`.
-///     eps: added to the variance.
-///
-/// Raises:
-///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
-#[pyfunction]
-#[pyo3(signature = (input, normalized_shape, weight=None, bias=None, eps=Given::of(1e-5)))]
-pub fn layer_norm(
-    py: Python<'_>,
-    input: &Tensor,
-    normalized_shape: Shape,
-    weight: Option<&Tensor>,
-    bias: Option<&Tensor>,
-    eps: Given<f64>,
-) -> Result<Tensor> {
-    let eps = eps.get("layer_norm", "eps")?;
-    let dims = trailing("layer_norm", &input.0, &normalized_shape)?;
-    compute(py, input.0.elem_count(), || norm::layer_norm(&input.0, dims, inner(weight), inner(bias), eps)).map(Tensor)
-}
-
-/// Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) of the last dimension.
-///
-/// Args:
-///     input: (..., features).
-///     normalized_shape: (features,) or features.
-///     weight: scale, (features,).
-///     eps: added to the mean square.
-///
-/// Raises:
-///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
-#[pyfunction]
-#[pyo3(signature = (input, normalized_shape, weight=None, eps=Given::of(1e-6)))]
-pub fn rms_norm(
-    py: Python<'_>,
-    input: &Tensor,
-    normalized_shape: Shape,
-    weight: Option<&Tensor>,
-    eps: Given<f64>,
-) -> Result<Tensor> {
-    let eps = eps.get("rms_norm", "eps")?;
-    if trailing("rms_norm", &input.0, &normalized_shape)? != 1 {
-        return Err(tc::Error::argument(
-            "rms_norm",
-            "only the last dimension can be normalised; reshape the others into it",
-        )
-        .into());
-    }
-    compute(py, input.0.elem_count(), || norm::rms_norm(&input.0, inner(weight), eps)).map(Tensor)
-}
-
 /// `apply` to the tensor with its channels last, where they come second unless `channels_last`.
-fn with_channels_last(
+pub fn with_channels_last(
     x: &tc::Tensor,
     channels_last: bool,
     apply: impl Fn(&tc::Tensor) -> tc::Result<tc::Tensor>,
@@ -235,66 +166,6 @@ fn with_channels_last(
     let to_last: Vec<usize> = std::iter::once(0).chain(2..rank).chain([1]).collect();
     let back: Vec<usize> = [0, rank - 1].into_iter().chain(1..rank - 1).collect();
     apply(&x.permute(&to_last)?)?.permute(&back)
-}
-
-/// Group normalisation (Wu & He 2018, arXiv:1803.08494).
-///
-/// Args:
-///     input: (B, C, ...).
-///     num_groups: the number of groups of channels, a divisor of C.
-///     weight: scale, (C,).
-///     bias: shift, (C,).
-///     eps: added to the variance.
-///     channels_last: whether the input is (B, ..., C), which saves copies.
-///
-/// Raises:
-///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
-///     ArgumentError: if `num_groups` does not divide C.
-#[pyfunction]
-#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=Given::of(1e-5), *, channels_last=false))]
-pub fn group_norm(
-    py: Python<'_>,
-    input: &Tensor,
-    num_groups: Integer,
-    weight: Option<&Tensor>,
-    bias: Option<&Tensor>,
-    eps: Given<f64>,
-    channels_last: bool,
-) -> Result<Tensor> {
-    let eps = eps.get("group_norm", "eps")?;
-    let num_groups = num_groups.count("group_norm", "num_groups")?;
-    let apply = |x: &tc::Tensor| norm::group_norm(x, num_groups, inner(weight), inner(bias), eps);
-    compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
-}
-
-/// SiLU of `group_norm`, in one operation that keeps no result of the norm.
-///
-/// Args:
-///     input: (B, C, ...).
-///     num_groups: the number of groups of channels, a divisor of C.
-///     weight: scale, (C,).
-///     bias: shift, (C,).
-///     eps: added to the variance.
-///     channels_last: whether the input is (B, ..., C), which saves copies.
-///
-/// Raises:
-///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
-///     ArgumentError: if `num_groups` does not divide C.
-#[pyfunction]
-#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=Given::of(1e-5), *, channels_last=false))]
-pub fn group_norm_silu(
-    py: Python<'_>,
-    input: &Tensor,
-    num_groups: Integer,
-    weight: Option<&Tensor>,
-    bias: Option<&Tensor>,
-    eps: Given<f64>,
-    channels_last: bool,
-) -> Result<Tensor> {
-    let eps = eps.get("group_norm_silu", "eps")?;
-    let num_groups = num_groups.count("group_norm_silu", "num_groups")?;
-    let apply = |x: &tc::Tensor| norm::group_norm_silu(x, num_groups, inner(weight), inner(bias), eps);
-    compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
 }
 
 /// Resize an image by the nearest pixel, as torch's `interpolate(mode="nearest")`: position i of n copies floor(i * m / n) of m.

@@ -19,6 +19,7 @@ mod given;
 mod io;
 mod loss;
 mod models;
+mod norm;
 mod optim;
 mod rng;
 mod runtime;
@@ -53,9 +54,8 @@ mod _core {
     use crate::dtype::DType;
     #[pymodule_export]
     use crate::functional::{
-        conv2d, dropout, embedding, geglu, group_norm, group_norm_silu, layer_norm, linear, lora_backward,
-        lora_backward_, quick_gelu, rms_norm, rms_norm_rope, rope, scaled_dot_product_attention, swiglu,
-        upsample_nearest2d,
+        conv2d, dropout, embedding, geglu, linear, lora_backward, lora_backward_, quick_gelu, rms_norm_rope, rope,
+        scaled_dot_product_attention, swiglu, upsample_nearest2d,
     };
     #[pymodule_export]
     use crate::io::{load_file, save_file};
@@ -65,6 +65,8 @@ mod _core {
     use crate::models::{
         AutoencoderKL, CLIPTextModel, DigitsTransformer, Model, SDXLUNet, TextFeatures, load_model, save_checkpoint,
     };
+    #[pymodule_export]
+    use crate::norm::{add_layer_norm, group_norm, group_norm_silu, layer_norm, modulated_layer_norm, rms_norm};
     #[pymodule_export]
     use crate::optim::{
         Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, EMA, GradScaler, Lion, Lion8bit, Optimizer, Prodigy, SGD,

@@ -54,13 +54,13 @@ impl Shape {
 
     /// A team of threads for each row of `len` elements, which it holds in registers: what `include/rows.cuh` asks for.
     pub fn rows(rows: usize, len: usize, dtype: DType) -> Self {
+        Self::teams(rows, len, 4, dtype)
+    }
+
+    /// [`rows`](Self::rows) for a kernel whose threads hold up to `held` packs of a row.
+    pub fn teams(rows: usize, len: usize, held: usize, dtype: DType) -> Self {
         const TEAM: usize = 512;
-        let held = match dtype {
-            DType::F64 => 16,
-            DType::F32 => 32,
-            _ => 64,
-        };
-        let threads = (32 * len.div_ceil(32 * held)).clamp(32, TEAM);
+        let threads = (32 * len.div_ceil(32 * held * wide(dtype))).clamp(32, TEAM);
         let teams = if threads == 32 { 4 } else { 1 };
         let blocks = rows.div_ceil(teams).clamp(1, i32::MAX as usize);
         Self { grid: [blocks as u32, 1, 1], block: [threads as u32, teams as u32, 1], shared: 0 }

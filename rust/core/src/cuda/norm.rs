@@ -6,7 +6,8 @@ use trainable_candle_cuda::modules::{GROUP_NORM, NORM};
 use super::copy::{cast, contiguous};
 use super::gpu::Gpu;
 use super::launch::{Shape, accumulator, address, count32, empty, launch, optional, suffix, wide};
-use crate::{Raw, Result};
+use crate::tape::Pending;
+use crate::{Error, Raw, Result};
 
 /// Scale and shift as kernels take them: both in the input's dtype, or both in f32.
 struct Parameters {
@@ -35,32 +36,109 @@ pub struct Gradients {
     pub bias: Option<Raw>,
 }
 
-/// The normalised rows of a dense (rows, len), with 1/√(var + eps) and, if the norm takes off the mean, that of each.
+/// A norm of rows, as `kernels/norm.cu` has them.
+#[derive(Clone, Copy)]
+pub enum Kind {
+    Layer,
+    Rms,
+    /// Layer norm with a scale, which is added to 1, and a shift for each sample of so many rows.
+    Modulated {
+        samples: usize,
+        rows: usize,
+    },
+}
+
+impl Kind {
+    const fn centers(self) -> bool {
+        !matches!(self, Self::Rms)
+    }
+
+    /// How many rows share a scale and a shift; kernels of the other kinds do not ask.
+    fn sharing(self, op: &'static str) -> Result<u32> {
+        if let Self::Modulated { rows, .. } = self { count32(op, rows) } else { Ok(1) }
+    }
+
+    /// How many pairs of scale and shift there are, and for how many of so many rows each.
+    fn samples(self, op: &'static str, rows: usize) -> Result<[usize; 2]> {
+        /// Blocks in the third dimension of a grid.
+        const MOST: usize = 65_535;
+        match self {
+            Self::Modulated { samples, .. } if samples > MOST => {
+                let message = format!("a batch of {samples} is more than a GPU takes at once, expected up to {MOST}");
+                Err(Error::argument(op, message))
+            }
+            Self::Modulated { samples, rows } => Ok([samples, rows]),
+            _ => Ok([1, rows]),
+        }
+    }
+}
+
+/// The launch of `kernels/norm.cu` over rows.
+fn over_rows(rows: usize, len: usize, dtype: DType) -> Shape {
+    const HELD: usize = 3;
+    const THREADS: usize = 1 << 17;
+    let shape = |held| Shape::teams(rows, len, held, dtype);
+    let fits = |held: &usize| rows.saturating_mul(shape(*held).block[0] as usize) <= THREADS;
+    shape((1..=HELD).find(fits).unwrap_or(HELD))
+}
+
+/// Where the gradient of an input goes: onto the one that it is added to, if that is only ours, else to a new tensor.
+fn destination(op: &'static str, gpu: &Gpu, x: &Raw, before: Option<&Pending>) -> Result<Raw> {
+    match before {
+        Some(Pending { sum, owned: true }) => Ok(sum.clone()),
+        _ => empty(op, gpu, x.dims(), x.dtype()),
+    }
+}
+
+/// Rows that were normalised.
+pub struct Rows {
+    /// What they were before: the input, or its sum with another tensor.
+    pub x: Raw,
+    pub y: Raw,
+    /// 1/√(var + eps) of each.
+    pub rstd: Raw,
+    /// The mean of each, if the norm takes it off.
+    pub mean: Option<Raw>,
+}
+
+/// The normalised rows of a dense (rows, len), or of its sum with another.
 pub fn rows(
     op: &'static str,
-    centers: bool,
+    kind: Kind,
     x: &Raw,
+    residual: Option<&Raw>,
     [rows, len]: [usize; 2],
     parameters: [Option<&Raw>; 2],
     eps: f64,
-) -> Result<(Raw, Raw, Option<Raw>)> {
+) -> Result<Rows> {
     let gpu = Gpu::of(op, x)?;
     let parameters = Parameters::new(x.dtype(), parameters)?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
     let rstd = empty(op, gpu, &[rows], accumulator(x.dtype()))?;
-    let mean = centers.then(|| empty(op, gpu, &[rows], accumulator(x.dtype()))).transpose()?;
+    let mean = kind.centers().then(|| empty(op, gpu, &[rows], accumulator(x.dtype()))).transpose()?;
+    let sum = residual.map(|_| empty(op, gpu, x.dims(), x.dtype())).transpose()?;
     if y.elem_count() > 0 {
-        let name = if centers { "layer_norm_forward" } else { "rms_norm_forward" };
+        let name = match kind {
+            Kind::Layer => "layer_norm_forward",
+            Kind::Rms => "rms_norm_forward",
+            Kind::Modulated { .. } => "modulated_layer_norm_forward",
+        };
         let function = gpu.function(&NORM, name, suffix(op, x.dtype())?)?;
-        let shape = Shape::rows(rows, len, x.dtype());
+        let shape = over_rows(rows, len, x.dtype());
         let (weight, bias) = (optional(op, parameters.weight.as_ref())?, optional(op, parameters.bias.as_ref())?);
         let (from, to, rstds, means) =
             (address(op, x)?, address(op, &y)?, address(op, &rstd)?, optional(op, mean.as_ref())?);
-        let (rows, len, is_f32) = (rows as u64, count32(op, len)?, parameters.is_f32());
-        // SAFETY: the kernel takes the input, its parameters, the results, their sizes and numbers.
-        unsafe { launch!(op, gpu, function, shape, from, weight, bias, to, means, rstds, rows, len, eps, is_f32) }?;
+        let (rows, len, sharing, is_f32) = (rows as u64, count32(op, len)?, kind.sharing(op)?, parameters.is_f32());
+        let (residual, total) = (optional(op, residual)?, optional(op, sum.as_ref())?);
+        // SAFETY: the kernel takes the input, what is added to it, its parameters, the results, their sizes and numbers.
+        unsafe {
+            launch!(
+                op, gpu, function, shape, from, residual, total, weight, bias, to, means, rstds, rows, len, sharing,
+                eps, is_f32
+            )
+        }?;
     }
-    Ok((y, rstd, mean))
+    Ok(Rows { x: sum.unwrap_or_else(|| x.clone()), y, rstd, mean })
 }
 
 /// What the gradients of a norm are made from.
@@ -74,60 +152,76 @@ pub struct Saved<'a> {
     pub bias: Option<&'a Raw>,
 }
 
-/// The gradients of [`rows`]; `wants` are those of input, scale and shift.
+/// The gradients of [`rows`]; `wants` are those of input, scale and shift. That of the input is added to the dense gradient `before`.
 pub fn rows_backward(
     op: &'static str,
+    kind: Kind,
     saved: &Saved<'_>,
     [rows, len]: [usize; 2],
     wants: [bool; 3],
+    before: Option<Pending>,
 ) -> Result<Gradients> {
     let Saved { x, grad, .. } = *saved;
     let gpu = Gpu::of(op, x)?;
     let dtype = x.dtype();
-    let centers = saved.mean.is_some();
     let parameters = Parameters::new(dtype, [saved.weight, None])?;
     let (from, g, rstd) = (address(op, x)?, address(op, grad)?, address(op, saved.rstd)?);
     let (mean, weight) = (optional(op, saved.mean)?, optional(op, parameters.weight.as_ref())?);
     let (rows64, len32, is_f32) = (rows as u64, count32(op, len)?, parameters.is_f32());
     let mut input = None;
     if wants[0] {
-        let dx = empty(op, gpu, x.dims(), dtype)?;
+        let dx = destination(op, gpu, x, before.as_ref())?;
         if dx.elem_count() > 0 {
-            let name = if centers { "layer_norm_backward" } else { "rms_norm_backward" };
+            let name = match kind {
+                Kind::Layer => "layer_norm_backward",
+                Kind::Rms => "rms_norm_backward",
+                Kind::Modulated { .. } => "modulated_layer_norm_backward",
+            };
             let function = gpu.function(&NORM, name, suffix(op, dtype)?)?;
-            let to = address(op, &dx)?;
-            let shape = Shape::rows(rows, len, dtype);
-            // SAFETY: the kernel takes what the gradient is made from, the result and their sizes.
-            unsafe { launch!(op, gpu, function, shape, from, g, weight, mean, rstd, to, rows64, len32, is_f32) }?;
+            let (before, to) = (optional(op, before.as_ref().map(|pending| &pending.sum))?, address(op, &dx)?);
+            let (shape, sharing) = (over_rows(rows, len, dtype), kind.sharing(op)?);
+            // SAFETY: the kernel takes what the gradient is made from and added to, the result and their sizes.
+            unsafe {
+                launch!(
+                    op, gpu, function, shape, from, g, before, weight, mean, rstd, to, rows64, len32, sharing, is_f32
+                )
+            }?;
         }
         input = Some(dx);
     }
     if !(wants[1] || wants[2]) {
         return Ok(Gradients { input, weight: None, bias: None });
     }
+    let [samples, rows] = kind.samples(op, rows)?;
     let pieces = rows.div_ceil(64).clamp(1, 128);
-    let partials = empty(op, gpu, &[pieces, 2, len], accumulator(dtype))?;
-    if len > 0 {
-        let name = if centers { "layer_norm_affine" } else { "rms_norm_affine" };
+    let partials = empty(op, gpu, &[samples, pieces, 2, len], accumulator(dtype))?;
+    if partials.elem_count() > 0 {
+        let name = if kind.centers() { "layer_norm_affine" } else { "rms_norm_affine" };
         let function = gpu.function(&NORM, name, suffix(op, dtype)?)?;
         let columns = len.div_ceil(32 * wide(dtype)) as u32;
-        let shape = Shape { grid: [columns, pieces as u32, 1], block: [32, 8, 1], shared: 0 };
-        let to = address(op, &partials)?;
+        let shape = Shape { grid: [columns, pieces as u32, samples as u32], block: [32, 8, 1], shared: 0 };
+        let (to, rows) = (address(op, &partials)?, rows as u64);
         // SAFETY: as above.
-        unsafe { launch!(op, gpu, function, shape, from, g, mean, rstd, to, rows64, len32) }?;
+        unsafe { launch!(op, gpu, function, shape, from, g, mean, rstd, to, rows, len32) }?;
     }
     let [weight, bias] = sum_affine(op, gpu, &partials, dtype, [wants[1], wants[2]])?;
     Ok(Gradients { input, weight, bias })
 }
 
-/// The gradients of scale and shift that are wanted, in the dtype of arithmetic, from partial sums (pieces, 2, len) of inputs of `dtype`.
-fn sum_affine(op: &'static str, gpu: &Gpu, partials: &Raw, dtype: DType, wants: [bool; 2]) -> Result<[Option<Raw>; 2]> {
-    let (pieces, len) = (partials.dims()[0], partials.dims()[2]);
-    let result = |wanted: bool| wanted.then(|| empty(op, gpu, &[len], accumulator(dtype))).transpose();
+/// The gradients of scale and shift that are wanted, in the dtype of arithmetic, from partial sums (samples, pieces, 2, len) of inputs of `dtype`.
+pub(super) fn sum_affine(
+    op: &'static str,
+    gpu: &Gpu,
+    partials: &Raw,
+    dtype: DType,
+    wants: [bool; 2],
+) -> Result<[Option<Raw>; 2]> {
+    let (samples, pieces, _, len) = partials.dims4()?;
+    let result = |wanted: bool| wanted.then(|| empty(op, gpu, &[samples, len], accumulator(dtype))).transpose();
     let sums = [result(wants[0])?, result(wants[1])?];
-    if len > 0 {
+    if partials.elem_count() > 0 {
         let function = gpu.function(&NORM, "norm_affine_sum", suffix(op, dtype)?)?;
-        let shape = Shape { grid: [len.div_ceil(32) as u32, 2, 1], block: [32, 16, 1], shared: 0 };
+        let shape = Shape { grid: [len.div_ceil(32) as u32, 2, samples as u32], block: [32, 16, 1], shared: 0 };
         let (from, weight, bias) =
             (address(op, partials)?, optional(op, sums[0].as_ref())?, optional(op, sums[1].as_ref())?);
         // The sums stay in f32, where gradients of parameters are collected.
@@ -247,23 +341,24 @@ pub fn groups(
     Ok((y, mean, rstd))
 }
 
-/// The gradients of [`groups`]; `wants` are those of input, scale and shift.
+/// The gradients of [`groups`]; `wants` are those of input, scale and shift. That of the input is added to the dense gradient `before`.
 pub fn groups_backward(
     op: &'static str,
     silu: bool,
     saved: &Saved<'_>,
     size: Groups,
     wants: [bool; 3],
+    before: Option<Pending>,
 ) -> Result<Gradients> {
     let Saved { x, grad, .. } = *saved;
     let gpu = Gpu::of(op, x)?;
     let dtype = x.dtype();
     let parameters = Parameters::new(dtype, [saved.weight, saved.bias])?;
     let (wants_input, wants_affine) = (wants[0], wants[1] || wants[2]);
-    let dx = wants_input.then(|| empty(op, gpu, x.dims(), dtype)).transpose()?;
+    let dx = wants_input.then(|| destination(op, gpu, x, before.as_ref())).transpose()?;
     let split = size.split(dtype);
     let rows = size.batch * split.pieces;
-    let affine = wants_affine.then(|| empty(op, gpu, &[rows, 2, size.channels], accumulator(dtype))).transpose()?;
+    let affine = wants_affine.then(|| empty(op, gpu, &[1, rows, 2, size.channels], accumulator(dtype))).transpose()?;
     if x.elem_count() == 0 {
         let zeros = |wanted: bool| {
             wanted.then(|| super::copy::filled(x.device(), 0.0, &[size.channels], accumulator(dtype))).transpose()
@@ -310,7 +405,7 @@ pub fn groups_backward(
         if let Some(dx) = &dx {
             let joined = gpu.function(&GROUP_NORM, "group_norm_slopes", suffix)?;
             let backward = gpu.function(&GROUP_NORM, backward, suffix)?;
-            let to = address(op, dx)?;
+            let (before, to) = (optional(op, before.as_ref().map(|pending| &pending.sum))?, address(op, dx)?);
             launch!(
                 op,
                 gpu,
@@ -332,6 +427,7 @@ pub fn groups_backward(
                 split.over_tensor,
                 from,
                 g,
+                before,
                 weight,
                 bias,
                 means,

@@ -174,6 +174,12 @@ fn sum_like(
     )
 }
 
+/// [`Tensor::add`] of tensors that fit, whose sum `forward` makes.
+pub(super) fn add_by(a: &Tensor, b: &Tensor, forward: impl FnOnce() -> Result<Raw>) -> Result<Tensor> {
+    let dims = [a.dims().to_vec(), b.dims().to_vec()];
+    record(&ADD, &[a, b], forward, |_, _| SumBackward { dims, negate: false })
+}
+
 fn product_like(
     info: &'static OpInfo,
     a: &Tensor,

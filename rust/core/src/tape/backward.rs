@@ -19,10 +19,10 @@ use crate::var::Var;
 use crate::{Error, Result, compute};
 
 /// The gradient of one result while its consumers are still being walked.
-struct Pending {
-    sum: Raw,
+pub(crate) struct Pending {
+    pub(crate) sum: Raw,
     /// Whether `sum` is storage that only this pass knows, so that it can be added to in place.
-    owned: bool,
+    pub(crate) owned: bool,
 }
 
 impl Pending {
@@ -92,14 +92,28 @@ impl BackwardContext<'_> {
     /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first gradient is
     /// taken as it is; later ones are added.
     pub fn add(&mut self, index: usize, grad: Raw) -> Result<()> {
+        self.add_pending(index, Pending { sum: grad, owned: false })
+    }
+
+    /// [`add`](Self::add) a gradient whose storage only this pass knows if it is `owned`.
+    pub(crate) fn add_pending(&mut self, index: usize, grad: Pending) -> Result<()> {
         let Some(id) = self.reach(index) else { return Ok(()) };
         match self.table.get_mut(&id) {
-            Some(pending) => pending.add(&grad),
+            Some(pending) => pending.add(&grad.sum),
             None => {
-                self.table.insert(id, Pending { sum: grad, owned: false });
+                self.table.insert(id, grad);
                 Ok(())
             }
         }
+    }
+
+    /// Take out the gradient that input `index` has so far, if it is dense and of `dtype`, for a kernel that adds to it in the pass
+    /// that makes its own: what the backward then adds is the sum of both.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn take_pending(&mut self, index: usize, dtype: DType) -> Option<Pending> {
+        let id = self.node.inputs.get(index)?.as_ref()?.id();
+        let fits = |pending: &Pending| pending.sum.is_contiguous() && pending.sum.dtype() == dtype;
+        if self.table.get(&id).is_some_and(fits) { self.table.remove(&id) } else { None }
     }
 
     /// Add `grad` to the part `start..` along `dim` of the gradient of input `index`, whose shape is `dims`.

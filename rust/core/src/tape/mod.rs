@@ -15,5 +15,8 @@ pub use node::Backward;
 pub use record::{Cost, OpInfo, Saver, record, record_no_backward, record_view, record_with_aux};
 pub use saved::Saved;
 
+#[cfg(feature = "cuda")]
+pub(crate) use backward::Pending;
 pub(crate) use mode::{flags, set_recording};
 pub(crate) use node::{GradientCell, Leaf, Node};
+pub(crate) use record::Aux;

@@ -41,8 +41,8 @@ impl EncoderLayer {
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let normed = self.layer_norm1.forward(x)?;
         let mixed = attend(&self.projections.forward(&normed)?, self.heads, true)?;
-        let x = x.add(&self.out_proj.forward(&mixed)?)?;
-        let hidden = self.fc1.forward(&self.layer_norm2.forward(&x)?)?;
+        let (x, normed) = self.layer_norm2.add_forward(x, &self.out_proj.forward(&mixed)?)?;
+        let hidden = self.fc1.forward(&normed)?;
         let hidden = match self.activation {
             Activation::QuickGelu => hidden.quick_gelu(),
             Activation::Gelu => hidden.gelu(Gelu::Exact),

@@ -2,19 +2,15 @@
 //! of every layer come from the condition, and start at zero, so that a fresh block is the identity.
 
 use trainable_candle_core::ops::activation::Gelu;
-use trainable_candle_core::ops::norm::layer_norm;
+use trainable_candle_core::ops::norm::modulated_layer_norm;
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Init, Linear, Module, Visitor, Weights};
 
 use super::DigitsConfig;
 use crate::layers::{Attention, AttentionSizes};
 
-const EPS: f64 = 1e-6;
-
-/// Layer norm of `x (B, S, D)` without parameters, then · (1 + scale) + shift; both (B, 1, D).
-pub(super) fn modulated_norm(x: &Tensor, shift: &Tensor, scale: &Tensor) -> Result<Tensor> {
-    layer_norm(x, 1, None, None, EPS)?.mul(&scale.add_scalar(1.0)?)?.add(shift)
-}
+/// Added to the variance in every norm.
+pub(super) const EPS: f64 = 1e-6;
 
 /// Xavier's uniform rule (Glorot & Bengio 2010) has the deviation √(2 / (in + out)).
 pub(super) fn xavier(in_features: usize, out_features: usize) -> Init {
@@ -48,14 +44,14 @@ impl Block {
 
     /// `x (B, S, D)` under the condition `(B, D)` → the same shape.
     pub(super) fn forward(&self, x: &Tensor, condition: &Tensor) -> Result<Tensor> {
-        let modulation = self.norm1.forward(condition)?.unsqueeze(1)?.chunk(6, 2)?;
+        let modulation = self.norm1.forward(condition)?.chunk(6, 1)?;
         let [shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff] = &modulation[..] else {
             unreachable!("six chunks")
         };
-        let attended = self.attn.forward(&modulated_norm(x, shift_attn, scale_attn)?, None)?;
-        let x = x.add(&attended.mul(gate_attn)?)?;
-        let hidden = self.ff_in.forward(&modulated_norm(&x, shift_ff, scale_ff)?)?.gelu(Gelu::Tanh)?;
-        x.add(&self.ff_out.forward(&hidden)?.mul(gate_ff)?)
+        let attended = self.attn.forward(&modulated_layer_norm(x, scale_attn, shift_attn, EPS)?, None)?;
+        let x = x.add(&attended.mul(&gate_attn.unsqueeze(1)?)?)?;
+        let hidden = self.ff_in.forward(&modulated_layer_norm(&x, scale_ff, shift_ff, EPS)?)?.gelu(Gelu::Tanh)?;
+        x.add(&self.ff_out.forward(&hidden)?.mul(&gate_ff.unsqueeze(1)?)?)
     }
 }
 

@@ -6,12 +6,13 @@ use std::sync::{Arc, PoisonError, RwLock};
 use serde_json::{Map, Value};
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::ops::index::embedding;
+use trainable_candle_core::ops::norm::modulated_layer_norm;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_nn::{Init, Linear, Module, Source, Visitor, Weights};
 
 use super::DigitsConfig;
-use super::blocks::{Block, modulated_norm, xavier};
+use super::blocks::{Block, EPS, xavier};
 use crate::Model;
 use crate::layers::{Sinusoids, TimestepEmbedding};
 use crate::pretrained::{Choice, Component, Layout, OwnNames, Pretrained};
@@ -121,9 +122,9 @@ impl DigitsTransformer {
             let run = move |xs: &[Tensor]| Ok(vec![block.forward(&xs[0], &xs[1])?]);
             x = checkpoint_with(policy, run, &[&x, &condition])?.remove(0);
         }
-        let modulation = self.norm_out.forward(&condition)?.unsqueeze(1)?.chunk(2, 2)?;
+        let modulation = self.norm_out.forward(&condition)?.chunk(2, 1)?;
         let [scale, shift] = &modulation[..] else { unreachable!("two chunks") };
-        self.unpatchify(&self.proj_out.forward(&modulated_norm(&x, shift, scale)?)?)
+        self.unpatchify(&self.proj_out.forward(&modulated_layer_norm(&x, scale, shift, EPS)?)?)
     }
 
     fn check(&self, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<()> {

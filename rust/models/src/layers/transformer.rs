@@ -63,9 +63,11 @@ impl Block {
 
     /// `x (B, S, D)`, `context (B, L, E)` → `(B, S, D)`.
     fn forward(&self, x: &Tensor, context: &Tensor) -> Result<Tensor> {
-        let x = self.attn1.forward(&self.norm1.forward(x)?, None)?.add(x)?;
-        let x = self.attn2.forward(&self.norm2.forward(&x)?, Some(context))?.add(&x)?;
-        self.ff_out.forward(&geglu(&self.ff_in.forward(&self.norm3.forward(&x)?)?)?)?.add(&x)
+        let mixed = self.attn1.forward(&self.norm1.forward(x)?, None)?;
+        let (x, normed) = self.norm2.add_forward(&mixed, x)?;
+        let mixed = self.attn2.forward(&normed, Some(context))?;
+        let (x, normed) = self.norm3.add_forward(&mixed, &x)?;
+        self.ff_out.forward(&geglu(&self.ff_in.forward(&normed)?)?)?.add(&x)
     }
 }
 

@@ -4,20 +4,27 @@
 //! Each is one fused kernel forward and one backward. They save their input and the statistics, never the normalised values.
 //! Scale and shift may be frozen: then no gradient is made for them.
 
+mod cases;
 mod group;
+mod modulated;
+mod residual;
 mod rms_norm_rope;
 mod row;
 
 use candle_core::{DType, WithDType};
 use smallvec::SmallVec;
 
-use super::case::{Case, Entry};
+use super::case::Entry;
 use crate::cpu::Real;
 use crate::raw::{Raw, from_vec};
+#[cfg(feature = "cuda")]
+use crate::tape::Pending;
 use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Error, Result, Tensor, compute};
 
 pub use group::{group_norm, group_norm_silu};
+pub use modulated::modulated_layer_norm;
+pub use residual::{add_layer_norm, add_rms_norm};
 #[cfg(feature = "cuda")]
 pub(crate) use rms_norm_rope::Turn;
 pub use rms_norm_rope::rms_norm_rope;
@@ -38,7 +45,17 @@ impl<'a> Affine<'a> {
         bias: Option<&'a Tensor>,
         dims: &[usize],
     ) -> Result<Self> {
-        for (name, parameter) in [("weight", weight), ("bias", bias)] {
+        Self::named(op, x, [("weight", weight), ("bias", bias)], dims)
+    }
+
+    /// As [`new`](Self::new) for a scale and a shift that the operation has other names for.
+    fn named(
+        op: &'static str,
+        x: &Tensor,
+        parameters: [(&'static str, Option<&'a Tensor>); 2],
+        dims: &[usize],
+    ) -> Result<Self> {
+        for (name, parameter) in parameters {
             let Some(parameter) = parameter else { continue };
             if parameter.dims() != dims {
                 let found = parameter.dims();
@@ -63,6 +80,7 @@ impl<'a> Affine<'a> {
                 ));
             }
         }
+        let [(_, weight), (_, bias)] = parameters;
         Ok(Self { weight, bias })
     }
 
@@ -178,11 +196,11 @@ impl SavedAffine {
         [context.needs(0), wants(&self.weight), wants(&self.bias)]
     }
 
-    /// Hand over the gradients that were made.
+    /// Hand over the gradients that were made, with [`BackwardContext::take_pending`] in that of the input.
     #[cfg(feature = "cuda")]
     fn add_gradients(&self, context: &mut BackwardContext<'_>, grads: crate::cuda::norm::Gradients) -> Result<()> {
-        if let Some(grad) = grads.input {
-            context.add(0, grad)?;
+        if let Some(sum) = grads.input {
+            context.add_pending(0, Pending { sum, owned: true })?;
         }
         for (place, grad) in [(&self.weight, grads.weight), (&self.bias, grads.bias)] {
             if let (Some(place), Some(grad)) = (place, grad) {
@@ -192,120 +210,22 @@ impl SavedAffine {
         Ok(())
     }
 
-    /// The gradient of the shift, the sum over the rows of `grad`, where nothing else is wanted.
-    fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
+    /// The gradient of the shift, the sum over the rows, `dim` of `grad`, where nothing else is wanted.
+    fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw, dim: usize) -> Result<()> {
         let Some(place) = &self.bias else { return Ok(()) };
-        let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[0], false)?;
+        let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[dim], false)?;
         context.add(place.index, sum.reshape(place.dims.as_slice())?)
     }
 }
 
-fn layer_norm_plain(x: &[Tensor], dims: &[usize], eps: f64) -> Result<Tensor> {
-    let centered = x[0].sub(&x[0].mean(dims, true)?)?;
-    let std = centered.sqr()?.mean(dims, true)?.add_scalar(eps)?.sqrt()?;
-    affine_plain(&centered.div(&std)?, x)
-}
-
-fn rms_norm_plain(x: &[Tensor], eps: f64) -> Result<Tensor> {
-    let rms = x[0].sqr()?.mean(&[x[0].rank() - 1], true)?.add_scalar(eps)?.sqrt()?;
-    affine_plain(&x[0].div(&rms)?, x)
-}
-
-/// For `x (batch, length, channels)`.
-fn group_norm_plain(x: &[Tensor], groups: usize, eps: f64) -> Result<Tensor> {
-    let dims = x[0].dims();
-    let split = x[0].reshape((dims[0], dims[1], groups, dims[2] / groups))?;
-    let normal = layer_norm_plain(&[split], &[1, 3], eps)?.reshape(x[0].shape().clone())?;
-    affine_plain(&normal, x)
-}
-
-/// Scale and shift by the second and third input, as far as there are any.
-fn affine_plain(normal: &Tensor, x: &[Tensor]) -> Result<Tensor> {
-    let scaled = x.get(1).map_or_else(|| Ok(normal.clone()), |weight| normal.mul(weight))?;
-    x.get(2).map_or_else(|| Ok(scaled.clone()), |bias| scaled.add(bias))
-}
-
-/// An input that needs no gradient, of the dtype and on the device of `like`.
-fn frozen(dims: &[usize], like: &Tensor) -> Result<Tensor> {
-    let values = (0..dims.iter().product()).map(|i: usize| (i as f64 * 1.3).sin()).collect::<Vec<_>>();
-    Tensor::from_vec(values, dims, like.device())?.to_dtype(like.dtype())
-}
-
-fn layer_norm_cases() -> Vec<Case> {
-    const EPS: f64 = 1e-5;
-    let run = |x: &[Tensor]| layer_norm(&x[0], 1, x.get(1), x.get(2), EPS);
-    let plain = |x: &[Tensor]| layer_norm_plain(x, &[x[0].rank() - 1], EPS);
-    vec![
-        Case::new("scale and shift", &[&[2, 3, 7], &[7], &[7]], run).plain(plain),
-        Case::new("scale", &[&[3, 7], &[7]], run).plain(plain),
-        Case::new("plain", &[&[3, 7]], run).plain(plain),
-        Case::new("shift", &[&[3, 7], &[7]], |x| layer_norm(&x[0], 1, None, Some(&x[1]), EPS))
-            .plain(|x| layer_norm_plain(&x[..1], &[1], EPS)?.add(&x[1])),
-        Case::new("frozen input", &[&[7], &[7]], |x| {
-            let input = frozen(&[3, 7], &x[0])?;
-            layer_norm(&input, 1, Some(&x[0]), Some(&x[1]), EPS)
-        }),
-        Case::new("two dimensions", &[&[3, 5, 9], &[5, 9], &[5, 9]], |x| layer_norm(&x[0], 2, x.get(1), x.get(2), EPS))
-            .plain(|x| layer_norm_plain(x, &[1, 2], EPS)),
-        Case::new("no rows", &[&[0, 7], &[7], &[7]], run),
-        Case::new("empty rows", &[&[3, 0]], run),
-    ]
-}
-
-fn rms_norm_cases() -> Vec<Case> {
-    const EPS: f64 = 1e-6;
-    let run = |x: &[Tensor]| rms_norm(&x[0], x.get(1), EPS);
-    let plain = |x: &[Tensor]| rms_norm_plain(x, EPS);
-    vec![
-        Case::new("scale", &[&[2, 3, 37], &[37]], run).plain(plain),
-        Case::new("plain", &[&[3, 7]], run).plain(plain),
-        Case::new("no rows", &[&[0, 7], &[7]], run),
-    ]
-}
-
-fn group_norm_cases() -> Vec<Case> {
-    const EPS: f64 = 1e-5;
-    let run = |x: &[Tensor]| group_norm(&x[0], 3, x.get(1), x.get(2), EPS);
-    let plain = |x: &[Tensor]| group_norm_plain(x, 3, EPS);
-    vec![
-        Case::new("scale and shift", &[&[2, 5, 6], &[6], &[6]], run).plain(plain),
-        Case::new("plain", &[&[2, 5, 6]], run).plain(plain),
-        Case::new("picture", &[&[2, 3, 5, 6], &[6]], run),
-        Case::new("groups of one", &[&[2, 5, 3], &[3], &[3]], run).plain(plain),
-        Case::new("frozen input", &[&[6], &[6]], |x| {
-            let input = frozen(&[2, 3, 6], &x[0])?;
-            group_norm(&input, 3, Some(&x[0]), Some(&x[1]), EPS)
-        }),
-        Case::new("empty batch", &[&[0, 5, 6], &[6], &[6]], run),
-        Case::new("no positions", &[&[2, 0, 6], &[6], &[6]], run),
-    ]
-}
-
-fn group_norm_silu_cases() -> Vec<Case> {
-    const EPS: f64 = 1e-6;
-    let run = |x: &[Tensor]| group_norm_silu(&x[0], 3, x.get(1), x.get(2), EPS);
-    let plain = |x: &[Tensor]| group_norm_plain(x, 3, EPS)?.silu();
-    vec![
-        Case::new("scale and shift", &[&[2, 5, 6], &[6], &[6]], run).plain(plain),
-        Case::new("plain", &[&[2, 5, 6]], run).plain(plain),
-        Case::new("picture", &[&[2, 3, 5, 6], &[6]], run),
-        Case::new("frozen input", &[&[6], &[6]], |x| {
-            let input = frozen(&[2, 3, 6], &x[0])?;
-            group_norm_silu(&input, 3, Some(&x[0]), Some(&x[1]), EPS)
-        }),
-        Case::new("frozen input and scale", &[&[6]], |x| {
-            let (input, scale) = (frozen(&[2, 3, 6], &x[0])?, frozen(&[6], &x[0])?);
-            group_norm_silu(&input, 3, Some(&scale), Some(&x[0]), EPS)
-        }),
-        Case::new("empty batch", &[&[0, 5, 6], &[6], &[6]], run),
-    ]
-}
-
 /// Registry entries of the norms.
 pub static ENTRIES: &[Entry] = &[
-    Entry { info: &row::LAYER_NORM, cases: layer_norm_cases },
-    Entry { info: &row::RMS_NORM, cases: rms_norm_cases },
+    Entry { info: &row::LAYER_NORM, cases: cases::layer_norm },
+    Entry { info: &row::RMS_NORM, cases: cases::rms_norm },
     rms_norm_rope::ENTRY,
-    Entry { info: &group::GROUP_NORM, cases: group_norm_cases },
-    Entry { info: &group::GROUP_NORM_SILU, cases: group_norm_silu_cases },
+    Entry { info: &residual::ADD_LAYER_NORM, cases: cases::add_layer_norm },
+    Entry { info: &residual::ADD_RMS_NORM, cases: cases::add_rms_norm },
+    Entry { info: &modulated::MODULATED_LAYER_NORM, cases: cases::modulated_layer_norm },
+    Entry { info: &group::GROUP_NORM, cases: cases::group_norm },
+    Entry { info: &group::GROUP_NORM_SILU, cases: cases::group_norm_silu },
 ];

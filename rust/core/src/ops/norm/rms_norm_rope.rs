@@ -5,7 +5,8 @@ use std::ops::Range;
 
 use candle_core::WithDType;
 
-use super::{Affine, SavedAffine, check_eps, frozen, rms_norm_plain};
+use super::cases::{frozen, plain_rms_norm};
+use super::{Affine, SavedAffine, check_eps};
 use crate::compute::{cast, contiguous};
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
@@ -187,7 +188,9 @@ impl Backward for RmsNormRopeBackward {
             let [wants_input, wants_weight, _] = self.affine.wants(context);
             let (saved, wants) = ([&x, &grad, &rstd], [wants_input, wants_weight]);
             let mut grads = cuda::rms_norm_rope::backward(op, saved, weight.as_ref(), &turn, wants)?;
-            grads.input = grads.input.map(|grad| order.swap(&grad)).transpose()?;
+            if let Some(grad) = grads.input.take() {
+                context.add(0, order.swap(&grad)?)?;
+            }
             return self.affine.add_gradients(context, grads);
         }
         let rows = Rows::new(&x, &turn);
@@ -299,7 +302,7 @@ pub(super) const ENTRY: Entry = Entry {
             };
             Case::new(label, shapes, fused).plain(move |x| {
                 let [cos, sin] = rope::tables(&x[0])?;
-                rope::plain(&rms_norm_plain(x, EPS)?, [&cos, &sin], interleaved)
+                rope::plain(&plain_rms_norm(x, EPS)?, [&cos, &sin], interleaved)
             })
         };
         // Heads that lie inside of the positions, as a projection leaves them.
@@ -310,7 +313,7 @@ pub(super) const ENTRY: Entry = Entry {
         };
         let inside_plain = move |x: &[Tensor]| {
             let [cos, sin] = rope::tables(&heads(&x[0])?)?;
-            let normal = rms_norm_plain(x, EPS)?;
+            let normal = plain_rms_norm(x, EPS)?;
             heads(&rope::plain(&heads(&normal)?, [&cos, &sin], false)?)
         };
         vec![
@@ -326,7 +329,7 @@ pub(super) const ENTRY: Entry = Entry {
             })
             .plain(|x| {
                 let [cos, sin] = rope::tables(&x[0])?;
-                rope::plain(&rms_norm_plain(&[x[0].clone(), frozen(&[6], &x[0])?], EPS)?, [&cos, &sin], true)
+                rope::plain(&plain_rms_norm(&[x[0].clone(), frozen(&[6], &x[0])?], EPS)?, [&cos, &sin], true)
             }),
             Case::new("frozen input", &[&[6]], |x| {
                 let input = frozen(&[3, 5, 6], &x[0])?;

@@ -12,8 +12,8 @@ use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::cuda;
 use crate::ops::rows;
 use crate::raw::from_vec;
-use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
-use crate::{Error, Result, Tensor, dispatch_float};
+use crate::tape::{Aux, Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::{Error, Raw, Result, Tensor, dispatch_float};
 
 pub(super) static LAYER_NORM: OpInfo = OpInfo::cheap("layer_norm");
 pub(super) static RMS_NORM: OpInfo = OpInfo::cheap("rms_norm");
@@ -53,62 +53,120 @@ fn row_norm<const CENTER: bool>(
     bias: Option<&Tensor>,
     eps: f64,
 ) -> Result<Tensor> {
-    let op = info.name;
-    check_eps(op, eps)?;
-    if normalized_dims == 0 || normalized_dims > x.rank() {
-        return Err(Error::argument(
-            op,
-            format!("cannot normalise the last {normalized_dims} dimensions of shape {:?}", x.dims()),
-        ));
+    RowNorm::<CENTER>::new(info.name, x, normalized_dims, [weight, bias], eps)?.record(info, x, None)
+}
+
+/// A result, with what its backward reads of it.
+pub(super) type Normalised = (Raw, Aux);
+
+/// A norm of rows whose operands were checked.
+pub(super) struct RowNorm<'a, const CENTER: bool> {
+    op: &'static str,
+    size: Size,
+    affine: Affine<'a>,
+    eps: f64,
+}
+
+impl<'a, const CENTER: bool> RowNorm<'a, CENTER> {
+    /// Of tensors that are as `x`.
+    pub fn new(
+        op: &'static str,
+        x: &Tensor,
+        normalized_dims: usize,
+        [weight, bias]: [Option<&'a Tensor>; 2],
+        eps: f64,
+    ) -> Result<Self> {
+        check_eps(op, eps)?;
+        if normalized_dims == 0 || normalized_dims > x.rank() {
+            return Err(Error::argument(
+                op,
+                format!("cannot normalise the last {normalized_dims} dimensions of shape {:?}", x.dims()),
+            ));
+        }
+        let (outer, normalized) = x.dims().split_at(x.rank() - normalized_dims);
+        let size = Size::new(outer.iter().product(), normalized.iter().product());
+        Ok(Self { op, size, affine: Affine::new(op, x, weight, bias, normalized)?, eps })
     }
-    let (outer, normalized) = x.dims().split_at(x.rank() - normalized_dims);
-    let size = Size { rows: outer.iter().product(), len: normalized.iter().product() };
-    let affine = Affine::new(op, x, weight, bias, normalized)?;
-    record_with_aux(
-        info,
-        &affine.inputs(x),
-        || {
-            let raw = contiguous(&x.raw)?;
-            #[cfg(feature = "cuda")]
-            if raw.device().is_cuda() {
-                let (y, rstd, mean) =
-                    cuda::norm::rows(op, CENTER, &raw, [size.rows, size.len], affine.parameters(), eps)?;
-                return Ok((y, std::iter::once(rstd).chain(mean).collect()));
-            }
-            dispatch_float!(x.dtype(), op, T => {
-                let (weight, bias) = (affine.scale(size.len)?, affine.shift(size.len)?);
-                let (y, [mean, rstd]) = read_all(op, &[&raw], |operands| {
-                    let x = elements::<T>(operands[0])?;
-                    Ok(forward::<T, CENTER>(size, x, &weight, &bias, Real::from_f64(eps)))
-                })?;
-                let mean = CENTER.then(|| from_vec(mean, size.rows));
-                let statistics = std::iter::once(from_vec(rstd, size.rows)).chain(mean).collect();
-                Ok((from_vec(y, x.shape()), statistics))
-            })
-        },
-        |saver, _, statistics| RowNormBackward::<CENTER> {
-            op,
-            size,
-            // The gradient of the shift alone reads nothing.
-            reads: (saver.needs(0) || affine.weight.is_some() && saver.needs(1)).then(|| Reads {
-                x: saver.save(x),
-                rstd: saver.save_raw(&statistics[0]),
-                mean: statistics.get(1).map(|mean| saver.save_raw(mean)),
-            }),
-            affine: affine.save(saver, false),
-        },
-    )
+
+    /// Put the norm of `x` on the tape, which `made` is if it is there already.
+    pub fn record(&self, info: &'static OpInfo, x: &Tensor, made: Option<Normalised>) -> Result<Tensor> {
+        record_with_aux(
+            info,
+            &self.affine.inputs(x),
+            || made.map_or_else(|| self.forward(x), Ok),
+            |saver, _, statistics| RowNormBackward::<CENTER> {
+                op: info.name,
+                size: self.size,
+                // The gradient of the shift alone reads nothing.
+                reads: (saver.needs(0) || self.affine.weight.is_some() && saver.needs(1)).then(|| Reads {
+                    x: saver.save(x),
+                    rstd: saver.save_raw(&statistics[0]),
+                    mean: statistics.get(1).map(|mean| saver.save_raw(mean)),
+                }),
+                affine: self.affine.save(saver, false),
+            },
+        )
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Normalised> {
+        let Self { op, size, affine, eps } = self;
+        let raw = contiguous(&x.raw)?;
+        #[cfg(feature = "cuda")]
+        if raw.device().is_cuda() {
+            return self.on_cuda(&raw, None).map(|(_, normalised)| normalised);
+        }
+        dispatch_float!(x.dtype(), op, T => {
+            let (weight, bias) = (affine.scale(size.len)?, affine.shift(size.len)?);
+            let (y, [mean, rstd]) = read_all(op, &[&raw], |operands| {
+                let x = elements::<T>(operands[0])?;
+                Ok(forward::<T, CENTER>(*size, x, &weight, &bias, Real::from_f64(*eps)))
+            })?;
+            let mean = CENTER.then(|| from_vec(mean, size.rows));
+            let statistics = std::iter::once(from_vec(rstd, size.rows)).chain(mean).collect();
+            Ok((from_vec(y, x.shape()), statistics))
+        })
+    }
+
+    /// A dense tensor, or its sum with another, and the norm of that.
+    #[cfg(feature = "cuda")]
+    pub fn on_cuda(&self, x: &Raw, residual: Option<&Raw>) -> Result<(Raw, Normalised)> {
+        let size = [self.size.rows, self.size.len];
+        let cuda::norm::Rows { x, y, rstd, mean } =
+            cuda::norm::rows(self.op, kind::<CENTER>(), x, residual, size, self.affine.parameters(), self.eps)?;
+        Ok((x, (y, std::iter::once(rstd).chain(mean).collect())))
+    }
+}
+
+#[cfg(feature = "cuda")]
+const fn kind<const CENTER: bool>() -> cuda::norm::Kind {
+    if CENTER { cuda::norm::Kind::Layer } else { cuda::norm::Kind::Rms }
 }
 
 #[derive(Clone, Copy)]
-struct Size {
-    rows: usize,
-    len: usize,
+pub(super) struct Size {
+    pub rows: usize,
+    pub len: usize,
+    /// How many rows, one after another, share a scale and a shift; at least 1.
+    pub sharing: usize,
+}
+
+impl Size {
+    /// One scale and shift for all rows.
+    pub fn new(rows: usize, len: usize) -> Self {
+        Self { rows, len, sharing: rows.max(1) }
+    }
+
+    /// Where the scale and the shift of a row are.
+    #[inline(always)]
+    fn parameters(self, row: usize) -> Range<usize> {
+        let start = row / self.sharing * self.len;
+        start..start + self.len
+    }
 }
 
 /// The result, and mean (if it is taken off) and 1/√(var + eps) of each row.
-fn forward<T: Elem, const CENTER: bool>(
-    Size { rows, len }: Size,
+pub(super) fn forward<T: Elem, const CENTER: bool>(
+    size @ Size { rows, len, .. }: Size,
     x: &[T],
     weight: &[T::Acc],
     bias: &[T::Acc],
@@ -126,13 +184,15 @@ fn forward<T: Elem, const CENTER: bool>(
         dispatch(
             #[inline(always)]
             || {
-                for (x, (out, rstd)) in x.zip(out.chunks_exact_mut(len).zip(rstds.iter_mut())) {
+                let results = out.chunks_exact_mut(len).zip(rstds.iter_mut());
+                for (row, (x, (out, rstd))) in range.zip(x.zip(results)) {
                     let center = if CENTER { rows::sum(x, |x: T| x.to_acc()) / count } else { T::Acc::ZERO };
                     let squares = rows::sum(x, |x: T| {
                         let d = x.to_acc() - center;
                         d * d
                     });
                     let scale = T::Acc::ONE / (squares / count + eps).sqrt();
+                    let (weight, bias) = (&weight[size.parameters(row)], &bias[size.parameters(row)]);
                     for ((o, x), (w, b)) in out.iter_mut().zip(x).zip(weight.iter().zip(bias)) {
                         o.write(T::from_acc(((x.to_acc() - center) * scale).mul_add(*w, *b)));
                     }
@@ -165,9 +225,9 @@ struct Reads {
 
 impl<const CENTER: bool> Backward for RowNormBackward<CENTER> {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let Size { rows, len } = self.size;
+        let Size { rows, len, .. } = self.size;
         let Some(Reads { x, rstd, mean }) = &self.reads else {
-            return self.affine.add_shift_only(context, &contiguous(context.grad())?.reshape((rows, len))?);
+            return self.affine.add_shift_only(context, &contiguous(context.grad())?.reshape((rows, len))?, 0);
         };
         let x = x.get()?;
         let shape = x.shape().clone();
@@ -187,7 +247,8 @@ impl<const CENTER: bool> Backward for RowNormBackward<CENTER> {
                 bias: None,
             };
             let wants = self.affine.wants(context);
-            let grads = cuda::norm::rows_backward(self.op, &saved, [rows, len], wants)?;
+            let before = context.take_pending(0, x.dtype());
+            let grads = cuda::norm::rows_backward(self.op, kind::<CENTER>(), &saved, [rows, len], wants, before)?;
             return self.affine.add_gradients(context, grads);
         }
         // RMS norm takes off nothing; any tensor stands in.
@@ -215,22 +276,22 @@ impl<const CENTER: bool> Backward for RowNormBackward<CENTER> {
     }
 }
 
-struct BackwardPass<'a, T: Elem> {
-    size: Size,
-    x: &'a [T],
-    grad: &'a [T],
-    mean: &'a [T::Acc],
-    rstd: &'a [T::Acc],
-    scale: &'a [T::Acc],
+pub(super) struct BackwardPass<'a, T: Elem> {
+    pub size: Size,
+    pub x: &'a [T],
+    pub grad: &'a [T],
+    pub mean: &'a [T::Acc],
+    pub rstd: &'a [T::Acc],
+    pub scale: &'a [T::Acc],
 }
 
 /// Rows whose parameter gradients are summed one after another, at least; bounds the memory for the partial sums.
-const MIN_BLOCK: usize = 16;
+pub(super) const MIN_BLOCK: usize = 16;
 
 impl<T: Elem> BackwardPass<'_, T> {
     /// The gradients of the input and of scale and shift, each empty if not wanted.
     fn run<const CENTER: bool>(&self, wants_input: bool, wants_affine: bool) -> (Vec<T>, [Vec<T::Acc>; 2]) {
-        let Size { rows, len } = self.size;
+        let Size { rows, len, .. } = self.size;
         let mut block = rows::rows_per_block(len);
         if wants_affine {
             block = block.max(MIN_BLOCK);
@@ -268,7 +329,7 @@ impl<T: Elem> BackwardPass<'_, T> {
     /// Rows of the input's gradient into `out`, and the rows' share of scale's and shift's gradients into `partial`,
     /// unless empty.
     #[inline(always)]
-    fn block<const CENTER: bool>(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc]) {
+    pub fn block<const CENTER: bool>(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc]) {
         let len = self.size.len;
         let count = T::Acc::from_f64(len as f64);
         let (grad_scale, grad_shift) = partial.split_at_mut(partial.len() / 2);
@@ -282,10 +343,10 @@ impl<T: Elem> BackwardPass<'_, T> {
                 *db += g.to_acc();
             }
             let Some(out) = out.next() else { continue };
-            let sum =
-                if CENTER { rows::sum_pairs(g, self.scale, |g: T, w| g.to_acc() * w) / count } else { T::Acc::ZERO };
-            let dot = rows::sum_triples(x, g, self.scale, |x, g: T, w| g.to_acc() * w * normal(x)) / count;
-            for ((o, x), (g, w)) in out.iter_mut().zip(x).zip(g.iter().zip(self.scale)) {
+            let scale = &self.scale[self.size.parameters(row)];
+            let sum = if CENTER { rows::sum_pairs(g, scale, |g: T, w| g.to_acc() * w) / count } else { T::Acc::ZERO };
+            let dot = rows::sum_triples(x, g, scale, |x, g: T, w| g.to_acc() * w * normal(x)) / count;
+            for ((o, x), (g, w)) in out.iter_mut().zip(x).zip(g.iter().zip(scale)) {
                 o.write(T::from_acc(rstd * (g.to_acc() * *w - sum - normal(*x) * dot)));
             }
         }

@@ -130,7 +130,11 @@ impl<const SILU: bool> Backward for GroupNormBackward<SILU> {
         let size = self.size;
         let rows = size.batch * size.positions;
         let Some(Reads { x, mean, rstd }) = &self.reads else {
-            return self.affine.add_shift_only(context, &contiguous(context.grad())?.reshape((rows, size.channels))?);
+            return self.affine.add_shift_only(
+                context,
+                &contiguous(context.grad())?.reshape((rows, size.channels))?,
+                0,
+            );
         };
         let x = x.get()?;
         let shape = x.shape().clone();
@@ -149,9 +153,9 @@ impl<const SILU: bool> Backward for GroupNormBackward<SILU> {
                 bias: bias.as_ref(),
             };
             let wants = self.affine.wants(context);
-            return self
-                .affine
-                .add_gradients(context, cuda::norm::groups_backward(self.op, SILU, &saved, size.into(), wants)?);
+            let before = context.take_pending(0, x.dtype());
+            let grads = cuda::norm::groups_backward(self.op, SILU, &saved, size.into(), wants, before)?;
+            return self.affine.add_gradients(context, grads);
         }
         dispatch_float!(x.dtype(), self.op, T => {
             let (weight, bias) = (self.affine.scale(size.channels)?, self.affine.shift(size.channels)?);

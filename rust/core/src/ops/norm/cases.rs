@@ -1,0 +1,203 @@
+//! What the registry's walk tries norms on.
+
+use super::super::case::Case;
+use crate::{Result, Tensor};
+
+fn plain_layer_norm(x: &[Tensor], dims: &[usize], eps: f64) -> Result<Tensor> {
+    let centered = x[0].sub(&x[0].mean(dims, true)?)?;
+    let std = centered.sqr()?.mean(dims, true)?.add_scalar(eps)?.sqrt()?;
+    plain_affine(&centered.div(&std)?, x)
+}
+
+pub(super) fn plain_rms_norm(x: &[Tensor], eps: f64) -> Result<Tensor> {
+    let rms = x[0].sqr()?.mean(&[x[0].rank() - 1], true)?.add_scalar(eps)?.sqrt()?;
+    plain_affine(&x[0].div(&rms)?, x)
+}
+
+/// For `x (batch, length, channels)`.
+fn plain_group_norm(x: &[Tensor], groups: usize, eps: f64) -> Result<Tensor> {
+    let dims = x[0].dims();
+    let split = x[0].reshape((dims[0], dims[1], groups, dims[2] / groups))?;
+    let normal = plain_layer_norm(&[split], &[1, 3], eps)?.reshape(x[0].shape().clone())?;
+    plain_affine(&normal, x)
+}
+
+/// Scale and shift by the second and third input, as far as there are any.
+fn plain_affine(normal: &Tensor, x: &[Tensor]) -> Result<Tensor> {
+    let scaled = x.get(1).map_or_else(|| Ok(normal.clone()), |weight| normal.mul(weight))?;
+    x.get(2).map_or_else(|| Ok(scaled.clone()), |bias| scaled.add(bias))
+}
+
+/// Two results as one whose gradient reaches both.
+fn joined((sum, y): (Tensor, Tensor)) -> Result<Tensor> {
+    sum.mul(&y)
+}
+
+/// norm(x) + x: in the backward pass the gradient of x is that of the whole when the norm's comes.
+fn beside(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
+    norm(x)?.add(&x[0])
+}
+
+/// norm(x) + x + x²: as above, but it is a sum that was made in the pass.
+fn beside_two(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
+    beside(x, norm)?.add(&x[0].sqr()?)
+}
+
+/// An input that needs no gradient, of the dtype and on the device of `like`.
+pub(super) fn frozen(dims: &[usize], like: &Tensor) -> Result<Tensor> {
+    let values = (0..dims.iter().product()).map(|i: usize| (i as f64 * 1.3).sin()).collect::<Vec<_>>();
+    Tensor::from_vec(values, dims, like.device())?.to_dtype(like.dtype())
+}
+
+pub(super) fn layer_norm() -> Vec<Case> {
+    const EPS: f64 = 1e-5;
+    let run = |x: &[Tensor]| super::layer_norm(&x[0], 1, x.get(1), x.get(2), EPS);
+    let plain = |x: &[Tensor]| plain_layer_norm(x, &[x[0].rank() - 1], EPS);
+    vec![
+        Case::new("scale and shift", &[&[2, 3, 7], &[7], &[7]], run).plain(plain),
+        Case::new("scale", &[&[3, 7], &[7]], run).plain(plain),
+        Case::new("plain", &[&[3, 7]], run).plain(plain),
+        Case::new("shift", &[&[3, 7], &[7]], |x| super::layer_norm(&x[0], 1, None, Some(&x[1]), EPS))
+            .plain(|x| plain_layer_norm(&x[..1], &[1], EPS)?.add(&x[1])),
+        Case::new("frozen input", &[&[7], &[7]], |x| {
+            let input = frozen(&[3, 7], &x[0])?;
+            super::layer_norm(&input, 1, Some(&x[0]), Some(&x[1]), EPS)
+        }),
+        Case::new("two dimensions", &[&[3, 5, 9], &[5, 9], &[5, 9]], |x| {
+            super::layer_norm(&x[0], 2, x.get(1), x.get(2), EPS)
+        })
+        .plain(|x| plain_layer_norm(x, &[1, 2], EPS)),
+        Case::new("wide rows", &[&[5, 96], &[96], &[96]], run).plain(plain),
+        Case::new("beside x", &[&[3, 8], &[8], &[8]], move |x| beside(x, run)).plain(move |x| beside(x, plain)),
+        Case::new("beside a sum", &[&[3, 7], &[7]], move |x| beside_two(x, run)).plain(move |x| beside_two(x, plain)),
+        Case::new("no rows", &[&[0, 7], &[7], &[7]], run),
+        Case::new("empty rows", &[&[3, 0]], run),
+    ]
+}
+
+pub(super) fn add_layer_norm() -> Vec<Case> {
+    const EPS: f64 = 1e-5;
+    let run = |x: &[Tensor]| joined(super::add_layer_norm(&x[0], &x[1], 1, x.get(2), x.get(3), EPS)?);
+    let plain = |x: &[Tensor]| {
+        let sum = x[0].add(&x[1])?;
+        let y = plain_layer_norm(&[std::slice::from_ref(&sum), &x[2..]].concat(), &[sum.rank() - 1], EPS)?;
+        joined((sum, y))
+    };
+    vec![
+        Case::new("scale and shift", &[&[2, 3, 7], &[2, 3, 7], &[7], &[7]], run).plain(plain),
+        Case::new("wide rows", &[&[5, 96], &[5, 96], &[96], &[96]], run).plain(plain),
+        Case::new("plain", &[&[3, 7], &[3, 7]], run).plain(plain),
+        Case::new("norm alone", &[&[3, 8], &[3, 8], &[8]], |x| {
+            Ok(super::add_layer_norm(&x[0], &x[1], 1, Some(&x[2]), None, EPS)?.1)
+        }),
+        Case::new("frozen x", &[&[3, 7], &[7]], |x| {
+            let input = frozen(&[3, 7], &x[0])?;
+            joined(super::add_layer_norm(&input, &x[0], 1, Some(&x[1]), None, EPS)?)
+        }),
+        Case::new("no rows", &[&[0, 7], &[0, 7], &[7], &[7]], run),
+    ]
+}
+
+pub(super) fn modulated_layer_norm() -> Vec<Case> {
+    const EPS: f64 = 1e-6;
+    let run = |x: &[Tensor]| super::modulated_layer_norm(&x[0], &x[1], &x[2], EPS);
+    // Of x (batch, length, features).
+    let plain = |x: &[Tensor]| {
+        let normal = plain_layer_norm(&x[..1], &[2], EPS)?;
+        normal.mul(&x[1].unsqueeze(1)?.add_scalar(1.0)?)?.add(&x[2].unsqueeze(1)?)
+    };
+    vec![
+        Case::new("sequences", &[&[2, 5, 7], &[2, 7], &[2, 7]], run).plain(plain),
+        Case::new("wide rows", &[&[3, 4, 96], &[3, 96], &[3, 96]], run).plain(plain),
+        Case::new("beside x", &[&[2, 3, 8], &[2, 8], &[2, 8]], move |x| beside(x, run))
+            .plain(move |x| beside(x, plain)),
+        Case::new("rows", &[&[3, 7], &[3, 7], &[3, 7]], run),
+        Case::new("pictures", &[&[2, 3, 2, 8], &[2, 8], &[2, 8]], run),
+        Case::new("frozen input", &[&[2, 7], &[2, 7]], |x| {
+            super::modulated_layer_norm(&frozen(&[2, 5, 7], &x[0])?, &x[0], &x[1], EPS)
+        }),
+        Case::new("frozen input and scale", &[&[2, 7]], |x| {
+            super::modulated_layer_norm(&frozen(&[2, 5, 7], &x[0])?, &frozen(&[2, 7], &x[0])?, &x[0], EPS)
+        }),
+        Case::new("frozen scale and shift", &[&[2, 5, 7]], |x| {
+            let (scale, shift) = (frozen(&[2, 7], &x[0])?, frozen(&[2, 7], &x[0])?);
+            super::modulated_layer_norm(&x[0], &scale, &shift, EPS)
+        }),
+        Case::new("empty batch", &[&[0, 5, 7], &[0, 7], &[0, 7]], run),
+        Case::new("no positions", &[&[2, 0, 7], &[2, 7], &[2, 7]], run),
+        Case::new("empty rows", &[&[2, 3, 0], &[2, 0], &[2, 0]], run),
+    ]
+}
+
+pub(super) fn rms_norm() -> Vec<Case> {
+    const EPS: f64 = 1e-6;
+    let run = |x: &[Tensor]| super::rms_norm(&x[0], x.get(1), EPS);
+    let plain = |x: &[Tensor]| plain_rms_norm(x, EPS);
+    vec![
+        Case::new("scale", &[&[2, 3, 37], &[37]], run).plain(plain),
+        Case::new("plain", &[&[3, 7]], run).plain(plain),
+        Case::new("wide rows", &[&[5, 96], &[96]], run).plain(plain),
+        Case::new("beside x", &[&[3, 7], &[7]], move |x| beside(x, run)).plain(move |x| beside(x, plain)),
+        Case::new("beside a sum", &[&[3, 8], &[8]], move |x| beside_two(x, run)).plain(move |x| beside_two(x, plain)),
+        Case::new("no rows", &[&[0, 7], &[7]], run),
+    ]
+}
+
+pub(super) fn add_rms_norm() -> Vec<Case> {
+    const EPS: f64 = 1e-6;
+    let run = |x: &[Tensor]| joined(super::add_rms_norm(&x[0], &x[1], x.get(2), EPS)?);
+    let plain = |x: &[Tensor]| {
+        let sum = x[0].add(&x[1])?;
+        let y = plain_rms_norm(&[std::slice::from_ref(&sum), &x[2..]].concat(), EPS)?;
+        joined((sum, y))
+    };
+    vec![
+        Case::new("scale", &[&[2, 3, 37], &[2, 3, 37], &[37]], run).plain(plain),
+        Case::new("plain", &[&[3, 8], &[3, 8]], run).plain(plain),
+        Case::new("no rows", &[&[0, 7], &[0, 7], &[7]], run),
+    ]
+}
+
+pub(super) fn group_norm() -> Vec<Case> {
+    const EPS: f64 = 1e-5;
+    let run = |x: &[Tensor]| super::group_norm(&x[0], 3, x.get(1), x.get(2), EPS);
+    let plain = |x: &[Tensor]| plain_group_norm(x, 3, EPS);
+    vec![
+        Case::new("scale and shift", &[&[2, 5, 6], &[6], &[6]], run).plain(plain),
+        Case::new("plain", &[&[2, 5, 6]], run).plain(plain),
+        Case::new("picture", &[&[2, 3, 5, 6], &[6]], run),
+        Case::new("beside x", &[&[2, 5, 6], &[6]], move |x| beside(x, run)).plain(move |x| beside(x, plain)),
+        Case::new("beside a sum", &[&[2, 4, 24], &[24]], move |x| beside_two(x, run))
+            .plain(move |x| beside_two(x, plain)),
+        Case::new("groups of one", &[&[2, 5, 3], &[3], &[3]], run).plain(plain),
+        Case::new("frozen input", &[&[6], &[6]], |x| {
+            let input = frozen(&[2, 3, 6], &x[0])?;
+            super::group_norm(&input, 3, Some(&x[0]), Some(&x[1]), EPS)
+        }),
+        Case::new("empty batch", &[&[0, 5, 6], &[6], &[6]], run),
+        Case::new("no positions", &[&[2, 0, 6], &[6], &[6]], run),
+    ]
+}
+
+pub(super) fn group_norm_silu() -> Vec<Case> {
+    const EPS: f64 = 1e-6;
+    let run = |x: &[Tensor]| super::group_norm_silu(&x[0], 3, x.get(1), x.get(2), EPS);
+    let plain = |x: &[Tensor]| plain_group_norm(x, 3, EPS)?.silu();
+    vec![
+        Case::new("scale and shift", &[&[2, 5, 6], &[6], &[6]], run).plain(plain),
+        Case::new("plain", &[&[2, 5, 6]], run).plain(plain),
+        Case::new("beside x", &[&[2, 4, 24], &[24]], move |x| beside(x, run)).plain(move |x| beside(x, plain)),
+        Case::new("beside a sum", &[&[2, 5, 6], &[6]], move |x| beside_two(x, run))
+            .plain(move |x| beside_two(x, plain)),
+        Case::new("picture", &[&[2, 3, 5, 6], &[6]], run),
+        Case::new("frozen input", &[&[6], &[6]], |x| {
+            let input = frozen(&[2, 3, 6], &x[0])?;
+            super::group_norm_silu(&input, 3, Some(&x[0]), Some(&x[1]), EPS)
+        }),
+        Case::new("frozen input and scale", &[&[6]], |x| {
+            let (input, scale) = (frozen(&[2, 3, 6], &x[0])?, frozen(&[6], &x[0])?);
+            super::group_norm_silu(&input, 3, Some(&scale), Some(&x[0]), EPS)
+        }),
+        Case::new("empty batch", &[&[0, 5, 6], &[6], &[6]], run),
+    ]
+}

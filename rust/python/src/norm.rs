@@ -1,0 +1,201 @@
+//! The norms of `trainable_candle.nn.functional`. Argument names and layouts are torch's, where torch has them.
+
+use pyo3::prelude::*;
+use tc::ops::norm as norms;
+use trainable_candle_core as tc;
+
+use crate::arguments::{Integer, Shape};
+use crate::call::compute;
+use crate::error::Result;
+use crate::functional::{inner, with_channels_last};
+use crate::given::Given;
+use crate::tensor::Tensor;
+
+/// The number of trailing dimensions that `normalized_shape` names.
+fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> Result<usize> {
+    let sizes = normalized_shape.sizes(op)?;
+    if !sizes.is_empty() && input.dims().ends_with(&sizes) {
+        return Ok(sizes.len());
+    }
+    Err(tc::Error::shape(
+        op,
+        format!("the input has shape {:?}, which does not end in normalized_shape {sizes:?}", input.dims()),
+    )
+    .into())
+}
+
+/// Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions.
+///
+/// Args:
+///     input: (..., *normalized_shape).
+///     normalized_shape: the sizes of the trailing dimensions, or the last one's.
+///     weight: scale, of shape `normalized_shape`.
+///     bias: shift, of shape `normalized_shape`.
+///     eps: added to the variance.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+#[pyfunction]
+#[pyo3(signature = (input, normalized_shape, weight=None, bias=None, eps=Given::of(1e-5)))]
+pub fn layer_norm(
+    py: Python<'_>,
+    input: &Tensor,
+    normalized_shape: Shape,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: Given<f64>,
+) -> Result<Tensor> {
+    let eps = eps.get("layer_norm", "eps")?;
+    let dims = trailing("layer_norm", &input.0, &normalized_shape)?;
+    compute(py, input.0.elem_count(), || norms::layer_norm(&input.0, dims, inner(weight), inner(bias), eps)).map(Tensor)
+}
+
+/// input + residual, and `layer_norm` of that sum: what a transformer block does between two of its layers, in one pass on CUDA.
+///
+/// Args:
+///     input: (..., *normalized_shape).
+///     residual: of the input's shape and dtype.
+///     normalized_shape: the sizes of the trailing dimensions, or the last one's.
+///     weight: scale, of shape `normalized_shape`.
+///     bias: shift, of shape `normalized_shape`.
+///     eps: added to the variance.
+///
+/// Returns:
+///     The sum and its norm, both of the input's shape and dtype. The norm is that of the sum as rounded to the dtype.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+#[pyfunction]
+#[pyo3(signature = (input, residual, normalized_shape, weight=None, bias=None, eps=Given::of(1e-5)))]
+pub fn add_layer_norm(
+    py: Python<'_>,
+    input: &Tensor,
+    residual: &Tensor,
+    normalized_shape: Shape,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: Given<f64>,
+) -> Result<(Tensor, Tensor)> {
+    let eps = eps.get("add_layer_norm", "eps")?;
+    let dims = trailing("add_layer_norm", &input.0, &normalized_shape)?;
+    let apply = || norms::add_layer_norm(&input.0, &residual.0, dims, inner(weight), inner(bias), eps);
+    compute(py, input.0.elem_count(), apply).map(|(sum, y)| (Tensor(sum), Tensor(y)))
+}
+
+/// Layer normalisation of the last dimension whose scale and shift are given for each example, times 1 + scale: adaLN of diffusion
+/// transformers (Peebles & Xie 2022, arXiv:2212.09748).
+///
+/// Args:
+///     input: (B, ..., features).
+///     scale: (B, features).
+///     shift: (B, features).
+///     eps: added to the variance.
+///
+/// Returns:
+///     The input's shape and dtype.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+#[pyfunction]
+#[pyo3(signature = (input, scale, shift, eps=Given::of(1e-6)))]
+pub fn modulated_layer_norm(
+    py: Python<'_>,
+    input: &Tensor,
+    scale: &Tensor,
+    shift: &Tensor,
+    eps: Given<f64>,
+) -> Result<Tensor> {
+    let eps = eps.get("modulated_layer_norm", "eps")?;
+    let apply = || norms::modulated_layer_norm(&input.0, &scale.0, &shift.0, eps);
+    compute(py, input.0.elem_count(), apply).map(Tensor)
+}
+
+/// Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) of the last dimension.
+///
+/// Args:
+///     input: (..., features).
+///     normalized_shape: (features,) or features.
+///     weight: scale, (features,).
+///     eps: added to the mean square.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+#[pyfunction]
+#[pyo3(signature = (input, normalized_shape, weight=None, eps=Given::of(1e-6)))]
+pub fn rms_norm(
+    py: Python<'_>,
+    input: &Tensor,
+    normalized_shape: Shape,
+    weight: Option<&Tensor>,
+    eps: Given<f64>,
+) -> Result<Tensor> {
+    let eps = eps.get("rms_norm", "eps")?;
+    if trailing("rms_norm", &input.0, &normalized_shape)? != 1 {
+        return Err(tc::Error::argument(
+            "rms_norm",
+            "only the last dimension can be normalised; reshape the others into it",
+        )
+        .into());
+    }
+    compute(py, input.0.elem_count(), || norms::rms_norm(&input.0, inner(weight), eps)).map(Tensor)
+}
+
+/// Group normalisation (Wu & He 2018, arXiv:1803.08494).
+///
+/// Args:
+///     input: (B, C, ...).
+///     num_groups: the number of groups of channels, a divisor of C.
+///     weight: scale, (C,).
+///     bias: shift, (C,).
+///     eps: added to the variance.
+///     channels_last: whether the input is (B, ..., C), which saves copies.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     ArgumentError: if `num_groups` does not divide C.
+#[pyfunction]
+#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=Given::of(1e-5), *, channels_last=false))]
+pub fn group_norm(
+    py: Python<'_>,
+    input: &Tensor,
+    num_groups: Integer,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: Given<f64>,
+    channels_last: bool,
+) -> Result<Tensor> {
+    let eps = eps.get("group_norm", "eps")?;
+    let num_groups = num_groups.count("group_norm", "num_groups")?;
+    let apply = |x: &tc::Tensor| norms::group_norm(x, num_groups, inner(weight), inner(bias), eps);
+    compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
+}
+
+/// SiLU of `group_norm`, in one operation that keeps no result of the norm.
+///
+/// Args:
+///     input: (B, C, ...).
+///     num_groups: the number of groups of channels, a divisor of C.
+///     weight: scale, (C,).
+///     bias: shift, (C,).
+///     eps: added to the variance.
+///     channels_last: whether the input is (B, ..., C), which saves copies.
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     ArgumentError: if `num_groups` does not divide C.
+#[pyfunction]
+#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=Given::of(1e-5), *, channels_last=false))]
+pub fn group_norm_silu(
+    py: Python<'_>,
+    input: &Tensor,
+    num_groups: Integer,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: Given<f64>,
+    channels_last: bool,
+) -> Result<Tensor> {
+    let eps = eps.get("group_norm_silu", "eps")?;
+    let num_groups = num_groups.count("group_norm_silu", "num_groups")?;
+    let apply = |x: &tc::Tensor| norms::group_norm_silu(x, num_groups, inner(weight), inner(bias), eps);
+    compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
+}

@@ -1,0 +1,52 @@
+"""Norms beside residual sums on the simulated device: what they launch."""
+
+from collections import Counter
+from typing import Any
+
+BLOCK = """
+    F = tc.nn.functional
+    x = tc.Var(tc.randn((64, 1280), dtype="bf16", device="cuda"))
+    residual = tc.Var(tc.randn((64, 1280), dtype="bf16", device="cuda"))
+    images = tc.Var(tc.randn((2, 16, 320), dtype="bf16", device="cuda"))
+    weight, bias = (tc.ones(1280, dtype="bf16", device="cuda") for _ in range(2))
+    for step in range(2):
+        mark(f"forward-{step}")
+        FORWARD
+        mark(f"backward-{step}")
+        (y * y).sum().backward()
+        mark("end")
+"""
+
+
+def launches(cuda: Any, forward: str) -> tuple[Counter[str], Counter[str]]:
+    run = cuda.run(BLOCK.replace("FORWARD", forward))
+    assert run.of("refused") == []
+    return tuple(Counter(run.after(f"{part}-1").launches) for part in ("forward", "backward"))
+
+
+def additions(counts: Counter[str]) -> int:
+    return sum(count for name, count in counts.items() if name.startswith(("add_", "accumulate")))
+
+
+def test_a_norm_adds_the_gradient_of_its_residual(cuda: Any) -> None:
+    for name, norm in (
+        ("layer_norm", "x + F.layer_norm(x, 1280, weight, bias)"),
+        ("rms_norm", "x + F.rms_norm(x, 1280, weight)"),
+        ("group_norm", "images + F.group_norm(images, 32, channels_last=True)"),
+        ("group_norm_silu", "images + F.group_norm_silu(images, 32, channels_last=True)"),
+    ):
+        _, backward = launches(cuda, f"y = {norm}")
+        assert backward[f"{name}_backward_bf16"] == 1
+        # The sum into the variable's gradient, which keeps what was there, is another.
+        _, without = launches(cuda, f"y = {norm.partition(' + ')[2]}")
+        assert additions(backward) == additions(without), (backward, without)
+
+
+def test_a_residual_sum_and_its_norm_are_one_launch(cuda: Any) -> None:
+    forward, backward = launches(
+        cuda,
+        "z, normed = F.add_layer_norm(x, residual, 1280, weight, bias); y = z * normed",
+    )
+    assert forward["layer_norm_forward_bf16"] == 1
+    assert additions(forward) == 0, forward
+    assert backward["layer_norm_backward_bf16"] == 1
