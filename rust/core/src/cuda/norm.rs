@@ -209,7 +209,13 @@ pub fn rows_backward(
 }
 
 /// The gradients of scale and shift that are wanted, in the dtype of arithmetic, from partial sums (samples, pieces, 2, len) of inputs of `dtype`.
-fn sum_affine(op: &'static str, gpu: &Gpu, partials: &Raw, dtype: DType, wants: [bool; 2]) -> Result<[Option<Raw>; 2]> {
+pub(super) fn sum_affine(
+    op: &'static str,
+    gpu: &Gpu,
+    partials: &Raw,
+    dtype: DType,
+    wants: [bool; 2],
+) -> Result<[Option<Raw>; 2]> {
     let (samples, pieces, _, len) = partials.dims4()?;
     let result = |wanted: bool| wanted.then(|| empty(op, gpu, &[samples, len], accumulator(dtype))).transpose();
     let sums = [result(wants[0])?, result(wants[1])?];

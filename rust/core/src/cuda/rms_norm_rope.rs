@@ -1,12 +1,12 @@
 //! RMS norm and rotary position embedding in one pass.
 
 use candle_core::DType;
-use trainable_candle_cuda::modules::{NORM, RMS_NORM_ROPE};
+use trainable_candle_cuda::modules::RMS_NORM_ROPE;
 
 use super::copy::{cast, contiguous};
 use super::gpu::Gpu;
 use super::launch::{Address, Shape, accumulator, address, count32, empty, launch, optional, suffix, wide};
-use super::norm::Gradients;
+use super::norm::{Gradients, sum_affine};
 use crate::ops::norm::Turn;
 use crate::{Raw, Result};
 
@@ -133,7 +133,7 @@ pub fn backward(
     }
     if wants[1] {
         let pieces = (rows as usize).div_ceil(64).clamp(1, 512);
-        let partials = empty(op, gpu, &[pieces, 2, width as usize], accumulator(x.dtype()))?;
+        let partials = empty(op, gpu, &[1, pieces, 2, width as usize], accumulator(x.dtype()))?;
         if width > 0 {
             let function = gpu.function(&RMS_NORM_ROPE, "rms_norm_rope_weight", suffix(op, x.dtype())?)?;
             let tiles = (width as usize).div_ceil(64 * wide(x.dtype())) as u32;
@@ -160,22 +160,7 @@ pub fn backward(
                 )
             }?;
         }
-        grads.weight = Some(sum_pieces(op, gpu, &partials, x.dtype())?);
+        [grads.weight, _] = sum_affine(op, gpu, &partials, x.dtype(), [true, false])?;
     }
     Ok(grads)
-}
-
-/// The sums over the first lines of (pieces, 2, len), in the dtype of arithmetic.
-fn sum_pieces(op: &'static str, gpu: &Gpu, partials: &Raw, dtype: DType) -> Result<Raw> {
-    let (pieces, len) = (partials.dims()[0], partials.dims()[2]);
-    let sum = empty(op, gpu, &[len], accumulator(dtype))?;
-    if len > 0 {
-        let function = gpu.function(&NORM, "norm_affine_sum", suffix(op, dtype)?)?;
-        let shape = Shape { grid: [len.div_ceil(32) as u32, 1, 1], block: [32, 16, 1], shared: 0 };
-        let (from, to, no_bias): (Address, Address, Address) = (address(op, partials)?, address(op, &sum)?, 0);
-        let (pieces, len, is_f32) = (count32(op, pieces)?, count32(op, len)?, u32::from(dtype != DType::F64));
-        // SAFETY: the kernel takes the partial sums, the result and their sizes.
-        unsafe { launch!(op, gpu, function, shape, from, to, no_bias, pieces, len, is_f32) }?;
-    }
-    Ok(sum)
 }
