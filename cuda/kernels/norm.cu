@@ -1,12 +1,13 @@
-// Layer norm (Ba et al. 2016, arXiv:1607.06450) and RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) of rows.
+// Layer norm (Ba et al. 2016, arXiv:1607.06450), RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) and modulated layer norm
+// (Peebles & Xie 2022, arXiv:2212.09748) of rows.
 //
 // x, y, grad (of y) and dx are (rows, len); mean and rstd = 1/√(var + eps) are one value a row, f32 (f64 for f64). RMS norm is
 // layer norm without mean and shift: its pointers `mean` and `bias` are ignored. `affine_f32`: see affine.cuh.
 
 #include "affine.cuh"
 
-// Packs of a row that each thread keeps in registers: as many as leave room for 32 warps on a multiprocessor. A team (rows.cuh)
-// has the fewest packs a thread, 1 to NORM_HELD, with which all rows have 2^17 threads at most, about what an H100 runs at once;
+// Packs of a row that each thread keeps in registers: as many as let 32 warps of a forward pass run on a multiprocessor. A team
+// (rows.cuh) has the fewest packs a thread, 1 to NORM_HELD, with which all rows have 2^17 threads at most, about what an H100 runs at once;
 // NORM_HELD if no number does.
 constexpr int NORM_HELD = 3;
 

@@ -47,6 +47,7 @@ __all__ = [
     "Tensor",
     "TextFeatures",
     "Var",
+    "add_layer_norm",
     "arange",
     "available_bytes",
     "cat",
@@ -88,6 +89,7 @@ __all__ = [
     "lora_backward",
     "lora_backward_",
     "manual_seed",
+    "modulated_layer_norm",
     "mse_loss",
     "ones",
     "ones_like",
@@ -2401,6 +2403,32 @@ class Var(Tensor):
         Forget the gradient.
         """
 
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: SupportsIndex | Sequence[SupportsIndex],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: SupportsFloat | SupportsIndex = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """
+    input + residual, and `layer_norm` of that sum: what a transformer block does between two of its layers, in one pass on CUDA.
+
+    Args:
+        input: (..., *normalized_shape).
+        residual: of the input's shape and dtype.
+        normalized_shape: the sizes of the trailing dimensions, or the last one's.
+        weight: scale, of shape `normalized_shape`.
+        bias: shift, of shape `normalized_shape`.
+        eps: added to the variance.
+
+    Returns:
+        The sum and its norm, both of the input's shape and dtype. The norm is that of the sum as rounded to the dtype.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+    """
+
 def arange(
     start: Tensor | float | int,
     end: Tensor | float | int | None = None,
@@ -3025,6 +3053,26 @@ def manual_seed(seed: SupportsIndex) -> None:
 
     Args:
         seed: 0 to 2**64 - 1.
+    """
+
+def modulated_layer_norm(
+    input: Tensor, scale: Tensor, shift: Tensor, eps: SupportsFloat | SupportsIndex = 1e-6
+) -> Tensor:
+    """
+    Layer normalisation of the last dimension whose scale and shift are given for each example, times 1 + scale: adaLN of diffusion
+    transformers (Peebles & Xie 2022, arXiv:2212.09748).
+
+    Args:
+        input: (B, ..., features).
+        scale: (B, features).
+        shift: (B, features).
+        eps: added to the variance.
+
+    Returns:
+        The input's shape and dtype.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
     """
 
 def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
