@@ -1,11 +1,16 @@
 //! Linear layers that share their input: common storage, adapters on any of them, the layers by themselves.
 
+use std::sync::{Mutex, PoisonError};
+
 use trainable_candle_core::raw::storage_identity;
 use trainable_candle_core::{DType, Device, Result, Tensor, Var, rng};
 use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
 use trainable_candle_nn::{Linear, LinearGroup, Module, Projected, Visitor};
 
 const NAMES: [&str; 3] = ["to_q", "to_k", "to_v"];
+
+/// The process has one generator, and tests draw from it side by side.
+static GENERATOR: Mutex<()> = Mutex::new(());
 
 struct Projections(LinearGroup);
 
@@ -16,6 +21,7 @@ impl Module for Projections {
 }
 
 fn layers(trainable: bool) -> Vec<(&'static str, Linear<Tensor>)> {
+    let _alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     rng::manual_seed(5);
     NAMES
         .iter()
@@ -40,6 +46,7 @@ fn config(targets: &[&str]) -> LoraConfig {
 
 /// An adapter that changes something.
 fn adapt(module: &impl Module, config: LoraConfig) -> AdapterSet {
+    let _alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     let set = AdapterSet::attach(config, &module.named_layers()).unwrap();
     rng::manual_seed(9);
     for (_, var) in set.named_vars() {
