@@ -146,6 +146,24 @@ def milliseconds(**seconds: float | None) -> str:
     )
 
 
+def traced(torch: Any, graph: Callable[[], object], device: str, rows: int = 40) -> None:
+    """Print where the GPU's time goes in a replay of a graph, as torch's profiler sees it."""
+    for _ in range(3):
+        graph()
+    tc.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        graph()
+        tc.cuda.synchronize(device)
+    kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    total = sum(kernel.self_device_time_total for kernel in kernels)
+    print(
+        f"{total / 1e3:10.3f} ms {sum(kernel.count for kernel in kernels):7d} kernels of a replay"
+    )
+    for kernel in kernels[:rows]:
+        milliseconds = kernel.self_device_time_total / 1e3
+        print(f"{milliseconds:10.3f} ms {kernel.count:7d} {kernel.key[:80]}", flush=True)
+
+
 def profiled(call: Callable[[], object], device: str, rows: int = 40) -> None:
     """Print where the GPU's time goes in a call that is no graph."""
     call()

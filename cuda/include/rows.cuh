@@ -27,7 +27,7 @@ template <int N, typename T> __device__ __forceinline__ Pack<T, N> load_pack(con
 }
 
 // To global memory. Wide stores are in assembly since the compiler takes them apart now and then. It is not told of the access:
-// no kernel here reads what it has written.
+// who reads what it has written has `one_at_a_time()` in between.
 template <typename T, int N> __device__ __forceinline__ void store_pack(T *to, const Pack<T, N> &pack) {
     typename Words<sizeof(pack)>::type word;
     memcpy(&word, &pack, sizeof(pack));

@@ -197,11 +197,14 @@ pub fn is_of_graphs(address: u64) -> bool {
 /// From now on memory of a stream is a graph's. The stream's device is current, and the stream not yet capturing.
 ///
 /// # Errors
-/// The driver's.
+/// The driver's; that of what a capture does not support if every block comes from the driver.
 ///
 /// # Safety
 /// `stream` is a stream of the current device.
 pub unsafe fn begin_capture(stream: *mut c_void) -> Result<(), Status> {
+    if *PLAIN {
+        return Err(Status(driver::CAPTURE_UNSUPPORTED));
+    }
     with_allocator(stream, Allocator::begin_capture)
 }
 

@@ -35,6 +35,7 @@ fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> R
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     ArgumentError: if `eps` is negative or not finite.
 #[pyfunction]
 #[pyo3(signature = (input, normalized_shape, weight=None, bias=None, eps=Given::of(1e-5)))]
 pub fn layer_norm(
@@ -65,6 +66,7 @@ pub fn layer_norm(
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     ArgumentError: if `eps` is negative or not finite.
 #[pyfunction]
 #[pyo3(signature = (input, residual, normalized_shape, weight=None, bias=None, eps=Given::of(1e-5)))]
 pub fn add_layer_norm(
@@ -96,6 +98,7 @@ pub fn add_layer_norm(
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     ArgumentError: if `eps` is negative or not finite.
 #[pyfunction]
 #[pyo3(signature = (input, scale, shift, eps=Given::of(1e-6)))]
 pub fn modulated_layer_norm(
@@ -120,6 +123,7 @@ pub fn modulated_layer_norm(
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     ArgumentError: if `eps` is negative or not finite.
 #[pyfunction]
 #[pyo3(signature = (input, normalized_shape, weight=None, eps=Given::of(1e-6)))]
 pub fn rms_norm(

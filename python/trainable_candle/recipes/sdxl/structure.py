@@ -240,7 +240,7 @@ def saved_values(
         checkpointing: `none`, `full` or `selective`.
     """
     held = largest = together = 0
-    reached = False
+    reached = is_counted = False
     for block in blocks:
         entered, kept, again = reached, 0, 0
         for piece in block.pieces:
@@ -258,7 +258,10 @@ def saved_values(
                 kept += piece.kept
         if checkpointing == "full" and block.enters:
             together = kept + (together if block.goes_on else 0)
-            held += block.enters if (entered or kept) and not block.goes_on else 0
+            is_counted = is_counted and block.goes_on
+            if (entered or kept) and not is_counted:
+                held += block.enters
+                is_counted = True
             largest = max(largest, together)
         else:
             held += kept

@@ -15,8 +15,8 @@ const OP: &str = "low_rank";
 const MOST_TERMS: usize = 4;
 /// Rows of a block.
 const ROWS: usize = 16;
-/// Elements of input and dst, of one term. Beyond that memory's speed counts more than launches, and cuBLAS reads the factors less often
-/// (on an H200 they are even at 4096 rows of 640 + 1280 elements).
+/// Elements of input and dst, of one term. Beyond that memory's speed counts more than launches, and cuBLAS reads the factors less often:
+/// on an H200 the kernel is ahead at 4096 rows of 640 + 640 elements, and behind at 4096 rows of 1280 + 1280.
 const MOST_ELEMENTS: usize = 6 << 20;
 /// What sizes of features are multiples of, and what addresses and distances of rows are, in bytes.
 const STEP: usize = 32;
@@ -82,6 +82,13 @@ pub fn low_rank(terms: &[(LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2
         if !is_aligned || !is_apart || !is_alike || (direction == Direction::Backward && !is_shared) {
             return Ok(false);
         }
+    }
+    // Forward, they run side by side, so each needs columns of its own. Factors that lie transposed look so in a backward pass too.
+    let columns = u64::from(sizes.outer) * first.input.dtype().size_in_bytes() as u64;
+    let mut places: Vec<Address> = list[..terms.len()].iter().map(|term| term.dst).collect();
+    places.sort_unstable();
+    if direction == Direction::Forward && places.windows(2).any(|pair| pair[1] - pair[0] < columns) {
+        return Ok(false);
     }
     (sizes.terms, sizes.scale_hidden, sizes.scale_dst) = (terms.len() as u32, scale_hidden as f32, scale_dst as f32);
     let gpu = Gpu::of(OP, &first.input)?;

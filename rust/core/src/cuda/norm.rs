@@ -64,7 +64,8 @@ impl Kind {
         const MOST: usize = 65_535;
         match self {
             Self::Modulated { samples, .. } if samples > MOST => {
-                let message = format!("a batch of {samples} is more than a GPU takes at once, expected up to {MOST}");
+                let message =
+                    format!("a batch of {samples} is more than a GPU takes at once, expected up to {MOST}; split it");
                 Err(Error::argument(op, message))
             }
             Self::Modulated { samples, rows } => Ok([samples, rows]),
@@ -112,6 +113,8 @@ pub fn rows(
     eps: f64,
 ) -> Result<Rows> {
     let gpu = Gpu::of(op, x)?;
+    // What the backward pass could not do.
+    kind.samples(op, rows)?;
     let parameters = Parameters::new(x.dtype(), parameters)?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
     let rstd = empty(op, gpu, &[rows], accumulator(x.dtype()))?;

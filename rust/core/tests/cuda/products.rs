@@ -159,6 +159,14 @@ fn groups_of_linear_layers_equal_the_cpu() {
             };
             let what = format!("{} {rows} x {inner} to {sizes:?} ({adapted:?})", dtype.as_str());
             compare(&what, &function, &inputs, &device, tolerance);
+            // Factors that are views of variables lie the other way round, and so do their products backward.
+            let turned: Vec<Tensor> = inputs[1..].iter().map(|x| x.t().unwrap().contiguous().unwrap()).collect();
+            let turned: Vec<Tensor> = std::iter::once(inputs[0].clone()).chain(turned).collect();
+            let through_views = |x: &[Tensor]| {
+                let views = x[1..].iter().map(Tensor::t).collect::<Result<Vec<_>>>()?;
+                function(&std::iter::once(x[0].clone()).chain(views).collect::<Vec<_>>())
+            };
+            compare(&format!("{what}, turned"), &through_views, &turned, &device, tolerance);
             // In one buffer the factors are evenly spaced, and products become batches.
             let flat: Vec<Tensor> = inputs[1..].iter().map(|x| x.to_device(&device).unwrap()).collect();
             let flat = FlatBuffer::new(&flat).unwrap();

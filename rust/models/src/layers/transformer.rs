@@ -141,7 +141,7 @@ impl SpatialTransformer {
     }
 
     /// `x (B, H, W, C)`, `context (B, L, E)` → the shape of `x`; what blocks keep is what `policy` says; with
-    /// [`Policy::Full`] the input of each third of them.
+    /// [`Policy::Full`] the inputs of up to three stretches of them.
     ///
     /// # Errors
     /// [`Error::Shape`] and its kin if an input does not fit.

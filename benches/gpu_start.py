@@ -1,0 +1,91 @@
+"""How soon a GPU works: the first LoRA step of a process, and a model from a file onto the GPU.
+
+python benches/gpu_start.py [--folder /tmp]
+
+The first step is that of `gpu_sdxl.py` at batch 1, in new processes: with an empty cache of the
+driver for compiled kernels, then with what the first one left there. The model is SDXL's UNet at
+full size with random weights, in bf16; what the host holds meanwhile is read from Linux's /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import gpu_sdxl
+import gpu_timing
+
+import trainable_candle as tc
+
+MIB = 2**20
+
+
+def first_step(started: float) -> None:
+    """What takes how long from the start of this process on."""
+    imported = time.time()
+    step = gpu_sdxl.ours(gpu_sdxl.CASES[0], "cuda")
+    tc.cuda.synchronize("cuda")
+    built = time.time()
+    step().item()
+    done = time.time()
+    parts = f"{imported - started:.2f} s to Python's imports, {built - imported:.2f} s to the model"
+    print(f"{done - started:.2f} s to the end of the first step: {parts}", flush=True)
+
+
+def host_bytes(key: str) -> int:
+    """A line of /proc/self/status: VmRSS is what is held, VmHWM the most that was."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+
+
+def load(folder: str) -> None:
+    """Time and memory of loading a saved model."""
+    # Starts threads and loads kernels.
+    tc.ones((1024, 1024), device="cuda").to("cpu")
+    before, held = host_bytes("VmRSS"), tc.cuda.memory_stats("cuda")["allocated"]
+    started = time.time()
+    model = tc.models.SDXLUNet.from_pretrained(folder, "bf16", device="cuda")
+    tc.cuda.synchronize("cuda")
+    taken = time.time() - started
+    there = (tc.cuda.memory_stats("cuda")["allocated"] - held) / gpu_timing.GIB
+    more = (host_bytes("VmHWM") - before) / MIB
+    print(f"{there:.2f} GiB loaded in {taken:.2f} s, {more:.0f} MiB of the host", flush=True)
+    del model
+
+
+def child(*arguments: str, **environment: str) -> None:
+    """This script again, in a process of its own."""
+    command = [sys.executable, __file__, *arguments]
+    subprocess.run(command, check=True, env=os.environ | environment)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--folder", help="where there is room for 5 GiB, for a while"
+    )
+    parser.add_argument("--first-step", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--load", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.first_step is not None:
+        first_step(options.first_step)
+        return
+    if options.load is not None:
+        load(options.load)
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for _ in range(2):
+            child("--first-step", str(time.time()), CUDA_CACHE_PATH=f"{folder}/cache")
+        model = tc.models.SDXLUNet.from_config(dtype="bf16", device="cuda")
+        model.save_pretrained(f"{folder}/model")
+        del model
+        child("--load", f"{folder}/model")
+
+
+if __name__ == "__main__":
+    main()
