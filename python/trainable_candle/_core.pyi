@@ -2427,6 +2427,7 @@ def add_layer_norm(
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        ArgumentError: if `eps` is negative or not finite.
     """
 
 def arange(
@@ -2939,6 +2940,7 @@ def layer_norm(
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        ArgumentError: if `eps` is negative or not finite.
     """
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -3073,6 +3075,7 @@ def modulated_layer_norm(
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        ArgumentError: if `eps` is negative or not finite.
     """
 
 def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
@@ -3186,6 +3189,7 @@ def rms_norm(
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        ArgumentError: if `eps` is negative or not finite.
     """
 
 def rms_norm_rope(
