@@ -22,7 +22,8 @@ export PYO3_BUILD_EXTENSION_MODULE := 1
 CARGO_SCOPE := --release --workspace --locked
 CUDA := --features trainable-candle-python/cuda
 # Only the extension itself is linked by zig, so the wheel shares everything compiled with the tests. Its symbols stay for the stubs.
-LINK := -- -C linker=$(CURDIR)/.ci/zig-cc -C strip=none
+STRIP := none
+LINK = -- -C linker=$(CURDIR)/.ci/zig-cc -C strip=$(STRIP)
 PACKAGE := Cargo.toml Cargo.lock pyproject.toml $(shell find cuda rust python -type f -not -name '*.pyc')
 
 STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-python test-wheel cuda
@@ -103,6 +104,7 @@ define BUILD_CUDA
 		--out $(DIST)/cuda $(LINK)
 endef
 
+wheel-cuda: STRIP := symbols
 wheel-cuda: $(VENV)/.cuda ## Build the wheel for CPU and CUDA, with machine code for every supported GPU, and check it
 	$(BUILD_CUDA)
 	.ci/check_wheel.py --max-megabytes 35 $(DIST)/cuda/*.whl
