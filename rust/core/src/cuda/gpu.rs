@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::cudarc::cublas::{CudaBlas, sys as blas};
-use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
+use candle_core::cuda_backend::cudarc::driver::sys::{CUdevice_attribute_enum as Attribute, CUresult};
 use candle_core::cuda_backend::cudarc::driver::{
     CudaContext, CudaModule, CudaSlice, CudaStream, DevicePtr, DriverError,
 };
@@ -33,6 +33,7 @@ pub struct Gpu {
     functions: RwLock<FxHashMap<Name, Function>>,
     /// Compute capability 9.0, whose own instructions some modules use.
     is_hopper: bool,
+    multiprocessors: usize,
     board: Board,
     products: Products,
     /// cuBLAS and cuBLASLt work in it, one after the other.
@@ -88,6 +89,8 @@ impl Gpu {
         let blas = device.cublas_handle();
         let capability = stream.context().compute_capability().map_err(|error| driver_error("cuda", error))?;
         let is_hopper = capability == (9, 0);
+        let multiprocessors = stream.context().attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+        let multiprocessors = multiprocessors.map_err(|error| driver_error("cuda", error))? as usize;
         // SAFETY: cuBLAS alone uses the memory, and does not read what it has not written.
         let workspace = unsafe { device.alloc::<u8>(BLAS_WORKSPACE) }?;
         let (pointer, _) = workspace.device_ptr(&stream);
@@ -107,6 +110,7 @@ impl Gpu {
             modules: RwLock::default(),
             functions: RwLock::default(),
             is_hopper,
+            multiprocessors,
             products: Products::default(),
             workspace,
         })))
@@ -172,6 +176,11 @@ impl Gpu {
     /// Whether the GPU is of compute capability 9.0.
     pub const fn is_hopper(&self) -> bool {
         self.is_hopper
+    }
+
+    /// How many multiprocessors the GPU has.
+    pub const fn multiprocessors(&self) -> usize {
+        self.multiprocessors
     }
 
     /// Where kernels note ids that are out of range.

@@ -1,10 +1,9 @@
 //! The low-rank products of adapted linear maps, where one kernel takes them.
 
 use candle_core::DType;
-use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use trainable_candle_cuda::modules::LOW_RANK;
 
-use super::gpu::{Gpu, driver_error};
+use super::gpu::Gpu;
 use super::launch::{Address, Shape, address, launch, same_device, suffix};
 use crate::compute::LowRankTerm;
 use crate::raw::storage_identity;
@@ -101,14 +100,12 @@ pub fn low_rank(terms: &[(LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2
         (Direction::Backward, _) => "low_rank_backward64",
     };
     let function = gpu.function(&LOW_RANK, name, suffix(OP, first.input.dtype())?)?;
-    let multiprocessors = gpu.stream().context().attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
-    let multiprocessors = multiprocessors.map_err(|error| driver_error(OP, error))? as usize;
     let layers = if direction == Direction::Forward { sizes.terms } else { 1 };
     let blocks = (sizes.rows as usize).div_ceil(ROWS);
     let warps: u32 = if first.hidden.dims()[1] == 64 { 8 } else { 16 };
     // Each share of the columns computes the hidden values again, which is cheap beside an idle multiprocessor.
     let most = (sizes.outer as usize).div_ceil(warps as usize * STEP);
-    let shares = (multiprocessors / (blocks * layers as usize)).clamp(1, most);
+    let shares = (gpu.multiprocessors() / (blocks * layers as usize)).clamp(1, most);
     let shape = Shape { grid: [blocks as u32, shares as u32, layers], block: [32 * warps, 1, 1], shared: 0 };
     // SAFETY: the kernel takes the terms and their sizes by value; `Sizes::of` has checked that the matrices have them.
     unsafe { launch!(OP, gpu, function, shape, list, sizes) }?;

@@ -2,11 +2,10 @@
 //!
 //! What a step needs from the host are launches alone, with the same arguments each time: it can be captured.
 
-use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use candle_core::{DType, Device};
 use trainable_candle_cuda::modules::{OPTIM, OPTIM_8BIT};
 
-use super::gpu::{Gpu, driver_error};
+use super::gpu::Gpu;
 use super::gradient::LossScale;
 use super::launch::{Address, Shape, address, count32, empty, launch, optional, same_device};
 use crate::raw::to_vec;
@@ -389,9 +388,7 @@ pub fn step(op: &'static str, kernel: Kernel<'_>, table: &Table, groups: &Groups
 fn shape_8bit(op: &'static str, gpu: &Gpu, pieces: usize) -> Result<Shape> {
     const BLOCKS: usize = 3;
     const WARPS: usize = 8;
-    let multiprocessors = gpu.stream().context().attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
-    let multiprocessors = multiprocessors.map_err(|error| driver_error(op, error))? as usize;
-    Shape::linear(op, pieces.div_ceil(WARPS).min(BLOCKS * multiprocessors), 256)
+    Shape::linear(op, pieces.div_ceil(WARPS).min(BLOCKS * gpu.multiprocessors()), 256)
 }
 
 #[cfg(test)]

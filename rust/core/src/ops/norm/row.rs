@@ -23,8 +23,8 @@ pub(super) static RMS_NORM: OpInfo = OpInfo::cheap("rms_norm");
 /// `weight` and `bias` have the shape of those dimensions and the dtype of `x`, or f32. Statistics are in f32 (f64 for f64).
 ///
 /// # Errors
-/// [`Error::Argument`] if `normalized_dims` is 0 or above the rank or `eps` is no number of at least 0, [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the
-/// operands do not fit.
+/// [`Error::Argument`] if `normalized_dims` is 0 or above the rank or `eps` is no number of at least 0, [`Error::Shape`],
+/// [`Error::DType`], [`Error::Device`] if the operands do not fit.
 pub fn layer_norm(
     x: &Tensor,
     normalized_dims: usize,
@@ -40,7 +40,8 @@ pub fn layer_norm(
 /// `weight` has the size of that dimension and the dtype of `x`, or f32. Statistics are in f32 (f64 for f64).
 ///
 /// # Errors
-/// [`Error::Argument`] if `x` has no dimension or `eps` is no number of at least 0, [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
+/// [`Error::Argument`] if `x` has no dimension or `eps` is no number of at least 0, [`Error::Shape`], [`Error::DType`],
+/// [`Error::Device`] if the operands do not fit.
 pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     row_norm::<false>(&RMS_NORM, x, 1, weight, None, eps)
 }
