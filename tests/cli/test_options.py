@@ -54,6 +54,7 @@ SAMPLES: dict[str, Any] = {
     "format": "comfyui",
     "adapter_precision": "f16",
     "steps": 12,
+    "epochs": 3,
     "batch_size": 4,
     "gradient_accumulation": 5,
     "optimizer": "lion",
@@ -122,6 +123,7 @@ def test_every_setting_has_a_flag() -> None:
     assert parse(*arguments) == TrainConfig(**SAMPLES)
     assert parse("--validation-dataset", "v").validation_dataset == "v"
     assert parse("--mixed-precision", "bf16").precision == "bf16"
+    assert parse("--dtype", "bf16").precision == "bf16"
 
 
 def test_flags_override_the_file(tmp_path: Path) -> None:

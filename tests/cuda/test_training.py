@@ -20,6 +20,7 @@ RUN = """
             mark(f"step-{report.step + 1}")
 
     def train(**settings):
+        settings = {"precision": "f32", **settings}
         config = TrainConfig(steps=7, save_every=0, rank=4, device="cuda", **settings)
         return train_adapter(config, callbacks=[Marks()], progress=False, report=lambda _: None)
 """

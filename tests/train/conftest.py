@@ -17,6 +17,8 @@ def config(digits_base: Path, digits_folder: Path, tmp_path: Path) -> TrainConfi
         weights=str(digits_base),
         dataset=str(digits_folder),
         output=str(tmp_path / "run"),
+        device="cpu",
+        precision="f32",
         rank=4,
         lora_dropout=0.1,
         steps=12,

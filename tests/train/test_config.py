@@ -60,7 +60,7 @@ def test_a_name_like_no_other_gets_the_list(tmp_path: Path) -> None:
         ("target_modules: 3", r"target_modules is 3 \(int\), expected a list of names"),
         ("target_modules: [to_q, 3]", "expected a list of names"),
         ("optimizer: adamw8bits", r"expected one of .*; did you mean `adamw8bit`"),
-        ("precision: fp16", "expected one of f32, bf16, f16; did you mean `f16`"),
+        ("precision: fp16", "expected one of auto, f32, bf16, f16; did you mean `f16`"),
         ("warmup_steps: 2000", "warmup_steps is 2000, more than the 1000 steps"),
     ],
 )

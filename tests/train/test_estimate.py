@@ -42,7 +42,9 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_activations_are_what_the_tape_holds_within_a_fifth(
     base: Path, digits_folder: Path, batch_size: int, checkpointing: str
 ) -> None:
-    config = TrainConfig(batch_size=batch_size, gradient_checkpointing=checkpointing)
+    config = TrainConfig(
+        device="cpu", precision="f32", batch_size=batch_size, gradient_checkpointing=checkpointing
+    )
     data = Split(check_folder(digits_folder))
     recipe = DigitsRecipe.load(base, "f32", "cpu")
     recipe.attach(config)
@@ -61,7 +63,9 @@ def test_activations_are_what_the_tape_holds_within_a_fifth(
 
 def _none(base: Path, folder: Path, batch_size: int) -> int:
     estimate = DigitsRecipe.estimate(
-        base, TrainConfig(batch_size=batch_size), Split(check_folder(folder))
+        base,
+        TrainConfig(device="cpu", precision="f32", batch_size=batch_size),
+        Split(check_folder(folder)),
     )
     return items(estimate)["model activations"]
 
@@ -71,7 +75,9 @@ def _none(base: Path, folder: Path, batch_size: int) -> int:
 def test_parameters_and_optimizer_states_are_exact(
     base: Path, digits_folder: Path, optimizer: str, adapter: str
 ) -> None:
-    config = TrainConfig(optimizer=optimizer, adapter=adapter, rank=64)
+    config = TrainConfig(
+        device="cpu", precision="f32", optimizer=optimizer, adapter=adapter, rank=64
+    )
     estimated = items(DigitsRecipe.estimate(base, config, Split(check_folder(digits_folder))))
     model = DigitsTransformer.from_pretrained(base)
     adapters = Adapters(
@@ -108,7 +114,7 @@ def needs(**sizes: int) -> Callable[[TrainConfig], Estimate]:
     ],
 )
 def test_what_cannot_fit_is_refused_with_what_would(limit: int, message: str) -> None:
-    config = TrainConfig(batch_size=4)
+    config = TrainConfig(device="cpu", precision="f32", batch_size=4)
     with pytest.raises(OutOfMemoryError, match=r"the run needs about 8\.20 GiB") as caught:
         require_fit(config, limit, needs(activations=2 << 30))
     caught.match(message)
@@ -119,13 +125,17 @@ def test_a_rank_that_cannot_fit_is_to_be_smaller() -> None:
         return Estimate({"training": [Item("unet", "adapter", config.rank << 20)]})
 
     with pytest.raises(OutOfMemoryError, match=r"with --rank 128 it would be 328\.0 MiB"):
-        require_fit(TrainConfig(rank=100_000), 1 << 30, estimate)
+        require_fit(TrainConfig(device="cpu", precision="f32", rank=100_000), 1 << 30, estimate)
     with pytest.raises(OutOfMemoryError, match=r"with --rank 16 it would be 216\.0 MiB"):
-        require_fit(TrainConfig(rank=100), 220 << 20, estimate)
+        require_fit(TrainConfig(device="cpu", precision="f32", rank=100), 220 << 20, estimate)
 
 
 def test_what_fits_is_not_refused() -> None:
-    require_fit(TrainConfig(batch_size=4), 9 << 30, needs(activations=2 << 30))
+    require_fit(
+        TrainConfig(device="cpu", precision="f32", batch_size=4),
+        9 << 30,
+        needs(activations=2 << 30),
+    )
 
 
 def test_the_table_names_every_item() -> None:

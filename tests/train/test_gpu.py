@@ -48,6 +48,8 @@ def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -
         model="sdxl",
         dataset=str(PHOTOGRAPHS),
         output=str(tmp_path / "cpu"),
+        device="cpu",
+        precision="f32",
         cache="memory",
         rank=8,
         steps=200,

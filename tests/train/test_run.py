@@ -1,5 +1,6 @@
 """A training run as a whole: what it leaves behind, and that every setting takes effect."""
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError
+from trainable_candle.placement import choose
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.evaluation import step_adapter_path
 from trainable_candle.train.logs import read_log
@@ -40,6 +42,38 @@ def test_a_run_leaves_everything_in_its_folder(config: TrainConfig, train: Train
     assert (
         len({str([tensors[name].tolist() for name in final]) for tensors in (*steps, final)}) == 3
     )
+
+
+def test_epochs_are_as_many_steps_as_their_batches(config: TrainConfig) -> None:
+    lines: list[str] = []
+    given = config.with_(steps=TrainConfig.steps, epochs=3, batch_size=4, gradient_accumulation=2)
+    run = train_adapter(given, progress=False, report=lines.append)
+    pictures = len(list(Path(config.dataset).glob("*.png")))
+    # What is left of an epoch goes into the next.
+    assert run.step == math.ceil(3 * pictures // 4 / 2)
+    assert f"epochs: 3 of {pictures} pictures: {run.step} steps" in lines
+    assert read_log(Path(config.output) / LOG)[-1]["step"] == str(run.step)
+    written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
+    assert (written.epochs, written.steps) == (None, run.step)
+    with pytest.raises(ConfigError, match="--epochs and --steps both say how long"):
+        train_adapter(config.with_(epochs=3), progress=False)
+
+
+def test_a_device_that_is_left_open_is_chosen_and_said(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(tc.cuda, "unavailable_reason", lambda: "there is no driver")
+    open_ = config.with_(device="auto", precision="auto", steps=2, warmup_steps=0)
+    train_adapter(open_, progress=False, report=lines.append)
+    assert "device: cpu, f32 (no GPU is used: there is no driver)" in lines
+    written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
+    assert (written.device, written.precision) == ("cpu", "f32")
+    monkeypatch.setattr(tc.cuda, "unavailable_reason", lambda: None)
+    assert str(choose("auto", "auto")) == "device: cuda, bf16"
+    assert str(choose("auto", "f32")) == "device: cuda, f32"
+    assert str(choose("cuda:1", "auto")) == "device: cuda:1, bf16"
+    assert str(choose("cpu", "bf16")) == "device: cpu, bf16"
 
 
 def test_an_output_folder_with_checkpoints_is_not_reused(config: TrainConfig, train: Train) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,14 +10,13 @@ from trainable_candle.cli.options import factor
 from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Mapping
 
     from trainable_candle.recipes.base import Recipe
 
 
-def add_model(group: argparse._ArgumentGroup, dtype: str) -> None:
-    """Add the flags of a model with an adapter; `dtype` is the help of `--dtype`."""
+def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
+    """Add the flags of a model with an adapter; `precision` is the help of `--precision`."""
     group.add_argument(
         "--model", metavar="NAME", help="which model; `trainable-candle info` lists them"
     )
@@ -27,15 +27,17 @@ def add_model(group: argparse._ArgumentGroup, dtype: str) -> None:
     group.add_argument(
         "--scale", metavar="X", type=factor, help="factor on the adapter's effect (default: 1)"
     )
-    group.add_argument("--dtype", metavar="f32|bf16|f16", help=dtype)
+    group.add_argument("--precision", metavar="NAME", help=precision)
+    group.add_argument("--dtype", dest="precision", help=argparse.SUPPRESS)
 
 
-def load_model(given: Mapping[str, Any], dtype: str | None) -> Recipe:
+def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Recipe:
     """The model that the flags name, with its adapter if they name one.
 
     Args:
         given: the flags and their values.
-        dtype: of the weights unless a flag says it; as they are stored if None.
+        device: where to load it.
+        dtype: of the weights; as they are stored if None.
 
     Raises:
         ConfigError: a flag has no effect; there is no such model, or it needs weights and none are
@@ -48,9 +50,7 @@ def load_model(given: Mapping[str, Any], dtype: str | None) -> Recipe:
     if "scale" in given and "adapter" not in given:
         raise ConfigError("--scale has no effect without --adapter; give that, or leave it out")
 
-    recipe = recipes.load(
-        given["model"], given.get("weights"), given.get("dtype", dtype), given.get("device", "cpu")
-    )
+    recipe = recipes.load(given["model"], given.get("weights"), dtype, device)
     if "adapter" in given:
         adapter = recipes.existing("adapter", Path(given["adapter"]).expanduser())
         recipe.load_adapter(adapter, given.get("scale", 1.0))

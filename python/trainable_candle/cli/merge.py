@@ -19,7 +19,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     parser.require(given, "model", "adapter", "output")
 
     output = Path(given["output"]).expanduser()
-    recipe = load_model(given, dtype=None)
+    recipe = load_model(given, "cpu", given.get("precision"))
     recipe.save_merged(output)
     print(f"merged model: {output}")
     return 0

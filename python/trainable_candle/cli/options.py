@@ -21,9 +21,10 @@ ALIASES: Final = {
     "--batch": "--batch-size",
     "--bs": "--batch-size",
     "--train-batch-size": "--batch-size",
-    "--epochs": "--steps",
     "--max-train-steps": "--steps",
-    "--max-train-epochs": "--steps",
+    "--max-train-epochs": "--epochs",
+    "--num-train-epochs": "--epochs",
+    "--num-epochs": "--epochs",
     "--network-dim": "--rank",
     "--dim": "--rank",
     "--r": "--rank",
@@ -37,7 +38,6 @@ ALIASES: Final = {
     "--instance-data-dir": "--dataset",
     "--output-dir": "--output",
     "--out": "--output",
-    "--dtype": "--precision",
     "--optim": "--optimizer",
     "--optimizer-type": "--optimizer",
     "--scheduler": "--lr-scheduler",
@@ -49,7 +49,7 @@ ALIASES: Final = {
 }
 """What other tools call a flag of ours."""
 
-SYNONYMS: Final = {"--mixed-precision": "precision"}
+SYNONYMS: Final = {"--mixed-precision": "precision", "--dtype": "precision"}
 """Flags of other tools that are taken as a setting's."""
 
 _WIDTH: Final = 80

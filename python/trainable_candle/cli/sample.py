@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from trainable_candle.cli.loading import add_model, load_model
 from trainable_candle.cli.options import Parser, add_help, guidance, whole
 from trainable_candle.errors import ConfigError
+from trainable_candle.placement import AUTO, choose
 from trainable_candle.train.config import SAMPLERS
 
 if TYPE_CHECKING:
@@ -40,8 +41,10 @@ def run(arguments: Sequence[str], program: str) -> int:
         require_text("--prompt", prompt)
     if given.get("guidance") == 1 and given.get("negative_prompt"):
         raise ConfigError("--negative-prompt has no effect with --guidance 1; leave it out")
-    recipe = load_model(given, dtype="f32")
+    placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
+    recipe = load_model(given, placement.device, placement.precision)
     recipe.require_room(len(given["prompt"]) * given.get("count", 1), options)
+    print(placement, flush=True)
     prompts = [prompt for prompt in given["prompt"] for _ in range(given.get("count", 1))]
     pictures = recipe.sample(prompts, options)
     scale = plot.visible_scale(pictures)
@@ -59,7 +62,7 @@ def make_parser(program: str) -> Parser:
         "--model NAME --prompt TEXT --output PNG [options]",
     )
     group = parser.add_argument_group("what to draw")
-    add_model(group, "dtype of the weights (default: f32)")
+    add_model(group, "f32, bf16 or f16 (default: bf16 on a GPU, else f32)")
     group.add_argument(
         "--prompt", metavar="TEXT", action="append", help="what to draw; may be given again"
     )
@@ -79,6 +82,6 @@ def make_parser(program: str) -> Parser:
     group.add_argument("--negative-prompt", metavar="TEXT", help="what not to draw")
     group.add_argument("--size", metavar="WxH", help="of a picture, px (default: model's)")
     group.add_argument("--seed", metavar="N", type=whole(0), help="seed of the noise (default: 0)")
-    group.add_argument("--device", metavar="TEXT", help="cpu, cuda or cuda:N (default: cpu)")
+    group.add_argument("--device", metavar="TEXT", help="auto (default), cpu, cuda or cuda:N")
     add_help(group)
     return parser

@@ -123,6 +123,8 @@ def configuration(output: Path, *, seed: int = 0, threads: int | None = None) ->
         model="digits",
         dataset=str(output / DATASET),
         output=str(output),
+        device="cpu",
+        precision="f32",
         rank=8,
         steps=300,
         batch_size=64,

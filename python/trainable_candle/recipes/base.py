@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeV
 import numpy as np
 
 from trainable_candle.errors import ConfigError, DatasetError
+from trainable_candle.train.trainer import BatchSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
     from trainable_candle.recipes.adapters import Adapters
     from trainable_candle.train.config import TrainConfig
     from trainable_candle.train.estimate import Estimate
-    from trainable_candle.train.trainer import BatchSource, Inputs
+    from trainable_candle.train.trainer import Inputs
 
 BatchT = TypeVar("BatchT")
+BatchOut = TypeVar("BatchOut", covariant=True)
 PartT = TypeVar("PartT", covariant=True)
 _SPLIT_STREAM: Final = 1
 
@@ -93,10 +95,17 @@ def held_out_items(count: int, share: float, seed: int) -> list[int]:
     return sorted(int(number) for number in order[:held_out])
 
 
+class EpochSource(BatchSource[BatchOut], Protocol[BatchOut]):
+    """Batches by number, which form epochs."""
+
+    def first_batch(self, epoch: int) -> int:
+        """The number of the first batch of an epoch, counted from 0."""
+
+
 class Prepared(Protocol[BatchT]):
     """A data set in the form that the model trains on."""
 
-    def batches(self, batch_size: int, seed: int) -> BatchSource[BatchT]:
+    def batches(self, batch_size: int, seed: int) -> EpochSource[BatchT]:
         """Shuffled batches for training."""
 
     def inputs(self, batch: BatchT) -> Inputs:

@@ -76,6 +76,8 @@ def check_settings(config: TrainConfig) -> None:
     Raises:
         ConfigError: a setting has no effect, or a text is none.
     """
+    if config.epochs is not None and "steps" in config.changed():
+        raise ConfigError("--epochs and --steps both say how long to train; give one of the two")
     _check_effects(config)
     _check_texts(config)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_type_hint
 import yaml
 
 from trainable_candle.errors import ConfigError
+from trainable_candle.placement import AUTO
 from trainable_candle.train.settings import Setting, checked, flag, nearest, read_yaml
 
 if TYPE_CHECKING:
@@ -141,6 +142,9 @@ class TrainConfig:
     ] = "f32"
 
     steps: Annotated[int, Setting(TRAINING, "optimizer steps", low=1)] = 1000
+    epochs: Annotated[
+        int | None, Setting(TRAINING, "passes over the dataset, in place of steps", low=1)
+    ] = None
     batch_size: Annotated[int, Setting(TRAINING, "pictures in a batch", low=1)] = 1
     gradient_accumulation: Annotated[
         int, Setting(TRAINING, "batches in a step", low=1, rare=True)
@@ -200,7 +204,7 @@ class TrainConfig:
         str | None, Setting(VALIDATION, "folder of pictures to validate on", rare=True)
     ] = None
     validation_split: Annotated[
-        float, Setting(VALIDATION, "share of the dataset to validate on", low=0, below=1)
+        float, Setting(VALIDATION, "share of the dataset to validate on", low=0, below=1, rare=True)
     ] = 0.0
     validate_every: Annotated[
         int, Setting(VALIDATION, "steps between validations", low=1, rare=True)
@@ -228,8 +232,10 @@ class TrainConfig:
         int, Setting(VALIDATION, "seed of the previews", low=0, below=2**64, rare=True)
     ] = 0
 
-    device: Annotated[str, Setting(MACHINE, "cpu, cuda or cuda:N")] = "cpu"
-    precision: Annotated[str, Setting(MACHINE, "of the arithmetic", choices=PRECISIONS)] = "f32"
+    device: Annotated[str, Setting(MACHINE, "auto, cpu, cuda or cuda:N")] = AUTO
+    precision: Annotated[
+        str, Setting(MACHINE, "auto: bf16 on a GPU", choices=(AUTO, *PRECISIONS))
+    ] = AUTO
     gradient_checkpointing: Annotated[
         str, Setting(MACHINE, "what to recompute", choices=CHECKPOINTING)
     ] = "none"
@@ -256,7 +262,7 @@ class TrainConfig:
         """Check every value."""
         for name, (hint, setting) in settings().items():
             object.__setattr__(self, name, checked(name, getattr(self, name), hint, setting))
-        if self.warmup_steps > self.steps:
+        if self.epochs is None and self.warmup_steps > self.steps:
             raise ConfigError(
                 f"warmup_steps is {self.warmup_steps}, more than the {self.steps} steps of the run"
             )
@@ -321,7 +327,7 @@ class TrainConfig:
     @property
     def on_gpu(self) -> bool:
         """Whether the device is not the CPU."""
-        return self.device.partition(":")[0] != "cpu"
+        return self.device.partition(":")[0] not in {AUTO, "cpu"}
 
     @property
     def initial_adapter_path(self) -> Path:

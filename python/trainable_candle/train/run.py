@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle import plot, recipes
+from trainable_candle.data.folder import counted
 from trainable_candle.errors import ConfigError
 from trainable_candle.files import held, write_atomically
+from trainable_candle.placement import choose
 from trainable_candle.recipes.base import SampleOptions, parse_size
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
@@ -101,6 +104,8 @@ def train_adapter(
     config.require("model", "dataset", "output")
     kind = recipes.find(config.model)
     _refuse_unused(kind, config)
+    placement = choose(config.device, config.precision)
+    config = config.with_(device=placement.device, precision=placement.precision)
     check_settings(config)
     # Before anything is read: there must be such a device.
     limit = _memory(config)
@@ -108,16 +113,13 @@ def train_adapter(
     output = Path(config.output).expanduser()
     start = run_state.find(output, config.resume) if config.resume else None
     step = run_state.read_state(start).step if start else -1
-    if step > config.steps:
-        raise ConfigError(
-            f"resume: {start} is of step {step}, and --steps is {config.steps}: the run is done; "
-            f"give more than {step} --steps to train on"
-        )
+    if config.epochs is None:
+        _require_steps_left(config, step)
     run_state.refuse_later(output, step)
     logs = _logs(config, output)
     kind.check(weights, config, report)
-
     data = kind.read(weights, config, report)
+    report(str(placement))
     for line in kind.estimate(weights, config, data).table():
         report(line)
     require_fit(config, limit, lambda other: kind.estimate(weights, other, data))
@@ -153,6 +155,9 @@ def _train(
         tc.set_num_threads(config.threads)
     recipe = recipes.load(config.model, weights, config.precision, config.device)
     prepared = recipe.prepare(data, config, report)
+    if config.epochs is not None:
+        config = _in_steps(config, prepared.train, report)
+        _require_steps_left(config, run_state.read_state(start).step if start else -1)
     # How much there was to prepare must not matter for what follows.
     tc.manual_seed(config.seed)
     adapters = recipe.attach(config)
@@ -314,6 +319,25 @@ def training_metadata(config: TrainConfig, step: int, pictures: int) -> dict[str
     # Names of files may hold bytes that are no text.
     texts = {name: str(value).encode(errors="replace").decode() for name, value in facts.items()}
     return {name: text for name, text in texts.items() if facts[name] not in {None, ""}}
+
+
+def _in_steps(
+    config: TrainConfig, data: Prepared[Any], report: Callable[[str], None]
+) -> TrainConfig:
+    """The settings with the number of steps that their epochs take."""
+    epochs = config.epochs or 0
+    batches = data.batches(config.batch_size, config.seed).first_batch(epochs)
+    steps = max(1, math.ceil(batches / config.gradient_accumulation))
+    report(f"epochs: {epochs} of {counted(len(data), 'picture')}: {counted(steps, 'step')}")
+    return config.with_(epochs=None, steps=steps)
+
+
+def _require_steps_left(config: TrainConfig, step: int) -> None:
+    if step > config.steps:
+        raise ConfigError(
+            f"resume: the checkpoint is of step {step}, and the run has {config.steps}: it is "
+            f"done; give more than {step} --steps, or more --epochs, to train on"
+        )
 
 
 def _refuse_unused(kind: type[Recipe], config: TrainConfig) -> None:

@@ -17,10 +17,16 @@ from trainable_candle.train.optimizers import make_optimizer
 def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     """Settings of a run on the small pictures."""
 
-    def configure(**settings: Any) -> TrainConfig:
-        given = {"resolution": 64, "cache": "memory", "rank": 4, **settings}
+    def configure(**given: Any) -> TrainConfig:
+        settings = {
+            "resolution": 64,
+            "cache": "memory",
+            "rank": 4,
+            "device": "cpu",
+            "precision": "f32",
+        } | given
         return TrainConfig(
-            model="sdxl", dataset=str(sdxl_folder), output=str(tmp_path / "out"), **given
+            model="sdxl", dataset=str(sdxl_folder), output=str(tmp_path / "out"), **settings
         )
 
     return configure

@@ -1,0 +1,216 @@
+"""A full-size SDXL pipeline of random f16 weights, and pictures to train it on.
+
+python benches/full_size.py FOLDER [--device cuda]
+
+Weights are drawn on the device and written one tensor at a time. The tokenizers are those of the
+tiny SDXL that ships in the wheel; names and shapes are those of diffusers and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+import trainable_candle as tc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VAE_WIDTHS = (128, 256, 512, 512)
+VAE_LAYERS = 2
+LATENT_CHANNELS = 4
+VOCABULARY = 49408
+TOKENS = 77
+# Hidden size, intermediate size, layers, heads, activation, projection.
+ENCODERS: dict[str, tuple[int, int, int, int, str, int | None]] = {
+    "text_encoder": (768, 3072, 12, 12, "quick_gelu", None),
+    "text_encoder_2": (1280, 5120, 32, 20, "gelu", 1280),
+}
+# Of 1 MP, in the three usual shapes, and of 1.5 MP.
+SIZES = ((1024, 1024), (1280, 960), (960, 1280), (1536, 1024))
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def write_pipeline(folder: Path, device: str = "cpu") -> None:
+    """Write a folder as diffusers would, 6.9 GB."""
+    shipped = Path(str(files("trainable_candle") / "assets" / "sdxl_tiny"))
+    for name in ("scheduler", "tokenizer", "tokenizer_2", "model_index.json"):
+        source = shipped / name
+        copy: Any = shutil.copytree if source.is_dir() else shutil.copy
+        folder.mkdir(parents=True, exist_ok=True)
+        copy(source, folder / name)
+    _write_unet(folder / "unet", shipped, device)
+    vae = json.loads((shipped / "vae" / "config.json").read_text())
+    vae |= {
+        "block_out_channels": list(VAE_WIDTHS),
+        "layers_per_block": VAE_LAYERS,
+        "norm_num_groups": 32,
+        "sample_size": 1024,
+    }
+    _write_config(folder / "vae", vae)
+    weights = "diffusion_pytorch_model.safetensors"
+    tc.save_file(_drawn(vae_shapes(), device), folder / "vae" / weights)
+    for part, (width, inner, layers, heads, activation, projection) in ENCODERS.items():
+        config = json.loads((shipped / part / "config.json").read_text())
+        config |= {
+            "hidden_size": width,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "hidden_act": activation,
+            "projection_dim": projection or width,
+            "vocab_size": VOCABULARY,
+        }
+        _write_config(folder / part, config)
+        shapes = text_shapes(width, inner, layers, projection)
+        tc.save_file(_drawn(shapes, device), folder / part / "model.safetensors")
+
+
+def write_pictures(folder: Path, count: int = 24) -> None:
+    """Write smooth random pictures as PNG, with captions beside them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    for number in range(count):
+        small = random.integers(0, 255, (12, 12, 3), dtype=np.uint8)
+        picture = Image.fromarray(small).resize(
+            SIZES[number % len(SIZES)], Image.Resampling.BICUBIC
+        )
+        picture.save(folder / f"{number:02d}.png")
+        (folder / f"{number:02d}.txt").write_text(f"a photo of a sks thing number {number}")
+
+
+def vae_shapes() -> Shapes:
+    """The parameters of SDXL's autoencoder, by diffusers' names."""
+    last = VAE_WIDTHS[-1]
+    shapes: Shapes = {}
+
+    def coder(
+        name: str, ends: tuple[int, int], widths: list[int], resnets: int, scaled: str
+    ) -> None:
+        _conv(shapes, f"{name}.conv_in", widths[0], ends[0], 3)
+        before = widths[0]
+        kind = "down" if scaled == "downsamplers" else "up"
+        for level, width in enumerate(widths):
+            block = f"{name}.{kind}_blocks.{level}"
+            for number in range(resnets):
+                _resnet(shapes, f"{block}.resnets.{number}", before, width)
+                before = width
+            if level + 1 < len(widths):
+                _conv(shapes, f"{block}.{scaled}.0.conv", width, width, 3)
+        for number in range(2):
+            _resnet(shapes, f"{name}.mid_block.resnets.{number}", last, last)
+        attention = f"{name}.mid_block.attentions.0"
+        _norm(shapes, f"{attention}.group_norm", last)
+        for layer in ("to_q", "to_k", "to_v", "to_out.0"):
+            _linear(shapes, f"{attention}.{layer}", last, last)
+        _norm(shapes, f"{name}.conv_norm_out", widths[-1])
+        _conv(shapes, f"{name}.conv_out", ends[1], widths[-1], 3)
+
+    widths = list(VAE_WIDTHS)
+    moments = 2 * LATENT_CHANNELS
+    coder("encoder", (3, moments), widths, VAE_LAYERS, "downsamplers")
+    coder("decoder", (LATENT_CHANNELS, 3), widths[::-1], VAE_LAYERS + 1, "upsamplers")
+    _conv(shapes, "quant_conv", moments, moments, 1)
+    _conv(shapes, "post_quant_conv", LATENT_CHANNELS, LATENT_CHANNELS, 1)
+    return shapes
+
+
+def text_shapes(width: int, inner: int, layers: int, projection: int | None) -> Shapes:
+    """The parameters of a CLIP text encoder, by transformers' names."""
+    shapes: Shapes = {
+        "text_model.embeddings.token_embedding.weight": (VOCABULARY, width),
+        "text_model.embeddings.position_embedding.weight": (TOKENS, width),
+    }
+    for number in range(layers):
+        layer = f"text_model.encoder.layers.{number}"
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            _linear(shapes, f"{layer}.self_attn.{name}", width, width)
+        _norm(shapes, f"{layer}.layer_norm1", width)
+        _linear(shapes, f"{layer}.mlp.fc1", inner, width)
+        _linear(shapes, f"{layer}.mlp.fc2", width, inner)
+        _norm(shapes, f"{layer}.layer_norm2", width)
+    _norm(shapes, "text_model.final_layer_norm", width)
+    if projection is not None:
+        shapes["text_projection.weight"] = (projection, width)
+    return shapes
+
+
+def _conv(shapes: Shapes, name: str, out: int, inside: int, kernel: int) -> None:
+    shapes |= {f"{name}.weight": (out, inside, kernel, kernel), f"{name}.bias": (out,)}
+
+
+def _linear(shapes: Shapes, name: str, out: int, inside: int) -> None:
+    shapes |= {f"{name}.weight": (out, inside), f"{name}.bias": (out,)}
+
+
+def _norm(shapes: Shapes, name: str, width: int) -> None:
+    shapes |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def _resnet(shapes: Shapes, name: str, before: int, width: int) -> None:
+    _norm(shapes, f"{name}.norm1", before)
+    _conv(shapes, f"{name}.conv1", width, before, 3)
+    _norm(shapes, f"{name}.norm2", width)
+    _conv(shapes, f"{name}.conv2", width, width, 3)
+    if before != width:
+        _conv(shapes, f"{name}.conv_shortcut", width, before, 1)
+
+
+def _write_unet(folder: Path, shipped: Path, device: str) -> None:
+    config = json.loads((shipped / "unet" / "config.json").read_text())
+    config |= {
+        "attention_head_dim": [5, 10, 20],
+        "block_out_channels": [320, 640, 1280],
+        "transformer_layers_per_block": [1, 2, 10],
+        "layers_per_block": 2,
+        "cross_attention_dim": 2048,
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+        "norm_num_groups": 32,
+        "sample_size": 128,
+    }
+    _write_config(folder, config)
+    model = tc.models.SDXLUNet.from_config(folder / "config.json", dtype="f16", device=device)
+    shapes = {name: tensor.shape for name, tensor in model.named_tensors().items()}
+    del model
+    tc.save_file(_drawn(shapes, device), folder / "diffusion_pytorch_model.safetensors")
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _drawn(shapes: Shapes, device: str) -> dict[str, tc.Tensor]:
+    tc.manual_seed(0)
+    return dict(_draws(shapes, device))
+
+
+def _draws(shapes: Shapes, device: str) -> Iterator[tuple[str, tc.Tensor]]:
+    """Weights that neither vanish nor explode from layer to layer, norms that do nothing."""
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            scale = name.endswith("weight") and "norm" in name
+            tensor = tc.full(shape, 1.0 if scale else 0.0, device=device)
+        else:
+            spread = 0.5 / math.sqrt(math.prod(shape[1:]))
+            tensor = tc.randn(shape, device=device) * spread
+        yield name, tensor.to("f16")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
+    write_pipeline(given.folder / "sdxl", given.device)
+    write_pictures(given.folder / "pictures")

@@ -1,0 +1,258 @@
+"""A whole SDXL job at full size through the command line, every phase beside diffusers'.
+
+python benches/gpu_job.py [--folder DIR] [--only cold,warm,...] [--no-torch]
+
+Makes a checkpoint of random f16 weights (6.9 GB) and 24 pictures, then trains 200 steps on cold and
+on warm caches, resumes, trains with previews, validation and an average, draws, merges and
+verifies, each as a user would type it. Phases are the times between the lines that a command
+prints; of a process the most GPU memory (nvidia-smi) and resident host memory are shown. diffusers
+loads, encodes, draws and saves the same where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import full_size
+import timing
+
+import trainable_candle as tc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STEPS = 200
+PROMPT = "a photo of a sks thing on a table"
+# Every linear layer of the transformers, as the default of `train-lora` is.
+RANK = 16
+
+
+@dataclass
+class Outcome:
+    """What a command took."""
+
+    seconds: float
+    lines: list[tuple[float, str]]
+    """Seconds after the start, and what was printed then."""
+    gpu: float
+    """GiB on the device, at most."""
+    host: float
+    """GiB resident, at most."""
+    code: int = 0
+    errors: str = ""
+
+
+@dataclass
+class Watch:
+    """Looks at the memory of a process every fifth of a second."""
+
+    process: int
+    gpu: float = 0.0
+    host: float = 0.0
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        while not self.done.wait(0.2):
+            status = Path(f"/proc/{self.process}/status")
+            try:
+                used = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+                self.gpu = max(self.gpu, int(used.split()[0]) / 1024)
+                for line in status.read_text().splitlines():
+                    if line.startswith("VmRSS"):
+                        self.host = max(self.host, int(line.split()[1]) / 2**20)
+            except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
+                continue
+
+
+def command(*arguments: str) -> Outcome:
+    """Run `trainable-candle` with these arguments."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    started = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainable_candle", *arguments],
+            stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
+        )  # fmt: skip
+        watch = Watch(process.pid)
+        watcher = threading.Thread(target=watch.run)
+        watcher.start()
+        assert process.stdout is not None
+        lines = [(time.perf_counter() - started, line.rstrip()) for line in process.stdout]
+        code = process.wait()
+        seconds = time.perf_counter() - started
+        watch.done.set()
+        watcher.join()
+        errors.seek(0)
+        return Outcome(seconds, lines, watch.gpu, watch.host, code, errors.read())
+
+
+def show(title: str, outcome: Outcome, output: Path | None = None) -> None:
+    """Print a command's phases."""
+    memory = f"GPU {outcome.gpu:.2f} GiB, host {outcome.host:.2f} GiB"
+    print(
+        f"\n== {title}: {outcome.seconds:.1f} s, {memory}, exit status {outcome.code}", flush=True
+    )
+    if outcome.code:
+        print(outcome.errors[-2000:])
+    before = 0.0
+    for moment, line in outcome.lines:
+        print(f"  {moment:7.2f} s (+{moment - before:6.2f})  {line[:110]}")
+        before = moment
+    log = None if output is None else output / "train.csv"
+    if log is not None and log.exists():
+        with log.open() as file:
+            seconds = [float(row["seconds"]) for row in csv.DictReader(file)]
+        steady = sorted(seconds[len(seconds) // 2 :])[len(seconds) // 4]
+        print(f"  {len(seconds)} steps: {sum(seconds):.2f} s, the first {seconds[0]:.2f} s, "
+              f"median of the second half {steady * 1e3:.1f} ms")  # fmt: skip
+    sys.stdout.flush()
+
+
+def train(work: Path, name: str, steps: int, *more: str) -> None:
+    """Train as a user would."""
+    output = work / name
+    outcome = command(
+        "train", "--model", "sdxl", "--weights", str(work / "sdxl"),
+        "--dataset", str(work / "pictures"), "--output", str(output),
+        "--device", "cuda", "--precision", "bf16", "--rank", str(RANK), "--steps", str(steps),
+        *more,
+    )  # fmt: skip
+    show(f"train, {name}", outcome, output)
+
+
+def draw(work: Path) -> None:
+    """Draw one picture, and two: the difference is a picture without start-up."""
+    for count in (1, 2):
+        outcome = command(
+            "sample", "--model", "sdxl", "--weights", str(work / "sdxl"),
+            "--adapter", str(work / "cold" / "adapter.safetensors"),
+            "--device", "cuda", "--precision", "bf16", "--prompt", PROMPT, "--count", str(count),
+            "--steps", "30", "--guidance", "6", "--output", str(work / f"drawn{count}.png"),
+        )  # fmt: skip
+        show(f"sample, {count} of 1024 px", outcome)
+
+
+def merge(work: Path) -> None:
+    """Merge the adapter into the checkpoint."""
+    outcome = command(
+        "merge", "--model", "sdxl", "--weights", str(work / "sdxl"),
+        "--adapter", str(work / "cold" / "adapter.safetensors"), "--output", str(work / "merged"),
+    )  # fmt: skip
+    show("merge into a folder, on the CPU", outcome)
+
+
+def verify(work: Path) -> None:
+    """Verify the adapter."""
+    show("verify", command("verify", str(work / "cold" / "adapter.safetensors")))
+
+
+def peer(work: Path) -> None:
+    """What diffusers takes for the same phases; run in a process of its own."""
+    started = time.perf_counter()
+    import diffusers  # noqa: PLC0415 - optional
+    import numpy as np  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+    from peft import LoraConfig, get_peft_model_state_dict  # noqa: PLC0415
+    from PIL import Image  # noqa: PLC0415
+
+    def phase(title: str, run: Callable[[], Any]) -> Any:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        begun = time.perf_counter()
+        result = run()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        print(
+            f"  diffusers, {title}: {time.perf_counter() - begun:.2f} s, {peak:.2f} GiB", flush=True
+        )
+        return result
+
+    print(f"\n== diffusers: imports {time.perf_counter() - started:.1f} s", flush=True)
+    kind = diffusers.StableDiffusionXLPipeline
+    load = lambda: kind.from_pretrained(work / "sdxl", torch_dtype=torch.bfloat16).to("cuda")  # noqa: E731
+    pipeline = phase("load", load)
+    pipeline.set_progress_bar_config(disable=True)
+    pictures = sorted((work / "pictures").glob("*.png"))
+
+    def encode() -> None:
+        for path in pictures:
+            image = np.asarray(Image.open(path).convert("RGB").resize((1024, 1024)))
+            values = torch.tensor(image).permute(2, 0, 1)[None].float().cuda() / 127.5 - 1
+            pipeline.vae.encode(values).latent_dist.mean.cpu()
+
+    with torch.no_grad():
+        captions = [path.with_suffix(".txt").read_text() for path in pictures]
+        phase("24 captions", lambda: [pipeline.encode_prompt(text) for text in captions])
+        pipeline.vae.float()
+        phase("latents of 24 pictures of 1024 px, f32", encode)
+        pipeline.vae.to(torch.bfloat16)
+        for number in ("first", "second"):
+            call = lambda: pipeline(  # noqa: E731
+                PROMPT, num_inference_steps=30, guidance_scale=6.0, height=1024, width=1024
+            )
+            phase(f"draw 1024 px in 30 steps, {number}", call)
+    layers = ["to_q", "to_k", "to_v", "to_out.0", "proj", "proj_in", "proj_out", "ff.net.2"]
+    pipeline.unet.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=layers))
+    state = get_peft_model_state_dict(pipeline.unet)
+    save = lambda: kind.save_lora_weights(work / "peer", unet_lora_layers=state)  # noqa: E731
+    phase("save the adapter", save)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=Path, help="where to work; made anew and removed without")
+    parser.add_argument("--only", default="", help="parts, comma-separated")
+    parser.add_argument("--no-torch", action="store_true", help="leave diffusers out")
+    parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.peer:
+        peer(given.folder)
+        return
+    reason = tc.cuda.unavailable_reason()
+    if reason is not None:
+        raise SystemExit(f"no CUDA: {reason}")
+    work = given.folder or Path(tempfile.mkdtemp(prefix="gpu_job_"))
+    parts: dict[str, Callable[[], None]] = {
+        "cold": lambda: train(work, "cold", STEPS),
+        "warm": lambda: train(work, "warm", STEPS),
+        "resume": lambda: train(work, "cold", STEPS + 20, "--resume", "latest"),
+        "everything": lambda: train(
+            work, "everything", 60, "--save-every", "20", "--sample-every", "20",
+            "--sample-prompts", PROMPT, "--validation-split", "0.2", "--validate-every", "20",
+            "--ema-decay", "0.99",
+        ),
+        "sample": lambda: draw(work),
+        "merge": lambda: merge(work),
+        "verify": lambda: verify(work),
+    }  # fmt: skip
+    wanted = [name for name in given.only.split(",") if name] or list(parts)
+    try:
+        if not (work / "sdxl").exists():
+            started = time.perf_counter()
+            full_size.write_pipeline(work / "sdxl", "cuda")
+            full_size.write_pictures(work / "pictures")
+            print(f"made the checkpoint and pictures: {time.perf_counter() - started:.1f} s")
+        for name in wanted:
+            parts[name]()
+        if not given.no_torch and timing.find_torch() is not None:
+            peers = [sys.executable, __file__, "--peer", "--folder", str(work)]
+            subprocess.run(peers, check=False)
+    finally:
+        if given.folder is None:
+            shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Which device and precision a command uses where the user leaves that open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from trainable_candle import cuda
+
+AUTO: Final = "auto"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a command computes, and in which dtype."""
+
+    device: str
+    """`cpu`, `cuda` or `cuda:N`."""
+    precision: str
+    """`f32`, `bf16` or `f16`."""
+    reason: str | None = None
+    """Why `auto` did not take a GPU; None if it did, or if the user named the device."""
+
+    def __str__(self) -> str:
+        """One line for the user."""
+        why = f" (no GPU is used: {self.reason})" if self.reason else ""
+        return f"device: {self.device}, {self.precision}{why}"
+
+
+def choose(device: str, precision: str) -> Placement:
+    """The device and the precision that names and `auto` stand for.
+
+    `auto` takes the first GPU if CUDA can be used, else the CPU. It computes in bf16 on a GPU,
+    which every supported GPU has, and in f32 on the CPU. A named device is not checked here.
+    """
+    reason = None
+    if device == AUTO:
+        reason = cuda.unavailable_reason()
+        device = "cpu" if reason else "cuda"
+    if precision == AUTO:
+        precision = "f32" if device == "cpu" else "bf16"
+    return Placement(device, precision, reason)
