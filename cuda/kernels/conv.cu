@@ -13,7 +13,12 @@
 // A sum can be split among gridDim.z blocks where there are too few tiles for the device. Each then writes its slice of
 // `partials`, f32 (splits, elements of the result), and `conv2d_sum` adds the slices in order. With gridDim.z = 1,
 // `partials` is null.
+//
+// f32 on tensor cores: `pairs_{left,right}` take each operand apart, x = hi + lo in bf16, and put the parts side by side as
+// three times the channels, hi hi lo of the image and hi lo hi of the weight; the forward pass over these sums all products
+// but lo * lo. `partials` is then the f32 result itself, and `sums_bias` its bias.
 #include "conv/plain.cuh"
+#include "conv/pairs.cuh"
 #include "conv/tensor.cuh"
 #include "conv/weight.cuh"
 
@@ -22,12 +27,14 @@
 // y[p, o] = bias[o] + sum over (a, b, c) of x[window of p at (a, b), c] * weight[o, a, b, c]; `bias` may be null.
 // Grid: ceil(pixels of y / M) * ceil(out_channels / N), 1, splits; block: 128.
 // Dynamic shared memory: STAGES * (M + N) * 128 bytes: m128n128 98304, m64n64 and m64n64v4 65536, m128n16 73728.
-// partials: (splits, pixels of y, out_channels); the bias is then added by `conv2d_sum`.
+// partials: (splits, pixels of y, out_channels); `sums_bias`, in f32 and null where `conv2d_sum` adds the bias, is added to
+// each slice.
 #define DEFINE_FORWARD(DTYPE, TYPE, TILE, M, N, WARPS_M, WARPS_N, VEC, STAGES, BLOCKS)                                 \
     extern "C" __global__ void __launch_bounds__(128, BLOCKS) conv2d_forward_##TILE##_##DTYPE(                         \
-        TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, float *partials, Conv2dShape shape) {            \
-        conv2d_tensor<TYPE, Direction::FORWARD, M, N, WARPS_M, WARPS_N, VEC, STAGES>({y, x, weight, bias, partials},   \
-                                                                                     shape);                           \
+        TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, float *partials, const float *sums_bias,         \
+        Conv2dShape shape) {                                                                                           \
+        conv2d_tensor<TYPE, Direction::FORWARD, M, N, WARPS_M, WARPS_N, VEC, STAGES>(                                  \
+            {y, x, weight, bias, partials, sums_bias}, shape);                                                         \
     }
 FOR_EACH_HALF(DEFINE_FORWARD, m128n128, 128, 128, 2, 2, 8, 3, 2)
 FOR_EACH_HALF(DEFINE_FORWARD, m64n64, 64, 64, 2, 2, 8, 4, 3)
@@ -45,7 +52,7 @@ FOR_EACH_HALF(DEFINE_FORWARD, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
     extern "C" __global__ void __launch_bounds__(128, BLOCKS) conv2d_grad_input_##TILE##_##DTYPE(                      \
         TYPE *grad_x, const TYPE *grad_y, const TYPE *weight, float *partials, Conv2dShape shape) {                    \
         conv2d_tensor<TYPE, Direction::GRAD_INPUT, M, N, WARPS_M, WARPS_N, VEC, STAGES>(                               \
-            {grad_x, grad_y, weight, nullptr, partials}, shape);                                                       \
+            {grad_x, grad_y, weight, nullptr, partials, nullptr}, shape);                                              \
     }
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m128n128, 128, 128, 2, 2, 8, 3, 2)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m64n64, 64, 64, 2, 2, 8, 4, 3)
@@ -116,6 +123,16 @@ sum_partials(T *y, const Acc<T> *partials, const T *bias, uint64_t count, uint32
         }
     }
 }
+
+// The parts of f32 operands; to (rows, 3 padded), from (rows, channels), padded a multiple of 8, zeros beyond the
+// channels. Grid: any (a thread takes every gridDim.x * blockDim.x-th group of eight channels); block: 256.
+#define DEFINE_PAIRS(NAME, LOW)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        pairs_##NAME##_f32(__nv_bfloat16 *to, const float *from, uint64_t rows, uint32_t channels, uint32_t padded) {  \
+        write_pairs<LOW>(to, from, rows, channels, padded);                                                            \
+    }
+DEFINE_PAIRS(left, 2)
+DEFINE_PAIRS(right, 1)
 
 #define DEFINE_SUM(DTYPE, TYPE)                                                                                        \
     extern "C" __global__ void __launch_bounds__(256, 4) conv2d_sum_##DTYPE(                                           \

@@ -36,9 +36,10 @@
 
 #define DEFINE_FORWARD(DTYPE, TYPE, TILE, M, N, STAGES)                                                                \
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                                     \
-        conv2d_forward_hopper_##TILE##_##DTYPE(TYPE *y, const TYPE *bias, float *partials, Conv2dShape shape,          \
-                                               const __grid_constant__ Conv2dMaps maps) {                              \
-        conv2d_hopper<TYPE, Direction::FORWARD, M, N, STAGES>({y, nullptr, nullptr, bias, partials}, shape, maps);     \
+        conv2d_forward_hopper_##TILE##_##DTYPE(TYPE *y, const TYPE *bias, float *partials, const float *sums_bias,     \
+                                               Conv2dShape shape, const __grid_constant__ Conv2dMaps maps) {           \
+        conv2d_hopper<TYPE, Direction::FORWARD, M, N, STAGES>({y, nullptr, nullptr, bias, partials, sums_bias}, shape, \
+                                                              maps);                                                   \
     }
 FOR_EACH_HALF(DEFINE_FORWARD, m128n128, 128, 128, 6)
 FOR_EACH_HALF(DEFINE_FORWARD, m128n160, 128, 160, 6)
@@ -49,8 +50,8 @@ FOR_EACH_HALF(DEFINE_FORWARD, m256n160, 256, 160, 4)
     extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                                     \
         conv2d_grad_input_hopper_##TILE##_##DTYPE(TYPE *grad_x, float *partials, Conv2dShape shape,                    \
                                                   const __grid_constant__ Conv2dMaps maps) {                           \
-        conv2d_hopper<TYPE, Direction::GRAD_INPUT, M, N, STAGES>({grad_x, nullptr, nullptr, nullptr, partials}, shape, \
-                                                                 maps);                                                \
+        conv2d_hopper<TYPE, Direction::GRAD_INPUT, M, N, STAGES>(                                                      \
+            {grad_x, nullptr, nullptr, nullptr, partials, nullptr}, shape, maps);                                      \
     }
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m128n128, 128, 128, 6)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m128n160, 128, 160, 5)

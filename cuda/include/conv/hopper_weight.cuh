@@ -67,7 +67,7 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
             if (partials != nullptr) {
                 float *slice = partials + int64_t(blockIdx.z) * outs * values;
                 each_strip(acc, 0, column, [&](const auto &strip, int row, int first) {
-                    store_partials(slice, strip, row, first, first_value, values, row_of);
+                    store_partials(slice, nullptr, strip, row, first, first_value, values, row_of);
                 });
             } else {
                 T *staged = reinterpret_cast<T *>(shared);

@@ -58,9 +58,10 @@ __device__ __forceinline__ void store_staged(T *result, const T *staged, int fir
     }
 }
 
-// Writes a 16-row strip of sums to the rows of a slice of the partial sums.
+// Writes a 16-row strip of sums, plus `bias` unless it is null, to the rows of a slice of the partial sums.
 template <int NF, typename RowOf> __device__ __forceinline__ void
-store_partials(float *partials, const float (&acc)[NF][4], int row, int column, int first, int results, RowOf row_of) {
+store_partials(float *partials, const float *bias, const float (&acc)[NF][4], int row, int column, int first,
+               int results, RowOf row_of) {
     const int lane = int(threadIdx.x) % WARP;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -69,7 +70,10 @@ store_partials(float *partials, const float (&acc)[NF][4], int row, int column, 
         float *to = partials + to_row * results;
 #pragma unroll
         for (int j = 0; j < NF; ++j) {
-            store_pair(to, first + column + j * 8 + lane % 4 * 2, results, acc[j][half * 2], acc[j][half * 2 + 1]);
+            const int n = first + column + j * 8 + lane % 4 * 2;
+            const float b[2] = {bias != nullptr && n < results ? bias[n] : 0.f,
+                                bias != nullptr && n + 1 < results ? bias[n + 1] : 0.f};
+            store_pair(to, n, results, acc[j][half * 2] + b[0], acc[j][half * 2 + 1] + b[1]);
         }
     }
 }

@@ -6,13 +6,14 @@
 #include "store.cuh"
 
 // The operands of one launch. Forward: result = y, source = x. Gradient of the input: result = grad_x, source = grad_y,
-// no bias.
+// no bias. Where there are partials they are written in place of the result, `sums_bias` added to them, not `bias`.
 template <typename T> struct Conv2dOperands {
     T *__restrict__ result;
     const T *__restrict__ source;
     const T *__restrict__ weight;
     const T *__restrict__ bias;
     float *__restrict__ partials;
+    const float *__restrict__ sums_bias;
 };
 
 // Which part of the sum a block computes: a tile of the result, and if the sum is split (gridDim.z), which of its
@@ -91,7 +92,7 @@ __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work,
                                                        : int64_t(s.batch) * s.height * s.width;
         float *slice = operands.partials + blockIdx.z * pixels * results;
         strips([&](const auto &acc, int row, int column) {
-            store_partials(slice, acc, row, column, work.column, results, row_of);
+            store_partials(slice, operands.sums_bias, acc, row, column, work.column, results, row_of);
         });
         return;
     }

@@ -127,7 +127,8 @@ __device__ __forceinline__ void conv2d_grad_weight(T *grad_weight, const T *grad
     if (partials != nullptr) {
         float *slice = partials + int64_t(blockIdx.z) * outs * values;
 #pragma unroll
-        for (int i = 0; i < MF; ++i) store_partials(slice, acc[i], row + i * 16, column, first_value, values, row_of);
+        for (int i = 0; i < MF; ++i)
+            store_partials(slice, nullptr, acc[i], row + i * 16, column, first_value, values, row_of);
         return;
     }
     T *staged = reinterpret_cast<T *>(shared);

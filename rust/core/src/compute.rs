@@ -1,5 +1,6 @@
 //! The arithmetic that operations are made of, on whatever device their tensors are: [`cpu`] or CUDA.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device};
@@ -90,6 +91,30 @@ pub fn set_float32_matmul_precision(precision: MatmulPrecision) {
 /// How products of f32 matrices are computed on CUDA devices.
 pub fn float32_matmul_precision() -> MatmulPrecision {
     if TF32.load(Ordering::Relaxed) { MatmulPrecision::High } else { MatmulPrecision::Highest }
+}
+
+thread_local! {
+    static PAIRS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Do the work of a function with f32 as sums of two bf16 numbers where this thread queues forward passes of convolutions, linear
+/// layers and attention of wide heads on a CUDA device: on tensor cores, with 16 bits of each factor and sums in f32. Elsewhere f32
+/// stays what it is.
+pub fn with_bf16_pairs<R>(work: impl FnOnce() -> R) -> R {
+    struct Restored(bool);
+    impl Drop for Restored {
+        fn drop(&mut self) {
+            PAIRS.set(self.0);
+        }
+    }
+    let _restored = Restored(PAIRS.replace(true));
+    work()
+}
+
+/// Whether this thread multiplies tensors of `dtype` as [`with_bf16_pairs`] says.
+#[cfg(feature = "cuda")]
+pub(crate) fn uses_pairs(dtype: DType) -> bool {
+    dtype == DType::F32 && PAIRS.get()
 }
 
 /// As [`cpu::write_products`].

@@ -1,4 +1,6 @@
-//! Attention without a matrix of scores: on tensor cores where the operands allow it, else a plain form.
+//! Attention without a matrix of all scores: on tensor cores where the operands allow it, else a plain form.
+
+mod wide;
 
 use candle_core::{DType, Layout};
 use trainable_candle_cuda::modules::ATTENTION;
@@ -177,6 +179,10 @@ impl Attention<'_> {
         let sizes = self.sizes(width, value_width)?;
         let heads = sizes.batch * sizes.heads;
         if log_sums.elem_count() == 0 {
+            return Ok((o, log_sums));
+        }
+        if self.is_wide([width, value_width], mask) {
+            self.wide_forward([q, k, v], &o, &log_sums)?;
             return Ok((o, log_sums));
         }
         let [q, k, v, to] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?, Heads::new(op, &o)?];

@@ -27,6 +27,12 @@ pub(super) fn with_last(x: &Raw, out: usize) -> Shape {
 
 /// x Wᵀ + b over matrices: (rows, in), (out, in), (out) → (rows, out).
 pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda()
+        && let Some(y) = crate::cuda::conv::linear(LINEAR.name, x, weight, bias)?
+    {
+        return Ok(y);
+    }
     let weight = weight.t()?;
     let Some(bias) = bias else { return compute::matmul(x, &weight) };
     #[cfg(feature = "cuda")]

@@ -2,10 +2,11 @@
 
 use trainable_candle_core::ops::attention::{packed_attention, scaled_dot_product_attention};
 use trainable_candle_core::ops::norm::rms_norm_rope;
+use trainable_candle_core::raw::to_f64_vec;
 use trainable_candle_core::{DType, Result, Tensor};
 
 use super::gpu;
-use super::products::{TOLERANCE, compare, compare_with, in_f64, random};
+use super::products::{TOLERANCE, compare, compare_with, in_f64, near, random};
 
 /// (B, S, D) → (B, heads, S, D / heads): heads that lie inside of the positions.
 fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
@@ -83,6 +84,20 @@ fn attention_of_the_models_equals_the_cpu() {
     }
 }
 
+/// More scores than there are at a time.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn attention_of_wide_heads_takes_some_queries_at_a_time() {
+    let device = gpu().unwrap();
+    let inputs = [2900, 12_000, 12_000].map(|length| random(&[1, length, 136], 1.0, DType::F32));
+    let attend = |x: &[Tensor]| scaled_dot_product_attention(&x[0], &x[1], &x[2], None, false, None);
+    let wide: Vec<Tensor> = inputs.iter().map(|x| x.to_dtype(DType::F64).unwrap()).collect();
+    let expected = to_f64_vec(attend(&wide).unwrap().raw()).unwrap();
+    let moved: Vec<Tensor> = inputs.iter().map(|x| x.to_device(&device).unwrap()).collect();
+    let found = to_f64_vec(attend(&moved).unwrap().raw()).unwrap();
+    near("2,900 to 12,000", &found, &expected, 2.0 * TOLERANCE[0].1);
+}
+
 /// Projections side by side, of SDXL's widths: nothing is copied, and the gradients come side by side.
 #[test]
 #[ignore = "needs a CUDA device"]
@@ -95,6 +110,7 @@ fn attention_over_packed_projections_equals_the_cpu() {
         (77, None, 2, 64, true),
         (96, None, 2, 128, false),
         (33, Some(7), 3, 40, false),
+        (40, Some(50), 3, 160, false),
     ] {
         for (dtype, tolerance) in TOLERANCE {
             let own = if keys.is_some() { 1 } else { 3 };

@@ -51,7 +51,7 @@ pub(super) fn compare_with(
 }
 
 /// [`close`] relative to the largest value, also where all are small.
-fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
+pub(super) fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
     let largest = expected.iter().fold(0f64, |m, e| m.max(e.abs())).max(f64::MIN_POSITIVE);
     let scaled = |values: &[f64]| values.iter().map(|v| v / largest).collect::<Vec<_>>();
     close(what, &scaled(found), &scaled(expected), tolerance).unwrap();
@@ -89,6 +89,40 @@ fn convolutions_equal_the_cpu() {
             ];
             let what = format!("{} of {image:?} by {weight:?}", dtype.as_str());
             compare(&what, &|x| conv2d(&x[0], &x[1], Some(&x[2]), options), &inputs, &device, *tolerance);
+        }
+    }
+}
+
+/// f32 operands as sums of two bf16 numbers keep nearly the accuracy of f32: steps that end inside of the parts, channels that are
+/// padded, few and many parts of a sum, large and small numbers, no bias.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn f32_convolutions_on_tensor_cores_equal_the_cpu() {
+    let device = gpu().unwrap();
+    let padded = Conv2dOptions { padding: [1, 1], ..Conv2dOptions::default() };
+    let halved = Conv2dOptions { stride: [2, 2], ..Conv2dOptions::default() };
+    let cases = [
+        ([1, 64, 64, 128], [128, 3, 3, 128], padded, 1.0),
+        ([1, 40, 24, 512], [512, 3, 3, 512], padded, 1e3),
+        ([2, 33, 17, 72], [40, 3, 3, 72], padded, 1e-3),
+        ([1, 65, 65, 128], [128, 3, 3, 128], halved, 1.0),
+        ([1, 32, 32, 128], [256, 1, 1, 128], Conv2dOptions::default(), 1.0),
+        ([2, 40, 40, 3], [128, 3, 3, 3], padded, 1.0),
+        ([1, 24, 24, 4], [512, 3, 3, 4], padded, 1.0),
+        ([1, 24, 24, 512], [8, 3, 3, 512], padded, 1.0),
+        ([1, 24, 24, 24], [3, 3, 3, 24], padded, 1.0),
+        ([1, 9, 9, 8], [8, 1, 1, 8], Conv2dOptions::default(), 1.0),
+    ];
+    for (image, weight, options, size) in cases {
+        let inputs = [
+            random(&image, size, DType::F32),
+            random(&weight, 1.0 / ((weight[1] * weight[2] * weight[3]) as f64).sqrt(), DType::F32),
+            random(&weight[..1], size, DType::F32),
+        ];
+        for count in [2, 3] {
+            let run = |x: &[Tensor]| compute::with_bf16_pairs(|| conv2d(&x[0], &x[1], x.get(2), options));
+            let what = format!("f32 of {image:?} by {weight:?}, {count} operands");
+            compare(&what, &run, &inputs[..count], &device, TOLERANCE[0].1);
         }
     }
 }

@@ -12,7 +12,7 @@ use candle_core::cuda_backend::cudarc::driver::sys::{
 };
 use trainable_candle_cuda::modules::CONV_HOPPER;
 
-use super::{BLOCKS, STEP, Sizes, splits, sum_parts};
+use super::{BLOCKS, Operands, STEP, Sizes, Sums, splits, sum_parts};
 use crate::cuda::gpu::{Gpu, driver_error};
 use crate::cuda::launch::{Address, Shape, accumulator, address, empty, launch, optional, suffix};
 use crate::{Error, Raw, Result};
@@ -276,14 +276,9 @@ impl Encoder {
 const NO_MAP: CUtensorMap = CUtensorMap { opaque: [0; 16] };
 
 /// y of dense operands, unless the general kernels serve the sizes better.
-pub(super) fn forward(
-    op: &'static str,
-    gpu: &Gpu,
-    sizes: &Sizes,
-    y: &Raw,
-    [from, weights, bias]: [Address; 3],
-) -> Result<bool> {
-    let (dtype, to, windows) = (y.dtype(), address(op, y)?, sizes.windows());
+pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
+    let Operands { dtype, from, weights, bias } = operands;
+    let (to, windows) = (address(op, y)?, sizes.windows());
     let fits = runs_on(gpu, sizes, dtype, &[sizes.channels], &[to, from, weights])
         && sizes.out_channels > 16
         && sizes.stride.iter().all(|&stride| stride <= 8)
@@ -305,17 +300,15 @@ pub(super) fn forward(
             NO_MAP,
         ],
     };
-    let partials = (splits > 1).then(|| empty(op, gpu, &[splits, pixels, out], accumulator(dtype))).transpose()?;
-    let parts = optional(op, partials.as_ref())?;
+    let sums = Sums::new(op, gpu, sizes, y, splits)?;
+    let [narrow_bias, parts, parts_bias] = sums.arguments(op, &operands)?;
     let (name, shared) = tile.forward;
     let function = gpu.function(&CONV_HOPPER, name, suffix(op, dtype)?)?;
     let shape = Shape { grid: [grid(op, blocks)?, 1, splits as u32], block: [THREADS, 1, 1], shared };
     let sizes = *sizes;
-    // SAFETY: the kernel takes the result, the bias, the parts of the sums, sizes, and the maps of the operands.
-    unsafe { launch!(op, gpu, function, shape, to, bias, parts, sizes, maps) }?;
-    if let Some(partials) = &partials {
-        sum_parts(op, gpu, y, partials, bias, sizes.out_channels, splits as u32)?;
-    }
+    // SAFETY: the kernel takes the result, its bias, the sums in f32 with theirs, sizes, and the maps of the operands.
+    unsafe { launch!(op, gpu, function, shape, to, narrow_bias, parts, parts_bias, sizes, maps) }?;
+    sums.finish(op, gpu, &sizes, bias)?;
     Ok(true)
 }
 

@@ -1,13 +1,19 @@
-//! Convolution of channels-last images: on tensor cores for f16 and bf16 where the channels allow it, else a plain form.
+//! Convolution of channels-last images: on tensor cores for f16 and bf16 where the channels allow it, and the forward pass for f32
+//! where it is to be [in pairs](crate::compute::with_bf16_pairs); else a plain form.
 
 mod hopper;
+mod pairs;
 
 use candle_core::DType;
 use trainable_candle_cuda::modules::CONV;
 
 use super::gpu::Gpu;
 use super::launch::{Address, Shape, accumulator, address, empty, launch, optional, suffix};
+use crate::compute::uses_pairs;
 use crate::{Raw, Result};
+
+pub use pairs::linear;
+pub(super) use pairs::{LEFT, RIGHT, pairs};
 
 /// `Conv2dShape` of the kernels; pairs are (height, width).
 #[repr(C)]
@@ -107,6 +113,46 @@ fn sum_parts(
     unsafe { launch!(op, gpu, function, shape, to, from, bias, count, columns, splits) }
 }
 
+/// Addresses of dense operands of `dtype`, and of a bias in the dtype of the result; null if there is none.
+#[derive(Clone, Copy)]
+struct Operands {
+    dtype: DType,
+    from: Address,
+    weights: Address,
+    bias: Address,
+}
+
+/// Where tensor cores put the sums of a forward pass.
+struct Sums<'a> {
+    y: &'a Raw,
+    /// The parts of sums that are split.
+    partials: Option<Raw>,
+    splits: usize,
+}
+
+impl<'a> Sums<'a> {
+    fn new(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &'a Raw, splits: usize) -> Result<Self> {
+        let dims = [splits, sizes.pixels(), sizes.out_channels as usize];
+        let partials = (splits > 1).then(|| empty(op, gpu, &dims, DType::F32)).transpose()?;
+        Ok(Self { y, partials, splits })
+    }
+
+    /// The bias of the result, the place of f32 sums and their bias, as kernels take them: of operands narrower than the result the sums
+    /// are the result.
+    fn arguments(&self, op: &'static str, operands: &Operands) -> Result<[Address; 3]> {
+        Ok(match &self.partials {
+            Some(partials) => [0, address(op, partials)?, 0],
+            None if self.y.dtype() == operands.dtype => [operands.bias, 0, 0],
+            None => [0, address(op, self.y)?, operands.bias],
+        })
+    }
+
+    fn finish(&self, op: &'static str, gpu: &Gpu, sizes: &Sizes, bias: Address) -> Result<()> {
+        let Some(partials) = &self.partials else { return Ok(()) };
+        sum_parts(op, gpu, self.y, partials, bias, sizes.out_channels, self.splits as u32)
+    }
+}
+
 /// y (batch, out height, out width, out channels) of dense operands.
 pub fn forward(
     op: &'static str,
@@ -121,10 +167,40 @@ pub fn forward(
     if y.elem_count() == 0 {
         return Ok(y);
     }
-    let (to, from, weights, bias) = (address(op, &y)?, address(op, x)?, address(op, weight)?, optional(op, bias)?);
-    if hopper::forward(op, gpu, &sizes, &y, [from, weights, bias])? {
+    let bias = optional(op, bias)?;
+    if uses_pairs(dtype)
+        && let Some((sizes, [x, weight])) = pairs::operands(op, sizes, [x, weight])?
+    {
+        let (from, weights) = (address(op, &x)?, address(op, &weight)?);
+        if on_tensor_cores(op, gpu, &sizes, &y, Operands { dtype: x.dtype(), from, weights, bias })? {
+            return Ok(y);
+        }
+    }
+    let (to, from, weights) = (address(op, &y)?, address(op, x)?, address(op, weight)?);
+    if on_tensor_cores(op, gpu, &sizes, &y, Operands { dtype, from, weights, bias })? {
         return Ok(y);
     }
+    let [_, results] = sizes.group_channels();
+    let (name, shape) = if sizes.is_direct() {
+        ("conv2d_forward_direct", Shape::flat(y.elem_count(), 1))
+    } else {
+        let tiles = sizes.pixels().div_ceil(64) * results.div_ceil(64);
+        let grid = [tiles as u32, 1, sizes.groups.min(MOST)];
+        ("conv2d_forward_plain", Shape { grid, block: [256, 1, 1], shared: 0 })
+    };
+    let function = gpu.function(&CONV, name, suffix(op, dtype)?)?;
+    // SAFETY: the kernel takes the result, the dense operands and sizes.
+    unsafe { launch!(op, gpu, function, shape, to, from, weights, bias, sizes) }?;
+    Ok(y)
+}
+
+/// The forward pass on tensor cores, unless the operands do not suit them.
+fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
+    if hopper::forward(op, gpu, sizes, y, operands)? {
+        return Ok(true);
+    }
+    let Operands { dtype, from, weights, bias } = operands;
+    let to = address(op, y)?;
     let (pixels, out) = (sizes.pixels(), sizes.out_channels as usize);
     let blocks = |rows: usize, columns: usize| pixels.div_ceil(rows) * out.div_ceil(columns);
     let tile = |name, rows, columns, shared| Tile { name, rows, columns, shared };
@@ -141,32 +217,18 @@ pub fn forward(
     } else {
         None
     };
-    let Some(tile) = tile else {
-        let [_, results] = sizes.group_channels();
-        let (name, shape) = if sizes.is_direct() {
-            ("conv2d_forward_direct", Shape::flat(y.elem_count(), 1))
-        } else {
-            let tiles = pixels.div_ceil(64) * results.div_ceil(64);
-            let grid = [tiles as u32, 1, sizes.groups.min(MOST)];
-            ("conv2d_forward_plain", Shape { grid, block: [256, 1, 1], shared: 0 })
-        };
-        let function = gpu.function(&CONV, name, suffix(op, dtype)?)?;
-        // SAFETY: the kernel takes the result, the dense operands and sizes.
-        unsafe { launch!(op, gpu, function, shape, to, from, weights, bias, sizes) }?;
-        return Ok(y);
-    };
+    let Some(tile) = tile else { return Ok(false) };
     let tiles = blocks(tile.rows, tile.columns);
     let splits = splits(tiles, sizes.window());
-    let partials = (splits > 1).then(|| empty(op, gpu, &[splits, pixels, out], accumulator(dtype))).transpose()?;
-    let parts = optional(op, partials.as_ref())?;
+    let sums = Sums::new(op, gpu, sizes, y, splits)?;
+    let [narrow_bias, parts, parts_bias] = sums.arguments(op, &operands)?;
+    let sizes = *sizes;
     let function = gpu.function(&CONV, tile.name, suffix(op, dtype)?)?;
     let shape = Shape { grid: [tiles as u32, 1, splits as u32], block: [128, 1, 1], shared: tile.shared };
-    // SAFETY: as above, and the parts of the sums.
-    unsafe { launch!(op, gpu, function, shape, to, from, weights, bias, parts, sizes) }?;
-    if let Some(partials) = &partials {
-        sum_parts(op, gpu, &y, partials, bias, sizes.out_channels, splits as u32)?;
-    }
-    Ok(y)
+    // SAFETY: the kernel takes the result, the dense operands, the sums in f32 with their bias, and sizes.
+    unsafe { launch!(op, gpu, function, shape, to, from, weights, narrow_bias, parts, parts_bias, sizes) }?;
+    sums.finish(op, gpu, &sizes, bias)?;
+    Ok(true)
 }
 
 /// The gradient of the input (batch, height, width, channels) from dense operands.
