@@ -519,6 +519,24 @@ class AutoencoderKL(Model):
             ShapeError: if the picture does not fit the model.
         """
     @staticmethod
+    def from_config(
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+    ) -> AutoencoderKL:
+        """
+        A frozen model of random weights, for measuring how fast and large it is.
+
+        Args:
+            config: a `config.json`; SDXL's autoencoder without it.
+            dtype: of the weights, f32 without it.
+            device: where they are.
+
+        Raises:
+            MissingFileError, ConfigError: if the configuration is missing or another model's.
+            OutOfMemoryError: if the model does not fit.
+        """
+    @staticmethod
     def from_pretrained(
         path: str | bytes | PathLike[str] | PathLike[bytes],
         dtype: DType | str | None = None,
@@ -572,6 +590,24 @@ class CLIPTextModel(Model):
         Raises:
             ShapeError: if a text is too long.
             IndexOutOfRangeError: if an id is no token.
+        """
+    @staticmethod
+    def from_config(
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+    ) -> CLIPTextModel:
+        """
+        A frozen model of random weights, for measuring how fast and large it is.
+
+        Args:
+            config: a `config.json`; CLIP's large model without it.
+            dtype: of the weights, f32 without it.
+            device: where they are.
+
+        Raises:
+            MissingFileError, ConfigError: if the configuration is missing or another model's.
+            OutOfMemoryError: if the model does not fit.
         """
     @staticmethod
     def from_pretrained(

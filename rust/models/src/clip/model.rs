@@ -1,16 +1,17 @@
 //! The text encoder: token ids in, one state per token and one for the text out.
 
+use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::{PartNames, WeightFiles};
-use trainable_candle_nn::{Init, LayerNorm, Linear, Module, Visitor, Weights};
+use trainable_candle_nn::{Init, LayerNorm, Linear, Module, Source, Visitor, Weights};
 
 use super::layers::EncoderLayer;
 use super::{CLIPTextConfig, keys, lora_keys};
-use crate::pretrained::{Component, Layout, Pretrained};
+use crate::pretrained::{Component, Layout, Pretrained, configured};
 use crate::registry::{Model, json_text};
 
 /// A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Its names begin with
@@ -116,6 +117,17 @@ impl CLIPTextModel {
     pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
         let config = files.config(&Self::COMPONENT, CLIPTextConfig::from_json, keys::deduce)?;
         files.build(|_| keys::layout(files.prefix()), dtype, device, |weights| Self::new(config, weights))
+    }
+
+    /// A frozen model of random weights, drawn from the library's generator, of the sizes in a `config.json`, or of CLIP's large model
+    /// without one: for measuring how fast and large it is.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model, [`Error::DType`] if `dtype` is not
+    /// floating-point, [`Error::OutOfMemory`] if the model does not fit.
+    pub fn from_config(config: Option<&Path>, dtype: DType, device: &Device) -> Result<Self> {
+        let config = configured(config, dtype, CLIPTextConfig::from_json)?;
+        Self::new(config, &mut Source::random(dtype, device).root())
     }
 
     /// The configuration.

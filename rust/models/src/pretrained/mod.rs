@@ -239,6 +239,19 @@ pub(crate) fn read_json<C: DeserializeOwned>(path: &Path) -> Result<C> {
     serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: {e}", path.display())))
 }
 
+/// The configuration in a `config.json`, or the default without one, of a model of random weights of `dtype`.
+pub(crate) fn configured<C: Default>(
+    path: Option<&Path>,
+    dtype: DType,
+    from_json: impl FnOnce(&Map<String, Value>) -> Result<C>,
+) -> Result<C> {
+    if !is_float(dtype) {
+        let message = format!("a model computes in floating point, found {}", dtype.as_str());
+        return Err(Error::dtype("from_config", message));
+    }
+    path.map_or_else(|| Ok(C::default()), |path| from_json(&read_json(path)?))
+}
+
 /// Keys of checkpoints that are not supported or hold another part, and what they are.
 const RECOGNISED: [(&str, &str); 9] = [
     ("cond_stage_model.transformer.", "a checkpoint of Stable Diffusion 1, which is not supported; SDXL's are"),

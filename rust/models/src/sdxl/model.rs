@@ -13,7 +13,7 @@ use super::blocks::{Conditions, DownBlock, MidBlock, UpBlock};
 use super::config::TIME_IDS;
 use super::{UNetConfig, keys, lora_keys};
 use crate::layers::{Sinusoids, TimestepEmbedding, conv3x3};
-use crate::pretrained::{Component, Layout, Pretrained, read_json};
+use crate::pretrained::{Component, Layout, Pretrained, configured};
 use crate::registry::{Model, json_text};
 
 const OP: &str = "SDXLUNet";
@@ -100,12 +100,7 @@ impl SDXLUNet {
     /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model, [`Error::DType`] if `dtype` is not
     /// floating-point, [`Error::OutOfMemory`] if the model does not fit.
     pub fn from_config(config: Option<&Path>, dtype: DType, device: &Device) -> Result<Self> {
-        if !is_float(dtype) {
-            let message = format!("a model computes in floating point, found {}", dtype.as_str());
-            return Err(Error::dtype("from_config", message));
-        }
-        let config =
-            config.map_or_else(|| Ok(UNetConfig::default()), |path| UNetConfig::from_json(&read_json(path)?))?;
+        let config = configured(config, dtype, UNetConfig::from_json)?;
         Self::new(config, &mut Source::random(dtype, device).root())
     }
 

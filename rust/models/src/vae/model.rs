@@ -1,17 +1,18 @@
 //! The autoencoder: pictures to the distribution of their latents, latents to pictures.
 
+use std::path::Path;
 use std::sync::{PoisonError, RwLock};
 
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_nn::{Conv2d, Module, Visitor, Weights};
+use trainable_candle_nn::{Conv2d, Module, Source, Visitor, Weights};
 
 use super::coders::{Decoder, Encoder};
 use super::tiling::Tiling;
 use super::{VaeConfig, keys};
 use crate::layers::conv1x1;
-use crate::pretrained::{Component, Layout, Pretrained};
+use crate::pretrained::{Component, Layout, Pretrained, configured};
 use crate::registry::{Model, json_text};
 
 /// The autoencoder of latent diffusion, computing what diffusers' `AutoencoderKL` computes, under its names.
@@ -76,6 +77,17 @@ impl AutoencoderKL {
         let prefix = files.prefix();
         let layout = |files: &WeightFiles| keys::layout(prefix, &config, Some(files));
         files.build(layout, dtype, device, |weights| Self::new(config.clone(), weights))
+    }
+
+    /// A frozen model of random weights, drawn from the library's generator, of the sizes in a `config.json`, or of SDXL's autoencoder
+    /// without one: for measuring how fast and large it is.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model, [`Error::DType`] if `dtype` is not
+    /// floating-point, [`Error::OutOfMemory`] if the model does not fit.
+    pub fn from_config(config: Option<&Path>, dtype: DType, device: &Device) -> Result<Self> {
+        let config = configured(config, dtype, VaeConfig::from_json)?;
+        Self::new(config, &mut Source::random(dtype, device).root())
     }
 
     /// The configuration.

@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use trainable_candle_core::DType;
 use trainable_candle_models as models;
 
 use super::request::{Call, Request};
 use super::{Model, class};
 use crate::arguments::{FilePath, Integer};
 use crate::call::detached;
+use crate::device;
 use crate::dtype::DTypeArg;
 use crate::error::Result;
 use crate::given::Given;
@@ -61,6 +63,30 @@ impl AutoencoderKL {
         )?;
         let load = |files: &_, dtype, device: &_| models::AutoencoderKL::load(files, dtype, device, force_upcast);
         Ok(Self::object(py, request.load(py, &models::AutoencoderKL::COMPONENT, load)?)?)
+    }
+
+    /// A frozen model of random weights, for measuring how fast and large it is.
+    ///
+    /// Args:
+    ///     config: a `config.json`; SDXL's autoencoder without it.
+    ///     dtype: of the weights, f32 without it.
+    ///     device: where they are.
+    ///
+    /// Raises:
+    ///     MissingFileError, ConfigError: if the configuration is missing or another model's.
+    ///     OutOfMemoryError: if the model does not fit.
+    #[staticmethod]
+    #[pyo3(signature = (config=None, dtype=None, device="cpu"))]
+    fn from_config(
+        py: Python<'_>,
+        config: Option<FilePath>,
+        dtype: Option<DTypeArg>,
+        device: &str,
+    ) -> Result<Py<Self>> {
+        let config = config.map(|config| config.get("from_config")).transpose()?;
+        let (dtype, device) = (dtype.map_or(DType::F32, |dtype| dtype.0), device::parse(device)?);
+        let model = detached(py, || models::AutoencoderKL::from_config(config.as_deref(), dtype, &device))?;
+        Ok(Self::object(py, model)?)
     }
 
     /// A diffusion model sees (latent - shift_factor) * scaling_factor.
