@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::{PoisonError, RwLock};
 
 use trainable_candle_core::checkpoint::Policy;
+use trainable_candle_core::compute::with_bf16_pairs;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_nn::{Conv2d, Module, Source, Visitor, Weights};
@@ -104,8 +105,10 @@ impl AutoencoderKL {
     pub fn encode(&self, image: &Tensor, tile_size: Option<usize>) -> Result<(Tensor, Tensor)> {
         let x = self.to_channels_last("image", image, self.config.in_channels, self.config.downscale())?;
         let encode = |x: &Tensor| {
-            let moments = self.encoder.forward(x, self.policy())?;
-            self.quant_conv.as_ref().map_or(Ok(moments.clone()), |conv| conv.forward(&moments))
+            with_bf16_pairs(|| {
+                let moments = self.encoder.forward(x, self.policy())?;
+                self.quant_conv.as_ref().map_or(Ok(moments.clone()), |conv| conv.forward(&moments))
+            })
         };
         let moments = match self.tiling(tile_size)? {
             Some((pixels, latents)) if x.dims()[1].max(x.dims()[2]) > pixels => {
@@ -129,8 +132,10 @@ impl AutoencoderKL {
     pub fn decode(&self, latent: &Tensor, tile_size: Option<usize>) -> Result<Tensor> {
         let z = self.to_channels_last("latent", latent, self.config.latent_channels, 1)?;
         let decode = |z: &Tensor| {
-            let z = self.post_quant_conv.as_ref().map_or(Ok(z.clone()), |conv| conv.forward(z))?;
-            self.decoder.forward(&z, self.policy())
+            with_bf16_pairs(|| {
+                let z = self.post_quant_conv.as_ref().map_or(Ok(z.clone()), |conv| conv.forward(z))?;
+                self.decoder.forward(&z, self.policy())
+            })
         };
         let picture = match self.tiling(tile_size)? {
             Some((pixels, latents)) if z.dims()[1].max(z.dims()[2]) > latents => {
