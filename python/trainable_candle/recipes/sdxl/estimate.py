@@ -8,6 +8,7 @@ from trainable_candle.data.features import MEMORY_LIMIT
 from trainable_candle.recipes.sdxl import files
 from trainable_candle.recipes.sdxl.structure import UNetWalk, layer_facts, saved_values
 from trainable_candle.recipes.sdxl.text import unread_layers
+from trainable_candle.recipes.sdxl.tiles import area_at_once
 from trainable_candle.train.estimate import Estimate, Item, adapted_layers, adapter_items
 from trainable_candle.train.headers import ITEM_BYTES
 
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from trainable_candle.train.config import TrainConfig
 
 _TOKENS: Final = 77
-_TILE: Final = 1024
-_ENCODER_IMAGES: Final = 4
+_ENCODER_IMAGES: Final = 6
 """Full-size images of the first level that the autoencoder holds at once."""
 _WIDE_IMAGES: Final = 12
 """Images of the first level that the UNet holds at once without a tape: skips, gates."""
@@ -57,7 +57,7 @@ def estimate(
     # Batches are made in host memory.
     cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
 
-    working = 4 * facts.vae_widths[0] * min(area, _TILE**2) * _ENCODER_IMAGES
+    working = 4 * facts.vae_widths[0] * area_at_once(area) * _ENCODER_IMAGES
     encoding = [vae, texts, Item("vae", "activations", working), *cache]
 
     trained = [unet, *cache]
@@ -102,6 +102,6 @@ def sampling_bytes(facts: files.Facts, size: tuple[int, int], count: int, dtype:
     models += 4 * facts.values("vae")
     latents = area // facts.factor**2
     predicting = _GUIDED * _WIDE_IMAGES * facts.config["block_out_channels"][0] * latents * itemsize
-    tile = 4 * facts.vae_widths[0] * min(area, _TILE**2) * _ENCODER_IMAGES
+    tile = 4 * facts.vae_widths[0] * area_at_once(area) * _ENCODER_IMAGES
     decoding = tile + 2 * 4 * 3 * area
     return int(models + max(predicting, decoding) + 3 * 3 * area * count)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final
 
-import numpy as np
-
 import trainable_candle as tc
 from trainable_candle.data import LatentCache, TextCache, file_identity
 from trainable_candle.data.folder import counted
@@ -26,12 +24,14 @@ from trainable_candle.recipes.sdxl.data import (
 from trainable_candle.recipes.sdxl.estimate import estimate, sampling_bytes
 from trainable_candle.recipes.sdxl.sampling import draw
 from trainable_candle.recipes.sdxl.text import TextEncoders, unread_layers
+from trainable_candle.recipes.sdxl.tiles import TILE, WHOLE, tile_size
 from trainable_candle.train.estimate import available_bytes, require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    import numpy as np
     import numpy.typing as npt
     from typing_extensions import Self
 
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 UNET_TARGETS: Final = (r".*attentions\.\d+\.proj_(in|out)", r".*\.transformer_blocks\..*")
 """Every layer of the transformers, as kohya's scripts choose."""
 TEXT_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-ENCODE_TILE: Final = 1024
-"""Side of a picture above which it is encoded in tiles, px."""
 
 
 class SDXLRecipe:
@@ -235,16 +233,18 @@ class SDXLRecipe:
         report: Callable[[str], None],
     ) -> LatentCache:
         def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
-            values = pixels.astype(np.float32).transpose(0, 3, 1, 2) / np.float32(127.5)
-            image = tc.tensor(np.ascontiguousarray(values - np.float32(1)), device=self._device)
-            mean, logvar = self.vae.encode(image, tile_size=ENCODE_TILE)
+            # Bytes travel, and become numbers where they are encoded.
+            image = tc.tensor(pixels, device=self._device).permute(0, 3, 1, 2).to("f32")
+            height, width = image.shape[2:]
+            tile = tile_size(width, height)
+            mean, logvar = self.vae.encode(image / 127.5 - 1.0, tile_size=tile)
             return _on_host({"mean": mean, "logvar": logvar})
 
         cache = LatentCache(
             dataset,
             encode,
             cache_options(config),
-            {"weights": identity, "tile": str(ENCODE_TILE)},
+            {"weights": identity, "tile": f"{TILE} above {WHOLE}"},
             folder=folder_for_cache(config, dataset, lambda _: None),
         )
         pictures = counted(len(dataset), "picture")
