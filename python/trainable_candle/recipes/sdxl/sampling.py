@@ -8,6 +8,8 @@ import numpy as np
 
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError, NonFiniteError
+from trainable_candle.recipes.sdxl.tiles import tile_size
+from trainable_candle.train.graphs import PassGraphs
 from trainable_candle.train.sampler import Guided, Sampler
 
 if TYPE_CHECKING:
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
 
 GUIDANCE: Final = 5.0
 SAMPLER: Final = "euler"
-TILE: Final = 1024
-"""Side of a picture above which it is decoded in tiles, px."""
 
 
 @tc.no_grad()
@@ -58,6 +58,7 @@ def draw(
     width, height = options.size or size
     factor = vae.downscale
     require_multiple((width, height), factor)
+    graphs = _graphs(unet, device)
     state = tc.get_rng_state()
     try:
         pictures = []
@@ -69,14 +70,15 @@ def draw(
                 np.array([[height, width, 0, 0, height, width]], np.float32), device=device
             )
             latents = _denoise(
-                unet,
+                graphs,
                 schedule,
                 noise,
                 {**positive, "time_ids": time_ids},
                 {**negative, "time_ids": time_ids},
                 options,
             )
-            image = vae.decode(latents.to("f32") / vae.scaling_factor, tile_size=TILE)
+            latents = latents.to("f32") / vae.scaling_factor
+            image = vae.decode(latents, tile_size=tile_size(width, height))
             pictures.append(_pixels(image))
     finally:
         tc.set_rng_state(state)
@@ -112,8 +114,19 @@ def _paired(
     return one, other
 
 
+def _graphs(unet: SDXLUNet, device: str) -> PassGraphs:
+    """The UNet, from `sample`, `timestep` and conditioning: on a GPU as a CUDA graph."""
+
+    def predict(inputs: Mapping[str, Tensor], _first: bool) -> Tensor:
+        conditioning = dict(inputs)
+        sample, timestep = conditioning.pop("sample"), conditioning.pop("timestep")
+        return unet(sample, timestep, **conditioning)
+
+    return PassGraphs(predict, keep=int(device.startswith("cuda")))
+
+
 def _denoise(
-    unet: SDXLUNet,
+    graphs: PassGraphs,
     schedule: NoiseSchedule,
     noise: Tensor,
     positive: Mapping[str, Tensor],
@@ -124,7 +137,8 @@ def _denoise(
     scale = GUIDANCE if options.guidance is None else options.guidance
 
     def predict(x: Tensor, timestep: float, /, **conditioning: Tensor) -> Tensor:
-        return unet(x, timestep, **conditioning)
+        time = tc.full((1,), timestep, device=x.device)
+        return graphs({"sample": x, "timestep": time, **conditioning}, first=True)
 
     guided = Guided(predict, positive, negative, scale)
     latents = sampler.init_noise(noise)

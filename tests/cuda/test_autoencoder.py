@@ -1,0 +1,118 @@
+"""An autoencoder and drawing on the simulated device: what they ask of the GPU."""
+
+from typing import Any
+
+# Channels that tensor cores take, and a head that is wider than the kernels for attention.
+AUTOENCODER = """
+    import json
+    import tempfile
+    from pathlib import Path
+
+    import numpy as np
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps({
+            "block_out_channels": [64, 192],
+            "down_block_types": ["DownEncoderBlock2D"] * 2,
+            "up_block_types": ["UpDecoderBlock2D"] * 2,
+        }))
+        vae = tc.models.AutoencoderKL.from_config(config, device="cuda")
+"""
+
+
+def test_an_autoencoder_in_f32_multiplies_on_tensor_cores(cuda: Any) -> None:
+    run = cuda.run(
+        AUTOENCODER
+        + """
+    image = tc.zeros((2, 3, 32, 48), device="cuda")
+    mark("encode")
+    mean, logvar = vae.encode(image)
+    assert mean.shape == logvar.shape == (2, 4, 16, 24)
+    mark("decode")
+    assert vae.decode(mean).shape == (2, 3, 32, 48)
+    mark("end")
+    """
+    )
+    assert run.of("refused") == []
+    for part in ("encode", "decode"):
+        names = run.after(part).launches
+        slow = ("conv2d_forward_plain", "conv2d_forward_direct", "attention_plain")
+        assert [name for name in names if name.startswith(slow)] == []
+        convolutions = [name for name in names if name.startswith("conv2d_forward")]
+        assert len(convolutions) > 8
+        assert all(name.endswith("_bf16") for name in convolutions)
+        # Each has its operands taken apart, and so have the products of the attention.
+        assert names.count("pairs_left_f32") == len(convolutions) + 2
+        assert names.count("pairs_right_f32") == len(convolutions) + 2
+
+
+def test_convolutions_elsewhere_are_exact(cuda: Any) -> None:
+    run = cuda.run("""
+        x, w = tc.zeros((1, 64, 8, 8), device="cuda"), tc.zeros((64, 64, 3, 3), device="cuda")
+        mark("convolution")
+        tc.nn.functional.conv2d(x, w, padding=1)
+        mark("end")
+    """)
+    assert "conv2d_forward_plain_f32" in run.after("convolution").launches
+
+
+def test_pictures_travel_as_bytes(cuda: Any) -> None:
+    run = cuda.run("""
+        import numpy as np
+
+        picture = np.zeros((2, 32, 48, 3), np.uint8)
+        mark("picture")
+        image = tc.tensor(picture, device="cuda").permute(0, 3, 1, 2).to("f32") / 127.5 - 1.0
+        mark("end")
+        assert image.shape == (2, 3, 32, 48)
+    """)
+    copies = [c for c in run.after("picture").of("copy") if "HtoD" in c["kind"]]
+    assert sum(int(copy["bytes"]) for copy in copies) == 2 * 32 * 48 * 3
+
+
+def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
+    run = cuda.run("""
+        from pathlib import Path
+
+        from trainable_candle.recipes.base import SampleOptions
+        from trainable_candle.recipes.sdxl.sampling import draw
+
+        folder = Path(tc.__file__).parent / "assets" / "sdxl_tiny"
+        unet = tc.models.SDXLUNet.from_pretrained(folder / "unet", dtype="bf16", device="cuda")
+        vae = tc.models.AutoencoderKL.from_pretrained(folder / "vae", device="cuda")
+        text = {
+            "encoder_hidden_states": tc.zeros((1, 77, 128), device="cuda"),
+            "text_embeds": tc.zeros((1, 64), device="cuda"),
+        }
+
+        def features(prompts):
+            mark("features")
+            return text
+
+        class Marked:
+            downscale, scaling_factor = vae.downscale, vae.scaling_factor
+
+            def decode(self, latent, tile_size):
+                mark("decode")
+                return vae.decode(latent, tile_size=tile_size)
+
+        schedule = tc.train.NoiseSchedule()
+        options = SampleOptions(steps=6)
+        draw(unet, Marked(), schedule, features, ["a", "b"], options, (64, 64), "cuda")
+    """)
+    assert run.of("refused") == []
+    # Two calls of features a picture, negative second: its steps come after.
+    marks = [i for i, call in enumerate(run.calls) if call.kind == "mark"]
+    parts = [
+        type(run)("", run.calls[start + 1 : end])
+        for start, end in zip(marks, [*marks[1:], len(run.calls)], strict=True)
+        if run.calls[start]["name"] == "features"
+    ]
+    first, second = parts[1], parts[3]
+    # The first call is eager; the second is recorded, and the picture after that replays it.
+    assert len(first.of("capture-end")) == 1
+    assert len(first.of("replay")) == 5
+    assert len(second.of("replay")) == 6
+    assert second.of("capture-begin") == []
+    assert second.waits == []
