@@ -1,0 +1,269 @@
+"""What SDXL does beside its steps on a GPU: encoding pictures and texts, and drawing, at full size.
+
+python benches/gpu_encode.py [--only decode] [--profile] [--no-torch]
+
+Weights are random, of the sizes of SDXL's base model; pictures are noise. `--profile` adds where
+our time goes, by kernel. diffusers and transformers run beside us where they are installed.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gpu_timing
+import numpy as np
+from gpu_timing import GIB, Machine
+
+import trainable_candle as tc
+from trainable_candle.recipes.base import SampleOptions
+from trainable_candle.recipes.sdxl.sampling import draw
+from trainable_candle.recipes.sdxl.tiles import tile_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy.typing as npt
+
+SIZES = [(1024, 1024), (1280, 960)]
+BATCHES = [1, 2, 4]
+STEPS = 30
+LATENT = 8
+EXACT_SIDE = 512
+"""Side of the picture that is also encoded in f64, px."""
+BIG_G = {
+    "architectures": ["CLIPTextModelWithProjection"],
+    "hidden_act": "gelu",
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+    "projection_dim": 1280,
+}
+# Operations of the autoencoder's convolutions and attention for a picture of 1024 x 1024 px.
+ENCODER, DECODER = 4.85e12, 10.5e12
+
+
+def pixels(batch: int, width: int, height: int) -> npt.NDArray[np.uint8]:
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 256, (batch, height, width, 3), np.uint8)
+
+
+def encoded(vae: Any, picture: npt.NDArray[np.uint8], device: str) -> tuple[tc.Tensor, tc.Tensor]:
+    """As training encodes: bytes in, moments of the latents on the device out."""
+    image = tc.tensor(picture, device=device).permute(0, 3, 1, 2).to("f32")
+    height, width = image.shape[2:]
+    moments: tuple[tc.Tensor, tc.Tensor] = vae.encode(
+        image / 127.5 - 1.0, tile_size=tile_size(width, height)
+    )
+    return moments
+
+
+def on_host(vae: Any, picture: npt.NDArray[np.uint8], device: str) -> list[npt.NDArray[Any]]:
+    return [moment.numpy() for moment in encoded(vae, picture, device)]
+
+
+def pooled(models: Sequence[Any], tokens: tc.Tensor) -> list[tc.Tensor]:
+    return [model(tokens).pooled for model in models]
+
+
+def report(title: str, ours: float, device: str, *, flops: float = 0, theirs: str = "") -> None:
+    peak = tc.cuda.memory_stats(device)["peak_allocated"] / GIB
+    rate = f", {flops / ours / 1e12:.0f} TFLOP/s" if flops else ""
+    print(f"{title}: {ours * 1e3:.1f} ms{rate}, peak {peak:.2f} GiB{theirs}", flush=True)
+
+
+def case(
+    title: str, call: Callable[[], object], machine: Machine, *, profile: bool, flops: float = 0
+) -> None:
+    gpu_timing.fresh(machine.device)
+    seconds = gpu_timing.timed(call, machine.device, machine.seconds)
+    report(title, seconds, machine.device, flops=flops)
+    if profile:
+        gpu_timing.profiled(call, machine.device, rows=25)
+
+
+def autoencoder(machine: Machine, vae: Any, only: str, *, profile: bool) -> None:
+    device = machine.device
+    for width, height in SIZES:
+        for batch in BATCHES:
+            title = f"encode {width} x {height}, batch {batch}"
+            if only not in title:
+                continue
+            picture = pixels(batch, width, height)
+            share = batch * width * height / 1024**2
+            shown = profile and batch == 1
+            case(
+                title,
+                partial(encoded, vae, picture, device),
+                machine,
+                profile=shown,
+                flops=share * ENCODER,
+            )
+            to_host = gpu_timing.timed(
+                partial(on_host, vae, picture, device), device, machine.seconds
+            )
+            print(f"  with the latents on the host {to_host * 1e3 / batch:.1f} ms a picture")
+    title = "decode 1024 x 1024"
+    if only in title:
+        latent = tc.randn((1, 4, 128, 128), device=device)
+        case(title, lambda: vae.decode(latent), machine, profile=profile, flops=DECODER)
+
+
+def errors(machine: Machine, vae: Any) -> None:
+    """Print how far moments and pictures are from those of the same weights in f64.
+
+    Root mean squares, in units of the values' own.
+    """
+    device = machine.device
+    picture = pixels(1, EXACT_SIDE, EXACT_SIDE)
+    image = (picture.transpose(0, 3, 1, 2) / 127.5 - 1.0).astype(np.float32)
+    side = EXACT_SIDE // LATENT
+    latent = np.random.default_rng(1).standard_normal((1, 4, side, side)).astype(np.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        vae.save_pretrained(folder)
+        results: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
+        for dtype in ("f64", "f32", "bf16"):
+            model = tc.models.AutoencoderKL.from_pretrained(
+                folder, dtype=dtype, device=device, force_upcast=False
+            )
+            mean, _ = model.encode(tc.tensor(image, device=device))
+            decoded = model.decode(tc.tensor(latent, device=device))
+            results[dtype] = (mean.to("f64").numpy(), decoded.to("f64").numpy())
+        diffusers = optional("diffusers") if machine.torch else None
+        if diffusers is not None:
+            torch = machine.torch
+            assert torch is not None
+            theirs = diffusers.AutoencoderKL.from_pretrained(folder).to("cuda")
+            with torch.no_grad():
+                for name, tf32 in (("torch, TF32", True), ("torch, f32", False)):
+                    torch.backends.cudnn.allow_tf32 = tf32
+                    mean = theirs.encode(torch.from_numpy(image).cuda()).latent_dist.mean
+                    decoded = theirs.decode(torch.from_numpy(latent).cuda()).sample
+                    results[name] = (mean.double().cpu().numpy(), decoded.double().cpu().numpy())
+            torch.backends.cudnn.allow_tf32 = True
+    exact = results.pop("f64")
+    for name, found in results.items():
+        encode, decode = (
+            float(np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2)))
+            for x, y in zip(found, exact, strict=True)
+        )
+        print(f"error of {name}: latents {encode:.1e}, picture {decode:.1e}", flush=True)
+
+
+def optional(name: str) -> Any | None:
+    try:
+        return __import__(name)
+    except ImportError:
+        return None
+
+
+def their_autoencoder(machine: Machine, only: str) -> None:
+    torch, diffusers = machine.torch, optional("diffusers")
+    if torch is None or diffusers is None:
+        return
+    torch.cuda.empty_cache()
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(128, 256, 512, 512),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=2,
+        sample_size=1024,
+    ).to("cuda")
+    with torch.no_grad():
+        for batch in BATCHES:
+            title = f"encode 1024 x 1024, batch {batch}"
+            image = torch.randn(batch, 3, 1024, 1024, device="cuda")
+            if only in title:
+                encode = partial(vae.encode, image)
+                seconds = gpu_timing.torch_timed(torch, encode, machine.seconds)
+                print(f"diffusers, {title}: {seconds * 1e3:.1f} ms", flush=True)
+        if only in "decode 1024 x 1024":
+            latent = torch.randn(1, 4, 128, 128, device="cuda")
+            seconds = gpu_timing.torch_timed(torch, lambda: vae.decode(latent), machine.seconds)
+            print(f"diffusers, decode 1024 x 1024: {seconds * 1e3:.1f} ms", flush=True)
+
+
+def texts(machine: Machine, only: str, *, profile: bool) -> None:
+    device = machine.device
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps(BIG_G))
+        models = [
+            tc.models.CLIPTextModel.from_config(dtype="bf16", device=device),
+            tc.models.CLIPTextModel.from_config(config, dtype="bf16", device=device),
+        ]
+    for batch in (1, 24):
+        title = f"texts, batch {batch}"
+        if only not in title:
+            continue
+        ids = np.random.default_rng(0).integers(0, 49406, (batch, 77))
+        tokens = tc.tensor(ids, device=device)
+        case(
+            title,
+            partial(pooled, models, tokens),
+            machine,
+            profile=profile,
+        )
+
+
+def drawing(machine: Machine, vae: Any, *, profile: bool) -> None:
+    device = machine.device
+    unet = tc.models.SDXLUNet.from_config(dtype="bf16", device=device)
+    text = {
+        "encoder_hidden_states": tc.randn((1, 77, 2048), device=device).to("bf16"),
+        "text_embeds": tc.randn((1, 1280), device=device).to("bf16"),
+    }
+
+    def features(_: Sequence[str]) -> Mapping[str, tc.Tensor]:
+        return text
+
+    def run(count: int = 1) -> None:
+        schedule = tc.train.NoiseSchedule()
+        options = SampleOptions(steps=STEPS)
+        draw(unet, vae, schedule, features, ["x"] * count, options, (1024, 1024), device)
+
+    gpu_timing.fresh(device)
+    run()
+    for count in (1, 2):
+        started = time.perf_counter()
+        run(count)
+        seconds = time.perf_counter() - started
+        report(f"draw 1024 x 1024, {STEPS} steps, {count} pictures", seconds, device)
+    sample, times = tc.randn((2, 4, 128, 128), device=device), tc.full((1,), 500.0, device=device)
+    both = {name: tc.cat([x, x]) for name, x in text.items()}
+    both["time_ids"] = tc.full((2, 6), 1024.0, device=device)
+
+    @tc.no_grad()
+    def forward() -> tc.Tensor:
+        return unet(sample, times, **both)
+
+    case("UNet, batch 2", forward, machine, profile=profile, flops=2 * 6.76e12)
+    graph = gpu_timing.captured(forward, device)
+    seconds = gpu_timing.timed(graph, device, machine.seconds)
+    print(f"  as a graph {seconds * 1e3:.1f} ms, {STEPS} times {seconds * STEPS:.2f} s", flush=True)
+
+
+def main() -> None:
+    parser = gpu_timing.parser(__doc__)
+    parser.set_defaults(seconds=1.0)
+    options = parser.parse_args()
+    machine = gpu_timing.start(options)
+    only, profile = options.only, options.profile
+    vae = tc.models.AutoencoderKL.from_config(device=machine.device)
+    autoencoder(machine, vae, only, profile=profile)
+    their_autoencoder(machine, only)
+    if only in "errors":
+        errors(machine, vae)
+    if only in "texts" or only.startswith("texts"):
+        texts(machine, only, profile=profile)
+    if only in "draw":
+        drawing(machine, vae, profile=profile)
+
+
+if __name__ == "__main__":
+    main()
