@@ -1,0 +1,109 @@
+"""Work in the background: in order, never lost, its errors raised where somebody looks."""
+
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from trainable_candle.background import BackgroundWriter
+
+
+def fail() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_jobs_are_done_in_order() -> None:
+    done: list[int] = []
+    writer = BackgroundWriter("test", most=2)
+    for number in range(50):
+        writer.submit(partial(done.append, number))
+    writer.wait()
+    assert done == list(range(50))
+    assert "test" not in [thread.name for thread in threading.enumerate() if thread.is_alive()]
+    writer.submit(partial(done.append, 50))
+    writer.wait()
+    assert done[-1] == 50
+
+
+def test_nothing_is_done_after_a_failure_until_somebody_knows() -> None:
+    done: list[str] = []
+    gate = threading.Event()
+    writer = BackgroundWriter("test")
+    writer.check()
+    writer.submit(gate.wait)
+    writer.submit(fail)
+    writer.submit(partial(done.append, "after"))
+    writer.check()  # nothing has failed yet
+    gate.set()
+    with pytest.raises(OSError, match="No space left"):
+        writer.wait()
+    writer.wait()
+    writer.submit(partial(done.append, "next"))
+    writer.wait()
+    assert done == ["next"]
+
+
+@pytest.mark.parametrize("way", ["check", "submit"])
+def test_a_failure_is_raised_once(way: str) -> None:
+    writer = BackgroundWriter("test", most=1)
+    failed = threading.Event()
+
+    def job() -> None:
+        try:
+            fail()
+        finally:
+            failed.set()
+
+    writer.submit(job)
+    failed.wait()
+    with pytest.raises(OSError, match="No space left"):
+        while True:  # the error is there when the job's frame is gone
+            writer.check() if way == "check" else writer.submit(lambda: None)
+    writer.check()
+    writer.wait()
+
+
+def test_submit_waits_while_too_many_wait() -> None:
+    gate, third = threading.Event(), threading.Event()
+    writer = BackgroundWriter("test", most=1)
+    running = threading.Event()
+
+    def first() -> None:
+        running.set()
+        gate.wait()
+
+    def more() -> None:
+        writer.submit(lambda: None)
+        third.set()
+
+    writer.submit(first)
+    running.wait()
+    writer.submit(lambda: None)
+    thread = threading.Thread(target=more)
+    thread.start()
+    assert not third.is_set()
+    gate.set()
+    thread.join()
+    writer.wait()
+    assert third.is_set()
+
+
+def test_the_interpreter_waits_for_what_is_written(tmp_path: Path) -> None:
+    code = f"""
+import time
+from pathlib import Path
+from trainable_candle.background import BackgroundWriter
+
+def job():
+    time.sleep(0.3)
+    Path({str(tmp_path / "done")!r}).write_text("whole")
+
+BackgroundWriter("test").submit(job)
+raise SystemExit(3)
+"""
+    run = subprocess.run([sys.executable, "-c", code], check=False)
+    assert run.returncode == 3
+    assert (tmp_path / "done").read_text() == "whole"
