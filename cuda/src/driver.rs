@@ -69,5 +69,6 @@ unsafe extern "C" {
     pub fn cuMemSetAccess(address: u64, size: usize, access: *const Access, count: usize) -> c_int;
     pub fn cuMemUnmap(address: u64, size: usize) -> c_int;
     pub fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, size: usize, stream: Stream) -> c_int;
+    pub fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, size: usize, stream: Stream) -> c_int;
     pub fn cuStreamSynchronize(stream: Stream) -> c_int;
 }

@@ -6,6 +6,8 @@
 
 pub mod allocator;
 #[cfg(feature = "cuda")]
+pub mod download;
+#[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "cuda")]
 mod library;
@@ -13,6 +15,8 @@ mod library;
 pub mod memory;
 #[cfg(feature = "cuda")]
 pub mod modules;
+#[cfg(feature = "cuda")]
+mod pinned;
 #[cfg(feature = "cuda")]
 mod symbols;
 #[cfg(feature = "cuda")]

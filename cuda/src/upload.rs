@@ -16,11 +16,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::allocator::Origin;
 use crate::driver::{self, Stream};
 use crate::memory::{self, Status, check};
-
-/// Bytes of a piece of pinned memory.
-const PIECE: usize = 8 << 20;
-/// Pieces of a stream: while the GPU reads some, the next is filled.
-const PIECES: usize = 4;
+use crate::pinned::{PIECE, PIECES, Piece};
 
 /// The driver's `cuMemcpyHtoDAsync`.
 pub(crate) static COPY: AtomicPtr<()> = AtomicPtr::new(std::ptr::null_mut());
@@ -34,13 +30,6 @@ unsafe fn driver_copy(to: u64, from: *const c_void, size: usize, stream: Stream)
             std::mem::transmute(COPY.load(Ordering::Acquire));
         copy(to, from, size, stream)
     }
-}
-
-/// A piece of pinned memory, and when the GPU is done with it.
-struct Piece {
-    host: usize,
-    event: usize,
-    is_queued: bool,
 }
 
 /// The pinned memory of a stream.
@@ -57,25 +46,13 @@ impl Ring {
     /// Go on with a piece that the GPU does not read.
     fn advance(&mut self) -> Result<(), Status> {
         if let Some(piece) = self.pieces.get_mut(self.current) {
-            // SAFETY: the event and the stream live as long as the process.
-            check(unsafe { driver::cuEventRecord(piece.event as *mut c_void, self.stream as Stream) })?;
-            piece.is_queued = true;
+            piece.queued(self.stream as Stream)?;
             self.current = (self.current + 1) % PIECES;
         }
         if self.current == self.pieces.len() {
-            let (mut host, mut event) = (std::ptr::null_mut(), std::ptr::null_mut());
-            // SAFETY: the signatures are the driver's; the memory and the event are kept for good.
-            unsafe {
-                check(driver::cuEventCreate(&raw mut event, driver::NO_TIMING))?;
-                check(driver::cuMemHostAlloc(&raw mut host, PIECE, 0))?;
-            }
-            self.pieces.push(Piece { host: host as usize, event: event as usize, is_queued: false });
+            self.pieces.push(Piece::new()?);
         }
-        let piece = &mut self.pieces[self.current];
-        if std::mem::take(&mut piece.is_queued) {
-            // SAFETY: as above.
-            check(unsafe { driver::cuEventSynchronize(piece.event as *mut c_void) })?;
-        }
+        self.pieces[self.current].wait()?;
         self.used = 0;
         Ok(())
     }
@@ -89,7 +66,7 @@ impl Ring {
                 self.advance()?;
             }
             let length = (size - done).min(PIECE - self.used);
-            let host = (self.pieces[self.current].host + self.used) as *mut u8;
+            let host = self.pieces[self.current].host().wrapping_add(self.used);
             // SAFETY: the piece has room for `length` bytes behind what is used; the caller's memory has `size`.
             check(unsafe {
                 std::ptr::copy_nonoverlapping(from.add(done), host, length);

@@ -107,26 +107,86 @@ pub fn to_cpu(raw: &Raw) -> Result<Raw> {
     if raw.device().is_cpu() {
         return Ok(raw.clone());
     }
-    crate::capture::refuse("to_cpu")?;
-    // Without elements there is storage all the same, which nothing has written.
-    let moved = match raw.elem_count() {
-        0 => Raw::zeros(raw.shape(), raw.dtype(), &Device::Cpu)?,
-        _ => compute::contiguous(raw)?.to_device(&Device::Cpu)?,
-    };
-    #[cfg(feature = "cuda")]
-    if raw.device().is_cuda() {
-        crate::cuda::check_board(raw.device())?;
+    fn moved<T: WithDType>(raw: &Raw) -> Result<Raw> {
+        Ok(from_vec(download::<T>(raw)?, raw.shape()))
     }
-    Ok(moved)
+    match raw.dtype() {
+        DType::U8 => moved::<u8>(raw),
+        DType::U32 => moved::<u32>(raw),
+        DType::I16 => moved::<i16>(raw),
+        DType::I32 => moved::<i32>(raw),
+        DType::I64 => moved::<i64>(raw),
+        DType::BF16 => moved::<half::bf16>(raw),
+        DType::F16 => moved::<half::f16>(raw),
+        DType::F32 => moved::<f32>(raw),
+        DType::F64 => moved::<f64>(raw),
+        other => Err(Error::dtype("to_cpu", format!("dtype {} is not supported", other.as_str()))),
+    }
+}
+
+/// The elements of a tensor on a device, whose type is `T`, in row-major order.
+fn download<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
+    crate::capture::refuse("to_cpu")?;
+    #[cfg(feature = "cuda")]
+    return crate::cuda::download(raw);
+    #[cfg(not(feature = "cuda"))]
+    Ok(raw.to_device(&Device::Cpu)?.flatten_all()?.to_vec1()?)
+}
+
+/// The same values on the CPU in storage of their own, which no change of `raw` reaches.
+///
+/// # Errors
+/// As [`to_cpu`].
+pub fn host_copy(raw: &Raw) -> Result<Raw> {
+    if raw.device().is_cpu() { own_copy(raw) } else { to_cpu(raw) }
 }
 
 /// All elements in row-major order.
+///
+/// # Errors
+/// As [`to_cpu`]; candle's if `T` is not the type of the dtype.
 pub fn to_vec<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
     if raw.elem_count() == 0 {
         // A view without elements may start behind the end of its storage, which candle does not expect.
         return Ok(Vec::new());
     }
+    if !raw.device().is_cpu() && raw.dtype() == T::DTYPE {
+        return download(raw);
+    }
     Ok(to_cpu(raw)?.flatten_all()?.to_vec1::<T>()?)
+}
+
+/// Give `with` all elements in row-major order as they lie in the memory of this machine. Those of a contiguous tensor on the CPU are not
+/// copied; until `with` returns, nothing can change them.
+///
+/// # Errors
+/// As [`to_cpu`].
+pub fn with_bytes<R>(raw: &Raw, with: impl FnOnce(&[u8]) -> R) -> Result<R> {
+    fn bytes<T: WithDType>(values: &[T]) -> &[u8] {
+        // SAFETY: the elements are plain numbers without padding, and bytes need no alignment.
+        unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+    }
+    if raw.elem_count() == 0 {
+        return Ok(with(&[]));
+    }
+    let dense = compute::contiguous(&to_cpu(raw)?)?;
+    let (storage, layout) = dense.storage_and_layout();
+    let range = layout.start_offset()..layout.start_offset() + dense.elem_count();
+    let unsupported = || Error::dtype("bytes", format!("dtype {} is not supported", raw.dtype().as_str()));
+    let Storage::Cpu(storage) = &*storage else { return Err(unsupported()) };
+    let bytes = match storage {
+        CpuStorage::U8(v) => bytes(&v[range]),
+        CpuStorage::U32(v) => bytes(&v[range]),
+        CpuStorage::I16(v) => bytes(&v[range]),
+        CpuStorage::I32(v) => bytes(&v[range]),
+        CpuStorage::I64(v) => bytes(&v[range]),
+        CpuStorage::BF16(v) => bytes(&v[range]),
+        CpuStorage::F16(v) => bytes(&v[range]),
+        CpuStorage::F32(v) => bytes(&v[range]),
+        CpuStorage::F64(v) => bytes(&v[range]),
+        _ => return Err(unsupported()),
+    };
+    Ok(with(bytes))
 }
 
 /// All elements as f64 in row-major order, for tests and scalars.

@@ -46,4 +46,4 @@ pub use reduce::{argmax, cumsum, max, mean, min, sum};
 
 pub(crate) use gpu::from_candle;
 pub(crate) use launch::{count32, empty, storage_len};
-pub(crate) use memory::check_board;
+pub(crate) use memory::download;

@@ -1,7 +1,7 @@
 //! The exponential moving average of an adapter's parameters.
 
 use trainable_candle_core::compute::{copy_into, lerp_in_place};
-use trainable_candle_core::raw::{Raw, check_allocation_on, own_copy, to_cpu};
+use trainable_candle_core::raw::{Raw, check_allocation_on, host_copy, own_copy};
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor};
 
 use super::stepper::StateDict;
@@ -130,8 +130,7 @@ impl EMA {
     pub fn state_dict(&self) -> Result<StateDict> {
         let mut dict = StateDict::new();
         for (index, view) in self.views()?.iter().enumerate() {
-            let average = if view.device().is_cpu() { own_copy(view)? } else { to_cpu(view)? };
-            dict.insert(key(index), Tensor::from_raw(&average));
+            dict.insert(key(index), Tensor::from_raw(&host_copy(view)?));
         }
         dict.insert(UPDATES.into(), Tensor::from_vec(vec![self.updates as i64], 1, &Device::Cpu)?);
         Ok(dict)

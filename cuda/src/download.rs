@@ -1,0 +1,84 @@
+//! Copies to the host: through pinned memory, from where the host takes a piece while the GPU writes the next ones.
+
+use std::ffi::c_void;
+use std::sync::{Mutex, PoisonError};
+
+use crate::driver::{self, Stream};
+use crate::memory::{Status, check};
+use crate::pinned::{PIECE, PIECES, Piece};
+
+/// The pinned memory of a stream.
+struct Ring {
+    stream: usize,
+    pieces: Vec<Piece>,
+}
+
+/// Rings that nobody uses at the moment: who waits for a GPU holds no lock.
+static RINGS: Mutex<Vec<Ring>> = Mutex::new(Vec::new());
+
+impl Ring {
+    fn take(stream: Stream) -> Self {
+        let mut rings = RINGS.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = rings.iter().position(|ring| ring.stream == stream as usize);
+        found.map_or_else(|| Self { stream: stream as usize, pieces: Vec::new() }, |at| rings.swap_remove(at))
+    }
+
+    fn put_back(self) {
+        RINGS.lock().unwrap_or_else(PoisonError::into_inner).push(self);
+    }
+
+    /// # Safety
+    /// As [`download`].
+    unsafe fn copy(&mut self, to: *mut u8, from: u64, size: usize) -> Result<(), Status> {
+        let count = size.div_ceil(PIECE);
+        while self.pieces.len() < count.min(PIECES) {
+            self.pieces.push(Piece::new()?);
+        }
+        let part = |number: usize| (number * PIECE, PIECE.min(size - number * PIECE));
+        for number in 0..count + PIECES {
+            if let Some(earlier) = number.checked_sub(PIECES).filter(|&earlier| earlier < count) {
+                let (start, length) = part(earlier);
+                let piece = &mut self.pieces[earlier % PIECES];
+                piece.wait()?;
+                // SAFETY: the GPU has written these bytes of the piece; the caller's memory has `size`.
+                unsafe { std::ptr::copy_nonoverlapping(piece.host().cast_const(), to.add(start), length) };
+            }
+            if number < count {
+                let (start, length) = part(number);
+                let (piece, stream) = (&mut self.pieces[number % PIECES], self.stream as Stream);
+                // SAFETY: the piece has room for `length` bytes, and the host has taken what was there.
+                check(unsafe {
+                    driver::cuMemcpyDtoHAsync_v2(piece.host().cast(), from + start as u64, length, stream)
+                })?;
+                piece.queued(stream)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Copy `size` bytes from the device to the host, after what is queued on the stream, and wait for them.
+///
+/// # Errors
+/// The driver's.
+///
+/// # Safety
+/// There are `size` bytes at both places; the stream is one of the current device, and not capturing.
+pub unsafe fn download(to: *mut u8, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
+    let mut ring = Ring::take(stream);
+    // SAFETY: the caller's promise.
+    match unsafe { ring.copy(to, from, size) } {
+        Ok(()) => {
+            ring.put_back();
+            Ok(())
+        }
+        // Without pinned memory the driver copies as it can. Here as after every failure the ring is not used again: the GPU may
+        // still be writing to it.
+        // SAFETY: the caller's promise.
+        Err(Status(driver::OUT_OF_MEMORY)) => unsafe {
+            check(driver::cuMemcpyDtoHAsync_v2(to.cast(), from, size, stream))?;
+            check(driver::cuStreamSynchronize(stream))
+        },
+        Err(status) => Err(status),
+    }
+}

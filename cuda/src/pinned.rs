@@ -1,0 +1,52 @@
+//! Pinned memory of the host, which the GPU reads and writes by itself.
+
+use std::ffi::c_void;
+
+use crate::driver::{self, Stream};
+use crate::memory::{Status, check};
+
+/// Bytes of a piece.
+pub(crate) const PIECE: usize = 8 << 20;
+/// Pieces of a stream: while the GPU works on some, the host works on the next.
+pub(crate) const PIECES: usize = 4;
+
+/// A piece of pinned memory, and when the GPU is done with it. Both are kept for good.
+pub(crate) struct Piece {
+    host: usize,
+    event: usize,
+    is_queued: bool,
+}
+
+impl Piece {
+    pub(crate) fn new() -> Result<Self, Status> {
+        let (mut host, mut event) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the signatures are the driver's.
+        unsafe {
+            check(driver::cuEventCreate(&raw mut event, driver::NO_TIMING))?;
+            check(driver::cuMemHostAlloc(&raw mut host, PIECE, 0))?;
+        }
+        Ok(Self { host: host as usize, event: event as usize, is_queued: false })
+    }
+
+    /// Its memory, [`PIECE`] bytes.
+    pub(crate) const fn host(&self) -> *mut u8 {
+        self.host as *mut u8
+    }
+
+    /// The GPU is done with it after what is queued on the stream now.
+    pub(crate) fn queued(&mut self, stream: Stream) -> Result<(), Status> {
+        // SAFETY: the event lives as long as the process, the stream as long as its device.
+        check(unsafe { driver::cuEventRecord(self.event as *mut c_void, stream) })?;
+        self.is_queued = true;
+        Ok(())
+    }
+
+    /// Wait until the GPU is done with it.
+    pub(crate) fn wait(&mut self) -> Result<(), Status> {
+        if std::mem::take(&mut self.is_queued) {
+            // SAFETY: as above.
+            check(unsafe { driver::cuEventSynchronize(self.event as *mut c_void) })?;
+        }
+        Ok(())
+    }
+}
