@@ -6,6 +6,9 @@ use std::path::Path;
 
 use trainable_candle_core::{Error, Result};
 
+/// Bytes that are collected before they are written; more at once are written as they are.
+const BUFFER: usize = 1 << 20;
+
 /// Write a file by `write` under a temporary name beside `path`, sync it, and rename it: a crash leaves the old file or
 /// the new one, never a part.
 ///
@@ -18,7 +21,7 @@ pub fn write_atomically(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::
     temporary.push(format!(".{}.partial", std::process::id()));
     let temporary = path.with_file_name(temporary);
     let outcome = (|| {
-        let mut file = BufWriter::new(File::create(&temporary)?);
+        let mut file = BufWriter::with_capacity(BUFFER, File::create(&temporary)?);
         write(&mut file)?;
         let file = file.into_inner().map_err(std::io::IntoInnerError::into_error)?;
         file.sync_all()?;

@@ -7,7 +7,8 @@ mod tensor_writer;
 mod weight_files;
 
 pub use adapter_file::{
-    AdapterFormat, PartLayers, PartNames, SaveOptions, attach_adapter, load_adapter, read_adapters, save_adapters,
+    AdapterFile, AdapterFormat, PartLayers, PartNames, SaveOptions, attach_adapter, load_adapter, prepare_adapters,
+    read_adapters, save_adapters,
 };
 pub use atomic::write_atomically;
 pub use tensor_file::{TensorFile, load_tensors};

@@ -8,12 +8,14 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 
-use candle_core::WithDType;
 use serde_json::{Map, Value, json};
-use trainable_candle_core::raw::to_vec;
+use trainable_candle_core::raw::with_bytes;
 use trainable_candle_core::{DType, Error, Raw, Result, Tensor};
 
 use crate::atomic::write_atomically;
+
+#[cfg(target_endian = "big")]
+compile_error!("safetensors files are little-endian, and tensors are written and read as they lie in memory");
 
 /// A tensor to write, whose values are asked for when its turn comes.
 pub struct TensorEntry<'a> {
@@ -124,27 +126,12 @@ fn dtype_name(tensor: &str, dtype: DType) -> Result<&'static str> {
     })
 }
 
-/// The elements as little-endian bytes. What is no fault of the file goes to `failure`.
+/// The elements as they lie in memory. What is no fault of the file goes to `failure`.
 fn write_elements(file: &mut dyn Write, raw: &Raw, failure: &mut Option<Error>) -> std::io::Result<()> {
-    fn le<T: WithDType, const N: usize>(raw: &Raw, to: fn(T) -> [u8; N]) -> Result<Vec<u8>> {
-        Ok(to_vec::<T>(raw)?.into_iter().flat_map(to).collect())
-    }
-    let bytes = match raw.dtype() {
-        DType::F64 => le(raw, f64::to_le_bytes),
-        DType::F32 => le(raw, f32::to_le_bytes),
-        DType::F16 => le(raw, half::f16::to_le_bytes),
-        DType::BF16 => le(raw, half::bf16::to_le_bytes),
-        DType::I64 => le(raw, i64::to_le_bytes),
-        DType::U32 => le(raw, u32::to_le_bytes),
-        _ => to_vec::<u8>(raw),
-    };
-    match bytes {
-        Ok(bytes) => file.write_all(&bytes),
-        Err(error) => {
-            *failure = Some(error);
-            Err(std::io::Error::other("a tensor cannot be read"))
-        }
-    }
+    with_bytes(raw, |bytes| file.write_all(bytes)).unwrap_or_else(|error| {
+        *failure = Some(error);
+        Err(std::io::Error::other("a tensor cannot be read"))
+    })
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ pub use names::{BaseModel, Original, PartNames, Style};
 pub use read::{PartLayers, attach_adapter, load_adapter, read_adapters};
 use trainable_candle_core::{Error, Result};
 pub use verify::{ModuleReport, Outline, Report, Tool, verify_adapter};
-pub use write::{SaveOptions, Saved, save_adapters};
+pub use write::{AdapterFile, SaveOptions, Saved, prepare_adapters, save_adapters};
 
 /// Whose names an adapter file carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,9 +1,9 @@
 //! Writing adapter files.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use trainable_candle_core::raw::is_float;
+use trainable_candle_core::raw::{host_copy, is_float};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
@@ -39,8 +39,22 @@ pub struct Saved {
 /// or has no ending becomes a folder that `PeftModel.from_pretrained` loads: `adapter_model.safetensors` and `adapter_config.json`.
 ///
 /// # Errors
-/// [`Error::Io`] naming the path if it cannot be written, [`Error::Argument`] if the format cannot hold these adapters.
+/// As [`prepare_adapters`] and [`AdapterFile::write`].
 pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: &SaveOptions) -> Result<Saved> {
+    let file = prepare_adapters(path, parts, options)?;
+    file.write()?;
+    Ok(file.saved)
+}
+
+/// Take what [`save_adapters`] writes to the CPU, so that it can be written while training goes on.
+///
+/// # Errors
+/// [`Error::Argument`] if the format cannot hold these adapters.
+pub fn prepare_adapters(
+    path: &Path,
+    parts: &[(&PartNames, &AdapterSet)],
+    options: &SaveOptions,
+) -> Result<AdapterFile> {
     let Some((first, _)) = parts.first() else {
         return Err(Error::argument(OP, "there are no adapters to save"));
     };
@@ -67,28 +81,63 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
         let common = peft::Common::of(set, layers);
         for layer in layers {
             let key = names.key(layer.name, style).ok_or_else(|| unnamed(format, layer.name))?;
-            for (name, value) in file_parameters(format, names, layer, common, dtype, &mut entries)? {
+            let values = on_host(layer)?;
+            for (name, value) in file_parameters(format, names, (layer, &values), common, dtype, &mut entries)? {
                 if tensors.insert(format!("{key}.{name}"), value).is_some() {
                     return Err(Error::argument(OP, format!("two parts have a layer {key}; save each by itself")));
                 }
             }
             saved.layers += 1;
-            if is_zero(layer)? {
+            if is_zero(&values)? {
                 saved.zero.push(layer.name.to_owned());
             }
         }
     }
     entries.extend(options.metadata.clone());
-    let beside = (format == AdapterFormat::Peft).then(|| peft::config_beside(path)).flatten();
-    if let (Some(_), Some(folder)) = (&beside, path.parent()) {
-        std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
-    }
-    save_tensors(path, tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)), &entries)?;
-    if let (Some(config), Some((_, set, layers))) = (beside, parts.first()) {
+    let config = (format == AdapterFormat::Peft).then(|| peft::config_beside(path)).flatten();
+    let config = config.zip(parts.first()).map(|(config, (_, set, layers))| {
         let text = peft::config_text(peft::configuration(set, layers));
-        write_atomically(&config, |file| file.write_all(text.as_bytes()))?;
+        (config, text)
+    });
+    Ok(AdapterFile { path: path.clone(), tensors, metadata: entries, config, saved })
+}
+
+/// An adapter file that is all there but not written: on the CPU, and out of the reach of training.
+pub struct AdapterFile {
+    path: PathBuf,
+    tensors: BTreeMap<String, Tensor>,
+    metadata: BTreeMap<String, String>,
+    /// peft's configuration, a file of its own.
+    config: Option<(PathBuf, String)>,
+    saved: Saved,
+}
+
+impl AdapterFile {
+    /// What it holds.
+    pub const fn saved(&self) -> &Saved {
+        &self.saved
     }
-    Ok(saved)
+
+    /// Write it, atomically.
+    ///
+    /// # Errors
+    /// [`Error::Io`] naming the path if it cannot be written.
+    pub fn write(&self) -> Result<()> {
+        if let (Some(_), Some(folder)) = (&self.config, self.path.parent()) {
+            std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
+        }
+        save_tensors(&self.path, self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)), &self.metadata)?;
+        if let Some((config, text)) = &self.config {
+            write_atomically(config, |file| file.write_all(text.as_bytes()))?;
+        }
+        Ok(())
+    }
+}
+
+/// A layer's parameters on the CPU, in storage of their own. Beside the norms that a file of
+/// DoRA needs, this is all that leaves a device.
+fn on_host<'a>(layer: &AdaptedLayer<'a>) -> Result<Vec<(&'static str, Tensor)>> {
+    layer.parameters.iter().map(|(name, value)| Ok((*name, Tensor::from_raw(&host_copy(value.raw())?)))).collect()
 }
 
 /// Give each part one alpha; returns the alphas of the layers that had another, by their names in the file.
@@ -137,7 +186,7 @@ fn unnamed(format: AdapterFormat, layer: &str) -> Error {
 fn file_parameters(
     format: AdapterFormat,
     names: &PartNames,
-    layer: &AdaptedLayer<'_>,
+    (layer, values): (&AdaptedLayer<'_>, &[(&'static str, Tensor)]),
     common: peft::Common,
     dtype: DType,
     entries: &mut BTreeMap<String, String>,
@@ -149,27 +198,25 @@ fn file_parameters(
         // Other readers take the scale 1 where nothing has a rank.
         _ => layer.settings.scale,
     };
-    let rounded: BTreeMap<&str, Tensor> = layer
-        .parameters
-        .iter()
-        .map(|(name, value)| Ok((*name, value.detach().to_dtype(dtype)?)))
-        .collect::<Result<_>>()?;
     let mut found = Vec::new();
-    for (name, value) in &layer.parameters {
-        let value = rounded.get(name).unwrap_or(value).clone();
+    for (name, value) in values {
+        let own = value;
+        let value = value.to_dtype(dtype)?;
         found.push(match (*name, format) {
             ("lora_A.weight", AdapterFormat::Kohya) => ("lora_down.weight", value),
             ("lora_B.weight", AdapterFormat::Kohya) => ("lora_up.weight", value),
             ("lora_magnitude_vector.weight", AdapterFormat::Kohya | AdapterFormat::ComfyUi) => {
-                let growth = magnitude::growth(
-                    &layer.base,
-                    &rounded["lora_A.weight"],
-                    &rounded["lora_B.weight"],
-                    layer.settings.scale,
-                )?;
+                // Of the factors as the file has them, on the device of the base.
+                let rounded = |wanted: &str| {
+                    let factor = layer.parameters.iter().find(|(name, _)| *name == wanted);
+                    let missing = || Error::argument(OP, format!("the layer {} has no {wanted}", layer.name));
+                    factor.ok_or_else(missing)?.1.detach().to_dtype(dtype)
+                };
+                let (down, up) = (rounded("lora_A.weight")?, rounded("lora_B.weight")?);
+                let growth =
+                    magnitude::growth(&layer.base, &down, &up, layer.settings.scale)?.to_device(&Device::Cpu)?;
                 entries.insert(magnitude::MARK.0.into(), magnitude::MARK.1.into());
-                let magnitude = layer.parameters.iter().find(|(n, _)| n == name).map_or(&value, |(_, v)| v);
-                let divided = magnitude.detach().reshape(growth.shape().clone())?.div(&growth)?;
+                let divided = own.reshape(growth.shape().clone())?.div(&growth)?;
                 let mut dims = vec![1; layer.base.weight.rank()];
                 dims[0] = layer.base.rows();
                 ("dora_scale", divided.reshape(dims)?.to_dtype(dtype)?)
@@ -200,10 +247,10 @@ fn file_parameters(
 }
 
 /// Whether a factor is zero everywhere.
-fn is_zero(layer: &AdaptedLayer<'_>) -> Result<bool> {
-    for (name, value) in &layer.parameters {
+fn is_zero(values: &[(&'static str, Tensor)]) -> Result<bool> {
+    for (name, value) in values {
         let is_factor = !matches!(*name, "lora_magnitude_vector.weight" | "dora_scale");
-        if is_factor && value.contiguous()?.to_dtype(DType::F32)?.to_vec::<f32>()?.iter().all(|x| *x == 0.0) {
+        if is_factor && value.to_dtype(DType::F32)?.to_vec::<f32>()?.iter().all(|x| *x == 0.0) {
             return Ok(true);
         }
     }
