@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from trainable_candle._core import (
+    AdapterFile,
     AdapterModule,
     AdapterReport,
     AdapterSet,
@@ -32,6 +33,7 @@ from trainable_candle._core import (
     manual_seed,
     ones,
     ones_like,
+    prepare_adapters,
     rand,
     randint,
     randn,
@@ -40,6 +42,7 @@ from trainable_candle._core import (
     set_float32_matmul_precision,
     set_num_threads,
     set_rng_state,
+    snapshot,
     stack,
     tensor,
     verify_adapter,
@@ -91,6 +94,7 @@ uint32 = DType("u32")
 int64 = DType("i64")
 
 __all__ = [
+    "AdapterFile",
     "AdapterModule",
     "AdapterReport",
     "AdapterSet",
@@ -149,6 +153,7 @@ __all__ = [
     "ones",
     "ones_like",
     "optim",
+    "prepare_adapters",
     "rand",
     "randint",
     "randn",
@@ -158,6 +163,7 @@ __all__ = [
     "set_float32_matmul_precision",
     "set_num_threads",
     "set_rng_state",
+    "snapshot",
     "stack",
     "tensor",
     "testing",

@@ -20,6 +20,7 @@ __all__ = [
     "AdamW",
     "AdamW8bit",
     "Adapter",
+    "AdapterFile",
     "AdapterModule",
     "AdapterReport",
     "AdapterSet",
@@ -93,6 +94,7 @@ __all__ = [
     "mse_loss",
     "ones",
     "ones_like",
+    "prepare_adapters",
     "quick_gelu",
     "rand",
     "randint",
@@ -110,6 +112,7 @@ __all__ = [
     "set_num_threads",
     "set_rng_state",
     "smooth_l1_loss",
+    "snapshot",
     "stack",
     "swiglu",
     "tensor",
@@ -339,6 +342,25 @@ class Adapter:
     def vars(self, /) -> list[Var]:
         """
         The trainable parameters: down, up, and for DoRA the magnitude.
+        """
+
+@final
+class AdapterFile:
+    """
+    An adapter file that is all there but not written: what `prepare_adapters` gave.
+    """
+    def __repr__(self, /) -> str: ...
+    @property
+    def idle(self, /) -> list[str]:
+        """
+        The names of layers whose adapter has no effect, because a factor is zero everywhere.
+        """
+    def write(self, /) -> None:
+        """
+        Write the file, complete or not at all.
+
+        Raises:
+            FileError: if the file cannot be written.
         """
 
 @final
@@ -3156,6 +3178,27 @@ def quick_gelu(input: Tensor) -> Tensor:
         DTypeError: if the input is not floating point.
     """
 
+def prepare_adapters(
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    adapters: SupportsGetItem[int, AdapterSet],
+    format: str | None = None,
+    metadata: dict[str, str] | None = None,
+    dtype: DType | str | None = None,
+) -> AdapterFile:
+    """
+    Take what `save_adapters` would write to the CPU, to write it while training goes on.
+
+    Args:
+        path: the file.
+        adapters: what `add_adapter` gave for each model.
+        format: whose names it carries: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+        metadata: text entries for the file's header, added to those that tools look for.
+        dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+
+    Raises:
+        ArgumentError: if the format is unknown or cannot hold these adapters.
+    """
+
 def rand(
     *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
 ) -> Tensor:
@@ -3414,6 +3457,20 @@ def smooth_l1_loss(
     Raises:
         ShapeError, DTypeError: if the operands do not fit.
         ArgumentError: if the reduction is unknown or `beta` is negative.
+    """
+
+def snapshot(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """
+    Copies of tensors on the CPU that no later change reaches: what is written while training goes on.
+
+    Args:
+        tensors: tensors or variables by name.
+
+    Returns:
+        The copies by name.
+
+    Raises:
+        OutOfMemoryError: if they do not fit.
     """
 
 def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:

@@ -328,15 +328,78 @@ pub fn save_adapters(
     metadata: Given<Option<BTreeMap<String, String>>>,
     dtype: Option<DTypeArg>,
 ) -> Result<Vec<String>> {
-    const OP: &str = "save_adapters";
-    let path = path.get(OP)?;
-    let options = options(OP, format, metadata, dtype)?;
+    let file = prepared(py, "save_adapters", path, &adapters, (format, metadata, dtype))?;
+    file.write(py)?;
+    Ok(file.idle())
+}
+
+/// Take what `save_adapters` would write to the CPU, to write it while training goes on.
+///
+/// Args:
+///     path: the file.
+///     adapters: what `add_adapter` gave for each model.
+///     format: whose names it carries: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+///     metadata: text entries for the file's header, added to those that tools look for.
+///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
+///
+/// Raises:
+///     ArgumentError: if the format is unknown or cannot hold these adapters.
+#[pyfunction]
+#[pyo3(signature = (path, adapters, format=None, metadata=Given::of(None), dtype=None))]
+pub fn prepare_adapters(
+    py: Python<'_>,
+    path: FilePath,
+    adapters: Vec<Py<AdapterSet>>,
+    format: Option<&str>,
+    metadata: Given<Option<BTreeMap<String, String>>>,
+    dtype: Option<DTypeArg>,
+) -> Result<AdapterFile> {
+    prepared(py, "prepare_adapters", path, &adapters, (format, metadata, dtype))
+}
+
+/// How a file is written: its format, its metadata, the dtype of the parameters.
+type FileOptions<'a> = (Option<&'a str>, Given<Option<BTreeMap<String, String>>>, Option<DTypeArg>);
+
+fn prepared(
+    py: Python<'_>,
+    op: &'static str,
+    path: FilePath,
+    adapters: &[Py<AdapterSet>],
+    (format, metadata, dtype): FileOptions<'_>,
+) -> Result<AdapterFile> {
+    let path = path.get(op)?;
+    let options = options(op, format, metadata, dtype)?;
     let names: Vec<io::PartNames> = adapters.iter().map(|adapter| adapter.get().model.adapter_names()).collect();
     let sets: Vec<Arc<adapter::AdapterSet>> = adapters.iter().map(|adapter| adapter.get().set.clone()).collect();
     detached(py, || {
         let parts: Vec<_> = names.iter().zip(sets.iter().map(Arc::as_ref)).collect();
-        Ok(io::save_adapters(&path, &parts, &options)?.zero)
+        Ok(AdapterFile(io::prepare_adapters(&path, &parts, &options)?))
     })
+}
+
+/// An adapter file that is all there but not written: what `prepare_adapters` gave.
+#[pyclass(frozen, module = "trainable_candle")]
+pub struct AdapterFile(io::AdapterFile);
+
+#[pymethods]
+impl AdapterFile {
+    /// Write the file, complete or not at all.
+    ///
+    /// Raises:
+    ///     FileError: if the file cannot be written.
+    fn write(&self, py: Python<'_>) -> Result<()> {
+        detached(py, || self.0.write())
+    }
+
+    /// The names of layers whose adapter has no effect, because a factor is zero everywhere.
+    #[getter]
+    fn idle(&self) -> Vec<String> {
+        self.0.saved().zero.clone()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("AdapterFile({} layers)", self.0.saved().layers)
+    }
 }
 
 /// The adapters of a model: none, or one set.

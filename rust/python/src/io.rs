@@ -58,3 +58,29 @@ pub fn load_file<'py>(py: Python<'py>, path: FilePath, device: &str) -> Result<N
     let (path, device) = (path.get("load_file")?, device::parse(device)?);
     NamedTensors::new(py, detached(py, || io::load_tensors(&path, &device))?)
 }
+
+/// Copies of tensors on the CPU that no later change reaches: what is written while training goes on.
+///
+/// Args:
+///     tensors: tensors or variables by name.
+///
+/// Returns:
+///     The copies by name.
+///
+/// Raises:
+///     OutOfMemoryError: if they do not fit.
+#[pyfunction]
+pub fn snapshot<'py>(
+    py: Python<'py>,
+    tensors: Given<BTreeMap<String, PyRef<'py, Tensor>>>,
+) -> Result<NamedTensors<'py>> {
+    let tensors = tensors.get("snapshot", "tensors")?;
+    let tensors: Vec<(String, tc::Tensor)> =
+        tensors.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
+    let copies = detached(py, || {
+        let copy =
+            |(name, tensor): (String, tc::Tensor)| Ok((name, tc::Tensor::from_raw(&tc::raw::host_copy(tensor.raw())?)));
+        tensors.into_iter().map(copy).collect::<tc::Result<Vec<_>>>()
+    })?;
+    NamedTensors::new(py, copies)
+}

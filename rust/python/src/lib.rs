@@ -38,7 +38,7 @@ mod _core {
     #[pymodule_export]
     use crate::adapter::{Adapter, init_linear};
     #[pymodule_export]
-    use crate::adapter_set::{AdapterSet, LoraConfig, save_adapters};
+    use crate::adapter_set::{AdapterFile, AdapterSet, LoraConfig, prepare_adapters, save_adapters};
     #[pymodule_export]
     use crate::autograd::{checkpoint, grad, gradcheck, is_grad_enabled, set_grad_enabled};
     #[pymodule_export]
@@ -58,7 +58,7 @@ mod _core {
         scaled_dot_product_attention, swiglu, upsample_nearest2d,
     };
     #[pymodule_export]
-    use crate::io::{load_file, save_file};
+    use crate::io::{load_file, save_file, snapshot};
     #[pymodule_export]
     use crate::loss::{cross_entropy, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
     #[pymodule_export]
