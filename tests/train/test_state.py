@@ -162,11 +162,11 @@ def load(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read"),
-        ("[]", "cannot be read"),
-        ("{}", "cannot be read"),
-        ('{"format": 1}', "cannot be read"),
-        ('{"format": 1, "rng": [0, 0], "step": 1}', "cannot be read"),
+        ("{", "is damaged: state.json: "),
+        ("[]", "is damaged: state.json: "),
+        ("{}", "is damaged: state.json: "),
+        ('{"format": 1}', "is damaged: state.json: "),
+        ('{"format": 1, "rng": [0, 0], "step": 1}', "is damaged: state.json: "),
         ('{"format": 2}', "has format 2, expected 1: it was written by another version"),
     ],
 )
@@ -177,17 +177,38 @@ def test_damaged_numbers_are_refused(tmp_path: Path, text: str, message: str) ->
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["parameters.safetensors", "optimizer.safetensors"])
-@pytest.mark.parametrize("keep", [None, 0, 100])
-def test_damaged_tensors_are_refused(tmp_path: Path, name: str, keep: int | None) -> None:
-    folder = save(tmp_path, 1)
-    if keep is None:
-        (folder / name).unlink()
-    else:
-        (folder / name).write_bytes((folder / name).read_bytes()[:keep])
-    with pytest.raises(WeightsFormatError, match="is damaged") as caught:
+@pytest.mark.parametrize("name", ["parameters.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_file_that_is_cut_at_any_byte_is_refused(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 1)
+    folder = save(tmp_path, 2)
+    whole = (folder / name).read_bytes()
+    for length in range(len(whole)):
+        (folder / name).write_bytes(whole[:length])
+        with pytest.raises(WeightsFormatError) as caught:
+            load(folder)
+        message = str(caught.value)
+        assert message.startswith(f"resume: {folder} is damaged: {name}: "), length
+        assert message.endswith(
+            "remove that folder, and --resume latest continues from checkpoint-000001"
+        )
+    (folder / name).unlink()
+    with pytest.raises(WeightsFormatError, match=f"is damaged: {name}: "):
         load(folder)
-    assert name in str(caught.value)
+
+
+def test_there_may_be_no_earlier_checkpoint(tmp_path: Path) -> None:
+    folder = save(tmp_path, 2)
+    save(tmp_path, 3)
+    (folder / "optimizer.safetensors").unlink()
+    with pytest.raises(WeightsFormatError, match="no earlier one: remove that folder and start"):
+        load(folder)
+
+
+def test_nested_state_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 2)
+    (folder / "state.json").write_text("[" * 100_000)
+    with pytest.raises(WeightsFormatError, match=r"is damaged: state\.json: "):
+        load(folder)
 
 
 def test_another_adapter_is_refused_and_nothing_changes(tmp_path: Path) -> None:
@@ -223,6 +244,7 @@ def test_the_state_is_readable(tmp_path: Path) -> None:
 def test_what_a_killed_run_left_half_written_is_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-000002.partial").mkdir()
     (tmp_path / "checkpoint-000002.partial" / "state.json").write_text("{")
+    (tmp_path / "checkpoint-000001.removed").mkdir()
     (tmp_path / ".adapter.safetensors.1.partial").write_bytes(b"half")
     (tmp_path / "adapter.safetensors").write_bytes(b"whole")
     state.remove_leftovers(tmp_path)

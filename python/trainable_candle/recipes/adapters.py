@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from trainable_candle import AdapterSet, Var
+    from trainable_candle import AdapterFile, AdapterSet, Var
     from trainable_candle.train.config import TrainConfig
 
 
@@ -53,17 +53,13 @@ class Adapters:
         for adapter in self.sets.values():
             adapter.set_enabled(enabled)
 
-    def save(self, path: Path, config: TrainConfig, metadata: dict[str, str]) -> list[str]:
-        """Write them to one file, in the format and precision of the settings.
-
-        Returns:
-            The layers whose adapter has no effect, because a factor is zero everywhere.
+    def file(self, path: Path, config: TrainConfig, metadata: dict[str, str]) -> AdapterFile:
+        """Their present values for one file, in the format and precision of the settings.
 
         Raises:
-            FileError: the file cannot be written.
             ArgumentError: the format cannot hold these adapters.
         """
-        return tc.save_adapters(
+        return tc.prepare_adapters(
             path,
             list(self.sets.values()),
             format=config.format,

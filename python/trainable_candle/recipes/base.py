@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Self
 
-    from trainable_candle import Tensor
+    from trainable_candle import AdapterFile, Tensor
     from trainable_candle.recipes.adapters import Adapters
     from trainable_candle.train.config import TrainConfig
     from trainable_candle.train.estimate import Estimate
@@ -212,16 +212,15 @@ class Recipe(Protocol):
             ConfigError: a prompt or an option does not suit the model.
         """
 
-    def save_adapter(
+    def adapter_file(
         self, adapters: Adapters, path: Path, config: TrainConfig, metadata: dict[str, str]
-    ) -> list[str]:
-        """Write the adapters to one file, in the format and precision of the settings.
+    ) -> AdapterFile:
+        """The present values of the adapters for one file, which is written later.
 
-        Returns:
-            The layers whose adapter has no effect, because a factor is zero everywhere.
+        It has the format and precision of the settings.
 
         Raises:
-            OSError: the file cannot be written.
+            ArgumentError: the format cannot hold these adapters.
         """
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Self
 
-    from trainable_candle import Tensor
+    from trainable_candle import AdapterFile, Tensor
     from trainable_candle.data import Picture
     from trainable_candle.train.config import TrainConfig
     from trainable_candle.train.headers import TensorFacts
@@ -223,15 +223,15 @@ class DigitsRecipe:
             tc.set_rng_state(state)
         return from_model(np.concatenate(drawn))
 
-    def save_adapter(
+    def adapter_file(
         self, adapters: Adapters, path: Path, config: TrainConfig, metadata: dict[str, str]
-    ) -> list[str]:
-        """Write the adapter; returns the layers where it has no effect.
+    ) -> AdapterFile:
+        """The present values of the adapter for a file, which is written later.
 
         Raises:
-            OSError: the file cannot be written.
+            ArgumentError: the format cannot hold the adapter.
         """
-        return adapters.save(path, config, metadata)
+        return adapters.file(path, config, metadata)
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
         """Put the adapter of a file on the model.

@@ -28,9 +28,11 @@ class Callback:
         """When a callback has measured something at the present step (`Trainer.report`)."""
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        """While a checkpoint is written: what is put into `folder` becomes a part of it.
+        """When a checkpoint begins: what is put into `folder` becomes a part of it.
 
-        The folder gets its final name when all callbacks are done.
+        Its own files are written in the background meanwhile. What takes long to write is copied
+        here (`tc.snapshot`) and handed to `trainer.write_later`. The folder gets its final name
+        when all callbacks and what they handed over are done.
         """
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle.errors import Error, WeightsFormatError
 from trainable_candle.train.callbacks import Callback
+from trainable_candle.train.state import read_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,14 +43,14 @@ class AdapterAverage(Callback):
         for average in self._averages.values():
             average.update()
 
-    def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
+    def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
         """Put the averages into a checkpoint."""
         states = {
             f"{component}:{name}": tensor
             for component, average in self._averages.items()
             for name, tensor in average.state_dict().items()
         }
-        tc.save_file(states, folder / _FILE)
+        trainer.write_later(partial(tc.save_file, states, folder / _FILE))
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
         """Take the averages of a checkpoint; of one without, start at its parameters."""
@@ -56,8 +58,8 @@ class AdapterAverage(Callback):
         if not path.exists():
             self._averages = self._fresh()
             return
+        stored = read_tensors(folder, _FILE)
         try:
-            stored = tc.load_file(path)
             for component, average in self._averages.items():
                 start = f"{component}:"
                 average.load_state_dict(

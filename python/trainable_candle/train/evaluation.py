@@ -6,19 +6,22 @@ import json
 import math
 import re
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle import plot
-from trainable_candle.errors import NonFiniteError, WeightsFormatError
+from trainable_candle.errors import NonFiniteError
 from trainable_candle.files import write_atomically
 from trainable_candle.train.callbacks import Callback
+from trainable_candle.train.state import damaged, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from trainable_candle import AdapterFile
     from trainable_candle.recipes.adapters import Adapters
     from trainable_candle.recipes.base import Prepared, Recipe, SampleOptions
     from trainable_candle.train.ema import AdapterAverage
@@ -59,7 +62,7 @@ class Validation(Callback):
         prepared: the validation pictures.
         every: steps between two measurements.
         evaluated: the context to measure in.
-        write: writes the adapter of a step to a file.
+        adapter: takes the adapter of a step for a file that is written later.
     """
 
     def __init__(
@@ -67,14 +70,14 @@ class Validation(Callback):
         prepared: Prepared[Any],
         every: int,
         evaluated: Callable[[], AbstractContextManager[None]],
-        write: Callable[[Path, int], object],
+        adapter: Callable[[Path, int], AdapterFile],
     ) -> None:
         self.best_loss = math.inf
         self.best_step = 0
         self._prepared = prepared
         self._every = every
         self._evaluated = evaluated
-        self._write = write
+        self._adapter = adapter
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
         """Measure the model as it was."""
@@ -90,7 +93,8 @@ class Validation(Callback):
             self.best_loss, self.best_step = loss, report.step
             if trainer.output is not None:
                 with self._evaluated():
-                    self._write(trainer.output / BEST, report.step)
+                    best = self._adapter(trainer.output / BEST, report.step)
+                trainer.write_later(best.write)
 
     def _measure(self, trainer: Trainer[Any]) -> float:
         with self._evaluated():
@@ -98,22 +102,22 @@ class Validation(Callback):
         trainer.report({"validation_loss": loss})
         return loss
 
-    def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
+    def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
         """Keep which step was the best."""
         if self.best_step:
-            best = {"step": self.best_step, "loss": self.best_loss}
-            write_atomically(folder / _BEST_STATE, json.dumps(best))
+            best = json.dumps({"step": self.best_step, "loss": self.best_loss})
+            trainer.write_later(partial(write_atomically, folder / _BEST_STATE, best))
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
         """Take over which step was the best."""
         path = folder / _BEST_STATE
         if not path.exists():
             return
+        best = read_json(folder, _BEST_STATE)
         try:
-            best = json.loads(path.read_text(encoding="utf-8"))
             self.best_step, self.best_loss = int(best["step"]), float(best["loss"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise WeightsFormatError(f"resume: {path} cannot be read: {error}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise damaged(folder, _BEST_STATE, error) from error
 
 
 class Previews(Callback):
@@ -178,26 +182,30 @@ class StepAdapters(Callback):
     Args:
         keep: how many of them to keep, the newest.
         evaluated: the context to write in.
-        write: writes the adapter of a step to a file.
+        adapter: takes the adapter of a step for a file that is written later.
     """
 
     def __init__(
         self,
         keep: int,
         evaluated: Callable[[], AbstractContextManager[None]],
-        write: Callable[[Path, int], object],
+        adapter: Callable[[Path, int], AdapterFile],
     ) -> None:
         self._keep = keep
         self._evaluated = evaluated
-        self._write = write
+        self._adapter = adapter
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
         """Write the adapter beside the checkpoints; what a resumed run repeats is replaced."""
         if trainer.output is None or trainer.step == trainer.steps:
             return
         with self._evaluated():
-            self._write(step_adapter_path(trainer.output, trainer.step), trainer.step)
-        for path in step_adapters(trainer.output)[: -self._keep]:
+            path = step_adapter_path(trainer.output, trainer.step)
+            trainer.write_later(self._adapter(path, trainer.step).write)
+        trainer.write_later(partial(self._prune, trainer.output))
+
+    def _prune(self, output: Path) -> None:
+        for path in step_adapters(output)[: -self._keep]:
             path.unlink(missing_ok=True)
 
 

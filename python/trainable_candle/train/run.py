@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from trainable_candle import AdapterFile
     from trainable_candle.recipes.adapters import Adapters
     from trainable_candle.recipes.base import Prepared, Recipe, Split
     from trainable_candle.train.config import TrainConfig
@@ -111,6 +112,9 @@ def train_adapter(
     limit = _memory(config)
     weights = recipes.weights_of(config.model, config.weights)
     output = Path(config.output).expanduser()
+    if run_state.needs_restoring(output):
+        with held(output / LOCK, f"output: {output} is in use"):
+            run_state.restore(output)
     start = run_state.find(output, config.resume) if config.resume else None
     step = run_state.read_state(start).step if start else -1
     if config.epochs is None:
@@ -182,7 +186,9 @@ def _train(
     completed = trainer.train()
     session.finish()
     if completed:
-        idle = session.write(output / ADAPTER, trainer.step)
+        file = session.adapter_file(output / ADAPTER, trainer.step)
+        file.write()
+        idle = file.idle
         report(f"adapter: {output / ADAPTER}")
         if idle:
             report(f"adapter: {len(idle)} layers have learnt nothing, the first is {idle[0]}")
@@ -219,7 +225,7 @@ class _Session:
         self.validation = (
             None
             if prepared.validation is None
-            else Validation(prepared.validation, config.validate_every, as_used, self.write)
+            else Validation(prepared.validation, config.validate_every, as_used, self.adapter_file)
         )
         self.callbacks: list[Callback] = [
             callback for callback in (self._average, self.validation) if callback is not None
@@ -238,7 +244,7 @@ class _Session:
                     report,
                 )
             )
-        self.callbacks.append(StepAdapters(config.keep_adapters, as_used, self.write))
+        self.callbacks.append(StepAdapters(config.keep_adapters, as_used, self.adapter_file))
 
     def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
         """The loop over all of this."""
@@ -263,10 +269,10 @@ class _Session:
             settings=settings,
         )
 
-    def write(self, path: Path, step: int) -> list[str]:
-        """Write the adapters as they are; returns the layers where they have no effect."""
+    def adapter_file(self, path: Path, step: int) -> AdapterFile:
+        """The adapters as they are, for a file that is written later."""
         metadata = training_metadata(self._config, step, len(self._train))
-        return self._recipe.save_adapter(self._adapters, path, self._config, metadata)
+        return self._recipe.adapter_file(self._adapters, path, self._config, metadata)
 
     def finish(self) -> None:
         """Leave the model as its adapter files have it."""

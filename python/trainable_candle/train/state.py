@@ -14,7 +14,7 @@ from trainable_candle.errors import ConfigError, Error, WeightsFormatError
 from trainable_candle.files import sync_folder, write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from trainable_candle import Tensor, Var
     from trainable_candle.optim import Optimizer
@@ -24,7 +24,12 @@ _NAME: Final = re.compile(r"checkpoint-(\d+)")
 _PARAMETERS: Final = "parameters.safetensors"
 _OPTIMIZER: Final = "optimizer.safetensors"
 _STATE: Final = "state.json"
-_UNFINISHED: Final = (".partial", ".replaced")
+_PARTIAL: Final = ".partial"
+"""Being written."""
+_REPLACED: Final = ".replaced"
+"""To be removed once the new one of its name is there."""
+_REMOVED: Final = ".removed"
+"""Being removed."""
 
 
 @dataclass(frozen=True)
@@ -94,45 +99,107 @@ def refuse_later(output: Path, step: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a checkpoint holds, on the CPU, where training does not change it any more."""
+
+    parameters: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: RunState
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Var], optimizer: Optimizer, state: RunState) -> Snapshot:
+        """Copy the present values."""
+        return cls(
+            tc.snapshot({name: var.detach() for name, var in parameters.items()}),
+            optimizer.state_dict(),
+            state,
+        )
+
+
+class Draft:
+    """A checkpoint that is being written: first under another name, then renamed.
+
+    Args:
+        folder: where it will be; an older one of the same name is replaced.
+
+    Raises:
+        OSError: the folder for its files cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.path = _beside(folder, _PARTIAL)
+        """Where its files go."""
+        _restore(folder)
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Write the files of a snapshot, the one that makes a checkpoint of a folder last.
+
+        Raises:
+            OSError: one cannot be written.
+        """
+        tc.save_file(snapshot.parameters, self.path / _PARAMETERS)
+        tc.save_file(snapshot.optimizer, self.path / _OPTIMIZER)
+        content = json.dumps({"format": FORMAT, **asdict(snapshot.state)}, indent=1)
+        write_atomically(self.path / _STATE, content)
+
+    def finish(self) -> None:
+        """Give it its name.
+
+        A process that is killed meanwhile leaves the old one or the new one: without either, the
+        old one is still there under another name, and `restore` gives it back its own.
+
+        Raises:
+            OSError: the folder cannot be renamed.
+        """
+        replaced = _beside(self._folder, _REPLACED)
+        if self._folder.exists():
+            self._folder.rename(replaced)
+        self.path.rename(self._folder)
+        sync_folder(self._folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove what was written: a full disk must not stay full for it."""
+        _restore(self._folder)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
 def save(
-    folder: Path,
-    parameters: Mapping[str, Var],
-    optimizer: Optimizer,
-    state: RunState,
-    write_more: Callable[[Path], None] = lambda _: None,
+    folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer, state: RunState
 ) -> None:
-    """Write a checkpoint: first under another name, then renamed.
+    """Write a checkpoint and wait for it.
 
     Args:
         folder: where it will be; an older one of the same name is replaced.
         parameters: the trainable variables by name.
         optimizer: its state goes in whole.
         state: the rest.
-        write_more: writes what else belongs to it into the folder that it is given.
 
     Raises:
         OSError: it cannot be written; the older checkpoints are as they were.
     """
-    partial, replaced = (folder.with_name(folder.name + end) for end in _UNFINISHED)
-    for leftover in (partial, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
+    draft = Draft(folder)
     try:
-        values = {name: var.detach() for name, var in parameters.items()}
-        tc.save_file(values, partial / _PARAMETERS)
-        tc.save_file(optimizer.state_dict(), partial / _OPTIMIZER)
-        write_more(partial)
-        content = json.dumps({"format": FORMAT, **asdict(state)}, indent=1)
-        write_atomically(partial / _STATE, content)
+        draft.write(Snapshot.of(parameters, optimizer, state))
+        draft.finish()
     except BaseException:
-        # A full disk must not stay full for it.
-        shutil.rmtree(partial, ignore_errors=True)
+        draft.discard()
         raise
-    if folder.exists():
-        folder.rename(replaced)
-    partial.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _beside(folder: Path, end: str) -> Path:
+    return folder.with_name(folder.name + end)
+
+
+def _restore(folder: Path) -> None:
+    """Give an old checkpoint its name back, if its replacement did not get there."""
+    replaced = _beside(folder, _REPLACED)
+    if replaced.exists() and not folder.exists():
+        replaced.rename(folder)
 
 
 def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> RunState:
@@ -142,11 +209,7 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
         WeightsFormatError: a file is missing, damaged, of another format, or of another adapter.
     """
     state = read_state(folder)
-    try:
-        stored = tc.load_file(folder / _PARAMETERS)
-        states = tc.load_file(folder / _OPTIMIZER)
-    except Error as error:
-        raise WeightsFormatError(f"resume: {folder} is damaged: {error}") from error
+    stored, states = (read_tensors(folder, name) for name in (_PARAMETERS, _OPTIMIZER))
     _check_fit(folder, stored, parameters)
     for name, var in parameters.items():
         var.set(stored[name].to(var.device))
@@ -169,19 +232,55 @@ def read_state(folder: Path) -> RunState:
     Raises:
         WeightsFormatError: it is missing, damaged or of another format.
     """
-    path = folder / _STATE
+    values = read_json(folder, _STATE)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
         found = values.pop("format")
         if found == FORMAT:
             values["rng"] = tuple(values["rng"])
             return RunState(**values)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise WeightsFormatError(f"resume: {path} cannot be read: {error}") from error
+    except (TypeError, KeyError, AttributeError) as error:
+        raise damaged(folder, _STATE, error) from error
     raise WeightsFormatError(
         f"resume: {folder} has format {found!r}, expected {FORMAT}: "
         "it was written by another version of trainable-candle"
     )
+
+
+def read_json(folder: Path, name: str) -> Any:
+    """The contents of a JSON file of a checkpoint.
+
+    Raises:
+        WeightsFormatError: it is missing or damaged.
+    """
+    try:
+        return json.loads((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(folder, name, error) from error
+
+
+def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    """The tensors of a file of a checkpoint, on the CPU.
+
+    Raises:
+        WeightsFormatError: it is missing or damaged.
+    """
+    try:
+        return tc.load_file(folder / name)
+    except Error as error:
+        raise damaged(folder, name, error) from error
+
+
+def damaged(folder: Path, name: str, reason: object) -> WeightsFormatError:
+    """The error of a checkpoint with a damaged file: what is wrong, and from where to go on."""
+    is_named = _NAME.fullmatch(folder.name) is not None
+    others = checkpoints(folder.parent) if is_named else []
+    earlier = [other for other in others if step_of(other) < step_of(folder)]
+    cure = (
+        f"remove that folder, and --resume latest continues from {earlier[-1].name}"
+        if earlier
+        else "there is no earlier one: remove that folder and start without --resume"
+    )
+    return WeightsFormatError(f"resume: {folder} is damaged: {name}: {reason}; {cure}")
 
 
 def _check_fit(folder: Path, stored: Mapping[str, Tensor], parameters: Mapping[str, Var]) -> None:
@@ -200,10 +299,31 @@ def _check_fit(folder: Path, stored: Mapping[str, Tensor], parameters: Mapping[s
             )
 
 
+def restore(output: Path) -> None:
+    """Give checkpoints their names back that a killed run was about to replace.
+
+    No other run may be writing there.
+    """
+    for path in list(output.iterdir()):
+        if path.name.endswith(_REPLACED):
+            _restore(path.with_name(path.name.removesuffix(_REPLACED)))
+
+
+def needs_restoring(output: Path) -> bool:
+    """Whether `restore` would do something."""
+    found = output.iterdir() if output.is_dir() else ()
+    return any(
+        path.name.endswith(_REPLACED)
+        and not path.with_name(path.name.removesuffix(_REPLACED)).exists()
+        for path in found
+    )
+
+
 def remove_leftovers(output: Path) -> None:
     """Remove what a killed run has left half-written; no other run may be writing there."""
-    for path in output.iterdir():
-        if path.name.endswith(_UNFINISHED):
+    restore(output)
+    for path in list(output.iterdir()):
+        if path.name.endswith((_PARTIAL, _REPLACED, _REMOVED)):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -213,4 +333,8 @@ def remove_leftovers(output: Path) -> None:
 def prune(output: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints."""
     for folder in checkpoints(output)[:-keep]:
-        shutil.rmtree(folder, ignore_errors=True)
+        # What is half removed must not look like a checkpoint.
+        removed = _beside(folder, _REMOVED)
+        shutil.rmtree(removed, ignore_errors=True)
+        folder.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 import trainable_candle as tc
@@ -13,6 +14,7 @@ from trainable_candle.errors import Error, NonFiniteError, OutOfMemoryError
 from trainable_candle.train import state as run_state
 from trainable_candle.train.graphs import PassGraphs
 from trainable_candle.train.interrupt import InterruptGuard
+from trainable_candle.train.saver import Saver
 
 if TYPE_CHECKING:
     import signal
@@ -138,6 +140,7 @@ class Trainer(Generic[Batch]):
         self._skipped = 0
         self._save_every = save_every
         self._saved: int | None = None
+        self._saver = Saver()
         self._keep = keep_checkpoints
         self._callbacks = list(callbacks)
         self._settings = dict(settings or {})
@@ -155,7 +158,7 @@ class Trainer(Generic[Batch]):
         Raises:
             NonFiniteError: a loss or a gradient is NaN or infinite; the parameters are those of the
                 step before. With a scaler such steps are skipped, and 50 in a row are an error.
-            OSError: a checkpoint cannot be written.
+            OSError: a checkpoint cannot be written; the older ones are as they were.
         """
         self._stop = False
         with InterruptGuard() as guard:
@@ -167,10 +170,16 @@ class Trainer(Generic[Batch]):
                     for callback in self._callbacks:
                         callback.on_step_end(self, report)
                     if self._save_every and self.step % self._save_every == 0:
-                        self.save()
+                        self._begin_save()
+                    self._saver.check()
                 self.stopped_by = guard.signal if self.step < self.steps else None
                 if self._saved != self.step:
-                    self.save()
+                    self._begin_save()
+                self._saver.wait()
+            except BaseException:
+                # What is being written is finished; the first error is the one to report.
+                self._saver.settle()
+                raise
             finally:
                 for callback in self._callbacks:
                     callback.on_train_end(self)
@@ -292,14 +301,33 @@ class Trainer(Generic[Batch]):
             )
 
     def save(self) -> Path | None:
-        """Write a checkpoint of the present step, if there is an output folder.
+        """Write a checkpoint of the present step, if there is an output folder, and wait for it.
 
         Raises:
             OSError: it cannot be written; the older ones are as they were.
         """
+        folder = self._begin_save()
+        self._saver.wait()
+        return folder
+
+    def write_later(self, job: Callable[[], object]) -> None:
+        """Let `job` write something while training goes on, for callbacks.
+
+        Jobs are done one after the other. Those that `on_save` hands over are a part of the
+        checkpoint: it gets its name when they are done. An error ends the run.
+
+        Args:
+            job: must not read what training changes; `tc.snapshot` copies it.
+
+        Raises:
+            OSError: what was to be written earlier could not be.
+        """
+        self._saver.submit(job)
+
+    def _begin_save(self) -> Path | None:
+        """Take a snapshot of the present step, and write it in the background."""
         if self.output is None:
             return None
-        folder = run_state.checkpoint_path(self.output, self.step)
         state = run_state.RunState(
             step=self.step,
             batches=self._batches,
@@ -307,14 +335,18 @@ class Trainer(Generic[Batch]):
             scaler=None if self._scaler is None else self._scaler.state_dict(),
             settings=self._settings,
         )
-        run_state.save(folder, self.parameters, self.optimizer, state, self._write_more)
-        run_state.prune(self.output, self._keep)
+
+        def snapshot() -> run_state.Snapshot:
+            return run_state.Snapshot.of(self.parameters, self.optimizer, state)
+
+        def more(folder: Path) -> None:
+            for callback in self._callbacks:
+                callback.on_save(self, folder)
+
+        folder = run_state.checkpoint_path(self.output, self.step)
+        self._saver.begin(folder, snapshot, more, partial(run_state.prune, self.output, self._keep))
         self._saved = self.step
         return folder
-
-    def _write_more(self, folder: Path) -> None:
-        for callback in self._callbacks:
-            callback.on_save(self, folder)
 
     def resume(self, folder: Path) -> dict[str, object]:
         """Continue from a checkpoint; on the CPU what follows equals an unbroken run bit for bit.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Self
 
-    from trainable_candle import Tensor
+    from trainable_candle import AdapterFile, Tensor
     from trainable_candle.data import Dataset
     from trainable_candle.models import Model
     from trainable_candle.train.config import TrainConfig
@@ -317,18 +317,15 @@ class SDXLRecipe:
             self._device,
         )
 
-    def save_adapter(
+    def adapter_file(
         self, adapters: Adapters, path: Path, config: TrainConfig, metadata: dict[str, str]
-    ) -> list[str]:
-        """Write the adapters of all parts to one file, by default under kohya's keys.
-
-        Returns:
-            The layers whose adapter has no effect.
+    ) -> AdapterFile:
+        """The adapters of all parts for one file, by default under kohya's keys.
 
         Raises:
-            OSError: the file cannot be written.
+            ArgumentError: the format cannot hold these adapters.
         """
-        return adapters.save(path, config, metadata)
+        return adapters.file(path, config, metadata)
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
         """Put the adapters of a file on the parts that it names.

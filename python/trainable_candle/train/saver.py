@@ -1,0 +1,89 @@
+"""Checkpoints written while training goes on."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainable_candle.background import BackgroundWriter
+from trainable_candle.train.state import Draft
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from trainable_candle.train.state import Snapshot
+
+
+class Saver:
+    """Writes one checkpoint at a time in the background, complete or not at all.
+
+    Training waits for copies to the host alone. The next checkpoint begins when the one before is
+    written, so that the host holds the copies of one.
+    """
+
+    def __init__(self) -> None:
+        self._writer = BackgroundWriter("checkpoints")
+        self._draft: Draft | None = None
+
+    def begin(
+        self,
+        folder: Path,
+        snapshot: Callable[[], Snapshot],
+        more: Callable[[Path], None],
+        then: Callable[[], None],
+    ) -> None:
+        """Begin a checkpoint, after the one before is there.
+
+        Args:
+            folder: where it will be.
+            snapshot: takes the copies.
+            more: puts what else belongs to it into the folder that it is given, now or by `submit`.
+            then: done when the checkpoint has its name.
+
+        Raises:
+            OSError: this one cannot be begun, or what was begun earlier could not be written.
+        """
+        self.wait()
+        self._draft = draft = Draft(folder)
+        try:
+            self._writer.submit(partial(draft.write, snapshot()))
+            more(draft.path)
+            self._writer.submit(draft.finish)
+            self._writer.submit(then)
+        except BaseException:
+            self.settle()
+            draft.discard()
+            raise
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Do `job` after what was begun; raises as `check`."""
+        self.check()
+        self._writer.submit(job)
+
+    def check(self) -> None:
+        """Raise the error of what could not be written, without waiting.
+
+        Raises:
+            OSError: it could not; the older checkpoints are as they were.
+        """
+        self._discarding(self._writer.check)
+
+    def wait(self) -> None:
+        """Wait until all is written; raises as `check`."""
+        self._discarding(self._writer.wait)
+
+    def settle(self) -> None:
+        """Wait until nothing is written any more; errors are not reported."""
+        with suppress(Exception):
+            self.wait()
+
+    def _discarding(self, wait: Callable[[], None]) -> None:
+        try:
+            wait()
+        except Exception:
+            # No job is done after one that failed: nobody writes there.
+            if self._draft is not None:
+                self._draft.discard()
+            raise

@@ -1,0 +1,272 @@
+"""Checkpoints are written beside training: it goes on, and nothing is lost, whatever happens."""
+
+import errno
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.cli import main
+from trainable_candle.errors import FileError, NonFiniteError
+from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer, saver, state
+from trainable_candle.train.run import ADAPTER, train_adapter
+from trainable_candle.train.state import checkpoint_path, checkpoints
+
+Train = Callable[..., dict[str, bytes]]
+PARAMETERS = "parameters.safetensors"
+
+
+class At(Callback):
+    """Does something after a step."""
+
+    def __init__(self, step: int, action: Callable[[Trainer[Any]], object]) -> None:
+        self._step = step
+        self._action = action
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        if report.step == self._step:
+            self._action(trainer)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No checkpoint is written before this is set."""
+    opened = threading.Event()
+
+    class Waiting(state.Draft):
+        def write(self, snapshot: state.Snapshot) -> None:
+            assert opened.wait(60), "training waits for the checkpoint"
+            super().write(snapshot)
+
+    monkeypatch.setattr(saver, "Draft", Waiting)
+    return opened
+
+
+def test_training_goes_on_while_a_snapshot_is_written(
+    config: TrainConfig, train: Train, gate: threading.Event
+) -> None:
+    bits: dict[str, bytes] = {}
+
+    def keep(trainer: Trainer[Any]) -> None:
+        bits.update({n: v.detach().numpy().tobytes() for n, v in trainer.parameters.items()})
+
+    def release(trainer: Trainer[Any]) -> None:
+        assert trainer.output is not None
+        assert checkpoints(trainer.output) == []
+        gate.set()
+
+    train(config, At(5, keep), At(8, release))
+    stored = tc.load_file(checkpoint_path(Path(config.output), 5) / PARAMETERS)
+    assert {name: tensor.numpy().tobytes() for name, tensor in stored.items()} == bits
+
+
+def test_the_older_one_stays_until_the_newer_is_whole(
+    config: TrainConfig, train: Train, gate: threading.Event
+) -> None:
+    found: list[list[int]] = []
+
+    def look(trainer: Trainer[Any]) -> None:
+        assert trainer.output is not None
+        found.append([state.step_of(path) for path in checkpoints(trainer.output)])
+
+    def release(trainer: Trainer[Any]) -> None:
+        gate.set()
+        trainer.save()
+        gate.clear()
+
+    callbacks = [At(2, release), At(7, look), At(8, lambda _: gate.set())]
+    train(config.with_(keep_checkpoints=1), *callbacks)
+    assert found == [[2]]
+    assert [state.step_of(path) for path in checkpoints(Path(config.output))] == [12]
+
+
+def test_what_was_begun_is_finished_when_training_fails(
+    config: TrainConfig, gate: threading.Event
+) -> None:
+    def fail(_: Trainer[Any]) -> None:
+        threading.Timer(0.2, gate.set).start()
+        raise NonFiniteError("the loss is nan")
+
+    with pytest.raises(NonFiniteError, match="the loss is nan"):
+        train_adapter(config, callbacks=[At(6, fail)], progress=False, report=lambda _: None)
+    assert [state.step_of(path) for path in checkpoints(Path(config.output))] == [5]
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """Within this context a longer file is refused, as by a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
+    config: TrainConfig, train: Train
+) -> None:
+    steps: list[int] = []
+
+    class Noting(Callback):
+        def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
+            steps.append(trainer.step)
+
+    def fill(trainer: Trainer[Any]) -> None:
+        trainer.save()
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+
+    with files_up_to(1 << 30), pytest.raises(FileError) as caught:
+        train(config.with_(save_every=3), At(5, fill), Noting())
+    assert caught.value.errno == errno.EFBIG
+    assert "checkpoint-000006.partial" in str(caught.value)
+    assert steps in ([3, 5, 6], [3, 5, 6, 9])
+    output = Path(config.output)
+    assert sorted(path.name for path in output.glob("*checkpoint*")) == [
+        "checkpoint-000003",
+        "checkpoint-000005",
+    ]
+    assert not (output / ADAPTER).exists()
+    resumed = config.with_(save_every=3, resume="latest")
+    unbroken = config.with_(save_every=3, output=str(output.with_name("unbroken")))
+    assert train(resumed) == train(unbroken)
+
+
+def test_a_callback_that_cannot_write_its_part_ends_the_run_too(
+    config: TrainConfig, train: Train
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Part(Callback):
+        def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
+            trainer.write_later(refuse)
+
+    with pytest.raises(OSError, match="No space left"):
+        train(config, Part())
+    assert list(Path(config.output).glob("*checkpoint*")) == []
+
+
+@pytest.mark.parametrize("reason", ["full", "read-only"])
+def test_the_command_says_why_and_ends(
+    config: TrainConfig, reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    output = config.output if reason == "full" else "/sys/trainable-candle"
+    text = tmp_path / "settings.yaml"
+    text.write_text(config.with_(output=output).to_yaml())
+    with files_up_to(4096 if reason == "full" else 1 << 30):
+        status = main(["train", "--config", str(text)])
+    assert status == 2
+    error = capsys.readouterr().err
+    assert (".safetensors: File too large\n" if reason == "full" else output) in error
+    assert "Traceback" not in error
+
+
+STEPWISE = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np, trainable_candle as tc
+from trainable_candle.train import state
+
+output = Path(sys.argv[1])
+folder = state.checkpoint_path(output, 3)
+
+def save(value):
+    parameters = {"a": tc.Var(np.full((2, 3), value, np.float32))}
+    optimizer = tc.optim.AdamW(list(parameters.values()), lr=0.1)
+    facts = state.RunState(3, 3, (0, 0), None, {"value": value})
+    state.save(folder, parameters, optimizer, facts)
+
+def until(left, value):
+    def hook(event, _):
+        nonlocal left
+        if event.startswith(("open", "os.", "shutil.")):
+            left -= 1
+            if left == -1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+    save(value)
+    os._exit(0)
+
+save(1.0)
+value = 1.0
+for number in range(1000):
+    child = os.fork()
+    if child == 0:
+        until(number, 2.0 + number)
+    status = os.waitpid(child, 0)[1]
+    # As a new run does.
+    if state.needs_restoring(output):
+        print("restored")
+        state.restore(output)
+    facts = state.read_state(state.find(output, "latest"))
+    state.remove_leftovers(output)
+    assert [path.name for path in output.iterdir()] == [folder.name], number
+    assert facts.settings["value"] in (value, 2.0 + number), (number, value, facts)
+    value = facts.settings["value"]
+    stored = tc.load_file(folder / "parameters.safetensors")["a"].numpy()
+    assert (stored == value).all(), (number, stored)
+    if status == 0:
+        break
+assert value == 2.0 + number
+print("steps", number)
+"""
+
+
+def test_a_save_that_is_killed_at_any_step_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STEPWISE, str(tmp_path / "run")]
+    (tmp_path / "run").mkdir()
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.split("\n")
+    assert "restored" in lines, "no kill came between the two renames"
+    assert int(lines[-2].split()[1]) > 12
+
+
+KILLED = """
+import os, signal, sys, threading
+left = int(sys.argv[2])
+
+def hook(event, _):
+    global left
+    if threading.current_thread().name == "checkpoints" and event != "object.__getattr__":
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(hook)
+from trainable_candle.cli import main
+sys.exit(main(["train", "--config", sys.argv[1], *sys.argv[3:]]))
+"""
+
+
+def test_runs_that_are_killed_while_saving_resume_bit_for_bit(
+    config: TrainConfig, train: Train, tmp_path: Path
+) -> None:
+    config = config.with_(save_every=1, keep_checkpoints=1, ema_decay=0.9)
+    train(config)
+    broken = config.with_(output=str(tmp_path / "broken"))
+    text = tmp_path / "settings.yaml"
+    text.write_text(broken.to_yaml())
+    statuses = []
+    for left in (11, 29, 47, 90, 0):
+        resume = ["--resume", "latest"] if checkpoints(Path(broken.output)) else []
+        command = [sys.executable, "-c", KILLED, str(text), str(left), *resume]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        statuses.append(run.returncode)
+        assert run.returncode in {0, -signal.SIGKILL}, run.stderr
+    assert statuses == [-signal.SIGKILL] * 4 + [0]
+    one, other = (tc.load_file(Path(run.output) / ADAPTER) for run in (config, broken))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        np.testing.assert_array_equal(tensor.numpy(), other[name].numpy())
