@@ -1,0 +1,130 @@
+"""What leaves a GPU: what is asked for, once, through pinned memory."""
+
+import math
+import struct
+from json import loads
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ITEM = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "F64": 8, "U8": 1}
+
+
+def moved(run: Any) -> int:
+    """Bytes that came to the host."""
+    copies = [call for call in run.of("copy") if "DtoH" in call["kind"]]
+    assert all(call["pageable"] == "0" for call in copies)
+    return sum(int(call["bytes"]) for call in copies)
+
+
+def tensors(path: Path) -> dict[str, int]:
+    """The bytes of each tensor in a file."""
+    with path.open("rb") as file:
+        header = loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    header.pop("__metadata__", None)
+    return {n: ITEM[e["dtype"]] * math.prod(e["shape"]) for n, e in header.items()}
+
+
+def test_of_a_view_its_own_elements_are_moved(cuda: Any) -> None:
+    run = cuda.run("""
+    import numpy as np
+
+    whole = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    flat = tc.tensor(whole, device="cuda")
+    works = {
+        "rows": lambda: flat[3:5].numpy(),
+        "scalar": lambda: flat[7, 9].item(),
+        "cpu": lambda: flat[1000:].to("cpu"),
+        "list": lambda: flat[5].tolist(),
+        "columns": lambda: flat[:, 2:4].numpy(),
+        "nothing": lambda: flat[4:4].numpy(),
+    }
+    for name, work in works.items():
+        mark(name)
+        found = work()
+        if name == "rows":
+            np.testing.assert_array_equal(found, whole[3:5])
+        if name == "scalar":
+            assert found == whole[7, 9]
+    mark("end")
+    """)
+    assert run.of("refused") == []
+    rows = {"rows": 2 * 4096, "scalar": 4, "cpu": 24 * 4096, "list": 4096, "columns": 8192}
+    assert {name: moved(run.after(name)) for name in rows} == rows
+    assert moved(run.after("nothing")) == 0
+    assert all(len(run.after(name).of("synchronize")) == 1 for name in rows)
+
+
+@pytest.mark.parametrize("mib", [8, 9, 33, 75])
+def test_large_tensors_pass_through_the_ring_as_they_are(cuda: Any, mib: int) -> None:
+    run = cuda.run(f"""
+    import numpy as np
+
+    values = np.random.default_rng(0).integers(0, 256, ({mib} << 20) - 3, dtype=np.uint8)
+    there = tc.tensor(values, device="cuda")
+    for _ in range(2):
+        mark("back")
+        np.testing.assert_array_equal(there.numpy(), values)
+    """)
+    assert run.of("refused") == []
+    assert moved(run.after("back")) == (mib << 20) - 3
+
+
+SAVE = """
+    from pathlib import Path
+    from trainable_candle.train import state
+
+    folder = Path(FOLDER)
+    model = tc.models.DigitsTransformer.from_pretrained(BASE, device="cuda")
+    adapter = model.add_adapter(tc.LoraConfig(r=16, ADAPTER))
+    parameters = adapter.named_parameters()
+    optimizer = tc.optim.AdamW8bit(list(parameters.values()), lr=0.1, min_8bit_size=1)
+    average = tc.optim.EMA(adapter, 0.9)
+    for var in parameters.values():
+        var.grad = tc.ones(var.shape, device="cuda")
+    optimizer.step()
+    tc.cuda.synchronize()
+    mark("adapter")
+    adapter.save(folder / "adapter.safetensors", DTYPE)
+    mark("parameters")
+    values = tc.snapshot(parameters)
+    mark("optimizer")
+    states = optimizer.state_dict()
+    mark("average")
+    averages = average.state_dict()
+    mark("writing")
+    tc.save_file(values, folder / "parameters.safetensors")
+    tc.save_file(states, folder / "optimizer.safetensors")
+    tc.save_file(averages, folder / "average.safetensors")
+    mark("end")
+"""
+
+
+@pytest.mark.parametrize("dtype", ["", "dtype='bf16'"])
+@pytest.mark.parametrize("kind", ["lora", "lokr", "dora"])
+def test_a_save_moves_what_it_writes_once(
+    cuda: Any, digits_base: Path, tmp_path: Path, kind: str, dtype: str
+) -> None:
+    code = SAVE.replace("FOLDER", repr(str(tmp_path))).replace("BASE", repr(str(digits_base)))
+    run = cuda.run(code.replace("ADAPTER", f"adapter={kind!r}").replace(", DTYPE", f", {dtype}"))
+    assert run.of("refused") == []
+
+    def written(name: str) -> dict[str, int]:
+        return tensors(tmp_path / f"{name}.safetensors")
+
+    parameters = sum(written("parameters").values())
+    assert moved(run.after("parameters")) == parameters
+    # Alphas are numbers of the host; DoRA's files need a norm of f32 for each output besides.
+    file = {n: size for n, size in written("adapter").items() if not n.endswith("alpha")}
+    assert parameters == sum(file.values()) * (2 if dtype else 1)
+    norms = sum(size for n, size in file.items() if "dora_scale" in n or "magnitude" in n)
+    norms *= 2 if dtype else 1
+    assert moved(run.after("adapter")) - parameters in {0, norms}
+    average = sum(size for n, size in written("average").items() if n != "updates")
+    assert moved(run.after("average")) == average
+    # States lie in blocks of 256 elements.
+    states = {n: size for n, size in written("optimizer").items() if "." in n}
+    surplus = moved(run.after("optimizer")) - sum(states.values())
+    assert 0 <= surplus <= len(states) * 256 + 4096
+    assert moved(run.after("writing")) == 0
