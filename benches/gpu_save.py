@@ -1,0 +1,203 @@
+"""Saving: a checkpoint and an adapter, beside a plain write of the same bytes.
+
+python benches/gpu_save.py [--device cpu] [--folder /tmp] [--rounds 5]
+
+The adapter has rank 16 on all transformer layers of SDXL's UNet: 1,444 tensors, 42.6 M parameters,
+trained with AdamW8bit. On the CPU it is that of the small UNet that the package ships. A plain
+write puts the same bytes, which are in memory, into files of the same sizes and syncs them; the two
+take turns. Training stands still while values are copied to the host; it is timed in the trainer
+too, as what the step after a checkpoint takes longer than the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trainable_candle as tc
+from trainable_candle import recipes
+from trainable_candle.recipes.sdxl.recipe import UNET_TARGETS
+from trainable_candle.train import Callback, Trainer, state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainable_candle.train import StepReport
+
+RANK, TOKENS, MIB = 16, 77, 2**20
+STEPS, EVERY = 40, 10
+
+
+def plain(contents: dict[str, bytes], folder: Path) -> None:
+    """Write files and sync them and their folder."""
+    folder.mkdir(exist_ok=True)
+    for name, content in contents.items():
+        with (folder / name).open("wb", buffering=0) as file:
+            view = memoryview(content)
+            while view:
+                view = view[file.write(view) :]
+            os.fsync(file.fileno())
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def compare(
+    title: str, copy: Callable[[], Any], write: Callable[[Any], Path], rounds: int, folder: Path
+) -> None:
+    """Copying and writing, and a plain write of what was written, in turns."""
+    copies, writes, plains = [], [], []
+    size = 0
+    for number in range(rounds + 1):
+        held: list[Any] = []
+        copied = timed(lambda held=held: held.append(copy()))
+        written = timed(lambda held=held: held.append(write(held[0])))
+        path = held[1]
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        contents = {file.name: file.read_bytes() for file in files}
+        size = sum(map(len, contents.values()))
+        alone = timed(lambda contents=contents: plain(contents, folder / "plain"))
+        # The first round makes pinned memory and loads kernels.
+        if number == 0:
+            print(f"{title}: first copy {1e3 * copied:.0f} ms")
+            continue
+        copies.append(copied)
+        writes.append(written)
+        plains.append(alone)
+    copied, written, alone = map(statistics.median, (copies, writes, plains))
+    print(
+        f"{title}: {size / MIB:.0f} MiB; copy to the host {1e3 * copied:.0f} ms, "
+        f"write {1e3 * written:.0f} ms, plain write {1e3 * alone:.0f} ms; "
+        f"beyond the plain write {1e3 * (copied + written - alone):+.0f} ms",
+        flush=True,
+    )
+
+
+class Clock(Callback):
+    """When each step ended."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
+        self.times.append(time.perf_counter())
+
+
+class Same:
+    """The same batch again and again."""
+
+    def batch(self, index: int) -> int:
+        return index
+
+
+def trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
+    """A training run of random weights, and its adapter."""
+    on_gpu = device != "cpu"
+    if on_gpu:
+        model = tc.models.SDXLUNet.from_config(dtype="bf16", device=device)
+    else:
+        path = recipes.weights_of("sdxl", "")
+        model = tc.models.SDXLUNet.from_pretrained(path, subfolder="unet", device=device)
+    config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(UNET_TARGETS))
+    adapter = model.add_adapter(config)
+    parameters = adapter.named_parameters()
+    count = sum(var.numel() for var in parameters.values())
+    print(f"{device}: {count / 1e6:.1f} M parameters in {len(parameters)} tensors", flush=True)
+    optimizer = tc.optim.AdamW8bit(list(parameters.values()), lr=1e-4)
+    dtype, side = ("bf16", 128) if on_gpu else ("f32", 8)
+    # Widths of the text's tokens and of the pooled text.
+    width, pooled = (2048, 1280) if on_gpu else (128, 64)
+    values = {
+        "sample": tc.randn((1, 4, side, side), device=device).to(dtype),
+        "text": tc.randn((1, TOKENS, width), device=device).to(dtype),
+        "pooled": tc.randn((1, pooled), device=device).to(dtype),
+        "target": tc.randn((1, 4, side, side), device=device),
+        "times": tc.full((1,), 500.0, device=device),
+        "sizes": tc.full((1, 6), 1024.0, device=device),
+    }
+
+    def loss(given: dict[str, tc.Tensor]) -> tc.Tensor:
+        text = {"text_embeds": given["pooled"], "time_ids": given["sizes"]}
+        found = model(given["sample"], given["times"], given["text"], **text)
+        return tc.nn.functional.mse_loss(found.to("f32"), given["target"])
+
+    clock = Clock()
+    made: Trainer[int] = Trainer(
+        loss,
+        parameters,
+        optimizer,
+        Same(),
+        inputs=lambda _: values,
+        cuda_graphs=2,
+        steps=STEPS,
+        output=folder / "run",
+        save_every=EVERY,
+        keep_checkpoints=1,
+        callbacks=[clock],
+    )
+    return made, adapter, clock
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
+    parser.add_argument("--folder", help="where to write; the disk that is measured")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        run, adapter, clock = trainer(options.device, folder)
+        run.train()
+        gaps = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
+        # The gap after step n lies at n - 1; the first steps record graphs.
+        saving = gaps[EVERY - 1 :: EVERY]
+        others = [gap for n, gap in enumerate(gaps) if n >= EVERY and (n + 1) % EVERY]
+        step = statistics.median(others)
+        print(
+            f"training: a step {1e3 * step:.1f} ms, with a checkpoint before it "
+            f"{1e3 * statistics.median(saving):.1f} ms, at most {1e3 * max(saving):.1f} ms",
+            flush=True,
+        )
+
+        facts = state.RunState(STEPS, STEPS, tc.get_rng_state(), None, {})
+        place = state.checkpoint_path(folder / "run", STEPS + 1)
+
+        def write_checkpoint(snapshot: state.Snapshot) -> Path:
+            draft = state.Draft(place)
+            draft.write(snapshot)
+            draft.finish()
+            return place
+
+        def write_adapter(file: Any) -> Path:
+            file.write()
+            return folder / "adapter.safetensors"
+
+        compare(
+            "checkpoint",
+            lambda: state.Snapshot.of(run.parameters, run.optimizer, facts),
+            write_checkpoint,
+            options.rounds,
+            folder,
+        )
+        compare(
+            "adapter",
+            lambda: tc.prepare_adapters(folder / "adapter.safetensors", [adapter]),
+            write_adapter,
+            options.rounds,
+            folder,
+        )
+
+
+if __name__ == "__main__":
+    main()
