@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
@@ -15,6 +16,8 @@ from trainable_candle.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+_TOO_DEEP: Final = "its values are nested too deeply"
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> None:
@@ -73,7 +76,22 @@ def load_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError, ValueError: it is none, or gives a key twice.
     """
-    return yaml.load(text, _UniqueKeys)  # noqa: S506 - a safe loader
+    try:
+        return yaml.load(text, _UniqueKeys)  # noqa: S506 - a safe loader
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON document.
+
+    Raises:
+        ValueError: it is none, or its brackets are nested too deeply to be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
 
 
 @contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from trainable_candle.errors import DatasetError
+from trainable_candle.files import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +64,7 @@ def read_metadata(folder: Path) -> dict[Path, str]:
 
 def _entry(line: str) -> tuple[str, str]:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from error
     name = entry.get("file_name") if isinstance(entry, dict) else None

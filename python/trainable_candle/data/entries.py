@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from trainable_candle.files import parse_json
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 _METADATA: Final = "__metadata__"
 _CHECKSUM: Final = "crc32"
+_START: Final = f'{{"{_METADATA}": {{"{_CHECKSUM}": "'.encode()
+"""What every header begins with; then comes the checksum, of 8 digits, of all bytes but its own."""
+_PLACE: Final = slice(8 + len(_START), 16 + len(_START))
 _ALIGNMENT: Final = 8
 _DTYPES: Final = {
     "f64": "F64", "f32": "F32", "f16": "F16", "bf16": "BF16", "i64": "I64", "u32": "U32", "u8": "U8"
@@ -42,10 +47,12 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
     data = b"".join(parts)
     # Names of files may hold bytes that are no text.
     texts = {name: text.encode(errors="replace").decode() for name, text in facts.items()}
-    metadata = {**texts, _CHECKSUM: _checksum(entries, data)}
+    metadata = {_CHECKSUM: "0" * 8, **texts}
     header = json.dumps({_METADATA: metadata, **entries}).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
-    return len(header).to_bytes(8, "little") + header + data
+    content = bytearray(len(header).to_bytes(8, "little") + header + data)
+    content[_PLACE] = _checksum(content)
+    return bytes(content)
 
 
 def facts_of(path: Path) -> dict[str, str]:
@@ -53,7 +60,7 @@ def facts_of(path: Path) -> dict[str, str]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            return _metadata(json.loads(file.read(min(length, path.stat().st_size))))
+            return _metadata(file.read(min(length, path.stat().st_size)))
     except (OSError, ValueError):
         return {}
 
@@ -61,26 +68,24 @@ def facts_of(path: Path) -> dict[str, str]:
 def intact_facts(path: Path) -> dict[str, str]:
     """The text entries of a file that is as `packed` made it, read in full; else none."""
     try:
-        content = memoryview(path.read_bytes())
-        length = int.from_bytes(content[:8], "little")
-        entries = json.loads(bytes(content[8 : 8 + length]))
-    except (OSError, ValueError):
+        content = path.read_bytes()
+    except OSError:
         return {}
-    metadata = _metadata(entries)
-    if not metadata:
+    if content[8 : _PLACE.start] != _START or content[_PLACE] != _checksum(content):
         return {}
-    del entries[_METADATA]
-    same = metadata.get(_CHECKSUM) == _checksum(entries, content[8 + length :])
-    return metadata if same else {}
+    return _metadata(content[8 : 8 + int.from_bytes(content[:8], "little")])
 
 
-def _metadata(entries: Any) -> dict[str, str]:
+def _metadata(header: bytes) -> dict[str, str]:
+    entries = parse_json(header)
     found = entries.get(_METADATA) if isinstance(entries, dict) else None
     return found if isinstance(found, dict) else {}
 
 
-def _checksum(entries: Mapping[str, Any], data: bytes | memoryview) -> str:
-    return f"{zlib.crc32(data, zlib.crc32(json.dumps(entries, sort_keys=True).encode())):08x}"
+def _checksum(content: bytes | bytearray) -> bytes:
+    """Of a whole file but the place of its checksum, which tells every change of up to 32 bits."""
+    view = memoryview(content)
+    return b"%08x" % zlib.crc32(view[_PLACE.stop :], zlib.crc32(view[: _PLACE.start]))
 
 
 def _bytes(tensor: Tensor) -> bytes:

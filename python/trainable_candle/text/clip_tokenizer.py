@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from trainable_candle.errors import MissingFileError, WeightsFormatError
+from trainable_candle.files import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,7 +137,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     whole = folder / "tokenizer.json"
     if whole.is_file():
         return Tokenizer.from_str(whole.read_text(encoding="utf-8"))
-    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    vocabulary = parse_json((folder / "vocab.json").read_text(encoding="utf-8"))
     return _from_merges((folder / "merges.txt").read_text(encoding="utf-8"), vocabulary)
 
 
@@ -196,7 +196,7 @@ def _byte_letters() -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    values: dict[str, Any] = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return values
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.errors import MissingFileError, WeightsFormatError
+from trainable_candle.files import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,7 +65,7 @@ def _entries(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            entries = json.loads(file.read(min(length, _MAX_HEADER)))
+            entries = parse_json(file.read(min(length, _MAX_HEADER)))
     except FileNotFoundError:
         raise MissingFileError(f"weights: there is no file {path}") from None
     except (ValueError, struct.error) as error:

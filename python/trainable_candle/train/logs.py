@@ -7,7 +7,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from trainable_candle.files import write_atomically
+from trainable_candle.files import parse_json, write_atomically
 from trainable_candle.train.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def read_json_log(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in _whole_lines(path):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError, Error, WeightsFormatError
-from trainable_candle.files import sync_folder, write_atomically
+from trainable_candle.files import parse_json, sync_folder, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -253,8 +253,8 @@ def read_json(folder: Path, name: str) -> Any:
         WeightsFormatError: it is missing or damaged.
     """
     try:
-        return json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return parse_json((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise damaged(folder, name, error) from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.errors import ConfigError, MissingFileError, WeightsFormatError
-from trainable_candle.files import sync_folder
+from trainable_candle.files import parse_json, sync_folder
 from trainable_candle.models import load, save_checkpoint
 from trainable_candle.train.headers import TensorFacts, read_folder, read_header, read_metadata
 from trainable_candle.train.objective import NoiseSchedule
@@ -166,7 +165,7 @@ def _in_file(path: Path) -> Facts:
     try:
         written = read_metadata(path).get(_WRITTEN_CONFIG)
         if written is not None:
-            return Facts({**PUBLISHED, **json.loads(written)}, parts, *_vae_of(parts["vae"]))
+            return Facts({**PUBLISHED, **parse_json(written)}, parts, *_vae_of(parts["vae"]))
         config = _deduced(parts["unet"], pooled.shape[1] if pooled else _PUBLISHED_POOLED)
         return Facts(config, parts, *_vae_of(parts["vae"]))
     except (LookupError, ValueError, TypeError, ArithmeticError):
@@ -306,7 +305,7 @@ def save_merged_folder(weights: Path, models: Mapping[str, Model], output: Path)
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MissingFileError(f"weights: there is no file {path}") from None
     except (OSError, ValueError) as error:
