@@ -2,52 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from contextlib import closing
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
 
 import trainable_candle as tc
-from trainable_candle.data.cache import FeatureStore, fingerprint
+from trainable_candle.data.cache import fingerprint
+from trainable_candle.data.filling import Filled, Progress, groups_of
+from trainable_candle.data.kept import Entries
 from trainable_candle.data.pixels import in_parallel
-from trainable_candle.errors import DatasetError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
 
     from trainable_candle import Tensor
+    from trainable_candle.data.buckets import Bucket
     from trainable_candle.data.dataset import Batch, Dataset, View
+    from trainable_candle.data.filling import Report
     from trainable_candle.data.options import CacheOptions
 
     EncodePixels = Callable[[npt.NDArray[np.uint8]], Mapping[str, Tensor]]
     EncodeTexts = Callable[[Sequence[str]], Mapping[str, Tensor]]
-
-_Task = TypeVar("_Task")
-
-DEVICE_LIMIT: Final = 512 * 1024**2
-"""Bytes of a cache's entries that are kept on the device; the rest is moved there by the batch."""
-MEMORY_LIMIT: Final = 2 * 1024**3
-"""Bytes of a cache's entries on disk that are also kept in memory, on the device or not."""
-
-
-@dataclass(frozen=True)
-class Filled:
-    """What filling a cache took."""
-
-    found: int
-    """Entries that were there."""
-    made: int
-    removed: int
-    """Entries of earlier versions of the same files."""
-
-    def __str__(self) -> str:
-        """In a line."""
-        gone = f", {self.removed} outdated removed" if self.removed else ""
-        return f"{self.found} found, {self.made} made{gone}"
 
 
 class LatentCache:
@@ -61,7 +41,8 @@ class LatentCache:
             settings, the dtype. Other values, other entries.
         folder: for files, see `cache_folder`; needed if `options.kind` is `disk`.
         device: where batches go.
-        encode_batch: pictures that `encode` is given at once, at least 1.
+        encode_area: pixels of the pictures that `encode` is given at once, at most; but always at
+            least one picture.
     """
 
     def __init__(
@@ -73,36 +54,52 @@ class LatentCache:
         *,
         folder: Path | None = None,
         device: str = "cpu",
-        encode_batch: int = 1,
+        encode_area: int = 0,
     ) -> None:
         self._dataset = dataset
         self._encode = tc.no_grad()(encode)
-        self._encode_batch = encode_batch
+        self._encode_area = encode_area
         self._kept = options.kind != "off"
-        self._entries = _Entries(options, "latents", identity, folder, device)
+        self._entries = Entries(options, "latents", identity, folder, device)
 
-    def fill(self, *, progress: bool = False) -> Filled:
-        """Encode what is not there yet; pictures are decoded ahead in parallel.
+    def fill(self, *, progress: bool = False, report: Report | None = None) -> Filled:
+        """Encode what is not there yet, by batches of one size.
 
-        Nothing is encoded if nothing is to be kept.
+        Pictures are decoded ahead on threads and entries written by another, while the encoder
+        works; of both, as many are in memory as of ten pictures as of ten thousand. Nothing is
+        encoded if nothing is to be kept.
+
+        Args:
+            progress: whether to draw a bar on a terminal.
+            report: gets a line now and then where there is no bar.
 
         Raises:
-            DatasetError: a picture cannot be decoded any more.
-            OSError: an entry cannot be written.
+            DatasetError: a picture has changed, or cannot be decoded any more.
+            OSError: an entry cannot be written; those before it are there.
         """
         if not self._kept:
             return Filled(0, 0, 0)
         dataset = self._dataset
         keys = {self._key(view): view for view in dataset.views()}
         missing = self._entries.missing(keys)
-        groups = _groups(missing, self._encode_batch, lambda v: dataset.items[v.item].fit.bucket)
-        with tqdm(total=len(missing), desc="latents", disable=not progress) as bar:
-            for group, pixels in zip(groups, in_parallel(self._pixels, groups), strict=True):
-                for view, row in zip(group, _rows(self._encode(pixels), len(group)), strict=True):
-                    picture = dataset.items[view.item].picture
-                    facts = {"source": str(picture.path), "digest": picture.digest}
-                    self._entries.add(self._key(view), row, facts)
-                bar.update(len(group))
+
+        def bucket(view: View) -> Bucket:
+            return dataset.items[view.item].fit.bucket
+
+        def at_once(bucket: Bucket) -> int:
+            return max(1, self._encode_area // (bucket.width * bucket.height))
+
+        def entry(view: View) -> tuple[str, dict[str, str]]:
+            picture = dataset.items[view.item].picture
+            return self._key(view), {"source": str(picture.path), "digest": picture.digest}
+
+        groups = groups_of(missing, bucket, at_once)
+        with (
+            closing(in_parallel(dataset.pixels, (v for g in groups for v in g))) as pixels,
+            Progress("latents", len(missing), progress, report) as done,
+        ):
+            stacked = (np.stack(list(islice(pixels, len(group)))) for group in groups)
+            self._entries.fill(groups, stacked, self._encode, entry, done)
         digests = {str(item.picture.path): item.picture.digest for item in dataset.items}
         removed = self._entries.remove_superseded(set(keys), digests)
         return Filled(len(keys) - len(missing), len(missing), removed)
@@ -114,7 +111,7 @@ class LatentCache:
             DatasetError: an entry has vanished, or was never made.
         """
         if not self._kept:
-            return dict(self._encode(self._pixels(batch.views)))
+            return self._entries.placed(self._encode(self._pixels(batch.views)))
         return _joined([self._entries.get(self._key(view)) for view in batch.views])
 
     def _pixels(self, views: Sequence[View]) -> npt.NDArray[np.uint8]:
@@ -147,8 +144,9 @@ class TextCache:
             skip, the number of tokens, the dtype. Other values, other entries.
         folder: for files, see `cache_folder`; needed if `options.kind` is `disk`.
         device: where batches go.
-        encode_batch: captions that `encode` is given at once, at least 1.
-        group: only captions with the same value are encoded together; here, the number of chunks.
+        encode_parts: parts of captions that `encode` is given at once, at most; but always at least
+            one caption.
+        parts: how many parts a caption has; only captions of as many are encoded together.
     """
 
     def __init__(
@@ -159,33 +157,45 @@ class TextCache:
         *,
         folder: Path | None = None,
         device: str = "cpu",
-        encode_batch: int = 1,
-        group: Callable[[str], Hashable] = lambda _: None,
+        encode_parts: int = 1,
+        parts: Callable[[str], int] = lambda _: 1,
     ) -> None:
         self._encode = tc.no_grad()(encode)
-        self._encode_batch = encode_batch
-        self._group = group
+        self._encode_parts = encode_parts
+        self._parts = parts
         self._kept = options.kind != "off"
-        self._entries = _Entries(options, "text", identity, folder, device)
+        self._entries = Entries(options, "text", identity, folder, device)
 
-    def fill(self, captions: Sequence[str], *, progress: bool = False) -> Filled:
-        """Encode those that are not there yet, and the empty one.
+    def fill(
+        self, captions: Sequence[str], *, progress: bool = False, report: Report | None = None
+    ) -> Filled:
+        """Encode those that are not there yet, and the empty one; entries are written meanwhile.
 
         Nothing is encoded if nothing is to be kept.
 
+        Args:
+            captions: any number, also the same several times.
+            progress: whether to draw a bar on a terminal.
+            report: gets a line now and then where there is no bar.
+
         Raises:
-            OSError: an entry cannot be written.
+            OSError: an entry cannot be written; those before it are there.
         """
         if not self._kept:
             return Filled(0, 0, 0)
         keys = {_text_key(caption): caption for caption in ("", *captions)}
         missing = self._entries.missing(keys)
-        with tqdm(total=len(missing), desc="captions", disable=not progress) as bar:
-            for group in _groups(missing, self._encode_batch, self._group):
-                for caption, row in zip(group, _rows(self._encode(group), len(group)), strict=True):
-                    self._entries.add(_text_key(caption), row, {"caption": caption})
-                bar.update(len(group))
+        groups = groups_of(missing, self._parts, self._at_once)
+
+        def entry(caption: str) -> tuple[str, dict[str, str]]:
+            return _text_key(caption), {"caption": caption}
+
+        with Progress("captions", len(missing), progress, report) as done:
+            self._entries.fill(groups, groups, self._encode, entry, done)
         return Filled(len(keys) - len(missing), len(missing), 0)
+
+    def _at_once(self, parts: int) -> int:
+        return max(1, self._encode_parts // max(1, parts))
 
     def batch(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """The tensors of some captions, (B, ...) by name.
@@ -196,97 +206,11 @@ class TextCache:
         if self._kept:
             rows = [self._entries.get(_text_key(caption)) for caption in captions]
         else:
-            rows = [dict(self._encode([caption])) for caption in captions]
+            rows = [self._entries.placed(self._encode([caption])) for caption in captions]
         if any(len({row[name].shape for row in rows}) > 1 for name in rows[0]):
-            blank = self._entries.get(_text_key("")) if self._kept else dict(self._encode([""]))
+            blank = self.batch([""])
             rows = [_continued(row, rows, blank) for row in rows]
         return _joined(rows)
-
-
-class _Entries:
-    """Entries in memory, in files, or both."""
-
-    def __init__(
-        self,
-        options: CacheOptions,
-        kind: str,
-        identity: Mapping[str, str],
-        folder: Path | None,
-        device: str,
-    ) -> None:
-        self._kind = kind
-        self._device = device
-        self._store: FeatureStore | None = None
-        if options.kind == "disk":
-            if folder is None:
-                raise DatasetError(f"cache: {kind} on disk need a folder, and none is given")
-            self._store = FeatureStore(folder, kind, identity)
-        self._memory: dict[str, dict[str, Tensor]] = {}
-        self._bytes = 0
-
-    def missing(self, tasks: Mapping[str, _Task]) -> list[_Task]:
-        """The tasks, by key, that there are no entries of."""
-        held = in_parallel(self._holds, list(tasks))
-        return [task for task, there in zip(tasks.values(), held, strict=True) if not there]
-
-    def _holds(self, key: str) -> bool:
-        return key in self._memory or (self._store is not None and self._store.holds(key))
-
-    def add(self, key: str, tensors: dict[str, Tensor], facts: Mapping[str, str]) -> None:
-        if self._store is not None:
-            self._store.write(key, tensors, facts)
-        self._remember(key, tensors)
-
-    def get(self, key: str) -> dict[str, Tensor]:
-        if key in self._memory:
-            return {name: tensor.to(self._device) for name, tensor in self._memory[key].items()}
-        tensors = self._store.read(key, self._device) if self._store is not None else None
-        if tensors is None:
-            where = f" in {self._store.folder}" if self._store is not None else ""
-            raise DatasetError(
-                f"cache: there are no {self._kind} {key}{where}; fill the cache before its "
-                "batches are used, and leave it alone during training"
-            )
-        self._remember(key, tensors)
-        return tensors
-
-    def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
-        return 0 if self._store is None else self._store.remove_superseded(needed, digests)
-
-    def _remember(self, key: str, tensors: dict[str, Tensor]) -> None:
-        size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-        if self._store is None or self._bytes + size <= MEMORY_LIMIT:
-            place = self._device if self._bytes + size <= DEVICE_LIMIT else "cpu"
-            self._memory[key] = {name: tensor.to(place) for name, tensor in tensors.items()}
-            self._bytes += size
-
-
-def _groups(
-    tasks: Sequence[_Task], size: int, kind: Callable[[_Task], Hashable]
-) -> list[list[_Task]]:
-    """Tasks of one kind together, `size` at most."""
-    by_kind: dict[Hashable, list[_Task]] = {}
-    for task in tasks:
-        by_kind.setdefault(kind(task), []).append(task)
-    return [
-        members[start : start + size]
-        for members in by_kind.values()
-        for start in range(0, len(members), size)
-    ]
-
-
-def _rows(encoded: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    """Each row of some tensors, as tensors of one row."""
-    for name, tensor in encoded.items():
-        if tensor.ndim == 0 or tensor.shape[0] != count:
-            raise DatasetError(
-                f"cache: the encoder was given {count} items and returned `{name}` of shape "
-                f"{tuple(tensor.shape)}, expected ({count}, ...)"
-            )
-    return [
-        {name: t.detach().narrow(0, row, 1).contiguous() for name, t in encoded.items()}
-        for row in range(count)
-    ]
 
 
 def _joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -7,9 +7,11 @@ import io
 import os
 import struct
 import warnings
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -18,7 +20,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from trainable_candle.errors import DatasetError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator
     from pathlib import Path
 
     import numpy.typing as npt
@@ -31,7 +33,9 @@ SUFFIXES: Final = (
 )  # fmt: skip
 _ORIENTATION: Final = 0x0112
 _ON_ITS_SIDE: Final = range(5, 9)
-_MOST_THREADS: Final = 8
+_WORKERS: Final = min(8, os.cpu_count() or 1)
+AHEAD: Final = 2 * _WORKERS
+"""Outcomes of `in_parallel` that are made ahead, at most."""
 # What Pillow's decoders are known to raise for damaged files.
 _UNDECODABLE: Final = (
     OSError, ValueError, SyntaxError, MemoryError, ArithmeticError, LookupError, RuntimeError,
@@ -118,20 +122,28 @@ def read_alpha(path: Path) -> Image.Image:
         return Image.new("L", upright.size, 255)
 
 
-def in_parallel(function: Callable[[Task], Outcome], tasks: Sequence[Task]) -> Iterator[Outcome]:
-    """The outcomes of `function` in order; a few are worked on ahead of the one asked for."""
-    workers = min(_MOST_THREADS, os.cpu_count() or 1)
+def in_parallel(
+    function: Callable[[Task], Outcome], tasks: Iterable[Task]
+) -> Generator[Outcome, None, None]:
+    """The outcomes of `function` in order; a few are worked on ahead of the one asked for.
+
+    No more than `AHEAD` outcomes exist at a time besides those that the caller keeps, so that any
+    number of pictures takes the memory of a few.
+    """
     # What Pillow warns of (large pictures, odd metadata) is either fine or an error here.
-    with warnings.catch_warnings(), ThreadPoolExecutor(workers) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(_WORKERS) as pool:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", module=r"PIL\.")
-        ahead = 2 * workers
-        running = [pool.submit(function, task) for task in tasks[:ahead]]
-        for following in range(len(tasks)):
-            outcome = running[following].result()
-            if following + ahead < len(tasks):
-                running.append(pool.submit(function, tasks[following + ahead]))
-            yield outcome
+        waiting = iter(tasks)
+        running = deque(pool.submit(function, task) for task in islice(waiting, AHEAD))
+        try:
+            while running:
+                # A future keeps its result: none may outlive the turn of its outcome.
+                yield running.popleft().result()
+                running.extend(pool.submit(function, task) for task in islice(waiting, 1))
+        finally:
+            for future in running:
+                future.cancel()
 
 
 @contextmanager

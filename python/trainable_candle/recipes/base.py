@@ -163,8 +163,16 @@ class Recipe(Protocol):
         """
 
     @classmethod
-    def estimate(cls, weights: Path, config: TrainConfig, data: Split[Any]) -> Estimate:
+    def estimate(
+        cls, weights: Path, config: TrainConfig, data: Split[Any], limit: float
+    ) -> Estimate:
         """What a run will hold in memory, from the headers of the files alone.
+
+        Args:
+            weights: the model.
+            config: the settings.
+            data: what `read` found.
+            limit: bytes that there are, for what is done in larger pieces where there are more.
 
         Raises:
             MissingFileError, WeightsFormatError: the files are missing, damaged, or of another

@@ -130,7 +130,13 @@ class DigitsRecipe:
         return Split(train, [pictures[number] for number in sorted(held_out)])
 
     @classmethod
-    def estimate(cls, weights: Path, config: TrainConfig, data: Split[list[Picture]]) -> Estimate:
+    def estimate(
+        cls,
+        weights: Path,
+        config: TrainConfig,
+        data: Split[list[Picture]],
+        limit: float = math.inf,  # noqa: ARG003
+    ) -> Estimate:
         """What a run will hold in memory.
 
         Raises:

@@ -113,6 +113,16 @@ def available_bytes(device: str) -> float:
     return stats["free"] + stats["reserved"] - stats["allocated"]
 
 
+def memory_limit(config: TrainConfig) -> float:
+    """Bytes that a run may take up.
+
+    Raises:
+        CudaUnavailableError, DeviceError: there is no such device.
+    """
+    available = available_bytes(config.device)
+    return available if config.memory_limit is None else config.memory_limit * GIB
+
+
 def require_memory(what: str, needed: float, limit: float) -> None:
     """Check that there is memory for pictures.
 

@@ -21,7 +21,7 @@ from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.checks import check_settings
 from trainable_candle.train.ema import AdapterAverage
-from trainable_candle.train.estimate import GIB, available_bytes, require_fit
+from trainable_candle.train.estimate import memory_limit, require_fit
 from trainable_candle.train.evaluation import BEST, Previews, StepAdapters, Validation, evaluated
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
 from trainable_candle.train.optimizers import make_optimizer, make_scheduler
@@ -109,7 +109,7 @@ def train_adapter(
     config = config.with_(device=placement.device, precision=placement.precision)
     check_settings(config)
     # Before anything is read: there must be such a device.
-    limit = _memory(config)
+    limit = memory_limit(config)
     weights = recipes.weights_of(config.model, config.weights)
     output = Path(config.output).expanduser()
     if run_state.needs_restoring(output):
@@ -124,9 +124,9 @@ def train_adapter(
     kind.check(weights, config, report)
     data = kind.read(weights, config, report)
     report(str(placement))
-    for line in kind.estimate(weights, config, data).table():
+    for line in kind.estimate(weights, config, data, limit).table():
         report(line)
-    require_fit(config, limit, lambda other: kind.estimate(weights, other, data))
+    require_fit(config, limit, lambda other: kind.estimate(weights, other, data, limit))
     _make_writable(output)
     with held(output / LOCK, f"output: {output} is in use"):
         # Another run may have been there in the meantime.
@@ -361,16 +361,6 @@ def _logs(config: TrainConfig, output: Path) -> list[Callback]:
     if config.tensorboard:
         logs.append(TensorBoardLog(output / TENSORBOARD, config.log_every))
     return logs
-
-
-def _memory(config: TrainConfig) -> float:
-    """Bytes that the run may take up.
-
-    Raises:
-        CudaUnavailableError, DeviceError: there is no such device.
-    """
-    available = available_bytes(config.device)
-    return available if config.memory_limit is None else config.memory_limit * GIB
 
 
 def _make_writable(folder: Path) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
-from trainable_candle.data.features import MEMORY_LIMIT
+from trainable_candle.data.kept import MEMORY_LIMIT
+from trainable_candle.data.pixels import AHEAD
 from trainable_candle.recipes.sdxl import files
 from trainable_candle.recipes.sdxl.structure import UNetWalk, layer_facts, saved_values
 from trainable_candle.recipes.sdxl.text import unread_layers
 from trainable_candle.recipes.sdxl.tiles import area_at_once
-from trainable_candle.train.estimate import Estimate, Item, adapted_layers, adapter_items
+from trainable_candle.train.estimate import (
+    RUNTIME_BYTES,
+    Estimate,
+    Item,
+    adapted_layers,
+    adapter_items,
+)
 from trainable_candle.train.headers import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -19,6 +27,7 @@ if TYPE_CHECKING:
     from trainable_candle.data import Dataset
     from trainable_candle.recipes.base import Split
     from trainable_candle.train.config import TrainConfig
+    from trainable_candle.train.headers import TensorFacts
 
 _TOKENS: Final = 77
 _ENCODER_IMAGES: Final = 6
@@ -27,6 +36,12 @@ _WIDE_IMAGES: Final = 12
 """Images of the first level that the UNet holds at once without a tape: skips, gates."""
 _GUIDED: Final = 2
 """Predictions at once."""
+_ENCODE_AREA: Final = 4 * 1024**2
+"""Pixels that a GPU encodes at once, at most."""
+_TEXT_PARTS: Final = 16
+"""Rows of tokens that a GPU encodes at once."""
+_ENCODERS: Final = ("text_encoder", "text_encoder_2")
+_QUERIES: Final = ("self_attn.q_proj.weight", "attn.in_proj_weight")
 
 
 def estimate(
@@ -35,17 +50,25 @@ def estimate(
     data: Split[Dataset],
     unet_targets: Sequence[str],
     text_targets: Sequence[str],
+    limit: float = math.inf,
 ) -> Estimate:
     """From the configuration of the UNet and the headers of the files.
+
+    Args:
+        weights: the checkpoint.
+        config: the settings.
+        data: the pictures.
+        unet_targets: the layers of the UNet that get adapters unless the settings say others.
+        text_targets: those of the text encoders.
+        limit: bytes that there are.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: the checkpoint is no SDXL model.
     """
     itemsize = ITEM_BYTES[config.precision]
     facts = files.facts(weights)
-    encoders = ("text_encoder", "text_encoder_2")
     unet = Item("unet", "weights", facts.values("unet") * itemsize)
-    texts = Item("text encoders", "weights", facts.values(*encoders) * itemsize)
+    texts = Item("text encoders", "weights", facts.values(*_ENCODERS) * itemsize)
     vae = Item("vae", "weights", 4 * facts.values("vae"))
     pictures = len(data.train) + len(data.validation or ())
     area = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
@@ -57,8 +80,18 @@ def estimate(
     # Batches are made in host memory.
     cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
 
-    working = 4 * facts.vae_widths[0] * area_at_once(area) * _ENCODER_IMAGES
-    encoding = [vae, texts, Item("vae", "activations", working), *cache]
+    at_once = max(area_at_once(area), min(encode_area(facts, config, limit), area * pictures))
+    width = sum(f.shape[-1] for f in _of_texts(facts) if len(f.shape) == 2)
+    states = text_parts(config) * _TOKENS * width * itemsize
+    encoding = [
+        vae,
+        texts,
+        Item("vae", "activations", _working(facts) * at_once),
+        Item("text encoders", "activations", states),
+        *cache,
+    ]
+    if not config.on_gpu:
+        encoding.append(Item("pictures", "decoded ahead", 3 * area * (min(AHEAD, pictures) + 2)))
 
     trained = [unet, *cache]
     side = int(area**0.5)
@@ -71,7 +104,7 @@ def estimate(
     )
     trained.append(Item("unet", "activations", values * config.batch_size * itemsize))
     if config.train_text_encoder:
-        first, second = (facts.parts[part] for part in encoders)
+        first, second = (facts.parts[part] for part in _ENCODERS)
         unread = unread_layers(first, config.clip_skip or 0)
         layers = [
             *adapted_layers(first, text_targets, [*exclude, *unread]).values(),
@@ -85,6 +118,45 @@ def estimate(
     if config.cache == "off" or config.sample_prompts:
         trained.append(vae)
     return Estimate({"encoding": encoding, "training": trained}, config.on_gpu)
+
+
+def encode_area(facts: files.Facts, config: TrainConfig, limit: float) -> int:
+    """Pixels of the pictures that are encoded at once, at least one picture's.
+
+    On a GPU as many as take half of what the models leave free, up to four of 1024x1024; on the
+    CPU, where nothing is gained by more, pictures are encoded one by one, so that what an entry
+    holds does not depend on its company.
+
+    Args:
+        facts: of the checkpoint.
+        config: the settings.
+        limit: bytes that there are before anything is loaded.
+    """
+    if not config.on_gpu:
+        return 0
+    models = 4 * facts.values("vae") + ITEM_BYTES[config.precision] * facts.values(*_ENCODERS)
+    room = (limit - RUNTIME_BYTES - models) / 2
+    return max(0, int(min(_ENCODE_AREA, room // _working(facts))))
+
+
+def text_parts(config: TrainConfig) -> int:
+    """Rows of tokens that are encoded at once: one on the CPU, as with pictures."""
+    return _TEXT_PARTS if config.on_gpu else 1
+
+
+def _working(facts: files.Facts) -> int:
+    """Bytes that encoding takes for each pixel."""
+    return 4 * facts.vae_widths[0] * _ENCODER_IMAGES
+
+
+def _of_texts(facts: files.Facts) -> list[TensorFacts]:
+    """A weight of each layer of the text encoders; every layer's states are kept."""
+    return [
+        tensor
+        for part in _ENCODERS
+        for name, tensor in facts.parts[part].items()
+        if name.endswith(_QUERIES)
+    ]
 
 
 def sampling_bytes(facts: files.Facts, size: tuple[int, int], count: int, dtype: str | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -21,11 +22,16 @@ from trainable_candle.recipes.sdxl.data import (
     folder_for_cache,
     read_datasets,
 )
-from trainable_candle.recipes.sdxl.estimate import estimate, sampling_bytes
+from trainable_candle.recipes.sdxl.estimate import (
+    encode_area,
+    estimate,
+    sampling_bytes,
+    text_parts,
+)
 from trainable_candle.recipes.sdxl.sampling import draw
 from trainable_candle.recipes.sdxl.text import TextEncoders, unread_layers
 from trainable_candle.recipes.sdxl.tiles import TILE, WHOLE, tile_size
-from trainable_candle.train.estimate import available_bytes, require_memory
+from trainable_candle.train.estimate import available_bytes, memory_limit, require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -103,13 +109,17 @@ class SDXLRecipe:
         return data
 
     @classmethod
-    def estimate(cls, weights: Path, config: TrainConfig, data: Split[Dataset]) -> Estimate:
+    def estimate(
+        cls, weights: Path, config: TrainConfig, data: Split[Dataset], limit: float = math.inf
+    ) -> Estimate:
         """What a run will hold in memory, from the headers of the files alone.
+
+        With more memory than `limit` leaves, more pictures are encoded at once.
 
         Raises:
             MissingFileError, WeightsFormatError: the checkpoint is no SDXL model.
         """
-        return estimate(weights, config, data, UNET_TARGETS, TEXT_TARGETS)
+        return estimate(weights, config, data, UNET_TARGETS, TEXT_TARGETS, limit)
 
     @classmethod
     def load(cls, weights: Path, dtype: str | None, device: str) -> Self:
@@ -155,10 +165,12 @@ class SDXLRecipe:
         self._clip_skip = config.clip_skip or 0
         self._prediction_type = config.prediction_type
         self._resolution = data.train.options.resolution
+        # Before the text encoders are loaded, as for the estimate.
+        area = encode_area(files.facts(self._weights), config, memory_limit(config))
         identity = file_identity(self._weights)
         texts = self._texts(data, config, identity, report)
         parts = [data.train] if data.validation is None else [data.train, data.validation]
-        latents = [self._latents(part, config, identity, report) for part in parts]
+        latents = [self._latents(part, config, identity, area, report) for part in parts]
         factor, scaling_factor = self.vae.downscale, self.vae.scaling_factor
         if config.cache != "off" and not config.sample_prompts:
             self._drop("vae")
@@ -195,17 +207,18 @@ class SDXLRecipe:
         if config.cache == "off" or not config.caption_variants:
             return Texts(tc.no_grad()(self._features))
         cache = TextCache(
-            lambda captions: _on_host(self._features(captions)),
+            self._features,
             cache_options(config),
             {"weights": identity, "clip_skip": str(self._clip_skip), "dtype": str(self._dtype)},
             folder=folder_for_cache(config, data.train, report),
-            group=self._chunks,
+            encode_parts=text_parts(config),
+            parts=self._chunks,
         )
         captions = data.train.possible_captions()
         if data.validation is not None:
             batches = data.validation.fixed_batches(1)
             captions += [caption for batch in batches for caption in batch.captions]
-        report(f"captions: {cache.fill(captions)}")
+        report(f"captions: {cache.fill(captions, progress=True, report=report)}")
         for prompt in {*config.sample_prompts, config.negative_prompt}:
             with tc.no_grad():
                 self._remembered[prompt] = self._features([prompt])
@@ -230,6 +243,7 @@ class SDXLRecipe:
         dataset: Dataset,
         config: TrainConfig,
         identity: str,
+        area: int,
         report: Callable[[str], None],
     ) -> LatentCache:
         def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
@@ -238,7 +252,7 @@ class SDXLRecipe:
             height, width = image.shape[2:]
             tile = tile_size(width, height)
             mean, logvar = self.vae.encode(image / 127.5 - 1.0, tile_size=tile)
-            return _on_host({"mean": mean, "logvar": logvar})
+            return {"mean": mean, "logvar": logvar}
 
         cache = LatentCache(
             dataset,
@@ -246,9 +260,10 @@ class SDXLRecipe:
             cache_options(config),
             {"weights": identity, "tile": f"{TILE} above {WHOLE}"},
             folder=folder_for_cache(config, dataset, lambda _: None),
+            encode_area=area,
         )
         pictures = counted(len(dataset), "picture")
-        report(f"latents of {pictures}: {cache.fill(progress=True)}")
+        report(f"latents of {pictures}: {cache.fill(progress=True, report=report)}")
         return cache
 
     def attach(self, config: TrainConfig) -> Adapters:
@@ -364,7 +379,3 @@ class SDXLRecipe:
                 f"--output is {output}, expected the name of a .safetensors file: "
                 f"{self._weights.name} is one"
             )
-
-
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.to("cpu") for name, tensor in tensors.items()}

@@ -1,0 +1,77 @@
+"""How a cache is filled: in what groups, how far it is, what it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from typing_extensions import Self
+
+    Report = Callable[[str], None]
+
+_Task = TypeVar("_Task")
+_Kind = TypeVar("_Kind", bound="Hashable")
+
+_TOLD_FROM: Final = 100
+_TOLD_TIMES: Final = 10
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What filling a cache took."""
+
+    found: int
+    """Entries that were there."""
+    made: int
+    removed: int
+    """Entries of earlier versions of the same files."""
+
+    def __str__(self) -> str:
+        """In a line."""
+        gone = f", {self.removed} outdated removed" if self.removed else ""
+        return f"{self.found} found, {self.made} made{gone}"
+
+
+class Progress:
+    """How far a filling is: a bar on a terminal, elsewhere a line at each tenth of a long one."""
+
+    def __init__(self, what: str, total: int, progress: bool, report: Report | None) -> None:
+        # With None, tqdm draws on terminals only.
+        self._bar = tqdm(total=total, desc=what, disable=None if progress else True)
+        self._what = what
+        self._total = total
+        self._report = report if self._bar.disable and total >= _TOLD_FROM else None
+        self._done = 0
+
+    def __call__(self, count: int) -> None:
+        """So many more are done."""
+        self._bar.update(count)
+        before, self._done = self._done, self._done + count
+        tenths = [_TOLD_TIMES * done // self._total for done in (before, self._done)]
+        if self._report is not None and tenths[0] < tenths[1]:
+            self._report(f"{self._what}: {self._done} of {self._total} encoded")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+def groups_of(
+    tasks: Sequence[_Task], kind: Callable[[_Task], _Kind], size: Callable[[_Kind], int]
+) -> list[list[_Task]]:
+    """Tasks of one kind together, at most `size(kind)` of them."""
+    by_kind: dict[_Kind, list[_Task]] = {}
+    for task in tasks:
+        by_kind.setdefault(kind(task), []).append(task)
+    return [
+        members[start : start + size(kind)]
+        for kind, members in by_kind.items()
+        for start in range(0, len(members), size(kind))
+    ]

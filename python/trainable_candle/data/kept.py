@@ -1,0 +1,141 @@
+"""Entries of a cache in memory and in files: made in groups, had one by one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from trainable_candle.data.background import Background
+from trainable_candle.data.cache import FeatureStore
+from trainable_candle.data.pixels import in_parallel
+from trainable_candle.errors import DatasetError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from trainable_candle import Tensor
+    from trainable_candle.data.options import CacheOptions
+
+_Task = TypeVar("_Task")
+_Given = TypeVar("_Given")
+
+DEVICE_LIMIT: Final = 512 * 1024**2
+"""Bytes of a cache's entries that are kept on the device; the rest is moved there by the batch."""
+MEMORY_LIMIT: Final = 2 * 1024**3
+"""Bytes of a cache's entries on disk that are also kept in memory, on the device or not."""
+PENDING: Final = 2
+"""Encoded batches that wait to be moved to the host and written, at most."""
+
+
+class Entries:
+    """Entries in memory, in files, or both."""
+
+    def __init__(
+        self,
+        options: CacheOptions,
+        kind: str,
+        identity: Mapping[str, str],
+        folder: Path | None,
+        device: str,
+    ) -> None:
+        self._kind = kind
+        self._device = device
+        self._store: FeatureStore | None = None
+        if options.kind == "disk":
+            if folder is None:
+                raise DatasetError(f"cache: {kind} on disk need a folder, and none is given")
+            self._store = FeatureStore(folder, kind, identity)
+        self._memory: dict[str, dict[str, Tensor]] = {}
+        self._bytes = 0
+
+    def missing(self, tasks: Mapping[str, _Task]) -> list[_Task]:
+        """The tasks, by key, that there are no entries of."""
+        held = in_parallel(self._holds, list(tasks))
+        return [task for task, there in zip(tasks.values(), held, strict=True) if not there]
+
+    def _holds(self, key: str) -> bool:
+        return key in self._memory or (self._store is not None and self._store.holds(key))
+
+    def fill(
+        self,
+        groups: Sequence[Sequence[_Task]],
+        given: Iterable[_Given],
+        encode: Callable[[_Given], Mapping[str, Tensor]],
+        entry: Callable[[_Task], tuple[str, dict[str, str]]],
+        done: Callable[[int], None],
+    ) -> None:
+        """Encode group after group, and add the entries in the background.
+
+        Args:
+            groups: tasks that are encoded together.
+            given: what the encoder gets for each group.
+            encode: from that to a row of each tensor for each task.
+            entry: the key of a task, and the facts that its file has.
+            done: told how many tasks have been encoded.
+
+        Raises:
+            DatasetError: the encoder returns the wrong number of rows.
+            OSError: an entry cannot be written.
+        """
+        with Background(PENDING) as background:
+            for group, values in zip(groups, given, strict=True):
+                encoded = encode(values)
+                background.put(partial(self._add, list(map(entry, group)), encoded))
+                done(len(group))
+
+    def _add(
+        self, entries: Sequence[tuple[str, Mapping[str, str]]], encoded: Mapping[str, Tensor]
+    ) -> None:
+        """Add a row of some tensors for each entry; waits for what computes them."""
+        for (key, facts), row in zip(entries, _rows(encoded, len(entries)), strict=True):
+            if self._store is not None:
+                self._store.write(key, row, facts)
+            self._remember(key, row)
+
+    def get(self, key: str) -> dict[str, Tensor]:
+        """The tensors of an entry, on the device.
+
+        Raises:
+            DatasetError: it has vanished, or was never made.
+        """
+        if key in self._memory:
+            return self.placed(self._memory[key])
+        tensors = self._store.read(key, self._device) if self._store is not None else None
+        if tensors is None:
+            where = f" in {self._store.folder}" if self._store is not None else ""
+            raise DatasetError(
+                f"cache: there are no {self._kind} {key}{where}; fill the cache before its "
+                "batches are used, and leave it alone during training"
+            )
+        self._remember(key, tensors)
+        return tensors
+
+    def placed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors on the device where batches go."""
+        return {name: tensor.to(self._device) for name, tensor in tensors.items()}
+
+    def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
+        """As the method of `FeatureStore`."""
+        return 0 if self._store is None else self._store.remove_superseded(needed, digests)
+
+    def _remember(self, key: str, tensors: dict[str, Tensor]) -> None:
+        size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+        if self._store is None or self._bytes + size <= MEMORY_LIMIT:
+            place = self._device if self._bytes + size <= DEVICE_LIMIT else "cpu"
+            self._memory[key] = {name: tensor.to(place) for name, tensor in tensors.items()}
+            self._bytes += size
+
+
+def _rows(encoded: Mapping[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
+    """Each row of some tensors on the host, as tensors of one row."""
+    for name, tensor in encoded.items():
+        if tensor.ndim == 0 or tensor.shape[0] != count:
+            raise DatasetError(
+                f"cache: the encoder was given {count} items and returned `{name}` of shape "
+                f"{tuple(tensor.shape)}, expected ({count}, ...)"
+            )
+    # Each whole, as a copy from a device costs the same for one row as for all of them.
+    whole = {name: tensor.detach().to("cpu") for name, tensor in encoded.items()}
+    for row in range(count):
+        yield {name: tensor.narrow(0, row, 1).contiguous() for name, tensor in whole.items()}

@@ -1,0 +1,243 @@
+"""Filling caches: how much is in memory meanwhile, in what batches, and what failures leave."""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.data import (
+    CacheOptions,
+    CaptionOptions,
+    Dataset,
+    DatasetOptions,
+    LatentCache,
+    Picture,
+    TextCache,
+    View,
+    load_dataset,
+    parse_sources,
+)
+from trainable_candle.data.background import Background
+from trainable_candle.data.buckets import Buckets
+from trainable_candle.data.cache import FeatureStore
+from trainable_candle.data.dataset import Item
+from trainable_candle.data.kept import PENDING
+from trainable_candle.data.pixels import AHEAD, in_parallel
+from trainable_candle.errors import DatasetError
+
+MakePictures = Callable[..., list[Path]]
+SIDE = 16
+DISK = CacheOptions("disk")
+
+
+class Counter:
+    """How many of some things are alive, and how many were at most."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.alive = self.most = 0
+
+    def born(self, thing: Any) -> Any:
+        with self._lock:
+            self.alive += 1
+            self.most = max(self.most, self.alive)
+        weakref.finalize(thing, self._gone)
+        return thing
+
+    def _gone(self) -> None:
+        with self._lock:
+            self.alive -= 1
+
+
+class Drawn(Dataset):
+    """Pictures that are drawn when they are asked for, and counted."""
+
+    def __init__(self, count: int) -> None:
+        options = DatasetOptions(parse_sources("none"), resolution=SIDE, bucket_step=8)
+        fit = Buckets(options).fit(SIDE, SIDE)
+        assert fit is not None
+        items = [
+            Item(
+                Picture(Path(f"{number}.png"), "", SIDE, SIDE, f"{number:032x}"),
+                fit, "", 1.0, 1.0, "off",
+            )
+            for number in range(count)
+        ]  # fmt: skip
+        super().__init__(items, options, CaptionOptions(), 0, "")
+        self.decoded = Counter()
+
+    def pixels(self, view: View) -> npt.NDArray[np.uint8]:
+        return self.decoded.born(np.full((SIDE, SIDE, 3), view.item % 256, np.uint8))
+
+
+def means(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
+    return {"mean": tc.tensor(pixels.astype(np.float32).mean((1, 2)))}
+
+
+@pytest.mark.parametrize(("count", "batch"), [(300, 1), (10_000, 4)])
+def test_ten_thousand_pictures_take_the_memory_of_a_few(
+    tmp_path: Path, count: int, batch: int
+) -> None:
+    data, encoded, written = Drawn(count), [0], [0]
+    waiting = []
+    write = FeatureStore.write
+
+    def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
+        encoded[0] += len(pixels)
+        waiting.append(encoded[0] - written[0])
+        return means(pixels)
+
+    def counted(*given: Any) -> None:
+        write(*given)
+        written[0] += 1
+
+    cache = LatentCache(data, encode, DISK, {}, folder=tmp_path, encode_area=batch * SIDE * SIDE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FeatureStore, "write", counted)
+        assert str(cache.fill()) == f"0 found, {count} made"
+    # What is decoded ahead, and the batch that is put together of it.
+    assert data.decoded.most <= AHEAD + batch + 1
+    assert data.decoded.alive == 0
+    assert max(waiting) <= (PENDING + 1) * batch
+    last = data.fixed_batches(1)[-1]
+    np.testing.assert_array_equal(cache.batch(last)["mean"].numpy(), [[(count - 1) % 256] * 3])
+
+
+def test_outcomes_come_in_order_and_a_failure_ends_them() -> None:
+    assert list(in_parallel(lambda n: n * n, range(100))) == [n * n for n in range(100)]
+    begun = []
+
+    def fail_at_ten(number: int) -> int:
+        begun.append(number)
+        return 1 // (number - 10)
+
+    with pytest.raises(ZeroDivisionError):
+        list(in_parallel(fail_at_ten, range(10_000)))
+    assert max(begun) <= 10 + AHEAD
+
+
+def test_pictures_of_one_size_are_encoded_together(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", *[(64, 64)] * 5, *[(32, 64)] * 3, (128, 128))
+    options = DatasetOptions(parse_sources(tmp_path / "a"), resolution=64, bucket_step=32)
+    data = load_dataset(options)
+    shapes = []
+
+    def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
+        shapes.append(pixels.shape[:3])
+        return means(pixels)
+
+    def shapes_at(area: int) -> list[tuple[int, ...]]:
+        shapes.clear()
+        cache = LatentCache(data, encode, CacheOptions("memory"), {}, encode_area=area)
+        cache.fill()
+        for batch in data.fixed_batches(1):
+            expected = means(data.pixels(batch.views[0])[None])["mean"].numpy()
+            np.testing.assert_array_equal(cache.batch(batch)["mean"].numpy(), expected)
+        return sorted(shapes)
+
+    alone = [(1, 64, 32)] * 3 + [(1, 64, 64)] * 6
+    assert shapes_at(0) == alone
+    assert shapes_at(64 * 64) == sorted([(2, 64, 32), (1, 64, 32)] + [(1, 64, 64)] * 6)
+    assert shapes_at(4 * 64 * 64) == sorted([(3, 64, 32), (4, 64, 64), (2, 64, 64)])
+
+
+def test_captions_of_as_many_parts_are_encoded_together(tmp_path: Path) -> None:
+    calls = []
+
+    def encode(captions: Sequence[str]) -> dict[str, tc.Tensor]:
+        calls.append(list(captions))
+        return {"length": tc.tensor([[float(len(caption))] for caption in captions])}
+
+    def parts(caption: str) -> int:
+        return len(caption.split())
+
+    captions = ["a b", "c", "d e", "f", "g h i j k", "l m", "n o p q r"]
+    cache = TextCache(encode, DISK, {}, folder=tmp_path, encode_parts=4, parts=parts)
+    cache.fill(captions)
+    assert calls == [
+        [""], ["a b", "d e"], ["l m"], ["c", "f"], ["g h i j k"], ["n o p q r"]
+    ]  # fmt: skip
+    assert cache.batch(captions)["length"].tolist() == [[float(len(c))] for c in captions]
+
+
+def test_how_far_it_is_is_told_by_tenths() -> None:
+    lines: list[str] = []
+    data = Drawn(200)
+    LatentCache(data, means, CacheOptions("memory"), {}, encode_area=64 * SIDE * SIDE).fill(
+        report=lines.append
+    )
+    assert lines == [f"latents: {count} of 200 encoded" for count in (64, 128, 192, 200)]
+    lines.clear()
+    LatentCache(Drawn(99), means, CacheOptions("memory"), {}).fill(report=lines.append)
+    assert lines == []
+
+
+def test_an_entry_that_cannot_be_written_ends_the_filling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded, write = [0], FeatureStore.write
+
+    def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
+        encoded[0] += 1
+        return means(pixels)
+
+    def full(store: FeatureStore, key: str, *given: Any) -> None:
+        if len(list(store.folder.glob("*.safetensors"))) >= 5:
+            raise OSError(28, "No space left on device", key)
+        write(store, key, *given)
+
+    monkeypatch.setattr(FeatureStore, "write", full)
+    data = Drawn(100)
+    with pytest.raises(OSError, match="No space left"):
+        LatentCache(data, encode, DISK, {}, folder=tmp_path).fill()
+    assert encoded[0] <= 6 + PENDING
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 5
+    assert list(tmp_path.rglob("*.partial")) == []
+    monkeypatch.undo()
+    again = LatentCache(data, means, DISK, {}, folder=tmp_path)
+    assert str(again.fill()) == "5 found, 95 made"
+
+
+def test_a_failing_encoder_leaves_what_was_encoded_before(tmp_path: Path) -> None:
+    calls = [0]
+
+    def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
+        calls[0] += 1
+        if calls[0] == 8:
+            raise DatasetError("the eighth")
+        return means(pixels)
+
+    data = Drawn(20)
+    with pytest.raises(DatasetError, match="the eighth"):
+        LatentCache(data, encode, DISK, {}, folder=tmp_path).fill()
+    assert str(LatentCache(data, means, DISK, {}, folder=tmp_path).fill()) == "7 found, 13 made"
+
+
+def test_background_work_is_done_in_order_and_begins_nothing_after_an_error() -> None:
+    done: list[int] = []
+    with Background(2) as background:
+        for number in range(50):
+            background.put(lambda number=number: done.append(number))
+    assert done == list(range(50))
+
+    def fail() -> None:
+        raise OSError("full")
+
+    def put(*pieces: Callable[[], object], then: type[Exception] | None = None) -> None:
+        with Background(3) as background:
+            for piece in pieces:
+                background.put(piece)
+            if then is not None:
+                raise then
+
+    with pytest.raises(OSError, match="full"):
+        put(fail, lambda: done.append(-1))
+    with pytest.raises(KeyError):
+        put(lambda: done.append(50), fail, then=KeyError)
+    assert done == list(range(51))
