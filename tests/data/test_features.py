@@ -22,7 +22,6 @@ from trainable_candle.data import (
     LatentCache,
     TextCache,
     cache_folder,
-    file_identity,
     kept,
     load_dataset,
     parse_sources,
@@ -345,24 +344,6 @@ def test_the_cache_is_not_taken_for_pictures(pictures: MakePictures, tmp_path: P
     folder, _ = cache_folder(DISK, options, None)
     cached(load_dataset(options), folder)[0].fill()
     assert len(load_dataset(options)) == 1
-
-
-def test_the_identity_of_weights(tmp_path: Path) -> None:
-    content = np.random.default_rng(0).bytes(10_000_000)
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(content)
-    whole = file_identity(path)
-    assert file_identity(path.rename(tmp_path / "b.safetensors")) == whole
-    for place in (0, 5_000_000, len(content) - 1):
-        changed = bytearray(content)
-        # A training step changes every weight; here, as few as a thousand in a row do.
-        for offset in range(max(0, place - 100_000), min(len(content), place + 100_000), 100):
-            changed[offset] ^= 1
-        (tmp_path / "b.safetensors").write_bytes(changed)
-        assert file_identity(tmp_path / "b.safetensors") != whole
-    folder = file_identity(tmp_path)
-    (tmp_path / "c.safetensors").write_bytes(b"")
-    assert file_identity(tmp_path) != folder
 
 
 def test_what_memory_does_not_hold_is_read_again(

@@ -1,5 +1,6 @@
 """The data folder: what is read, and what is said about what cannot be."""
 
+import json
 import os
 import struct
 import zlib
@@ -212,6 +213,53 @@ def test_metadata_names_pictures_in_folders_below(tmp_path: Path) -> None:
     with (tmp_path / "metadata.jsonl").open("a") as file:
         file.write('{"file_name": "gone.png", "text": ""}')
     with pytest.raises(DatasetError, match=r"names 1 files that do not exist:\n  .*gone\.png"):
+        check_folder(tmp_path)
+
+
+def metadata(folder: Path, name: str) -> None:
+    line = json.dumps({"file_name": name, "text": "a cat"})
+    (folder / "metadata.jsonl").write_text(f"\n{line}\n")
+
+
+def test_metadata_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "in side"
+    for place in (outside, folder, folder / "below"):
+        place.mkdir()
+        write(place, "a.png", None)
+    (folder / "link").symlink_to(outside)
+    (folder / "near").symlink_to(folder / "below")
+    for name in (
+        str(outside / "a.png"),
+        str(folder / "a.png"),
+        "../outside/a.png",
+        "below/../a.png",
+        "..",
+        ".",
+        "link/a.png",
+    ):
+        metadata(folder, name)
+        with pytest.raises(DatasetError, match=r"metadata\.jsonl, line 2: .* not in this folder"):
+            check_folder(folder)
+    # As in Hugging Face's cache, where every file is a link to one elsewhere.
+    (folder / "blob.png").symlink_to(outside / "a.png")
+    for name in ("blob.png", "near/a.png", "below/a.png", "./a.png"):
+        metadata(folder, name)
+        captions = {picture.caption for picture in check_folder(folder, "default")}
+        assert captions == {"a cat", "default"}
+
+
+@pytest.mark.parametrize("name", ["x" * 5000 + ".png", "a\0.png", "a/" * 2000 + "a.png", " "])
+def test_names_that_no_file_has_are_problems_of_metadata(tmp_path: Path, name: str) -> None:
+    write(tmp_path, "a.png")
+    metadata(tmp_path, name)
+    with pytest.raises(DatasetError, match=r"metadata\.jsonl"):
+        check_folder(tmp_path)
+
+
+def test_metadata_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "a.png")
+    (tmp_path / "metadata.jsonl").write_text("[" * 100_000)
+    with pytest.raises(DatasetError, match="line 1: is not JSON: its values are nested too deeply"):
         check_folder(tmp_path)
 
 

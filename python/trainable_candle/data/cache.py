@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import trainable_candle as tc
@@ -17,17 +16,16 @@ from trainable_candle.files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from trainable_candle import Tensor
     from trainable_candle.data.options import CacheOptions, DatasetOptions
 
 FOLDER: Final = ".trainable-candle"
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 _SUFFIX: Final = ".safetensors"
 _ABANDONED: Final = 3600.0
 """Age of a partly written file that no run can still be at, s."""
-_SAMPLED: Final = 64 * 1024
-_SAMPLES: Final = 64
 
 
 def cache_folder(
@@ -76,28 +74,6 @@ def fingerprint(facts: Mapping[str, object]) -> str:
     """A name for facts: equal ones get the same, different ones do not; 32 hexadecimal digits."""
     text = json.dumps(facts, sort_keys=True, default=str, ensure_ascii=False)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def file_identity(path: str | Path) -> str:
-    """A name for the contents of a weight file, or of all those below a folder.
-
-    Of each file it takes the size, the start and samples throughout, so that checkpoints of many GB
-    take milliseconds; weights that were trained further differ everywhere.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    path = Path(path).expanduser()
-    files = sorted(path.rglob(f"*{_SUFFIX}")) if path.is_dir() else [path]
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(path)}:{size}".encode("utf-8", "surrogateescape"))
-        with file.open("rb") as handle:
-            for number in range(_SAMPLES):
-                handle.seek(number * max(size - _SAMPLED, 0) // (_SAMPLES - 1))
-                digest.update(handle.read(_SAMPLED))
-    return digest.hexdigest()
 
 
 class FeatureStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -38,10 +39,13 @@ def read_metadata(folder: Path) -> dict[Path, str]:
     """The captions in a folder's `metadata.jsonl`, by picture; none if there is no such file.
 
     Each line is a JSON object with `file_name`, relative to the folder, and the caption as `text`,
-    `caption` or `prompt`: the layout of Hugging Face's `imagefolder`.
+    `caption` or `prompt`: the layout of Hugging Face's `imagefolder`. A name that leads out of the
+    folder, by itself or through a link to another folder, is refused. A picture may be a link:
+    those of Hugging Face's cache are.
 
     Raises:
-        DatasetError: the file cannot be read, or a line is no such object; the line is named.
+        DatasetError: the file cannot be read, or a line is no such object or names something that
+            is not in the folder; the line is named.
     """
     path = folder / METADATA
     if not path.is_file():
@@ -56,10 +60,30 @@ def read_metadata(folder: Path) -> dict[Path, str]:
             continue
         try:
             name, caption = _entry(line)
-        except ValueError as error:
+            found[_inside(folder, name)] = caption
+        except (ValueError, OSError) as error:
             raise DatasetError(f"dataset: {path}, line {number}: {error}") from error
-        found[folder / name] = caption
     return found
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The path of a file in a folder or below it, by its name there.
+
+    Raises:
+        ValueError: it is somewhere else.
+        OSError: it can be no file's name.
+    """
+    relative = PurePath(name)
+    path = folder / relative
+    place = path.parent.resolve()
+    if (
+        relative.is_absolute()
+        or ".." in relative.parts
+        or not relative.parts
+        or not place.is_relative_to(folder.resolve())
+    ):
+        raise ValueError(f"{name!r} is not in this folder; expected a name relative to it")
+    return path
 
 
 def _entry(line: str) -> tuple[str, str]:

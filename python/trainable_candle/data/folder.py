@@ -163,7 +163,8 @@ def _listed(files: Sequence[Path], folder: Path) -> dict[Path, str]:
         if path.name == METADATA
         for picture, caption in read_metadata(path.parent).items()
     }
-    missing = sorted(str(path) for path in listed if not path.is_file())
+    # Not by a path's method, which raises for names that no file can have.
+    missing = sorted(str(path) for path in listed if not os.path.isfile(path))  # noqa: PTH113
     if missing:
         raise DatasetError(
             f"dataset: {METADATA} in {folder} names {len(missing)} files that do not exist:\n  "

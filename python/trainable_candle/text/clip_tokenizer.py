@@ -25,6 +25,8 @@ START: Final = "<|startoftext|>"
 END: Final = "<|endoftext|>"
 PAD_OF_CLIP_L: Final = END
 PAD_OF_BIG_G: Final = "!"
+SHIPPED: Final = Path(str(files("trainable_candle.text") / "assets" / "clip_merges.txt.gz"))
+"""The package's own copy of the merges of the published CLIP models."""
 _WORD: Final = (
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 )
@@ -58,8 +60,7 @@ class CLIPTokenizer:
 
         All of them, OpenCLIP's too, have the same vocabulary; they differ in `pad`.
         """
-        packed = files("trainable_candle.text") / "assets" / "clip_merges.txt.gz"
-        return cls(_from_merges(gzip.decompress(packed.read_bytes()).decode()), pad)
+        return cls(_from_merges(gzip.decompress(SHIPPED.read_bytes()).decode()), pad)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:

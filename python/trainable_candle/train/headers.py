@@ -48,7 +48,7 @@ def read_header(path: Path) -> dict[str, TensorFacts]:
             for name, entry in _entries(path).items()
             if name != _METADATA
         }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise WeightsFormatError(f"weights: {path} is no safetensors file: {error}") from None
 
 
@@ -58,7 +58,12 @@ def read_metadata(path: Path) -> dict[str, str]:
     Raises:
         MissingFileError, WeightsFormatError, OSError: as for `read_header`.
     """
-    return dict(_entries(path).get(_METADATA) or {})
+    texts = _entries(path).get(_METADATA) or {}
+    if not isinstance(texts, dict):
+        raise WeightsFormatError(
+            f"weights: {path} is no safetensors file: its {_METADATA} is no object"
+        )
+    return texts
 
 
 def _entries(path: Path) -> dict[str, Any]:

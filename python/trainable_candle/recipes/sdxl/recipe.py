@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import trainable_candle as tc
-from trainable_candle.data import LatentCache, TextCache, file_identity
+from trainable_candle.data import LatentCache, TextCache
 from trainable_candle.data.folder import counted
 from trainable_candle.errors import ConfigError
 from trainable_candle.models import AutoencoderKL, SDXLUNet
@@ -28,6 +28,7 @@ from trainable_candle.recipes.sdxl.estimate import (
     sampling_bytes,
     text_parts,
 )
+from trainable_candle.recipes.sdxl.identity import latents_identity, text_identity
 from trainable_candle.recipes.sdxl.sampling import draw
 from trainable_candle.recipes.sdxl.text import TextEncoders, unread_layers
 from trainable_candle.recipes.sdxl.tiles import TILE, WHOLE, tile_size
@@ -167,10 +168,9 @@ class SDXLRecipe:
         self._resolution = data.train.options.resolution
         # Before the text encoders are loaded, as for the estimate.
         area = encode_area(files.facts(self._weights), config, memory_limit(config))
-        identity = file_identity(self._weights)
-        texts = self._texts(data, config, identity, report)
+        texts = self._texts(data, config, report)
         parts = [data.train] if data.validation is None else [data.train, data.validation]
-        latents = [self._latents(part, config, identity, area, report) for part in parts]
+        latents = [self._latents(part, config, area, report) for part in parts]
         factor, scaling_factor = self.vae.downscale, self.vae.scaling_factor
         if config.cache != "off" and not config.sample_prompts:
             self._drop("vae")
@@ -198,7 +198,6 @@ class SDXLRecipe:
         self,
         data: Split[Dataset],
         config: TrainConfig,
-        identity: str,
         report: Callable[[str], None],
     ) -> Texts:
         """What is made of captions: remembered features if the encoders do not change."""
@@ -209,7 +208,11 @@ class SDXLRecipe:
         cache = TextCache(
             self._features,
             cache_options(config),
-            {"weights": identity, "clip_skip": str(self._clip_skip), "dtype": str(self._dtype)},
+            {
+                **text_identity(self._weights),
+                "clip_skip": str(self._clip_skip),
+                "dtype": str(self._dtype),
+            },
             folder=folder_for_cache(config, data.train, report),
             encode_parts=text_parts(config),
             parts=self._chunks,
@@ -242,7 +245,6 @@ class SDXLRecipe:
         self,
         dataset: Dataset,
         config: TrainConfig,
-        identity: str,
         area: int,
         report: Callable[[str], None],
     ) -> LatentCache:
@@ -258,7 +260,11 @@ class SDXLRecipe:
             dataset,
             encode,
             cache_options(config),
-            {"weights": identity, "tile": f"{TILE} above {WHOLE}"},
+            {
+                **latents_identity(self._weights),
+                "dtype": "f32",
+                "tile": f"{TILE} above {WHOLE}",
+            },
             folder=folder_for_cache(config, dataset, lambda _: None),
             encode_area=area,
         )

@@ -1,0 +1,147 @@
+"""What weights and settings files hold, as short names: hashed whole, once, and remembered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.files import parse_json, write_atomically
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SUFFIXES: Final = (".safetensors", ".json", ".txt", ".model")
+"""Endings of weights, configurations and vocabularies."""
+MEMORY: Final = "contents.json"
+_FORMAT: Final = 1
+_CHUNK: Final = 32 * 2**20
+_PIECE: Final = 2**20
+_WORKERS: Final = min(16, os.cpu_count() or 1)
+_REMEMBERED: Final = 1000
+SETTLED: Final = 2_000_000_000
+"""Age of the last change from which a further one has another time on every file system, ns."""
+
+
+def file_identity(path: str | Path) -> str:
+    """A name for the contents of a file, or of all that models are read from below a folder.
+
+    Every byte counts: 32 hexadecimal digits of a hash of everything. It is computed by chunks on
+    several threads and remembered for the file's path, size, times and inode, so that it costs
+    nothing the next time.
+
+    Args:
+        path: a file of any kind, or a folder, of which weights, configurations and vocabularies
+            count with their names.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    path = Path(path).expanduser()
+    files = [path]
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+    digest = hashlib.blake2b(digest_size=16)
+    for file, content in zip(files, content_digests(files), strict=True):
+        name = os.fsencode(file.relative_to(path))
+        digest.update(b"%d:%s:%s" % (len(name), name, content.encode()))
+    return digest.hexdigest()
+
+
+def content_digests(files: Sequence[Path]) -> list[str]:
+    """A hash of each file's contents.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    memory = user_folder() / MEMORY
+    known = _remembered(memory)
+    now = time.time_ns()
+    before = [_state(file) for file in files]
+    names = [os.path.realpath(file) for file in files]
+    found: dict[str, str] = {}
+    for name, state in zip(names, before, strict=True):
+        entry = known.get(name)
+        if isinstance(entry, list) and entry[:-1] == state and isinstance(entry[-1], str):
+            found[name] = entry[-1]
+    missing = {
+        name: state[0] for name, state in zip(names, before, strict=True) if name not in found
+    }
+    if missing:
+        found.update(_hashed(missing))
+        fresh = {
+            name: [*state, found[name]]
+            for name, file, state in zip(names, files, before, strict=True)
+            # Else it may change again and look the same.
+            if name in missing and now - max(state[1:3]) > SETTLED and _state(file) == state
+        }
+        _remember(memory, fresh)
+    return [found[name] for name in names]
+
+
+def user_folder() -> Path:
+    """Where the library keeps what it can make again: `$XDG_CACHE_HOME` or `~/.cache`, below."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if Path(given).is_absolute() else Path("~/.cache").expanduser()
+    return base / "trainable-candle"
+
+
+def _state(file: Path) -> list[int]:
+    """What changes when a file does: size first, then its times."""
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
+
+
+def _hashed(sizes: Mapping[str, int]) -> dict[str, str]:
+    """Hashes of files by name, given their sizes: of each, the hash of those of its chunks."""
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        chunks = {
+            name: [pool.submit(_chunk, name, start) for start in range(0, size, _CHUNK)]
+            for name, size in sizes.items()
+        }
+        found = {}
+        for name, parts in chunks.items():
+            digest = hashlib.blake2b(b"%d" % sizes[name], digest_size=16)
+            for part in parts:
+                digest.update(part.result())
+            found[name] = digest.hexdigest()
+        return found
+
+
+def _chunk(name: str, start: int) -> bytes:
+    digest = hashlib.blake2b(digest_size=32)
+    piece = memoryview(bytearray(_PIECE))
+    with Path(name).open("rb", buffering=0) as file:
+        file.seek(start)
+        left = _CHUNK
+        while left and (count := file.readinto(piece[: min(left, _PIECE)])):
+            digest.update(piece[:count])
+            left -= count
+    return digest.digest()
+
+
+def _remembered(memory: Path) -> dict[str, Any]:
+    try:
+        whole = parse_json(memory.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return {}
+    files = whole.get("files") if isinstance(whole, dict) else None
+    return files if isinstance(files, dict) and whole.get("format") == _FORMAT else {}
+
+
+def _remember(memory: Path, fresh: Mapping[str, Sequence[Any]]) -> None:
+    """Add to what is remembered, if that can be written: it only saves time."""
+    if not fresh:
+        return
+    # Another process may have added some in the meantime.
+    known = {name: entry for name, entry in _remembered(memory).items() if name not in fresh}
+    entries = list({**known, **fresh}.items())[-_REMEMBERED:]
+    with suppress(OSError):
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"format": _FORMAT, "files": dict(entries)}, indent=0)
+        write_atomically(memory, text, sync=False)

@@ -1,0 +1,129 @@
+"""Names for contents: every byte counts, and what was hashed once is remembered."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainable_candle.data import file_identity, identity
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of what is remembered; every change of a file counts as long ago."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(identity, "SETTLED", -(10**12))
+    monkeypatch.setattr(identity, "_CHUNK", 4096)
+    monkeypatch.setattr(identity, "_PIECE", 1000)
+    return tmp_path / "cache" / "trainable-candle" / "contents.json"
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of files that are hashed, once for each chunk."""
+    chunk, names = identity._chunk, []
+
+    def counted(name: str, start: int) -> bytes:
+        names.append(Path(name).name)
+        return chunk(name, start)
+
+    monkeypatch.setattr(identity, "_chunk", counted)
+    return names
+
+
+def test_every_byte_counts_and_the_name_of_one_file_does_not(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(20_000)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    whole = file_identity(path)
+    assert file_identity(path.rename(tmp_path / "b.safetensors")) == whole
+    path = tmp_path / "b.safetensors"
+    found = {whole}
+    for place in [*range(0, len(content), 97), 4095, 4096, len(content) - 1]:
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        found.add(file_identity(path))
+    assert len(found) == 1 + len({*range(0, len(content), 97), 4095, 4096, len(content) - 1})
+    for other in (content[:-1], content + b"\0", b""):
+        path.write_bytes(other)
+        assert file_identity(path) not in found
+
+
+def test_it_is_the_hash_of_the_hashes_of_chunks(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(10_000)
+    (tmp_path / "a").write_bytes(content)
+    expected = hashlib.blake2b(b"10000", digest_size=16)
+    for start in range(0, 10_000, 4096):
+        part = content[start : start + 4096]
+        expected.update(hashlib.blake2b(part, digest_size=32).digest())
+    assert identity.content_digests([tmp_path / "a"]) == [expected.hexdigest()]
+
+
+def test_of_a_folder_what_models_are_read_from_counts(tmp_path: Path) -> None:
+    folder = tmp_path / "a model"
+    (folder / "below").mkdir(parents=True)
+    found = {file_identity(folder)}
+    for name in ("a.safetensors", "config.json", "merges.txt", "below/config.json", "b.json"):
+        (folder / name).write_text("x")
+        found.add(file_identity(folder))
+        (folder / name).write_text("y")
+        found.add(file_identity(folder))
+    assert len(found) == 11
+    # The same bytes under other names, or divided otherwise between files, are something else.
+    (folder / "b.json").rename(folder / "c.json")
+    found.add(file_identity(folder))
+    assert len(found) == 12
+    (folder / "README.md").write_text("x")
+    (folder / "model.bin").write_text("x")
+    assert file_identity(folder) in found
+
+
+def test_what_was_hashed_is_not_read_again(tmp_path: Path, memory: Path, read: list[str]) -> None:
+    for name in ("a.safetensors", "b.json"):
+        (tmp_path / name).write_bytes(bytes(5000))
+    first = [file_identity(tmp_path / name) for name in ("a.safetensors", "b.json")]
+    assert sorted(read) == ["a.safetensors"] * 2 + ["b.json"] * 2
+    read.clear()
+    (tmp_path / "link").symlink_to(tmp_path / "a.safetensors")
+    assert [file_identity(tmp_path / name) for name in ("link", "b.json")] == first
+    assert read == []
+
+    # Another size; the same size and time of change of the contents; another file in its place.
+    path = tmp_path / "a.safetensors"
+    times = path.stat()
+    for content in (bytes(5001), bytes(5000)[:-1] + b"\1"):
+        path.write_bytes(content)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert file_identity(path) != first[0]
+    (tmp_path / "new").write_bytes(b"\2" * 5000)
+    os.utime(tmp_path / "new", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (tmp_path / "new").replace(path)
+    assert file_identity(path) != first[0]
+    assert set(read) == {"a.safetensors"}
+
+    for damage in (b"", b"[" * 100_000, b'{"format": 1, "files": {"x": 3}}', b"\xff"):
+        memory.write_bytes(damage)
+        assert file_identity(tmp_path / "b.json") == first[1]
+
+
+def test_what_has_just_changed_is_not_remembered(
+    tmp_path: Path, memory: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "SETTLED", 10**18)
+    (tmp_path / "a").write_bytes(bytes(5000))
+    for _ in range(2):
+        file_identity(tmp_path / "a")
+    assert read == ["a"] * 4
+    assert not memory.exists()
+
+
+def test_a_memory_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder would be")
+    (tmp_path / "a").write_bytes(b"x")
+    assert file_identity(tmp_path / "a") == file_identity(tmp_path / "a")
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        file_identity(tmp_path / "none")
