@@ -56,7 +56,7 @@ def test_it_is_the_hash_of_the_hashes_of_chunks(tmp_path: Path) -> None:
     expected = hashlib.blake2b(b"10000", digest_size=16)
     for start in range(0, 10_000, 4096):
         part = content[start : start + 4096]
-        expected.update(hashlib.blake2b(part, digest_size=32).digest())
+        expected.update(hashlib.sha256(part).digest())
     assert identity.content_digests([tmp_path / "a"]) == [expected.hexdigest()]
 
 

@@ -114,7 +114,8 @@ def _hashed(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _chunk(name: str, start: int) -> bytes:
-    digest = hashlib.blake2b(digest_size=32)
+    # Processors have instructions for it, so that it is about twice as fast as others.
+    digest = hashlib.sha256()
     piece = memoryview(bytearray(_PIECE))
     with Path(name).open("rb", buffering=0) as file:
         file.seek(start)
