@@ -1,8 +1,10 @@
 """What tests of several areas need: a small model on disk, and a folder of pictures for it."""
 
 import json
+import os
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,19 @@ from trainable_candle.models import DigitsTransformer
 
 GOLDEN_SDXL = Path(__file__).parent / "golden" / "sdxl"
 SDXL_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
+
+
+def pytest_configure() -> None:
+    """Temporary folders have a space and a letter that is not ASCII in their paths."""
+    folder = Path(tempfile.gettempdir()) / "a földer"
+    folder.mkdir(exist_ok=True)
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(folder))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What the library remembers for its user is not that of whoever runs the tests."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("user cache"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -225,10 +225,8 @@ def test_a_run_stopped_by_a_signal_resumes_bit_for_bit(
 
 
 def wait_for_steps(process: subprocess.Popen[str], log: Path, steps: int) -> None:
-    deadline = time.monotonic() + 120
     while len(read_log(log)) < steps:
         assert process.poll() is None
-        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 

@@ -57,10 +57,8 @@ def trained(
 
 
 def wait_for_steps(process: subprocess.Popen[str], log: Path, steps: int) -> None:
-    deadline = time.monotonic() + 60
     while len(read_log(log)) < steps:
         assert process.poll() is None
-        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
