@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import trainable_candle as tc
 from trainable_candle.data.entries import facts_of, intact_facts, packed
-from trainable_candle.errors import ConfigError, WeightsFormatError
+from trainable_candle.errors import ConfigError, FileError, WeightsFormatError
 from trainable_candle.files import write_atomically
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 FOLDER: Final = ".trainable-candle"
 _FORMAT: Final = 3
 _SUFFIX: Final = ".safetensors"
+_ADVICE: Final = (
+    "what was written is kept; make room, or give --cache-dir another folder, or --cache memory"
+)
 _ABANDONED: Final = 3600.0
 """Age of a partly written file that no run can still be at, s."""
 
@@ -125,13 +128,18 @@ class FeatureStore:
         """Add an entry, or replace it; `facts` are for people and for `remove_superseded`.
 
         Raises:
-            OSError: it cannot be written; an entry that was there is as it was.
+            FileError: it cannot be written; an entry that was there is as it was.
         """
         path = self._path(key)
-        if path.is_dir():
-            shutil.rmtree(path)
-        # The checksum finds what a power failure leaves behind; to sync each entry takes long.
-        write_atomically(path, packed(tensors, {**(facts or {}), "key": key}), sync=False)
+        content = packed(tensors, {**(facts or {}), "key": key})
+        try:
+            if path.is_dir():
+                shutil.rmtree(path)
+            # The checksum finds what a power failure leaves behind; to sync each entry takes long.
+            write_atomically(path, content, sync=False)
+        except OSError as error:
+            reason = f"the cache cannot be written: {error.strerror}; {_ADVICE}"
+            raise FileError(error.errno, reason, str(path)) from error
 
     def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
         """Remove what was made of earlier contents of the same files; returns how many entries.

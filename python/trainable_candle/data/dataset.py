@@ -12,7 +12,7 @@ from PIL import Image
 from trainable_candle.data.batches import ShuffledBatches
 from trainable_candle.data.captions import CaptionMaker
 from trainable_candle.data.pixels import read_alpha, read_grey, read_rgb
-from trainable_candle.errors import ConfigError, DatasetError
+from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -171,16 +171,10 @@ class Dataset:
         """The cut, RGB; shape (height, width, 3) of its bucket.
 
         Raises:
-            DatasetError: the file cannot be decoded, or has changed its size.
+            DatasetError: the file has vanished or changed since the data set was loaded.
         """
         item = self.items[view.item]
-        image = read_rgb(item.picture.path)
-        if image.size != item.fit.original:
-            width, height = item.fit.original
-            raise DatasetError(
-                f"{item.picture.path}: is {image.width}x{image.height} pixels and was "
-                f"{width}x{height} when it was checked; leave the pictures alone during training"
-            )
+        image = read_rgb(item.picture.path, item.picture.digest)
         cut = item.fit.cut(image, view.left, view.top, flipped=view.flipped)
         return np.asarray(cut, dtype=np.uint8)
 

@@ -74,20 +74,29 @@ def probe(path: Path) -> Facts:
             else:
                 image.draft(None, (1, 1))
                 image.load()
-    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-    return Facts(width, height, digest, transparent)
+    return Facts(width, height, _digest(data), transparent)
 
 
-def read_rgb(path: Path) -> Image.Image:
+def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
     """The picture upright (EXIF), as RGB over white.
 
     Of an animation it is the first frame; 16-bit grey loses its lower byte; colour profiles are not
     applied.
 
+    Args:
+        path: its file.
+        digest: what `probe` found; None if that does not matter.
+
     Raises:
-        DatasetError: the file cannot be decoded, or holds no picture in whole numbers.
+        DatasetError: the file cannot be decoded, holds no picture in whole numbers, or has changed.
     """
-    with _decoding(path), Image.open(path) as image:
+    with _decoding(path):
+        data = path.read_bytes()
+    if digest is not None and _digest(data) != digest:
+        raise DatasetError(
+            f"{path}: has changed since it was checked; leave the pictures alone during training"
+        )
+    with _decoding(path), Image.open(io.BytesIO(data)) as image:
         return _as_rgb(ImageOps.exif_transpose(image))
 
 
@@ -146,6 +155,10 @@ def in_parallel(
                 future.cancel()
 
 
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 @contextmanager
 def _decoding(path: Path) -> Iterator[None]:
     try:
@@ -157,6 +170,10 @@ def _decoding(path: Path) -> Iterator[None]:
     except UnidentifiedImageError as error:
         raise DatasetError(
             f"{path}: cannot be decoded: its content is no picture in a known format"
+        ) from error
+    except FileNotFoundError as error:
+        raise DatasetError(
+            f"{path}: has vanished; leave the pictures alone during training"
         ) from error
     except _UNDECODABLE as error:
         raise DatasetError(f"{path}: cannot be decoded: {error}") from error

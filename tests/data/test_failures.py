@@ -1,0 +1,132 @@
+"""What a cache is after pictures vanish and disks fill up: whole entries, and a clear error."""
+
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+
+import trainable_candle as tc
+from trainable_candle.data import (
+    CacheOptions,
+    Dataset,
+    DatasetOptions,
+    LatentCache,
+    cache_folder,
+    load_dataset,
+    parse_sources,
+)
+from trainable_candle.errors import DatasetError, FileError
+
+MakePictures = Callable[..., list[Path]]
+DISK = CacheOptions("disk")
+
+
+def load(folder: Path) -> Dataset:
+    return load_dataset(DatasetOptions(parse_sources(folder), resolution=64))
+
+
+def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
+    """128 KiB for each picture of 64x64 px, and what identifies it."""
+    large = np.repeat(pixels.reshape(len(pixels), 1, -1).astype(np.float32), 3, 1)[:, :, :10922]
+    return {"x": tc.tensor(np.ascontiguousarray(large))}
+
+
+def expect_whole(folder: Path, data: Dataset, found: int) -> None:
+    """There are so many entries and nothing else, and another run makes the rest of them."""
+    assert len(list(folder.rglob("*.safetensors"))) == found
+    assert list(folder.rglob("*.partial")) == []
+    cache = LatentCache(data, encode, DISK, {}, folder=folder)
+    assert str(cache.fill()) == f"{found} found, {len(data) - found} made"
+    for batch in data.fixed_batches(1):
+        expected = encode(data.pixels(batch.views[0])[None])["x"].numpy()
+        np.testing.assert_array_equal(cache.batch(batch)["x"].numpy(), expected)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB of its own."""
+    place = tmp_path / "small disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if (
+        not shutil.which("mount")
+        or subprocess.run(command, check=False, capture_output=True).returncode
+    ):
+        pytest.skip("needs to mount a file system")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_vanished_picture_ends_the_encoding(pictures: MakePictures, tmp_path: Path) -> None:
+    paths = pictures("a", *[(64, 64)] * 30)
+    data = load(tmp_path / "a")
+    hidden = paths[25].rename(tmp_path / "hidden.png")
+    cache = LatentCache(data, encode, DISK, {}, folder=tmp_path / "c")
+    with pytest.raises(DatasetError, match=r"25\.png: has vanished; leave the pictures alone"):
+        cache.fill()
+    hidden.rename(paths[25])
+    expect_whole(tmp_path / "c", data, 25)
+
+
+def test_a_picture_that_changed_is_not_encoded_under_its_old_name(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
+    paths = pictures("a", *[(64, 64)] * 3)
+    data = load(tmp_path / "a")
+    Image.new("RGB", (64, 64), "red").save(paths[1])
+    cache = LatentCache(data, encode, DISK, {}, folder=tmp_path / "c")
+    with pytest.raises(DatasetError, match=r"01\.png: has changed since it was checked"):
+        cache.fill()
+    expect_whole(tmp_path / "c", load(tmp_path / "a"), 1)
+
+
+def test_a_full_disk_ends_the_encoding(
+    pictures: MakePictures, tmp_path: Path, small_disk: Path
+) -> None:
+    pictures("a", *[(64, 64)] * 30)
+    data = load(tmp_path / "a")
+    cache = LatentCache(data, encode, DISK, {}, folder=small_disk)
+    with pytest.raises(FileError, match="the cache cannot be written: No space left") as caught:
+        cache.fill()
+    assert str(caught.value).startswith(str(small_disk))
+    found = len(list(small_disk.rglob("*.safetensors")))
+    assert 4 <= found <= 8
+    shutil.copytree(small_disk, tmp_path / "larger")
+    expect_whole(tmp_path / "larger", data, found)
+
+
+def test_an_entry_that_is_cut_short_is_not_left_behind(
+    pictures: MakePictures, tmp_path: Path
+) -> None:
+    pictures("a", *[(64, 64)] * 5)
+    data = load(tmp_path / "a")
+    cache = LatentCache(data, encode, DISK, {}, folder=tmp_path / "c")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(FileError, match="the cache cannot be written: File too large"):
+            cache.fill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    expect_whole(tmp_path / "c", data, 0)
+
+
+def test_a_read_only_disk_is_left_alone(
+    pictures: MakePictures, tmp_path: Path, small_disk: Path
+) -> None:
+    pictures("small disk", (64, 64))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    data = load(small_disk)
+    folder, note = cache_folder(DISK, data.options, tmp_path / "out")
+    assert folder == tmp_path / "out" / ".trainable-candle"
+    assert note is not None
+    assert "cannot be written to: Read-only file system; kept in" in note
+    expect_whole(folder, data, 0)
