@@ -1,5 +1,6 @@
 """The estimate against what the tape, the optimizer and the models really hold."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.recipes.sdxl import SDXLRecipe
+from trainable_candle.recipes.sdxl import SDXLRecipe, files
+from trainable_candle.recipes.sdxl.estimate import encode_area
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.config import ADAPTERS
+from trainable_candle.train.estimate import RUNTIME_BYTES
 from trainable_candle.train.optimizers import make_optimizer
 
 
@@ -109,6 +112,48 @@ def test_parameters_states_and_weights_are_exact(
 
 def weight_bytes(model: tc.models.Model) -> int:
     return sum(tensor.nbytes for tensor in model.named_tensors().values())
+
+
+def test_as_many_pictures_are_encoded_at_once_as_half_of_what_is_free_holds(
+    sdxl_base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    facts = files.facts(sdxl_base)
+    config = configure(device="cuda", precision="bf16")
+    data = SDXLRecipe.read(sdxl_base, config, lambda _: None)
+    alone = SDXLRecipe.estimate(sdxl_base, config, data, 0).phases["encoding"]
+    models = sum(item.bytes for item in alone if item.what == "weights")
+    side = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
+    (working,) = (i.bytes for i in alone if (i.component, i.what) == ("vae", "activations"))
+    for count in (1, 2, 5):
+        limit = RUNTIME_BYTES + models + 2 * count * working
+        assert encode_area(facts, config, limit) // side == count
+        assert encode_area(facts, config, limit - 2 * working // side) // side == count - 1
+    assert encode_area(facts, config, 0) == 0
+    assert encode_area(facts, config, math.inf) == 4 * 1024**2
+    assert encode_area(facts, config.with_(device="cpu"), math.inf) == 0
+
+
+def test_the_estimate_knows_how_many_pictures_are_encoded_at_once(
+    sdxl_base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    config = configure(device="cuda", precision="bf16")
+    data = SDXLRecipe.read(sdxl_base, config, lambda _: None)
+
+    def activations(limit: float) -> int:
+        estimate = SDXLRecipe.estimate(sdxl_base, config, data, limit)
+        (found,) = (
+            item.bytes
+            for item in estimate.phases["encoding"]
+            if (item.component, item.what) == ("vae", "activations")
+        )
+        return found
+
+    # All eight fit beside each other, or only one.
+    assert activations(80 * 2**30) > 6 * activations(0)
+    assert (
+        activations(0)
+        == items(sdxl_base, config.with_(device="cpu"), "encoding")["vae activations"]
+    )
 
 
 def test_a_single_file_is_estimated_like_its_folder(
