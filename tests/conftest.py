@@ -20,7 +20,7 @@ SDXL_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 
 def pytest_configure() -> None:
     """Temporary folders have a space and a letter that is not ASCII in their paths."""
-    folder = Path(tempfile.gettempdir()) / "a földer"
+    folder = Path(tempfile.gettempdir()) / f"a földer of {os.getuid()}"
     folder.mkdir(exist_ok=True)
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(folder))
 

@@ -135,3 +135,11 @@ def test_load_errors_change_nothing():
 def test_no_forward():
     with pytest.raises(NotImplementedError, match="Module has no forward"):
         nn.Module()(1)
+
+
+@pytest.mark.parametrize("mode", [(2, 2), "no", 1, None], ids=repr)
+def test_a_mode_of_training_is_true_or_false(mode: object) -> None:
+    layer = tc.nn.LoRALinear(tc.ones(4, 4), 2, 2)
+    with pytest.raises(tc.ArgumentError, match=r"train: mode is .*, expected True"):
+        layer.train(mode)
+    assert layer(tc.ones(1, 4)).shape == (1, 4)

@@ -117,7 +117,13 @@ class Module:
             parameter.zero_grad()
 
     def train(self, mode: bool = True) -> Self:
-        """Switch this module and all inside it to training (dropout on) or not."""
+        """Switch this module and all inside it to training (dropout on) or not.
+
+        Raises:
+            ArgumentError: If the mode is neither true nor false.
+        """
+        if not isinstance(mode, bool):
+            raise ArgumentError(f"train: mode is {mode!r}, expected True or False")
         for _, module in self.named_modules():
             module.training = mode
         return self
