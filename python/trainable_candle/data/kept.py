@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from trainable_candle.data.background import Background
+from trainable_candle.background import BackgroundWriter
 from trainable_candle.data.cache import FeatureStore
 from trainable_candle.data.pixels import in_parallel
 from trainable_candle.errors import DatasetError
@@ -24,8 +25,8 @@ DEVICE_LIMIT: Final = 512 * 1024**2
 """Bytes of a cache's entries that are kept on the device; the rest is moved there by the batch."""
 MEMORY_LIMIT: Final = 2 * 1024**3
 """Bytes of a cache's entries on disk that are also kept in memory, on the device or not."""
-PENDING: Final = 2
-"""Encoded batches that wait to be moved to the host and written, at most."""
+PENDING: Final = 1
+"""Encoded batches that wait while one is moved to the host and written, at most."""
 
 
 class Entries:
@@ -78,11 +79,18 @@ class Entries:
             DatasetError: the encoder returns the wrong number of rows.
             OSError: an entry cannot be written.
         """
-        with Background(PENDING) as background:
+        writer = BackgroundWriter("cache", PENDING)
+        try:
             for group, values in zip(groups, given, strict=True):
                 encoded = encode(values)
-                background.put(partial(self._add, list(map(entry, group)), encoded))
+                writer.submit(partial(self._add, list(map(entry, group)), encoded))
                 done(len(group))
+        except BaseException:
+            # What was encoded before is kept; this error is the one to tell.
+            with suppress(Exception):
+                writer.wait()
+            raise
+        writer.wait()
 
     def _add(
         self, entries: Sequence[tuple[str, Mapping[str, str]]], encoded: Mapping[str, Tensor]
