@@ -228,7 +228,7 @@ pub fn copy(x: &Raw) -> Result<Raw> {
     on_device!(x, cuda => cuda::copy(x), cpu => Ok(x.detach().force_contiguous()?))
 }
 
-/// Tensors one after the other along `dim`, of equal sizes otherwise.
+/// Tensors one after the other along `dim`, of equal sizes otherwise, in storage of their own.
 ///
 /// # Errors
 /// [`Error::Device`] if they are on different devices, [`Error::OutOfMemory`] if the result does not fit.
@@ -236,6 +236,10 @@ pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
     #[cfg(feature = "cuda")]
     if parts.first().is_some_and(|part| part.device().is_cuda()) {
         return cuda::cat(parts, dim);
+    }
+    // Of one tensor candle returns the tensor itself.
+    if let [part] = parts {
+        return copy(part);
     }
     let parts: Vec<Raw> = parts.iter().map(|part| contiguous(part)).collect::<Result<_>>()?;
     Ok(Raw::cat(&parts, dim)?)

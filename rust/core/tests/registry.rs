@@ -6,10 +6,12 @@ use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::gradcheck::{Tolerance, gradcheck};
 use trainable_candle_core::ops::{Case, REGISTRY};
 use trainable_candle_core::raw::{from_vec, to_f64_vec};
-use trainable_candle_core::{DType, Result, Tensor};
+use trainable_candle_core::{DType, Device, Result, Tensor};
 
 use walk::{TOLERANCE, all_cases, close, draw, text, turned_view, value_and_gradients};
 
+#[path = "walk/sharing.rs"]
+mod sharing;
 mod walk;
 
 /// Run `check` on every case and report all failures at once.
@@ -132,4 +134,14 @@ fn checkpointed_equals_not_bit_for_bit() {
         }
         Ok(())
     });
+}
+
+#[test]
+fn results_do_not_follow_variables_that_change() {
+    walk(|case| sharing::results_do_not_follow_variables(case, &Device::Cpu));
+}
+
+#[test]
+fn gradients_do_not_follow_variables_that_change() {
+    walk(|case| sharing::gradients_do_not_follow_variables(case, &Device::Cpu));
 }

@@ -13,7 +13,7 @@ use super::map::GRAIN;
 use super::pool::{SharedMut, par_ranges};
 use super::simd::{Real, dispatch};
 use super::strided::Dims;
-use crate::raw::check_allocation;
+use crate::raw::{check_allocation, own_copy};
 use crate::{Error, Raw, Result, dispatch_float};
 
 /// The sum over `dims`, which stay with size 1 if `keepdim`. The sum of nothing is 0.
@@ -141,7 +141,7 @@ pub(crate) fn around(dims: &[usize], dim: usize) -> [usize; 3] {
 fn reduce<F: Fold>(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, divisor: f64) -> Result<Raw> {
     check_dims(op, x, dims)?;
     if dims.is_empty() {
-        return Ok(x.clone());
+        return own_copy(x);
     }
     let x = contiguous(x)?;
     let result_dims = reduced_dims(x.dims(), dims, keepdim);

@@ -3,7 +3,7 @@
 use candle_core::DType;
 use trainable_candle_cuda::modules::REDUCE;
 
-use super::copy::contiguous;
+use super::copy::{contiguous, copy};
 use super::gpu::Gpu;
 use super::launch::{Shape, accumulator, address, empty, launch, suffix, suffixes};
 use crate::cpu::reduce::{around, check_dims, check_not_empty, groups, reduced_dims};
@@ -36,7 +36,7 @@ pub fn min(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
 fn reduce(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, divisor: f64) -> Result<Raw> {
     check_dims(op, x, dims)?;
     if dims.is_empty() {
-        return Ok(x.clone());
+        return copy(x);
     }
     let mut groups = groups(x.dims(), dims);
     let mut result = contiguous(x)?;

@@ -359,6 +359,8 @@ pub static ENTRIES: &[Entry] = &[
             vec![
                 Case::new("", &[&[3, 4]], |x| x[0].reshape((2, 6))),
                 Case::new("unsqueeze", &[&[3, 4]], |x| x[0].unsqueeze(1)?.squeeze(1)),
+                Case::new("same", &[&[3, 4]], |x| x[0].reshape((3, 4))),
+                Case::new("of a transposed one", &[&[3, 4]], |x| x[0].t()?.reshape((2, 6))),
                 Case::new("empty", &[&[0, 4]], |x| x[0].reshape((2, 0))),
             ]
         },
@@ -398,6 +400,7 @@ pub static ENTRIES: &[Entry] = &[
         info: &STRIDED,
         cases: || {
             vec![
+                Case::new("all", &[&[3, 5]], |x| x[0].strided(1, 0, 5, 1)),
                 Case::new("every other", &[&[3, 5]], |x| x[0].strided(1, 0, 3, 2)),
                 Case::new("backwards", &[&[3, 5]], |x| x[0].strided(1, 4, 5, -1)),
             ]
@@ -409,6 +412,8 @@ pub static ENTRIES: &[Entry] = &[
             vec![
                 Case::new("", &[&[2, 3], &[2, 1]], |x| Tensor::cat(&[&x[0], &x[1], &x[0]], 1)),
                 Case::new("stack", &[&[2, 3], &[2, 3]], |x| Tensor::stack(&[&x[0], &x[1]], 1)),
+                Case::new("one", &[&[2, 3]], |x| Tensor::cat(&[&x[0]], 1)),
+                Case::new("stack of one", &[&[2, 3]], |x| Tensor::stack(&[&x[0]], 0)),
                 Case::new("with empty", &[&[2, 3], &[0, 3]], |x| Tensor::cat(&[&x[0], &x[1]], 0)),
             ]
         },

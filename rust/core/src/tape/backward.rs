@@ -307,6 +307,8 @@ fn seed_for(op: &'static str, loss: &Tensor, gradient: Option<&Tensor>) -> Resul
             ));
         }
         Some(g) if g.dtype() != loss.dtype() => compute::cast(&g.raw, loss.dtype())?,
+        // Gradients may be this tensor itself, and must not change when a variable does.
+        Some(g) if g.version.is_some() => raw::own_copy(&g.raw)?,
         Some(g) => g.raw.clone(),
         None if loss.elem_count() == 1 => ones_like(&loss.raw)?,
         None => {

@@ -63,9 +63,7 @@ pub fn value_and_gradients(
 ) -> Result<(Tensor, Vec<Vec<f64>>)> {
     let vars = inputs.iter().map(leaf).collect::<Result<Vec<_>>>()?;
     let result = run(&vars)?;
-    let weights: Vec<f64> = (0..result.elem_count()).map(|i| ((i * 5 % 7) as f64 - 3.0) / 4.0).collect();
-    let weights = Tensor::from_raw(&from_vec(weights, result.shape().clone()).to_dtype(result.dtype())?);
-    let weights = weights.to_device(result.device())?;
+    let weights = weights_like(&result)?;
     let leaves: Vec<&Tensor> = vars.iter().collect();
     let gradients = grad(&result, &leaves, Some(&weights), false)?;
     let gradients = gradients
@@ -74,6 +72,13 @@ pub fn value_and_gradients(
         .map(|(g, input)| g.as_ref().map_or_else(|| Ok(vec![0.0; input.elem_count()]), |g| to_f64_vec(g.raw())))
         .collect::<Result<_>>()?;
     Ok((result, gradients))
+}
+
+/// Fixed numbers, of the shape and dtype and on the device of `result`.
+pub fn weights_like(result: &Tensor) -> Result<Tensor> {
+    let weights: Vec<f64> = (0..result.elem_count()).map(|i| ((i * 5 % 7) as f64 - 3.0) / 4.0).collect();
+    let weights = from_vec(weights, result.shape().clone()).to_dtype(result.dtype())?;
+    Tensor::from_raw(&weights).to_device(result.device())
 }
 
 /// A leaf with the strides of `tensor`: a view of a variable would be on the tape, so its strides come from a view.

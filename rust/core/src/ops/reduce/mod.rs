@@ -277,6 +277,7 @@ pub static ENTRIES: &[Entry] = &[
                 Case::new("keepdim", &[&[3, 4, 5]], |x| x[0].sum(&[1], true)),
                 Case::new("number", &[&[]], |x| x[0].sum_all()),
                 Case::new("of nothing", &[&[3, 0]], |x| x[0].sum(&[1], false)),
+                Case::new("over no dimensions", &[&[3, 5]], |x| x[0].sum(&[], false)),
             ]
         },
     },
@@ -288,6 +289,7 @@ pub static ENTRIES: &[Entry] = &[
                 Case::new("first and last", &[&[3, 4, 5]], |x| x[0].mean(&[0, 2], false)),
                 Case::new("keepdim", &[&[3, 4, 5]], |x| x[0].mean(&[1], true)),
                 Case::new("empty", &[&[0, 4]], |x| x[0].mean(&[1], false)),
+                Case::new("over no dimensions", &[&[3, 5]], |x| x[0].mean(&[], true)),
             ]
         },
     },
@@ -303,6 +305,7 @@ pub static ENTRIES: &[Entry] = &[
                 Case::new("keepdim, no correction", &[&[3, 4, 5]], |x| x[0].var(&[0, 2], true, 0.0))
                     .plain(move |x| plain(&x[0], &[0, 2], true, 15.0)),
                 Case::new("empty", &[&[0, 4]], |x| x[0].var(&[1], false, 1.0)),
+                Case::new("over no dimensions", &[&[3, 5]], |x| x[0].var(&[], false, 0.0)),
             ]
         },
     },
@@ -314,6 +317,7 @@ pub static ENTRIES: &[Entry] = &[
                 Case::new("two dimensions, keepdim", &[&[3, 4, 5]], |x| x[0].max(&[0, 2], true))
                     .domain(Domain::Distinct),
                 Case::new("all", &[&[3, 5]], |x| x[0].max_all()).domain(Domain::Distinct),
+                Case::new("over no dimensions", &[&[3, 5]], |x| x[0].max(&[], false)).domain(Domain::Distinct),
                 Case::new("empty", &[&[0, 4]], |x| x[0].max(&[1], true)).domain(Domain::Distinct),
             ]
         },
@@ -325,6 +329,7 @@ pub static ENTRIES: &[Entry] = &[
                 Case::new("one dimension, keepdim", &[&[3, 4, 5]], |x| x[0].min(&[2], true)).domain(Domain::Distinct),
                 Case::new("two dimensions", &[&[3, 4, 5]], |x| x[0].min(&[0, 1], false)).domain(Domain::Distinct),
                 Case::new("all", &[&[3, 5]], |x| x[0].min_all()).domain(Domain::Distinct),
+                Case::new("over no dimensions", &[&[3, 5]], |x| x[0].min(&[], false)).domain(Domain::Distinct),
             ]
         },
     },
@@ -338,6 +343,7 @@ pub static ENTRIES: &[Entry] = &[
                 Case::new("first and last, keepdim", &[&[3, 4, 5]], |x| x[0].logsumexp(&[0, 2], true))
                     .plain(move |x| plain(&x[0], &[0, 2], true)),
                 Case::new("empty", &[&[0, 4]], |x| x[0].logsumexp(&[1], false)),
+                Case::new("over no dimensions", &[&[3, 5]], |x| x[0].logsumexp(&[], false)),
             ]
         },
     },

@@ -1,0 +1,100 @@
+//! Variables that change after they were used: what was made of them stays, or walking back through it is an error.
+
+use trainable_candle_core::ops::Case;
+use trainable_candle_core::raw::to_f64_vec;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var, grad};
+
+use super::walk::{close, draw, text, weights_like};
+
+type Checked = std::result::Result<(), String>;
+
+fn variables(case: &Case, device: &Device) -> Result<Vec<Var>> {
+    draw(case, DType::F32, false)?.iter().map(|x| Var::from_tensor(&x.to_device(device)?)).collect()
+}
+
+fn run(case: &Case, vars: &[Var]) -> Result<Tensor> {
+    (case.run)(&vars.iter().map(|var| var.as_tensor().clone()).collect::<Vec<_>>())
+}
+
+fn change(var: &Var) -> Result<()> {
+    var.set(&var.detach().mul_scalar(-3.0)?.add_scalar(0.125)?)
+}
+
+fn gradients(vars: &[Var]) -> Result<Vec<Vec<f64>>> {
+    vars.iter()
+        .map(|var| match var.grad() {
+            Some(grad) => to_f64_vec(grad.raw()),
+            None => Ok(vec![0.0; var.elem_count()]),
+        })
+        .collect()
+}
+
+fn same(what: &str, found: &[Vec<f64>], expected: &[Vec<f64>]) -> Checked {
+    found.iter().zip(expected).enumerate().try_for_each(|(index, (f, e))| close(&format!("{what} {index}"), f, e, 1e-6))
+}
+
+/// Whether a backward pass went through. An error that says that a variable has changed is as good as the right gradient.
+fn walked(outcome: Result<impl Sized>) -> std::result::Result<bool, String> {
+    match outcome {
+        Ok(_) => Ok(true),
+        Err(Error::Autograd { .. }) => Ok(false),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// A result shares no storage with a variable, unless it is a view that knows it.
+pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked {
+    let expected = {
+        let vars = text(variables(case, device))?;
+        let y = text(run(case, &vars))?;
+        text(y.backward_with(Some(&text(weights_like(&y))?), false))?;
+        text(gradients(&vars))?
+    };
+    for changed in 0..case.inputs.len() {
+        let vars = text(variables(case, device))?;
+        let y = text(run(case, &vars))?;
+        let before = text(to_f64_vec(y.raw()))?;
+        // The gradient of the factor is the snapshot's value.
+        let factor = text(Tensor::ones(y.shape(), y.dtype(), device).and_then(|ones| Var::from_tensor(&ones)))?;
+        let product = text(factor.mul(&y.detach()))?;
+        text(change(&vars[changed]))?;
+        let follows = text(to_f64_vec(y.raw()))? != before;
+        let ones = text(Tensor::ones(y.shape(), y.dtype(), device))?;
+        if text_of(changed, walked(product.backward_with(Some(&ones), false)))? {
+            if follows {
+                return Err(format!("the result changes with input {changed}, and a gradient is made of it"));
+            }
+            same("snapshot", &text(gradients(std::slice::from_ref(&factor)))?, &[before])?;
+        }
+        let weights = text(weights_like(&y))?;
+        if text_of(changed, walked(y.backward_with(Some(&weights), false)))? {
+            same(&format!("input {changed} changed: gradient"), &text(gradients(&vars))?, &expected)?;
+        }
+    }
+    Ok(())
+}
+
+fn text_of<T>(input: usize, result: std::result::Result<T, String>) -> std::result::Result<T, String> {
+    result.map_err(|error| format!("input {input} changed: {error}"))
+}
+
+/// A gradient shares no storage with a variable, be it one that was differentiated or the one that the pass began with.
+pub fn gradients_do_not_follow_variables(case: &Case, device: &Device) -> Checked {
+    for as_view in [false, true] {
+        let vars = text(variables(case, device))?;
+        let y = text(run(case, &vars))?;
+        let seed = text(weights_like(&y).and_then(|weights| Var::from_tensor(&weights)))?;
+        let begin = if as_view { text(seed.reshape(y.shape()))? } else { seed.as_tensor().clone() };
+        text(y.backward_with(Some(&begin), true))?;
+        let leaves: Vec<&Tensor> = vars.iter().map(|var| &**var).collect();
+        let found = text(grad(&y, &leaves, Some(&begin), false))?;
+        let found: Vec<Tensor> = found.into_iter().flatten().chain(vars.iter().filter_map(Var::grad)).collect();
+        let values = || text(found.iter().map(|grad| to_f64_vec(grad.raw())).collect::<Result<Vec<_>>>());
+        let before = values()?;
+        for var in std::iter::once(&seed).chain(&vars) {
+            text(change(var))?;
+        }
+        same("gradient", &values()?, &before)?;
+    }
+    Ok(())
+}
