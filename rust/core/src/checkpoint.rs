@@ -18,7 +18,9 @@ use candle_core::TensorId;
 use crate::memory::SavedBytes;
 use crate::raw::Raw;
 use crate::rng;
-use crate::tape::{Cost, Leaf, Node, OpInfo, Saved, flags, set_grad_enabled, set_recording};
+use crate::tape::{
+    Backward, BackwardContext, Cost, Inputs, Leaf, Node, OpInfo, Saved, flags, set_grad_enabled, set_recording,
+};
 use crate::tensor::{Tensor, Version};
 use crate::{Error, Result};
 
@@ -81,7 +83,7 @@ where
     }
     let region = Arc::new(Region {
         policy,
-        inputs: inputs.iter().map(|t| (keep_input(t), t.requires_grad())).collect(),
+        inputs: inputs.iter().map(|t| (keep_input(t), Origin::of(t))).collect(),
         rng: rng::state(),
         function: Box::new(function),
         state: Mutex::default(),
@@ -99,10 +101,45 @@ fn keep_input(tensor: &Tensor) -> Saved {
     if flags().recording() { save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor)) } else { Saved::keep(tensor) }
 }
 
+/// How an input was made. Operations hold variables and save what others have made, so a replay's inputs must be alike.
+#[derive(Clone, Copy)]
+enum Origin {
+    Constant,
+    Variable,
+    Computed,
+}
+
+impl Origin {
+    fn of(tensor: &Tensor) -> Self {
+        match &tensor.node {
+            None => Self::Constant,
+            Some(node) if node.leaf().is_some() => Self::Variable,
+            Some(_) => Self::Computed,
+        }
+    }
+
+    fn node(self, raw: &Raw) -> Option<Node> {
+        match self {
+            Self::Constant => None,
+            Self::Variable => Some(Node::leaf_node(Leaf::new(raw.shape().clone(), raw.dtype()))),
+            Self::Computed => Some(Node::op_node("checkpoint", Inputs::new(), Box::new(MadeElsewhere))),
+        }
+    }
+}
+
+/// Of an input that operations outside the function have made. Gradients flow through the nodes of the first run.
+struct MadeElsewhere;
+
+impl Backward for MadeElsewhere {
+    fn backward(&self, _: &mut BackwardContext<'_>) -> Result<()> {
+        Ok(())
+    }
+}
+
 /// One checkpointed call.
 pub(crate) struct Region {
     policy: Policy,
-    inputs: Vec<(Saved, bool)>,
+    inputs: Vec<(Saved, Origin)>,
     rng: rng::State,
     function: Function,
     state: Mutex<RegionState>,
@@ -204,7 +241,7 @@ impl Region {
             }
             (state.slots.len(), state.kept.iter().cloned().collect::<VecDeque<_>>())
         };
-        let inputs = self.inputs.iter().map(|(saved, needs_grad)| Ok(replayed(saved.get()?, *needs_grad)));
+        let inputs = self.inputs.iter().map(|(saved, origin)| Ok(replayed(saved.get()?, *origin)));
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
         let selective = self.policy == Policy::Selective;
         let scope = Scope::enter(Recorder::Replay(Replaying {
@@ -234,8 +271,8 @@ impl Region {
     }
 }
 
-fn replayed(raw: Raw, needs_grad: bool) -> Tensor {
-    let node = needs_grad.then(|| Arc::new(Node::leaf_node(Leaf::new(raw.shape().clone(), raw.dtype()))));
+fn replayed(raw: Raw, origin: Origin) -> Tensor {
+    let node = origin.node(&raw).map(Arc::new);
     Tensor { raw, node, version: None }
 }
 
@@ -276,6 +313,14 @@ impl Recording {
             saved_by_last: Vec::new(),
             kept: Vec::new(),
             versions: Vec::new(),
+        }
+    }
+
+    fn reads(&mut self, tensors: &[&Tensor]) {
+        for version in tensors.iter().filter_map(|t| t.version.as_ref()) {
+            if !self.versions.iter().any(|(known, _)| Arc::ptr_eq(known, version)) {
+                self.versions.push((version.clone(), version.get()));
+            }
         }
     }
 }
@@ -341,14 +386,10 @@ where
         ComputeAndKeep,
         Take(Kept),
     }
+    reads(inputs);
     let plan = RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut() {
         Some(Recorder::Record(recording)) => {
             recording.sequence += 1;
-            for version in inputs.iter().filter_map(|t| t.version.as_ref()) {
-                if !recording.versions.iter().any(|(known, _)| Arc::ptr_eq(known, version)) {
-                    recording.versions.push((version.clone(), version.get()));
-                }
-            }
             let keep = recording.region.policy == Policy::Selective && op.cost == Cost::Dear;
             Ok(if keep { Plan::ComputeAndKeep } else { Plan::Compute })
         }
@@ -380,6 +421,21 @@ where
             Ok((result, results.collect()))
         }
     }
+}
+
+/// Note what an operation reads in a checkpointed function, and in those around it: a variable must not change before the replay.
+/// [`run`] notes inputs; this is for masks, tables, frozen weights and what is compared.
+pub(crate) fn reads(tensors: &[&Tensor]) {
+    if !flags().recording() || tensors.iter().all(|tensor| tensor.version.is_none()) {
+        return;
+    }
+    RECORDERS.with_borrow_mut(|recorders| {
+        for recorder in recorders {
+            if let Recorder::Record(recording) = recorder {
+                recording.reads(tensors);
+            }
+        }
+    });
 }
 
 /// Turn a value that a node saves into a slot. `None` if no checkpoint listens.

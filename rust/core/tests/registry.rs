@@ -10,6 +10,8 @@ use trainable_candle_core::{DType, Device, Result, Tensor};
 
 use walk::{TOLERANCE, all_cases, close, draw, text, turned_view, value_and_gradients};
 
+#[path = "walk/computed.rs"]
+mod computed;
 #[path = "walk/sharing.rs"]
 mod sharing;
 mod walk;
@@ -134,6 +136,11 @@ fn checkpointed_equals_not_bit_for_bit() {
         }
         Ok(())
     });
+}
+
+#[test]
+fn checkpointed_functions_take_computed_tensors() {
+    walk(|case| computed::checkpoints_take_computed_tensors(case, &Device::Cpu, 0.0));
 }
 
 #[test]

@@ -5,7 +5,7 @@ use candle_core::{DType, Device};
 use super::case::{Case, Entry};
 use crate::raw::{Raw, is_float, to_cpu};
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
-use crate::{Result, Tensor, Var, capture, compute};
+use crate::{Result, Tensor, Var, capture, checkpoint, compute};
 
 static CAST: OpInfo = OpInfo::cheap("to_dtype");
 static TO_DEVICE: OpInfo = OpInfo::cheap("to_device");
@@ -58,6 +58,7 @@ impl Tensor {
         }
         if !is_float(dtype) {
             // Integers carry no gradient, in torch as here.
+            checkpoint::reads(&[self]);
             return Ok(Self::constant(self.raw.to_dtype(dtype)?));
         }
         let from = self.dtype();
@@ -112,6 +113,7 @@ pub static ENTRIES: &[Entry] = &[
             vec![
                 Case::new("to f64", &[&[3, 3]], |x| x[0].to_dtype(DType::F64)),
                 Case::new("to f64 empty", &[&[0]], |x| x[0].to_dtype(DType::F64)),
+                Case::new("same", &[&[3, 3]], |x| x[0].to_dtype(x[0].dtype())),
             ]
         },
     },
@@ -122,6 +124,7 @@ pub static ENTRIES: &[Entry] = &[
             vec![
                 Case::new("", &[&[3, 4, 2]], |x| x[0].permute(&[2, 0, 1])?.contiguous()),
                 Case::new("empty", &[&[3, 0]], |x| x[0].t()?.contiguous()),
+                Case::new("already", &[&[3, 4]], |x| x[0].contiguous()),
             ]
         },
     },

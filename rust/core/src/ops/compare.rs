@@ -2,7 +2,7 @@
 
 use super::case::Entry;
 use crate::raw::check_allocation_on;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, checkpoint};
 
 macro_rules! comparisons {
     ($($name:ident $candle:ident $doc:literal;)*) => {
@@ -23,6 +23,7 @@ macro_rules! comparisons {
                     }
                     let shape = self.shape().broadcast_shape_binary_op(other.shape(), stringify!($name))?;
                     check_allocation_on(self.device(), stringify!($name), shape.dims(), self.dtype())?;
+                    checkpoint::reads(&[self, other]);
                     Ok(Tensor::constant(self.raw.broadcast_as(&shape)?.$candle(&other.raw.broadcast_as(&shape)?)?))
                 }
             )*

@@ -17,7 +17,7 @@ use crate::compute::{Destination, LowRankTerm, Product};
 use crate::cpu::{self, Div, Mul};
 use crate::raw::{Raw, own_copy};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, Saver, record_with_aux};
-use crate::{Error, Result, Tensor, Var, compute};
+use crate::{Error, Result, Tensor, Var, checkpoint, compute};
 
 static LORA: OpInfo = OpInfo::dear("lora_linear");
 static DORA: OpInfo = OpInfo::dear("dora_linear");
@@ -79,6 +79,8 @@ pub(super) fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tens
             "the base weight and bias must be frozen, but one needs a gradient; detach() it, or train it with linear()",
         ));
     }
+    checkpoint::reads(&[weight]);
+    bias.into_iter().for_each(|bias| checkpoint::reads(&[bias]));
     Ok(())
 }
 

@@ -12,7 +12,7 @@ use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::cuda;
 use crate::raw::{Raw, from_vec, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, is_grad_enabled, record};
-use crate::{Error, Result, Tensor, compute, dispatch_float};
+use crate::{Error, Result, Tensor, checkpoint, compute, dispatch_float};
 
 static ROPE: OpInfo = OpInfo::cheap("rope");
 
@@ -35,7 +35,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result
     )
 }
 
-/// Check the operands of an operation that turns pairs.
+/// Check the operands of an operation that turns pairs; its tables are no inputs on the tape.
 pub(super) fn check(op: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     let &[.., length, width] = x.dims() else {
         return Err(Error::shape(op, format!("the input has shape {:?}, expected (..., length, width)", x.dims())));
@@ -66,6 +66,7 @@ pub(super) fn check(op: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor) ->
             return Err(Error::NoBackward { op });
         }
     }
+    checkpoint::reads(&[cos, sin]);
     Ok(())
 }
 

@@ -18,5 +18,5 @@ pub use saved::Saved;
 #[cfg(feature = "cuda")]
 pub(crate) use backward::Pending;
 pub(crate) use mode::{flags, set_recording};
-pub(crate) use node::{GradientCell, Leaf, Node};
+pub(crate) use node::{GradientCell, Inputs, Leaf, Node};
 pub(crate) use record::Aux;

@@ -140,6 +140,7 @@ pub fn record_no_backward(
     if flags().grad_enabled() && inputs.iter().any(|t| t.node.is_some()) {
         return Err(Error::NoBackward { op });
     }
+    checkpoint::reads(inputs);
     Ok(Tensor::constant(forward()?))
 }
 

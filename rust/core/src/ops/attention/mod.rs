@@ -12,7 +12,7 @@ pub use packed::packed_attention;
 use super::case::{Case, Entry};
 use crate::raw::{Raw, check_allocation_on, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
-use crate::{Error, Result, Tensor, compute};
+use crate::{Error, Result, Tensor, checkpoint, compute};
 
 static ATTENTION: OpInfo = OpInfo::dear("scaled_dot_product_attention");
 
@@ -49,18 +49,18 @@ pub fn scaled_dot_product_attention(
     }
     let mut scores = q.dims().to_vec();
     scores[rank - 1] = k.dims()[rank - 2];
-    let mask = mask.map(|mask| additive(&mask.raw, q.dtype())).transpose()?;
+    let mask = mask.map(|mask| additive(mask, q.dtype())).transpose()?;
     let attention = cpu::Attention { scores, scale, is_causal };
     record_with_aux(
         &ATTENTION,
         &[q, k, v],
         || {
-            let (o, log_sums) = forward(&attention, [&q.raw, &k.raw, &v.raw], mask.as_ref())?;
+            let (o, log_sums) = forward(&attention, [&q.raw, &k.raw, &v.raw], mask.as_ref().map(Tensor::raw))?;
             Ok((o, std::iter::once(log_sums).collect()))
         },
         |saver, o, log_sums| AttentionBackward {
             inputs: [saver.save(q), saver.save(k), saver.save(v)],
-            mask: mask.as_ref().map(|mask| saver.save_raw(mask)),
+            mask: mask.as_ref().map(|mask| saver.save(mask)),
             result: saver.save_raw(o),
             log_sums: saver.save_raw(&log_sums[0]),
             attention: attention.clone(),
@@ -118,17 +118,17 @@ const fn compute_dtype(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }
 
-/// The mask as numbers to add to the scores of queries of `dtype`, contiguous.
-fn additive(mask: &Raw, dtype: DType) -> Result<Raw> {
+/// The mask as numbers to add to the scores of queries of `dtype`, contiguous: itself, if it is that.
+fn additive(mask: &Tensor, dtype: DType) -> Result<Tensor> {
     let dtype = compute_dtype(dtype);
-    let numbers = if mask.dtype() == DType::U8 {
-        let number =
-            |x: f64| -> Result<Raw> { Ok(Raw::new(x, mask.device())?.to_dtype(dtype)?.broadcast_as(mask.shape())?) };
-        mask.where_cond(&number(0.0)?, &number(f64::NEG_INFINITY)?)?
-    } else {
-        compute::cast(mask, dtype)?
-    };
-    compute::contiguous(&numbers)
+    checkpoint::reads(&[mask]);
+    if mask.dtype() != DType::U8 {
+        return mask.detach().to_dtype(dtype)?.contiguous();
+    }
+    let number =
+        |x: f64| -> Result<Raw> { Ok(Raw::new(x, mask.device())?.to_dtype(dtype)?.broadcast_as(mask.shape())?) };
+    let numbers = mask.raw.where_cond(&number(0.0)?, &number(f64::NEG_INFINITY)?)?;
+    Ok(Tensor::constant(compute::contiguous(&numbers)?))
 }
 
 /// The same from basic operations.

@@ -6,7 +6,7 @@ use super::{Reduction, Scale};
 use crate::cpu::{Binary, Real, Ternary};
 use crate::raw::{Raw, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record, record_with_aux};
-use crate::{Error, Result, Tensor, compute};
+use crate::{Error, Result, Tensor, checkpoint, compute};
 
 pub(super) static MAX: OpInfo = OpInfo::cheap("max");
 pub(super) static MIN: OpInfo = OpInfo::cheap("min");
@@ -203,6 +203,7 @@ impl Tensor {
     /// As [`max`](Self::max).
     pub fn argmax(&self, dim: usize, keepdim: bool) -> Result<Self> {
         check_not_empty(ARGMAX, &Reduction::new(ARGMAX, self, &[dim])?)?;
+        checkpoint::reads(&[self]);
         Ok(Self::constant(compute::argmax(&self.raw, dim, keepdim)?))
     }
 }

@@ -1,0 +1,112 @@
+//! Variables that an operation reads beside its inputs on the tape (masks, tables, frozen weights, what is compared): if they change
+//! before the backward pass, it is an error or the gradient of what was computed.
+
+use trainable_candle_core::checkpoint::{Policy, checkpoint, checkpoint_with};
+use trainable_candle_core::ops::attention::scaled_dot_product_attention;
+use trainable_candle_core::ops::linear_group::{LinearGroup, LowRank, linear_group};
+use trainable_candle_core::ops::lora::{LoraWeights, dora_linear, lora_linear};
+use trainable_candle_core::ops::loss::{Reduction, mse_loss};
+use trainable_candle_core::ops::norm::rms_norm_rope;
+use trainable_candle_core::ops::rope::rope;
+use trainable_candle_core::raw::to_f64_vec;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
+
+const CPU: Device = Device::Cpu;
+
+fn ramp(phase: f64) -> Tensor {
+    Tensor::from_vec((0..16).map(|i| (f64::from(i) * 0.7 + phase).sin()).collect(), (4, 4), &CPU).unwrap()
+}
+
+fn weights<'a>(weight: &'a Tensor, bias: Option<&'a Tensor>, factors: &'a [Tensor; 2]) -> LoraWeights<'a> {
+    LoraWeights { weight, bias, down: &factors[0], up: &factors[1], scale: 0.5 }
+}
+
+/// A function of x and of a (4, 4) that gets no gradient.
+type Function = fn(&Tensor, &Tensor) -> Result<Tensor>;
+
+const FUNCTIONS: [(&str, Function); 13] = [
+    ("factor", |x, v| x.mul(v)),
+    ("addend", |x, v| x.add(v)),
+    ("mask", |x, v| scaled_dot_product_attention(x, x, x, Some(v), false, None)),
+    ("turned mask", |x, v| scaled_dot_product_attention(x, x, x, Some(&v.t()?), false, None)),
+    ("table of rope", |x, v| rope(x, &v.narrow(1, 0, 2)?, &v.narrow(1, 1, 2)?, false)),
+    ("table of rms_norm_rope", |x, v| rms_norm_rope(x, None, &v.narrow(1, 0, 2)?, &v.narrow(1, 1, 2)?, true, 1e-5)),
+    ("weight of lora", |x, v| {
+        lora_linear(x, weights(v, None, &[ramp(0.1).narrow(0, 0, 2)?, ramp(0.2).narrow(1, 0, 2)?]))
+    }),
+    ("bias of lora", |x, v| {
+        let bias = v.narrow(0, 1, 1)?.squeeze(0)?;
+        lora_linear(x, weights(&ramp(0.3), Some(&bias), &[ramp(0.1).narrow(0, 0, 2)?, ramp(0.2).narrow(1, 0, 2)?]))
+    }),
+    ("weight of dora", |x, v| {
+        let magnitude = ramp(0.4).narrow(0, 0, 1)?.squeeze(0)?;
+        dora_linear(x, weights(v, None, &[ramp(0.1).narrow(0, 0, 2)?, ramp(0.2).narrow(1, 0, 2)?]), &magnitude)
+    }),
+    ("weight of a group", |x, v| {
+        let low_rank = LowRank { down: ramp(0.1).narrow(0, 0, 2)?, up: ramp(0.2).narrow(1, 0, 2)?, scale: 0.5 };
+        linear_group(x, LinearGroup { weight: v, bias: None, sizes: &[4], low_rank: &[Some(low_rank)] })
+    }),
+    ("compared", |x, v| Tensor::select(&x.detach().gt(v)?, x, &x.mul_scalar(3.0)?)),
+    ("argmax", |x, v| x.index_select(&v.argmax(1, false)?, 0)),
+    ("target", |x, v| mse_loss(x, v, Reduction::None)),
+];
+
+fn gradient(f: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>, change: bool) -> Result<Vec<f64>> {
+    let (x, v) = (Var::from_tensor(&ramp(0.0))?, Var::from_tensor(&ramp(1.0))?);
+    // The squares are another operation that reads what the function makes.
+    let loss = f(&x, &v.detach())?.sqr()?.sqr()?.sum_all()?;
+    if change {
+        v.set(&ramp(2.0))?;
+    }
+    loss.backward()?;
+    to_f64_vec(x.grad().unwrap().raw())
+}
+
+fn check(name: &str, f: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>) {
+    let expected = gradient(f, false).unwrap();
+    match gradient(f, true) {
+        Ok(found) => assert_eq!(found, expected, "{name}"),
+        Err(error) => assert!(matches!(error, Error::Autograd { .. }), "{name}: {error}"),
+    }
+}
+
+#[test]
+fn a_change_before_the_backward_is_an_error_or_has_no_effect() {
+    for (name, function) in FUNCTIONS {
+        check(name, &function);
+    }
+}
+
+#[test]
+fn a_change_before_a_replay_is_an_error_or_has_no_effect() {
+    for policy in [Policy::Full, Policy::Selective] {
+        for (name, function) in FUNCTIONS {
+            let recomputed = move |x: &Tensor, v: &Tensor| -> Result<Tensor> {
+                let v = v.clone();
+                let run = move |xs: &[Tensor]| Ok(vec![function(&xs[0], &v)?.sqr()?.mul_scalar(0.5)?]);
+                Ok(checkpoint_with(policy, run, &[x])?.remove(0))
+            };
+            check(&format!("{name}, {policy:?}"), &recomputed);
+            // The inner replay alone would not notice: what it reads only matters to the outer one.
+            let nested = move |x: &Tensor, v: &Tensor| -> Result<Tensor> {
+                let v = v.clone();
+                let outer = move |xs: &[Tensor]| -> Result<Vec<Tensor>> {
+                    let v = v.clone();
+                    let inner = checkpoint(move |xs| function(&xs[0], &v), &[&xs[0]])?;
+                    Ok(vec![inner.sqr()?.mul_scalar(0.5)?])
+                };
+                Ok(checkpoint_with(policy, outer, &[x])?.remove(0))
+            };
+            check(&format!("{name}, nested {policy:?}"), &nested);
+        }
+    }
+}
+
+#[test]
+fn a_mask_that_is_cast_is_a_copy() -> Result<()> {
+    let mask = Var::from_tensor(&ramp(1.0).to_dtype(DType::F16)?)?;
+    let x = Var::from_tensor(&ramp(0.0).to_dtype(DType::F32)?)?;
+    let y = scaled_dot_product_attention(&x, &x, &x, Some(&mask.detach()), false, None)?;
+    mask.set(&mask.mul_scalar(2.0)?.detach())?;
+    y.sum_all()?.backward().map(drop)
+}

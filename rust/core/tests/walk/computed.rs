@@ -1,0 +1,80 @@
+//! Checkpointed functions of tensors that operations have made.
+
+use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
+use trainable_candle_core::ops::Case;
+use trainable_candle_core::raw::to_f64_vec;
+use trainable_candle_core::{DType, Device, Result, Tensor};
+
+use super::walk::{close, draw, text, turned_view, value_and_gradients};
+
+/// How an input was made of the variable.
+#[derive(Clone, Copy, Debug)]
+enum Made {
+    Computed,
+    View,
+}
+
+impl Made {
+    fn of(self, x: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Computed => x.mul_scalar(2.0),
+            Self::View => turned_view(&turned_view(x)?),
+        }
+    }
+}
+
+/// Where a function that is checkpointed gets its tensors from.
+#[derive(Clone, Copy, Debug)]
+enum From {
+    Arguments,
+    Outside,
+    Inside,
+}
+
+/// Gradients through a checkpoint equal those without one, also where the inputs of the operation, all or one of them, are not variables.
+pub fn checkpoints_take_computed_tensors(
+    case: &Case,
+    device: &Device,
+    tolerance: f64,
+) -> std::result::Result<(), String> {
+    let drawn = text(draw(case, DType::F32, false))?;
+    let inputs = text(drawn.iter().map(|x| x.to_device(device)).collect::<Result<Vec<_>>>())?;
+    let chosen = std::iter::once(None).chain((0..inputs.len()).map(Some));
+    for (chosen, made) in chosen.flat_map(|chosen| [(chosen, Made::Computed), (chosen, Made::View)]) {
+        let make = move |x: &[Tensor]| -> Result<Vec<Tensor>> {
+            let is_chosen = |index| chosen.is_none_or(|chosen| chosen == index);
+            x.iter().enumerate().map(|(i, x)| if is_chosen(i) { made.of(x) } else { Ok(x.clone()) }).collect()
+        };
+        let (value, grads) = text(value_and_gradients(&|x| (case.run)(&make(x)?), &inputs))?;
+        let value = text(to_f64_vec(value.raw()))?;
+        for policy in [Policy::Full, Policy::Selective] {
+            for from in [From::Arguments, From::Outside, From::Inside] {
+                let run = |x: &[Tensor]| -> Result<Tensor> {
+                    let inner = case.run.clone();
+                    let outputs = match from {
+                        From::Arguments => {
+                            let made = make(x)?;
+                            checkpoint_with(policy, move |xs| Ok(vec![inner(xs)?]), &made.iter().collect::<Vec<_>>())
+                        }
+                        From::Outside => {
+                            let made = make(x)?;
+                            checkpoint_with(policy, move |_| Ok(vec![inner(&made)?]), &[])
+                        }
+                        From::Inside => {
+                            let inputs: Vec<&Tensor> = x.iter().collect();
+                            checkpoint_with(policy, move |xs| Ok(vec![inner(&make(xs)?)?]), &inputs)
+                        }
+                    };
+                    Ok(outputs?.remove(0))
+                };
+                let about = |e: String| format!("{policy:?}, input {chosen:?} {made:?}, from {from:?}: {e}");
+                let (again, again_grads) = text(value_and_gradients(&run, &inputs)).map_err(about)?;
+                close("value", &text(to_f64_vec(again.raw()))?, &value, tolerance).map_err(about)?;
+                for (index, (found, expected)) in again_grads.iter().zip(&grads).enumerate() {
+                    close(&format!("gradient of input {index}"), found, expected, tolerance).map_err(about)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
