@@ -107,7 +107,7 @@ struct AdamRule {
         if (largest != nullptr) {
             StateQuad max(largest, index);
 #pragma unroll
-            for (int k = 0; k < QUAD; ++k) top[k] = max[k] = fmaxf(max[k], v[k]);
+            for (int k = 0; k < QUAD; ++k) top[k] = max[k] = v[k] <= max[k] || max[k] != max[k] ? max[k] : v[k];
             max.store();
         }
 #pragma unroll

@@ -12,6 +12,8 @@ use walk::{TOLERANCE, all_cases, close, draw, text, turned_view, value_and_gradi
 
 #[path = "walk/computed.rs"]
 mod computed;
+#[path = "walk/nan.rs"]
+mod nan;
 #[path = "walk/sharing.rs"]
 mod sharing;
 mod walk;
@@ -151,4 +153,20 @@ fn results_do_not_follow_variables_that_change() {
 #[test]
 fn gradients_do_not_follow_variables_that_change() {
     walk(|case| sharing::gradients_do_not_follow_variables(case, &Device::Cpu));
+}
+
+#[test]
+fn nan_is_never_lost() {
+    let failures: Vec<String> = all_cases()
+        .filter_map(|(name, case)| {
+            let checked = nan::is_passed_on(name, &case, &Device::Cpu);
+            checked.err().map(|e| format!("{name} ({}): {e}", case.label))
+        })
+        .collect();
+    assert!(failures.is_empty(), "{} failures\n{}", failures.len(), failures.join("\n"));
+}
+
+#[test]
+fn nan_is_never_lost_at_edges_of_blocks() {
+    nan::is_passed_on_at_edges(&Device::Cpu).unwrap();
 }

@@ -92,8 +92,10 @@ fn row_statistics<T: Elem>(row: &[T]) -> (T::Acc, T::Acc) {
             || {
                 let new = largest.max(rows::max(block));
                 sum += rows::sum(block, |x: T| x.to_acc());
-                // A block of classes that are ruled out adds nothing.
-                if new != T::Acc::NEG_INFINITY {
+                if new == T::Acc::NEG_INFINITY {
+                    // Classes that are ruled out add nothing; their sum is infinite, or NaN if one of them is.
+                    exponentials = if sum == T::Acc::NEG_INFINITY { T::Acc::ZERO } else { sum };
+                } else {
                     exponentials *= (largest - new).exp();
                     exponentials += rows::sum(block, |x: T| (x.to_acc() - new).exp());
                     largest = new;

@@ -1,0 +1,292 @@
+//! NaN is never lost: what depends on an element is NaN if the element is.
+
+use trainable_candle_core::ops::Case;
+use trainable_candle_core::ops::activation::Gelu;
+use trainable_candle_core::ops::attention::scaled_dot_product_attention;
+use trainable_candle_core::ops::gated::{geglu, swiglu};
+use trainable_candle_core::ops::linear::linear;
+use trainable_candle_core::ops::loss::{
+    IGNORE_INDEX, Reduction, cross_entropy, huber_loss, l1_loss, mse_loss, smooth_l1_loss,
+};
+use trainable_candle_core::ops::norm::{add_layer_norm, group_norm, layer_norm, modulated_layer_norm, rms_norm};
+use trainable_candle_core::raw::{from_vec, to_f64_vec};
+use trainable_candle_core::{DType, Device, Result, Tensor};
+
+use super::walk::{TOLERANCE, draw, text, value_and_gradients};
+
+type Checked = std::result::Result<(), String>;
+
+/// Operations whose gradient chooses between constants, in torch as here: NaN falls on one of the sides.
+const CHOOSING: [&str; 8] = ["relu", "clamp", "max", "min", "maximum", "minimum", "abs", "l1_loss"];
+
+/// `x` with another element at `at`, in `dtype`.
+fn with_element(x: &Tensor, at: usize, value: f64, dtype: DType) -> Result<Tensor> {
+    let mut values = to_f64_vec(x.raw())?;
+    values[at] = value;
+    Ok(Tensor::from_raw(&from_vec(values, x.shape().clone()).to_dtype(dtype)?))
+}
+
+/// The value, followed by the gradients of all inputs.
+fn numbers(case: &Case, inputs: &[Tensor]) -> Result<(usize, Vec<f64>)> {
+    let (value, gradients) = value_and_gradients(&*case.run, inputs)?;
+    let mut numbers = to_f64_vec(value.raw())?;
+    let count = numbers.len();
+    numbers.extend(gradients.into_iter().flatten());
+    Ok((count, numbers))
+}
+
+/// Places NaN in each element of each input. What depends on the element is what changes with it in f64 on the CPU.
+pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
+    let wide = text(draw(case, DType::F64, false))?;
+    let (value_count, before) = text(numbers(case, &wide))?;
+    let checked = if CHOOSING.contains(&name) { value_count } else { before.len() };
+    for (index, input) in wide.iter().enumerate() {
+        let count = input.elem_count();
+        // Of a larger input both ends and a sample.
+        for at in (0..count).filter(|at| count <= 40 || at % 7 == 0 || at + 3 > count) {
+            let element = text(to_f64_vec(input.raw()))?[at];
+            let replaced = |value: f64, dtype: DType| -> Result<Vec<Tensor>> {
+                let mut inputs = wide.iter().map(|x| x.to_dtype(dtype)).collect::<Result<Vec<_>>>()?;
+                inputs[index] = with_element(input, at, value, dtype)?;
+                Ok(inputs)
+            };
+            let mut depends = vec![false; before.len()];
+            for change in [0.37, -0.41, 50.0, -50.0] {
+                let (_, after) =
+                    text(replaced(element + change, DType::F64).and_then(|inputs| numbers(case, &inputs)))?;
+                for (depends, (after, before)) in depends.iter_mut().zip(after.iter().zip(&before)) {
+                    *depends |= (after - before).abs() > 1e-9 * before.abs().max(1.0);
+                }
+            }
+            for (dtype, _) in TOLERANCE {
+                let inputs = text(replaced(f64::NAN, dtype))?;
+                let inputs = text(inputs.iter().map(|x| x.to_device(device)).collect::<Result<Vec<_>>>())?;
+                let (_, found) = text(numbers(case, &inputs))?;
+                if let Some(lost) = (0..checked).find(|&i| depends[i] && !found[i].is_nan()) {
+                    let part = if lost < value_count { "value" } else { "gradient" };
+                    let found = found[lost];
+                    let dtype = dtype.as_str();
+                    return Err(format!(
+                        "{dtype}: with NaN at {at} of input {index}, number {lost} ({part}) is {found}"
+                    ));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A function of rows (3, n), and where NaN must be if there is one in row 1.
+struct Rows {
+    name: &'static str,
+    run: fn(&Tensor) -> Result<Tensor>,
+    lands: Lands,
+    /// Whether the gradient of the row is NaN as well.
+    gradient: bool,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Lands {
+    /// In every result of row 1, and in no other.
+    Row,
+    /// In the last result of row 1, and in no other row.
+    Last,
+    /// Where it was.
+    Place,
+    /// In the one result.
+    All,
+}
+
+const FUNCTIONS: &[Rows] = &[
+    Rows { name: "sum", run: |x| x.sum(&[1], false), lands: Lands::Row, gradient: false },
+    Rows { name: "mean", run: |x| x.mean(&[1], true), lands: Lands::Row, gradient: false },
+    Rows { name: "max", run: |x| x.max(&[1], false), lands: Lands::Row, gradient: false },
+    Rows { name: "min", run: |x| x.min(&[1], false), lands: Lands::Row, gradient: false },
+    Rows { name: "var", run: |x| x.var(&[1], false, 0.0), lands: Lands::Row, gradient: true },
+    Rows { name: "logsumexp", run: |x| x.logsumexp(&[1], false), lands: Lands::Row, gradient: true },
+    Rows { name: "cumsum", run: |x| x.cumsum(1), lands: Lands::Last, gradient: false },
+    Rows { name: "sum of columns", run: |x| x.t()?.contiguous()?.sum(&[0], false), lands: Lands::Row, gradient: false },
+    Rows { name: "max of columns", run: |x| x.t()?.contiguous()?.max(&[0], false), lands: Lands::Row, gradient: false },
+    Rows { name: "min of columns", run: |x| x.t()?.contiguous()?.min(&[0], false), lands: Lands::Row, gradient: false },
+    Rows { name: "sum of all", run: Tensor::sum_all, lands: Lands::All, gradient: false },
+    Rows { name: "mean of all", run: Tensor::mean_all, lands: Lands::All, gradient: false },
+    Rows { name: "max of all", run: Tensor::max_all, lands: Lands::All, gradient: false },
+    Rows { name: "min of all", run: Tensor::min_all, lands: Lands::All, gradient: false },
+    Rows { name: "softmax", run: |x| x.softmax(1), lands: Lands::Row, gradient: true },
+    Rows { name: "log_softmax", run: |x| x.log_softmax(1), lands: Lands::Row, gradient: true },
+    Rows { name: "softmax of columns", run: |x| x.t()?.softmax(0)?.t(), lands: Lands::Row, gradient: true },
+    Rows { name: "layer_norm", run: |x| layer_norm(x, 1, None, None, 1e-5), lands: Lands::Row, gradient: true },
+    Rows { name: "rms_norm", run: |x| rms_norm(x, None, 1e-5), lands: Lands::Row, gradient: true },
+    Rows {
+        name: "add_layer_norm",
+        run: |x| add_layer_norm(x, &like(x)?, 1, None, None, 1e-5).map(|(_, y)| y),
+        lands: Lands::Row,
+        gradient: true,
+    },
+    Rows {
+        name: "modulated_layer_norm",
+        run: |x| modulated_layer_norm(&x.unsqueeze(1)?, &like(x)?, &like(x)?, 1e-5),
+        lands: Lands::Row,
+        gradient: true,
+    },
+    Rows {
+        name: "group_norm of positions",
+        run: |x| group_norm(&x.unsqueeze(2)?, 1, None, None, 1e-5),
+        lands: Lands::Row,
+        gradient: true,
+    },
+    Rows {
+        name: "group_norm of channels",
+        run: |x| group_norm(&x.unsqueeze(1)?, 1, None, None, 1e-5),
+        lands: Lands::Row,
+        gradient: true,
+    },
+    Rows { name: "mse_loss", run: |x| mse_loss(x, &like(x)?, Reduction::Mean), lands: Lands::All, gradient: false },
+    Rows { name: "l1_loss", run: |x| l1_loss(x, &like(x)?, Reduction::Sum), lands: Lands::All, gradient: false },
+    Rows {
+        name: "huber_loss",
+        run: |x| huber_loss(x, &like(x)?, 0.5, Reduction::Mean),
+        lands: Lands::All,
+        gradient: false,
+    },
+    Rows {
+        name: "smooth_l1_loss",
+        run: |x| smooth_l1_loss(&like(x)?, x, 0.5, Reduction::Sum),
+        lands: Lands::All,
+        gradient: false,
+    },
+    Rows {
+        name: "cross_entropy",
+        run: |x| cross_entropy(x, &targets(x)?, IGNORE_INDEX, 0.0, Reduction::None),
+        lands: Lands::Row,
+        gradient: true,
+    },
+    Rows {
+        name: "smoothed cross_entropy",
+        run: |x| cross_entropy(x, &targets(x)?, IGNORE_INDEX, 0.1, Reduction::None),
+        lands: Lands::Row,
+        gradient: true,
+    },
+    Rows {
+        name: "mean cross_entropy",
+        run: |x| cross_entropy(x, &targets(x)?, IGNORE_INDEX, 0.0, Reduction::Mean),
+        lands: Lands::All,
+        gradient: true,
+    },
+    Rows { name: "product", run: |x| x.matmul(&like(x)?.t()?), lands: Lands::Row, gradient: false },
+    Rows { name: "linear", run: |x| linear(x, &like(x)?, None), lands: Lands::Row, gradient: false },
+    Rows {
+        name: "keys of an attention",
+        run: |x| attend(x, |q, x, v| scaled_dot_product_attention(q, x, v, None, false, None)),
+        lands: Lands::Row,
+        gradient: true,
+    },
+    Rows {
+        name: "values of an attention",
+        run: |x| attend(x, |q, x, k| scaled_dot_product_attention(q, k, x, None, false, None)),
+        lands: Lands::Row,
+        gradient: false,
+    },
+    Rows {
+        name: "mask of an attention",
+        run: |x| {
+            let mask = x.reshape((3, 1, x.dims()[1]))?;
+            attend(x, |q, _, v| scaled_dot_product_attention(q, v, v, Some(&mask), false, None))
+        },
+        lands: Lands::Row,
+        gradient: false,
+    },
+    Rows { name: "exp", run: Tensor::exp, lands: Lands::Place, gradient: false },
+    Rows { name: "tanh", run: Tensor::tanh, lands: Lands::Place, gradient: false },
+    Rows { name: "sigmoid", run: Tensor::sigmoid, lands: Lands::Place, gradient: false },
+    Rows { name: "relu", run: Tensor::relu, lands: Lands::Place, gradient: false },
+    Rows { name: "clamp", run: |x| x.clamp(Some(-0.5), Some(0.5)), lands: Lands::Place, gradient: false },
+    Rows { name: "gelu", run: |x| x.gelu(Gelu::Exact), lands: Lands::Place, gradient: false },
+    Rows { name: "gelu tanh", run: |x| x.gelu(Gelu::Tanh), lands: Lands::Place, gradient: false },
+    Rows { name: "silu", run: Tensor::silu, lands: Lands::Place, gradient: false },
+    Rows { name: "maximum", run: |x| like(x)?.maximum(x), lands: Lands::Place, gradient: false },
+    Rows { name: "minimum", run: |x| x.minimum(&like(x)?), lands: Lands::Place, gradient: false },
+    Rows { name: "geglu", run: |x| geglu(&Tensor::cat(&[&like(x)?, x], 1)?), lands: Lands::Place, gradient: false },
+    Rows { name: "swiglu", run: |x| swiglu(&Tensor::cat(&[x, &like(x)?], 1)?), lands: Lands::Place, gradient: false },
+];
+
+/// Fixed numbers of the shape of `x`.
+fn like(x: &Tensor) -> Result<Tensor> {
+    let values: Vec<f64> = (0..x.elem_count()).map(|i| ((i * 7 + 3) % 13) as f64 / 8.0 - 0.75).collect();
+    Tensor::from_raw(&from_vec(values, x.shape().clone()).to_dtype(x.dtype())?).to_device(x.device())
+}
+
+/// The last class, which NaN reaches last.
+fn targets(x: &Tensor) -> Result<Tensor> {
+    let last = x.dims()[1] as i64 - 1;
+    Tensor::from_vec(vec![last; x.dims()[0]], x.dims()[0], x.device())
+}
+
+/// Three attentions of a query, each element of the row repeated as one of width 16, and other numbers of that shape.
+fn attend(x: &Tensor, attention: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    let keys = x.reshape((3, x.dims()[1], 1))?.broadcast_as((3, x.dims()[1], 16))?.contiguous()?;
+    attention(&like(&keys.narrow(1, 0, 1)?.contiguous()?)?, &keys, &like(&keys)?)
+}
+
+/// Row lengths on both sides of warps, packs and blocks.
+const LENGTHS: [usize; 15] = [1, 2, 31, 33, 63, 65, 127, 255, 257, 1023, 1024, 1025, 2049, 4097, 8193];
+
+/// Places NaN alone, and fills stretches with it, at the edges of warps and blocks.
+pub fn is_passed_on_at_edges(device: &Device) -> Checked {
+    let mut failures = Vec::new();
+    for n in LENGTHS {
+        let edges = [0, 1, 15, 16, 31, 32, 63, 64, 255, 256, 511, 512, 1023, 1024, 1025, 2047, 2048, 4096, 8191, 8192];
+        let mut places: Vec<_> =
+            edges.iter().chain(&[n - 1, n.saturating_sub(2), n / 2]).map(|&at| at..at + 1).collect();
+        places.extend([0..n - 1, 0..1024, 1024..2048, 1..n, 0..n]);
+        places.retain(|place| place.start < place.end && place.end <= n);
+        for place in places {
+            for (dtype, _) in TOLERANCE {
+                let values: Vec<f64> = (0..3 * n)
+                    .map(|i| {
+                        if i / n == 1 && place.contains(&(i % n)) {
+                            f64::NAN
+                        } else {
+                            ((i * 5) % 11) as f64 / 8.0 - 0.5
+                        }
+                    })
+                    .collect();
+                let x = text(from_vec(values, (3, n)).to_dtype(dtype).map_err(Into::into))?;
+                let x = text(Tensor::from_raw(&x).to_device(device))?;
+                for rows in FUNCTIONS {
+                    if let Err(error) = rows.check(&x, place.clone()) {
+                        let (name, dtype) = (rows.name, dtype.as_str());
+                        failures.push(format!("{name} of {n} in {dtype} with NaN in {place:?}: {error}"));
+                    }
+                }
+            }
+        }
+    }
+    if failures.is_empty() { Ok(()) } else { Err(format!("{} failures\n{}", failures.len(), failures.join("\n"))) }
+}
+
+impl Rows {
+    fn check(&self, x: &Tensor, place: std::ops::Range<usize>) -> Checked {
+        let (value, gradients) = text(value_and_gradients(&|x| (self.run)(&x[0]), std::slice::from_ref(x)))?;
+        let (value, n) = (text(to_f64_vec(value.raw()))?, x.dims()[1]);
+        let width = value.len() / 3;
+        for (i, number) in value.iter().enumerate() {
+            let (row, column) = if width == 0 { (1, 0) } else { (i / width, i % width) };
+            let expected = match self.lands {
+                Lands::All => Some(true),
+                _ if row != 1 => Some(false),
+                Lands::Row => Some(true),
+                Lands::Last => (column + 1 == width).then_some(true),
+                Lands::Place => Some(place.contains(&column)),
+            };
+            if expected.is_some_and(|expected| expected != number.is_nan()) {
+                return Err(format!("result {i} is {number}"));
+            }
+        }
+        let gradient = &gradients[0];
+        match (n..2 * n).find(|&i| self.gradient && !gradient[i].is_nan()) {
+            Some(i) => Err(format!("gradient {i} is {}", gradient[i])),
+            None => Ok(()),
+        }
+    }
+}
