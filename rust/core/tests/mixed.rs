@@ -159,6 +159,21 @@ fn f32_factors_under_short_dtypes_agree_with_f64_and_have_f32_gradients() -> Res
     Ok(())
 }
 
+/// Squares of f16 numbers below 2^-12 are subnormal in f16, below 2^-12.5 they are 0.
+#[test]
+fn dora_of_small_f16_weights_starts_as_its_base() -> Result<()> {
+    let x = draw(&[3, 64], 5).to_dtype(DType::F16)?;
+    for size in [2e-2, 3e-4, 1e-4, 1e-5] {
+        let weight = draw(&[8, 64], 6).mul_scalar(size)?.to_dtype(DType::F16)?;
+        let magnitude = weight.to_dtype(DType::F64)?.sqr()?.sum(&[1], false)?.sqrt()?.to_dtype(DType::F32)?;
+        let (down, up) = (var(&[2, 64], 7), Var::zeros((8, 2), DType::F32, &CPU)?);
+        let w = LoraWeights { weight: &weight, bias: None, down: &down, up: &up, scale: 0.5 };
+        let found = dora_linear(&x, w, &Var::from_tensor(&magnitude)?)?;
+        assert_eq!(values(&found), values(&linear(&x, &weight, None)?), "weights of size {size}");
+    }
+    Ok(())
+}
+
 #[test]
 fn gradients_of_a_flat_buffer_are_those_of_loose_variables() -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {

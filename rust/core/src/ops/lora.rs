@@ -72,6 +72,7 @@ pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> 
     if tensor.is_leaf() { saver.hold(operand) } else { saver.save(operand) }
 }
 
+/// Check that the base, which is no input on the tape, needs no gradient.
 pub(super) fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     if weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
         return Err(Error::argument(
@@ -326,7 +327,7 @@ struct DoraBackward {
     factors: Factors,
     /// m / ‖W + s B A‖, (out).
     ratio: Saved,
-    /// ‖W + s B A‖, (out).
+    /// ‖W + s B A‖, (out), in the dtype of [`adapted_row_norm`].
     norm: Saved,
     /// x Wᵀ + s (x Aᵀ) Bᵀ, for the gradient of the magnitude.
     direction: Option<Saved>,
@@ -339,7 +340,8 @@ impl Backward for DoraBackward {
         let grad = as_matrix(context.grad())?;
         if let (true, Some(direction)) = (context.needs(3), &self.direction) {
             let product = compute::sum(&compute::binary(&grad, &as_matrix(&direction.get()?)?, Mul)?, &[0], false)?;
-            let grad_magnitude = compute::binary(&product, &self.norm.get()?, Div)?;
+            let norm = self.norm.get()?;
+            let grad_magnitude = compute::binary(&compute::cast(&product, norm.dtype())?, &norm, Div)?;
             context.add(3, compute::cast(&grad_magnitude, self.dtype)?)?;
         }
         let scaled = compute::binary(&grad, &self.ratio.get()?, Mul)?;
@@ -347,12 +349,15 @@ impl Backward for DoraBackward {
     }
 }
 
-/// ‖W + s B A‖ of each row, (out), in the dtype of W, computed in at least f32.
+/// ‖W + s B A‖ of each row, (out), in f32 (f64 for f64): squares of small f16 weights are 0 in f16.
 ///
 /// # Errors
 /// [`Error::Shape`] if the operands do not fit.
 pub fn adapted_row_norm(weight: &Tensor, down: &Tensor, up: &Tensor, scale: f64) -> Result<Tensor> {
-    let adapted = own_copy(&weight.raw)?;
+    let adapted = match weight.dtype() {
+        DType::F16 | DType::BF16 => compute::cast(&weight.raw, DType::F32)?,
+        _ => own_copy(&weight.raw)?,
+    };
     compute::matmul_accumulate(&adapted, &up.raw, &down.raw, scale)?;
     let squares = compute::sum(&compute::binary(&adapted, &adapted, Mul)?, &[1], false)?;
     Tensor::constant(squares).sqrt()
@@ -379,7 +384,8 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
         || {
             let matrix = as_matrix(&x.raw)?;
             let norm = adapted_row_norm(&w.weight.detach(), &down, &up, w.scale)?.raw;
-            let ratio = compute::binary(&operand(magnitude, x.dtype())?.raw, &norm, Div)?;
+            let ratio = compute::binary(&compute::cast(&magnitude.raw, norm.dtype())?, &norm, Div)?;
+            let ratio = compute::cast(&ratio, x.dtype())?;
             let direction = forward(&matrix, &w.weight.raw, None)?;
             let hidden = add_low_rank(DORA.name, &direction, &matrix, [&down, &up], w.scale)?;
             let mut y = compute::binary(&direction, &ratio, Mul)?;

@@ -101,10 +101,10 @@ impl Dora {
             return dora_linear(x, LoraWeights { weight, bias, down: &down, up: &up, scale }, &magnitude);
         }
         let (down, up) = self.factors.factors(x.dtype())?;
-        let magnitude = magnitude.compute_copy(x.dtype())?;
         let rows = base.weight.detach().reshape((base.rows(), base.columns()))?;
         let down = down.detach().reshape((down.dims()[0], base.columns()))?;
-        let ratio = magnitude.div(&adapted_row_norm(&rows, &down, &up.detach(), scale)?)?;
+        let norm = adapted_row_norm(&rows, &down, &up.detach(), scale)?;
+        let ratio = magnitude.to_dtype(norm.dtype())?.div(&norm)?.to_dtype(x.dtype())?;
         let unbiased = Base { bias: None, ..*base };
         let Some(p) = dropped else {
             let y = unbiased.forward(x)?.add(&self.factors.low_rank(x, base)?)?.mul(&ratio)?;
