@@ -184,8 +184,12 @@ fn address<T>(values: &[T], offset: usize) -> *const c_void {
     values[offset..].as_ptr().cast()
 }
 
-/// The first element. A tensor's storage neither moves nor goes away while a clone of the tensor lives.
+/// The first element. A tensor's storage neither moves nor goes away while a clone of the tensor lives. Null without elements, as the
+/// protocol wants it: a view may start behind the end of its storage then.
 fn data_of(tensor: &Raw) -> tc::Result<*const c_void> {
+    if tensor.elem_count() == 0 {
+        return Ok(std::ptr::null());
+    }
     if tensor.device().is_cuda() {
         return Ok(cuda::engine::address(tensor)? as *const c_void);
     }
