@@ -10,7 +10,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, TryLockError};
 
 use crate::{Error, Result};
 
@@ -18,7 +18,32 @@ use crate::{Error, Result};
 static NUM_THREADS: AtomicUsize = AtomicUsize::new(0);
 
 /// The pool, created at its first use. Replaced, never resized: calls that already run keep the one they started on.
-static POOL: RwLock<Option<Arc<rayon::ThreadPool>>> = RwLock::new(None);
+static POOL: RwLock<Option<Threads>> = RwLock::new(None);
+
+/// A pool and the process that has its threads: a forked one inherits the pool without them, and nobody would do its work.
+struct Threads {
+    pool: Arc<rayon::ThreadPool>,
+    process: u32,
+}
+
+impl Threads {
+    fn start(n: usize) -> std::result::Result<Self, rayon::ThreadPoolBuildError> {
+        let builder = rayon::ThreadPoolBuilder::new().num_threads(n).thread_name(|i| format!("trainable-candle-{i}"));
+        Ok(Self { pool: Arc::new(builder.build()?), process: std::process::id() })
+    }
+
+    /// The pool, if its threads run in this process.
+    fn here(&self) -> Option<Arc<rayon::ThreadPool>> {
+        (self.process == std::process::id()).then(|| Arc::clone(&self.pool))
+    }
+
+    /// Ends the threads. Those of another process cannot be told to, and may have left locked what would tell them.
+    fn end(self) {
+        if self.here().is_none() {
+            std::mem::forget(self);
+        }
+    }
+}
 
 /// More threads than any machine has use for; as many as a mistyped number asks for would bring the machine down.
 const MOST_THREADS: usize = 1024;
@@ -51,14 +76,16 @@ pub fn set_num_threads(n: usize) -> Result<()> {
         return Err(Error::argument("set_num_threads", format!("found {n} threads, expected 1 to {MOST_THREADS}")));
     }
     let new =
-        build_pool(n).map_err(|e| Error::argument("set_num_threads", format!("cannot start {n} threads: {e}")))?;
+        Threads::start(n).map_err(|e| Error::argument("set_num_threads", format!("cannot start {n} threads: {e}")))?;
     let old = {
         let mut slot = POOL.write().unwrap_or_else(PoisonError::into_inner);
         NUM_THREADS.store(n, Ordering::Relaxed);
         slot.replace(new)
     };
-    // Dropped outside the lock: dropping a pool wakes all its threads.
-    drop(old);
+    // Outside the lock: dropping a pool wakes all its threads.
+    if let Some(old) = old {
+        old.end();
+    }
     Ok(())
 }
 
@@ -220,24 +247,30 @@ fn default_num_threads() -> usize {
     from_env.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
-fn build_pool(n: usize) -> std::result::Result<Arc<rayon::ThreadPool>, rayon::ThreadPoolBuildError> {
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(n)
-        .thread_name(|i| format!("trainable-candle-{i}"))
-        .build()
-        .map(Arc::new)
-}
-
-/// The pool, or nothing if its threads cannot be started: the work is then done on the calling thread.
+/// The pool, or nothing if its threads cannot be started, or another thread changes it at present: the work is then done on the calling
+/// thread. Never waits, because a lock that another thread held when this process was forked is never released.
 fn pool() -> Option<Arc<rayon::ThreadPool>> {
-    if let Some(pool) = POOL.read().unwrap_or_else(PoisonError::into_inner).as_ref() {
-        return Some(Arc::clone(pool));
+    let here = |slot: &Option<Threads>| slot.as_ref().and_then(Threads::here);
+    match POOL.try_read() {
+        Ok(slot) => {
+            if let Some(pool) = here(&slot) {
+                return Some(pool);
+            }
+        }
+        Err(TryLockError::Poisoned(_)) => {}
+        Err(TryLockError::WouldBlock) => return None,
     }
-    let mut slot = POOL.write().unwrap_or_else(PoisonError::into_inner);
-    if slot.is_none() {
-        *slot = build_pool(num_threads()).ok();
+    let mut slot = match POOL.try_write() {
+        Ok(slot) => slot,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => return None,
+    };
+    if here(&slot).is_none()
+        && let Some(inherited) = std::mem::replace(&mut *slot, Threads::start(num_threads()).ok())
+    {
+        inherited.end();
     }
-    slot.clone()
+    here(&slot)
 }
 
 #[cfg(test)]

@@ -1,0 +1,45 @@
+"""A forked process has the memory of its parent, but not its threads."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os
+import trainable_candle as tc
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+def add(times):
+    for _ in range(times):
+        total = a + a
+    return total
+
+tc.set_num_threads(8)
+a = tc.ones(512, 512)
+add(10)
+child = os.fork()
+if child:
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+assert add(500).sum().item() == 2 * 512 * 512
+before = resident()
+add(5000)
+grown = resident() - before
+assert grown < 1 << 20, f"5000 additions in a forked process left {grown} bytes behind"
+assert len(os.listdir("/proc/self/task")) > 1, "the forked process has no threads of its own"
+tc.set_num_threads(2)
+assert add(1).sum().item() == 2 * 512 * 512
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
+def test_a_forked_process_computes_with_threads_of_its_own_and_keeps_nothing():
+    found = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
