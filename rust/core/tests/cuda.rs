@@ -14,10 +14,16 @@ use walk::{TOLERANCE, all_cases, close, draw, text, turned_view, value_and_gradi
 mod attention;
 #[path = "cuda/capture.rs"]
 mod capture;
+#[path = "walk/computed.rs"]
+mod computed;
+#[path = "walk/nan.rs"]
+mod nan;
 #[path = "cuda/norms.rs"]
 mod norms;
 #[path = "cuda/products.rs"]
 mod products;
+#[path = "walk/sharing.rs"]
+mod sharing;
 mod walk;
 
 fn gpu() -> Result<Device> {
@@ -87,10 +93,7 @@ fn run(case: &Case, device: &Device) -> std::result::Result<(), String> {
 #[ignore = "needs a CUDA device, real or simulated"]
 fn registry_runs_on_cuda() {
     let device = gpu().unwrap();
-    let failures: Vec<String> = all_cases()
-        .filter_map(|(name, case)| run(&case, &device).err().map(|e| format!("{name} ({}): {e}", case.label)))
-        .collect();
-    assert!(failures.is_empty(), "{} failures\n{}", failures.len(), failures.join("\n"));
+    walk_registry(|_, case| run(case, &device));
     device::synchronize(&device).unwrap();
 }
 
@@ -98,10 +101,45 @@ fn registry_runs_on_cuda() {
 #[ignore = "needs a CUDA device"]
 fn registry_on_cuda_equals_the_cpu() {
     let device = gpu().unwrap();
+    walk_registry(|_, case| check(case, &device));
+}
+
+/// Run `check` on every case and report all failures at once.
+fn walk_registry(check: impl Fn(&str, &Case) -> std::result::Result<(), String>) {
     let failures: Vec<String> = all_cases()
-        .filter_map(|(name, case)| check(&case, &device).err().map(|e| format!("{name} ({}): {e}", case.label)))
+        .filter_map(|(name, case)| check(name, &case).err().map(|e| format!("{name} ({}): {e}", case.label)))
         .collect();
     assert!(failures.is_empty(), "{} failures\n{}", failures.len(), failures.join("\n"));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn results_and_gradients_on_cuda_do_not_follow_variables_that_change() {
+    let device = gpu().unwrap();
+    walk_registry(|_, case| {
+        sharing::results_do_not_follow_variables(case, &device)?;
+        sharing::gradients_do_not_follow_variables(case, &device)
+    });
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn checkpointed_functions_on_cuda_take_computed_tensors() {
+    let device = gpu().unwrap();
+    walk_registry(|_, case| computed::checkpoints_take_computed_tensors(case, &device, 1e-6));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn nan_is_never_lost_on_cuda() {
+    let device = gpu().unwrap();
+    walk_registry(|name, case| nan::is_passed_on(name, case, &device));
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn nan_is_never_lost_at_edges_of_blocks_on_cuda() {
+    nan::is_passed_on_at_edges(&gpu().unwrap()).unwrap();
 }
 
 #[test]
