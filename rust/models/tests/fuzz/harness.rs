@@ -1,0 +1,158 @@
+//! Runs a reader over damaged files and judges it: no panic, no hang, memory within a multiple of the file.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::env::VarError;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::mutate::Rng;
+
+/// Bytes that a reader may take for each byte of its input, and whatever the input.
+const MEMORY_FACTOR: usize = 10;
+const MEMORY_FREE: usize = 1 << 20;
+/// A reader that is not done with a few kilobytes by then never will be, s.
+const HANG: u64 = 120;
+
+/// The system's allocator, counting.
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn grown(size: usize) {
+    PEAK.fetch_max(NOW.fetch_add(size, Ordering::Relaxed) + size, Ordering::Relaxed);
+}
+
+// SAFETY: every call goes to the system's allocator as it is.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        grown(layout.size());
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        grown(layout.size());
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(block, layout) }
+    }
+
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        grown(size);
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(block, layout, size) }
+    }
+}
+
+/// A folder of its own for the files of a reader.
+pub struct Folder(PathBuf);
+
+impl Folder {
+    pub fn new(reader: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("fuzz-{reader}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    pub fn join(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // Files of a failed case stay for whoever looks into it.
+        if !std::thread::panicking() {
+            drop(std::fs::remove_dir_all(&self.0));
+        }
+    }
+}
+
+/// A number from the environment.
+fn setting(name: &str, default: u64) -> u64 {
+    match std::env::var(name) {
+        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name}={text}, expected a whole number")),
+        Err(VarError::NotPresent) => default,
+        Err(error) => panic!("{name}: {error}"),
+    }
+}
+
+/// Write `FUZZ_CASES` damaged versions of `seeds` to `file` and read each. `read` says whether it was accepted, as the seeds must
+/// be. `others` is the size of all else that it reads.
+pub fn run(
+    reader: &str,
+    file: &Path,
+    seeds: &[Vec<u8>],
+    others: usize,
+    mutate: impl Fn(&mut Rng, &[u8]) -> Vec<u8>,
+    mut read: impl FnMut() -> bool,
+) {
+    // Memory is counted for the process.
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (cases, seed, first) = (setting("FUZZ_CASES", 1000), setting("FUZZ_SEED", 0), setting("FUZZ_FIRST", 0));
+    for (number, seed) in seeds.iter().enumerate() {
+        std::fs::write(file, seed).unwrap();
+        assert!(read(), "{reader}: valid file {number} is refused");
+    }
+    let progress = watch(reader);
+    let mut accepted = 0;
+    for case in first..first + cases {
+        progress.store(case, Ordering::Relaxed);
+        let mut rng = Rng::new(seed, case);
+        let damaged = mutate(&mut rng, rng_pick(seeds, case));
+        std::fs::write(file, &damaged).unwrap();
+        let before = NOW.load(Ordering::Relaxed);
+        PEAK.store(before, Ordering::Relaxed);
+        let outcome = catch_unwind(AssertUnwindSafe(&mut read));
+        let taken = PEAK.load(Ordering::Relaxed).saturating_sub(before);
+        let name = || format!("{reader}: case {case} of seed {seed}, in {}", file.display());
+        let Ok(good) = outcome else { panic!("{}: panicked", name()) };
+        let most = MEMORY_FACTOR * (damaged.len() + others) + MEMORY_FREE;
+        assert!(taken <= most, "{}: took {taken} bytes for {} of input", name(), damaged.len() + others);
+        accepted += u64::from(good);
+    }
+    progress.store(u64::MAX, Ordering::Relaxed);
+    println!("{reader}: {cases} cases of seed {seed} from {first} on, {accepted} of them accepted");
+}
+
+fn rng_pick(seeds: &[Vec<u8>], case: u64) -> &[u8] {
+    &seeds[case as usize % seeds.len()]
+}
+
+/// Ends the process if one case takes for ever. The case is to be stored in what is returned, `u64::MAX` at the end.
+fn watch(reader: &str) -> Arc<AtomicU64> {
+    let progress = Arc::new(AtomicU64::new(0));
+    let (seen, reader) = (Arc::clone(&progress), reader.to_owned());
+    std::thread::spawn(move || {
+        let (mut last, mut since) = (0, 0);
+        while last != u64::MAX {
+            std::thread::sleep(Duration::from_secs(1));
+            let now = seen.load(Ordering::Relaxed);
+            since = if now == last { since + 1 } else { 0 };
+            last = now;
+            if since > HANG && now != u64::MAX {
+                eprintln!("{reader}: case {now} hangs");
+                std::process::abort();
+            }
+        }
+    });
+    progress
+}

@@ -1,0 +1,210 @@
+//! Readers of files against damaged files: a few thousand in every test run, more with
+//!
+//! ```text
+//! FUZZ_CASES=1000000 FUZZ_SEED=1 cargo test --release -p trainable-candle-models --test fuzz -- --nocapture [READER]
+//! ```
+#![allow(clippy::print_stdout, clippy::print_stderr)] // it tells how many cases there were
+
+mod harness;
+mod mutate;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use harness::{Folder, run};
+use trainable_candle_core::{DType, Device, Result, Tensor};
+use trainable_candle_io::adapter_file::{AdapterFormat, Outline, verify_adapter};
+use trainable_candle_io::{
+    PartLayers, SaveOptions, TensorFile, WeightFiles, attach_adapter, save_adapters, save_tensors,
+};
+use trainable_candle_models::{Choice, Model, load, save_checkpoint};
+use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
+
+const CPU: Device = Device::Cpu;
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name)
+}
+
+fn model(name: &str) -> Arc<dyn Model> {
+    load(&golden(name), &Choice::default(), None, &CPU).unwrap()
+}
+
+/// A valid file of a few small tensors of every dtype that is read.
+fn small_file(path: &Path, prefix: &str) -> Vec<u8> {
+    let base = Tensor::randn(0.0, 1.0, (3, 4), DType::F32, &CPU).unwrap();
+    let dtypes = [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I64, DType::U32, DType::U8];
+    let tensors: Vec<(String, Tensor)> =
+        dtypes.iter().map(|&dtype| (format!("{prefix}{}", dtype.as_str()), base.to_dtype(dtype).unwrap())).collect();
+    let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+    save_tensors(path, tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)), &metadata).unwrap();
+    std::fs::read(path).unwrap()
+}
+
+fn read_whole(path: &Path) -> Result<()> {
+    let mut file = TensorFile::open(path)?;
+    drop(file.metadata());
+    for name in file.names() {
+        drop((file.shape(&name).map(<[usize]>::to_vec), file.dtype_of(&name)));
+        drop(file.read(&name, &CPU)?);
+        drop(file.read_as(&name, Some(DType::BF16), &CPU)?);
+    }
+    Ok(())
+}
+
+#[test]
+fn weights() {
+    let folder = Folder::new("weights");
+    let path = folder.join("weights.safetensors");
+    let seeds = [small_file(&path, ""), std::fs::read(golden("digits/model.safetensors")).unwrap()];
+    run("weights", &path, &seeds, 0, mutate::safetensors, || read_whole(&path).is_ok());
+}
+
+#[test]
+fn shards() {
+    let folder = Folder::new("shards");
+    let paths = [folder.join("a.safetensors"), folder.join("b.safetensors")];
+    let other = small_file(&paths[1], "b.").len();
+    let seeds = [small_file(&paths[0], "a."), small_file(&paths[0], "a.much.longer.")];
+    run("shards", &paths[0], &seeds, other, mutate::safetensors, || {
+        let read = || -> Result<()> {
+            let mut files = WeightFiles::open(&paths)?;
+            drop((files.common_dtype("a."), files.metadata()));
+            let names: Vec<String> = files.names().map(str::to_owned).collect();
+            names.iter().try_for_each(|name| files.read(name, Some(DType::F32), &CPU).map(drop))
+        };
+        read().is_ok()
+    });
+}
+
+#[test]
+fn adapters() {
+    let folder = Folder::new("adapters");
+    // peft's name, so that a configuration beside it is looked for.
+    let path = folder.join("adapter_model.safetensors");
+    let model = model("digits");
+    let (names, layers) = (model.adapter_names(), model.named_layers());
+    let mut seeds = Vec::new();
+    for kind in ["lora", "dora", "loha", "lokr"] {
+        let config = LoraConfig {
+            r: 2,
+            adapter: kind.into(),
+            target_modules: vec!["all-linear".into()],
+            ..LoraConfig::default()
+        };
+        let set = AdapterSet::attach(config, &layers).unwrap();
+        for format in [AdapterFormat::Kohya, AdapterFormat::Diffusers, AdapterFormat::Peft] {
+            let options = SaveOptions { format: Some(format), ..SaveOptions::default() };
+            if save_adapters(&path, &[(&names, &set)], &options).is_ok() {
+                seeds.push(std::fs::read(&path).unwrap());
+            }
+        }
+    }
+    assert!(seeds.len() >= 8, "{} kinds and formats", seeds.len());
+    let shapes = layers.iter().map(|(name, layer)| (name.clone(), layer.base().weight.dims().to_vec()));
+    let outline = [Outline { names: names.clone(), layers: shapes.collect() }];
+    run("adapters", &path, &seeds, 0, mutate::safetensors, || {
+        let verified = verify_adapter(&path, &outline);
+        let attached = attach_adapter(&path, 1.0, PartLayers { names: &names, layers: &layers });
+        let removed = attached.as_ref().is_ok_and(|set| {
+            set.set_enabled(false);
+            true
+        });
+        verified.is_ok() && removed
+    });
+}
+
+#[test]
+fn adapter_configurations() {
+    let folder = Folder::new("adapter_configurations");
+    let model = model("digits");
+    let (names, layers) = (model.adapter_names(), model.named_layers());
+    let config = LoraConfig { r: 2, target_modules: vec!["all-linear".into()], ..LoraConfig::default() };
+    let set = AdapterSet::attach(config, &layers).unwrap();
+    let options = SaveOptions { format: Some(AdapterFormat::Peft), ..SaveOptions::default() };
+    save_adapters(folder.path(), &[(&names, &set)], &options).unwrap();
+    set.set_enabled(false);
+    let path = folder.join("adapter_config.json");
+    let others = std::fs::metadata(folder.join("adapter_model.safetensors")).unwrap().len() as usize;
+    let seeds = [std::fs::read(&path).unwrap()];
+    run("adapter_configurations", &path, &seeds, others, mutate::json, || {
+        match attach_adapter(folder.path(), 1.0, PartLayers { names: &names, layers: &layers }) {
+            Ok(set) => {
+                set.set_enabled(false);
+                true
+            }
+            Err(_) => false,
+        }
+    });
+}
+
+/// A copy of a golden model's folder, without scripts.
+fn copied(name: &str, folder: &Folder) -> usize {
+    let files = ["config.json", "model.safetensors"];
+    files.iter().map(|file| std::fs::copy(golden(name).join(file), folder.join(file)).unwrap() as usize).sum()
+}
+
+fn loads(path: &Path) -> bool {
+    load(path, &Choice::default(), None, &CPU).is_ok()
+}
+
+#[test]
+fn configurations() {
+    for name in ["digits", "sdxl/text_encoder"] {
+        let folder = Folder::new(&format!("configurations-{}", name.replace('/', "-")));
+        let others = copied(name, &folder);
+        let path = folder.join("config.json");
+        let seeds = [std::fs::read(&path).unwrap()];
+        run("configurations", &path, &seeds, others, mutate::json, || loads(folder.path()));
+    }
+}
+
+#[test]
+fn configurations_of_other_models() {
+    let folder = Folder::new("configurations_of_other_models");
+    // Weights that fit none: what a configuration asks for is refused at its first parameter.
+    let others = small_file(&folder.join("model.safetensors"), "").len();
+    let path = folder.join("config.json");
+    let seeds = ["sdxl/unet", "sdxl/vae", "sdxl/text_encoder_2"]
+        .map(|name| std::fs::read(golden(name).join("config.json")).unwrap());
+    let valid = seeds.iter().all(|seed| serde_json::from_slice::<serde_json::Value>(seed).is_ok());
+    let mut first = seeds.len();
+    run("configurations_of_other_models", &path, &seeds, others, mutate::json, || {
+        let loaded = loads(folder.path());
+        let is_seed = first > 0;
+        first = first.saturating_sub(1);
+        if is_seed { valid && !loaded } else { loaded }
+    });
+}
+
+#[test]
+fn models() {
+    let folder = Folder::new("models");
+    let others = copied("digits", &folder);
+    let path = folder.join("model.safetensors");
+    let seeds = [std::fs::read(&path).unwrap()];
+    run("models", &path, &seeds, others, mutate::safetensors, || loads(folder.path()));
+}
+
+#[test]
+fn indexes() {
+    let folder = Folder::new("indexes");
+    let mut others = copied("digits", &folder);
+    std::fs::rename(folder.join("model.safetensors"), folder.join("model-00001-of-00002.safetensors")).unwrap();
+    others += small_file(&folder.join("model-00002-of-00002.safetensors"), "unused.").len();
+    let path = folder.join("model.safetensors.index.json");
+    let index = br#"{"metadata": {"total_size": 4000}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}"#;
+    run("indexes", &path, &[index.to_vec()], others, mutate::json, || loads(folder.path()));
+}
+
+#[test]
+fn original_checkpoints() {
+    let folder = Folder::new("original_checkpoints");
+    let path = folder.join("checkpoint.safetensors");
+    let model = model("sdxl/text_encoder");
+    save_checkpoint(&path, &[("text_encoder", model.as_ref())], None, None).unwrap();
+    let seeds = [std::fs::read(&path).unwrap()];
+    let choice = Choice { subfolder: Some("text_encoder".into()), ..Choice::default() };
+    run("original_checkpoints", &path, &seeds, 0, mutate::safetensors, || load(&path, &choice, None, &CPU).is_ok());
+}

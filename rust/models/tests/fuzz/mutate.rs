@@ -1,0 +1,187 @@
+//! Damaged versions of valid files: of their bytes, and of what the bytes mean.
+
+use serde_json::{Map, Value, json};
+
+/// SplitMix64 (Steele, Lea and Flood 2014): a case is a function of its number.
+pub struct Rng(u64);
+
+impl Rng {
+    /// The draws of case `case` of a run with this seed.
+    pub fn new(seed: u64, case: u64) -> Self {
+        let mut rng = Self(seed ^ case.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        rng.next();
+        rng
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut x = self.0;
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    /// A number below `end`; 0 if that is 0.
+    pub fn below(&mut self, end: usize) -> usize {
+        (self.next() % end.max(1) as u64) as usize
+    }
+
+    pub fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
+        &of[self.below(of.len())]
+    }
+}
+
+/// Numbers at which sizes, offsets and products go wrong.
+const NUMBERS: [&str; 16] = [
+    "0",
+    "1",
+    "-1",
+    "2",
+    "3",
+    "255",
+    "65536",
+    "2147483647",
+    "4294967296",
+    "4611686018427387904",
+    "9223372036854775807",
+    "18446744073709551615",
+    "1e308",
+    "-0.0",
+    "0.5",
+    "123456789012345678901234567890",
+];
+
+/// Texts that a reader may take for a path, a key or a number.
+const TEXTS: [&str; 12] = [
+    "",
+    "F32",
+    "BF16",
+    "I8",
+    "F8_E4M3",
+    "../../etc/passwd",
+    "/dev/zero",
+    "a/b",
+    "\u{0}",
+    "é\u{202e}\u{10ffff}",
+    "nan",
+    "__metadata__",
+];
+
+/// One to eight changes of bytes: flipped, replaced, removed, repeated, cut off.
+pub fn bytes(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
+    let mut bytes = seed.to_vec();
+    for _ in 0..=rng.below(8) {
+        let at = rng.below(bytes.len());
+        let longest = rng.below(bytes.len() - at).min(64);
+        let length = 1 + rng.below(longest);
+        match rng.below(6) {
+            _ if bytes.is_empty() => bytes.push(rng.next() as u8),
+            0 => bytes[at] ^= 1 << rng.below(8),
+            1 => bytes[at] = *rng.pick(&[0, 1, 0x7f, 0x80, 0xff, b'{', b'"', b'[', b'\\', b'\n']),
+            2 => drop(bytes.drain(at..(at + length).min(bytes.len()))),
+            3 => {
+                let part = bytes[at..(at + length).min(bytes.len())].to_vec();
+                let place = rng.below(bytes.len());
+                bytes.splice(place..place, part);
+            }
+            4 => bytes.truncate(at),
+            _ => {
+                let number = *rng.pick(&NUMBERS);
+                bytes.splice(at..(at + 1).min(bytes.len()), number.bytes());
+            }
+        }
+    }
+    bytes
+}
+
+/// A JSON document: its bytes changed, or some of its values.
+pub fn json(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
+    if rng.below(3) == 0 {
+        return bytes(rng, seed);
+    }
+    match serde_json::from_slice(seed) {
+        Ok(value) => text_of(rng, value),
+        Err(_) => bytes(rng, seed),
+    }
+}
+
+/// A safetensors file: the bytes, the header's values or text with a length that fits, or the data.
+pub fn safetensors(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
+    let length = u64::from_le_bytes(seed[..8].try_into().unwrap()) as usize;
+    let (header, data) = seed[8..].split_at(length);
+    let (header, data) = match rng.below(8) {
+        0 | 1 => return bytes(rng, seed),
+        2 => (bytes(rng, header), data.to_vec()),
+        3 => (header.to_vec(), bytes(rng, data)),
+        4 => (json(rng, header), bytes(rng, data)),
+        _ => (json(rng, header), data.to_vec()),
+    };
+    let length =
+        if rng.below(50) == 0 { *rng.pick(&[0, 7, 1 << 40, u64::MAX, u64::MAX - 7]) } else { header.len() as u64 };
+    [&length.to_le_bytes()[..], &header, &data].concat()
+}
+
+fn text_of(rng: &mut Rng, mut value: Value) -> Vec<u8> {
+    for _ in 0..=rng.below(4) {
+        change(rng, &mut value);
+    }
+    if rng.below(500) == 0 {
+        // Deeper than any reader may go down by calling itself.
+        let depth = 1 + rng.below(100_000);
+        let (open, close) = *rng.pick(&[("[", "]"), ("{\"a\":", "}")]);
+        return [open.repeat(depth), value.to_string(), close.repeat(rng.below(2) * depth)].concat().into_bytes();
+    }
+    value.to_string().into_bytes()
+}
+
+/// Change a value somewhere below `value`.
+fn change(rng: &mut Rng, value: &mut Value) {
+    let descend = rng.below(5) > 0;
+    match value {
+        Value::Object(map) if descend && !map.is_empty() => {
+            let key = map.keys().nth(rng.below(map.len())).cloned().unwrap_or_default();
+            match rng.below(8) {
+                0 => drop(map.remove(&key)),
+                1 => {
+                    let kept = map.remove(&key).unwrap_or_default();
+                    map.insert(rename(rng, &key), kept);
+                }
+                2 => {
+                    let copied = map[&key].clone();
+                    map.insert(rename(rng, &key), copied);
+                }
+                _ => change(rng, &mut map[&key]),
+            }
+        }
+        Value::Array(items) if descend && !items.is_empty() => {
+            let at = rng.below(items.len());
+            match rng.below(6) {
+                0 => drop(items.remove(at)),
+                1 => items.push(items[at].clone()),
+                _ => change(rng, &mut items[at]),
+            }
+        }
+        // Texts in headers are often JSON themselves.
+        Value::String(text) if rng.below(2) == 0 => *text = String::from_utf8_lossy(&json(rng, text.as_bytes())).into(),
+        other => *other = fresh(rng),
+    }
+}
+
+fn rename(rng: &mut Rng, key: &str) -> String {
+    match rng.below(3) {
+        0 => (*rng.pick(&TEXTS)).to_owned(),
+        1 => format!("{key}.weight"),
+        _ => String::from_utf8_lossy(&bytes(rng, key.as_bytes())).into_owned(),
+    }
+}
+
+fn fresh(rng: &mut Rng) -> Value {
+    match rng.below(8) {
+        0 => Value::Null,
+        1 => json!(rng.below(2) == 0),
+        2 => json!(rng.pick(&TEXTS)),
+        3 => json!([rng.below(9), rng.below(9)]),
+        4 => Value::Object(Map::new()),
+        _ => serde_json::from_str::<Value>(*rng.pick::<&str>(&NUMBERS)).unwrap_or_default(),
+    }
+}
