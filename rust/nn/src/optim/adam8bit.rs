@@ -244,12 +244,12 @@ fn update_block(
     (codes2, absmax2): (&mut [u8; BLOCK_SIZE], &mut f32),
 ) {
     let (codebook1, codebook2) = (Codebook::sign_preserving(), Codebook::unsigned());
-    let (mut m, mut v) = ([0f32; BLOCK_SIZE], [0f32; BLOCK_SIZE]);
+    let (mut m, mut v) = (codebook1.decode_block(codes1), codebook2.decode_block(codes2));
     let (mut max1, mut max2) = (0, 0);
     for i in 0..BLOCK_SIZE {
         let g = grad[i];
-        let moment1 = at.first_moment(codebook1.decode(codes1[i]) * *absmax1, g);
-        let moment2 = at.second_moment(codebook2.decode(codes2[i]) * *absmax2, g);
+        let moment1 = at.first_moment(m[i] * *absmax1, g);
+        let moment2 = at.second_moment(v[i] * *absmax2, g);
         let updated = at.updated(param[i], moment1 * reciprocal(moment2.sqrt() + at.eps));
         // Not so if the gradient is infinite or NaN, or its square is infinite.
         let finite = moment2 <= f32::MAX;

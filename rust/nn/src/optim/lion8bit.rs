@@ -125,11 +125,11 @@ fn update_block(
     absmax: &mut f32,
 ) {
     let codebook = Codebook::sign_preserving();
-    let mut m = [0f32; BLOCK_SIZE];
+    let mut m = codebook.decode_block(codes);
     let mut max = 0;
     for i in 0..BLOCK_SIZE {
         // Here CUDA fuses the gradient's multiplication, not the momentum's as in f32.
-        let (g, old) = (grad[i], codebook.decode(codes[i]) * *absmax);
+        let (g, old) = (grad[i], m[i] * *absmax);
         let direction = (1.0 - at.beta1).mul_add(g, old * at.beta1);
         let momentum = (1.0 - at.beta2).mul_add(g, old * at.beta2);
         let finite = g.is_finite();

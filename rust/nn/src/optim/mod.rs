@@ -28,6 +28,8 @@ mod adafactor;
 mod adam;
 mod adam8bit;
 mod clip;
+#[cfg(target_arch = "x86_64")]
+mod codes;
 #[cfg(feature = "cuda")]
 mod device;
 mod ema;

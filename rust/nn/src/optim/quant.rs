@@ -11,6 +11,9 @@ use std::sync::LazyLock;
 use trainable_candle_core::cpu::pool::par_chunks_mut;
 use trainable_candle_core::{Error, Result};
 
+#[cfg(target_arch = "x86_64")]
+use super::codes::Registers;
+
 /// Elements of an optimizer state that share one scale.
 pub const BLOCK_SIZE: usize = 256;
 
@@ -56,6 +59,9 @@ pub struct Codebook {
     /// the lower half is such that the first value of that code carries over. No two codes begin among the values of
     /// one entry. Lower halves count upwards with the value: those of negative values are inverted.
     table: Box<[u32; 1 << 16]>,
+    /// What optimizer states are quantised with where the processor can; the codes are the same.
+    #[cfg(target_arch = "x86_64")]
+    registers: Option<Registers>,
 }
 
 impl Codebook {
@@ -89,9 +95,16 @@ impl Codebook {
         encode(&self.table, x)
     }
 
-    /// The codes of `values * scale`.
+    /// The codes of `values * scale`, where `scale` is one over the largest magnitude of `values`.
     #[inline(always)]
     pub(crate) fn encode_block<const N: usize>(&self, values: &[f32; N], scale: f32) -> [u8; N] {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(registers) = &self.registers
+            && scale > 0.0
+            && scale.is_finite()
+        {
+            return registers.encode(values, scale);
+        }
         // Written through references to the table and a local array: both are what lets the loop vectorise.
         let table = &*self.table;
         let mut codes = [0; N];
@@ -99,6 +112,20 @@ impl Codebook {
             *code = encode(table, value * scale);
         }
         codes
+    }
+
+    /// The values of a block of codes.
+    #[inline(always)]
+    pub(crate) fn decode_block<const N: usize>(&self, codes: &[u8; N]) -> [f32; N] {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(registers) = &self.registers {
+            return registers.decode(codes);
+        }
+        let mut values = [0.0; N];
+        for (value, &code) in values.iter_mut().zip(codes) {
+            *value = self.decode(code);
+        }
+        values
     }
 
     /// The value of a code.
@@ -136,7 +163,18 @@ impl Codebook {
         }
         debug_assert_eq!(code, 255, "every border has its entry");
         let table = table.into_boxed_slice().try_into().unwrap_or_else(|_| unreachable!("its length is fixed"));
-        Self { values, table }
+        #[cfg(target_arch = "x86_64")]
+        let registers = {
+            // Of the maps with both signs, states have the one that keeps them.
+            let borders = std::array::from_fn(|code| border(&values, code));
+            (preserve_sign || !signed).then(|| Registers::new(signed, &values, &borders)).flatten()
+        };
+        Self {
+            values,
+            table,
+            #[cfg(target_arch = "x86_64")]
+            registers,
+        }
     }
 }
 
@@ -287,6 +325,29 @@ mod tests {
             assert_eq!(codebook.encode(x), expected, "{x:e}");
         }
         assert_eq!(codebook.encode(f32::NAN), 255);
+    }
+
+    #[test]
+    fn blocks_equal_single_codes() {
+        for (codebook, least) in [(Codebook::sign_preserving(), -1.0), (Codebook::unsigned(), 0.0)] {
+            let mut block = [0f32; 64];
+            let probes: Vec<f32> = probes(codebook).filter(|x| (least..=1.0).contains(x)).collect();
+            for scale in [1.0, 0.75, 1e-30] {
+                for part in probes.chunks(64) {
+                    block[..part.len()].copy_from_slice(part);
+                    let expected = block.map(|x| codebook.encode(x * scale));
+                    assert_eq!(codebook.encode_block(&block, scale), expected, "{block:e?} times {scale}");
+                }
+            }
+            // A block of zeros has an infinite scale.
+            for scale in [f32::INFINITY, f32::NAN, 0.0] {
+                block = [0.0; 64];
+                (block[1], block[2]) = (-0.0, 1e-40);
+                assert_eq!(codebook.encode_block(&block, scale), block.map(|x| codebook.encode(x * scale)));
+            }
+            let codes: [u8; 256] = std::array::from_fn(|code| code as u8);
+            assert_eq!(codebook.decode_block(&codes).map(f32::to_bits), codebook.values().map(f32::to_bits));
+        }
     }
 
     #[test]
