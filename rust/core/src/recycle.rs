@@ -19,36 +19,51 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 /// Smaller blocks are the C library's, which keeps them anyway.
 const SMALLEST: usize = 1 << SMALLEST_LOG2;
 const SMALLEST_LOG2: u32 = 16;
-/// Larger blocks are worth their page faults.
-const LARGEST: usize = 1 << 27;
+/// Larger blocks are not kept.
+const LARGEST: usize = 1 << 37;
+/// Larger blocks are kept only if their size is taken again and again, as a step's buffers are and weights are not.
+const LARGEST_AT_ONCE: usize = 1 << 27;
 /// Sizes are rounded up to four steps an octave.
 const STEPS: usize = 4;
 const CLASSES: usize = (LARGEST.ilog2() - SMALLEST_LOG2) as usize * STEPS + 1;
 /// Blocks kept of each size.
 const KEPT: usize = 128;
-/// Bytes kept in all.
+/// Bytes kept of whatever is freed; beyond them, only sizes that are taken again and again.
 const MOST_BYTES: usize = 256 << 20;
 
-/// The system's allocator with a store of freed blocks of 64 KiB to 128 MiB, of 256 MiB at most.
+/// The system's allocator with a store of freed blocks of 64 KiB and more.
+///
+/// The store holds 256 MiB of any blocks of up to 128 MiB. A size that is taken again after it was freed is kept beyond that, as
+/// long as what is in use and what is kept are together at most 256 MiB more than has ever been in use at one time.
 ///
 /// Never waits: where another thread is at the same shelf, or the process was forked while one was, blocks come from the
 /// system and go back to it.
 pub struct RecyclingAllocator {
     shelves: [Shelf; CLASSES],
+    /// Kept.
     bytes: AtomicUsize,
+    /// In use, of the sizes that may be kept, and the most there has been.
+    used: AtomicUsize,
+    most_used: AtomicUsize,
 }
 
 impl RecyclingAllocator {
     /// An allocator with an empty store.
     #[must_use]
     pub const fn new() -> Self {
-        Self { shelves: [const { Shelf::new() }; CLASSES], bytes: AtomicUsize::new(0) }
+        Self {
+            shelves: [const { Shelf::new() }; CLASSES],
+            bytes: AtomicUsize::new(0),
+            used: AtomicUsize::new(0),
+            most_used: AtomicUsize::new(0),
+        }
     }
 
-    /// Give every kept block back to the system.
-    fn clear(&self) {
-        for (class, shelf) in self.shelves.iter().enumerate() {
-            while let Some(block) = shelf.take() {
+    /// Give kept blocks back to the system, the largest first, until at most `bytes` are left.
+    fn shrink(&self, bytes: usize) {
+        for (class, shelf) in self.shelves.iter().enumerate().rev() {
+            while self.bytes.load(Ordering::Relaxed) > bytes {
+                let Some(block) = shelf.take() else { break };
                 self.bytes.fetch_sub(size_of_class(class), Ordering::Relaxed);
                 // SAFETY: blocks of this shelf were allocated with this layout.
                 unsafe { System.dealloc(block, layout_of_class(class)) };
@@ -56,23 +71,51 @@ impl RecyclingAllocator {
         }
     }
 
-    /// A kept block of a class.
-    fn recycle(&self, class: usize) -> Option<*mut u8> {
-        let block = self.shelves[class].take()?;
-        self.bytes.fetch_sub(size_of_class(class), Ordering::Relaxed);
-        Some(block)
+    /// A block of a class, a kept one if there is one.
+    fn take(&self, class: usize) -> *mut u8 {
+        let (shelf, size) = (&self.shelves[class], size_of_class(class));
+        if shelf.freed.load(Ordering::Relaxed) {
+            shelf.taken_again.store(true, Ordering::Relaxed);
+        }
+        let used = self.used.fetch_add(size, Ordering::Relaxed) + size;
+        let most = self.most_used.fetch_max(used, Ordering::Relaxed).max(used);
+        if let Some(block) = shelf.take() {
+            self.bytes.fetch_sub(size, Ordering::Relaxed);
+            return block;
+        }
+        // Blocks that lie on other shelves make room.
+        self.shrink(most - used + MOST_BYTES);
+        self.fetch(class)
     }
 
     /// A block of a class from the system; with nothing left there, the store is given back first.
     fn fetch(&self, class: usize) -> *mut u8 {
         // SAFETY: the layout of a class has a size.
-        let block = unsafe { System.alloc(layout_of_class(class)) };
-        if !block.is_null() {
-            return block;
+        let mut block = unsafe { System.alloc(layout_of_class(class)) };
+        if block.is_null() {
+            self.shrink(0);
+            // SAFETY: as above.
+            block = unsafe { System.alloc(layout_of_class(class)) };
         }
-        self.clear();
-        // SAFETY: as above.
-        unsafe { System.alloc(layout_of_class(class)) }
+        if block.is_null() {
+            self.used.fetch_sub(size_of_class(class), Ordering::Relaxed);
+        }
+        block
+    }
+
+    /// Keep a block that is no longer in use, or give it back.
+    fn put(&self, class: usize, block: *mut u8) {
+        let (shelf, size) = (&self.shelves[class], size_of_class(class));
+        self.used.fetch_sub(size, Ordering::Relaxed);
+        shelf.freed.store(true, Ordering::Relaxed);
+        let kept = self.bytes.fetch_add(size, Ordering::Relaxed) + size;
+        let wanted = (size <= LARGEST_AT_ONCE && kept <= MOST_BYTES) || shelf.taken_again.load(Ordering::Relaxed);
+        if wanted && shelf.put(block) {
+            return;
+        }
+        self.bytes.fetch_sub(size, Ordering::Relaxed);
+        // SAFETY: blocks of this class were allocated with this layout.
+        unsafe { System.dealloc(block, layout_of_class(class)) };
     }
 }
 
@@ -87,7 +130,7 @@ impl Default for RecyclingAllocator {
 unsafe impl GlobalAlloc for RecyclingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match class_of(layout) {
-            Some(class) => self.recycle(class).unwrap_or_else(|| self.fetch(class)),
+            Some(class) => self.take(class),
             // SAFETY: the caller's promise.
             None => unsafe { System.alloc(layout) },
         }
@@ -98,7 +141,7 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
             // SAFETY: the caller's promise.
             return unsafe { System.alloc_zeroed(layout) };
         };
-        let block = self.recycle(class).unwrap_or_else(|| self.fetch(class));
+        let block = self.take(class);
         if !block.is_null() {
             // What lies between the layout's size and the class's is never touched, and so takes no memory.
             // SAFETY: the block is at least as large as the layout.
@@ -112,13 +155,7 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
             // SAFETY: the caller's promise; blocks of this layout are the system's.
             return unsafe { System.dealloc(block, layout) };
         };
-        let size = size_of_class(class);
-        if self.bytes.fetch_add(size, Ordering::Relaxed) + size <= MOST_BYTES && self.shelves[class].put(block) {
-            return;
-        }
-        self.bytes.fetch_sub(size, Ordering::Relaxed);
-        // SAFETY: blocks of this class were allocated with this layout.
-        unsafe { System.dealloc(block, layout_of_class(class)) };
+        self.put(class, block);
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
@@ -146,6 +183,10 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
 /// A stack of blocks of one size.
 struct Shelf {
     busy: AtomicBool,
+    /// A block of this size was freed.
+    freed: AtomicBool,
+    /// One was taken after that.
+    taken_again: AtomicBool,
     blocks: UnsafeCell<Blocks>,
 }
 
@@ -159,7 +200,12 @@ unsafe impl Sync for Shelf {}
 
 impl Shelf {
     const fn new() -> Self {
-        Self { busy: AtomicBool::new(false), blocks: UnsafeCell::new(Blocks { count: 0, kept: [null_mut(); KEPT] }) }
+        Self {
+            busy: AtomicBool::new(false),
+            freed: AtomicBool::new(false),
+            taken_again: AtomicBool::new(false),
+            blocks: UnsafeCell::new(Blocks { count: 0, kept: [null_mut(); KEPT] }),
+        }
     }
 
     /// Run `action` unless another thread is at this shelf.
@@ -259,7 +305,7 @@ mod tests {
             allocator.dealloc(again, layout);
         }
         assert_eq!(allocator.bytes.load(Ordering::Relaxed), size_of_class(class_of(layout).unwrap()));
-        allocator.clear();
+        allocator.shrink(0);
         assert_eq!(allocator.bytes.load(Ordering::Relaxed), 0);
     }
 
@@ -275,8 +321,37 @@ mod tests {
             }
         }
         assert!(allocator.bytes.load(Ordering::Relaxed) <= MOST_BYTES);
-        allocator.clear();
+        allocator.shrink(0);
         assert_eq!(allocator.bytes.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn sizes_taken_again_are_kept_within_what_was_in_use() {
+        let allocator = RecyclingAllocator::new();
+        let held = || allocator.bytes.load(Ordering::Relaxed) + allocator.used.load(Ordering::Relaxed);
+        let step = |size: usize| {
+            // SAFETY: every block is freed once.
+            unsafe {
+                let blocks = [0; 3].map(|_| allocator.alloc(layout(size)));
+                blocks.iter().for_each(|&block| allocator.dealloc(block, layout(size)));
+                blocks
+            }
+        };
+        step(1 << 30);
+        assert_eq!(held(), 0, "a size that was in use once");
+        let second = step(1 << 30);
+        assert_eq!(held(), 3 << 30);
+        let mut third = step(1 << 30);
+        third.reverse();
+        assert_eq!(third, second);
+        // Others take their place.
+        for size in [(1 << 30) + (1 << 28), 3 << 28, 1 << 29].into_iter().cycle().take(9) {
+            step(size);
+            let most = allocator.most_used.load(Ordering::Relaxed);
+            assert!(held() <= most + MOST_BYTES, "{} held, {most} was in use", held());
+        }
+        allocator.shrink(0);
+        assert_eq!(held(), 0);
     }
 
     #[test]
@@ -293,7 +368,7 @@ mod tests {
             }
             allocator.dealloc(block, layout(sizes[6]));
         }
-        allocator.clear();
+        allocator.shrink(0);
     }
 
     #[test]
@@ -317,7 +392,7 @@ mod tests {
                 });
             }
         });
-        allocator.clear();
+        allocator.shrink(0);
         assert_eq!(allocator.bytes.load(Ordering::Relaxed), 0);
     }
 }
