@@ -99,8 +99,16 @@ class CLIPTokenizer:
         return self.length - 2
 
     def encode(self, text: str) -> list[int]:
-        """The numbers of a text's tokens, without start and end."""
-        numbers: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        """The numbers of a text's tokens, without start and end.
+
+        Raises:
+            WeightsFormatError: the vocabulary has not what stands for unknown tokens.
+        """
+        try:
+            numbers: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:
+            # The library raises nothing narrower.
+            raise WeightsFormatError(f"tokenizer: {text!r} cannot be encoded: {error}") from error
         return numbers
 
     def chunks(self, text: str, most: int = 1) -> npt.NDArray[np.int64]:

@@ -1,0 +1,267 @@
+"""Readers in Python against damaged files: only the library's errors, no hang, bounded memory.
+
+python tests/fuzz/run.py [--cases 100000] [--seed 0] [--first 0] [READER ...]
+
+Those in Rust are in rust/models/tests/fuzz.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import io
+import json
+import random
+import resource
+import signal
+import struct
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+import trainable_candle as tc
+from trainable_candle.data.captions import read_caption, read_metadata
+from trainable_candle.data.entries import facts_of, intact_facts, packed
+from trainable_candle.data.options import parse_sources
+from trainable_candle.data.pixels import probe, read_rgb
+from trainable_candle.errors import Error
+from trainable_candle.text import CLIPTokenizer
+from trainable_candle.train import headers
+from trainable_candle.train.config import TrainConfig
+from trainable_candle.train.logs import read_json_log, read_log
+from trainable_candle.train.state import read_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HANG = 120
+"""What a case may take, s."""
+MOST_PIXELS = 1 << 18
+"""Pillow's limit here; a picture's size, not its file's, decides on memory."""
+FREE_KIB, FACTOR = 64 * 1024, 10
+"""What a reader may take whatever the input, KiB, and for each byte of it."""
+WORDS = [
+    b"", b"0", b"-1", b"1e999", b"NaN", b"null", b"[", b"{", b'"', b"\\u0000", b"\xff\xfe", b"\x00", b"&a", b"*a",
+    b"<<: ", b"!!python/object", b"2026-99-99", b"0x", b"9" * 30, b"9" * 5000, b"\n", b"\t", b": ", b"- ", b"..", b"/",
+    "é\u202e".encode(), b"\xed\xa0\x80", b"model", b"path", b"file_name", b"text", b"1_000", b".inf", b"~",
+]  # fmt: skip
+
+
+def mutated(rng: random.Random, seed: bytes) -> bytes:
+    """One to six changes of bytes; sometimes a nesting that no recursion survives."""
+    data = bytearray(seed)
+    for _ in range(rng.randint(1, 6)):
+        at = rng.randrange(len(data) + 1)
+        length = rng.randint(1, 16)
+        match rng.randrange(7):
+            case 0 if at < len(data):
+                data[at] ^= 1 << rng.randrange(8)
+            case 1:
+                del data[at : at + length]
+            case 2:
+                data[at:at] = data[at : at + length]
+            case 3:
+                data[at : at + rng.randint(0, 4)] = rng.choice(WORDS)
+            case 4 if rng.random() < 0.3:
+                del data[at:]
+            case 5:
+                data[at : at + 4] = struct.pack(
+                    "<I", rng.choice([0, 1, 255, 2**16, 2**31, 2**32 - 1])
+                )
+            case _:
+                data[at:at] = rng.randbytes(length)
+    if rng.random() < 0.002:
+        depth = rng.choice([500, 5_000, 50_000])
+        data[:] = rng.choice([b"[", b'{"a":', b"- ", b"a: {"]) * depth + data
+    return bytes(data)
+
+
+def mutated_tensors(rng: random.Random, seed: bytes) -> bytes:
+    """The header with a length that fits, or any byte."""
+    if rng.random() < 0.3:
+        return mutated(rng, seed)
+    (length,) = struct.unpack("<Q", seed[:8])
+    header = mutated(rng, seed[8 : 8 + length])
+    return struct.pack("<Q", len(header)) + header + seed[8 + length :]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the file at a path; the others lie beside it."""
+
+    name: str
+    file: str
+    seeds: list[bytes]
+    read: Callable[[Path], object]
+    beside: dict[str, bytes]
+    change: Callable[[random.Random, bytes], bytes] = mutated
+
+
+def pictures() -> dict[str, list[bytes]]:
+    """Small valid pictures by format."""
+    grey = Image.fromarray(np.arange(96, dtype=np.uint8).reshape(8, 12))
+    made: dict[str, list[bytes]] = {}
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"):
+        for mode in ("L", "RGB", "P") if kind != "JPEG" else ("L", "RGB"):
+            file = io.BytesIO()
+            grey.convert(mode).save(file, kind)
+            made.setdefault(kind.lower(), []).append(file.getvalue())
+    return made
+
+
+def readers() -> list[Reader]:
+    """Every reader."""
+    tensors = {"a": tc.zeros(3, 4), "b": tc.zeros(2).to("bf16")}
+    entry = packed(tensors, {"size": "[64, 64]"})
+    state = {
+        "format": 1, "step": 3, "batches": 6, "rng": [1, 2], "scaler": None, "settings": {"rank": 4},
+    }  # fmt: skip
+    config = "model: digits\ndataset: pictures\nsteps: 5\nlearning_rate: 1e-3\ntarget_modules: [a, b]\nflip: true\n"
+    sources = "dataset:\n- path: a\n  repeats: 2\n  trigger: t\n- path: b\n  caption: c\n  recursive: true\n"
+    lines = b'{"file_name": "a.png", "text": "a cat"}\n{"file_name": "b/c.png", "caption": "two"}\n'
+    merges = gzip.decompress(
+        (files("trainable_candle.text") / "assets" / "clip_merges.txt.gz").read_bytes()
+    )
+    merges = b"\n".join(merges.split(b"\n")[:40])
+    letters = [
+        *"abcdefghij",
+        *(f"{c}</w>" for c in "abcdefghij"),
+        "!",
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
+    vocabulary = json.dumps({token: n for n, token in enumerate(letters)}).encode()
+    settings = json.dumps({"pad_token": {"content": "!"}, "model_max_length": 77}).encode()
+    from tokenizers import Tokenizer, models
+
+    whole = Tokenizer(models.BPE(vocab=json.loads(vocabulary), merges=[])).to_str().encode()
+
+    def tokenize(path: Path) -> object:
+        return CLIPTokenizer.from_pretrained(path.parent).chunks("a big 'café'!", 2)
+
+    def header(path: Path) -> object:
+        return headers.read_header(path), headers.read_metadata(path)
+
+    def look(path: Path) -> object:
+        return probe(path), read_rgb(path)
+
+    few = {"vocab.json": vocabulary, "merges.txt": b"#version\n", "tokenizer_config.json": settings}
+    text = [
+        Reader(
+            "captions",
+            "a.txt",
+            [b"a cat, a dog", "\ufeffhérisson".encode()],
+            lambda p: read_caption(p.with_suffix(".png")),
+            {},
+        ),
+        Reader("metadata", "metadata.jsonl", [lines], lambda p: read_metadata(p.parent), {}),
+        Reader("config", "config.yaml", [config.encode()], TrainConfig.from_yaml, {}),
+        Reader("sources", "sources.yaml", [sources.encode()], parse_sources, {}),
+        Reader(
+            "state", "state.json", [json.dumps(state).encode()], lambda p: read_state(p.parent), {}
+        ),
+        Reader(
+            "csv log",
+            "log.csv",
+            [b"step,loss,lr,grad_norm,seconds\n1,0.5,1e-3,0.1,0.2\n"],
+            read_log,
+            {},
+        ),
+        Reader(
+            "json log", "log.jsonl", [b'{"step": 1, "loss": 0.5}\n{"step": 2}\n'], read_json_log, {}
+        ),
+        Reader("vocabulary", "vocab.json", [vocabulary], tokenize, few),
+        Reader("merges", "merges.txt", [merges, b"#version\na b\nc d</w>\n"], tokenize, few),
+        Reader("tokenizer settings", "tokenizer_config.json", [settings], tokenize, few),
+        Reader("tokenizer", "tokenizer.json", [whole], tokenize, {}),
+    ]
+    binary = [
+        Reader("header", "a.safetensors", [entry], header, {}, mutated_tensors),
+        Reader(
+            "entry",
+            "a.safetensors",
+            [entry],
+            lambda p: (facts_of(p), intact_facts(p)),
+            {},
+            mutated_tensors,
+        ),
+        Reader("tensors", "a.safetensors", [entry], tc.load_file, {}, mutated_tensors),
+    ]
+    return [
+        *text,
+        *binary,
+        *(Reader(k, f"a.{k}", seeds, look, {}) for k, seeds in pictures().items()),
+    ]
+
+
+def peak_kib() -> int:
+    """The most memory that was resident since it was last reset, KiB."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.partition("VmHWM:")[2].split()[0])
+
+
+def run(reader: Reader, cases: int, seed: int, first: int) -> None:
+    """Read `cases` damaged files.
+
+    Raises:
+        AssertionError: a reader raised what callers do not expect, or took too much memory.
+    """
+    accepted = 0
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        path = Path(name) / reader.file
+        for other, content in reader.beside.items():
+            (path.parent / other).write_bytes(content)
+        for number in range(first, first + cases):
+            rng = random.Random(f"{reader.name} {seed} {number}")
+            data = reader.change(rng, reader.seeds[number % len(reader.seeds)])
+            path.write_bytes(data)
+            where = f"{reader.name}: case {number} of seed {seed}, {data[:200]!r}"
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            before = peak_kib()
+            signal.alarm(HANG)
+            try:
+                reader.read(path)
+                accepted += 1
+            except (Error, OSError):
+                pass
+            except BaseException as error:
+                raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+            signal.alarm(0)
+            taken = peak_kib() - before
+            assert taken <= FREE_KIB + FACTOR * len(data) // 1024, f"{where}: took {taken} KiB"
+    print(
+        f"{reader.name}: {cases} cases of seed {seed} from {first} on, {accepted} accepted",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=1000, help="cases of each reader")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("readers", nargs="*", metavar="READER", help="(default: all)")
+    options = parser.parse_args()
+    Image.MAX_IMAGE_PIXELS = MOST_PIXELS
+    warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    every: list[Any] = readers()
+    unknown = set(options.readers) - {reader.name for reader in every}
+    if unknown:
+        sys.exit(f"unknown: {', '.join(unknown)}; known: {', '.join(r.name for r in every)}")
+    for reader in every:
+        if not options.readers or reader.name in options.readers:
+            run(reader, options.cases, options.seed, options.first)
+
+
+if __name__ == "__main__":
+    main()
