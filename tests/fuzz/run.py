@@ -48,10 +48,42 @@ MOST_PIXELS = 1 << 18
 FREE_KIB, FACTOR = 64 * 1024, 10
 """What a reader may take whatever the input, KiB, and for each byte of it."""
 WORDS = [
-    b"", b"0", b"-1", b"1e999", b"NaN", b"null", b"[", b"{", b'"', b"\\u0000", b"\xff\xfe", b"\x00", b"&a", b"*a",
-    b"<<: ", b"!!python/object", b"2026-99-99", b"0x", b"9" * 30, b"9" * 5000, b"\n", b"\t", b": ", b"- ", b"..", b"/",
-    "é\u202e".encode(), b"\xed\xa0\x80", b"model", b"path", b"file_name", b"text", b"1_000", b".inf", b"~",
-]  # fmt: skip
+    b"",
+    b"0",
+    b"-1",
+    b"1e999",
+    b"NaN",
+    b"null",
+    b"[",
+    b"{",
+    b'"',
+    b"\\u0000",
+    b"\xff\xfe",
+    b"\x00",
+    b"&a",
+    b"*a",
+    b"<<: ",
+    b"!!python/object",
+    b"2026-99-99",
+    b"0x",
+    b"9" * 30,
+    b"9" * 5000,
+    b"\n",
+    b"\t",
+    b": ",
+    b"- ",
+    b"..",
+    b"/",
+    "é\u202e".encode(),
+    b"\xed\xa0\x80",
+    b"model",
+    b"path",
+    b"file_name",
+    b"text",
+    b"1_000",
+    b".inf",
+    b"~",
+]
 
 
 def mutated(rng: random.Random, seed: bytes) -> bytes:
@@ -121,10 +153,21 @@ def readers() -> list[Reader]:
     tensors = {"a": tc.zeros(3, 4), "b": tc.zeros(2).to("bf16")}
     entry = packed(tensors, {"size": "[64, 64]"})
     state = {
-        "format": 1, "step": 3, "batches": 6, "rng": [1, 2], "scaler": None, "settings": {"rank": 4},
-    }  # fmt: skip
-    config = "model: digits\ndataset: pictures\nsteps: 5\nlearning_rate: 1e-3\ntarget_modules: [a, b]\nflip: true\n"
-    sources = "dataset:\n- path: a\n  repeats: 2\n  trigger: t\n- path: b\n  caption: c\n  recursive: true\n"
+        "format": 1,
+        "step": 3,
+        "batches": 6,
+        "rng": [1, 2],
+        "scaler": None,
+        "settings": {"rank": 4},
+    }
+    config = (
+        "model: digits\ndataset: pictures\nsteps: 5\nlearning_rate: 1e-3\n"
+        "target_modules: [a, b]\nflip: true\n"
+    )
+    sources = (
+        "dataset:\n- path: a\n  repeats: 2\n  trigger: t\n"
+        "- path: b\n  caption: c\n  recursive: true\n"
+    )
     lines = b'{"file_name": "a.png", "text": "a cat"}\n{"file_name": "b/c.png", "caption": "two"}\n'
     merges = gzip.decompress(
         (files("trainable_candle.text") / "assets" / "clip_merges.txt.gz").read_bytes()

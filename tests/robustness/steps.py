@@ -1,0 +1,55 @@
+"""Many steps of a small model with LoRA: time and memory must stay flat.
+
+python tests/robustness/steps.py [--steps 100000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import trainable_candle as tc
+
+TENTHS = 10
+
+
+def resident_kib() -> int:
+    """Memory of this process, KiB."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.partition("VmRSS:")[2].split()[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000)
+    options = parser.parse_args()
+    tc.manual_seed(0)
+    layers = [tc.nn.LoRALinear(tc.randn((64, 64)) * 0.1, 8, 8.0) for _ in range(4)]
+    optimizer = tc.optim.AdamW8bit(
+        [var for layer in layers for var in layer.get_vars()], lr=1e-3, weight_decay=0.01
+    )
+    target = tc.randn((16, 64))
+    print("tenth   median step   memory   kept by the tape")
+    for tenth in range(TENTHS):
+        times = []
+        for _ in range(options.steps // TENTHS):
+            started = time.perf_counter()
+            x = tc.randn((16, 64))
+            for layer in layers:
+                x = tc.nn.functional.gelu(layer(x))
+            loss = tc.nn.functional.mse_loss(x, target)
+            loss.backward()
+            tc.optim.clip_grad_norm_([v for layer in layers for v in layer.get_vars()], 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - started)
+        del x, loss
+        micro = 1e6 * statistics.median(times)
+        saved = tc.memory.saved_bytes()
+        print(f"{tenth + 1:5}   {micro:8.1f} us   {resident_kib()} KiB   {saved} B", flush=True)
+
+
+if __name__ == "__main__":
+    main()
