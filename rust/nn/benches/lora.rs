@@ -87,7 +87,7 @@ fn ours(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device) -
     let grad = random((rows, width), dtype, device)?;
     let vars: Vec<Var> = layer.get_vars().into_iter().chain([x.clone()]).collect();
     Ok(Box::new(move || {
-        vars.iter().for_each(|var| var.zero_grad());
+        vars.iter().try_for_each(Var::zero_grad)?;
         layer.forward(&x)?.backward_with(Some(&grad), false)?;
         Ok(())
     }))
