@@ -1,6 +1,15 @@
-//! Compiles the kernels, and prepares what the linker asks for under the names of the CUDA libraries, so that the result needs none
-//! of them to be loaded.
+//! Compiles the kernels and writes the host's side of their signatures, and prepares what the linker asks for under the names of the
+//! CUDA libraries, so that the result needs none of them to be loaded.
 
+#[path = "build/bindings.rs"]
+mod bindings;
+#[path = "build/signature.rs"]
+mod signature;
+#[path = "src/structs.rs"]
+#[allow(dead_code, reason = "the layouts alone are needed here")]
+mod structs;
+
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::SystemTime;
@@ -47,47 +56,91 @@ fn prepare_libraries(out: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// One `<name>.fatbin` for each `kernels/<name>.cu`.
+/// One `<name>.fatbin` for each `kernels/<name>.cu`, and `kernels.rs` for all.
 fn compile_kernels(out: &Path) -> io::Result<()> {
     let nvcc = find(&["bin/nvcc"])?;
     let targets = targets(&env::var(ARCHITECTURES_VARIABLE).unwrap_or_else(|_| ARCHITECTURES.to_owned()))?;
-    let headers = files("include", "cuh")?.iter().map(|path| modified(path)).max();
-    let stale = |source: &&PathBuf| {
-        let compiled = modified(&fatbin(out, source));
-        compiled.is_none() || compiled < modified(source) || headers.is_some_and(|headers| compiled < headers)
-    };
+    let headers = files("include", "cuh")?.iter().filter_map(|path| modified(path)).max();
+    let sources = files("kernels", "cu")?;
+    let read_by = env::current_exe().ok().and_then(|program| modified(&program));
+    let unread = sources.iter().filter(|source| {
+        let read = modified(&made(out, source, "signatures"));
+        [modified(source), headers, read_by].iter().any(|change| read.is_none() || read < *change)
+    });
+    in_parallel(unread, |source| read_signatures(&nvcc, source, out))?;
+    write_host_side(out, &sources)?;
     // Other targets make everything stale.
     let record = out.join("targets");
     let wanted = targets.join(" ");
     let same = fs::read_to_string(&record).is_ok_and(|found| found == wanted);
-    let sources: Vec<PathBuf> = files("kernels", "cu")?.into_iter().filter(|path| !same || stale(&path)).collect();
+    let stale = sources.iter().filter(|source| {
+        let compiled = modified(&made(out, source, "fatbin"));
+        let changes = [modified(source), headers, modified(&made(out, source, "cu"))];
+        !same || changes.iter().any(|change| compiled.is_none() || compiled < *change)
+    });
+    in_parallel(stale, |source| compile(&nvcc, source, &targets, out))?;
+    fs::write(record, wanted)
+}
+
+/// Does a thing for each source, as many at a time as cargo allows.
+fn in_parallel<'a>(
+    sources: impl Iterator<Item = &'a PathBuf>,
+    run: impl Fn(&Path) -> io::Result<()> + Sync,
+) -> io::Result<()> {
     let workers = env::var("NUM_JOBS").ok().and_then(|jobs| jobs.parse().ok()).unwrap_or(1usize).max(1);
-    for batch in sources.chunks(workers) {
+    for batch in sources.collect::<Vec<_>>().chunks(workers) {
         thread::scope(|scope| {
-            let running: Vec<_> =
-                batch.iter().map(|source| scope.spawn(|| compile(&nvcc, source, &targets, out))).collect();
+            let running: Vec<_> = batch.iter().map(|source| scope.spawn(|| run(source))).collect();
             running.into_iter().try_for_each(|worker| worker.join().expect("a worker does not panic"))
         })?;
     }
-    fs::write(record, wanted)
+    Ok(())
+}
+
+/// Writes `<name>.signatures`: a line for the names of all structures, one for each kernel.
+fn read_signatures(nvcc: &Path, source: &Path, out: &Path) -> io::Result<()> {
+    let preprocessed = run_nvcc(nvcc, source, ["-E".as_ref(), source.as_os_str()])?;
+    let preprocessed = String::from_utf8_lossy(&preprocessed);
+    let mut lines = vec![signature::structures(&preprocessed).into_iter().collect::<Vec<_>>().join(" ")];
+    lines.extend(signature::heads(&preprocessed));
+    fs::write(made(out, source, "signatures"), lines.join("\n"))
+}
+
+/// Writes the Rust of all kernels, and for each source the unit that is compiled.
+fn write_host_side(out: &Path, sources: &[PathBuf]) -> io::Result<()> {
+    let mut code = String::new();
+    for path in sources {
+        let invalid = |reason: String| io::Error::other(format!("{}: {reason}", path.display()));
+        let name = path.file_stem().expect("a source has a name").to_string_lossy().into_owned();
+        let lines = fs::read_to_string(made(out, path, "signatures"))?;
+        let (structures, heads) = lines.split_once('\n').unwrap_or((&lines, ""));
+        let unit = bindings::unit(&name, &structures.split(' ').collect::<Vec<_>>());
+        write_changed(&made(out, path, "cu"), &unit)?;
+        let signatures = heads.lines().map(signature::parse).collect::<Result<_, _>>().map_err(invalid)?;
+        code.push_str(&bindings::module(&bindings::Source { name, signatures }).map_err(invalid)?);
+    }
+    write_changed(&out.join("kernels.rs"), &code)
 }
 
 fn compile(nvcc: &Path, source: &Path, targets: &[String], out: &Path) -> io::Result<()> {
     let is_hopper = source.file_stem().is_some_and(|stem| stem.to_string_lossy().ends_with(HOPPER));
     let targets: Vec<&String> = targets.iter().filter(|target| !is_hopper || target.ends_with("_90a")).collect();
+    let (unit, fatbin) = (made(out, source, "cu"), made(out, source, "fatbin"));
     if targets.is_empty() {
         // A module without code.
-        return fs::write(fatbin(out, source), []);
+        return fs::write(fatbin, []);
     }
-    let result = Command::new(nvcc)
-        .args(["-std=c++17", "-O3", "-fatbin", "--compress-mode=size", "-I", "include"])
-        .args(targets)
-        .arg(source)
-        .arg("-o")
-        .arg(fatbin(out, source))
-        .output()?;
+    let fixed = ["-O3", "-fatbin", "--compress-mode=size", "-I", "."].map(OsStr::new);
+    let targets = targets.iter().map(OsStr::new);
+    let files = [unit.as_os_str(), "-o".as_ref(), fatbin.as_os_str()];
+    run_nvcc(nvcc, source, fixed.into_iter().chain(targets).chain(files)).map(|_| ())
+}
+
+/// What nvcc writes to its output.
+fn run_nvcc<'a>(nvcc: &Path, source: &Path, arguments: impl IntoIterator<Item = &'a OsStr>) -> io::Result<Vec<u8>> {
+    let result = Command::new(nvcc).args(["-std=c++17", "-I", "include"]).args(arguments).output()?;
     if result.status.success() {
-        return Ok(());
+        return Ok(result.stdout);
     }
     let reason = String::from_utf8_lossy(&result.stderr).replace('\n', " | ");
     Err(io::Error::other(format!("nvcc cannot compile {}: {reason}", source.display())))
@@ -110,8 +163,14 @@ fn targets(list: &str) -> io::Result<Vec<String>> {
     Ok(targets)
 }
 
-fn fatbin(out: &Path, source: &Path) -> PathBuf {
-    out.join(source.with_extension("fatbin").file_name().expect("a source has a name"))
+/// What is made of a source.
+fn made(out: &Path, source: &Path, extension: &str) -> PathBuf {
+    out.join(source.with_extension(extension).file_name().expect("a source has a name"))
+}
+
+/// Leaves a file alone that is as wanted, so that nothing is stale because of it.
+fn write_changed(path: &Path, text: &str) -> io::Result<()> {
+    if fs::read_to_string(path).is_ok_and(|found| found == text) { Ok(()) } else { fs::write(path, text) }
 }
 
 fn modified(path: &Path) -> Option<SystemTime> {

@@ -10,7 +10,7 @@
 #include "element.cuh"
 #include "dynamic_map.cuh"
 
-// A run of elements. A list of them is made by the host once; 16 bytes each.
+// A run of elements. A list of them is made by the host once.
 struct alignas(16) Piece {
     uint32_t start;   // its first element in the segment
     uint32_t segment; // which segment
@@ -19,7 +19,7 @@ struct alignas(16) Piece {
     uint16_t group;   // which coefficients apply
 };
 
-// Where a run of parameters, their gradients and (or null) their 16-bit copy lie, at any alignment; 24 bytes.
+// Where a run of parameters, their gradients and (or null) their 16-bit copy lie, at any alignment.
 struct Segment {
     float *params;
     void *grads;
@@ -31,7 +31,7 @@ __device__ __forceinline__ Piece load_piece(const Piece *piece) {
     return {words.x, words.y, words.z, static_cast<uint16_t>(words.w), static_cast<uint16_t>(words.w >> 16)};
 }
 
-// The hyper-parameters of a group, in device memory; 56 bytes. Between steps the host may write any of them, such as `lr`.
+// The hyper-parameters of a group, in device memory. Between steps the host may write any of them, such as `lr`.
 struct Settings {
     double lr;
     double beta1; // SGD: momentum
@@ -43,7 +43,7 @@ struct Settings {
     uint32_t nesterov;
 };
 
-// What one step needs of a group's settings; 48 bytes. `optim_prepare` writes them.
+// What one step needs of a group's settings. `optim_prepare` writes them.
 struct alignas(16) Coefficients {
     float gain;    // gradients are multiplied by it first: the sign and the inverse loss scale
     uint32_t skip; // the step is to change nothing; the same in all groups
@@ -57,13 +57,13 @@ struct alignas(16) Coefficients {
     uint32_t nesterov;
 };
 
-// The norm of all gradients, in device memory; 16 bytes.
+// The norm of all gradients, in device memory.
 struct Clip {
     double norm;   // not finite if a gradient is infinite or NaN
     double factor; // what gradients are to be multiplied by for clipping: 1 if the norm is small enough
 };
 
-// The state of dynamic loss scaling, in device memory; 16 bytes.
+// The state of dynamic loss scaling, in device memory.
 struct LossScale {
     double scale;
     uint64_t growth_tracker; // good steps in a row

@@ -95,13 +95,13 @@ template <typename T> struct Scale {
     }
 };
 
-// `fill_<dtype>(y, tensors, value)`: y = value.
-// `scale_in_place_<dtype>(y, tensors, factor)`: y *= factor.
+// `fill_<dtype>(y, tensors, number)`: y = number.
+// `scale_in_place_<dtype>(y, tensors, number)`: y *= number.
 #define IN_PLACE(DTYPE, T)                                                                                             \
-    extern "C" __global__ void fill_##DTYPE(T *y, Strided<1> tensors, double value) {                                  \
-        for_each<WIDE<T>>(tensors, Fill<T>{y, narrow<T>(Acc<T>(value))});                                              \
+    extern "C" __global__ void fill_##DTYPE(T *y, Strided<1> tensors, double number) {                                 \
+        for_each<WIDE<T>>(tensors, Fill<T>{y, narrow<T>(Acc<T>(number))});                                             \
     }                                                                                                                  \
-    extern "C" __global__ void scale_in_place_##DTYPE(T *y, Strided<1> tensors, double factor) {                       \
-        for_each<WIDE<T>>(tensors, Scale<T>{y, Acc<T>(factor)});                                                       \
+    extern "C" __global__ void scale_in_place_##DTYPE(T *y, Strided<1> tensors, double number) {                       \
+        for_each<WIDE<T>>(tensors, Scale<T>{y, Acc<T>(number)});                                                       \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(IN_PLACE)

@@ -28,19 +28,19 @@ template <int TILES> constexpr int CHUNKS = TILES == 1 ? 4 : 2;
 template <int TILES> constexpr int WARPS = TILES <= 2 ? 16 : 8;
 
 // All terms have the same sizes. Rows of input, hidden and dst lie `*_row` elements apart.
-struct Sizes {
+struct LowRankSizes {
     uint32_t rows, inner, outer, terms;
     uint32_t input_row, hidden_row, dst_row, down_row, up_row;
     float scale_hidden, scale_dst;
 };
 
-struct Term {
+struct LowRankTerm {
     const void *input, *down, *up;
     void *hidden, *dst;
 };
 
-struct Terms {
-    Term list[MOST_TERMS];
+struct LowRankTerms {
+    LowRankTerm list[MOST_TERMS];
 };
 
 // What the kernel does not write, so that its loads need not wait for stores.
@@ -101,7 +101,7 @@ __device__ __forceinline__ void load_up(uint32_t (&b)[4][2], const T *up, uint32
 
 // One term's hidden for the block's rows, dense in shared memory too. `parts` has room for the sums of each warp.
 template <typename T, int TILES, bool is_backward>
-__device__ __forceinline__ void compute_hidden(const Term &term, const Sizes &sizes, float *parts, T *hidden) {
+__device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const LowRankSizes &sizes, float *parts, T *hidden) {
     constexpr int COUNT = TILES * RANKS;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     const uint32_t first_row = blockIdx.x * ROWS, last = sizes.rows - 1;
@@ -185,13 +185,13 @@ template <typename T, int TILES, bool is_backward> struct Share {
     uint4 dst[PIECES][2];
     uint32_t up[PIECES][TILES][4][2];
 
-    __device__ __forceinline__ static T *place(void *dst, const Sizes &sizes, uint32_t column, int half) {
+    __device__ __forceinline__ static T *place(void *dst, const LowRankSizes &sizes, uint32_t column, int half) {
         const int lane = threadIdx.x % WARP;
         const uint64_t row = blockIdx.x * ROWS + lane / 4 + 8 * half;
         return column < sizes.outer && row < sizes.rows ? static_cast<T *>(dst) + row * sizes.dst_row + column + 8 * (lane % 4) : nullptr;
     }
 
-    __device__ __forceinline__ void load(const Term &term, const Sizes &sizes, uint32_t begin, uint32_t stride) {
+    __device__ __forceinline__ void load(const LowRankTerm &term, const LowRankSizes &sizes, uint32_t begin, uint32_t stride) {
 #pragma unroll
         for (int piece = 0; piece < PIECES; piece++) {
             const uint32_t column = begin + piece * stride;
@@ -202,7 +202,7 @@ template <typename T, int TILES, bool is_backward> struct Share {
         load_factor(term, sizes, begin, stride);
     }
 
-    __device__ __forceinline__ void load_factor(const Term &term, const Sizes &sizes, uint32_t begin, uint32_t stride) {
+    __device__ __forceinline__ void load_factor(const LowRankTerm &term, const LowRankSizes &sizes, uint32_t begin, uint32_t stride) {
         const int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int piece = 0; piece < PIECES; piece++) {
@@ -227,7 +227,8 @@ template <typename T, int TILES, bool is_backward> struct Share {
     }
 
     // Adds what `multiply` gave. Values 2i and 2i + 1 of a thread's eight come from products 2i % 4 and the next.
-    __device__ __forceinline__ void store(const float (&sums)[PIECES][4][4], void *to, const Sizes &sizes, uint32_t begin, uint32_t stride) {
+    __device__ __forceinline__ void store(const float (&sums)[PIECES][4][4], void *to, const LowRankSizes &sizes,
+                                          uint32_t begin, uint32_t stride) {
 #pragma unroll
         for (int piece = 0; piece < PIECES; piece++)
 #pragma unroll
@@ -249,11 +250,12 @@ template <typename T, int TILES, bool is_backward> struct Share {
 
 // Forward, each term has a dst of its own and blocks of its own, and the factors lie as (rank, inner) and (outer, rank). Backward, all
 // terms add to the first one's dst, and the factors lie as (inner, rank) and (rank, outer).
-template <typename T, int TILES, bool is_backward> __device__ __forceinline__ void low_rank(const Terms &terms, const Sizes &sizes) {
+template <typename T, int TILES, bool is_backward>
+__device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRankSizes &sizes) {
     constexpr int COUNT = ROWS * TILES * RANKS;
     __shared__ alignas(16) float parts[WARPS<TILES> * COUNT];
     __shared__ alignas(16) T hidden[is_backward ? MOST_TERMS : 1][COUNT];
-    const Term *list = terms.list + blockIdx.z;
+    const LowRankTerm *list = terms.list + blockIdx.z;
     const uint32_t count = is_backward ? sizes.terms : 1, stride = gridDim.y * WARPS<TILES> * STEP;
     uint32_t begin = (blockIdx.y * WARPS<TILES> + threadIdx.x / WARP) * STEP;
     Share<T, TILES, is_backward> share;
@@ -283,7 +285,8 @@ template <typename T, int TILES, bool is_backward> __device__ __forceinline__ vo
 // dynamic shared memory.
 #define DEFINE_LOW_RANK(NAME, IS_BACKWARD, RANK, SUFFIX, T)                                                            \
     extern "C" __global__ void __launch_bounds__(WARPS<RANK / RANKS> *WARP, 1)                                         \
-        low_rank_##NAME##RANK##_##SUFFIX(const __grid_constant__ Terms terms, const __grid_constant__ Sizes sizes) {   \
+        low_rank_##NAME##RANK##_##SUFFIX(const __grid_constant__ LowRankTerms terms,                                   \
+                                         const __grid_constant__ LowRankSizes sizes) {                                 \
         low_rank<T, RANK / RANKS, IS_BACKWARD>(terms, sizes);                                                          \
     }
 

@@ -87,8 +87,9 @@ __device__ __forceinline__ void reduce_columns(D *y, const S *x, uint64_t outer,
     }
 }
 
+// Rows do without `inner`, which is 1; they have it to be called as columns are.
 #define REDUCTION(NAME, F, FROM, S, TO, D)                                                                             \
-    extern "C" __global__ void NAME##_rows_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t,        \
+    extern "C" __global__ void NAME##_rows_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t inner,      \
                                                          uint64_t chunk, double divisor) {                             \
         reduce_rows<F>(y, x, outer, n, chunk, divisor);                                                                \
     }                                                                                                                  \

@@ -5,16 +5,24 @@
 //! or extension built with CUDA starts where there is none, and says then what is missing.
 
 pub mod allocator;
+#[cfg(test)]
+#[path = "../build/bindings.rs"]
+mod bindings;
 #[cfg(feature = "cuda")]
 pub mod download;
 #[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "cuda")]
+pub mod kernels;
+#[cfg(feature = "cuda")]
 mod library;
 #[cfg(feature = "cuda")]
 pub mod memory;
-#[cfg(feature = "cuda")]
-pub mod modules;
+#[cfg(test)]
+#[path = "../build/signature.rs"]
+mod signature;
+#[cfg(any(feature = "cuda", test))]
+pub mod structs;
 #[cfg(feature = "cuda")]
 mod pinned;
 #[cfg(feature = "cuda")]

@@ -3,11 +3,20 @@
 mod wide;
 
 use candle_core::{DType, Layout};
-use trainable_candle_cuda::modules::ATTENTION;
+use trainable_candle_cuda::kernels::attention::{
+    ATTENTION_BACKWARD_W64, ATTENTION_BACKWARD_W128, ATTENTION_DELTA, ATTENTION_FORWARD_W64, ATTENTION_FORWARD_W128,
+    ATTENTION_PLAIN_BACKWARD_KEY, ATTENTION_PLAIN_BACKWARD_QUERY, ATTENTION_PLAIN_BACKWARD_VALUE,
+    ATTENTION_PLAIN_FORWARD, ATTENTION_SUM_PARTS, AttentionBackwardW64, AttentionDelta, AttentionForwardW64,
+    AttentionPlainBackwardQuery, AttentionPlainForward, AttentionSumParts,
+};
+use trainable_candle_cuda::structs::{AttentionShape, Mask, Strides};
 
 use super::copy::contiguous;
 use super::gpu::Gpu;
-use super::launch::{Address, Shape, accumulator, address, count32, empty, launch, optional, suffix};
+use super::launch::{
+    Address, Const, Kernel, Mut, Shape, accumulator, address, count32, element, empty, input, optional_input,
+    optional_output, output, suffix,
+};
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 
@@ -18,41 +27,6 @@ pub struct Attention<'a> {
     pub scores: &'a [usize],
     pub scale: f64,
     pub is_causal: bool,
-}
-
-/// `AttentionShape` of the kernels.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Sizes {
-    batch: u32,
-    heads: u32,
-    queries: u32,
-    keys: u32,
-    width: u32,
-    value_width: u32,
-    is_causal: u32,
-    parts: u32,
-    scale: f64,
-}
-
-/// Where the matrices of the heads lie, in elements.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Strides {
-    batch: u64,
-    head: u64,
-    row: u64,
-}
-
-/// `Mask` of the kernels.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Mask {
-    numbers: Address,
-    batch: u64,
-    head: u64,
-    query: u64,
-    key: u64,
 }
 
 /// A tensor (..., rows, width) as matrices of heads.
@@ -71,11 +45,19 @@ impl Heads {
             Some(strides) => (raw.clone(), strides),
             None => {
                 let raw = contiguous(raw)?;
-                let strides = head_strides(raw.layout()).unwrap_or(Strides { batch: 0, head: 0, row: 0 });
+                let strides = head_strides(raw.layout()).unwrap_or(NO_STRIDES);
                 (raw, strides)
             }
         };
         Ok(Self { address: address(op, &raw)?, raw, strides })
+    }
+
+    fn input(&self) -> Const {
+        Const::new(self.address, element(self.raw.dtype()))
+    }
+
+    fn output(&self) -> Mut {
+        Mut::new(self.address, element(self.raw.dtype()))
     }
 
     /// Whether rows can be read 16 bytes at a time.
@@ -85,6 +67,9 @@ impl Heads {
         self.address.is_multiple_of(16) && [batch, head, row].iter().all(|stride| stride.is_multiple_of(wide))
     }
 }
+
+/// Of a tensor that is not there.
+const NO_STRIDES: Strides = Strides { batch: 0, head: 0, row: 0 };
 
 /// The strides of batch, head and row; nothing if the dimensions before the heads do not follow one another.
 fn head_strides(layout: &Layout) -> Option<Strides> {
@@ -118,12 +103,12 @@ fn empty_like(op: &'static str, gpu: &Gpu, like: &Raw, width: usize) -> Result<R
 }
 
 impl Attention<'_> {
-    fn sizes(&self, width: usize, value_width: usize) -> Result<Sizes> {
+    fn sizes(&self, width: usize, value_width: usize) -> Result<AttentionShape> {
         let rank = self.scores.len();
         let heads = rank.checked_sub(3).map_or(1, |i| self.scores[i]);
         let batch = self.scores[..rank.saturating_sub(3)].iter().product();
         let count = |size| count32(self.op, size);
-        Ok(Sizes {
+        Ok(AttentionShape {
             batch: count(batch)?,
             heads: count(heads)?,
             queries: count(self.scores[rank - 2])?,
@@ -145,7 +130,7 @@ impl Attention<'_> {
             Some(strides) => (mask, strides),
             None => {
                 let mask = contiguous(&mask)?;
-                let strides = head_strides(mask.layout()).unwrap_or(Strides { batch: 0, head: 0, row: 0 });
+                let strides = head_strides(mask.layout()).unwrap_or(NO_STRIDES);
                 (mask, strides)
             }
         };
@@ -155,7 +140,7 @@ impl Attention<'_> {
     }
 
     /// The name of the form on tensor cores, if the operands are such that it takes them.
-    fn tensor_cores(&self, sizes: &Sizes, operands: &[&Heads], mask: Option<&Raw>) -> Option<Width> {
+    fn tensor_cores(&self, sizes: &AttentionShape, operands: &[&Heads], mask: Option<&Raw>) -> Option<Width> {
         let dtype = operands[0].raw.dtype();
         let fits = matches!(dtype, DType::F16 | DType::BF16)
             && mask.is_none()
@@ -186,11 +171,9 @@ impl Attention<'_> {
             return Ok((o, log_sums));
         }
         let [q, k, v, to] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?, Heads::new(op, &o)?];
-        let sums = address(op, &log_sums)?;
-        let strides = [q.strides, k.strides, v.strides, to.strides];
-        let [qs, ks, vs, os] = strides;
+        let sums = output(op, &log_sums)?;
         if let Some(form) = self.tensor_cores(&sizes, &[&q, &k, &v, &to], mask) {
-            let function = gpu.function(&ATTENTION, form.forward(), suffix(op, dtype)?)?;
+            let function = gpu.function(form.forward(), suffix(op, dtype)?)?;
             let shared = match form {
                 Width::W128 => 81_920,
                 Width::W64 if gpu.is_hopper() => 73_728,
@@ -198,24 +181,40 @@ impl Attention<'_> {
             };
             let blocks = sizes.queries.div_ceil(64) * heads;
             let shape = Shape { grid: [blocks, 1, 1], block: [128, 1, 1], shared };
-            // SAFETY: the kernel takes the operands, the results, their strides, which stay inside, and sizes.
-            unsafe {
-                launch!(
-                    op, gpu, function, shape, q.address, k.address, v.address, to.address, sums, qs, ks, vs, os, sizes
-                )
-            }?;
+            let arguments = AttentionForwardW64 {
+                q: q.input(),
+                k: k.input(),
+                v: v.input(),
+                o: to.output(),
+                log_sums: sums,
+                q_strides: q.strides,
+                k_strides: k.strides,
+                v_strides: v.strides,
+                o_strides: to.strides,
+                shape: sizes,
+            };
+            // SAFETY: the strides stay inside of the tensors, which are of these sizes.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
         } else {
-            let (numbers, _mask) = self.mask(mask)?;
-            let function = gpu.function(&ATTENTION, "attention_plain_forward", suffix(op, dtype)?)?;
+            let (mask, _mask) = self.mask(mask)?;
+            let function = gpu.function(&ATTENTION_PLAIN_FORWARD, suffix(op, dtype)?)?;
             let grid = [sizes.queries.div_ceil(32) * heads, sizes.value_width.div_ceil(64).max(1), 1];
             let shape = Shape { grid, block: [256, 1, 1], shared: 0 };
-            // SAFETY: as above, and the mask.
-            unsafe {
-                launch!(
-                    op, gpu, function, shape, q.address, k.address, v.address, to.address, sums, qs, ks, vs, os,
-                    numbers, sizes
-                )
-            }?;
+            let arguments = AttentionPlainForward {
+                q: q.input(),
+                k: k.input(),
+                v: v.input(),
+                o: to.output(),
+                log_sums: sums,
+                q_strides: q.strides,
+                k_strides: k.strides,
+                v_strides: v.strides,
+                o_strides: to.strides,
+                mask,
+                shape: sizes,
+            };
+            // SAFETY: as above, and the mask's stay inside too.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         Ok((o, log_sums))
     }
@@ -261,74 +260,89 @@ impl Attention<'_> {
             }
             return Ok(());
         }
-        let delta = empty(op, gpu, log_sums.dims(), accumulator(dtype))?;
+        let deltas = empty(op, gpu, log_sums.dims(), accumulator(dtype))?;
         let [q, k, v] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?];
         let (o, grad) = (Heads::new(op, o)?, Heads::new(op, grad)?);
         let results = [result_heads(op, grads[0])?, result_heads(op, grads[1])?, result_heads(op, grads[2])?];
-        let (sums, deltas) = (address(op, log_sums)?, address(op, &delta)?);
-        let [qs, ks, vs] = [q.strides, k.strides, v.strides];
+        let log_sums = input(op, log_sums)?;
         let rows = (sizes.queries as usize) * heads as usize;
         let shape = Shape::linear(op, rows.div_ceil(32), 256)?;
-        let function = gpu.function(&ATTENTION, "attention_delta", suffix(op, dtype)?)?;
-        // SAFETY: the kernel takes the result, its gradient, their strides and sizes, and writes one number a row.
-        unsafe { launch!(op, gpu, function, shape, o.address, grad.address, deltas, o.strides, grad.strides, sizes) }?;
+        let function = gpu.function(&ATTENTION_DELTA, suffix(op, dtype)?)?;
+        let arguments = AttentionDelta {
+            o: o.input(),
+            d_o: grad.input(),
+            delta: output(op, &deltas)?,
+            o_strides: o.strides,
+            do_strides: grad.strides,
+            shape: sizes,
+        };
+        // SAFETY: the strides stay inside of the tensors, which are of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+        let delta = input(op, &deltas)?;
         let operands: Vec<&Heads> = [&q, &k, &v, &grad].into_iter().chain(results.iter().flatten()).collect();
         if let Some(form) = self.tensor_cores(&sizes, &operands, mask) {
-            let place = |heads: &Option<Heads>| heads.as_ref().map_or((0, qs), |heads| (heads.address, heads.strides));
-            let [(dq, dqs), (dk, dks), (dv, dvs)] = [place(&results[0]), place(&results[1]), place(&results[2])];
+            let place = |heads: &Option<Heads>| {
+                heads.as_ref().map_or((Mut::NULL, NO_STRIDES), |heads| (heads.output(), heads.strides))
+            };
+            let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] =
+                [place(&results[0]), place(&results[1]), place(&results[2])];
             let parts = self.parts(&sizes);
-            let sizes = Sizes { parts, ..sizes };
+            let sizes = AttentionShape { parts, ..sizes };
             let others = wanted[1] || wanted[2];
             let partial = |wanted: bool| -> Result<Option<Raw>> {
                 let dims = [parts as usize, heads as usize, sizes.keys as usize, sizes.width as usize];
                 (wanted && parts > 1).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
             };
             let (dk_parts, dv_parts) = (partial(wanted[1])?, partial(wanted[2])?);
-            let (dk_part, dv_part) = (optional(op, dk_parts.as_ref())?, optional(op, dv_parts.as_ref())?);
             let key_blocks = if others { parts * sizes.keys.div_ceil(64) * heads } else { 0 };
             let query_blocks = if wanted[0] { sizes.queries.div_ceil(64) * heads } else { 0 };
             let shared = if form == Width::W128 { 99_328 } else { 50_176 };
             let shape = Shape { grid: [key_blocks + query_blocks, 1, 1], block: [128, 1, 1], shared };
-            let function = gpu.function(&ATTENTION, form.backward(), suffix(op, dtype)?)?;
-            // SAFETY: the kernel takes what the gradients are made from, those that are wanted, their strides and sizes.
-            unsafe {
-                launch!(
-                    op,
-                    gpu,
-                    function,
-                    shape,
-                    q.address,
-                    k.address,
-                    v.address,
-                    grad.address,
-                    sums,
-                    deltas,
-                    dq,
+            let function = gpu.function(form.backward(), suffix(op, dtype)?)?;
+            let arguments = AttentionBackwardW64 {
+                q: q.input(),
+                k: k.input(),
+                v: v.input(),
+                d_o: grad.input(),
+                log_sums,
+                delta,
+                dq,
+                dk,
+                dv,
+                dk_parts: optional_output(op, dk_parts.as_ref())?,
+                dv_parts: optional_output(op, dv_parts.as_ref())?,
+                q_strides: q.strides,
+                k_strides: k.strides,
+                v_strides: v.strides,
+                do_strides: grad.strides,
+                dq_strides,
+                dk_strides,
+                dv_strides,
+                shape: sizes,
+            };
+            // SAFETY: as above; what is not wanted is null.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
+            if parts > 1 && others {
+                let function = gpu.function(&ATTENTION_SUM_PARTS, suffix(op, dtype)?)?;
+                let elements = heads as usize * (sizes.keys * sizes.width) as usize;
+                let shape = Shape { grid: [elements.div_ceil(1024) as u32, 2, 1], block: [256, 1, 1], shared: 0 };
+                let arguments = AttentionSumParts {
+                    dk_parts: optional_input(op, dk_parts.as_ref())?,
+                    dv_parts: optional_input(op, dv_parts.as_ref())?,
                     dk,
                     dv,
-                    dk_part,
-                    dv_part,
-                    qs,
-                    ks,
-                    vs,
-                    grad.strides,
-                    dqs,
-                    dks,
-                    dvs,
-                    sizes
-                )?;
-                if parts > 1 && others {
-                    let function = gpu.function(&ATTENTION, "attention_sum_parts", suffix(op, dtype)?)?;
-                    let elements = heads as usize * (sizes.keys * sizes.width) as usize;
-                    let shape = Shape { grid: [elements.div_ceil(1024) as u32, 2, 1], block: [256, 1, 1], shared: 0 };
-                    launch!(op, gpu, function, shape, dk_part, dv_part, dk, dv, dks, dvs, sizes)?;
-                }
+                    dk_strides,
+                    dv_strides,
+                    shape: sizes,
+                };
+                // SAFETY: as above.
+                unsafe { function.launch(op, gpu, shape, arguments) }?;
             }
             return Ok(());
         }
-        let (numbers, _mask) = self.mask(mask)?;
-        const NAMES: [&str; 3] =
-            ["attention_plain_backward_query", "attention_plain_backward_key", "attention_plain_backward_value"];
+        let (mask, _mask) = self.mask(mask)?;
+        const KERNELS: [&Kernel<AttentionPlainBackwardQuery>; 3] =
+            [&ATTENTION_PLAIN_BACKWARD_QUERY, &ATTENTION_PLAIN_BACKWARD_KEY, &ATTENTION_PLAIN_BACKWARD_VALUE];
         for (i, result) in results.iter().enumerate() {
             let Some(result) = result else { continue };
             let rows = if i == 0 { sizes.queries } else { sizes.keys };
@@ -336,38 +350,33 @@ impl Attention<'_> {
             if columns == 0 {
                 continue;
             }
-            let function = gpu.function(&ATTENTION, NAMES[i], suffix(op, dtype)?)?;
+            let function = gpu.function(KERNELS[i], suffix(op, dtype)?)?;
             let grid = [rows.div_ceil(32) * heads, columns.div_ceil(64), 1];
             let shape = Shape { grid, block: [256, 1, 1], shared: 0 };
-            // SAFETY: as above, and the mask.
-            unsafe {
-                launch!(
-                    op,
-                    gpu,
-                    function,
-                    shape,
-                    q.address,
-                    k.address,
-                    v.address,
-                    grad.address,
-                    sums,
-                    deltas,
-                    result.address,
-                    qs,
-                    ks,
-                    vs,
-                    grad.strides,
-                    result.strides,
-                    numbers,
-                    sizes
-                )
-            }?;
+            let arguments = AttentionPlainBackwardQuery {
+                q: q.input(),
+                k: k.input(),
+                v: v.input(),
+                d_o: grad.input(),
+                log_sums,
+                delta,
+                grad: result.output(),
+                q_strides: q.strides,
+                k_strides: k.strides,
+                v_strides: v.strides,
+                do_strides: grad.strides,
+                grad_strides: result.strides,
+                mask,
+                shape: sizes,
+            };
+            // SAFETY: as above, and the mask's stay inside too.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         Ok(())
     }
 
     /// Into how many ranges of queries the gradients of few keys are split, so that they fill the device.
-    fn parts(&self, sizes: &Sizes) -> u32 {
+    fn parts(&self, sizes: &AttentionShape) -> u32 {
         const BLOCKS: u32 = 396;
         let blocks = sizes.keys.div_ceil(64) * sizes.batch * sizes.heads;
         (BLOCKS / blocks.max(1)).clamp(1, sizes.queries.div_ceil(256).max(1))
@@ -395,17 +404,17 @@ enum Width {
 }
 
 impl Width {
-    const fn forward(self) -> &'static str {
+    const fn forward(self) -> &'static Kernel<AttentionForwardW64> {
         match self {
-            Self::W64 => "attention_forward_w64",
-            Self::W128 => "attention_forward_w128",
+            Self::W64 => &ATTENTION_FORWARD_W64,
+            Self::W128 => &ATTENTION_FORWARD_W128,
         }
     }
 
-    const fn backward(self) -> &'static str {
+    const fn backward(self) -> &'static Kernel<AttentionBackwardW64> {
         match self {
-            Self::W64 => "attention_backward_w64",
-            Self::W128 => "attention_backward_w128",
+            Self::W64 => &ATTENTION_BACKWARD_W64,
+            Self::W128 => &ATTENTION_BACKWARD_W128,
         }
     }
 }

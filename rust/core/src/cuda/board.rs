@@ -10,7 +10,7 @@ use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DriverError, result};
 
 use super::gpu::driver_error;
-use super::launch::Address;
+use super::launch::{Address, Element, Mut};
 use crate::{Error, Result, capture};
 
 /// Counters: more than there are operations that take ids.
@@ -47,7 +47,7 @@ impl Board {
     }
 
     /// The counter of an operation, for a kernel that is about to be queued.
-    pub fn place(&self, op: &'static str) -> Address {
+    pub fn place(&self, op: &'static str) -> Mut {
         self.is_used.store(true, Ordering::Relaxed);
         let is_used = self.is_used.clone();
         capture::after_replay(move || is_used.store(true, Ordering::Relaxed));
@@ -56,7 +56,7 @@ impl Board {
             names.push(op);
             names.len() - 1
         });
-        self.address() + (place.min(PLACES - 1) * size_of::<u64>()) as Address
+        Mut::new(self.address(), Element::U64).behind(place.min(PLACES - 1) * size_of::<u64>())
     }
 
     /// Wait for the device if a kernel may have noted something.

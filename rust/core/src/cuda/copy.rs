@@ -2,11 +2,13 @@
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::result;
-use trainable_candle_cuda::modules::{COPY, Module};
+use trainable_candle_cuda::kernels::copy::{
+    ACCUMULATE, COPY, COPY_BYTES, Copy as CopyArguments, FILL, Fill, LERP, Lerp, SCALE_IN_PLACE,
+};
 
 use super::gpu::{Gpu, driver_error};
-use super::launch::{address, empty, launch, same_device, suffix, suffixes};
-use super::strided::{Member, Strided};
+use super::launch::{Const, Kernel, Mut, address, empty, same_device, suffix, suffixes};
+use super::strided::{Member, strided};
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 
@@ -19,7 +21,7 @@ pub fn contiguous(x: &Raw) -> Result<Raw> {
 pub fn copy(x: &Raw) -> Result<Raw> {
     const OP: &str = "copy";
     let y = empty(OP, Gpu::of(OP, x)?, x.dims(), x.dtype())?;
-    write(OP, &y, x, &COPY, None)?;
+    write(OP, &y, x, None)?;
     Ok(y)
 }
 
@@ -31,7 +33,7 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
     }
     suffixes(OP, x.dtype(), dtype)?;
     let y = empty(OP, Gpu::of(OP, x)?, x.dims(), dtype)?;
-    write(OP, &y, x, &COPY, None)?;
+    write(OP, &y, x, None)?;
     Ok(y)
 }
 
@@ -39,26 +41,26 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
 pub fn copy_into(dst: &Raw, src: &Raw) -> Result<()> {
     const OP: &str = "copy_into";
     check_pair(OP, dst, src)?;
-    write(OP, dst, src, &COPY, None)
+    write(OP, dst, src, None)
 }
 
 /// As [`cpu::accumulate`](crate::cpu::accumulate).
 pub fn accumulate(dst: &Raw, src: &Raw) -> Result<()> {
     const OP: &str = "accumulate";
     check_pair(OP, dst, src)?;
-    write(OP, dst, src, &COPY, Some(Change::Add))
+    write(OP, dst, src, Some(Change::Add))
 }
 
 /// As [`cpu::lerp_in_place`](crate::cpu::lerp_in_place).
 pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: f64) -> Result<()> {
     const OP: &str = "lerp_in_place";
     check_pair(OP, dst, src)?;
-    write(OP, dst, src, &COPY, Some(Change::Lerp(weight)))
+    write(OP, dst, src, Some(Change::Lerp(weight)))
 }
 
 /// As [`cpu::fill`](crate::cpu::fill).
 pub fn fill(dst: &Raw, value: f64) -> Result<()> {
-    change("fill", "fill", dst, value)
+    change("fill", &FILL, dst, value)
 }
 
 /// A new tensor of one value.
@@ -68,7 +70,7 @@ pub fn fill(dst: &Raw, value: f64) -> Result<()> {
 pub fn filled(device: &candle_core::Device, value: f64, dims: &[usize], dtype: DType) -> Result<Raw> {
     const OP: &str = "full";
     let y = empty(OP, Gpu::of_device(OP, device)?, dims, dtype)?;
-    change(OP, "fill", &y, value)?;
+    change(OP, &FILL, &y, value)?;
     Ok(y)
 }
 
@@ -83,7 +85,7 @@ pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
     let mut start = 0;
     for part in parts {
         let length = part.dims()[dim];
-        write(OP, &y.narrow(dim, start, length)?, part, &COPY, None)?;
+        write(OP, &y.narrow(dim, start, length)?, part, None)?;
         start += length;
     }
     Ok(y)
@@ -109,7 +111,7 @@ pub fn zeros(device: &candle_core::Device, dims: &[usize], dtype: DType) -> Resu
 
 /// As [`cpu::scale_in_place`](crate::cpu::scale_in_place).
 pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
-    change("scale_in_place", "scale_in_place", dst, factor)
+    change("scale_in_place", &SCALE_IN_PLACE, dst, factor)
 }
 
 /// `dst`, which is dense, takes `src`, of the same shape and dtype, on its device.
@@ -139,7 +141,7 @@ pub(super) fn duplicate(op: &'static str, x: &Raw) -> Result<Raw> {
 }
 
 /// The end of the name of a kernel that copies elements as they are.
-pub(super) fn byte_suffix(dtype: DType) -> &'static [&'static str] {
+fn byte_suffix(dtype: DType) -> &'static [&'static str] {
     match dtype.size_in_bytes() {
         1 => &["1"],
         2 => &["2"],
@@ -155,46 +157,63 @@ enum Change {
     Lerp(f64),
 }
 
-fn member<'a>(op: &'static str, tensor: &'a Raw) -> Result<Member<'a>> {
-    Ok(Member { layout: tensor.layout(), address: address(op, tensor)?, element_size: tensor.dtype().size_in_bytes() })
-}
-
 /// `dst` takes `src`, of the same shape, on its device.
-fn write(op: &'static str, dst: &Raw, src: &Raw, module: &'static Module, change: Option<Change>) -> Result<()> {
+fn write(op: &'static str, dst: &Raw, src: &Raw, change: Option<Change>) -> Result<()> {
     if dst.elem_count() == 0 {
         return Ok(());
     }
     let gpu = Gpu::of(op, dst)?;
-    let function = match change {
-        None if dst.dtype() == src.dtype() => gpu.function(module, "copy_bytes", byte_suffix(dst.dtype()))?,
-        None => gpu.function(module, "copy", suffixes(op, src.dtype(), dst.dtype())?)?,
-        Some(Change::Add) => gpu.function(module, "accumulate", suffixes(op, src.dtype(), dst.dtype())?)?,
-        Some(Change::Lerp(_)) => gpu.function(module, "lerp", suffixes(op, src.dtype(), dst.dtype())?)?,
-    };
-    let (to, from) = (member(op, dst)?, member(op, src)?);
-    let tensors = Strided::new(op, dst.dims(), [to, from])?;
-    let shape = tensors.launch_shape(op)?;
-    // SAFETY: the kernel takes the tensors, their strides, which stay inside, and for the last one a number.
+    let (to, from) = (Member::new(op, dst)?, Member::new(op, src)?);
+    if change.is_none() && dst.dtype() == src.dtype() {
+        // SAFETY: the strides stay inside of the tensors.
+        return unsafe { copy_bytes(op, gpu, dst.dims(), to, from) };
+    }
+    let (tensors, shape) = strided(op, dst.dims(), [to, from])?;
+    let (y, x, dtypes) = (to.output(), from.input(), suffixes(op, src.dtype(), dst.dtype())?);
+    // SAFETY: as above.
     unsafe {
         match change {
-            Some(Change::Lerp(weight)) => launch!(op, gpu, function, shape, to.address, from.address, tensors, weight),
-            _ => launch!(op, gpu, function, shape, to.address, from.address, tensors),
+            None => gpu.function(&COPY, dtypes)?.launch(op, gpu, shape, CopyArguments { y, x, tensors }),
+            Some(Change::Add) => {
+                gpu.function(&ACCUMULATE, dtypes)?.launch(op, gpu, shape, CopyArguments { y, x, tensors })
+            }
+            Some(Change::Lerp(weight)) => {
+                gpu.function(&LERP, dtypes)?.launch(op, gpu, shape, Lerp { y, x, tensors, weight })
+            }
         }
     }
 }
 
+/// `to` takes `from`, of the same size of elements, as it is.
+///
+/// # Safety
+/// Their strides stay inside of memory that may be written and read.
+pub(super) unsafe fn copy_bytes(
+    op: &'static str,
+    gpu: &Gpu,
+    dims: &[usize],
+    to: Member<'_>,
+    from: Member<'_>,
+) -> Result<()> {
+    let (tensors, shape) = strided(op, dims, [to, from])?;
+    let (y, x) = (Mut::new(to.address, to.bytes()), Const::new(from.address, from.bytes()));
+    let function = gpu.function(&COPY_BYTES, byte_suffix(to.dtype))?;
+    // SAFETY: the caller's promise.
+    unsafe { function.launch(op, gpu, shape, CopyArguments { y, x, tensors }) }
+}
+
 /// Changes each element of `dst` alone.
-fn change(op: &'static str, name: &'static str, dst: &Raw, number: f64) -> Result<()> {
+fn change(op: &'static str, kernel: &Kernel<Fill>, dst: &Raw, number: f64) -> Result<()> {
     let gpu = Gpu::of(op, dst)?;
-    let function = gpu.function(&COPY, name, suffix(op, dst.dtype())?)?;
+    let function = gpu.function(kernel, suffix(op, dst.dtype())?)?;
     check_distinct(op, dst)?;
     if dst.elem_count() == 0 {
         return Ok(());
     }
-    let to = member(op, dst)?;
-    let tensors = Strided::new(op, dst.dims(), [to])?;
-    // SAFETY: the kernel takes the tensor, its strides, which stay inside, and a number.
-    unsafe { launch!(op, gpu, function, tensors.launch_shape(op)?, to.address, tensors, number) }
+    let to = Member::new(op, dst)?;
+    let (tensors, shape) = strided(op, dst.dims(), [to])?;
+    // SAFETY: the strides stay inside of the tensor.
+    unsafe { function.launch(op, gpu, shape, Fill { y: to.output(), tensors, number }) }
 }
 
 fn check_pair(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {

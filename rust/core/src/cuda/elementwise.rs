@@ -1,12 +1,10 @@
 //! Elementwise functions of one, two and three tensors.
 
-use candle_core::Layout;
-use candle_core::Shape as Dimensions;
-use trainable_candle_cuda::modules::ELEMENTWISE;
+use trainable_candle_cuda::kernels::elementwise::{Add as Binary, Exp as Unary, Share as Ternary};
 
 use super::gpu::Gpu;
-use super::launch::{address, empty, launch, same_device, suffix};
-use super::strided::{Member, Strided};
+use super::launch::{empty, same_device, suffix};
+use super::strided::{Member, strided};
 use crate::cpu::operand_dims;
 use crate::{Raw, Result};
 
@@ -46,34 +44,35 @@ pub fn ternary(a: &Raw, b: &Raw, c: &Raw, kernel: Kernel) -> Result<Raw> {
 fn apply<const N: usize>(operands: [&Raw; N], dims: &[usize], kernel: Kernel) -> Result<Raw> {
     let gpu = Gpu::of(OP, operands[0])?;
     let dtype = operands[0].dtype();
-    let function = gpu.function(&ELEMENTWISE, kernel.name, suffix(OP, dtype)?)?;
+    let dtypes = suffix(OP, dtype)?;
     let y = empty(OP, gpu, dims, dtype)?;
     if y.elem_count() == 0 {
         return Ok(y);
     }
-    let layout = Layout::contiguous(Dimensions::from(dims));
-    let element_size = dtype.size_in_bytes();
-    let to = Member { layout: &layout, address: address(OP, &y)?, element_size };
+    let to = Member::new(OP, &y)?;
     let mut from = [to; N];
     for (member, operand) in from.iter_mut().zip(operands) {
-        *member = Member { layout: operand.layout(), address: address(OP, operand)?, element_size };
+        *member = Member::new(OP, operand)?;
     }
     let [p, q] = kernel.parameters;
-    // SAFETY: the kernel takes the result, the operands, their strides, which stay inside, and two numbers.
+    let y_at = to.output();
+    // SAFETY: the strides stay inside of the tensors.
     unsafe {
         match *from.as_slice() {
             [a] => {
-                let tensors = Strided::new(OP, dims, [to, a])?;
-                launch!(OP, gpu, function, tensors.launch_shape(OP)?, to.address, a.address, tensors, p, q)?;
+                let (tensors, shape) = strided(OP, dims, [to, a])?;
+                let arguments = Unary { y: y_at, a: a.input(), tensors, p, q };
+                gpu.named(kernel.name, dtypes)?.launch(OP, gpu, shape, arguments)?;
             }
             [a, b] => {
-                let tensors = Strided::new(OP, dims, [to, a, b])?;
-                launch!(OP, gpu, function, tensors.launch_shape(OP)?, to.address, a.address, b.address, tensors, p, q)?;
+                let (tensors, shape) = strided(OP, dims, [to, a, b])?;
+                let arguments = Binary { y: y_at, a: a.input(), b: b.input(), tensors, p, q };
+                gpu.named(kernel.name, dtypes)?.launch(OP, gpu, shape, arguments)?;
             }
             [a, b, c] => {
-                let tensors = Strided::new(OP, dims, [to, a, b, c])?;
-                let shape = tensors.launch_shape(OP)?;
-                launch!(OP, gpu, function, shape, to.address, a.address, b.address, c.address, tensors, p, q)?;
+                let (tensors, shape) = strided(OP, dims, [to, a, b, c])?;
+                let arguments = Ternary { y: y_at, a: a.input(), b: b.input(), c: c.input(), tensors, p, q };
+                gpu.named(kernel.name, dtypes)?.launch(OP, gpu, shape, arguments)?;
             }
             _ => unreachable!("functions have one to three operands"),
         }

@@ -5,13 +5,12 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::cuda_backend::cudarc::driver::sys::{CUevent_flags, CUevent_wait_flags, CUstream};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
 use candle_core::{DType, Device, Layout, Shape};
-use trainable_candle_cuda::modules::COPY;
 
-use super::copy::byte_suffix;
+use super::copy::copy_bytes;
 use super::gpu::{Gpu, driver_error};
 use super::graph::is_capturing_anywhere;
-use super::launch::{self, empty, launch};
-use super::strided::{Member, Strided};
+use super::launch::{self, empty};
+use super::strided::Member;
 use crate::{Raw, Result, capture};
 
 const OP: &str = "dlpack";
@@ -112,13 +111,9 @@ pub unsafe fn copy(device: &Device, address: u64, dims: &[usize], strides: &[usi
         return Ok(y);
     }
     let layout = Layout::new(Shape::from(dims), strides.to_vec(), 0);
-    let element_size = dtype.size_in_bytes();
-    let to = Member { layout: y.layout(), address: launch::address(OP, &y)?, element_size };
-    let from = Member { layout: &layout, address, element_size };
-    let tensors = Strided::new(OP, dims, [to, from])?;
-    let function = gpu.function(&COPY, "copy_bytes", byte_suffix(dtype))?;
-    // SAFETY: the kernel takes the tensors and their strides; the caller promises that the source's stay inside.
-    unsafe { launch!(OP, gpu, function, tensors.launch_shape(OP)?, to.address, from.address, tensors) }?;
+    let from = Member { layout: &layout, address, dtype };
+    // SAFETY: the caller promises that the source's strides stay inside.
+    unsafe { copy_bytes(OP, gpu, dims, Member::new(OP, &y)?, from) }?;
     gpu.stream().synchronize().map_err(|error| driver_error(OP, error))?;
     Ok(y)
 }

@@ -7,11 +7,12 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
     cublasGemmAlgo_t as Algorithm, cublasGemmBatchedEx, cublasOperation_t as Operation, cudaDataType as Type,
 };
 use rustc_hash::{FxHashMap, FxHashSet};
-use trainable_candle_cuda::modules::ADDRESSES;
+use trainable_candle_cuda::kernels::addresses::{WRITE_ADDRESSES, WriteAddresses};
+use trainable_candle_cuda::structs::Addresses;
 
 use super::gemm::{Matrix, compute_type, data_type};
 use super::gpu::{Gpu, check_blas, driver_error};
-use super::launch::{Address, Shape, address, empty, launch, same_device};
+use super::launch::{Address, Element, Mut, Shape, address, empty, same_device};
 use super::profile::measured;
 use crate::compute::{Destination, Product};
 use crate::cpu::gemm::{Plan, check_destination, check_result_dtype};
@@ -134,7 +135,7 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     let gpu = Gpu::of(OP, &batch[0].a)?;
     let count = batch.len();
     let mut results = Vec::with_capacity(count);
-    let mut addresses = [0 as Address; MOST_ADDRESSES];
+    let mut addresses = Addresses { values: [0; MOST_ADDRESSES] };
     for (i, product) in batch.iter().enumerate() {
         same_device(OP, &batch[0].a, &[&product.a, &product.b])?;
         let result = match &product.to {
@@ -144,17 +145,18 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
                 sum.clone()
             }
         };
-        addresses[i] = address(OP, &product.a)?;
-        addresses[count + i] = address(OP, &product.b)?;
-        addresses[2 * count + i] = address(OP, &result)?;
+        addresses.values[i] = address(OP, &product.a)?;
+        addresses.values[count + i] = address(OP, &product.b)?;
+        addresses.values[2 * count + i] = address(OP, &result)?;
         results.push(result);
     }
     let table = empty(OP, gpu, &[3 * count], DType::I64)?;
-    let (to, len) = (address(OP, &table)?, 3 * count as u32);
-    let function = gpu.function(&ADDRESSES, "write_addresses", &[])?;
+    let to = address(OP, &table)?;
+    let function = gpu.function(&WRITE_ADDRESSES, &[])?;
     let shape = Shape::linear(OP, 1, MOST_ADDRESSES as u32)?;
-    // SAFETY: the kernel takes room for the addresses, their number, and a block of them by value.
-    unsafe { launch!(OP, gpu, function, shape, to, len, addresses) }?;
+    let arguments = WriteAddresses { table: Mut::new(to, Element::U64), count: 3 * count as u32, addresses };
+    // SAFETY: the table has room for so many addresses.
+    unsafe { function.launch(OP, gpu, shape, arguments) }?;
     let part = |i: usize| to + (i * count * size_of::<Address>()) as Address;
     let [m, n, k] = key.sizes;
     let types: [Type; 2] = [data_type(OP, key.dtypes[0])?, data_type(OP, key.dtypes[1])?];

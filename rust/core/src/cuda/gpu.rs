@@ -14,10 +14,10 @@ use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaError, DeviceId};
 use candle_core::{CudaDevice, Device, DeviceLocation};
 use rustc_hash::FxHashMap;
-use trainable_candle_cuda::modules::Module;
+use trainable_candle_cuda::kernels::Module;
 
 use super::board::Board;
-use super::launch::{Address, Function};
+use super::launch::{Address, Arguments, Function, Kernel, Loaded};
 use super::linear::Products;
 use crate::{Error, Raw, Result};
 
@@ -30,7 +30,7 @@ pub struct Gpu {
     stream: Arc<CudaStream>,
     blas: Arc<CudaBlas>,
     modules: RwLock<FxHashMap<&'static str, Arc<CudaModule>>>,
-    functions: RwLock<FxHashMap<Name, Function>>,
+    functions: RwLock<FxHashMap<Name, Loaded>>,
     /// Compute capability 9.0, whose own instructions some modules use.
     is_hopper: bool,
     multiprocessors: usize,
@@ -195,27 +195,40 @@ impl Gpu {
         }
     }
 
-    /// The function `<name>_<dtype>_...` of a module; found once.
+    /// The kernel for some dtypes, `<name>_<dtype>_...` of its module; found once.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver cannot load it.
-    pub fn function(&self, module: &Module, name: &'static str, dtypes: &'static [&'static str]) -> Result<Function> {
-        let key = (module.name, name, dtypes);
-        if let Some(function) = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
-            return Ok(function.clone());
+    /// [`Error::Device`] if there is none or the driver cannot load it.
+    pub fn function<A: Arguments>(&self, kernel: &Kernel<A>, dtypes: &'static [&'static str]) -> Result<Function<A>> {
+        let key = (kernel.module.name, kernel.name, dtypes);
+        if let Some(loaded) = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
+            return Ok(Function::new(loaded.clone()));
         }
-        let mut full = name.to_owned();
+        let mut full = kernel.name.to_owned();
         for dtype in dtypes {
             full.push('_');
             full.push_str(dtype);
         }
-        let found = self.module(module)?.load_function(&full);
-        let found = found.map_err(|error| {
-            Error::device("cuda", format!("the module {} has no function {full} for this GPU ({error})", module.name))
-        })?;
-        let function = Function::new(found, &full);
-        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function.clone());
-        Ok(function)
+        let missing = |reason: &dyn std::fmt::Display| {
+            let module = kernel.module.name;
+            Error::device("cuda", format!("the module {module} has no function {full} for this GPU ({reason})"))
+        };
+        let variant = kernel.variants.iter().find(|variant| variant.dtypes == dtypes);
+        let variant = variant.ok_or_else(|| missing(&"there is none for these dtypes"))?;
+        let found = self.module(kernel.module)?.load_function(&full).map_err(|error| missing(&error))?;
+        let loaded = Loaded::new(found, &full, variant.pointers);
+        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, loaded.clone());
+        Ok(Function::new(loaded))
+    }
+
+    /// As [`function`](Self::function), for the kernel of a name that takes the arguments `A`.
+    ///
+    /// # Errors
+    /// As [`function`](Self::function).
+    pub fn named<A: Arguments>(&self, name: &str, dtypes: &'static [&'static str]) -> Result<Function<A>> {
+        let kernel = A::KERNELS.iter().find(|kernel| kernel.name == name);
+        let missing = || Error::device("cuda", format!("no kernel {name} takes these arguments; please report this"));
+        self.function(kernel.ok_or_else(missing)?, dtypes)
     }
 
     fn module(&self, module: &Module) -> Result<Arc<CudaModule>> {

@@ -1,11 +1,15 @@
 //! Norms of gradients, clipping and loss scaling. Norm, clip factor and scale stay on the device.
 
 use candle_core::{DType, Device};
-use trainable_candle_cuda::modules::GRADIENT;
+use trainable_candle_cuda::kernels::gradient::{
+    GRADIENT_CLIP, GRADIENT_NORM_L2, GRADIENT_NORM_MAX, GRADIENT_SCALE, GradientClip, GradientNormL2, GradientScale,
+    LOSS_SCALE_UPDATE, LossScaleUpdate,
+};
+use trainable_candle_cuda::structs;
 
 use super::copy::{contiguous, copy_into};
 use super::gpu::Gpu;
-use super::launch::{Shape, address, count32, empty, launch, optional, same_device, suffix};
+use super::launch::{Shape, count32, empty, input, optional_input, output, same_device, suffix};
 use crate::raw::to_vec;
 use crate::{Error, Raw, Result};
 
@@ -27,29 +31,35 @@ impl Clip {
         loss_scale: Option<&LossScale>,
     ) -> Result<Self> {
         let gpu = Gpu::of_device(op, device)?;
-        let clip = empty(op, gpu, &[2], DType::F64)?;
+        let clip = empty(op, gpu, &[size_of::<structs::Clip>() / size_of::<f64>()], DType::F64)?;
         let vectors = vectors.iter().filter(|vector| vector.elem_count() > 0).map(contiguous);
         let vectors = vectors.collect::<Result<Vec<_>>>()?;
         let blocks = |vector: &Raw| vector.elem_count().div_ceil(4096).min(1024);
         let parts = empty(op, gpu, &[vectors.iter().map(blocks).sum::<usize>()], DType::F64)?;
-        let first = address(op, &parts)?;
-        let mut count = 0;
-        let name = if is_max { "gradient_norm_max" } else { "gradient_norm_l2" };
+        let (mut room, mut count) = (output(op, &parts)?, 0);
+        let kernel = if is_max { &GRADIENT_NORM_MAX } else { &GRADIENT_NORM_L2 };
         for vector in &vectors {
             same_device(op, &clip, &[vector])?;
-            let function = gpu.function(&GRADIENT, name, suffix(op, vector.dtype())?)?;
-            let (from, len, to) = (address(op, vector)?, vector.elem_count() as u64, first + 8 * count as u64);
+            let function = gpu.function(kernel, suffix(op, vector.dtype())?)?;
+            let grads = input(op, vector)?;
+            let arguments = GradientNormL2 { grads, count: vector.elem_count() as u64, parts: room };
             let shape = Shape::linear(op, blocks(vector), 256)?;
-            // SAFETY: the kernel takes the gradients, their number, and room for a number of each block.
-            unsafe { launch!(op, gpu, function, shape, from, len, to) }?;
+            // SAFETY: there is room for a number of each block.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
             count += blocks(vector);
+            room = room.behind(blocks(vector) * size_of::<f64>());
         }
-        let function = gpu.function(&GRADIENT, "gradient_clip", &[])?;
-        let (count, is_max) = (count32(op, count)?, u32::from(is_max));
-        let (scale, to) = (optional(op, loss_scale.map(|scale| &scale.0))?, address(op, &clip)?);
-        let shape = Shape::linear(op, 1, 256)?;
-        // SAFETY: the kernel takes the parts, numbers, the loss scale or null, and the two numbers of the result.
-        unsafe { launch!(op, gpu, function, shape, first, count, is_max, max_norm, scale, to) }?;
+        let function = gpu.function(&GRADIENT_CLIP, &[])?;
+        let arguments = GradientClip {
+            parts: input(op, &parts)?,
+            count: count32(op, count)?,
+            is_max: u32::from(is_max),
+            max_norm,
+            loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
+            clip: output(op, &clip)?,
+        };
+        // SAFETY: there are so many parts, and the two numbers of the result.
+        unsafe { function.launch(op, gpu, Shape::linear(op, 1, 256)?, arguments) }?;
         Ok(Self(clip))
     }
 
@@ -80,14 +90,17 @@ pub fn scale_gradients(
         return Ok(());
     }
     let gpu = Gpu::of(op, gradients)?;
-    let function = gpu.function(&GRADIENT, "gradient_scale", suffix(op, gradients.dtype())?)?;
-    let (to, len) = (address(op, gradients)?, count as u64);
-    let clip = optional(op, clip.map(|clip| &clip.0))?;
-    let scale = optional(op, loss_scale.map(|scale| &scale.0))?;
+    let function = gpu.function(&GRADIENT_SCALE, suffix(op, gradients.dtype())?)?;
+    let arguments = GradientScale {
+        grads: output(op, gradients)?,
+        count: count as u64,
+        clip: optional_input(op, clip.map(|clip| &clip.0))?,
+        loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
+    };
     // Few blocks, which have little to do where there is nothing to scale.
     let each = count.div_ceil(256 * 2048).max(4);
-    // SAFETY: the kernel takes the gradients, their number, and the factors or null.
-    unsafe { launch!(op, gpu, function, Shape::flat(count, each), to, len, clip, scale) }
+    // SAFETY: there are so many gradients.
+    unsafe { function.launch(op, gpu, Shape::flat(count, each), arguments) }
 }
 
 /// The state of dynamic loss scaling: the scale and the good steps in a row.
@@ -137,11 +150,11 @@ impl LossScale {
         const OP: &str = "GradScaler";
         same_device(OP, &self.0, &[norm])?;
         let gpu = Gpu::of(OP, &self.0)?;
-        let function = gpu.function(&GRADIENT, "loss_scale_update", &[])?;
-        let (state, norm) = (address(OP, &self.0)?, address(OP, norm)?);
-        let shape = Shape::linear(OP, 1, 1)?;
-        // SAFETY: the kernel takes the state, the norm and numbers.
-        unsafe { launch!(OP, gpu, function, shape, state, norm, growth, backoff, interval) }
+        let function = gpu.function(&LOSS_SCALE_UPDATE, &[])?;
+        let (loss_scale, norm) = (output(OP, &self.0)?, input(OP, norm)?);
+        let arguments = LossScaleUpdate { loss_scale, norm, growth, backoff, interval };
+        // SAFETY: the state has its two numbers, the norm one.
+        unsafe { function.launch(OP, gpu, Shape::linear(OP, 1, 1)?, arguments) }
     }
 
     pub(super) const fn raw(&self) -> &Raw {

@@ -3,11 +3,14 @@
 //! Nobody waits for the values of ids: a kernel that meets one out of range notes it on the device's [`Board`](super::board::Board).
 
 use candle_core::DType;
-use trainable_candle_cuda::modules::INDEX;
+use trainable_candle_cuda::kernels::index::{
+    GATHER_BACKWARD, GATHER_FORWARD, GatherBackward, INDEX_SELECT_BACKWARD, INDEX_SELECT_FORWARD, INDEX_SELECT_SCATTER,
+    IndexSelectBackward, IndexSelectForward, IndexSelectScatter,
+};
 
 use super::copy::{contiguous, fill};
 use super::gpu::Gpu;
-use super::launch::{Shape, address, count32, empty, launch, suffix, wide};
+use super::launch::{Kernel, Mut, Shape, count32, empty, input, output, suffix, wide};
 use crate::{Error, Raw, Result};
 
 /// A tensor around the dimension that is indexed: elements before, in and after it; and how many ids there are along it.
@@ -64,19 +67,19 @@ fn any_suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]>
 pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
     let around = Around::new(x.dims(), dim, x.dims()[dim], ids.elem_count());
     let dims = with_size(x.dims(), dim, ids.elem_count());
-    pick(op, "index_select_forward", x, ids, &dims, &around, wide(x.dtype()))
+    pick(op, &INDEX_SELECT_FORWARD, x, ids, &dims, &around, wide(x.dtype()))
 }
 
 /// `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
 pub fn gather(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) -> Result<Raw> {
     let around = Around::new(x.dims(), dim, x.dims()[dim], count);
     let dims = with_size(x.dims(), dim, count);
-    pick(op, "gather_forward", x, ids, &dims, &around, 1)
+    pick(op, &GATHER_FORWARD, x, ids, &dims, &around, 1)
 }
 
 fn pick(
     op: &'static str,
-    name: &'static str,
+    kernel: &Kernel<IndexSelectForward>,
     x: &Raw,
     ids: &Raw,
     dims: &[usize],
@@ -90,13 +93,21 @@ fn pick(
         return Ok(y);
     }
     let (ids, bytes) = dense_ids(op, ids)?;
-    let function = gpu.function(&INDEX, name, any_suffix(op, x.dtype())?)?;
+    let function = gpu.function(kernel, any_suffix(op, x.dtype())?)?;
     let shape = Shape::flat(y.elem_count(), each);
-    let (from, at, to, board) = (address(op, &x)?, address(op, &ids)?, address(op, &y)?, gpu.board().place(op));
-    let (outer, size, count) = (around.outer as u64, count32(op, around.size)?, count32(op, around.count)?);
-    let inner = count32(op, around.inner)?;
-    // SAFETY: the kernel takes the values, the ids, the result, where to note an id out of range, and their sizes.
-    unsafe { launch!(op, gpu, function, shape, from, at, to, board, outer, size, count, inner, bytes) }?;
+    let arguments = IndexSelectForward {
+        x: input(op, &x)?,
+        ids: input(op, &ids)?,
+        y: output(op, &y)?,
+        out_of_range: gpu.board().place(op),
+        outer: around.outer as u64,
+        size: count32(op, around.size)?,
+        count: count32(op, around.count)?,
+        inner: count32(op, around.inner)?,
+        id_bytes: bytes,
+    };
+    // SAFETY: the tensors are dense and of these sizes.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
     Ok(y)
 }
 
@@ -121,17 +132,19 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
     let tiles = (around.outer * around.inner).div_ceil(128 * wide(g.dtype()));
     let tasks = tiles * if scatters { around.count } else { around.size };
     let shape = Shape { grid: [tasks.clamp(1, i32::MAX as usize) as u32, 1, 1], block: [128, 1, 1], shared: 0 };
-    let (from, at, to, none) = (address(op, &g)?, address(op, &ids)?, address(op, &dx)?, 0u64);
+    let (dtypes, grad, ids, to) = (suffix(op, g.dtype())?, input(op, &g)?, input(op, &ids)?, output(op, &dx)?);
     let (outer, size, count) = (around.outer as u64, count32(op, around.size)?, count32(op, around.count)?);
     let inner = count32(op, around.inner)?;
-    let name = if scatters { "index_select_scatter" } else { "index_select_backward" };
-    let function = gpu.function(&INDEX, name, suffix(op, g.dtype())?)?;
-    // SAFETY: the kernel takes the gradient, the ids, the result and their sizes; one piece needs no partial sums.
+    // SAFETY: the tensors are dense and of these sizes; one piece needs no partial sums.
     unsafe {
         if scatters {
-            launch!(op, gpu, function, shape, from, at, to, outer, size, count, inner, bytes)
+            let arguments = IndexSelectScatter { grad, ids, dx: to, outer, size, count, inner, id_bytes: bytes };
+            gpu.function(&INDEX_SELECT_SCATTER, dtypes)?.launch(op, gpu, shape, arguments)
         } else {
-            launch!(op, gpu, function, shape, from, at, to, none, outer, size, count, inner, bytes)
+            let partials = Mut::NULL;
+            let arguments =
+                IndexSelectBackward { grad, ids, dx: to, partials, outer, size, count, inner, id_bytes: bytes };
+            gpu.function(&INDEX_SELECT_BACKWARD, dtypes)?.launch(op, gpu, shape, arguments)
         }
     }?;
     Ok(dx)
@@ -151,12 +164,19 @@ pub fn gather_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
         return Ok(dx);
     }
     let (ids, bytes) = dense_ids(op, ids)?;
-    let function = gpu.function(&INDEX, "gather_backward", suffix(op, g.dtype())?)?;
+    let function = gpu.function(&GATHER_BACKWARD, suffix(op, g.dtype())?)?;
     let shape = Shape::flat(dx.elem_count(), 1);
-    let (from, at, to) = (address(op, &g)?, address(op, &ids)?, address(op, &dx)?);
-    let (outer, size, count) = (around.outer as u64, count32(op, around.size)?, count32(op, around.count)?);
-    let inner = count32(op, around.inner)?;
-    // SAFETY: the kernel takes the gradient, the ids, the result and their sizes.
-    unsafe { launch!(op, gpu, function, shape, from, at, to, outer, size, count, inner, bytes) }?;
+    let arguments = GatherBackward {
+        grad: input(op, &g)?,
+        ids: input(op, &ids)?,
+        dx: output(op, &dx)?,
+        outer: around.outer as u64,
+        size: count32(op, around.size)?,
+        count: count32(op, around.count)?,
+        inner: count32(op, around.inner)?,
+        id_bytes: bytes,
+    };
+    // SAFETY: the tensors are dense and of these sizes.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
     Ok(dx)
 }

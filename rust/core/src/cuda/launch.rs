@@ -1,6 +1,7 @@
 //! Launching kernels: addresses of tensors, arguments, new results.
 
 use std::ffi::c_void;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as Attribute;
@@ -8,22 +9,29 @@ use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaSlice, DeviceP
 use candle_core::cuda_backend::{CudaStorage, CudaStorageSlice};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Layout, Storage};
+pub use trainable_candle_cuda::kernels::{Arguments, Const, Element, Kernel, Mut};
+pub use trainable_candle_cuda::structs::Address;
 
 use super::gpu::{Gpu, driver_error};
 use super::profile::measured;
 use crate::{Error, Raw, Result};
 
-/// An address in a GPU's memory.
-pub type Address = u64;
-
 /// The dynamic shared memory that a function may use without asking.
 const COMMON_SHARED_MEMORY: u32 = 48 << 10;
 
-/// A kernel.
+/// A kernel for some dtypes, loaded, which takes the arguments `A`.
+pub struct Function<A> {
+    loaded: Loaded,
+    takes: PhantomData<fn(A)>,
+}
+
+/// A kernel for some dtypes as the driver knows it.
 #[derive(Clone)]
-pub struct Function {
+pub(super) struct Loaded {
     function: CudaFunction,
     name: Arc<str>,
+    /// Its pointers: their names, and what lies there.
+    pointers: &'static [(&'static str, Element)],
 }
 
 /// How many blocks, threads in a block, and bytes of dynamic shared memory in a block.
@@ -76,26 +84,37 @@ impl Shape {
     }
 }
 
-impl Function {
-    pub(super) fn new(function: CudaFunction, name: &str) -> Self {
-        Self { function, name: name.into() }
+impl<A: Arguments> Function<A> {
+    /// Of a variant of a kernel that takes `A`.
+    pub(super) const fn new(loaded: Loaded) -> Self {
+        Self { loaded, takes: PhantomData }
     }
 
     /// Queue the kernel.
     ///
     /// # Safety
-    /// `arguments` point to the kernel's parameters, in order and of their types; the memory that they name is valid for what the
-    /// kernel does with it.
+    /// The memory that the arguments name is valid for what the kernel does with it.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver refuses.
-    pub unsafe fn launch(
-        &self,
-        op: &'static str,
-        gpu: &Gpu,
-        shape: Shape,
-        arguments: &mut [*mut c_void],
-    ) -> Result<()> {
+    /// [`Error::DType`] if memory has other elements than the kernel reads or writes, [`Error::Device`] if the driver refuses.
+    pub unsafe fn launch(&self, op: &'static str, gpu: &Gpu, shape: Shape, arguments: A) -> Result<()> {
+        arguments.lend(|places, elements| {
+            check(op, &self.loaded.name, self.loaded.pointers, elements)?;
+            // SAFETY: the arguments are the kernel's; the rest is the caller's promise.
+            unsafe { self.loaded.launch(op, gpu, shape, places) }
+        })
+    }
+}
+
+impl Loaded {
+    pub(super) fn new(function: CudaFunction, name: &str, pointers: &'static [(&'static str, Element)]) -> Self {
+        Self { function, name: name.into(), pointers }
+    }
+
+    /// # Safety
+    /// `arguments` point to the kernel's parameters, in order and of their types; the memory that they name is valid for what the
+    /// kernel does with it.
+    unsafe fn launch(&self, op: &'static str, gpu: &Gpu, shape: Shape, arguments: &mut [*mut c_void]) -> Result<()> {
         let mut run = || {
             gpu.stream().context().bind_to_thread()?;
             if shape.shared > COMMON_SHARED_MEMORY {
@@ -111,13 +130,18 @@ impl Function {
     }
 }
 
-/// Queue a kernel: `launch!(op, gpu, function, shape, argument, ...)`. Unsafe as [`Function::launch`].
-macro_rules! launch {
-    ($op:expr, $gpu:expr, $function:expr, $shape:expr, $($argument:expr),+ $(,)?) => {
-        $function.launch($op, $gpu, $shape, &mut [$(std::ptr::from_ref(&$argument).cast_mut().cast()),+])
-    };
+/// Whether memory has the elements that a kernel takes it for.
+fn check(op: &'static str, kernel: &str, pointers: &[(&'static str, Element)], elements: &[Element]) -> Result<()> {
+    match pointers.iter().zip(elements).find(|((_, expected), found)| !found.fits(*expected)) {
+        None => Ok(()),
+        Some(((argument, expected), found)) => Err(Error::dtype(
+            op,
+            format!(
+                "the kernel {kernel} got {found:?} for its argument {argument}, expected {expected:?}; please report this"
+            ),
+        )),
+    }
 }
-pub(super) use launch;
 
 /// The address of the first element of a tensor. It stays good while the tensor lives, and for all work queued until then; a graph that is
 /// being captured keeps the tensor.
@@ -148,12 +172,52 @@ pub fn address(op: &'static str, tensor: &Raw) -> Result<Address> {
     Ok(address)
 }
 
-/// The address of a tensor that may be missing: null then.
+/// What kernels call the elements of a dtype.
+pub const fn element(dtype: DType) -> Element {
+    match dtype {
+        DType::U8 => Element::U8,
+        DType::U32 => Element::U32,
+        DType::I16 => Element::I16,
+        DType::I32 => Element::I32,
+        DType::I64 => Element::I64,
+        DType::BF16 => Element::BF16,
+        DType::F16 => Element::F16,
+        DType::F32 => Element::F32,
+        DType::F64 => Element::F64,
+        _ => Element::Any,
+    }
+}
+
+/// A tensor that a kernel reads.
 ///
 /// # Errors
 /// As [`address`].
-pub fn optional(op: &'static str, tensor: Option<&Raw>) -> Result<Address> {
-    tensor.map_or(Ok(0), |tensor| address(op, tensor))
+pub fn input(op: &'static str, tensor: &Raw) -> Result<Const> {
+    Ok(Const::new(address(op, tensor)?, element(tensor.dtype())))
+}
+
+/// A tensor that a kernel reads and that may be missing: null then.
+///
+/// # Errors
+/// As [`address`].
+pub fn optional_input(op: &'static str, tensor: Option<&Raw>) -> Result<Const> {
+    tensor.map_or(Ok(Const::NULL), |tensor| input(op, tensor))
+}
+
+/// A tensor that a kernel writes.
+///
+/// # Errors
+/// As [`address`].
+pub fn output(op: &'static str, tensor: &Raw) -> Result<Mut> {
+    Ok(Mut::new(address(op, tensor)?, element(tensor.dtype())))
+}
+
+/// A tensor that a kernel writes and that may be missing: null then.
+///
+/// # Errors
+/// As [`address`].
+pub fn optional_output(op: &'static str, tensor: Option<&Raw>) -> Result<Mut> {
+    tensor.map_or(Ok(Mut::NULL), |tensor| output(op, tensor))
 }
 
 /// Elements in an access of 16 bytes.
@@ -263,4 +327,21 @@ pub fn same_device(op: &'static str, first: &Raw, others: &[&Raw]) -> Result<()>
         return Ok(());
     }
     Err(Error::device(op, "tensors are on different devices; move one with to()"))
+}
+
+#[cfg(test)]
+mod tests {
+    use trainable_candle_cuda::kernels::softmax::SOFTMAX_FORWARD;
+
+    use super::*;
+
+    #[test]
+    fn memory_of_another_dtype_is_refused() {
+        let f16 = SOFTMAX_FORWARD.variants.iter().find(|variant| variant.dtypes == ["f16"]).expect("a variant for f16");
+        let check = |elements: [Element; 2]| check("softmax", "softmax_forward_f16", f16.pointers, &elements);
+        assert!(check([Element::F16, Element::F16]).is_ok());
+        assert!(check([Const::NULL.element, element(DType::F16)]).is_ok());
+        let error = check([element(DType::F16), element(DType::F32)]).expect_err("f32 for f16").to_string();
+        assert!(error.contains("the kernel softmax_forward_f16 got F32 for its argument y, expected F16"), "{error}");
+    }
 }

@@ -1,38 +1,42 @@
 //! Losses: sums over pairs of tensors, and the cross-entropy of logits.
 
 use candle_core::DType;
-use trainable_candle_cuda::modules::{CROSS_ENTROPY, REGRESSION};
+use trainable_candle_cuda::kernels::cross_entropy::{
+    CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_FORWARD, CROSS_ENTROPY_TOTAL, CrossEntropyBackward, CrossEntropyForward,
+    CrossEntropyTotal,
+};
+use trainable_candle_cuda::kernels::regression::{
+    HUBER_LOSS_SUM, L1_LOSS_SUM, LOSS_TOTAL, LossTotal, MSE_LOSS_SUM, MseLossSum, SMOOTH_L1_LOSS_SUM,
+};
 
 use super::copy::{cast, contiguous};
 use super::gpu::Gpu;
 use super::index::id_bytes;
-use super::launch::{Shape, accumulator, address, count32, empty, launch, optional, suffix, wide};
+use super::launch::{Shape, accumulator, count32, empty, input, optional_input, output, suffix, wide};
 use crate::{Raw, Result};
 
 /// The sum of the losses of all pairs times `factor`, a number; `function` is the elementwise kernel of one pair's loss.
 pub fn total(op: &'static str, function: &'static str, [a, b]: [&Raw; 2], threshold: f64, factor: f64) -> Result<Raw> {
     let gpu = Gpu::of(op, a)?;
     let kernel = match function {
-        "square" => "mse_loss_sum",
-        "absolute" => "l1_loss_sum",
-        "huber" => "huber_loss_sum",
-        _ => "smooth_l1_loss_sum",
+        "square" => &MSE_LOSS_SUM,
+        "absolute" => &L1_LOSS_SUM,
+        "huber" => &HUBER_LOSS_SUM,
+        _ => &SMOOTH_L1_LOSS_SUM,
     };
     let (a, b) = (contiguous(a)?, contiguous(b)?);
     let (dtype, len) = (a.dtype(), a.elem_count());
     let blocks = len.div_ceil(2048 * wide(dtype)).clamp(1, 1024);
     let partials = empty(op, gpu, &[blocks], DType::F64)?;
     let y = empty(op, gpu, &[], dtype)?;
-    let (sum, join) = (
-        gpu.function(&REGRESSION, kernel, suffix(op, dtype)?)?,
-        gpu.function(&REGRESSION, "loss_total", suffix(op, dtype)?)?,
-    );
-    let (first, second, parts, to) = (address(op, &a)?, address(op, &b)?, address(op, &partials)?, address(op, &y)?);
-    let (len, count) = (len as u64, blocks as u32);
-    // SAFETY: the kernels take the dense operands, a sum of each block, the result, their sizes and numbers.
+    let (sum, join) = (gpu.function(kernel, suffix(op, dtype)?)?, gpu.function(&LOSS_TOTAL, suffix(op, dtype)?)?);
+    let (a, b, parts) = (input(op, &a)?, input(op, &b)?, output(op, &partials)?);
+    let sums = MseLossSum { a, b, partials: parts, len: len as u64, parameter: threshold };
+    let total = LossTotal { partials: input(op, &partials)?, result: output(op, &y)?, count: blocks as u32, factor };
+    // SAFETY: the operands are dense, of one length, and each block has a partial sum.
     unsafe {
-        launch!(op, gpu, sum, Shape::linear(op, blocks, 256)?, first, second, parts, len, threshold)?;
-        launch!(op, gpu, join, Shape::linear(op, 1, 256)?, parts, to, count, factor)?;
+        sum.launch(op, gpu, Shape::linear(op, blocks, 256)?, sums)?;
+        join.launch(op, gpu, Shape::linear(op, 1, 256)?, total)?;
     }
     Ok(y)
 }
@@ -65,21 +69,26 @@ pub fn cross_entropy(op: &'static str, logits: &Raw, targets: &Targets, smoothin
     let losses = empty(op, gpu, &[rows], accumulator(dtype))?;
     let lse = empty(op, gpu, &[rows], accumulator(dtype))?;
     if rows > 0 {
-        let function = gpu.function(&CROSS_ENTROPY, "cross_entropy_forward", suffix(op, dtype)?)?;
+        let function = gpu.function(&CROSS_ENTROPY_FORWARD, suffix(op, dtype)?)?;
         let len = x.dims()[x.rank() - 1];
         let shape = Shape::rows(rows, len, dtype);
-        let (from, at, to, sums) =
-            (address(op, &x)?, address(op, &targets.ids)?, address(op, &losses)?, address(op, &lse)?);
-        let (board, ignored, bytes) = (gpu.board().place(op), targets.ignore_index, id_bytes(op, &targets.ids)?);
-        let [rows, outer, inner] = [rows as u64, 0, len as u64];
-        let len = count32(op, len)?;
-        // SAFETY: the kernel takes the dense logits, their targets, the results, where to note a target out of range, sizes and numbers.
-        unsafe {
-            launch!(
-                op, gpu, function, shape, from, at, to, sums, board, rows, rows, outer, inner, len, ignored, bytes,
-                smoothing
-            )
-        }?;
+        let arguments = CrossEntropyForward {
+            x: input(op, &x)?,
+            targets: input(op, &targets.ids)?,
+            losses: output(op, &losses)?,
+            lse: output(op, &lse)?,
+            out_of_range: gpu.board().place(op),
+            rows: rows as u64,
+            inner: rows as u64,
+            outer_stride: 0,
+            inner_stride: len as u64,
+            classes: count32(op, len)?,
+            ignore_index: targets.ignore_index,
+            id_bytes: id_bytes(op, &targets.ids)?,
+            smoothing,
+        };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok((losses, lse))
 }
@@ -95,13 +104,19 @@ pub fn cross_entropy_total(
     let gpu = Gpu::of(op, losses)?;
     let result = empty(op, gpu, &[], dtype)?;
     let divisor = empty(op, gpu, &[], accumulator(dtype))?;
-    let function = gpu.function(&CROSS_ENTROPY, "cross_entropy_total", suffix(op, dtype)?)?;
-    let (from, at, to, by) =
-        (address(op, losses)?, address(op, &targets.ids)?, address(op, &result)?, address(op, &divisor)?);
-    let (rows, ignored, bytes, mean) =
-        (targets.len() as u64, targets.ignore_index, id_bytes(op, &targets.ids)?, u32::from(mean));
-    // SAFETY: the kernel takes the loss and the target of each row, two results, and numbers.
-    unsafe { launch!(op, gpu, function, Shape::linear(op, 1, 1024)?, from, at, to, by, rows, ignored, bytes, mean) }?;
+    let function = gpu.function(&CROSS_ENTROPY_TOTAL, suffix(op, dtype)?)?;
+    let arguments = CrossEntropyTotal {
+        losses: input(op, losses)?,
+        targets: input(op, &targets.ids)?,
+        result: output(op, &result)?,
+        divisor: output(op, &divisor)?,
+        rows: targets.len() as u64,
+        ignore_index: targets.ignore_index,
+        id_bytes: id_bytes(op, &targets.ids)?,
+        mean: u32::from(mean),
+    };
+    // SAFETY: there is a loss and a target for each row.
+    unsafe { function.launch(op, gpu, Shape::linear(op, 1, 1024)?, arguments) }?;
     Ok((result, divisor))
 }
 
@@ -121,21 +136,28 @@ pub fn cross_entropy_backward(
     let (dtype, rows) = (x.dtype(), targets.len());
     let dx = empty(op, gpu, x.dims(), dtype)?;
     if dx.elem_count() > 0 {
-        let function = gpu.function(&CROSS_ENTROPY, "cross_entropy_backward", suffix(op, dtype)?)?;
+        let function = gpu.function(&CROSS_ENTROPY_BACKWARD, suffix(op, dtype)?)?;
         let len = x.dims()[x.rank() - 1];
         let shape = Shape::rows(rows, len, dtype);
-        let (from, sums, at) = (address(op, &x)?, address(op, lse)?, address(op, &targets.ids)?);
-        let (g, by, to) = (address(op, &grad)?, optional(op, divisor)?, address(op, &dx)?);
-        let [rows, outer, inner] = [rows as u64, 0, len as u64];
-        let (len, ignored, bytes) = (count32(op, len)?, targets.ignore_index, id_bytes(op, &targets.ids)?);
-        let of_rows = u32::from(of_rows);
-        // SAFETY: the kernel takes the dense logits, what their gradient is made from, the result, sizes and numbers.
-        unsafe {
-            launch!(
-                op, gpu, function, shape, from, sums, at, g, by, to, rows, rows, outer, inner, len, ignored, bytes,
-                smoothing, of_rows
-            )
-        }?;
+        let arguments = CrossEntropyBackward {
+            x: input(op, &x)?,
+            lse: input(op, lse)?,
+            targets: input(op, &targets.ids)?,
+            grad: input(op, &grad)?,
+            divisor: optional_input(op, divisor)?,
+            dx: output(op, &dx)?,
+            rows: rows as u64,
+            inner: rows as u64,
+            outer_stride: 0,
+            inner_stride: len as u64,
+            classes: count32(op, len)?,
+            ignore_index: targets.ignore_index,
+            id_bytes: id_bytes(op, &targets.ids)?,
+            smoothing,
+            of_rows: u32::from(of_rows),
+        };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(dx)
 }

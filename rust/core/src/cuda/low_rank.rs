@@ -1,11 +1,15 @@
 //! The low-rank products of adapted linear maps, where one kernel takes them.
 
 use candle_core::DType;
-use trainable_candle_cuda::modules::LOW_RANK;
+use trainable_candle_cuda::kernels::low_rank::{
+    LOW_RANK_BACKWARD16, LOW_RANK_BACKWARD32, LOW_RANK_BACKWARD64, LOW_RANK_FORWARD16, LOW_RANK_FORWARD32,
+    LOW_RANK_FORWARD64, LowRankForward16,
+};
+use trainable_candle_cuda::structs::{LowRankSizes, LowRankTerm, LowRankTerms};
 
 use super::gpu::Gpu;
-use super::launch::{Address, Shape, address, launch, same_device, suffix};
-use crate::compute::LowRankTerm;
+use super::launch::{Address, Shape, address, same_device, suffix};
+use crate::compute;
 use crate::raw::storage_identity;
 use crate::{Raw, Result};
 
@@ -21,34 +25,6 @@ const MOST_ELEMENTS: usize = 6 << 20;
 const STEP: usize = 32;
 const ALIGNMENT: usize = 16;
 
-/// How the kernel takes a term's matrices; see `kernels/low_rank.cu`.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct Term {
-    input: Address,
-    down: Address,
-    up: Address,
-    hidden: Address,
-    dst: Address,
-}
-
-/// What all terms of a launch have in common, as the kernel takes it.
-#[repr(C)]
-#[derive(Clone, Copy, PartialEq)]
-struct Sizes {
-    rows: u32,
-    inner: u32,
-    outer: u32,
-    terms: u32,
-    input_row: u32,
-    hidden_row: u32,
-    dst_row: u32,
-    down_row: u32,
-    up_row: u32,
-    scale_hidden: f32,
-    scale_dst: f32,
-}
-
 /// How the factors lie.
 #[derive(Clone, Copy, PartialEq)]
 enum Direction {
@@ -62,20 +38,20 @@ enum Direction {
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if they are on different devices.
-pub fn low_rank(terms: &[(LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2]) -> Result<bool> {
+pub fn low_rank(terms: &[(compute::LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2]) -> Result<bool> {
     let Some((first, shared)) = terms.first().filter(|_| terms.len() <= MOST_TERMS) else { return Ok(false) };
-    let Some((direction, mut sizes)) = Sizes::of(first, shared) else { return Ok(false) };
+    let Some((direction, mut sizes)) = sizes(first, shared) else { return Ok(false) };
     let shared = address(OP, shared)?;
-    let mut list = [Term::default(); MOST_TERMS];
+    let mut list = [LowRankTerm::default(); MOST_TERMS];
     for ((term, dst), place) in terms.iter().zip(&mut list) {
         let operands = [&term.input, &term.down, &term.up, &term.hidden];
         same_device(OP, dst, &operands)?;
         let ([input, down, up, hidden], dst_at) = (operands.map(|operand| address(OP, operand)), address(OP, dst)?);
-        *place = Term { input: input?, down: down?, up: up?, hidden: hidden?, dst: dst_at };
-        let Term { input, down, up, hidden, .. } = *place;
+        *place = LowRankTerm { input: input?, down: down?, up: up?, hidden: hidden?, dst: dst_at };
+        let LowRankTerm { input, down, up, hidden, .. } = *place;
         let is_aligned = [input, down, up, hidden, dst_at].iter().all(|at| at.is_multiple_of(ALIGNMENT as Address));
         let is_apart = operands.iter().all(|operand| storage_identity(operand).0 != storage_identity(dst).0);
-        let is_alike = Sizes::of(term, dst) == Some((direction, sizes)) && term.input.dtype() == first.input.dtype();
+        let is_alike = self::sizes(term, dst) == Some((direction, sizes)) && term.input.dtype() == first.input.dtype();
         // Backward, the terms add to one matrix.
         let is_shared = dst_at == shared;
         if !is_aligned || !is_apart || !is_alike || (direction == Direction::Backward && !is_shared) {
@@ -91,15 +67,15 @@ pub fn low_rank(terms: &[(LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2
     }
     (sizes.terms, sizes.scale_hidden, sizes.scale_dst) = (terms.len() as u32, scale_hidden as f32, scale_dst as f32);
     let gpu = Gpu::of(OP, &first.input)?;
-    let name = match (direction, first.hidden.dims()[1]) {
-        (Direction::Forward, 16) => "low_rank_forward16",
-        (Direction::Forward, 32) => "low_rank_forward32",
-        (Direction::Forward, _) => "low_rank_forward64",
-        (Direction::Backward, 16) => "low_rank_backward16",
-        (Direction::Backward, 32) => "low_rank_backward32",
-        (Direction::Backward, _) => "low_rank_backward64",
+    let kernel = match (direction, first.hidden.dims()[1]) {
+        (Direction::Forward, 16) => &LOW_RANK_FORWARD16,
+        (Direction::Forward, 32) => &LOW_RANK_FORWARD32,
+        (Direction::Forward, _) => &LOW_RANK_FORWARD64,
+        (Direction::Backward, 16) => &LOW_RANK_BACKWARD16,
+        (Direction::Backward, 32) => &LOW_RANK_BACKWARD32,
+        (Direction::Backward, _) => &LOW_RANK_BACKWARD64,
     };
-    let function = gpu.function(&LOW_RANK, name, suffix(OP, first.input.dtype())?)?;
+    let function = gpu.function(kernel, suffix(OP, first.input.dtype())?)?;
     let layers = if direction == Direction::Forward { sizes.terms } else { 1 };
     let blocks = (sizes.rows as usize).div_ceil(ROWS);
     let warps: u32 = if first.hidden.dims()[1] == 64 { 8 } else { 16 };
@@ -107,48 +83,46 @@ pub fn low_rank(terms: &[(LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2
     let most = (sizes.outer as usize).div_ceil(warps as usize * STEP);
     let shares = (gpu.multiprocessors() / (blocks * layers as usize)).clamp(1, most);
     let shape = Shape { grid: [blocks as u32, shares as u32, layers], block: [32 * warps, 1, 1], shared: 0 };
-    // SAFETY: the kernel takes the terms and their sizes by value; `Sizes::of` has checked that the matrices have them.
-    unsafe { launch!(OP, gpu, function, shape, list, sizes) }?;
+    // SAFETY: `sizes` has checked that the matrices have them.
+    unsafe { function.launch(OP, gpu, shape, LowRankForward16 { terms: LowRankTerms { list }, sizes }) }?;
     Ok(true)
 }
 
-impl Sizes {
-    /// Nothing if the kernel does not take the term's matrices.
-    fn of(term: &LowRankTerm, dst: &Raw) -> Option<(Direction, Self)> {
-        let LowRankTerm { input, down, up, hidden } = term;
-        let dtype = input.dtype();
-        let all = [input, down, up, hidden, dst];
-        if !matches!(dtype, DType::F16 | DType::BF16) || all.iter().any(|x| x.dtype() != dtype || x.rank() != 2) {
-            return None;
-        }
-        let &[rows, inner] = input.dims() else { return None };
-        let &[rank, outer] = up.dims() else { return None };
-        let fits = down.dims() == [inner, rank] && hidden.dims() == [rows, rank] && dst.dims() == [rows, outer];
-        let is_whole = inner.is_multiple_of(STEP) && outer.is_multiple_of(STEP) && rows * inner * outer > 0;
-        let is_small = rows * (inner + outer) <= MOST_ELEMENTS;
-        if !fits || !is_whole || !is_small || !matches!(rank, 16 | 32 | 64) {
-            return None;
-        }
-        let by_rows = |x: &Raw| row_distance(x.stride());
-        let by_columns = |x: &Raw| row_distance(&[x.stride()[1], x.stride()[0]]);
-        let forward = by_columns(down).zip(by_columns(up)).map(|rows| (Direction::Forward, rows));
-        let backward = || by_rows(down).zip(by_rows(up)).map(|rows| (Direction::Backward, rows));
-        let (direction, (down_row, up_row)) = forward.or_else(backward)?;
-        let sizes = Self {
-            rows: u32::try_from(rows).ok()?,
-            inner: u32::try_from(inner).ok()?,
-            outer: u32::try_from(outer).ok()?,
-            terms: 0,
-            input_row: by_rows(input)?,
-            hidden_row: by_rows(hidden)?,
-            dst_row: by_rows(dst)?,
-            down_row,
-            up_row,
-            scale_hidden: 0.0,
-            scale_dst: 0.0,
-        };
-        Some((direction, sizes))
+/// The sizes of a term; nothing if the kernel does not take its matrices.
+fn sizes(term: &compute::LowRankTerm, dst: &Raw) -> Option<(Direction, LowRankSizes)> {
+    let compute::LowRankTerm { input, down, up, hidden } = term;
+    let dtype = input.dtype();
+    let all = [input, down, up, hidden, dst];
+    if !matches!(dtype, DType::F16 | DType::BF16) || all.iter().any(|x| x.dtype() != dtype || x.rank() != 2) {
+        return None;
     }
+    let &[rows, inner] = input.dims() else { return None };
+    let &[rank, outer] = up.dims() else { return None };
+    let fits = down.dims() == [inner, rank] && hidden.dims() == [rows, rank] && dst.dims() == [rows, outer];
+    let is_whole = inner.is_multiple_of(STEP) && outer.is_multiple_of(STEP) && rows * inner * outer > 0;
+    let is_small = rows * (inner + outer) <= MOST_ELEMENTS;
+    if !fits || !is_whole || !is_small || !matches!(rank, 16 | 32 | 64) {
+        return None;
+    }
+    let by_rows = |x: &Raw| row_distance(x.stride());
+    let by_columns = |x: &Raw| row_distance(&[x.stride()[1], x.stride()[0]]);
+    let forward = by_columns(down).zip(by_columns(up)).map(|rows| (Direction::Forward, rows));
+    let backward = || by_rows(down).zip(by_rows(up)).map(|rows| (Direction::Backward, rows));
+    let (direction, (down_row, up_row)) = forward.or_else(backward)?;
+    let sizes = LowRankSizes {
+        rows: u32::try_from(rows).ok()?,
+        inner: u32::try_from(inner).ok()?,
+        outer: u32::try_from(outer).ok()?,
+        terms: 0,
+        input_row: by_rows(input)?,
+        hidden_row: by_rows(hidden)?,
+        dst_row: by_rows(dst)?,
+        down_row,
+        up_row,
+        scale_hidden: 0.0,
+        scale_dst: 0.0,
+    };
+    Some((direction, sizes))
 }
 
 /// The distance of the rows of a matrix whose columns lie side by side, if they are aligned.

@@ -1,11 +1,20 @@
 //! Layer, RMS and group norm.
 
 use candle_core::DType;
-use trainable_candle_cuda::modules::{GROUP_NORM, NORM};
+use trainable_candle_cuda::kernels::group_norm::{
+    GROUP_NORM_BACKWARD, GROUP_NORM_FORWARD, GROUP_NORM_MOMENTS, GROUP_NORM_SILU_BACKWARD, GROUP_NORM_SILU_FORWARD,
+    GROUP_NORM_SILU_SUMS, GROUP_NORM_SLOPES, GROUP_NORM_STATISTICS, GROUP_NORM_SUMS, GroupNormBackward,
+    GroupNormForward, GroupNormMoments, GroupNormSlopes, GroupNormStatistics, GroupNormSums,
+};
+use trainable_candle_cuda::kernels::norm::{
+    LAYER_NORM_AFFINE, LAYER_NORM_BACKWARD, LAYER_NORM_FORWARD, LayerNormAffine, LayerNormBackward, LayerNormForward,
+    MODULATED_LAYER_NORM_BACKWARD, MODULATED_LAYER_NORM_FORWARD, NORM_AFFINE_SUM, NormAffineSum, RMS_NORM_AFFINE,
+    RMS_NORM_BACKWARD, RMS_NORM_FORWARD,
+};
 
 use super::copy::{cast, contiguous};
 use super::gpu::Gpu;
-use super::launch::{Shape, accumulator, address, count32, empty, launch, optional, suffix, wide};
+use super::launch::{Shape, accumulator, count32, empty, input, optional_input, optional_output, output, suffix, wide};
 use crate::tape::Pending;
 use crate::{Error, Raw, Result};
 
@@ -121,25 +130,30 @@ pub fn rows(
     let mean = kind.centers().then(|| empty(op, gpu, &[rows], accumulator(x.dtype()))).transpose()?;
     let sum = residual.map(|_| empty(op, gpu, x.dims(), x.dtype())).transpose()?;
     if y.elem_count() > 0 {
-        let name = match kind {
-            Kind::Layer => "layer_norm_forward",
-            Kind::Rms => "rms_norm_forward",
-            Kind::Modulated { .. } => "modulated_layer_norm_forward",
+        let kernel = match kind {
+            Kind::Layer => &LAYER_NORM_FORWARD,
+            Kind::Rms => &RMS_NORM_FORWARD,
+            Kind::Modulated { .. } => &MODULATED_LAYER_NORM_FORWARD,
         };
-        let function = gpu.function(&NORM, name, suffix(op, x.dtype())?)?;
+        let function = gpu.function(kernel, suffix(op, x.dtype())?)?;
         let shape = over_rows(rows, len, x.dtype());
-        let (weight, bias) = (optional(op, parameters.weight.as_ref())?, optional(op, parameters.bias.as_ref())?);
-        let (from, to, rstds, means) =
-            (address(op, x)?, address(op, &y)?, address(op, &rstd)?, optional(op, mean.as_ref())?);
-        let (rows, len, sharing, is_f32) = (rows as u64, count32(op, len)?, kind.sharing(op)?, parameters.is_f32());
-        let (residual, total) = (optional(op, residual)?, optional(op, sum.as_ref())?);
-        // SAFETY: the kernel takes the input, what is added to it, its parameters, the results, their sizes and numbers.
-        unsafe {
-            launch!(
-                op, gpu, function, shape, from, residual, total, weight, bias, to, means, rstds, rows, len, sharing,
-                eps, is_f32
-            )
-        }?;
+        let arguments = LayerNormForward {
+            x: input(op, x)?,
+            residual: optional_input(op, residual)?,
+            sum: optional_output(op, sum.as_ref())?,
+            weight: optional_input(op, parameters.weight.as_ref())?,
+            bias: optional_input(op, parameters.bias.as_ref())?,
+            y: output(op, &y)?,
+            mean: optional_output(op, mean.as_ref())?,
+            rstd: output(op, &rstd)?,
+            rows: rows as u64,
+            len: count32(op, len)?,
+            sharing: kind.sharing(op)?,
+            eps,
+            affine_f32: parameters.is_f32(),
+        };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(Rows { x: sum.unwrap_or_else(|| x.clone()), y, rstd, mean })
 }
@@ -168,47 +182,55 @@ pub fn rows_backward(
     let gpu = Gpu::of(op, x)?;
     let dtype = x.dtype();
     let parameters = Parameters::new(dtype, [saved.weight, None])?;
-    let (from, g, rstd) = (address(op, x)?, address(op, grad)?, address(op, saved.rstd)?);
-    let (mean, weight) = (optional(op, saved.mean)?, optional(op, parameters.weight.as_ref())?);
-    let (rows64, len32, is_f32) = (rows as u64, count32(op, len)?, parameters.is_f32());
-    let mut input = None;
+    let (from, g, rstd, mean) =
+        (input(op, x)?, input(op, grad)?, input(op, saved.rstd)?, optional_input(op, saved.mean)?);
+    let len32 = count32(op, len)?;
+    let mut of_input = None;
     if wants[0] {
         let dx = destination(op, gpu, x, before.as_ref())?;
         if dx.elem_count() > 0 {
-            let name = match kind {
-                Kind::Layer => "layer_norm_backward",
-                Kind::Rms => "rms_norm_backward",
-                Kind::Modulated { .. } => "modulated_layer_norm_backward",
+            let kernel = match kind {
+                Kind::Layer => &LAYER_NORM_BACKWARD,
+                Kind::Rms => &RMS_NORM_BACKWARD,
+                Kind::Modulated { .. } => &MODULATED_LAYER_NORM_BACKWARD,
             };
-            let function = gpu.function(&NORM, name, suffix(op, dtype)?)?;
-            let (before, to) = (optional(op, before.as_ref().map(|pending| &pending.sum))?, address(op, &dx)?);
-            let (shape, sharing) = (over_rows(rows, len, dtype), kind.sharing(op)?);
-            // SAFETY: the kernel takes what the gradient is made from and added to, the result and their sizes.
-            unsafe {
-                launch!(
-                    op, gpu, function, shape, from, g, before, weight, mean, rstd, to, rows64, len32, sharing, is_f32
-                )
-            }?;
+            let function = gpu.function(kernel, suffix(op, dtype)?)?;
+            let arguments = LayerNormBackward {
+                x: from,
+                grad: g,
+                before: optional_input(op, before.as_ref().map(|pending| &pending.sum))?,
+                weight: optional_input(op, parameters.weight.as_ref())?,
+                mean,
+                rstd,
+                dx: output(op, &dx)?,
+                rows: rows as u64,
+                len: len32,
+                sharing: kind.sharing(op)?,
+                affine_f32: parameters.is_f32(),
+            };
+            // SAFETY: the tensors are dense and of these sizes.
+            unsafe { function.launch(op, gpu, over_rows(rows, len, dtype), arguments) }?;
         }
-        input = Some(dx);
+        of_input = Some(dx);
     }
     if !(wants[1] || wants[2]) {
-        return Ok(Gradients { input, weight: None, bias: None });
+        return Ok(Gradients { input: of_input, weight: None, bias: None });
     }
     let [samples, rows] = kind.samples(op, rows)?;
     let pieces = rows.div_ceil(64).clamp(1, 128);
     let partials = empty(op, gpu, &[samples, pieces, 2, len], accumulator(dtype))?;
     if partials.elem_count() > 0 {
-        let name = if kind.centers() { "layer_norm_affine" } else { "rms_norm_affine" };
-        let function = gpu.function(&NORM, name, suffix(op, dtype)?)?;
+        let kernel = if kind.centers() { &LAYER_NORM_AFFINE } else { &RMS_NORM_AFFINE };
+        let function = gpu.function(kernel, suffix(op, dtype)?)?;
         let columns = len.div_ceil(32 * wide(dtype)) as u32;
         let shape = Shape { grid: [columns, pieces as u32, samples as u32], block: [32, 8, 1], shared: 0 };
-        let (to, rows) = (address(op, &partials)?, rows as u64);
-        // SAFETY: as above.
-        unsafe { launch!(op, gpu, function, shape, from, g, mean, rstd, to, rows, len32) }?;
+        let (partials, rows) = (output(op, &partials)?, rows as u64);
+        let arguments = LayerNormAffine { x: from, grad: g, mean, rstd, partials, rows, len: len32 };
+        // SAFETY: as above; the partial sums are one for each block of the grid's second and third dimension.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     let [weight, bias] = sum_affine(op, gpu, &partials, dtype, [wants[1], wants[2]])?;
-    Ok(Gradients { input, weight, bias })
+    Ok(Gradients { input: of_input, weight, bias })
 }
 
 /// The gradients of scale and shift that are wanted, in the dtype of arithmetic, from partial sums (samples, pieces, 2, len) of inputs of `dtype`.
@@ -223,14 +245,19 @@ pub(super) fn sum_affine(
     let result = |wanted: bool| wanted.then(|| empty(op, gpu, &[samples, len], accumulator(dtype))).transpose();
     let sums = [result(wants[0])?, result(wants[1])?];
     if partials.elem_count() > 0 {
-        let function = gpu.function(&NORM, "norm_affine_sum", suffix(op, dtype)?)?;
+        let function = gpu.function(&NORM_AFFINE_SUM, suffix(op, dtype)?)?;
         let shape = Shape { grid: [len.div_ceil(32) as u32, 2, samples as u32], block: [32, 16, 1], shared: 0 };
-        let (from, weight, bias) =
-            (address(op, partials)?, optional(op, sums[0].as_ref())?, optional(op, sums[1].as_ref())?);
-        // The sums stay in f32, where gradients of parameters are collected.
-        let (pieces, len, is_f32) = (count32(op, pieces)?, count32(op, len)?, u32::from(dtype != DType::F64));
-        // SAFETY: the kernel takes the partial sums, the results and their sizes.
-        unsafe { launch!(op, gpu, function, shape, from, weight, bias, pieces, len, is_f32) }?;
+        let arguments = NormAffineSum {
+            partials: input(op, partials)?,
+            dweight: optional_output(op, sums[0].as_ref())?,
+            dbias: optional_output(op, sums[1].as_ref())?,
+            pieces: count32(op, pieces)?,
+            len: count32(op, len)?,
+            // The sums stay in f32, where gradients of parameters are collected.
+            affine_f32: u32::from(dtype != DType::F64),
+        };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(sums)
 }
@@ -295,51 +322,33 @@ pub fn groups(
     let split = size.split(dtype);
     let partials = size.partials(op, gpu, &split, dtype)?;
     let suffix = suffix(op, dtype)?;
-    let name = if silu { "group_norm_silu_forward" } else { "group_norm_forward" };
-    let (from, to, parts) = (address(op, x)?, address(op, &y)?, address(op, &partials)?);
-    let (means, rstds) = (address(op, &mean)?, address(op, &rstd)?);
-    let (weight, bias) = (optional(op, parameters.weight.as_ref())?, optional(op, parameters.bias.as_ref())?);
+    let (x, parts) = (input(op, x)?, output(op, &partials)?);
     let [positions, channels, groups] =
         [count32(op, size.positions)?, count32(op, size.channels)?, count32(op, size.groups)?];
-    let (pieces, tiles, is_f32) = (split.pieces as u32, split.tiles as u32, parameters.is_f32());
-    let statistics = gpu.function(&GROUP_NORM, "group_norm_statistics", suffix)?;
-    let moments = gpu.function(&GROUP_NORM, "group_norm_moments", suffix)?;
-    let forward = gpu.function(&GROUP_NORM, name, suffix)?;
-    // SAFETY: the kernels take the input, partial sums, statistics, parameters, the result and their sizes.
+    let (pieces, tiles) = (split.pieces as u32, split.tiles as u32);
+    let statistics = GroupNormStatistics { x, partials: parts, positions, channels, groups, pieces };
+    let (means, rstds) = (output(op, &mean)?, output(op, &rstd)?);
+    let moments =
+        GroupNormMoments { partials: parts, mean: means, rstd: rstds, positions, channels, groups, pieces, tiles, eps };
+    let forward = GroupNormForward {
+        x,
+        weight: optional_input(op, parameters.weight.as_ref())?,
+        bias: optional_input(op, parameters.bias.as_ref())?,
+        mean: input(op, &mean)?,
+        rstd: input(op, &rstd)?,
+        y: output(op, &y)?,
+        positions,
+        channels,
+        groups,
+        pieces,
+        affine_f32: parameters.is_f32(),
+    };
+    let kernel = if silu { &GROUP_NORM_SILU_FORWARD } else { &GROUP_NORM_FORWARD };
+    // SAFETY: the tensors are dense and of these sizes; the partial sums are those of the split.
     unsafe {
-        launch!(op, gpu, statistics, split.over_tensor, from, parts, positions, channels, groups, pieces)?;
-        launch!(
-            op,
-            gpu,
-            moments,
-            split.over_groups,
-            parts,
-            means,
-            rstds,
-            positions,
-            channels,
-            groups,
-            pieces,
-            tiles,
-            eps
-        )?;
-        launch!(
-            op,
-            gpu,
-            forward,
-            split.over_tensor,
-            from,
-            weight,
-            bias,
-            means,
-            rstds,
-            to,
-            positions,
-            channels,
-            groups,
-            pieces,
-            is_f32
-        )?;
+        gpu.function(&GROUP_NORM_STATISTICS, suffix)?.launch(op, gpu, split.over_tensor, statistics)?;
+        gpu.function(&GROUP_NORM_MOMENTS, suffix)?.launch(op, gpu, split.over_groups, moments)?;
+        gpu.function(kernel, suffix)?.launch(op, gpu, split.over_tensor, forward)?;
     }
     Ok((y, mean, rstd))
 }
@@ -372,77 +381,66 @@ pub fn groups_backward(
     let slopes = empty(op, gpu, &[size.batch, size.groups, 2], accumulator(dtype))?;
     let suffix = suffix(op, dtype)?;
     let (sums, backward) = if silu {
-        ("group_norm_silu_sums", "group_norm_silu_backward")
+        (&GROUP_NORM_SILU_SUMS, &GROUP_NORM_SILU_BACKWARD)
     } else {
-        ("group_norm_sums", "group_norm_backward")
+        (&GROUP_NORM_SUMS, &GROUP_NORM_BACKWARD)
     };
-    let (from, g, parts) = (address(op, x)?, address(op, grad)?, address(op, &partials)?);
-    let (means, rstds) = (optional(op, saved.mean)?, address(op, saved.rstd)?);
-    let (weight, bias) = (optional(op, parameters.weight.as_ref())?, optional(op, parameters.bias.as_ref())?);
-    let (slope, of_channels) = (address(op, &slopes)?, optional(op, affine.as_ref())?);
+    let (x, grad) = (input(op, x)?, input(op, grad)?);
+    let (mean, rstd) = (optional_input(op, saved.mean)?, input(op, saved.rstd)?);
+    let (weight, bias) =
+        (optional_input(op, parameters.weight.as_ref())?, optional_input(op, parameters.bias.as_ref())?);
     let [positions, channels, groups] =
         [count32(op, size.positions)?, count32(op, size.channels)?, count32(op, size.groups)?];
-    let (pieces, tiles, is_f32) = (split.pieces as u32, split.tiles as u32, parameters.is_f32());
-    let sums = gpu.function(&GROUP_NORM, sums, suffix)?;
-    // SAFETY: the kernels take what the gradients are made from, partial sums, the results and their sizes.
-    unsafe {
-        launch!(
-            op,
-            gpu,
-            sums,
-            split.over_tensor,
-            from,
-            g,
-            weight,
-            bias,
-            means,
-            rstds,
-            parts,
-            of_channels,
+    let (pieces, tiles, affine_f32) = (split.pieces as u32, split.tiles as u32, parameters.is_f32());
+    let partials = output(op, &partials)?;
+    let arguments = GroupNormSums {
+        x,
+        grad,
+        weight,
+        bias,
+        mean,
+        rstd,
+        partials,
+        affine_partials: optional_output(op, affine.as_ref())?,
+        positions,
+        channels,
+        groups,
+        pieces,
+        affine_f32,
+    };
+    // SAFETY: the tensors are dense and of these sizes; the partial sums are those of the split.
+    unsafe { gpu.function(sums, suffix)?.launch(op, gpu, split.over_tensor, arguments) }?;
+    if let Some(dx) = &dx {
+        let joined = GroupNormSlopes {
+            partials,
+            rstd,
+            slopes: output(op, &slopes)?,
             positions,
             channels,
             groups,
             pieces,
-            is_f32
-        )?;
-        if let Some(dx) = &dx {
-            let joined = gpu.function(&GROUP_NORM, "group_norm_slopes", suffix)?;
-            let backward = gpu.function(&GROUP_NORM, backward, suffix)?;
-            let (before, to) = (optional(op, before.as_ref().map(|pending| &pending.sum))?, address(op, dx)?);
-            launch!(
-                op,
-                gpu,
-                joined,
-                split.over_groups,
-                parts,
-                rstds,
-                slope,
-                positions,
-                channels,
-                groups,
-                pieces,
-                tiles
-            )?;
-            launch!(
-                op,
-                gpu,
-                backward,
-                split.over_tensor,
-                from,
-                g,
-                before,
-                weight,
-                bias,
-                means,
-                rstds,
-                slope,
-                to,
-                positions,
-                channels,
-                groups,
-                pieces,
-                is_f32
-            )?;
+            tiles,
+        };
+        let arguments = GroupNormBackward {
+            x,
+            grad,
+            before: optional_input(op, before.as_ref().map(|pending| &pending.sum))?,
+            weight,
+            bias,
+            mean,
+            rstd,
+            slopes: input(op, &slopes)?,
+            dx: output(op, dx)?,
+            positions,
+            channels,
+            groups,
+            pieces,
+            affine_f32,
+        };
+        // SAFETY: as above.
+        unsafe {
+            gpu.function(&GROUP_NORM_SLOPES, suffix)?.launch(op, gpu, split.over_groups, joined)?;
+            gpu.function(backward, suffix)?.launch(op, gpu, split.over_tensor, arguments)?;
         }
     }
     let [weight, bias] = match &affine {

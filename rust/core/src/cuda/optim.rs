@@ -3,11 +3,20 @@
 //! What a step needs from the host are launches alone, with the same arguments each time: it can be captured.
 
 use candle_core::{DType, Device};
-use trainable_candle_cuda::modules::{OPTIM, OPTIM_8BIT};
+use trainable_candle_cuda::kernels::optim::{
+    ADAM_STEP, AdamStep, LION_STEP, LionStep, OPTIM_CONFIGURE, OPTIM_PREPARE, OptimConfigure, OptimPrepare, SGD_STEP,
+    SMALL_ADAM_STEP, SgdStep, SmallAdamStep,
+};
+use trainable_candle_cuda::kernels::optim_8bit::{ADAM_8BIT_STEP, Adam8bitStep, LION_8BIT_STEP, Lion8bitStep};
+pub use trainable_candle_cuda::structs::Settings;
+use trainable_candle_cuda::structs::{Coefficients, Piece, Segment};
 
 use super::gpu::Gpu;
 use super::gradient::LossScale;
-use super::launch::{Address, Shape, address, count32, empty, launch, optional, same_device};
+use super::launch::{
+    Address, Arguments, Const, Kernel as Function, Shape, address, count32, empty, input, optional_input,
+    optional_output, output, same_device,
+};
 use crate::raw::to_vec;
 use crate::{Error, Raw, Result, capture};
 
@@ -15,29 +24,7 @@ use crate::{Error, Raw, Result, capture};
 pub const STATE_BLOCK: usize = 256;
 
 /// The most elements that one block of threads updates.
-const PIECE: usize = 4 * STATE_BLOCK;
-
-/// The hyper-parameters of a group and the steps that it has taken, as kernels read them.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Settings {
-    /// Learning rate.
-    pub lr: f64,
-    /// SGD: momentum.
-    pub beta1: f64,
-    /// SGD: dampening.
-    pub beta2: f64,
-    /// Added to the root of the second moment.
-    pub eps: f64,
-    /// Decay of the parameters.
-    pub weight_decay: f64,
-    /// Steps taken.
-    pub step: u64,
-    /// 1 to ascend.
-    pub maximize: u32,
-    /// 1 for Nesterov's momentum.
-    pub nesterov: u32,
-}
+const LONGEST: usize = 4 * STATE_BLOCK;
 
 /// How coefficients follow from settings.
 #[repr(u32)]
@@ -67,11 +54,9 @@ impl Groups {
     /// # Errors
     /// [`Error::OutOfMemory`] if the device is full.
     pub fn new(op: &'static str, device: &Device, capacity: usize) -> Result<Self> {
-        /// Bytes of a group's coefficients.
-        const COEFFICIENTS: usize = 48;
         let gpu = Gpu::of_device(op, device)?;
         let room = |bytes: usize| empty(op, gpu, &[bytes * capacity], DType::U8);
-        Ok(Self { settings: room(size_of::<Settings>())?, coefficients: room(COEFFICIENTS)? })
+        Ok(Self { settings: room(size_of::<Settings>())?, coefficients: room(size_of::<Coefficients>())? })
     }
 
     /// Sets a group's hyper-parameters, and its steps to those of the group `like` or to those in `settings`. Takes effect between the
@@ -81,11 +66,12 @@ impl Groups {
     /// [`Error::Device`] if the driver refuses.
     pub fn configure(&self, op: &'static str, group: usize, settings: Settings, like: Option<usize>) -> Result<()> {
         let gpu = Gpu::of(op, &self.settings)?;
-        let function = gpu.function(&OPTIM, "optim_configure", &[])?;
+        let function = gpu.function(&OPTIM_CONFIGURE, &[])?;
         let like = like.map_or(Ok(u32::MAX), |like| self.index(op, like))?;
-        let (to, group) = (address(op, &self.settings)?, self.index(op, group)?);
-        // SAFETY: the kernel takes the settings, two groups that exist, and a group's settings by value.
-        unsafe { launch!(op, gpu, function, Shape::linear(op, 1, 1)?, to, group, like, settings) }
+        let (to, group) = (output(op, &self.settings)?, self.index(op, group)?);
+        let arguments = OptimConfigure { settings: to, group, like, value: settings };
+        // SAFETY: both groups exist.
+        unsafe { function.launch(op, gpu, Shape::linear(op, 1, 1)?, arguments) }
     }
 
     /// The number of a group that there is room for.
@@ -118,19 +104,24 @@ impl Groups {
             same_device(op, &self.settings, &[tensor])?;
         }
         let gpu = Gpu::of(op, &self.settings)?;
-        let function = gpu.function(&OPTIM, "optim_prepare", &[])?;
-        let settings = address(op, &self.settings)? + u64::from(first) * size_of::<Settings>() as u64;
-        let coefficients = self.coefficients_at(op, groups.start)?;
-        let (family, count) = (family as u32, last - first + 1);
-        let (norm, scale) = (optional(op, norm)?, optional(op, scale)?);
+        let function = gpu.function(&OPTIM_PREPARE, &[])?;
+        let count = last - first + 1;
+        let arguments = OptimPrepare {
+            optimizer: family as u32,
+            settings: output(op, &self.settings)?.behind(first as usize * size_of::<Settings>()),
+            groups: count,
+            norm: optional_input(op, norm)?,
+            loss_scale: optional_input(op, scale)?,
+            coefficients: output(op, &self.coefficients)?.behind(groups.start * size_of::<Coefficients>()),
+        };
         let shape = Shape::linear(op, count.div_ceil(32) as usize, 32)?;
-        // SAFETY: the kernel takes the settings of that many groups, the norm and the loss scale or null, and room for coefficients.
-        unsafe { launch!(op, gpu, function, shape, family, settings, count, norm, scale, coefficients) }
+        // SAFETY: there are so many groups from there on, and as many coefficients.
+        unsafe { function.launch(op, gpu, shape, arguments) }
     }
 
-    fn coefficients_at(&self, op: &'static str, group: usize) -> Result<Address> {
-        let size = self.coefficients.elem_count() / (self.settings.elem_count() / size_of::<Settings>()).max(1);
-        Ok(address(op, &self.coefficients)? + (group * size) as Address)
+    /// The coefficients of a group and of those behind it.
+    fn coefficients_from(&self, op: &'static str, group: usize) -> Result<Const> {
+        Ok(input(op, &self.coefficients)?.behind(group * size_of::<Coefficients>()))
     }
 
     /// The steps that each group has taken; waits for the device. Groups that were never configured have any number.
@@ -209,13 +200,14 @@ impl Table {
         let places = members.iter().map(|member| place(op, member)).collect::<Result<Vec<_>>>()?;
         let first_group = members.iter().map(|member| member.group).min().unwrap_or(0);
         let grad_size = first.grads.dtype().size_in_bytes();
-        let longest = if has_8bit_states { STATE_BLOCK } else { PIECE };
+        let longest = if has_8bit_states { STATE_BLOCK } else { LONGEST };
         let work = Work::cut(&places, [4, grad_size, 2], longest, first_group);
         let device = Device::Cuda(gpu.device().clone());
-        let (words, addresses) = (work.pieces.concat(), work.segments.concat());
-        let (count, len) = (work.pieces.len(), words.len());
-        let segments = Raw::from_vec(addresses, 3 * work.segments.len(), &device)?;
-        let pieces = Raw::from_vec(words, len, &device)?;
+        let words: Vec<u32> = work.pieces.iter().flat_map(words).collect();
+        let addresses: Vec<i64> = work.segments.iter().flat_map(addresses).map(|address| address as i64).collect();
+        let (count, sizes) = (work.pieces.len(), [words.len(), addresses.len()]);
+        let segments = Raw::from_vec(addresses, sizes[1], &device)?;
+        let pieces = Raw::from_vec(words, sizes[0], &device)?;
         Ok(Self { places, pieces, segments, count, dtypes, first_group, _members: members })
     }
 
@@ -233,6 +225,22 @@ impl Table {
             }
         }
         Ok(true)
+    }
+
+    /// Queue a kernel on the table's dtypes.
+    ///
+    /// # Safety
+    /// As [`launch`](super::launch::Function::launch).
+    unsafe fn launch<A: Arguments>(
+        &self,
+        op: &'static str,
+        gpu: &Gpu,
+        kernel: &Function<A>,
+        shape: Shape,
+        arguments: A,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { gpu.function(kernel, self.dtypes)?.launch(op, gpu, shape, arguments) }
     }
 }
 
@@ -262,16 +270,24 @@ fn place(op: &'static str, member: &Member) -> Result<Place> {
         return Err(Error::argument(op, "a gradient or a copy differs from its variable"));
     }
     same_device(op, &member.params, &[&member.grads])?;
-    let [params, grads, copy] = tensors.map(|tensor| optional(op, tensor));
+    let [params, grads, copy] = tensors.map(|tensor| tensor.map_or(Ok(0), |tensor| address(op, tensor)));
     Ok(Place { addresses: [params?, grads?, copy?], len, state: member.state, group: member.group })
+}
+
+/// A piece in memory, which is in the order of its bytes.
+const fn words(piece: &Piece) -> [u32; 4] {
+    let Piece { start, segment, state, length, group } = *piece;
+    [start, segment, state, length as u32 | (group as u32) << 16]
+}
+
+const fn addresses(segment: &Segment) -> [Address; 3] {
+    [segment.params, segment.grads, segment.copy]
 }
 
 /// Pieces and segments as kernels read them.
 struct Work {
-    /// Start, segment, state, length and group of each.
-    pieces: Vec<[u32; 4]>,
-    /// Addresses of parameters, gradients and copies.
-    segments: Vec<[i64; 3]>,
+    pieces: Vec<Piece>,
+    segments: Vec<Segment>,
 }
 
 impl Work {
@@ -286,33 +302,33 @@ impl Work {
                     0 => 0,
                     address => address + (done * sizes[i]) as Address,
                 };
-                let addresses = [at(0), at(1), at(2)];
-                let (segment, start) = work.locate(addresses, sizes);
+                let [params, grads, copy] = [at(0), at(1), at(2)];
+                let (segment, start) = work.locate(Segment { params, grads, copy }, sizes);
                 let state = place.state + (done / STATE_BLOCK) as u32;
-                let group = u32::from(place.group - first_group);
-                work.pieces.push([start, segment, state, length as u32 | group << 16]);
+                let group = place.group - first_group;
+                work.pieces.push(Piece { start, segment, state, length: length as u16, group });
                 done += length;
             }
         }
         work
     }
 
-    /// The segment that addresses lie in and how many elements behind its beginning; a new one if they do not lie in the last.
-    fn locate(&mut self, addresses: [Address; 3], sizes: [usize; 3]) -> (u32, u32) {
+    /// The segment that a place lies in and how many elements behind its beginning; a new one if it does not lie in the last.
+    fn locate(&mut self, place: Segment, sizes: [usize; 3]) -> (u32, u32) {
         if let Some(last) = self.segments.last() {
-            let base = last.map(|address| address as Address);
-            let elements = addresses[0].checked_sub(base[0]).map(|bytes| bytes / sizes[0] as Address);
+            let base = addresses(last);
+            let elements = place.params.checked_sub(base[0]).map(|bytes| bytes / sizes[0] as Address);
             if let Some(start) = elements.and_then(|elements| u32::try_from(elements).ok()) {
                 let behind = |i: usize| match base[i] {
                     0 => 0,
                     base => base + Address::from(start) * sizes[i] as Address,
                 };
-                if addresses == [behind(0), behind(1), behind(2)] {
+                if addresses(&place) == [behind(0), behind(1), behind(2)] {
                     return (self.segments.len() as u32 - 1, start);
                 }
             }
         }
-        self.segments.push(addresses.map(|address| address as i64));
+        self.segments.push(place);
         (self.segments.len() as u32 - 1, 0)
     }
 }
@@ -341,44 +357,53 @@ pub enum Kernel<'a> {
 /// [`Error::Device`] if the states are on another device.
 pub fn step(op: &'static str, kernel: Kernel<'_>, table: &Table, groups: &Groups, zero_grads: bool) -> Result<()> {
     let gpu = Gpu::of(op, &table.pieces)?;
-    let (pieces, segments) = (address(op, &table.pieces)?, address(op, &table.segments)?);
-    let coefficients = groups.coefficients_at(op, usize::from(table.first_group))?;
+    let (pieces, segments) = (input(op, &table.pieces)?, input(op, &table.segments)?);
+    let coefficients = groups.coefficients_from(op, usize::from(table.first_group))?;
     let zero_grads = u32::from(zero_grads);
-    let function = |module, name| gpu.function(module, name, table.dtypes);
     let shape = Shape::linear(op, table.count, 256)?;
-    // SAFETY: the kernels take the table, coefficients of all its groups, and states that the table's pieces lie in.
+    let states = |state: &Raw| output(op, state);
+    // SAFETY: the coefficients are of all groups of the table, and its pieces lie in the states.
     unsafe {
         match kernel {
             Kernel::Adam([first, second], largest) => {
-                let function = function(&OPTIM, "adam_step")?;
-                let (first, second, largest) = (address(op, first)?, address(op, second)?, optional(op, largest)?);
-                launch!(op, gpu, function, shape, pieces, segments, coefficients, zero_grads, first, second, largest)
+                let (first, second, largest) = (states(first)?, states(second)?, optional_output(op, largest)?);
+                let arguments = AdamStep { pieces, segments, coefficients, zero_grads, first, second, largest };
+                table.launch(op, gpu, &ADAM_STEP, shape, arguments)
             }
             Kernel::SmallAdam([first, second]) => {
-                let function = function(&OPTIM, "small_adam_step")?;
-                let (first, second) = (address(op, first)?, address(op, second)?);
-                launch!(op, gpu, function, shape, pieces, segments, coefficients, zero_grads, first, second)
+                let (first, second) = (states(first)?, states(second)?);
+                let arguments = SmallAdamStep { pieces, segments, coefficients, zero_grads, first, second };
+                table.launch(op, gpu, &SMALL_ADAM_STEP, shape, arguments)
             }
             Kernel::Lion(momentum) => {
-                let (function, momentum) = (function(&OPTIM, "lion_step")?, address(op, momentum)?);
-                launch!(op, gpu, function, shape, pieces, segments, coefficients, zero_grads, momentum)
+                let arguments = LionStep { pieces, segments, coefficients, zero_grads, momentum: states(momentum)? };
+                table.launch(op, gpu, &LION_STEP, shape, arguments)
             }
             Kernel::Sgd(momentum) => {
-                let (function, momentum) = (function(&OPTIM, "sgd_step")?, optional(op, momentum)?);
-                launch!(op, gpu, function, shape, pieces, segments, coefficients, zero_grads, momentum)
+                let buffer = optional_output(op, momentum)?;
+                let arguments = SgdStep { pieces, segments, coefficients, zero_grads, buffer };
+                table.launch(op, gpu, &SGD_STEP, shape, arguments)
             }
             Kernel::Adam8bit([codes1, scales1, codes2, scales2]) => {
-                let function = function(&OPTIM_8BIT, "adam_8bit_step")?;
                 let (shape, count) = (shape_8bit(op, gpu, table.count)?, count32(op, table.count)?);
-                let [c1, s1, c2, s2] = [codes1, scales1, codes2, scales2].map(|state| address(op, state));
-                let (c1, s1, c2, s2) = (c1?, s1?, c2?, s2?);
-                launch!(op, gpu, function, shape, pieces, count, segments, coefficients, zero_grads, c1, s1, c2, s2)
+                let arguments = Adam8bitStep {
+                    pieces,
+                    count,
+                    segments,
+                    coefficients,
+                    zero_grads,
+                    codes1: states(codes1)?,
+                    scales1: states(scales1)?,
+                    codes2: states(codes2)?,
+                    scales2: states(scales2)?,
+                };
+                table.launch(op, gpu, &ADAM_8BIT_STEP, shape, arguments)
             }
             Kernel::Lion8bit([codes, scales]) => {
-                let function = function(&OPTIM_8BIT, "lion_8bit_step")?;
                 let (shape, count) = (shape_8bit(op, gpu, table.count)?, count32(op, table.count)?);
-                let (codes, scales) = (address(op, codes)?, address(op, scales)?);
-                launch!(op, gpu, function, shape, pieces, count, segments, coefficients, zero_grads, codes, scales)
+                let (codes, scales) = (states(codes)?, states(scales)?);
+                let arguments = Lion8bitStep { pieces, count, segments, coefficients, zero_grads, codes, scales };
+                table.launch(op, gpu, &LION_8BIT_STEP, shape, arguments)
             }
         }
     }
@@ -399,10 +424,20 @@ mod tests {
         Place { addresses, len, state, group }
     }
 
+    const fn segment([params, grads, copy]: [Address; 3]) -> Segment {
+        Segment { params, grads, copy }
+    }
+
+    const fn piece([start, segment, state]: [u32; 3], length: u16, group: u16) -> Piece {
+        Piece { start, segment, state, length, group }
+    }
+
     #[test]
-    fn settings_are_as_large_as_the_kernels_think() {
-        assert_eq!(size_of::<Settings>(), 56);
-        assert_eq!(std::mem::offset_of!(Settings, step), 40);
+    fn words_lie_as_the_piece_does() {
+        let piece = piece([1, 2, 3], 0x1234, 0x5678);
+        // SAFETY: a piece has no padding.
+        let bytes: [u32; 4] = unsafe { std::mem::transmute(piece) };
+        assert_eq!(words(&piece), bytes);
     }
 
     #[test]
@@ -410,8 +445,8 @@ mod tests {
         // Parameters, bf16 copies and f32 gradients of 300 and 5 elements, one behind the other.
         let places = [place([4096, 8192, 1024], 300, 0, 2), place([4096 + 1200, 8192 + 1200, 1024 + 600], 5, 2, 3)];
         let work = Work::cut(&places, [4, 4, 2], 256, 2);
-        assert_eq!(work.segments, [[4096, 8192, 1024]]);
-        assert_eq!(work.pieces, [[0, 0, 0, 256], [256, 0, 1, 44], [300, 0, 2, 5 | 1 << 16]]);
+        assert_eq!(work.segments, [segment([4096, 8192, 1024])]);
+        assert_eq!(work.pieces, [piece([0, 0, 0], 256, 0), piece([256, 0, 1], 44, 0), piece([300, 0, 2], 5, 1)]);
     }
 
     #[test]
@@ -425,17 +460,17 @@ mod tests {
         ];
         for places in cases {
             let work = Work::cut(&places, [4, 4, 2], 1024, 0);
-            assert_eq!(work.segments, places.map(|place| place.addresses.map(|address| address as i64)));
-            assert_eq!(work.pieces, [[0, 0, 0, 3], [0, 1, 1, 3]]);
+            assert_eq!(work.segments, places.map(|place| segment(place.addresses)));
+            assert_eq!(work.pieces, [piece([0, 0, 0], 3, 0), piece([0, 1, 1], 3, 0)]);
         }
     }
 
     #[test]
     fn a_variable_of_more_elements_than_32_bits_count_goes_on_in_another_segment() {
         let base: Address = 1 << 40;
-        let mut work = Work { pieces: Vec::new(), segments: vec![[base as i64, base as i64, 0]] };
+        let mut work = Work { pieces: Vec::new(), segments: vec![segment([base, base, 0])] };
         let far = base + 4 * (u64::from(u32::MAX) + 1);
-        assert_eq!(work.locate([far, far, 0], [4, 4, 2]), (1, 0));
-        assert_eq!(work.locate([far + 4096, far + 4096, 0], [4, 4, 2]), (1, 1024));
+        assert_eq!(work.locate(segment([far, far, 0]), [4, 4, 2]), (1, 0));
+        assert_eq!(work.locate(segment([far + 4096, far + 4096, 0]), [4, 4, 2]), (1, 1024));
     }
 }

@@ -1,11 +1,11 @@
 //! Random numbers, the same ones as on the CPU up to rounding.
 
 use candle_core::{DType, Device};
-use trainable_candle_cuda::modules::RANDOM;
+use trainable_candle_cuda::kernels::random::{NORMAL, Normal, UNIFORM, Uniform};
 
 use super::gpu::Gpu;
 use super::graph::generator;
-use super::launch::{Shape, address, empty, launch};
+use super::launch::{Arguments, Const, Kernel, Mut, Shape, empty, output};
 use crate::rng::State;
 use crate::{Raw, Result};
 
@@ -14,7 +14,15 @@ use crate::{Raw, Result};
 /// # Errors
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if they do not fit.
 pub fn uniform(device: &Device, dims: &[usize], start: State, [low, high]: [f64; 2]) -> Result<Raw> {
-    draw("rand", "uniform", device, dims, start, [low, high])
+    draw("rand", &UNIFORM, device, dims, start, |y, n, state, State { seed, offset }| Uniform {
+        y,
+        n,
+        state,
+        seed,
+        offset,
+        low,
+        high,
+    })
 }
 
 /// `mean + std z` in f32, where z is what the generator draws from `start` on.
@@ -22,27 +30,36 @@ pub fn uniform(device: &Device, dims: &[usize], start: State, [low, high]: [f64;
 /// # Errors
 /// As [`uniform`].
 pub fn normal(device: &Device, dims: &[usize], start: State, [mean, std]: [f64; 2]) -> Result<Raw> {
-    draw("randn", "normal", device, dims, start, [mean, std])
+    draw("randn", &NORMAL, device, dims, start, |y, n, state, State { seed, offset }| Normal {
+        y,
+        n,
+        state,
+        seed,
+        offset,
+        mean,
+        std,
+    })
 }
 
-fn draw(
+/// What a kernel draws that takes the result, its length and the generator's place, in memory and by value.
+fn draw<A: Arguments>(
     op: &'static str,
-    name: &'static str,
+    kernel: &Kernel<A>,
     device: &Device,
     dims: &[usize],
     start: State,
-    [a, b]: [f64; 2],
+    arguments: impl FnOnce(Mut, u64, Const, State) -> A,
 ) -> Result<Raw> {
     let gpu = Gpu::of_device(op, device)?;
     let y = empty(op, gpu, dims, DType::F32)?;
     let count = y.elem_count();
     if count > 0 {
-        let function = gpu.function(&RANDOM, name, &[])?;
+        let function = gpu.function(kernel, &[])?;
         let shape = Shape::threads(op, count.div_ceil(4))?;
-        let (to, count) = (address(op, &y)?, count as u64);
         let (state, start) = generator(start);
-        // SAFETY: the kernel takes the result, its length, the generator's place and two numbers.
-        unsafe { launch!(op, gpu, function, shape, to, count, state, start.seed, start.offset, a, b) }?;
+        let arguments = arguments(output(op, &y)?, count as u64, state, start);
+        // SAFETY: the result has as many elements.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(y)
 }

@@ -1,11 +1,13 @@
 //! Reductions and running sums.
 
 use candle_core::DType;
-use trainable_candle_cuda::modules::REDUCE;
+use trainable_candle_cuda::kernels::reduce::{
+    ARGMAX, Argmax, CUMSUM, MAX_COLUMNS, MAX_ROWS, MIN_COLUMNS, MIN_ROWS, SUM_COLUMNS, SUM_ROWS, SumRows,
+};
 
 use super::copy::{contiguous, copy};
 use super::gpu::Gpu;
-use super::launch::{Shape, accumulator, address, empty, launch, suffix, suffixes};
+use super::launch::{Kernel, Shape, accumulator, empty, input, output, suffix, suffixes};
 use crate::cpu::reduce::{around, check_dims, check_not_empty, groups, reduced_dims};
 use crate::{Raw, Result};
 
@@ -82,7 +84,7 @@ fn reduce_chunks(
     if y.elem_count() == 0 {
         return Ok(y);
     }
-    let (name, shape) = if inner == 1 {
+    let (kernel, shape) = if inner == 1 {
         let [threads, rows] = if n.min(chunk) <= 1024 { [32, 8] } else { [256, 1] };
         let shape = Shape::linear(op, (outer * chunks).div_ceil(rows as usize), threads)?;
         (rows_kernel(op), Shape { block: [threads, rows, 1], ..shape })
@@ -91,27 +93,27 @@ fn reduce_chunks(
         let tasks = (outer * chunks).min(65_535) as u32;
         (columns_kernel(op), Shape { grid: [shape.grid[0], tasks, 1], block: [32, 8, 1], shared: 0 })
     };
-    let function = gpu.function(&REDUCE, name, suffixes(op, x.dtype(), dtype)?)?;
-    let (to, from) = (address(op, &y)?, address(op, x)?);
+    let function = gpu.function(kernel, suffixes(op, x.dtype(), dtype)?)?;
     let [outer, n, inner, chunk] = [outer, n, inner, chunk].map(|size| size as u64);
-    // SAFETY: the kernel takes the result, the dense operand, their sizes and a number.
-    unsafe { launch!(op, gpu, function, shape, to, from, outer, n, inner, chunk, divisor) }?;
+    let arguments = SumRows { y: output(op, &y)?, x: input(op, x)?, outer, n, inner, chunk, divisor };
+    // SAFETY: result and operand are dense and of these sizes.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
     Ok(y)
 }
 
-fn rows_kernel(op: &str) -> &'static str {
+fn rows_kernel(op: &str) -> &'static Kernel<SumRows> {
     match op {
-        "max" => "max_rows",
-        "min" => "min_rows",
-        _ => "sum_rows",
+        "max" => &MAX_ROWS,
+        "min" => &MIN_ROWS,
+        _ => &SUM_ROWS,
     }
 }
 
-fn columns_kernel(op: &str) -> &'static str {
+fn columns_kernel(op: &str) -> &'static Kernel<SumRows> {
     match op {
-        "max" => "max_columns",
-        "min" => "min_columns",
-        _ => "sum_columns",
+        "max" => &MAX_COLUMNS,
+        "min" => &MIN_COLUMNS,
+        _ => &SUM_COLUMNS,
     }
 }
 
@@ -119,20 +121,20 @@ fn columns_kernel(op: &str) -> &'static str {
 pub fn argmax(x: &Raw, dim: usize, keepdim: bool) -> Result<Raw> {
     const OP: &str = "argmax";
     check_not_empty(OP, x, &[dim])?;
-    lines(OP, x, dim, &reduced_dims(x.dims(), &[dim], keepdim), DType::U32)
+    lines(OP, &ARGMAX, x, dim, &reduced_dims(x.dims(), &[dim], keepdim), DType::U32)
 }
 
 /// As [`cpu::cumsum`](crate::cpu::cumsum).
 pub fn cumsum(x: &Raw, dim: usize) -> Result<Raw> {
     const OP: &str = "cumsum";
     check_dims(OP, x, &[dim])?;
-    lines(OP, x, dim, x.dims(), x.dtype())
+    lines(OP, &CUMSUM, x, dim, x.dims(), x.dtype())
 }
 
 /// A warp for each line along `dim`.
-fn lines(op: &'static str, x: &Raw, dim: usize, dims: &[usize], dtype: DType) -> Result<Raw> {
+fn lines(op: &'static str, kernel: &Kernel<Argmax>, x: &Raw, dim: usize, dims: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
-    let function = gpu.function(&REDUCE, op, suffix(op, x.dtype())?)?;
+    let function = gpu.function(kernel, suffix(op, x.dtype())?)?;
     let x = contiguous(x)?;
     let y = empty(op, gpu, dims, dtype)?;
     if y.elem_count() == 0 {
@@ -140,9 +142,9 @@ fn lines(op: &'static str, x: &Raw, dim: usize, dims: &[usize], dtype: DType) ->
     }
     let [outer, n, inner] = around(x.dims(), dim);
     let shape = Shape::threads(op, outer * inner * 32)?;
-    let (to, from) = (address(op, &y)?, address(op, &x)?);
     let [outer, n, inner] = [outer, n, inner].map(|size| size as u64);
-    // SAFETY: the kernel takes the result, the dense operand and its sizes.
-    unsafe { launch!(op, gpu, function, shape, to, from, outer, n, inner) }?;
+    let arguments = Argmax { y: output(op, &y)?, x: input(op, &x)?, outer, n, inner };
+    // SAFETY: result and operand are dense and of these sizes.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
     Ok(y)
 }

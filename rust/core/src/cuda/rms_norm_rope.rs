@@ -1,11 +1,14 @@
 //! RMS norm and rotary position embedding in one pass.
 
 use candle_core::DType;
-use trainable_candle_cuda::modules::RMS_NORM_ROPE;
+use trainable_candle_cuda::kernels::rms_norm_rope::{
+    RMS_NORM_ROPE_BACKWARD, RMS_NORM_ROPE_FORWARD, RMS_NORM_ROPE_WEIGHT, RmsNormRopeBackward, RmsNormRopeForward,
+    RmsNormRopeWeight,
+};
 
 use super::copy::{cast, contiguous};
 use super::gpu::Gpu;
-use super::launch::{Address, Shape, accumulator, address, count32, empty, launch, optional, suffix, wide};
+use super::launch::{Const, Shape, accumulator, count32, empty, input, optional_input, output, suffix, wide};
 use super::norm::{Gradients, sum_affine};
 use crate::ops::norm::Turn;
 use crate::{Raw, Result};
@@ -39,9 +42,9 @@ impl Arguments {
     }
 
     /// Where cos, sin and the weight are.
-    fn addresses(&self, op: &'static str) -> Result<[Address; 3]> {
+    fn places(&self, op: &'static str) -> Result<[Const; 3]> {
         let [cos, sin] = &self.tables;
-        Ok([address(op, cos)?, address(op, sin)?, optional(op, self.weight.as_ref())?])
+        Ok([input(op, cos)?, input(op, sin)?, optional_input(op, self.weight.as_ref())?])
     }
 
     fn weight_is_f32(&self) -> u32 {
@@ -57,32 +60,25 @@ pub fn forward(op: &'static str, x: &Raw, weight: Option<&Raw>, turn: &Turn<'_>,
     if y.elem_count() > 0 {
         let arguments = Arguments::new(op, x, weight, turn)?;
         let &Arguments { rows, positions, repeats, width, interleaved, shape, .. } = &arguments;
-        let function = gpu.function(&RMS_NORM_ROPE, "rms_norm_rope_forward", suffix(op, x.dtype())?)?;
-        let [cos, sin, weight] = arguments.addresses(op)?;
-        let (from, to, rstds, is_f32) =
-            (address(op, x)?, address(op, &y)?, address(op, &rstd)?, arguments.weight_is_f32());
-        // SAFETY: the kernel takes the input, the weight, the tables, the results, their sizes and numbers.
-        unsafe {
-            launch!(
-                op,
-                gpu,
-                function,
-                shape,
-                from,
-                weight,
-                cos,
-                sin,
-                to,
-                rstds,
-                rows,
-                positions,
-                repeats,
-                width,
-                eps,
-                is_f32,
-                interleaved
-            )
-        }?;
+        let function = gpu.function(&RMS_NORM_ROPE_FORWARD, suffix(op, x.dtype())?)?;
+        let [cos, sin, weight] = arguments.places(op)?;
+        let arguments = RmsNormRopeForward {
+            x: input(op, x)?,
+            weight,
+            cos,
+            sin,
+            y: output(op, &y)?,
+            rstd: output(op, &rstd)?,
+            rows,
+            positions,
+            repeats,
+            width,
+            eps,
+            weight_f32: arguments.weight_is_f32(),
+            interleaved,
+        };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok([y, rstd])
 }
@@ -98,36 +94,30 @@ pub fn backward(
     let gpu = Gpu::of(op, x)?;
     let arguments = Arguments::new(op, x, weight, turn)?;
     let &Arguments { rows, positions, repeats, width, interleaved, shape, .. } = &arguments;
-    let (from, g, rstds) = (address(op, x)?, address(op, grad)?, address(op, rstd)?);
-    let [cos, sin, scale] = arguments.addresses(op)?;
+    let [cos, sin, scale] = arguments.places(op)?;
     let mut grads = Gradients { input: None, weight: None, bias: None };
+    let (from, grad, rstd) = (input(op, x)?, input(op, grad)?, input(op, rstd)?);
     if wants[0] {
         let dx = empty(op, gpu, x.dims(), x.dtype())?;
         if dx.elem_count() > 0 {
-            let function = gpu.function(&RMS_NORM_ROPE, "rms_norm_rope_backward", suffix(op, x.dtype())?)?;
-            let (to, is_f32) = (address(op, &dx)?, arguments.weight_is_f32());
-            // SAFETY: the kernel takes what the gradient is made from, the result and their sizes.
-            unsafe {
-                launch!(
-                    op,
-                    gpu,
-                    function,
-                    shape,
-                    from,
-                    g,
-                    scale,
-                    cos,
-                    sin,
-                    rstds,
-                    to,
-                    rows,
-                    positions,
-                    repeats,
-                    width,
-                    is_f32,
-                    interleaved
-                )
-            }?;
+            let function = gpu.function(&RMS_NORM_ROPE_BACKWARD, suffix(op, x.dtype())?)?;
+            let arguments = RmsNormRopeBackward {
+                x: from,
+                grad,
+                weight: scale,
+                cos,
+                sin,
+                rstd,
+                dx: output(op, &dx)?,
+                rows,
+                positions,
+                repeats,
+                width,
+                weight_f32: arguments.weight_is_f32(),
+                interleaved,
+            };
+            // SAFETY: as above.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         grads.input = Some(dx);
     }
@@ -135,30 +125,24 @@ pub fn backward(
         let pieces = (rows as usize).div_ceil(64).clamp(1, 512);
         let partials = empty(op, gpu, &[1, pieces, 2, width as usize], accumulator(x.dtype()))?;
         if width > 0 {
-            let function = gpu.function(&RMS_NORM_ROPE, "rms_norm_rope_weight", suffix(op, x.dtype())?)?;
+            let function = gpu.function(&RMS_NORM_ROPE_WEIGHT, suffix(op, x.dtype())?)?;
             let tiles = (width as usize).div_ceil(64 * wide(x.dtype())) as u32;
             let shape = Shape { grid: [tiles, pieces as u32, 1], block: [256, 1, 1], shared: 0 };
-            let to = address(op, &partials)?;
-            // SAFETY: as above.
-            unsafe {
-                launch!(
-                    op,
-                    gpu,
-                    function,
-                    shape,
-                    from,
-                    g,
-                    cos,
-                    sin,
-                    rstds,
-                    to,
-                    rows,
-                    positions,
-                    repeats,
-                    width,
-                    interleaved
-                )
-            }?;
+            let arguments = RmsNormRopeWeight {
+                x: from,
+                grad,
+                cos,
+                sin,
+                rstd,
+                partials: output(op, &partials)?,
+                rows,
+                positions,
+                repeats,
+                width,
+                interleaved,
+            };
+            // SAFETY: as above; the partial sums are one for each block of the grid's second dimension.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         [grads.weight, _] = sum_affine(op, gpu, &partials, x.dtype(), [true, false])?;
     }

@@ -1,11 +1,17 @@
 //! Operations that go over rows or single elements with kernels of their own: gated units, softmax, rope, dropout, resizing.
 
-use trainable_candle_cuda::modules::{DROPOUT, GATED, Module, ROPE, SOFTMAX, UPSAMPLE};
+use trainable_candle_cuda::kernels::dropout::{DROPOUT, Dropout};
+use trainable_candle_cuda::kernels::gated::{GegluBackward, GegluForward};
+use trainable_candle_cuda::kernels::rope::{ROPE, Rope};
+use trainable_candle_cuda::kernels::softmax::{SoftmaxBackward, SoftmaxForward};
+use trainable_candle_cuda::kernels::upsample::{
+    UPSAMPLE_NEAREST2D_BACKWARD, UPSAMPLE_NEAREST2D_FORWARD, UpsampleNearest2dBackward, UpsampleNearest2dForward,
+};
 
 use super::copy::{cast, contiguous};
 use super::gpu::Gpu;
 use super::graph::generator;
-use super::launch::{Shape, accumulator, address, count32, empty, launch, suffix, wide};
+use super::launch::{Shape, accumulator, count32, empty, input, output, suffix, wide};
 use crate::rng::State;
 use crate::{Raw, Result};
 
@@ -25,12 +31,12 @@ pub fn gated(op: &'static str, name: &'static str, x: &Raw, width: usize) -> Res
     }
     let y = empty(op, gpu, &dims, x.dtype())?;
     if y.elem_count() > 0 {
-        let function = gpu.function(&GATED, name, suffix(op, x.dtype())?)?;
+        let function = gpu.named(name, suffix(op, x.dtype())?)?;
         let (rows, width) = ((y.elem_count() / width) as u64, count32(op, width)?);
         let shape = Shape::flat(y.elem_count(), wide(x.dtype()));
-        let (from, to) = (address(op, &x)?, address(op, &y)?);
-        // SAFETY: the kernel takes the input, the result and their sizes.
-        unsafe { launch!(op, gpu, function, shape, from, to, rows, width) }?;
+        let arguments = GegluForward { x: input(op, &x)?, y: output(op, &y)?, rows, width };
+        // SAFETY: both tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(y)
 }
@@ -41,50 +47,48 @@ pub fn gated_backward(op: &'static str, name: &'static str, x: &Raw, grad: &Raw,
     let (x, grad) = (contiguous(x)?, contiguous(grad)?);
     let dx = empty(op, gpu, x.dims(), x.dtype())?;
     if dx.elem_count() > 0 {
-        let function = gpu.function(&GATED, name, suffix(op, x.dtype())?)?;
+        let function = gpu.named(name, suffix(op, x.dtype())?)?;
         let (rows, width) = ((grad.elem_count() / width) as u64, count32(op, width)?);
         let shape = Shape::flat(grad.elem_count(), wide(x.dtype()));
-        let (from, g, to) = (address(op, &x)?, address(op, &grad)?, address(op, &dx)?);
-        // SAFETY: the kernel takes the input, the gradient, the result and their sizes.
-        unsafe { launch!(op, gpu, function, shape, from, g, to, rows, width) }?;
+        let (x, grad) = (input(op, &x)?, input(op, &grad)?);
+        let arguments = GegluBackward { x, grad, dx: output(op, &dx)?, rows, width };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(dx)
 }
 
 /// A softmax, that of the kernel `name`, over the last dimension of a dense tensor.
 pub fn softmax(op: &'static str, name: &'static str, x: &Raw) -> Result<Raw> {
-    over_rows(op, &SOFTMAX, name, [x])
+    let gpu = Gpu::of(op, x)?;
+    let y = empty(op, gpu, x.dims(), x.dtype())?;
+    if y.elem_count() > 0 {
+        let function = gpu.named(name, suffix(op, x.dtype())?)?;
+        let (rows, len) = rows_of(x);
+        let shape = Shape::rows(rows, len, x.dtype());
+        let (rows, len) = (rows as u64, count32(op, len)?);
+        let arguments = SoftmaxForward { x: input(op, x)?, y: output(op, &y)?, rows, len };
+        // SAFETY: both tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    Ok(y)
 }
 
 /// The gradient of [`softmax`] from its result by the kernel `name`, over the last dimension of dense tensors.
 pub fn softmax_backward(op: &'static str, name: &'static str, y: &Raw, grad: &Raw) -> Result<Raw> {
-    over_rows(op, &SOFTMAX, name, [y, grad])
-}
-
-/// A kernel of (operands, result, rows, len) over rows.
-fn over_rows<const N: usize>(
-    op: &'static str,
-    module: &'static Module,
-    name: &'static str,
-    operands: [&Raw; N],
-) -> Result<Raw> {
-    let x = operands[0];
-    let gpu = Gpu::of(op, x)?;
-    let y = empty(op, gpu, x.dims(), x.dtype())?;
-    if y.elem_count() > 0 {
-        let function = gpu.function(module, name, suffix(op, x.dtype())?)?;
-        let (rows, len) = rows_of(x);
-        let shape = Shape::rows(rows, len, x.dtype());
-        let (first, to, rows, len) = (address(op, x)?, address(op, &y)?, rows as u64, count32(op, len)?);
-        // SAFETY: the kernel takes the operands, the result, all dense and of one shape, and their sizes.
-        unsafe {
-            match operands.get(1) {
-                Some(second) => launch!(op, gpu, function, shape, first, address(op, second)?, to, rows, len),
-                None => launch!(op, gpu, function, shape, first, to, rows, len),
-            }
-        }?;
+    let gpu = Gpu::of(op, y)?;
+    let dx = empty(op, gpu, y.dims(), y.dtype())?;
+    if dx.elem_count() > 0 {
+        let function = gpu.named(name, suffix(op, y.dtype())?)?;
+        let (rows, len) = rows_of(y);
+        let shape = Shape::rows(rows, len, y.dtype());
+        let (rows, len) = (rows as u64, count32(op, len)?);
+        let (y, grad) = (input(op, y)?, input(op, grad)?);
+        let arguments = SoftmaxBackward { y, grad, dx: output(op, &dx)?, rows, len };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
-    Ok(y)
+    Ok(dx)
 }
 
 /// Rows turned by the angles of their positions; `repeats` rows in turn share one. `back` turns the other way.
@@ -102,18 +106,23 @@ pub fn rope(
     let (cos, sin) = (numbers(cos)?, numbers(sin)?);
     let y = empty(op, gpu, x.dims(), x.dtype())?;
     if y.elem_count() > 0 {
-        let function = gpu.function(&ROPE, "rope", suffix(op, x.dtype())?)?;
+        let function = gpu.function(&ROPE, suffix(op, x.dtype())?)?;
         let (rows, width) = rows_of(&x);
         let shape = Shape::flat(y.elem_count(), 2 * wide(x.dtype()));
-        let (rows, positions, repeats, width) =
-            (rows as u64, count32(op, cos.dims()[0])?, count32(op, repeats)?, count32(op, width)?);
-        let addresses = [address(op, &x)?, address(op, &cos)?, address(op, &sin)?, address(op, &y)?];
-        let [from, cos, sin, to] = addresses;
-        let (interleaved, back) = (u32::from(interleaved), u32::from(back));
-        // SAFETY: the kernel takes the input, the tables, the result, their sizes and two switches.
-        unsafe {
-            launch!(op, gpu, function, shape, from, cos, sin, to, rows, positions, repeats, width, interleaved, back)
-        }?;
+        let arguments = Rope {
+            x: input(op, &x)?,
+            cos: input(op, &cos)?,
+            sin: input(op, &sin)?,
+            y: output(op, &y)?,
+            rows: rows as u64,
+            positions: count32(op, cos.dims()[0])?,
+            repeats: count32(op, repeats)?,
+            width: count32(op, width)?,
+            interleaved: u32::from(interleaved),
+            back: u32::from(back),
+        };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(y)
 }
@@ -124,12 +133,13 @@ pub fn dropout(op: &'static str, x: &Raw, state: State, threshold: u32, kept: f6
     let x = contiguous(x)?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
     if y.elem_count() > 0 {
-        let function = gpu.function(&DROPOUT, "dropout", suffix(op, x.dtype())?)?;
+        let function = gpu.function(&DROPOUT, suffix(op, x.dtype())?)?;
         let shape = Shape::flat(y.elem_count(), 4 * wide(x.dtype()));
-        let (from, to, len) = (address(op, &x)?, address(op, &y)?, y.elem_count() as u64);
-        let (memory, state) = generator(state);
-        // SAFETY: the kernel takes the input, the result, the generator's place, in memory or by value, the length and two numbers.
-        unsafe { launch!(op, gpu, function, shape, from, to, memory, state.seed, state.offset, len, threshold, kept) }?;
+        let (state, State { seed, offset }) = generator(state);
+        let (x, len) = (input(op, &x)?, y.elem_count() as u64);
+        let arguments = Dropout { x, y: output(op, &y)?, state, seed, offset, len, threshold, kept };
+        // SAFETY: both tensors are dense and of this length.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(y)
 }
@@ -139,25 +149,33 @@ pub fn upsample(
     op: &'static str,
     x: &Raw,
     [batch, channels]: [usize; 2],
-    [input, output]: [[usize; 2]; 2],
+    [from, to]: [[usize; 2]; 2],
     is_backward: bool,
 ) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;
-    let (name, result) =
-        if is_backward { ("upsample_nearest2d_backward", input) } else { ("upsample_nearest2d_forward", output) };
+    let result = if is_backward { from } else { to };
     let y = empty(op, gpu, &[batch, result[0], result[1], channels], x.dtype())?;
     if y.elem_count() > 0 {
-        let function = gpu.function(&UPSAMPLE, name, suffix(op, x.dtype())?)?;
         let (lines, line) = (batch * result[0], result[1] * channels);
         let blocks = lines * line.div_ceil(1024 * wide(x.dtype()));
         let shape = Shape { grid: [blocks.clamp(1, i32::MAX as usize) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
-        let (from, to, batch) = (address(op, &x)?, address(op, &y)?, batch as u64);
-        let [height, width] = [count32(op, input[0])?, count32(op, input[1])?];
-        let [out_height, out_width, channels] =
-            [count32(op, output[0])?, count32(op, output[1])?, count32(op, channels)?];
-        // SAFETY: the kernel takes the images, the result and their sizes.
-        unsafe { launch!(op, gpu, function, shape, from, to, batch, height, width, out_height, out_width, channels) }?;
+        let (batch, dtypes) = (batch as u64, suffix(op, x.dtype())?);
+        let [height, width] = [count32(op, from[0])?, count32(op, from[1])?];
+        let [out_height, out_width, channels] = [count32(op, to[0])?, count32(op, to[1])?, count32(op, channels)?];
+        let (x, y) = (input(op, &x)?, output(op, &y)?);
+        // SAFETY: the images are dense and of these sizes.
+        unsafe {
+            if is_backward {
+                let arguments =
+                    UpsampleNearest2dBackward { grad: x, dx: y, batch, height, width, out_height, out_width, channels };
+                gpu.function(&UPSAMPLE_NEAREST2D_BACKWARD, dtypes)?.launch(op, gpu, shape, arguments)
+            } else {
+                let arguments =
+                    UpsampleNearest2dForward { x, y, batch, height, width, out_height, out_width, channels };
+                gpu.function(&UPSAMPLE_NEAREST2D_FORWARD, dtypes)?.launch(op, gpu, shape, arguments)
+            }
+        }?;
     }
     Ok(y)
 }

@@ -1,33 +1,48 @@
 //! What an elementwise kernel is told about its tensors: `Strided` of `cuda/include/strided.cuh`.
 
-use candle_core::Layout;
+use candle_core::{DType, Layout};
 use smallvec::SmallVec;
+use trainable_candle_cuda::structs::Strided;
 
-use super::launch::{Address, Shape};
-use crate::{Error, Result};
+use super::launch::{Address, Const, Element, Mut, Shape, address, element};
+use crate::{Error, Raw, Result};
 
 /// `MAX_AXES` there.
 const MAX_AXES: usize = 8;
 /// The widest access of a thread, in bytes.
 const ACCESS: usize = 16;
 
-/// `K` tensors of one shape; laid out as the kernels read it.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Strided<const K: usize> {
-    count: u64,
-    axes: u32,
-    width: u32,
-    sizes: [u64; MAX_AXES],
-    strides: [[u64; MAX_AXES]; K],
-}
-
 /// A tensor that takes part.
 #[derive(Clone, Copy)]
 pub struct Member<'a> {
     pub layout: &'a Layout,
     pub address: Address,
-    pub element_size: usize,
+    pub dtype: DType,
+}
+
+impl<'a> Member<'a> {
+    /// A tensor where it lies.
+    ///
+    /// # Errors
+    /// As [`address`].
+    pub fn new(op: &'static str, tensor: &'a Raw) -> Result<Self> {
+        Ok(Self { layout: tensor.layout(), address: address(op, tensor)?, dtype: tensor.dtype() })
+    }
+
+    /// As a kernel reads it.
+    pub const fn input(&self) -> Const {
+        Const::new(self.address, element(self.dtype))
+    }
+
+    /// As a kernel writes it.
+    pub const fn output(&self) -> Mut {
+        Mut::new(self.address, element(self.dtype))
+    }
+
+    /// Its elements as so many bytes of any kind.
+    pub fn bytes(&self) -> Element {
+        Element::of_bytes(self.dtype.size_in_bytes())
+    }
 }
 
 /// A dimension: its size and its stride in each tensor.
@@ -37,45 +52,40 @@ struct Axis<const K: usize> {
     strides: [usize; K],
 }
 
-impl<const K: usize> Strided<K> {
-    /// Tensors that broadcast to `dims`, the first of which, written, has that shape.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] if more dimensions than [`MAX_AXES`] stay after neighbours are merged.
-    pub fn new(op: &'static str, dims: &[usize], members: [Member<'_>; K]) -> Result<Self> {
-        let axes = merged(dims, &members.map(|member| member.layout));
-        if axes.len() > MAX_AXES {
-            let message = format!(
-                "the strides of shape {dims:?} make {} separate dimensions, expected at most {MAX_AXES}; call contiguous() first",
-                axes.len()
-            );
-            return Err(Error::shape(op, message));
-        }
-        let width = ACCESS / members.iter().map(|member| member.element_size).max().unwrap_or(ACCESS);
-        let width = if is_wide(&axes, &members, width) { width } else { 1 };
-        let mut result = Self {
-            count: dims.iter().product::<usize>() as u64,
-            axes: axes.len() as u32,
-            width: width as u32,
-            sizes: [1; MAX_AXES],
-            strides: [[0; MAX_AXES]; K],
-        };
-        for (i, axis) in axes.iter().enumerate() {
-            result.sizes[i] = axis.size as u64;
-            for (strides, stride) in result.strides.iter_mut().zip(axis.strides) {
-                strides[i] = stride as u64;
-            }
-        }
-        Ok(result)
+/// Tensors that broadcast to `dims`, the first of which, written, has that shape; and a thread for each item.
+///
+/// # Errors
+/// [`Error::Shape`] if more dimensions than [`MAX_AXES`] stay after neighbours are merged, and as [`Shape::threads`].
+pub fn strided<const K: usize>(
+    op: &'static str,
+    dims: &[usize],
+    members: [Member<'_>; K],
+) -> Result<(Strided<K>, Shape)> {
+    let axes = merged(dims, &members.map(|member| member.layout));
+    if axes.len() > MAX_AXES {
+        let message = format!(
+            "the strides of shape {dims:?} make {} separate dimensions, expected at most {MAX_AXES}; call contiguous() first",
+            axes.len()
+        );
+        return Err(Error::shape(op, message));
     }
-
-    /// A thread for each item.
-    ///
-    /// # Errors
-    /// As [`Shape::threads`].
-    pub fn launch_shape(&self, op: &'static str) -> Result<Shape> {
-        Shape::threads(op, (self.count as usize).div_ceil(self.width as usize))
+    let width = ACCESS / members.iter().map(|member| member.dtype.size_in_bytes()).max().unwrap_or(ACCESS);
+    let width = if is_wide(&axes, &members, width) { width } else { 1 };
+    let count = dims.iter().product::<usize>();
+    let mut tensors = Strided {
+        count: count as u64,
+        axes: axes.len() as u32,
+        width: width as u32,
+        sizes: [1; MAX_AXES],
+        strides: [[0; MAX_AXES]; K],
+    };
+    for (i, axis) in axes.iter().enumerate() {
+        tensors.sizes[i] = axis.size as u64;
+        for (strides, stride) in tensors.strides.iter_mut().zip(axis.strides) {
+            strides[i] = stride as u64;
+        }
     }
+    Ok((tensors, Shape::threads(op, count.div_ceil(width))?))
 }
 
 /// The axes, outermost first, without those of size 1 and with neighbours merged where in every tensor one step of the outer is a whole
@@ -108,7 +118,7 @@ fn is_wide<const K: usize>(axes: &[Axis<K>], members: &[Member<'_>; K], width: u
         && members.iter().enumerate().all(|(k, member)| match inner.strides[k] {
             0 => true,
             1 => {
-                member.address % (width * member.element_size) as Address == 0
+                member.address % (width * member.dtype.size_in_bytes()) as Address == 0
                     && outer.iter().all(|axis| axis.strides[k] % width == 0)
             }
             _ => false,

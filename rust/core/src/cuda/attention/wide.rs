@@ -1,6 +1,6 @@
 //! Attention of heads wider than the kernels on tensor cores take: products of matrices around a softmax, for some queries at a time.
 
-use trainable_candle_cuda::modules::SOFTMAX;
+use trainable_candle_cuda::kernels::softmax::{LOGSUMEXP_FORWARD, LogsumexpForward};
 
 use super::Attention;
 use crate::compute::uses_pairs;
@@ -8,7 +8,7 @@ use crate::cuda::conv::{LEFT, RIGHT, pairs};
 use crate::cuda::copy::{cast, contiguous};
 use crate::cuda::gemm::{product, write_products};
 use crate::cuda::gpu::Gpu;
-use crate::cuda::launch::{Address, Shape, accumulator, address, count32, launch, suffix};
+use crate::cuda::launch::{Mut, Shape, accumulator, count32, input, output, suffix};
 use crate::cuda::rows::softmax;
 use crate::{Raw, Result};
 
@@ -33,8 +33,8 @@ impl Attention<'_> {
         let heads: usize = self.scores[..rank - 2].iter().product();
         let most = (MOST_SCORES / keys).clamp(1, queries);
         let numbers = accumulator(dtype);
-        let function = gpu.function(&SOFTMAX, "logsumexp_forward", suffix(op, numbers)?)?;
-        let sums = address(op, log_sums)?;
+        let function = gpu.function(&LOGSUMEXP_FORWARD, suffix(op, numbers)?)?;
+        let sums = output(op, log_sums)?;
         // As one row, v's parts lie below one another.
         let in_pairs = uses_pairs(dtype) && keys.is_multiple_of(8) && v.dims()[rank - 1] <= MOST_VALUES / keys;
         for head in 0..heads {
@@ -52,12 +52,15 @@ impl Attention<'_> {
                 let q = q.narrow(0, start, count)?;
                 let q = if in_pairs { pairs(op, LEFT, &contiguous(&q)?, q.dims()[1])? } else { q };
                 let scores = product(&q, &k.t()?, self.scale, numbers)?;
-                let place = ((head * queries + start) * numbers.size_in_bytes()) as Address;
-                let (from, none, to): (Address, Address, Address) = (address(op, &scores)?, 0, sums + place);
-                let (rows, len) = (count as u64, count32(op, keys)?);
-                let shape = Shape::rows(count, keys, numbers);
-                // SAFETY: the kernel takes the scores, no result in their dtype, a number for each row of them, and their sizes.
-                unsafe { launch!(op, gpu, function, shape, from, none, to, rows, len) }?;
+                let arguments = LogsumexpForward {
+                    x: input(op, &scores)?,
+                    y: Mut::NULL,
+                    exact: sums.behind((head * queries + start) * numbers.size_in_bytes()),
+                    rows: count as u64,
+                    len: count32(op, keys)?,
+                };
+                // SAFETY: there are so many rows of scores, and a number for each of them.
+                unsafe { function.launch(op, gpu, Shape::rows(count, keys, numbers), arguments) }?;
                 let shares = softmax(op, "softmax_forward", &scores)?;
                 let shares = if in_pairs { pairs(op, LEFT, &shares, keys)? } else { cast(&shares, dtype)? };
                 write_products(&[[&o.narrow(0, start, count)?, &shares, &v]], 1.0, false)?;

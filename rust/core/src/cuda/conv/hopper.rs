@@ -10,11 +10,18 @@ use candle_core::cuda_backend::cudarc::driver::sys::{
     CUtensorMapInterleave_enum as Interleave, CUtensorMapL2promotion_enum as Promotion,
     CUtensorMapSwizzle_enum as Swizzle, cuTensorMapEncodeIm2col, cuTensorMapEncodeTiled,
 };
-use trainable_candle_cuda::modules::CONV_HOPPER;
+use trainable_candle_cuda::kernels::conv_hopper::{
+    CONV2D_FORWARD_HOPPER_M128N128, CONV2D_FORWARD_HOPPER_M128N160, CONV2D_FORWARD_HOPPER_M256N128,
+    CONV2D_FORWARD_HOPPER_M256N160, CONV2D_GRAD_INPUT_HOPPER_M128N128, CONV2D_GRAD_INPUT_HOPPER_M128N160,
+    CONV2D_GRAD_INPUT_HOPPER_M256N128, CONV2D_GRAD_INPUT_HOPPER_M256N160, CONV2D_GRAD_WEIGHT_HOPPER_M64,
+    CONV2D_GRAD_WEIGHT_HOPPER_M128, CONV2D_GRAD_WEIGHT_HOPPER_M192, Conv2dForwardHopperM128n128 as Forward,
+    Conv2dGradInputHopperM128n128 as GradInput, Conv2dGradWeightHopperM64 as GradWeight, MODULE,
+};
+use trainable_candle_cuda::structs::{Conv2dMaps, TensorMap};
 
-use super::{BLOCKS, Operands, STEP, Sizes, Sums, splits, sum_parts};
+use super::{BLOCKS, Operands, Places, STEP, Sizes, Sums, splits, sum_parts};
 use crate::cuda::gpu::{Gpu, driver_error};
-use crate::cuda::launch::{Address, Shape, accumulator, address, empty, launch, optional, suffix};
+use crate::cuda::launch::{Address, Const, Kernel, Shape, accumulator, empty, optional_output, output, suffix};
 use crate::{Error, Raw, Result};
 
 /// Threads of a block: two groups that multiply, one that copies.
@@ -24,24 +31,15 @@ const MOST_SPLITS: usize = 32;
 /// Bytes that the sum of the parts moves in a microsecond.
 const SUM_RATE: f64 = 3e6;
 
-/// `Conv2dMaps` of the kernels.
-#[repr(C)]
-struct Maps {
-    dense: CUtensorMap,
-    windows: [CUtensorMap; 4],
-}
-
-/// A name, and the shared memory that it asks for.
-type Kernel = (&'static str, u32);
-
 /// The tiles that the forward pass and the gradient of the input have kernels for.
 struct Tile {
     rows: usize,
     columns: usize,
     /// Microseconds of a step.
     cost: f64,
-    forward: Kernel,
-    grad_input: Kernel,
+    /// A kernel, and the shared memory that it asks for.
+    forward: (&'static Kernel<Forward>, u32),
+    grad_input: (&'static Kernel<GradInput>, u32),
 }
 
 static TILES: [Tile; 4] = [
@@ -49,29 +47,29 @@ static TILES: [Tile; 4] = [
         rows: 256,
         columns: 160,
         cost: 1.0,
-        forward: ("conv2d_forward_hopper_m256n160", 213_120),
-        grad_input: ("conv2d_grad_input_hopper_m256n160", 229_504),
+        forward: (&CONV2D_FORWARD_HOPPER_M256N160, 213_120),
+        grad_input: (&CONV2D_GRAD_INPUT_HOPPER_M256N160, 229_504),
     },
     Tile {
         rows: 256,
         columns: 128,
         cost: 0.97,
-        forward: ("conv2d_forward_hopper_m256n128", 196_736),
-        grad_input: ("conv2d_grad_input_hopper_m256n128", 196_736),
+        forward: (&CONV2D_FORWARD_HOPPER_M256N128, 196_736),
+        grad_input: (&CONV2D_GRAD_INPUT_HOPPER_M256N128, 196_736),
     },
     Tile {
         rows: 128,
         columns: 160,
         cost: 0.82,
-        forward: ("conv2d_forward_hopper_m128n160", 221_312),
-        grad_input: ("conv2d_grad_input_hopper_m128n160", 204_928),
+        forward: (&CONV2D_FORWARD_HOPPER_M128N160, 221_312),
+        grad_input: (&CONV2D_GRAD_INPUT_HOPPER_M128N160, 204_928),
     },
     Tile {
         rows: 128,
         columns: 128,
         cost: 0.75,
-        forward: ("conv2d_forward_hopper_m128n128", 196_736),
-        grad_input: ("conv2d_grad_input_hopper_m128n128", 196_736),
+        forward: (&CONV2D_FORWARD_HOPPER_M128N128, 196_736),
+        grad_input: (&CONV2D_GRAD_INPUT_HOPPER_M128N128, 196_736),
     },
 ];
 
@@ -177,7 +175,7 @@ impl Sizes {
 
 /// What all three kernels ask of their operands.
 fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: &[Address]) -> bool {
-    gpu.is_hopper() && !CONV_HOPPER.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
+    gpu.is_hopper() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
 }
 
 /// A tensor map of `shape` (the densest dimension first).
@@ -207,16 +205,17 @@ impl Encoder {
 
     /// # Safety
     /// `status` is that of a call that has filled `map` if it succeeded.
-    unsafe fn finish(&self, status: CUresult, map: MaybeUninit<CUtensorMap>) -> Result<CUtensorMap> {
+    unsafe fn finish(&self, status: CUresult, map: MaybeUninit<CUtensorMap>) -> Result<TensorMap> {
         if status != CUresult::CUDA_SUCCESS {
             return Err(driver_error(self.op, DriverError(status)));
         }
         // SAFETY: the caller's promise.
-        Ok(unsafe { map.assume_init() })
+        let map = unsafe { map.assume_init() };
+        Ok(TensorMap { opaque: map.opaque })
     }
 
     /// Boxes of a dense tensor.
-    fn boxes(&self, start: Address, shape: [u64; 3], extent: [u32; 3]) -> Result<CUtensorMap> {
+    fn boxes(&self, start: Address, shape: [u64; 3], extent: [u32; 3]) -> Result<TensorMap> {
         let distances = Self::distances(&shape);
         let mut map = MaybeUninit::<CUtensorMap>::uninit();
         // SAFETY: the arrays have the sizes of the rank, and the driver fills the map.
@@ -240,7 +239,7 @@ impl Encoder {
     }
 
     /// Windows of `pixels` pixels of a dense image (batch, height, width, channels).
-    fn windows(&self, start: Address, image: [u32; 4], windows: Windows, pixels: usize) -> Result<CUtensorMap> {
+    fn windows(&self, start: Address, image: [u32; 4], windows: Windows, pixels: usize) -> Result<TensorMap> {
         let [batch, height, width, channels] = image.map(u64::from);
         let shape = [channels, width, height, batch];
         let distances = Self::distances(&shape);
@@ -273,13 +272,13 @@ impl Encoder {
 }
 
 /// A map that no kernel reads.
-const NO_MAP: CUtensorMap = CUtensorMap { opaque: [0; 16] };
+const NO_MAP: TensorMap = TensorMap { opaque: [0; 16] };
 
 /// y of dense operands, unless the general kernels serve the sizes better.
 pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
     let Operands { dtype, from, weights, bias } = operands;
-    let (to, windows) = (address(op, y)?, sizes.windows());
-    let fits = runs_on(gpu, sizes, dtype, &[sizes.channels], &[to, from, weights])
+    let (to, windows) = (output(op, y)?, sizes.windows());
+    let fits = runs_on(gpu, sizes, dtype, &[sizes.channels], &[to.address, from.address, weights.address])
         && sizes.out_channels > 16
         && sizes.stride.iter().all(|&stride| stride <= 8)
         && sizes.fit_in_maps([windows]);
@@ -291,24 +290,24 @@ pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, opera
     let Plan { tile, blocks, splits } = Plan::of(1, pixels, out, steps);
     let encoder = Encoder::new(op, dtype)?;
     let [height, width] = sizes.input;
-    let maps = Maps {
-        dense: encoder.boxes(weights, sizes.weight_shape(), [STEP as u32, 1, tile.columns as u32 / 2])?,
+    let maps = Conv2dMaps {
+        dense: encoder.boxes(weights.address, sizes.weight_shape(), [STEP as u32, 1, tile.columns as u32 / 2])?,
         windows: [
-            encoder.windows(from, [sizes.batch, height, width, sizes.channels], windows, tile.rows)?,
+            encoder.windows(from.address, [sizes.batch, height, width, sizes.channels], windows, tile.rows)?,
             NO_MAP,
             NO_MAP,
             NO_MAP,
         ],
     };
     let sums = Sums::new(op, gpu, sizes, y, splits)?;
-    let [narrow_bias, parts, parts_bias] = sums.arguments(op, &operands)?;
-    let (name, shared) = tile.forward;
-    let function = gpu.function(&CONV_HOPPER, name, suffix(op, dtype)?)?;
+    let Places { y, bias: narrow_bias, partials, sums_bias } = sums.places(op, &operands)?;
+    let (kernel, shared) = tile.forward;
+    let function = gpu.function(kernel, suffix(op, dtype)?)?;
     let shape = Shape { grid: [grid(op, blocks)?, 1, splits as u32], block: [THREADS, 1, 1], shared };
-    let sizes = *sizes;
-    // SAFETY: the kernel takes the result, its bias, the sums in f32 with theirs, sizes, and the maps of the operands.
-    unsafe { launch!(op, gpu, function, shape, to, narrow_bias, parts, parts_bias, sizes, maps) }?;
-    sums.finish(op, gpu, &sizes, bias)?;
+    let arguments = Forward { y, bias: narrow_bias, partials, sums_bias, shape: sizes.shape(), maps };
+    // SAFETY: the tensors are dense and of these sizes; there is a part of the sums for each split.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    sums.finish(op, gpu, sizes, bias)?;
     Ok(true)
 }
 
@@ -318,13 +317,14 @@ pub(super) fn grad_input(
     gpu: &Gpu,
     sizes: &Sizes,
     dx: &Raw,
-    [from, weights]: [Address; 2],
+    [from, weights]: [Const; 2],
 ) -> Result<bool> {
-    let (dtype, to) = (dx.dtype(), address(op, dx)?);
-    let fits = runs_on(gpu, sizes, dtype, &[sizes.channels, sizes.out_channels], &[to, from, weights])
-        && sizes.channels > 16
-        && sizes.stride.iter().all(|&stride| stride <= 2)
-        && sizes.fit_in_maps((0..sizes.phases()).filter_map(|phase| sizes.grad_windows(phase)));
+    let (dtype, to) = (dx.dtype(), output(op, dx)?);
+    let fits =
+        runs_on(gpu, sizes, dtype, &[sizes.channels, sizes.out_channels], &[to.address, from.address, weights.address])
+            && sizes.channels > 16
+            && sizes.stride.iter().all(|&stride| stride <= 2)
+            && sizes.fit_in_maps((0..sizes.phases()).filter_map(|phase| sizes.grad_windows(phase)));
     if !fits {
         return Ok(false);
     }
@@ -335,26 +335,27 @@ pub(super) fn grad_input(
     let Plan { tile, blocks, splits } = Plan::of(sizes.phases() as usize, pixels, channels, steps);
     let encoder = Encoder::new(op, dtype)?;
     let [height, width] = sizes.output;
-    let mut maps = Maps {
-        dense: encoder.boxes(weights, sizes.weight_shape(), [STEP as u32, 1, STEP as u32 / 2])?,
+    let mut maps = Conv2dMaps {
+        dense: encoder.boxes(weights.address, sizes.weight_shape(), [STEP as u32, 1, STEP as u32 / 2])?,
         windows: [NO_MAP; 4],
     };
     for (phase, map) in (0..sizes.phases()).zip(&mut maps.windows) {
         if let Some(windows) = sizes.grad_windows(phase) {
-            *map = encoder.windows(from, [sizes.batch, height, width, sizes.out_channels], windows, tile.rows)?;
+            *map =
+                encoder.windows(from.address, [sizes.batch, height, width, sizes.out_channels], windows, tile.rows)?;
         }
     }
     let partials = (splits > 1).then(|| empty(op, gpu, &[splits, dx.elem_count()], accumulator(dtype))).transpose()?;
-    let parts = optional(op, partials.as_ref())?;
-    let (name, shared) = tile.grad_input;
-    let function = gpu.function(&CONV_HOPPER, name, suffix(op, dtype)?)?;
+    let parts = optional_output(op, partials.as_ref())?;
+    let (kernel, shared) = tile.grad_input;
+    let function = gpu.function(kernel, suffix(op, dtype)?)?;
     let grid = [grid(op, blocks)?, sizes.phases(), splits as u32];
     let shape = Shape { grid, block: [THREADS, 1, 1], shared };
-    let sizes = *sizes;
-    // SAFETY: the kernel takes the result, the parts of the sums, sizes, and the maps of the operands.
-    unsafe { launch!(op, gpu, function, shape, to, parts, sizes, maps) }?;
+    let arguments = GradInput { grad_x: to, partials: parts, shape: sizes.shape(), maps };
+    // SAFETY: as in the forward pass.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
     if let Some(partials) = &partials {
-        sum_parts(op, gpu, dx, partials, 0, sizes.channels, splits as u32)?;
+        sum_parts(op, gpu, dx, partials, Const::NULL, sizes.channels, splits as u32)?;
     }
     Ok(true)
 }
@@ -365,22 +366,23 @@ pub(super) fn grad_weight(
     gpu: &Gpu,
     sizes: &Sizes,
     dw: &Raw,
-    [from, images]: [Address; 2],
+    [from, images]: [Const; 2],
 ) -> Result<bool> {
-    let (dtype, to, windows) = (dw.dtype(), address(op, dw)?, sizes.windows());
-    let fits = runs_on(gpu, sizes, dtype, &[sizes.channels, sizes.out_channels], &[to, from, images])
-        && sizes.channels.is_multiple_of(STEP as u32)
-        && sizes.out_channels > 16
-        && sizes.stride.iter().all(|&stride| stride <= 8)
-        && sizes.fit_in_maps([windows]);
+    let (dtype, to, windows) = (dw.dtype(), output(op, dw)?, sizes.windows());
+    let fits =
+        runs_on(gpu, sizes, dtype, &[sizes.channels, sizes.out_channels], &[to.address, from.address, images.address])
+            && sizes.channels.is_multiple_of(STEP as u32)
+            && sizes.out_channels > 16
+            && sizes.stride.iter().all(|&stride| stride <= 8)
+            && sizes.fit_in_maps([windows]);
     if !fits {
         return Ok(false);
     }
     let (pixels, values, out) = (sizes.pixels(), sizes.window(), sizes.out_channels as usize);
-    let (name, shared, rows) = match out {
-        ..=64 => ("conv2d_grad_weight_hopper_m64", 204_928, 64),
-        65..=256 => ("conv2d_grad_weight_hopper_m128", 196_736, 256),
-        _ => ("conv2d_grad_weight_hopper_m192", 229_504, 384),
+    let (kernel, shared, rows) = match out {
+        ..=64 => (&CONV2D_GRAD_WEIGHT_HOPPER_M64, 204_928, 64),
+        65..=256 => (&CONV2D_GRAD_WEIGHT_HOPPER_M128, 196_736, 256),
+        _ => (&CONV2D_GRAD_WEIGHT_HOPPER_M192, 229_504, 384),
     };
     // Clusters of two take two tiles of output channels.
     let cluster = if rows == 64 { 1 } else { 2 };
@@ -389,24 +391,24 @@ pub(super) fn grad_weight(
     let encoder = Encoder::new(op, dtype)?;
     let [height, width] = sizes.input;
     let dense = [u64::from(sizes.out_channels), 1, pixels as u64];
-    let maps = Maps {
-        dense: encoder.boxes(from, dense, [STEP as u32, 1, STEP as u32])?,
+    let maps = Conv2dMaps {
+        dense: encoder.boxes(from.address, dense, [STEP as u32, 1, STEP as u32])?,
         windows: [
-            encoder.windows(images, [sizes.batch, height, width, sizes.channels], windows, STEP)?,
+            encoder.windows(images.address, [sizes.batch, height, width, sizes.channels], windows, STEP)?,
             NO_MAP,
             NO_MAP,
             NO_MAP,
         ],
     };
     let partials = (splits > 1).then(|| empty(op, gpu, &[splits, dw.elem_count()], accumulator(dtype))).transpose()?;
-    let parts = optional(op, partials.as_ref())?;
-    let function = gpu.function(&CONV_HOPPER, name, suffix(op, dtype)?)?;
+    let parts = optional_output(op, partials.as_ref())?;
+    let function = gpu.function(kernel, suffix(op, dtype)?)?;
     let shape = Shape { grid: [grid(op, blocks)?, 1, splits as u32], block: [THREADS, 1, 1], shared };
-    let sizes = *sizes;
-    // SAFETY: the kernel takes the result, the parts of the sums, sizes, and the maps of the operands.
-    unsafe { launch!(op, gpu, function, shape, to, parts, sizes, maps) }?;
+    let arguments = GradWeight { grad_weight: to, partials: parts, shape: sizes.shape(), maps };
+    // SAFETY: as in the forward pass.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
     if let Some(partials) = &partials {
-        sum_parts(op, gpu, dw, partials, 0, sizes.window() as u32, splits as u32)?;
+        sum_parts(op, gpu, dw, partials, Const::NULL, sizes.window() as u32, splits as u32)?;
     }
     Ok(true)
 }

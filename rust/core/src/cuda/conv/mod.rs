@@ -5,18 +5,27 @@ mod hopper;
 mod pairs;
 
 use candle_core::DType;
-use trainable_candle_cuda::modules::CONV;
+use trainable_candle_cuda::kernels::conv::{
+    CONV2D_FORWARD_DIRECT, CONV2D_FORWARD_M64N64, CONV2D_FORWARD_M64N64V4, CONV2D_FORWARD_M128N16,
+    CONV2D_FORWARD_M128N128, CONV2D_FORWARD_PLAIN, CONV2D_GRAD_INPUT_DIRECT, CONV2D_GRAD_INPUT_M64N64,
+    CONV2D_GRAD_INPUT_M64N64V4, CONV2D_GRAD_INPUT_M128N16, CONV2D_GRAD_INPUT_M128N128, CONV2D_GRAD_INPUT_PLAIN,
+    CONV2D_GRAD_WEIGHT_DIRECT, CONV2D_GRAD_WEIGHT_M16, CONV2D_GRAD_WEIGHT_M64, CONV2D_GRAD_WEIGHT_M128,
+    CONV2D_GRAD_WEIGHT_PLAIN, CONV2D_SUM, Conv2dForwardM64n64, Conv2dForwardPlain, Conv2dGradInputM64n64,
+    Conv2dGradInputPlain, Conv2dGradWeightM64, Conv2dGradWeightPlain, Conv2dSum,
+};
+use trainable_candle_cuda::structs::Conv2dShape;
 
 use super::gpu::Gpu;
-use super::launch::{Address, Shape, accumulator, address, empty, launch, optional, suffix};
+use super::launch::{
+    Address, Const, Kernel, Mut, Shape, accumulator, empty, input, optional_input, optional_output, output, suffix,
+};
 use crate::compute::uses_pairs;
 use crate::{Raw, Result};
 
 pub use pairs::linear;
 pub(super) use pairs::{LEFT, RIGHT, pairs};
 
-/// `Conv2dShape` of the kernels; pairs are (height, width).
-#[repr(C)]
+/// Sizes of a convolution; pairs are (height, width).
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {
     pub batch: u32,
@@ -38,15 +47,37 @@ const MOST: u32 = 65_535;
 /// Values along a sum that a block takes at a time.
 const STEP: usize = 64;
 
-/// A kernel on tensor cores: its name, the rows and columns of its tiles and its shared memory.
-struct Tile {
-    name: &'static str,
+/// A kernel on tensor cores, the rows and columns of its tiles and its shared memory.
+struct Tile<A: 'static> {
+    kernel: &'static Kernel<A>,
     rows: usize,
     columns: usize,
     shared: u32,
 }
 
 impl Sizes {
+    /// As kernels take them.
+    const fn shape(&self) -> Conv2dShape {
+        Conv2dShape {
+            batch: self.batch,
+            height: self.input[0],
+            width: self.input[1],
+            channels: self.channels,
+            kernel_height: self.kernel[0],
+            kernel_width: self.kernel[1],
+            out_height: self.output[0],
+            out_width: self.output[1],
+            out_channels: self.out_channels,
+            stride_height: self.stride[0],
+            stride_width: self.stride[1],
+            padding_height: self.padding[0],
+            padding_width: self.padding[1],
+            dilation_height: self.dilation[0],
+            dilation_width: self.dilation[1],
+            groups: self.groups,
+        }
+    }
+
     fn pixels(&self) -> usize {
         [self.batch, self.output[0], self.output[1]].map(|size| size as usize).iter().product()
     }
@@ -101,25 +132,33 @@ fn sum_parts(
     gpu: &Gpu,
     y: &Raw,
     partials: &Raw,
-    bias: Address,
+    bias: Const,
     columns: u32,
     splits: u32,
 ) -> Result<()> {
-    let function = gpu.function(&CONV, "conv2d_sum", suffix(op, y.dtype())?)?;
+    let function = gpu.function(&CONV2D_SUM, suffix(op, y.dtype())?)?;
     let count = y.elem_count();
     let shape = Shape { grid: [count.div_ceil(1024).clamp(1, 1 << 20) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
-    let (to, from, count) = (address(op, y)?, address(op, partials)?, count as u64);
-    // SAFETY: the kernel takes the result, the parts, the bias and sizes.
-    unsafe { launch!(op, gpu, function, shape, to, from, bias, count, columns, splits) }
+    let (y, partials) = (output(op, y)?, input(op, partials)?);
+    // SAFETY: each part is as long as the result, of which a row has as many columns as the bias.
+    unsafe { function.launch(op, gpu, shape, Conv2dSum { y, partials, bias, count: count as u64, columns, splits }) }
 }
 
-/// Addresses of dense operands of `dtype`, and of a bias in the dtype of the result; null if there is none.
+/// Dense operands of `dtype`, and a bias in the dtype of the result; null if there is none.
 #[derive(Clone, Copy)]
 struct Operands {
     dtype: DType,
-    from: Address,
-    weights: Address,
-    bias: Address,
+    from: Const,
+    weights: Const,
+    bias: Const,
+}
+
+/// The result in the operands' dtype with its bias, and f32 sums with theirs, as kernels take them.
+struct Places {
+    y: Mut,
+    bias: Const,
+    partials: Mut,
+    sums_bias: Const,
 }
 
 /// Where tensor cores put the sums of a forward pass.
@@ -137,17 +176,18 @@ impl<'a> Sums<'a> {
         Ok(Self { y, partials, splits })
     }
 
-    /// The bias of the result, the place of f32 sums and their bias, as kernels take them: of operands narrower than the result the sums
-    /// are the result.
-    fn arguments(&self, op: &'static str, operands: &Operands) -> Result<[Address; 3]> {
+    /// Of operands narrower than the result the sums are the result.
+    fn places(&self, op: &'static str, operands: &Operands) -> Result<Places> {
+        let y = if self.y.dtype() == operands.dtype { output(op, self.y)? } else { Mut::NULL };
+        let none = Places { y, bias: Const::NULL, partials: Mut::NULL, sums_bias: Const::NULL };
         Ok(match &self.partials {
-            Some(partials) => [0, address(op, partials)?, 0],
-            None if self.y.dtype() == operands.dtype => [operands.bias, 0, 0],
-            None => [0, address(op, self.y)?, operands.bias],
+            Some(partials) => Places { partials: output(op, partials)?, ..none },
+            None if y != Mut::NULL => Places { bias: operands.bias, ..none },
+            None => Places { partials: output(op, self.y)?, sums_bias: operands.bias, ..none },
         })
     }
 
-    fn finish(&self, op: &'static str, gpu: &Gpu, sizes: &Sizes, bias: Address) -> Result<()> {
+    fn finish(&self, op: &'static str, gpu: &Gpu, sizes: &Sizes, bias: Const) -> Result<()> {
         let Some(partials) = &self.partials else { return Ok(()) };
         sum_parts(op, gpu, self.y, partials, bias, sizes.out_channels, self.splits as u32)
     }
@@ -167,30 +207,31 @@ pub fn forward(
     if y.elem_count() == 0 {
         return Ok(y);
     }
-    let bias = optional(op, bias)?;
+    let bias = optional_input(op, bias)?;
     if uses_pairs(dtype)
         && let Some((sizes, [x, weight])) = pairs::operands(op, sizes, [x, weight])?
     {
-        let (from, weights) = (address(op, &x)?, address(op, &weight)?);
+        let (from, weights) = (input(op, &x)?, input(op, &weight)?);
         if on_tensor_cores(op, gpu, &sizes, &y, Operands { dtype: x.dtype(), from, weights, bias })? {
             return Ok(y);
         }
     }
-    let (to, from, weights) = (address(op, &y)?, address(op, x)?, address(op, weight)?);
+    let (to, from, weights) = (output(op, &y)?, input(op, x)?, input(op, weight)?);
     if on_tensor_cores(op, gpu, &sizes, &y, Operands { dtype, from, weights, bias })? {
         return Ok(y);
     }
     let [_, results] = sizes.group_channels();
-    let (name, shape) = if sizes.is_direct() {
-        ("conv2d_forward_direct", Shape::flat(y.elem_count(), 1))
+    let (kernel, shape) = if sizes.is_direct() {
+        (&CONV2D_FORWARD_DIRECT, Shape::flat(y.elem_count(), 1))
     } else {
         let tiles = sizes.pixels().div_ceil(64) * results.div_ceil(64);
         let grid = [tiles as u32, 1, sizes.groups.min(MOST)];
-        ("conv2d_forward_plain", Shape { grid, block: [256, 1, 1], shared: 0 })
+        (&CONV2D_FORWARD_PLAIN, Shape { grid, block: [256, 1, 1], shared: 0 })
     };
-    let function = gpu.function(&CONV, name, suffix(op, dtype)?)?;
-    // SAFETY: the kernel takes the result, the dense operands and sizes.
-    unsafe { launch!(op, gpu, function, shape, to, from, weights, bias, sizes) }?;
+    let function = gpu.function(kernel, suffix(op, dtype)?)?;
+    let arguments = Conv2dForwardPlain { y: to, x: from, weight: weights, bias, shape: sizes.shape() };
+    // SAFETY: the tensors are dense and of these sizes.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
     Ok(y)
 }
 
@@ -200,20 +241,20 @@ fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands
         return Ok(true);
     }
     let Operands { dtype, from, weights, bias } = operands;
-    let to = address(op, y)?;
+    let to = output(op, y)?;
     let (pixels, out) = (sizes.pixels(), sizes.out_channels as usize);
     let blocks = |rows: usize, columns: usize| pixels.div_ceil(rows) * out.div_ceil(columns);
-    let tile = |name, rows, columns, shared| Tile { name, rows, columns, shared };
-    let tile = if sizes.fits(dtype, &[sizes.channels], 8, &[to, from, weights]) {
+    let tile = |kernel, rows, columns, shared| Tile { kernel, rows, columns, shared };
+    let tile = if sizes.fits(dtype, &[sizes.channels], 8, &[to.address, from.address, weights.address]) {
         Some(if out <= 16 {
-            tile("conv2d_forward_m128n16", 128, 16, 73_728)
+            tile(&CONV2D_FORWARD_M128N16, 128, 16, 73_728)
         } else if blocks(128, 128) >= BLOCKS {
-            tile("conv2d_forward_m128n128", 128, 128, 98_304)
+            tile(&CONV2D_FORWARD_M128N128, 128, 128, 98_304)
         } else {
-            tile("conv2d_forward_m64n64", 64, 64, 65_536)
+            tile(&CONV2D_FORWARD_M64N64, 64, 64, 65_536)
         })
-    } else if sizes.fits(dtype, &[sizes.channels], 4, &[to, from, weights]) {
-        Some(tile("conv2d_forward_m64n64v4", 64, 64, 65_536))
+    } else if sizes.fits(dtype, &[sizes.channels], 4, &[to.address, from.address, weights.address]) {
+        Some(tile(&CONV2D_FORWARD_M64N64V4, 64, 64, 65_536))
     } else {
         None
     };
@@ -221,13 +262,21 @@ fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands
     let tiles = blocks(tile.rows, tile.columns);
     let splits = splits(tiles, sizes.window());
     let sums = Sums::new(op, gpu, sizes, y, splits)?;
-    let [narrow_bias, parts, parts_bias] = sums.arguments(op, &operands)?;
-    let sizes = *sizes;
-    let function = gpu.function(&CONV, tile.name, suffix(op, dtype)?)?;
+    let Places { y, bias: narrow_bias, partials, sums_bias } = sums.places(op, &operands)?;
+    let function = gpu.function(tile.kernel, suffix(op, dtype)?)?;
     let shape = Shape { grid: [tiles as u32, 1, splits as u32], block: [128, 1, 1], shared: tile.shared };
-    // SAFETY: the kernel takes the result, the dense operands, the sums in f32 with their bias, and sizes.
-    unsafe { launch!(op, gpu, function, shape, to, from, weights, narrow_bias, parts, parts_bias, sizes) }?;
-    sums.finish(op, gpu, &sizes, bias)?;
+    let arguments = Conv2dForwardM64n64 {
+        y,
+        x: from,
+        weight: weights,
+        bias: narrow_bias,
+        partials,
+        sums_bias,
+        shape: sizes.shape(),
+    };
+    // SAFETY: the tensors are dense and of these sizes; there is a part of the sums for each split.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    sums.finish(op, gpu, sizes, bias)?;
     Ok(true)
 }
 
@@ -240,54 +289,57 @@ pub fn grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weigh
         super::copy::fill(&dx, 0.0)?;
         return Ok(dx);
     }
-    let (to, from, weights) = (address(op, &dx)?, address(op, grad)?, address(op, weight)?);
+    let (to, from, weights) = (output(op, &dx)?, input(op, grad)?, input(op, weight)?);
     if hopper::grad_input(op, gpu, &sizes, &dx, [from, weights])? {
         return Ok(dx);
     }
     let (pixels, channels) = (sizes.phase_pixels(), sizes.channels as usize);
     let sides = [sizes.channels, sizes.out_channels];
     let blocks = |rows: usize, columns: usize| pixels.div_ceil(rows) * channels.div_ceil(columns);
-    let tile = |name, rows, columns, shared| Tile { name, rows, columns, shared };
-    let tile = if sizes.fits(dtype, &sides, 8, &[to, from, weights]) {
+    let tile = |kernel, rows, columns, shared| Tile { kernel, rows, columns, shared };
+    let tile = if sizes.fits(dtype, &sides, 8, &[to.address, from.address, weights.address]) {
         Some(if channels <= 16 {
-            tile("conv2d_grad_input_m128n16", 128, 16, 98_304)
+            tile(&CONV2D_GRAD_INPUT_M128N16, 128, 16, 98_304)
         } else if blocks(128, 128) * sizes.phases() as usize >= BLOCKS {
-            tile("conv2d_grad_input_m128n128", 128, 128, 98_304)
+            tile(&CONV2D_GRAD_INPUT_M128N128, 128, 128, 98_304)
         } else {
-            tile("conv2d_grad_input_m64n64", 64, 64, 65_536)
+            tile(&CONV2D_GRAD_INPUT_M64N64, 64, 64, 65_536)
         })
-    } else if sizes.fits(dtype, &sides, 4, &[to, from, weights]) {
-        Some(tile("conv2d_grad_input_m64n64v4", 64, 64, 65_536))
+    } else if sizes.fits(dtype, &sides, 4, &[to.address, from.address, weights.address]) {
+        Some(tile(&CONV2D_GRAD_INPUT_M64N64V4, 64, 64, 65_536))
     } else {
         None
     };
     let Some(tile) = tile else {
         let [results, _] = sizes.group_channels();
-        let (name, shape) = if sizes.is_direct() {
+        let (kernel, shape) = if sizes.is_direct() {
             let flat = Shape::flat(dx.elem_count(), 1);
-            ("conv2d_grad_input_direct", Shape { grid: [flat.grid[0], sizes.phases(), 1], ..flat })
+            (&CONV2D_GRAD_INPUT_DIRECT, Shape { grid: [flat.grid[0], sizes.phases(), 1], ..flat })
         } else {
             let tiles = pixels.div_ceil(64) * results.div_ceil(64);
             let grid = [tiles as u32, sizes.phases(), sizes.groups.min(MOST)];
-            ("conv2d_grad_input_plain", Shape { grid, block: [256, 1, 1], shared: 0 })
+            (&CONV2D_GRAD_INPUT_PLAIN, Shape { grid, block: [256, 1, 1], shared: 0 })
         };
-        let function = gpu.function(&CONV, name, suffix(op, dtype)?)?;
-        // SAFETY: the kernel takes the result, the dense operands and sizes.
-        unsafe { launch!(op, gpu, function, shape, to, from, weights, sizes) }?;
+        let function = gpu.function(kernel, suffix(op, dtype)?)?;
+        let arguments = Conv2dGradInputPlain { grad_x: to, grad_y: from, weight: weights, shape: sizes.shape() };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
         return Ok(dx);
     };
     let tiles = blocks(tile.rows, tile.columns);
     let length = sizes.out_channels as usize * (sizes.kernel[0] * sizes.kernel[1]) as usize;
     let splits = splits(tiles * sizes.phases() as usize, length / sizes.phases() as usize);
     let partials = (splits > 1).then(|| empty(op, gpu, &[splits, dx.elem_count()], accumulator(dtype))).transpose()?;
-    let parts = optional(op, partials.as_ref())?;
-    let function = gpu.function(&CONV, tile.name, suffix(op, dtype)?)?;
+    let parts = optional_output(op, partials.as_ref())?;
+    let function = gpu.function(tile.kernel, suffix(op, dtype)?)?;
     let grid = [tiles as u32, sizes.phases(), splits as u32];
     let shape = Shape { grid, block: [128, 1, 1], shared: tile.shared };
-    // SAFETY: as above, and the parts of the sums.
-    unsafe { launch!(op, gpu, function, shape, to, from, weights, parts, sizes) }?;
+    let arguments =
+        Conv2dGradInputM64n64 { grad_x: to, grad_y: from, weight: weights, partials: parts, shape: sizes.shape() };
+    // SAFETY: as above; there is a part of the sums for each split.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
     if let Some(partials) = &partials {
-        sum_parts(op, gpu, &dx, partials, 0, sizes.channels, splits as u32)?;
+        sum_parts(op, gpu, &dx, partials, Const::NULL, sizes.channels, splits as u32)?;
     }
     Ok(dx)
 }
@@ -301,47 +353,50 @@ pub fn grad_weight(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, x]: 
         super::copy::fill(&dw, 0.0)?;
         return Ok(dw);
     }
-    let (to, from, images) = (address(op, &dw)?, address(op, grad)?, address(op, x)?);
+    let (to, from, images) = (output(op, &dw)?, input(op, grad)?, input(op, x)?);
     if hopper::grad_weight(op, gpu, &sizes, &dw, [from, images])? {
         return Ok(dw);
     }
     let (pixels, window, out) = (sizes.pixels(), sizes.window(), sizes.out_channels as usize);
     let sides = [sizes.channels, sizes.out_channels];
     let columns = (sizes.channels / sizes.groups) * sizes.kernel[0] * sizes.kernel[1];
-    if sizes.fits(dtype, &sides, 8, &[to, from, images]) {
-        let (name, rows) = match out {
-            ..=16 => ("conv2d_grad_weight_m16", 16),
-            17..=64 => ("conv2d_grad_weight_m64", 64),
-            _ => ("conv2d_grad_weight_m128", 128),
+    if sizes.fits(dtype, &sides, 8, &[to.address, from.address, images.address]) {
+        let (kernel, rows) = match out {
+            ..=16 => (&CONV2D_GRAD_WEIGHT_M16, 16),
+            17..=64 => (&CONV2D_GRAD_WEIGHT_M64, 64),
+            _ => (&CONV2D_GRAD_WEIGHT_M128, 128),
         };
         let tiles = out.div_ceil(rows) * window.div_ceil(128);
         let splits = splits(tiles, pixels);
         let partials =
             (splits > 1).then(|| empty(op, gpu, &[splits, dw.elem_count()], accumulator(dtype))).transpose()?;
-        let parts = optional(op, partials.as_ref())?;
-        let function = gpu.function(&CONV, name, suffix(op, dtype)?)?;
+        let parts = optional_output(op, partials.as_ref())?;
+        let function = gpu.function(kernel, suffix(op, dtype)?)?;
         let shape = Shape { grid: [tiles as u32, 1, splits as u32], block: [128, 1, 1], shared: 98_304 };
-        // SAFETY: the kernel takes the result, the dense operands, the parts of the sums and sizes.
-        unsafe { launch!(op, gpu, function, shape, to, from, images, parts, sizes) }?;
+        let arguments =
+            Conv2dGradWeightM64 { grad_weight: to, grad_y: from, x: images, partials: parts, shape: sizes.shape() };
+        // SAFETY: the tensors are dense and of these sizes; there is a part of the sums for each split.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
         if let Some(partials) = &partials {
-            sum_parts(op, gpu, &dw, partials, 0, columns, splits as u32)?;
+            sum_parts(op, gpu, &dw, partials, Const::NULL, columns, splits as u32)?;
         }
         return Ok(dw);
     }
     let [_, results] = sizes.group_channels();
     let groups = sizes.groups.min(MOST);
-    let (name, grid) = if sizes.is_direct() {
-        ("conv2d_grad_weight_direct", [out.div_ceil(32) as u32, (window as u32).min(MOST)])
+    let (kernel, grid) = if sizes.is_direct() {
+        (&CONV2D_GRAD_WEIGHT_DIRECT, [out.div_ceil(32) as u32, (window as u32).min(MOST)])
     } else {
-        ("conv2d_grad_weight_plain", [(results.div_ceil(64) * window.div_ceil(64)) as u32, groups])
+        (&CONV2D_GRAD_WEIGHT_PLAIN, [(results.div_ceil(64) * window.div_ceil(64)) as u32, groups])
     };
     let splits = splits((grid[0] * grid[1]) as usize, pixels);
     let partials = empty(op, gpu, &[splits, dw.elem_count()], accumulator(dtype))?;
-    let parts = address(op, &partials)?;
-    let function = gpu.function(&CONV, name, suffix(op, dtype)?)?;
+    let parts = output(op, &partials)?;
+    let function = gpu.function(kernel, suffix(op, dtype)?)?;
     let shape = Shape { grid: [grid[0], grid[1], splits as u32], block: [256, 1, 1], shared: 0 };
-    // SAFETY: the kernel takes the parts of the sums, the dense operands and sizes.
-    unsafe { launch!(op, gpu, function, shape, parts, from, images, sizes) }?;
-    sum_parts(op, gpu, &dw, &partials, 0, columns, splits as u32)?;
+    let arguments = Conv2dGradWeightPlain { partials: parts, grad_y: from, x: images, shape: sizes.shape() };
+    // SAFETY: as above.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    sum_parts(op, gpu, &dw, &partials, Const::NULL, columns, splits as u32)?;
     Ok(dw)
 }

@@ -1,13 +1,13 @@
 //! f32 operands as sums of two bf16 numbers, side by side in three times the channels: what `conv.cu` says.
 
 use candle_core::DType;
-use trainable_candle_cuda::modules::CONV;
+use trainable_candle_cuda::kernels::conv::{PAIRS_LEFT, PAIRS_RIGHT, PairsLeft};
 
 use super::{Sizes, forward};
 use crate::compute::uses_pairs;
 use crate::cuda::copy::contiguous;
 use crate::cuda::gpu::Gpu;
-use crate::cuda::launch::{Shape, address, count32, empty, launch, suffix};
+use crate::cuda::launch::{Kernel, Shape, count32, empty, input, output, suffix};
 use crate::{Error, Raw, Result};
 
 /// Parts in a row.
@@ -16,22 +16,27 @@ const PARTS: usize = 3;
 const GROUP: usize = 8;
 
 /// The kernels: hi hi lo for the one factor, hi lo hi for the other.
-pub(in crate::cuda) const LEFT: &str = "pairs_left";
-pub(in crate::cuda) const RIGHT: &str = "pairs_right";
+pub(in crate::cuda) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
+pub(in crate::cuda) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
 
 /// The parts of each row of `channels` numbers of a dense f32 operand by the kernel `side`: (rows, 3 · channels, each rounded up to a
 /// multiple of 8).
-pub(in crate::cuda) fn pairs(op: &'static str, side: &'static str, from: &Raw, channels: usize) -> Result<Raw> {
+pub(in crate::cuda) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &Raw, channels: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, from)?;
     let (rows, padded) = (from.elem_count() / channels.max(1), channels.next_multiple_of(GROUP));
     let to = empty(op, gpu, &[rows, PARTS * padded], DType::BF16)?;
-    let function = gpu.function(&CONV, side, suffix(op, DType::F32)?)?;
+    let function = gpu.function(side, suffix(op, DType::F32)?)?;
     let shape = Shape::flat(rows * padded / GROUP, 1);
-    let (start, source, rows) = (address(op, &to)?, address(op, from)?, rows as u64);
     count32(op, PARTS * padded)?;
-    let (channels, padded) = (count32(op, channels)?, count32(op, padded)?);
-    // SAFETY: the kernel takes the result, the dense operand, its rows and their widths before and after.
-    unsafe { launch!(op, gpu, function, shape, start, source, rows, channels, padded) }?;
+    let arguments = PairsLeft {
+        to: output(op, &to)?,
+        from: input(op, from)?,
+        rows: rows as u64,
+        channels: count32(op, channels)?,
+        padded: count32(op, padded)?,
+    };
+    // SAFETY: the tensors are dense, of so many rows of these widths.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
     Ok(to)
 }
 

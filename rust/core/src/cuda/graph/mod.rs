@@ -15,12 +15,12 @@ mod recording;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUgraphExec, CUgraphInstantiate_flags};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
 use candle_core::{DType, Device};
-use trainable_candle_cuda::modules::RANDOM;
+use trainable_candle_cuda::kernels::random::{SET_GENERATOR, SetGenerator};
 use trainable_candle_cuda::upload::{self, Constants, Known};
 
 use super::copy::{duplicate, transfer};
 use super::gpu::{Gpu, driver_error};
-use super::launch::{Shape, address, empty, launch};
+use super::launch::{Element, Mut, Shape, address, empty};
 use super::memory::status_error;
 use crate::capture::{Effects, Function, Run};
 use crate::raw::storage_identity;
@@ -293,10 +293,11 @@ impl Graph {
     fn launch(&self, start: State) -> Result<()> {
         let gpu = self.gpu;
         if self.draws > 0 {
-            let function = gpu.function(&RANDOM, "set_generator", &[])?;
-            let state = address(OP, &self.generator)?;
-            // SAFETY: the kernel takes the two numbers of the state and their values.
-            unsafe { launch!(OP, gpu, function, Shape::linear(OP, 1, 1)?, state, start.seed, start.offset) }?;
+            let function = gpu.function(&SET_GENERATOR, &[])?;
+            let state = Mut::new(address(OP, &self.generator)?, Element::U64);
+            let State { seed, offset } = start;
+            // SAFETY: the state has these two numbers.
+            unsafe { function.launch(OP, gpu, Shape::linear(OP, 1, 1)?, SetGenerator { state, seed, offset }) }?;
         }
         self.executable.launch(gpu).map_err(|error| driver_error(OP, error))
     }

@@ -10,7 +10,7 @@ use trainable_candle_cuda::memory;
 use trainable_candle_cuda::upload::{self, Constants, Known};
 
 use super::super::gpu::{Gpu, driver_error};
-use super::super::launch::Address;
+use super::super::launch::{Address, Const, Element};
 use super::super::memory::status_error;
 use super::OP;
 use crate::capture::{Effects, Run};
@@ -173,13 +173,14 @@ pub fn hold(tensor: &Raw, address: Address) {
 
 /// Where kernels find the generator's seed and position for draws from `state` on: in device memory (the address, or null), with the
 /// position counted from there, or by value.
-pub fn generator(state: State) -> (Address, State) {
+pub fn generator(state: State) -> (Const, State) {
     CURRENT.with_borrow(|current| match current {
         Some(Current { generator, start, .. })
             if state.seed == start.seed && state.offset.wrapping_sub(start.offset) < FORWARD =>
         {
-            (*generator, State { seed: state.seed, offset: state.offset.wrapping_sub(start.offset) })
+            let place = Const::new(*generator, Element::U64);
+            (place, State { seed: state.seed, offset: state.offset.wrapping_sub(start.offset) })
         }
-        _ => (0, state),
+        _ => (Const::NULL, state),
     })
 }

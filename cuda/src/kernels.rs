@@ -1,0 +1,140 @@
+//! The kernels: a module for each file of `kernels/`, with the compiled code and, for each kernel, a structure of its arguments.
+//!
+//! The build script makes them from the signatures in CUDA, so that an argument that is missing, swapped or of another type does not
+//! compile.
+
+use std::ffi::c_void;
+use std::marker::PhantomData;
+
+use crate::structs::{self, Address};
+
+/// The machine code of one file of kernels, for every architecture that it was built for.
+#[derive(Debug)]
+pub struct Module {
+    /// The file's name without its ending.
+    pub name: &'static str,
+    /// What the driver loads. Empty if the file is for an architecture that the build leaves out.
+    pub image: &'static [u8],
+}
+
+/// What a pointer points to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "named as dtypes are")]
+pub enum Element {
+    /// Of a structure, of what a further argument says, or of nothing: a null pointer.
+    Any,
+    U8,
+    U16,
+    U32,
+    U64,
+    I16,
+    I32,
+    I64,
+    F16,
+    BF16,
+    F32,
+    F64,
+}
+
+impl Element {
+    /// Whether memory of these elements can be read as those of another kind.
+    #[must_use]
+    pub fn fits(self, other: Self) -> bool {
+        self == other || self == Self::Any || other == Self::Any
+    }
+
+    /// Unsigned integers of as many bytes: elements that are copied as they are.
+    #[must_use]
+    pub const fn of_bytes(size: usize) -> Self {
+        match size {
+            1 => Self::U8,
+            2 => Self::U16,
+            4 => Self::U32,
+            8 => Self::U64,
+            _ => Self::Any,
+        }
+    }
+}
+
+macro_rules! pointers {
+    ($($(#[$attribute:meta])* $name:ident;)*) => {$(
+        $(#[$attribute])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub struct $name {
+            /// Where.
+            pub address: Address,
+            /// What lies there.
+            pub element: Element,
+        }
+
+        impl $name {
+            /// Nothing, for arguments that may be missing.
+            pub const NULL: Self = Self { address: 0, element: Element::Any };
+
+            /// An address, of elements of some kind.
+            #[must_use]
+            pub const fn new(address: Address, element: Element) -> Self {
+                Self { address, element }
+            }
+
+            /// So many bytes further.
+            #[must_use]
+            pub const fn behind(self, bytes: usize) -> Self {
+                Self { address: self.address + bytes as Address, ..self }
+            }
+        }
+    )*};
+}
+
+pointers! {
+    /// Memory that a kernel reads.
+    Const;
+    /// Memory that a kernel writes.
+    Mut;
+}
+
+/// A kernel, in variants for dtypes, that takes the arguments `A`.
+#[derive(Debug)]
+pub struct Kernel<A> {
+    /// The file that it is in.
+    pub module: &'static Module,
+    /// Its name, without the dtypes.
+    pub name: &'static str,
+    /// For which dtypes there is one.
+    pub variants: &'static [Variant],
+    takes: PhantomData<fn(A)>,
+}
+
+impl<A> Kernel<A> {
+    const fn new(module: &'static Module, name: &'static str, variants: &'static [Variant]) -> Self {
+        Self { module, name, variants, takes: PhantomData }
+    }
+}
+
+/// A kernel for some dtypes.
+#[derive(Debug)]
+pub struct Variant {
+    /// What stands at the end of its name.
+    pub dtypes: &'static [&'static str],
+    /// What its pointers are called, and what they point to.
+    pub pointers: &'static [(&'static str, Element)],
+}
+
+/// What a kernel takes.
+///
+/// # Safety
+/// [`lend`](Self::lend) lends places of the parameters of each of [`KERNELS`](Self::KERNELS), in their order and of their types.
+pub unsafe trait Arguments: Sized + 'static {
+    /// The kernels that take these.
+    const KERNELS: &'static [&'static Kernel<Self>];
+
+    /// Lends the places of the arguments, as the driver wants them, and what the pointers among them point to.
+    fn lend<R>(&self, to: impl FnOnce(&mut [*mut c_void], &[Element]) -> R) -> R;
+}
+
+/// The place of an argument, which the driver does not write.
+const fn place<T>(argument: &T) -> *mut c_void {
+    std::ptr::from_ref(argument).cast_mut().cast()
+}
+
+include!(concat!(env!("OUT_DIR"), "/kernels.rs"));

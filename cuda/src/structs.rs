@@ -1,0 +1,145 @@
+//! Structures that the host and the kernels exchange, by value or in device memory; their meaning stands in the kernels' headers.
+//!
+//! The build script reads this file too: kernels are compiled with assertions that CUDA gives the structure of the same name the same
+//! size, alignment and fields.
+
+use std::mem::{align_of, offset_of, size_of};
+
+/// How a structure lies in memory.
+#[derive(Debug)]
+pub struct Layout {
+    /// Its name in CUDA.
+    pub name: &'static str,
+    /// Bytes.
+    pub size: usize,
+    /// Bytes.
+    pub alignment: usize,
+    /// Name, offset and size of each field.
+    pub fields: &'static [(&'static str, usize, usize)],
+}
+
+/// An address in a GPU's memory.
+pub type Address = u64;
+
+macro_rules! structs {
+    ($($(#[$attribute:meta])* $name:ident $(<const $n:ident: usize>)? { $($field:ident: $type:ty,)* })*) => {$(
+        $(#[$attribute])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        #[allow(missing_docs, reason = "the fields are those of CUDA")]
+        pub struct $name $(<const $n: usize>)? {
+            $(pub $field: $type,)*
+        }
+
+        impl $(<const $n: usize>)? $name $(<$n>)? {
+            const fn layout(name: &'static str) -> Layout {
+                let fields = const { &[$((stringify!($field), offset_of!(Self, $field), size_of::<$type>())),*] };
+                Layout { name, size: size_of::<Self>(), alignment: align_of::<Self>(), fields }
+            }
+        }
+    )*};
+}
+
+structs! {
+    /// Of kernels/addresses.cu.
+    Addresses { values: [Address; 480], }
+
+    /// Of include/attention/shape.cuh.
+    AttentionShape {
+        batch: u32, heads: u32, queries: u32, keys: u32, width: u32, value_width: u32, is_causal: u32,
+        parts: u32,
+        scale: f64,
+    }
+
+    /// Of include/attention/shape.cuh.
+    Strides { batch: u64, head: u64, row: u64, }
+
+    /// Of include/attention/plain.cuh.
+    Mask { numbers: Address, batch: u64, head: u64, query: u64, key: u64, }
+
+    /// Of include/conv/geometry.cuh.
+    Conv2dShape {
+        batch: u32, height: u32, width: u32, channels: u32,
+        kernel_height: u32, kernel_width: u32,
+        out_height: u32, out_width: u32, out_channels: u32,
+        stride_height: u32, stride_width: u32, padding_height: u32, padding_width: u32,
+        dilation_height: u32, dilation_width: u32,
+        groups: u32,
+    }
+
+    /// Of include/conv/engine.cuh.
+    #[repr(align(64))]
+    TensorMap { opaque: [u64; 16], }
+
+    /// Of include/conv/engine.cuh.
+    Conv2dMaps { dense: TensorMap, windows: [TensorMap; 4], }
+
+    /// Of kernels/low_rank.cu.
+    LowRankSizes {
+        rows: u32, inner: u32, outer: u32, terms: u32,
+        input_row: u32, hidden_row: u32, dst_row: u32, down_row: u32, up_row: u32,
+        scale_hidden: f32, scale_dst: f32,
+    }
+
+    /// Of kernels/low_rank.cu.
+    #[derive(Default)]
+    LowRankTerm { input: Address, down: Address, up: Address, hidden: Address, dst: Address, }
+
+    /// Of kernels/low_rank.cu.
+    LowRankTerms { list: [LowRankTerm; 4], }
+
+    /// Of include/strided.cuh.
+    Strided<const K: usize> { count: u64, axes: u32, width: u32, sizes: [u64; 8], strides: [[u64; 8]; K], }
+
+    /// The hyper-parameters of a group and the steps that it has taken, of include/optim.cuh: `lr` is the learning rate; `beta1` and
+    /// `beta2` are SGD's momentum and dampening; `eps` is added to the root of the second moment; `maximize` and `nesterov` are 1 or 0.
+    #[derive(Default)]
+    Settings {
+        lr: f64, beta1: f64, beta2: f64, eps: f64, weight_decay: f64, step: u64, maximize: u32, nesterov: u32,
+    }
+
+    /// Of include/optim.cuh.
+    #[repr(align(16))]
+    Coefficients {
+        gain: f32, skip: u32, decay: f32, l2: f32, step_size: f32, eps: f32, beta1: f32, gain1: f32, beta2: f32, gain2: f32,
+        root_correction2: f32, nesterov: u32,
+    }
+
+    /// Of include/optim.cuh.
+    #[repr(align(16))]
+    Piece { start: u32, segment: u32, state: u32, length: u16, group: u16, }
+
+    /// Of include/optim.cuh.
+    Segment { params: Address, grads: Address, copy: Address, }
+
+    /// Of include/optim.cuh.
+    Clip { norm: f64, factor: f64, }
+
+    /// Of include/optim.cuh.
+    LossScale { scale: f64, growth_tracker: u64, }
+}
+
+/// Of every structure that kernels name, as they name it.
+pub const LAYOUTS: &[Layout] = &[
+    Addresses::layout("Addresses"),
+    AttentionShape::layout("AttentionShape"),
+    Strides::layout("Strides"),
+    Mask::layout("Mask<float>"),
+    Mask::layout("Mask<double>"),
+    Conv2dShape::layout("Conv2dShape"),
+    TensorMap::layout("TensorMap"),
+    Conv2dMaps::layout("Conv2dMaps"),
+    LowRankSizes::layout("LowRankSizes"),
+    LowRankTerm::layout("LowRankTerm"),
+    LowRankTerms::layout("LowRankTerms"),
+    Strided::<1>::layout("Strided<1>"),
+    Strided::<2>::layout("Strided<2>"),
+    Strided::<3>::layout("Strided<3>"),
+    Strided::<4>::layout("Strided<4>"),
+    Settings::layout("Settings"),
+    Coefficients::layout("Coefficients"),
+    Piece::layout("Piece"),
+    Segment::layout("Segment"),
+    Clip::layout("Clip"),
+    LossScale::layout("LossScale"),
+];
