@@ -235,13 +235,15 @@ const LENGTHS: [usize; 15] = [1, 2, 31, 33, 63, 65, 127, 255, 257, 1023, 1024, 1
 pub fn is_passed_on_at_edges(device: &Device) -> Checked {
     let mut failures = Vec::new();
     for n in LENGTHS {
-        let edges = [0, 1, 15, 16, 31, 32, 63, 64, 255, 256, 511, 512, 1023, 1024, 1025, 2047, 2048, 4096, 8191, 8192];
+        let edges = [0, 15, 31, 32, 255, 256, 1023, 1024, 2047, 8191];
         let mut places: Vec<_> =
             edges.iter().chain(&[n - 1, n.saturating_sub(2), n / 2]).map(|&at| at..at + 1).collect();
         places.extend([0..n - 1, 0..1024, 1024..2048, 1..n, 0..n]);
         places.retain(|place| place.start < place.end && place.end <= n);
         for place in places {
-            for (dtype, _) in TOLERANCE {
+            // The widths of f32 and bf16 stand for those of f64 and f16, but at two lengths.
+            let dtypes = TOLERANCE.map(|(dtype, _)| dtype).into_iter();
+            for dtype in dtypes.filter(|dtype| [33, 1025].contains(&n) || [DType::F32, DType::BF16].contains(dtype)) {
                 let values: Vec<f64> = (0..3 * n)
                     .map(|i| {
                         if i / n == 1 && place.contains(&(i % n)) {
