@@ -193,6 +193,27 @@ def test_a_gradient_that_is_no_number_leaves_the_parameters() -> None:
     assert weight.item() == 0.0
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_that_is_queued_before_its_loss_is_read_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, accumulation: int
+) -> None:
+    """As on a GPU, where the loss is read after the step: it is infinite, the gradient finite."""
+    weight = tc.Var(np.ones(1, np.float32))
+    run = Trainer(
+        lambda rows: weight.sum() + (math.inf if rows[0] == 3 else 0.0),
+        {"weight": weight},
+        tc.optim.SGD([weight], lr=0.25),
+        Slices(1),
+        steps=5,
+        gradient_accumulation=accumulation,
+    )
+    monkeypatch.setattr(run, "_on_gpu", True)
+    with pytest.raises(NonFiniteError, match="the loss of batch 3 is inf"):
+        run.train()
+    assert run.step == 3 // accumulation
+    assert weight.item() == 1 - 0.25 * run.step
+
+
 def half(weight: tc.Var) -> tc.Tensor:
     return weight.to("f16").sum()
 

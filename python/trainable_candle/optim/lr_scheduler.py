@@ -51,10 +51,12 @@ class LRScheduler:
 
         Raises:
             ArgumentError: If it is negative.
+            DeviceError: If a function is being captured (`tc.cuda.capture`), which would keep the
+                learning rates of this step: call it between calls of the captured function.
         """
         factor = self._schedule.factor(step)
-        self._step = step
         self._optimizer.group_lrs = [lr * factor for lr in self._base_lrs]
+        self._step = step
 
 
 def _check_optimizer(optimizer: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -71,14 +71,16 @@ class AdapterAverage(Callback):
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within this context the parameters are their averages; afterwards they are as before."""
-        self.keep()
-        try:
+        with ExitStack() as swapped:
+            self._swap_in(swapped)
             yield
-        finally:
-            for average in self._averages.values():
-                average.swap_out()
 
     def keep(self) -> None:
-        """Put the averages in the place of the parameters."""
+        """Put the averages in the place of the parameters: all of them, or none if one fails."""
+        with ExitStack() as swapped:
+            self._swap_in(swapped)
+            swapped.pop_all()
+
+    def _swap_in(self, swapped: ExitStack) -> None:
         for average in self._averages.values():
-            average.swap_in()
+            swapped.enter_context(average)

@@ -202,12 +202,12 @@ class Trainer(Generic[Batch]):
         if not self._on_gpu:
             self._check_losses(losses)
         lr = self.optimizer.lr
-        measured = self._update()
+        measured = self._update(losses)
         if self._scheduler is not None:
             self._scheduler.step()
         if self._on_gpu and self.step + 1 < self.steps:
             self._make_ready()
-        values, norm = self._read(losses, measured)
+        *values, norm = measured.tolist()  # On a GPU this waits for the step.
         self._check_losses(values)
         self._check_norm(norm)
         self.step += 1
@@ -260,25 +260,27 @@ class Trainer(Generic[Batch]):
         (share if self._scaler is None else self._scaler.scale(share)).backward()
         return loss.detach()
 
-    def _update(self) -> Tensor:
-        """Clip and step, unless the gradient is not finite; returns its norm."""
+    def _update(self, losses: Sequence[Tensor]) -> Tensor:
+        """Clip and step, unless a loss or the gradient is not finite.
+
+        With a scaler, which expects overflow, the gradient alone decides.
+
+        Returns:
+            The losses and the gradient's norm, f64.
+        """
         limit = self._max_grad_norm or math.inf
         parameters = list(self.parameters.values())
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         norm = tc.optim.clip_grad_norm_(parameters, limit)
+        measured = tc.stack([*(loss.to("f64").reshape(()) for loss in losses), norm])
         if self._scaler is not None:
             self._scaler.step(self.optimizer)
             self._scaler.update()
-            return norm
-        self.optimizer.step(if_finite=norm)
-        return norm
-
-    @staticmethod
-    def _read(losses: Sequence[Tensor], norm: Tensor) -> tuple[list[float], float]:
-        """The numbers of a step; on a GPU this waits for it."""
-        *values, last = tc.stack([*(loss.to("f64").reshape(()) for loss in losses), norm]).tolist()
-        return values, last
+        else:
+            # A sum is finite if all its terms are: f32 losses are far from the largest f64.
+            self.optimizer.step(if_finite=measured.sum())
+        return measured
 
     def _check_losses(self, losses: Sequence[Tensor | float]) -> None:
         if self._scaler is None:
