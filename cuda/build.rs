@@ -15,16 +15,20 @@ use std::process::Command;
 use std::time::SystemTime;
 use std::{env, fs, io, thread};
 
+#[path = "src/architectures.rs"]
+#[allow(dead_code, reason = "what runs where is asked by the crate")]
+mod architectures;
+
+use architectures::{ARCHITECTURES, Architecture};
+
 /// Libraries whose functions `src/symbols.rs` stands in for. The linker wants a file of each name; it may be empty.
 const STOOD_IN: [&str; 5] = ["cuda", "cublas", "cublasLt", "curand", "nvrtc"];
 /// An `ar` archive without members.
 const EMPTY_ARCHIVE: &[u8] = b"!<arch>\n";
 /// Where the CUDA toolkit is.
 const TOOLKIT_VARIABLES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
-/// What the kernels are compiled for: compute capabilities without the dot, with `a` for the functions of that one alone and `+ptx` for
-/// what newer GPUs compile for themselves.
+/// What the kernels are compiled for, as [`architectures::ARCHITECTURES`].
 const ARCHITECTURES_VARIABLE: &str = "TRAINABLE_CANDLE_CUDA_ARCHS";
-const ARCHITECTURES: &str = "80,86,89,90a,120+ptx";
 
 /// What the names of files end with that have code for compute capability 9.0 alone.
 const HOPPER: &str = "_hopper";
@@ -59,7 +63,9 @@ fn prepare_libraries(out: &Path) -> io::Result<()> {
 /// One `<name>.fatbin` for each `kernels/<name>.cu`, and `kernels.rs` for all.
 fn compile_kernels(out: &Path) -> io::Result<()> {
     let nvcc = find(&["bin/nvcc"])?;
-    let targets = targets(&env::var(ARCHITECTURES_VARIABLE).unwrap_or_else(|_| ARCHITECTURES.to_owned()))?;
+    let list = env::var(ARCHITECTURES_VARIABLE).unwrap_or_else(|_| ARCHITECTURES.to_owned());
+    let targets = targets(&list)?;
+    println!("cargo::rustc-env=COMPILED_ARCHITECTURES={list}");
     let headers = files("include", "cuh")?.iter().filter_map(|path| modified(path)).max();
     let sources = files("kernels", "cu")?;
     let read_by = env::current_exe().ok().and_then(|program| modified(&program));
@@ -148,16 +154,15 @@ fn run_nvcc<'a>(nvcc: &Path, source: &Path, arguments: impl IntoIterator<Item = 
 
 /// nvcc's arguments for a list of architectures.
 fn targets(list: &str) -> io::Result<Vec<String>> {
+    let architectures = Architecture::parse_list(list).ok_or_else(|| {
+        let message = format!("{ARCHITECTURES_VARIABLE} is \"{list}\"; expected a list such as {ARCHITECTURES}");
+        io::Error::new(io::ErrorKind::InvalidInput, message)
+    })?;
     let mut targets = Vec::new();
-    for item in list.split(',').map(str::trim).filter(|item| !item.is_empty()) {
-        let (number, ptx) = item.strip_suffix("+ptx").map_or((item, false), |number| (number, true));
-        if number.trim_end_matches('a').parse::<u32>().is_err() {
-            let message = format!("{ARCHITECTURES_VARIABLE} is \"{list}\"; expected a list such as {ARCHITECTURES}");
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
-        }
-        targets.push(format!("-gencode=arch=compute_{number},code=sm_{number}"));
-        if ptx {
-            targets.push(format!("-gencode=arch=compute_{number},code=compute_{number}"));
+    for architecture in architectures {
+        targets.push(format!("-gencode=arch=compute_{architecture},code=sm_{architecture}"));
+        if architecture.has_ptx {
+            targets.push(format!("-gencode=arch=compute_{architecture},code=compute_{architecture}"));
         }
     }
     Ok(targets)

@@ -5,6 +5,7 @@
 //! or extension built with CUDA starts where there is none, and says then what is missing.
 
 pub mod allocator;
+pub mod architectures;
 #[cfg(test)]
 #[path = "../build/bindings.rs"]
 mod bindings;
@@ -90,11 +91,25 @@ pub enum Unavailable {
         /// Its compute capability, as (major, minor).
         found: (i32, i32),
     },
+    /// The kernels were compiled for other GPUs.
+    #[error(
+        "the GPU {name} has compute capability {}.{}, and this build has code for {built} alone; build it with \
+         TRAINABLE_CANDLE_CUDA_ARCHS={}{}",
+        .found.0, .found.1, .found.0, .found.1
+    )]
+    NoCode {
+        /// The GPU's name.
+        name: String,
+        /// Its compute capability, as (major, minor).
+        found: (i32, i32),
+        /// What the kernels were compiled for.
+        built: &'static str,
+    },
 }
 
 /// Find the driver and the CUDA libraries and make candle's CUDA backend usable: libraries are looked for in `folders` first (where pip
 /// puts NVIDIA's), then where the system's loader looks. Must succeed before any CUDA call; a call before that answers
-/// `CUDA_ERROR_UNKNOWN`. Repeated calls are cheap after a success.
+/// `CUDA_ERROR_UNKNOWN`. Repeated calls are cheap after a success. One GPU that can be used is enough; [`check_device`] says which can.
 ///
 /// # Errors
 /// The first reason why CUDA cannot be used. Nothing is changed then.
@@ -106,4 +121,14 @@ pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
         let _ = folders;
         Err(Unavailable::NotBuilt)
     }
+}
+
+/// Whether a GPU can be used: it is new enough, and the kernels were compiled for it. After [`load`]; a number that the driver does not
+/// know passes.
+///
+/// # Errors
+/// Why it cannot.
+#[cfg(feature = "cuda")]
+pub fn check_device(ordinal: usize) -> Result<(), Unavailable> {
+    library::check_device(ordinal)
 }

@@ -8,22 +8,26 @@ use std::sync::{Mutex, PoisonError};
 
 use libloading::Library as Handle;
 
+use crate::architectures::{Architecture, Capability};
 use crate::symbols::{DRIVER, Library, Symbol, TOOLKIT};
 use crate::{MINIMUM_CAPABILITY, MINIMUM_DRIVER, Unavailable, memory, upload};
 
-/// Whether the slots are filled.
-static LOADED: Mutex<bool> = Mutex::new(false);
+/// What the kernels were compiled for.
+const COMPILED: &str = env!("COMPILED_ARCHITECTURES");
+
+/// Whether each GPU can be used; known once the slots are filled.
+static DEVICES: Mutex<Option<Vec<Result<(), Unavailable>>>> = Mutex::new(None);
 
 type Found = (&'static Symbol, *mut ());
 
 pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
-    let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-    if *loaded {
+    let mut known = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    if known.is_some() {
         return Ok(());
     }
     let driver = open(DRIVER, &[]).map_err(Unavailable::NoDriver)?;
     let mut found = resolve(&driver, DRIVER)?;
-    Driver(&found).check()?;
+    let devices = Driver(&found).check()?;
     let mut handles = vec![driver];
     for library in TOOLKIT {
         let handle = open(library, folders).map_err(|reason| Unavailable::NoLibrary { file: library.file, reason })?;
@@ -35,8 +39,13 @@ pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
     }
     // The addresses must stay good for the rest of the process.
     handles.into_iter().for_each(std::mem::forget);
-    *loaded = true;
+    *known = Some(devices);
     Ok(())
+}
+
+pub fn check_device(ordinal: usize) -> Result<(), Unavailable> {
+    let known = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    known.as_ref().and_then(|devices| devices.get(ordinal)).cloned().unwrap_or(Ok(()))
 }
 
 /// What goes into the slot of a function: its address, but for those that memory and copies from the host go through here.
@@ -104,8 +113,8 @@ impl Driver<'_> {
         Err(Unavailable::DriverFailed(format!("{text} (error {status})")))
     }
 
-    /// The driver starts, is new enough, and has a GPU that is new enough.
-    fn check(&self) -> Result<(), Unavailable> {
+    /// The driver starts, is new enough, and has a GPU that can be used. Whether each can.
+    fn check(&self) -> Result<Vec<Result<(), Unavailable>>, Unavailable> {
         // SAFETY: the signatures are those of the driver's header.
         unsafe {
             let version: extern "C" fn(*mut c_int) -> c_int = std::mem::transmute(self.address("cuDriverGetVersion"));
@@ -123,23 +132,29 @@ impl Driver<'_> {
             if devices == 0 {
                 return Err(Unavailable::NoDevice);
             }
-            self.check_capability(0)
+            let devices: Vec<_> = (0..devices).map(|ordinal| self.check_device(ordinal)).collect();
+            if devices.iter().all(Result::is_err) {
+                devices[0].clone()?;
+            }
+            Ok(devices)
         }
     }
 
     /// # Safety
     /// The driver must be initialised and have the device.
-    unsafe fn check_capability(&self, ordinal: c_int) -> Result<(), Unavailable> {
+    unsafe fn check_device(&self, ordinal: c_int) -> Result<(), Unavailable> {
         const MAJOR: c_int = 75;
         const MINOR: c_int = 76;
         // SAFETY: the signatures are those of the driver's header.
         unsafe {
             let attribute: extern "C" fn(*mut c_int, c_int, c_int) -> c_int =
                 std::mem::transmute(self.address("cuDeviceGetAttribute"));
-            let mut found = (0, 0);
+            let mut found: Capability = (0, 0);
             self.ok(attribute(&raw mut found.0, MAJOR, ordinal))?;
             self.ok(attribute(&raw mut found.1, MINOR, ordinal))?;
-            if found >= MINIMUM_CAPABILITY {
+            let has_code =
+                Architecture::parse_list(COMPILED).unwrap_or_default().iter().any(|code| code.runs_on(found));
+            if found >= MINIMUM_CAPABILITY && has_code {
                 return Ok(());
             }
             let name_of: extern "C" fn(*mut c_char, c_int, c_int) -> c_int =
@@ -147,7 +162,10 @@ impl Driver<'_> {
             let mut name = [0; 128];
             self.ok(name_of(name.as_mut_ptr(), 127, ordinal))?;
             let name = CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned();
-            Err(Unavailable::CardTooOld { name, found })
+            if found < MINIMUM_CAPABILITY {
+                return Err(Unavailable::CardTooOld { name, found });
+            }
+            Err(Unavailable::NoCode { name, found, built: COMPILED })
         }
     }
 }

@@ -73,6 +73,42 @@ def test_reason_reaches_the_user(cuda: Any, simulation: dict[str, Any], reason: 
     assert reason in cuda.run(REPORT, **simulation).output
 
 
+def test_a_card_without_code_is_refused_at_its_first_use(cuda: Any) -> None:
+    """Machine code of one major version does not run on another."""
+    built = {line.split()[1] for line in cuda.kernels.read_text().splitlines()}
+    if any(name.startswith("compute_") for name in built):
+        pytest.skip("this build has PTX, which every card compiles")
+    names = ",".join(sorted(name.removeprefix("sm_") for name in built))
+    reason = "the GPU Simulated GPU has compute capability 13.0, and this build has code for "
+    reason += f"{names} alone; build it"
+    run = cuda.run(REPORT, settings={"CAPABILITY": "13.0"})
+    assert reason in run.output
+    assert run.of("refused", "module") == []
+
+
+USABLE = """
+    assert tc.cuda.is_available() and tc.cuda.device_count() == 3
+    for device, capability in (("cuda:0", 9.0), ("cuda:1", 7.5), ("cuda:2", 9.0)):
+        for use in (lambda: tc.zeros(1, device=device), lambda: tc.ones(1).to(device)):
+            try:
+                assert (use() + 1).shape == (1,) and capability == 9.0
+            except tc.CudaUnavailableError as error:
+                assert capability == 7.5, error
+                assert f"{device}: the GPU Simulated GPU has compute capability 7.5" in str(error)
+"""
+
+
+def test_the_device_that_is_used_is_the_one_that_is_checked(cuda: Any) -> None:
+    settings = {"DEVICES": "3", "CAPABILITY": "9.0,7.5,9.0"}
+    assert cuda.run(USABLE, settings=settings).of("refused") == []
+    # The first one is not the only one.
+    use = """
+        assert tc.cuda.unavailable_reason() is None
+        assert (tc.ones(2, device="cuda:1") + 1).device == "cuda:1"
+    """
+    cuda.run(use, settings={"DEVICES": "2", "CAPABILITY": "7.5,9.0"})
+
+
 def test_device_that_is_not_there(cuda: Any) -> None:
     run = cuda.run(
         """

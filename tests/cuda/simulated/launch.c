@@ -59,7 +59,7 @@ static void read_table(void) {
 
 // How well code for an architecture suits the device; 0 if it does not run there.
 static int suits(const char *architecture) {
-    int capability = simulated_capability(), number = 0;
+    int capability = simulated_capability(simulated_context->device), number = 0;
     char letter = 0;
     if (sscanf(architecture, "compute_%d", &number) == 1) return number <= capability ? number : 0;
     if (sscanf(architecture, "sm_%d%c", &number, &letter) < 1) return 0;
@@ -150,8 +150,8 @@ static CUresult get_function(CUfunction *function, CUmodule module, const char *
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) { LOCKED(get_function(function, module, name)); }
 
 // Shared memory that a block may ask for.
-unsigned simulated_most_shared(void) {
-    switch (simulated_capability()) {
+unsigned simulated_most_shared(int device) {
+    switch (simulated_capability(device)) {
     case 80: case 87: return 163u << 10;
     case 90: case 100: case 103: return 227u << 10;
     default: return 99u << 10;
@@ -161,7 +161,7 @@ unsigned simulated_most_shared(void) {
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
     if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return CUDA_SUCCESS;
     unsigned fixed = function->kernel ? function->kernel->shared : 0;
-    if (value < 0 || (unsigned)value + fixed > simulated_most_shared())
+    if (value < 0 || (unsigned)value + fixed > simulated_most_shared(function->module->context->device))
         return simulated_fail("cuFuncSetAttribute", CUDA_ERROR_INVALID_VALUE, "shared-memory");
     function->dynamic = (unsigned)value;
     return CUDA_SUCCESS;

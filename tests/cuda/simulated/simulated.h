@@ -1,8 +1,9 @@
 // A CUDA driver and libraries for machines without a GPU. Device memory is host memory, so copies and fills are real; kernels and
 // matrix products do not compute. Every call that does work is checked as the real driver would, and written to a log.
 //
-// Environment: SIMULATED_CUDA_INIT (status of cuInit), _VERSION (of the driver), _DEVICES (how many), _CAPABILITY (as in 9.0),
-// _MEMORY (bytes of each device), _KERNELS (a table of the kernels that modules have), _LOG (the file of the log).
+// Environment: SIMULATED_CUDA_INIT (status of cuInit), _VERSION (of the driver), _DEVICES (how many), _CAPABILITY (as in 9.0; with commas
+// between, of each device in turn, the last for all that follow), _MEMORY (bytes of each device), _KERNELS (a table of the kernels that
+// modules have), _LOG (the file of the log).
 #pragma once
 
 #include <pthread.h>
@@ -59,10 +60,10 @@ HIDDEN extern _Thread_local CUcontext simulated_context;
 
 // Write a line to the log.
 HIDDEN void simulated_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
-HIDDEN int simulated_capability(void);
+HIDDEN int simulated_capability(int device);
 HIDDEN size_t simulated_total_memory(void);
 // Shared memory that a block may ask for.
-HIDDEN unsigned simulated_most_shared(void);
+HIDDEN unsigned simulated_most_shared(int device);
 // Whether the driver is started and, if asked, the thread has a context.
 HIDDEN CUresult simulated_ready(bool context);
 HIDDEN CUresult simulated_fail(const char *call, CUresult status, const char *why);

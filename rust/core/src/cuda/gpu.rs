@@ -63,6 +63,7 @@ pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
         let plural = if count == 1 { "device" } else { "devices" };
         return Err(Error::device("device", format!("there is no cuda:{ordinal}; found {count} CUDA {plural}")));
     }
+    check_usable(ordinal)?;
     let mut gpus = GPUS.write().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, gpu)) = gpus.iter().find(|(_, gpu)| gpu.ordinal() == ordinal) {
         return Ok(Device::Cuda(gpu.device.clone()));
@@ -74,7 +75,12 @@ pub fn open(ordinal: usize, folders: &[&Path]) -> Result<Device> {
     Ok(Device::Cuda(device))
 }
 
-/// The number of devices that the driver sees.
+fn check_usable(ordinal: usize) -> Result<()> {
+    trainable_candle_cuda::check_device(ordinal)
+        .map_err(|reason| Error::CudaUnavailable(format!("cuda:{ordinal}: {reason}")))
+}
+
+/// The number of devices that the driver sees; one of them at least can be used.
 ///
 /// # Errors
 /// [`Error::CudaUnavailable`] with the reason.
@@ -119,7 +125,8 @@ impl Gpu {
     /// The device of a tensor, which must be on one.
     ///
     /// # Errors
-    /// [`Error::Device`] if the tensor is not on a CUDA device, [`Error::OutOfMemory`] if a device that is met for the first time is full.
+    /// [`Error::Device`] if the tensor is not on a CUDA device; for a device that is met for the first time [`Error::OutOfMemory`] if it is
+    /// full, [`Error::CudaUnavailable`] if there is no code for it.
     pub fn of(op: &'static str, tensor: &Raw) -> Result<&'static Self> {
         Self::of_device(op, tensor.device())
     }
@@ -140,6 +147,9 @@ impl Gpu {
             return Ok(gpu);
         }
         // A device that was made with candle.
+        if let DeviceLocation::Cuda { gpu_id } = device.location() {
+            check_usable(gpu_id)?;
+        }
         let mut gpus = GPUS.write().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, gpu)) = gpus.iter().find(|(id, _)| *id == device.id()) {
             return Ok(gpu);

@@ -1,0 +1,96 @@
+//! What the kernels are compiled for, and which GPUs that serves. The build script reads this file too.
+//!
+//! Machine code runs on compute capabilities of its major version from its minor one on; with `a`, for the functions of one capability
+//! alone, on that one. PTX is compiled by the driver for every capability from its own on, except PTX of `a`.
+
+use std::fmt;
+
+/// A compute capability, as (major, minor).
+pub type Capability = (i32, i32);
+
+/// What the kernels are compiled for unless `TRAINABLE_CANDLE_CUDA_ARCHS` says otherwise. Machine code for Ampere (8.0, 8.6), Ada
+/// (8.9), Hopper (9.0) and the consumer Blackwells (12.0, which 12.1 runs too); others, 10.0, 10.3 and 11.0 among them, compile the PTX
+/// at its first use. PTX of the lowest capability serves all; that of 12.0 would leave those three without code.
+pub const ARCHITECTURES: &str = "80+ptx,86,89,90a,120";
+
+/// An item of such a list: a capability without the dot, then `a` for the functions of that one alone, then `+ptx`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Architecture {
+    capability: Capability,
+    is_exact: bool,
+    /// Whether there is PTX besides the machine code.
+    pub has_ptx: bool,
+}
+
+impl Architecture {
+    /// The items of a list with commas between; nothing if one is malformed.
+    pub fn parse_list(list: &str) -> Option<Vec<Self>> {
+        list.split(',').map(str::trim).filter(|item| !item.is_empty()).map(Self::parse).collect()
+    }
+
+    fn parse(item: &str) -> Option<Self> {
+        let (name, has_ptx) = item.strip_suffix("+ptx").map_or((item, false), |name| (name, true));
+        let (number, is_exact) = name.strip_suffix('a').map_or((name, false), |number| (number, true));
+        let number = number.parse::<i32>().ok().filter(|number| (10..1000).contains(number))?;
+        Some(Self { capability: (number / 10, number % 10), is_exact, has_ptx })
+    }
+
+    /// Whether a GPU runs the code, or compiles it for itself.
+    pub fn runs_on(self, gpu: Capability) -> bool {
+        if self.is_exact {
+            return gpu == self.capability;
+        }
+        gpu >= self.capability && (self.has_ptx || gpu.0 == self.capability.0)
+    }
+}
+
+/// As compilers name it: `90a`.
+impl fmt::Display for Architecture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (major, minor) = self.capability;
+        write!(f, "{major}{minor}{}", if self.is_exact { "a" } else { "" })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn serves(list: &str, gpu: Capability) -> bool {
+        Architecture::parse_list(list).unwrap().iter().any(|architecture| architecture.runs_on(gpu))
+    }
+
+    /// NVIDIA's list (<https://developer.nvidia.com/cuda-gpus>) from the lowest that is supported on, and one that is not there yet.
+    #[test]
+    fn every_supported_gpu_has_code() {
+        let gpus = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (13, 0)];
+        for gpu in gpus {
+            assert!(serves(ARCHITECTURES, gpu), "{gpu:?}");
+        }
+        assert!(!serves(ARCHITECTURES, (7, 5)));
+    }
+
+    #[test]
+    fn machine_code_stays_within_a_major_version_and_ptx_does_not() {
+        let found = |list: &str| {
+            let gpus = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)];
+            gpus.into_iter().filter(|&gpu| serves(list, gpu)).collect::<Vec<_>>()
+        };
+        assert_eq!(found("80"), [(8, 0), (8, 6), (8, 9)]);
+        assert_eq!(found("86"), [(8, 6), (8, 9)]);
+        assert_eq!(found("90a"), [(9, 0)]);
+        assert_eq!(found("90a+ptx"), [(9, 0)]);
+        assert_eq!(found("120"), [(12, 0), (12, 1)]);
+        assert_eq!(found("89+ptx, 120"), [(8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]);
+    }
+
+    #[test]
+    fn lists_are_read_as_they_are_written() {
+        let list = Architecture::parse_list(" 80+ptx, 90a,").unwrap();
+        assert_eq!(list.iter().map(ToString::to_string).collect::<Vec<_>>(), ["80", "90a"]);
+        assert_eq!(list.iter().map(|architecture| architecture.has_ptx).collect::<Vec<_>>(), [true, false]);
+        for wrong in ["8.0", "sm_80", "80+sass", "a", "80ptx", "-80", "8"] {
+            assert!(Architecture::parse_list(wrong).is_none(), "{wrong}");
+        }
+    }
+}
