@@ -41,7 +41,7 @@ template <typename D, typename S> constexpr int BOTH = 16 / (sizeof(D) > sizeof(
 
 // `copy_<from>_<to>(y, x, tensors)`: y = x.
 // `accumulate_<from>_<to>(y, x, tensors)`: y += x.
-// `lerp_<from>_<to>(y, x, tensors, weight)`: y += weight * (x - y).
+// `lerp_<from>_<to>(y, x, tensors, weight)`: y += *weight * (x - y).
 #define UPDATES(FROM, S, TO, D)                                                                                        \
     extern "C" __global__ void copy_##FROM##_##TO(D *y, const S *x, Strided<2> tensors) {                              \
         for_each<BOTH<D, S>>(tensors, Update<Copy, D, S>{y, x, 0});                                                    \
@@ -49,8 +49,8 @@ template <typename D, typename S> constexpr int BOTH = 16 / (sizeof(D) > sizeof(
     extern "C" __global__ void accumulate_##FROM##_##TO(D *y, const S *x, Strided<2> tensors) {                        \
         for_each<BOTH<D, S>>(tensors, Update<Accumulate, D, S>{y, x, 0});                                              \
     }                                                                                                                  \
-    extern "C" __global__ void lerp_##FROM##_##TO(D *y, const S *x, Strided<2> tensors, double weight) {               \
-        for_each<BOTH<D, S>>(tensors, Update<Lerp, D, S>{y, x, weight});                                               \
+    extern "C" __global__ void lerp_##FROM##_##TO(D *y, const S *x, Strided<2> tensors, const double *weight) {        \
+        for_each<BOTH<D, S>>(tensors, Update<Lerp, D, S>{y, x, *weight});                                              \
     }
 #define UPDATES_FROM(FROM, S)                                                                                          \
     UPDATES(FROM, S, f32, float)                                                                                       \

@@ -8,6 +8,7 @@
 //! the addresses of its capture, also those that the capture has freed. Graphs are replayed one after another, so they share it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 /// What every size and address is a multiple of.
 pub const ALIGNMENT: u64 = 512;
@@ -264,6 +265,8 @@ pub struct Allocator<B: Backend> {
     eager: Space<B::Chunk>,
     graph: Space<B::Chunk>,
     capturing: bool,
+    /// Blocks of the capture that is under way or was the last, which are in use, with their sizes.
+    captured: BTreeMap<u64, u64>,
     /// Graphs that exist.
     graphs: usize,
     stats: Stats,
@@ -278,6 +281,7 @@ impl<B: Backend> Allocator<B> {
             eager: Space([None, None]),
             graph: Space([None, None]),
             capturing: false,
+            captured: BTreeMap::new(),
             graphs: 0,
             stats: Stats::default(),
         }
@@ -312,6 +316,9 @@ impl<B: Backend> Allocator<B> {
             }
             other => other?,
         };
+        if self.capturing && origin == Origin::Graph {
+            self.captured.insert(address, size);
+        }
         self.stats.allocations += 1;
         self.stats.allocated += size;
         self.stats.peak_allocated = self.stats.peak_allocated.max(self.stats.allocated);
@@ -344,8 +351,14 @@ impl<B: Backend> Allocator<B> {
     pub fn free(&mut self, address: u64) -> bool {
         let pool = self.eager.pool_of(address).or_else(|| self.graph.pool_of(address));
         let Some(size) = pool.and_then(|pool| pool.give(address)) else { return false };
+        self.captured.remove(&address);
         self.stats.allocated -= size;
         true
+    }
+
+    /// The blocks in use of the capture that is under way or was the last.
+    pub fn captured(&self) -> impl Iterator<Item = Range<u64>> {
+        self.captured.iter().map(|(&address, &size)| address..address + size)
     }
 
     /// Whether an address lies in this allocator's memory.
@@ -382,6 +395,7 @@ impl<B: Backend> Allocator<B> {
     /// As [`trim`](Self::trim).
     pub fn begin_capture(&mut self) -> Result<(), B::Error> {
         self.trim()?;
+        self.captured.clear();
         self.capturing = true;
         self.graphs += 1;
         Ok(())

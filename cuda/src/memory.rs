@@ -2,6 +2,7 @@
 //! one [`Allocator`] for each stream.
 
 use std::ffi::{c_int, c_void};
+use std::ops::Range;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use crate::allocator::{Allocator, Backend, Origin, PAGE, Stats};
@@ -206,6 +207,17 @@ pub unsafe fn begin_capture(stream: *mut c_void) -> Result<(), Status> {
         return Err(Status(driver::CAPTURE_UNSUPPORTED));
     }
     with_allocator(stream, Allocator::begin_capture)
+}
+
+/// The blocks that the capture which is under way on a stream has got and not freed. The stream's device is current.
+///
+/// # Errors
+/// The driver's.
+///
+/// # Safety
+/// As [`begin_capture`].
+pub unsafe fn kept_by_capture(stream: *mut c_void) -> Result<Vec<Range<u64>>, Status> {
+    with_allocator(stream, |allocator| Ok(allocator.captured().collect()))
 }
 
 /// Memory of a stream is eager work's again; the graph counts until [`release_graph`]. The stream's device is current.

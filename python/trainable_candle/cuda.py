@@ -207,8 +207,16 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
 
     What the function decides on the CPU (shapes, branches, Python numbers) is decided once. It
     cannot read values (`item`, `numpy`, `print`); return tensors and read them after the call. A
-    value that it copies from the CPU must be the same in each call; what changes is an input, or
-    a `Var` that is set between calls. While it is recorded no other thread may use CUDA.
+    value that it copies from the CPU must be the same in each call: it counts as a constant if it
+    was the same in the call before, and replays do not see it change later. What changes is an
+    input, or a `Var` that is set between calls. It cannot keep tensors that it makes; they would
+    change with every replay. While it is recorded no other thread may use CUDA.
+
+    Between calls anything may be done to the optimizer and what goes with it: learning rates,
+    schedules, loaded states and `EMA` are followed. Where a record cannot follow (variables that
+    have stepped apart, a gradient that is missing now), the next call is a first one and the one
+    after it records anew. Within the function such changes are refused, but for `step`, `update`
+    of an `EMA` (once) and of a `GradScaler`, and `zero_grad`, which every replay repeats.
 
     Args:
         function: Takes tensors on the device; returns a tensor, None, or tuples, lists and dicts

@@ -68,7 +68,7 @@ functions! {
     copy_into(x, source: &Raw) -> ();
     fill(x, value: f64) -> ();
     scale_in_place(x, factor: f64) -> ();
-    lerp_in_place(x, source: &Raw, weight: f64) -> ();
+    lerp_in_place(x, source: &Raw, weight: &Raw) -> ();
 }
 
 /// How products of f32 matrices are computed on CUDA devices; torch's names.

@@ -35,7 +35,13 @@ fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
         let run = || -> PyResult<Vec<tc::Tensor>> {
             let returned = function.call(py, inputs)?;
             let tensors = returned.extract::<Vec<PyRef<'_, Tensor>>>()?;
-            Ok(tensors.iter().map(|tensor| tensor.0.clone()).collect())
+            let tensors = tensors.iter().map(|tensor| tensor.0.clone()).collect();
+            if tc::capture::is_capturing() {
+                // Tensors in cycles that nobody can reach are not kept by the function.
+                drop(returned);
+                py.import("gc")?.call_method0("collect")?;
+            }
+            Ok(tensors)
         };
         run().map_err(|error| from_callback(py, error))
     })

@@ -73,18 +73,34 @@ pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
     }))
 }
 
-/// dst += weight * (src - dst), rounded to the dtype of `dst`.
+/// dst += weight * (src - dst), rounded to the dtype of `dst`. The weight is a tensor of one f64, so that a captured step follows it.
 ///
 /// # Errors
 /// As [`accumulate`].
-pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: f64) -> Result<()> {
+pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: &Raw) -> Result<()> {
     const OP: &str = "lerp_in_place";
     check_dims(OP, dst, src)?;
+    check_weight(OP, weight)?;
+    let weight = crate::raw::to_vec::<f64>(weight)?[0];
     dispatch_float!(dst.dtype(), OP, D => dispatch_float!(src.dtype(), OP, S => {
         write2(OP, dst, src, |dst, layout, src| {
             update_from::<D, S>(dst, layout, src, &|dst, src| lerp_slice(dst, src, weight))
         })
     }))
+}
+
+/// A weight is one f64.
+///
+/// # Errors
+/// [`Error::DType`] or [`Error::Shape`] if it is something else.
+pub(crate) fn check_weight(op: &'static str, weight: &Raw) -> Result<()> {
+    if weight.dtype() != DType::F64 {
+        return Err(Error::dtype(op, format!("the weight is {}, expected f64", weight.dtype().as_str())));
+    }
+    if weight.elem_count() != 1 {
+        return Err(Error::shape(op, format!("the weight has shape {:?}, expected one number", weight.dims())));
+    }
+    Ok(())
 }
 
 fn from_f64<T: Elem>(x: f64) -> T {
@@ -233,7 +249,7 @@ mod tests {
             let (dst, src) = (sequence(70_000, &[70_000], d), sequence(70_000, &[70_000], DType::F32));
             let halves: Vec<f64> = values(&dst).iter().map(|v| v / 2.0).collect();
             scale_in_place(&dst, 3.0).unwrap();
-            lerp_in_place(&dst, &src, 0.25).unwrap();
+            lerp_in_place(&dst, &src, &Raw::new(&[0.25f64], dst.device()).unwrap()).unwrap();
             // 3 v + (v - 3 v) / 4.
             assert_eq!(values(&dst), halves.iter().map(|h| 5.0 * h).collect::<Vec<_>>(), "{d:?}");
         }

@@ -21,6 +21,8 @@ pub(crate) use access::{elements, read_all};
 pub use contiguous::contiguous;
 pub use elem::{Elem, Stored};
 pub use gemm::{MatMut, MatRef, gemm, matmul, matmul_accumulate, product, write_products};
+#[cfg(feature = "cuda")]
+pub(crate) use inplace::check_weight;
 pub use inplace::{accumulate, copy_into, fill, lerp_in_place, scale_in_place};
 #[cfg(feature = "cuda")]
 pub(crate) use map::operand_dims;

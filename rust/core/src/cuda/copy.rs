@@ -7,8 +7,9 @@ use trainable_candle_cuda::kernels::copy::{
 };
 
 use super::gpu::{Gpu, driver_error};
-use super::launch::{Const, Kernel, Mut, address, empty, same_device, suffix, suffixes};
+use super::launch::{Const, Kernel, Mut, address, empty, input, same_device, suffix, suffixes};
 use super::strided::{Member, strided};
+use crate::cpu::check_weight;
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 
@@ -52,10 +53,12 @@ pub fn accumulate(dst: &Raw, src: &Raw) -> Result<()> {
 }
 
 /// As [`cpu::lerp_in_place`](crate::cpu::lerp_in_place).
-pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: f64) -> Result<()> {
+pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: &Raw) -> Result<()> {
     const OP: &str = "lerp_in_place";
     check_pair(OP, dst, src)?;
-    write(OP, dst, src, Some(Change::Lerp(weight)))
+    check_weight(OP, weight)?;
+    same_device(OP, dst, &[weight])?;
+    write(OP, dst, src, Some(Change::Lerp(input(OP, weight)?)))
 }
 
 /// As [`cpu::fill`](crate::cpu::fill).
@@ -154,7 +157,8 @@ fn byte_suffix(dtype: DType) -> &'static [&'static str] {
 #[derive(Clone, Copy)]
 enum Change {
     Add,
-    Lerp(f64),
+    /// By the weight that lies there.
+    Lerp(Const),
 }
 
 /// `dst` takes `src`, of the same shape, on its device.

@@ -130,6 +130,19 @@ struct GradState {
 }
 
 impl GradState {
+    /// The gradient where it lies, if there is one.
+    fn current(&self) -> Option<&Raw> {
+        match &self.buffer {
+            Some(buffer) => self.filled.then_some(buffer),
+            None => self.grad.as_ref(),
+        }
+    }
+
+    /// The storage that [`current`](Self::current) lies in.
+    fn place(&self) -> Option<usize> {
+        self.current().map(|grad| raw::storage_identity(grad).0)
+    }
+
     fn vector(&self) -> Option<(Raw, Range<usize>)> {
         let buffer = self.buffer.as_ref()?;
         let whole = || buffer.reshape(buffer.elem_count()).ok().map(|vector| (vector, 0..buffer.elem_count()));
@@ -149,6 +162,7 @@ impl Leaf {
     /// The gradient: the tensor itself, or a copy of the buffer's part.
     pub(crate) fn grad(&self) -> Option<Raw> {
         let state = self.state();
+        self.observe(&state);
         match &state.buffer {
             Some(buffer) if state.filled => raw::own_copy(buffer).ok(),
             Some(_) => None,
@@ -159,25 +173,29 @@ impl Leaf {
     /// The gradient where it lies.
     pub(crate) fn grad_storage(&self) -> Option<Raw> {
         let state = self.state();
-        match &state.buffer {
-            Some(buffer) => state.filled.then(|| buffer.clone()),
-            None => state.grad.clone(),
-        }
+        self.observe(&state);
+        state.current().cloned()
     }
 
     /// The gradient is about to change, by work on a device.
     fn touch(&self, device: &Device) {
-        capture::touch(|| GradientCell {
-            state: self.state.clone(),
-            shape: self.shape.clone(),
-            dtype: self.dtype,
-            device: device.clone(),
-        });
+        capture::touch(|| self.cell(device));
+    }
+
+    /// Work depends on whether there is a gradient, and where.
+    fn observe(&self, state: &GradState) {
+        // A cell that is only observed is not settled: any device will do.
+        capture::observe(|| self.cell(&Device::Cpu), || state.place());
+    }
+
+    fn cell(&self, device: &Device) -> GradientCell {
+        GradientCell { state: self.state.clone(), shape: self.shape.clone(), dtype: self.dtype, device: device.clone() }
     }
 
     /// The vector that gradients are collected in, and where in it, if there is a gradient.
     pub(crate) fn vector(&self) -> Option<(Raw, Range<usize>)> {
         let state = self.state();
+        self.observe(&state);
         state.vector().filter(|_| state.filled)
     }
 
@@ -327,6 +345,11 @@ impl GradientCell {
             None => compute::zeros(self.shape.dims(), self.dtype, &self.device)?,
         });
         Ok(true)
+    }
+
+    /// The storage that the gradient lies in, if there is one.
+    pub(crate) fn place(&self) -> Option<usize> {
+        self.state().place()
     }
 
     pub(crate) fn is_filled(&self) -> bool {

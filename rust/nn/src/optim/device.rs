@@ -1,11 +1,11 @@
 //! The step on CUDA variables: states, hyper-parameters and step counters in device memory, one launch for all variables.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
-use trainable_candle_core::capture::{after_replay, before_replay};
+use trainable_candle_core::capture::{HostState, after_replay, before_replay};
 use trainable_candle_core::compute::{copy_into, zeros};
 use trainable_candle_core::cuda::optim::{self as kernels, Groups, Kernel, Member, STATE_BLOCK, Settings, Table};
 use trainable_candle_core::flat::forget_grads;
@@ -14,12 +14,13 @@ use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor, Var};
 
 use super::quant::BLOCK_SIZE;
 use super::rule::{Family, Rule, StateKind, StateSpec};
+use super::slots::Slots;
 use super::state::{Master, Parameter, State, StateData};
 use super::stepper::{Group, Guard};
 
 const _: () = assert!(STATE_BLOCK == BLOCK_SIZE);
 
-/// Tables that are kept for steps of other sets of variables.
+/// Tables kept for other sets of variables.
 const TABLES: usize = 32;
 
 type Specs = SmallVec<[StateSpec; 4]>;
@@ -28,8 +29,8 @@ type Specs = SmallVec<[StateSpec; 4]>;
 pub(super) struct OnDevice {
     /// Settings, coefficients and steps of variables that have the same. There is room for one group a variable.
     settings: Groups,
-    /// To which of the optimizer's groups each of those belongs.
-    group_of: Vec<usize>,
+    /// A captured step is of the slots that it was captured with.
+    slots: HostState<Arc<Slots>>,
     /// In the order of the optimizer's variables.
     places: Vec<Place>,
     /// The states of all variables that have the same kinds of states.
@@ -39,8 +40,6 @@ pub(super) struct OnDevice {
 
 /// Where what belongs to a variable is.
 struct Place {
-    /// Its group among the settings.
-    slot: usize,
     layout: usize,
     /// The first block of its states.
     block: u32,
@@ -56,6 +55,20 @@ struct DeviceMaster {
 }
 
 impl DeviceMaster {
+    /// Takes the values that the host has of a variable, or else the variable's own.
+    fn take(&self, parameter: &Parameter) -> Result<()> {
+        let version = parameter.var.version();
+        match parameter.master.as_ref().filter(|master| master.version == version) {
+            Some(master) => {
+                let values = Raw::from_slice(&master.values, self.values.shape(), self.values.device())?;
+                copy_into(&self.values, &values)?;
+            }
+            None => copy_into(&self.values, parameter.var.raw())?,
+        }
+        self.follow(&parameter.var);
+        Ok(())
+    }
+
     /// Takes the values of a variable that somebody else has set.
     fn refresh(&self, var: &Var) -> Result<()> {
         if self.version.swap(var.version(), Ordering::Relaxed) != var.version() {
@@ -146,12 +159,25 @@ fn host_zeros(kind: StateKind, len: usize) -> StateData {
     if kind == StateKind::Codes { StateData::U8(vec![0; len]) } else { StateData::F32(vec![0.0; len]) }
 }
 
-fn to_device(data: StateData, device: &Device) -> Result<Raw> {
+/// A part of what the host holds, on `device`.
+fn to_device(data: &StateData, part: Range<usize>, device: &Device) -> Result<Raw> {
+    let len = part.len();
     Ok(match data {
-        StateData::F32(data) => Raw::from_slice(&data, data.len(), device)?,
-        StateData::F64(data) => Raw::from_slice(&data, data.len(), device)?,
-        StateData::U8(data) => Raw::from_slice(&data, data.len(), device)?,
+        StateData::F32(data) => Raw::from_slice(&data[part], len, device)?,
+        StateData::F64(data) => Raw::from_slice(&data[part], len, device)?,
+        StateData::U8(data) => Raw::from_slice(&data[part], len, device)?,
     })
+}
+
+/// Overwrites a vector part by part, so that little of it is there twice.
+fn overwrite(buffer: &Raw, values: impl Fn(Range<usize>) -> Result<Raw>) -> Result<()> {
+    const PART: usize = 1 << 24;
+    let len = buffer.elem_count();
+    for start in (0..len).step_by(PART) {
+        let part = start..len.min(start + PART);
+        copy_into(&buffer.narrow(0, start, part.len())?, &values(part)?)?;
+    }
+    Ok(())
 }
 
 impl OnDevice {
@@ -162,26 +188,14 @@ impl OnDevice {
         let device = first.ok_or_else(|| no_kernels(R::NAME))?.var.device().clone();
         let mut made = Self {
             settings: Groups::new(R::NAME, &device, count)?,
-            group_of: Vec::new(),
+            slots: HostState::new("which variables of an optimizer step together", Arc::new(Slots::new(groups))),
             places: Vec::with_capacity(count),
             layouts: Vec::new(),
             tables: Vec::new(),
         };
         let mut blocks: Vec<usize> = Vec::new();
-        let mut slots = FxHashMap::default();
-        for (index, group) in groups.iter().enumerate() {
+        for group in groups.iter() {
             for parameter in &group.parameters {
-                let slot = match slots.get(&(index, parameter.step)) {
-                    Some(&slot) => slot,
-                    None => {
-                        let slot = made.group_of.len();
-                        let settings = settings::<R>(&group.config, parameter.step)?;
-                        made.settings.configure(R::NAME, slot, settings, None)?;
-                        made.group_of.push(index);
-                        slots.insert((index, parameter.step), slot);
-                        slot
-                    }
-                };
                 let specs = R::states(&group.config, parameter.var.dims());
                 let layout = made.layouts.iter().position(|layout| layout.specs == specs).unwrap_or_else(|| {
                     made.layouts.push(Layout { specs, buffers: Vec::new() });
@@ -191,46 +205,74 @@ impl OnDevice {
                 let block = u32::try_from(blocks[layout])
                     .map_err(|_| Error::argument(R::NAME, "the variables have more elements than kernels can count"))?;
                 blocks[layout] += parameter.var.elem_count().div_ceil(STATE_BLOCK);
-                made.places.push(Place { slot, layout, block, master: None });
+                made.places.push(Place { layout, block, master: None });
             }
         }
-        made.upload(groups, &blocks, &device)?;
+        for (layout, blocks) in made.layouts.iter_mut().zip(blocks) {
+            for spec in &layout.specs {
+                let dtype = if spec.kind == StateKind::Codes { DType::U8 } else { DType::F32 };
+                layout.buffers.push(zeros(&[entries(spec.kind, blocks)], dtype, &device)?);
+            }
+        }
         made.make_masters(groups, &device)?;
-        // What the host still held is on the device now.
+        made.take::<R>(groups)?;
+        Ok(made)
+    }
+
+    /// Takes the states, steps and settings of `groups` over, which the host forgets. Everything stays where it is, so that captured steps
+    /// go on with them.
+    pub(super) fn take<R: Rule>(&mut self, groups: &mut [Group<R::Config>]) -> Result<()> {
+        let slots = self.slots.get();
+        let (slots, steps) = match slots.steps(groups) {
+            Some(steps) => (slots, steps),
+            None => {
+                let new = Slots::new(groups);
+                let steps = new.steps(groups).unwrap_or_default();
+                (Arc::new(new), steps)
+            }
+        };
+        for (slot, (&group, step)) in slots.group_of.iter().zip(steps).enumerate() {
+            self.settings.configure(R::NAME, slot, settings::<R>(&groups[group].config, step)?, None)?;
+        }
+        self.slots.set(slots)?;
+        self.write_states(groups)?;
+        for (parameter, place) in parameters(groups).zip(&self.places) {
+            if let Some(master) = &place.master {
+                master.take(parameter)?;
+            }
+        }
         for parameter in groups.iter_mut().flat_map(|group| &mut group.parameters) {
             parameter.states.clear();
             parameter.master = None;
         }
-        Ok(made)
+        Ok(())
     }
 
-    fn upload<C>(&mut self, groups: &[Group<C>], blocks: &[usize], device: &Device) -> Result<()> {
-        for (index, layout) in self.layouts.iter_mut().enumerate() {
+    /// The states of the variables, zeros for those that have none yet.
+    fn write_states<C>(&self, groups: &[Group<C>]) -> Result<()> {
+        for (index, layout) in self.layouts.iter().enumerate() {
             let held: Vec<(&Place, &Parameter)> = parameters(groups)
                 .zip(&self.places)
                 .filter(|(parameter, place)| place.layout == index && !parameter.states.is_empty())
                 .map(|(parameter, place)| (place, parameter))
                 .collect();
-            for (number, spec) in layout.specs.iter().enumerate() {
-                let len = entries(spec.kind, blocks[index]);
-                let buffer = if held.is_empty() {
-                    let dtype = if spec.kind == StateKind::Codes { DType::U8 } else { DType::F32 };
-                    zeros(&[len], dtype, device)?
-                } else {
-                    let mut host = host_zeros(spec.kind, len);
-                    for (place, parameter) in &held {
-                        let start = entries(spec.kind, place.block as usize);
-                        place_in(&mut host, parameter.states[number].data(), start);
-                    }
-                    to_device(host, device)?
-                };
-                layout.buffers.push(buffer);
+            for (number, (spec, buffer)) in layout.specs.iter().zip(&layout.buffers).enumerate() {
+                if held.is_empty() {
+                    overwrite(buffer, |part| zeros(&[part.len()], buffer.dtype(), buffer.device()))?;
+                    continue;
+                }
+                let mut host = host_zeros(spec.kind, buffer.elem_count());
+                for (place, parameter) in &held {
+                    let start = entries(spec.kind, place.block as usize);
+                    place_in(&mut host, parameter.states[number].data(), start);
+                }
+                overwrite(buffer, |part| to_device(&host, part, buffer.device()))?;
             }
         }
         Ok(())
     }
 
-    /// One vector of f32 values for all variables in f16 and bf16.
+    /// One vector for the f32 values of all variables in f16 and bf16.
     fn make_masters<C>(&mut self, groups: &[Group<C>], device: &Device) -> Result<()> {
         let short = |var: &Var| matches!(var.dtype(), DType::F16 | DType::BF16);
         let total: usize = parameters(groups).filter(|p| short(&p.var)).map(|p| p.var.elem_count()).sum();
@@ -242,12 +284,7 @@ impl OnDevice {
         for (parameter, place) in parameters(groups).zip(&mut self.places).filter(|(p, _)| short(&p.var)) {
             let part = values.narrow(0, start, parameter.var.elem_count())?.reshape(parameter.var.shape())?;
             start += parameter.var.elem_count();
-            let version = parameter.var.version();
-            match parameter.master.as_ref().filter(|master| master.version == version) {
-                Some(master) => copy_into(&part, &Raw::from_slice(&master.values, part.shape(), device)?)?,
-                None => copy_into(&part, parameter.var.raw())?,
-            }
-            place.master = Some(DeviceMaster { values: part, version: Arc::new(AtomicU64::new(version)) });
+            place.master = Some(DeviceMaster { values: part, version: Arc::default() });
         }
         Ok(())
     }
@@ -261,9 +298,10 @@ impl OnDevice {
 
     /// Sets the hyper-parameters of one of the optimizer's groups between the steps before and after.
     pub(super) fn configure<R: Rule>(&self, index: usize, config: &R::Config) -> Result<()> {
-        let settings = settings::<R>(config, 0)?;
-        let slots = (0..self.group_of.len()).filter(|&slot| self.group_of[slot] == index);
-        slots.into_iter().try_for_each(|slot| self.settings.configure(R::NAME, slot, settings, Some(slot)))
+        let (settings, slots) = (settings::<R>(config, 0)?, self.slots.get());
+        let group_of = &slots.group_of;
+        let mut of_group = (0..group_of.len()).filter(|&slot| group_of[slot] == index);
+        of_group.try_for_each(|slot| self.settings.configure(R::NAME, slot, settings, Some(slot)))
     }
 
     /// One step of the variables that are `wanted` and have a gradient.
@@ -285,6 +323,7 @@ impl OnDevice {
             return Ok(());
         }
         self.split_slots::<R>(groups, &vars, &found)?;
+        let slots = self.slots.read();
         let family_of = R::KERNELS.ok_or_else(|| no_kernels(R::NAME))?.family;
         let device = vars[0].device();
         let norm = match guard.norm {
@@ -294,9 +333,9 @@ impl OnDevice {
             Some(_) if !guard.allows()? => return Ok(()),
             _ => None,
         };
-        let runs = self.slot_runs(&found);
+        let runs = slots.runs(found.iter().map(|(index, _)| *index));
         let mut launches = Vec::new();
-        for launch in self.launches(&vars, found)? {
+        for launch in self.launches(&vars, &slots, found)? {
             launches.push((launch.layout, self.table(R::NAME, launch.layout, launch.members)?, launch.variables));
         }
         for run in runs {
@@ -334,46 +373,27 @@ impl OnDevice {
         vars: &[&Var],
         found: &[(usize, Raw)],
     ) -> Result<()> {
-        let slots = self.group_of.len();
-        let (mut sharing, mut taking_part) = (vec![0usize; slots], vec![0usize; slots]);
-        for (place, _) in self.places.iter().zip(vars).filter(|(_, var)| var.elem_count() > 0) {
-            sharing[place.slot] += 1;
-        }
-        for (index, _) in found {
-            taking_part[self.places[*index].slot] += 1;
-        }
-        for slot in (0..slots).filter(|&slot| taking_part[slot] > 0 && taking_part[slot] < sharing[slot]) {
-            let (group, new) = (self.group_of[slot], self.group_of.len());
-            let settings = settings::<R>(&groups[group].config, 0)?;
+        let old = self.slots.get();
+        let Some((new, split)) = old.split(vars, found.iter().map(|(index, _)| *index)) else { return Ok(()) };
+        // Before anything is queued: a captured function cannot do it.
+        self.slots.set(Arc::new(new))?;
+        for (new, slot) in (old.group_of.len()..).zip(split) {
+            let settings = settings::<R>(&groups[old.group_of[slot]].config, 0)?;
             self.settings.configure(R::NAME, new, settings, Some(slot))?;
-            self.group_of.push(group);
-            for (index, _) in found {
-                let place = &mut self.places[*index];
-                if place.slot == slot {
-                    place.slot = new;
-                }
-            }
         }
         Ok(())
     }
 
-    /// The slots of the variables that take part, in runs of neighbours.
-    fn slot_runs(&self, found: &[(usize, Raw)]) -> Vec<std::ops::Range<usize>> {
-        let mut used: Vec<usize> = found.iter().map(|(index, _)| self.places[*index].slot).collect();
-        used.sort_unstable();
-        used.dedup();
-        let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
-        for slot in used {
-            match runs.last_mut() {
-                Some(run) if run.end == slot => run.end += 1,
-                _ => runs.push(slot..slot + 1),
-            }
-        }
-        runs
+    /// No step goes on with this, also none that was captured.
+    ///
+    /// # Errors
+    /// [`Error::Device`] within a captured function.
+    pub(super) fn retire(&self) -> Result<()> {
+        self.slots.set(Arc::default())
     }
 
     /// The variables, those with states of the same kinds and with the same dtypes together.
-    fn launches(&self, vars: &[&Var], found: Vec<(usize, Raw)>) -> Result<Vec<Launch>> {
+    fn launches(&self, vars: &[&Var], slots: &Slots, found: Vec<(usize, Raw)>) -> Result<Vec<Launch>> {
         let mut launches: Vec<Launch> = Vec::new();
         for (index, grads) in found {
             let (var, place) = (vars[index], &self.places[index]);
@@ -386,7 +406,7 @@ impl OnDevice {
                 }
                 None => (var.raw().clone(), short_copy(var)),
             };
-            let group = u16::try_from(place.slot).map_err(|_| {
+            let group = u16::try_from(slots.of[index]).map_err(|_| {
                 Error::argument("step", "more than 65536 sets of variables have taken different numbers of steps")
             })?;
             // Parameters without a copy go with those that have one in bf16.
@@ -419,7 +439,7 @@ impl OnDevice {
 
     /// The variables with their states, on the host. Waits for the device.
     pub(super) fn download<C>(&self, groups: &[Group<C>]) -> Result<Vec<Parameter>> {
-        let steps = self.settings.steps()?;
+        let (steps, slots) = (self.settings.steps()?, self.slots.get());
         let host = |buffer: &Raw| {
             Ok(match buffer.dtype() {
                 DType::U8 => StateData::U8(to_vec(buffer)?),
@@ -428,10 +448,10 @@ impl OnDevice {
         };
         let host = |layout: &Layout| layout.buffers.iter().map(host).collect::<Result<Vec<_>>>();
         let layouts = self.layouts.iter().map(host).collect::<Result<Vec<_>>>()?;
-        let download = |(parameter, place): (&Parameter, &Place)| {
+        let download = |((parameter, place), &slot): ((&Parameter, &Place), &usize)| {
             let var = &parameter.var;
             // Empty variables take no steps.
-            let step = if var.elem_count() > 0 { steps[place.slot] } else { 0 };
+            let step = if var.elem_count() > 0 { steps[slot] } else { 0 };
             let mut copy = Parameter { step, ..Parameter::new(var.clone()) };
             if copy.step > 0 {
                 for (&spec, buffer) in self.layouts[place.layout].specs.iter().zip(&layouts[place.layout]) {
@@ -451,7 +471,7 @@ impl OnDevice {
             }
             Ok(copy)
         };
-        parameters(groups).zip(&self.places).map(download).collect()
+        parameters(groups).zip(&self.places).zip(&slots.of).map(download).collect()
     }
 
     pub(super) fn state_bytes(&self) -> usize {

@@ -1,6 +1,7 @@
 //! The exponential moving average of an adapter's parameters.
 
-use trainable_candle_core::compute::{copy_into, lerp_in_place};
+use trainable_candle_core::capture::{HostState, before_replay, is_capturing, refuse_change};
+use trainable_candle_core::compute::{copy_into, fill, lerp_in_place, zeros};
 use trainable_candle_core::raw::{Raw, check_allocation_on, host_copy, own_copy};
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor};
 
@@ -31,9 +32,20 @@ pub struct EMA {
     config: EMAConfig,
     buffer: FlatBuffer,
     average: Raw,
-    updates: u64,
+    /// How much of the variables the next update takes: one f64 on their device, where a captured update reads it.
+    weight: Raw,
+    updates: HostState<u64>,
+    is_swapped_in: HostState<bool>,
     /// The variables' own values while the averages are in their place.
     trained: Option<Raw>,
+}
+
+impl EMAConfig {
+    /// How much of the average an update keeps, after so many others.
+    fn decay_after(&self, updates: u64) -> f64 {
+        let n = updates as f64;
+        if self.warmup { self.decay.min((1.0 + n) / (10.0 + n)) } else { self.decay }
+    }
 }
 
 impl EMA {
@@ -51,7 +63,15 @@ impl EMA {
             return Err(Error::dtype(OP, format!("the parameters are {}, expected f32", data.dtype().as_str())));
         }
         check_allocation_on(data.device(), OP, data.dims(), data.dtype())?;
-        Ok(Self { config, average: own_copy(data)?, buffer: buffer.clone(), updates: 0, trained: None })
+        Ok(Self {
+            config,
+            average: own_copy(data)?,
+            weight: zeros(&[1], DType::F64, data.device())?,
+            buffer: buffer.clone(),
+            updates: HostState::new("how often averages were updated", 0),
+            is_swapped_in: HostState::new("whether averages are in the place of parameters", false),
+            trained: None,
+        })
     }
 
     /// The settings.
@@ -60,34 +80,45 @@ impl EMA {
     }
 
     /// How often [`update`](Self::update) was called.
-    pub const fn updates(&self) -> u64 {
-        self.updates
+    pub fn updates(&self) -> u64 {
+        self.updates.get()
     }
 
     /// How much of the average the next update keeps.
     pub fn decay(&self) -> f64 {
-        let n = self.updates as f64;
-        if self.config.warmup { self.config.decay.min((1.0 + n) / (10.0 + n)) } else { self.config.decay }
+        self.config.decay_after(self.updates())
     }
 
     /// Whether the averages are in the place of the variables.
-    pub const fn is_swapped_in(&self) -> bool {
-        self.trained.is_some()
+    pub fn is_swapped_in(&self) -> bool {
+        self.is_swapped_in.get()
     }
 
-    /// Moves the averages towards the variables; after each step of the optimizer. One pass over the buffer.
+    /// Moves the averages towards the variables; after each step of the optimizer. One pass over the buffer. In a captured step every
+    /// replay is an update, with the decay that is its turn.
     ///
     /// # Errors
-    /// [`Error::Argument`] while the averages are in the place of the variables.
+    /// [`Error::Argument`] while the averages are in the place of the variables; [`Error::Device`] if a captured function updates twice.
     pub fn update(&mut self) -> Result<()> {
-        if self.is_swapped_in() {
+        if self.is_swapped_in.read() {
             return Err(Error::argument(
                 OP,
                 "update() found the averages in the place of the parameters; swap_out() first",
             ));
         }
-        lerp_in_place(&self.average, self.buffer.data(), 1.0 - self.decay())?;
-        self.updates += 1;
+        if self.updates.has_changed() {
+            refuse_change("averages twice in a call, each time with another decay")?;
+        }
+        let set_weight = {
+            let (config, weight, updates) = (self.config, self.weight.clone(), self.updates.clone());
+            move || fill(&weight, 1.0 - config.decay_after(updates.get()))
+        };
+        if !is_capturing() {
+            set_weight()?;
+        }
+        before_replay(set_weight);
+        lerp_in_place(&self.average, self.buffer.data(), &self.weight)?;
+        self.updates.advance(|updates| *updates += 1);
         Ok(())
     }
 
@@ -95,16 +126,20 @@ impl EMA {
     /// step.
     ///
     /// # Errors
-    /// [`Error::Argument`] if they are there, [`Error::OutOfMemory`] if a copy of the variables does not fit.
+    /// [`Error::Argument`] if they are there, [`Error::OutOfMemory`] if a copy of the variables does not fit: nothing is changed then.
     pub fn swap_in(&mut self) -> Result<()> {
         if self.is_swapped_in() {
             return Err(Error::argument(OP, "swap_in() found the averages in the place of the parameters already"));
         }
+        refuse_change("which of averages and parameters are in place")?;
         check_allocation_on(self.average.device(), OP, self.average.dims(), self.average.dtype())?;
         let trained = own_copy(self.buffer.data())?;
-        self.overwrite(&self.average)?;
+        if let Err(error) = self.overwrite(&self.average) {
+            self.overwrite(&trained)?;
+            return Err(error);
+        }
         self.trained = Some(trained);
-        Ok(())
+        self.is_swapped_in.set(true)
     }
 
     /// Puts the variables' own values back, bit for bit.
@@ -112,10 +147,13 @@ impl EMA {
     /// # Errors
     /// [`Error::Argument`] if the averages are not in their place.
     pub fn swap_out(&mut self) -> Result<()> {
-        let Some(trained) = self.trained.take() else {
+        let Some(trained) = &self.trained else {
             return Err(Error::argument(OP, "swap_out() found the parameters in their place; swap_in() first"));
         };
-        self.overwrite(&trained)
+        refuse_change("which of averages and parameters are in place")?;
+        self.overwrite(trained)?;
+        self.trained = None;
+        self.is_swapped_in.set(false)
     }
 
     fn overwrite(&self, values: &Raw) -> Result<()> {
@@ -132,7 +170,7 @@ impl EMA {
         for (index, view) in self.views()?.iter().enumerate() {
             dict.insert(key(index), Tensor::from_raw(&host_copy(view)?));
         }
-        dict.insert(UPDATES.into(), Tensor::from_vec(vec![self.updates as i64], 1, &Device::Cpu)?);
+        dict.insert(UPDATES.into(), Tensor::from_vec(vec![self.updates() as i64], 1, &Device::Cpu)?);
         Ok(dict)
     }
 
@@ -170,10 +208,10 @@ impl EMA {
                 "load_state_dict: {OP}: found the state {name:?}, which this adapter lacks"
             )));
         }
+        self.updates.set(updates)?;
         for (view, average) in views.iter().zip(averages) {
             copy_into(view, average.to_device(view.device())?.raw())?;
         }
-        self.updates = updates;
         Ok(())
     }
 

@@ -41,6 +41,8 @@ pub mod rule;
 mod scaler;
 mod schedule;
 mod sgd;
+#[cfg(any(feature = "cuda", test))]
+mod slots;
 mod state;
 mod stepper;
 mod update;

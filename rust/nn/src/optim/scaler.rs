@@ -1,6 +1,9 @@
 //! Dynamic loss scaling for f16, as `torch.amp.GradScaler`.
 
 use rustc_hash::FxHashMap;
+use trainable_candle_core::capture::HostState;
+#[cfg(feature = "cuda")]
+use trainable_candle_core::capture::refuse_change;
 #[cfg(feature = "cuda")]
 use trainable_candle_core::cuda::gradient::LossScale;
 use trainable_candle_core::raw::is_float;
@@ -41,12 +44,22 @@ impl Default for GradScalerConfig {
 ///
 /// With losses and variables on a CUDA device the scale lies there too, whether a step is skipped is decided there, and
 /// nothing waits.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
     state: State,
     /// By optimizer, since the last update.
-    stages: FxHashMap<u64, Stage>,
+    stages: HostState<FxHashMap<u64, Stage>>,
+}
+
+impl Clone for GradScaler {
+    fn clone(&self) -> Self {
+        Self { config: self.config, state: self.state.clone(), stages: stages(self.stages.get()) }
+    }
+}
+
+fn stages(stages: FxHashMap<u64, Stage>) -> HostState<FxHashMap<u64, Stage>> {
+    HostState::new("which gradients are unscaled", stages)
 }
 
 /// The scale and the good steps in a row.
@@ -86,7 +99,7 @@ impl GradScaler {
         if growth_interval == 0 {
             return wrong("growth_interval", growth_interval.to_string(), "at least 1");
         }
-        Ok(Self { config, state: State::Host(init_scale, 0), stages: FxHashMap::default() })
+        Ok(Self { config, state: State::Host(init_scale, 0), stages: stages(FxHashMap::default()) })
     }
 
     /// The current scale; 1 if not enabled. Waits for a CUDA device.
@@ -118,6 +131,7 @@ impl GradScaler {
     fn on_device(&mut self, device: &Device) -> Result<LossScale> {
         match &self.state {
             State::Host(scale, growth_tracker) => {
+                refuse_change("where the loss scale lies, which its first use brings to the device")?;
                 let state = LossScale::new(device, *scale, *growth_tracker)?;
                 self.state = State::Device(state.clone());
                 Ok(state)
@@ -154,7 +168,7 @@ impl GradScaler {
         if !self.config.enabled {
             return Ok(());
         }
-        if self.stages.contains_key(&optimizer.id()) {
+        if self.stage(optimizer).is_some() {
             let message = format!("unscale() was already called for this {} since the last update()", optimizer.name());
             return Err(Error::argument(OP, message));
         }
@@ -164,7 +178,7 @@ impl GradScaler {
             let state = self.on_device(&device)?;
             let norm = clip(OP, &vars, &device, f64::INFINITY, NormType::Inf)?.norm()?;
             rescale(OP, &vars, None, Some(&state))?;
-            self.stages.insert(optimizer.id(), Stage { norm: Tensor::from_raw(&norm), stepped: false });
+            self.enter(optimizer, Stage { norm: Tensor::from_raw(&norm), stepped: false });
             return Ok(());
         }
         let norm = Tensor::new(host_norm(&vars, NormType::Inf)?, &Device::Cpu)?;
@@ -172,7 +186,7 @@ impl GradScaler {
         for var in &vars {
             var.scale_grad(1.0 / scale)?;
         }
-        self.stages.insert(optimizer.id(), Stage { norm, stepped: false });
+        self.enter(optimizer, Stage { norm, stepped: false });
         Ok(())
     }
 
@@ -190,26 +204,35 @@ impl GradScaler {
             return Ok(Some(true));
         }
         #[cfg(feature = "cuda")]
-        if let (false, Some(device)) = (self.stages.contains_key(&optimizer.id()), cuda_device(&optimizer.vars())) {
+        if let (None, Some(device)) = (self.stage(optimizer), cuda_device(&optimizer.vars())) {
             let state = self.on_device(&device)?;
             let norm = clip(OP, &optimizer.vars(), &device, f64::INFINITY, NormType::Inf)?.norm()?;
             let norm = Tensor::from_raw(&norm);
             optimizer.step_guarded(Guard { norm: Some(&norm), loss_scale: Some(&state) })?;
-            self.stages.insert(optimizer.id(), Stage { norm, stepped: true });
+            self.enter(optimizer, Stage { norm, stepped: true });
             return Ok(None);
         }
-        if !self.stages.contains_key(&optimizer.id()) {
+        if self.stage(optimizer).is_none() {
             self.unscale(optimizer)?;
         }
-        let Some(stage) = self.stages.get_mut(&optimizer.id()) else { return Ok(Some(false)) };
+        let Some(stage) = self.stage(optimizer) else { return Ok(Some(false)) };
         if stage.stepped {
             let message = format!("step() was already called for this {} since the last update()", optimizer.name());
             return Err(Error::argument(OP, message));
         }
-        stage.stepped = true;
+        self.enter(optimizer, Stage { stepped: true, ..stage.clone() });
         let guard = Guard::finite(&stage.norm)?;
         optimizer.step_guarded(guard)?;
         if stage.norm.device().is_cpu() { Ok(Some(guard.allows()?)) } else { Ok(None) }
+    }
+
+    /// How far an optimizer is since the last update.
+    fn stage(&self, optimizer: &dyn Optimizer) -> Option<Stage> {
+        self.stages.get().remove(&optimizer.id())
+    }
+
+    fn enter(&self, optimizer: &dyn Optimizer, stage: Stage) {
+        self.stages.change(|stages| stages.insert(optimizer.id(), stage));
     }
 
     /// Ends the iteration: the scale falls if a gradient was infinite or NaN, and grows after enough good steps in a row.
@@ -220,10 +243,10 @@ impl GradScaler {
         if !self.config.enabled {
             return Ok(());
         }
-        if self.stages.is_empty() {
+        if self.stages.get().is_empty() {
             return Err(Error::argument(OP, "update() needs a step() before it, found none since the last update()"));
         }
-        let norms: Vec<Tensor> = self.stages.drain().map(|(_, stage)| stage.norm).collect();
+        let norms: Vec<Tensor> = self.stages.change(std::mem::take).into_values().map(|stage| stage.norm).collect();
         #[cfg(feature = "cuda")]
         if let State::Device(state) = &self.state {
             let device = state.scale()?.device().clone();

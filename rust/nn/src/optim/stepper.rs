@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustc_hash::FxHashSet;
+use trainable_candle_core::capture::refuse_change;
 #[cfg(feature = "cuda")]
 use trainable_candle_core::cuda::gradient::LossScale;
 use trainable_candle_core::flat::{collect_grads, zero_grads};
@@ -128,7 +129,7 @@ pub trait Optimizer: Send {
     ///
     /// # Errors
     /// [`Error::Config`] naming states that are missing or not expected, [`Error::Shape`] or [`Error::DType`] naming one that
-    /// differs. Nothing is changed then.
+    /// differs, [`Error::Device`] within a captured function. Nothing is changed then. Captured steps follow.
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
 
     /// Bytes of all states and master values held now. A variable's states are made at its first step, on a CUDA device those
@@ -245,6 +246,7 @@ impl<R: Rule> Stepper<R> {
 
     /// Takes over hyper-parameters that were checked, on the device too.
     fn configure(&mut self, index: usize, config: R::Config) -> Result<()> {
+        refuse_change("the hyper-parameters of an optimizer")?;
         #[cfg(feature = "cuda")]
         if let Some(device) = &self.device {
             device.configure::<R>(index, &config)?;
@@ -355,15 +357,21 @@ impl<R: Rule> Optimizer for Stepper<R> {
             R::validate(&config).map(|()| config)
         });
         let configs = configs.collect::<Result<Vec<_>>>()?;
+        refuse_change("the states of an optimizer")?;
         let mut parameters = parameters.into_iter();
         for (group, config) in self.groups.iter_mut().zip(configs) {
             group.config = config;
             group.parameters = parameters.by_ref().take(group.parameters.len()).collect();
         }
+        // Otherwise the first step brings them there.
         #[cfg(feature = "cuda")]
-        {
-            // The next step brings them there.
-            self.device = None;
+        if let Some(device) = &mut self.device {
+            if let Err(error) = device.take::<R>(&mut self.groups) {
+                // The host still has all of them.
+                device.retire()?;
+                self.device = None;
+                return Err(error);
+            }
         }
         Ok(())
     }

@@ -6,11 +6,14 @@
 //! first call, the second is as the first, and the third records.
 //!
 //! Temporaries of graphs lie in memory of their own, which all graphs of a device share, since one runs after the other; what
-//! a call returns is a copy. What lies outside and is read or written is kept alive. Random draws take the place of the
+//! a call returns is a copy, and a function that keeps more of what it has made is refused. What lies outside and is read or written is kept alive. Random draws take the place of the
 //! generator from device memory and advance it by what the function draws. Values that the function makes on the CPU are constants
-//! of the graph; one that changes from call to call is refused, and so is reading a value.
+//! of the graph; one that changes from call to call is refused, and so is reading a value. State of the host that the work depends on
+//! ([`HostState`](crate::capture::HostState)) makes a graph stale when it changes: the function then runs and is recorded anew.
 
 mod recording;
+
+use std::ops::Range;
 
 use candle_core::cuda_backend::cudarc::driver::sys::{CUgraphExec, CUgraphInstantiate_flags};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
@@ -20,7 +23,7 @@ use trainable_candle_cuda::upload::{self, Constants, Known};
 
 use super::copy::{duplicate, transfer};
 use super::gpu::{Gpu, driver_error};
-use super::launch::{Element, Mut, Shape, address, empty};
+use super::launch::{Address, Element, Mut, Shape, address, empty};
 use super::memory::status_error;
 use crate::capture::{Effects, Function, Run};
 use crate::raw::storage_identity;
@@ -91,7 +94,8 @@ impl Captured {
     /// # Errors
     /// [`Error::Shape`] or [`Error::DType`] if an input differs from the one it was captured with; the function's. In the call that
     /// records it [`Error::Device`] if the function does what a graph cannot: read a value, wait, copy a value from the CPU that the call
-    /// before did not. Then nothing of that call has happened, and the next one is a first one.
+    /// before did not, keep a tensor that it has made, change what its own work depends on. Then nothing of that call has happened, and the
+    /// next one is a first one.
     pub fn call(&mut self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         self.check(inputs)?;
         if capture::is_running() {
@@ -105,11 +109,17 @@ impl Captured {
         match std::mem::replace(&mut self.stage, Stage::New) {
             Stage::New => self.run(),
             Stage::Ran(mut effects, known) => {
+                effects.before()?;
                 effects.settle_gradients()?;
                 let graph = Graph::record(self.gpu, &self.function, &self.inputs, known)
                     .inspect_err(|_| effects.restore_gradients())?;
                 let launched = graph.launch(graph.start);
                 self.finish(graph, launched)
+            }
+            // What the record depends on has changed: this call is a first one, and the next records anew.
+            Stage::Recorded(graph) if graph.effects.is_stale() => {
+                drop(graph);
+                self.run()
             }
             Stage::Recorded(graph) => {
                 let launched = graph.replay();
@@ -257,7 +267,7 @@ impl Graph {
         outputs: Result<Vec<Raw>>,
         recorded: Recorded,
     ) -> Result<Self> {
-        let Recorded { template, effects, held, mut constants, lease } = recorded;
+        let Recorded { template, mut effects, held, kept, mut constants, lease } = recorded;
         if constants.has_refused() {
             return Err(Error::device(
                 OP,
@@ -272,9 +282,15 @@ impl Graph {
             let message = "the function sets the random generator, which replays would not; seed it outside";
             return Err(Error::device(OP, message));
         }
+        if let Some(name) = effects.stale() {
+            let message = format!("the function changes {name}, on which its work depends; change it between calls");
+            return Err(Error::device(OP, message));
+        }
+        check_kept(&kept, &outputs)?;
         let executable = Executable::new(gpu, &template)?;
         // SAFETY: the stream is the one that was captured, and its device is current.
         unsafe { constants.upload(gpu.stream().cu_stream().cast()) }.map_err(|status| status_error(OP, status))?;
+        effects.commit();
         Ok(Self {
             gpu,
             executable,
@@ -309,6 +325,22 @@ impl Graph {
         self.effects.after();
         Ok(())
     }
+}
+
+/// Whether what a recording has left in the memory of graphs are its `outputs` alone. Anything else that still lies there would change
+/// with each replay, also with those of other graphs, which have their temporaries in the same place.
+fn check_kept(kept: &[Range<Address>], outputs: &[Raw]) -> Result<()> {
+    let outputs = outputs.iter().map(|output| address(OP, output)).collect::<Result<Vec<_>>>()?;
+    let strangers: Vec<_> = kept.iter().filter(|block| !outputs.iter().any(|at| block.contains(at))).collect();
+    if strangers.is_empty() {
+        return Ok(());
+    }
+    let (count, bytes) = (strangers.len(), strangers.iter().map(|block| block.end - block.start).sum::<Address>());
+    let message = format!(
+        "the function keeps {count} tensors ({bytes} bytes) that it has made, and replays would change them; return them, or make them \
+         before the function is captured"
+    );
+    Err(Error::device(OP, message))
 }
 
 /// What the driver replays.

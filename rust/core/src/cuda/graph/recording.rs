@@ -1,6 +1,7 @@
 //! Recording the work of a function, and what other parts of the engine must know meanwhile.
 
 use std::cell::RefCell;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::cuda_backend::cudarc::driver::result;
@@ -76,6 +77,8 @@ pub(super) struct Recorded {
     pub(super) template: Result<Template>,
     pub(super) effects: Effects,
     pub(super) held: Vec<Raw>,
+    /// The memory of graphs that the recording has left in use.
+    pub(super) kept: Vec<Range<Address>>,
     pub(super) constants: Constants,
     pub(super) lease: Option<Lease>,
 }
@@ -125,7 +128,10 @@ impl Recording {
         let constants = upload::finish_capture();
         let held = CURRENT.take().map_or_else(Vec::new, |current| current.held.into_values().collect());
         let effects = self.run.take().map(Run::finish).unwrap_or_default();
-        Recorded { template, effects, held, constants, lease: self.lease.take() }
+        let stream = self.gpu.stream();
+        // SAFETY: the stream is the device's, which is current on this thread since the capture began.
+        let kept = unsafe { memory::kept_by_capture(stream.cu_stream().cast()) }.unwrap_or_default();
+        Recorded { template, effects, held, kept, constants, lease: self.lease.take() }
     }
 }
 

@@ -1,8 +1,10 @@
 //! What a captured function does on the host, which replays of its graph do again.
 //!
 //! A CUDA graph repeats the device's work only. That a gradient is there afterwards, or that a variable was changed in place, is known
-//! on the host: while a function is captured such effects are noted, and a replay repeats them. Whoever keeps more on the host (an
-//! optimizer its count of steps) notes it with [`after_replay`], and what must hold on the device before with [`before_replay`].
+//! on the host: while a function is captured such effects are noted, and a replay repeats them. Whoever keeps more on the host keeps it
+//! as [`HostState`]; what must be done on the device before every call is noted with [`before_replay`].
+
+mod host;
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -12,6 +14,8 @@ use crate::Device;
 use crate::tape::GradientCell;
 use crate::tensor::Version;
 use crate::{Error, Result, Tensor};
+
+pub use host::HostState;
 
 #[cfg(feature = "cuda")]
 pub use crate::cuda::Captured;
@@ -56,6 +60,13 @@ enum Phase {
 
 type Before = Box<dyn Fn() -> Result<()> + Send + Sync>;
 type After = Box<dyn Fn() + Send + Sync>;
+type Undo = Box<dyn FnOnce() + Send>;
+
+/// What the recorded work depends on, and whether it is still as it was.
+struct Dependency {
+    name: &'static str,
+    is_same: Box<dyn Fn() -> bool + Send>,
+}
 
 /// What a run of a function did on the host.
 #[derive(Default)]
@@ -63,9 +74,14 @@ pub(crate) struct Effects {
     gradients: Vec<GradientCell>,
     /// Whether each of them was there afterwards.
     filled: Vec<bool>,
+    /// Gradients that were read before the run had changed them, and where they were then, if there were any.
+    observed: Vec<(GradientCell, Option<usize>)>,
     versions: Vec<Arc<Version>>,
     before: Vec<Before>,
     after: Vec<After>,
+    depends: Vec<Dependency>,
+    /// What takes the changes of a recording back that fails, by the state that they change.
+    undo: Vec<(usize, Undo)>,
     /// Whether the random generator was set, which replays would not repeat.
     pub(crate) has_seeded: bool,
 }
@@ -86,11 +102,11 @@ pub(crate) fn is_running() -> bool {
     PHASE.get() != Phase::Off
 }
 
-/// Have `check` run before every replay of the graph that is captured on this thread: values that it reads may have been changed since.
-/// Does nothing elsewhere.
-pub fn before_replay(check: impl Fn() -> Result<()> + Send + Sync + 'static) {
-    if is_capturing() {
-        EFFECTS.with_borrow_mut(|effects| effects.before.push(Box::new(check)));
+/// Have `work` done before every later call of the captured function that runs on this thread, outside of its graph: values that the graph
+/// reads may have been changed since. Also before the call that records it, if the one before it asks for it. Does nothing elsewhere.
+pub fn before_replay(work: impl Fn() -> Result<()> + Send + Sync + 'static) {
+    if PHASE.get() != Phase::Off {
+        EFFECTS.with_borrow_mut(|effects| effects.before.push(Box::new(work)));
     }
 }
 
@@ -99,6 +115,42 @@ pub fn before_replay(check: impl Fn() -> Result<()> + Send + Sync + 'static) {
 pub fn after_replay(effect: impl Fn() + Send + Sync + 'static) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| effects.after.push(Box::new(effect)));
+    }
+}
+
+/// A change of the host's state, which replays would not repeat.
+///
+/// # Errors
+/// [`Error::Device`] if a function is being captured on this thread.
+pub fn refuse_change(what: &'static str) -> Result<()> {
+    if !is_capturing() {
+        return Ok(());
+    }
+    Err(Error::device(
+        "capture",
+        format!("the function changes {what}, which replays would not; change it between calls"),
+    ))
+}
+
+/// A change of the state `key`, which was as `undo` makes it.
+fn note_change(key: usize, undo: impl FnOnce() + Send + 'static) {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| {
+            if !effects.undo.iter().any(|&(known, _)| known == key) {
+                effects.undo.push((key, Box::new(undo)));
+            }
+        });
+    }
+}
+
+/// Whether the function that is captured on this thread has changed the state `key`.
+fn has_changed(key: usize) -> bool {
+    is_capturing() && EFFECTS.with_borrow(|effects| effects.undo.iter().any(|&(known, _)| known == key))
+}
+
+fn note_dependency(name: &'static str, is_same: impl Fn() -> bool + Send + 'static) {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| effects.depends.push(Dependency { name, is_same: Box::new(is_same) }));
     }
 }
 
@@ -162,6 +214,20 @@ pub(crate) fn touch(gradient: impl FnOnce() -> GradientCell) {
     });
 }
 
+/// A gradient is read where it is, or is missed.
+pub(crate) fn observe(gradient: impl FnOnce() -> GradientCell, place: impl FnOnce() -> Option<usize>) {
+    if !is_capturing() {
+        return;
+    }
+    let gradient = gradient();
+    EFFECTS.with_borrow_mut(|effects| {
+        let mut known = effects.gradients.iter().chain(effects.observed.iter().map(|(known, _)| known));
+        if !known.any(|known| known.is_same(&gradient)) {
+            effects.observed.push((gradient, place()));
+        }
+    });
+}
+
 /// The random generator is set to another place.
 pub(crate) fn seeded() {
     if is_capturing() {
@@ -199,6 +265,21 @@ impl Effects {
         }
     }
 
+    /// Whether a replay would do what a call does no longer.
+    pub(crate) fn is_stale(&self) -> bool {
+        self.stale().is_some() || self.observed.iter().any(|(gradient, place)| gradient.place() != *place)
+    }
+
+    /// The state that the recorded work depends on and that is another now, if there is one.
+    pub(crate) fn stale(&self) -> Option<&'static str> {
+        self.depends.iter().find(|known| !(known.is_same)()).map(|known| known.name)
+    }
+
+    /// The recording has succeeded: its changes stay.
+    pub(crate) fn commit(&mut self) {
+        self.undo.clear();
+    }
+
     pub(crate) fn before(&self) -> Result<()> {
         self.before.iter().try_for_each(|check| check())
     }
@@ -207,6 +288,12 @@ impl Effects {
         self.restore_gradients();
         self.versions.iter().for_each(|version| version.bump());
         self.after.iter().for_each(|effect| effect());
+    }
+}
+
+impl Drop for Effects {
+    fn drop(&mut self) {
+        self.undo.drain(..).for_each(|(_, undo)| undo());
     }
 }
 

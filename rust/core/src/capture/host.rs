@@ -1,0 +1,168 @@
+//! [`HostState`]: what the host keeps and work on a device depends on.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::{after_replay, has_changed, note_change, note_dependency, refuse_change};
+use crate::Result;
+
+/// State of the host that queued work depends on, or that each call of a function changes. A replay of a CUDA graph repeats the device's
+/// work alone; this type has the rest of it right, so that whoever keeps such state need not think of graphs:
+///
+/// - what [`read`](Self::read) has given to a function that is recorded is a part of the record: if it is another later, the record is
+///   dropped, and the function is called and recorded anew; if the function itself has changed it, it cannot be recorded;
+/// - [`set`](Self::set) is refused within a function that is recorded;
+/// - [`advance`](Self::advance) is repeated by every replay, and undone if the recording fails.
+///
+/// Clones are the same state.
+pub struct HostState<T>(Arc<Inner<T>>);
+
+struct Inner<T> {
+    /// What it is, for messages: "the learning rate".
+    name: &'static str,
+    value: Mutex<T>,
+}
+
+impl<T: fmt::Debug> fmt::Debug for HostState<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.value().fmt(f)
+    }
+}
+
+impl<T> Clone for HostState<T> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<T> HostState<T> {
+    fn value(&self) -> MutexGuard<'_, T> {
+        self.0.value.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T: Clone + Send + 'static> HostState<T> {
+    /// The state called `name` in messages.
+    pub fn new(name: &'static str, value: T) -> Self {
+        Self(Arc::new(Inner { name, value: Mutex::new(value) }))
+    }
+
+    /// The value for the host alone: no queued work may depend on it.
+    pub fn get(&self) -> T {
+        self.value().clone()
+    }
+
+    /// Replaces the value.
+    ///
+    /// # Errors
+    /// [`Error::Device`](crate::Error::Device) while a function is recorded: replays would not do it.
+    pub fn set(&self, value: T) -> Result<()> {
+        refuse_change(self.0.name)?;
+        *self.value() = value;
+        Ok(())
+    }
+
+    /// Changes the value, as every call of the function does that is recorded, if one is. What the function queues must follow by itself.
+    pub fn advance(&self, change: impl Fn(&mut T) + Send + Sync + 'static) {
+        self.change(&change);
+        let state = self.clone();
+        after_replay(move || change(&mut state.value()));
+    }
+
+    /// Whether the function that is recorded has changed the value already.
+    pub fn has_changed(&self) -> bool {
+        has_changed(self.key())
+    }
+
+    /// Changes the value within a call that leaves it as it was: unlike [`advance`](Self::advance) it is not repeated.
+    pub fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
+        let (state, before) = (self.clone(), self.get());
+        note_change(self.key(), move || *state.value() = before);
+        change(&mut self.value())
+    }
+
+    fn key(&self) -> usize {
+        Arc::as_ptr(&self.0) as usize
+    }
+}
+
+impl<T: Clone + PartialEq + Send + 'static> HostState<T> {
+    /// The value, on which the work depends that is queued next.
+    pub fn read(&self) -> T {
+        let value = self.get();
+        let (known, state) = (value.clone(), self.clone());
+        note_dependency(self.0.name, move || *state.value() == known);
+        value
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Run;
+    use super::*;
+
+    #[test]
+    fn what_a_record_depends_on_makes_it_stale() {
+        let (rate, other) = (HostState::new("the rate", 1.0), HostState::new("the other", 1));
+        let run = Run::begin(true).unwrap();
+        assert_eq!((rate.read(), other.get()), (1.0, 1));
+        let effects = run.finish();
+        assert_eq!(effects.stale(), None);
+        other.set(2).unwrap();
+        assert_eq!(effects.stale(), None);
+        rate.set(2.0).unwrap();
+        assert_eq!(effects.stale(), Some("the rate"));
+        // The record is as good as it was.
+        rate.set(1.0).unwrap();
+        assert_eq!(effects.stale(), None);
+    }
+
+    #[test]
+    fn a_counter_that_the_work_depends_on_is_stale_at_once() {
+        let count = HostState::new("the count", 0);
+        let run = Run::begin(true).unwrap();
+        count.read();
+        count.advance(|n| *n += 1);
+        assert_eq!(run.finish().stale(), Some("the count"));
+        // Outside of a capture nothing is noted.
+        count.read();
+        count.advance(|n| *n += 1);
+        assert_eq!(Run::begin(true).unwrap().finish().stale(), None);
+    }
+
+    #[test]
+    fn replays_count_on_and_a_recording_that_fails_does_not() {
+        let count = HostState::new("the count", 5);
+        let run = Run::begin(true).unwrap();
+        count.advance(|n| *n += 1);
+        count.advance(|n| *n *= 2);
+        count.change(|n| *n += 100);
+        drop(run);
+        assert_eq!(count.get(), 5);
+
+        let run = Run::begin(true).unwrap();
+        count.advance(|n| *n += 1);
+        count.advance(|n| *n *= 2);
+        let mut effects = run.finish();
+        effects.commit();
+        assert_eq!(count.get(), 12);
+        effects.after();
+        drop(effects);
+        assert_eq!(count.get(), 26);
+    }
+
+    #[test]
+    fn setting_is_refused_while_recording_alone() {
+        let rate = HostState::new("the rate", 1.0);
+        for (recording, works) in [(false, true), (true, false)] {
+            let run = Run::begin(recording).unwrap();
+            let result = rate.set(2.0);
+            assert_eq!(result.is_ok(), works);
+            if let Err(error) = result {
+                let message = error.to_string();
+                assert!(message.starts_with("capture: the function changes the rate, which"), "{message}");
+            }
+            drop(run);
+        }
+    }
+}

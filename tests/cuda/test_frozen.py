@@ -1,0 +1,486 @@
+"""What a captured function froze follows or is refused, on the simulated device.
+
+Its kernels do not compute; that the values follow too is for tests with the marker `gpu`.
+"""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+TRAIN = """
+    from contextlib import contextmanager
+
+    @contextmanager
+    def refused(error, *texts):
+        try:
+            yield
+        except error as raised:
+            assert all(text in str(raised) for text in texts), raised
+        else:
+            raise AssertionError(texts)
+
+    F = tc.nn.functional
+    tc.manual_seed(0)
+    layer = tc.nn.LoRALinear(tc.randn(64, 64, dtype="bf16", device="cuda"), 8, 8.0)
+    parameters = list(layer.parameters())
+    opt = tc.optim.OPTIMIZER
+    more = lambda: None
+
+    def train(x):
+        loss = F.dropout(layer(x), 0.1).sum()
+        loss.backward()
+        norm = tc.optim.clip_grad_norm_(parameters, 1.0)
+        opt.step(if_finite=norm)
+        more()
+        opt.zero_grad()
+        return loss, norm
+
+    x = tc.randn(32, 64, dtype="bf16", device="cuda")
+
+    def captured():
+        step = tc.cuda.capture(train, [x])
+        while not step.is_recorded:
+            step(x)
+        return step
+"""
+ADAMW = TRAIN.replace("OPTIMIZER", "AdamW(parameters, lr=0.1)")
+
+
+def test_loaded_states_are_those_of_the_graph(cuda: Any) -> None:
+    run = cuda.run(
+        ADAMW
+        + """
+    step = captured()
+    states = opt.state_dict()
+    # Kernels do not count.
+    states["step"] = tc.tensor([5, 5], dtype="i64")
+    mark("load")
+    opt.load_state_dict(states)
+    mark("rate")
+    opt.lr = 0.05
+    mark("replay")
+    step(x)
+    mark("other")
+    # Variables that have taken different numbers of steps need other records.
+    states["step"] = tc.tensor([5, 4], dtype="i64")
+    opt.load_state_dict(states)
+    for call in range(3):
+        mark(f"call-{call}")
+        step(x)
+    """
+    )
+    assert run.of("refused") == []
+    # Both moments go to where the graph has them, and the settings with the steps.
+    loaded = run.after("load").launches
+    assert loaded.count("copy_bytes_4") == 2
+    assert loaded.count("optim_configure") == 1
+    assert run.after("rate").launches == ["optim_configure"]
+    assert len(run.after("replay").of("replay")) == 1
+    eager, recorded, replayed = (run.after(f"call-{call}") for call in range(3))
+    assert eager.of("capture-begin", "replay") == []
+    assert len(recorded.of("capture-end")) == len(recorded.of("replay")) == 1
+    assert replayed.of("capture-begin") == []
+    assert len(replayed.of("replay")) == 1
+
+
+def test_variables_that_step_apart_are_recorded_anew(cuda: Any) -> None:
+    run = cuda.run(
+        ADAMW
+        + """
+    step = captured()
+    step(x)
+    # A step of one variable alone.
+    (parameters[0] * 2).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    for call in range(3):
+        mark(f"call-{call}")
+        step(x)
+    """
+    )
+    assert [len(run.after(f"call-{call}").of("replay")) for call in range(3)] == [0, 1, 1]
+
+
+def test_a_gradient_from_outside_is_there_or_is_not(cuda: Any) -> None:
+    run = cuda.run(
+        ADAMW
+        + """
+    def update(x):
+        opt.step()
+        return x
+
+    step = tc.cuda.capture(update, [x])
+    layer(x).sum().backward()
+    for call in range(3):
+        step(x)
+    opt.zero_grad()
+    mark("none")
+    step(x)
+    mark("end")
+    """
+    )
+    # Without gradients there is no step.
+    assert run.after("none").of("replay") == []
+    assert not any(name.startswith("adam_step") for name in run.after("none").launches)
+
+
+def test_a_recording_that_is_refused_changes_nothing(cuda: Any) -> None:
+    run = cuda.run(
+        """
+    weights = [tc.Var(tc.ones(4, device="cuda")) for _ in range(2)]
+    opt = tc.optim.AdamW(weights, lr=0.1)
+    both = True
+
+    def train(x):
+        opt.zero_grad()
+        (x * weights[0] + (weights[1] if both else 0.0)).sum().backward()
+        opt.step()
+        return x
+
+    x = tc.ones(4, device="cuda")
+    step = tc.cuda.capture(train, [x])
+    step(x)
+    both = False
+    try:
+        step(x)
+    except tc.DeviceError as error:
+        assert "the function changes which variables of an optimizer step together" in str(error)
+    else:
+        raise AssertionError
+    mark("eager")
+    train(x)
+    mark("end")
+    """
+    )
+    # The variable that steps gets settings of its own now: those of the recording never came.
+    assert run.after("eager").launches.count("optim_configure") == 1
+
+
+def test_master_values_are_not_rounded_by_replays(cuda: Any) -> None:
+    run = cuda.run(
+        """
+    weight = tc.Var(tc.ones(64, dtype="bf16", device="cuda"))
+    opt = tc.optim.AdamW([weight], lr=0.1)
+
+    def train(x):
+        (x * weight).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        return x
+
+    x = tc.ones(64, dtype="bf16", device="cuda")
+    step = tc.cuda.capture(train, [x])
+    step(x)
+    for name in ("recorded", "replayed"):
+        weight.set(tc.zeros(64, dtype="bf16", device="cuda"))
+        mark(name)
+        step(x)
+    mark("as-it-was")
+    step(x)
+    mark("end")
+    """
+    )
+    assert run.of("refused") == []
+    for name in ("recorded", "replayed"):
+        done = run.after(name)
+        copies = [c["captured"] for c in done.of("launch") if c["name"] == "copy_bf16_f32"]
+        # Once, before the graph and outside of it.
+        assert copies == ["0"], name
+        assert len(done.of("replay")) == 1
+    assert "copy_bf16_f32" not in run.after("as-it-was").launches
+
+
+AVERAGE = """
+    model = tc.models.DigitsTransformer.from_pretrained(BASE, device="cuda")
+    adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules=["to_q"]))
+    ema = tc.optim.EMA(adapter, decay=0.9, warmup=True)
+"""
+
+
+def weights(calls: list[Any]) -> list[float]:
+    """What was filled in with f64 numbers."""
+    filled = [c["arguments"].split(",")[-1] for c in calls if c["name"] == "fill_f64"]
+    return [struct.unpack("<d", struct.pack("<Q", int(number, 16)))[0] for number in filled]
+
+
+def test_averages_warm_up_in_replays(cuda: Any, digits_base: Any) -> None:
+    run = cuda.run(
+        AVERAGE.replace("BASE", repr(str(digits_base)))
+        + """
+    def update(x):
+        ema.update()
+        return x
+
+    x = tc.ones(3, device="cuda")
+    step = tc.cuda.capture(update, [x])
+    mark("updates")
+    for call in range(6):
+        step(x)
+        assert (step.is_recorded, ema.updates) == (call > 0, call + 1)
+    mark("load")
+    state = ema.state_dict()
+    state["updates"] = tc.tensor([20], dtype="i64")
+    ema.load_state_dict(state)
+    step(x)
+    assert ema.updates == 21
+    mark("swapped")
+    with ema:
+        try:
+            step(x)
+        except tc.ArgumentError as error:
+            assert "update() found the averages in the place" in str(error)
+        else:
+            raise AssertionError
+    assert ema.updates == 21
+    """
+    )
+    assert run.of("refused") == []
+    found = weights(run.after("updates").of("launch"))
+    assert found == [1 - min(0.9, (1 + n) / (10 + n)) for n in range(6)]
+    assert weights(run.after("load").of("launch")) == [1 - 21 / 30]
+    assert len(run.after("load").of("replay")) == 1
+    assert run.after("swapped").of("replay") == []
+
+
+REFUSED = {
+    "rate": ("def more(): opt.lr = 0.01", "the hyper-parameters of an optimizer"),
+    "schedule": (
+        "schedule = tc.optim.lr_scheduler.linear(opt, total_steps=10)\n    more = schedule.step",
+        "the hyper-parameters of an optimizer",
+    ),
+    "load": (
+        "states = opt.state_dict()\n    def more(): opt.load_state_dict(states)",
+        "the states of an optimizer",
+    ),
+    "keep": (
+        "kept = []\n    def more(): kept.append(x * 2)",
+        "the function keeps 1 tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize(("more", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_replays_would_not_repeat_is_refused(cuda: Any, more: str, reason: str) -> None:
+    cuda.run(
+        ADAMW
+        + f"""
+    {more}
+    step = tc.cuda.capture(train, [x])
+    step(x)
+    with refused(tc.DeviceError, "capture: ", {reason!r}):
+        step(x)
+    assert not step.is_recorded
+    if {more!r}.startswith("schedule"):
+        assert schedule.last_step == 1
+    more = lambda: None
+    step(x), step(x)
+    assert step.is_recorded
+    assert tc.cuda.memory_stats()["graphs"] > 0
+    """
+    )
+
+
+def test_averages_are_updated_once_and_swapped_outside(cuda: Any, digits_base: Any) -> None:
+    cuda.run(
+        AVERAGE.replace("BASE", repr(str(digits_base)))
+        + """
+    def twice(x):
+        ema.update()
+        ema.update()
+        return x
+
+    def swaps(x):
+        with ema:
+            pass
+        return x
+
+    x = tc.ones(3, device="cuda")
+    for function, text in ((twice, "averages twice in a call"), (swaps, "which of averages and")):
+        step = tc.cuda.capture(function, [x])
+        step(x)
+        before = ema.updates
+        try:
+            step(x)
+        except tc.DeviceError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(text)
+        assert (ema.updates, ema.is_swapped_in) == (before, False)
+    """
+    )
+
+
+def test_a_loss_scaler_is_where_it_was_after_a_failure(cuda: Any) -> None:
+    cuda.run(
+        ADAMW
+        + """
+    scaler = tc.optim.GradScaler()
+    fails = False
+
+    def scaled(x):
+        scaler.scale(layer(x).to("f32").sum()).backward()
+        scaler.step(opt)
+        if fails:
+            raise RuntimeError("fails")
+        scaler.update()
+        opt.zero_grad()
+        return x
+
+    step = tc.cuda.capture(scaled, [x])
+    step(x)
+    fails = True
+    with refused(RuntimeError, "fails"):
+        step(x)
+    fails = False
+    for call in range(3):
+        step(x)
+    assert step.is_recorded
+
+    def divided(x):
+        scaler.scale(layer(x).to("f32").sum()).backward()
+        scaler.unscale_(opt)
+        return x
+
+    part = tc.cuda.capture(divided, [x])
+    part(x)
+    scaler.update()
+    # What scaler.step() needs would be known to the graph alone.
+    with refused(tc.DeviceError, "the function keeps 1 tensors"):
+        part(x)
+    """
+    )
+
+
+RECORDS = {
+    "AdamW": "AdamW(parameters, lr=0.1)",
+    "Adam, two groups": (
+        "Adam([{'params': parameters[:1]}, {'params': parameters[1:], 'lr': 0.2}], lr=0.1)"
+    ),
+    "AdamW8bit": "AdamW8bit(parameters, lr=0.1, min_8bit_size=1)",
+    "Lion": "Lion(parameters, lr=0.1)",
+    "Lion8bit": "Lion8bit(parameters, lr=0.1, min_8bit_size=1)",
+    "SGD": "SGD(parameters, lr=0.1, momentum=0.9)",
+}
+
+
+@pytest.mark.parametrize("optimizer", RECORDS.values(), ids=RECORDS)
+def test_a_record_does_not_depend_on_when_it_is_made(
+    cuda: Any, digits_base: Any, optimizer: str
+) -> None:
+    """A number that the host counts must not be an argument of what is recorded."""
+    run = cuda.run(
+        TRAIN.replace("OPTIMIZER", optimizer)
+        + AVERAGE.replace("BASE", repr(str(digits_base)))
+        + """
+    schedule = tc.optim.lr_scheduler.cosine(opt, total_steps=20)
+    scaler = tc.optim.GradScaler(growth_interval=2)
+
+    def more():
+        ema.update()
+        scaler.scale(layer(x).to("f32").sum()).backward()
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+
+    for record in range(2):
+        mark(f"record-{record}")
+        step = captured()
+        for call in range(3):
+            step(x)
+            schedule.step()
+    mark("end")
+    """
+    )
+    assert run.of("refused") == []
+    first, second = (
+        [
+            (call["name"], call["arguments"])
+            for call in run.after(f"record-{record}").of("launch")
+            if call["captured"] == "1"
+        ]
+        for record in range(2)
+    )
+    assert first
+    assert first == second
+
+
+def trained(base: Path, *, captured: bool) -> dict[str, Any]:
+    """What is left of steps with all kinds of changes between them."""
+    tc.manual_seed(0)
+    model = tc.models.DigitsTransformer.from_pretrained(base, device="cuda")
+    adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules=["to_q"]))
+    factors = list(adapter.parameters())
+    for factor in factors:
+        factor.set(tc.randn(factor.shape, device="cuda"))
+    short = tc.Var(tc.randn(300, dtype="bf16", device="cuda"))
+    opt = tc.optim.AdamW([{"params": factors}, {"params": [short], "lr": 0.03}], lr=0.01)
+    ema = tc.optim.EMA(adapter, decay=0.9)
+
+    def train(x: tc.Tensor) -> tc.Tensor:
+        loss = (short * x).to("f32").sum()
+        for factor in factors:
+            loss = loss + (factor * factor).sum()
+        loss.backward()
+        opt.step(if_finite=tc.optim.clip_grad_norm_([*factors, short], 10.0))
+        ema.update()
+        opt.zero_grad()
+        return loss
+
+    inputs = [tc.randn(300, dtype="bf16", device="cuda") for _ in range(24)]
+    step = tc.cuda.capture(train, [inputs[0]]) if captured else train
+    losses, states, averages = [], {}, {}
+    for call, x in enumerate(inputs):
+        if call == 1:
+            short.set(tc.ones(300, dtype="bf16", device="cuda"))
+        if call == 4:
+            states, averages = opt.state_dict(), ema.state_dict()
+        if call == 7:
+            opt.load_state_dict(states)
+        if call == 8:
+            opt.lr = 0.02
+        if call == 10:
+            short.set(tc.full(300, 0.3, dtype="bf16", device="cuda"))
+        if call == 12:
+            ema.load_state_dict(averages)
+        if call == 14:
+            with ema:
+                pass
+        if call == 16:
+            (factors[0] * 3.0).sum().backward()
+            opt.step()
+            opt.zero_grad()
+        if call == 20:
+            opt.load_state_dict(states)
+        losses.append(step(x).item())
+    assert not isinstance(step, tc.cuda.Captured) or step.is_recorded
+    values = {f"factor {i}": factor.detach() for i, factor in enumerate(factors)}
+    values |= {"short": short.detach().to("f32"), **opt.state_dict()}
+    values |= {f"ema {name}": tensor for name, tensor in ema.state_dict().items()}
+    return {"losses": losses, **{name: tensor.to("cpu").numpy() for name, tensor in values.items()}}
+
+
+@pytest.mark.gpu
+def test_changes_between_replays_have_the_bits_of_eager_steps(digits_base: Path) -> None:
+    expected = trained(digits_base, captured=False)
+    found = trained(digits_base, captured=True)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.gpu
+def test_an_infinite_loss_leaves_the_parameters() -> None:
+    weight = tc.Var(tc.ones(3, device="cuda"))
+    opt = tc.optim.SGD([weight], lr=0.5)
+    for added, expected in ((float("inf"), 1.0), (float("nan"), 1.0), (0.0, 0.5)):
+        loss = weight.sum() + added
+        loss.backward()
+        norm = tc.optim.clip_grad_norm_([weight], 100.0)
+        opt.step(if_finite=tc.stack([loss.detach().to("f64"), norm]).sum())
+        opt.zero_grad()
+        assert weight.to("cpu").tolist() == [expected] * 3
