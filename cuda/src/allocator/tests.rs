@@ -212,6 +212,8 @@ fn the_memory_of_graphs_is_theirs_until_the_last_is_gone() {
     let output = allocator.allocate(10 * MIB).unwrap();
     assert_eq!(output, temporary);
     let constant = allocator.allocate_from(Origin::Eager, MIB).unwrap();
+    // What the capture has got and not freed.
+    assert!(allocator.captured().eq([output..output + 10 * MIB]));
     assert!(allocator.is_of_graphs(output) && !allocator.is_of_graphs(constant) && allocator.owns(constant));
     assert_eq!(allocator.trim().unwrap(), 0);
     allocator.end_capture();
@@ -220,6 +222,7 @@ fn the_memory_of_graphs_is_theirs_until_the_last_is_gone() {
     assert_eq!(allocator.stats().graphs, 100 * MIB);
     // A second graph writes where the first has its temporaries, not where it has its output.
     allocator.begin_capture().unwrap();
+    assert_eq!(allocator.captured().count(), 0);
     let second = allocator.allocate(90 * MIB).unwrap();
     assert!(second >= output + 10 * MIB && second < output + 100 * MIB);
     allocator.end_capture();
