@@ -1,25 +1,45 @@
 //! [`AdapterSlot`]: the place in a layer where an adapter sits.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
+use trainable_candle_core::capture::HostState;
 use trainable_candle_core::{Result, Tensor};
 
 use crate::adapter::Adapter;
 use crate::base::Base;
 
 /// Where an adapter sits. Shared, so that a set of adapters can be taken off again.
-#[derive(Clone, Default)]
-pub(crate) struct AdapterSlot(Arc<RwLock<Option<Arc<dyn Adapter>>>>);
+#[derive(Clone)]
+pub(crate) struct AdapterSlot(HostState<Seat>);
+
+/// An adapter, or none.
+#[derive(Clone)]
+struct Seat(Option<Arc<dyn Adapter>>);
+
+impl PartialEq for Seat {
+    fn eq(&self, other: &Self) -> bool {
+        match (&self.0, &other.0) {
+            (Some(one), Some(other)) => Arc::ptr_eq(one, other),
+            (one, other) => one.is_none() && other.is_none(),
+        }
+    }
+}
+
+impl Default for AdapterSlot {
+    fn default() -> Self {
+        Self(HostState::new("the adapter of a layer", Seat(None)))
+    }
+}
 
 impl AdapterSlot {
     /// What sits here.
     pub(crate) fn get(&self) -> Option<Arc<dyn Adapter>> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.read().0
     }
 
     /// Put `adapter` here, or leave the place empty.
     pub(crate) fn set(&self, adapter: Option<Arc<dyn Adapter>>) {
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = adapter;
+        self.0.change(|seat| seat.0 = adapter);
     }
 
     /// The layer's result, through the adapter if there is one.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{after_replay, has_changed, note_change, note_dependency, refuse_change};
+use super::{after_replay, has_changed, is_changed, note_advance, note_change, note_dependency, refuse_change};
 use crate::Result;
 
 /// State of the host that queued work depends on, or that each call of a function changes. A replay of a CUDA graph repeats the device's
@@ -65,6 +65,7 @@ impl<T: Clone + Send + 'static> HostState<T> {
     /// Changes the value, as every call of the function does that is recorded, if one is. What the function queues must follow by itself.
     pub fn advance(&self, change: impl Fn(&mut T) + Send + Sync + 'static) {
         self.change(&change);
+        note_advance(self.key());
         let state = self.clone();
         after_replay(move || change(&mut state.value()));
     }
@@ -90,6 +91,10 @@ impl<T: Clone + PartialEq + Send + 'static> HostState<T> {
     /// The value, on which the work depends that is queued next.
     pub fn read(&self) -> T {
         let value = self.get();
+        if is_changed(self.key()) {
+            // The function has made it what it is, and does so in each call.
+            return value;
+        }
         let (known, state) = (value.clone(), self.clone());
         note_dependency(self.0.name, move || *state.value() == known);
         value
@@ -149,6 +154,20 @@ mod tests {
         effects.after();
         drop(effects);
         assert_eq!(count.get(), 26);
+    }
+
+    #[test]
+    fn what_a_call_changes_and_restores_is_its_own() {
+        let is_on = HostState::new("the switch", true);
+        let run = Run::begin(true).unwrap();
+        is_on.change(|on| *on = false);
+        assert!(!is_on.read());
+        is_on.change(|on| *on = true);
+        let mut effects = run.finish();
+        effects.commit();
+        assert_eq!(effects.stale(), None);
+        is_on.set(false).unwrap();
+        assert_eq!(effects.stale(), None);
     }
 
     #[test]

@@ -82,6 +82,8 @@ pub(crate) struct Effects {
     depends: Vec<Dependency>,
     /// What takes the changes of a recording back that fails, by the state that they change.
     undo: Vec<(usize, Undo)>,
+    /// The states that end otherwise than they began.
+    advanced: Vec<usize>,
     /// Whether the random generator was set, which replays would not repeat.
     pub(crate) has_seeded: bool,
 }
@@ -146,6 +148,18 @@ fn note_change(key: usize, undo: impl FnOnce() + Send + 'static) {
 /// Whether the function that is captured on this thread has changed the state `key`.
 fn has_changed(key: usize) -> bool {
     is_capturing() && EFFECTS.with_borrow(|effects| effects.undo.iter().any(|&(known, _)| known == key))
+}
+
+/// The state `key` changes with each call.
+fn note_advance(key: usize) {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| effects.advanced.push(key));
+    }
+}
+
+/// Whether the state `key` is what the function that is captured on this thread has made it, in this call as in any.
+fn is_changed(key: usize) -> bool {
+    has_changed(key) && !EFFECTS.with_borrow(|effects| effects.advanced.contains(&key))
 }
 
 fn note_dependency(name: &'static str, is_same: impl Fn() -> bool + Send + 'static) {

@@ -1,11 +1,10 @@
 //! Adapters that add a whole matrix to the weight: W + s Δ.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
+use trainable_candle_core::capture::HostState;
 use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::{DType, Result, Tensor};
 
-use super::{Adapter, AdapterSettings};
+use super::{Adapter, AdapterSettings, training};
 use crate::base::Base;
 
 /// The matrix of an adapter.
@@ -19,12 +18,12 @@ pub(super) struct Added<D> {
     delta: D,
     scale: f64,
     dropout: f64,
-    training: AtomicBool,
+    training: HostState<bool>,
 }
 
 impl<D: Delta> Added<D> {
-    pub(super) const fn new(delta: D, settings: &AdapterSettings) -> Self {
-        Self { delta, scale: settings.scale, dropout: settings.dropout, training: AtomicBool::new(true) }
+    pub(super) fn new(delta: D, settings: &AdapterSettings) -> Self {
+        Self { delta, scale: settings.scale, dropout: settings.dropout, training: training() }
     }
 
     /// s Δ in f32 (f64 for an f64 weight).
@@ -42,7 +41,7 @@ impl<D: Delta> Added<D> {
 
 impl<D: Delta> Adapter for Added<D> {
     fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
-        if self.dropout > 0.0 && self.training.load(Ordering::Relaxed) {
+        if self.dropout > 0.0 && self.training.read() {
             let change = self.scaled(base)?.to_dtype(x.dtype())?;
             return base.forward(x)?.add(&base.operation.apply(&dropout(x, self.dropout, true)?, &change, None)?);
         }
@@ -58,6 +57,6 @@ impl<D: Delta> Adapter for Added<D> {
     }
 
     fn set_training(&self, training: bool) {
-        self.training.store(training, Ordering::Relaxed);
+        self.training.change(|known| *known = training);
     }
 }

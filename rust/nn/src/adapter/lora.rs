@@ -3,8 +3,7 @@
 //! On a convolution A is a convolution of the layer's kernel, stride, padding and dilation to r channels, and B maps them to
 //! the output channels pixel by pixel (LoCon; peft and kohya do the same).
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
+use trainable_candle_core::capture::HostState;
 use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::linear_group::LowRank;
@@ -12,7 +11,7 @@ use trainable_candle_core::ops::lora::{LoraWeights, lora_backward, lora_linear};
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
 use super::kind::{Parameters, find};
-use super::{Adapter, AdapterKind, AdapterSettings, Layout};
+use super::{Adapter, AdapterKind, AdapterSettings, Layout, training};
 use crate::base::{Base, Operation};
 use crate::init;
 
@@ -54,7 +53,7 @@ pub struct Lora {
     up: Var,
     scale: f64,
     dropout: f64,
-    training: AtomicBool,
+    training: HostState<bool>,
 }
 
 impl Lora {
@@ -87,7 +86,7 @@ impl Lora {
                 ),
             ));
         }
-        Ok(Self { down, up, scale: settings.scale, dropout: settings.dropout, training: AtomicBool::new(true) })
+        Ok(Self { down, up, scale: settings.scale, dropout: settings.dropout, training: training() })
     }
 
     /// The two factors in the dtype that the layer computes in (the masters are f32).
@@ -108,7 +107,7 @@ impl Lora {
 
     /// The dropout probability, if the adapter's input differs from the layer's at present.
     pub(super) fn active_dropout(&self) -> Option<f64> {
-        (self.dropout > 0.0 && self.training.load(Ordering::Relaxed)).then_some(self.dropout)
+        (self.dropout > 0.0 && self.training.read()).then_some(self.dropout)
     }
 
     /// W + s B A in f32 (f64 for an f64 weight), shaped as W.
@@ -152,7 +151,7 @@ impl Adapter for Lora {
     }
 
     fn set_training(&self, training: bool) {
-        self.training.store(training, Ordering::Relaxed);
+        self.training.change(|known| *known = training);
     }
 }
 

@@ -22,6 +22,7 @@ pub use layer::{AdaptedLinear, DoRALinear, DoraLayer, LayerKind, LoRALinear, Lor
 pub use layout::Layout;
 pub use lora::{LoRABackwardOps, Lora};
 pub use set::{AdaptedLayer, AdapterSet, LayerValues};
+use trainable_candle_core::capture::HostState;
 use trainable_candle_core::ops::linear_group::LowRank;
 use trainable_candle_core::{DType, Result, Tensor};
 
@@ -59,6 +60,11 @@ pub trait Adapter: Send + Sync {
 
     /// Training (dropout on) or not.
     fn set_training(&self, training: bool);
+}
+
+/// Whether an adapter is in training, which what is captured depends on.
+fn training() -> HostState<bool> {
+    HostState::new("whether adapters are in training", true)
 }
 
 /// Sizes and settings of one adapter, after patterns have been applied.
