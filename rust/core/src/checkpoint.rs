@@ -84,14 +84,15 @@ where
     let region = Arc::new(Region {
         policy,
         inputs: inputs.iter().map(|t| (keep_input(t), Origin::of(t))).collect(),
-        rng: rng::state(),
         function: Box::new(function),
         state: Mutex::default(),
     });
     let scope = Scope::enter(Recorder::Record(Recording::new(region.clone())));
+    let noting = rng::Noting::begin();
     let outputs = (region.function)(&owned)?;
+    let draws = noting.finish();
     if let Some(Recorder::Record(recording)) = scope.leave() {
-        region.seal(recording);
+        region.seal(recording, draws);
     }
     Ok(outputs)
 }
@@ -140,7 +141,6 @@ impl Backward for MadeElsewhere {
 pub(crate) struct Region {
     policy: Policy,
     inputs: Vec<(Saved, Origin)>,
-    rng: rng::State,
     function: Function,
     state: Mutex<RegionState>,
 }
@@ -150,6 +150,7 @@ struct RegionState {
     slots: Vec<Slot>,
     kept: Vec<Kept>,
     versions: Vec<(Arc<Version>, u64)>,
+    draws: Vec<rng::Draw>,
 }
 
 enum Slot {
@@ -191,11 +192,12 @@ impl Region {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn seal(&self, recording: Recording) {
+    fn seal(&self, recording: Recording, draws: Vec<rng::Draw>) {
         let mut state = self.state();
         // Slots of nodes that died inside the function are released already.
         state.slots.resize_with(recording.saved, || Slot::Waiting);
         state.versions = recording.versions;
+        state.draws = draws;
         for (sequence, mut kept) in recording.kept {
             if sequence == recording.last_saved {
                 kept.forget_all_but(&recording.saved_by_last);
@@ -229,7 +231,7 @@ impl Region {
     }
 
     fn replay(&self) -> Result<()> {
-        let (expected, kept) = {
+        let (expected, kept, draws) = {
             let state = self.state();
             for (version, then) in &state.versions {
                 if version.get() != *then {
@@ -239,7 +241,7 @@ impl Region {
                     ));
                 }
             }
-            (state.slots.len(), state.kept.iter().cloned().collect::<VecDeque<_>>())
+            (state.slots.len(), state.kept.iter().cloned().collect::<VecDeque<_>>(), state.draws.clone())
         };
         let inputs = self.inputs.iter().map(|(saved, origin)| Ok(replayed(saved.get()?, *origin)));
         let inputs = inputs.collect::<Result<Vec<_>>>()?;
@@ -250,11 +252,12 @@ impl Region {
             kept,
             selective,
         }));
-        let replay_rng = rng::Replay::from(self.rng);
+        let repeating = rng::Replay::begin(draws);
         let outcome = (self.function)(&inputs);
-        drop(replay_rng);
+        let draws_differ = repeating.finish();
         let Some(Recorder::Replay(replaying)) = scope.leave() else { return Err(nondeterministic()) };
         match outcome {
+            _ if draws_differ => return Err(nondeterministic()),
             // Complete is complete, also if the function put an error of its own around ours.
             _ if replaying.values.len() == expected => {}
             Ok(_) => return Err(nondeterministic()),

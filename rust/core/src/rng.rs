@@ -2,13 +2,21 @@
 //!
 //! A counter-based generator: element `i` of a draw depends on the seed and its position in the stream only, so draws repeat
 //! whatever the number of threads, and a checkpoint replays them by going back to a position.
+//!
+//! Users draw from one generator ([`manual_seed`], [`state`]). What a training run draws comes from streams keyed by its seed, a
+//! [`Purpose`] and a number ([`State::of`]).
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+mod purpose;
+mod scope;
 
 use candle_core::{DType, Device, Shape};
 
 use crate::raw::{Raw, check_allocation_on, from_vec};
-use crate::{Error, Result, capture, compute};
+use crate::{Error, Result, compute};
+
+pub use purpose::Purpose;
+pub(crate) use scope::{Draw, Noting, Replay, advance};
+pub use scope::{Stream, manual_seed, set_state, state};
 
 /// Seed and position of a generator; restoring it repeats the draws that followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,54 +25,6 @@ pub struct State {
     pub seed: u64,
     /// Blocks of four 32-bit numbers drawn so far.
     pub offset: u64,
-}
-
-static GENERATOR: Mutex<State> = Mutex::new(State { seed: 0x7261_6e64_6f6d, offset: 0 });
-
-fn generator() -> MutexGuard<'static, State> {
-    GENERATOR.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Start the stream of `seed`.
-pub fn manual_seed(seed: u64) {
-    capture::seeded();
-    *generator() = State { seed, offset: 0 };
-}
-
-/// Where the stream is.
-pub fn state() -> State {
-    *generator()
-}
-
-/// Continue from `state`.
-pub fn set_state(state: State) {
-    capture::seeded();
-    *generator() = state;
-}
-
-/// The stream goes back to an earlier state until this is dropped.
-pub(crate) struct Replay {
-    resume: State,
-}
-
-impl From<State> for Replay {
-    fn from(start: State) -> Self {
-        Self { resume: std::mem::replace(&mut *generator(), start) }
-    }
-}
-
-impl Drop for Replay {
-    fn drop(&mut self) {
-        *generator() = self.resume;
-    }
-}
-
-/// Reserve `blocks` blocks of the stream; returns where they start.
-pub(crate) fn advance(blocks: u64) -> State {
-    let mut state = generator();
-    let start = *state;
-    state.offset = state.offset.wrapping_add(blocks);
-    start
 }
 
 /// The constants of Philox4x32: multipliers, and what the key grows by each round.
@@ -83,11 +43,21 @@ pub fn philox(seed: u64, block: u64) -> [u32; 4] {
 /// [`dispatch`](crate::cpu::dispatch).
 #[inline(always)]
 pub(crate) fn philox_lanes<const N: usize>(seed: u64, block: u64) -> [[u32; N]; 4] {
-    let [mut c0, mut c1, mut c2, mut c3] = [[0u32; N]; 4];
+    let [mut c0, mut c1, c2, c3] = [[0u32; N]; 4];
     for i in 0..N {
         let counter = block.wrapping_add(i as u64);
         (c0[i], c1[i]) = (counter as u32, (counter >> 32) as u32);
     }
+    rounds(seed, [c0, c1, c2, c3])
+}
+
+/// Ten rounds on any counter of 128 bits.
+fn philox_at(seed: u64, counter: [u32; 4]) -> [u32; 4] {
+    rounds::<1>(seed, counter.map(|word| [word])).map(|word| word[0])
+}
+
+#[inline(always)]
+fn rounds<const N: usize>(seed: u64, [mut c0, mut c1, mut c2, mut c3]: [[u32; N]; 4]) -> [[u32; N]; 4] {
     let (mut k0, mut k1) = (seed as u32, (seed >> 32) as u32);
     for _ in 0..ROUNDS {
         for i in 0..N {
@@ -123,6 +93,17 @@ pub fn uniform_vec(n: usize) -> Vec<f32> {
 /// `n` standard normal f32 values (Box-Muller).
 pub fn normal_vec(n: usize) -> Vec<f32> {
     normal_vec_at(advance(n.div_ceil(4) as u64), n)
+}
+
+/// `size` uniform values in [0, 1) for each of the `samples` with these numbers, from a stream of its own.
+pub fn uniform_samples(seed: u64, purpose: Purpose, samples: &[u64], size: usize) -> Vec<f32> {
+    let draw = |&sample: &u64| fill(State::of(seed, purpose, sample), size, |bits| bits.map(unit));
+    samples.iter().flat_map(draw).collect()
+}
+
+/// `size` standard normal values for each of the `samples` with these numbers, from a stream of its own.
+pub fn normal_samples(seed: u64, purpose: Purpose, samples: &[u64], size: usize) -> Vec<f32> {
+    samples.iter().flat_map(|&sample| normal_vec_at(State::of(seed, purpose, sample), size)).collect()
 }
 
 /// What [`normal_vec`] gives when the generator is at `start`; the generator stays where it is.
@@ -216,12 +197,14 @@ mod tests {
     fn philox_matches_the_published_vectors() {
         // Random123's kat_vectors: philox4x32 10, zero counter and key.
         assert_eq!(philox(0, 0), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        let ones = [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd];
+        assert_eq!(philox_at(u64::MAX, [u32::MAX; 4]), ones);
     }
 
     #[test]
     fn a_draw_at_a_state_is_the_draw_that_follows_it() {
         let expected = {
-            let _replay = Replay::from(State { seed: 3, offset: 11 });
+            let _stream = Stream::enter(State { seed: 3, offset: 11 });
             normal_vec(10)
         };
         assert_eq!(normal_vec_at(State { seed: 3, offset: 11 }, 10), expected);

@@ -1,6 +1,7 @@
 //! Saved bytes and the generator belong to the whole process: tests that read them have one of their own and run one at a time.
 
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint, checkpoint_with};
 use trainable_candle_core::memory::saved_bytes;
@@ -87,5 +88,52 @@ fn dropout_replays_its_mask_and_leaves_the_stream_where_it_was() -> Result<()> {
     // y = (2 m x)² with m in {0, 2}: dy/dx = 8 m² x = 2 y at x = 1.
     let expected: Vec<f32> = y.to_vec::<f32>()?.into_iter().map(|v| 2.0 * v).collect();
     assert_eq!(x.grad().unwrap().to_vec::<f32>()?, expected);
+    Ok(())
+}
+
+/// A checkpointed dropout whose first run and replay each meet a draw of another thread, before and after their own.
+#[test]
+fn a_replay_and_draws_of_other_threads_leave_each_other_alone() -> Result<()> {
+    let _alone = ALONE.lock();
+    let elsewhere = || std::thread::spawn(|| rng::uniform_vec(8)).join().unwrap();
+    let (drawn, x) = (Arc::new(Mutex::new(Vec::new())), Var::from_tensor(&Tensor::ones(1000, DType::F32, &CPU)?)?);
+    rng::manual_seed(7);
+    let noted = drawn.clone();
+    let function = move |xs: &[Tensor]| {
+        let first = dropout(&xs[0].mul_scalar(2.0)?, 0.5, true)?;
+        noted.lock().unwrap().push(elsewhere());
+        let second = dropout(&first, 0.5, true)?;
+        noted.lock().unwrap().push(elsewhere());
+        second.sqr()
+    };
+    let y = checkpoint(function, &[&x])?;
+    let after = rng::state();
+    y.backward_with(Some(&Tensor::ones(1000, DType::F32, &CPU)?), false)?;
+    let expected: Vec<f32> = y.to_vec::<f32>()?.into_iter().map(|v| 2.0 * v).collect();
+    assert_eq!(x.grad().unwrap().to_vec::<f32>()?, expected, "the replay draws the same masks");
+    let (drawn, blocks) = (drawn.lock().unwrap().clone(), 2);
+    assert_eq!(drawn.len(), 4, "two in the first run, two in the replay");
+    for (index, values) in drawn.iter().enumerate() {
+        assert!(!drawn[..index].contains(values), "draw {index} of the other thread repeats an earlier one");
+    }
+    assert_eq!(
+        rng::state(),
+        rng::State { offset: after.offset + 2 * blocks, ..after },
+        "the other thread's draws count"
+    );
+    Ok(())
+}
+
+#[test]
+fn a_replay_that_draws_something_else_is_an_error() -> Result<()> {
+    let _alone = ALONE.lock();
+    let (calls, x) = (AtomicUsize::new(0), Var::from_tensor(&Tensor::ones(1000, DType::F32, &CPU)?)?);
+    let function = move |xs: &[Tensor]| {
+        let more = calls.fetch_add(1, Ordering::Relaxed) * 100;
+        rng::uniform_vec(4 + more);
+        xs[0].mul(&Tensor::from_vec(rng::normal_vec(1000), 1000, &CPU)?)?.sqr()
+    };
+    let error = checkpoint(function, &[&x])?.sum_all()?.backward().unwrap_err();
+    assert!(error.to_string().contains("computed something else"), "{error}");
     Ok(())
 }

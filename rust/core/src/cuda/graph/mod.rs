@@ -113,7 +113,7 @@ impl Captured {
                 effects.settle_gradients()?;
                 let graph = Graph::record(self.gpu, &self.function, &self.inputs, known)
                     .inspect_err(|_| effects.restore_gradients())?;
-                let launched = graph.launch(graph.start);
+                let launched = graph.launch();
                 self.finish(graph, launched)
             }
             // What the record depends on has changed: this call is a first one, and the next records anew.
@@ -237,8 +237,6 @@ struct Graph {
     _constants: Constants,
     /// Seed and position of the generator, which draws start from.
     generator: Raw,
-    /// Where the generator was when the function was recorded.
-    start: State,
     /// How far a call moves it.
     draws: u64,
     _lease: Option<Lease>,
@@ -248,15 +246,13 @@ impl Graph {
     fn record(gpu: &'static Gpu, function: &Function, inputs: &[Tensor], known: Known) -> Result<Self> {
         let generator = empty(OP, gpu, &[2], DType::I64)?;
         let start = rng::state();
+        // Draws while it is recorded move this generator alone: what is launched reserves them, as each replay does.
+        let _stream = rng::Stream::enter(start);
         let recording = Recording::begin(gpu, address(OP, &generator)?, start, known)?;
         let outputs = function(inputs).and_then(values);
         let recorded = recording.finish();
         let moved = rng::state();
-        let graph = Self::build(gpu, generator, start, moved, outputs, recorded);
-        if graph.is_err() {
-            rng::set_state(start);
-        }
-        graph
+        Self::build(gpu, generator, start, moved, outputs, recorded)
     }
 
     fn build(
@@ -299,19 +295,18 @@ impl Graph {
             effects,
             _constants: constants,
             generator,
-            start,
             draws,
             _lease: lease,
         })
     }
 
-    /// Queue the recorded work, with draws that begin at `start`.
-    fn launch(&self, start: State) -> Result<()> {
+    /// Queue the recorded work, with draws that come next.
+    fn launch(&self) -> Result<()> {
         let gpu = self.gpu;
         if self.draws > 0 {
+            let State { seed, offset } = rng::advance(self.draws);
             let function = gpu.function(&SET_GENERATOR, &[])?;
             let state = Mut::new(address(OP, &self.generator)?, Element::U64);
-            let State { seed, offset } = start;
             // SAFETY: the state has these two numbers.
             unsafe { function.launch(OP, gpu, Shape::linear(OP, 1, 1)?, SetGenerator { state, seed, offset }) }?;
         }
@@ -321,7 +316,7 @@ impl Graph {
     /// A call: the recorded work, and what it does on the host.
     fn replay(&self) -> Result<()> {
         self.effects.before()?;
-        self.launch(rng::advance(self.draws))?;
+        self.launch()?;
         self.effects.after();
         Ok(())
     }

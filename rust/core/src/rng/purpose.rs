@@ -1,0 +1,180 @@
+//! Streams of their own for what a run draws: each is a function of the run's seed, of what is drawn, and of a number.
+//!
+//! Nothing else counts: not what was drawn before, not how samples are put into batches, not which process draws. So a run repeats from
+//! any place, and with any number of GPUs, by knowing where it is.
+
+use std::str::FromStr;
+
+use super::{State, philox_at};
+use crate::{Error, Result};
+
+/// What a stream is for: the one list of them. Streams of different purposes have nothing to do with one another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum Purpose {
+    /// A sample of the distribution that an autoencoder gives for a picture; by the number of the sample.
+    Latents = 1,
+    /// Noise levels and timesteps; by the number of the sample.
+    Level,
+    /// Noise; by the number of the sample.
+    Noise,
+    /// Noise that is the same over a channel; by the number of the sample.
+    Offset,
+    /// Noise levels of a validation; by the number of the example.
+    ValidationLevel,
+    /// Noise of a validation; by the number of the example.
+    ValidationNoise,
+    /// What else is drawn while a batch is made ready; by the number of the batch.
+    Inputs,
+    /// What a forward and backward pass draws, such as dropout; by the number of the batch.
+    Pass,
+    /// Which cut of a picture is seen, and whether mirrored; by the number of the sample.
+    View,
+    /// Where the cuts of a picture lie; by picture and cut.
+    Crop,
+    /// Which caption a picture has, if any; by the number of the sample.
+    Caption,
+    /// The variants of a caption; by picture and variant.
+    CaptionVariant,
+    /// The order of the items of a group; by group and pass.
+    Items,
+    /// The order of the batches of groups; by pass.
+    Order,
+    /// Which items a validation gets.
+    Split,
+}
+
+impl Purpose {
+    /// All of them.
+    pub const ALL: [Self; 15] = [
+        Self::Latents,
+        Self::Level,
+        Self::Noise,
+        Self::Offset,
+        Self::ValidationLevel,
+        Self::ValidationNoise,
+        Self::Inputs,
+        Self::Pass,
+        Self::View,
+        Self::Crop,
+        Self::Caption,
+        Self::CaptionVariant,
+        Self::Items,
+        Self::Order,
+        Self::Split,
+    ];
+
+    /// What Python calls it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Latents => "latents",
+            Self::Level => "level",
+            Self::Noise => "noise",
+            Self::Offset => "offset",
+            Self::ValidationLevel => "validation_level",
+            Self::ValidationNoise => "validation_noise",
+            Self::Inputs => "inputs",
+            Self::Pass => "pass",
+            Self::View => "view",
+            Self::Crop => "crop",
+            Self::Caption => "caption",
+            Self::CaptionVariant => "caption_variant",
+            Self::Items => "items",
+            Self::Order => "order",
+            Self::Split => "split",
+        }
+    }
+}
+
+impl FromStr for Purpose {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|purpose| purpose.name() == name).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::argument("stream", format!("unknown purpose \"{name}\"; expected one of {names}"))
+        })
+    }
+}
+
+impl State {
+    /// Where the stream for `purpose` and `number` begins in a run of `seed`.
+    ///
+    /// Its seed is what Philox gives under the run's seed for a counter that no draw reaches: blocks of draws have 0 in the upper half.
+    pub fn of(seed: u64, purpose: Purpose, number: u64) -> Self {
+        let [low, high, ..] = philox_at(seed, [number as u32, (number >> 32) as u32, purpose as u32, 1]);
+        Self { seed: u64::from(high) << 32 | u64::from(low), offset: 0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+    use crate::rng::{normal_samples, normal_vec_at, uniform_samples};
+
+    #[test]
+    fn purposes_have_tags_and_names_of_their_own() {
+        assert_eq!(Purpose::ALL.map(|purpose| purpose as u32).to_vec(), (1..=15).collect::<Vec<_>>());
+        for purpose in Purpose::ALL {
+            assert_eq!(purpose.name().parse::<Purpose>().unwrap(), purpose);
+        }
+        assert!("dropout".parse::<Purpose>().unwrap_err().to_string().contains("expected one of latents, level"));
+    }
+
+    #[test]
+    fn seeds_purposes_and_numbers_make_streams_of_their_own() {
+        let mut seen = HashSet::new();
+        for seed in [0, 1, u64::MAX] {
+            for purpose in Purpose::ALL {
+                for number in (0..200).chain([1 << 32, u64::MAX]) {
+                    let state = State::of(seed, purpose, number);
+                    assert!(seen.insert(state.seed), "{seed} {purpose:?} {number}");
+                }
+            }
+        }
+    }
+
+    fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
+        let count = values.len() as f64;
+        values.sum::<f64>() / count
+    }
+
+    #[test]
+    fn values_over_many_samples_have_their_moments_and_neighbours_are_unrelated() {
+        const COUNT: usize = 50_000;
+        let samples: Vec<u64> = (0..COUNT as u64).collect();
+        let normals = normal_samples(3, Purpose::Noise, &samples, 2);
+        // Six standard deviations each.
+        let bound = 6.0 / (COUNT as f64).sqrt();
+        let column = |at: usize| normals.iter().skip(at).step_by(2).map(|&v| f64::from(v)).collect::<Vec<_>>();
+        let (first, second) = (column(0), column(1));
+        for values in [&first, &second] {
+            assert!(mean(values.iter().copied()).abs() < bound);
+            assert!((mean(values.iter().map(|v| v * v)) - 1.0).abs() < bound * 2f64.sqrt());
+            assert!(mean(values.iter().map(|v| v.powi(3))).abs() < bound * 15f64.sqrt());
+            for lag in [1, 2, 64] {
+                assert!(mean(values.iter().zip(&values[lag..]).map(|(a, b)| a * b)).abs() < bound, "lag {lag}");
+            }
+        }
+        let levels = uniform_samples(3, Purpose::Level, &samples, 1);
+        let levels: Vec<f64> = levels.into_iter().map(|v| f64::from(v) - 0.5).collect();
+        assert!(mean(levels.iter().copied()).abs() < bound / 12f64.sqrt());
+        assert!((mean(levels.iter().map(|v| v * v)) - 1.0 / 12.0).abs() < bound / 180f64.sqrt());
+        let offsets = normal_samples(3, Purpose::Offset, &samples, 1).into_iter().map(f64::from).collect::<Vec<_>>();
+        let other = normal_samples(4, Purpose::Noise, &samples, 1).into_iter().map(f64::from).collect::<Vec<_>>();
+        for (name, values) in [("value", &second), ("purpose", &offsets), ("seed", &other)] {
+            assert!(mean(first.iter().zip(values).map(|(a, b)| a * b)).abs() < bound, "another {name}");
+        }
+        assert!(mean(first.iter().zip(&levels).map(|(a, b)| a * b)).abs() < bound / 12f64.sqrt());
+    }
+
+    #[test]
+    fn a_sample_draws_the_same_in_any_company() {
+        let all = normal_samples(9, Purpose::Noise, &[4, 5, 6, 7], 5);
+        assert_eq!(normal_samples(9, Purpose::Noise, &[6], 5), all[10..15]);
+        assert_eq!(normal_samples(9, Purpose::Noise, &[7, 4], 5), [&all[15..], &all[..5]].concat());
+        assert_eq!(normal_vec_at(State::of(9, Purpose::Noise, 5), 5), all[5..10]);
+    }
+}

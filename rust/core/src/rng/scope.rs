@@ -1,0 +1,242 @@
+//! Which generator the draws of a thread come from.
+//!
+//! There is one for all threads. What belongs to one piece of work never moves it: a [`Stream`] gives the draws of this thread a
+//! generator of their own, and the replay of a checkpoint repeats the places that its first run drew from, whoever drew in between.
+
+use std::cell::RefCell;
+use std::marker::PhantomData;
+use std::sync::{Mutex, PoisonError};
+
+use super::State;
+use crate::capture;
+
+static GENERATOR: Mutex<State> = Mutex::new(State { seed: 0x7261_6e64_6f6d, offset: 0 });
+
+/// Blocks that were drawn, and where.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Draw {
+    start: State,
+    blocks: u64,
+}
+
+enum Scope {
+    Stream(State),
+    /// What is drawn is noted.
+    Noting(Vec<Draw>),
+    Replay(Repeated),
+}
+
+struct Repeated {
+    draws: std::vec::IntoIter<Draw>,
+    position: State,
+    has_differed: bool,
+}
+
+impl Repeated {
+    fn take(&mut self, blocks: u64) -> State {
+        match self.draws.next() {
+            Some(draw) if draw.blocks == blocks => self.position = draw.start,
+            _ => self.has_differed = true,
+        }
+        self.position.take(blocks)
+    }
+}
+
+impl State {
+    fn take(&mut self, blocks: u64) -> Self {
+        let start = *self;
+        self.offset = self.offset.wrapping_add(blocks);
+        start
+    }
+}
+
+thread_local! {
+    static SCOPES: RefCell<Vec<Scope>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The scope that draws come from, none for the generator of all threads.
+fn source(scopes: &[Scope]) -> Option<usize> {
+    scopes.iter().rposition(|scope| !matches!(scope, Scope::Noting(_)))
+}
+
+/// Do something with the place that draws come from.
+fn place<T>(scope: Option<&mut Scope>, visit: impl FnOnce(&mut State) -> T) -> T {
+    match scope {
+        Some(Scope::Stream(state)) => visit(state),
+        Some(Scope::Replay(repeated)) => visit(&mut repeated.position),
+        Some(Scope::Noting(_)) | None => visit(&mut GENERATOR.lock().unwrap_or_else(PoisonError::into_inner)),
+    }
+}
+
+/// Start the stream of `seed`.
+pub fn manual_seed(seed: u64) {
+    set_state(State { seed, offset: 0 });
+}
+
+/// Where the stream is.
+pub fn state() -> State {
+    SCOPES.with_borrow_mut(|scopes| {
+        let source = source(scopes);
+        place(source.map(|at| &mut scopes[at]), |state| *state)
+    })
+}
+
+/// Continue from `state`.
+pub fn set_state(state: State) {
+    capture::seeded();
+    SCOPES.with_borrow_mut(|scopes| {
+        let source = source(scopes);
+        place(source.map(|at| &mut scopes[at]), |place| *place = state);
+    });
+}
+
+/// Reserve `blocks` blocks of the stream; returns where they start.
+pub(crate) fn advance(blocks: u64) -> State {
+    SCOPES.with_borrow_mut(|scopes| {
+        let source = source(scopes);
+        let start = match source.map(|at| &mut scopes[at]) {
+            Some(Scope::Replay(repeated)) => repeated.take(blocks),
+            scope => place(scope, |state| state.take(blocks)),
+        };
+        for scope in &mut scopes[source.map_or(0, |at| at + 1)..] {
+            if let Scope::Noting(draws) = scope {
+                draws.push(Draw { start, blocks });
+            }
+        }
+        start
+    })
+}
+
+/// A scope of this thread until it is dropped.
+struct Guard {
+    depth: usize,
+    /// It belongs to the thread that made it.
+    _thread: PhantomData<*const ()>,
+}
+
+impl Guard {
+    fn enter(scope: Scope) -> Self {
+        let depth = SCOPES.with_borrow_mut(|scopes| {
+            scopes.push(scope);
+            scopes.len() - 1
+        });
+        Self { depth, _thread: PhantomData }
+    }
+
+    fn leave(self) -> Option<Scope> {
+        SCOPES.with_borrow_mut(|scopes| {
+            scopes.truncate(self.depth + 1);
+            if scopes.len() > self.depth { scopes.pop() } else { None }
+        })
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        SCOPES.with_borrow_mut(|scopes| scopes.truncate(self.depth));
+    }
+}
+
+/// Until it is dropped, draws of this thread come from a generator of their own; all others stay where they are.
+#[must_use = "draws come from it until it is dropped"]
+pub struct Stream(#[allow(dead_code, reason = "for its end")] Guard);
+
+impl Stream {
+    /// A generator that begins at `start`; see [`State::of`].
+    pub fn enter(start: State) -> Self {
+        capture::seeded();
+        Self(Guard::enter(Scope::Stream(start)))
+    }
+}
+
+/// What this thread draws is noted until this is finished or dropped.
+pub(crate) struct Noting(Guard);
+
+impl Noting {
+    pub(crate) fn begin() -> Self {
+        Self(Guard::enter(Scope::Noting(Vec::new())))
+    }
+
+    pub(crate) fn finish(self) -> Vec<Draw> {
+        match self.0.leave() {
+            Some(Scope::Noting(draws)) => draws,
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// Draws of this thread repeat those that were noted, until this is finished or dropped.
+pub(crate) struct Replay(Guard);
+
+impl Replay {
+    pub(crate) fn begin(draws: Vec<Draw>) -> Self {
+        let position = draws.first().map_or_else(state, |draw| draw.start);
+        Self(Guard::enter(Scope::Replay(Repeated { draws: draws.into_iter(), position, has_differed: false })))
+    }
+
+    /// Whether something else was drawn than before.
+    pub(crate) fn finish(self) -> bool {
+        match self.0.leave() {
+            Some(Scope::Replay(repeated)) => repeated.has_differed,
+            _ => true,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rng::uniform_vec;
+
+    const START: State = State { seed: 3, offset: 11 };
+
+    #[test]
+    fn a_stream_begins_where_it_is_told_and_moves_no_other() {
+        let expected = {
+            let _outer = Stream::enter(START);
+            let inner = Stream::enter(State { seed: 8, offset: 0 });
+            manual_seed(5);
+            uniform_vec(9);
+            assert_eq!(state(), State { seed: 5, offset: 3 });
+            drop(inner);
+            assert_eq!(state(), START);
+            uniform_vec(6)
+        };
+        let _again = Stream::enter(START);
+        assert_ne!(std::thread::spawn(state).join().unwrap(), START);
+        assert_eq!(uniform_vec(6), expected);
+        assert_eq!(state(), State { offset: START.offset + 2, ..START });
+    }
+
+    #[test]
+    fn a_replay_repeats_what_was_noted_and_tells_what_differs() {
+        let _stream = Stream::enter(START);
+        let noting = Noting::begin();
+        let first = uniform_vec(5);
+        set_state(State { seed: 4, offset: 2 });
+        let second = uniform_vec(3);
+        let draws = noting.finish();
+        let after = state();
+
+        let replay = Replay::begin(draws.clone());
+        // A checkpoint within a replay notes what it is given.
+        let noting = Noting::begin();
+        assert_eq!(state(), START);
+        assert_eq!(uniform_vec(5), first);
+        assert_eq!(uniform_vec(3), second);
+        assert_eq!(noting.finish().len(), 2);
+        assert!(!replay.finish());
+        assert_eq!(state(), after);
+
+        let shorter = Replay::begin(draws.clone());
+        uniform_vec(5);
+        assert!(!shorter.finish());
+        let other = Replay::begin(draws);
+        uniform_vec(50);
+        assert!(other.finish());
+        let more = Replay::begin(Vec::new());
+        uniform_vec(1);
+        assert!(more.finish());
+        assert_eq!(state(), after);
+    }
+}
