@@ -65,6 +65,7 @@ __all__ = [
     "cuda_start_profile",
     "cuda_synchronize",
     "cuda_unavailable_reason",
+    "draw_from",
     "dropout",
     "embedding",
     "empty_like",
@@ -92,6 +93,7 @@ __all__ = [
     "manual_seed",
     "modulated_layer_norm",
     "mse_loss",
+    "normal_samples",
     "ones",
     "ones_like",
     "prepare_adapters",
@@ -114,6 +116,7 @@ __all__ = [
     "smooth_l1_loss",
     "snapshot",
     "stack",
+    "stream_seed",
     "swiglu",
     "tensor",
     "upsample_nearest2d",
@@ -796,15 +799,24 @@ class DiffusionObjective:
         Raises:
             ShapeError, DTypeError, DeviceError: if something does not fit.
         """
-    def noise(self, /, latents: Tensor) -> NoisedLatents:
+    def noise(
+        self,
+        /,
+        latents: Tensor,
+        samples: Sequence[SupportsIndex] | None = None,
+        seed: SupportsIndex = 0,
+    ) -> NoisedLatents:
         """
-        Put noise on latents, each example at a timestep of its own, from the library's generator.
+        Put noise on latents, each example at a timestep of its own.
 
         Args:
             latents: (B, C, ...).
+            samples: the number of each in the run: then noise and timestep depend on it and `seed` alone, and the library's generator
+                stays where it is. Else they come from that generator.
+            seed: that of the run.
 
         Raises:
-            ShapeError, DTypeError, DeviceError: if the latents are not such.
+            ShapeError, DTypeError, DeviceError: if the latents are not such, or there is not a number for each.
         """
     def noise_at(self, /, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisedLatents:
         """
@@ -1021,18 +1033,27 @@ class FlowMatching:
         Raises:
             ShapeError: if the shapes differ.
         """
-    def noise(self, /, data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def noise(
+        self,
+        /,
+        data: Tensor,
+        samples: Sequence[SupportsIndex] | None = None,
+        seed: SupportsIndex = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """
         Put noise on a batch of data, each example at a level of its own.
 
         Args:
             data: (B, ...).
+            samples: the number of each in the run: then noise and level depend on it and `seed` alone, and the library's generator
+                stays where it is. Else they come from that generator.
+            seed: that of the run.
 
         Returns:
             The noised data, the noise levels (B,) in f32, and what a model should say of them (noise - data).
 
         Raises:
-            ShapeError: if the data has no dimension.
+            ShapeError: if the data has no dimension, or there is not a number for each example.
         """
     def sigmas(self, /, steps: SupportsIndex) -> list[float]:
         """
@@ -1040,6 +1061,24 @@ class FlowMatching:
 
         Raises:
             ArgumentError: if there are no steps.
+        """
+    def validation_noise(
+        self, /, data: Tensor, examples: Sequence[SupportsIndex], seed: SupportsIndex = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """
+        Put noise on data for a validation loss: an example has the same noise at the same level every time, whatever batch it is in, and
+        the library's generator stays where it is.
+
+        Args:
+            data: (B, ...).
+            examples: a number for each, from 0.
+            seed: another one gives other noise.
+
+        Returns:
+            As `noise`.
+
+        Raises:
+            ShapeError: if there is not a number for each example.
         """
 
 @final
@@ -2708,6 +2747,18 @@ def cuda_unavailable_reason() -> str | None:
     Why CUDA cannot be used, or None if it can.
     """
 
+def draw_from(seed: SupportsIndex, function: Callable[..., Any]) -> Any:
+    """
+    Call a function whose draws come from the stream of a seed; the library's generator stays where it is.
+
+    Args:
+        seed: 0 to 2**64 - 1.
+        function: called without arguments.
+
+    Returns:
+        What the function returns.
+    """
+
 def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = 0.5, training: bool = True) -> Tensor:
     """
     Zero each element with probability `p` and scale the others by 1 / (1 - p) (Srivastava et al. 2014).
@@ -3150,6 +3201,28 @@ def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
         ArgumentError: if the reduction is unknown.
     """
 
+def normal_samples(
+    shape: Sequence[SupportsIndex],
+    samples: Sequence[SupportsIndex],
+    seed: SupportsIndex,
+    purpose: str,
+) -> Tensor:
+    """
+    Standard normal values for samples of a run, each from a stream of its own, so that it has the same ones in any batch.
+
+    Args:
+        shape: of the values of one sample.
+        samples: their numbers.
+        seed: that of the run.
+        purpose: what is drawn.
+
+    Returns:
+        A row for each sample, (B, ...), f32.
+
+    Raises:
+        ArgumentError: if there is no such purpose.
+    """
+
 def ones(
     *shape: int | tuple[int, ...] | list[int], dtype: DType | str | None = None, device: str = "cpu"
 ) -> Tensor:
@@ -3482,6 +3555,19 @@ def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tens
         ShapeError: if the shapes differ.
         DTypeError: if the dtypes differ.
         IndexOutOfRangeError: if the dimension is out of range.
+    """
+
+def stream_seed(seed: SupportsIndex, purpose: str, number: SupportsIndex) -> int:
+    """
+    The seed of a stream of its own in a run of `seed`.
+
+    Args:
+        seed: that of the run, 0 to 2**64 - 1.
+        purpose: what is drawn.
+        number: which one, 0 to 2**64 - 1; of a sample, a batch, ...
+
+    Raises:
+        ArgumentError: if there is no such purpose.
     """
 
 def swiglu(input: Tensor) -> Tensor:

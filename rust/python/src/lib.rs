@@ -75,7 +75,7 @@ mod _core {
         Schedule, clip_grad_norm_,
     };
     #[pymodule_export]
-    use crate::rng::{get_rng_state, manual_seed, set_rng_state};
+    use crate::rng::{draw_from, get_rng_state, manual_seed, normal_samples, set_rng_state, stream_seed};
     #[pymodule_export]
     use crate::runtime::{
         available_bytes, get_float32_matmul_precision, get_num_threads, saved_bytes, set_float32_matmul_precision,

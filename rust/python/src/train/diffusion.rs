@@ -9,6 +9,7 @@ use crate::call::{compute, quick};
 use crate::device;
 use crate::error::Result;
 use crate::given::Given;
+use crate::rng::words;
 use crate::tensor::Tensor;
 
 /// A batch under noise: what the model sees, and what it should say.
@@ -117,15 +118,32 @@ impl DiffusionObjective {
         Ok(Self(quick(|| objective::DiffusionObjective::new(&schedule.0, config, &device))?))
     }
 
-    /// Put noise on latents, each example at a timestep of its own, from the library's generator.
+    /// Put noise on latents, each example at a timestep of its own.
     ///
     /// Args:
     ///     latents: (B, C, ...).
+    ///     samples: the number of each in the run: then noise and timestep depend on it and `seed` alone, and the library's generator
+    ///         stays where it is. Else they come from that generator.
+    ///     seed: that of the run.
     ///
     /// Raises:
-    ///     ShapeError, DTypeError, DeviceError: if the latents are not such.
-    fn noise(&self, py: Python<'_>, latents: &Tensor) -> Result<NoisedLatents> {
-        compute(py, latents.0.elem_count(), || self.0.noise(&latents.0)).map(NoisedLatents)
+    ///     ShapeError, DTypeError, DeviceError: if the latents are not such, or there is not a number for each.
+    #[pyo3(signature = (latents, samples=None, seed=Integer::of(0)))]
+    fn noise(
+        &self,
+        py: Python<'_>,
+        latents: &Tensor,
+        samples: Option<Vec<Integer>>,
+        seed: Integer,
+    ) -> Result<NoisedLatents> {
+        const OP: &str = "noise";
+        let samples = samples.map(|samples| words(OP, &samples)).transpose()?;
+        let seed = seed.word(OP, "seed")?;
+        let work = || match &samples {
+            Some(samples) => self.0.noise_for(&latents.0, samples, seed),
+            None => self.0.noise(&latents.0),
+        };
+        compute(py, latents.0.elem_count(), work).map(NoisedLatents)
     }
 
     /// Put given noise on latents at given timesteps.

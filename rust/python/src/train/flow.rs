@@ -8,6 +8,7 @@ use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::error::Result;
 use crate::given::Given;
+use crate::rng::words;
 use crate::tensor::Tensor;
 
 /// The flow-matching objective: a model sees (1 - s) * data + s * noise and predicts noise - data.
@@ -37,15 +38,58 @@ impl FlowMatching {
     ///
     /// Args:
     ///     data: (B, ...).
+    ///     samples: the number of each in the run: then noise and level depend on it and `seed` alone, and the library's generator
+    ///         stays where it is. Else they come from that generator.
+    ///     seed: that of the run.
     ///
     /// Returns:
     ///     The noised data, the noise levels (B,) in f32, and what a model should say of them (noise - data).
     ///
     /// Raises:
-    ///     ShapeError: if the data has no dimension.
-    fn noise(&self, py: Python<'_>, data: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
-        let noised = compute(py, data.0.elem_count(), || self.objective.noise(&data.0))?;
-        Ok((Tensor(noised.sample), Tensor(noised.sigmas), Tensor(noised.target)))
+    ///     ShapeError: if the data has no dimension, or there is not a number for each example.
+    #[pyo3(signature = (data, samples=None, seed=Integer::of(0)))]
+    fn noise(
+        &self,
+        py: Python<'_>,
+        data: &Tensor,
+        samples: Option<Vec<Integer>>,
+        seed: Integer,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        const OP: &str = "noise";
+        let samples = samples.map(|samples| words(OP, &samples)).transpose()?;
+        let seed = seed.word(OP, "seed")?;
+        let work = || match &samples {
+            Some(samples) => self.objective.noise_for(&data.0, samples, seed),
+            None => self.objective.noise(&data.0),
+        };
+        compute(py, data.0.elem_count(), work).map(parts)
+    }
+
+    /// Put noise on data for a validation loss: an example has the same noise at the same level every time, whatever batch it is in, and
+    /// the library's generator stays where it is.
+    ///
+    /// Args:
+    ///     data: (B, ...).
+    ///     examples: a number for each, from 0.
+    ///     seed: another one gives other noise.
+    ///
+    /// Returns:
+    ///     As `noise`.
+    ///
+    /// Raises:
+    ///     ShapeError: if there is not a number for each example.
+    #[pyo3(signature = (data, examples, seed=Integer::of(0)))]
+    fn validation_noise(
+        &self,
+        py: Python<'_>,
+        data: &Tensor,
+        examples: Vec<Integer>,
+        seed: Integer,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        const OP: &str = "validation_noise";
+        let (examples, seed) = (words(OP, &examples)?, seed.word(OP, "seed")?);
+        let work = || self.objective.validation_noise(&data.0, &examples, seed);
+        compute(py, data.0.elem_count(), work).map(parts)
     }
 
     /// The noise levels of `steps` sampling steps: from 1 down to 0, `steps + 1` numbers.
@@ -82,4 +126,8 @@ impl FlowMatching {
         compute(py, sample.0.elem_count(), || sampler::euler_step(&sample.0, &velocity.0, sigma, next_sigma))
             .map(Tensor)
     }
+}
+
+fn parts(noised: objective::Noised) -> (Tensor, Tensor, Tensor) {
+    (Tensor(noised.sample), Tensor(noised.sigmas), Tensor(noised.target))
 }

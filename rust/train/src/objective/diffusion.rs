@@ -1,11 +1,12 @@
 //! The objective of diffusion models such as SDXL: predict the noise, or the velocity, of noised data.
 
-use trainable_candle_core::rng::{self, State};
+use trainable_candle_core::rng::Purpose;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
 use super::levels::{NoiseLevels, SigmaDistribution};
 use super::loss::{Delta, LossFunction, Weights, per_example, weighted_loss};
 use super::schedule::{NoiseSchedule, PredictionType};
+use super::{check_numbers, normal_rows};
 
 const OP: &str = "diffusion_objective";
 
@@ -156,8 +157,11 @@ impl DiffusionObjective {
     /// # Errors
     /// [`Error::OutOfMemory`] if they do not fit.
     pub fn draw_timesteps(&self, count: usize) -> Result<Tensor> {
+        self.timesteps_at(&self.levels.draw(count, self.signal.device())?)
+    }
+
+    fn timesteps_at(&self, levels: &Tensor) -> Result<Tensor> {
         let (first, last) = (self.range.start as f64, (self.range.end - 1) as f64);
-        let levels = self.levels.draw(count, self.signal.device())?;
         levels.affine(self.range.len() as f64, first)?.clamp(Some(first), Some(last))?.to_dtype(DType::I64)
     }
 
@@ -170,13 +174,33 @@ impl DiffusionObjective {
         let dims = self.check_latents(latents)?;
         let timesteps = self.draw_timesteps(dims[0])?;
         let noise = Tensor::randn(0.0, 1.0, dims, DType::F32, latents.device())?;
+        let offset = |dims: &[usize]| Tensor::randn(0.0, 1.0, dims, DType::F32, latents.device());
+        self.noise_at(latents, &self.with_offset(noise, offset)?, &timesteps)
+    }
+
+    /// [`noise`](Self::noise) in a run of `seed`: the sample with number `samples[i]` in the run has the same noise and the same timestep
+    /// every time, whatever batch it is in, and the library's generator stays where it is.
+    ///
+    /// # Errors
+    /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.
+    pub fn noise_for(&self, latents: &Tensor, samples: &[u64], seed: u64) -> Result<NoisedLatents> {
+        let dims = self.check_latents(latents)?;
+        check_numbers(OP, dims, samples.len())?;
+        let device = latents.device();
+        let timesteps = self.timesteps_at(&self.levels.draw_for(samples, Purpose::Level, seed, device)?)?;
+        let noise = normal_rows(dims, samples, Purpose::Noise, seed, device)?;
+        let offset = |dims: &[usize]| normal_rows(dims, samples, Purpose::Offset, seed, device);
+        self.noise_at(latents, &self.with_offset(noise, offset)?, &timesteps)
+    }
+
+    /// `noise (B, C, ...)`, and what is the same over each channel, of the standard normal values that `draw` gives in a shape.
+    fn with_offset(&self, noise: Tensor, draw: impl FnOnce(&[usize]) -> Result<Tensor>) -> Result<Tensor> {
         if self.config.noise_offset == 0.0 {
-            return self.noise_at(latents, &noise, &timesteps);
+            return Ok(noise);
         }
-        let mut shape = vec![1; dims.len()];
-        shape[..2].copy_from_slice(&dims[..2]);
-        let offset = Tensor::randn(0.0, self.config.noise_offset, shape, DType::F32, latents.device())?;
-        self.noise_at(latents, &noise.add(&offset)?, &timesteps)
+        let mut dims = vec![1; noise.rank()];
+        dims[..2].copy_from_slice(&noise.dims()[..2]);
+        noise.add(&draw(&dims)?.mul_scalar(self.config.noise_offset)?)
     }
 
     /// `latents (B, C, ...)` under given `noise` of their shape at given `timesteps (B,)`, i64.
@@ -216,21 +240,15 @@ impl DiffusionObjective {
     pub fn validation_noise(&self, latents: &Tensor, examples: &[u32], seed: u64) -> Result<NoisedLatents> {
         const GOLDEN: f64 = 0.618_033_988_749_894_8;
         let dims = self.check_latents(latents)?;
-        if examples.len() != dims[0] {
-            return Err(Error::shape(
-                OP,
-                format!("found {} example numbers for latents {dims:?}, expected one for each example", examples.len()),
-            ));
-        }
+        check_numbers(OP, dims, examples.len())?;
         let timestep = |&example: &u32| {
             let level = (0.5 + f64::from(example) * GOLDEN).fract();
             (self.range.start + (level * self.range.len() as f64) as usize) as i64
         };
         let timesteps = Tensor::from_vec(examples.iter().map(timestep).collect(), examples.len(), &Device::Cpu)?;
-        let size = dims[1..].iter().product();
-        let noise = examples.iter().flat_map(|&example| rng::normal_vec_at(validation_stream(seed, example), size));
-        let noise = Tensor::from_vec(noise.collect::<Vec<f32>>(), dims, &Device::Cpu)?;
-        self.noise_at(latents, &noise.to_device(latents.device())?, &timesteps.to_device(latents.device())?)
+        let examples: Vec<u64> = examples.iter().copied().map(u64::from).collect();
+        let noise = normal_rows(dims, &examples, Purpose::ValidationNoise, seed, latents.device())?;
+        self.noise_at(latents, &noise, &timesteps.to_device(latents.device())?)
     }
 
     /// The loss of `prediction` for what [`noise`](Self::noise) gave: one element in f32, with a gradient for the prediction.
@@ -335,13 +353,6 @@ fn min_snr_weights(schedule: &NoiseSchedule, gamma: f64) -> Vec<f64> {
         PredictionType::VPrediction => snr.min(gamma) / (snr + 1.0),
     };
     schedule.snr().into_iter().map(weight).collect()
-}
-
-/// Where the noise of a validation example starts: far from those of other examples, in a stream that no seed of the library's
-/// generator is likely to be.
-fn validation_stream(seed: u64, example: u32) -> State {
-    let [low, high, ..] = rng::philox(seed, u64::MAX);
-    State { seed: u64::from(high) << 32 | u64::from(low), offset: u64::from(example) << 32 }
 }
 
 fn mask_dims(dims: &[usize]) -> Vec<usize> {

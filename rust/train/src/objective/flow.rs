@@ -1,9 +1,13 @@
 //! Rectified flow (Liu et al. 2022, arXiv:2209.03003; Lipman et al. 2022, arXiv:2210.02747) in the conventions of Stable
 //! Diffusion 3 and Flux: x = (1 - σ) · data + σ · noise, and the model predicts dx/dσ = noise - data.
 
+use trainable_candle_core::rng::Purpose;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 
 use super::levels::{NoiseLevels, SigmaDistribution};
+use super::{check_numbers, normal_rows};
+
+const OP: &str = "flow_matching";
 
 /// The flow-matching objective.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,7 +31,7 @@ impl FlowMatching {
     /// # Errors
     /// [`Error::Argument`] if the shift or the deviation is not above 0.
     pub fn new(distribution: SigmaDistribution, shift: f64) -> Result<Self> {
-        Ok(Self { levels: NoiseLevels::new("flow_matching", distribution, shift)? })
+        Ok(Self { levels: NoiseLevels::new(OP, distribution, shift)? })
     }
 
     /// Noise for every element of `data (B, ...)` at a level for every example, from the library's generator.
@@ -35,13 +39,39 @@ impl FlowMatching {
     /// # Errors
     /// [`Error::Shape`] if `data` has no dimension, [`Error::DType`] if it is not floating point.
     pub fn noise(&self, data: &Tensor) -> Result<Noised> {
-        let Some(&batch) = data.dims().first() else {
-            return Err(Error::shape("flow_matching", "the data has no dimension, expected (B, ...)"));
-        };
-        let sigmas = self.levels.draw(batch, data.device())?;
+        let sigmas = self.levels.draw(batch_of(data)?, data.device())?;
         let noise = Tensor::randn(0.0, 1.0, data.shape(), DType::F32, data.device())?;
         noised(data, &noise, &sigmas)
     }
+
+    /// [`noise`](Self::noise) in a run of `seed`: the sample with number `samples[i]` in the run has the same noise at the same level
+    /// every time, whatever batch it is in, and the library's generator stays where it is.
+    ///
+    /// # Errors
+    /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.
+    pub fn noise_for(&self, data: &Tensor, samples: &[u64], seed: u64) -> Result<Noised> {
+        self.keyed(data, samples, seed, [Purpose::Level, Purpose::Noise])
+    }
+
+    /// [`noise_for`](Self::noise_for) for a validation loss, from streams that no training draws from.
+    ///
+    /// # Errors
+    /// As [`noise_for`](Self::noise_for).
+    pub fn validation_noise(&self, data: &Tensor, examples: &[u64], seed: u64) -> Result<Noised> {
+        self.keyed(data, examples, seed, [Purpose::ValidationLevel, Purpose::ValidationNoise])
+    }
+
+    fn keyed(&self, data: &Tensor, numbers: &[u64], seed: u64, [level, noise]: [Purpose; 2]) -> Result<Noised> {
+        batch_of(data)?;
+        check_numbers(OP, data.dims(), numbers.len())?;
+        let sigmas = self.levels.draw_for(numbers, level, seed, data.device())?;
+        noised(data, &normal_rows(data.dims(), numbers, noise, seed, data.device())?, &sigmas)
+    }
+}
+
+fn batch_of(data: &Tensor) -> Result<usize> {
+    let batch = data.dims().first().copied();
+    batch.ok_or_else(|| Error::shape(OP, "the data has no dimension, expected (B, ...)"))
 }
 
 /// `data (B, ...)` under `noise` of the same shape at the levels `sigmas (B)`; computed in f32, given in the dtype of the data.
@@ -51,7 +81,7 @@ impl FlowMatching {
 pub fn noised(data: &Tensor, noise: &Tensor, sigmas: &Tensor) -> Result<Noised> {
     if noise.dims() != data.dims() || data.dims().first().is_none_or(|batch| sigmas.dims() != [*batch]) {
         return Err(Error::shape(
-            "flow_matching",
+            OP,
             format!(
                 "data {:?}, noise {:?} and sigmas {:?} do not fit together; expected (B, ...), the same, and (B,)",
                 data.dims(),
@@ -88,5 +118,24 @@ mod tests {
         assert_eq!(result.sample.to_vec::<f32>().unwrap(), [1.0, 2.0, 2.5, 3.0, 7.0, 8.0]);
         assert_eq!(result.target.to_vec::<f32>().unwrap(), [-2.0, -2.0, -2.0, -4.0, 2.0, 2.0]);
         assert!(noised(&data, &noise, &sigmas.narrow(0, 0, 2).unwrap()).is_err());
+    }
+
+    #[test]
+    fn the_numbers_of_samples_decide_on_noise_and_levels() {
+        let values = |x: &Tensor| x.to_vec::<f32>().unwrap();
+        for distribution in ["uniform", "logit_normal"] {
+            let flow = FlowMatching::new(distribution.parse().unwrap(), 3.0).unwrap();
+            let data = Tensor::zeros((4, 2, 3), DType::F32, &Device::Cpu).unwrap();
+            let all = flow.noise_for(&data, &[10, 11, 12, 13], 5).unwrap();
+            for (row, number) in (10..14).enumerate() {
+                let one = flow.noise_for(&data.narrow(0, 0, 1).unwrap(), &[number], 5).unwrap();
+                assert_eq!(values(&one.target), values(&all.target.narrow(0, row, 1).unwrap()));
+                assert_eq!(values(&one.sigmas), values(&all.sigmas.narrow(0, row, 1).unwrap()));
+            }
+            let validation = flow.validation_noise(&data, &[10, 11, 12, 13], 5).unwrap();
+            assert_ne!(values(&validation.target), values(&all.target));
+            assert_ne!(values(&validation.sigmas), values(&all.sigmas));
+            assert!(matches!(flow.noise_for(&data, &[1, 2], 5), Err(Error::Shape { .. })));
+        }
     }
 }

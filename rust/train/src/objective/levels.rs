@@ -1,5 +1,6 @@
 //! How noise levels are drawn for training.
 
+use trainable_candle_core::rng::{self, Purpose};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
 /// The distribution of noise levels in (0, 1), 0 being data and 1 noise.
@@ -72,6 +73,25 @@ impl NoiseLevels {
                 Tensor::randn(mean, std, count, DType::F32, device)?.sigmoid()?
             }
         };
+        self.shifted(levels)
+    }
+
+    /// A level (B,) in f32 on `device` for each of the samples with these numbers, from the streams of `seed` for `purpose`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if they do not fit.
+    pub fn draw_for(&self, samples: &[u64], purpose: Purpose, seed: u64, device: &Device) -> Result<Tensor> {
+        let on_device = |values: Vec<f32>| Tensor::from_vec(values, samples.len(), &Device::Cpu)?.to_device(device);
+        let levels = match self.distribution {
+            SigmaDistribution::Uniform => on_device(rng::uniform_samples(seed, purpose, samples, 1))?,
+            SigmaDistribution::LogitNormal { mean, std } => {
+                on_device(rng::normal_samples(seed, purpose, samples, 1))?.affine(std, mean)?.sigmoid()?
+            }
+        };
+        self.shifted(levels)
+    }
+
+    fn shifted(&self, levels: Tensor) -> Result<Tensor> {
         if self.shift == 1.0 {
             return Ok(levels);
         }

@@ -6,9 +6,30 @@ mod levels;
 mod loss;
 mod schedule;
 
+use trainable_candle_core::rng::{self, Purpose};
+use trainable_candle_core::{Device, Error, Result, Tensor};
+
 pub use diffusion::{DiffusionConfig, DiffusionObjective, HuberSchedule, NoisedLatents};
 pub use flow::{FlowMatching, Noised, noised};
 pub(crate) use levels::shift_sigma;
 pub use levels::{NoiseLevels, SigmaDistribution};
 pub use loss::LossFunction;
 pub use schedule::{BetaSchedule, NoiseSchedule, NoiseScheduleConfig, PredictionType, TimestepSpacing};
+
+/// Standard normal values (B, ...) in f32 on `device`, those of the sample with number `samples[i]` in row `i`, from the streams of `seed`.
+fn normal_rows(dims: &[usize], samples: &[u64], purpose: Purpose, seed: u64, device: &Device) -> Result<Tensor> {
+    let values = rng::normal_samples(seed, purpose, samples, dims[1..].iter().product());
+    Tensor::from_vec(values, dims, &Device::Cpu)?.to_device(device)
+}
+
+/// # Errors
+/// [`Error::Shape`] if there is not a number for each example of a batch in the shape `dims`.
+fn check_numbers(op: &'static str, dims: &[usize], numbers: usize) -> Result<()> {
+    if numbers == dims[0] {
+        return Ok(());
+    }
+    Err(Error::shape(
+        op,
+        format!("found {numbers} numbers for a batch of shape {dims:?}, expected one for each example"),
+    ))
+}

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use trainable_candle_core::Var;
+use trainable_candle_core::rng::{self, State};
 use trainable_candle_io::load_tensors;
 
 use super::*;
@@ -185,6 +186,24 @@ fn offset_noise_is_the_same_over_a_channel() {
     let spread = values(&noised.target.var(&[2, 3], false, 0.0).unwrap());
     assert!(spread.iter().all(|v| (v - 1.0).abs() < 0.2), "{spread:?}");
     assert!(means.iter().any(|m| m.abs() > 1.0) && means.iter().all(|m| m.abs() < 50.0), "{means:?}");
+}
+
+#[test]
+fn the_numbers_of_samples_decide_on_noise_and_timesteps() {
+    let config = DiffusionConfig { noise_offset: 0.3, ..DiffusionConfig::default() };
+    let objective = objective(PredictionType::Epsilon, config);
+    let (latents, before) = (Tensor::zeros((4, 3, 2, 2), DType::F32, &CPU).unwrap(), rng::state());
+    let all = objective.noise_for(&latents, &[6, 7, 8, 9], 2).unwrap();
+    for start in 0..3 {
+        let samples = [6 + start as u64, 7 + start as u64];
+        let pair = objective.noise_for(&latents.narrow(0, 0, 2).unwrap(), &samples, 2).unwrap();
+        assert_eq!(values(&pair.target), values(&all.target.narrow(0, start, 2).unwrap()));
+        assert_eq!(values(&pair.timesteps), values(&all.timesteps.narrow(0, start, 2).unwrap()));
+    }
+    let other = objective.noise_for(&latents, &[6, 7, 8, 9], 3).unwrap();
+    assert_ne!(values(&other.target), values(&all.target));
+    assert_eq!(rng::state(), before, "the library's generator stays where it is");
+    assert!(objective.noise_for(&latents, &[6], 2).unwrap_err().to_string().contains("found 1 numbers"));
 }
 
 #[test]
