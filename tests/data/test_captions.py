@@ -14,7 +14,7 @@ TAGS = "1girl, solo, red hair, smile, outdoors"
 
 def uses(options: CaptionOptions, count: int = 400, trigger: str = "", seed: int = 0) -> list[str]:
     maker = CaptionMaker(options, seed)
-    return [maker.use(TAGS, trigger, 0, batch, 0) for batch in range(count)]
+    return [maker.use(TAGS, trigger, 0, sample) for sample in range(count)]
 
 
 def test_without_settings_captions_are_as_they_are() -> None:
@@ -77,7 +77,7 @@ def test_a_resumed_run_sees_the_same_and_another_seed_does_not() -> None:
     assert uses(options) == uses(options)
     assert uses(options, seed=1) != uses(options)
     later = CaptionMaker(options, 0)
-    assert [later.use(TAGS, "", 0, batch, 0) for batch in range(200, 300)] == (
+    assert [later.use(TAGS, "", 0, sample) for sample in range(200, 300)] == (
         uses(options)[200:300]
     )
 

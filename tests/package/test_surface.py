@@ -66,8 +66,11 @@ def test_every_function_of_the_extension_has_a_home():
         "cuda_start_profile",
         "cuda_synchronize",
         "cuda_unavailable_reason",
+        "draw_from",
         "init_linear",
+        "normal_samples",
         "set_grad_enabled",
+        "stream_seed",
     }
     for name, value in vars(_core).items():
         if callable(value) and not name.startswith("_") and name not in inside:

@@ -13,7 +13,7 @@ from trainable_candle.errors import MissingFileError, OutOfMemoryError, WeightsF
 from trainable_candle.models import DigitsTransformer
 from trainable_candle.recipes.adapters import Adapters, adapter_config
 from trainable_candle.recipes.base import Split
-from trainable_candle.recipes.digits import DigitsRecipe
+from trainable_candle.recipes.digits import DigitsBatch, DigitsRecipe
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.config import ADAPTERS, OPTIMIZERS
 from trainable_candle.train.estimate import Estimate, Item, matches, require_fit
@@ -50,7 +50,8 @@ def test_activations_are_what_the_tape_holds_within_a_fifth(
     recipe.attach(config)
     prepared = recipe.prepare(data, config, print).train
     before = tc.memory.saved_bytes()
-    loss = prepared.loss(prepared.inputs(np.zeros(batch_size, dtype=np.int64)))
+    batch = DigitsBatch(range(batch_size), np.zeros(batch_size, dtype=np.int64))
+    loss = prepared.loss(prepared.inputs(batch))
     held = tc.memory.saved_bytes() - before
     estimated = items(DigitsRecipe.estimate(base, config, data))["model activations"]
     assert loss.item() > 0

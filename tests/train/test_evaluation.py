@@ -120,7 +120,7 @@ def test_a_run_with_everything_resumes_bit_for_bit(
 def test_validation_meets_the_same_noise_again_and_leaves_the_generator(
     digits_base: Path, digits_folder: Path
 ) -> None:
-    from trainable_candle.recipes.digits import DigitsRecipe
+    from trainable_candle.recipes.digits import DigitsBatch, DigitsRecipe
 
     recipe = DigitsRecipe.load(digits_base, "f32", "cpu")
     config = TrainConfig(dataset=str(digits_folder), validation_split=0.4)
@@ -134,7 +134,8 @@ def test_validation_meets_the_same_noise_again_and_leaves_the_generator(
     tc.randn((3,))
     assert prepared.validation_loss() == first
     # The mean over single pictures of a picture's loss at its own noise: about the training loss.
-    losses = [float(prepared.loss(prepared.inputs(np.arange(4))).item()) for _ in range(200)]
+    batches = [DigitsBatch(range(4 * n, 4 * n + 4), np.arange(4)) for n in range(200)]
+    losses = [float(prepared.loss(prepared.inputs(batch)).item()) for batch in batches]
     assert abs(first - np.mean(losses)) < 4 * np.std(losses)
 
 

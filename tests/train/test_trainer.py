@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 import trainable_candle as tc
+from trainable_candle.draws import drawn
 from trainable_candle.errors import NonFiniteError
 from trainable_candle.train import Callback, StepReport, Trainer
 from trainable_candle.train.trainer import MAX_SKIPPED
@@ -253,7 +254,7 @@ def test_a_scaler_that_skips_for_ever_is_an_error() -> None:
 
 
 def test_what_the_loss_is_computed_from_can_be_made_before_the_step() -> None:
-    """All batches of a step at once; the generator is where it would be without."""
+    """All batches of a step at once; each draws from a stream of its own."""
 
     def numbered(rows: npt.NDArray[np.int64]) -> dict[str, tc.Tensor]:
         seen.append(list(rows))
@@ -280,13 +281,13 @@ def test_what_the_loss_is_computed_from_can_be_made_before_the_step() -> None:
     ).train()
     assert asked == [2, 2, 4, 4, 6, 6]
     assert seen == [list(Slices(4).batch(n)) for n in range(6)]
-    tc.manual_seed(1)
     expected = np.zeros(3)
     for step in range(3):
         slopes = []
         for n in (2 * step, 2 * step + 1):
             rows = Slices(4).batch(n)
-            x = (tc.tensor(X[rows]) + tc.randn((4, 3)) * 0.1).numpy().astype(np.float64)
+            noise: tc.Tensor = drawn(1, "inputs", n, lambda: tc.randn((4, 3)))
+            x = (tc.tensor(X[rows]) + noise * 0.1).numpy().astype(np.float64)
             slopes.append(2 * x.T @ (x @ expected - Y[rows]) / 4)
         expected = expected - 0.01 * np.mean(slopes, axis=0)
     np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-4)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from trainable_candle.draws import generator, pair
 from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-_ITEM_STREAM, _ORDER_STREAM = 0, 1
 _REMEMBERED: Final = 64
 
 
@@ -92,7 +92,7 @@ class ShuffledBatches:
             self._batches_before(group, epoch + 1) - self._batches_before(group, epoch)
             for group in self._groups
         ]
-        rng = np.random.default_rng([self._seed, epoch, 0, _ORDER_STREAM])
+        rng = generator(self._seed, "order", epoch)
         order: npt.NDArray[np.int64] = rng.permutation(np.repeat(np.arange(len(counts)), counts))
         return order
 
@@ -138,7 +138,7 @@ class _Group:
 
     def _shuffled(self, number: int) -> npt.NDArray[np.int64]:
         members = np.repeat(self._items, self._counts(number + 1) - self._counts(number))
-        rng = np.random.default_rng([self._seed, number, self._number, _ITEM_STREAM])
+        rng = generator(self._seed, "items", pair(self._number, number))
         order: npt.NDArray[np.int64] = members[rng.permutation(len(members))]
         return order
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
+from trainable_candle.draws import generator, pair
 from trainable_candle.errors import DatasetError
 from trainable_candle.files import parse_json
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
 METADATA: Final = "metadata.jsonl"
 _COLUMNS: Final = ("text", "caption", "prompt")
-# Apart from the numbers that decide on batches.
-_VARIANT_STREAM, _USE_STREAM = 2, 3
 
 
 def read_caption(path: Path) -> str | None:
@@ -122,9 +119,9 @@ class CaptionMaker:
         joint = f"{self.options.separator.strip()} "
         return f"{trigger}{joint}{caption}" if caption else trigger
 
-    def use(self, caption: str, trigger: str, picture: int, batch: int, place: int) -> str:
-        """The caption of the picture with this number at `place` in batch number `batch`."""
-        rng = np.random.default_rng([self._seed, batch, place, _USE_STREAM])
+    def use(self, caption: str, trigger: str, picture: int, sample: int) -> str:
+        """The caption that the picture with this number has as sample number `sample` of a run."""
+        rng = generator(self._seed, "caption", sample)
         dropped, choice = rng.random() < self.options.dropout, int(rng.integers(2**31))
         if dropped:
             return ""
@@ -155,7 +152,7 @@ class CaptionMaker:
         return self.options.shuffle or self.options.tag_dropout > 0
 
     def _variant(self, caption: str, trigger: str, picture: int, number: int) -> str:
-        rng = np.random.default_rng([self._seed, picture, number, _VARIANT_STREAM])
+        rng = generator(self._seed, "caption_variant", pair(picture, number))
         options = self.options
         own, whole = self._tags(caption), self._tags(self.plain(caption, trigger))
         # A trigger that was put in front stands before the tags that `keep_tokens` counts.

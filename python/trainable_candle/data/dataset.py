@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image
 from trainable_candle.data.batches import ShuffledBatches
 from trainable_candle.data.captions import CaptionMaker
 from trainable_candle.data.pixels import read_alpha, read_grey, read_rgb
+from trainable_candle.draws import generator, pair
 from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from trainable_candle.data.folder import Picture
     from trainable_candle.data.options import CaptionOptions, DatasetOptions
 
-_CROP_STREAM, _VIEW_STREAM = 4, 5
 _MASKS_KEPT: Final = 4096
 
 
@@ -70,6 +71,9 @@ class Batch:
 
     index: int
     """The number of the batch in the run."""
+    samples: tuple[int, ...]
+    """The numbers of the samples in the run, the same in batches of any size: they decide on all
+    that is random about them."""
     views: tuple[View, ...]
     captions: tuple[str, ...]
     bucket: Bucket
@@ -97,7 +101,7 @@ class Dataset:
         self.items = tuple(items)
         self.options = options
         self._maker = CaptionMaker(captions, seed)
-        self._seed = seed
+        self.seed = seed
         self._summary = summary
         self._mask = lru_cache(maxsize=_MASKS_KEPT)(self._read_mask)
 
@@ -115,7 +119,7 @@ class Dataset:
         Raises:
             ConfigError: the batch size is less than 1.
         """
-        return DatasetBatches(self, batch_size, self._seed)
+        return DatasetBatches(self, batch_size, self.seed)
 
     def fixed_batches(self, batch_size: int) -> list[Batch]:
         """Every picture once, in order: middle cut, not mirrored, caption as it is; for validation.
@@ -130,13 +134,15 @@ class Dataset:
             for _, members in sorted(by_bucket.items())
             for start in range(0, len(members), batch_size)
         ]
+        starts = accumulate((len(group) for group in groups), initial=0)
         return [
             self._batch(
                 index,
+                range(start, start + len(group)),
                 [View(number, *self.items[number].fit.box(), flipped=False) for number in group],
                 [self._plain_caption(number) for number in group],
             )
-            for index, group in enumerate(groups)
+            for index, (start, group) in enumerate(zip(starts, groups, strict=False))
         ]
 
     def views(self) -> list[View]:
@@ -204,22 +210,24 @@ class Dataset:
 
     def draw(self, index: int, numbers: Sequence[int]) -> Batch:
         """Batch number `index`, of these items: one view of each, and a caption."""
+        samples = range(index * len(numbers), (index + 1) * len(numbers))
         views, captions = [], []
-        for place, number in enumerate(numbers):
-            rng = np.random.default_rng([self._seed, index, place, _VIEW_STREAM])
+        for sample, number in zip(samples, numbers, strict=True):
+            rng = generator(self.seed, "view", sample)
             crop, side = int(rng.integers(self._crops)), int(rng.integers(2))
             variants = self._variants(number, crop)
             views.append(variants[side % len(variants)])
             item = self.items[number]
-            captions.append(
-                self._maker.use(item.picture.caption, item.trigger, item.seed, index, place)
-            )
-        return self._batch(index, views, captions)
+            captions.append(self._maker.use(item.picture.caption, item.trigger, item.seed, sample))
+        return self._batch(index, samples, views, captions)
 
-    def _batch(self, index: int, views: Sequence[View], captions: Sequence[str]) -> Batch:
+    def _batch(
+        self, index: int, samples: range, views: Sequence[View], captions: Sequence[str]
+    ) -> Batch:
         items = [self.items[view.item] for view in views]
         return Batch(
             index,
+            tuple(samples),
             tuple(views),
             tuple(captions),
             items[0].fit.bucket,
@@ -240,7 +248,7 @@ class Dataset:
         item = self.items[number]
         fit = item.fit
         if self.options.crop == "random":
-            rng = np.random.default_rng([self._seed, item.seed, crop, _CROP_STREAM])
+            rng = generator(self.seed, "crop", pair(item.seed, crop))
             left, top = fit.box(rng.random(), rng.random())
         else:
             left, top = fit.box()

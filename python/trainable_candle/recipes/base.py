@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-import numpy as np
-
+from trainable_candle.draws import generator
 from trainable_candle.errors import ConfigError, DatasetError
 from trainable_candle.train.trainer import BatchSource
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    import numpy as np
     import numpy.typing as npt
     from typing_extensions import Self
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 BatchT = TypeVar("BatchT")
 BatchOut = TypeVar("BatchOut", covariant=True)
 PartT = TypeVar("PartT", covariant=True)
-_SPLIT_STREAM: Final = 1
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def held_out_items(count: int, share: float, seed: int) -> list[int]:
             "leave validation_split out, or give validation_dataset"
         )
     held_out = min(max(1, round(count * share)), count - 1)
-    order = np.random.default_rng([seed, _SPLIT_STREAM]).permutation(count)
+    order = generator(seed, "split").permutation(count)
     return sorted(int(number) for number in order[:held_out])
 
 
@@ -111,8 +110,9 @@ class Prepared(Protocol[BatchT]):
     def inputs(self, batch: BatchT) -> Inputs:
         """What the loss of a batch is computed from, by name, on the model's device.
 
-        Whatever is random comes from the library's generator and is drawn on the host: a resumed
-        run repeats it, and a run on a GPU sees what one on the CPU would.
+        Whatever is random is drawn on the host from streams of the run's seed and the samples'
+        numbers (`draws`): a resumed run repeats it, and a run on a GPU sees what one on the CPU
+        would.
         """
 
     def loss(self, inputs: Inputs) -> Tensor:

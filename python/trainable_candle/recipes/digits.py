@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 import trainable_candle as tc
 from trainable_candle.data import ShuffledBatches, check_folder, read_pixels, unusable
+from trainable_candle.draws import draw_from
 from trainable_candle.errors import ConfigError
 from trainable_candle.models import DigitsTransformer
 from trainable_candle.recipes import existing
@@ -193,9 +195,8 @@ class DigitsRecipe:
         def prepared(pictures: Sequence[Picture]) -> PreparedDigits:
             images = to_model(np.stack([read_pixels(picture.path) for picture in pictures]))
             labels = [digits_in(picture.caption)[0] for picture in pictures]
-            return PreparedDigits(
-                self.model, objective, images, np.array(labels, dtype=np.int64), self.device
-            )
+            numbers = np.array(labels, dtype=np.int64)
+            return PreparedDigits(self.model, objective, images, numbers, config.seed, self.device)
 
         validation = None if data.validation is None else prepared(data.validation)
         return Split(prepared(data.train), validation)
@@ -220,13 +221,11 @@ class DigitsRecipe:
         options = options or SampleOptions()
         options.require_default(self.name, "guidance", "negative_prompt", "size", "sampler")
         labels = np.array([_label(prompt) for prompt in prompts], dtype=np.int64)
-        state = tc.get_rng_state()
-        try:
-            tc.manual_seed(options.seed)
-            starts = range(0, len(labels), _BATCH)
-            drawn = [self._draw(labels[start : start + _BATCH], options.steps) for start in starts]
-        finally:
-            tc.set_rng_state(state)
+        starts = range(0, len(labels), _BATCH)
+        drawn: list[npt.NDArray[np.float32]] = draw_from(
+            options.seed,
+            lambda: [self._draw(labels[at : at + _BATCH], options.steps) for at in starts],
+        )
         return from_model(np.concatenate(drawn))
 
     def adapter_file(
@@ -276,6 +275,31 @@ class DigitsRecipe:
         return drawn
 
 
+@dataclass(frozen=True)
+class DigitsBatch:
+    """Pictures by number, and which samples of the run they are."""
+
+    samples: Sequence[int]
+    pictures: npt.NDArray[np.int64]
+
+
+class DigitsBatches:
+    """Batches by number, a `BatchSource` for the trainer."""
+
+    def __init__(self, pictures: int, batch_size: int, seed: int) -> None:
+        self._size = batch_size
+        self._order = ShuffledBatches(pictures, batch_size, seed)
+
+    def batch(self, index: int) -> DigitsBatch:
+        """Batch number `index`, from 0; the same whenever it is asked for."""
+        samples = range(index * self._size, (index + 1) * self._size)
+        return DigitsBatch(samples, self._order.batch(index))
+
+    def first_batch(self, epoch: int) -> int:
+        """The number of the first batch of a pass over everything; passes are counted from 0."""
+        return self._order.first_batch(epoch)
+
+
 class PreparedDigits:
     """Pictures and their digits, and the flow-matching loss of a model on them."""
 
@@ -285,40 +309,49 @@ class PreparedDigits:
         objective: FlowMatching,
         images: npt.NDArray[np.float32],
         labels: npt.NDArray[np.int64],
+        seed: int,
         device: str,
     ) -> None:
         self._model = model
         self._objective = objective
         self._images = images
         self._labels = labels
+        self._seed = seed
         self._device = device
 
     def __len__(self) -> int:
         return len(self._labels)
 
-    def batches(self, batch_size: int, seed: int) -> ShuffledBatches:
+    def batches(self, batch_size: int, seed: int) -> DigitsBatches:
         """Numbers of pictures."""
-        return ShuffledBatches(len(self), batch_size, seed)
+        return DigitsBatches(len(self), batch_size, seed)
 
     def validation_loss(self) -> float:
         """The mean loss, each picture with the same noise and noise level at every call."""
-        state = tc.get_rng_state()
-        try:
-            tc.manual_seed(VALIDATION_SEED)
-            starts = range(0, len(self), _BATCH)
-            batches = [np.arange(start, min(start + _BATCH, len(self))) for start in starts]
-            losses = [float(self.loss(self.inputs(batch)).item()) * len(batch) for batch in batches]
-        finally:
-            tc.set_rng_state(state)
+        starts = range(0, len(self), _BATCH)
+        losses = []
+        for examples in (range(start, min(start + _BATCH, len(self))) for start in starts):
+            pictures = np.array(examples)
+            images = tc.tensor(self._images[pictures])
+            noised = self._objective.validation_noise(images, examples, VALIDATION_SEED)
+            loss = self.loss(self._inputs(pictures, noised))
+            losses.append(float(loss.item()) * len(examples))
         return math.fsum(losses) / len(self)
 
-    def inputs(self, batch: npt.NDArray[np.int64]) -> dict[str, Tensor]:
-        """Pictures under noise, what to say of them, their digits; noise from tc's generator."""
-        sample, sigmas, target = self._objective.noise(tc.tensor(self._images[batch]))
+    def inputs(self, batch: DigitsBatch) -> dict[str, Tensor]:
+        """Pictures under noise, by their numbers in the run; what to say of them, their digits."""
+        images = tc.tensor(self._images[batch.pictures])
+        noised = self._objective.noise(images, batch.samples, self._seed)
+        return self._inputs(batch.pictures, noised)
+
+    def _inputs(
+        self, pictures: npt.NDArray[np.int64], noised: tuple[Tensor, Tensor, Tensor]
+    ) -> dict[str, Tensor]:
+        sample, sigmas, target = noised
         made = {
             "sample": sample,
             "timestep": sigmas * TIMESTEPS,
-            "class_labels": tc.tensor(self._labels[batch]),
+            "class_labels": tc.tensor(self._labels[pictures]),
             "target": target,
         }
         return {name: tensor.to(self._device) for name, tensor in made.items()}

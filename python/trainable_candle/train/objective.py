@@ -8,6 +8,9 @@ A diffusion model (SDXL) is trained in four calls::
     prediction = unet(noised.sample, noised.timesteps, text, text_embeds=..., time_ids=...)
     loss = objective.loss(prediction, noised, mask=mask, weights=weights)
 
+`objective.noise(latents, samples, seed)` gives each sample of a run, by its number, the same noise
+and timestep every time.
+
 A mask (B, 1, h, w) weighs the places of each example and is divided by its mean there; `weights`
 (B,) weighs examples. For a validation loss, `objective.validation_noise(latents, examples)` gives
 example number `n` the same noise and timestep every time and leaves tc's generator alone.

@@ -267,6 +267,7 @@ class _Session:
             keep_checkpoints=config.keep_checkpoints,
             callbacks=callbacks,
             settings=settings,
+            seed=config.seed,
         )
 
     def adapter_file(self, path: Path, step: int) -> AdapterFile:

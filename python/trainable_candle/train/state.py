@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainable_candle import Tensor, Var
     from trainable_candle.optim import Optimizer
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 _NAME: Final = re.compile(r"checkpoint-(\d+)")
 _PARAMETERS: Final = "parameters.safetensors"
 _OPTIMIZER: Final = "optimizer.safetensors"
@@ -40,8 +40,6 @@ class RunState:
     """Optimizer steps taken."""
     batches: int
     """Batches seen."""
-    rng: tuple[int, int]
-    """`tc.get_rng_state()`."""
     scaler: dict[str, Any] | None
     """State of the loss scaler, if there is one."""
     settings: dict[str, Any]
@@ -236,7 +234,6 @@ def read_state(folder: Path) -> RunState:
     try:
         found = values.pop("format")
         if found == FORMAT:
-            values["rng"] = tuple(values["rng"])
             return RunState(**values)
     except (TypeError, KeyError, AttributeError) as error:
         raise damaged(folder, _STATE, error) from error

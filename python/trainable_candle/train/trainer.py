@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 import trainable_candle as tc
+from trainable_candle.draws import drawn
 from trainable_candle.errors import Error, NonFiniteError, OutOfMemoryError
 from trainable_candle.train import state as run_state
 from trainable_candle.train.graphs import PassGraphs
@@ -58,15 +60,6 @@ class StepReport:
     """How long it took."""
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """What a step is computed from, made before its turn."""
-
-    given: list[Any]
-    rng: tuple[int, int]
-    """The state of the library's generator before."""
-
-
 class Trainer(Generic[Batch]):
     """Minimises `loss(batch)` over `parameters`.
 
@@ -95,6 +88,9 @@ class Trainer(Generic[Batch]):
         keep_checkpoints: how many to keep, at least 1.
         callbacks: called in order.
         settings: stored in checkpoints, for people and for comparison.
+        seed: what `data`, `inputs` and `loss` draw from tc's generator comes from streams of this
+            seed and the batch's number instead, so that it depends on nothing drawn before; by
+            default the seed of that generator at present.
     """
 
     def __init__(
@@ -116,6 +112,7 @@ class Trainer(Generic[Batch]):
         keep_checkpoints: int = 3,
         callbacks: Sequence[Callback] = (),
         settings: Mapping[str, object] | None = None,
+        seed: int | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.optimizer = optimizer
@@ -132,7 +129,8 @@ class Trainer(Generic[Batch]):
         passes = min(gradient_accumulation, 2) if inputs and self._on_gpu else 0
         self._graphs = PassGraphs(self._pass, cuda_graphs * passes)
         self._batches = 0
-        self._ready: _Ready | None = None
+        self._seed = tc.get_rng_state()[0] if seed is None else seed
+        self._ready: list[Any] | None = None
         self._scheduler = scheduler
         self._accumulation = gradient_accumulation
         self._max_grad_norm = max_grad_norm
@@ -217,39 +215,44 @@ class Trainer(Generic[Batch]):
     def _take(self) -> list[Any]:
         """What the losses of the next step are computed from."""
         ready, self._ready = self._ready, None
-        return self._make() if ready is None else ready.given
+        return self._make() if ready is None else ready
 
     def _make(self) -> list[Any]:
         first = self._batches
-        batches = [self._data.batch(first + n) for n in range(self._accumulation)]
-        return batches if self._inputs is None else [self._inputs(batch) for batch in batches]
+        return [
+            drawn(self._seed, "inputs", number, partial(self._make_one, number))
+            for number in range(first, first + self._accumulation)
+        ]
+
+    def _make_one(self, number: int) -> Any:
+        batch = self._data.batch(number)
+        return batch if self._inputs is None else self._inputs(batch)
 
     def _make_ready(self) -> None:
-        """Make the inputs of the step after this one, whose random numbers come next."""
+        """Make the inputs of the step after this one."""
         if self._inputs is None:
             return
-        rng = tc.get_rng_state()
-        try:
-            self._ready = _Ready(self._make(), rng)
-        except (Error, OSError):
-            # It is raised when it is that step's turn.
-            tc.set_rng_state(rng)
+        # An error is raised when it is that step's turn.
+        with suppress(Error, OSError):
+            self._ready = self._make()
 
     def _backward(self, given: Sequence[Any]) -> list[Tensor]:
         """Set the gradients to the mean over the batches; returns the losses."""
         self._batches += len(given)
-        rng = tc.get_rng_state()
         try:
             return self._passes(given)
         except OutOfMemoryError:
             if not self._graphs.stop():
                 raise
         # Without the memory that graphs hold. The first pass clears what the others have added.
-        tc.set_rng_state(rng)
         return self._passes(given)
 
     def _passes(self, given: Sequence[Any]) -> list[Tensor]:
-        return [self._graphs(inputs, number == 0) for number, inputs in enumerate(given)]
+        first = self._batches - len(given)
+        return [
+            drawn(self._seed, "pass", first + n, partial(self._graphs, inputs, n == 0))
+            for n, inputs in enumerate(given)
+        ]
 
     def _pass(self, inputs: Any, first: bool) -> Tensor:
         """Add the gradient of a batch, the first of a step to none; returns its loss."""
@@ -333,7 +336,6 @@ class Trainer(Generic[Batch]):
         state = run_state.RunState(
             step=self.step,
             batches=self._batches,
-            rng=tc.get_rng_state() if self._ready is None else self._ready.rng,
             scaler=None if self._scaler is None else self._scaler.state_dict(),
             settings=self._settings,
         )
@@ -363,7 +365,6 @@ class Trainer(Generic[Batch]):
         self.step, self._batches, self._ready = state.step, state.batches, None
         if self.output is not None and folder.resolve().parent == self.output.resolve():
             self._saved = self.step
-        tc.set_rng_state(state.rng)
         if self._scaler is not None and state.scaler is not None:
             self._scaler.load_state_dict(state.scaler)
         if self._scheduler is not None:

@@ -18,6 +18,7 @@ from trainable_candle.data import (
     load_dataset,
     parse_sources,
 )
+from trainable_candle.draws import normal_samples
 from trainable_candle.errors import ConfigError
 from trainable_candle.recipes.base import Split, held_out_items
 from trainable_candle.train.objective import NoisedLatents
@@ -194,11 +195,13 @@ class PreparedSDXL:
         return self._dataset.batches(batch_size)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """What the loss needs; latents, noise and timesteps from tc's generator, on the host."""
+        """What the loss needs; what is random of each sample by its number, drawn on the host."""
         found = self._latents.batch(batch)
         mean = found["mean"]
-        latents = mean + (found["logvar"] * 0.5).exp() * tc.randn(mean.shape)
-        made = self._inputs(batch, self._noising.noise(latents * self._scaling_factor))
+        seed = self._dataset.seed
+        drawn = normal_samples(mean.shape[1:], batch.samples, seed, "latents")
+        latents = (mean + (found["logvar"] * 0.5).exp() * drawn) * self._scaling_factor
+        made = self._inputs(batch, self._noising.noise(latents, batch.samples, seed))
         if self._weighs:
             made["weights"] = tc.tensor(batch.loss_weights, device=self._device)
         return made

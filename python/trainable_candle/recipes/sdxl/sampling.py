@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 import trainable_candle as tc
+from trainable_candle.draws import draw_from
 from trainable_candle.errors import ConfigError, NonFiniteError
 from trainable_candle.recipes.sdxl.tiles import tile_size
 from trainable_candle.train.graphs import PassGraphs
@@ -59,29 +60,27 @@ def draw(
     factor = vae.downscale
     require_multiple((width, height), factor)
     graphs = _graphs(unet, device)
-    state = tc.get_rng_state()
-    try:
-        pictures = []
-        for number, prompt in enumerate(prompts):
-            tc.manual_seed((options.seed + number) % 2**64)
-            noise = tc.randn((1, 4, height // factor, width // factor), device=device)
-            positive, negative = _paired(features([prompt]), features([options.negative_prompt]))
-            time_ids = tc.tensor(
-                np.array([[height, width, 0, 0, height, width]], np.float32), device=device
-            )
-            latents = _denoise(
-                graphs,
-                schedule,
-                noise,
-                {**positive, "time_ids": time_ids},
-                {**negative, "time_ids": time_ids},
-                options,
-            )
-            latents = latents.to("f32") / vae.scaling_factor
-            image = vae.decode(latents, tile_size=tile_size(width, height))
-            pictures.append(_pixels(image))
-    finally:
-        tc.set_rng_state(state)
+    shape = (1, 4, height // factor, width // factor)
+    pictures = []
+    for number, prompt in enumerate(prompts):
+        noise: Tensor = draw_from(
+            (options.seed + number) % 2**64, lambda: tc.randn(shape, device=device)
+        )
+        positive, negative = _paired(features([prompt]), features([options.negative_prompt]))
+        time_ids = tc.tensor(
+            np.array([[height, width, 0, 0, height, width]], np.float32), device=device
+        )
+        latents = _denoise(
+            graphs,
+            schedule,
+            noise,
+            {**positive, "time_ids": time_ids},
+            {**negative, "time_ids": time_ids},
+            options,
+        )
+        latents = latents.to("f32") / vae.scaling_factor
+        image = vae.decode(latents, tile_size=tile_size(width, height))
+        pictures.append(_pixels(image))
     return np.concatenate(pictures)
 
 

@@ -1,0 +1,36 @@
+"""What a run draws: each from a stream of its own, by the run's seed, a purpose and a number.
+
+The purposes are listed in `rust/core/src/rng/purpose.rs`. Nothing depends on what was drawn before,
+on how samples are put into batches, or on which process draws.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from trainable_candle._core import draw_from, normal_samples, stream_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+__all__ = ["draw_from", "drawn", "generator", "normal_samples", "pair", "stream_seed"]
+
+
+def generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
+    """The stream of a run for a purpose and a number, for draws with numpy."""
+    return np.random.Generator(np.random.Philox(key=stream_seed(seed, purpose, number)))
+
+
+def drawn(seed: int, purpose: str, number: int, function: Callable[[], T]) -> T:
+    """What a function returns whose draws from tc's generator come from such a stream instead."""
+    result: T = draw_from(stream_seed(seed, purpose, number), function)
+    return result
+
+
+def pair(high: int, low: int) -> int:
+    """Two numbers below 2**32 as one."""
+    return high << 32 | low

@@ -1,0 +1,206 @@
+"""What a run draws depends on its seed and the number of the sample, and on nothing else."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import trainable_candle as tc
+from trainable_candle.data import (
+    CaptionOptions,
+    DatasetOptions,
+    check_folder,
+    load_dataset,
+    parse_sources,
+)
+from trainable_candle.draws import draw_from, drawn, generator, normal_samples, stream_seed
+from trainable_candle.errors import ArgumentError
+from trainable_candle.recipes.base import Split
+from trainable_candle.recipes.digits import DigitsRecipe
+from trainable_candle.train import Callback, Trainer
+from trainable_candle.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def prepared(base: Path, folder: Path, seed: int = 3) -> Any:
+    recipe = DigitsRecipe.load(base, "f32", "cpu")
+    return recipe.prepare(Split(check_folder(folder)), TrainConfig(seed=seed), print).train
+
+
+def samples(data: Any, batch_size: int, count: int) -> list[tuple[Any, ...]]:
+    """What the model would get to see of each of the first samples of a run."""
+    batches = data.batches(batch_size, 3)
+    seen = []
+    for index in range(count // batch_size):
+        inputs = data.inputs(batches.batch(index))
+        rows = [inputs[name].numpy() for name in ("sample", "timestep", "class_labels", "target")]
+        seen += [tuple(part[row].tobytes() for part in rows) for row in range(batch_size)]
+    return seen
+
+
+def test_a_sample_is_the_same_in_batches_of_any_size(
+    digits_base: Path, digits_folder: Path
+) -> None:
+    data = prepared(digits_base, digits_folder)
+    state = tc.get_rng_state()
+    expected = samples(data, 1, 24)
+    assert len(set(expected)) == 24
+    for batch_size in (2, 4, 8):
+        tc.randn((batch_size,))
+        assert samples(data, batch_size, 24) == expected
+    tc.set_rng_state(state)
+    assert samples(prepared(digits_base, digits_folder, seed=4), 1, 24) != expected
+
+
+def test_views_and_captions_belong_to_the_sample(tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(4):
+        noise = np.random.default_rng(number).integers(0, 256, (80, 96, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"picture {number}, tag a, tag b, tag c")
+    options = DatasetOptions(
+        parse_sources(str(folder)),
+        resolution=64,
+        bucketing=False,
+        crop="random",
+        flip=True,
+    )
+    captions = CaptionOptions(dropout=0.2, shuffle=True, variants=0)
+    data = load_dataset(options, captions, 3)
+
+    def seen(batch_size: int, backwards: bool = False) -> list[Any]:
+        batches = data.batches(batch_size)
+        indices = list(range(24 // batch_size))
+        found = {}
+        for index in reversed(indices) if backwards else indices:
+            batch = batches.batch(index)
+            for sample, view, caption in zip(
+                batch.samples, batch.views, batch.captions, strict=True
+            ):
+                found[sample] = (view, caption)
+        return [found[sample] for sample in range(24)]
+
+    expected = seen(1)
+    assert len(set(expected)) > 12
+    assert seen(2) == seen(4) == seen(4, backwards=True) == seen(1, backwards=True) == expected
+
+
+class Stop(Callback):
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step_end(self, trainer: Trainer[Any], report: Any) -> None:
+        tc.randn((3,))
+        if report.step == self.after:
+            trainer.stop()
+
+
+class Source:
+    """A user's batches, which draw from tc's generator."""
+
+    def batch(self, index: int) -> tc.Tensor:
+        return tc.rand((1,)) + index
+
+
+def trained(output: Path | None, accumulation: int, steps: int, stop: int = 99) -> Any:
+    seen: list[tuple[float, float, float]] = []
+    weight = tc.Var([1.0])
+
+    def loss(inputs: Any) -> tc.Tensor:
+        dropped = tc.rand(()).item()
+        seen.append((inputs["batch"].item(), inputs["noise"].item(), dropped))
+        return (weight * inputs["noise"]).sum()
+
+    trainer = Trainer(
+        loss,
+        {"weight": weight},
+        tc.optim.SGD([weight], lr=0.01),
+        Source(),
+        inputs=lambda batch: {"batch": batch, "noise": tc.randn((1,))},
+        steps=steps,
+        gradient_accumulation=accumulation,
+        output=output,
+        callbacks=[Stop(stop)],
+        seed=5,
+    )
+    return trainer, seen
+
+
+def test_what_a_loss_draws_depends_on_the_number_of_its_batch(tmp_path: Path) -> None:
+    whole, expected = trained(None, 1, 12)
+    assert whole.train()
+    assert len({value for row in expected for value in row}) == 36
+    for accumulation in (2, 3, 4):
+        trainer, seen = trained(None, accumulation, 12 // accumulation)
+        tc.manual_seed(accumulation)
+        state = tc.get_rng_state()
+        assert trainer.train()
+        assert seen == expected
+        # The callback's own draws alone.
+        assert tc.get_rng_state() == (state[0], 12 // accumulation)
+    first, before = trained(tmp_path, 2, 6, stop=2)
+    assert not first.train()
+    second, after = trained(tmp_path, 2, 6)
+    second.resume(tmp_path / "checkpoint-000002")
+    assert second.train()
+    assert before + after == expected
+
+
+def test_the_default_seed_is_the_generators() -> None:
+    def first(seed: int) -> float:
+        tc.manual_seed(seed)
+        tc.rand((seed,))
+        seen: list[float] = []
+        weight = tc.Var([1.0])
+
+        def loss(_: tc.Tensor) -> tc.Tensor:
+            seen.append(tc.rand(()).item())
+            return weight.sum()
+
+        Trainer(loss, {"w": weight}, tc.optim.SGD([weight], lr=0.1), Source(), steps=1).train()
+        return seen[0]
+
+    assert first(8) == first(8) == drawn(8, "pass", 0, lambda: tc.rand(()).item())
+    assert first(8) != first(9)
+
+
+def test_a_stream_is_of_its_thread_and_ends_with_its_function() -> None:
+    state = tc.get_rng_state()
+    elsewhere: list[float] = []
+
+    def draw() -> list[float]:
+        before = tc.rand(()).item()
+        thread = threading.Thread(target=lambda: elsewhere.append(tc.rand(()).item()))
+        thread.start()
+        thread.join()
+        tc.checkpoint(lambda x: x * tc.rand(()), tc.Var(1.0)).backward()
+        return [before, tc.rand(()).item()]
+
+    first = draw_from(7, draw)
+    assert tc.get_rng_state() == (state[0], state[1] + 1)
+    assert draw_from(7, draw) == first
+    assert elsewhere[0] != elsewhere[1]
+    with pytest.raises(ZeroDivisionError):
+        draw_from(7, lambda: 1 // 0)
+    assert tc.get_rng_state() == (state[0], state[1] + 2)
+    tc.set_rng_state(state)
+
+
+def test_streams_of_numpy_and_rows_are_by_number() -> None:
+    assert generator(1, "view", 2).random() == generator(1, "view", 2).random()
+    others = [(1, "view", 3), (1, "crop", 2), (2, "view", 2)]
+    assert len({generator(*other).random() for other in [(1, "view", 2), *others]}) == 4
+    rows = normal_samples((2, 3), [5, 6], 1, "noise").numpy()
+    assert rows.shape == (2, 2, 3)
+    np.testing.assert_array_equal(normal_samples((2, 3), [6], 1, "noise").numpy()[0], rows[1])
+    one = drawn(1, "noise", 5, lambda: tc.randn((2, 3)).numpy())
+    np.testing.assert_array_equal(one, rows[0])
+    with pytest.raises(ArgumentError, match='unknown purpose "dropout"; expected one of latents'):
+        stream_seed(0, "dropout", 0)
