@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use candle_core::{Tensor as Plain, Var as PlainVar};
 use trainable_candle_core::cpu::pool::num_threads;
-use trainable_candle_core::device::{name, parse, synchronize};
+use trainable_candle_core::device::{self, name, parse};
 use trainable_candle_core::{DType, Device, Error, RecyclingAllocator, Result, Tensor, Var};
 use trainable_candle_nn::adapter::LoRALinear;
 
@@ -70,6 +70,11 @@ fn rows() -> Result<()> {
         println!("{rows} rows: {time:.1} ms, {:.3} us a row", time * 1e3 / rows as f64);
     }
     Ok(())
+}
+
+/// Waits for what was launched.
+fn synchronize(device: &Device) -> Result<()> {
+    if device.is_cpu() { Ok(()) } else { device::synchronize(device) }
 }
 
 type Step = Box<dyn FnMut() -> Result<()>>;
