@@ -1,8 +1,11 @@
 //! Candle tensors as plain storage: what the tape and the kernels compute on.
 
+use std::sync::{Mutex, PoisonError};
+
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, Shape, Storage, WithDType};
 
+use crate::cpu::pool::par_chunks_mut;
 use crate::{Error, Result, compute};
 
 /// A candle tensor that carries no candle graph: values, shape, dtype, device.
@@ -187,6 +190,55 @@ pub fn with_bytes<R>(raw: &Raw, with: impl FnOnce(&[u8]) -> R) -> Result<R> {
         _ => return Err(unsupported()),
     };
     Ok(with(bytes))
+}
+
+/// A contiguous CPU tensor whose elements `fill` writes as they lie in the memory of this machine. `fill` gets the byte at which a part
+/// begins, and the part, of up to `part` bytes, a multiple of every element's size; several threads call it at a time.
+///
+/// # Errors
+/// [`Error::DType`] if elements of `dtype` are not plain numbers; whatever `fill` raises.
+pub fn filled_in_parts(
+    dims: &[usize],
+    dtype: DType,
+    part: usize,
+    fill: impl Fn(usize, &mut [u8]) -> Result<()> + Sync,
+) -> Result<Raw> {
+    fn made<T: WithDType>(
+        dims: &[usize],
+        part: usize,
+        fill: impl Fn(usize, &mut [u8]) -> Result<()> + Sync,
+    ) -> Result<Raw> {
+        let count = dims.iter().product();
+        let mut values = Vec::<T>::with_capacity(count);
+        let room = &mut values.spare_capacity_mut()[..count];
+        let failure = Mutex::new(None);
+        par_chunks_mut(room, part / size_of::<T>(), |number, room| {
+            // SAFETY: zeros are numbers of every dtype, and after them there is nothing that was not written.
+            let bytes = unsafe {
+                room.as_mut_ptr().write_bytes(0, room.len());
+                std::slice::from_raw_parts_mut(room.as_mut_ptr().cast::<u8>(), size_of_val(room))
+            };
+            if let Err(error) = fill(number * part, bytes) {
+                failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            }
+        });
+        if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            return Err(error);
+        }
+        // SAFETY: every element has been written, at least as zero; any bits are a number.
+        unsafe { values.set_len(count) };
+        Ok(from_vec(values, dims))
+    }
+    match dtype {
+        DType::U8 => made::<u8>(dims, part, fill),
+        DType::U32 => made::<u32>(dims, part, fill),
+        DType::I64 => made::<i64>(dims, part, fill),
+        DType::BF16 => made::<half::bf16>(dims, part, fill),
+        DType::F16 => made::<half::f16>(dims, part, fill),
+        DType::F32 => made::<f32>(dims, part, fill),
+        DType::F64 => made::<f64>(dims, part, fill),
+        other => Err(Error::dtype("load", format!("dtype {} is not supported", other.as_str()))),
+    }
 }
 
 /// All elements as f64 in row-major order, for tests and scalars.

@@ -3,18 +3,21 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
-use trainable_candle_core::compute::copy_into;
-use trainable_candle_core::raw::{check_allocation, is_float};
+use trainable_candle_core::compute::{cast, copy_into};
+use trainable_candle_core::raw::{check_allocation, filled_in_parts, is_float};
 use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor};
 
 /// The longest header that the format allows.
 const LONGEST_HEADER: u64 = 100_000_000;
 /// Bytes read at a time; a multiple of every element's size.
 const CHUNK: usize = 1 << 20;
+/// Bytes that a thread reads at a time where several read one tensor.
+const PART: usize = 4 << 20;
 
 /// An open safetensors file whose tensors are read one at a time.
 pub struct TensorFile {
@@ -113,8 +116,8 @@ impl TensorFile {
         self.read_as(name, None, device)
     }
 
-    /// Read one tensor to `device`, floating-point values converted to `dtype` if one is given. Conversion happens on the way, in
-    /// small parts: host memory for the result and a few megabytes is all it takes.
+    /// Read one tensor to `device`, floating-point values converted to `dtype` if one is given. On the CPU they are converted on the way,
+    /// in small parts: memory for the result and a few megabytes is all it takes. Another device converts them itself.
     ///
     /// # Errors
     /// As [`read`](Self::read); [`Error::DType`] if `dtype` is not floating-point.
@@ -125,6 +128,10 @@ impl TensorFile {
         let stored = self.dtype(name, &info)?;
         let dtype = dtype.filter(|_| is_float(stored)).unwrap_or(stored);
         let elements = check_allocation("load", &info.shape, dtype)?;
+        if dtype == stored || !device.is_cpu() {
+            let read = self.read_stored(&info, stored)?.to_device(device)?;
+            return Ok(Tensor::from_raw(&if dtype == stored { read } else { cast(&read, dtype)? }));
+        }
         let result = Raw::zeros(elements, dtype, &Device::Cpu)?;
         let (start, end) = info.data_offsets;
         let io = |path: &Path, source| Error::io(path, source);
@@ -139,7 +146,15 @@ impl TensorFile {
             copy_into(&result.narrow(0, done, count)?, &part)?;
             done += count;
         }
-        Ok(Tensor::from_raw(&result.reshape(info.shape)?.to_device(device)?))
+        Ok(Tensor::from_raw(&result.reshape(info.shape)?))
+    }
+
+    /// The values of a tensor as they are stored, read by several threads.
+    fn read_stored(&self, info: &TensorInfo, stored: DType) -> Result<Raw> {
+        let start = self.data + info.data_offsets.0 as u64;
+        filled_in_parts(&info.shape, stored, PART, |at, part| {
+            self.file.read_exact_at(part, start + at as u64).map_err(|error| Error::io(&self.path, error))
+        })
     }
 
     fn dtype(&self, name: &str, info: &TensorInfo) -> Result<DType> {
