@@ -19,13 +19,13 @@ pub mod kernels;
 mod library;
 #[cfg(feature = "cuda")]
 pub mod memory;
+#[cfg(feature = "cuda")]
+mod pinned;
 #[cfg(test)]
 #[path = "../build/signature.rs"]
 mod signature;
 #[cfg(any(feature = "cuda", test))]
 pub mod structs;
-#[cfg(feature = "cuda")]
-mod pinned;
 #[cfg(feature = "cuda")]
 mod symbols;
 #[cfg(feature = "cuda")]

@@ -562,6 +562,24 @@ class AutoencoderKL(Model):
             OutOfMemoryError: if the model does not fit.
         """
     @staticmethod
+    def latent_form(
+        path: str | bytes | PathLike[str] | PathLike[bytes], *, subfolder: str | None = None
+    ) -> tuple[int, float, float]:
+        """
+        What latents are, from the configuration alone; no weight is read.
+
+        Args:
+            path: as for `from_pretrained`.
+            subfolder: likewise.
+
+        Returns:
+            `downscale`, `scaling_factor` and `shift_factor` of the model at `path`.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's or is not supported.
+        """
+    @staticmethod
     def from_pretrained(
         path: str | bytes | PathLike[str] | PathLike[bytes],
         dtype: DType | str | None = None,

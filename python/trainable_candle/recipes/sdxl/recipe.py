@@ -171,7 +171,7 @@ class SDXLRecipe:
         texts = self._texts(data, config, report)
         parts = [data.train] if data.validation is None else [data.train, data.validation]
         latents = [self._latents(part, config, area, report) for part in parts]
-        factor, scaling_factor = self.vae.downscale, self.vae.scaling_factor
+        factor, scaling_factor, _ = AutoencoderKL.latent_form(self._weights, subfolder="vae")
         if config.cache != "off" and not config.sample_prompts:
             self._drop("vae")
         objectives = (

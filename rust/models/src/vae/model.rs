@@ -62,6 +62,14 @@ impl AutoencoderKL {
         })
     }
 
+    /// The configuration in `files`; no weight is read.
+    ///
+    /// # Errors
+    /// As [`Pretrained::config`].
+    pub fn read_config(files: &Pretrained) -> Result<VaeConfig> {
+        files.config(&Self::COMPONENT, VaeConfig::from_json, keys::deduce)
+    }
+
     /// The frozen model of `files`.
     ///
     /// Its values leave the range of f16, and bf16 costs visible detail: where the configuration says `force_upcast`, as SDXL's does,
@@ -71,7 +79,7 @@ impl AutoencoderKL {
     /// # Errors
     /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
     pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device, force_upcast: Option<bool>) -> Result<Self> {
-        let config = files.config(&Self::COMPONENT, VaeConfig::from_json, keys::deduce)?;
+        let config = Self::read_config(files)?;
         let half = matches!(dtype, None | Some(DType::F16 | DType::BF16));
         let upcast = half && force_upcast.unwrap_or(config.force_upcast);
         let dtype = if upcast { Some(DType::F32) } else { dtype };

@@ -182,6 +182,6 @@ fn fresh(rng: &mut Rng) -> Value {
         2 => json!(rng.pick(&TEXTS)),
         3 => json!([rng.below(9), rng.below(9)]),
         4 => Value::Object(Map::new()),
-        _ => serde_json::from_str::<Value>(*rng.pick::<&str>(&NUMBERS)).unwrap_or_default(),
+        _ => serde_json::from_str::<Value>(rng.pick::<&str>(&NUMBERS)).unwrap_or_default(),
     }
 }

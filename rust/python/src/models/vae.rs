@@ -65,6 +65,28 @@ impl AutoencoderKL {
         Ok(Self::object(py, request.load(py, &models::AutoencoderKL::COMPONENT, load)?)?)
     }
 
+    /// What latents are, from the configuration alone; no weight is read.
+    ///
+    /// Args:
+    ///     path: as for `from_pretrained`.
+    ///     subfolder: likewise.
+    ///
+    /// Returns:
+    ///     `downscale`, `scaling_factor` and `shift_factor` of the model at `path`.
+    ///
+    /// Raises:
+    ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
+    ///     ConfigError: if the configuration is another model's or is not supported.
+    #[staticmethod]
+    #[pyo3(signature = (path, *, subfolder=None))]
+    fn latent_form(py: Python<'_>, path: FilePath, subfolder: Option<String>) -> Result<(usize, f64, f64)> {
+        let component = &models::AutoencoderKL::COMPONENT;
+        let call = Call { op: "latent_form", component };
+        let request = Request::new(py, call, path, None, "cpu", subfolder, None)?;
+        let config = request.load(py, component, |files, _, _| models::AutoencoderKL::read_config(files))?;
+        Ok((config.downscale(), config.scaling_factor, config.shift_factor.unwrap_or(0.0)))
+    }
+
     /// A frozen model of random weights, for measuring how fast and large it is.
     ///
     /// Args:
