@@ -100,6 +100,7 @@ fn adapters() {
                 seeds.push(std::fs::read(&path).unwrap());
             }
         }
+        set.set_enabled(false);
     }
     assert!(seeds.len() >= 8, "{} kinds and formats", seeds.len());
     let shapes = layers.iter().map(|(name, layer)| (name.clone(), layer.base().weight.dims().to_vec()));
@@ -122,7 +123,9 @@ fn adapter_configurations() {
     let (names, layers) = (model.adapter_names(), model.named_layers());
     let config = LoraConfig { r: 2, target_modules: vec!["all-linear".into()], ..LoraConfig::default() };
     let set = AdapterSet::attach(config, &layers).unwrap();
-    let options = SaveOptions { format: Some(AdapterFormat::Peft), ..SaveOptions::default() };
+    // The configuration in the header comes first: it is made unreadable.
+    let metadata = BTreeMap::from([("lora_adapter_metadata".to_owned(), String::new())]);
+    let options = SaveOptions { format: Some(AdapterFormat::Peft), metadata, ..SaveOptions::default() };
     save_adapters(folder.path(), &[(&names, &set)], &options).unwrap();
     set.set_enabled(false);
     let path = folder.join("adapter_config.json");
