@@ -213,7 +213,7 @@ fn the_memory_of_graphs_is_theirs_until_the_last_is_gone() {
     assert_eq!(output, temporary);
     let constant = allocator.allocate_from(Origin::Eager, MIB).unwrap();
     // What the capture has got and not freed.
-    assert!(allocator.captured().eq([output..output + 10 * MIB]));
+    assert!(allocator.captured().eq(std::iter::once(output..output + 10 * MIB)));
     assert!(allocator.is_of_graphs(output) && !allocator.is_of_graphs(constant) && allocator.owns(constant));
     assert_eq!(allocator.trim().unwrap(), 0);
     allocator.end_capture();

@@ -168,7 +168,8 @@ fn dora_of_small_f16_weights_starts_as_its_base() -> Result<()> {
         let magnitude = weight.to_dtype(DType::F64)?.sqr()?.sum(&[1], false)?.sqrt()?.to_dtype(DType::F32)?;
         let (down, up) = (var(&[2, 64], 7), Var::zeros((8, 2), DType::F32, &CPU)?);
         let w = LoraWeights { weight: &weight, bias: None, down: &down, up: &up, scale: 0.5 };
-        let found = dora_linear(&x, w, &Var::from_tensor(&magnitude)?)?;
+        let magnitude = Var::from_tensor(&magnitude)?;
+        let found = dora_linear(&x, w, &magnitude)?;
         assert_eq!(values(&found), values(&linear(&x, &weight, None)?), "weights of size {size}");
     }
     Ok(())

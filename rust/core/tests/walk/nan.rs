@@ -273,7 +273,7 @@ impl Rows {
         let (value, n) = (text(to_f64_vec(value.raw()))?, x.dims()[1]);
         let width = value.len() / 3;
         for (i, number) in value.iter().enumerate() {
-            let (row, column) = if width == 0 { (1, 0) } else { (i / width, i % width) };
+            let (row, column) = i.checked_div(width).map_or((1, 0), |row| (row, i % width));
             let expected = match self.lands {
                 Lands::All => Some(true),
                 _ if row != 1 => Some(false),

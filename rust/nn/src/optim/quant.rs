@@ -336,7 +336,7 @@ mod tests {
                 for part in probes.chunks(64) {
                     block[..part.len()].copy_from_slice(part);
                     let expected = block.map(|x| codebook.encode(x * scale));
-                    assert_eq!(codebook.encode_block(&block, scale), expected, "{block:e?} times {scale}");
+                    assert_eq!(codebook.encode_block(&block, scale), expected, "{block:?} times {scale}");
                 }
             }
             // A block of zeros has an infinite scale.

@@ -117,8 +117,10 @@ mod tests {
         assert!(slots.split(&vars, 0..4).is_none() && slots.split(&vars, 0..3).is_none());
         let (split, from) = slots.split(&vars, [1, 3].into_iter()).unwrap();
         assert_eq!((&split.group_of[..], &split.of[..], &from[..]), (&[0, 1, 0][..], &[0, 2, 0, 1][..], &[0][..]));
-        assert_eq!(split.runs([3, 1, 0].into_iter()), [0..3]);
-        assert_eq!(split.runs([1].into_iter()), [2..3]);
+        let all = 0..3;
+        assert_eq!(split.runs([3, 1, 0].into_iter()), std::slice::from_ref(&all));
+        let last = 2..3;
+        assert_eq!(split.runs([1].into_iter()), std::slice::from_ref(&last));
     }
 
     #[test]

@@ -365,13 +365,13 @@ impl<R: Rule> Optimizer for Stepper<R> {
         }
         // Otherwise the first step brings them there.
         #[cfg(feature = "cuda")]
-        if let Some(device) = &mut self.device {
-            if let Err(error) = device.take::<R>(&mut self.groups) {
-                // The host still has all of them.
-                device.retire()?;
-                self.device = None;
-                return Err(error);
-            }
+        if let Some(device) = &mut self.device
+            && let Err(error) = device.take::<R>(&mut self.groups)
+        {
+            // The host still has all of them.
+            device.retire()?;
+            self.device = None;
+            return Err(error);
         }
         Ok(())
     }
