@@ -133,6 +133,12 @@ impl Source {
                 }
                 None => {
                     missing.push(name);
+                    if missing.len() == MOST_MISSING {
+                        let some = listed(missing);
+                        return Err(Error::Config(format!(
+                            "the weights do not fit the model: missing {some} at least; are they another model's?"
+                        )));
+                    }
                     // Never used: `finish` fails.
                     without_memory(&packing.shape(shape), DType::F32)
                 }
@@ -143,6 +149,9 @@ impl Source {
         }
     }
 }
+
+/// A configuration may ask for millions of layers that no file has: looking for more parameters tells nobody more.
+const MOST_MISSING: usize = 512;
 
 /// Zeros of a shape, all of them one element.
 fn without_memory(shape: &Shape, dtype: DType) -> Result<Tensor> {
