@@ -17,6 +17,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYO3_CONFIG_FILE := $(CURDIR)/rust/python/pyo3.cfg
 export PYO3_BUILD_EXTENSION_MODULE := 1
 
+# Of the workspace. The wheel with CUDA adds `+cu13`, so that pip replaces the one by the other.
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)
 # The release profile and the whole workspace throughout, so that features unify alike: what is tested is what ships, and dependencies
 # compile once.
 CARGO_SCOPE := --release --workspace --locked
@@ -100,6 +102,7 @@ define BUILD_CUDA
 	rm -rf $(DIST)/cuda
 	maturin sdist --out $(DIST)/cuda
 	.ci/unpack $(DIST)/cuda/*.tar.gz $(DIST)/cuda/source
+	sed -i 's/^dynamic = \["version"\]/version = "$(VERSION)+cu13"/' $(DIST)/cuda/source/pyproject.toml
 	cd $(DIST)/cuda/source && PATH=$(CUDA_HOME)/bin:$$PATH maturin build --release --features cuda --compatibility manylinux_2_17 \
 		--out $(DIST)/cuda $(LINK)
 endef

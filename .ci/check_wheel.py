@@ -23,6 +23,7 @@ REQUIRED = (
     "trainable_candle/py.typed",
 )
 
+VERSION = "import trainable_candle; print(trainable_candle.__version__)"
 TIME_IMPORT = """
 import time
 import numpy
@@ -71,6 +72,12 @@ def check_import(wheel: Path) -> None:
             subprocess.run(
                 [scripts / command, "--help"], cwd=folder, check=True, stdout=subprocess.DEVNULL
             )
+        found = subprocess.run(
+            [python, "-I", "-c", VERSION], cwd=folder, check=True, capture_output=True, text=True
+        ).stdout.strip()
+        # pip replaces one build by the other only if their versions differ.
+        if found != wheel.name.split("-")[1]:
+            sys.exit(f"{wheel.name}: the package says that it is {found}")
         times = import_times(python, folder)
     # Other work on the machine only ever adds time: the fastest run is the measurement.
     print(

@@ -19,12 +19,14 @@ import gpu_timing
 from gpu_timing import GIB, Machine
 
 import trainable_candle as tc
+from trainable_candle.recipes.sdxl.recipe import UNET_TARGETS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 RANK, LATENT, TOKENS = 16, 128, 77
-TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
+ATTENTION_LAYERS = ["to_q", "to_k", "to_v", "to_out.0"]
+"""The attention alone; peft's usual choice for SDXL."""
 # Operations of one picture's forward pass: linear layers and convolutions, attention.
 DENSE, ATTENTION = 5.977e12, 0.784e12
 
@@ -36,10 +38,17 @@ class Case:
     batch: int
     checkpointing: str
     optimizer: str
+    every_layer: bool = False
+    """Whether every layer of the transformers has an adapter, as in `train-lora`, or attention."""
 
     @property
     def title(self) -> str:
-        return f"batch {self.batch}, {self.checkpointing} checkpointing, {self.optimizer}"
+        layers = ", every transformer layer" if self.every_layer else ""
+        return f"batch {self.batch}, {self.checkpointing} checkpointing, {self.optimizer}{layers}"
+
+    @property
+    def targets(self) -> list[str]:
+        return list(UNET_TARGETS) if self.every_layer else ATTENTION_LAYERS
 
     @property
     def flops(self) -> float:
@@ -51,6 +60,7 @@ class Case:
 
 CASES = [
     Case(1, "no", "adamw"),
+    Case(1, "no", "adamw8bit", every_layer=True),
     Case(1, "selective", "adamw8bit"),
     Case(1, "full", "adamw8bit"),
     Case(4, "no", "adamw"),
@@ -65,7 +75,7 @@ def ours(case: Case, device: str) -> Callable[[], tc.Tensor]:
     model = tc.models.SDXLUNet.from_config(dtype="bf16", device=device)
     if case.checkpointing != "no":
         model.enable_gradient_checkpointing(case.checkpointing)
-    adapter = model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS))
+    adapter = model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=case.targets))
     kinds: dict[str, Any] = {"adamw": tc.optim.AdamW, "adamw8bit": tc.optim.AdamW8bit}
     optimizer = kinds[case.optimizer](adapter.parameters(), lr=1e-4)
     count = case.batch
@@ -97,7 +107,7 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
         torch.set_default_dtype(torch.bfloat16)
         model = torch_sdxl.UNet()
         torch.set_default_dtype(torch.float32)
-        parameters = torch_sdxl.with_lora(model, RANK)
+        parameters = torch_sdxl.with_lora(model, RANK, every_layer=case.every_layer)
         model.checkpointing = case.checkpointing == "full"
         count, half = case.batch, {"dtype": torch.bfloat16}
         sample = torch.randn(count, 4, LATENT, LATENT, **half)

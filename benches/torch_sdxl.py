@@ -234,11 +234,17 @@ class UNet(nn.Module):
         return self.conv_out(functional.silu(self.conv_norm_out(x)))
 
 
-def with_lora(model: UNet, rank: int) -> list[Any]:
-    """Freeze the model and put LoRA on its attention; returns the factors."""
+def with_lora(model: UNet, rank: int, *, every_layer: bool) -> list[Any]:
+    """Freeze the model and put LoRA on all linear layers of its transformers, or their attention.
+
+    Returns the factors.
+    """
     model.requires_grad_(False)
-    for attention in [m for m in model.modules() if isinstance(m, Attention)]:
-        for name in ("to_q", "to_k", "to_v"):
-            setattr(attention, name, LoRALinear(getattr(attention, name), rank))
-        attention.to_out[0] = LoRALinear(attention.to_out[0], rank)
+    kind = Transformer if every_layer else Attention
+    for block in [m for m in model.modules() if isinstance(m, kind)]:
+        layers = [name for name, layer in block.named_modules() if isinstance(layer, nn.Linear)]
+        for name in layers:
+            parent, _, last = name.rpartition(".")
+            owner = block.get_submodule(parent)
+            setattr(owner, last, LoRALinear(getattr(owner, last), rank))
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -7,7 +7,7 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.models import AutoencoderKL
 
-from .conftest import GOLDEN, assert_near, weights_of
+from .conftest import GOLDEN, assert_near, relative_error, weights_of
 
 CASE = tc.load_file(GOLDEN / "vae_forward.safetensors")
 
@@ -23,6 +23,14 @@ def on(sdxl: Path, device: str) -> tuple[AutoencoderKL, dict[str, tc.Tensor]]:
     return AutoencoderKL.from_pretrained(sdxl, device=device), inputs
 
 
+def assert_close(found: tc.Tensor, expected: tc.Tensor) -> None:
+    """On a GPU, products take 16 bits of each factor (docs/decisions.md); TF32 is 1e-3 away."""
+    if found.device == "cpu":
+        assert_near(found, expected)
+    else:
+        assert relative_error(found, expected) < 1e-4
+
+
 def test_names_and_shapes_are_diffusers(model: AutoencoderKL) -> None:
     ours = {name: tensor.shape for name, tensor in model.named_tensors().items()}
     assert ours == {name: tensor.shape for name, tensor in weights_of("vae").items()}
@@ -31,19 +39,19 @@ def test_names_and_shapes_are_diffusers(model: AutoencoderKL) -> None:
 def test_moments_and_pictures_are_diffusers(sdxl: Path, device: str) -> None:
     model, given = on(sdxl, device)
     mean, logvar = model.encode(given["image"])  # an odd height
-    assert_near(mean, CASE["mean"])
-    assert_near(logvar, CASE["logvar"])
-    assert_near(model.decode(given["latent"]), CASE["decoded"])
+    assert_close(mean, CASE["mean"])
+    assert_close(logvar, CASE["logvar"])
+    assert_close(model.decode(given["latent"]), CASE["decoded"])
     assert (model.scaling_factor, model.shift_factor, model.downscale) == (0.13025, 0.0, 2)
 
 
 def test_tiles_are_diffusers(sdxl: Path, device: str) -> None:
     model, given = on(sdxl, device)
     mean, _ = model.encode(given["image"], tile_size=16)
-    assert_near(mean, CASE["tiled_mean"])
-    assert_near(model.decode(given["latent"], tile_size=16), CASE["tiled_decoded"])
+    assert_close(mean, CASE["tiled_mean"])
+    assert_close(model.decode(given["latent"], tile_size=16), CASE["tiled_decoded"])
     # A picture of one tile is not cut.
-    assert_near(model.decode(given["latent"], tile_size=512), CASE["decoded"])
+    assert_close(model.decode(given["latent"], tile_size=512), CASE["decoded"])
     with pytest.raises(tc.ArgumentError, match="tile_size is 4, expected at least 8 pixels"):
         model.decode(given["latent"], tile_size=4)
 

@@ -98,7 +98,8 @@ mod _core {
     /// Version of the package.
     #[pymodule_export]
     #[allow(non_upper_case_globals)]
-    const __version__: &str = env!("CARGO_PKG_VERSION");
+    const __version__: &str =
+        if cfg!(feature = "cuda") { concat!(env!("CARGO_PKG_VERSION"), "+cu13") } else { env!("CARGO_PKG_VERSION") };
 
     /// Cargo profile of this build, `"release"` or `"debug"`.
     #[pymodule_export]
