@@ -42,9 +42,9 @@ def test_an_autoencoder_in_f32_multiplies_on_tensor_cores(cuda: Any) -> None:
         convolutions = [name for name in names if name.startswith("conv2d_forward")]
         assert len(convolutions) > 8
         assert all(name.endswith("_bf16") for name in convolutions)
-        # Each has its operands taken apart, and so have the products of the attention.
-        assert names.count("pairs_left_f32") == len(convolutions) + 2
-        assert names.count("pairs_right_f32") == len(convolutions) + 2
+        # Each has its operands taken apart, and so have the products of each picture's attention.
+        assert names.count("pairs_left_f32") == len(convolutions) + 2 * 2
+        assert names.count("pairs_right_f32") == len(convolutions) + 2 * 2
 
 
 def test_convolutions_elsewhere_are_exact(cuda: Any) -> None:
@@ -68,7 +68,10 @@ def test_pictures_travel_as_bytes(cuda: Any) -> None:
         assert image.shape == (2, 3, 32, 48)
     """)
     copies = [c for c in run.after("picture").of("copy") if "HtoD" in c["kind"]]
-    assert sum(int(copy["bytes"]) for copy in copies) == 2 * 32 * 48 * 3
+    sizes = sorted(int(copy["bytes"]) for copy in copies)
+    # The rest are two numbers.
+    assert sizes[-1] == 2 * 32 * 48 * 3
+    assert sum(sizes[:-1]) < 128
 
 
 def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:

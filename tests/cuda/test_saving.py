@@ -123,8 +123,10 @@ def test_a_save_moves_what_it_writes_once(
     assert moved(run.after("adapter")) - parameters in {0, norms}
     average = sum(size for n, size in written("average").items() if n != "updates")
     assert moved(run.after("average")) == average
-    # States lie in blocks of 256 elements.
-    states = {n: size for n, size in written("optimizer").items() if "." in n}
-    surplus = moved(run.after("optimizer")) - sum(states.values())
-    assert 0 <= surplus <= len(states) * 256 + 4096
+    # Two codes an element and two scales a block of 256, in whole blocks. The file has none of them
+    # here: the steps that say so are counted by a kernel, and kernels do not compute.
+    counts = [size // 4 for size in written("parameters").values()]
+    states = sum(2 * count + 8 * math.ceil(count / 256) for count in counts)
+    surplus = moved(run.after("optimizer")) - states
+    assert 0 <= surplus <= len(counts) * 512 + 4096
     assert moved(run.after("writing")) == 0

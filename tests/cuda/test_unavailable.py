@@ -1,5 +1,6 @@
 """Every reason why CUDA cannot be used reaches the user."""
 
+import re
 from typing import Any
 
 import pytest
@@ -78,11 +79,10 @@ def test_a_card_without_code_is_refused_at_its_first_use(cuda: Any) -> None:
     built = {line.split()[1] for line in cuda.kernels.read_text().splitlines()}
     if any(name.startswith("compute_") for name in built):
         pytest.skip("this build has PTX, which every card compiles")
-    names = ",".join(sorted(name.removeprefix("sm_") for name in built))
     reason = "the GPU Simulated GPU has compute capability 13.0, and this build has code for "
-    reason += f"{names} alone; build it"
+    reason += r"[0-9a,]+ alone; build it with TRAINABLE_CANDLE_CUDA_ARCHS=130"
     run = cuda.run(REPORT, settings={"CAPABILITY": "13.0"})
-    assert reason in run.output
+    assert re.search(reason, run.output), run.output
     assert run.of("refused", "module") == []
 
 

@@ -184,7 +184,7 @@ folder = state.checkpoint_path(output, 3)
 def save(value):
     parameters = {"a": tc.Var(np.full((2, 3), value, np.float32))}
     optimizer = tc.optim.AdamW(list(parameters.values()), lr=0.1)
-    facts = state.RunState(3, 3, (0, 0), None, {"value": value})
+    facts = state.RunState(3, 3, None, {"value": value})
     state.save(folder, parameters, optimizer, facts)
 
 def until(left, value):

@@ -172,7 +172,10 @@ class SDXLRecipe:
         parts = [data.train] if data.validation is None else [data.train, data.validation]
         latents = [self._latents(part, config, area, report) for part in parts]
         factor, scaling_factor, _ = AutoencoderKL.latent_form(self._weights, subfolder="vae")
-        if config.cache != "off" and not config.sample_prompts:
+        if config.cache == "off":
+            # Now, rather than in the first step.
+            _ = self.vae
+        elif not config.sample_prompts:
             self._drop("vae")
         objectives = (
             checks.objective(self._weights, config, "cpu"),
