@@ -39,6 +39,10 @@ impl Stored for StoredWeights {
         let Some((key, form)) = self.find(name) else {
             return Err(Error::weights(self.files.path(), format!("there is no parameter \"{name}\"")));
         };
+        if form == Form::Plain {
+            return self.files.read(&key, self.dtype, &self.device);
+        }
+        // A part of a tensor is cut out before it moves.
         form.read(&self.files.read(&key, self.dtype, &Device::Cpu)?)?.to_device(&self.device)
     }
 
