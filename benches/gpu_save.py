@@ -174,7 +174,7 @@ def main() -> None:
             flush=True,
         )
 
-        facts = state.RunState(STEPS, STEPS, tc.get_rng_state(), None, {})
+        facts = state.RunState(STEPS, STEPS, None, {})
         place = state.checkpoint_path(folder / "run", STEPS + 1)
 
         def write_checkpoint(snapshot: state.Snapshot) -> Path:

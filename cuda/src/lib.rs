@@ -109,7 +109,7 @@ pub enum Unavailable {
 
 /// Find the driver and the CUDA libraries and make candle's CUDA backend usable: libraries are looked for in `folders` first (where pip
 /// puts NVIDIA's), then where the system's loader looks. Must succeed before any CUDA call; a call before that answers
-/// `CUDA_ERROR_UNKNOWN`. Repeated calls are cheap after a success. One GPU that can be used is enough; [`check_device`] says which can.
+/// `CUDA_ERROR_UNKNOWN`. Repeated calls are cheap after a success. One GPU that can be used is enough; `check_device` says which can.
 ///
 /// # Errors
 /// The first reason why CUDA cannot be used. Nothing is changed then.

@@ -117,7 +117,7 @@ pub static ENTRIES: &[Entry] = &[
             ]
         },
     },
-    Entry { info: &TO_DEVICE, cases: || vec![Case::new("same", &[&[3]], |x| x[0].to_device(&Device::Cpu))] },
+    Entry { info: &TO_DEVICE, cases: || vec![Case::new("same", &[&[3]], |x| x[0].to_device(x[0].device()))] },
     Entry {
         info: &CONTIGUOUS,
         cases: || {
