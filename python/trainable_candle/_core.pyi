@@ -562,24 +562,6 @@ class AutoencoderKL(Model):
             OutOfMemoryError: if the model does not fit.
         """
     @staticmethod
-    def latent_form(
-        path: str | bytes | PathLike[str] | PathLike[bytes], *, subfolder: str | None = None
-    ) -> tuple[int, float, float]:
-        """
-        What latents are, from the configuration alone; no weight is read.
-
-        Args:
-            path: as for `from_pretrained`.
-            subfolder: likewise.
-
-        Returns:
-            `downscale`, `scaling_factor` and `shift_factor` of the model at `path`.
-
-        Raises:
-            MissingFileError, WeightsFormatError: if files are missing or damaged.
-            ConfigError: if the configuration is another model's or is not supported.
-        """
-    @staticmethod
     def from_pretrained(
         path: str | bytes | PathLike[str] | PathLike[bytes],
         dtype: DType | str | None = None,
@@ -605,6 +587,24 @@ class AutoencoderKL(Model):
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
+        """
+    @staticmethod
+    def latent_form(
+        path: str | bytes | PathLike[str] | PathLike[bytes], *, subfolder: str | None = None
+    ) -> tuple[int, float, float]:
+        """
+        What latents are, from the configuration alone; no weight is read.
+
+        Args:
+            path: as for `from_pretrained`.
+            subfolder: likewise.
+
+        Returns:
+            `downscale`, `scaling_factor` and `shift_factor` of the model at `path`.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's or is not supported.
         """
     @property
     def scaling_factor(self, /) -> float:
@@ -821,7 +821,7 @@ class DiffusionObjective:
         self,
         /,
         latents: Tensor,
-        samples: Sequence[SupportsIndex] | None = None,
+        samples: SupportsGetItem[int, SupportsIndex] | None = None,
         seed: SupportsIndex = 0,
     ) -> NoisedLatents:
         """
@@ -1055,7 +1055,7 @@ class FlowMatching:
         self,
         /,
         data: Tensor,
-        samples: Sequence[SupportsIndex] | None = None,
+        samples: SupportsGetItem[int, SupportsIndex] | None = None,
         seed: SupportsIndex = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
@@ -1081,7 +1081,11 @@ class FlowMatching:
             ArgumentError: if there are no steps.
         """
     def validation_noise(
-        self, /, data: Tensor, examples: Sequence[SupportsIndex], seed: SupportsIndex = 0
+        self,
+        /,
+        data: Tensor,
+        examples: SupportsGetItem[int, SupportsIndex],
+        seed: SupportsIndex = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
         Put noise on data for a validation loss: an example has the same noise at the same level every time, whatever batch it is in, and
@@ -3220,8 +3224,8 @@ def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """
 
 def normal_samples(
-    shape: Sequence[SupportsIndex],
-    samples: Sequence[SupportsIndex],
+    shape: SupportsGetItem[int, SupportsIndex],
+    samples: SupportsGetItem[int, SupportsIndex],
     seed: SupportsIndex,
     purpose: str,
 ) -> Tensor:
@@ -3261,14 +3265,6 @@ def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | Non
     Ones in the shape of `input`; dtype and device are its own unless given.
     """
 
-def quick_gelu(input: Tensor) -> Tensor:
-    """
-    `input * sigmoid(1.702 * input)`, an approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), used by CLIP.
-
-    Raises:
-        DTypeError: if the input is not floating point.
-    """
-
 def prepare_adapters(
     path: str | bytes | PathLike[str] | PathLike[bytes],
     adapters: SupportsGetItem[int, AdapterSet],
@@ -3288,6 +3284,14 @@ def prepare_adapters(
 
     Raises:
         ArgumentError: if the format is unknown or cannot hold these adapters.
+    """
+
+def quick_gelu(input: Tensor) -> Tensor:
+    """
+    `input * sigmoid(1.702 * input)`, an approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), used by CLIP.
+
+    Raises:
+        DTypeError: if the input is not floating point.
     """
 
 def rand(
