@@ -13,7 +13,7 @@ struct Ring {
     pieces: Vec<Piece>,
 }
 
-/// Rings that nobody uses at the moment: who waits for a GPU holds no lock.
+/// Rings that are free: a thread that waits for a GPU holds no lock.
 static RINGS: Mutex<Vec<Ring>> = Mutex::new(Vec::new());
 
 impl Ring {

@@ -3,7 +3,7 @@
 
 #include "../element.cuh"
 
-// x = hi + lo up to 2^-17 of x. An infinity has no lo: the difference would be no number.
+// x = hi + lo up to 2^-17 of x. An infinity has no lo: the difference would be NaN.
 struct Pair {
     __nv_bfloat16 hi, lo;
 

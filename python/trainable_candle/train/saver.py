@@ -83,7 +83,7 @@ class Saver:
         try:
             wait()
         except Exception:
-            # No job is done after one that failed: nobody writes there.
+            # No job is done after one that failed: nothing writes there any more.
             if self._draft is not None:
                 self._draft.discard()
             raise

@@ -11,7 +11,7 @@ TILE: Final = 1024
 
 
 def tile_size(width: int, height: int) -> int | None:
-    """What the autoencoder is told for a picture of so many pixels."""
+    """The `tile_size` for a picture of this size, px; None encodes it whole."""
     return None if width * height <= WHOLE else TILE
 
 
