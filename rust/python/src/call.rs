@@ -17,6 +17,16 @@ pub fn compute<T: Send>(py: Python<'_>, elements: usize, work: impl FnOnce() -> 
     if elements < RELEASE_FROM { quick(work) } else { detached(py, work) }
 }
 
+/// Run `work`, which brings the values of `tensor` to the host: for a GPU's other Python threads run meanwhile.
+#[inline]
+pub fn reading<T: Send>(
+    py: Python<'_>,
+    tensor: &tc::Tensor,
+    work: impl FnOnce() -> tc::Result<T> + Send,
+) -> Result<T> {
+    if tensor.device().is_cpu() { compute(py, tensor.elem_count(), work) } else { detached(py, work) }
+}
+
 /// Run `work`, which takes long whatever its inputs look like (a backward pass), without the GIL.
 pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> tc::Result<T> + Send) -> Result<T> {
     py.detach(|| quick(work))
