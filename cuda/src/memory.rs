@@ -1,4 +1,4 @@
-//! Device memory: what stands in the slots of `cuMemAllocAsync` and `cuMemFreeAsync`, so that candle's allocations and ours come from
+//! Device memory: the functions in the slots of `cuMemAllocAsync` and `cuMemFreeAsync`, so that candle's allocations and ours come from
 //! one [`Allocator`] for each stream.
 
 use std::ffi::{c_int, c_void};
@@ -148,7 +148,7 @@ pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream)
 /// `cuMemFreeAsync`. The stream is the one that the memory was allocated for: there are no others.
 pub(crate) extern "C" fn free(address: u64, _stream: Stream) -> c_int {
     if *PLAIN {
-        // SAFETY: whoever frees has it from `allocate`. The driver waits for what uses it.
+        // SAFETY: the caller got the address from `allocate`. The driver waits for the work that uses it.
         return unsafe { driver::cuMemFree_v2(address) };
     }
     if address == 0 || allocators().iter_mut().any(|allocator| allocator.free(address)) {

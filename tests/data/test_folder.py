@@ -316,7 +316,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     write(tmp_path, "a.png")
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "folder.png").mkdir()
-    with pytest.raises(DatasetError, match=r"1 of 2 pictures .*\n.*pipe\.jpg: is no regular file"):
+    with pytest.raises(DatasetError, match=r"1 of 2 pictures .*\n.*pipe\.jpg: is not a regular file"):
         check_folder(tmp_path)
 
 

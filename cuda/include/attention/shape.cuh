@@ -1,4 +1,4 @@
-// What the attention kernels are told about their tensors.
+// The shapes and strides that the attention kernels receive.
 #pragma once
 
 #include "../element.cuh"

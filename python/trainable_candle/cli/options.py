@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         """The given arguments by name; absent flags are absent unless they have a default.
 
         Raises:
-            ConfigError: a flag is unknown (the nearest right one is told), or a value is wrong.
+            ConfigError: a flag is unknown (the message names the nearest one), or a value is wrong.
         """
         known, unknown = self.parse_known_args(arguments)
         if unknown:
@@ -170,7 +170,7 @@ def whole(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         value = int(text) if text.lstrip("+-").isascii() else None
         if value is None or value < least:
-            raise argparse.ArgumentTypeError(f"{text} is no whole number of at least {least}")
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least}, found {text}")
         return value
 
     convert.__name__ = "whole number"
@@ -182,7 +182,7 @@ def factor(text: str) -> float:
     value = float(text)
     if value == 0 or not math.isfinite(value):
         raise argparse.ArgumentTypeError(
-            f"{text} is no number other than 0 (leave --adapter out for the base)"
+            f"expected a finite number other than 0, found {text} (leave --adapter out for the base)"
         )
     return value
 
@@ -191,7 +191,7 @@ def guidance(text: str) -> float:
     """The `type=` of a flag that takes a guidance scale."""
     value = float(text)
     if value < 0 or not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
+        raise argparse.ArgumentTypeError(f"expected a finite number from 0, found {text}")
     return value
 
 

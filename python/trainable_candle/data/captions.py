@@ -41,7 +41,7 @@ def read_metadata(folder: Path) -> dict[Path, str]:
     those of Hugging Face's cache are.
 
     Raises:
-        DatasetError: the file cannot be read, or a line is no such object or names something that
+        DatasetError: the file cannot be read, or a line is not such an object or names something that
             is not in the folder; the line is named.
     """
     path = folder / METADATA

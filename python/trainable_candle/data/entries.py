@@ -45,7 +45,7 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
         parts.append(part)
         end += len(part)
     data = b"".join(parts)
-    # Names of files may hold bytes that are no text.
+    # Names of files may hold bytes that are not text.
     texts = {name: text.encode(errors="replace").decode() for name, text in facts.items()}
     metadata = {_CHECKSUM: "0" * 8, **texts}
     header = json.dumps({_METADATA: metadata, **entries}).encode()

@@ -49,7 +49,7 @@ class Folder:
     problems: tuple[str, ...]
     """What is wrong with each of the others."""
     others: tuple[tuple[str, int], ...]
-    """Kinds of files that are no pictures for us, and how many there are of each."""
+    """Kinds of files that are not pictures for us, and how many there are of each."""
 
     @property
     def count(self) -> int:
@@ -180,7 +180,7 @@ def _is_picture(path: Path) -> bool:
 def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) -> Picture | str:
     """The picture, or what is wrong with it."""
     if not path.is_file():
-        return f"{path}: is no regular file"
+        return f"{path}: is not a regular file"
     try:
         facts = probe(path)
         caption = read_caption(path)

@@ -169,7 +169,7 @@ def _decoding(path: Path) -> Iterator[None]:
         ) from error
     except UnidentifiedImageError as error:
         raise DatasetError(
-            f"{path}: cannot be decoded: its content is no picture in a known format"
+            f"{path}: cannot be decoded: its content is not a picture in a known format"
         ) from error
     except FileNotFoundError as error:
         raise DatasetError(

@@ -33,8 +33,8 @@ class Linear(Module):
         bias: (out_features,).
 
     Raises:
-        TypeError: If the weight or the bias is no tensor.
-        ShapeError: If the weight is no matrix or the bias does not fit it.
+        TypeError: If the weight or the bias is not a tensor.
+        ShapeError: If the weight is not a matrix or the bias does not fit it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -140,8 +140,8 @@ class LoRALinear(_AdaptedLinear):
         rslora: Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732).
 
     Raises:
-        TypeError: If the weight or the bias is no tensor.
-        ShapeError: If the weight is no matrix or the bias does not fit it.
+        TypeError: If the weight or the bias is not a tensor.
+        ShapeError: If the weight is not a matrix or the bias does not fit it.
         ArgumentError: If the rank is below 1 or the dropout not in [0, 1).
     """
 
@@ -167,8 +167,8 @@ class DoRALinear(_AdaptedLinear):
         rslora: Scale by alpha / sqrt(rank) instead.
 
     Raises:
-        TypeError: If the weight or the bias is no tensor.
-        ShapeError: If the weight is no matrix or the bias does not fit it.
+        TypeError: If the weight or the bias is not a tensor.
+        ShapeError: If the weight is not a matrix or the bias does not fit it.
         ArgumentError: If the rank is below 1 or the dropout not in [0, 1).
     """
 

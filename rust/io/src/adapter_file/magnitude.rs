@@ -8,7 +8,7 @@ use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 use trainable_candle_nn::Base;
 use trainable_candle_nn::adapter::{AdapterSettings, KINDS};
 
-/// Metadata that says that magnitudes were written for `ComfyUI`'s formula.
+/// Metadata of files whose magnitudes are for `ComfyUI`'s formula.
 pub(super) const MARK: (&str, &str) = ("trainable_candle.dora_scale", "divided_by_base_norm");
 
 /// ‖W + s B A‖ / ‖W‖ for each output, (out), f32, from factors as files hold them.

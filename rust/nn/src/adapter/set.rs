@@ -320,7 +320,7 @@ impl AdapterSet {
             }
             let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
             if (rank == 0) != (own_rank == 0) {
-                // Other parameters, which are told by name.
+                // Another kind has other parameters; the error names them.
                 continue;
             }
             let (there, here) = (given.scale, member.settings.scale);

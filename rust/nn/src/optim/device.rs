@@ -69,7 +69,7 @@ impl DeviceMaster {
         Ok(())
     }
 
-    /// Takes the values of a variable that somebody else has set.
+    /// Takes the values of a variable that was set outside the optimizer.
     fn refresh(&self, var: &Var) -> Result<()> {
         if self.version.swap(var.version(), Ordering::Relaxed) != var.version() {
             copy_into(&self.values, var.raw())?;
@@ -159,7 +159,7 @@ fn host_zeros(kind: StateKind, len: usize) -> StateData {
     if kind == StateKind::Codes { StateData::U8(vec![0; len]) } else { StateData::F32(vec![0.0; len]) }
 }
 
-/// A part of what the host holds, on `device`.
+/// Copies a part of host data to `device`.
 fn to_device(data: &StateData, part: Range<usize>, device: &Device) -> Result<Raw> {
     let len = part.len();
     Ok(match data {

@@ -28,7 +28,7 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// Whether a variable may be updated in chunks, on several threads.
     const ELEMENTWISE: bool = true;
 
-    /// Whether the update is a step, and not what is left of one that another rule has begun.
+    /// Whether this pass increments the step counter; false for the rest of a step that another rule has begun.
     const COUNTS: bool = true;
 
     /// Checks the ranges of hyper-parameters.

@@ -14,7 +14,7 @@ use crate::tensor::Tensor;
 ///
 /// Args:
 ///     parameters: the variables; those without a gradient count nothing.
-///     max_norm: at least 0; infinity leaves the gradients alone.
+///     max_norm: at least 0; infinity does not clip.
 ///     norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude.
 ///     error_if_nonfinite: whether a NaN or infinite norm is an error; waits for a CUDA device.
 ///
@@ -22,7 +22,7 @@ use crate::tensor::Tensor;
 ///     The norm before: f64, of no dimension, on the device of the gradients. Nothing waits for a CUDA device until it is read.
 ///
 /// Raises:
-///     ArgumentError: if a number is out of range, or an item is no Var.
+///     ArgumentError: if a number is out of range, or an item is not a Var.
 ///     NonFiniteError: if `error_if_nonfinite` and the norm is not finite; the gradients stay as they are then.
 #[pyfunction]
 #[pyo3(signature = (parameters, max_norm, norm_type=Given::of(2.0), error_if_nonfinite=false))]

@@ -19,7 +19,7 @@ use crate::types::NdArray;
 /// The values of any Python object that holds numbers, as CPU storage of their own.
 ///
 /// # Errors
-/// `DTypeError` if they are no numbers, `ShapeError` if nested lists are ragged.
+/// `DTypeError` if they are not numbers, `ShapeError` if nested lists are ragged.
 pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Raw> {
     let raw = if let Ok(tensor) = data.cast::<Tensor>() {
         tc::raw::own_copy(tensor.get().0.raw())?

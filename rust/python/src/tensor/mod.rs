@@ -217,7 +217,7 @@ impl Tensor {
 
     fn __index__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         if tc::raw::is_float(self.0.dtype()) {
-            let message = format!("a {} tensor is no index, expected an integer dtype", self.0.dtype().as_str());
+            let message = format!("a {} tensor is not an index, expected an integer dtype", self.0.dtype().as_str());
             return Err(tc::Error::dtype("index", message).into());
         }
         convert::item(py, &self.0)
@@ -257,7 +257,7 @@ impl Tensor {
         Ok((Anything(make), (numpy_values(py, tensor)?, tensor.dtype().as_str(), device::name(tensor.device()))))
     }
 
-    /// Identity: tensors are keys by what they are, not by their values.
+    /// Hash by identity, not by value.
     fn __hash__(slf: &Bound<'_, Self>) -> isize {
         // Objects are aligned to 16 bytes; the low bits say nothing.
         (slf.as_ptr() as isize) >> 4

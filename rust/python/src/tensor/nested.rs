@@ -41,7 +41,7 @@ impl Scalar {
 /// None if there are arrays in the lists.
 ///
 /// # Errors
-/// `ShapeError` if the lists are ragged, `DTypeError` if something is no number, `ArgumentError` if one does not fit the
+/// `ShapeError` if the lists are ragged, `DTypeError` if something is not a number, `ArgumentError` if one does not fit the
 /// dtype.
 pub fn read(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Option<Raw>> {
     let mut nested = Nested { op, dims: Vec::new(), values: Vec::new() };

@@ -12,7 +12,7 @@ use crate::given::Given;
 use crate::rng::words;
 use crate::tensor::Tensor;
 
-/// A batch under noise: what the model sees, and what it should say.
+/// A noised batch: the model's input and its target.
 ///
 /// Args:
 ///     sample: the latents under noise, (B, C, ...).
@@ -189,7 +189,7 @@ impl DiffusionObjective {
     /// The loss of a prediction: the mean over the batch of each example's mean loss, times the weights.
     ///
     /// Args:
-    ///     prediction: what the model said of `noised.sample` at `noised.timesteps`.
+    ///     prediction: the model's output for `noised.sample` at `noised.timesteps`.
     ///     noised: from `noise`, `noise_at` or `validation_noise`.
     ///     mask: (B, 1, ...) in the size of the latents, 0 or more: how much each place counts beside the other places of its
     ///         example. It is divided by its mean over the example, so what it shows counts the same large or small; an

@@ -105,7 +105,7 @@ impl FlowMatching {
     ///
     /// Args:
     ///     sample: where the path is at noise level `sigma`.
-    ///     velocity: what the model says there, in the shape of `sample`.
+    ///     velocity: the model's output there, in the shape of `sample`.
     ///     sigma: the noise level.
     ///     next_sigma: the noise level to go to.
     ///

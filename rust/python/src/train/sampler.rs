@@ -42,7 +42,7 @@ impl Sampler {
         Ok(Self(Mutex::new(quick(|| kind.start(&schedule.0, steps, karras_sigmas))?)))
     }
 
-    /// What the model is told at each step.
+    /// The timestep that the model receives at each step.
     #[getter]
     fn timesteps(&self) -> Vec<f64> {
         self.lock().timesteps().to_vec()
@@ -78,7 +78,7 @@ impl Sampler {
     /// Go on to the next noise level. Steps are taken in order; step 0 starts the run again.
     ///
     /// Args:
-    ///     model_output: what the model said of the scaled sample.
+    ///     model_output: the model's output for the scaled sample.
     ///     i: the step, from 0.
     ///     x: the sample at step `i`.
     ///
@@ -94,7 +94,7 @@ impl Sampler {
     }
 }
 
-/// Guide a model's output away from what it says for a negative prompt (arXiv:2207.12598).
+/// Guide a model's output away from its output for a negative prompt (arXiv:2207.12598).
 ///
 /// Args:
 ///     negative: its output for the negative prompt.

@@ -59,7 +59,7 @@ impl NoiseSchedule {
         Ok(Self(Arc::new(quick(|| objective::NoiseSchedule::new(config))?)))
     }
 
-    /// Read a diffusers configuration; what it lacks is SDXL's.
+    /// Read a diffusers configuration; missing fields have SDXL's values.
     ///
     /// Args:
     ///     path: `scheduler_config.json`, its folder, or the folder of a model that has it in `scheduler`.

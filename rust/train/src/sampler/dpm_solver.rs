@@ -12,7 +12,7 @@ pub struct DpmSolver {
     prediction: PredictionType,
     timesteps: Vec<f64>,
     sigmas: Vec<f64>,
-    /// The data as the step before saw it, and the number of the step that may use it.
+    /// The previous step's estimate of the data, and the number of the step that may use it.
     previous: Option<(Tensor, usize)>,
 }
 
