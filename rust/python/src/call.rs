@@ -25,7 +25,7 @@ pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> tc::Result<T> + 
 /// Run `work` that is short (a view, a small tensor) or needs the GIL.
 #[inline]
 pub fn quick<T>(work: impl FnOnce() -> tc::Result<T>) -> Result<T> {
-    // Nothing of ours is left half-changed by a panic: values are immutable, and locks are taken poisoned or not.
+    // A panic leaves no state half-changed: values are immutable, and poisoned locks are taken.
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(result) => result.map_err(Error::Core),
         Err(payload) => Err(Error::Panic(message(&*payload))),

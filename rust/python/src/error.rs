@@ -73,7 +73,7 @@ fn raise(error: tc::Error) -> PyErr {
             Ok(exception) => *exception,
             Err(other) => py::Error::new_err(other.to_string()),
         },
-        // Candle's own reasons, and cases that a newer core adds.
+        // Candle's own errors, and variants that a newer core adds.
         _ => py::Error::new_err(text),
     }
 }

@@ -84,10 +84,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
             .map_err(|e| Error::weights(path, format!("{module}: {e}")))?;
         if let Some(name) = non_finite(&values)? {
             let cure = "the training that made the file has diverged, or the file is damaged";
-            return Err(Error::weights(
-                path,
-                format!("{module}.{name} has non-finite elements; {cure}"),
-            ));
+            return Err(Error::weights(path, format!("{module}.{name} has non-finite elements; {cure}")));
         }
         if found[part].insert(layer.to_owned(), values).is_some() {
             return Err(Error::weights(path, format!("the layer {layer} is in the file under two names")));

@@ -217,8 +217,9 @@ fn matches(pattern: &str, name: &str) -> Result<bool> {
     if pattern.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '.' || c == '-') {
         return Ok(false);
     }
-    let regex = Regex::new(&format!("^(?:.*\\.)?(?:{pattern})$"))
-        .map_err(|e| Error::Config(format!("LoraConfig: the pattern \"{pattern}\" is not a regular expression: {e}")))?;
+    let regex = Regex::new(&format!("^(?:.*\\.)?(?:{pattern})$")).map_err(|e| {
+        Error::Config(format!("LoraConfig: the pattern \"{pattern}\" is not a regular expression: {e}"))
+    })?;
     Ok(regex.is_match(name))
 }
 

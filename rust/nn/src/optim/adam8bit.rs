@@ -115,7 +115,7 @@ fn kernel_settings(config: &Adam8bitConfig) -> KernelSettings {
     KernelSettings { lr, betas, eps, weight_decay, ..KernelSettings::default() }
 }
 
-/// What one step needs of an [`Adam8bitConfig`], rounded as the kernels of bitsandbytes round it. Fused multiply-adds are
+/// The values of an [`Adam8bitConfig`] that a step uses, rounded as the kernels of bitsandbytes round them. Fused multiply-adds are
 /// where its CUDA code has them, so that moments are equal bit for bit.
 #[derive(Clone, Copy)]
 struct Coefficients {
@@ -234,7 +234,7 @@ fn update_blocks(
     }
 }
 
-/// One step on a block. An element whose gradient or its square is not finite loses its moments and stays as it is.
+/// One step on a block. An element whose gradient or its square is non-finite loses its moments and does not change.
 #[inline(always)]
 fn update_block(
     at: Coefficients,

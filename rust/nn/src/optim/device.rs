@@ -20,12 +20,12 @@ use super::stepper::{Group, Guard};
 
 const _: () = assert!(STATE_BLOCK == BLOCK_SIZE);
 
-/// Tables kept for other sets of variables.
+/// The number of cached tables for other sets of variables.
 const TABLES: usize = 32;
 
 type Specs = SmallVec<[StateSpec; 4]>;
 
-/// What an optimizer keeps on the device.
+/// The device state of an optimizer.
 pub(super) struct OnDevice {
     /// Settings, coefficients and steps of variables that have the same. There is room for one group a variable.
     settings: Groups,
@@ -38,7 +38,7 @@ pub(super) struct OnDevice {
     tables: Vec<(usize, Arc<Table>)>,
 }
 
-/// Where what belongs to a variable is.
+/// Where the states of a variable are.
 struct Place {
     layout: usize,
     /// The first block of its states.

@@ -114,7 +114,7 @@ fn update_blocks(at: Coefficients<f32>, mut chunk: Chunk<'_, f32>) {
     }
 }
 
-/// One step on a block. An element whose gradient is not finite loses its momentum and stays as it is (where bitsandbytes
+/// One step on a block. An element with a non-finite gradient loses its momentum and does not change (where bitsandbytes
 /// would write the block's largest value to its momentum).
 #[inline(always)]
 fn update_block(

@@ -49,7 +49,7 @@ pub trait Rule: Sized + Send + Sync + 'static {
 pub struct Kernels<C> {
     /// Whose arithmetic they have.
     pub family: Family,
-    /// What they need of a group's hyper-parameters.
+    /// Converts a group's hyper-parameters for them.
     pub settings: fn(&C) -> KernelSettings,
 }
 
@@ -68,7 +68,7 @@ pub enum Family {
     SGD,
 }
 
-/// Hyper-parameters as kernels take them; what an optimizer lacks is 0.
+/// Hyper-parameters for the kernels; 0 for those that an optimizer does not have.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct KernelSettings {
     /// Learning rate.

@@ -160,7 +160,7 @@ impl GradScaler {
         loss.mul_scalar(self.read()?.0)
     }
 
-    /// Divides the gradients of the optimizer's variables by the scale, to clip or look at them before the step.
+    /// Divides the gradients of the optimizer's variables by the scale, to clip or read them before the step.
     ///
     /// # Errors
     /// [`Error::Argument`] if that was done since the last [`update`](Self::update).
@@ -190,8 +190,8 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Takes a step with the gradients divided by the scale, unless one is infinite or NaN. Returns whether it was taken; nothing
-    /// on a CUDA device, which alone knows.
+    /// Takes a step with the gradients divided by the scale, unless one is infinite or NaN. Returns whether it was taken; None
+    /// on a CUDA device, where finding out would synchronize.
     ///
     /// Gradients that [`unscale`](Self::unscale) has not divided are divided here, on a CUDA device by the step itself: there they stay
     /// as they are.
@@ -226,7 +226,7 @@ impl GradScaler {
         if stage.norm.device().is_cpu() { Ok(Some(guard.allows()?)) } else { Ok(None) }
     }
 
-    /// How far an optimizer is since the last update.
+    /// The progress of an optimizer since the last update.
     fn stage(&self, optimizer: &dyn Optimizer) -> Option<Stage> {
         self.stages.get().remove(&optimizer.id())
     }
@@ -282,7 +282,7 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Goes on with the scale and the tracker of a saved run.
+    /// Continues from the scale and the counter of a saved run.
     ///
     /// # Errors
     /// [`Error::Argument`] if the scale is not a number above 0.

@@ -7,10 +7,10 @@ use std::f64::consts::PI;
 
 use trainable_candle_core::{Error, Result};
 
-/// The course of the factor after the warm-up.
+/// The factor as a function of the step after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Decay {
-    /// 1 for ever.
+    /// Constant 1.
     Constant,
     /// Linearly from 1 to 0 at `total_steps`.
     Linear {

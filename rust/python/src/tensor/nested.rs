@@ -8,7 +8,7 @@ use trainable_candle_core as tc;
 use super::Tensor;
 use crate::error::Result;
 
-/// How deep lists may be nested; a list that contains itself ends here.
+/// The greatest depth of nested lists, which also ends a list that contains itself.
 const MAX_DEPTH: usize = 32;
 
 /// A Python number.
