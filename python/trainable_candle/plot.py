@@ -33,7 +33,7 @@ def loss_curve(
         steps: the steps that the losses belong to, ascending.
         losses: as many.
         validation: steps and validation losses, ascending.
-        title: stands above the curve.
+        title: above the curve.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message says how to install it.
@@ -116,7 +116,7 @@ def image_grid(
 
 
 def visible_scale(pictures: npt.NDArray[np.uint8]) -> int:
-    """How often to enlarge pictures, at least 1, so that a grid of them can be seen."""
+    """The factor, at least 1, that enlarges a grid of pictures to a visible size."""
     return max(1, 64 // int(pictures.shape[1]))
 
 

@@ -21,7 +21,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     given = parser.parse(arguments)
     parser.require(given, "model", "prompt", "output")
 
-    # Imported after the arguments have proved right.
+    # Imported after the arguments are checked.
     from trainable_candle import plot  # noqa: PLC0415
     from trainable_candle.recipes.base import SampleOptions, parse_size  # noqa: PLC0415
     from trainable_candle.train.checks import require_text  # noqa: PLC0415
@@ -55,7 +55,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def make_parser(program: str) -> Parser:
-    """The parser of the flags."""
+    """Make the parser of the flags."""
     parser = Parser(
         program,
         "Draw pictures, with an adapter or without, into one PNG.",

@@ -24,7 +24,7 @@ def run(arguments: Sequence[str], program: str) -> int:
         return 0
     config = read_config(given)
 
-    # Imported after the arguments have proved right.
+    # Imported after the arguments are checked.
     from trainable_candle.train.run import CONFIG, train_adapter  # noqa: PLC0415
 
     result = train_adapter(config, report=lambda line: print(line, flush=True))
@@ -39,7 +39,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def make_parser(program: str, *, rare: bool) -> Parser:
-    """The parser of the flags; `rare` decides whether its help shows them all."""
+    """Make the parser of the flags; with `rare`, its help shows all of them."""
     parser = Parser(
         program,
         "Fine-tune a model on a folder of pictures. Flags override --config.",
@@ -50,7 +50,7 @@ def make_parser(program: str, *, rare: bool) -> Parser:
 
 
 def read_config(given: dict[str, Any]) -> TrainConfig:
-    """The configuration of a file, if one is given, overridden by flags.
+    """Read the configuration from a file, if one is given, and apply the flags.
 
     Raises:
         MissingFileError, ConfigError: the file is missing or wrong, or a flag is.

@@ -47,12 +47,12 @@ class Fit:
         return 1 - self.bucket.width * self.bucket.height / (self.scaled[0] * self.scaled[1])
 
     def box(self, across: float = 0.5, down: float = 0.5) -> tuple[int, int]:
-        """The left column and top row of a cut; 0 is left or top, 0.5 the middle."""
+        """The left column and top row of a crop; 0 is left or top, 0.5 the centre."""
         columns, rows = self.margin
         return round(columns * across), round(rows * down)
 
     def time_ids(self, left: int, top: int, *, flipped: bool = False) -> tuple[int, ...]:
-        """What SDXL is told about size and cut ("micro-conditioning", arXiv 2307.01952, 2.2).
+        """SDXL's conditioning on size and crop ("micro-conditioning", arXiv:2307.01952, 2.2).
 
         Returns:
             Height and width of the original; top and left of the cut in the scaled picture, which
@@ -72,7 +72,7 @@ class Fit:
 
 
 class Buckets:
-    """The sizes that `DatasetOptions` allow, and which of them suits a picture.
+    """The sizes that `DatasetOptions` allow, and the choice of one for a picture.
 
     Those of full size have sides that are multiples of the step, each as long as the area, that of
     a square of `resolution`, allows. A picture goes to the one with the nearest aspect ratio. If it
@@ -89,7 +89,7 @@ class Buckets:
             self.full = tuple(sorted({square, *self._sizes()}))
 
     def fit(self, width: int, height: int) -> Fit | None:
-        """How a picture is fitted, or None if it is too small for every bucket."""
+        """Fit a picture; None if it is too small for every bucket."""
 
         def distance(bucket: Bucket) -> tuple[float, int]:
             apart = math.log(bucket.width / bucket.height) - math.log(width / height)

@@ -1,4 +1,4 @@
-"""Folders of pictures with captions and masks, checked as a whole before anything is trained."""
+"""Folders of pictures with captions and masks, checked completely before training."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ class Picture:
     digest: str
     """Of the file's bytes, 32 hexadecimal digits."""
     mask: Path | None = None
-    """The picture of where the loss counts, if there is one and it was asked for."""
+    """The mask, if there is one and masks are read."""
     transparent: bool = False
     """Whether it has an alpha channel, or a colour that is transparent."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """What there is in a folder."""
+    """The contents of a folder."""
 
     path: Path
     pictures: tuple[Picture, ...]
-    """Those that can be used, sorted by path."""
+    """The usable pictures, sorted by path."""
     problems: tuple[str, ...]
-    """What is wrong with each of the others."""
+    """What is wrong with each unusable picture."""
     others: tuple[tuple[str, int], ...]
-    """Kinds of files that are not pictures for us, and how many there are of each."""
+    """The types of other files and their numbers."""
 
     @property
     def count(self) -> int:
-        """How many pictures there are, usable or not."""
+        """The number of pictures, usable or not."""
         return len(self.pictures) + len(self.problems)
 
 
@@ -79,11 +79,11 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
 
 
 def read_folder(source: Source, *, masks: bool = False) -> Folder:
-    """Look at every picture of a folder, each decoded once, in parallel.
+    """Check every picture of a folder, each decoded once, in parallel.
 
     Captions are in `.txt` files of the pictures' names (UTF-8) or in a `metadata.jsonl`, which may
-    also name pictures in folders below; otherwise they are the source's. Hidden files, and masks,
-    are left out.
+    also name pictures in folders below; the default is the source's. Hidden files, and masks, are
+    left out.
 
     Args:
         source: the folder.
@@ -126,7 +126,7 @@ def read_folder(source: Source, *, masks: bool = False) -> Folder:
 
 
 def unusable(folder: Path, count: int, problems: Sequence[str], hint: str = "") -> DatasetError:
-    """What to say when `problems` were found among `count` pictures: the first ten."""
+    """The error for `problems` among `count` pictures: the first ten."""
     return DatasetError(
         f"dataset: {len(problems)} of {counted(count, 'picture')} in {folder} cannot be used"
         f"{hint}:\n  " + "\n  ".join(first_lines(problems))
@@ -134,12 +134,12 @@ def unusable(folder: Path, count: int, problems: Sequence[str], hint: str = "") 
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, in the singular if it is one."""
+    """A number with its noun, in the singular if it is one."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """The first ten, and how many more there are."""
+    """The first ten lines, and the number of the others."""
     shown = list(lines[:_SHOWN])
     return [*shown, f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else shown
 
@@ -163,7 +163,7 @@ def _listed(files: Sequence[Path], folder: Path) -> dict[Path, str]:
         if path.name == METADATA
         for picture, caption in read_metadata(path.parent).items()
     }
-    # Not by a path's method, which raises for names that no file can have.
+    # Not by a path's method, which raises for invalid file names.
     missing = sorted(str(path) for path in listed if not os.path.isfile(path))  # noqa: PTH113
     if missing:
         raise DatasetError(
@@ -178,7 +178,7 @@ def _is_picture(path: Path) -> bool:
 
 
 def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) -> Picture | str:
-    """The picture, or what is wrong with it."""
+    """Check a picture; returns it, or what is wrong with it."""
     if not path.is_file():
         return f"{path}: is not a regular file"
     try:

@@ -1,4 +1,4 @@
-"""From folders to a data set: everything is looked at before anything is trained."""
+"""From folders to a data set, checked completely before training."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 def load_dataset(
     options: DatasetOptions, captions: CaptionOptions | None = None, seed: int = 0
 ) -> Dataset:
-    """Look at every picture, caption and mask, and fit the pictures to buckets.
+    """Check every picture, caption and mask, and fit the pictures to buckets.
 
     Args:
-        options: the folders and what to do with them.
-        captions: what to do with captions; nothing by default.
+        options: the folders and their settings.
+        captions: the transformations of captions; none by default.
         seed: of everything random, at least 0.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Masks: pictures of where the loss counts, white where it does."""
+"""Masks: pictures that are white where the loss counts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 FOLDER: Final = "masks"
 SUFFIX: Final = "-masklabel"
 _SAME_SHAPE: Final = 0.02
-"""How far the ratios of the sides may differ, relatively: from scaling to whole pixels."""
+"""Greatest relative difference of aspect ratios, from scaling to whole pixels."""
 
 
 def is_mask(path: Path) -> bool:
-    """Whether a picture is one of the masks that lie among pictures."""
+    """Whether a picture is a mask beside other pictures."""
     return path.stem.endswith(SUFFIX)
 
 
@@ -29,7 +29,7 @@ def mask_of(picture: Path) -> Path | None:
 
 
 def mask_problem(mask: Path, picture: Facts) -> str | None:
-    """Why a mask does not fit a picture; another size does, another shape does not.
+    """Why a mask does not fit a picture: its size may differ, but not its aspect ratio.
 
     Raises:
         DatasetError: the mask cannot be decoded.

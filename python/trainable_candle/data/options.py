@@ -1,4 +1,4 @@
-"""What a data set is made of and how its pictures and captions are used: plain settings."""
+"""The settings of a data set, its pictures and its captions."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Source:
     caption: str | None = None
     """For pictures that have none of their own."""
     repeats: float | None = None
-    """How often each picture is seen in a pass; 0.5: in every other pass. Default: 1, and for
-    regularisation pictures as often as makes them as many as the others."""
+    """How often each picture occurs in an epoch; 0.5: in every other epoch. Default: 1, and for
+    regularisation pictures as often as needed to be as many as the others."""
     loss_weight: float = 1.0
     """Factor on the loss of these pictures."""
     regularization: bool = False
@@ -71,7 +71,7 @@ class Source:
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """Which pictures there are, and what is cut out of them.
+    """Which pictures to read, and how to crop them.
 
     Raises:
         ConfigError: a value lies outside its range, or two contradict each other.
@@ -81,7 +81,7 @@ class DatasetOptions:
     resolution: int = 1024
     """Square root of the largest area of a training picture, px; a multiple of `bucket_step`."""
     bucketing: bool = True
-    """Group pictures by aspect ratio; if not, all are cut to a square of `resolution`."""
+    """Group pictures by aspect ratio; if not, all are cropped to a square of `resolution`."""
     bucket_step: int = 64
     """Sides of buckets are multiples of it, px; itself a multiple of 8."""
     min_side: int | None = None
@@ -96,14 +96,14 @@ class DatasetOptions:
     random_crops: int = 4
     """With `crop="random"`: different cuts of a picture; each has its own latents."""
     flip: bool = False
-    """Mirror half of what is seen from left to right."""
+    """Mirror half of the samples horizontally."""
     mask: str = "off"
     """Where the loss counts: `off`, everywhere; `file`, by `masks/NAME` or `NAME-masklabel.png`;
     `alpha`, by the picture's own alpha channel."""
     prior_loss_weight: float = 1.0
     """Factor on the loss of regularisation pictures."""
     skip_bad: bool = False
-    """Leave out pictures that cannot be used, and say which, instead of refusing to train."""
+    """Leave out and report pictures that cannot be used, instead of raising."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -149,7 +149,7 @@ class DatasetOptions:
 
 @dataclass(frozen=True)
 class CaptionOptions:
-    """What is made of a caption each time it is used; by seed, batch and picture alone.
+    """The transformation of a caption in each use, which depends only on seed and sample.
 
     Raises:
         ConfigError: a value lies outside its range.
@@ -158,18 +158,18 @@ class CaptionOptions:
     dropout: float = 0.0
     """Probability of the empty caption, 0 to 1; trains guidance."""
     shuffle: bool = False
-    """Put the tags of a caption, the parts between separators, into random order."""
+    """Shuffle the tags of a caption, the parts between separators."""
     keep_tokens: int = 0
     """Tags at the start that keep their place and are never dropped."""
     tag_dropout: float = 0.0
     """Probability that one tag is left out, 0 to below 1."""
     separator: str = ","
-    """What lies between tags."""
+    """The separator of tags."""
     trigger: str = ""
-    """Put before every caption as a tag of its own, unless the caption starts with it."""
+    """A tag put before every caption that does not start with it."""
     variants: int = 8
-    """How many orders (and choices) of tags a caption has: so many text features are cached for
-    it. 0: a fresh one each time, which needs the text encoders throughout the run."""
+    """How many shuffles (and dropouts) of tags a caption has, each with its cached text features;
+    0: a new one each time, which needs the text encoders throughout the run."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -186,7 +186,7 @@ class CacheOptions:
     """Where latents and text features are kept.
 
     Raises:
-        ConfigError: a value is none of those possible.
+        ConfigError: a value is not allowed.
     """
 
     kind: str = "disk"
@@ -212,7 +212,7 @@ def parse_sources(
         caption: for pictures without one, where the entry has no `caption` of its own.
 
     Raises:
-        ConfigError: an entry is wrong: which, and how.
+        ConfigError: an entry is wrong; the message says which, and why.
         DatasetError: the YAML file cannot be read.
     """
     base, where = Path(), "dataset"
@@ -236,7 +236,7 @@ def _read_entries(path: Path) -> list[Any]:
         entries = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DatasetError(f"dataset: {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, a date that cannot be
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or an impossible date
         raise DatasetError(f"dataset: {path} is not valid YAML: {error}") from error
     if isinstance(entries, dict) and set(entries) == {"dataset"}:
         entries = entries["dataset"]

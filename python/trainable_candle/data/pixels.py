@@ -35,8 +35,8 @@ _ORIENTATION: Final = 0x0112
 _ON_ITS_SIDE: Final = range(5, 9)
 _WORKERS: Final = min(8, os.cpu_count() or 1)
 AHEAD: Final = 2 * _WORKERS
-"""Outcomes of `in_parallel` that are made ahead, at most."""
-# What Pillow's decoders are known to raise for damaged files.
+"""The most results that `in_parallel` computes ahead."""
+# Known exceptions of Pillow's decoders for damaged files.
 _UNDECODABLE: Final = (
     OSError, ValueError, SyntaxError, MemoryError, ArithmeticError, LookupError, RuntimeError,
     TypeError, struct.error,
@@ -45,7 +45,7 @@ _UNDECODABLE: Final = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What a look at a picture file tells."""
+    """The properties of a picture file."""
 
     width: int
     """Upright, px."""
@@ -57,7 +57,7 @@ class Facts:
 
 
 def probe(path: Path) -> Facts:
-    """Decode a picture to see that it can be, at reduced size where the format allows that.
+    """Decode a picture to check it, at reduced size where the format allows that.
 
     Raises:
         DatasetError: it cannot be decoded.
@@ -85,10 +85,10 @@ def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
 
     Args:
         path: its file.
-        digest: what `probe` found; None if that does not matter.
+        digest: the digest from `probe`, which must not have changed; None skips the check.
 
     Raises:
-        DatasetError: the file cannot be decoded, holds no picture in whole numbers, or has changed.
+        DatasetError: the file cannot be decoded, has pixels that are not integers, or has changed.
     """
     with _decoding(path):
         data = path.read_bytes()
@@ -104,7 +104,7 @@ def read_pixels(path: Path) -> npt.NDArray[np.uint8]:
     """As `read_rgb`, as an array; shape (height, width, 3).
 
     Raises:
-        DatasetError: the file cannot be decoded, or holds no picture in whole numbers.
+        DatasetError: the file cannot be decoded, or has pixels that are not integers.
     """
     return np.asarray(read_rgb(path), dtype=np.uint8)
 
@@ -119,7 +119,7 @@ def read_grey(path: Path) -> Image.Image:
 
 
 def read_alpha(path: Path) -> Image.Image:
-    """How opaque a picture is, upright, in 8 bits; 255 where it has no transparency.
+    """The opacity of a picture, upright, in 8 bits; 255 where it has no transparency.
 
     Raises:
         DatasetError: the file cannot be decoded.
@@ -134,12 +134,12 @@ def read_alpha(path: Path) -> Image.Image:
 def in_parallel(
     function: Callable[[Task], Outcome], tasks: Iterable[Task]
 ) -> Generator[Outcome, None, None]:
-    """The outcomes of `function` in order; a few are worked on ahead of the one asked for.
+    """Yield the results of `function` in order; a few are computed ahead.
 
-    No more than `AHEAD` outcomes exist at a time besides those that the caller keeps, so that any
-    number of pictures takes the memory of a few.
+    At most `AHEAD` results exist at a time besides those that the caller keeps, so that any number
+    of pictures takes the memory of a few.
     """
-    # What Pillow warns of (large pictures, odd metadata) is either fine or an error here.
+    # Pillow's warnings (large pictures, odd metadata) are either harmless or errors here.
     with warnings.catch_warnings(), ThreadPoolExecutor(_WORKERS) as pool:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -147,7 +147,7 @@ def in_parallel(
         running = deque(pool.submit(function, task) for task in islice(waiting, AHEAD))
         try:
             while running:
-                # A future keeps its result: none may outlive the turn of its outcome.
+                # A future keeps its result, so drop it with the result.
                 yield running.popleft().result()
                 running.extend(pool.submit(function, task) for task in islice(waiting, 1))
         finally:

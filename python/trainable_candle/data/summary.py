@@ -1,4 +1,4 @@
-"""What is said about a data set before training: folders, buckets, what is left out."""
+"""The summary of a data set before training: folders, buckets, what is left out."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def describe(
 
     Args:
         found: the usable pictures of each folder.
-        options: what they were chosen by.
-        folders: what is in each folder.
+        options: the settings.
+        folders: the contents of each folder.
         small: pictures that are too small for every bucket.
     """
     items = [item for group in found for item in group]
@@ -53,7 +53,7 @@ def describe(
 def nothing_left(
     options: DatasetOptions, folders: Sequence[Folder], small: Sequence[str]
 ) -> DatasetError:
-    """What to say when no picture can be used."""
+    """The error if no picture can be used."""
     problems = [problem for folder in folders for problem in folder.problems]
     reasons = []
     if small:

@@ -39,7 +39,7 @@ class Judge:
         self._classifier.fit(_features(real.pixels), real.labels)
 
     def labels(self, pixels: Pixels) -> Labels:
-        """The digit that the judge sees in each picture; shape (n,)."""
+        """The judge's digit for each picture; shape (n,)."""
         return np.asarray(self._classifier.predict(_features(pixels)), dtype=np.uint8)
 
     def accuracy(self, real: Digits) -> float:
@@ -53,7 +53,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge says about the samples before and after the LoRA."""
+    """The judgement of the samples before and after the LoRA."""
 
     digit: int
     """The digit that the base has never seen."""
