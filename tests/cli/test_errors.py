@@ -102,7 +102,10 @@ def test_no_command_shows_the_commands() -> None:
         ("sample --model digits", "missing --prompt, --output"),
         ("sample --model digits --prompt 1 --output a.jpg", "expected the name of a .png file"),
         ("sample --scale 0", "argument --scale: expected a finite number other than 0, found 0"),
-        ("sample --scale nan", "argument --scale: expected a finite number other than 0, found nan"),
+        (
+            "sample --scale nan",
+            "argument --scale: expected a finite number other than 0, found nan",
+        ),
         (
             "sample --model sdxl --prompt x --output a.png --scale 0.5",
             "--scale has no effect without --adapter",

@@ -37,9 +37,9 @@ class Command:
 
 
 COMMANDS: Final = {
-    "train": Command("trainable_candle.cli.train", "fine-tune a model on a folder of pictures"),
+    "train": Command("trainable_candle.cli.train", "fine-tune a model on a folder of images"),
     "demo": Command("trainable_candle.cli.demo", "teach the built-in generator an unseen digit"),
-    "sample": Command("trainable_candle.cli.sample", "draw pictures, with an adapter or without"),
+    "sample": Command("trainable_candle.cli.sample", "draw images, with an adapter or without"),
     "merge": Command("trainable_candle.cli.merge", "write a model with an adapter merged into it"),
     "verify": Command("trainable_candle.cli.verify", "tell what other tools make of an adapter"),
     "info": Command("trainable_candle.cli.info", "show versions, devices and models"),

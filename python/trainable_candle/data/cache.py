@@ -1,4 +1,4 @@
-"""Encoded pictures and captions on disk: found by content, complete or absent."""
+"""Encoded images and captions on disk: found by content, complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads captions beside pictures, and transforms them for training."""
+"""Reads captions beside images, and transforms them for training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS: Final = ("text", "caption", "prompt")
 
 
 def read_caption(path: Path) -> str | None:
-    """The text in the `.txt` of a picture's name; None if there is no such file.
+    """The text in the `.txt` of an image's name; None if there is no such file.
 
     Raises:
         DatasetError: it cannot be read as UTF-8.
@@ -33,11 +33,11 @@ def read_caption(path: Path) -> str | None:
 
 
 def read_metadata(folder: Path) -> dict[Path, str]:
-    """The captions in a folder's `metadata.jsonl`, by picture; none if there is no such file.
+    """The captions in a folder's `metadata.jsonl`, by image; none if there is no such file.
 
     Each line is a JSON object with `file_name`, relative to the folder, and the caption as `text`,
     `caption` or `prompt`: the layout of Hugging Face's `imagefolder`. A name that points out of the
-    folder, by itself or through a link to another folder, is refused. A picture may be a link:
+    folder, by itself or through a link to another folder, is refused. An image may be a link:
     those of Hugging Face's cache are.
 
     Raises:
@@ -120,7 +120,7 @@ class CaptionMaker:
         return f"{trigger}{joint}{caption}" if caption else trigger
 
     def use(self, caption: str, trigger: str, picture: int, sample: int) -> str:
-        """The caption of the picture with this number as sample number `sample` of a run."""
+        """The caption of the image with this number as sample number `sample` of a run."""
         rng = generator(self._seed, "caption", sample)
         dropped, choice = rng.random() < self.options.dropout, int(rng.integers(2**31))
         if dropped:
@@ -133,7 +133,7 @@ class CaptionMaker:
         return self.plain(caption, trigger)
 
     def possible(self, caption: str, trigger: str, picture: int) -> Iterator[str]:
-        """Every caption that `use` may return for a picture; the caller has checked `endless`."""
+        """Every caption that `use` may return for an image; the caller has checked `endless`."""
         if self.options.dropout > 0:
             yield ""
         if self._varies:

@@ -1,4 +1,4 @@
-"""All pictures of a run with their captions, drawn as batches."""
+"""All images of a run with their captions, drawn as batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MASKS_KEPT: Final = 4096
 
 @dataclass(frozen=True)
 class Item:
-    """A picture with the settings of its folder."""
+    """An image with the settings of its folder."""
 
     picture: Picture
     fit: Fit
@@ -50,24 +50,24 @@ class Item:
 
     @property
     def seed(self) -> int:
-        """Seed of the picture's random choices, independent of the other pictures."""
+        """Seed of the image's random choices, independent of the other images."""
         return int(self.picture.digest[:8], 16)
 
 
 @dataclass(frozen=True)
 class View:
-    """A crop of a picture: the unit that is encoded and cached."""
+    """A crop of an image: the unit that is encoded and cached."""
 
     item: int
     left: int
-    """Column of the scaled picture where the cut starts, px."""
+    """Column of the scaled image where the cut starts, px."""
     top: int
     flipped: bool
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The input of one call of the loss; all pictures have the same size."""
+    """The input of one call of the loss; all images have the same size."""
 
     index: int
     """The number of the batch in the run."""
@@ -80,15 +80,15 @@ class Batch:
     time_ids: npt.NDArray[np.float32]
     """SDXL's size and crop, see `Fit.time_ids`; shape (B, 6)."""
     loss_weights: npt.NDArray[np.float32]
-    """Factors on the loss of each picture; shape (B,)."""
+    """Factors on the loss of each image; shape (B,)."""
 
     def __len__(self) -> int:
-        """The number of pictures."""
+        """The number of images."""
         return len(self.views)
 
 
 class Dataset:
-    """Pictures with captions; made by `load_dataset`."""
+    """Images with captions; made by `load_dataset`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Dataset:
         self._mask = lru_cache(maxsize=_MASKS_KEPT)(self._read_mask)
 
     def __len__(self) -> int:
-        """The number of pictures."""
+        """The number of images."""
         return len(self.items)
 
     def summary(self) -> str:
@@ -122,7 +122,7 @@ class Dataset:
         return DatasetBatches(self, batch_size, self.seed)
 
     def fixed_batches(self, batch_size: int) -> list[Batch]:
-        """Every picture once, for validation: in order, centre crop, not mirrored, plain caption.
+        """Every image once, for validation: in order, centre crop, not mirrored, plain caption.
 
         The last batch of a bucket may be smaller.
         """
@@ -185,14 +185,14 @@ class Dataset:
         return np.asarray(cut, dtype=np.uint8)
 
     def masks(self, batch: Batch, factor: int = 8) -> npt.NDArray[np.float32] | None:
-        """Where the loss counts, 0 to 1; pictures without a mask count everywhere.
+        """Where the loss counts, 0 to 1; images without a mask count everywhere.
 
         Args:
             batch: the batch.
             factor: pixels on a side of a latent.
 
         Returns:
-            Shape (B, height / factor, width / factor), or None if masks are off for all pictures.
+            Shape (B, height / factor, width / factor), or None if masks are off for all images.
 
         Raises:
             DatasetError: a mask cannot be decoded.

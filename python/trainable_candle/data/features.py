@@ -34,14 +34,14 @@ class LatentCache:
     """The encoder's results for the views of a data set.
 
     Args:
-        dataset: the pictures.
+        dataset: the images.
         encode: from pixels, uint8 of shape (n, h, w, 3), to tensors of n rows by name.
         options: where to keep results.
         identity: everything that results depend on besides pixels: the encoder's weights, its
             settings, the dtype. Other values make other entries.
         folder: for files, see `cache_folder`; needed if `options.kind` is `disk`.
         device: the device of batches.
-        encode_area: the most pixels that `encode` gets at once; but always at least one picture.
+        encode_area: the most pixels that `encode` gets at once; but always at least one image.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class LatentCache:
     def fill(self, *, progress: bool = False, report: Report | None = None) -> Filled:
         """Encode the missing entries, in batches of one size.
 
-        While the encoder works, threads decode pictures ahead and another writes entries; memory
-        does not grow with the number of pictures. Nothing is encoded if nothing is kept.
+        While the encoder works, threads decode images ahead and another writes entries; memory
+        does not grow with the number of images. Nothing is encoded if nothing is kept.
 
         Args:
             progress: whether to draw a bar on a terminal.
             report: gets a line from time to time if there is no bar.
 
         Raises:
-            DatasetError: a picture has changed, or cannot be decoded any more.
+            DatasetError: an image has changed, or cannot be decoded any more.
             OSError: an entry cannot be written; earlier ones are kept.
         """
         if not self._kept:

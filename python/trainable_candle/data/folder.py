@@ -1,4 +1,4 @@
-"""Folders of pictures with captions and masks, checked completely before training."""
+"""Folders of images with captions and masks, checked completely before training."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trainable_candle.errors import DatasetError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-SKIP_HINT: Final = " (--skip-bad leaves such pictures out)"
+SKIP_HINT: Final = " (--skip-bad leaves such images out)"
 _SHOWN: Final = 10
 _EXPECTED: Final = frozenset({".txt", ".json", ".jsonl", ".yaml", ".yml", ".md"})
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture that can be read, and its caption."""
+    """One image that can be read, and its caption."""
 
     path: Path
     caption: str
@@ -45,30 +45,30 @@ class Folder:
 
     path: Path
     pictures: tuple[Picture, ...]
-    """The usable pictures, sorted by path."""
+    """The usable images, sorted by path."""
     problems: tuple[str, ...]
-    """What is wrong with each unusable picture."""
+    """What is wrong with each unusable image."""
     others: tuple[tuple[str, int], ...]
     """The types of other files and their numbers."""
 
     @property
     def count(self) -> int:
-        """The number of pictures, usable or not."""
+        """The number of images, usable or not."""
         return len(self.pictures) + len(self.problems)
 
 
 def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture]:
-    """Every picture in `folder` (not below it), sorted by name, each decoded once.
+    """Every image in `folder` (not below it), sorted by name, each decoded once.
 
     Args:
         folder: as for `read_folder`.
-        caption: for pictures without one of their own.
+        caption: for images without one of their own.
 
     Returns:
-        The pictures; at least one.
+        The images; at least one.
 
     Raises:
-        DatasetError: the folder is missing or has no pictures, or some cannot be read or have no
+        DatasetError: the folder is missing or has no images, or some cannot be read or have no
             caption: the first ten are named.
         OSError: the folder cannot be listed.
     """
@@ -79,10 +79,10 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
 
 
 def read_folder(source: Source, *, masks: bool = False) -> Folder:
-    """Check every picture of a folder, each decoded once, in parallel.
+    """Check every image of a folder, each decoded once, in parallel.
 
-    Captions are in `.txt` files of the pictures' names (UTF-8) or in a `metadata.jsonl`, which may
-    also name pictures in folders below; the default is the source's. Hidden files, and masks, are
+    Captions are in `.txt` files of the images' names (UTF-8) or in a `metadata.jsonl`, which may
+    also name images in folders below; the default is the source's. Hidden files, and masks, are
     left out.
 
     Args:
@@ -90,21 +90,21 @@ def read_folder(source: Source, *, masks: bool = False) -> Folder:
         masks: whether to look for mask files.
 
     Raises:
-        DatasetError: the folder is missing, has no pictures, or its `metadata.jsonl` is wrong.
+        DatasetError: the folder is missing, has no images, or its `metadata.jsonl` is wrong.
         OSError: the folder cannot be listed.
     """
     folder = source.path
     if not folder.exists():
         raise DatasetError(f"dataset: there is no folder {folder}")
     if not folder.is_dir():
-        raise DatasetError(f"dataset: {folder} is a file, expected a folder of pictures")
+        raise DatasetError(f"dataset: {folder} is a file, expected a folder of images")
     files = list(_files(folder, recursive=source.recursive))
     listed = _listed(files, folder)
     paths = sorted({*(path for path in files if _is_picture(path)), *listed})
     if not paths:
         deeper = "" if source.recursive else " (folders inside it are not read)"
         raise DatasetError(
-            f"dataset: {folder} holds no pictures; expected files ending in {', '.join(SUFFIXES)}"
+            f"dataset: {folder} holds no images; expected files ending in {', '.join(SUFFIXES)}"
             f"{deeper}"
         )
 
@@ -126,9 +126,9 @@ def read_folder(source: Source, *, masks: bool = False) -> Folder:
 
 
 def unusable(folder: Path, count: int, problems: Sequence[str], hint: str = "") -> DatasetError:
-    """The error for `problems` among `count` pictures: the first ten."""
+    """The error for `problems` among `count` images: the first ten."""
     return DatasetError(
-        f"dataset: {len(problems)} of {counted(count, 'picture')} in {folder} cannot be used"
+        f"dataset: {len(problems)} of {counted(count, 'image')} in {folder} cannot be used"
         f"{hint}:\n  " + "\n  ".join(first_lines(problems))
     )
 
@@ -156,7 +156,7 @@ def _files(folder: Path, *, recursive: bool) -> Iterator[Path]:
 
 
 def _listed(files: Sequence[Path], folder: Path) -> dict[Path, str]:
-    """The captions of every `metadata.jsonl` among `files`, by picture."""
+    """The captions of every `metadata.jsonl` among `files`, by image."""
     listed = {
         picture: caption
         for path in files
@@ -178,7 +178,7 @@ def _is_picture(path: Path) -> bool:
 
 
 def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) -> Picture | str:
-    """Check a picture; returns it, or what is wrong with it."""
+    """Check an image; returns it, or what is wrong with it."""
     if not path.is_file():
         return f"{path}: is not a regular file"
     try:

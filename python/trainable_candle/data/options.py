@@ -1,4 +1,4 @@
-"""The settings of a data set, its pictures and its captions."""
+"""The settings of a data set, its images and its captions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MASKS: Final = ("off", "file", "alpha")
 CROPS: Final = ("center", "random")
 CACHES: Final = ("disk", "memory", "off")
 MOST_VIEWS: Final = 1000
-"""Cuts, and orders of tags, that a picture may have, as in the settings of a run."""
+"""Cuts, and orders of tags, that an image may have, as in the settings of a run."""
 YAML_SUFFIXES: Final = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One folder of pictures.
+    """One folder of images.
 
     Raises:
         ConfigError: a value has the wrong type or lies outside its range.
@@ -32,12 +32,12 @@ class Source:
     path: Path
     """The folder."""
     caption: str | None = None
-    """For pictures that have none of their own."""
+    """For images that have none of their own."""
     repeats: float | None = None
-    """How often each picture occurs in an epoch; 0.5: in every other epoch. Default: 1, and for
-    regularisation pictures as often as needed to be as many as the others."""
+    """How often each image occurs in an epoch; 0.5: in every other epoch. Default: 1, and for
+    regularisation images as often as needed to be as many as the others."""
     loss_weight: float = 1.0
-    """Factor on the loss of these pictures."""
+    """Factor on the loss of these images."""
     regularization: bool = False
     """Whether these keep the model's knowledge of the class (DreamBooth's prior preservation):
     their loss is also multiplied by `prior_loss_weight`, and they get no trigger."""
@@ -71,7 +71,7 @@ class Source:
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """Which pictures to read, and how to crop them.
+    """Which images to read, and how to crop them.
 
     Raises:
         ConfigError: a value lies outside its range, or two contradict each other.
@@ -79,9 +79,9 @@ class DatasetOptions:
 
     sources: tuple[Source, ...]
     resolution: int = 1024
-    """Square root of the largest area of a training picture, px; a multiple of `bucket_step`."""
+    """Square root of the largest area of a training image, px; a multiple of `bucket_step`."""
     bucketing: bool = True
-    """Group pictures by aspect ratio; if not, all are cropped to a square of `resolution`."""
+    """Group images by aspect ratio; if not, all are cropped to a square of `resolution`."""
     bucket_step: int = 64
     """Sides of buckets are multiples of it, px; itself a multiple of 8."""
     min_side: int | None = None
@@ -89,21 +89,21 @@ class DatasetOptions:
     max_side: int | None = None
     """Longest side of a bucket, px (default: twice `resolution`)."""
     upscale: bool = False
-    """Enlarge pictures that are smaller than their bucket; if not, they get a smaller bucket, and
+    """Enlarge images that are smaller than their bucket; if not, they get a smaller bucket, and
     those without one are left out and counted."""
     crop: str = "center"
     """Which part remains where the aspect ratios differ: `center` or `random`."""
     random_crops: int = 4
-    """With `crop="random"`: different cuts of a picture; each has its own latents."""
+    """With `crop="random"`: different cuts of an image; each has its own latents."""
     flip: bool = False
     """Mirror half of the samples horizontally."""
     mask: str = "off"
     """Where the loss counts: `off`, everywhere; `file`, by `masks/NAME` or `NAME-masklabel.png`;
-    `alpha`, by the picture's own alpha channel."""
+    `alpha`, by the image's own alpha channel."""
     prior_loss_weight: float = 1.0
-    """Factor on the loss of regularisation pictures."""
+    """Factor on the loss of regularisation images."""
     skip_bad: bool = False
-    """Leave out and report pictures that cannot be used, instead of raising."""
+    """Leave out and report images that cannot be used, instead of raising."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -209,7 +209,7 @@ def parse_sources(
     Args:
         dataset: a folder; a YAML file with a list of entries; or such a list. An entry is a folder
             or a mapping of the fields of `Source`. In a file, relative folders are relative to it.
-        caption: for pictures without one, where the entry has no `caption` of its own.
+        caption: for images without one, where the entry has no `caption` of its own.
 
     Raises:
         ConfigError: an entry is wrong; the message says which, and why.

@@ -1,4 +1,4 @@
-"""Picture files of any format as upright RGB arrays."""
+"""Image files of any format as upright RGB arrays."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _UNDECODABLE: Final = (
 
 @dataclass(frozen=True)
 class Facts:
-    """The properties of a picture file."""
+    """The properties of an image file."""
 
     width: int
     """Upright, px."""
@@ -57,7 +57,7 @@ class Facts:
 
 
 def probe(path: Path) -> Facts:
-    """Decode a picture to check it, at reduced size where the format allows that.
+    """Decode an image to check it, at reduced size where the format allows that.
 
     Raises:
         DatasetError: it cannot be decoded.
@@ -78,7 +78,7 @@ def probe(path: Path) -> Facts:
 
 
 def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
-    """The picture upright (EXIF), as RGB over white.
+    """The image upright (EXIF), as RGB over white.
 
     Of an animation it is the first frame; 16-bit grey loses its lower byte; colour profiles are not
     applied.
@@ -94,7 +94,7 @@ def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
         data = path.read_bytes()
     if digest is not None and _digest(data) != digest:
         raise DatasetError(
-            f"{path}: has changed since it was checked; leave the pictures alone during training"
+            f"{path}: has changed since it was checked; leave the images alone during training"
         )
     with _decoding(path), Image.open(io.BytesIO(data)) as image:
         return _as_rgb(ImageOps.exif_transpose(image))
@@ -110,7 +110,7 @@ def read_pixels(path: Path) -> npt.NDArray[np.uint8]:
 
 
 def read_grey(path: Path) -> Image.Image:
-    """The brightness of a picture, upright, in 8 bits.
+    """The brightness of an image, upright, in 8 bits.
 
     Raises:
         DatasetError: as for `read_rgb`.
@@ -119,7 +119,7 @@ def read_grey(path: Path) -> Image.Image:
 
 
 def read_alpha(path: Path) -> Image.Image:
-    """The opacity of a picture, upright, in 8 bits; 255 where it has no transparency.
+    """The opacity of an image, upright, in 8 bits; 255 where it has no transparency.
 
     Raises:
         DatasetError: the file cannot be decoded.
@@ -137,9 +137,9 @@ def in_parallel(
     """Yield the results of `function` in order; a few are computed ahead.
 
     At most `AHEAD` results exist at a time besides those that the caller keeps, so that any number
-    of pictures takes the memory of a few.
+    of images takes the memory of a few.
     """
-    # Pillow's warnings (large pictures, odd metadata) are either harmless or errors here.
+    # Pillow's warnings (large images, odd metadata) are either harmless or errors here.
     with warnings.catch_warnings(), ThreadPoolExecutor(_WORKERS) as pool:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -169,11 +169,11 @@ def _decoding(path: Path) -> Iterator[None]:
         ) from error
     except UnidentifiedImageError as error:
         raise DatasetError(
-            f"{path}: cannot be decoded: its content is not a picture in a known format"
+            f"{path}: cannot be decoded: its content is not an image in a known format"
         ) from error
     except FileNotFoundError as error:
         raise DatasetError(
-            f"{path}: has vanished; leave the pictures alone during training"
+            f"{path}: has vanished; leave the images alone during training"
         ) from error
     except _UNDECODABLE as error:
         raise DatasetError(f"{path}: cannot be decoded: {error}") from error
