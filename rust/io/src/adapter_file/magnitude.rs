@@ -3,6 +3,8 @@
 //! `ComfyUI` divides by ‖W + ΔW‖ where there is one magnitude for each input, but by ‖W‖ where there is one for each output
 //! (`comfy/weight_adapter/base.py`, `weight_decompose`). A file for it therefore holds m ‖W‖ / ‖W + ΔW‖ in the second case, which
 //! renders exactly what was trained.
+//!
+//! Follows <https://github.com/comfyanonymous/ComfyUI/blob/9c0cf36cd7964978850fd40f8cf76ac2cf9f9e15/comfy/weight_adapter/base.py>.
 
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 use trainable_candle_nn::Base;

@@ -1,4 +1,6 @@
 //! Adam with 8-bit states, as bitsandbytes' `Adam8bit` and `AdamW8bit`.
+//!
+//! Follows <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/csrc/kernels.cu#L915>.
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::dispatch;

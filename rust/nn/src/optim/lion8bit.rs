@@ -1,4 +1,6 @@
 //! Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.
+//!
+//! Follows <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/csrc/kernels.cu#L1153>.
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::dispatch;

@@ -1,7 +1,8 @@
 //! Prodigy: Adam whose step size is an estimate of the distance to the solution, as `prodigyopt`.
 //!
 //! Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner", <https://arxiv.org/abs/2306.06101>;
-//! reference: <https://github.com/konstmish/prodigy>.
+//! reference:
+//! <https://github.com/konstmish/prodigy/blob/3efb213ee8af5a6bf76f28726398433a847b38e9/prodigyopt/prodigy.py#L101>.
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::{Real, dispatch};

@@ -1,4 +1,6 @@
 //! The noise schedule of diffusion models (Ho et al. 2020, arXiv:2006.11239) under diffusers' names.
+//!
+//! Follows <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/schedulers/scheduling_ddpm.py#L101>.
 
 use std::path::{Path, PathBuf};
 

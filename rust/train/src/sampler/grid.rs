@@ -1,4 +1,7 @@
 //! The timesteps that a sampler visits, and their noise levels.
+//!
+//! Follows <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/schedulers/scheduling_euler_discrete.py#L350>
+//! and <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/schedulers/scheduling_dpmsolver_multistep.py#L367>.
 
 use trainable_candle_core::{Error, Result};
 
