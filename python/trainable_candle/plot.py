@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +18,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy.typing as npt
+
+
+def prepare() -> None:
+    """Import what `loss_curve` needs in the background, if it is installed.
+
+    The import takes half a second, which a run that trains in the meantime does not wait for.
+    """
+
+    def load() -> None:
+        # `loss_curve` says what is missing, when it is called.
+        with suppress(ImportError):
+            import matplotlib.backends.backend_agg  # noqa: PLC0415 - optional, and slow to import
+            import matplotlib.figure  # noqa: F401, PLC0415
+
+    threading.Thread(target=load, name="plot").start()
 
 
 def loss_curve(

@@ -16,20 +16,25 @@ if TYPE_CHECKING:
     from trainable_candle.data.options import CaptionOptions
 
 METADATA: Final = "metadata.jsonl"
+CAPTION_SUFFIXES: Final = (".txt", ".caption")
+"""Of files with a caption; the first that exists counts."""
 _COLUMNS: Final = ("text", "caption", "prompt")
 
 
 def read_caption(path: Path) -> str | None:
-    """The text in the `.txt` of an image's name; None if there is no such file.
+    """The text in the `.txt` or `.caption` of an image's name; None if there is no such file.
 
     Raises:
         DatasetError: it cannot be read as UTF-8.
     """
-    text = path.with_suffix(".txt")
-    try:
-        return text.read_text(encoding="utf-8-sig").strip() if text.is_file() else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"{text}: the caption cannot be read: {error}") from error
+    for suffix in CAPTION_SUFFIXES:
+        text = path.with_suffix(suffix)
+        try:
+            if text.is_file():
+                return text.read_text(encoding="utf-8-sig").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DatasetError(f"{text}: the caption cannot be read: {error}") from error
+    return None
 
 
 def read_metadata(folder: Path) -> dict[Path, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from trainable_candle.data.captions import METADATA, read_caption, read_metadata
+from trainable_candle.data.captions import CAPTION_SUFFIXES, METADATA, read_caption, read_metadata
 from trainable_candle.data.masks import FOLDER, is_mask, mask_of, mask_problem
 from trainable_candle.data.options import Source
 from trainable_candle.data.pixels import SUFFIXES, in_parallel, probe
@@ -17,9 +17,13 @@ from trainable_candle.errors import DatasetError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+KOHYA_HINT: Final = (
+    "; folders inside it are read if their names are like `10_a cup` (10: how often each image "
+    "is seen), or with `recursive: true` in a YAML file"
+)
 SKIP_HINT: Final = " (--skip-bad leaves such images out)"
 _SHOWN: Final = 10
-_EXPECTED: Final = frozenset({".txt", ".json", ".jsonl", ".yaml", ".yml", ".md"})
+_EXPECTED: Final = frozenset({*CAPTION_SUFFIXES, ".json", ".jsonl", ".yaml", ".yml", ".md"})
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,9 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
 def read_folder(source: Source, *, masks: bool = False) -> Folder:
     """Check every image of a folder, each decoded once, in parallel.
 
-    Captions are in `.txt` files of the images' names (UTF-8) or in a `metadata.jsonl`, which may
-    also name images in folders below; the default is the source's. Hidden files, and masks, are
-    left out.
+    Captions are in `.txt` or `.caption` files of the images' names (UTF-8) or in a
+    `metadata.jsonl`, which may also name images in folders below; the default is the
+    source's. Hidden files, and masks, are left out.
 
     Args:
         source: the folder.
@@ -102,7 +106,7 @@ def read_folder(source: Source, *, masks: bool = False) -> Folder:
     listed = _listed(files, folder)
     paths = sorted({*(path for path in files if _is_picture(path)), *listed})
     if not paths:
-        deeper = "" if source.recursive else " (folders inside it are not read)"
+        deeper = "" if source.recursive else KOHYA_HINT
         raise DatasetError(
             f"dataset: {folder} holds no images; expected files ending in {', '.join(SUFFIXES)}"
             f"{deeper}"

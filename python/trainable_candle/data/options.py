@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any, Final
 
 import yaml
 
+from trainable_candle.data.captions import METADATA
+from trainable_candle.data.pixels import SUFFIXES
 from trainable_candle.errors import ConfigError, DatasetError
 from trainable_candle.files import load_yaml
 
@@ -19,6 +23,8 @@ CACHES: Final = ("disk", "memory", "off")
 MOST_VIEWS: Final = 1000
 """Cuts, and orders of tags, that an image may have, as in the settings of a run."""
 YAML_SUFFIXES: Final = (".yaml", ".yml")
+_REPEATED: Final = re.compile(r"(\d+)_(.+)", re.DOTALL)
+"""Folder names of kohya's scripts: repeats and class."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +212,10 @@ def parse_sources(
 ) -> tuple[Source, ...]:
     """The folders that a `dataset` setting names.
 
+    A folder without images that has folders with names like `10_a cup` is replaced by these, as in
+    kohya's scripts: 10 is `repeats`, and `a cup` the caption of images without one, unless the
+    entry has its own.
+
     Args:
         dataset: a folder; a YAML file with a list of entries; or such a list. An entry is a folder
             or a mapping of the fields of `Source`. In a file, relative folders are relative to it.
@@ -219,16 +229,50 @@ def parse_sources(
     if isinstance(dataset, (str, Path)):
         path = Path(dataset).expanduser()
         if path.suffix.lower() not in YAML_SUFFIXES or path.is_dir():
-            return (Source(path, caption),)
+            return _repeated(Source(path, caption), where)
         base, where, entries = path.parent, f"dataset: {path}", _read_entries(path)
     else:
         entries = list(dataset)
     if not entries:
         raise ConfigError(f"{where}: no folder is given")
     return tuple(
-        _source(entry, caption, base, f"{where}: entry {number}")
+        source
         for number, entry in enumerate(entries, 1)
+        for source in _repeated(
+            _source(entry, caption, base, f"{where}: entry {number}"), f"{where}: entry {number}"
+        )
     )
+
+
+def _repeated(source: Source, where: str) -> tuple[Source, ...]:
+    """Replace a source by the folders inside it if their names have repeats and class.
+
+    Raises:
+        ConfigError: repeats are 0.
+    """
+    if source.recursive or source.repeats is not None or not source.path.is_dir():
+        return (source,)
+    with os.scandir(source.path) as entries:
+        inside = sorted(entries, key=lambda entry: entry.name)
+    names = [Path(entry.name) for entry in inside]
+    if any(name.suffix.lower() in SUFFIXES or name.name == METADATA for name in names):
+        return (source,)
+    found = [(entry, match) for entry in inside if (match := _REPEATED.fullmatch(entry.name))]
+    folders = [(entry, match) for entry, match in found if entry.is_dir()]
+    try:
+        return tuple(
+            replace(
+                source,
+                path=source.path / entry.name,
+                repeats=int(match[1]),
+                caption=match[2].strip() if source.caption is None else source.caption,
+            )
+            for entry, match in folders
+        ) or (source,)
+    except ConfigError as error:
+        reason = str(error).removeprefix("dataset: ")
+        given = ", ".join(entry.name for entry, _ in folders)
+        raise ConfigError(f"{where}: {source.path}: {reason}, in the names {given}") from None
 
 
 def _read_entries(path: Path) -> list[Any]:

@@ -225,9 +225,10 @@ class SDXLRecipe:
             batches = data.validation.fixed_batches(1)
             captions += [caption for batch in batches for caption in batch.captions]
         report(f"captions: {cache.fill(captions, progress=True, report=report)}")
-        for prompt in {*config.sample_prompts, config.negative_prompt}:
-            with tc.no_grad():
-                self._remembered[prompt] = self._features([prompt])
+        if config.sample_prompts:
+            for prompt in {*config.sample_prompts, config.negative_prompt}:
+                with tc.no_grad():
+                    self._remembered[prompt] = self._features([prompt])
         self._drop("encoders")
         return Texts(cache.batch)
 

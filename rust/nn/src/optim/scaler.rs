@@ -7,6 +7,8 @@ use trainable_candle_core::capture::refuse_change;
 #[cfg(feature = "cuda")]
 use trainable_candle_core::cuda::gradient::LossScale;
 use trainable_candle_core::raw::is_float;
+#[cfg(feature = "cuda")]
+use trainable_candle_core::raw::own_copy;
 use trainable_candle_core::{Device, Error, Result, Tensor};
 
 use super::clip::{NormType, host_norm};
@@ -154,8 +156,9 @@ impl GradScaler {
         }
         #[cfg(feature = "cuda")]
         if loss.device().is_cuda() {
-            let scale = self.on_device(loss.device())?.scale()?;
-            return loss.mul(&Tensor::from_raw(&scale).to_dtype(loss.dtype())?);
+            // A copy: the product saves its factor, and `update` writes the state in place.
+            let scale = Tensor::from_raw(&own_copy(&self.on_device(loss.device())?.scale()?)?);
+            return loss.mul(&scale.to_dtype(loss.dtype())?);
         }
         loss.mul_scalar(self.read()?.0)
     }
