@@ -102,7 +102,7 @@ impl LoraConfig {
         Ok(())
     }
 
-    /// The kind of adapter that is asked for.
+    /// The kind of adapter in the configuration.
     ///
     /// # Errors
     /// [`Error::Config`] if there is no such kind, or `use_dora` is set for another kind than `lora`.

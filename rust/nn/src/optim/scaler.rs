@@ -29,7 +29,7 @@ pub struct GradScalerConfig {
     pub backoff_factor: f64,
     /// Good steps in a row before the scale grows.
     pub growth_interval: u64,
-    /// If not set, losses and gradients stay as they are and every step is taken.
+    /// False changes neither losses nor gradients and takes every step.
     pub enabled: bool,
 }
 
@@ -44,8 +44,8 @@ impl Default for GradScalerConfig {
 /// One iteration: `scaler.scale(&loss)?.backward()?`, optionally [`unscale`](Self::unscale) and clip,
 /// [`step`](Self::step), [`update`](Self::update).
 ///
-/// With losses and variables on a CUDA device the scale lies there too, whether a step is skipped is decided there, and
-/// nothing waits.
+/// With losses and variables on a CUDA device, the scale is there too, and the device decides whether to skip a step, so that
+/// the host does not wait.
 #[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
