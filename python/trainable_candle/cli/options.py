@@ -47,10 +47,10 @@ ALIASES: Final = {
     "--checkpointing-steps": "--save-every",
     "--num-steps": "--steps",
 }
-"""What other tools call a flag of ours."""
+"""Flags of other tools and the corresponding flags here, for error messages."""
 
 SYNONYMS: Final = {"--mixed-precision": "precision", "--dtype": "precision"}
-"""Flags of other tools that are taken as a setting's."""
+"""Flags of other tools that are accepted, and their settings."""
 
 _WIDTH: Final = 80
 _HELP_COLUMN: Final = 33
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage and leaving.
+        """Raise instead of printing the usage and exiting.
 
         Raises:
             ConfigError: always.
@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         """The given arguments by name; absent flags are absent unless they have a default.
 
         Raises:
-            ConfigError: a flag is unknown (the nearest right one is told), or a value is wrong.
+            ConfigError: a flag is unknown (the message names the nearest one), or a value is wrong.
         """
         known, unknown = self.parse_known_args(arguments)
         if unknown:
@@ -117,7 +117,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _CompactHelp(argparse.HelpFormatter):
-    """One line a flag, so that a whole help fits on a screen."""
+    """One line a flag, so that a help page fits on a screen."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=_HELP_COLUMN, width=_WIDTH)
@@ -170,7 +170,7 @@ def whole(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         value = int(text) if text.lstrip("+-").isascii() else None
         if value is None or value < least:
-            raise argparse.ArgumentTypeError(f"{text} is no whole number of at least {least}")
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least}, found {text}")
         return value
 
     convert.__name__ = "whole number"
@@ -182,7 +182,7 @@ def factor(text: str) -> float:
     value = float(text)
     if value == 0 or not math.isfinite(value):
         raise argparse.ArgumentTypeError(
-            f"{text} is no number other than 0 (leave --adapter out for the base)"
+            f"expected a finite number other than 0, found {text}; leave --adapter out for the base"
         )
     return value
 
@@ -191,7 +191,7 @@ def guidance(text: str) -> float:
     """The `type=` of a flag that takes a guidance scale."""
     value = float(text)
     if value < 0 or not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
+        raise argparse.ArgumentTypeError(f"expected a finite number from 0, found {text}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: the sizes of training pictures, and how a picture is fitted to one."""
+"""Aspect-ratio buckets: the sizes of training images, and how an image is fitted to one."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Fit:
-    """How a picture is scaled to cover a bucket and then cut to it, px."""
+    """How an image is scaled to cover a bucket and then cut to it, px."""
 
     bucket: Bucket
     original: tuple[int, int]
-    """Width and height of the picture."""
+    """Width and height of the image."""
     scaled: tuple[int, int]
     """Width and height after scaling; neither is less than the bucket's."""
 
@@ -43,19 +43,19 @@ class Fit:
 
     @property
     def lost(self) -> float:
-        """The part of the picture that is cut off, 0 to below 1."""
+        """The part of the image that is cut off, 0 to below 1."""
         return 1 - self.bucket.width * self.bucket.height / (self.scaled[0] * self.scaled[1])
 
     def box(self, across: float = 0.5, down: float = 0.5) -> tuple[int, int]:
-        """The left column and top row of a cut; 0 is left or top, 0.5 the middle."""
+        """The left column and top row of a crop; 0 is left or top, 0.5 the centre."""
         columns, rows = self.margin
         return round(columns * across), round(rows * down)
 
     def time_ids(self, left: int, top: int, *, flipped: bool = False) -> tuple[int, ...]:
-        """What SDXL is told about size and cut ("micro-conditioning", arXiv 2307.01952, 2.2).
+        """SDXL's conditioning on size and crop ("micro-conditioning", arXiv:2307.01952, 2.2).
 
         Returns:
-            Height and width of the original; top and left of the cut in the scaled picture, which
+            Height and width of the original; top and left of the cut in the scaled image, which
             is mirrored before it is cut if `flipped`; height and width of the result.
         """
         width, height = self.original
@@ -64,7 +64,7 @@ class Fit:
         return height, width, top, left, self.bucket.height, self.bucket.width
 
     def cut(self, image: Image.Image, left: int, top: int, *, flipped: bool = False) -> Image.Image:
-        """The picture, or its mask in any size, scaled, cut and mirrored to fill the bucket."""
+        """The image, or its mask in any size, scaled, cut and mirrored to fill the bucket."""
         if image.size != self.scaled:
             image = image.resize(self.scaled, Image.Resampling.LANCZOS)
         image = image.crop((left, top, left + self.bucket.width, top + self.bucket.height))
@@ -72,10 +72,10 @@ class Fit:
 
 
 class Buckets:
-    """The sizes that `DatasetOptions` allow, and which of them suits a picture.
+    """The sizes that `DatasetOptions` allow, and the choice of one for an image.
 
     Those of full size have sides that are multiples of the step, each as long as the area, that of
-    a square of `resolution`, allows. A picture goes to the one with the nearest aspect ratio. If it
+    a square of `resolution`, allows. An image goes to the one with the nearest aspect ratio. If it
     is too small for it and must not be enlarged, it goes to the largest multiples of the step that
     it holds, or to the nearest full size that it covers.
     """
@@ -89,7 +89,7 @@ class Buckets:
             self.full = tuple(sorted({square, *self._sizes()}))
 
     def fit(self, width: int, height: int) -> Fit | None:
-        """How a picture is fitted, or None if it is too small for every bucket."""
+        """Fit an image; None if it is too small for every bucket."""
 
         def distance(bucket: Bucket) -> tuple[float, int]:
             apart = math.log(bucket.width / bucket.height) - math.log(width / height)

@@ -1,4 +1,4 @@
-"""Captions as they lie beside pictures, and as the model gets to see them."""
+"""Reads captions beside images, and transforms them for training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLUMNS: Final = ("text", "caption", "prompt")
 
 
 def read_caption(path: Path) -> str | None:
-    """The text in the `.txt` or `.caption` of a picture's name; None if there is no such file.
+    """The text in the `.txt` or `.caption` of an image's name; None if there is no such file.
 
     Raises:
         DatasetError: it cannot be read as UTF-8.
@@ -38,16 +38,16 @@ def read_caption(path: Path) -> str | None:
 
 
 def read_metadata(folder: Path) -> dict[Path, str]:
-    """The captions in a folder's `metadata.jsonl`, by picture; none if there is no such file.
+    """The captions in a folder's `metadata.jsonl`, by image; none if there is no such file.
 
     Each line is a JSON object with `file_name`, relative to the folder, and the caption as `text`,
-    `caption` or `prompt`: the layout of Hugging Face's `imagefolder`. A name that leads out of the
-    folder, by itself or through a link to another folder, is refused. A picture may be a link:
+    `caption` or `prompt`: the layout of Hugging Face's `imagefolder`. A name that points out of the
+    folder, by itself or through a link to another folder, is refused. An image may be a link:
     those of Hugging Face's cache are.
 
     Raises:
-        DatasetError: the file cannot be read, or a line is no such object or names something that
-            is not in the folder; the line is named.
+        DatasetError: the file cannot be read, or a line is not such an object or names something
+            that is not in the folder; the message names the line.
     """
     path = folder / METADATA
     if not path.is_file():
@@ -72,8 +72,8 @@ def _inside(folder: Path, name: str) -> Path:
     """The path of a file in a folder or below it, by its name there.
 
     Raises:
-        ValueError: it is somewhere else.
-        OSError: it can be no file's name.
+        ValueError: it is outside the folder.
+        OSError: it is not a valid file name.
     """
     relative = PurePath(name)
     path = folder / relative
@@ -103,12 +103,12 @@ def _entry(line: str) -> tuple[str, str]:
 
 
 class CaptionMaker:
-    """What becomes of captions by `CaptionOptions`.
+    """Transforms captions as `CaptionOptions` say.
 
     Line breaks become spaces. Braces, brackets and the like are not interpreted.
 
     Args:
-        options: what to do.
+        options: the transformations.
         seed: at least 0.
     """
 
@@ -125,7 +125,7 @@ class CaptionMaker:
         return f"{trigger}{joint}{caption}" if caption else trigger
 
     def use(self, caption: str, trigger: str, picture: int, sample: int) -> str:
-        """The caption that the picture with this number has as sample number `sample` of a run."""
+        """The caption of the image with this number as sample number `sample` of a run."""
         rng = generator(self._seed, "caption", sample)
         dropped, choice = rng.random() < self.options.dropout, int(rng.integers(2**31))
         if dropped:
@@ -138,7 +138,7 @@ class CaptionMaker:
         return self.plain(caption, trigger)
 
     def possible(self, caption: str, trigger: str, picture: int) -> Iterator[str]:
-        """Everything that `use` may return for a picture; endless variety is the caller's fault."""
+        """Every caption that `use` may return for an image; the caller has checked `endless`."""
         if self.options.dropout > 0:
             yield ""
         if self._varies:
@@ -149,7 +149,7 @@ class CaptionMaker:
 
     @property
     def endless(self) -> bool:
-        """Whether captions are made afresh each time, so that they cannot be listed."""
+        """Whether captions are shuffled again each time, so that they cannot be listed."""
         return self._varies and self.options.variants == 0
 
     @property

@@ -17,10 +17,10 @@ use crate::dlpack;
 use crate::error::Result;
 use crate::types::NdArray;
 
-/// The values of any Python object that holds numbers, as CPU storage of their own.
+/// The values of any Python object that holds numbers, in new CPU storage.
 ///
 /// # Errors
-/// `DTypeError` if they are no numbers, `ShapeError` if nested lists are ragged.
+/// `DTypeError` if they are not numbers, `ShapeError` if nested lists are ragged.
 pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Raw> {
     let raw = if let Ok(tensor) = data.cast::<Tensor>() {
         tc::raw::own_copy(tensor.get().0.raw())?
@@ -29,7 +29,7 @@ pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -
     } else if data.is_instance_of::<PyList>() || data.is_instance_of::<PyTuple>() || is_number(data)? {
         match nested::read(op, data, dtype)? {
             Some(raw) => return Ok(raw),
-            // Lists of arrays: numpy knows how to stack them.
+            // Lists of arrays: numpy stacks them.
             None => from_array_like(op, data)?,
         }
     } else if data.hasattr("__dlpack__")? {
@@ -49,7 +49,7 @@ fn is_number(data: &Bound<'_, PyAny>) -> PyResult<bool> {
         || (data.hasattr("__float__")? && !data.hasattr("__array__")?))
 }
 
-/// Whatever numpy can read: `__array__`, the buffer protocol, sequences.
+/// Anything that numpy can read: `__array__`, the buffer protocol, sequences.
 fn from_array_like(op: &'static str, data: &Bound<'_, PyAny>) -> Result<Raw> {
     let array = data.py().import("numpy")?.call_method1("asarray", (data,))?;
     let array = array.cast::<PyUntypedArray>()?;

@@ -32,8 +32,8 @@ use crate::var::Var;
 
 /// An immutable array of numbers on a device, and its place on the autograd tape.
 ///
-/// Make one with `tensor`, `zeros`, `randn` and the like. Operations on tensors that depend on a `Var` are recorded;
-/// `backward` walks the record. Shapes broadcast as in numpy. There are no implicit casts: tensors that meet in an
+/// Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend on a
+/// `Var`; `backward` follows it. Shapes broadcast as in numpy. There are no implicit casts: tensors that meet in an
 /// operation must have the same dtype; plain numbers adopt the tensor's.
 #[pyclass(frozen, subclass, module = "trainable_candle")]
 pub struct Tensor(pub tc::Tensor);
@@ -98,19 +98,19 @@ impl Tensor {
         self.0.raw().is_contiguous()
     }
 
-    /// The same values (shared storage) without a place on the tape.
+    /// The same values (shared storage), detached from the tape.
     fn detach(&self) -> Self {
         Self(self.0.detach())
     }
 
-    /// The values in row-major order; a copy only if they are not.
+    /// The values in row-major order; copies only if necessary.
     fn contiguous(&self, py: Python<'_>) -> Result<Self> {
         compute(py, self.0.elem_count(), || self.0.contiguous()).map(Self)
     }
 
     /// The same values in another dtype or on another device.
     ///
-    /// A cast between floating point dtypes is differentiable: the gradient comes back in this tensor's dtype.
+    /// A cast between floating point dtypes is differentiable: the gradient is in this tensor's dtype.
     ///
     /// Args:
     ///     target: a dtype ("bf16", "float32", tc.float16) or a device ("cpu", "cuda", "cuda:1").
@@ -179,7 +179,7 @@ impl Tensor {
         }
     }
 
-    /// numpy arrays leave operators between them and tensors to the tensor.
+    /// Makes numpy arrays leave operators with tensors to the tensor.
     #[classattr]
     #[allow(non_upper_case_globals)]
     const __array_priority__: f64 = 1000.0;
@@ -217,7 +217,7 @@ impl Tensor {
 
     fn __index__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         if tc::raw::is_float(self.0.dtype()) {
-            let message = format!("a {} tensor is no index, expected an integer dtype", self.0.dtype().as_str());
+            let message = format!("a {} tensor is not an index, expected an integer dtype", self.0.dtype().as_str());
             return Err(tc::Error::dtype("index", message).into());
         }
         convert::item(py, &self.0)
@@ -257,9 +257,9 @@ impl Tensor {
         Ok((Anything(make), (numpy_values(py, tensor)?, tensor.dtype().as_str(), device::name(tensor.device()))))
     }
 
-    /// Identity: tensors are keys by what they are, not by their values.
+    /// Hash by identity, not by value.
     fn __hash__(slf: &Bound<'_, Self>) -> isize {
-        // Objects are aligned to 16 bytes; the low bits say nothing.
+        // Objects are aligned to 16 bytes, so the low bits are always 0.
         (slf.as_ptr() as isize) >> 4
     }
 
