@@ -1,7 +1,47 @@
 """Layers."""
 
 from trainable_candle.nn import functional
+from trainable_candle.nn.containers import ModuleList, Sequential
+from trainable_candle.nn.layers import (
+    GELU,
+    Conv2d,
+    Dropout,
+    Embedding,
+    Flatten,
+    GroupNorm,
+    Identity,
+    LayerNorm,
+    ReLU,
+    RMSNorm,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Tanh,
+)
 from trainable_candle.nn.linear import DoRALinear, Linear, LoRALinear
 from trainable_candle.nn.module import LoadResult, Module
 
-__all__ = ["DoRALinear", "Linear", "LoRALinear", "LoadResult", "Module", "functional"]
+__all__ = [
+    "GELU",
+    "Conv2d",
+    "DoRALinear",
+    "Dropout",
+    "Embedding",
+    "Flatten",
+    "GroupNorm",
+    "Identity",
+    "LayerNorm",
+    "Linear",
+    "LoRALinear",
+    "LoadResult",
+    "Module",
+    "ModuleList",
+    "RMSNorm",
+    "ReLU",
+    "Sequential",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Tanh",
+    "functional",
+]

@@ -78,6 +78,10 @@ class Linear(Module):
         """
         return _linear(input, self.weight, self.bias)
 
+    def _facts(self) -> str:
+        outputs, inputs = self.weight.shape
+        return f"{inputs}, {outputs}, bias={self.bias is not None}"
+
 
 class _AdaptedLinear(Module):
     """A frozen linear layer with an adapter of one kind."""
@@ -118,6 +122,13 @@ class _AdaptedLinear(Module):
         """
         self._adapter.set_training(self.training)
         return self._adapter.forward(input, self.weight, self.bias)
+
+    def _facts(self) -> str:
+        outputs, inputs = self.weight.shape
+        rank = self.get_vars()[0].shape[0]
+        return (
+            f"{inputs}, {outputs}, rank={rank}, scale={self.scale:g}, bias={self.bias is not None}"
+        )
 
     def merge(self) -> Tensor:
         """Return the weight of a plain layer that computes the same."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
-from trainable_candle._core import Tensor, Var, tensor
+from trainable_candle._core import Tensor, Var, tensor, zeros
 from trainable_candle.errors import ArgumentError, DTypeError, ShapeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from typing_extensions import Self
 
+    from trainable_candle._core import DType
+
 __all__ = ["LoadResult", "Module"]
+
+_FLOATS: Final = ("f32", "f16", "bf16", "f64")
 
 
 class LoadResult(NamedTuple):
@@ -39,7 +43,7 @@ def _not_implemented(self: Module, *_: Any, **__: Any) -> NoReturn:
 def _items(node: Any) -> Iterator[tuple[Any, Any]]:
     """The named values inside a module or a container."""
     if isinstance(node, Module):
-        yield from ((key, value) for key, value in vars(node).items() if not key.startswith("_"))
+        yield from node._parts()  # noqa: SLF001 - modules are of this file
     elif isinstance(node, dict):
         yield from node.items()
     else:
@@ -68,9 +72,17 @@ class Module:
         """Call `forward`."""
         return self.forward(*args, **kwargs)
 
+    def _parts(self) -> Iterable[tuple[Any, Any]]:
+        """The attributes that names are made of."""
+        return [(key, value) for key, value in vars(self).items() if not key.startswith("_")]
+
     def named_modules(self) -> Iterator[tuple[str, Module]]:
         """Iterate over this module (named "") and all inside it, each once."""
         yield from self._modules("", self, set())
+
+    def modules(self) -> Iterator[Module]:
+        """Iterate over this module and all inside it, each once."""
+        return (module for _, module in self.named_modules())
 
     def _modules(self, name: str, node: Any, seen: set[int]) -> Iterator[tuple[str, Module]]:
         if id(node) in seen:
@@ -131,6 +143,103 @@ class Module:
     def eval(self) -> Self:
         """Switch this module and all inside it to evaluation (dropout off)."""
         return self.train(mode=False)
+
+    def to(
+        self,
+        target: DType | str | None = None,
+        *,
+        dtype: DType | str | None = None,
+        device: str | None = None,
+    ) -> Self:
+        """Move all tensors to a device, and floating point ones to a dtype.
+
+        Variables are replaced by new ones without gradients, so do this before making an optimizer.
+
+        Args:
+            target: A device or a dtype.
+            dtype: A floating point dtype.
+            device: A device.
+
+        Raises:
+            ArgumentError: If the target is neither, or is given twice.
+            DTypeError: If the dtype is not a floating point one.
+            CudaUnavailableError, DeviceError: If there is no such device.
+        """
+        if isinstance(target, str) and target.partition(":")[0] in {"cpu", "cuda"}:
+            given: list[object] = [target, device]
+            device = target
+        else:
+            given = [target, dtype]
+            dtype = dtype if target is None else target
+        if None not in given:
+            raise ArgumentError(f"to: found {given[0]!r} and {given[1]!r}, expected one of them")
+        wanted = None if dtype is None else zeros((), dtype=dtype).dtype
+        if wanted is not None and wanted not in _FLOATS:
+            raise DTypeError(f"to: the dtype is {wanted}, expected one of {', '.join(_FLOATS)}")
+
+        def moved(value: Tensor) -> Tensor:
+            value = value.detach()
+            if wanted is not None and value.dtype in _FLOATS:
+                value = value.to(wanted)
+            return value if device is None else value.to(device)
+
+        return self._replaced(lambda value: _alike(moved(value), value))
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze all variables, or make variables of all floating point tensors.
+
+        Their storage is copied when they become variables. Do this before making an optimizer.
+
+        Raises:
+            ArgumentError: If `requires_grad` is neither true nor false.
+        """
+        if not isinstance(requires_grad, bool):
+            raise ArgumentError(f"requires_grad_: found {requires_grad!r}, expected True or False")
+
+        def changed(value: Tensor) -> Tensor:
+            if requires_grad and value.dtype in _FLOATS:
+                return value if isinstance(value, Var) else Var(value)
+            return value.detach() if isinstance(value, Var) else value
+
+        return self._replaced(changed)
+
+    def _replaced(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Put what `change` returns in the place of every tensor; shared ones stay shared."""
+        slots = list(self._slots("", self, set()))
+        fixed = [slot.name for slot in slots if isinstance(slot.owner, tuple)]
+        if fixed:
+            raise ArgumentError(f"{fixed[0]} is in a tuple, which cannot change; use a list")
+        new: dict[int, Tensor] = {}
+        for slot in slots:
+            if id(slot.tensor) not in new:
+                new[id(slot.tensor)] = change(slot.tensor)
+        for slot in slots:
+            _put(slot, new[id(slot.tensor)])
+        return self
+
+    def _facts(self) -> str:
+        """What stands between the parentheses of `repr`."""
+        return ""
+
+    def __repr__(self) -> str:
+        """Return the names of this module and of those inside it, with what they were made with."""
+        inside = [
+            f"  ({name}): " + repr(module).replace("\n", "\n  ")
+            for name, module in self._children("", self)
+        ]
+        facts = [f"  {self._facts()}"] if self._facts() else []
+        if not inside:
+            return f"{type(self).__name__}({self._facts()})"
+        return "\n".join([f"{type(self).__name__}(", *facts, *inside, ")"])
+
+    def _children(self, name: str, node: Any) -> Iterator[tuple[str, Module]]:
+        """The modules directly inside, those in lists and dicts included."""
+        for key, value in _items(node):
+            path = f"{name}.{key}" if name else str(key)
+            if isinstance(value, Module):
+                yield path, value
+            elif isinstance(value, (list, tuple, dict)):
+                yield from self._children(path, value)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every tensor with its name; later steps do not change the copies of variables."""
@@ -195,7 +304,17 @@ def _listed(kind: str, names: list[str]) -> str:
 def _store(slot: _Slot, value: Tensor) -> None:
     if isinstance(slot.tensor, Var):
         slot.tensor.set(value)
-    elif isinstance(slot.owner, Module):
-        setattr(slot.owner, slot.key, tensor(value))
     else:
-        slot.owner[slot.key] = tensor(value)
+        _put(slot, tensor(value))
+
+
+def _put(slot: _Slot, value: Tensor) -> None:
+    if isinstance(slot.owner, Module):
+        setattr(slot.owner, slot.key, value)
+    else:
+        slot.owner[slot.key] = value
+
+
+def _alike(value: Tensor, old: Tensor) -> Tensor:
+    """The value as a variable if the old tensor is one."""
+    return Var(value) if isinstance(old, Var) else value

@@ -1,0 +1,105 @@
+"""Modules made of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, overload
+
+from trainable_candle.nn.module import Module
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Self
+
+__all__ = ["ModuleList", "Sequential"]
+
+
+class ModuleList(Module):
+    """A list of modules; a plain list in an attribute does as well.
+
+    Args:
+        modules: Its items.
+
+    Raises:
+        TypeError: If an item is not a module.
+    """
+
+    def __init__(self, modules: Iterable[Module] = ()) -> None:
+        self._items: list[Module] = []
+        self.extend(modules)
+
+    def append(self, module: Module) -> Self:
+        """Add a module at the end.
+
+        Raises:
+            TypeError: If it is not a module.
+        """
+        if not isinstance(module, Module):
+            raise TypeError(
+                f"{type(self).__name__}: found {type(module).__name__}, expected a Module"
+            )
+        self._items.append(module)
+        return self
+
+    def extend(self, modules: Iterable[Module]) -> Self:
+        """Add modules at the end; raises as `append`."""
+        if not isinstance(modules, Iterable):
+            raise TypeError(
+                f"{type(self).__name__}: found {type(modules).__name__}, expected modules"
+            )
+        for module in modules:
+            self.append(module)
+        return self
+
+    @overload
+    def __getitem__(self, key: int) -> Module: ...
+    @overload
+    def __getitem__(self, key: slice) -> Self: ...
+    def __getitem__(self, key: int | slice) -> Module | Self:
+        """Return a module, or several as a container of this kind."""
+        if isinstance(key, slice):
+            part = type(self)()
+            part.extend(self._items[key])
+            return part
+        return self._items[key]
+
+    def __setitem__(self, key: int, module: Module) -> None:
+        """Replace a module."""
+        if not isinstance(module, Module):
+            raise TypeError(
+                f"{type(self).__name__}: found {type(module).__name__}, expected a Module"
+            )
+        self._items[key] = module
+
+    def __len__(self) -> int:
+        """Count the modules."""
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Module]:
+        """Iterate over the modules."""
+        return iter(self._items)
+
+    def _parts(self) -> Iterable[tuple[Any, Any]]:
+        # Named by their numbers, without the attribute.
+        return enumerate(self._items)
+
+
+class Sequential(ModuleList):
+    """Modules one after the other.
+
+    Args:
+        *modules: In order.
+
+    Raises:
+        TypeError: If an item is not a module.
+    """
+
+    def __init__(self, *modules: Module) -> None:
+        super().__init__(modules)
+
+    def forward(self, input: Any) -> Any:
+        """Pass the input through all modules."""
+        for module in self._items:
+            input = module(input)
+        return input

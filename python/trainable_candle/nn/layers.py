@@ -1,0 +1,419 @@
+"""Layers besides the linear ones, with torch's constructors, initial values and parameter names."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING
+
+from trainable_candle._core import Tensor, Var, init_linear, ones, randn, zeros
+from trainable_candle.errors import ArgumentError
+from trainable_candle.nn import functional
+from trainable_candle.nn.module import Module
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "GELU",
+    "Conv2d",
+    "Dropout",
+    "Embedding",
+    "Flatten",
+    "GroupNorm",
+    "Identity",
+    "LayerNorm",
+    "RMSNorm",
+    "ReLU",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Tanh",
+]
+
+
+class Embedding(Module):
+    """The rows of a table at given positions.
+
+    The table's initial values are normal with a standard deviation of 1.
+
+    Args:
+        num_embeddings: Entries of the table.
+        embedding_dim: Features of an entry.
+        dtype: A floating point dtype; default f32.
+        device: The device.
+
+    Raises:
+        ArgumentError: If a size is below 1.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        dtype: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        shape = (
+            _whole("Embedding", "num_embeddings", num_embeddings),
+            _whole("Embedding", "embedding_dim", embedding_dim),
+        )
+        self.weight: Tensor = Var(randn(shape, dtype=dtype, device=device))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map i64 or u32 positions of any shape to (..., embedding_dim).
+
+        Raises:
+            IndexOutOfRangeError: If a position is out of range.
+            DTypeError: If the input is not an integer tensor.
+        """
+        return functional.embedding(input, self.weight)
+
+    def _facts(self) -> str:
+        return ", ".join(map(str, self.weight.shape))
+
+
+class Conv2d(Module):
+    """Two-dimensional convolution of (B, in_channels, height, width).
+
+    Initial values are uniform in +-1 / sqrt(in_channels / groups * kernel area), as in torch.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the result.
+        kernel_size: Height and width, or one number for both; likewise below.
+        stride: Step of the kernel.
+        padding: Zeros on each side.
+        dilation: Distance of the kernel's elements.
+        groups: Groups of channels that do not mix; divides both numbers of channels.
+        bias: Whether there is a bias.
+        dtype: A floating point dtype; default f32.
+        device: The device.
+
+    Raises:
+        ArgumentError: If a number is out of range.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        dtype: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        height, width = _pair("Conv2d", "kernel_size", kernel_size, 1)
+        self.stride = _pair("Conv2d", "stride", stride, 1)
+        self.padding = _pair("Conv2d", "padding", padding, 0)
+        self.dilation = _pair("Conv2d", "dilation", dilation, 1)
+        self.groups = _whole("Conv2d", "groups", groups)
+        inputs, rest = divmod(_whole("Conv2d", "in_channels", in_channels), self.groups)
+        if rest or _whole("Conv2d", "out_channels", out_channels) % self.groups:
+            raise ArgumentError(
+                f"Conv2d: groups is {groups}, expected a divisor of in_channels, {in_channels}, "
+                f"and of out_channels, {out_channels}"
+            )
+        weight, shift = init_linear(inputs * height * width, out_channels, bias, dtype, device)
+        shape = (out_channels, inputs, height, width)
+        self.weight: Tensor = Var(weight.detach().reshape(shape))
+        self.bias: Tensor | None = shift
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (B, in_channels, height, width) to (B, out_channels, height', width').
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: If the input does not fit.
+        """
+        return functional.conv2d(
+            input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+        )
+
+    def _facts(self) -> str:
+        outputs, inputs, *kernel = self.weight.shape
+        return (
+            f"{inputs * self.groups}, {outputs}, kernel_size={tuple(kernel)}, stride={self.stride},"
+            f" padding={self.padding}, dilation={self.dilation}, groups={self.groups}, "
+            f"bias={self.bias is not None}"
+        )
+
+
+class LayerNorm(Module):
+    """Layer normalisation over the trailing dimensions (Ba et al. 2016, arXiv:1607.06450).
+
+    Args:
+        normalized_shape: The sizes of the trailing dimensions, or the last one's.
+        eps: Added to the variance.
+        elementwise_affine: Whether there is a scale, initially ones.
+        bias: Whether there is a shift, too, initially zeros.
+        dtype: A floating point dtype; default f32.
+        device: The device.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        dtype: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.normalized_shape = _shape("LayerNorm", normalized_shape)
+        self.eps = eps
+        affine, shape = elementwise_affine, self.normalized_shape
+        self.weight: Tensor | None = _ones(shape, dtype, device) if affine else None
+        self.bias: Tensor | None = _zeros(shape, dtype, device) if affine and bias else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise (..., *normalized_shape).
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: If the input does not fit.
+        """
+        shape = self.normalized_shape
+        return functional.layer_norm(input, shape, self.weight, self.bias, self.eps)
+
+    def _facts(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}"
+
+
+class RMSNorm(Module):
+    """RMS normalisation of the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    Args:
+        normalized_shape: The last dimension's size.
+        eps: Added to the mean square.
+        elementwise_affine: Whether there is a scale, initially ones.
+        dtype: A floating point dtype; default f32.
+        device: The device.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        dtype: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.normalized_shape = _shape("RMSNorm", normalized_shape)
+        self.eps = eps
+        affine = elementwise_affine
+        self.weight: Tensor | None = _ones(self.normalized_shape, dtype, device) if affine else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise (..., normalized_shape).
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: If the input does not fit.
+        """
+        return functional.rms_norm(input, self.normalized_shape, self.weight, self.eps)
+
+    def _facts(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}"
+
+
+class GroupNorm(Module):
+    """Group normalisation of (B, num_channels, ...) (Wu & He 2018, arXiv:1803.08494).
+
+    Args:
+        num_groups: Groups of channels; divides their number.
+        num_channels: The second dimension of the input.
+        eps: Added to the variance.
+        affine: Whether there are a scale and a shift, initially ones and zeros.
+        dtype: A floating point dtype; default f32.
+        device: The device.
+
+    Raises:
+        ArgumentError: If the groups do not divide the channels.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        dtype: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        channels = _whole("GroupNorm", "num_channels", num_channels)
+        if channels % _whole("GroupNorm", "num_groups", num_groups):
+            raise ArgumentError(
+                f"GroupNorm: num_groups is {num_groups}, expected a divisor of num_channels, "
+                f"{num_channels}"
+            )
+        self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
+        self.weight: Tensor | None = _ones((num_channels,), dtype, device) if affine else None
+        self.bias: Tensor | None = _zeros((num_channels,), dtype, device) if affine else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise (B, num_channels, ...).
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: If the input does not fit.
+        """
+        return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+    def _facts(self) -> str:
+        return f"{self.num_groups}, {self.num_channels}, eps={self.eps}"
+
+
+class Dropout(Module):
+    """Zeros elements in training with a probability, and scales the others by 1 / (1 - p).
+
+    Args:
+        p: The probability, in [0, 1].
+
+    Raises:
+        ArgumentError: If the probability is out of range.
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        if not isinstance(p, (int, float)):
+            raise TypeError(f"Dropout: p is {p!r}, expected a number")
+        if not 0 <= p <= 1:
+            raise ArgumentError(f"Dropout: p is {p}, expected a number from 0 to 1")
+        self.p = p
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input itself unless the module is in training mode."""
+        return functional.dropout(input, self.p, self.training)
+
+    def _facts(self) -> str:
+        return f"p={self.p}"
+
+
+class Flatten(Module):
+    """Joins dimensions.
+
+    Args:
+        start_dim: The first of them.
+        end_dim: The last of them.
+    """
+
+    def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
+        self.start_dim, self.end_dim = start_dim, end_dim
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input with these dimensions as one."""
+        return input.flatten(self.start_dim, self.end_dim)
+
+
+class Identity(Module):
+    """Returns its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input."""
+        return input
+
+
+class ReLU(Module):
+    """max(input, 0)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it to each element."""
+        return functional.relu(input)
+
+
+class SiLU(Module):
+    """input * sigmoid(input)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it to each element."""
+        return functional.silu(input)
+
+
+class Sigmoid(Module):
+    """1 / (1 + exp(-input))."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it to each element."""
+        return functional.sigmoid(input)
+
+
+class Tanh(Module):
+    """The hyperbolic tangent."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it to each element."""
+        return functional.tanh(input)
+
+
+class GELU(Module):
+    """GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+
+    Args:
+        approximate: "none" for the exact function, "tanh" for its approximation.
+
+    Raises:
+        ArgumentError: If `approximate` is something else.
+    """
+
+    def __init__(self, approximate: str = "none") -> None:
+        if approximate not in {"none", "tanh"}:
+            raise ArgumentError(f'GELU: approximate is {approximate!r}, expected "none" or "tanh"')
+        self.approximate = approximate
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it to each element."""
+        return functional.gelu(input, self.approximate)
+
+    def _facts(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class Softmax(Module):
+    """exp(input) over its sum along a dimension.
+
+    Args:
+        dim: The dimension.
+    """
+
+    def __init__(self, dim: int = -1) -> None:
+        self.dim = dim
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return probabilities.
+
+        Raises:
+            IndexOutOfRangeError: If there is no such dimension.
+        """
+        return functional.softmax(input, self.dim)
+
+    def _facts(self) -> str:
+        return f"dim={self.dim}"
+
+
+def _whole(layer: str, name: str, value: object, least: int = 1) -> int:
+    try:
+        number = index(value)  # type: ignore[arg-type]  # what is none raises
+    except TypeError:
+        raise TypeError(f"{layer}: {name} is {value!r}, expected a whole number") from None
+    if number < least:
+        raise ArgumentError(f"{layer}: {name} is {value!r}, expected at least {least}")
+    return number
+
+
+def _shape(layer: str, value: object) -> tuple[int, ...]:
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(_whole(layer, "normalized_shape", number) for number in values)
+
+
+def _pair(layer: str, name: str, value: object, least: int) -> tuple[int, int]:
+    values = value if isinstance(value, (list, tuple)) else (value, value)
+    if len(values) != 2:
+        raise ArgumentError(f"{layer}: {name} is {value!r}, expected one or two numbers")
+    return _whole(layer, name, values[0], least), _whole(layer, name, values[1], least)
+
+
+def _ones(shape: tuple[int, ...], dtype: str | None, device: str) -> Var:
+    return Var(ones(shape, dtype=dtype, device=device))
+
+
+def _zeros(shape: tuple[int, ...], dtype: str | None, device: str) -> Var:
+    return Var(zeros(shape, dtype=dtype, device=device))
