@@ -17,6 +17,16 @@ pub fn compute<T: Send>(py: Python<'_>, elements: usize, work: impl FnOnce() -> 
     if elements < RELEASE_FROM { quick(work) } else { detached(py, work) }
 }
 
+/// Run `work`, which copies the values of `tensor` to the host. If they are on a GPU, this waits for it without the GIL.
+#[inline]
+pub fn reading<T: Send>(
+    py: Python<'_>,
+    tensor: &tc::Tensor,
+    work: impl FnOnce() -> tc::Result<T> + Send,
+) -> Result<T> {
+    if tensor.device().is_cpu() { compute(py, tensor.elem_count(), work) } else { detached(py, work) }
+}
+
 /// Run `work` that always takes long, such as a backward pass, without the GIL.
 pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> tc::Result<T> + Send) -> Result<T> {
     py.detach(|| quick(work))

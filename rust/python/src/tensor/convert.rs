@@ -12,6 +12,7 @@ use trainable_candle_core as tc;
 use super::Tensor;
 use super::nested;
 use super::source::{Element, Source};
+use crate::call::reading;
 use crate::dlpack;
 use crate::error::Result;
 use crate::types::NdArray;
@@ -110,11 +111,11 @@ fn check_readable(op: &'static str, tensor: &tc::Tensor) -> Result<()> {
 /// # Errors
 /// `DTypeError` for bf16, which numpy does not have.
 pub fn to_numpy<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py>> {
-    fn array<'py, T: candle_core::WithDType + NumpyElement>(
+    fn array<'py, T: candle_core::WithDType + NumpyElement + Send>(
         py: Python<'py>,
         tensor: &tc::Tensor,
     ) -> Result<NdArray<'py>> {
-        let values = PyArray1::from_vec(py, tensor.to_vec::<T>()?);
+        let values = PyArray1::from_vec(py, reading(py, tensor, || tensor.to_vec::<T>())?);
         Ok(NdArray(values.reshape(tensor.dims())?.into_any()))
     }
     check_readable("numpy", tensor)?;
@@ -135,10 +136,10 @@ pub fn to_numpy<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py
 /// The elements in row-major order as Python numbers.
 fn numbers<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Vec<Bound<'py, PyAny>>> {
     if tc::raw::is_float(tensor.dtype()) {
-        let values = tc::raw::to_f64_vec(tensor.raw())?;
+        let values = reading(py, tensor, || tc::raw::to_f64_vec(tensor.raw()))?;
         return Ok(values.into_iter().map(|v| v.into_bound_py_any(py)).collect::<PyResult<_>>()?);
     }
-    let values = integers(tensor)?;
+    let values = reading(py, tensor, || integers(tensor))?;
     Ok(values.into_iter().map(|v| v.into_bound_py_any(py)).collect::<PyResult<_>>()?)
 }
 
@@ -146,13 +147,13 @@ fn numbers<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Vec<Bound<'py, P
 pub fn item<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAny>> {
     check_readable("item", tensor)?;
     if tc::raw::is_float(tensor.dtype()) {
-        return Ok(tensor.item()?.into_bound_py_any(py)?);
+        return Ok(reading(py, tensor, || tensor.item())?.into_bound_py_any(py)?);
     }
     if tensor.elem_count() != 1 {
         // The core's error.
         tensor.item()?;
     }
-    Ok(integers(tensor)?[0].into_bound_py_any(py)?)
+    Ok(reading(py, tensor, || integers(tensor))?[0].into_bound_py_any(py)?)
 }
 
 /// The elements of an integer dtype in row-major order, converted on the CPU.

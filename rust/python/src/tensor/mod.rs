@@ -23,7 +23,7 @@ pub use elementwise::where_;
 pub use operand::Operand;
 pub use shape::{cat, stack};
 
-use crate::call::{compute, quick};
+use crate::call::{compute, quick, reading};
 use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
@@ -136,7 +136,7 @@ impl Tensor {
             Some(_) => return Err(tc::Error::argument("to", "the target was given twice").into()),
             None => {}
         }
-        compute(py, self.0.elem_count(), || {
+        reading(py, &self.0, || {
             let cast = dtype.map_or_else(|| Ok(self.0.clone()), |dtype| self.0.to_dtype(dtype))?;
             device.map_or_else(|| Ok(cast.clone()), |device| cast.to_device(&device))
         })
@@ -197,8 +197,8 @@ impl Tensor {
         convert::to_list(py, &self.0).map(Anything)
     }
 
-    fn __float__(&self) -> Result<f64> {
-        quick(|| self.0.item())
+    fn __float__(&self, py: Python<'_>) -> Result<f64> {
+        reading(py, &self.0, || self.0.item())
     }
 
     /// A number is formatted as Python's, as torch does it.
@@ -223,7 +223,7 @@ impl Tensor {
         convert::item(py, &self.0)
     }
 
-    fn __bool__(&self) -> Result<bool> {
+    fn __bool__(&self, py: Python<'_>) -> Result<bool> {
         if self.0.elem_count() != 1 {
             let message = format!(
                 "the truth of {} elements (shape {:?}) is ambiguous; compare one element",
@@ -232,7 +232,7 @@ impl Tensor {
             );
             return Err(tc::Error::shape("bool", message).into());
         }
-        Ok(quick(|| self.0.item())? != 0.0)
+        Ok(reading(py, &self.0, || self.0.item())? != 0.0)
     }
 
     fn __len__(&self) -> Result<usize> {
