@@ -141,7 +141,7 @@ def test_import_of_our_own():
 def test_a_capsule_is_used_once():
     capsule = tc.ones(2).__dlpack__()
     assert tc.from_dlpack(capsule).tolist() == [1, 1]
-    with pytest.raises(tc.ArgumentError, match="no DLPack tensor, or was used before"):
+    with pytest.raises(tc.ArgumentError, match="not a DLPack tensor, or was used before"):
         tc.from_dlpack(capsule)
 
 

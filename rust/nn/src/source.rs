@@ -123,7 +123,7 @@ impl Source {
         match &mut self.kind {
             Kind::Stored { stored, taken, missing } => match stored.shape(&name)? {
                 Some(found) if found != shape.dims() => Err(Error::Config(format!(
-                    "{name} has shape {found:?}, the model's configuration expects {:?}; do the weights belong to another model?",
+                    "{name} has shape {found:?}, the model's configuration expects {:?}; are the weights of another model?",
                     shape.dims()
                 ))),
                 Some(_) => {
