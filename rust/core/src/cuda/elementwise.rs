@@ -5,7 +5,7 @@ use trainable_candle_cuda::kernels::elementwise::{Add as Binary, Exp as Unary, S
 use super::gpu::Gpu;
 use super::launch::{empty, same_device, suffix};
 use super::strided::{Member, strided};
-use crate::cpu::operand_dims;
+use crate::cpu::map::operand_dims;
 use crate::{Raw, Result};
 
 const OP: &str = "elementwise operation";

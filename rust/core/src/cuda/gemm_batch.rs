@@ -15,7 +15,7 @@ use super::gpu::{Gpu, check_blas, driver_error};
 use super::launch::{Address, Element, Mut, Shape, address, empty, same_device};
 use super::profile::measured;
 use crate::compute::{Destination, Product};
-use crate::cpu::gemm::{Plan, check_destination, check_result_dtype};
+use crate::cpu::gemm::batch::{Plan, check_destination, check_result_dtype};
 use crate::{Error, Raw, Result};
 
 const OP: &str = "matmul";

@@ -14,7 +14,7 @@ use super::gpu::{Gpu, driver_error};
 use super::launch::{Address, address, empty, same_device};
 use super::profile::measured;
 use crate::compute::{MatmulPrecision, float32_matmul_precision};
-use crate::cpu::gemm::Plan;
+use crate::cpu::gemm::batch::Plan;
 use crate::{Error, Raw, Result};
 
 const OP: &str = "linear";

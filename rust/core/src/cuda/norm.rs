@@ -15,7 +15,7 @@ use trainable_candle_cuda::kernels::norm::{
 use super::copy::{cast, contiguous};
 use super::gpu::Gpu;
 use super::launch::{Shape, accumulator, count32, empty, input, optional_input, optional_output, output, suffix, wide};
-use crate::tape::Pending;
+use crate::tape::backward::Pending;
 use crate::{Error, Raw, Result};
 
 /// Scale and shift as kernels take them: both in the input's dtype, or both in f32.

@@ -18,7 +18,7 @@ use super::case::Entry;
 use crate::cpu::Real;
 use crate::raw::{Raw, from_vec};
 #[cfg(feature = "cuda")]
-use crate::tape::Pending;
+use crate::tape::backward::Pending;
 use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Error, Result, Tensor, compute};
 

@@ -7,11 +7,10 @@ use trainable_candle_cuda::kernels::gradient::{
 };
 use trainable_candle_cuda::structs;
 
-use super::copy::{contiguous, copy_into};
-use super::gpu::Gpu;
-use super::launch::{Shape, count32, empty, input, optional_input, output, same_device, suffix};
-use crate::raw::to_vec;
-use crate::{Error, Raw, Result};
+use trainable_candle_core::cuda::launch::{Shape, count32, empty, input, optional_input, output, same_device, suffix};
+use trainable_candle_core::cuda::{Gpu, contiguous, copy_into};
+use trainable_candle_core::raw::to_vec;
+use trainable_candle_core::{Error, Raw, Result};
 
 /// The norm of gradients and the factor that clips them.
 pub struct Clip(Raw);

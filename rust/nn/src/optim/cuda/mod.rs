@@ -1,5 +1,8 @@
 //! The step on CUDA variables: states, hyper-parameters and step counters in device memory, one launch for all variables.
 
+mod gradient;
+mod step;
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +10,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use smallvec::SmallVec;
 use trainable_candle_core::capture::{HostState, after_replay, before_replay};
 use trainable_candle_core::compute::{copy_into, zeros};
-use trainable_candle_core::cuda::optim::{self as kernels, Groups, Kernel, Member, STATE_BLOCK, Settings, Table};
 use trainable_candle_core::flat::forget_grads;
 use trainable_candle_core::raw::to_vec;
 use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor, Var};
@@ -17,6 +19,9 @@ use super::rule::{Family, Rule, StateKind, StateSpec};
 use super::slots::Slots;
 use super::state::{Master, Parameter, State, StateData};
 use super::stepper::{Group, Guard};
+use step::{self as kernels, Groups, Kernel, Member, STATE_BLOCK, Settings, Table};
+
+pub(super) use gradient::{Clip, LossScale, scale_gradients};
 
 const _: () = assert!(STATE_BLOCK == BLOCK_SIZE);
 
@@ -264,7 +269,7 @@ impl OnDevice {
                 let mut host = host_zeros(spec.kind, buffer.elem_count());
                 for (place, parameter) in &held {
                     let start = entries(spec.kind, place.block as usize);
-                    place_in(&mut host, parameter.states[number].data(), start);
+                    place_in(&mut host, &parameter.states[number].data, start);
                 }
                 overwrite(buffer, |part| to_device(&host, part, buffer.device()))?;
             }
@@ -462,7 +467,7 @@ impl OnDevice {
                         StateData::F64(data) => StateData::F64(data[part].to_vec()),
                         StateData::U8(data) => StateData::U8(data[part].to_vec()),
                     };
-                    copy.states.push(State::new(spec, data));
+                    copy.states.push(State { spec, data });
                 }
                 if let Some(master) = &place.master {
                     let version = master.version.load(Ordering::Relaxed);

@@ -11,14 +11,15 @@ use trainable_candle_cuda::kernels::optim_8bit::{ADAM_8BIT_STEP, Adam8bitStep, L
 pub use trainable_candle_cuda::structs::Settings;
 use trainable_candle_cuda::structs::{Coefficients, Piece, Segment};
 
-use super::gpu::Gpu;
-use super::gradient::LossScale;
-use super::launch::{
+use trainable_candle_core::cuda::Gpu;
+use trainable_candle_core::cuda::launch::{
     Address, Arguments, Const, Kernel as Function, Shape, address, count32, empty, input, optional_input,
     optional_output, output, same_device,
 };
-use crate::raw::to_vec;
-use crate::{Error, Raw, Result, capture};
+use trainable_candle_core::raw::to_vec;
+use trainable_candle_core::{Error, Raw, Result, capture};
+
+use super::gradient::LossScale;
 
 /// Elements that share the scale of 8-bit states, and to whose multiples the states of a variable are aligned.
 pub const STATE_BLOCK: usize = 256;
@@ -230,7 +231,7 @@ impl Table {
     /// Queue a kernel on the table's dtypes.
     ///
     /// # Safety
-    /// As [`launch`](super::launch::Function::launch).
+    /// As [`launch`](trainable_candle_core::cuda::launch::Function::launch).
     unsafe fn launch<A: Arguments>(
         &self,
         op: &'static str,
