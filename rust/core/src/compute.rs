@@ -1,11 +1,12 @@
 //! The arithmetic that operations are made of, on whatever device their tensors are: [`cpu`] or CUDA.
 
-use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use candle_core::{DType, Device};
 
 use crate::cpu::{self, Binary, Ternary, Unary};
+pub use crate::product::{
+    Destination, LowRankTerm, MatmulPrecision, Product, float32_matmul_precision, set_float32_matmul_precision,
+    uses_pairs, with_bf16_pairs,
+};
 use crate::raw::is_float;
 use crate::{Error, Raw, Result};
 
@@ -70,51 +71,6 @@ functions! {
     lerp_in_place(x, source: &Raw, weight: &Raw) -> ();
 }
 
-/// How products of f32 matrices are computed on CUDA devices; torch's names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MatmulPrecision {
-    /// In f32.
-    Highest,
-    /// In TF32, whose factors have 10 bits behind the point, with sums in f32: several times as fast on tensor cores.
-    High,
-}
-
-static TF32: AtomicBool = AtomicBool::new(false);
-
-/// Choose how products of f32 matrices are computed on CUDA devices from now on; in f32 unless this is called. What a graph has
-/// captured stays as it was. Other dtypes and the CPU know no choice.
-pub fn set_float32_matmul_precision(precision: MatmulPrecision) {
-    TF32.store(precision == MatmulPrecision::High, Ordering::Relaxed);
-}
-
-/// How products of f32 matrices are computed on CUDA devices.
-pub fn float32_matmul_precision() -> MatmulPrecision {
-    if TF32.load(Ordering::Relaxed) { MatmulPrecision::High } else { MatmulPrecision::Highest }
-}
-
-thread_local! {
-    static PAIRS: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Do the work of a function with f32 as sums of two bf16 numbers where this thread queues forward passes of convolutions, linear
-/// layers and attention of wide heads on a CUDA device: on tensor cores, with 16 bits of each factor and sums in f32. Elsewhere f32
-/// stays what it is.
-pub fn with_bf16_pairs<R>(work: impl FnOnce() -> R) -> R {
-    struct Restored(bool);
-    impl Drop for Restored {
-        fn drop(&mut self) {
-            PAIRS.set(self.0);
-        }
-    }
-    let _restored = Restored(PAIRS.replace(true));
-    work()
-}
-
-/// Whether this thread multiplies tensors of `dtype` as [`with_bf16_pairs`] says.
-pub fn uses_pairs(dtype: DType) -> bool {
-    dtype == DType::F32 && PAIRS.get()
-}
-
 /// The device of work on some tensors: CUDA if one of them is there.
 #[cfg(feature = "cuda")]
 fn device_of<'a>(mut tensors: impl Iterator<Item = &'a Raw>) -> &'a Device {
@@ -128,18 +84,6 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
         cuda => crate::cuda::write_products(terms, alpha, accumulate),
         cpu => cpu::write_products(terms, alpha, accumulate),
     )
-}
-
-/// A low-rank product of an adapted linear map, without what it is added to; all matrices.
-pub struct LowRankTerm {
-    /// (rows, inner).
-    pub input: Raw,
-    /// (inner, rank).
-    pub down: Raw,
-    /// (rank, outer).
-    pub up: Raw,
-    /// (rows, rank), written.
-    pub hidden: Raw,
 }
 
 /// hidden = s₁ input down and dst += s₂ hidden up for each term and its dst (rows, outer); on CUDA in one launch where a kernel takes
@@ -177,26 +121,6 @@ pub fn unset(op: &'static str, like: &Raw, dims: &[usize]) -> Result<Raw> {
     )
 }
 
-/// One of many products that are independent of one another.
-pub struct Product {
-    /// The left operand.
-    pub a: Raw,
-    /// The right operand.
-    pub b: Raw,
-    /// What the product is multiplied by.
-    pub alpha: f64,
-    /// Where the result goes.
-    pub to: Destination,
-}
-
-/// What becomes of a product.
-pub enum Destination {
-    /// A new tensor of this dtype, as by [`product`].
-    New(DType),
-    /// It is added to this tensor, as by [`matmul_accumulate`].
-    Sum(Raw),
-}
-
 /// All products, in any order; the results or the tensors they were added to. On CUDA those of one size run together.
 ///
 /// # Errors
@@ -205,21 +129,8 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
     on_device!(
         device_of(work.iter().map(|product| &product.a)),
         cuda => crate::cuda::products(work),
-        cpu => work.iter().map(Product::run).collect(),
+        cpu => work.iter().map(|work| work.run(cpu::product, cpu::matmul_accumulate)).collect(),
     )
-}
-
-impl Product {
-    /// This one by itself.
-    pub(crate) fn run(&self) -> Result<Raw> {
-        match &self.to {
-            Destination::New(dtype) => product(&self.a, &self.b, self.alpha, *dtype),
-            Destination::Sum(sum) => {
-                matmul_accumulate(sum, &self.a, &self.b, self.alpha)?;
-                Ok(sum.clone())
-            }
-        }
-    }
 }
 
 /// The same values in another dtype, integers among them; contiguous if they change.

@@ -30,6 +30,7 @@ pub mod gradcheck;
 pub mod interrupt;
 pub mod memory;
 pub mod ops;
+mod product;
 pub mod raw;
 mod recycle;
 pub mod rng;

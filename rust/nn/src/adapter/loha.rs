@@ -2,7 +2,7 @@
 //!
 //! A convolution's weight counts as a matrix (out, in · height · width), without the Tucker form.
 
-use trainable_candle_core::ops::hadamard::low_rank_hadamard;
+use trainable_candle_core::ops::low_rank_hadamard::low_rank_hadamard;
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
 use super::delta::{Added, Delta};
