@@ -1,43 +1,43 @@
 //! The arithmetic that operations are made of, on whatever device their tensors are: [`cpu`] or CUDA.
 
-use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use candle_core::{DType, Device};
 
 use crate::cpu::{self, Binary, Ternary, Unary};
+pub use crate::product::{
+    Destination, LowRankTerm, MatmulPrecision, Product, float32_matmul_precision, set_float32_matmul_precision,
+    uses_pairs, with_bf16_pairs,
+};
 use crate::raw::is_float;
 use crate::{Error, Raw, Result};
 
-#[cfg(feature = "cuda")]
-use crate::cuda;
-
-/// `on_device!(tensor, cuda => one, cpu => other)`: the first for a tensor on a CUDA device, which only a build with CUDA has.
+/// `on_device!(device, cuda => one, cpu => other)`: the first on a CUDA device, the second elsewhere. This is the one place that chooses
+/// between the two; a build without CUDA has no first form to compile.
 macro_rules! on_device {
-    ($tensor:expr, cuda => $cuda:expr, cpu => $cpu:expr $(,)?) => {{
+    ($device:expr, cuda => $cuda:expr, cpu => $cpu:expr $(,)?) => {{
         #[cfg(feature = "cuda")]
-        let result = if $tensor.device().is_cuda() { $cuda } else { $cpu };
+        let result = if $device.is_cuda() { $cuda } else { $cpu };
         #[cfg(not(feature = "cuda"))]
         let result = $cpu;
         result
     }};
 }
+pub(crate) use on_device;
 
 /// As [`cpu::unary`].
 pub fn unary<F: Unary + Sync>(x: &Raw, f: F) -> Result<Raw> {
-    on_device!(x, cuda => cuda::unary(x, cuda::Kernel::new(F::KERNEL, Unary::parameters(&f))), cpu => cpu::unary(x, f))
+    on_device!(x.device(), cuda => crate::cuda::unary(x, crate::cuda::Kernel::new(F::KERNEL, Unary::parameters(&f))), cpu => cpu::unary(x, f))
 }
 
 /// As [`cpu::binary`].
 pub fn binary<F: Binary + Sync>(a: &Raw, b: &Raw, f: F) -> Result<Raw> {
-    on_device!(a, cuda => cuda::binary(a, b, cuda::Kernel::new(F::KERNEL, Binary::parameters(&f))), cpu => cpu::binary(a, b, f))
+    on_device!(a.device(), cuda => crate::cuda::binary(a, b, crate::cuda::Kernel::new(F::KERNEL, Binary::parameters(&f))), cpu => cpu::binary(a, b, f))
 }
 
 /// As [`cpu::ternary`].
 pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw> {
     on_device!(
-        a,
-        cuda => cuda::ternary(a, b, c, cuda::Kernel::new(F::KERNEL, Ternary::parameters(&f))),
+        a.device(),
+        cuda => crate::cuda::ternary(a, b, c, crate::cuda::Kernel::new(F::KERNEL, Ternary::parameters(&f))),
         cpu => cpu::ternary(a, b, c, f),
     )
 }
@@ -47,7 +47,7 @@ macro_rules! functions {
     ($($name:ident(x $(, $argument:ident: $type:ty)*) -> $result:ty;)*) => {$(
         #[doc = concat!("As [`cpu::", stringify!($name), "`].")]
         pub fn $name(x: &Raw $(, $argument: $type)*) -> Result<$result> {
-            on_device!(x, cuda => cuda::$name(x $(, $argument)*), cpu => cpu::$name(x $(, $argument)*))
+            on_device!(x.device(), cuda => crate::cuda::$name(x $(, $argument)*), cpu => cpu::$name(x $(, $argument)*))
         }
     )*};
 }
@@ -71,71 +71,19 @@ functions! {
     lerp_in_place(x, source: &Raw, weight: &Raw) -> ();
 }
 
-/// How products of f32 matrices are computed on CUDA devices; torch's names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MatmulPrecision {
-    /// In f32.
-    Highest,
-    /// In TF32, whose factors have 10 bits behind the point, with sums in f32: several times as fast on tensor cores.
-    High,
-}
-
-static TF32: AtomicBool = AtomicBool::new(false);
-
-/// Choose how products of f32 matrices are computed on CUDA devices from now on; in f32 unless this is called. What a graph has
-/// captured stays as it was. Other dtypes and the CPU know no choice.
-pub fn set_float32_matmul_precision(precision: MatmulPrecision) {
-    TF32.store(precision == MatmulPrecision::High, Ordering::Relaxed);
-}
-
-/// How products of f32 matrices are computed on CUDA devices.
-pub fn float32_matmul_precision() -> MatmulPrecision {
-    if TF32.load(Ordering::Relaxed) { MatmulPrecision::High } else { MatmulPrecision::Highest }
-}
-
-thread_local! {
-    static PAIRS: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Do the work of a function with f32 as sums of two bf16 numbers where this thread queues forward passes of convolutions, linear
-/// layers and attention of wide heads on a CUDA device: on tensor cores, with 16 bits of each factor and sums in f32. Elsewhere f32
-/// stays what it is.
-pub fn with_bf16_pairs<R>(work: impl FnOnce() -> R) -> R {
-    struct Restored(bool);
-    impl Drop for Restored {
-        fn drop(&mut self) {
-            PAIRS.set(self.0);
-        }
-    }
-    let _restored = Restored(PAIRS.replace(true));
-    work()
-}
-
-/// Whether this thread multiplies tensors of `dtype` as [`with_bf16_pairs`] says.
+/// The device of work on some tensors: CUDA if one of them is there.
 #[cfg(feature = "cuda")]
-pub(crate) fn uses_pairs(dtype: DType) -> bool {
-    dtype == DType::F32 && PAIRS.get()
+fn device_of<'a>(mut tensors: impl Iterator<Item = &'a Raw>) -> &'a Device {
+    tensors.find(|tensor| tensor.device().is_cuda()).map_or(&Device::Cpu, |tensor| tensor.device())
 }
 
 /// As [`cpu::write_products`].
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if terms.iter().any(|[dst, ..]| dst.device().is_cuda()) {
-        return cuda::write_products(terms, alpha, accumulate);
-    }
-    cpu::write_products(terms, alpha, accumulate)
-}
-
-/// A low-rank product of an adapted linear map, without what it is added to; all matrices.
-pub struct LowRankTerm {
-    /// (rows, inner).
-    pub input: Raw,
-    /// (inner, rank).
-    pub down: Raw,
-    /// (rank, outer).
-    pub up: Raw,
-    /// (rows, rank), written.
-    pub hidden: Raw,
+    on_device!(
+        device_of(terms.iter().map(|&[dst, ..]| dst)),
+        cuda => crate::cuda::write_products(terms, alpha, accumulate),
+        cpu => cpu::write_products(terms, alpha, accumulate),
+    )
 }
 
 /// hidden = s₁ input down and dst += s₂ hidden up for each term and its dst (rows, outer); on CUDA in one launch where a kernel takes
@@ -144,8 +92,12 @@ pub struct LowRankTerm {
 /// # Errors
 /// As [`write_products`].
 pub fn low_rank(terms: &[(LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2]) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    if terms.iter().any(|(_, dst)| dst.device().is_cuda()) && cuda::low_rank(terms, [scale_hidden, scale_dst])? {
+    let is_done = on_device!(
+        device_of(terms.iter().map(|(_, dst)| dst)),
+        cuda => crate::cuda::low_rank(terms, [scale_hidden, scale_dst])?,
+        cpu => false,
+    );
+    if is_done {
         return Ok(());
     }
     let hidden: Vec<_> = terms.iter().map(|(term, _)| [&term.hidden, &term.input, &term.down]).collect();
@@ -159,32 +111,14 @@ pub fn low_rank(terms: &[(LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2
 /// # Errors
 /// [`Error::OutOfMemory`] if it does not fit.
 pub fn unset(op: &'static str, like: &Raw, dims: &[usize]) -> Result<Raw> {
-    #[cfg(feature = "cuda")]
-    if like.device().is_cuda() {
-        return cuda::empty(op, cuda::Gpu::of(op, like)?, dims, like.dtype());
-    }
-    crate::raw::check_allocation(op, dims, like.dtype())?;
-    Ok(Raw::zeros(dims, like.dtype(), like.device())?)
-}
-
-/// One of many products that are independent of one another.
-pub struct Product {
-    /// The left operand.
-    pub a: Raw,
-    /// The right operand.
-    pub b: Raw,
-    /// What the product is multiplied by.
-    pub alpha: f64,
-    /// Where the result goes.
-    pub to: Destination,
-}
-
-/// What becomes of a product.
-pub enum Destination {
-    /// A new tensor of this dtype, as by [`product`].
-    New(DType),
-    /// It is added to this tensor, as by [`matmul_accumulate`].
-    Sum(Raw),
+    on_device!(
+        like.device(),
+        cuda => crate::cuda::empty(op, crate::cuda::Gpu::of(op, like)?, dims, like.dtype()),
+        cpu => {
+            crate::raw::check_allocation(op, dims, like.dtype())?;
+            Ok(Raw::zeros(dims, like.dtype(), like.device())?)
+        }
+    )
 }
 
 /// All products, in any order; the results or the tensors they were added to. On CUDA those of one size run together.
@@ -192,24 +126,11 @@ pub enum Destination {
 /// # Errors
 /// As [`product`] and [`matmul_accumulate`].
 pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
-    #[cfg(feature = "cuda")]
-    if work.first().is_some_and(|product| product.a.device().is_cuda()) {
-        return cuda::products(work);
-    }
-    work.iter().map(Product::run).collect()
-}
-
-impl Product {
-    /// This one by itself.
-    pub(crate) fn run(&self) -> Result<Raw> {
-        match &self.to {
-            Destination::New(dtype) => product(&self.a, &self.b, self.alpha, *dtype),
-            Destination::Sum(sum) => {
-                matmul_accumulate(sum, &self.a, &self.b, self.alpha)?;
-                Ok(sum.clone())
-            }
-        }
-    }
+    on_device!(
+        device_of(work.iter().map(|product| &product.a)),
+        cuda => crate::cuda::products(work),
+        cpu => work.iter().map(|work| work.run(cpu::product, cpu::matmul_accumulate)).collect(),
+    )
 }
 
 /// The same values in another dtype, integers among them; contiguous if they change.
@@ -225,7 +146,7 @@ pub fn convert(x: &Raw, dtype: DType) -> Result<Raw> {
 /// # Errors
 /// [`Error::OutOfMemory`] if it does not fit.
 pub fn copy(x: &Raw) -> Result<Raw> {
-    on_device!(x, cuda => cuda::copy(x), cpu => Ok(x.detach().force_contiguous()?))
+    on_device!(x.device(), cuda => crate::cuda::copy(x), cpu => Ok(x.detach().force_contiguous()?))
 }
 
 /// Tensors one after the other along `dim`, of equal sizes otherwise, in storage of their own.
@@ -233,16 +154,18 @@ pub fn copy(x: &Raw) -> Result<Raw> {
 /// # Errors
 /// [`Error::Device`] if they are on different devices, [`Error::OutOfMemory`] if the result does not fit.
 pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
-    #[cfg(feature = "cuda")]
-    if parts.first().is_some_and(|part| part.device().is_cuda()) {
-        return cuda::cat(parts, dim);
-    }
-    // Of one tensor candle returns the tensor itself.
-    if let [part] = parts {
-        return copy(part);
-    }
-    let parts: Vec<Raw> = parts.iter().map(|part| contiguous(part)).collect::<Result<_>>()?;
-    Ok(Raw::cat(&parts, dim)?)
+    on_device!(
+        device_of(parts.iter().copied()),
+        cuda => crate::cuda::cat(parts, dim),
+        cpu => {
+            // Of one tensor candle returns the tensor itself.
+            if let [part] = parts {
+                return copy(part);
+            }
+            let parts: Vec<Raw> = parts.iter().map(|part| contiguous(part)).collect::<Result<_>>()?;
+            Ok(Raw::cat(&parts, dim)?)
+        }
+    )
 }
 
 /// Zeros.
@@ -250,11 +173,7 @@ pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
 /// # Errors
 /// [`Error::OutOfMemory`] if they do not fit.
 pub fn zeros(dims: &[usize], dtype: DType, device: &Device) -> Result<Raw> {
-    #[cfg(feature = "cuda")]
-    if device.is_cuda() {
-        return cuda::zeros(device, dims, dtype);
-    }
-    Ok(Raw::zeros(dims, dtype, device)?)
+    on_device!(device, cuda => crate::cuda::zeros(device, dims, dtype), cpu => Ok(Raw::zeros(dims, dtype, device)?))
 }
 
 /// `value` everywhere.
@@ -262,12 +181,15 @@ pub fn zeros(dims: &[usize], dtype: DType, device: &Device) -> Result<Raw> {
 /// # Errors
 /// [`Error::OutOfMemory`] if it does not fit.
 pub fn full(value: f64, dims: &[usize], dtype: DType, device: &Device) -> Result<Raw> {
-    #[cfg(feature = "cuda")]
-    if device.is_cuda() && is_float(dtype) {
-        return cuda::filled(device, value, dims, dtype);
-    }
-    let scalar = Raw::new(value, device)?.to_dtype(dtype)?;
-    Ok(scalar.broadcast_as(dims)?.contiguous()?)
+    let by_candle = || {
+        let scalar = Raw::new(value, device)?.to_dtype(dtype)?;
+        Ok(scalar.broadcast_as(dims)?.contiguous()?)
+    };
+    on_device!(
+        device,
+        cuda => if is_float(dtype) { crate::cuda::filled(device, value, dims, dtype) } else { by_candle() },
+        cpu => by_candle(),
+    )
 }
 
 /// The sum over the dimensions that broadcasting a tensor of shape `dims` to the shape of `x` added or widened; the result

@@ -80,13 +80,7 @@ pub fn name(device: &Device) -> String {
 /// As [`parse`].
 pub fn cuda(ordinal: usize, folders: &[impl AsRef<Path>]) -> Result<Device> {
     let folders: Vec<&Path> = folders.iter().map(AsRef::as_ref).collect();
-    #[cfg(feature = "cuda")]
-    return crate::cuda::open(ordinal, &folders);
-    #[cfg(not(feature = "cuda"))]
-    {
-        let _ = ordinal;
-        load(&folders).map(|()| Device::Cpu)
-    }
+    crate::cuda::open(ordinal, &folders)
 }
 
 /// The number of CUDA devices.
@@ -95,15 +89,7 @@ pub fn cuda(ordinal: usize, folders: &[impl AsRef<Path>]) -> Result<Device> {
 /// [`Error::CudaUnavailable`] with the reason if CUDA cannot be used.
 pub fn cuda_count(folders: &[impl AsRef<Path>]) -> Result<usize> {
     let folders: Vec<&Path> = folders.iter().map(AsRef::as_ref).collect();
-    #[cfg(feature = "cuda")]
-    return crate::cuda::devices(&folders);
-    #[cfg(not(feature = "cuda"))]
-    load(&folders).map(|()| 0)
-}
-
-#[cfg(not(feature = "cuda"))]
-fn load(folders: &[&Path]) -> Result<()> {
-    trainable_candle_cuda::load(folders).map_err(|reason| Error::CudaUnavailable(reason.to_string()))
+    crate::cuda::devices(&folders)
 }
 
 /// What a CUDA device holds.
@@ -111,10 +97,7 @@ fn load(folders: &[&Path]) -> Result<()> {
 /// # Errors
 /// [`Error::Device`] if it is not a CUDA device or the driver refuses.
 pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
-    #[cfg(feature = "cuda")]
-    return crate::cuda::memory_stats(device);
-    #[cfg(not(feature = "cuda"))]
-    not_cuda("memory_stats", device)
+    crate::cuda::memory_stats(device)
 }
 
 /// Start counting the peaks of a CUDA device anew, from what is held now.
@@ -122,10 +105,7 @@ pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
 /// # Errors
 /// As [`memory_stats`].
 pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    return crate::cuda::reset_peak_memory_stats(device);
-    #[cfg(not(feature = "cuda"))]
-    not_cuda("reset_peak_memory_stats", device)
+    crate::cuda::reset_peak_memory_stats(device)
 }
 
 /// Give memory of a CUDA device back that is kept for later, for other processes; how many bytes.
@@ -133,10 +113,7 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
 /// # Errors
 /// As [`synchronize`].
 pub fn empty_cache(device: &Device) -> Result<u64> {
-    #[cfg(feature = "cuda")]
-    return crate::cuda::empty_cache(device);
-    #[cfg(not(feature = "cuda"))]
-    not_cuda("empty_cache", device)
+    crate::cuda::empty_cache(device)
 }
 
 /// Wait until all work queued on a CUDA device is done.
@@ -144,10 +121,7 @@ pub fn empty_cache(device: &Device) -> Result<u64> {
 /// # Errors
 /// [`Error::Device`] if it is not a CUDA device, or a kernel failed; [`Error::Index`] if a kernel met an id out of range.
 pub fn synchronize(device: &Device) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    return crate::cuda::synchronize(device);
-    #[cfg(not(feature = "cuda"))]
-    not_cuda("synchronize", device)
+    crate::cuda::synchronize(device)
 }
 
 /// Measure every launch on a CUDA device from now on, until [`finish_profile`].
@@ -155,10 +129,7 @@ pub fn synchronize(device: &Device) -> Result<()> {
 /// # Errors
 /// [`Error::Device`] if it is not a CUDA device, [`Error::Argument`] if a profile is being made.
 pub fn start_profile(device: &Device) -> Result<()> {
-    #[cfg(feature = "cuda")]
-    return crate::cuda::profile::start(device);
-    #[cfg(not(feature = "cuda"))]
-    not_cuda("profile", device)
+    crate::cuda::profile::start(device)
 }
 
 /// Wait for the device; gives the times of all kernels launched since [`start_profile`], the longest first. Launches of CUDA graphs and
@@ -167,15 +138,7 @@ pub fn start_profile(device: &Device) -> Result<()> {
 /// # Errors
 /// [`Error::Argument`] if no profile is being made, [`Error::Device`] if a kernel failed.
 pub fn finish_profile() -> Result<Vec<KernelTime>> {
-    #[cfg(feature = "cuda")]
-    return crate::cuda::profile::finish();
-    #[cfg(not(feature = "cuda"))]
-    Err(Error::argument("profile", "no profile is being made"))
-}
-
-#[cfg(not(feature = "cuda"))]
-fn not_cuda<T>(op: &'static str, device: &Device) -> Result<T> {
-    Err(Error::device(op, format!("found the device \"{}\", expected a CUDA device", name(device))))
+    crate::cuda::profile::finish()
 }
 
 #[cfg(test)]

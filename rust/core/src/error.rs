@@ -201,7 +201,6 @@ impl From<candle_core::Error> for Error {
             C::UnsupportedDTypeForOp(dtype, op) => {
                 Self::dtype(op, format!("dtype {} is not supported", dtype.as_str()))
             }
-            #[cfg(feature = "cuda")]
             C::Cuda(source) => crate::cuda::from_candle(source),
             C::NotCompiledWithCudaSupport => Self::CudaUnavailable("this build has no CUDA support".into()),
             C::Io(source) => Self::Candle(source.to_string()),

@@ -20,6 +20,9 @@ mod copies;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(not(feature = "cuda"))]
+#[path = "no_cuda.rs"]
+pub mod cuda;
 pub mod device;
 mod error;
 pub mod flat;
@@ -27,6 +30,7 @@ pub mod gradcheck;
 pub mod interrupt;
 pub mod memory;
 pub mod ops;
+mod product;
 pub mod raw;
 mod recycle;
 pub mod rng;

@@ -27,7 +27,6 @@ pub fn storage_identity(raw: &Raw) -> (usize, usize) {
     let address = std::ptr::from_ref::<Storage>(&storage) as usize;
     let elements = match &*storage {
         Storage::Cpu(cpu) => cpu_len(cpu),
-        #[cfg(feature = "cuda")]
         Storage::Cuda(cuda) => crate::cuda::storage_len(cuda),
         _ => raw.elem_count(),
     };
@@ -130,10 +129,7 @@ pub fn to_cpu(raw: &Raw) -> Result<Raw> {
 /// The elements of a tensor on a device, whose type is `T`, in row-major order.
 fn download<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
     crate::capture::refuse("to_cpu")?;
-    #[cfg(feature = "cuda")]
-    return crate::cuda::download(raw);
-    #[cfg(not(feature = "cuda"))]
-    Ok(raw.to_device(&Device::Cpu)?.flatten_all()?.to_vec1()?)
+    crate::cuda::download(raw)
 }
 
 /// The same values on the CPU in storage of their own, which no change of `raw` reaches.

@@ -11,8 +11,9 @@ mod scope;
 
 use candle_core::{DType, Device, Shape};
 
+use crate::compute::{self, on_device};
 use crate::raw::{Raw, check_allocation_on, from_vec};
-use crate::{Error, Result, compute};
+use crate::{Error, Result};
 
 pub use purpose::Purpose;
 pub(crate) use scope::{Draw, Noting, Replay, advance};
@@ -153,18 +154,22 @@ pub fn uniform(low: f64, high: f64, shape: &Shape, dtype: DType, device: &Device
     const OP: &str = "rand";
     check_float(OP, dtype)?;
     let n = check_allocation_on(device, OP, shape.dims(), DType::F32)?;
-    #[cfg(feature = "cuda")]
-    if device.is_cuda() {
-        let start = advance(n.div_ceil(4) as u64);
-        return compute::cast(&crate::cuda::uniform(device, shape.dims(), start, [low, high])?, dtype);
-    }
-    let mut values = uniform_vec(n);
-    if (low, high) != (0.0, 1.0) {
-        for v in &mut values {
-            *v = (low + (high - low) * f64::from(*v)) as f32;
-        }
-    }
-    Ok(compute::cast(&from_vec(values, shape), dtype)?.to_device(device)?)
+    on_device!(
+        device,
+        cuda => {
+            let start = advance(n.div_ceil(4) as u64);
+            compute::cast(&crate::cuda::uniform(device, shape.dims(), start, [low, high])?, dtype)
+        },
+        cpu => {
+            let mut values = uniform_vec(n);
+            if (low, high) != (0.0, 1.0) {
+                for v in &mut values {
+                    *v = (low + (high - low) * f64::from(*v)) as f32;
+                }
+            }
+            Ok(compute::cast(&from_vec(values, shape), dtype)?.to_device(device)?)
+        },
+    )
 }
 
 /// Normal values of `mean` and `std`.
@@ -175,18 +180,22 @@ pub fn normal(mean: f64, std: f64, shape: &Shape, dtype: DType, device: &Device)
     const OP: &str = "randn";
     check_float(OP, dtype)?;
     let n = check_allocation_on(device, OP, shape.dims(), DType::F32)?;
-    #[cfg(feature = "cuda")]
-    if device.is_cuda() {
-        let start = advance(n.div_ceil(4) as u64);
-        return compute::cast(&crate::cuda::normal(device, shape.dims(), start, [mean, std])?, dtype);
-    }
-    let mut values = normal_vec(n);
-    if (mean, std) != (0.0, 1.0) {
-        for v in &mut values {
-            *v = (mean + std * f64::from(*v)) as f32;
-        }
-    }
-    Ok(compute::cast(&from_vec(values, shape), dtype)?.to_device(device)?)
+    on_device!(
+        device,
+        cuda => {
+            let start = advance(n.div_ceil(4) as u64);
+            compute::cast(&crate::cuda::normal(device, shape.dims(), start, [mean, std])?, dtype)
+        },
+        cpu => {
+            let mut values = normal_vec(n);
+            if (mean, std) != (0.0, 1.0) {
+                for v in &mut values {
+                    *v = (mean + std * f64::from(*v)) as f32;
+                }
+            }
+            Ok(compute::cast(&from_vec(values, shape), dtype)?.to_device(device)?)
+        },
+    )
 }
 
 #[cfg(test)]

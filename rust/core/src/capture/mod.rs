@@ -9,46 +9,16 @@ mod host;
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
-#[cfg(not(feature = "cuda"))]
-use crate::Device;
 use crate::tape::GradientCell;
 use crate::tensor::Version;
 use crate::{Error, Result, Tensor};
 
 pub use host::HostState;
 
-#[cfg(feature = "cuda")]
 pub use crate::cuda::Captured;
 
 /// What can be captured: a function of tensors.
 pub type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
-
-/// A function that runs as a CUDA graph, which takes a build with CUDA.
-#[cfg(not(feature = "cuda"))]
-pub struct Captured(std::convert::Infallible);
-
-#[cfg(not(feature = "cuda"))]
-impl Captured {
-    /// # Errors
-    /// [`Error::Device`]: this build has no CUDA device.
-    pub fn new(device: &Device, _function: Function, _inputs: &[&Tensor]) -> Result<Self> {
-        let name = crate::device::name(device);
-        Err(Error::device("capture", format!("found the device \"{name}\", expected a CUDA device")))
-    }
-
-    /// What the function gives for `inputs`.
-    ///
-    /// # Errors
-    /// The function's.
-    pub fn call(&mut self, _inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
-        match self.0 {}
-    }
-
-    /// Whether calls replay a graph.
-    pub const fn is_recorded(&self) -> bool {
-        match self.0 {}
-    }
-}
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
@@ -99,8 +69,7 @@ pub fn is_capturing() -> bool {
 }
 
 /// Whether a captured function is running on this thread, to be recorded or before that.
-#[cfg(feature = "cuda")]
-pub(crate) fn is_running() -> bool {
+pub fn is_running() -> bool {
     PHASE.get() != Phase::Off
 }
 

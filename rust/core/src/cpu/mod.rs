@@ -10,8 +10,8 @@ mod contiguous;
 pub mod elem;
 mod fold;
 pub mod gemm;
-mod inplace;
-mod map;
+pub(crate) mod inplace;
+pub(crate) mod map;
 pub mod pool;
 pub(crate) mod reduce;
 mod simd;
@@ -21,11 +21,7 @@ pub(crate) use access::{elements, read_all};
 pub use contiguous::contiguous;
 pub use elem::{Elem, Stored};
 pub use gemm::{MatMut, MatRef, gemm, matmul, matmul_accumulate, product, write_products};
-#[cfg(feature = "cuda")]
-pub(crate) use inplace::check_weight;
 pub use inplace::{accumulate, copy_into, fill, lerp_in_place, scale_in_place};
-#[cfg(feature = "cuda")]
-pub(crate) use map::operand_dims;
 pub use map::{Add, Binary, Div, Maximum, Minimum, Mul, Sub, Ternary, Unary, binary, cast, ternary, unary};
 pub use reduce::{argmax, cumsum, max, mean, min, sum};
 pub(crate) use simd::vectorized;

@@ -9,7 +9,7 @@ use trainable_candle_cuda::kernels::copy::{
 use super::gpu::{Gpu, driver_error};
 use super::launch::{Const, Kernel, Mut, address, empty, input, same_device, suffix, suffixes};
 use super::strided::{Member, strided};
-use crate::cpu::check_weight;
+use crate::cpu::inplace::check_weight;
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 

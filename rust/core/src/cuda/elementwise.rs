@@ -5,7 +5,7 @@ use trainable_candle_cuda::kernels::elementwise::{Add as Binary, Exp as Unary, S
 use super::gpu::Gpu;
 use super::launch::{empty, same_device, suffix};
 use super::strided::{Member, strided};
-use crate::cpu::operand_dims;
+use crate::cpu::map::operand_dims;
 use crate::{Raw, Result};
 
 const OP: &str = "elementwise operation";
@@ -62,17 +62,17 @@ fn apply<const N: usize>(operands: [&Raw; N], dims: &[usize], kernel: Kernel) ->
             [a] => {
                 let (tensors, shape) = strided(OP, dims, [to, a])?;
                 let arguments = Unary { y: y_at, a: a.input(), tensors, p, q };
-                gpu.named(kernel.name, dtypes)?.launch(OP, gpu, shape, arguments)?;
+                gpu.named(kernel.name, "", dtypes)?.launch(OP, gpu, shape, arguments)?;
             }
             [a, b] => {
                 let (tensors, shape) = strided(OP, dims, [to, a, b])?;
                 let arguments = Binary { y: y_at, a: a.input(), b: b.input(), tensors, p, q };
-                gpu.named(kernel.name, dtypes)?.launch(OP, gpu, shape, arguments)?;
+                gpu.named(kernel.name, "", dtypes)?.launch(OP, gpu, shape, arguments)?;
             }
             [a, b, c] => {
                 let (tensors, shape) = strided(OP, dims, [to, a, b, c])?;
                 let arguments = Ternary { y: y_at, a: a.input(), b: b.input(), c: c.input(), tensors, p, q };
-                gpu.named(kernel.name, dtypes)?.launch(OP, gpu, shape, arguments)?;
+                gpu.named(kernel.name, "", dtypes)?.launch(OP, gpu, shape, arguments)?;
             }
             _ => unreachable!("functions have one to three operands"),
         }

@@ -15,8 +15,8 @@ use super::copy::contiguous;
 use super::gpu::{Gpu, check_blas, driver_error};
 use super::launch::{Address, address, empty, same_device};
 use super::profile::measured;
-use crate::compute::{MatmulPrecision, float32_matmul_precision};
-use crate::cpu::gemm::{Plan, check_result_dtype};
+use crate::cpu::gemm::batch::{Plan, check_result_dtype};
+use crate::product::{MatmulPrecision, float32_matmul_precision};
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 

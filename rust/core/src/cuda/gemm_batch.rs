@@ -10,12 +10,12 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use trainable_candle_cuda::kernels::addresses::{WRITE_ADDRESSES, WriteAddresses};
 use trainable_candle_cuda::structs::Addresses;
 
-use super::gemm::{Matrix, compute_type, data_type};
+use super::gemm::{Matrix, compute_type, data_type, matmul_accumulate, product as product_of};
 use super::gpu::{Gpu, check_blas, driver_error};
 use super::launch::{Address, Element, Mut, Shape, address, empty, same_device};
 use super::profile::measured;
-use crate::compute::{Destination, Product};
-use crate::cpu::gemm::{Plan, check_destination, check_result_dtype};
+use crate::cpu::gemm::batch::{Plan, check_destination, check_result_dtype};
+use crate::product::{Destination, Product};
 use crate::{Error, Raw, Result};
 
 const OP: &str = "matmul";
@@ -97,7 +97,7 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
                 }
                 group.push(index);
             }
-            None => results[index] = Some(product.run()?),
+            None => results[index] = Some(product.run(product_of, matmul_accumulate)?),
         }
     }
     for key in order {
@@ -105,7 +105,7 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
         while !group.is_empty() {
             let (batch, rest) = distinct(work, &group)?;
             if let [index] = batch[..] {
-                results[index] = Some(work[index].run()?);
+                results[index] = Some(work[index].run(product_of, matmul_accumulate)?);
             } else {
                 let made = run(&key, &batch.iter().map(|&index| &work[index]).collect::<Vec<_>>())?;
                 batch.iter().zip(made).for_each(|(&index, result)| results[index] = Some(result));

@@ -17,8 +17,8 @@ use rustc_hash::FxHashMap;
 use trainable_candle_cuda::kernels::Module;
 
 use super::board::Board;
+use super::gemm_bias::Products;
 use super::launch::{Address, Arguments, Function, Kernel, Loaded};
-use super::linear::Products;
 use crate::{Error, Raw, Result};
 
 /// What cuBLAS may use for itself: what NVIDIA recommends for the Hopper generation.
@@ -194,7 +194,7 @@ impl Gpu {
     }
 
     /// Where kernels note ids that are out of range.
-    pub(super) const fn board(&self) -> &Board {
+    pub(crate) const fn board(&self) -> &Board {
         &self.board
     }
 
@@ -231,13 +231,14 @@ impl Gpu {
         Ok(Function::new(loaded))
     }
 
-    /// As [`function`](Self::function), for the kernel of a name that takes the arguments `A`.
+    /// As [`function`](Self::function), for the kernel `<name><end>` that takes the arguments `A`.
     ///
     /// # Errors
     /// As [`function`](Self::function).
-    pub fn named<A: Arguments>(&self, name: &str, dtypes: &'static [&'static str]) -> Result<Function<A>> {
-        let kernel = A::KERNELS.iter().find(|kernel| kernel.name == name);
-        let missing = || Error::device("cuda", format!("no kernel {name} takes these arguments; please report this"));
+    pub fn named<A: Arguments>(&self, name: &str, end: &str, dtypes: &'static [&'static str]) -> Result<Function<A>> {
+        let kernel = A::KERNELS.iter().find(|kernel| kernel.name.strip_suffix(end) == Some(name));
+        let missing =
+            || Error::device("cuda", format!("no kernel {name}{end} takes these arguments; please report this"));
         self.function(kernel.ok_or_else(missing)?, dtypes)
     }
 

@@ -37,8 +37,11 @@ pub(super) struct Loaded {
 /// How many blocks, threads in a block, and bytes of dynamic shared memory in a block.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
+    /// Blocks in each dimension.
     pub grid: [u32; 3],
+    /// Threads of a block in each dimension.
     pub block: [u32; 3],
+    /// Bytes of dynamic shared memory.
     pub shared: u32,
 }
 
@@ -218,6 +221,12 @@ pub fn output(op: &'static str, tensor: &Raw) -> Result<Mut> {
 /// As [`address`].
 pub fn optional_output(op: &'static str, tensor: Option<&Raw>) -> Result<Mut> {
     tensor.map_or(Ok(Mut::NULL), |tensor| output(op, tensor))
+}
+
+/// How many rows a tensor has along its last dimension, and how long they are.
+pub fn rows_of(x: &Raw) -> (usize, usize) {
+    let len = x.dims().last().copied().unwrap_or(1);
+    (x.elem_count() / len.max(1), len)
 }
 
 /// Elements in an access of 16 bytes.

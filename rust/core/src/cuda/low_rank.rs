@@ -9,9 +9,8 @@ use trainable_candle_cuda::structs::{LowRankSizes, LowRankTerm, LowRankTerms};
 
 use super::gpu::Gpu;
 use super::launch::{Address, Shape, address, same_device, suffix};
-use crate::compute;
 use crate::raw::storage_identity;
-use crate::{Raw, Result};
+use crate::{Raw, Result, product};
 
 const OP: &str = "low_rank";
 /// Terms of a launch.
@@ -38,7 +37,7 @@ enum Direction {
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if they are on different devices.
-pub fn low_rank(terms: &[(compute::LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2]) -> Result<bool> {
+pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2]) -> Result<bool> {
     let Some((first, shared)) = terms.first().filter(|_| terms.len() <= MOST_TERMS) else { return Ok(false) };
     let Some((direction, mut sizes)) = sizes(first, shared) else { return Ok(false) };
     let shared = address(OP, shared)?;
@@ -89,8 +88,8 @@ pub fn low_rank(terms: &[(compute::LowRankTerm, Raw)], [scale_hidden, scale_dst]
 }
 
 /// The sizes of a term; nothing if the kernel does not take its matrices.
-fn sizes(term: &compute::LowRankTerm, dst: &Raw) -> Option<(Direction, LowRankSizes)> {
-    let compute::LowRankTerm { input, down, up, hidden } = term;
+fn sizes(term: &product::LowRankTerm, dst: &Raw) -> Option<(Direction, LowRankSizes)> {
+    let product::LowRankTerm { input, down, up, hidden } = term;
     let dtype = input.dtype();
     let all = [input, down, up, hidden, dst];
     if !matches!(dtype, DType::F16 | DType::BF16) || all.iter().any(|x| x.dtype() != dtype || x.rank() != 2) {

@@ -13,13 +13,13 @@ pub mod conv;
 pub mod dropout;
 pub mod elementwise;
 pub mod gated;
-pub mod hadamard;
 pub mod index;
 mod integer;
 pub mod linear;
 pub mod linear_group;
 pub mod lora;
 pub mod loss;
+pub mod low_rank_hadamard;
 pub mod matmul;
 pub mod norm;
 pub mod reduce;
@@ -51,7 +51,7 @@ pub static REGISTRY: &[&[Entry]] = &[
     linear::ENTRIES,
     linear_group::ENTRIES,
     lora::ENTRIES,
-    hadamard::ENTRIES,
+    low_rank_hadamard::ENTRIES,
     norm::ENTRIES,
     attention::ENTRIES,
     conv::ENTRIES,

@@ -3,7 +3,7 @@
 //! Three rules keep it small and safe: a node saves only what its backward reads; nothing here recurses, so graphs of
 //! any depth run and drop; a saved variable that was changed in place is an error, never a wrong gradient.
 
-mod backward;
+pub(crate) mod backward;
 mod mode;
 mod node;
 mod record;
@@ -15,8 +15,6 @@ pub use node::Backward;
 pub use record::{Cost, OpInfo, Saver, record, record_no_backward, record_view, record_with_aux};
 pub use saved::Saved;
 
-#[cfg(feature = "cuda")]
-pub(crate) use backward::Pending;
 pub(crate) use mode::{flags, set_recording};
 pub(crate) use node::{GradientCell, Inputs, Leaf, Node};
 pub(crate) use record::Aux;

@@ -4,7 +4,7 @@
 //!
 //! Follows <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/loha.py#L78>.
 
-use trainable_candle_core::ops::hadamard::low_rank_hadamard;
+use trainable_candle_core::ops::low_rank_hadamard::low_rank_hadamard;
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
 use super::delta::{Added, Delta};

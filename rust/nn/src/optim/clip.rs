@@ -2,12 +2,11 @@
 
 use trainable_candle_core::cpu::pool::par_chunks_mut;
 use trainable_candle_core::cpu::{Elem, Real, dispatch};
-#[cfg(feature = "cuda")]
-use trainable_candle_core::cuda::gradient::{Clip, LossScale, scale_gradients};
-#[cfg(feature = "cuda")]
 use trainable_candle_core::flat::Gradients;
 use trainable_candle_core::raw::{Raw, own_copy};
 use trainable_candle_core::{Device, Error, Result, Tensor, Var, dispatch_float};
+
+use super::cuda::{Clip, LossScale, scale_gradients};
 
 const OP: &str = "clip_grad_norm_";
 
@@ -30,7 +29,6 @@ pub enum NormType {
 /// # Errors
 /// [`Error::Device`] if gradients are on different devices.
 pub fn grad_norm(params: &[Var], norm_type: NormType) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
     if let Some(device) = cuda_device(params) {
         return Ok(Tensor::from_raw(&clip("grad_norm", params, &device, f64::INFINITY, norm_type)?.norm()?));
     }
@@ -38,12 +36,10 @@ pub fn grad_norm(params: &[Var], norm_type: NormType) -> Result<Tensor> {
 }
 
 /// The CUDA device that `params` are on.
-#[cfg(feature = "cuda")]
 pub(super) fn cuda_device(params: &[Var]) -> Option<Device> {
     params.iter().map(|var| var.device()).find(|device| device.is_cuda()).cloned()
 }
 
-#[cfg(feature = "cuda")]
 pub(super) fn clip(
     op: &'static str,
     params: &[Var],
@@ -57,7 +53,6 @@ pub(super) fn clip(
 }
 
 /// Multiplies the gradients of `params`, which are on a CUDA device, by the factor of `clip` and divides them by `loss_scale`.
-#[cfg(feature = "cuda")]
 pub(super) fn rescale(
     op: &'static str,
     params: &[Var],
@@ -95,7 +90,6 @@ pub fn clip_grad_norm_(params: &[Var], max_norm: f64, norm_type: NormType, error
     if max_norm.is_nan() || max_norm < 0.0 {
         return Err(Error::argument(OP, format!("found max_norm {max_norm}, expected a number of at least 0")));
     }
-    #[cfg(feature = "cuda")]
     if let Some(device) = cuda_device(params) {
         let clip = clip(OP, params, &device, max_norm, norm_type)?;
         let norm = Tensor::from_raw(&clip.norm()?);

@@ -31,7 +31,10 @@ mod clip;
 #[cfg(target_arch = "x86_64")]
 mod codes;
 #[cfg(feature = "cuda")]
-mod device;
+mod cuda;
+#[cfg(not(feature = "cuda"))]
+#[path = "no_cuda.rs"]
+mod cuda;
 mod ema;
 mod lion;
 mod lion8bit;

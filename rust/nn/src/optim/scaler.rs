@@ -1,19 +1,12 @@
 //! Dynamic loss scaling for f16, as `torch.amp.GradScaler`.
 
 use rustc_hash::FxHashMap;
-use trainable_candle_core::capture::HostState;
-#[cfg(feature = "cuda")]
-use trainable_candle_core::capture::refuse_change;
-#[cfg(feature = "cuda")]
-use trainable_candle_core::cuda::gradient::LossScale;
-use trainable_candle_core::raw::is_float;
-#[cfg(feature = "cuda")]
-use trainable_candle_core::raw::own_copy;
+use trainable_candle_core::capture::{HostState, refuse_change};
+use trainable_candle_core::raw::{is_float, own_copy};
 use trainable_candle_core::{Device, Error, Result, Tensor};
 
-use super::clip::{NormType, host_norm};
-#[cfg(feature = "cuda")]
-use super::clip::{clip, cuda_device, rescale};
+use super::clip::{NormType, clip, cuda_device, host_norm, rescale};
+use super::cuda::LossScale;
 use super::stepper::{Guard, Optimizer};
 
 const OP: &str = "GradScaler";
@@ -68,7 +61,6 @@ fn stages(stages: FxHashMap<u64, Stage>) -> HostState<FxHashMap<u64, Stage>> {
 #[derive(Clone, Debug)]
 enum State {
     Host(f64, u64),
-    #[cfg(feature = "cuda")]
     Device(LossScale),
 }
 
@@ -123,13 +115,11 @@ impl GradScaler {
     fn read(&self) -> Result<(f64, u64)> {
         match &self.state {
             State::Host(scale, growth_tracker) => Ok((*scale, *growth_tracker)),
-            #[cfg(feature = "cuda")]
             State::Device(state) => state.read(),
         }
     }
 
     /// The state on a CUDA device, brought there at the first call.
-    #[cfg(feature = "cuda")]
     fn on_device(&mut self, device: &Device) -> Result<LossScale> {
         match &self.state {
             State::Host(scale, growth_tracker) => {
@@ -154,7 +144,6 @@ impl GradScaler {
         if !self.config.enabled {
             return Ok(loss.clone());
         }
-        #[cfg(feature = "cuda")]
         if loss.device().is_cuda() {
             // A copy: the product saves its factor, and `update` writes the state in place.
             let scale = Tensor::from_raw(&own_copy(&self.on_device(loss.device())?.scale()?)?);
@@ -176,7 +165,6 @@ impl GradScaler {
             return Err(Error::argument(OP, message));
         }
         let vars = optimizer.vars();
-        #[cfg(feature = "cuda")]
         if let Some(device) = cuda_device(&vars) {
             let state = self.on_device(&device)?;
             let norm = clip(OP, &vars, &device, f64::INFINITY, NormType::Inf)?.norm()?;
@@ -206,7 +194,6 @@ impl GradScaler {
             optimizer.step_all()?;
             return Ok(Some(true));
         }
-        #[cfg(feature = "cuda")]
         if let (None, Some(device)) = (self.stage(optimizer), cuda_device(&optimizer.vars())) {
             let state = self.on_device(&device)?;
             let norm = clip(OP, &optimizer.vars(), &device, f64::INFINITY, NormType::Inf)?.norm()?;
@@ -250,7 +237,6 @@ impl GradScaler {
             return Err(Error::argument(OP, "update() needs a step() before it, found none since the last update()"));
         }
         let norms: Vec<Tensor> = self.stages.change(std::mem::take).into_values().map(|stage| stage.norm).collect();
-        #[cfg(feature = "cuda")]
         if let State::Device(state) = &self.state {
             let device = state.scale()?.device().clone();
             // A sum of norms is finite if all are: they are far from the largest f64.
@@ -294,7 +280,6 @@ impl GradScaler {
             return Err(Error::argument(OP, format!("found scale {scale}, expected a number above 0")));
         }
         match &mut self.state {
-            #[cfg(feature = "cuda")]
             State::Device(state) => state.set(scale, growth_tracker)?,
             State::Host(..) => self.state = State::Host(scale, growth_tracker),
         }

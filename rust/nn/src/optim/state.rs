@@ -25,8 +25,9 @@ pub(super) struct Parameter {
 }
 
 pub(super) struct State {
-    spec: StateSpec,
-    data: StateData,
+    pub(super) spec: StateSpec,
+    /// Of the type that the kind asks for.
+    pub(super) data: StateData,
 }
 
 pub(super) enum StateData {
@@ -69,18 +70,6 @@ impl Number for f64 {
 }
 
 impl State {
-    /// A state of given values, which its kind must fit.
-    #[cfg(feature = "cuda")]
-    pub(super) const fn new(spec: StateSpec, data: StateData) -> Self {
-        Self { spec, data }
-    }
-
-    /// The values.
-    #[cfg(feature = "cuda")]
-    pub(super) const fn data(&self) -> &StateData {
-        &self.data
-    }
-
     fn zeros<T: Number>(spec: StateSpec, dims: &[usize]) -> Self {
         let len = spec.kind.dims(dims).iter().product();
         let data = match spec.kind {

@@ -5,13 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustc_hash::FxHashSet;
 use trainable_candle_core::capture::refuse_change;
-#[cfg(feature = "cuda")]
-use trainable_candle_core::cuda::gradient::LossScale;
 use trainable_candle_core::flat::{collect_grads, zero_grads};
 use trainable_candle_core::{Error, GradStore, Result, Tensor, Var};
 
-#[cfg(feature = "cuda")]
-use super::device::OnDevice;
+use super::cuda::{LossScale, OnDevice};
 use super::rule::Rule;
 use super::state::{self, Parameter};
 use super::update::{self, Item};
@@ -26,7 +23,6 @@ pub type StateDict = BTreeMap<String, Tensor>;
 pub struct Guard<'a> {
     pub(super) norm: Option<&'a Tensor>,
     /// Gradients are those of the loss times this.
-    #[cfg(feature = "cuda")]
     pub(super) loss_scale: Option<&'a LossScale>,
 }
 
@@ -39,11 +35,7 @@ impl<'a> Guard<'a> {
         if norm.elem_count() != 1 {
             return Err(Error::shape("step", format!("found a norm of shape {:?}, expected one number", norm.dims())));
         }
-        Ok(Self {
-            norm: Some(norm),
-            #[cfg(feature = "cuda")]
-            loss_scale: None,
-        })
+        Ok(Self { norm: Some(norm), loss_scale: None })
     }
 
     /// Whether the step may be taken. Waits for the device of the norm.
@@ -150,7 +142,6 @@ pub struct Stepper<R: Rule> {
     id: u64,
     pub(super) groups: Vec<Group<R::Config>>,
     /// From the first step on CUDA variables: their states, which those of `groups` have become.
-    #[cfg(feature = "cuda")]
     device: Option<OnDevice>,
 }
 
@@ -212,12 +203,7 @@ impl<R: Rule> Stepper<R> {
                 parameters: group.params.into_iter().map(Parameter::new).collect(),
             })
             .collect();
-        Ok(Self {
-            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
-            groups,
-            #[cfg(feature = "cuda")]
-            device: None,
-        })
+        Ok(Self { id: NEXT_ID.fetch_add(1, Ordering::Relaxed), groups, device: None })
     }
 
     /// The hyper-parameters of each group.
@@ -232,7 +218,6 @@ impl<R: Rule> Stepper<R> {
     pub fn set_config(&mut self, group: usize, config: R::Config) -> Result<()> {
         R::validate(&config)?;
         let fits = self.group_mut(group)?.parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.dims())));
-        #[cfg(feature = "cuda")]
         let fits =
             fits && self.device.as_ref().is_none_or(|device| device.states_are::<R>(&self.groups, group, &config));
         if !fits {
@@ -246,7 +231,6 @@ impl<R: Rule> Stepper<R> {
     /// Takes over hyper-parameters that were checked, on the device too.
     fn configure(&mut self, index: usize, config: R::Config) -> Result<()> {
         refuse_change("the hyper-parameters of an optimizer")?;
-        #[cfg(feature = "cuda")]
         if let Some(device) = &self.device {
             device.configure::<R>(index, &config)?;
         }
@@ -256,7 +240,6 @@ impl<R: Rule> Stepper<R> {
 
     /// One step of the variables that are `wanted` and have a gradient; `zero` clears their gradients.
     fn run(&mut self, wanted: impl Fn(&Var) -> bool, guard: Guard<'_>, zero: bool) -> Result<()> {
-        #[cfg(feature = "cuda")]
         if self.groups.iter().flat_map(|group| &group.parameters).any(|p| p.var.device().is_cuda()) {
             let device = match &mut self.device {
                 Some(device) => device,
@@ -264,6 +247,7 @@ impl<R: Rule> Stepper<R> {
             };
             return device.step::<R>(&self.groups, wanted, guard, zero);
         }
+        debug_assert!(guard.loss_scale.is_none(), "a scaler has divided gradients on the CPU before the step");
         if guard.allows()? {
             update::run::<R>(self.items(&wanted))?;
         }
@@ -331,7 +315,6 @@ impl<R: Rule> Optimizer for Stepper<R> {
     }
 
     fn state_dict(&self) -> Result<StateDict> {
-        #[cfg(feature = "cuda")]
         if let Some(device) = &self.device {
             let parameters = device.download(&self.groups)?;
             return state::to_dict(R::NAME, &parameters.iter().collect::<Vec<_>>(), self.group_lrs());
@@ -363,7 +346,6 @@ impl<R: Rule> Optimizer for Stepper<R> {
             group.parameters = parameters.by_ref().take(group.parameters.len()).collect();
         }
         // Otherwise the first step brings them there.
-        #[cfg(feature = "cuda")]
         if let Some(device) = &mut self.device
             && let Err(error) = device.take::<R>(&mut self.groups)
         {
@@ -376,7 +358,6 @@ impl<R: Rule> Optimizer for Stepper<R> {
     }
 
     fn state_bytes(&self) -> usize {
-        #[cfg(feature = "cuda")]
         if let Some(device) = &self.device {
             return device.state_bytes();
         }

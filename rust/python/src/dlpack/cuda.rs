@@ -2,6 +2,7 @@
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
+pub use tc::cuda::exchange as engine;
 use tc::{DType, Device, Raw};
 use trainable_candle_core as tc;
 
@@ -69,42 +70,4 @@ pub unsafe fn read(source: &Source, device: &Device) -> Result<Raw> {
     };
     // SAFETY: the caller's promise.
     Ok(unsafe { engine::copy(device, source.data as u64, &source.dims, &strides, dtype) }?)
-}
-
-#[cfg(feature = "cuda")]
-pub use tc::cuda::exchange as engine;
-
-/// The functions of a build without CUDA, where no tensor is on a CUDA device.
-#[cfg(not(feature = "cuda"))]
-pub mod engine {
-    use tc::{DType, Device, Error, Raw, Result};
-    use trainable_candle_core as tc;
-
-    fn unavailable<T>() -> Result<T> {
-        Err(Error::CudaUnavailable("this build has no CUDA support".to_owned()))
-    }
-
-    pub fn address(_tensor: &Raw) -> Result<u64> {
-        unavailable()
-    }
-
-    pub fn stream(_device: &Device) -> Result<usize> {
-        unavailable()
-    }
-
-    pub unsafe fn ready_for(_device: &Device, _consumer: usize) -> Result<()> {
-        unavailable()
-    }
-
-    pub fn released(_tensor: Raw, _consumer: Option<usize>) {}
-
-    pub unsafe fn copy(
-        _device: &Device,
-        _address: u64,
-        _dims: &[usize],
-        _strides: &[usize],
-        _dtype: DType,
-    ) -> Result<Raw> {
-        unavailable()
-    }
 }

@@ -8,14 +8,12 @@
 //! Sums are cut at multiples of a constant and each element is computed the same way in any block, so the result
 //! does not depend on the number of threads.
 
-mod batch;
+pub(crate) mod batch;
 mod block;
 mod kernel;
 mod pack;
 mod thin;
 
-#[cfg(feature = "cuda")]
-pub(crate) use batch::{Plan, check_destination, check_result_dtype};
 pub use batch::{matmul, matmul_accumulate, product, write_products};
 pub use kernel::Lane;
 

@@ -1,15 +1,19 @@
 //! Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762), computed block by block so that the matrix of all
 //! scores never exists (Dao et al. 2022, arXiv:2205.14135).
 
+mod cases;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod packed;
 
-use candle_core::{D, DType, Device};
+use candle_core::{D, DType};
 
 pub(crate) use cpu::heads_lie_inside;
 pub use packed::packed_attention;
 
-use super::case::{Case, Entry};
+use super::case::Entry;
+use crate::compute::on_device;
 use crate::raw::{Raw, check_allocation_on, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, checkpoint, compute};
@@ -131,40 +135,13 @@ fn additive(mask: &Tensor, dtype: DType) -> Result<Tensor> {
     Ok(Tensor::constant(compute::contiguous(&numbers)?))
 }
 
-/// The same from basic operations.
-fn plain(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, is_causal: bool, scale: f64) -> Result<Tensor> {
-    let dtype = q.dtype();
-    let number = |x: f64| Tensor::full(x, (), dtype, q.device());
-    let mut scores = q.matmul(&k.t()?)?.mul_scalar(scale)?;
-    if let Some(mask) = mask {
-        let mask = match mask.dtype() {
-            DType::U8 => Tensor::select(mask, &number(0.0)?, &number(f64::NEG_INFINITY)?)?,
-            _ => mask.to_dtype(dtype)?,
-        };
-        scores = scores.add(&mask)?;
-    }
-    if is_causal {
-        let (queries, keys) = (q.raw.dim(D::Minus2)?, k.raw.dim(D::Minus2)?);
-        let seen: Vec<u8> = (0..queries).flat_map(|i| (0..keys).map(move |j| u8::from(j <= i))).collect();
-        let seen = Tensor::from_vec(seen, (queries, keys), q.device())?;
-        scores = Tensor::select(&seen, &scores, &number(f64::NEG_INFINITY)?)?;
-    }
-    scores.softmax(scores.rank() - 1)?.matmul(v)
-}
-
-#[cfg(feature = "cuda")]
-fn on_cuda(attention: &cpu::Attention) -> crate::cuda::attention::Attention<'_> {
-    let &cpu::Attention { ref scores, scale, is_causal } = attention;
-    crate::cuda::attention::Attention { op: ATTENTION.name, scores, scale, is_causal }
-}
-
 /// The result and the logarithms of the sums.
 fn forward(attention: &cpu::Attention, inputs: [&Raw; 3], mask: Option<&Raw>) -> Result<(Raw, Raw)> {
-    #[cfg(feature = "cuda")]
-    if inputs[0].device().is_cuda() {
-        return on_cuda(attention).forward(inputs, mask);
-    }
-    cpu::forward(attention, inputs, mask)
+    on_device!(
+        inputs[0].device(),
+        cuda => cuda::Attention::from(attention).forward(inputs, mask),
+        cpu => cpu::forward(attention, inputs, mask),
+    )
 }
 
 fn backward(
@@ -173,17 +150,11 @@ fn backward(
     grad: &Raw,
     wanted: [bool; 3],
 ) -> Result<[Option<Raw>; 3]> {
-    #[cfg(feature = "cuda")]
-    if grad.device().is_cuda() {
-        let inputs = saved.inputs.each_ref();
-        return on_cuda(attention).backward(
-            inputs,
-            saved.mask.as_ref(),
-            [&saved.result, &saved.log_sums, grad],
-            wanted,
-        );
-    }
-    cpu::backward(attention, saved, grad, wanted)
+    on_device!(
+        grad.device(),
+        cuda => cuda::Attention::from(attention).backward(saved, grad, wanted),
+        cpu => cpu::backward(attention, saved, grad, wanted),
+    )
 }
 
 struct AttentionBackward {
@@ -214,47 +185,27 @@ impl Backward for AttentionBackward {
     }
 }
 
-fn cases() -> Vec<Case> {
-    const QKV: &[&[usize]] = &[&[2, 3, 5, 4], &[2, 3, 7, 4], &[2, 3, 7, 6]];
-    let case =
-        |label, shapes: &[&[usize]], mask: fn(&Device) -> Result<Option<Tensor>>, is_causal, scale: Option<f64>| {
-            let fused = move |x: &[Tensor]| {
-                let mask = mask(x[0].device())?;
-                scaled_dot_product_attention(&x[0], &x[1], &x[2], mask.as_ref(), is_causal, scale)
-            };
-            Case::new(label, shapes, fused).plain(move |x| {
-                let scale = scale.unwrap_or_else(|| 1.0 / (x[0].dims()[x[0].rank() - 1] as f64).sqrt());
-                plain(&x[0], &x[1], &x[2], mask(x[0].device())?.as_ref(), is_causal, scale)
-            })
-        };
-    let numbers = |device: &Device| {
-        let values = (0..35).map(|i| f64::from(i % 11) * 0.3 - 1.0).collect::<Vec<_>>();
-        Tensor::from_vec(values, (5, 7), device).map(Some)
-    };
-    let visible = |device: &Device| {
-        let values = (0..14u8).map(|i| u8::from(i % 4 != 1)).collect::<Vec<_>>();
-        Tensor::from_vec(values, (2, 1, 1, 7), device).map(Some)
-    };
-    vec![
-        case("heads", QKV, |_| Ok(None), false, None),
-        case("one matrix", &[&[5, 4], &[7, 4], &[7, 3]], |_| Ok(None), false, Some(0.7)),
-        case("causal", QKV, |_| Ok(None), true, None),
-        case("more queries than keys, causal", &[&[2, 9, 4], &[2, 3, 4], &[2, 3, 4]], |_| Ok(None), true, None),
-        case("added mask", QKV, numbers, false, None),
-        case("mask of keys", QKV, visible, false, None),
-        case("mask and causal", QKV, numbers, true, None),
-        case("several blocks", &[&[130, 2], &[3, 2], &[3, 2]], |_| Ok(None), false, None),
-        Case::new("learned mask", &[&[5, 4], &[7, 4], &[7, 4], &[5, 7]], |x| {
-            scaled_dot_product_attention(&x[0], &x[1], &x[2], Some(&x[3]), false, None)
-        }),
-        Case::new("no keys", &[&[2, 3, 4], &[2, 0, 4], &[2, 0, 4]], |x| {
-            scaled_dot_product_attention(&x[0], &x[1], &x[2], None, false, None)
-        }),
-        Case::new("no queries", &[&[2, 0, 4], &[2, 3, 4], &[2, 3, 4]], |x| {
-            scaled_dot_product_attention(&x[0], &x[1], &x[2], None, false, None)
-        }),
-    ]
-}
-
 /// Registry entries of this folder.
-pub static ENTRIES: &[Entry] = &[Entry { info: &ATTENTION, cases }, packed::ENTRY];
+pub static ENTRIES: &[Entry] =
+    &[Entry { info: &ATTENTION, cases: cases::attention }, Entry { info: &packed::PACKED, cases: cases::packed }];
+
+/// The same from basic operations.
+fn plain(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, is_causal: bool, scale: f64) -> Result<Tensor> {
+    let dtype = q.dtype();
+    let number = |x: f64| Tensor::full(x, (), dtype, q.device());
+    let mut scores = q.matmul(&k.t()?)?.mul_scalar(scale)?;
+    if let Some(mask) = mask {
+        let mask = match mask.dtype() {
+            DType::U8 => Tensor::select(mask, &number(0.0)?, &number(f64::NEG_INFINITY)?)?,
+            _ => mask.to_dtype(dtype)?,
+        };
+        scores = scores.add(&mask)?;
+    }
+    if is_causal {
+        let (queries, keys) = (q.raw.dim(D::Minus2)?, k.raw.dim(D::Minus2)?);
+        let seen: Vec<u8> = (0..queries).flat_map(|i| (0..keys).map(move |j| u8::from(j <= i))).collect();
+        let seen = Tensor::from_vec(seen, (queries, keys), q.device())?;
+        scores = Tensor::select(&seen, &scores, &number(f64::NEG_INFINITY)?)?;
+    }
+    scores.softmax(scores.rank() - 1)?.matmul(v)
+}

@@ -2,12 +2,15 @@
 //! are read where they are, and their gradients are written side by side.
 
 use super::cpu::{self, SavedValues};
-use super::{Case, Entry, backward, forward, scaled_dot_product_attention};
+#[cfg(feature = "cuda")]
+use super::cuda;
+use super::{backward, forward};
+use crate::compute::on_device;
 use crate::raw::{Raw, check_allocation};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, compute};
 
-static PACKED: OpInfo = OpInfo::dear("packed_attention");
+pub(super) static PACKED: OpInfo = OpInfo::dear("packed_attention");
 
 /// Attention of `heads` heads over the last dimension: `x (B, S, 3 D)` with q, k and v of the same tokens, or `x (B, S, D)` with q and
 /// `context (B, L, 2 D)` with k and v of others → `(B, S, D)`.
@@ -129,16 +132,17 @@ impl Packed {
             true => x.map(|x| (x, index, own)),
             false => context.map(|context| (context, index - own, other)),
         });
-        #[cfg(feature = "cuda")]
-        if grad.device().is_cuda() {
-            let mut parts = [None, None, None];
-            for (part, place) in parts.iter_mut().zip(places) {
-                *part = place.map(|(packed, index, parts)| self.part(packed, index, parts)).transpose()?;
-            }
-            let saved_values = [&saved.result, &saved.log_sums, grad];
-            let parts = parts.each_ref().map(Option::as_ref);
-            return super::on_cuda(&self.attention).backward_into(saved.inputs.each_ref(), None, saved_values, parts);
-        }
+        on_device!(
+            grad.device(),
+            cuda => {
+                let mut parts = [None, None, None];
+                for (part, place) in parts.iter_mut().zip(places) {
+                    *part = place.map(|(packed, index, parts)| self.part(packed, index, parts)).transpose()?;
+                }
+                let parts = parts.each_ref().map(Option::as_ref);
+                cuda::Attention::from(&self.attention).backward_into(saved, grad, parts)
+            },
+            cpu => {
         let grads = backward(&self.attention, saved, grad, places.map(|place| place.is_some()))?;
         let [batch, _, width] = self.result;
         for (place, grad) in places.into_iter().zip(grads) {
@@ -149,6 +153,8 @@ impl Packed {
             }
         }
         Ok(())
+            },
+        )
     }
 
     fn operands(&self, x: &Raw, context: Option<&Raw>) -> Result<[Raw; 3]> {
@@ -188,38 +194,3 @@ impl Backward for PackedBackward {
         Ok(())
     }
 }
-
-/// The same from views and [`scaled_dot_product_attention`].
-fn plain(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
-    let split = |tensor: &Tensor, parts: usize| -> Result<Vec<Tensor>> {
-        let (batch, length, width) = (tensor.dims()[0], tensor.dims()[1], tensor.dims()[2] / parts);
-        let views = tensor.chunk(parts, 2)?;
-        views.iter().map(|part| part.reshape((batch, length, heads, width / heads))?.transpose(1, 2)).collect()
-    };
-    let mut parts = split(&x[0], if x.len() > 1 { 1 } else { 3 })?;
-    if let Some(context) = x.get(1) {
-        parts.extend(split(context, 2)?);
-    }
-    let mixed = scaled_dot_product_attention(&parts[0], &parts[1], &parts[2], None, is_causal, None)?;
-    let (batch, length, width) = (mixed.dims()[0], mixed.dims()[2], mixed.dims()[1] * mixed.dims()[3]);
-    mixed.transpose(1, 2)?.reshape((batch, length, width))
-}
-
-/// Registry entry of this file.
-pub(super) const ENTRY: Entry = Entry {
-    info: &PACKED,
-    cases: || {
-        let case = |label, shapes: &[&[usize]], heads, is_causal| {
-            Case::new(label, shapes, move |x| packed_attention(&x[0], x.get(1), heads, is_causal))
-                .plain(move |x| plain(x, heads, is_causal))
-        };
-        vec![
-            case("of itself", &[&[2, 5, 18]], 3, false),
-            case("of a context", &[&[2, 5, 6], &[2, 3, 12]], 3, false),
-            case("causal", &[&[1, 7, 12]], 2, true),
-            case("one head", &[&[2, 3, 15]], 1, false),
-            case("one token", &[&[2, 1, 12]], 2, false),
-            Case::new("no tokens", &[&[2, 0, 12]], |x| packed_attention(&x[0], None, 2, false)),
-        ]
-    },
-};

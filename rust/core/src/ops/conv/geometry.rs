@@ -1,7 +1,5 @@
 //! Sizes of a convolution.
 
-#[cfg(feature = "cuda")]
-use crate::Raw;
 use crate::{Error, Result};
 
 /// How the kernel moves; pairs are (height, width).
@@ -115,38 +113,6 @@ impl Geometry {
 
     pub const fn result_dims(&self) -> [usize; 4] {
         [self.batch, self.output[0], self.output[1], self.out_channels]
-    }
-
-    /// An image as a matrix (pixels, channels).
-    #[cfg(feature = "cuda")]
-    pub fn as_rows(&self, image: &Raw) -> Result<Raw> {
-        Ok(image.reshape((self.pixels(), image.dims()[3]))?)
-    }
-
-    /// The weight of a pointwise convolution as a matrix (out channels, channels).
-    #[cfg(feature = "cuda")]
-    pub fn as_matrix(&self, weight: &Raw) -> Result<Raw> {
-        Ok(weight.reshape((self.out_channels, self.channels))?)
-    }
-
-    /// The sizes as CUDA kernels take them.
-    #[cfg(feature = "cuda")]
-    pub fn cuda_sizes(&self, op: &'static str) -> Result<crate::cuda::conv::Sizes> {
-        let count = |size| crate::cuda::count32(op, size);
-        let pair = |[height, width]: [usize; 2]| -> Result<[u32; 2]> { Ok([count(height)?, count(width)?]) };
-        let Conv2dOptions { stride, padding, dilation, groups } = self.options;
-        Ok(crate::cuda::conv::Sizes {
-            batch: count(self.batch)?,
-            input: pair(self.input)?,
-            channels: count(self.channels)?,
-            kernel: pair(self.kernel)?,
-            output: pair(self.output)?,
-            out_channels: count(self.out_channels)?,
-            stride: pair(stride)?,
-            padding: pair(padding)?,
-            dilation: pair(dilation)?,
-            groups: count(groups)?,
-        })
     }
 
     /// Whether each pixel of the result meets the pixel of the image at its place, in all channels: a matrix product.

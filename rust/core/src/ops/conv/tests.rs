@@ -1,3 +1,4 @@
+use super::cpu::{patch, stencil};
 use super::*;
 use crate::cpu::pool::tests::with_1_and_n_threads;
 use crate::raw::{from_vec, to_f64_vec};

@@ -5,14 +5,17 @@
 //! element is picked several times its gradients are added in the order of the ids, in at least f32, so the sum
 //! does not depend on the number of threads.
 
-mod kernels;
+mod cases;
+mod cpu;
+#[cfg(feature = "cuda")]
+pub(super) mod cuda;
 
-use super::case::{Case, Entry};
+use crate::compute::on_device;
 use crate::raw::{Raw, to_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{DType, Error, Result, Tensor, compute};
 
-pub(super) use kernels::{gather as gather_raw, gather_backward as scatter_raw, select as select_raw};
+pub use cases::ENTRIES;
 
 static INDEX_SELECT: OpInfo = OpInfo::cheap("index_select");
 static GATHER: OpInfo = OpInfo::cheap("gather");
@@ -46,6 +49,38 @@ fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<usize>> {
     }
 }
 
+/// `y[o, j, i] = x[o, ids[j], i]`, with `x` seen as (outer, size, inner) around dimension `dim`.
+pub(super) fn select_raw(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
+    on_device!(x.device(), cuda => cuda::select(op, x, ids, dim), cpu => cpu::select(op, x, ids, dim))
+}
+
+/// The gradient of [`select_raw`]: `dx[o, ids[j], i] += g[o, j, i]`, with `size` elements along `dim`.
+fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
+    on_device!(
+        g.device(),
+        cuda => cuda::select_backward(op, g, ids, dim, size),
+        cpu => cpu::select_backward(op, g, ids, dim, size),
+    )
+}
+
+/// `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
+pub(super) fn gather_raw(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) -> Result<Raw> {
+    on_device!(
+        x.device(),
+        cuda => cuda::gather(op, x, ids, dim, count),
+        cpu => cpu::gather(op, x, ids, dim, count),
+    )
+}
+
+/// The gradient of [`gather_raw`]: `dx[o, ids[o, j, i], i] += g[o, j, i]`, with `size` elements along `dim`.
+pub(super) fn scatter_raw(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
+    on_device!(
+        g.device(),
+        cuda => cuda::gather_backward(op, g, ids, dim, size),
+        cpu => cpu::gather_backward(op, g, ids, dim, size),
+    )
+}
+
 fn check_dim(op: &'static str, x: &Tensor, dim: usize) -> Result<()> {
     if dim < x.rank() {
         return Ok(());
@@ -74,7 +109,7 @@ impl Backward for SelectBackward {
         let mut dims = self.dims.clone();
         dims[self.dim] = ids.elem_count();
         let grad = compute::contiguous(context.grad())?.reshape(dims)?;
-        context.add(0, kernels::select_backward(self.op.name, &grad, &ids, self.dim, self.dims[self.dim])?)
+        context.add(0, select_backward(self.op.name, &grad, &ids, self.dim, self.dims[self.dim])?)
     }
 }
 
@@ -87,7 +122,7 @@ struct GatherBackward {
 impl Backward for GatherBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let (ids, size) = (self.ids.get()?, self.dims[self.dim]);
-        let part = kernels::gather_backward(GATHER.name, context.grad(), &ids, self.dim, size)?;
+        let part = scatter_raw(GATHER.name, context.grad(), &ids, self.dim, size)?;
         if part.dims() == self.dims {
             return context.add(0, part);
         }
@@ -124,7 +159,7 @@ impl Tensor {
         record(
             &INDEX_SELECT,
             &[self],
-            || kernels::select(INDEX_SELECT.name, &self.raw, &ids.raw, dim),
+            || select_raw(INDEX_SELECT.name, &self.raw, &ids.raw, dim),
             |saver, _| SelectBackward { op: &INDEX_SELECT, dims: self.dims().to_vec(), dim, ids: saver.save(ids) },
         )
     }
@@ -156,7 +191,7 @@ impl Tensor {
                 let mut dims = ids.dims().to_vec();
                 dims[dim] = self.dims()[dim];
                 let values = corner(&self.raw, &dims)?;
-                kernels::gather(GATHER.name, &values, &ids.raw, dim, ids.dims()[dim])
+                gather_raw(GATHER.name, &values, &ids.raw, dim, ids.dims()[dim])
             },
             |saver, _| GatherBackward { dims: self.dims().to_vec(), dim, ids: saver.save(ids) },
         )
@@ -183,55 +218,11 @@ pub fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
         || {
             let mut dims = ids.dims().to_vec();
             dims.push(features);
-            Ok(kernels::select(EMBEDDING.name, &weight.raw, &ids.raw, 0)?.reshape(dims)?)
+            Ok(select_raw(EMBEDDING.name, &weight.raw, &ids.raw, 0)?.reshape(dims)?)
         },
         |saver, _| SelectBackward { op: &EMBEDDING, dims: weight.dims().to_vec(), dim: 0, ids: saver.save(ids) },
     )
 }
-
-/// Ids on the device of `x`.
-fn ids(x: &Tensor, values: &[i64], dims: &[usize]) -> Result<Tensor> {
-    Tensor::from_vec(values.to_vec(), dims, x.device())
-}
-
-/// Registry entries of this file.
-pub static ENTRIES: &[Entry] = &[
-    Entry {
-        info: &INDEX_SELECT,
-        cases: || {
-            vec![
-                Case::new("rows, repeated", &[&[3, 5]], |x| x[0].index_select(&ids(&x[0], &[2, 0, 2, 2], &[4])?, 0)),
-                Case::new("middle", &[&[2, 3, 5]], |x| x[0].index_select(&ids(&x[0], &[1, 1], &[2])?, 1)),
-                Case::new("last", &[&[2, 5]], |x| x[0].index_select(&ids(&x[0], &[4, 0, 4], &[3])?, 1)),
-                Case::new("no ids", &[&[3, 5]], |x| x[0].index_select(&ids(&x[0], &[], &[0])?, 0)),
-                Case::new("empty", &[&[3, 0]], |x| x[0].index_select(&ids(&x[0], &[1, 1], &[2])?, 0)),
-            ]
-        },
-    },
-    Entry {
-        info: &GATHER,
-        cases: || {
-            vec![
-                Case::new("last", &[&[2, 5]], |x| x[0].gather(&ids(&x[0], &[4, 1, 4, 0, 0, 0], &[2, 3])?, 1)),
-                Case::new("first", &[&[3, 2]], |x| x[0].gather(&ids(&x[0], &[2, 1, 2, 0, 2, 0, 1, 1], &[4, 2])?, 0)),
-                Case::new("smaller ids", &[&[3, 4, 5]], |x| x[0].gather(&ids(&x[0], &[3, 1, 0, 0], &[2, 2, 1])?, 1)),
-                Case::new("no ids", &[&[3, 5]], |x| x[0].gather(&ids(&x[0], &[], &[3, 0])?, 1)),
-            ]
-        },
-    },
-    Entry {
-        info: &EMBEDDING,
-        cases: || {
-            vec![
-                Case::new("matrix of ids", &[&[5, 3]], |x| {
-                    embedding(&x[0], &ids(&x[0], &[4, 1, 1, 0, 4, 4], &[2, 3])?)
-                }),
-                Case::new("one id", &[&[5, 3]], |x| embedding(&x[0], &ids(&x[0], &[3], &[])?)),
-                Case::new("no ids", &[&[5, 3]], |x| embedding(&x[0], &ids(&x[0], &[], &[2, 0])?)),
-            ]
-        },
-    },
-];
 
 #[cfg(test)]
 mod tests;

@@ -3,13 +3,13 @@
 //! Sums over elements are made in at least f32; a result has the dtype of the input, as in torch. For a loss of bf16 values
 //! with more than three digits, convert the input first.
 
+mod cases;
 mod cross_entropy;
 mod regression;
 
-use super::case::{Case, Domain, Entry};
-use crate::raw::from_vec;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result};
 
+pub use cases::ENTRIES;
 pub use cross_entropy::{IGNORE_INDEX, cross_entropy};
 pub use regression::{huber_loss, l1_loss, mse_loss, smooth_l1_loss};
 
@@ -41,128 +41,6 @@ impl Reduction {
         }
     }
 }
-
-fn reduced(losses: &Tensor, reduction: Reduction) -> Result<Tensor> {
-    match reduction {
-        Reduction::Mean => losses.mean_all(),
-        Reduction::Sum => losses.sum_all(),
-        Reduction::None => Ok(losses.clone()),
-    }
-}
-
-fn huber_plain(x: &[Tensor], delta: f64, reduction: Reduction) -> Result<Tensor> {
-    let distance = x[0].sub(&x[1])?;
-    let near = distance.clamp(Some(-delta), Some(delta))?;
-    // d²/2 of the near part, and δ for each unit beyond it.
-    let beyond = distance.abs()?.sub(&near.abs()?)?.mul_scalar(delta)?;
-    reduced(&near.sqr()?.mul_scalar(0.5)?.add(&beyond)?, reduction)
-}
-
-fn cross_entropy_plain(logits: &Tensor, targets: &[i64], smoothing: f64, reduction: Reduction) -> Result<Tensor> {
-    let classes = logits.dims()[logits.rank() - 1];
-    let log_p = logits.reshape((targets.len(), classes))?.log_softmax(1)?;
-    // Ignored targets are those below 0.
-    let ids: Vec<i64> = targets.iter().map(|&t| t.max(0)).collect();
-    let ids = Tensor::constant(from_vec(ids, (targets.len(), 1)));
-    let counted: Vec<f64> = targets.iter().map(|&t| f64::from(u8::from(t >= 0))).collect();
-    let valid: f64 = counted.iter().sum();
-    let counted = Tensor::constant(from_vec(counted, targets.len()).to_dtype(logits.dtype())?);
-    let at_target = log_p.gather(&ids, 1)?.squeeze(1)?.mul_scalar(smoothing - 1.0)?;
-    let losses = at_target.add(&log_p.mean(&[1], false)?.mul_scalar(-smoothing)?)?.mul(&counted)?;
-    match reduction {
-        Reduction::Mean => losses.sum_all()?.mul_scalar(1.0 / valid),
-        Reduction::Sum => losses.sum_all(),
-        Reduction::None => losses.reshape(&logits.dims()[..logits.rank() - 1]),
-    }
-}
-
-fn regression_case(
-    label: &'static str,
-    dims: &[usize],
-    reduction: Reduction,
-    fused: impl Fn(&Tensor, &Tensor, Reduction) -> Result<Tensor> + Send + Sync + 'static,
-    plain: impl Fn(&[Tensor], Reduction) -> Result<Tensor> + Send + Sync + 'static,
-) -> Case {
-    Case::new(label, &[dims, dims], move |x| fused(&x[0], &x[1], reduction)).plain(move |x| plain(x, reduction))
-}
-
-fn regression_cases(
-    fused: impl Fn(&Tensor, &Tensor, Reduction) -> Result<Tensor> + Copy + Send + Sync + 'static,
-    plain: impl Fn(&[Tensor], Reduction) -> Result<Tensor> + Copy + Send + Sync + 'static,
-) -> Vec<Case> {
-    vec![
-        regression_case("mean", &[3, 5], Reduction::Mean, fused, plain),
-        regression_case("sum", &[3, 5], Reduction::Sum, fused, plain),
-        regression_case("none", &[3, 5], Reduction::None, fused, plain),
-        regression_case("sum of nothing", &[0, 5], Reduction::Sum, fused, plain),
-    ]
-}
-
-fn cross_entropy_case(
-    label: &'static str,
-    dims: &[usize],
-    targets: &'static [i64],
-    smoothing: f64,
-    reduction: Reduction,
-) -> Case {
-    let leading = dims[..dims.len() - 1].to_vec();
-    Case::new(label, &[dims], move |x| {
-        let targets = Tensor::from_vec(targets.to_vec(), leading.as_slice(), x[0].device())?;
-        cross_entropy(&x[0], &targets, IGNORE_INDEX, smoothing, reduction)
-    })
-    .plain(move |x| cross_entropy_plain(&x[0], targets, smoothing, reduction))
-}
-
-/// Registry entries of this file and its parts.
-pub static ENTRIES: &[Entry] = &[
-    Entry {
-        info: &regression::MSE,
-        cases: || regression_cases(mse_loss, |x, reduction| reduced(&x[0].sub(&x[1])?.sqr()?, reduction)),
-    },
-    Entry {
-        info: &regression::L1,
-        cases: || {
-            let cases = regression_cases(l1_loss, |x, reduction| reduced(&x[0].sub(&x[1])?.abs()?, reduction));
-            cases.into_iter().map(|case| case.domain(Domain::Distinct)).collect()
-        },
-    },
-    Entry {
-        info: &regression::HUBER,
-        cases: || {
-            regression_cases(
-                |a, b, reduction| huber_loss(a, b, 0.7, reduction),
-                |x, reduction| huber_plain(x, 0.7, reduction),
-            )
-        },
-    },
-    Entry {
-        info: &regression::SMOOTH_L1,
-        cases: || {
-            let mut cases = regression_cases(
-                |a, b, reduction| smooth_l1_loss(a, b, 0.7, reduction),
-                |x, reduction| huber_plain(x, 0.7, reduction)?.mul_scalar(1.0 / 0.7),
-            );
-            let (dims, reduction): (&[usize], _) = (&[3, 5], Reduction::Mean);
-            let sharp = |a: &Tensor, b: &Tensor, reduction| smooth_l1_loss(a, b, 0.0, reduction);
-            let absolute = |x: &[Tensor], reduction| reduced(&x[0].sub(&x[1])?.abs()?, reduction);
-            cases.push(regression_case("beta of 0", dims, reduction, sharp, absolute).domain(Domain::Distinct));
-            cases
-        },
-    },
-    Entry {
-        info: &cross_entropy::CROSS_ENTROPY,
-        cases: || {
-            vec![
-                cross_entropy_case("mean", &[4, 5], &[0, 4, 2, 2], 0.0, Reduction::Mean),
-                cross_entropy_case("ignored targets", &[4, 5], &[0, -100, 2, -100], 0.0, Reduction::Mean),
-                cross_entropy_case("smoothing, sum", &[3, 7], &[6, -100, 1], 0.1, Reduction::Sum),
-                cross_entropy_case("smoothing, mean", &[3, 7], &[6, -100, 1], 0.3, Reduction::Mean),
-                cross_entropy_case("none, two leading dimensions", &[2, 2, 3], &[0, 2, -100, 1], 0.2, Reduction::None),
-                cross_entropy_case("sum of nothing", &[0, 5], &[], 0.0, Reduction::Sum),
-            ]
-        },
-    },
-];
 
 #[cfg(test)]
 mod tests;

@@ -2,8 +2,8 @@ use half::bf16;
 
 use super::*;
 use crate::cpu::pool::tests::with_1_and_n_threads;
-use crate::raw::to_f64_vec;
-use crate::{DType, Device, Var};
+use crate::raw::{from_vec, to_f64_vec};
+use crate::{DType, Device, Tensor, Var};
 
 fn tensor(values: &[f64], dims: &[usize], dtype: DType) -> Tensor {
     Tensor::constant(from_vec(values.to_vec(), dims).to_dtype(dtype).unwrap())

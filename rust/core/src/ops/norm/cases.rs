@@ -1,6 +1,7 @@
 //! What the registry's walk tries norms on.
 
-use super::super::case::Case;
+use super::{group, rms_norm_rope, row};
+use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
 fn plain_layer_norm(x: &[Tensor], dims: &[usize], eps: f64) -> Result<Tensor> {
@@ -49,7 +50,7 @@ pub(super) fn frozen(dims: &[usize], like: &Tensor) -> Result<Tensor> {
     Tensor::from_vec(values, dims, like.device())?.to_dtype(like.dtype())
 }
 
-pub(super) fn layer_norm() -> Vec<Case> {
+fn layer_norm() -> Vec<Case> {
     const EPS: f64 = 1e-5;
     let run = |x: &[Tensor]| super::layer_norm(&x[0], 1, x.get(1), x.get(2), EPS);
     let plain = |x: &[Tensor]| plain_layer_norm(x, &[x[0].rank() - 1], EPS);
@@ -75,7 +76,7 @@ pub(super) fn layer_norm() -> Vec<Case> {
     ]
 }
 
-pub(super) fn add_layer_norm() -> Vec<Case> {
+fn add_layer_norm() -> Vec<Case> {
     const EPS: f64 = 1e-5;
     let run = |x: &[Tensor]| joined(super::add_layer_norm(&x[0], &x[1], 1, x.get(2), x.get(3), EPS)?);
     let plain = |x: &[Tensor]| {
@@ -98,7 +99,7 @@ pub(super) fn add_layer_norm() -> Vec<Case> {
     ]
 }
 
-pub(super) fn modulated_layer_norm() -> Vec<Case> {
+fn modulated_layer_norm() -> Vec<Case> {
     const EPS: f64 = 1e-6;
     let run = |x: &[Tensor]| super::modulated_layer_norm(&x[0], &x[1], &x[2], EPS);
     // Of x (batch, length, features).
@@ -129,7 +130,7 @@ pub(super) fn modulated_layer_norm() -> Vec<Case> {
     ]
 }
 
-pub(super) fn rms_norm() -> Vec<Case> {
+fn rms_norm() -> Vec<Case> {
     const EPS: f64 = 1e-6;
     let run = |x: &[Tensor]| super::rms_norm(&x[0], x.get(1), EPS);
     let plain = |x: &[Tensor]| plain_rms_norm(x, EPS);
@@ -143,7 +144,7 @@ pub(super) fn rms_norm() -> Vec<Case> {
     ]
 }
 
-pub(super) fn add_rms_norm() -> Vec<Case> {
+fn add_rms_norm() -> Vec<Case> {
     const EPS: f64 = 1e-6;
     let run = |x: &[Tensor]| joined(super::add_rms_norm(&x[0], &x[1], x.get(2), EPS)?);
     let plain = |x: &[Tensor]| {
@@ -158,7 +159,7 @@ pub(super) fn add_rms_norm() -> Vec<Case> {
     ]
 }
 
-pub(super) fn group_norm() -> Vec<Case> {
+fn group_norm() -> Vec<Case> {
     const EPS: f64 = 1e-5;
     let run = |x: &[Tensor]| super::group_norm(&x[0], 3, x.get(1), x.get(2), EPS);
     let plain = |x: &[Tensor]| plain_group_norm(x, 3, EPS);
@@ -179,7 +180,7 @@ pub(super) fn group_norm() -> Vec<Case> {
     ]
 }
 
-pub(super) fn group_norm_silu() -> Vec<Case> {
+fn group_norm_silu() -> Vec<Case> {
     const EPS: f64 = 1e-6;
     let run = |x: &[Tensor]| super::group_norm_silu(&x[0], 3, x.get(1), x.get(2), EPS);
     let plain = |x: &[Tensor]| plain_group_norm(x, 3, EPS)?.silu();
@@ -201,3 +202,15 @@ pub(super) fn group_norm_silu() -> Vec<Case> {
         Case::new("empty batch", &[&[0, 5, 6], &[6], &[6]], run),
     ]
 }
+
+/// Registry entries of the norms.
+pub static ENTRIES: &[Entry] = &[
+    Entry { info: &row::LAYER_NORM, cases: layer_norm },
+    Entry { info: &row::RMS_NORM, cases: rms_norm },
+    Entry { info: &row::ADD_LAYER_NORM, cases: add_layer_norm },
+    Entry { info: &row::ADD_RMS_NORM, cases: add_rms_norm },
+    Entry { info: &row::MODULATED_LAYER_NORM, cases: modulated_layer_norm },
+    Entry { info: &rms_norm_rope::RMS_NORM_ROPE, cases: rms_norm_rope::cases },
+    Entry { info: &group::GROUP_NORM, cases: group_norm },
+    Entry { info: &group::GROUP_NORM_SILU, cases: group_norm_silu },
+];

@@ -5,30 +5,24 @@
 //! Scale and shift may be frozen: then no gradient is made for them.
 
 mod cases;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod group;
-mod modulated;
-mod residual;
 mod rms_norm_rope;
 mod row;
 
 use candle_core::{DType, WithDType};
 use smallvec::SmallVec;
 
-use super::case::Entry;
 use crate::cpu::Real;
 use crate::raw::{Raw, from_vec};
-#[cfg(feature = "cuda")]
-use crate::tape::Pending;
 use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Error, Result, Tensor, compute};
 
+pub use cases::ENTRIES;
 pub use group::{group_norm, group_norm_silu};
-pub use modulated::modulated_layer_norm;
-pub use residual::{add_layer_norm, add_rms_norm};
-#[cfg(feature = "cuda")]
-pub(crate) use rms_norm_rope::Turn;
 pub use rms_norm_rope::rms_norm_rope;
-pub use row::{layer_norm, rms_norm};
+pub use row::{add_layer_norm, add_rms_norm, layer_norm, modulated_layer_norm, rms_norm};
 
 /// The optional scale and shift of a norm as inputs of an operation.
 struct Affine<'a> {
@@ -94,12 +88,6 @@ impl<'a> Affine<'a> {
         numbers(self.bias.map(|bias| &bias.raw), len, R::ZERO)
     }
 
-    /// Both as they are.
-    #[cfg(feature = "cuda")]
-    fn parameters(&self) -> [Option<&'a Raw>; 2] {
-        [self.weight.map(|weight| &weight.raw), self.bias.map(|bias| &bias.raw)]
-    }
-
     /// The operation's inputs: the normalised tensor, then the scale, then the shift, as far as there are any.
     fn inputs(&self, x: &'a Tensor) -> SmallVec<[&'a Tensor; 3]> {
         std::iter::once(x).chain(self.weight).chain(self.bias).collect()
@@ -147,6 +135,25 @@ impl Place {
     }
 }
 
+/// What the backward pass of a norm reads, beside scale and shift.
+struct Reads {
+    x: Saved,
+    /// 1/√(var + eps) of each row or group.
+    rstd: Saved,
+    /// The mean of each, if the norm takes it off.
+    mean: Option<Saved>,
+}
+
+impl Reads {
+    fn save(saver: &mut Saver<'_>, x: &Tensor, statistics: &[Raw]) -> Self {
+        Self {
+            x: saver.save(x),
+            rstd: saver.save_raw(&statistics[0]),
+            mean: statistics.get(1).map(|mean| saver.save_raw(mean)),
+        }
+    }
+}
+
 struct SavedAffine {
     /// The scale, if the backward pass reads it.
     scale: Option<Saved>,
@@ -182,50 +189,10 @@ impl SavedAffine {
         Ok(())
     }
 
-    /// Both as they are, if the backward pass reads them.
-    #[cfg(feature = "cuda")]
-    fn parameters(&self) -> Result<[Option<Raw>; 2]> {
-        let get = |saved: &Option<Saved>| saved.as_ref().map(Saved::get).transpose();
-        Ok([get(&self.scale)?, get(&self.shift)?])
-    }
-
-    /// Which gradients this pass wants: of the input, the scale and the shift.
-    #[cfg(feature = "cuda")]
-    fn wants(&self, context: &BackwardContext<'_>) -> [bool; 3] {
-        let wants = |place: &Option<Place>| place.as_ref().is_some_and(|place| context.needs(place.index));
-        [context.needs(0), wants(&self.weight), wants(&self.bias)]
-    }
-
-    /// Hand over the gradients that were made, with [`BackwardContext::take_pending`] in that of the input.
-    #[cfg(feature = "cuda")]
-    fn add_gradients(&self, context: &mut BackwardContext<'_>, grads: crate::cuda::norm::Gradients) -> Result<()> {
-        if let Some(sum) = grads.input {
-            context.add_pending(0, Pending { sum, owned: true })?;
-        }
-        for (place, grad) in [(&self.weight, grads.weight), (&self.bias, grads.bias)] {
-            if let (Some(place), Some(grad)) = (place, grad) {
-                context.add(place.index, compute::cast(&grad, place.dtype)?.reshape(place.dims.as_slice())?)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// The gradient of the shift, the sum over the rows, `dim` of `grad`, where nothing else is wanted.
-    fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw, dim: usize) -> Result<()> {
+    /// The gradient of the shift, the sum over the rows of each sample of `grad (samples, rows, len)`, where nothing else is wanted.
+    fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         let Some(place) = &self.bias else { return Ok(()) };
-        let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[dim], false)?;
+        let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[1], false)?;
         context.add(place.index, sum.reshape(place.dims.as_slice())?)
     }
 }
-
-/// Registry entries of the norms.
-pub static ENTRIES: &[Entry] = &[
-    Entry { info: &row::LAYER_NORM, cases: cases::layer_norm },
-    Entry { info: &row::RMS_NORM, cases: cases::rms_norm },
-    Entry { info: &residual::ADD_LAYER_NORM, cases: cases::add_layer_norm },
-    Entry { info: &residual::ADD_RMS_NORM, cases: cases::add_rms_norm },
-    Entry { info: &modulated::MODULATED_LAYER_NORM, cases: cases::modulated_layer_norm },
-    rms_norm_rope::ENTRY,
-    Entry { info: &group::GROUP_NORM, cases: cases::group_norm },
-    Entry { info: &group::GROUP_NORM_SILU, cases: cases::group_norm_silu },
-];

@@ -1,0 +1,131 @@
+//! Descriptions of tensors for the copy engine of compute capability 9.0.
+
+use std::ffi::c_void;
+use std::mem::MaybeUninit;
+
+use candle_core::DType;
+use candle_core::cuda_backend::cudarc::driver::DriverError;
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUresult, CUtensorMap, CUtensorMapDataType_enum as Element, CUtensorMapFloatOOBfill_enum as Outside,
+    CUtensorMapInterleave_enum as Interleave, CUtensorMapL2promotion_enum as Promotion,
+    CUtensorMapSwizzle_enum as Swizzle, cuTensorMapEncodeIm2col, cuTensorMapEncodeTiled,
+};
+use trainable_candle_cuda::structs::TensorMap;
+
+use super::gpu::driver_error;
+use super::launch::Address;
+use crate::Result;
+
+/// How the copy engine walks over the pixels of an image; pairs are (height, width).
+#[derive(Clone, Copy)]
+pub struct Windows {
+    /// The first place, and how far before the image's end the last lies.
+    pub lower: [i64; 2],
+    pub upper: [i64; 2],
+    /// Pixels from one place to the next.
+    pub stride: [u32; 2],
+}
+
+/// A map that no kernel reads.
+pub const NO_MAP: TensorMap = TensorMap { opaque: [0; 16] };
+
+/// A tensor map of `shape` (the densest dimension first).
+pub struct Encoder {
+    op: &'static str,
+    element: Element,
+}
+
+impl Encoder {
+    /// For tensors of `dtype`, f16 or bf16.
+    pub fn new(op: &'static str, dtype: DType) -> Result<Self> {
+        let element = match dtype {
+            DType::F16 => Element::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            DType::BF16 => Element::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            other => return Err(crate::cpu::elem::unsupported_dtype(op, other)),
+        };
+        Ok(Self { op, element })
+    }
+
+    /// Distances in bytes of all dimensions but the first, of elements of 16 bits.
+    fn distances<const N: usize>(shape: &[u64; N]) -> [u64; N] {
+        let mut bytes = 2;
+        shape.map(|size| {
+            bytes *= size;
+            bytes
+        })
+    }
+
+    /// # Safety
+    /// `status` is that of a call that has filled `map` if it succeeded.
+    unsafe fn finish(&self, status: CUresult, map: MaybeUninit<CUtensorMap>) -> Result<TensorMap> {
+        if status != CUresult::CUDA_SUCCESS {
+            return Err(driver_error(self.op, DriverError(status)));
+        }
+        // SAFETY: the caller's promise.
+        let map = unsafe { map.assume_init() };
+        Ok(TensorMap { opaque: map.opaque })
+    }
+
+    /// Boxes of a dense tensor.
+    pub fn boxes(&self, start: Address, shape: [u64; 3], extent: [u32; 3]) -> Result<TensorMap> {
+        let distances = Self::distances(&shape);
+        let mut map = MaybeUninit::<CUtensorMap>::uninit();
+        // SAFETY: the arrays have the sizes of the rank, and the driver fills the map.
+        unsafe {
+            let status = cuTensorMapEncodeTiled(
+                map.as_mut_ptr(),
+                self.element,
+                3,
+                start as *mut c_void,
+                shape.as_ptr(),
+                distances.as_ptr(),
+                extent.as_ptr(),
+                [1; 3].as_ptr(),
+                Interleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                Outside::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            );
+            self.finish(status, map)
+        }
+    }
+
+    /// Windows of `pixels` pixels, so many channels at once, of a dense image (batch, height, width, channels).
+    pub fn windows(
+        &self,
+        start: Address,
+        image: [u32; 4],
+        windows: Windows,
+        channels_at_once: usize,
+        pixels: usize,
+    ) -> Result<TensorMap> {
+        let [batch, height, width, channels] = image.map(u64::from);
+        let shape = [channels, width, height, batch];
+        let distances = Self::distances(&shape);
+        // The driver takes (width, height).
+        let corner = |[y, x]: [i64; 2]| [x as i32, y as i32];
+        let (lower, upper) = (corner(windows.lower), corner(windows.upper));
+        let mut map = MaybeUninit::<CUtensorMap>::uninit();
+        // SAFETY: as above; there are two corners' numbers for four dimensions.
+        unsafe {
+            let status = cuTensorMapEncodeIm2col(
+                map.as_mut_ptr(),
+                self.element,
+                4,
+                start as *mut c_void,
+                shape.as_ptr(),
+                distances.as_ptr(),
+                lower.as_ptr(),
+                upper.as_ptr(),
+                channels_at_once as u32,
+                pixels as u32,
+                [1, windows.stride[1], windows.stride[0], 1].as_ptr(),
+                Interleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                Outside::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            );
+            self.finish(status, map)
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! What stands in for the CUDA runtime in a build without CUDA: its surface, as errors. No tensor is on a CUDA device there.
+
+use std::path::Path;
+
+use candle_core::{CudaStorage, Device, WithDType};
+
+use crate::device::{MemoryStats, name};
+use crate::{Error, Raw, Result};
+
+/// The error of whatever takes a CUDA device.
+fn no_device<T>(op: &'static str, device: &Device) -> Result<T> {
+    Err(Error::device(op, format!("found the device \"{}\", expected a CUDA device", name(device))))
+}
+
+/// The CUDA device of a number.
+///
+/// # Errors
+/// [`Error::CudaUnavailable`].
+pub fn open(_ordinal: usize, folders: &[&Path]) -> Result<Device> {
+    devices(folders).map(|_| Device::Cpu)
+}
+
+/// The number of CUDA devices.
+///
+/// # Errors
+/// [`Error::CudaUnavailable`].
+pub fn devices(folders: &[&Path]) -> Result<usize> {
+    let loaded = trainable_candle_cuda::load(folders).map(|()| 0);
+    loaded.map_err(|reason| Error::CudaUnavailable(reason.to_string()))
+}
+
+/// What a device holds.
+///
+/// # Errors
+/// [`Error::Device`].
+pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
+    no_device("memory_stats", device)
+}
+
+/// Start counting the peaks anew.
+///
+/// # Errors
+/// [`Error::Device`].
+pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
+    no_device("reset_peak_memory_stats", device)
+}
+
+/// Give memory back that is kept for later.
+///
+/// # Errors
+/// [`Error::Device`].
+pub fn empty_cache(device: &Device) -> Result<u64> {
+    no_device("empty_cache", device)
+}
+
+/// Wait for a device.
+///
+/// # Errors
+/// [`Error::Device`].
+pub fn synchronize(device: &Device) -> Result<()> {
+    no_device("synchronize", device)
+}
+
+/// The elements of a tensor that is not on the CPU.
+pub(crate) fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
+    Ok(x.to_device(&Device::Cpu)?.flatten_all()?.to_vec1()?)
+}
+
+/// The number of elements in a storage, which does not exist.
+pub(crate) const fn storage_len(_storage: &CudaStorage) -> usize {
+    0
+}
+
+/// Candle's CUDA error as the library's.
+#[cold]
+pub(crate) fn from_candle(error: Box<dyn std::error::Error + Send + Sync>) -> Error {
+    Error::device("cuda", error.to_string())
+}
+
+pub(crate) mod profile {
+    //! How long the GPU works at what.
+
+    use candle_core::Device;
+
+    use crate::device::KernelTime;
+    use crate::{Error, Result};
+
+    pub fn start(device: &Device) -> Result<()> {
+        super::no_device("profile", device)
+    }
+
+    pub fn finish() -> Result<Vec<KernelTime>> {
+        Err(Error::argument("profile", "no profile is being made"))
+    }
+}
+
+/// A function that runs as a CUDA graph: there is none.
+pub struct Captured(std::convert::Infallible);
+
+impl Captured {
+    /// # Errors
+    /// [`Error::Device`]: this build has no CUDA device.
+    pub fn new(device: &Device, _function: crate::capture::Function, _inputs: &[&crate::Tensor]) -> Result<Self> {
+        no_device("capture", device)
+    }
+
+    /// What the function gives for `inputs`.
+    ///
+    /// # Errors
+    /// The function's.
+    pub fn call(&mut self, _inputs: &[&crate::Tensor]) -> Result<Vec<crate::Tensor>> {
+        match self.0 {}
+    }
+
+    /// Whether calls replay a graph.
+    pub const fn is_recorded(&self) -> bool {
+        match self.0 {}
+    }
+}
+
+pub mod exchange {
+    //! Memory shared with other libraries that use the device on streams of their own.
+
+    use candle_core::{DType, Device};
+
+    use crate::{Error, Raw, Result};
+
+    fn unavailable<T>() -> Result<T> {
+        Err(Error::CudaUnavailable("this build has no CUDA support".to_owned()))
+    }
+
+    /// The address of a tensor's first element.
+    ///
+    /// # Errors
+    /// [`Error::CudaUnavailable`].
+    pub fn address(_tensor: &Raw) -> Result<u64> {
+        unavailable()
+    }
+
+    /// The stream of a device, as the driver names it.
+    ///
+    /// # Errors
+    /// [`Error::CudaUnavailable`].
+    pub fn stream(_device: &Device) -> Result<usize> {
+        unavailable()
+    }
+
+    /// Have another library's stream wait for what is queued here.
+    ///
+    /// # Safety
+    /// None is needed: nothing is done.
+    ///
+    /// # Errors
+    /// [`Error::CudaUnavailable`].
+    pub unsafe fn ready_for(_device: &Device, _consumer: usize) -> Result<()> {
+        unavailable()
+    }
+
+    /// Another library has no use for a tensor any more.
+    pub fn released(_tensor: Raw, _consumer: Option<usize>) {}
+
+    /// A copy of values that another library holds.
+    ///
+    /// # Safety
+    /// None is needed: nothing is read.
+    ///
+    /// # Errors
+    /// [`Error::CudaUnavailable`].
+    pub unsafe fn copy(
+        _device: &Device,
+        _address: u64,
+        _dims: &[usize],
+        _strides: &[usize],
+        _dtype: DType,
+    ) -> Result<Raw> {
+        unavailable()
+    }
+}

@@ -1,0 +1,419 @@
+//! The CUDA form: `kernels/attention.cu`, without a matrix of all scores: on tensor cores where the operands allow it, else a plain form.
+
+mod wide;
+
+use candle_core::{DType, Layout};
+use trainable_candle_cuda::kernels::attention::{
+    ATTENTION_BACKWARD_W64, ATTENTION_BACKWARD_W128, ATTENTION_DELTA, ATTENTION_FORWARD_W64, ATTENTION_FORWARD_W128,
+    ATTENTION_PLAIN_BACKWARD_KEY, ATTENTION_PLAIN_BACKWARD_QUERY, ATTENTION_PLAIN_BACKWARD_VALUE,
+    ATTENTION_PLAIN_FORWARD, ATTENTION_SUM_PARTS, AttentionBackwardW64, AttentionDelta, AttentionForwardW64,
+    AttentionPlainBackwardQuery, AttentionPlainForward, AttentionSumParts,
+};
+use trainable_candle_cuda::structs::{AttentionShape, Mask, Strides};
+
+use super::ATTENTION;
+use super::cpu::{self, SavedValues, heads_lie_inside};
+use crate::cuda::launch::{
+    Address, Const, Kernel, Mut, Shape, accumulator, address, count32, element, empty, input, optional_input,
+    optional_output, output, suffix,
+};
+use crate::cuda::{Gpu, contiguous, fill};
+use crate::raw::storage_identity;
+use crate::{Error, Raw, Result};
+
+/// What is computed: the shape of the scores (..., queries, keys), their scale, and whether a query sees the keys up to it alone.
+#[derive(Clone, Copy)]
+pub struct Attention<'a> {
+    pub op: &'static str,
+    pub scores: &'a [usize],
+    pub scale: f64,
+    pub is_causal: bool,
+}
+
+impl<'a> From<&'a cpu::Attention> for Attention<'a> {
+    fn from(&cpu::Attention { ref scores, scale, is_causal }: &'a cpu::Attention) -> Self {
+        Self { op: ATTENTION.name, scores, scale, is_causal }
+    }
+}
+
+/// A tensor (..., rows, width) as matrices of heads.
+struct Heads {
+    raw: Raw,
+    address: Address,
+    strides: Strides,
+}
+
+impl Heads {
+    /// The tensor, copied if its elements do not lie side by side or its outer dimensions are not evenly spaced.
+    fn new(op: &'static str, raw: &Raw) -> Result<Self> {
+        let is_dense = |raw: &Raw| raw.dims().last() == Some(&1) || raw.stride().last() == Some(&1);
+        let strides = Some(raw).filter(|raw| is_dense(raw)).and_then(|raw| head_strides(raw.layout()));
+        let (raw, strides) = match strides {
+            Some(strides) => (raw.clone(), strides),
+            None => {
+                let raw = contiguous(raw)?;
+                let strides = head_strides(raw.layout()).unwrap_or(NO_STRIDES);
+                (raw, strides)
+            }
+        };
+        Ok(Self { address: address(op, &raw)?, raw, strides })
+    }
+
+    fn input(&self) -> Const {
+        Const::new(self.address, element(self.raw.dtype()))
+    }
+
+    fn output(&self) -> Mut {
+        Mut::new(self.address, element(self.raw.dtype()))
+    }
+
+    /// Whether rows can be read 16 bytes at a time.
+    fn is_aligned(&self) -> bool {
+        let Strides { batch, head, row } = self.strides;
+        let wide = crate::cuda::launch::wide(self.raw.dtype()) as u64;
+        self.address.is_multiple_of(16) && [batch, head, row].iter().all(|stride| stride.is_multiple_of(wide))
+    }
+}
+
+/// Of a tensor that is not there.
+const NO_STRIDES: Strides = Strides { batch: 0, head: 0, row: 0 };
+
+/// The strides of batch, head and row; nothing if the dimensions before the heads do not follow one another.
+fn head_strides(layout: &Layout) -> Option<Strides> {
+    let (dims, strides) = (layout.dims(), layout.stride());
+    let rank = dims.len();
+    let stride =
+        |from_end: usize| rank.checked_sub(from_end).map_or(0, |i| if dims[i] == 1 { 0 } else { strides[i] as u64 });
+    let mut batch: Option<u64> = None;
+    let mut run = 1u64;
+    for i in (0..rank.saturating_sub(3)).rev().filter(|&i| dims[i] != 1) {
+        match batch {
+            None => batch = Some(strides[i] as u64),
+            Some(batch) if strides[i] as u64 == batch * run => {}
+            Some(_) => return None,
+        }
+        run *= dims[i] as u64;
+    }
+    Some(Strides { batch: batch.unwrap_or(0), head: stride(3), row: stride(2) })
+}
+
+/// A new tensor that lies in memory as `like` does: heads next to one another where its are.
+fn empty_like(op: &'static str, gpu: &Gpu, like: &Raw, width: usize) -> Result<Raw> {
+    let mut dims = like.dims().to_vec();
+    let rank = dims.len();
+    dims[rank - 1] = width;
+    if !heads_lie_inside(like) {
+        return empty(op, gpu, &dims, like.dtype());
+    }
+    dims.swap(rank - 3, rank - 2);
+    Ok(empty(op, gpu, &dims, like.dtype())?.transpose(rank - 3, rank - 2)?)
+}
+
+impl Attention<'_> {
+    fn sizes(&self, width: usize, value_width: usize) -> Result<AttentionShape> {
+        let rank = self.scores.len();
+        let heads = rank.checked_sub(3).map_or(1, |i| self.scores[i]);
+        let batch = self.scores[..rank.saturating_sub(3)].iter().product();
+        let count = |size| count32(self.op, size);
+        Ok(AttentionShape {
+            batch: count(batch)?,
+            heads: count(heads)?,
+            queries: count(self.scores[rank - 2])?,
+            keys: count(self.scores[rank - 1])?,
+            width: count(width)?,
+            value_width: count(value_width)?,
+            is_causal: u32::from(self.is_causal),
+            parts: 1,
+            scale: self.scale,
+        })
+    }
+
+    /// The mask, one number a score, by its strides, and the tensor that it lies in.
+    fn mask(&self, mask: Option<&Raw>) -> Result<(Mask, Option<Raw>)> {
+        let Some(mask) = mask else { return Ok((Mask { numbers: 0, batch: 0, head: 0, query: 0, key: 0 }, None)) };
+        let mask = mask.broadcast_as(self.scores)?;
+        let strides = head_strides(mask.layout());
+        let (mask, strides) = match strides {
+            Some(strides) => (mask, strides),
+            None => {
+                let mask = contiguous(&mask)?;
+                let strides = head_strides(mask.layout()).unwrap_or(NO_STRIDES);
+                (mask, strides)
+            }
+        };
+        let key = mask.stride().last().copied().unwrap_or(0) as u64;
+        let Strides { batch, head, row } = strides;
+        Ok((Mask { numbers: address(self.op, &mask)?, batch, head, query: row, key }, Some(mask)))
+    }
+
+    /// The name of the form on tensor cores, if the operands are such that it takes them.
+    fn tensor_cores(&self, sizes: &AttentionShape, operands: &[&Heads], mask: Option<&Raw>) -> Option<Width> {
+        let dtype = operands[0].raw.dtype();
+        let fits = matches!(dtype, DType::F16 | DType::BF16)
+            && mask.is_none()
+            && sizes.width == sizes.value_width
+            && sizes.width.is_multiple_of(8)
+            && (8..=128).contains(&sizes.width)
+            && sizes.scale > 0.0
+            && sizes.keys > 0
+            && operands.iter().all(|operand| operand.is_aligned());
+        fits.then_some(if sizes.width <= 64 { Width::W64 } else { Width::W128 })
+    }
+
+    /// The result and the logarithms of the sums.
+    pub fn forward(&self, [q, k, v]: [&Raw; 3], mask: Option<&Raw>) -> Result<(Raw, Raw)> {
+        let op = self.op;
+        let gpu = Gpu::of(op, q)?;
+        let (dtype, rank) = (q.dtype(), q.rank());
+        let (width, value_width) = (q.dims()[rank - 1], v.dims()[rank - 1]);
+        let o = empty_like(op, gpu, q, value_width)?;
+        let log_sums = empty(op, gpu, &self.scores[..rank - 1], accumulator(dtype))?;
+        let sizes = self.sizes(width, value_width)?;
+        let heads = sizes.batch * sizes.heads;
+        if log_sums.elem_count() == 0 {
+            return Ok((o, log_sums));
+        }
+        if self.is_wide([width, value_width], mask) {
+            self.wide_forward([q, k, v], &o, &log_sums)?;
+            return Ok((o, log_sums));
+        }
+        let [q, k, v, to] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?, Heads::new(op, &o)?];
+        let sums = output(op, &log_sums)?;
+        if let Some(form) = self.tensor_cores(&sizes, &[&q, &k, &v, &to], mask) {
+            let function = gpu.function(form.forward(), suffix(op, dtype)?)?;
+            let shared = match form {
+                Width::W128 => 81_920,
+                Width::W64 if gpu.is_hopper() => 73_728,
+                Width::W64 => 40_960,
+            };
+            let blocks = sizes.queries.div_ceil(64) * heads;
+            let shape = Shape { grid: [blocks, 1, 1], block: [128, 1, 1], shared };
+            let arguments = AttentionForwardW64 {
+                q: q.input(),
+                k: k.input(),
+                v: v.input(),
+                o: to.output(),
+                log_sums: sums,
+                q_strides: q.strides,
+                k_strides: k.strides,
+                v_strides: v.strides,
+                o_strides: to.strides,
+                shape: sizes,
+            };
+            // SAFETY: the strides stay inside of the tensors, which are of these sizes.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
+        } else {
+            let (mask, _mask) = self.mask(mask)?;
+            let function = gpu.function(&ATTENTION_PLAIN_FORWARD, suffix(op, dtype)?)?;
+            let grid = [sizes.queries.div_ceil(32) * heads, sizes.value_width.div_ceil(64).max(1), 1];
+            let shape = Shape { grid, block: [256, 1, 1], shared: 0 };
+            let arguments = AttentionPlainForward {
+                q: q.input(),
+                k: k.input(),
+                v: v.input(),
+                o: to.output(),
+                log_sums: sums,
+                q_strides: q.strides,
+                k_strides: k.strides,
+                v_strides: v.strides,
+                o_strides: to.strides,
+                mask,
+                shape: sizes,
+            };
+            // SAFETY: as above, and the mask's stay inside too.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
+        }
+        Ok((o, log_sums))
+    }
+
+    /// The gradients of q, k and v that are wanted.
+    pub fn backward(&self, saved: &SavedValues, grad: &Raw, wanted: [bool; 3]) -> Result<[Option<Raw>; 3]> {
+        let gpu = Gpu::of(self.op, grad)?;
+        let mut grads = [None, None, None];
+        for (grad, (input, wanted)) in grads.iter_mut().zip(saved.inputs.iter().zip(wanted)) {
+            if wanted {
+                *grad = Some(empty_like(self.op, gpu, input, input.dims()[input.rank() - 1])?);
+            }
+        }
+        self.backward_into(saved, grad, grads.each_ref().map(Option::as_ref))?;
+        Ok(grads)
+    }
+
+    /// Writes the gradients of q, k and v for which there is a tensor, which may be a part of another.
+    pub fn backward_into(
+        &self,
+        SavedValues { inputs: [q, k, v], mask, result: o, log_sums }: &SavedValues,
+        grad: &Raw,
+        grads: [Option<&Raw>; 3],
+    ) -> Result<()> {
+        let (op, mask) = (self.op, mask.as_ref());
+        let gpu = Gpu::of(op, q)?;
+        let (dtype, rank) = (q.dtype(), q.rank());
+        let sizes = self.sizes(q.dims()[rank - 1], v.dims()[rank - 1])?;
+        let heads = sizes.batch * sizes.heads;
+        let wanted = grads.map(|grad| grad.is_some());
+        if heads == 0 || sizes.queries == 0 || sizes.keys == 0 {
+            // Without queries keys and values get nothing, and without keys queries get nothing.
+            for grad in grads.into_iter().flatten() {
+                fill(grad, 0.0)?;
+            }
+            return Ok(());
+        }
+        let deltas = empty(op, gpu, log_sums.dims(), accumulator(dtype))?;
+        let [q, k, v] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?];
+        let (o, grad) = (Heads::new(op, o)?, Heads::new(op, grad)?);
+        let results = [result_heads(op, grads[0])?, result_heads(op, grads[1])?, result_heads(op, grads[2])?];
+        let log_sums = input(op, log_sums)?;
+        let rows = (sizes.queries as usize) * heads as usize;
+        let shape = Shape::linear(op, rows.div_ceil(32), 256)?;
+        let function = gpu.function(&ATTENTION_DELTA, suffix(op, dtype)?)?;
+        let arguments = AttentionDelta {
+            o: o.input(),
+            d_o: grad.input(),
+            delta: output(op, &deltas)?,
+            o_strides: o.strides,
+            do_strides: grad.strides,
+            shape: sizes,
+        };
+        // SAFETY: the strides stay inside of the tensors, which are of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+        let delta = input(op, &deltas)?;
+        let operands: Vec<&Heads> = [&q, &k, &v, &grad].into_iter().chain(results.iter().flatten()).collect();
+        if let Some(form) = self.tensor_cores(&sizes, &operands, mask) {
+            let place = |heads: &Option<Heads>| {
+                heads.as_ref().map_or((Mut::NULL, NO_STRIDES), |heads| (heads.output(), heads.strides))
+            };
+            let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] =
+                [place(&results[0]), place(&results[1]), place(&results[2])];
+            let parts = self.parts(&sizes);
+            let sizes = AttentionShape { parts, ..sizes };
+            let others = wanted[1] || wanted[2];
+            let partial = |wanted: bool| -> Result<Option<Raw>> {
+                let dims = [parts as usize, heads as usize, sizes.keys as usize, sizes.width as usize];
+                (wanted && parts > 1).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
+            };
+            let (dk_parts, dv_parts) = (partial(wanted[1])?, partial(wanted[2])?);
+            let key_blocks = if others { parts * sizes.keys.div_ceil(64) * heads } else { 0 };
+            let query_blocks = if wanted[0] { sizes.queries.div_ceil(64) * heads } else { 0 };
+            let shared = if form == Width::W128 { 99_328 } else { 50_176 };
+            let shape = Shape { grid: [key_blocks + query_blocks, 1, 1], block: [128, 1, 1], shared };
+            let function = gpu.function(form.backward(), suffix(op, dtype)?)?;
+            let arguments = AttentionBackwardW64 {
+                q: q.input(),
+                k: k.input(),
+                v: v.input(),
+                d_o: grad.input(),
+                log_sums,
+                delta,
+                dq,
+                dk,
+                dv,
+                dk_parts: optional_output(op, dk_parts.as_ref())?,
+                dv_parts: optional_output(op, dv_parts.as_ref())?,
+                q_strides: q.strides,
+                k_strides: k.strides,
+                v_strides: v.strides,
+                do_strides: grad.strides,
+                dq_strides,
+                dk_strides,
+                dv_strides,
+                shape: sizes,
+            };
+            // SAFETY: as above; what is not wanted is null.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
+            if parts > 1 && others {
+                let function = gpu.function(&ATTENTION_SUM_PARTS, suffix(op, dtype)?)?;
+                let elements = heads as usize * (sizes.keys * sizes.width) as usize;
+                let shape = Shape { grid: [elements.div_ceil(1024) as u32, 2, 1], block: [256, 1, 1], shared: 0 };
+                let arguments = AttentionSumParts {
+                    dk_parts: optional_input(op, dk_parts.as_ref())?,
+                    dv_parts: optional_input(op, dv_parts.as_ref())?,
+                    dk,
+                    dv,
+                    dk_strides,
+                    dv_strides,
+                    shape: sizes,
+                };
+                // SAFETY: as above.
+                unsafe { function.launch(op, gpu, shape, arguments) }?;
+            }
+            return Ok(());
+        }
+        let (mask, _mask) = self.mask(mask)?;
+        const KERNELS: [&Kernel<AttentionPlainBackwardQuery>; 3] =
+            [&ATTENTION_PLAIN_BACKWARD_QUERY, &ATTENTION_PLAIN_BACKWARD_KEY, &ATTENTION_PLAIN_BACKWARD_VALUE];
+        for (i, result) in results.iter().enumerate() {
+            let Some(result) = result else { continue };
+            let rows = if i == 0 { sizes.queries } else { sizes.keys };
+            let columns = if i == 2 { sizes.value_width } else { sizes.width };
+            if columns == 0 {
+                continue;
+            }
+            let function = gpu.function(KERNELS[i], suffix(op, dtype)?)?;
+            let grid = [rows.div_ceil(32) * heads, columns.div_ceil(64), 1];
+            let shape = Shape { grid, block: [256, 1, 1], shared: 0 };
+            let arguments = AttentionPlainBackwardQuery {
+                q: q.input(),
+                k: k.input(),
+                v: v.input(),
+                d_o: grad.input(),
+                log_sums,
+                delta,
+                grad: result.output(),
+                q_strides: q.strides,
+                k_strides: k.strides,
+                v_strides: v.strides,
+                do_strides: grad.strides,
+                grad_strides: result.strides,
+                mask,
+                shape: sizes,
+            };
+            // SAFETY: as above, and the mask's stay inside too.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
+        }
+        Ok(())
+    }
+
+    /// Into how many ranges of queries the gradients of few keys are split, so that they fill the device.
+    fn parts(&self, sizes: &AttentionShape) -> u32 {
+        const BLOCKS: u32 = 396;
+        let blocks = sizes.keys.div_ceil(64) * sizes.batch * sizes.heads;
+        (BLOCKS / blocks.max(1)).clamp(1, sizes.queries.div_ceil(256).max(1))
+    }
+}
+
+/// Where a gradient is written, which must be in place.
+fn result_heads(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
+    let Some(grad) = grad else { return Ok(None) };
+    let heads = Heads::new(op, grad)?;
+    if storage_identity(&heads.raw).0 != storage_identity(grad).0 {
+        return Err(Error::shape(
+            op,
+            format!("a gradient has strides {:?}, expected rows of neighbours", grad.stride()),
+        ));
+    }
+    Ok(Some(heads))
+}
+
+/// The widest head of a form on tensor cores.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Width {
+    W64,
+    W128,
+}
+
+impl Width {
+    const fn forward(self) -> &'static Kernel<AttentionForwardW64> {
+        match self {
+            Self::W64 => &ATTENTION_FORWARD_W64,
+            Self::W128 => &ATTENTION_FORWARD_W128,
+        }
+    }
+
+    const fn backward(self) -> &'static Kernel<AttentionBackwardW64> {
+        match self {
+            Self::W64 => &ATTENTION_BACKWARD_W64,
+            Self::W128 => &ATTENTION_BACKWARD_W128,
+        }
+    }
+}

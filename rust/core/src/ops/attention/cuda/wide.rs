@@ -1,0 +1,82 @@
+//! Attention of heads wider than the kernels on tensor cores take: products of matrices around a softmax, for some queries at a time.
+
+use trainable_candle_cuda::kernels::softmax::{LOGSUMEXP_FORWARD, LogsumexpForward};
+
+use super::Attention;
+use crate::cuda::launch::{Mut, Shape, accumulator, count32, input, output, suffix};
+use crate::cuda::{Gpu, cast, contiguous, product, write_products};
+use crate::ops::conv::pairs::{LEFT, RIGHT, pairs};
+use crate::ops::softmax;
+use crate::product::uses_pairs;
+use crate::{Raw, Result};
+
+/// Widest head of the kernels.
+const WIDEST: usize = 128;
+/// The most scores that there are at a time: 128 MiB in f32.
+const MOST_SCORES: usize = 1 << 25;
+/// The most values of a head whose parts a kernel counts.
+const MOST_VALUES: usize = 1 << 30;
+
+impl Attention<'_> {
+    /// Whether heads are so wide that the plain form, which computes the scores again for every 64 columns of the result, is slow.
+    pub(super) fn is_wide(&self, [width, value_width]: [usize; 2], mask: Option<&Raw>) -> bool {
+        width.min(value_width) > WIDEST && mask.is_none() && !self.is_causal && self.scores.last() != Some(&0)
+    }
+
+    /// The result and the logarithms of the sums, which are dense.
+    pub(super) fn wide_forward(&self, [q, k, v]: [&Raw; 3], o: &Raw, log_sums: &Raw) -> Result<()> {
+        let (op, dtype, rank) = (self.op, q.dtype(), self.scores.len());
+        let gpu = Gpu::of(op, q)?;
+        let [queries, keys] = [self.scores[rank - 2], self.scores[rank - 1]];
+        let heads: usize = self.scores[..rank - 2].iter().product();
+        let most = (MOST_SCORES / keys).clamp(1, queries);
+        let numbers = accumulator(dtype);
+        let function = gpu.function(&LOGSUMEXP_FORWARD, suffix(op, numbers)?)?;
+        let sums = output(op, log_sums)?;
+        // As one row, v's parts lie below one another.
+        let in_pairs = uses_pairs(dtype) && keys.is_multiple_of(8) && v.dims()[rank - 1] <= MOST_VALUES / keys;
+        for head in 0..heads {
+            let [q, k, v, o] =
+                [self.matrix(q, head)?, self.matrix(k, head)?, self.matrix(v, head)?, self.matrix(o, head)?];
+            let (k, v) = if in_pairs {
+                let (width, values) = (k.dims()[1], v.elem_count());
+                let v = pairs(op, RIGHT, &contiguous(&v)?, values)?;
+                (pairs(op, RIGHT, &contiguous(&k)?, width)?, v.reshape((3 * keys, values / keys))?)
+            } else {
+                (k, v)
+            };
+            for start in (0..queries).step_by(most) {
+                let count = most.min(queries - start);
+                let q = q.narrow(0, start, count)?;
+                let q = if in_pairs { pairs(op, LEFT, &contiguous(&q)?, q.dims()[1])? } else { q };
+                let scores = product(&q, &k.t()?, self.scale, numbers)?;
+                let arguments = LogsumexpForward {
+                    x: input(op, &scores)?,
+                    y: Mut::NULL,
+                    exact: sums.behind((head * queries + start) * numbers.size_in_bytes()),
+                    rows: count as u64,
+                    len: count32(op, keys)?,
+                };
+                // SAFETY: there are so many rows of scores, and a number for each of them.
+                unsafe { function.launch(op, gpu, Shape::rows(count, keys, numbers), arguments) }?;
+                let shares = softmax::cuda::forward("softmax", &scores)?;
+                let shares = if in_pairs { pairs(op, LEFT, &shares, keys)? } else { cast(&shares, dtype)? };
+                write_products(&[[&o.narrow(0, start, count)?, &shares, &v]], 1.0, false)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One head's matrix of a tensor (..., rows, columns).
+    fn matrix(&self, tensor: &Raw, head: usize) -> Result<Raw> {
+        let (mut matrix, mut rest) = (tensor.clone(), head);
+        for (dim, &size) in self.scores[..self.scores.len() - 2].iter().enumerate().rev() {
+            matrix = matrix.narrow(dim, rest % size, 1)?;
+            rest /= size;
+        }
+        for _ in 2..self.scores.len() {
+            matrix = matrix.squeeze(0)?;
+        }
+        Ok(matrix)
+    }
+}

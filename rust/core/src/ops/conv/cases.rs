@@ -1,0 +1,73 @@
+//! What the registry's walk tries convolutions on.
+
+use super::{CONV2D, Conv2dOptions, conv2d, conv2d_nchw};
+use crate::ops::case::{Case, Entry};
+use crate::{Result, Tensor};
+
+/// A convolution from basic operations: for each place in the kernel, the pixels it meets times its part of the weight.
+fn plain(x: &[Tensor], options: Conv2dOptions) -> Result<Tensor> {
+    let Conv2dOptions { stride, padding, dilation, groups } = options;
+    let (weight, out) = (&x[1], x[1].dims()[0]);
+    let mut padded = x[0].clone();
+    for (dim, pad) in [(1, padding[0]), (2, padding[1])] {
+        let mut dims = padded.dims().to_vec();
+        dims[dim] = pad;
+        let zeros = Tensor::zeros(dims, padded.dtype(), padded.device())?;
+        padded = Tensor::cat(&[&zeros, &padded, &zeros], dim)?;
+    }
+    let kernel = [weight.dims()[1], weight.dims()[2]];
+    let count = |i: usize| (padded.dims()[i + 1] - dilation[i] * (kernel[i] - 1) - 1) / stride[i] + 1;
+    let mut parts = Vec::new();
+    for group in 0..groups {
+        let width = weight.dims()[3];
+        let image = padded.narrow(3, group * width, width)?;
+        let weight = weight.narrow(0, group * (out / groups), out / groups)?;
+        let mut sum: Option<Tensor> = None;
+        for (i, j) in (0..kernel[0]).flat_map(|i| (0..kernel[1]).map(move |j| (i, j))) {
+            let lines = image.strided(1, i * dilation[0], count(0), stride[0] as isize)?;
+            let met = lines.strided(2, j * dilation[1], count(1), stride[1] as isize)?;
+            let place = weight.narrow(1, i, 1)?.narrow(2, j, 1)?.reshape((out / groups, width))?;
+            let product = met.matmul(&place.t()?)?;
+            sum = Some(match sum {
+                Some(sum) => sum.add(&product)?,
+                None => product,
+            });
+        }
+        parts.extend(sum);
+    }
+    let y = Tensor::cat(&parts.iter().collect::<Vec<_>>(), 3)?;
+    x.get(2).map_or_else(|| Ok(y.clone()), |bias| y.add(bias))
+}
+
+fn case(label: &'static str, shapes: &[&[usize]], options: Conv2dOptions) -> Case {
+    Case::new(label, shapes, move |x| conv2d(&x[0], &x[1], x.get(2), options)).plain(move |x| plain(x, options))
+}
+
+/// Registry entries of this file.
+pub static ENTRIES: &[Entry] = &[Entry {
+    info: &CONV2D,
+    cases: || {
+        let default = Conv2dOptions::default();
+        let padded = Conv2dOptions { padding: [1, 1], ..default };
+        let all = Conv2dOptions { stride: [2, 1], padding: [2, 1], dilation: [1, 2], groups: 2 };
+        vec![
+            case("3x3", &[&[2, 5, 4, 3], &[4, 3, 3, 3], &[4]], padded),
+            case("no bias, not square", &[&[1, 4, 5, 2], &[3, 2, 3, 2]], default),
+            case("1x1", &[&[2, 3, 2, 5], &[3, 1, 1, 5], &[3]], default),
+            case("1x1 strided", &[&[1, 5, 4, 3], &[2, 1, 1, 3], &[2]], Conv2dOptions { stride: [2, 2], ..default }),
+            case("stride, dilation, groups", &[&[2, 5, 6, 4], &[6, 3, 2, 2], &[6]], all),
+            case("depthwise", &[&[1, 4, 4, 3], &[3, 3, 3, 1], &[3]], Conv2dOptions { groups: 3, ..padded }),
+            case(
+                "stride beyond the kernel",
+                &[&[1, 7, 7, 2], &[2, 2, 2, 2]],
+                Conv2dOptions { stride: [3, 4], ..default },
+            ),
+            Case::new("torch's layout", &[&[2, 3, 4, 5], &[4, 3, 3, 3], &[4]], move |x| {
+                conv2d_nchw(&x[0], &x[1], x.get(2), padded)
+            }),
+            Case::new("no images", &[&[0, 4, 4, 3], &[2, 3, 3, 3], &[2]], move |x| {
+                conv2d(&x[0], &x[1], x.get(2), padded)
+            }),
+        ]
+    },
+}];

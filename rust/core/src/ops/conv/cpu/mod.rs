@@ -1,0 +1,106 @@
+//! The CPU form, over contiguous slices: images (B, H, W, C), weights (O, KH, KW, C / groups).
+
+mod depthwise;
+pub(super) mod patch;
+pub(super) mod stencil;
+mod weight;
+
+use smallvec::SmallVec;
+use stencil::Stencil;
+
+use super::CONV2D;
+use super::geometry::Geometry;
+use crate::compute::{cast, contiguous};
+use crate::cpu::{Elem, MatMut, MatRef, Real, elements, gemm, read_all};
+use crate::raw::{Raw, from_vec};
+use crate::{Result, dispatch_float};
+
+/// The result.
+pub(super) fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
+    let (x, weight) = (contiguous(x)?, contiguous(weight)?);
+    let bias = bias.map(contiguous).transpose()?;
+    let operands: SmallVec<[&Raw; 3]> = [&x, &weight].into_iter().chain(&bias).collect();
+    let sum = dispatch_float!(x.dtype(), CONV2D.name, T => read_all(CONV2D.name, &operands, |operands| {
+        let bias = operands.get(2).map(|&bias| elements::<T>(bias)).transpose()?;
+        Ok(product(geometry, elements::<T>(operands[0])?, elements(operands[1])?, bias))
+    })
+    .map(|y| from_vec(y, geometry.result_dims().as_slice())))?;
+    cast(&sum, x.dtype())
+}
+
+/// The gradient of the input.
+pub(super) fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
+    let (grad, weight) = (contiguous(grad)?, contiguous(weight)?);
+    let sum = dispatch_float!(grad.dtype(), CONV2D.name, T => read_all(CONV2D.name, &[&grad, &weight], |operands| {
+        Ok(input_product(geometry, elements::<T>(operands[0])?, elements(operands[1])?))
+    })
+    .map(|grad_x| from_vec(grad_x, geometry.input_dims().as_slice())))?;
+    cast(&sum, grad.dtype())
+}
+
+/// The gradient of the weight.
+pub(super) fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Raw> {
+    let (grad, x) = (contiguous(grad)?, contiguous(x)?);
+    let sum = dispatch_float!(grad.dtype(), CONV2D.name, T => read_all(CONV2D.name, &[&grad, &x], |operands| {
+        Ok(weight_product(geometry, elements::<T>(operands[0])?, elements(operands[1])?))
+    })
+    .map(|grad_weight| from_vec(grad_weight, geometry.weight_dims().as_slice())))?;
+    cast(&sum, grad.dtype())
+}
+
+/// The result, in the type of arithmetic.
+fn product<T: Elem>(geometry: &Geometry, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T::Acc>
+where
+    T::Acc: Elem<Acc = T::Acc>,
+{
+    if geometry.is_depthwise() {
+        return depthwise::run(&Stencil::forward(geometry), geometry, x, weight, bias);
+    }
+    if !geometry.is_pointwise() {
+        return Stencil::forward(geometry).run(x, weight, bias);
+    }
+    let (pixels, channels, out) = (geometry.pixels(), geometry.channels, geometry.out_channels);
+    let mut y = vec![T::Acc::ZERO; pixels * out];
+    if let Some(bias) = bias.filter(|_| out > 0) {
+        y.chunks_exact_mut(out).for_each(|y| y.iter_mut().zip(bias).for_each(|(y, b)| *y = b.to_acc()));
+    }
+    let (x, weight) = (MatRef::row_major(x, pixels, channels), MatRef::row_major(weight, out, channels));
+    gemm(MatMut::row_major(&mut y, pixels, out), x, weight.t(), 1.0, bias.is_some());
+    y
+}
+
+/// The gradient of the image, in the type of arithmetic.
+fn input_product<T: Elem>(geometry: &Geometry, grad: &[T], weight: &[T]) -> Vec<T::Acc>
+where
+    T::Acc: Elem<Acc = T::Acc>,
+{
+    if geometry.is_depthwise() {
+        return depthwise::run(&Stencil::transposed(geometry), geometry, grad, weight, None);
+    }
+    if !geometry.is_pointwise() {
+        return Stencil::transposed(geometry).run(grad, weight, None);
+    }
+    let (pixels, channels, out) = (geometry.pixels(), geometry.channels, geometry.out_channels);
+    let mut grad_x = vec![T::Acc::ZERO; pixels * channels];
+    let (grad, weight) = (MatRef::row_major(grad, pixels, out), MatRef::row_major(weight, out, channels));
+    gemm(MatMut::row_major(&mut grad_x, pixels, channels), grad, weight, 1.0, false);
+    grad_x
+}
+
+/// The gradient of the weight, in the type of arithmetic.
+fn weight_product<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> Vec<T::Acc>
+where
+    T::Acc: Elem<Acc = T::Acc>,
+{
+    if geometry.is_depthwise() {
+        return depthwise::grad_weight(geometry, grad, x);
+    }
+    if !geometry.is_pointwise() {
+        return weight::grad_weight(geometry, grad, x);
+    }
+    let (pixels, channels, out) = (geometry.pixels(), geometry.channels, geometry.out_channels);
+    let mut grad_weight = vec![T::Acc::ZERO; out * channels];
+    let (grad, x) = (MatRef::row_major(grad, pixels, out), MatRef::row_major(x, pixels, channels));
+    gemm(MatMut::row_major(&mut grad_weight, out, channels), grad.t(), x, 1.0, false);
+    grad_weight
+}

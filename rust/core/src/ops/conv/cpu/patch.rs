@@ -1,0 +1,212 @@
+//! Parts of images, copied with the zeros around them, as numbers of arithmetic.
+
+use std::ops::Range;
+
+use smallvec::SmallVec;
+
+use crate::cpu::gemm::Run;
+use crate::cpu::{Elem, Real, dispatch};
+
+/// Most positions of a part in a line.
+const MAX_COLUMNS: usize = 96;
+/// Elements that a copy has at most where several lines fit: it stays in the second-level cache.
+const MAX_PATCH: usize = 128 << 10;
+/// Lines of a part, if there are enough: fewer would mostly copy the lines between parts.
+const MIN_LINES: usize = 4;
+
+/// One direction of a stencil.
+pub(in crate::ops::conv) struct Axis {
+    /// The first position of the target.
+    pub first: usize,
+    /// Distance of its positions.
+    pub stride: usize,
+    /// Number of its positions.
+    pub count: usize,
+    /// Number of positions of the source.
+    pub source: usize,
+    /// Positions of the source from one position of the target to the next.
+    pub step: usize,
+    /// The places of the kernel by rising offset: position `i` meets position `i · step + offset` of the source.
+    pub places: SmallVec<[(usize, isize); 8]>,
+}
+
+impl Axis {
+    /// The smallest offset.
+    fn origin(&self) -> isize {
+        self.places.first().map_or(0, |&(_, offset)| offset)
+    }
+
+    /// Distance of the outermost places.
+    fn span(&self) -> usize {
+        self.places.last().map_or(0, |&(_, offset)| offset.abs_diff(self.origin()))
+    }
+
+    /// Positions of the source from one position of a copy to the next: a single place does not meet those between.
+    fn jump(&self) -> usize {
+        if self.span() == 0 { self.step } else { 1 }
+    }
+
+    /// Positions of a copy from one position of the target to the next.
+    fn copy_step(&self) -> usize {
+        self.step / self.jump()
+    }
+
+    /// Positions that `count` positions of the target meet.
+    fn copied(&self, count: usize) -> usize {
+        (count - 1) * self.copy_step() + self.span() + 1
+    }
+
+    /// Positions of a copy for `range` of the target that lie in the source, and where the first of the copy lies.
+    fn inside(&self, range: &Range<usize>) -> (Range<usize>, isize) {
+        let (jump, first) = (self.jump() as isize, (range.start * self.step) as isize + self.origin());
+        let until = |position: isize| ((position - first).max(0) as usize).div_ceil(jump as usize);
+        let copied = self.copied(range.len());
+        let (start, end) = (until(0).min(copied), until(self.source as isize).min(copied));
+        (start..end.max(start), first)
+    }
+
+    /// Whether the places meet neighbours.
+    pub fn is_dense(&self) -> bool {
+        self.places.windows(2).all(|pair| pair[1].1 - pair[0].1 == 1)
+    }
+
+    /// Where each place is in a copy.
+    pub fn copied_places(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.places.iter().map(|&(place, offset)| (place, offset.abs_diff(self.origin())))
+    }
+}
+
+/// Positions of the target.
+#[derive(Clone, Debug)]
+pub(in crate::ops::conv) struct Rect {
+    pub lines: Range<usize>,
+    pub columns: Range<usize>,
+}
+
+/// The positions of a phase in parts whose copies of `channels` stay in the cache. Depends on sizes only.
+pub(in crate::ops::conv) fn rects(axes: &[Axis; 2], channels: usize) -> Vec<Rect> {
+    let [lines, columns] = axes;
+    if lines.count == 0 || columns.count == 0 {
+        return Vec::new();
+    }
+    let width = columns.count.div_ceil(columns.count.div_ceil(MAX_COLUMNS)).next_multiple_of(4);
+    let line = (columns.copied(width) * channels).max(1);
+    let fitting = ((MAX_PATCH / line).saturating_sub(lines.span() + 1) / lines.copy_step() + 1).max(1);
+    let height = fitting.min(lines.count.div_ceil(8).max(MIN_LINES));
+    let height = lines.count.div_ceil(lines.count.div_ceil(height));
+    let parts = |count: usize, size: usize| (0..count).step_by(size).map(move |start| start..count.min(start + size));
+    parts(lines.count, height)
+        .flat_map(|lines| parts(columns.count, width).map(move |columns| Rect { lines: lines.clone(), columns }))
+        .collect()
+}
+
+/// The layout of a copy: lines, columns, channels.
+pub(super) struct Patch {
+    channels: usize,
+    /// Positions that are copied.
+    size: [usize; 2],
+    /// Positions from one position of the target to the next.
+    step: [usize; 2],
+    inside: [Range<usize>; 2],
+    first: [isize; 2],
+    jump: [usize; 2],
+}
+
+impl Patch {
+    pub fn new(axes: &[Axis; 2], rect: &Rect, channels: usize) -> Self {
+        let [(lines, line), (columns, column)] = [axes[0].inside(&rect.lines), axes[1].inside(&rect.columns)];
+        Self {
+            channels,
+            size: [axes[0].copied(rect.lines.len()), axes[1].copied(rect.columns.len())],
+            step: axes.each_ref().map(Axis::copy_step),
+            inside: [lines, columns],
+            first: [line, column],
+            jump: axes.each_ref().map(Axis::jump),
+        }
+    }
+
+    /// Elements of the copy, and some behind its end that a tile of too many columns or rows may read.
+    pub fn len(&self) -> usize {
+        const SLACK: usize = 64;
+        self.size[0] * self.line_len() + 3 * self.column_step() + SLACK
+    }
+
+    /// Elements from one line of the copy to the next.
+    pub fn line_len(&self) -> usize {
+        self.size[1] * self.channels
+    }
+
+    /// Elements from one position of the target in a line to the next.
+    pub fn column_step(&self) -> usize {
+        self.step[1] * self.channels
+    }
+
+    /// Elements from one line of the target to the next.
+    pub fn line_step(&self) -> usize {
+        self.step[0] * self.line_len()
+    }
+
+    /// Where a position of the part meets its first place.
+    pub fn at(&self, line: usize, column: usize) -> usize {
+        line * self.line_step() + column * self.column_step()
+    }
+
+    /// The stretches of the copy that the places of the first position meet, and the length of each.
+    pub fn runs(&self, axes: &[Axis; 2]) -> (Vec<Run>, usize) {
+        let width = axes[1].places.len();
+        let dense = axes[1].is_dense();
+        let columns: SmallVec<[usize; 8]> =
+            axes[1].copied_places().take(if dense { 1 } else { width }).map(|(_, at)| at).collect();
+        let starts = axes[0]
+            .copied_places()
+            .flat_map(|(_, line)| columns.iter().map(move |column| line * self.line_len() + column * self.channels));
+        let k = if dense { width * self.channels } else { self.channels };
+        (starts.map(|b| Run { a: 0, b }).collect(), k)
+    }
+
+    /// Copy the channels from `first` on of an image of `[height, width, channels]`.
+    pub fn copy<T: Elem>(&self, copy: &mut [T::Acc], image: &[T], [_, width, stride]: [usize; 3], first: usize) {
+        let channels = self.channels;
+        if channels == 0 {
+            return;
+        }
+        let lines = copy.chunks_exact_mut(self.line_len()).take(self.size[0]);
+        for (line, copy) in lines.enumerate() {
+            if !self.inside[0].contains(&line) {
+                copy.fill(Real::ZERO);
+                continue;
+            }
+            let columns = self.inside[1].clone();
+            copy[..columns.start * channels].fill(Real::ZERO);
+            copy[columns.end * channels..].fill(Real::ZERO);
+            if columns.is_empty() {
+                continue;
+            }
+            let line = (self.first[0] + (line * self.jump[0]) as isize) as usize;
+            let column = (self.first[1] + (columns.start * self.jump[1]) as isize) as usize;
+            let image = &image[(line * width + column) * stride + first..];
+            let (copy, step) = (&mut copy[columns.start * channels..columns.end * channels], self.jump[1] * stride);
+            if step == channels {
+                convert(copy, image);
+            } else {
+                for (copy, image) in copy.chunks_exact_mut(channels).zip(image.chunks(step)) {
+                    convert(copy, image);
+                }
+            }
+        }
+    }
+}
+
+/// The first elements of `from` as numbers of arithmetic.
+#[inline(always)]
+fn convert<T: Elem>(to: &mut [T::Acc], from: &[T]) {
+    let pairs = to.iter_mut().zip(from);
+    dispatch(
+        #[inline(always)]
+        || {
+            for (to, from) in pairs {
+                *to = from.to_acc();
+            }
+        },
+    );
+}

@@ -1,0 +1,363 @@
+//! Convolutions as sums over the places of the kernel: the forward pass, and the gradient of the input, which is one too.
+//!
+//! A part of the image, with the zeros around it, is copied to where the second-level cache holds it; the register tiles of
+//! the matrix product then read it in place, several positions at a time, against packed panels of the weight. There is no
+//! im2col matrix, and each element of the result is one chain of sums whatever the parts.
+
+use std::ops::Range;
+
+use pulp::{Simd, WithSimd};
+use smallvec::SmallVec;
+
+use super::super::geometry::Geometry;
+use super::patch::{Axis, Patch, Rect, rects};
+use crate::cpu::gemm::{Along, Broadcast, Run, Side, Target, Tile, TileShape, pack, packed_len, with_scratch};
+use crate::cpu::pool::{SharedMut, num_threads, par_ranges};
+use crate::cpu::{Elem, Real, vectorized};
+
+/// Steps of the sums that are made at a time: the panels of the weight stay in the second-level cache.
+const STEPS: usize = 2944;
+/// Multiply-adds that are worth a thread.
+const MIN_WORK: usize = 1 << 18;
+
+/// target(position) = Σ weight(place) · source(position · step + offset of the place), zero outside of the source.
+pub(in crate::ops::conv) struct Stencil {
+    pub batch: usize,
+    pub groups: usize,
+    /// Height, width, channels.
+    pub source: [usize; 3],
+    /// Height, width, channels.
+    pub target: [usize; 3],
+    /// Positions of the target that meet the same places, as their lines and their columns.
+    pub phases: Vec<[Axis; 2]>,
+    weight: WeightStrides,
+}
+
+/// Distances in the weight.
+#[derive(Clone, Copy)]
+struct WeightStrides {
+    /// Of channels of the target.
+    target: usize,
+    /// Of channels of the source.
+    source: usize,
+    /// Of lines and columns of the kernel.
+    places: [usize; 2],
+    /// Of groups.
+    group: usize,
+}
+
+impl Stencil {
+    /// The forward pass: from the image to the result.
+    pub fn forward(geometry: &Geometry) -> Self {
+        let options = &geometry.options;
+        let axis = |i: usize| Axis {
+            first: 0,
+            stride: 1,
+            count: geometry.output[i],
+            source: geometry.input[i],
+            step: options.stride[i],
+            places: (0..geometry.kernel[i])
+                .map(|k| (k, (k * options.dilation[i]) as isize - options.padding[i] as isize))
+                .collect(),
+        };
+        let ([height, width], [out_height, out_width]) = (geometry.input, geometry.output);
+        Self {
+            batch: geometry.batch,
+            groups: geometry.groups(),
+            source: [height, width, geometry.channels],
+            target: [out_height, out_width, geometry.out_channels],
+            phases: vec![[axis(0), axis(1)]],
+            weight: WeightStrides { target: geometry.row_len(), source: 1, ..WeightStrides::of(geometry) },
+        }
+    }
+
+    /// The gradient of the image from that of the result: pixel i meets result o at place k if
+    /// o · stride = i + padding - k · dilation. Pixels meet the same places if they are a multiple of the stride apart.
+    pub fn transposed(geometry: &Geometry) -> Self {
+        let options = &geometry.options;
+        let axis = |i: usize, first: usize| {
+            let stride = options.stride[i];
+            let offset = |k: usize| (first + options.padding[i]) as isize - (k * options.dilation[i]) as isize;
+            let meets = |k: &usize| offset(*k).rem_euclid(stride as isize) == 0;
+            let places = (0..geometry.kernel[i]).rev().filter(meets);
+            Axis {
+                first,
+                stride,
+                count: (geometry.input[i] - first).div_ceil(stride),
+                source: geometry.output[i],
+                step: 1,
+                places: places.map(|k| (k, offset(k).div_euclid(stride as isize))).collect(),
+            }
+        };
+        let ([height, width], [out_height, out_width]) = (geometry.input, geometry.output);
+        let firsts = |i: usize| 0..options.stride[i].min(geometry.input[i]);
+        Self {
+            batch: geometry.batch,
+            groups: geometry.groups(),
+            source: [out_height, out_width, geometry.out_channels],
+            target: [height, width, geometry.channels],
+            phases: firsts(0).flat_map(|y| firsts(1).map(move |x| [axis(0, y), axis(1, x)])).collect(),
+            weight: WeightStrides { target: 1, source: geometry.row_len(), ..WeightStrides::of(geometry) },
+        }
+    }
+
+    /// The images of the target.
+    pub fn run<T: Elem>(&self, source: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T::Acc> {
+        let len = self.batch * self.target.iter().product::<usize>();
+        let mut target = Vec::<T::Acc>::with_capacity(len);
+        if len > 0 {
+            for axes in &self.phases {
+                let shape = TileShape::detect::<T::Acc>();
+                let phase = Phase { stencil: self, axes, shape };
+                phase.run(source, &phase.pack(weight), bias, SharedMut::new(&mut target.spare_capacity_mut()[..len]));
+            }
+        }
+        // SAFETY: each position is in one phase, whose parts write all of its channels.
+        unsafe { target.set_len(len) };
+        target
+    }
+}
+
+impl WeightStrides {
+    /// Those that both directions have.
+    fn of(geometry: &Geometry) -> Self {
+        let width = geometry.channels_per_group();
+        let group = geometry.out_channels_per_group() * geometry.row_len();
+        Self { target: 0, source: 0, places: [geometry.kernel[1] * width, width], group }
+    }
+}
+
+/// One phase of a stencil.
+struct Phase<'a> {
+    stencil: &'a Stencil,
+    axes: &'a [Axis; 2],
+    shape: TileShape,
+}
+
+impl Phase<'_> {
+    fn places(&self) -> usize {
+        self.axes[0].places.len() * self.axes[1].places.len()
+    }
+
+    /// Channels of the source in a group.
+    fn depth(&self) -> usize {
+        self.stencil.source[2] / self.stencil.groups
+    }
+
+    /// Channels of the target in a group.
+    fn rows(&self) -> usize {
+        self.stencil.target[2] / self.stencil.groups
+    }
+
+    /// The channels of a group of the source in equal blocks; at least one, maybe empty.
+    fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let depth = self.depth();
+        let most = (STEPS / self.places().max(1)).max(16);
+        let size = depth.div_ceil(depth.div_ceil(most).max(1)).next_multiple_of(16);
+        (0..depth.max(1)).step_by(size.max(1)).map(move |start| start..depth.min(start + size))
+    }
+
+    /// Where the panel of `row` and those after it for a block of channels of a group begins in the packed weight.
+    fn packed_at(&self, group: usize, block: &Range<usize>, row: usize) -> usize {
+        let rows = packed_len(self.shape, Along::Rows, self.rows(), 1);
+        self.places() * (rows * (group * self.depth() + block.start) + row * block.len())
+    }
+
+    /// The weight: for each group and block of channels, panels of rows; in a panel places, then channels.
+    fn pack<T: Elem>(&self, weight: &[T]) -> Vec<T::Acc> {
+        let strides = self.stencil.weight;
+        let len = self.packed_at(self.stencil.groups, &(0..0), 0);
+        let mut packed = Vec::<T::Acc>::with_capacity(len);
+        let blocks: SmallVec<[Range<usize>; 8]> = self.blocks().collect();
+        let panels = self.rows().div_ceil(self.shape.rows);
+        let shared = SharedMut::new(&mut packed.spare_capacity_mut()[..len]);
+        let grain = (MIN_WORK / 16 / (len / (self.stencil.groups * panels).max(1)).max(1)).max(1);
+        par_ranges(self.stencil.groups * panels, grain, |range| {
+            for index in range {
+                let (group, row) = (index / panels, index % panels * self.shape.rows);
+                let rows = self.shape.rows.min(self.rows() - row);
+                for block in &blocks {
+                    let step = packed_len(self.shape, Along::Rows, rows, block.len());
+                    let mut at = self.packed_at(group, block, row);
+                    for (line, _) in &self.axes[0].places {
+                        for (column, _) in &self.axes[1].places {
+                            let first = group * strides.group
+                                + row * strides.target
+                                + line * strides.places[0]
+                                + column * strides.places[1]
+                                + block.start * strides.source;
+                            // SAFETY: the part of this panel, block and place, and what it is packed from.
+                            unsafe {
+                                let dst = shared.slice(at..at + step).as_mut_ptr().cast();
+                                let ptr = weight.as_ptr().wrapping_add(first);
+                                let src = Side { ptr, outer: strides.target, inner: strides.source };
+                                pack(dst, self.shape, Along::Rows, src, rows, block.len());
+                            }
+                            at += step;
+                        }
+                    }
+                }
+            }
+        });
+        // SAFETY: the panels cover it.
+        unsafe { packed.set_len(len) };
+        packed
+    }
+
+    fn run<T: Elem>(
+        &self,
+        source: &[T],
+        weight: &[T::Acc],
+        bias: Option<&[T]>,
+        target: SharedMut<'_, std::mem::MaybeUninit<T::Acc>>,
+    ) {
+        let Stencil { batch, groups, source: [height, width, channels], .. } = *self.stencil;
+        let panels = self.rows().div_ceil(self.shape.rows);
+        let widest = self.blocks().map(|block| block.len()).max().unwrap_or(0);
+        let rects = rects(self.axes, widest);
+        let tasks = rects.len() * batch * groups;
+        let splits = splits(tasks, panels);
+        let work = self.places() * self.depth() * self.stencil.target.iter().product::<usize>() * batch;
+        let grain = (MIN_WORK / (work / (tasks * splits).max(1)).max(1)).max(1);
+        par_ranges(tasks * splits, grain, |range| {
+            for index in range {
+                let (index, split) = (index / splits, index % splits);
+                let (index, rect) = (index / rects.len(), &rects[index % rects.len()]);
+                let (image, group) = (index / groups, index % groups);
+                let part = Part {
+                    phase: self,
+                    rect,
+                    image,
+                    group,
+                    panels: panels * split / splits..panels * (split + 1) / splits,
+                };
+                let pixels = height * width * channels;
+                let source = &source[image * pixels..(image + 1) * pixels];
+                part.run(source, weight, bias, target.as_ptr().cast());
+            }
+        });
+    }
+}
+
+/// Into how many parts each of `tasks` is cut, at most `most`, so that all threads have work to the end.
+pub(super) fn splits(tasks: usize, most: usize) -> usize {
+    let threads = num_threads();
+    if tasks >= 4 * threads || tasks.is_multiple_of(threads) {
+        return 1;
+    }
+    (4 * threads).div_ceil(tasks.max(1)).min(most.max(1))
+}
+
+/// Some panels of channels of the target at some of its positions.
+struct Part<'a> {
+    phase: &'a Phase<'a>,
+    rect: &'a Rect,
+    image: usize,
+    group: usize,
+    panels: Range<usize>,
+}
+
+impl Part<'_> {
+    /// The channels of the group of the target.
+    fn channels(&self) -> Range<usize> {
+        let rows = self.phase.shape.rows;
+        self.panels.start * rows..(self.panels.end * rows).min(self.phase.rows())
+    }
+
+    /// Distance of a position and of the channel `row` of the group from the start of the target.
+    fn target_at(&self, line: usize, column: usize, row: usize) -> usize {
+        let [height, width, channels] = self.phase.stencil.target;
+        let [lines, columns] = self.phase.axes;
+        let line = lines.first + (self.rect.lines.start + line) * lines.stride;
+        let column = columns.first + (self.rect.columns.start + column) * columns.stride;
+        ((self.image * height + line) * width + column) * channels + self.group * self.phase.rows() + row
+    }
+
+    fn run<T: Elem>(&self, source: &[T], weight: &[T::Acc], bias: Option<&[T]>, target: *mut T::Acc) {
+        let (phase, channels) = (self.phase, self.channels());
+        if let Some(bias) = bias {
+            let first = self.group * phase.rows();
+            let bias = &bias[first + channels.start..first + channels.end];
+            for line in 0..self.rect.lines.len() {
+                for column in 0..self.rect.columns.len() {
+                    let at = self.target_at(line, column, channels.start);
+                    for (i, x) in bias.iter().enumerate() {
+                        // SAFETY: an element of this part, which no other part writes.
+                        unsafe { target.add(at + i).write(x.to_acc()) };
+                    }
+                }
+            }
+        }
+        let widest = phase.blocks().map(|block| block.len()).max().unwrap_or(0);
+        let patch = Patch::new(phase.axes, self.rect, widest);
+        with_scratch([patch.len(), 0, 0], |[memory, ..]: [*mut T::Acc; 3]| {
+            for block in phase.blocks() {
+                let patch = Patch::new(phase.axes, self.rect, block.len());
+                let first = self.group * phase.depth() + block.start;
+                // SAFETY: the scratch holds the widest patch, all of whose elements are numbers.
+                let copy = unsafe { std::slice::from_raw_parts_mut(memory, patch.len()) };
+                patch.copy(copy, source, phase.stencil.source, first);
+                let runs = patch.runs(phase.axes);
+                let accumulate = bias.is_some() || block.start > 0;
+                let weight = |row| &weight[phase.packed_at(self.group, &block, row)..];
+                vectorized(Tiles { part: self, patch: &patch, memory, runs: &runs, weight, target, accumulate });
+            }
+        });
+    }
+}
+
+/// The tiles of a part, for one block of channels.
+struct Tiles<'a, T, W> {
+    part: &'a Part<'a>,
+    patch: &'a Patch,
+    memory: *const T,
+    /// What the places of a position meet, one after the other in the weight, and the length of each stretch.
+    runs: &'a (Vec<Run>, usize),
+    weight: W,
+    target: *mut T,
+    accumulate: bool,
+}
+
+/// Columns of the next tile, when `rest` remain and a tile has at most `most`: no narrow tile is left for the end.
+fn tile_columns(rest: usize, most: usize) -> usize {
+    if rest > most && rest < most + 8 { rest.div_ceil(2).next_multiple_of(4).min(most) } else { rest.min(most) }
+}
+
+impl<'a, T: Real, W: Fn(usize) -> &'a [T]> WithSimd for Tiles<'_, T, W> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { part, patch, target, .. } = self;
+        let shape = TileShape::of::<T, S>();
+        let (runs, k) = self.runs;
+        let mut runs = runs.clone();
+        let [_, columns] = part.phase.axes;
+        for row in part.channels().step_by(shape.rows) {
+            let rows = shape.rows.min(part.channels().end - row);
+            let (a, a_step) = ((self.weight)(row).as_ptr(), rows.next_multiple_of(shape.lanes));
+            for (index, run) in runs.iter_mut().enumerate() {
+                run.a = index * k * a_step;
+            }
+            for line in 0..part.rect.lines.len() {
+                let mut column = 0;
+                while column < part.rect.columns.len() {
+                    let count = tile_columns(part.rect.columns.len() - column, shape.columns);
+                    let c = target.wrapping_add(part.target_at(line, column, row));
+                    let b = self.memory.wrapping_add(patch.at(line, column));
+                    let c = Target {
+                        ptr: c,
+                        row_stride: 1,
+                        column_stride: columns.stride * part.phase.stencil.target[2],
+                        alpha: T::ONE,
+                        accumulate: self.accumulate,
+                    };
+                    let b = Broadcast { ptr: b, step: 1, column: patch.column_step() };
+                    // SAFETY: the packed panel of these rows, a patch with room for a whole tile, and elements of this part.
+                    unsafe { Tile { runs: &runs, k: *k, a, a_step, b, c, rows, columns: count }.run(simd) };
+                    column += count;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! The gradient of the weight: for each place of the kernel, the products of the gradient's channels and those of the pixels
+//! that they meet, summed over the positions. Vectors run along the channels of the image, which lie next to one another.
+
+use std::ops::Range;
+
+use pulp::{Simd, WithSimd};
+
+use super::super::geometry::Geometry;
+use super::patch::{Axis, Patch, rects};
+use super::stencil::{Stencil, splits};
+use crate::cpu::gemm::{Along, Broadcast, Run, Side, Target, Tile, TileShape, pack, packed_len, with_scratch};
+use crate::cpu::pool::{SharedMut, par_ranges};
+use crate::cpu::{Elem, Real, vectorized};
+
+/// A stretch of the weight of one output channel whose elements meet neighbours in the copy.
+struct Stretch {
+    /// Where it begins in the weight.
+    weight: usize,
+    /// Where it begins in the copy.
+    copy: usize,
+    len: usize,
+}
+
+/// The gradient of the weight, from that of the result and the image.
+pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> Vec<T::Acc> {
+    let stencil = Stencil::forward(geometry);
+    let shape = TileShape::detect::<T::Acc>();
+    let mut result = vec![T::Acc::ZERO; geometry.out_channels * geometry.row_len()];
+    let depth = geometry.channels_per_group();
+    let out = geometry.out_channels_per_group();
+    // Channels of a task: those of a tile, or all if they are fewer.
+    let width = depth.min(shape.rows).max(1);
+    let (chunks, panels) = (depth.div_ceil(width), out.div_ceil(shape.columns));
+    let tasks = geometry.groups() * chunks;
+    let splits = splits(tasks, panels);
+    let target = SharedMut::new(&mut result);
+    par_ranges(tasks * splits, 1, |range| {
+        for index in range {
+            let (index, split) = (index / splits, index % splits);
+            let (group, start) = (index / chunks, index % chunks * width);
+            let panels = panels * split / splits..panels * (split + 1) / splits;
+            let outs = panels.start * shape.columns..(panels.end * shape.columns).min(out);
+            let part = Part {
+                geometry,
+                axes: &stencil.phases[0],
+                shape,
+                group,
+                channels: start..depth.min(start + width),
+                outs,
+            };
+            part.run(grad, x, target.as_ptr());
+        }
+    });
+    result
+}
+
+/// Some channels of a group and some of its output channels.
+struct Part<'a> {
+    geometry: &'a Geometry,
+    axes: &'a [Axis; 2],
+    shape: TileShape,
+    group: usize,
+    channels: Range<usize>,
+    outs: Range<usize>,
+}
+
+impl Part<'_> {
+    fn run<T: Elem>(&self, grad: &[T], x: &[T], target: *mut T::Acc) {
+        let Self { geometry, shape, group, outs, .. } = self;
+        let ([height, width], channels) = (geometry.input, self.channels.len());
+        let [out_height, out_width] = geometry.output;
+        let first = group * geometry.channels_per_group() + self.channels.start;
+        let first_out = group * geometry.out_channels_per_group() + outs.start;
+        let pixels = height * width * geometry.channels;
+        let rects = rects(self.axes, channels);
+        let largest = rects.iter().map(|rect| Patch::new(self.axes, rect, channels).len()).max().unwrap_or(0);
+        let positions = rects.iter().map(|rect| rect.lines.len() * rect.columns.len()).max().unwrap_or(0);
+        let len_grad = packed_len(*shape, Along::Columns, outs.len(), positions);
+        with_scratch([largest, len_grad, 0], |[memory, packed, _]: [*mut T::Acc; 3]| {
+            for image in 0..geometry.batch {
+                for rect in &rects {
+                    let patch = Patch::new(self.axes, rect, channels);
+                    let (lines, columns) = (rect.lines.len(), rect.columns.len());
+                    // SAFETY: the scratch holds the largest copy, all of whose elements are numbers.
+                    let copy = unsafe { std::slice::from_raw_parts_mut(memory, patch.len()) };
+                    let source = &x[image * pixels..(image + 1) * pixels];
+                    patch.copy(copy, source, [height, width, geometry.channels], first);
+                    for out in (0..outs.len()).step_by(shape.columns) {
+                        let count = shape.columns.min(outs.len() - out);
+                        let step = count.next_multiple_of(4) * columns;
+                        for (line, y) in rect.lines.clone().enumerate() {
+                            let at = ((image * out_height + y) * out_width + rect.columns.start)
+                                * geometry.out_channels
+                                + first_out
+                                + out;
+                            let src = Side { ptr: grad[at..].as_ptr(), outer: 1, inner: geometry.out_channels };
+                            // SAFETY: the positions of a line and their part of the scratch.
+                            unsafe {
+                                let dst = packed.add(out * lines * columns + line * step);
+                                pack(dst, *shape, Along::Columns, src, count, columns);
+                            }
+                        }
+                    }
+                    let runs: Vec<Run> =
+                        (0..lines).map(|line| Run { a: line * patch.line_step(), b: line * columns }).collect();
+                    let stretches = self.stretches(&patch);
+                    vectorized(Tiles {
+                        part: self,
+                        stretches: &stretches,
+                        runs,
+                        k: columns,
+                        step: patch.column_step(),
+                        copy: memory,
+                        grad: packed,
+                        target: target.wrapping_add(first_out * geometry.row_len()),
+                    });
+                }
+            }
+        });
+    }
+
+    /// The weight of an output channel, as far as it meets these channels: by lines of the kernel if all channels are here and
+    /// its places are neighbours, else by places.
+    fn stretches(&self, patch: &Patch) -> Vec<Stretch> {
+        let (depth, channels) = (self.geometry.channels_per_group(), self.channels.len());
+        let kernel_width = self.geometry.kernel[1];
+        let by_lines = channels == depth && self.axes[1].is_dense();
+        let columns = if by_lines { 1 } else { kernel_width };
+        let len = if by_lines { kernel_width * channels } else { channels };
+        self.axes[0]
+            .copied_places()
+            .flat_map(|(i, line)| {
+                self.axes[1].copied_places().take(columns).map(move |(j, column)| (i, line, j, column))
+            })
+            .map(|(i, line, j, column)| Stretch {
+                weight: (i * kernel_width + j) * depth + self.channels.start,
+                copy: line * patch.line_len() + column * channels,
+                len,
+            })
+            .collect()
+    }
+}
+
+/// The tiles of a part, for the positions of one copy.
+struct Tiles<'a, T> {
+    part: &'a Part<'a>,
+    stretches: &'a [Stretch],
+    /// Lines of positions; in the gradient in units of the width of its panel.
+    runs: Vec<Run>,
+    /// Positions of a line.
+    k: usize,
+    /// Distance of neighbouring positions in the copy.
+    step: usize,
+    copy: *const T,
+    grad: *const T,
+    target: *mut T,
+}
+
+impl<T: Real> WithSimd for Tiles<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let shape = TileShape::of::<T, S>();
+        let (row_len, positions) = (self.part.geometry.row_len(), self.runs.len() * self.k);
+        let mut runs = self.runs.clone();
+        for out in (0..self.part.outs.len()).step_by(shape.columns) {
+            let columns = shape.columns.min(self.part.outs.len() - out);
+            let b = Broadcast::packed(self.grad.wrapping_add(out * positions), columns);
+            for (run, lines) in runs.iter_mut().zip(&self.runs) {
+                run.b = lines.b * b.step;
+            }
+            for stretch in self.stretches {
+                for row in (0..stretch.len).step_by(shape.rows) {
+                    let c = Target {
+                        ptr: self.target.wrapping_add(out * row_len + stretch.weight + row),
+                        row_stride: 1,
+                        column_stride: row_len,
+                        alpha: T::ONE,
+                        accumulate: true,
+                    };
+                    let rows = shape.rows.min(stretch.len - row);
+                    let a = self.copy.wrapping_add(stretch.copy + row);
+                    // SAFETY: positions of the copy, behind which there is room for a register, those of the packed
+                    // gradient, and elements of the weight that belong to this part.
+                    unsafe { Tile { runs: &runs, k: self.k, a, a_step: self.step, b, c, rows, columns }.run(simd) };
+                }
+            }
+        }
+    }
+}

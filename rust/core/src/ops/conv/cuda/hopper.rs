@@ -1,0 +1,312 @@
+//! Convolution on compute capability 9.0, whose copy engine finds the windows: what `conv_hopper.cu` asks for.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::conv_hopper::{
+    CONV2D_FORWARD_HOPPER_M128N128, CONV2D_FORWARD_HOPPER_M128N160, CONV2D_FORWARD_HOPPER_M256N128,
+    CONV2D_FORWARD_HOPPER_M256N160, CONV2D_GRAD_INPUT_HOPPER_M128N128, CONV2D_GRAD_INPUT_HOPPER_M128N160,
+    CONV2D_GRAD_INPUT_HOPPER_M256N128, CONV2D_GRAD_INPUT_HOPPER_M256N160, CONV2D_GRAD_WEIGHT_HOPPER_M64,
+    CONV2D_GRAD_WEIGHT_HOPPER_M128, CONV2D_GRAD_WEIGHT_HOPPER_M192, Conv2dForwardHopperM128n128 as Forward,
+    Conv2dGradInputHopperM128n128 as GradInput, Conv2dGradWeightHopperM64 as GradWeight, MODULE,
+};
+use trainable_candle_cuda::structs::Conv2dMaps;
+
+use super::{BLOCKS, Operands, Places, STEP, Sizes, Sums, splits, sum_parts};
+use crate::cuda::Gpu;
+use crate::cuda::launch::{Address, Const, Kernel, Shape, accumulator, empty, optional_output, output, suffix};
+use crate::cuda::tensor_map::{Encoder, NO_MAP, Windows};
+use crate::{Error, Raw, Result};
+
+/// Threads of a block: two groups that multiply, one that copies.
+const THREADS: u32 = 384;
+/// More parts of a sum gain nothing.
+const MOST_SPLITS: usize = 32;
+/// Bytes that the sum of the parts moves in a microsecond.
+const SUM_RATE: f64 = 3e6;
+
+/// The tiles that the forward pass and the gradient of the input have kernels for.
+struct Tile {
+    rows: usize,
+    columns: usize,
+    /// Microseconds of a step.
+    cost: f64,
+    /// A kernel, and the shared memory that it asks for.
+    forward: (&'static Kernel<Forward>, u32),
+    grad_input: (&'static Kernel<GradInput>, u32),
+}
+
+static TILES: [Tile; 4] = [
+    Tile {
+        rows: 256,
+        columns: 160,
+        cost: 1.0,
+        forward: (&CONV2D_FORWARD_HOPPER_M256N160, 213_120),
+        grad_input: (&CONV2D_GRAD_INPUT_HOPPER_M256N160, 229_504),
+    },
+    Tile {
+        rows: 256,
+        columns: 128,
+        cost: 0.97,
+        forward: (&CONV2D_FORWARD_HOPPER_M256N128, 196_736),
+        grad_input: (&CONV2D_GRAD_INPUT_HOPPER_M256N128, 196_736),
+    },
+    Tile {
+        rows: 128,
+        columns: 160,
+        cost: 0.82,
+        forward: (&CONV2D_FORWARD_HOPPER_M128N160, 221_312),
+        grad_input: (&CONV2D_GRAD_INPUT_HOPPER_M128N160, 204_928),
+    },
+    Tile {
+        rows: 128,
+        columns: 128,
+        cost: 0.75,
+        forward: (&CONV2D_FORWARD_HOPPER_M128N128, 196_736),
+        grad_input: (&CONV2D_GRAD_INPUT_HOPPER_M128N128, 196_736),
+    },
+];
+
+/// A tile, and into how many parts each sum is split.
+struct Plan {
+    tile: &'static Tile,
+    blocks: usize,
+    splits: usize,
+}
+
+impl Plan {
+    /// The one of least estimated time for `phases` matrices of (`pixels`, `results`), each a sum of `steps` steps.
+    fn of(phases: usize, pixels: usize, results: usize, steps: usize) -> Self {
+        let mut best: Option<(f64, Self)> = None;
+        for tile in &TILES {
+            let blocks = pixels.div_ceil(2 * tile.rows) * 2 * results.div_ceil(tile.columns);
+            for splits in 1..=steps.clamp(1, MOST_SPLITS) {
+                let rounds = (blocks * phases * splits).div_ceil(BLOCKS);
+                let products = (rounds * steps.div_ceil(splits)) as f64 * tile.cost;
+                let moved = if splits > 1 { (splits + 1) * 4 * phases * pixels * results } else { 0 };
+                let time = products + moved as f64 / SUM_RATE;
+                if best.as_ref().is_none_or(|(least, _)| time < *least) {
+                    best = Some((time, Self { tile, blocks, splits }));
+                }
+            }
+        }
+        // There are tiles, and at least one number of splits.
+        best.map_or(Self { tile: &TILES[0], blocks: 0, splits: 1 }, |(_, plan)| plan)
+    }
+}
+
+/// One direction of the gradient of the input, as `grad_input_axis` of the kernels: the pixels of a phase, the places of the kernel
+/// that they meet, the first place's pixel of the result, and the way to the next.
+#[derive(Clone, Copy)]
+struct Axis {
+    pixels: i64,
+    taps: i64,
+    origin: i64,
+    step: i64,
+}
+
+impl Sizes {
+    fn windows(&self) -> Windows {
+        let corner = |i: usize| {
+            let padding = i64::from(self.padding[i]);
+            (-padding, padding - i64::from(self.dilation[i]) * (i64::from(self.kernel[i]) - 1))
+        };
+        let [(y, end_y), (x, end_x)] = [corner(0), corner(1)];
+        Windows { lower: [y, x], upper: [end_y, end_x], stride: self.stride }
+    }
+
+    fn grad_input_axis(&self, i: usize, phase: u32) -> Axis {
+        let [size, kernel, stride, padding, dilation] =
+            [self.input[i], self.kernel[i], self.stride[i], self.padding[i], self.dilation[i]].map(i64::from);
+        let phase = i64::from(phase);
+        let pixels = if phase < size { (size - phase + stride - 1) / stride } else { 0 };
+        let every = (1..=stride).find(|every| every * dilation % stride == 0).unwrap_or(stride);
+        let first = (0..every).find(|first| (phase + padding - first * dilation) % stride == 0);
+        match first.filter(|&first| first < kernel) {
+            Some(first) => Axis {
+                pixels,
+                taps: (kernel - first + every - 1) / every,
+                origin: (phase + padding - first * dilation) / stride,
+                step: -(every * dilation / stride),
+            },
+            None => Axis { pixels, taps: 0, origin: 0, step: 0 },
+        }
+    }
+
+    /// Height and width of a phase of the gradient of the input.
+    fn grad_input_axes(&self, phase: u32) -> [Axis; 2] {
+        [self.grad_input_axis(0, phase / self.stride[1]), self.grad_input_axis(1, phase % self.stride[1])]
+    }
+
+    /// The walk over the gradient of the result for a phase, if there is anything to walk over.
+    fn grad_windows(&self, phase: u32) -> Option<Windows> {
+        let axes = self.grad_input_axes(phase);
+        if axes.iter().any(|axis| axis.pixels == 0 || axis.taps == 0) {
+            return None;
+        }
+        let lower = axes.map(|axis| axis.origin + (axis.taps - 1) * axis.step);
+        let upper = [0, 1].map(|i| lower[i] + axes[i].pixels - i64::from(self.output[i]));
+        Some(Windows { lower, upper, stride: [1, 1] })
+    }
+
+    /// Whether the copy engine's descriptions hold the corners and the distances of the taps.
+    fn fit_in_maps(&self, windows: impl IntoIterator<Item = Windows>) -> bool {
+        let corner = |corner: &i64| (-128..=127).contains(corner);
+        let reach = |i: usize| u64::from(self.dilation[i]) * u64::from(self.kernel[i].saturating_sub(1)) <= 255;
+        reach(0) && reach(1) && windows.into_iter().all(|w| w.lower.iter().chain(&w.upper).all(corner))
+    }
+}
+
+/// What all three kernels ask of their operands.
+fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: &[Address]) -> bool {
+    gpu.is_hopper() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
+}
+
+/// y of dense operands, unless the general kernels serve the sizes better.
+pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
+    let Operands { dtype, from, weights, bias } = operands;
+    let (to, windows) = (output(op, y)?, sizes.windows());
+    let fits = runs_on(gpu, sizes, dtype, &[sizes.channels], &[to.address, from.address, weights.address])
+        && sizes.out_channels > 16
+        && sizes.stride.iter().all(|&stride| stride <= 8)
+        && sizes.fit_in_maps([windows]);
+    if !fits {
+        return Ok(false);
+    }
+    let (pixels, out) = (sizes.pixels(), sizes.out_channels as usize);
+    let steps = (sizes.kernel[0] * sizes.kernel[1]) as usize * (sizes.channels as usize).div_ceil(STEP);
+    let Plan { tile, blocks, splits } = Plan::of(1, pixels, out, steps);
+    let encoder = Encoder::new(op, dtype)?;
+    let [height, width] = sizes.input;
+    let maps = Conv2dMaps {
+        dense: encoder.boxes(weights.address, sizes.weight_shape(), [STEP as u32, 1, tile.columns as u32 / 2])?,
+        windows: [
+            encoder.windows(from.address, [sizes.batch, height, width, sizes.channels], windows, STEP, tile.rows)?,
+            NO_MAP,
+            NO_MAP,
+            NO_MAP,
+        ],
+    };
+    let sums = Sums::new(op, gpu, sizes, y, splits)?;
+    let Places { y, bias: narrow_bias, partials, sums_bias } = sums.places(op, &operands)?;
+    let (kernel, shared) = tile.forward;
+    let function = gpu.function(kernel, suffix(op, dtype)?)?;
+    let shape = Shape { grid: [grid(op, blocks)?, 1, splits as u32], block: [THREADS, 1, 1], shared };
+    let arguments = Forward { y, bias: narrow_bias, partials, sums_bias, shape: sizes.shape(), maps };
+    // SAFETY: the tensors are dense and of these sizes; there is a part of the sums for each split.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    sums.finish(op, gpu, sizes, bias)?;
+    Ok(true)
+}
+
+/// The gradient of the input from dense operands, unless the general kernels serve the sizes better.
+pub(super) fn grad_input(
+    op: &'static str,
+    gpu: &Gpu,
+    sizes: &Sizes,
+    dx: &Raw,
+    [from, weights]: [Const; 2],
+) -> Result<bool> {
+    let (dtype, to) = (dx.dtype(), output(op, dx)?);
+    let fits =
+        runs_on(gpu, sizes, dtype, &[sizes.channels, sizes.out_channels], &[to.address, from.address, weights.address])
+            && sizes.channels > 16
+            && sizes.stride.iter().all(|&stride| stride <= 2)
+            && sizes.fit_in_maps((0..sizes.phases()).filter_map(|phase| sizes.grad_windows(phase)));
+    if !fits {
+        return Ok(false);
+    }
+    let (pixels, channels) = (sizes.phase_pixels(), sizes.channels as usize);
+    let taps = (0..sizes.phases()).map(|phase| sizes.grad_input_axes(phase).iter().map(|axis| axis.taps).product());
+    let taps = taps.max().unwrap_or(0i64) as usize;
+    let steps = taps * (sizes.out_channels as usize).div_ceil(STEP);
+    let Plan { tile, blocks, splits } = Plan::of(sizes.phases() as usize, pixels, channels, steps);
+    let encoder = Encoder::new(op, dtype)?;
+    let [height, width] = sizes.output;
+    let mut maps = Conv2dMaps {
+        dense: encoder.boxes(weights.address, sizes.weight_shape(), [STEP as u32, 1, STEP as u32 / 2])?,
+        windows: [NO_MAP; 4],
+    };
+    for (phase, map) in (0..sizes.phases()).zip(&mut maps.windows) {
+        if let Some(windows) = sizes.grad_windows(phase) {
+            *map = encoder.windows(
+                from.address,
+                [sizes.batch, height, width, sizes.out_channels],
+                windows,
+                STEP,
+                tile.rows,
+            )?;
+        }
+    }
+    let partials = (splits > 1).then(|| empty(op, gpu, &[splits, dx.elem_count()], accumulator(dtype))).transpose()?;
+    let parts = optional_output(op, partials.as_ref())?;
+    let (kernel, shared) = tile.grad_input;
+    let function = gpu.function(kernel, suffix(op, dtype)?)?;
+    let grid = [grid(op, blocks)?, sizes.phases(), splits as u32];
+    let shape = Shape { grid, block: [THREADS, 1, 1], shared };
+    let arguments = GradInput { grad_x: to, partials: parts, shape: sizes.shape(), maps };
+    // SAFETY: as in the forward pass.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    if let Some(partials) = &partials {
+        sum_parts(op, gpu, dx, partials, Const::NULL, sizes.channels, splits as u32)?;
+    }
+    Ok(true)
+}
+
+/// The gradient of the weight from dense operands, unless the general kernels serve the sizes better.
+pub(super) fn grad_weight(
+    op: &'static str,
+    gpu: &Gpu,
+    sizes: &Sizes,
+    dw: &Raw,
+    [from, images]: [Const; 2],
+) -> Result<bool> {
+    let (dtype, to, windows) = (dw.dtype(), output(op, dw)?, sizes.windows());
+    let fits =
+        runs_on(gpu, sizes, dtype, &[sizes.channels, sizes.out_channels], &[to.address, from.address, images.address])
+            && sizes.channels.is_multiple_of(STEP as u32)
+            && sizes.out_channels > 16
+            && sizes.stride.iter().all(|&stride| stride <= 8)
+            && sizes.fit_in_maps([windows]);
+    if !fits {
+        return Ok(false);
+    }
+    let (pixels, values, out) = (sizes.pixels(), sizes.window(), sizes.out_channels as usize);
+    let (kernel, shared, rows) = match out {
+        ..=64 => (&CONV2D_GRAD_WEIGHT_HOPPER_M64, 204_928, 64),
+        65..=256 => (&CONV2D_GRAD_WEIGHT_HOPPER_M128, 196_736, 256),
+        _ => (&CONV2D_GRAD_WEIGHT_HOPPER_M192, 229_504, 384),
+    };
+    // Clusters of two take two tiles of output channels.
+    let cluster = if rows == 64 { 1 } else { 2 };
+    let blocks = out.div_ceil(rows) * cluster * values.div_ceil(256);
+    let splits = splits(blocks, pixels);
+    let encoder = Encoder::new(op, dtype)?;
+    let [height, width] = sizes.input;
+    let dense = [u64::from(sizes.out_channels), 1, pixels as u64];
+    let maps = Conv2dMaps {
+        dense: encoder.boxes(from.address, dense, [STEP as u32, 1, STEP as u32])?,
+        windows: [
+            encoder.windows(images.address, [sizes.batch, height, width, sizes.channels], windows, STEP, STEP)?,
+            NO_MAP,
+            NO_MAP,
+            NO_MAP,
+        ],
+    };
+    let partials = (splits > 1).then(|| empty(op, gpu, &[splits, dw.elem_count()], accumulator(dtype))).transpose()?;
+    let parts = optional_output(op, partials.as_ref())?;
+    let function = gpu.function(kernel, suffix(op, dtype)?)?;
+    let shape = Shape { grid: [grid(op, blocks)?, 1, splits as u32], block: [THREADS, 1, 1], shared };
+    let arguments = GradWeight { grad_weight: to, partials: parts, shape: sizes.shape(), maps };
+    // SAFETY: as in the forward pass.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    if let Some(partials) = &partials {
+        sum_parts(op, gpu, dw, partials, Const::NULL, sizes.window() as u32, splits as u32)?;
+    }
+    Ok(true)
+}
+
+fn grid(op: &'static str, blocks: usize) -> Result<u32> {
+    u32::try_from(blocks)
+        .ok()
+        .filter(|&blocks| blocks <= i32::MAX as u32)
+        .ok_or_else(|| Error::argument(op, format!("{blocks} blocks of work are more than a GPU takes")))
+}

@@ -1,0 +1,463 @@
+//! Convolution of channels-last images: on tensor cores for f16 and bf16 where the channels allow it, and the forward pass for f32
+//! where it is to be [in pairs](crate::compute::with_bf16_pairs); else a plain form.
+
+mod hopper;
+pub mod pairs;
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::conv::{
+    CONV2D_FORWARD_DIRECT, CONV2D_FORWARD_M64N64, CONV2D_FORWARD_M64N64V4, CONV2D_FORWARD_M128N16,
+    CONV2D_FORWARD_M128N128, CONV2D_FORWARD_PLAIN, CONV2D_GRAD_INPUT_DIRECT, CONV2D_GRAD_INPUT_M64N64,
+    CONV2D_GRAD_INPUT_M64N64V4, CONV2D_GRAD_INPUT_M128N16, CONV2D_GRAD_INPUT_M128N128, CONV2D_GRAD_INPUT_PLAIN,
+    CONV2D_GRAD_WEIGHT_DIRECT, CONV2D_GRAD_WEIGHT_M16, CONV2D_GRAD_WEIGHT_M64, CONV2D_GRAD_WEIGHT_M128,
+    CONV2D_GRAD_WEIGHT_PLAIN, CONV2D_SUM, Conv2dForwardM64n64, Conv2dForwardPlain, Conv2dGradInputM64n64,
+    Conv2dGradInputPlain, Conv2dGradWeightM64, Conv2dGradWeightPlain, Conv2dSum,
+};
+use trainable_candle_cuda::structs::Conv2dShape;
+
+use super::CONV2D;
+use super::geometry::{Conv2dOptions, Geometry};
+use crate::cuda::launch::{
+    Address, Const, Kernel, Mut, Shape, accumulator, count32, empty, input, optional_input, optional_output, output,
+    suffix,
+};
+use crate::cuda::{Gpu, contiguous, fill, matmul};
+use crate::ops::linear;
+use crate::product::uses_pairs;
+use crate::{Raw, Result};
+
+pub use pairs::linear as linear_in_pairs;
+
+/// Sizes of a convolution; pairs are (height, width).
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    pub batch: u32,
+    pub input: [u32; 2],
+    pub channels: u32,
+    pub kernel: [u32; 2],
+    pub output: [u32; 2],
+    pub out_channels: u32,
+    pub stride: [u32; 2],
+    pub padding: [u32; 2],
+    pub dilation: [u32; 2],
+    pub groups: u32,
+}
+
+/// Blocks that fill a large GPU; sums are split where there are fewer. The same on every GPU, so that results are.
+const BLOCKS: usize = 132;
+/// The largest grid in its second and third dimension.
+const MOST: u32 = 65_535;
+/// Values along a sum that a block takes at a time.
+const STEP: usize = 64;
+
+/// A kernel on tensor cores, the rows and columns of its tiles and its shared memory.
+struct Tile<A: 'static> {
+    kernel: &'static Kernel<A>,
+    rows: usize,
+    columns: usize,
+    shared: u32,
+}
+
+impl Sizes {
+    fn of(geometry: &Geometry) -> Result<Self> {
+        let count = |size| count32(CONV2D.name, size);
+        let pair = |[height, width]: [usize; 2]| -> Result<[u32; 2]> { Ok([count(height)?, count(width)?]) };
+        let Conv2dOptions { stride, padding, dilation, groups } = geometry.options;
+        Ok(Self {
+            batch: count(geometry.batch)?,
+            input: pair(geometry.input)?,
+            channels: count(geometry.channels)?,
+            kernel: pair(geometry.kernel)?,
+            output: pair(geometry.output)?,
+            out_channels: count(geometry.out_channels)?,
+            stride: pair(stride)?,
+            padding: pair(padding)?,
+            dilation: pair(dilation)?,
+            groups: count(groups)?,
+        })
+    }
+
+    /// As kernels take them.
+    const fn shape(&self) -> Conv2dShape {
+        Conv2dShape {
+            batch: self.batch,
+            height: self.input[0],
+            width: self.input[1],
+            channels: self.channels,
+            kernel_height: self.kernel[0],
+            kernel_width: self.kernel[1],
+            out_height: self.output[0],
+            out_width: self.output[1],
+            out_channels: self.out_channels,
+            stride_height: self.stride[0],
+            stride_width: self.stride[1],
+            padding_height: self.padding[0],
+            padding_width: self.padding[1],
+            dilation_height: self.dilation[0],
+            dilation_width: self.dilation[1],
+            groups: self.groups,
+        }
+    }
+
+    fn pixels(&self) -> usize {
+        [self.batch, self.output[0], self.output[1]].map(|size| size as usize).iter().product()
+    }
+
+    fn window(&self) -> usize {
+        [self.kernel[0], self.kernel[1], self.channels / self.groups].map(|size| size as usize).iter().product()
+    }
+
+    fn phases(&self) -> u32 {
+        self.stride[0] * self.stride[1]
+    }
+
+    /// Pixels of the input of one phase of the stride.
+    fn phase_pixels(&self) -> usize {
+        let along = |i: usize| self.input[i].div_ceil(self.stride[i]) as usize;
+        self.batch as usize * along(0) * along(1)
+    }
+
+    fn group_channels(&self) -> [usize; 2] {
+        [self.channels, self.out_channels].map(|channels| (channels / self.groups) as usize)
+    }
+
+    /// Dimensions of the weight, the densest first.
+    fn weight_shape(&self) -> [u64; 3] {
+        let taps = u64::from(self.kernel[0]) * u64::from(self.kernel[1]);
+        [u64::from(self.channels), taps, u64::from(self.out_channels)]
+    }
+
+    /// Whether groups have so few channels that each result is a sum of its own.
+    fn is_direct(&self) -> bool {
+        self.groups > 1 && self.group_channels().iter().any(|&channels| channels < 8)
+    }
+
+    /// Whether tensor cores take it, with channels in multiples of `multiple`.
+    fn fits(&self, dtype: DType, channels: &[u32], multiple: u32, addresses: &[Address]) -> bool {
+        matches!(dtype, DType::F16 | DType::BF16)
+            && self.groups == 1
+            && self.kernel.iter().all(|&size| size <= 16)
+            && channels.iter().all(|channels| channels.is_multiple_of(multiple))
+            && addresses.iter().all(|address| address.is_multiple_of(16))
+    }
+}
+
+/// In how many parts a sum of `length` is taken so that `tiles` blocks become enough.
+fn splits(tiles: usize, length: usize) -> usize {
+    (BLOCKS / tiles.max(1)).clamp(1, (length / (8 * STEP)).max(1))
+}
+
+/// Adds the parts of sums, and the bias.
+fn sum_parts(
+    op: &'static str,
+    gpu: &Gpu,
+    y: &Raw,
+    partials: &Raw,
+    bias: Const,
+    columns: u32,
+    splits: u32,
+) -> Result<()> {
+    let function = gpu.function(&CONV2D_SUM, suffix(op, y.dtype())?)?;
+    let count = y.elem_count();
+    let shape = Shape { grid: [count.div_ceil(1024).clamp(1, 1 << 20) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
+    let (y, partials) = (output(op, y)?, input(op, partials)?);
+    // SAFETY: each part is as long as the result, of which a row has as many columns as the bias.
+    unsafe { function.launch(op, gpu, shape, Conv2dSum { y, partials, bias, count: count as u64, columns, splits }) }
+}
+
+/// Dense operands of `dtype`, and a bias in the dtype of the result; null if there is none.
+#[derive(Clone, Copy)]
+struct Operands {
+    dtype: DType,
+    from: Const,
+    weights: Const,
+    bias: Const,
+}
+
+/// The result in the operands' dtype with its bias, and f32 sums with theirs, as kernels take them.
+struct Places {
+    y: Mut,
+    bias: Const,
+    partials: Mut,
+    sums_bias: Const,
+}
+
+/// Where tensor cores put the sums of a forward pass.
+struct Sums<'a> {
+    y: &'a Raw,
+    /// The parts of sums that are split.
+    partials: Option<Raw>,
+    splits: usize,
+}
+
+impl<'a> Sums<'a> {
+    fn new(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &'a Raw, splits: usize) -> Result<Self> {
+        let dims = [splits, sizes.pixels(), sizes.out_channels as usize];
+        let partials = (splits > 1).then(|| empty(op, gpu, &dims, DType::F32)).transpose()?;
+        Ok(Self { y, partials, splits })
+    }
+
+    /// Of operands narrower than the result the sums are the result.
+    fn places(&self, op: &'static str, operands: &Operands) -> Result<Places> {
+        let y = if self.y.dtype() == operands.dtype { output(op, self.y)? } else { Mut::NULL };
+        let none = Places { y, bias: Const::NULL, partials: Mut::NULL, sums_bias: Const::NULL };
+        Ok(match &self.partials {
+            Some(partials) => Places { partials: output(op, partials)?, ..none },
+            None if y != Mut::NULL => Places { bias: operands.bias, ..none },
+            None => Places { partials: output(op, self.y)?, sums_bias: operands.bias, ..none },
+        })
+    }
+
+    fn finish(&self, op: &'static str, gpu: &Gpu, sizes: &Sizes, bias: Const) -> Result<()> {
+        let Some(partials) = &self.partials else { return Ok(()) };
+        sum_parts(op, gpu, self.y, partials, bias, sizes.out_channels, self.splits as u32)
+    }
+}
+
+impl Geometry {
+    /// An image as a matrix (pixels, channels).
+    fn as_rows(&self, image: &Raw) -> Result<Raw> {
+        Ok(image.reshape((self.pixels(), image.dims()[3]))?)
+    }
+
+    /// The weight of a pointwise convolution as a matrix (out channels, channels).
+    fn as_matrix(&self, weight: &Raw) -> Result<Raw> {
+        Ok(weight.reshape((self.out_channels, self.channels))?)
+    }
+}
+
+/// The result.
+pub(super) fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
+    let (x, weight) = (contiguous(x)?, contiguous(weight)?);
+    let bias = bias.map(contiguous).transpose()?;
+    let dims = geometry.result_dims();
+    if geometry.is_pointwise() {
+        let y = linear::forward(&geometry.as_rows(&x)?, &geometry.as_matrix(&weight)?, bias.as_ref())?;
+        return Ok(y.reshape(dims.as_slice())?);
+    }
+    run(CONV2D.name, Sizes::of(geometry)?, dims, [&x, &weight], bias.as_ref())
+}
+
+/// The gradient of the input.
+pub(super) fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
+    let (grad, weight) = (contiguous(grad)?, contiguous(weight)?);
+    let dims = geometry.input_dims();
+    if geometry.is_pointwise() {
+        let dx = matmul(&geometry.as_rows(&grad)?, &geometry.as_matrix(&weight)?)?;
+        return Ok(dx.reshape(dims.as_slice())?);
+    }
+    run_grad_input(CONV2D.name, Sizes::of(geometry)?, dims, [&grad, &weight])
+}
+
+/// The gradient of the weight.
+pub(super) fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Raw> {
+    let (grad, x) = (contiguous(grad)?, contiguous(x)?);
+    let dims = geometry.weight_dims();
+    if geometry.is_pointwise() {
+        let dw = matmul(&geometry.as_rows(&grad)?.t()?, &geometry.as_rows(&x)?)?;
+        return Ok(dw.reshape(dims.as_slice())?);
+    }
+    run_grad_weight(CONV2D.name, Sizes::of(geometry)?, dims, [&grad, &x])
+}
+
+/// y (batch, out height, out width, out channels) of dense operands.
+fn run(op: &'static str, sizes: Sizes, dims: [usize; 4], [x, weight]: [&Raw; 2], bias: Option<&Raw>) -> Result<Raw> {
+    let gpu = Gpu::of(op, x)?;
+    let dtype = x.dtype();
+    let y = empty(op, gpu, &dims, dtype)?;
+    if y.elem_count() == 0 {
+        return Ok(y);
+    }
+    let bias = optional_input(op, bias)?;
+    if uses_pairs(dtype)
+        && let Some((sizes, [x, weight])) = pairs::operands(op, sizes, [x, weight])?
+    {
+        let (from, weights) = (input(op, &x)?, input(op, &weight)?);
+        if on_tensor_cores(op, gpu, &sizes, &y, Operands { dtype: x.dtype(), from, weights, bias })? {
+            return Ok(y);
+        }
+    }
+    let (to, from, weights) = (output(op, &y)?, input(op, x)?, input(op, weight)?);
+    if on_tensor_cores(op, gpu, &sizes, &y, Operands { dtype, from, weights, bias })? {
+        return Ok(y);
+    }
+    let [_, results] = sizes.group_channels();
+    let (kernel, shape) = if sizes.is_direct() {
+        (&CONV2D_FORWARD_DIRECT, Shape::flat(y.elem_count(), 1))
+    } else {
+        let tiles = sizes.pixels().div_ceil(64) * results.div_ceil(64);
+        let grid = [tiles as u32, 1, sizes.groups.min(MOST)];
+        (&CONV2D_FORWARD_PLAIN, Shape { grid, block: [256, 1, 1], shared: 0 })
+    };
+    let function = gpu.function(kernel, suffix(op, dtype)?)?;
+    let arguments = Conv2dForwardPlain { y: to, x: from, weight: weights, bias, shape: sizes.shape() };
+    // SAFETY: the tensors are dense and of these sizes.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    Ok(y)
+}
+
+/// The forward pass on tensor cores, unless the operands do not suit them.
+fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
+    if hopper::forward(op, gpu, sizes, y, operands)? {
+        return Ok(true);
+    }
+    let Operands { dtype, from, weights, bias } = operands;
+    let to = output(op, y)?;
+    let (pixels, out) = (sizes.pixels(), sizes.out_channels as usize);
+    let blocks = |rows: usize, columns: usize| pixels.div_ceil(rows) * out.div_ceil(columns);
+    let tile = |kernel, rows, columns, shared| Tile { kernel, rows, columns, shared };
+    let tile = if sizes.fits(dtype, &[sizes.channels], 8, &[to.address, from.address, weights.address]) {
+        Some(if out <= 16 {
+            tile(&CONV2D_FORWARD_M128N16, 128, 16, 73_728)
+        } else if blocks(128, 128) >= BLOCKS {
+            tile(&CONV2D_FORWARD_M128N128, 128, 128, 98_304)
+        } else {
+            tile(&CONV2D_FORWARD_M64N64, 64, 64, 65_536)
+        })
+    } else if sizes.fits(dtype, &[sizes.channels], 4, &[to.address, from.address, weights.address]) {
+        Some(tile(&CONV2D_FORWARD_M64N64V4, 64, 64, 65_536))
+    } else {
+        None
+    };
+    let Some(tile) = tile else { return Ok(false) };
+    let tiles = blocks(tile.rows, tile.columns);
+    let splits = splits(tiles, sizes.window());
+    let sums = Sums::new(op, gpu, sizes, y, splits)?;
+    let Places { y, bias: narrow_bias, partials, sums_bias } = sums.places(op, &operands)?;
+    let function = gpu.function(tile.kernel, suffix(op, dtype)?)?;
+    let shape = Shape { grid: [tiles as u32, 1, splits as u32], block: [128, 1, 1], shared: tile.shared };
+    let arguments = Conv2dForwardM64n64 {
+        y,
+        x: from,
+        weight: weights,
+        bias: narrow_bias,
+        partials,
+        sums_bias,
+        shape: sizes.shape(),
+    };
+    // SAFETY: the tensors are dense and of these sizes; there is a part of the sums for each split.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    sums.finish(op, gpu, sizes, bias)?;
+    Ok(true)
+}
+
+/// The gradient of the input (batch, height, width, channels) from dense operands.
+fn run_grad_input(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, weight]: [&Raw; 2]) -> Result<Raw> {
+    let gpu = Gpu::of(op, grad)?;
+    let dtype = grad.dtype();
+    let dx = empty(op, gpu, &dims, dtype)?;
+    if dx.elem_count() == 0 || grad.elem_count() == 0 {
+        fill(&dx, 0.0)?;
+        return Ok(dx);
+    }
+    let (to, from, weights) = (output(op, &dx)?, input(op, grad)?, input(op, weight)?);
+    if hopper::grad_input(op, gpu, &sizes, &dx, [from, weights])? {
+        return Ok(dx);
+    }
+    let (pixels, channels) = (sizes.phase_pixels(), sizes.channels as usize);
+    let sides = [sizes.channels, sizes.out_channels];
+    let blocks = |rows: usize, columns: usize| pixels.div_ceil(rows) * channels.div_ceil(columns);
+    let tile = |kernel, rows, columns, shared| Tile { kernel, rows, columns, shared };
+    let tile = if sizes.fits(dtype, &sides, 8, &[to.address, from.address, weights.address]) {
+        Some(if channels <= 16 {
+            tile(&CONV2D_GRAD_INPUT_M128N16, 128, 16, 98_304)
+        } else if blocks(128, 128) * sizes.phases() as usize >= BLOCKS {
+            tile(&CONV2D_GRAD_INPUT_M128N128, 128, 128, 98_304)
+        } else {
+            tile(&CONV2D_GRAD_INPUT_M64N64, 64, 64, 65_536)
+        })
+    } else if sizes.fits(dtype, &sides, 4, &[to.address, from.address, weights.address]) {
+        Some(tile(&CONV2D_GRAD_INPUT_M64N64V4, 64, 64, 65_536))
+    } else {
+        None
+    };
+    let Some(tile) = tile else {
+        let [results, _] = sizes.group_channels();
+        let (kernel, shape) = if sizes.is_direct() {
+            let flat = Shape::flat(dx.elem_count(), 1);
+            (&CONV2D_GRAD_INPUT_DIRECT, Shape { grid: [flat.grid[0], sizes.phases(), 1], ..flat })
+        } else {
+            let tiles = pixels.div_ceil(64) * results.div_ceil(64);
+            let grid = [tiles as u32, sizes.phases(), sizes.groups.min(MOST)];
+            (&CONV2D_GRAD_INPUT_PLAIN, Shape { grid, block: [256, 1, 1], shared: 0 })
+        };
+        let function = gpu.function(kernel, suffix(op, dtype)?)?;
+        let arguments = Conv2dGradInputPlain { grad_x: to, grad_y: from, weight: weights, shape: sizes.shape() };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+        return Ok(dx);
+    };
+    let tiles = blocks(tile.rows, tile.columns);
+    let length = sizes.out_channels as usize * (sizes.kernel[0] * sizes.kernel[1]) as usize;
+    let splits = splits(tiles * sizes.phases() as usize, length / sizes.phases() as usize);
+    let partials = (splits > 1).then(|| empty(op, gpu, &[splits, dx.elem_count()], accumulator(dtype))).transpose()?;
+    let parts = optional_output(op, partials.as_ref())?;
+    let function = gpu.function(tile.kernel, suffix(op, dtype)?)?;
+    let grid = [tiles as u32, sizes.phases(), splits as u32];
+    let shape = Shape { grid, block: [128, 1, 1], shared: tile.shared };
+    let arguments =
+        Conv2dGradInputM64n64 { grad_x: to, grad_y: from, weight: weights, partials: parts, shape: sizes.shape() };
+    // SAFETY: as above; there is a part of the sums for each split.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    if let Some(partials) = &partials {
+        sum_parts(op, gpu, &dx, partials, Const::NULL, sizes.channels, splits as u32)?;
+    }
+    Ok(dx)
+}
+
+/// The gradient of the weight (out channels, kernel height, kernel width, channels / groups) from dense operands.
+fn run_grad_weight(op: &'static str, sizes: Sizes, dims: [usize; 4], [grad, x]: [&Raw; 2]) -> Result<Raw> {
+    let gpu = Gpu::of(op, grad)?;
+    let dtype = grad.dtype();
+    let dw = empty(op, gpu, &dims, dtype)?;
+    if dw.elem_count() == 0 || grad.elem_count() == 0 {
+        fill(&dw, 0.0)?;
+        return Ok(dw);
+    }
+    let (to, from, images) = (output(op, &dw)?, input(op, grad)?, input(op, x)?);
+    if hopper::grad_weight(op, gpu, &sizes, &dw, [from, images])? {
+        return Ok(dw);
+    }
+    let (pixels, window, out) = (sizes.pixels(), sizes.window(), sizes.out_channels as usize);
+    let sides = [sizes.channels, sizes.out_channels];
+    let columns = (sizes.channels / sizes.groups) * sizes.kernel[0] * sizes.kernel[1];
+    if sizes.fits(dtype, &sides, 8, &[to.address, from.address, images.address]) {
+        let (kernel, rows) = match out {
+            ..=16 => (&CONV2D_GRAD_WEIGHT_M16, 16),
+            17..=64 => (&CONV2D_GRAD_WEIGHT_M64, 64),
+            _ => (&CONV2D_GRAD_WEIGHT_M128, 128),
+        };
+        let tiles = out.div_ceil(rows) * window.div_ceil(128);
+        let splits = splits(tiles, pixels);
+        let partials =
+            (splits > 1).then(|| empty(op, gpu, &[splits, dw.elem_count()], accumulator(dtype))).transpose()?;
+        let parts = optional_output(op, partials.as_ref())?;
+        let function = gpu.function(kernel, suffix(op, dtype)?)?;
+        let shape = Shape { grid: [tiles as u32, 1, splits as u32], block: [128, 1, 1], shared: 98_304 };
+        let arguments =
+            Conv2dGradWeightM64 { grad_weight: to, grad_y: from, x: images, partials: parts, shape: sizes.shape() };
+        // SAFETY: the tensors are dense and of these sizes; there is a part of the sums for each split.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+        if let Some(partials) = &partials {
+            sum_parts(op, gpu, &dw, partials, Const::NULL, columns, splits as u32)?;
+        }
+        return Ok(dw);
+    }
+    let [_, results] = sizes.group_channels();
+    let groups = sizes.groups.min(MOST);
+    let (kernel, grid) = if sizes.is_direct() {
+        (&CONV2D_GRAD_WEIGHT_DIRECT, [out.div_ceil(32) as u32, (window as u32).min(MOST)])
+    } else {
+        (&CONV2D_GRAD_WEIGHT_PLAIN, [(results.div_ceil(64) * window.div_ceil(64)) as u32, groups])
+    };
+    let splits = splits((grid[0] * grid[1]) as usize, pixels);
+    let partials = empty(op, gpu, &[splits, dw.elem_count()], accumulator(dtype))?;
+    let parts = output(op, &partials)?;
+    let function = gpu.function(kernel, suffix(op, dtype)?)?;
+    let shape = Shape { grid: [grid[0], grid[1], splits as u32], block: [256, 1, 1], shared: 0 };
+    let arguments = Conv2dGradWeightPlain { partials: parts, grad_y: from, x: images, shape: sizes.shape() };
+    // SAFETY: as above.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    sum_parts(op, gpu, &dw, &partials, Const::NULL, columns, splits as u32)?;
+    Ok(dw)
+}

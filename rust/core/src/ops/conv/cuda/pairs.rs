@@ -1,0 +1,81 @@
+//! f32 operands as sums of two bf16 numbers, side by side in three times the channels: what `conv.cu` says.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::conv::{PAIRS_LEFT, PAIRS_RIGHT, PairsLeft};
+
+use super::{Sizes, run};
+use crate::cuda::launch::{Kernel, Shape, count32, empty, input, output, suffix};
+use crate::cuda::{Gpu, contiguous};
+use crate::product::uses_pairs;
+use crate::{Error, Raw, Result};
+
+/// Parts in a row.
+const PARTS: usize = 3;
+/// Channels that a thread takes at a time.
+const GROUP: usize = 8;
+
+/// The kernels: hi hi lo for the one factor, hi lo hi for the other.
+pub(in crate::ops) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
+pub(in crate::ops) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
+
+/// The parts of each row of `channels` numbers of a dense f32 operand by the kernel `side`: (rows, 3 · channels, each rounded up to a
+/// multiple of 8).
+pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &Raw, channels: usize) -> Result<Raw> {
+    let gpu = Gpu::of(op, from)?;
+    let (rows, padded) = (from.elem_count() / channels.max(1), channels.next_multiple_of(GROUP));
+    let to = empty(op, gpu, &[rows, PARTS * padded], DType::BF16)?;
+    let function = gpu.function(side, suffix(op, DType::F32)?)?;
+    let shape = Shape::flat(rows * padded / GROUP, 1);
+    count32(op, PARTS * padded)?;
+    let arguments = PairsLeft {
+        to: output(op, &to)?,
+        from: input(op, from)?,
+        rows: rows as u64,
+        channels: count32(op, channels)?,
+        padded: count32(op, padded)?,
+    };
+    // SAFETY: the tensors are dense, of so many rows of these widths.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    Ok(to)
+}
+
+/// Image and weight in parts, and the sizes of their convolution; nothing if it has no form on tensor cores.
+pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -> Result<Option<(Sizes, [Raw; 2])>> {
+    let channels = sizes.channels as usize;
+    let split = Sizes { channels: count32(op, PARTS * channels.next_multiple_of(GROUP))?, ..sizes };
+    if channels == 0 || !split.fits(DType::BF16, &[], 1, &[]) {
+        return Ok(None);
+    }
+    Ok(Some((split, [pairs(op, LEFT, x, channels)?, pairs(op, RIGHT, weight, channels)?])))
+}
+
+/// y (rows, n) = x (rows, k) times the transpose of `weight` (n, k), plus `bias` (n) in each row, where products are to be
+/// [in pairs](crate::compute::with_bf16_pairs): a convolution of one line of pixels.
+pub fn linear(op: &'static str, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
+    let (&[rows, inner], &[out, _]) = (x.dims(), weight.dims()) else {
+        return Err(Error::shape(
+            op,
+            format!("found shapes {:?} and {:?}, expected matrices", x.dims(), weight.dims()),
+        ));
+    };
+    if !uses_pairs(x.dtype()) || x.elem_count() == 0 {
+        return Ok(None);
+    }
+    let count = |size| count32(op, size);
+    let sizes = Sizes {
+        batch: 1,
+        input: [1, count(rows)?],
+        channels: count(inner)?,
+        kernel: [1; 2],
+        output: [1, count(rows)?],
+        out_channels: count(out)?,
+        stride: [1; 2],
+        padding: [0; 2],
+        dilation: [1; 2],
+        groups: 1,
+    };
+    let (x, weight) = (contiguous(x)?, contiguous(weight)?);
+    let bias = bias.map(contiguous).transpose()?;
+    let y = run(op, sizes, [1, 1, rows, out], [&x, &weight], bias.as_ref())?;
+    Ok(Some(y.reshape((rows, out))?))
+}

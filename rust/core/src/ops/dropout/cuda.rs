@@ -1,0 +1,25 @@
+//! The CUDA form: `kernels/dropout.cu`.
+
+use trainable_candle_cuda::kernels::dropout::{DROPOUT, Dropout};
+
+use crate::cuda::launch::{Shape, empty, input, output, suffix, wide};
+use crate::cuda::{Gpu, contiguous, generator};
+use crate::rng::State;
+use crate::{Raw, Result};
+
+/// Zeros where the generator's words from `state` on lie below `threshold`, else the element times `kept`.
+pub fn apply(op: &'static str, x: &Raw, state: State, threshold: u32, kept: f64) -> Result<Raw> {
+    let gpu = Gpu::of(op, x)?;
+    let x = contiguous(x)?;
+    let y = empty(op, gpu, x.dims(), x.dtype())?;
+    if y.elem_count() > 0 {
+        let function = gpu.function(&DROPOUT, suffix(op, x.dtype())?)?;
+        let shape = Shape::flat(y.elem_count(), 4 * wide(x.dtype()));
+        let (state, State { seed, offset }) = generator(state);
+        let (x, len) = (input(op, &x)?, y.elem_count() as u64);
+        let arguments = Dropout { x, y: output(op, &y)?, state, seed, offset, len, threshold, kept };
+        // SAFETY: both tensors are dense and of this length.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    Ok(y)
+}

@@ -1,0 +1,197 @@
+//! Dropout (Srivastava et al. 2014). The mask is never stored: it is a function of a state of the generator, and the backward
+//! pass makes it again.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use super::case::{Case, Entry};
+use crate::compute::on_device;
+use crate::cpu::pool::par_chunks_mut;
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+use crate::raw::{Raw, from_vec};
+use crate::rng::{self, State, philox_lanes};
+use crate::tape::{Backward, BackwardContext, OpInfo, record};
+use crate::{Error, Result, Tensor, compute, dispatch_float};
+
+static DROPOUT: OpInfo = OpInfo::cheap("dropout");
+
+/// Generator blocks computed side by side.
+const LANES: usize = 16;
+/// Elements decided by them: word `w` of block `i` decides element `LANES * w + i` of a group.
+const GROUP: usize = 4 * LANES;
+/// Elements that one thread takes at a time, a multiple of the group.
+const GRAIN: usize = 32 * 1024;
+
+/// In training, zero each element with probability `p` and divide the others by 1 - p; otherwise the tensor itself.
+///
+/// The mask comes from the library's generator ([`rng`]) and does not depend on dtype or number of threads.
+///
+/// # Errors
+/// [`Error::Argument`] if `p` is not in [0, 1], [`Error::DType`] if the tensor is not floating point.
+pub fn dropout(x: &Tensor, p: f64, training: bool) -> Result<Tensor> {
+    check(p)?;
+    if !training || p == 0.0 {
+        return Ok(x.clone());
+    }
+    dropout_from(x, p, rng::advance((x.elem_count().div_ceil(GROUP) * LANES) as u64))
+}
+
+/// [`dropout`] in training with the mask that begins at `state`; the generator stays where it is.
+///
+/// # Errors
+/// As [`dropout`].
+pub fn dropout_from(x: &Tensor, p: f64, state: State) -> Result<Tensor> {
+    check(p)?;
+    let mask = Mask { p, state };
+    record(&DROPOUT, &[x], || mask.apply(&x.raw), |_, _| DropoutBackward(mask))
+}
+
+fn check(p: f64) -> Result<()> {
+    if (0.0..=1.0).contains(&p) {
+        return Ok(());
+    }
+    Err(Error::argument(DROPOUT.name, format!("the probability is {p}, expected a number from 0 to 1")))
+}
+
+#[derive(Clone, Copy)]
+struct Mask {
+    p: f64,
+    state: State,
+}
+
+impl Mask {
+    fn apply(self, x: &Raw) -> Result<Raw> {
+        on_device!(
+            x.device(),
+            cuda => cuda::apply(DROPOUT.name, x, self.state, self.threshold(), self.kept()),
+            cpu => self.on_cpu(x),
+        )
+    }
+
+    fn on_cpu(self, x: &Raw) -> Result<Raw> {
+        let x = compute::contiguous(x)?;
+        let len = x.elem_count();
+        dispatch_float!(x.dtype(), DROPOUT.name, T => read_all(DROPOUT.name, &[&x], |operands| {
+            let x = elements::<T>(operands[0])?;
+            let mut result = Vec::<T>::with_capacity(len);
+            par_chunks_mut(&mut result.spare_capacity_mut()[..len], GRAIN, |index, out| {
+                let start = index * GRAIN;
+                let x = &x[start..start + out.len()];
+                let first = self.state.offset.wrapping_add((start / GROUP * LANES) as u64);
+                dispatch(
+                    #[inline(always)]
+                    || {
+                        let groups = out.chunks_mut(GROUP).zip(x.chunks(GROUP));
+                        for (group, (out, x)) in groups.enumerate() {
+                            let factors = self.factors::<T>(first.wrapping_add((group * LANES) as u64));
+                            for (o, (x, factor)) in out.iter_mut().zip(x.iter().zip(factors.as_flattened())) {
+                                o.write(T::from_acc(x.to_acc() * *factor));
+                            }
+                        }
+                    },
+                );
+            });
+            // SAFETY: every element is written above.
+            unsafe { result.set_len(len) };
+            Ok(result)
+        })
+        .map(|result| from_vec(result, x.shape())))
+    }
+
+    /// Words below it zero their elements.
+    const fn threshold(self) -> u32 {
+        (self.p * 4_294_967_296.0) as u32
+    }
+
+    /// What the other elements are multiplied by. With p = 1 nothing is kept, also where the largest number is drawn.
+    fn kept(self) -> f64 {
+        if self.p == 1.0 { 0.0 } else { 1.0 / (1.0 - self.p) }
+    }
+
+    /// 0 or 1 / (1 - p) for the elements of a group.
+    #[inline(always)]
+    fn factors<T: Elem>(self, block: u64) -> [[T::Acc; LANES]; 4] {
+        let (threshold, kept) = (self.threshold(), T::Acc::from_f64(self.kept()));
+        philox_lanes::<LANES>(self.state.seed, block)
+            .map(|word| word.map(|bits| if bits < threshold { T::Acc::ZERO } else { kept }))
+    }
+}
+
+struct DropoutBackward(Mask);
+
+impl Backward for DropoutBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = self.0.apply(context.grad())?;
+        context.add(0, grad)
+    }
+}
+
+/// Registry entry of this operation.
+pub static ENTRIES: &[Entry] = &[Entry {
+    info: &DROPOUT,
+    cases: || {
+        const STATE: State = State { seed: 5, offset: 77 };
+        let plain = |x: &[Tensor]| {
+            let ones = Tensor::ones(x[0].shape().clone(), x[0].dtype(), x[0].device())?;
+            x[0].mul(&dropout_from(&ones, 0.3, STATE)?)
+        };
+        vec![
+            Case::new("", &[&[3, 71]], |x| dropout_from(&x[0], 0.3, STATE)).plain(plain),
+            Case::new("all", &[&[3, 5]], |x| dropout_from(&x[0], 1.0, STATE)),
+            Case::new("none", &[&[3, 5]], |x| dropout(&x[0], 0.0, true)),
+            Case::new("not training", &[&[3, 5]], |x| dropout(&x[0], 0.5, false)),
+            Case::new("empty", &[&[0, 5]], |x| dropout_from(&x[0], 0.3, STATE)),
+        ]
+    },
+}];
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+
+    #[test]
+    fn the_share_of_zeros_is_p_and_the_mean_stays() {
+        let ones = Tensor::ones(200_000, DType::F32, &Device::Cpu).unwrap();
+        for p in [0.1, 0.5, 0.9] {
+            let y = dropout_from(&ones, p, State { seed: 1, offset: 0 }).unwrap().to_vec::<f32>().unwrap();
+            let zeros = y.iter().filter(|y| **y == 0.0).count() as f64 / y.len() as f64;
+            // Five standard deviations.
+            assert!((zeros - p).abs() < 5.0 * (p * (1.0 - p) / 200_000.0).sqrt(), "{zeros} for {p}");
+            assert!(y.iter().all(|y| *y == 0.0 || (f64::from(*y) - 1.0 / (1.0 - p)).abs() < 1e-6));
+        }
+    }
+
+    #[test]
+    fn dtypes_and_views_share_the_mask() {
+        let state = State { seed: 3, offset: 9 };
+        let ones = |dtype| Tensor::ones((300, 7), dtype, &Device::Cpu).unwrap();
+        let mask = |x: &Tensor| -> Vec<bool> {
+            let y = dropout_from(x, 0.4, state).unwrap();
+            crate::raw::to_f64_vec(y.raw()).unwrap().iter().map(|y| *y == 0.0).collect()
+        };
+        let expected = mask(&ones(DType::F32));
+        for dtype in [DType::F64, DType::F16, DType::BF16] {
+            assert_eq!(mask(&ones(dtype)), expected);
+        }
+        let view = Tensor::ones((7, 300), DType::F32, &Device::Cpu).unwrap().t().unwrap();
+        assert_eq!(mask(&view), expected);
+    }
+
+    #[test]
+    fn draws_follow_one_another() {
+        let ones = Tensor::ones(100, DType::F32, &Device::Cpu).unwrap();
+        let (first, second) = (dropout(&ones, 0.5, true).unwrap(), dropout(&ones, 0.5, true).unwrap());
+        assert_ne!(first.to_vec::<f32>().unwrap(), second.to_vec::<f32>().unwrap());
+    }
+
+    #[test]
+    fn a_wrong_probability_is_refused() {
+        let ones = Tensor::ones(2, DType::F32, &Device::Cpu).unwrap();
+        for p in [-0.1, 1.5, f64::NAN] {
+            let message = dropout(&ones, p, false).unwrap_err().to_string();
+            assert!(message.starts_with("dropout: the probability is"), "{message}");
+        }
+    }
+}

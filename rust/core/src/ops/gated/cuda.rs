@@ -1,0 +1,44 @@
+//! The CUDA form: `kernels/gated.cu`.
+
+use trainable_candle_cuda::kernels::gated::{GegluBackward, GegluForward};
+
+use crate::cuda::launch::{Shape, count32, empty, input, output, suffix, wide};
+use crate::cuda::{Gpu, contiguous};
+use crate::{Raw, Result};
+
+/// The gated linear unit `op` of (..., 2 width).
+pub fn forward(op: &'static str, x: &Raw, width: usize) -> Result<Raw> {
+    let gpu = Gpu::of(op, x)?;
+    let x = contiguous(x)?;
+    let mut dims = x.dims().to_vec();
+    if let Some(last) = dims.last_mut() {
+        *last = width;
+    }
+    let y = empty(op, gpu, &dims, x.dtype())?;
+    if y.elem_count() > 0 {
+        let function = gpu.named(op, "_forward", suffix(op, x.dtype())?)?;
+        let (rows, width) = ((y.elem_count() / width) as u64, count32(op, width)?);
+        let shape = Shape::flat(y.elem_count(), wide(x.dtype()));
+        let arguments = GegluForward { x: input(op, &x)?, y: output(op, &y)?, rows, width };
+        // SAFETY: both tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    Ok(y)
+}
+
+/// The gradient of [`forward`].
+pub fn backward(op: &'static str, x: &Raw, grad: &Raw, width: usize) -> Result<Raw> {
+    let gpu = Gpu::of(op, x)?;
+    let (x, grad) = (contiguous(x)?, contiguous(grad)?);
+    let dx = empty(op, gpu, x.dims(), x.dtype())?;
+    if dx.elem_count() > 0 {
+        let function = gpu.named(op, "_backward", suffix(op, x.dtype())?)?;
+        let (rows, width) = ((grad.elem_count() / width) as u64, count32(op, width)?);
+        let shape = Shape::flat(grad.elem_count(), wide(x.dtype()));
+        let (x, grad) = (input(op, &x)?, input(op, &grad)?);
+        let arguments = GegluBackward { x, grad, dx: output(op, &dx)?, rows, width };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    Ok(dx)
+}

@@ -1,0 +1,89 @@
+//! Gated linear units (Shazeer 2020, arXiv:2002.05202): one half of the features times an activation of the other.
+
+mod cases;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use super::activation::{GeluExact, Silu};
+use super::elementwise::Pointwise;
+use crate::compute::on_device;
+use crate::raw::is_float;
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::{Error, Result, Tensor};
+
+pub use cases::ENTRIES;
+
+static GEGLU: OpInfo = OpInfo::cheap("geglu");
+static SWIGLU: OpInfo = OpInfo::cheap("swiglu");
+
+/// h · GELU(gate), exact, for an input (..., 2 n) whose first n features are h and whose last n are the gate, as in
+/// diffusers' `GEGLU`; → (..., n). Saves its input alone.
+///
+/// # Errors
+/// [`Error::Shape`] if the last dimension is missing or odd, [`Error::DType`] if the tensor is not floating point.
+pub fn geglu(x: &Tensor) -> Result<Tensor> {
+    gated(&GEGLU, x, GeluExact)
+}
+
+/// h · SiLU(gate), with the halves as in [`geglu`].
+///
+/// # Errors
+/// As [`geglu`].
+pub fn swiglu(x: &Tensor) -> Result<Tensor> {
+    gated(&SWIGLU, x, Silu)
+}
+
+fn gated<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result<Tensor> {
+    // The derivative reads the gate, not the activation of it.
+    const { assert!(!F::SAVES_RESULT) };
+    let op = info.name;
+    let width = match x.dims().last() {
+        Some(&features) if features % 2 == 0 => features / 2,
+        _ => {
+            let found = x.dims();
+            return Err(Error::shape(
+                op,
+                format!("the input has shape {found:?}, expected (..., 2 n): features, gate"),
+            ));
+        }
+    };
+    if !is_float(x.dtype()) {
+        return Err(Error::dtype(
+            op,
+            format!("expected a floating point tensor, found {}; convert it with to()", x.dtype().as_str()),
+        ));
+    }
+    record(
+        info,
+        &[x],
+        || {
+            on_device!(
+                x.device(),
+                cuda => cuda::forward(op, &x.raw, width),
+                cpu => cpu::forward(op, &x.raw, width, function),
+            )
+        },
+        |saver, _| GatedBackward { op, x: saver.save(x), width, function },
+    )
+}
+
+struct GatedBackward<F> {
+    op: &'static str,
+    x: Saved,
+    width: usize,
+    function: F,
+}
+
+impl<F: Pointwise> Backward for GatedBackward<F> {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let (width, function) = (self.width, self.function);
+        let (x, grad) = (self.x.get()?, context.grad().clone());
+        let grad_x = on_device!(
+            x.device(),
+            cuda => cuda::backward(self.op, &x, &grad, width)?,
+            cpu => cpu::backward(self.op, &x, &grad, width, function)?,
+        );
+        context.add(0, grad_x)
+    }
+}

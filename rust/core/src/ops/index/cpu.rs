@@ -1,0 +1,172 @@
+//! The CPU form. Ids are checked before they are used.
+//!
+//! A tensor is seen as (outer, size, inner) around the dimension that is indexed. Sums over repeated ids are made in the
+//! order of the ids by one thread each.
+
+use super::super::rows::rows_per_block;
+use super::positions;
+use crate::compute::contiguous;
+use crate::cpu::pool::par_chunks_mut;
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+use crate::raw::{check_allocation, from_vec, is_float};
+use crate::{Raw, Result, dispatch_float};
+
+/// Elements that one thread takes at a time.
+const GRAIN: usize = 32 * 1024;
+
+/// The number of elements before and behind dimension `dim`.
+fn around(dims: &[usize], dim: usize) -> (usize, usize) {
+    (dims[..dim].iter().product(), dims[dim + 1..].iter().product())
+}
+
+fn with_size(dims: &[usize], dim: usize, size: usize) -> Vec<usize> {
+    let mut dims = dims.to_vec();
+    dims[dim] = size;
+    dims
+}
+
+/// `y[o, j, i] = x[o, ids[j], i]`.
+pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
+    let positions = positions(op, ids, x.dims()[dim])?;
+    if !is_float(x.dtype()) {
+        return Ok(x.contiguous()?.index_select(&ids.flatten_all()?.contiguous()?, dim)?);
+    }
+    let dims = with_size(x.dims(), dim, positions.len());
+    let len = check_allocation(op, &dims, x.dtype())?;
+    let (size, (_, inner)) = (x.dims()[dim], around(&dims, dim));
+    let x = contiguous(x)?;
+    dispatch_float!(x.dtype(), op, T => read_all(op, &[&x], |x| {
+        let x = elements::<T>(x[0])?;
+        let mut y = vec![T::from_acc(Real::ZERO); len];
+        if len > 0 {
+            let rows = rows_per_block(inner);
+            par_chunks_mut(&mut y, rows * inner, |piece, y| {
+                for (row, y) in y.chunks_mut(inner).enumerate() {
+                    let row = piece * rows + row;
+                    let (o, j) = (row / positions.len(), row % positions.len());
+                    let from = (o * size + positions[j]) * inner;
+                    y.copy_from_slice(&x[from..from + inner]);
+                }
+            });
+        }
+        Ok(y)
+    })
+    .map(|y| from_vec(y, dims.as_slice())))
+}
+
+/// The gradient of [`select`]: `dx[o, ids[j], i] += g[o, j, i]`, with `size` elements along `dim`.
+pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
+    let positions = positions(op, ids, size)?;
+    let dims = with_size(g.dims(), dim, size);
+    let len = check_allocation(op, &dims, g.dtype())?;
+    let (_, inner) = around(&dims, dim);
+    let mut order: Vec<usize> = (0..positions.len()).collect();
+    order.sort_by_key(|&j| positions[j]);
+    let g = contiguous(g)?;
+    dispatch_float!(g.dtype(), op, T => read_all(op, &[&g], |g| {
+        let g = elements::<T>(g[0])?;
+        let mut dx = vec![T::from_acc(Real::ZERO); len];
+        if len > 0 && !positions.is_empty() {
+            let rows = rows_per_block(inner);
+            par_chunks_mut(&mut dx, rows * inner, |piece, dx| {
+                let mut sum = vec![<T as Elem>::Acc::ZERO; inner];
+                let start = piece * rows;
+                let mut next = order.partition_point(|&j| positions[j] < start % size);
+                for (row, dx) in dx.chunks_mut(inner).enumerate() {
+                    let (o, at) = ((start + row) / size, (start + row) % size);
+                    if at == 0 {
+                        next = 0;
+                    }
+                    let hits = order[next..].iter().take_while(|&&j| positions[j] == at).count();
+                    for &j in &order[next..next + hits] {
+                        let from = (o * positions.len() + j) * inner;
+                        add(&mut sum, &g[from..from + inner]);
+                    }
+                    if hits > 0 {
+                        take(&mut sum, dx);
+                    }
+                    next += hits;
+                }
+            });
+        }
+        Ok(dx)
+    })
+    .map(|dx| from_vec(dx, dims.as_slice())))
+}
+
+fn add<T: Elem>(sum: &mut [T::Acc], row: &[T]) {
+    dispatch(
+        #[inline(always)]
+        || {
+            for (s, x) in sum.iter_mut().zip(row) {
+                *s += x.to_acc();
+            }
+        },
+    );
+}
+
+/// Round the sums to `row` and begin again.
+fn take<T: Elem>(sum: &mut [T::Acc], row: &mut [T]) {
+    dispatch(
+        #[inline(always)]
+        || {
+            for (s, x) in sum.iter_mut().zip(row) {
+                *x = T::from_acc(*s);
+                *s = Real::ZERO;
+            }
+        },
+    );
+}
+
+/// `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
+pub fn gather(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) -> Result<Raw> {
+    let positions = positions(op, ids, x.dims()[dim])?;
+    if !is_float(x.dtype()) {
+        return Ok(x.contiguous()?.gather(&ids.contiguous()?, dim)?);
+    }
+    let dims = with_size(x.dims(), dim, count);
+    let len = check_allocation(op, &dims, x.dtype())?;
+    let (size, (_, inner)) = (x.dims()[dim], around(&dims, dim));
+    let x = contiguous(x)?;
+    dispatch_float!(x.dtype(), op, T => read_all(op, &[&x], |x| {
+        let x = elements::<T>(x[0])?;
+        let mut y = vec![T::from_acc(Real::ZERO); len];
+        par_chunks_mut(&mut y, GRAIN, |piece, y| {
+            let start = piece * GRAIN;
+            for (at, y) in (start..).zip(y) {
+                *y = x[(at / (count * inner) * size + positions[at]) * inner + at % inner];
+            }
+        });
+        Ok(y)
+    })
+    .map(|y| from_vec(y, dims.as_slice())))
+}
+
+/// The gradient of [`gather`]: `dx[o, ids[o, j, i], i] += g[o, j, i]`, with `size` elements along `dim`.
+pub fn gather_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
+    let positions = positions(op, ids, size)?;
+    let dims = with_size(g.dims(), dim, size);
+    let len = check_allocation(op, &dims, g.dtype())?;
+    let (count, (_, inner)) = (g.dims()[dim], around(&dims, dim));
+    let g = contiguous(g)?;
+    dispatch_float!(g.dtype(), op, T => read_all(op, &[&g], |g| {
+        let g = elements::<T>(g[0])?;
+        let mut dx = vec![T::from_acc(Real::ZERO); len];
+        if len > 0 && count > 0 {
+            let slabs = rows_per_block(size * inner);
+            par_chunks_mut(&mut dx, slabs * size * inner, |piece, dx| {
+                let mut sum = vec![<T as Elem>::Acc::ZERO; size * inner];
+                for (slab, dx) in dx.chunks_mut(size * inner).enumerate() {
+                    let from = (piece * slabs + slab) * count * inner;
+                    let ids = &positions[from..from + count * inner];
+                    for ((at, g), &id) in g[from..].iter().enumerate().zip(ids) {
+                        sum[id * inner + at % inner] += g.to_acc();
+                    }
+                    take(&mut sum, dx);
+                }
+            });
+        }
+        Ok(dx)
+    })
+    .map(|dx| from_vec(dx, dims.as_slice())))
+}

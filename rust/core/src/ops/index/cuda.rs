@@ -1,0 +1,181 @@
+//! The CUDA form: `kernels/index.cu`.
+//!
+//! Nobody waits for the values of ids: a kernel that meets one out of range notes it on the device's board.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::index::{
+    GATHER_BACKWARD, GATHER_FORWARD, GatherBackward, INDEX_SELECT_BACKWARD, INDEX_SELECT_FORWARD, INDEX_SELECT_SCATTER,
+    IndexSelectBackward, IndexSelectForward, IndexSelectScatter,
+};
+
+use crate::cuda::launch::{Kernel, Mut, Shape, count32, empty, input, output, suffix, wide};
+use crate::cuda::{Gpu, contiguous, fill};
+use crate::{Error, Raw, Result};
+
+/// A tensor around the dimension that is indexed: elements before, in and after it; and how many ids there are along it.
+struct Around {
+    outer: usize,
+    size: usize,
+    count: usize,
+    inner: usize,
+}
+
+impl Around {
+    fn new(dims: &[usize], dim: usize, size: usize, count: usize) -> Self {
+        Self { outer: dims[..dim].iter().product(), size, count, inner: dims[dim + 1..].iter().product() }
+    }
+}
+
+fn with_size(dims: &[usize], dim: usize, size: usize) -> Vec<usize> {
+    let mut dims = dims.to_vec();
+    dims[dim] = size;
+    dims
+}
+
+/// Ids as the kernels read them: dense, with the bytes of each.
+fn dense_ids(op: &'static str, ids: &Raw) -> Result<(Raw, u32)> {
+    let bytes = id_bytes(op, ids)?;
+    Ok((contiguous(ids)?, bytes))
+}
+
+/// The bytes of an id.
+///
+/// # Errors
+/// [`Error::DType`] if ids are neither i64 nor u32.
+pub(in crate::ops) fn id_bytes(op: &'static str, ids: &Raw) -> Result<u32> {
+    match ids.dtype() {
+        DType::I64 => Ok(8),
+        DType::U32 => Ok(4),
+        other => {
+            Err(Error::dtype(op, format!("ids are {}, expected i64 or u32; convert them with to()", other.as_str())))
+        }
+    }
+}
+
+/// The dtypes that can be picked.
+fn any_suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]> {
+    match dtype {
+        DType::U8 => Ok(&["u8"]),
+        DType::U32 => Ok(&["u32"]),
+        DType::I64 => Ok(&["i64"]),
+        other => suffix(op, other),
+    }
+}
+
+/// `y[o, j, i] = x[o, ids[j], i]`.
+pub fn select(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
+    let around = Around::new(x.dims(), dim, x.dims()[dim], ids.elem_count());
+    let dims = with_size(x.dims(), dim, ids.elem_count());
+    pick(op, &INDEX_SELECT_FORWARD, x, ids, &dims, &around, wide(x.dtype()))
+}
+
+/// `y[o, j, i] = x[o, ids[o, j, i], i]`, with `count` elements along `dim` of the result.
+pub fn gather(op: &'static str, x: &Raw, ids: &Raw, dim: usize, count: usize) -> Result<Raw> {
+    let around = Around::new(x.dims(), dim, x.dims()[dim], count);
+    let dims = with_size(x.dims(), dim, count);
+    pick(op, &GATHER_FORWARD, x, ids, &dims, &around, 1)
+}
+
+fn pick(
+    op: &'static str,
+    kernel: &Kernel<IndexSelectForward>,
+    x: &Raw,
+    ids: &Raw,
+    dims: &[usize],
+    around: &Around,
+    each: usize,
+) -> Result<Raw> {
+    let gpu = Gpu::of(op, x)?;
+    let x = contiguous(x)?;
+    let y = empty(op, gpu, dims, x.dtype())?;
+    if y.elem_count() == 0 {
+        return Ok(y);
+    }
+    let (ids, bytes) = dense_ids(op, ids)?;
+    let function = gpu.function(kernel, any_suffix(op, x.dtype())?)?;
+    let shape = Shape::flat(y.elem_count(), each);
+    let arguments = IndexSelectForward {
+        x: input(op, &x)?,
+        ids: input(op, &ids)?,
+        y: output(op, &y)?,
+        out_of_range: gpu.board().place(op),
+        outer: around.outer as u64,
+        size: count32(op, around.size)?,
+        count: count32(op, around.count)?,
+        inner: count32(op, around.inner)?,
+        id_bytes: bytes,
+    };
+    // SAFETY: the tensors are dense and of these sizes.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    Ok(y)
+}
+
+/// The gradient of [`select`], with `size` elements along `dim`.
+pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
+    let gpu = Gpu::of(op, g)?;
+    let g = contiguous(g)?;
+    let around = Around::new(g.dims(), dim, size, ids.elem_count());
+    let dx = empty(op, gpu, &with_size(g.dims(), dim, size), g.dtype())?;
+    if dx.elem_count() == 0 {
+        return Ok(dx);
+    }
+    // Few ids of many rows: only the rows that they name are written.
+    let scatters = ids.elem_count() < size;
+    if scatters || ids.elem_count() == 0 {
+        fill(&dx, 0.0)?;
+    }
+    if ids.elem_count() == 0 {
+        return Ok(dx);
+    }
+    let (ids, bytes) = dense_ids(op, ids)?;
+    let tiles = (around.outer * around.inner).div_ceil(128 * wide(g.dtype()));
+    let tasks = tiles * if scatters { around.count } else { around.size };
+    let shape = Shape { grid: [tasks.clamp(1, i32::MAX as usize) as u32, 1, 1], block: [128, 1, 1], shared: 0 };
+    let (dtypes, grad, ids, to) = (suffix(op, g.dtype())?, input(op, &g)?, input(op, &ids)?, output(op, &dx)?);
+    let (outer, size, count) = (around.outer as u64, count32(op, around.size)?, count32(op, around.count)?);
+    let inner = count32(op, around.inner)?;
+    // SAFETY: the tensors are dense and of these sizes; one piece needs no partial sums.
+    unsafe {
+        if scatters {
+            let arguments = IndexSelectScatter { grad, ids, dx: to, outer, size, count, inner, id_bytes: bytes };
+            gpu.function(&INDEX_SELECT_SCATTER, dtypes)?.launch(op, gpu, shape, arguments)
+        } else {
+            let partials = Mut::NULL;
+            let arguments =
+                IndexSelectBackward { grad, ids, dx: to, partials, outer, size, count, inner, id_bytes: bytes };
+            gpu.function(&INDEX_SELECT_BACKWARD, dtypes)?.launch(op, gpu, shape, arguments)
+        }
+    }?;
+    Ok(dx)
+}
+
+/// The gradient of [`gather`], with `size` elements along `dim`.
+pub fn gather_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
+    let gpu = Gpu::of(op, g)?;
+    let g = contiguous(g)?;
+    let around = Around::new(g.dims(), dim, size, g.dims()[dim]);
+    let dx = empty(op, gpu, &with_size(g.dims(), dim, size), g.dtype())?;
+    if dx.elem_count() == 0 {
+        return Ok(dx);
+    }
+    if ids.elem_count() == 0 {
+        fill(&dx, 0.0)?;
+        return Ok(dx);
+    }
+    let (ids, bytes) = dense_ids(op, ids)?;
+    let function = gpu.function(&GATHER_BACKWARD, suffix(op, g.dtype())?)?;
+    let shape = Shape::flat(dx.elem_count(), 1);
+    let arguments = GatherBackward {
+        grad: input(op, &g)?,
+        ids: input(op, &ids)?,
+        dx: output(op, &dx)?,
+        outer: around.outer as u64,
+        size: count32(op, around.size)?,
+        count: count32(op, around.count)?,
+        inner: count32(op, around.inner)?,
+        id_bytes: bytes,
+    };
+    // SAFETY: the tensors are dense and of these sizes.
+    unsafe { function.launch(op, gpu, shape, arguments) }?;
+    Ok(dx)
+}

@@ -1,0 +1,14 @@
+//! The CUDA forms that are more than a product: on tensor cores for f32 in pairs, and by cuBLASLt, which adds the bias where it writes.
+
+use super::LINEAR;
+use crate::cuda::product_with_bias;
+use crate::ops::conv;
+use crate::{Raw, Result};
+
+/// x Wᵀ + b over matrices; nothing if neither form takes the operands.
+pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
+    if let Some(y) = conv::linear_in_pairs(LINEAR.name, x, weight, bias)? {
+        return Ok(Some(y));
+    }
+    bias.map_or(Ok(None), |bias| product_with_bias(LINEAR.name, x, &weight.t()?, bias))
+}

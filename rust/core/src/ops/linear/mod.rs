@@ -1,0 +1,167 @@
+//! The linear map y = x Wᵀ + b, fused: no transposed copy of W, no separate addition of b, no gradient for what is frozen.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use candle_core::Shape;
+
+use super::case::{Case, Entry};
+use crate::compute::on_device;
+use crate::raw::Raw;
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::{Error, Result, Tensor, compute};
+
+static LINEAR: OpInfo = OpInfo::dear("linear");
+
+/// Rows and columns of `x` seen as a matrix of its last dimension.
+pub(super) fn as_matrix(x: &Raw) -> Result<Raw> {
+    let columns = x.dims()[x.rank() - 1];
+    let rows = x.dims()[..x.rank() - 1].iter().product::<usize>();
+    Ok(compute::contiguous(x)?.reshape((rows, columns))?)
+}
+
+/// The shape of `x` with `out` in place of the last dimension.
+pub(super) fn with_last(x: &Raw, out: usize) -> Shape {
+    let mut dims = x.dims().to_vec();
+    if let Some(last) = dims.last_mut() {
+        *last = out;
+    }
+    dims.into()
+}
+
+/// x Wᵀ + b over matrices: (rows, in), (out, in), (out) → (rows, out).
+pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
+    let fused = on_device!(x.device(), cuda => cuda::forward(x, weight, bias)?, cpu => None);
+    if let Some(y) = fused {
+        return Ok(y);
+    }
+    let weight = weight.t()?;
+    let Some(bias) = bias else { return compute::matmul(x, &weight) };
+    // The bias is written first and the product added to it: one pass over y less than adding it after.
+    let y = compute::contiguous(&bias.broadcast_as((x.dims()[0], bias.dims()[0]))?)?;
+    let y = if bias.elem_count() == y.elem_count() { crate::raw::own_copy(&y)? } else { y };
+    compute::matmul_accumulate(&y, x, &weight, 1.0)?;
+    Ok(y)
+}
+
+/// Check `x (..., in)`, `weight (out, in)`, `bias (out)`.
+pub(super) fn check(op: &'static str, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+    if weight.rank() != 2 {
+        return Err(Error::shape(
+            op,
+            format!("the weight has shape {:?}, expected (out_features, in_features)", weight.dims()),
+        ));
+    }
+    let (out, inner) = (weight.dims()[0], weight.dims()[1]);
+    if x.dims().last() != Some(&inner) {
+        return Err(Error::shape(
+            op,
+            format!(
+                "the input has shape {:?}, expected (..., {inner}) for a weight of shape {:?}",
+                x.dims(),
+                weight.dims()
+            ),
+        ));
+    }
+    if let Some(bias) = bias.filter(|b| b.dims() != [out]) {
+        return Err(Error::shape(op, format!("the bias has shape {:?}, expected ({out},)", bias.dims())));
+    }
+    for (name, other) in std::iter::once(("weight", weight)).chain(bias.map(|b| ("bias", b))) {
+        same_kind(op, x, name, other)?;
+    }
+    Ok(())
+}
+
+/// `other` must have the dtype and the device of `x`.
+pub(super) fn same_kind(op: &'static str, x: &Tensor, name: &str, other: &Tensor) -> Result<()> {
+    if other.dtype() != x.dtype() {
+        return Err(Error::dtype(
+            op,
+            format!(
+                "the input is {}, the {name} {}; convert one with to()",
+                x.dtype().as_str(),
+                other.dtype().as_str()
+            ),
+        ));
+    }
+    if !other.device().same_device(x.device()) {
+        return Err(Error::device(op, format!("the {name} is on another device than the input; move one with to()")));
+    }
+    Ok(())
+}
+
+struct LinearBackward {
+    /// For the gradient of the weight.
+    x: Option<Saved>,
+    /// For the gradient of the input.
+    weight: Option<Saved>,
+    x_shape: Shape,
+}
+
+impl Backward for LinearBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = as_matrix(context.grad())?;
+        if let (true, Some(weight)) = (context.needs(0), &self.weight) {
+            context.add_product(0, &self.x_shape, grad.dtype(), [&grad, &weight.get()?], 1.0)?;
+        }
+        if let (true, Some(x)) = (context.needs(1), &self.x) {
+            let x = as_matrix(&x.get()?)?;
+            let shape = (grad.dims()[1], x.dims()[1]);
+            context.add_product(1, shape, grad.dtype(), [&grad.t()?, &x], 1.0)?;
+        }
+        if context.needs(2) {
+            context.add(2, compute::sum(&grad, &[0], false)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// y = x Wᵀ + b: `x (..., in)`, `weight (out, in)`, `bias (out)` → `(..., out)`.
+///
+/// Saves the input only if the weight needs a gradient; a frozen layer saves nothing.
+///
+/// # Errors
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
+pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    check(LINEAR.name, x, weight, bias)?;
+    let with_bias;
+    let without_bias = [x, weight];
+    let inputs: &[&Tensor] = match bias {
+        Some(bias) => {
+            with_bias = [x, weight, bias];
+            &with_bias
+        }
+        None => &without_bias,
+    };
+    record(
+        &LINEAR,
+        inputs,
+        || {
+            let y = forward(&as_matrix(&x.raw)?, &weight.raw, bias.map(|b| &b.raw))?;
+            Ok(y.reshape(with_last(&x.raw, weight.dims()[0]))?)
+        },
+        |saver, _| LinearBackward {
+            x: saver.needs(1).then(|| saver.save(x)),
+            weight: saver.needs(0).then(|| saver.hold(weight)),
+            x_shape: x.shape().clone(),
+        },
+    )
+}
+
+/// Registry entries of this file.
+pub static ENTRIES: &[Entry] = &[Entry {
+    info: &LINEAR,
+    cases: || {
+        let plain = |x: &[Tensor]| {
+            let y = x[0].matmul(&x[1].t()?)?;
+            x.get(2).map_or_else(|| Ok(y.clone()), |b| y.add(b))
+        };
+        let run = |x: &[Tensor]| linear(&x[0], &x[1], x.get(2));
+        vec![
+            Case::new("bias", &[&[2, 3, 5], &[4, 5], &[4]], run).plain(plain),
+            Case::new("no bias", &[&[3, 5], &[7, 5]], run).plain(plain),
+            Case::new("one row", &[&[5], &[7, 5], &[7]], run).plain(plain),
+            Case::new("no rows", &[&[0, 5], &[7, 5], &[7]], run).plain(plain),
+        ]
+    },
+}];

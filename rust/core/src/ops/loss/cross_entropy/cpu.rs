@@ -1,0 +1,229 @@
+//! The CPU form.
+
+use super::super::super::rows;
+use super::{CROSS_ENTROPY, OP, Reduction};
+use crate::compute::{cast, contiguous};
+use crate::cpu::pool::par_chunks_mut;
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+use crate::raw::{Raw, from_vec, to_cpu, to_f64_vec, to_vec};
+use crate::tape::{Backward, BackwardContext, Saved, record_with_aux};
+use crate::{DType, Error, Result, Tensor, dispatch_float};
+
+/// Elements of a row that are worked on at a time: they stay in the first-level cache.
+const BLOCK: usize = 1024;
+
+/// The class of each row, or nothing where it is ignored.
+type Targets = Vec<Option<usize>>;
+
+fn read_targets(targets: &Tensor, classes: usize, ignore_index: i64) -> Result<Targets> {
+    let ids: Vec<i64> = match targets.dtype() {
+        DType::I64 | DType::U32 => to_vec(&to_cpu(&targets.raw)?.to_dtype(DType::I64)?)?,
+        other => {
+            return Err(Error::dtype(OP, format!("targets are {}, expected i64 or u32 class ids", other.as_str())));
+        }
+    };
+    let class = |(at, id): (usize, i64)| {
+        if id == ignore_index {
+            return Ok(None);
+        }
+        usize::try_from(id).ok().filter(|&class| class < classes).map(Some).ok_or_else(|| {
+            Error::index(
+                OP,
+                format!("target {id} at position {at} is out of range: expected 0 <= target < {classes} or ignore_index {ignore_index}"),
+            )
+        })
+    };
+    ids.into_iter().enumerate().map(class).collect()
+}
+
+/// Logits as rows of classes, wherever the rows lie.
+struct Rows<'a, T> {
+    data: &'a [T],
+    offsets: &'a [usize],
+    classes: usize,
+}
+
+impl<'a, T> Rows<'a, T> {
+    fn get(&self, row: usize) -> &'a [T] {
+        &self.data[self.offsets[row]..self.offsets[row] + self.classes]
+    }
+
+    /// Rows that one thread takes at a time.
+    fn step(&self) -> usize {
+        rows::rows_per_block(self.classes)
+    }
+}
+
+/// Where the rows of `logits` begin, counted from the first.
+fn offsets(logits: &Raw) -> Result<Vec<usize>> {
+    let last = logits.rank() - 1;
+    if logits.elem_count() == 0 {
+        return Ok(vec![0; logits.dims()[..last].iter().product()]);
+    }
+    let start = logits.layout().start_offset();
+    Ok(logits.narrow(last, 0, 1)?.strided_index().map(|at| at - start).collect())
+}
+
+/// The logits themselves if classes lie side by side, else a contiguous copy.
+fn with_contiguous_rows(logits: &Raw) -> Result<Raw> {
+    let last = logits.rank() - 1;
+    let side_by_side = logits.stride()[last] == 1 || logits.dims()[last] == 1;
+    Ok(if side_by_side { logits.clone() } else { contiguous(logits)? })
+}
+
+/// log Σ exp of a row and the sum of the row, in one pass: when a block has a new maximum, what was summed is rescaled.
+fn row_statistics<T: Elem>(row: &[T]) -> (T::Acc, T::Acc) {
+    let (mut largest, mut exponentials, mut sum) = (T::Acc::NEG_INFINITY, T::Acc::ZERO, T::Acc::ZERO);
+    for block in row.chunks(BLOCK) {
+        dispatch(
+            #[inline(always)]
+            || {
+                let new = largest.max(rows::max(block));
+                sum += rows::sum(block, |x: T| x.to_acc());
+                if new == T::Acc::NEG_INFINITY {
+                    // Classes that are ruled out add nothing; their sum is infinite, or NaN if one of them is.
+                    exponentials = if sum == T::Acc::NEG_INFINITY { T::Acc::ZERO } else { sum };
+                } else {
+                    exponentials *= (largest - new).exp();
+                    exponentials += rows::sum(block, |x: T| (x.to_acc() - new).exp());
+                    largest = new;
+                }
+            },
+        );
+    }
+    (largest + exponentials.ln(), sum)
+}
+
+/// The loss and the log-sum-exp of each row; 0 where the target is ignored.
+fn row_losses<T: Elem>(x: &Rows<'_, T>, targets: &Targets, smoothing: f64) -> Vec<(T::Acc, T::Acc)> {
+    let mut results = vec![(T::Acc::ZERO, T::Acc::ZERO); targets.len()];
+    let share = T::Acc::from_f64(smoothing / x.classes as f64);
+    par_chunks_mut(&mut results, x.step(), |piece, results| {
+        for (row, result) in (piece * x.step()..).zip(results) {
+            let Some(class) = targets[row] else { continue };
+            let x = x.get(row);
+            let (lse, sum) = row_statistics(x);
+            let loss = lse - T::Acc::from_f64(1.0 - smoothing) * x[class].to_acc();
+            // Without smoothing an infinite logit elsewhere must not make 0 · ∞.
+            *result = (if smoothing > 0.0 { loss - share * sum } else { loss }, lse);
+        }
+    });
+    results
+}
+
+/// The loss and the log-sum-exp of each row as two vectors in the dtype of arithmetic.
+fn losses(logits: &Raw, targets: &Targets, smoothing: f64) -> Result<(Raw, Raw)> {
+    let logits = with_contiguous_rows(logits)?;
+    let (offsets, classes) = (offsets(&logits)?, logits.dims()[logits.rank() - 1]);
+    dispatch_float!(logits.dtype(), OP, T => read_all(OP, &[&logits], |operands| {
+        let x = Rows { data: elements::<T>(operands[0])?, offsets: &offsets, classes };
+        Ok(row_losses(&x, targets, smoothing))
+    })
+    .map(|results| {
+        let (losses, lse): (Vec<_>, Vec<_>) = results.into_iter().unzip();
+        (from_vec(losses, targets.len()), from_vec(lse, targets.len()))
+    }))
+}
+
+/// The gradient of each row: `scales` times that of its loss, 0 where the target is ignored.
+fn row_gradients<T: Elem>(x: &Rows<'_, T>, lse: &[f64], targets: &Targets, scales: &[f64], smoothing: f64) -> Vec<T> {
+    let mut grad = vec![T::from_acc(T::Acc::ZERO); targets.len() * x.classes];
+    par_chunks_mut(&mut grad, x.step() * x.classes, |piece, grad| {
+        for (row, grad) in (piece * x.step()..).zip(grad.chunks_exact_mut(x.classes)) {
+            if let Some(class) = targets[row] {
+                let [lse, scale] = [lse[row], scales[row]].map(T::Acc::from_f64);
+                write_gradient(grad, x.get(row), class, lse, scale, smoothing);
+            }
+        }
+    });
+    grad
+}
+
+/// The gradient of the logits: for each row, `scales` times that of its loss.
+fn gradient(logits: &Raw, lse: &Raw, targets: &Targets, scales: &[f64], smoothing: f64) -> Result<Raw> {
+    let logits = with_contiguous_rows(logits)?;
+    let (offsets, classes, lse) = (offsets(&logits)?, logits.dims()[logits.rank() - 1], to_f64_vec(lse)?);
+    dispatch_float!(logits.dtype(), OP, T => read_all(OP, &[&logits], |operands| {
+        let x = Rows { data: elements::<T>(operands[0])?, offsets: &offsets, classes };
+        Ok(row_gradients(&x, &lse, targets, scales, smoothing))
+    })
+    .map(|grad| from_vec(grad, logits.shape())))
+}
+
+fn write_gradient<T: Elem>(grad: &mut [T], x: &[T], class: usize, lse: T::Acc, scale: T::Acc, smoothing: f64) {
+    let spread = T::Acc::from_f64(smoothing / x.len() as f64);
+    dispatch(
+        #[inline(always)]
+        || {
+            for (g, x) in grad.iter_mut().zip(x) {
+                *g = T::from_acc(scale * ((x.to_acc() - lse).exp() - spread));
+            }
+        },
+    );
+    let at_target = (x[class].to_acc() - lse).exp() - spread - T::Acc::from_f64(1.0 - smoothing);
+    grad[class] = T::from_acc(scale * at_target);
+}
+
+struct CrossEntropyBackward {
+    logits: Saved,
+    lse: Saved,
+    targets: Targets,
+    smoothing: f64,
+    reduction: Reduction,
+}
+
+impl Backward for CrossEntropyBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = to_f64_vec(context.grad())?;
+        let scales = match self.reduction {
+            Reduction::None => grad,
+            Reduction::Sum => vec![grad[0]; self.targets.len()],
+            Reduction::Mean => vec![grad[0] / counted(&self.targets); self.targets.len()],
+        };
+        let grad = gradient(&self.logits.get()?, &self.lse.get()?, &self.targets, &scales, self.smoothing)?;
+        context.add(0, grad)
+    }
+}
+
+/// The number of targets that are not ignored.
+fn counted(targets: &Targets) -> f64 {
+    targets.iter().flatten().count() as f64
+}
+
+/// The sum of `losses` divided by `divisor`.
+fn number(losses: &Raw, divisor: f64) -> Result<Raw> {
+    let total: f64 = to_f64_vec(losses)?.iter().sum();
+    Ok(from_vec(vec![total / divisor], ()).to_dtype(losses.dtype())?)
+}
+
+/// [`cross_entropy`](super::cross_entropy) of checked arguments, with targets that are checked here.
+pub(super) fn cross_entropy(
+    logits: &Tensor,
+    targets: &Tensor,
+    ignore_index: i64,
+    label_smoothing: f64,
+    reduction: Reduction,
+) -> Result<Tensor> {
+    let (leading, classes) = (targets.dims(), logits.dims()[logits.rank() - 1]);
+    let targets = read_targets(targets, classes, ignore_index)?;
+    record_with_aux(
+        &CROSS_ENTROPY,
+        &[logits],
+        || {
+            let (losses, lse) = losses(&logits.raw, &targets, label_smoothing)?;
+            let result = match reduction {
+                Reduction::None => losses.reshape(leading)?,
+                Reduction::Sum => number(&losses, 1.0)?,
+                Reduction::Mean => number(&losses, counted(&targets))?,
+            };
+            Ok((cast(&result, logits.dtype())?, [lse].into_iter().collect()))
+        },
+        |saver, _, aux| CrossEntropyBackward {
+            logits: saver.save(logits),
+            lse: saver.save_raw(&aux[0]),
+            targets: targets.clone(),
+            smoothing: label_smoothing,
+            reduction,
+        },
+    )
+}

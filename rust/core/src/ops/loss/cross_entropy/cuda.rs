@@ -1,0 +1,181 @@
+//! The CUDA form: `kernels/cross_entropy.cu`.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::cross_entropy::{
+    CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_FORWARD, CROSS_ENTROPY_TOTAL, CrossEntropyBackward as Gradient,
+    CrossEntropyForward, CrossEntropyTotal,
+};
+
+use super::{CROSS_ENTROPY, OP, Reduction};
+use crate::cuda::launch::{Shape, accumulator, count32, empty, input, optional_input, output, suffix};
+use crate::cuda::{Gpu, cast, contiguous};
+use crate::ops::index::cuda::id_bytes;
+use crate::tape::{Backward, BackwardContext, Saved, record_with_aux};
+use crate::{Raw, Result, Tensor};
+
+struct CrossEntropyBackward {
+    logits: Saved,
+    lse: Saved,
+    /// What the sum of the losses was divided by, unless each row has its own gradient.
+    divisor: Option<Saved>,
+    targets: Targets,
+    smoothing: f64,
+}
+
+impl Backward for CrossEntropyBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let (logits, lse) = (self.logits.get()?, self.lse.get()?);
+        let divisor = self.divisor.as_ref().map(Saved::get).transpose()?;
+        let operands = [&logits, &lse, context.grad()];
+        let of_rows = divisor.is_none();
+        let grad = gradient(OP, operands, &self.targets, divisor.as_ref(), of_rows, self.smoothing)?;
+        context.add(0, grad)
+    }
+}
+
+/// [`cross_entropy`](super::cross_entropy) of checked arguments, with targets that stay where they are.
+pub(super) fn cross_entropy(
+    logits: &Tensor,
+    targets: &Tensor,
+    ignore_index: i64,
+    smoothing: f64,
+    reduction: Reduction,
+) -> Result<Tensor> {
+    let ids = Targets::new(OP, &targets.raw, ignore_index)?;
+    record_with_aux(
+        &CROSS_ENTROPY,
+        &[logits],
+        || {
+            let (losses, lse) = losses(OP, &logits.raw, &ids, smoothing)?;
+            if matches!(reduction, Reduction::None) {
+                let result = cast(&losses.reshape(targets.dims())?, logits.dtype())?;
+                return Ok((result, [lse].into_iter().collect()));
+            }
+            let mean = matches!(reduction, Reduction::Mean);
+            let (result, divisor) = total(OP, &losses, &ids, mean, logits.dtype())?;
+            Ok((result, [lse, divisor].into_iter().collect()))
+        },
+        |saver, _, aux| CrossEntropyBackward {
+            logits: saver.save(logits),
+            lse: saver.save_raw(&aux[0]),
+            divisor: aux.get(1).map(|divisor| saver.save_raw(divisor)),
+            targets: ids.clone(),
+            smoothing,
+        },
+    )
+}
+
+/// Class ids of rows, and which of them means none.
+#[derive(Clone)]
+struct Targets {
+    /// i64 or u32, dense.
+    ids: Raw,
+    ignore_index: i64,
+}
+
+impl Targets {
+    /// Nothing is read: a target that is out of range is noted on the device's board, and its loss is NaN.
+    fn new(op: &'static str, ids: &Raw, ignore_index: i64) -> Result<Self> {
+        id_bytes(op, ids)?;
+        Ok(Self { ids: contiguous(ids)?, ignore_index })
+    }
+
+    fn len(&self) -> usize {
+        self.ids.elem_count()
+    }
+}
+
+/// The loss and the log-sum-exp of each row of `logits (..., classes)` in the dtype of arithmetic; 0 where there is no target.
+fn losses(op: &'static str, logits: &Raw, targets: &Targets, smoothing: f64) -> Result<(Raw, Raw)> {
+    let gpu = Gpu::of(op, logits)?;
+    let x = contiguous(logits)?;
+    let (dtype, rows) = (x.dtype(), targets.len());
+    let losses = empty(op, gpu, &[rows], accumulator(dtype))?;
+    let lse = empty(op, gpu, &[rows], accumulator(dtype))?;
+    if rows > 0 {
+        let function = gpu.function(&CROSS_ENTROPY_FORWARD, suffix(op, dtype)?)?;
+        let len = x.dims()[x.rank() - 1];
+        let shape = Shape::rows(rows, len, dtype);
+        let arguments = CrossEntropyForward {
+            x: input(op, &x)?,
+            targets: input(op, &targets.ids)?,
+            losses: output(op, &losses)?,
+            lse: output(op, &lse)?,
+            out_of_range: gpu.board().place(op),
+            rows: rows as u64,
+            inner: rows as u64,
+            outer_stride: 0,
+            inner_stride: len as u64,
+            classes: count32(op, len)?,
+            ignore_index: targets.ignore_index,
+            id_bytes: id_bytes(op, &targets.ids)?,
+            smoothing,
+        };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    Ok((losses, lse))
+}
+
+/// The sum of the losses of rows, or the mean of those that have a target, in `dtype`; and what the sum was divided by.
+fn total(op: &'static str, losses: &Raw, targets: &Targets, mean: bool, dtype: DType) -> Result<(Raw, Raw)> {
+    let gpu = Gpu::of(op, losses)?;
+    let result = empty(op, gpu, &[], dtype)?;
+    let divisor = empty(op, gpu, &[], accumulator(dtype))?;
+    let function = gpu.function(&CROSS_ENTROPY_TOTAL, suffix(op, dtype)?)?;
+    let arguments = CrossEntropyTotal {
+        losses: input(op, losses)?,
+        targets: input(op, &targets.ids)?,
+        result: output(op, &result)?,
+        divisor: output(op, &divisor)?,
+        rows: targets.len() as u64,
+        ignore_index: targets.ignore_index,
+        id_bytes: id_bytes(op, &targets.ids)?,
+        mean: u32::from(mean),
+    };
+    // SAFETY: there is a loss and a target for each row.
+    unsafe { function.launch(op, gpu, Shape::linear(op, 1, 1024)?, arguments) }?;
+    Ok((result, divisor))
+}
+
+/// The gradient of the logits, from that of each row's loss (`of_rows`) or of the number that the losses were summed to, divided by
+/// `divisor`.
+fn gradient(
+    op: &'static str,
+    [logits, lse, grad]: [&Raw; 3],
+    targets: &Targets,
+    divisor: Option<&Raw>,
+    of_rows: bool,
+    smoothing: f64,
+) -> Result<Raw> {
+    let gpu = Gpu::of(op, logits)?;
+    let x = contiguous(logits)?;
+    let grad = contiguous(&cast(grad, x.dtype())?)?;
+    let (dtype, rows) = (x.dtype(), targets.len());
+    let dx = empty(op, gpu, x.dims(), dtype)?;
+    if dx.elem_count() > 0 {
+        let function = gpu.function(&CROSS_ENTROPY_BACKWARD, suffix(op, dtype)?)?;
+        let len = x.dims()[x.rank() - 1];
+        let shape = Shape::rows(rows, len, dtype);
+        let arguments = Gradient {
+            x: input(op, &x)?,
+            lse: input(op, lse)?,
+            targets: input(op, &targets.ids)?,
+            grad: input(op, &grad)?,
+            divisor: optional_input(op, divisor)?,
+            dx: output(op, &dx)?,
+            rows: rows as u64,
+            inner: rows as u64,
+            outer_stride: 0,
+            inner_stride: len as u64,
+            classes: count32(op, len)?,
+            ignore_index: targets.ignore_index,
+            id_bytes: id_bytes(op, &targets.ids)?,
+            smoothing,
+            of_rows: u32::from(of_rows),
+        };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    Ok(dx)
+}

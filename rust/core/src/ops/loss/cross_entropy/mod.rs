@@ -1,0 +1,73 @@
+//! Cross-entropy of logits and class ids, fused: neither log-probabilities nor probabilities are kept, only the logits and
+//! one log-sum-exp per row.
+//!
+//! With ε the label smoothing (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is
+//! lse(x) - (1 - ε) x_t - ε/C Σ x, and its gradient softmax(x) - (1 - ε) 1_t - ε/C.
+
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use super::Reduction;
+use crate::compute::on_device;
+use crate::raw::is_float;
+use crate::tape::OpInfo;
+use crate::{Error, Result, Tensor};
+
+pub(super) static CROSS_ENTROPY: OpInfo = OpInfo::cheap("cross_entropy");
+const OP: &str = "cross_entropy";
+
+/// The target that torch leaves out unless told otherwise.
+pub const IGNORE_INDEX: i64 = -100;
+
+/// The cross-entropy of `logits (..., classes)` and the class ids `targets (...)`, i64 or u32, as torch's with the classes
+/// last.
+///
+/// Rows whose target is `ignore_index` (usually [`IGNORE_INDEX`]) have loss 0 and no gradient, and the mean is over the
+/// others: NaN if there is none. `label_smoothing`, from 0 to 1, is the share of each target that is spread evenly over all
+/// classes. With [`Reduction::None`] the result has the shape of `targets`, otherwise it is a number.
+///
+/// # Errors
+/// [`Error::Shape`] if `targets` has not the shape of `logits` without its last dimension, [`Error::Index`] naming a target
+/// that is out of range, [`Error::DType`] if the logits are not floating point or the targets not i64 or u32,
+/// [`Error::Argument`] if `label_smoothing` is out of range. On CUDA a target out of range makes the loss NaN, and the error comes when the
+/// next value is read or the device is waited for.
+pub fn cross_entropy(
+    logits: &Tensor,
+    targets: &Tensor,
+    ignore_index: i64,
+    label_smoothing: f64,
+    reduction: Reduction,
+) -> Result<Tensor> {
+    let Some((_, leading)) = logits.dims().split_last() else {
+        return Err(Error::shape(OP, "the logits are a number, expected (..., classes)"));
+    };
+    if targets.dims() != leading {
+        return Err(Error::shape(
+            OP,
+            format!(
+                "the logits have shape {:?} and the targets {:?}, expected targets of shape {leading:?}: classes are the last \
+                 dimension of the logits",
+                logits.dims(),
+                targets.dims()
+            ),
+        ));
+    }
+    if !is_float(logits.dtype()) {
+        return Err(Error::dtype(
+            OP,
+            format!("expected floating point logits, found {}; convert them with to()", logits.dtype().as_str()),
+        ));
+    }
+    if !logits.device().same_device(targets.device()) {
+        return Err(Error::device(OP, "the targets are on another device than the logits; move one with to()"));
+    }
+    if !(0.0..=1.0).contains(&label_smoothing) {
+        return Err(Error::argument(OP, format!("label_smoothing is {label_smoothing}, expected 0 to 1")));
+    }
+    on_device!(
+        logits.device(),
+        cuda => cuda::cross_entropy(logits, targets, ignore_index, label_smoothing, reduction),
+        cpu => cpu::cross_entropy(logits, targets, ignore_index, label_smoothing, reduction),
+    )
+}

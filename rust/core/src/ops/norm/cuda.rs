@@ -1,0 +1,119 @@
+//! What the CUDA forms of norms share.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::norm::{NORM_AFFINE_SUM, NormAffineSum};
+
+use super::{Affine, Place, SavedAffine};
+use crate::compute;
+use crate::cuda::launch::{Shape, accumulator, count32, empty, input, optional_output, suffix};
+use crate::cuda::{Gpu, cast, contiguous};
+use crate::tape::backward::Pending;
+use crate::tape::{BackwardContext, Saved};
+use crate::{Raw, Result};
+
+/// Scale and shift as kernels take them: both in the input's dtype, or both in f32.
+pub(super) struct Parameters {
+    pub weight: Option<Raw>,
+    pub bias: Option<Raw>,
+    dtype: DType,
+}
+
+impl Parameters {
+    pub fn new(input: DType, [weight, bias]: [Option<&Raw>; 2]) -> Result<Self> {
+        let mixed = [weight, bias].into_iter().flatten().any(|parameter| parameter.dtype() != input);
+        let dtype = if mixed { DType::F32 } else { input };
+        let dense = |parameter: &Raw| contiguous(&cast(parameter, dtype)?);
+        Ok(Self { weight: weight.map(dense).transpose()?, bias: bias.map(dense).transpose()?, dtype })
+    }
+
+    pub fn is_f32(&self) -> u32 {
+        u32::from(self.dtype == DType::F32)
+    }
+}
+
+/// The gradients of a norm that are wanted: of the input, of the scale and of the shift.
+#[derive(Default)]
+pub(super) struct Gradients {
+    pub input: Option<Raw>,
+    pub weight: Option<Raw>,
+    pub bias: Option<Raw>,
+}
+
+impl<'a> Affine<'a> {
+    /// Both as they are.
+    pub(super) fn parameters(&self) -> [Option<&'a Raw>; 2] {
+        [self.weight.map(|weight| &weight.raw), self.bias.map(|bias| &bias.raw)]
+    }
+}
+
+/// The gradients that a backward pass wants. That of the input is added to the dense gradient `before`.
+pub(super) struct Wanted {
+    pub input: bool,
+    pub weight: bool,
+    pub bias: bool,
+    pub before: Option<Pending>,
+}
+
+impl SavedAffine {
+    /// Both as they are, if the backward pass reads them.
+    pub(super) fn parameters(&self) -> Result<[Option<Raw>; 2]> {
+        let get = |saved: &Option<Saved>| saved.as_ref().map(Saved::get).transpose();
+        Ok([get(&self.scale)?, get(&self.shift)?])
+    }
+
+    /// What this pass wants, in gradients of the input that are new.
+    pub(super) fn wanted(&self, context: &BackwardContext<'_>) -> Wanted {
+        let wants = |place: &Option<Place>| place.as_ref().is_some_and(|place| context.needs(place.index));
+        Wanted { input: context.needs(0), weight: wants(&self.weight), bias: wants(&self.bias), before: None }
+    }
+
+    /// Hand over the gradients that were made, with [`BackwardContext::take_pending`] in that of the input.
+    pub(super) fn add_gradients(&self, context: &mut BackwardContext<'_>, grads: Gradients) -> Result<()> {
+        if let Some(sum) = grads.input {
+            context.add_pending(0, Pending { sum, owned: true })?;
+        }
+        for (place, grad) in [(&self.weight, grads.weight), (&self.bias, grads.bias)] {
+            if let (Some(place), Some(grad)) = (place, grad) {
+                context.add(place.index, compute::cast(&grad, place.dtype)?.reshape(place.dims.as_slice())?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Where the gradient of an input goes: onto the one that it is added to, if that is only ours, else to a new tensor.
+pub(super) fn destination(op: &'static str, gpu: &Gpu, x: &Raw, before: Option<&Pending>) -> Result<Raw> {
+    match before {
+        Some(Pending { sum, owned: true }) => Ok(sum.clone()),
+        _ => empty(op, gpu, x.dims(), x.dtype()),
+    }
+}
+
+/// The gradients of scale and shift that are wanted, in the dtype of arithmetic, from partial sums (samples, pieces, 2, len) of inputs of `dtype`.
+pub(super) fn sum_affine(
+    op: &'static str,
+    gpu: &Gpu,
+    partials: &Raw,
+    dtype: DType,
+    wants: [bool; 2],
+) -> Result<[Option<Raw>; 2]> {
+    let (samples, pieces, _, len) = partials.dims4()?;
+    let result = |wanted: bool| wanted.then(|| empty(op, gpu, &[samples, len], accumulator(dtype))).transpose();
+    let sums = [result(wants[0])?, result(wants[1])?];
+    if partials.elem_count() > 0 {
+        let function = gpu.function(&NORM_AFFINE_SUM, suffix(op, dtype)?)?;
+        let shape = Shape { grid: [len.div_ceil(32) as u32, 2, samples as u32], block: [32, 16, 1], shared: 0 };
+        let arguments = NormAffineSum {
+            partials: input(op, partials)?,
+            dweight: optional_output(op, sums[0].as_ref())?,
+            dbias: optional_output(op, sums[1].as_ref())?,
+            pieces: count32(op, pieces)?,
+            len: count32(op, len)?,
+            // The sums stay in f32, where gradients of parameters are collected.
+            affine_f32: u32::from(dtype != DType::F64),
+        };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    Ok(sums)
+}

@@ -1,0 +1,204 @@
+//! The CUDA form: `kernels/group_norm.cu`.
+
+use candle_core::DType;
+use smallvec::smallvec;
+use trainable_candle_cuda::kernels::group_norm::{
+    GROUP_NORM_BACKWARD, GROUP_NORM_FORWARD, GROUP_NORM_MOMENTS, GROUP_NORM_SILU_BACKWARD, GROUP_NORM_SILU_FORWARD,
+    GROUP_NORM_SILU_SUMS, GROUP_NORM_SLOPES, GROUP_NORM_STATISTICS, GROUP_NORM_SUMS, GroupNormBackward as Backward,
+    GroupNormForward, GroupNormMoments, GroupNormSlopes, GroupNormStatistics, GroupNormSums,
+};
+
+use super::{Affine, GroupNormBackward, Size};
+use crate::cuda::launch::{
+    Shape, accumulator, count32, empty, input, optional_input, optional_output, output, suffix, wide,
+};
+use crate::cuda::{Gpu, filled};
+use crate::ops::norm::cuda::{Gradients, Parameters, Wanted, destination, sum_affine};
+use crate::tape::{Aux, BackwardContext};
+use crate::{Raw, Result};
+
+/// How `include/channels.cuh` splits the work.
+struct Split {
+    tiles: usize,
+    pieces: usize,
+    over_tensor: Shape,
+    over_groups: Shape,
+}
+
+impl Size {
+    fn split(&self, dtype: DType) -> Split {
+        const THREADS: usize = 320;
+        let packs = self.channels.div_ceil(wide(dtype)).max(1);
+        let tiles = packs.div_ceil(THREADS);
+        let columns = packs.div_ceil(tiles);
+        let lines = (THREADS / columns).max(1);
+        let most = (256 / (self.batch * tiles).max(1)).max(1);
+        let pieces = self.positions.div_ceil(8 * lines).clamp(1, most);
+        let threads = 32 * (columns * lines).div_ceil(32) as u32;
+        let over_tensor =
+            Shape { grid: [(self.batch * pieces) as u32, tiles as u32, 1], block: [threads, 1, 1], shared: 0 };
+        let groups = (self.batch * self.groups) as u32;
+        let over_groups = Shape { grid: [groups, 1, 1], block: [128, 1, 1], shared: 0 };
+        Split { tiles, pieces, over_tensor, over_groups }
+    }
+
+    fn partials(&self, op: &'static str, gpu: &Gpu, split: &Split, dtype: DType) -> Result<Raw> {
+        empty(op, gpu, &[self.batch, split.tiles, self.groups, split.pieces, 2], accumulator(dtype))
+    }
+}
+
+/// The norm, 1/√(var + eps) and the mean of each group, of a dense tensor; followed by SiLU if `silu`.
+pub(super) fn forward(
+    op: &'static str,
+    silu: bool,
+    x: &Raw,
+    size: Size,
+    affine: &Affine<'_>,
+    eps: f64,
+) -> Result<(Raw, Aux)> {
+    let gpu = Gpu::of(op, x)?;
+    let dtype = x.dtype();
+    let parameters = Parameters::new(dtype, affine.parameters())?;
+    let y = empty(op, gpu, x.dims(), dtype)?;
+    let statistic = || empty(op, gpu, &[size.batch, size.groups], accumulator(dtype));
+    let (mean, rstd) = (statistic()?, statistic()?);
+    if y.elem_count() == 0 {
+        return Ok((y, smallvec![rstd, mean]));
+    }
+    let split = size.split(dtype);
+    let partials = size.partials(op, gpu, &split, dtype)?;
+    let suffix = suffix(op, dtype)?;
+    let (x, parts) = (input(op, x)?, output(op, &partials)?);
+    let [positions, channels, groups] =
+        [count32(op, size.positions)?, count32(op, size.channels)?, count32(op, size.groups)?];
+    let (pieces, tiles) = (split.pieces as u32, split.tiles as u32);
+    let statistics = GroupNormStatistics { x, partials: parts, positions, channels, groups, pieces };
+    let (means, rstds) = (output(op, &mean)?, output(op, &rstd)?);
+    let moments =
+        GroupNormMoments { partials: parts, mean: means, rstd: rstds, positions, channels, groups, pieces, tiles, eps };
+    let forward = GroupNormForward {
+        x,
+        weight: optional_input(op, parameters.weight.as_ref())?,
+        bias: optional_input(op, parameters.bias.as_ref())?,
+        mean: input(op, &mean)?,
+        rstd: input(op, &rstd)?,
+        y: output(op, &y)?,
+        positions,
+        channels,
+        groups,
+        pieces,
+        affine_f32: parameters.is_f32(),
+    };
+    let kernel = if silu { &GROUP_NORM_SILU_FORWARD } else { &GROUP_NORM_FORWARD };
+    // SAFETY: the tensors are dense and of these sizes; the partial sums are those of the split.
+    unsafe {
+        gpu.function(&GROUP_NORM_STATISTICS, suffix)?.launch(op, gpu, split.over_tensor, statistics)?;
+        gpu.function(&GROUP_NORM_MOMENTS, suffix)?.launch(op, gpu, split.over_groups, moments)?;
+        gpu.function(kernel, suffix)?.launch(op, gpu, split.over_tensor, forward)?;
+    }
+    Ok((y, smallvec![rstd, mean]))
+}
+
+/// Adds the gradients that are wanted.
+pub(super) fn backward<const SILU: bool>(
+    norm: &GroupNormBackward<SILU>,
+    context: &mut BackwardContext<'_>,
+    saved: [&Raw; 4],
+) -> Result<()> {
+    let parameters = norm.affine.parameters()?;
+    let wanted = Wanted { before: context.take_pending(0, saved[0].dtype()), ..norm.affine.wanted(context) };
+    let grads = gradients(norm, saved, parameters.each_ref().map(Option::as_ref), &wanted)?;
+    norm.affine.add_gradients(context, grads)
+}
+
+fn gradients<const SILU: bool>(
+    &GroupNormBackward { op, size, .. }: &GroupNormBackward<SILU>,
+    [x, grad, mean, rstd]: [&Raw; 4],
+    parameters: [Option<&Raw>; 2],
+    wanted: &Wanted,
+) -> Result<Gradients> {
+    let gpu = Gpu::of(op, x)?;
+    let dtype = x.dtype();
+    let parameters = Parameters::new(dtype, parameters)?;
+    let wants_affine = wanted.weight || wanted.bias;
+    let dx = wanted.input.then(|| destination(op, gpu, x, wanted.before.as_ref())).transpose()?;
+    let split = size.split(dtype);
+    let rows = size.batch * split.pieces;
+    let affine = wants_affine.then(|| empty(op, gpu, &[1, rows, 2, size.channels], accumulator(dtype))).transpose()?;
+    if x.elem_count() == 0 {
+        let zeros =
+            |wanted: bool| wanted.then(|| filled(x.device(), 0.0, &[size.channels], accumulator(dtype))).transpose();
+        return Ok(Gradients { input: dx, weight: zeros(wanted.weight)?, bias: zeros(wanted.bias)? });
+    }
+    let partials = size.partials(op, gpu, &split, dtype)?;
+    let slopes = empty(op, gpu, &[size.batch, size.groups, 2], accumulator(dtype))?;
+    let suffix = suffix(op, dtype)?;
+    let (sums, backward) = if SILU {
+        (&GROUP_NORM_SILU_SUMS, &GROUP_NORM_SILU_BACKWARD)
+    } else {
+        (&GROUP_NORM_SUMS, &GROUP_NORM_BACKWARD)
+    };
+    let (x, grad) = (input(op, x)?, input(op, grad)?);
+    let (mean, rstd) = (input(op, mean)?, input(op, rstd)?);
+    let (weight, bias) =
+        (optional_input(op, parameters.weight.as_ref())?, optional_input(op, parameters.bias.as_ref())?);
+    let [positions, channels, groups] =
+        [count32(op, size.positions)?, count32(op, size.channels)?, count32(op, size.groups)?];
+    let (pieces, tiles, affine_f32) = (split.pieces as u32, split.tiles as u32, parameters.is_f32());
+    let partials = output(op, &partials)?;
+    let arguments = GroupNormSums {
+        x,
+        grad,
+        weight,
+        bias,
+        mean,
+        rstd,
+        partials,
+        affine_partials: optional_output(op, affine.as_ref())?,
+        positions,
+        channels,
+        groups,
+        pieces,
+        affine_f32,
+    };
+    // SAFETY: the tensors are dense and of these sizes; the partial sums are those of the split.
+    unsafe { gpu.function(sums, suffix)?.launch(op, gpu, split.over_tensor, arguments) }?;
+    if let Some(dx) = &dx {
+        let joined = GroupNormSlopes {
+            partials,
+            rstd,
+            slopes: output(op, &slopes)?,
+            positions,
+            channels,
+            groups,
+            pieces,
+            tiles,
+        };
+        let arguments = Backward {
+            x,
+            grad,
+            before: optional_input(op, wanted.before.as_ref().map(|pending| &pending.sum))?,
+            weight,
+            bias,
+            mean,
+            rstd,
+            slopes: input(op, &slopes)?,
+            dx: output(op, dx)?,
+            positions,
+            channels,
+            groups,
+            pieces,
+            affine_f32,
+        };
+        // SAFETY: as above.
+        unsafe {
+            gpu.function(&GROUP_NORM_SLOPES, suffix)?.launch(op, gpu, split.over_groups, joined)?;
+            gpu.function(backward, suffix)?.launch(op, gpu, split.over_tensor, arguments)?;
+        }
+    }
+    let [weight, bias] = match &affine {
+        Some(affine) => sum_affine(op, gpu, affine, dtype, [wanted.weight, wanted.bias])?,
+        None => [None, None],
+    };
+    Ok(Gradients { input: dx, weight, bias })
+}

@@ -1,0 +1,55 @@
+//! What the registry's walk tries RMS norm with rotary embedding on.
+
+use super::rms_norm_rope;
+use crate::Tensor;
+use crate::ops::case::Case;
+use crate::ops::norm::cases::{frozen, plain_rms_norm};
+use crate::ops::rope::cases::{plain as plain_rope, tables};
+
+pub(in crate::ops::norm) fn cases() -> Vec<Case> {
+    const EPS: f64 = 1e-6;
+    let case = |label, shapes: &[&[usize]], interleaved| {
+        let fused = move |x: &[Tensor]| {
+            let [cos, sin] = tables(&x[0])?;
+            rms_norm_rope(&x[0], x.get(1), &cos, &sin, interleaved, EPS)
+        };
+        Case::new(label, shapes, fused).plain(move |x| {
+            let [cos, sin] = tables(&x[0])?;
+            plain_rope(&plain_rms_norm(x, EPS)?, [&cos, &sin], interleaved)
+        })
+    };
+    // Heads that lie inside of the positions, as a projection leaves them.
+    let heads = |x: &Tensor| x.transpose(1, 2);
+    let inside = move |x: &[Tensor]| {
+        let [cos, sin] = tables(&heads(&x[0])?)?;
+        heads(&rms_norm_rope(&heads(&x[0])?, x.get(1), &cos, &sin, false, EPS)?)
+    };
+    let inside_plain = move |x: &[Tensor]| {
+        let [cos, sin] = tables(&heads(&x[0])?)?;
+        let normal = plain_rms_norm(x, EPS)?;
+        heads(&plain_rope(&heads(&normal)?, [&cos, &sin], false)?)
+    };
+    vec![
+        case("halves", &[&[2, 3, 5, 6], &[6]], false),
+        case("interleaved", &[&[2, 3, 5, 6], &[6]], true),
+        case("one matrix", &[&[3, 2], &[2]], false),
+        case("plain", &[&[2, 3, 10]], true),
+        case("wide", &[&[3, 70], &[70]], false),
+        Case::new("heads inside", &[&[2, 5, 3, 6], &[6]], inside).plain(inside_plain),
+        Case::new("frozen weight", &[&[2, 5, 6]], |x| {
+            let [cos, sin] = tables(&x[0])?;
+            rms_norm_rope(&x[0], Some(&frozen(&[6], &x[0])?), &cos, &sin, true, EPS)
+        })
+        .plain(|x| {
+            let [cos, sin] = tables(&x[0])?;
+            plain_rope(&plain_rms_norm(&[x[0].clone(), frozen(&[6], &x[0])?], EPS)?, [&cos, &sin], true)
+        }),
+        Case::new("frozen input", &[&[6]], |x| {
+            let input = frozen(&[3, 5, 6], &x[0])?;
+            let [cos, sin] = tables(&input)?;
+            rms_norm_rope(&input, Some(&x[0]), &cos, &sin, false, EPS)
+        }),
+        case("no positions", &[&[2, 0, 4], &[4]], true),
+        case("empty rows", &[&[2, 3, 0], &[0]], false),
+    ]
+}

@@ -1,0 +1,207 @@
+//! The CPU form.
+
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use candle_core::WithDType;
+
+use super::{RMS_NORM_ROPE, RmsNormRopeBackward, Turn};
+use crate::compute::{cast, contiguous};
+use crate::cpu::pool::{SharedMut, par_ranges};
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+use crate::ops::norm::Affine;
+use crate::ops::rope::Angles;
+use crate::ops::rows;
+use crate::raw::{Raw, from_vec};
+use crate::tape::BackwardContext;
+use crate::{Result, dispatch_float};
+
+/// The result, and 1/√(mean(x²) + eps) of each row, of dense rows.
+pub(super) fn forward(op: &'static str, x: &Raw, affine: &Affine<'_>, turn: &Turn<'_>, eps: f64) -> Result<[Raw; 2]> {
+    dispatch_float!(x.dtype(), op, T => {
+        let [cos, sin] = numbers::<T>(turn.tables)?;
+        let rows = Rows::new(x, turn);
+        let weight = affine.scale(rows.len())?;
+        let (y, rstd) = read_all(op, &[x, &cos, &sin], |operands| {
+            let angles = rows.angles(elements(operands[1])?, elements(operands[2])?);
+            Ok(rows.forward::<T>(elements(operands[0])?, &weight, &angles, Real::from_f64(eps)))
+        })?;
+        Ok([from_vec(y, x.shape()), from_vec(rstd, rows.count)])
+    })
+}
+
+/// Adds the gradients that are wanted.
+pub(super) fn backward(
+    norm: &RmsNormRopeBackward,
+    context: &mut BackwardContext<'_>,
+    [x, grad, rstd]: [&Raw; 3],
+    turn: &Turn<'_>,
+) -> Result<()> {
+    let op = RMS_NORM_ROPE.name;
+    let rows = Rows::new(x, turn);
+    dispatch_float!(x.dtype(), op, T => {
+        let [cos, sin] = numbers::<T>(turn.tables)?;
+        let weight = norm.affine.scale(rows.len())?;
+        let (wants_input, wants_weight) = (context.needs(0), norm.affine.needs_grad(context));
+        let (grad_x, grad_weight) = read_all(op, &[x, grad, rstd, &cos, &sin], |operands| {
+            let pass = BackwardPass::<T> {
+                rows,
+                x: elements(operands[0])?,
+                grad: elements(operands[1])?,
+                rstd: elements(operands[2])?,
+                angles: rows.angles(elements(operands[3])?, elements(operands[4])?),
+                weight: &weight,
+            };
+            Ok(pass.run(wants_input, wants_weight))
+        })?;
+        if wants_input {
+            context.add(0, norm.order.swap(&from_vec(grad_x, x.shape()))?)?;
+        }
+        norm.affine.add(context, grad_weight, Vec::new())
+    })
+}
+
+/// Tables as arithmetic on elements of type `T` reads them.
+fn numbers<T: Elem<Acc: WithDType>>(tables: [&Raw; 2]) -> Result<[Raw; 2]> {
+    let numbers = |table: &Raw| contiguous(&cast(table, T::Acc::DTYPE)?);
+    Ok([numbers(tables[0])?, numbers(tables[1])?])
+}
+
+/// The sizes of dense rows and of their angles.
+#[derive(Clone, Copy)]
+struct Rows {
+    count: usize,
+    half: usize,
+    positions: usize,
+    repeats: usize,
+    interleaved: bool,
+}
+
+impl Rows {
+    fn new(x: &Raw, turn: &Turn<'_>) -> Self {
+        let (positions, half) = (turn.tables[0].dims()[0], turn.tables[0].dims()[1]);
+        let count = x.dims()[..x.rank() - 1].iter().product();
+        Self { count, half, positions, repeats: turn.repeats, interleaved: turn.interleaved }
+    }
+
+    fn len(&self) -> usize {
+        2 * self.half
+    }
+
+    fn angles<'a, R>(&self, cos: &'a [R], sin: &'a [R]) -> Angles<'a, R> {
+        let &Self { half, positions, repeats, interleaved, .. } = self;
+        Angles { cos, sin, positions, repeats, half, interleaved }
+    }
+
+    /// The result, and 1/√(mean(x²) + eps) of each row.
+    fn forward<T: Elem>(
+        &self,
+        x: &[T],
+        weight: &[T::Acc],
+        angles: &Angles<'_, T::Acc>,
+        eps: T::Acc,
+    ) -> (Vec<T>, Vec<T::Acc>) {
+        let len = self.len();
+        let mut rstd = vec![T::Acc::ZERO; self.count];
+        let rstds = SharedMut::new(&mut rstd);
+        let count = T::Acc::from_f64(len as f64);
+        let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
+            // SAFETY: ranges of rows do not overlap.
+            let rstds = unsafe { rstds.slice(range.clone()) };
+            let mut scaled = vec![T::Acc::ZERO; len];
+            dispatch(
+                #[inline(always)]
+                || {
+                    for ((row, out), rstd) in range.zip(out.chunks_exact_mut(len)).zip(rstds) {
+                        let x = &x[row * len..(row + 1) * len];
+                        let squares = rows::sum(x, |x: T| x.to_acc() * x.to_acc());
+                        *rstd = T::Acc::ONE / (squares / count + eps).sqrt();
+                        for (scaled, (x, w)) in scaled.iter_mut().zip(x.iter().zip(weight)) {
+                            *scaled = x.to_acc() * *rstd * *w;
+                        }
+                        let write = |slot: &mut MaybeUninit<T>, y| {
+                            slot.write(T::from_acc(y));
+                        };
+                        angles.turn(row, (&scaled, out), false, |x| x, write);
+                    }
+                },
+            );
+        };
+        // SAFETY: each row is written as a whole.
+        let y = unsafe { rows::fill_rows(self.count, len, rows::rows_per_block(len), write) };
+        (y, rstd)
+    }
+}
+
+struct BackwardPass<'a, T: Elem> {
+    rows: Rows,
+    x: &'a [T],
+    grad: &'a [T],
+    rstd: &'a [T::Acc],
+    angles: Angles<'a, T::Acc>,
+    weight: &'a [T::Acc],
+}
+
+/// Rows whose shares of the weight's gradient are summed one after another, at least; bounds the memory for the partial sums.
+const MIN_BLOCK: usize = 16;
+
+impl<T: Elem> BackwardPass<'_, T> {
+    /// The gradients of the input and of the weight, each empty if not wanted.
+    fn run(&self, wants_input: bool, wants_weight: bool) -> (Vec<T>, Vec<T::Acc>) {
+        let (count, len) = (self.rows.count, self.rows.len());
+        let mut block = rows::rows_per_block(len);
+        if wants_weight {
+            block = block.max(MIN_BLOCK);
+        }
+        let width = if wants_weight { len } else { 0 };
+        let mut partial = vec![T::Acc::ZERO; count.div_ceil(block) * width];
+        let shared = SharedMut::new(&mut partial);
+        let work = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
+            let index = range.start / block;
+            // SAFETY: blocks do not overlap.
+            let partial = unsafe { shared.slice(index * width..(index + 1) * width) };
+            let mut turned = vec![T::Acc::ZERO; len];
+            dispatch(
+                #[inline(always)]
+                || self.block(range, out, partial, &mut turned),
+            );
+        };
+        let grad_x = if wants_input {
+            // SAFETY: `block` writes every row that it is given.
+            unsafe { rows::fill_rows(count, len, block, work) }
+        } else {
+            par_ranges(count, block, |range| work(range, &mut []));
+            Vec::new()
+        };
+        let mut sum = vec![T::Acc::ZERO; width];
+        for partial in partial.chunks_exact(len.max(1)) {
+            for (s, p) in sum.iter_mut().zip(partial) {
+                *s += *p;
+            }
+        }
+        (grad_x, sum)
+    }
+
+    /// Rows of the input's gradient into `out`, and the rows' share of the weight's gradient into `partial`, unless empty.
+    /// `turned` has room for a row.
+    #[inline(always)]
+    fn block(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc], turned: &mut [T::Acc]) {
+        let len = self.rows.len();
+        let count = T::Acc::from_f64(len as f64);
+        let mut out = out.chunks_exact_mut(len.max(1));
+        for row in range {
+            let (x, g) = (&self.x[row * len..(row + 1) * len], &self.grad[row * len..(row + 1) * len]);
+            let rstd = self.rstd[row];
+            let normal = |x: T| x.to_acc() * rstd;
+            self.angles.turn(row, (g, turned), true, T::to_acc, |slot, g| *slot = g);
+            for (dw, (g, x)) in partial.iter_mut().zip(turned.iter().zip(x)) {
+                *dw += *g * normal(*x);
+            }
+            let Some(out) = out.next() else { continue };
+            let dot = rows::sum_triples(x, turned, self.weight, |x, g, w| g * w * normal(x)) / count;
+            for ((o, x), (g, w)) in out.iter_mut().zip(x).zip(turned.iter().zip(self.weight)) {
+                o.write(T::from_acc(rstd * (*g * *w - normal(*x) * dot)));
+            }
+        }
+    }
+}

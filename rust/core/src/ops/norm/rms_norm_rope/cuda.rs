@@ -1,0 +1,159 @@
+//! The CUDA form: `kernels/rms_norm_rope.cu`.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::rms_norm_rope::{
+    RMS_NORM_ROPE_BACKWARD, RMS_NORM_ROPE_FORWARD, RMS_NORM_ROPE_WEIGHT, RmsNormRopeBackward, RmsNormRopeForward,
+    RmsNormRopeWeight,
+};
+
+use super::{RMS_NORM_ROPE, RmsNormRopeBackward as Norm, Turn};
+use crate::cuda::launch::{Const, Shape, accumulator, count32, empty, input, optional_input, output, suffix, wide};
+use crate::cuda::{Gpu, cast, contiguous};
+use crate::ops::norm::cuda::{Gradients, Wanted, sum_affine};
+use crate::tape::BackwardContext;
+use crate::{Raw, Result};
+
+/// What the kernels take beside the tensors; the tensors keep the addresses good.
+struct Arguments {
+    tables: [Raw; 2],
+    weight: Option<Raw>,
+    rows: u64,
+    positions: u32,
+    repeats: u32,
+    width: u32,
+    interleaved: u32,
+    shape: Shape,
+}
+
+impl Arguments {
+    fn new(op: &'static str, x: &Raw, weight: Option<&Raw>, turn: &Turn<'_>) -> Result<Self> {
+        let numbers = |table: &Raw| contiguous(&cast(table, accumulator(x.dtype()))?);
+        let (positions, half) = (turn.tables[0].dims()[0], turn.tables[0].dims()[1]);
+        Ok(Self {
+            tables: [numbers(turn.tables[0])?, numbers(turn.tables[1])?],
+            weight: weight.map(contiguous).transpose()?,
+            rows: (x.elem_count() / (2 * half).max(1)) as u64,
+            positions: count32(op, positions)?,
+            repeats: count32(op, turn.repeats)?,
+            width: count32(op, 2 * half)?,
+            interleaved: u32::from(turn.interleaved),
+            shape: Shape::flat(x.elem_count(), 2 * wide(x.dtype())),
+        })
+    }
+
+    /// Where cos, sin and the weight are.
+    fn places(&self, op: &'static str) -> Result<[Const; 3]> {
+        let [cos, sin] = &self.tables;
+        Ok([input(op, cos)?, input(op, sin)?, optional_input(op, self.weight.as_ref())?])
+    }
+
+    fn weight_is_f32(&self) -> u32 {
+        u32::from(self.weight.as_ref().is_some_and(|weight| weight.dtype() == DType::F32))
+    }
+}
+
+/// The turned, normalised rows of a dense (..., width), and 1/√(mean(x²) + eps) of each.
+pub(super) fn forward(op: &'static str, x: &Raw, weight: Option<&Raw>, turn: &Turn<'_>, eps: f64) -> Result<[Raw; 2]> {
+    let gpu = Gpu::of(op, x)?;
+    let y = empty(op, gpu, x.dims(), x.dtype())?;
+    let rstd = empty(op, gpu, &[x.dims()[..x.rank() - 1].iter().product()], accumulator(x.dtype()))?;
+    if y.elem_count() > 0 {
+        let arguments = Arguments::new(op, x, weight, turn)?;
+        let &Arguments { rows, positions, repeats, width, interleaved, shape, .. } = &arguments;
+        let function = gpu.function(&RMS_NORM_ROPE_FORWARD, suffix(op, x.dtype())?)?;
+        let [cos, sin, weight] = arguments.places(op)?;
+        let arguments = RmsNormRopeForward {
+            x: input(op, x)?,
+            weight,
+            cos,
+            sin,
+            y: output(op, &y)?,
+            rstd: output(op, &rstd)?,
+            rows,
+            positions,
+            repeats,
+            width,
+            eps,
+            weight_f32: arguments.weight_is_f32(),
+            interleaved,
+        };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    Ok([y, rstd])
+}
+
+/// Adds the gradients that are wanted.
+pub(super) fn backward(
+    norm: &Norm,
+    context: &mut BackwardContext<'_>,
+    saved: [&Raw; 3],
+    turn: &Turn<'_>,
+) -> Result<()> {
+    let [weight, _] = norm.affine.parameters()?;
+    let mut grads = gradients(saved, weight.as_ref(), turn, &norm.affine.wanted(context))?;
+    if let Some(grad) = grads.input.take() {
+        context.add(0, norm.order.swap(&grad)?)?;
+    }
+    norm.affine.add_gradients(context, grads)
+}
+
+fn gradients([x, grad, rstd]: [&Raw; 3], weight: Option<&Raw>, turn: &Turn<'_>, wanted: &Wanted) -> Result<Gradients> {
+    let op = RMS_NORM_ROPE.name;
+    let gpu = Gpu::of(op, x)?;
+    let arguments = Arguments::new(op, x, weight, turn)?;
+    let &Arguments { rows, positions, repeats, width, interleaved, shape, .. } = &arguments;
+    let [cos, sin, scale] = arguments.places(op)?;
+    let mut grads = Gradients::default();
+    let (from, grad, rstd) = (input(op, x)?, input(op, grad)?, input(op, rstd)?);
+    if wanted.input {
+        let dx = empty(op, gpu, x.dims(), x.dtype())?;
+        if dx.elem_count() > 0 {
+            let function = gpu.function(&RMS_NORM_ROPE_BACKWARD, suffix(op, x.dtype())?)?;
+            let arguments = RmsNormRopeBackward {
+                x: from,
+                grad,
+                weight: scale,
+                cos,
+                sin,
+                rstd,
+                dx: output(op, &dx)?,
+                rows,
+                positions,
+                repeats,
+                width,
+                weight_f32: arguments.weight_is_f32(),
+                interleaved,
+            };
+            // SAFETY: as above.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
+        }
+        grads.input = Some(dx);
+    }
+    if wanted.weight {
+        let pieces = (rows as usize).div_ceil(64).clamp(1, 512);
+        let partials = empty(op, gpu, &[1, pieces, 2, width as usize], accumulator(x.dtype()))?;
+        if width > 0 {
+            let function = gpu.function(&RMS_NORM_ROPE_WEIGHT, suffix(op, x.dtype())?)?;
+            let tiles = (width as usize).div_ceil(64 * wide(x.dtype())) as u32;
+            let shape = Shape { grid: [tiles, pieces as u32, 1], block: [256, 1, 1], shared: 0 };
+            let arguments = RmsNormRopeWeight {
+                x: from,
+                grad,
+                cos,
+                sin,
+                rstd,
+                partials: output(op, &partials)?,
+                rows,
+                positions,
+                repeats,
+                width,
+                interleaved,
+            };
+            // SAFETY: as above; the partial sums are one for each block of the grid's second dimension.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
+        }
+        [grads.weight, _] = sum_affine(op, gpu, &partials, x.dtype(), [true, false])?;
+    }
+    Ok(grads)
+}

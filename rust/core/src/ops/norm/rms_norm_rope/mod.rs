@@ -1,0 +1,97 @@
+//! RMS norm and rotary position embedding in one pass: the queries and keys of models that normalise them (Flux, Qwen3).
+
+mod cases;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use super::{Affine, SavedAffine, check_eps};
+use crate::compute::{contiguous, on_device};
+use crate::ops::rope::{self, RowOrder};
+use crate::raw::Raw;
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::{Result, Tensor};
+
+pub(super) use cases::cases;
+
+pub(super) static RMS_NORM_ROPE: OpInfo = OpInfo::cheap("rms_norm_rope");
+
+/// [`rope`](crate::ops::rope::rope) of [`rms_norm`](super::rms_norm): `x (..., S, D)`, `weight (D)`, `cos` and `sin` `(S, D/2)`.
+///
+/// `weight` has the dtype of `x`, or f32; `cos` and `sin` have any floating-point dtype and get no gradient. What lies between the
+/// two is not rounded to the dtype of `x`. Pairs are as for `rope`. Saves `x` and one number a row. The result lies in memory as
+/// `x` does.
+///
+/// # Errors
+/// [`Error::Argument`](crate::Error::Argument) if `eps` is negative or not finite, [`Error::Shape`](crate::Error::Shape),
+/// [`Error::DType`](crate::Error::DType), [`Error::Device`](crate::Error::Device) if the operands do not fit,
+/// [`Error::NoBackward`](crate::Error::NoBackward) if `cos` or `sin` needs a gradient.
+pub fn rms_norm_rope(
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    cos: &Tensor,
+    sin: &Tensor,
+    interleaved: bool,
+    eps: f64,
+) -> Result<Tensor> {
+    let op = RMS_NORM_ROPE.name;
+    check_eps(op, eps)?;
+    rope::check(op, x, cos, sin)?;
+    let affine = Affine::new(op, x, weight, None, &x.dims()[x.rank() - 1..])?;
+    let order = RowOrder::of(&x.raw);
+    record_with_aux(
+        &RMS_NORM_ROPE,
+        &affine.inputs(x),
+        || {
+            let rows = contiguous(&order.swap(&x.raw)?)?;
+            let turn = Turn { tables: [&cos.raw, &sin.raw], repeats: order.repeats(), interleaved };
+            let [y, rstd] = on_device!(
+                x.device(),
+                cuda => cuda::forward(op, &rows, affine.weight.map(Tensor::raw), &turn, eps),
+                cpu => cpu::forward(op, &rows, &affine, &turn, eps),
+            )?;
+            Ok((order.swap(&y)?, std::iter::once(rstd).collect()))
+        },
+        |saver, _, statistics| RmsNormRopeBackward {
+            x: saver.save(x),
+            rstd: saver.save_raw(&statistics[0]),
+            tables: [saver.hold(cos), saver.hold(sin)],
+            order,
+            interleaved,
+            affine: affine.save(saver, false),
+        },
+    )
+}
+
+/// How dense rows turn.
+struct Turn<'a> {
+    /// cos and sin, (positions, width / 2).
+    pub tables: [&'a Raw; 2],
+    /// How many rows in turn have the same position.
+    pub repeats: usize,
+    pub interleaved: bool,
+}
+
+struct RmsNormRopeBackward {
+    x: Saved,
+    rstd: Saved,
+    tables: [Saved; 2],
+    order: RowOrder,
+    interleaved: bool,
+    affine: SavedAffine,
+}
+
+impl Backward for RmsNormRopeBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let order = self.order;
+        let x = contiguous(&order.swap(&self.x.get()?)?)?;
+        let grad = contiguous(&order.swap(context.grad())?)?;
+        let (rstd, cos, sin) = (self.rstd.get()?, self.tables[0].get()?, self.tables[1].get()?);
+        let turn = Turn { tables: [&cos, &sin], repeats: order.repeats(), interleaved: self.interleaved };
+        on_device!(
+            x.device(),
+            cuda => cuda::backward(self, context, [&x, &grad, &rstd], &turn),
+            cpu => cpu::backward(self, context, [&x, &grad, &rstd], &turn),
+        )
+    }
+}

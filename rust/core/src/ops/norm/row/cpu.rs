@@ -1,0 +1,138 @@
+//! The CPU form.
+
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use super::Size;
+use crate::cpu::pool::{SharedMut, par_ranges};
+use crate::cpu::{Elem, Real, dispatch};
+use crate::ops::rows;
+
+/// The result, and mean (if it is taken off) and 1/√(var + eps) of each row.
+pub(super) fn forward<T: Elem, const CENTER: bool>(
+    size: Size,
+    x: &[T],
+    weight: &[T::Acc],
+    bias: &[T::Acc],
+    eps: T::Acc,
+) -> (Vec<T>, [Vec<T::Acc>; 2]) {
+    let (rows, len) = (size.rows(), size.len);
+    let mut statistics = [vec![T::Acc::ZERO; if CENTER { rows } else { 0 }], vec![T::Acc::ZERO; rows]];
+    let [means, rstds] = statistics.each_mut().map(|values| SharedMut::new(values));
+    let count = T::Acc::from_f64(len as f64);
+    let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
+        // SAFETY: ranges of rows do not overlap.
+        let rstds = unsafe { rstds.slice(range.clone()) };
+        // SAFETY: as above.
+        let mut means = unsafe { means.slice(if CENTER { range.clone() } else { 0..0 }) }.iter_mut();
+        let x = x[range.start * len..range.end * len].chunks_exact(len);
+        dispatch(
+            #[inline(always)]
+            || {
+                let results = out.chunks_exact_mut(len).zip(rstds.iter_mut());
+                for (row, (x, (out, rstd))) in range.zip(x.zip(results)) {
+                    let center = if CENTER { rows::sum(x, |x: T| x.to_acc()) / count } else { T::Acc::ZERO };
+                    let squares = rows::sum(x, |x: T| {
+                        let d = x.to_acc() - center;
+                        d * d
+                    });
+                    let scale = T::Acc::ONE / (squares / count + eps).sqrt();
+                    let (weight, bias) = (&weight[size.parameters(row)], &bias[size.parameters(row)]);
+                    for ((o, x), (w, b)) in out.iter_mut().zip(x).zip(weight.iter().zip(bias)) {
+                        o.write(T::from_acc(((x.to_acc() - center) * scale).mul_add(*w, *b)));
+                    }
+                    *rstd = scale;
+                    if let Some(mean) = means.next() {
+                        *mean = center;
+                    }
+                }
+            },
+        );
+    };
+    // SAFETY: each row is written as a whole.
+    let y = unsafe { rows::fill_rows(rows, len, rows::rows_per_block(len), write) };
+    (y, statistics)
+}
+
+pub(super) struct BackwardPass<'a, T: Elem> {
+    pub size: Size,
+    pub x: &'a [T],
+    pub grad: &'a [T],
+    pub mean: &'a [T::Acc],
+    pub rstd: &'a [T::Acc],
+    pub scale: &'a [T::Acc],
+}
+
+/// Rows whose parameter gradients are summed one after another, at least; bounds the memory for the partial sums.
+const MIN_BLOCK: usize = 16;
+
+impl<T: Elem> BackwardPass<'_, T> {
+    /// The gradients of the input and, (samples, len) each, of scale and shift; each empty if not wanted.
+    pub fn run<const CENTER: bool>(&self, wants_input: bool, wants_affine: bool) -> (Vec<T>, [Vec<T::Acc>; 2]) {
+        let Size { samples, sharing, len } = self.size;
+        // Blocks of rows of one sample.
+        let block = rows::rows_per_block(len).max(if wants_affine { MIN_BLOCK } else { 1 });
+        let blocks = if samples * len == 0 { 0 } else { sharing.div_ceil(block) };
+        let width = if wants_affine { 2 * len } else { 0 };
+        let mut partial = vec![T::Acc::ZERO; samples * blocks * width];
+        let total = if wants_input { samples * sharing * len } else { 0 };
+        let mut grad_x = Vec::with_capacity(total);
+        let partials = SharedMut::new(&mut partial);
+        let results = SharedMut::new(&mut grad_x.spare_capacity_mut()[..total]);
+        let grain = if blocks > 1 { 1 } else { rows::rows_per_block(sharing * len) };
+        par_ranges(samples * blocks, grain, |range| {
+            for index in range {
+                let sample = index / blocks * sharing;
+                let first = index % blocks * block;
+                let rows = sample + first..sample + sharing.min(first + block);
+                let elements = if wants_input { rows.start * len..rows.end * len } else { 0..0 };
+                // SAFETY: blocks do not overlap.
+                let partial = unsafe { partials.slice(index * width..(index + 1) * width) };
+                // SAFETY: as above.
+                let out: &mut [MaybeUninit<T>] = unsafe { results.slice(elements) };
+                dispatch(
+                    #[inline(always)]
+                    || self.block::<CENTER>(rows, out, partial),
+                );
+            }
+        });
+        // SAFETY: the blocks cover everything, and `block` writes every row that it is given.
+        unsafe { grad_x.set_len(total) };
+        let mut sums = [0, 1].map(|_| vec![T::Acc::ZERO; samples * width / 2]);
+        for (index, partial) in partial.chunks_exact(width.max(1)).enumerate() {
+            let start = index / blocks * len;
+            for (sum, half) in sums.iter_mut().zip(partial.chunks_exact(len)) {
+                for (s, p) in sum[start..start + len].iter_mut().zip(half) {
+                    *s += *p;
+                }
+            }
+        }
+        (grad_x, sums)
+    }
+
+    /// Rows of the input's gradient into `out`, and the rows' share of scale's and shift's gradients into `partial`,
+    /// unless empty.
+    #[inline(always)]
+    fn block<const CENTER: bool>(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc]) {
+        let len = self.size.len;
+        let count = T::Acc::from_f64(len as f64);
+        let (grad_scale, grad_shift) = partial.split_at_mut(partial.len() / 2);
+        let mut out = out.chunks_exact_mut(len);
+        for row in range {
+            let (x, g) = (&self.x[row * len..(row + 1) * len], &self.grad[row * len..(row + 1) * len]);
+            let (mean, rstd) = (if CENTER { self.mean[row] } else { T::Acc::ZERO }, self.rstd[row]);
+            let normal = |x: T| (x.to_acc() - mean) * rstd;
+            for ((dw, db), (x, g)) in grad_scale.iter_mut().zip(&mut *grad_shift).zip(x.iter().zip(g)) {
+                *dw += g.to_acc() * normal(*x);
+                *db += g.to_acc();
+            }
+            let Some(out) = out.next() else { continue };
+            let scale = &self.scale[self.size.parameters(row)];
+            let sum = if CENTER { rows::sum_pairs(g, scale, |g: T, w| g.to_acc() * w) / count } else { T::Acc::ZERO };
+            let dot = rows::sum_triples(x, g, scale, |x, g: T, w| g.to_acc() * w * normal(x)) / count;
+            for ((o, x), (g, w)) in out.iter_mut().zip(x).zip(g.iter().zip(scale)) {
+                o.write(T::from_acc(rstd * (g.to_acc() * *w - sum - normal(*x) * dot)));
+            }
+        }
+    }
+}

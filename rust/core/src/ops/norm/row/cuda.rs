@@ -1,0 +1,173 @@
+//! The CUDA form: `kernels/norm.cu`.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::norm::{
+    LAYER_NORM_AFFINE, LAYER_NORM_BACKWARD, LAYER_NORM_FORWARD, LayerNormAffine, LayerNormBackward, LayerNormForward,
+    MODULATED_LAYER_NORM_BACKWARD, MODULATED_LAYER_NORM_FORWARD, RMS_NORM_AFFINE, RMS_NORM_BACKWARD, RMS_NORM_FORWARD,
+};
+
+use super::{Kind, Normalised, RowNorm, RowNormBackward, Size};
+use crate::cuda::Gpu;
+use crate::cuda::launch::{
+    Shape, accumulator, count32, empty, input, optional_input, optional_output, output, suffix, wide,
+};
+use crate::ops::norm::cuda::{Gradients, Parameters, Wanted, destination, sum_affine};
+use crate::tape::BackwardContext;
+use crate::{Error, Raw, Result};
+
+/// How many rows share a scale and a shift; kernels of the other kinds do not ask.
+fn sharing(op: &'static str, kind: Kind, size: Size) -> Result<u32> {
+    if kind == Kind::Modulated { count32(op, size.sharing) } else { Ok(1) }
+}
+
+/// Whether there are as many pairs of scale and shift as a launch takes.
+fn check_samples(op: &'static str, Size { samples, .. }: Size) -> Result<()> {
+    /// Blocks in the third dimension of a grid.
+    const MOST: usize = 65_535;
+    if samples <= MOST {
+        return Ok(());
+    }
+    let message = format!("a batch of {samples} is more than a GPU takes at once, expected up to {MOST}; split it");
+    Err(Error::argument(op, message))
+}
+
+/// The launch of `kernels/norm.cu` over rows.
+fn over_rows(rows: usize, len: usize, dtype: DType) -> Shape {
+    const HELD: usize = 3;
+    const THREADS: usize = 1 << 17;
+    let shape = |held| Shape::teams(rows, len, held, dtype);
+    let fits = |held: &usize| rows.saturating_mul(shape(*held).block[0] as usize) <= THREADS;
+    shape((1..=HELD).find(fits).unwrap_or(HELD))
+}
+
+/// The norm of a dense tensor.
+pub(super) fn forward(norm: &RowNorm<'_>, x: &Raw) -> Result<Normalised> {
+    run(norm, x, None).map(|(_, normalised)| normalised)
+}
+
+/// The sum of two tensors and the norm of that in one pass; nothing if they are not dense.
+pub(super) fn sum_and_norm(norm: &RowNorm<'_>, [x, residual]: [&Raw; 2]) -> Result<Option<(Raw, Normalised)>> {
+    if !(x.is_contiguous() && residual.is_contiguous()) {
+        return Ok(None);
+    }
+    let (sum, normalised) = run(norm, x, Some(residual))?;
+    Ok(sum.map(|sum| (sum, normalised)))
+}
+
+/// The norm of a dense tensor, or its sum with another and the norm of that.
+fn run(
+    &RowNorm { op, kind, size, ref affine, eps }: &RowNorm<'_>,
+    x: &Raw,
+    residual: Option<&Raw>,
+) -> Result<(Option<Raw>, Normalised)> {
+    let gpu = Gpu::of(op, x)?;
+    // What the backward pass could not do.
+    check_samples(op, size)?;
+    let parameters = Parameters::new(x.dtype(), affine.parameters())?;
+    let y = empty(op, gpu, x.dims(), x.dtype())?;
+    let rstd = empty(op, gpu, &[size.rows()], accumulator(x.dtype()))?;
+    let mean = kind.centers().then(|| empty(op, gpu, &[size.rows()], accumulator(x.dtype()))).transpose()?;
+    let sum = residual.map(|_| empty(op, gpu, x.dims(), x.dtype())).transpose()?;
+    if y.elem_count() > 0 {
+        let kernel = match kind {
+            Kind::Layer => &LAYER_NORM_FORWARD,
+            Kind::Rms => &RMS_NORM_FORWARD,
+            Kind::Modulated => &MODULATED_LAYER_NORM_FORWARD,
+        };
+        let function = gpu.function(kernel, suffix(op, x.dtype())?)?;
+        let shape = over_rows(size.rows(), size.len, x.dtype());
+        let arguments = LayerNormForward {
+            x: input(op, x)?,
+            residual: optional_input(op, residual)?,
+            sum: optional_output(op, sum.as_ref())?,
+            weight: optional_input(op, parameters.weight.as_ref())?,
+            bias: optional_input(op, parameters.bias.as_ref())?,
+            y: output(op, &y)?,
+            mean: optional_output(op, mean.as_ref())?,
+            rstd: output(op, &rstd)?,
+            rows: size.rows() as u64,
+            len: count32(op, size.len)?,
+            sharing: sharing(op, kind, size)?,
+            eps,
+            affine_f32: parameters.is_f32(),
+        };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    Ok((sum, (y, std::iter::once(rstd).chain(mean).collect())))
+}
+
+/// Adds the gradients that are wanted.
+pub(super) fn backward(
+    norm: &RowNormBackward,
+    context: &mut BackwardContext<'_>,
+    saved: [&Raw; 3],
+    mean: Option<&Raw>,
+) -> Result<()> {
+    let [weight, _] = norm.affine.parameters()?;
+    let wanted = Wanted { before: context.take_pending(0, saved[0].dtype()), ..norm.affine.wanted(context) };
+    let grads = gradients(norm, saved, mean, weight.as_ref(), &wanted)?;
+    norm.affine.add_gradients(context, grads)
+}
+
+fn gradients(
+    norm: &RowNormBackward,
+    [x, grad, rstd]: [&Raw; 3],
+    mean: Option<&Raw>,
+    weight: Option<&Raw>,
+    wanted: &Wanted,
+) -> Result<Gradients> {
+    let &RowNormBackward { op, kind, size, .. } = norm;
+    let len = size.len;
+    let gpu = Gpu::of(op, x)?;
+    let dtype = x.dtype();
+    let parameters = Parameters::new(dtype, [weight, None])?;
+    let (from, g, rstd, mean) = (input(op, x)?, input(op, grad)?, input(op, rstd)?, optional_input(op, mean)?);
+    let len32 = count32(op, len)?;
+    let mut of_input = None;
+    if wanted.input {
+        let dx = destination(op, gpu, x, wanted.before.as_ref())?;
+        if dx.elem_count() > 0 {
+            let kernel = match kind {
+                Kind::Layer => &LAYER_NORM_BACKWARD,
+                Kind::Rms => &RMS_NORM_BACKWARD,
+                Kind::Modulated => &MODULATED_LAYER_NORM_BACKWARD,
+            };
+            let function = gpu.function(kernel, suffix(op, dtype)?)?;
+            let arguments = LayerNormBackward {
+                x: from,
+                grad: g,
+                before: optional_input(op, wanted.before.as_ref().map(|pending| &pending.sum))?,
+                weight: optional_input(op, parameters.weight.as_ref())?,
+                mean,
+                rstd,
+                dx: output(op, &dx)?,
+                rows: size.rows() as u64,
+                len: len32,
+                sharing: sharing(op, kind, size)?,
+                affine_f32: parameters.is_f32(),
+            };
+            // SAFETY: the tensors are dense and of these sizes.
+            unsafe { function.launch(op, gpu, over_rows(size.rows(), len, dtype), arguments) }?;
+        }
+        of_input = Some(dx);
+    }
+    if !(wanted.weight || wanted.bias) {
+        return Ok(Gradients { input: of_input, weight: None, bias: None });
+    }
+    let Size { samples, sharing: rows, .. } = size;
+    let pieces = rows.div_ceil(64).clamp(1, 128);
+    let partials = empty(op, gpu, &[samples, pieces, 2, len], accumulator(dtype))?;
+    if partials.elem_count() > 0 {
+        let kernel = if kind.centers() { &LAYER_NORM_AFFINE } else { &RMS_NORM_AFFINE };
+        let function = gpu.function(kernel, suffix(op, dtype)?)?;
+        let columns = len.div_ceil(32 * wide(dtype)) as u32;
+        let shape = Shape { grid: [columns, pieces as u32, samples as u32], block: [32, 8, 1], shared: 0 };
+        let (partials, rows) = (output(op, &partials)?, rows as u64);
+        let arguments = LayerNormAffine { x: from, grad: g, mean, rstd, partials, rows, len: len32 };
+        // SAFETY: as above; the partial sums are one for each block of the grid's second and third dimension.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    let [weight, bias] = sum_affine(op, gpu, &partials, dtype, [wanted.weight, wanted.bias])?;
+    Ok(Gradients { input: of_input, weight, bias })
+}

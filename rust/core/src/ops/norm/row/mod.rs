@@ -1,0 +1,228 @@
+//! Norms of rows by their own statistics: layer norm (Ba et al. 2016, arXiv:1607.06450), RMS norm (Zhang & Sennrich 2019,
+//! arXiv:1910.07467), which is layer norm without the mean and the shift, and modulated layer norm.
+
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod modulated;
+mod residual;
+
+use std::ops::Range;
+
+use super::{Affine, Reads, SavedAffine, check_eps};
+use crate::compute::{contiguous, on_device};
+use crate::cpu::{Real, elements, read_all};
+use crate::raw::from_vec;
+use crate::tape::{Aux, Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::{Error, Raw, Result, Tensor, dispatch_float};
+
+pub use modulated::modulated_layer_norm;
+pub use residual::{add_layer_norm, add_rms_norm};
+
+pub(super) use modulated::MODULATED_LAYER_NORM;
+pub(super) use residual::{ADD_LAYER_NORM, ADD_RMS_NORM};
+
+pub(super) static LAYER_NORM: OpInfo = OpInfo::cheap("layer_norm");
+pub(super) static RMS_NORM: OpInfo = OpInfo::cheap("rms_norm");
+
+/// (x - mean) / √(var + eps) · weight + bias over the last `normalized_dims` dimensions, with the biased variance.
+///
+/// `weight` and `bias` have the shape of those dimensions and the dtype of `x`, or f32. Statistics are in f32 (f64 for f64).
+///
+/// # Errors
+/// [`Error::Argument`] if `normalized_dims` is 0 or above the rank or `eps` is no number of at least 0, [`Error::Shape`],
+/// [`Error::DType`], [`Error::Device`] if the operands do not fit.
+pub fn layer_norm(
+    x: &Tensor,
+    normalized_dims: usize,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<Tensor> {
+    RowNorm::new(LAYER_NORM.name, Kind::Layer, x, normalized_dims, [weight, bias], eps)?.record(&LAYER_NORM, x, None)
+}
+
+/// x / √(mean(x²) + eps) · weight over the last dimension.
+///
+/// `weight` has the size of that dimension and the dtype of `x`, or f32. Statistics are in f32 (f64 for f64).
+///
+/// # Errors
+/// [`Error::Argument`] if `x` has no dimension or `eps` is no number of at least 0, [`Error::Shape`], [`Error::DType`],
+/// [`Error::Device`] if the operands do not fit.
+pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    RowNorm::new(RMS_NORM.name, Kind::Rms, x, 1, [weight, None], eps)?.record(&RMS_NORM, x, None)
+}
+
+/// What distinguishes the norms of rows.
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    Layer,
+    /// The mean is not taken off.
+    Rms,
+    /// The scale is added to 1.
+    Modulated,
+}
+
+impl Kind {
+    const fn centers(self) -> bool {
+        !matches!(self, Self::Rms)
+    }
+
+    /// What normalised values are multiplied by.
+    fn factors<R: Real>(self, mut scale: Vec<R>) -> Vec<R> {
+        if self == Self::Modulated {
+            scale.iter_mut().for_each(|scale| *scale += R::ONE);
+        }
+        scale
+    }
+}
+
+/// Samples of so many rows that share a scale and a shift, and the length of a row.
+#[derive(Clone, Copy)]
+struct Size {
+    samples: usize,
+    sharing: usize,
+    len: usize,
+}
+
+impl Size {
+    const fn rows(self) -> usize {
+        self.samples * self.sharing
+    }
+
+    /// Where the scale and the shift of a row are.
+    #[inline(always)]
+    fn parameters(self, row: usize) -> Range<usize> {
+        let start = row / self.sharing.max(1) * self.len;
+        start..start + self.len
+    }
+}
+
+/// A result, with what its backward reads of it: 1/√(var + eps) of each row, and the mean if it is taken off.
+type Normalised = (Raw, Aux);
+
+/// A norm of rows whose operands were checked.
+struct RowNorm<'a> {
+    op: &'static str,
+    kind: Kind,
+    size: Size,
+    affine: Affine<'a>,
+    eps: f64,
+}
+
+impl<'a> RowNorm<'a> {
+    /// Of tensors that are as `x`, with one scale and shift for all rows.
+    fn new(
+        op: &'static str,
+        kind: Kind,
+        x: &Tensor,
+        normalized_dims: usize,
+        [weight, bias]: [Option<&'a Tensor>; 2],
+        eps: f64,
+    ) -> Result<Self> {
+        check_eps(op, eps)?;
+        if normalized_dims == 0 || normalized_dims > x.rank() {
+            return Err(Error::argument(
+                op,
+                format!("cannot normalise the last {normalized_dims} dimensions of shape {:?}", x.dims()),
+            ));
+        }
+        let (outer, normalized) = x.dims().split_at(x.rank() - normalized_dims);
+        let size = Size { samples: 1, sharing: outer.iter().product(), len: normalized.iter().product() };
+        Ok(Self { op, kind, size, affine: Affine::new(op, x, weight, bias, normalized)?, eps })
+    }
+
+    /// Put the norm of `x` on the tape, which `made` is if it is there already.
+    fn record(&self, info: &'static OpInfo, x: &Tensor, made: Option<Normalised>) -> Result<Tensor> {
+        record_with_aux(
+            info,
+            &self.affine.inputs(x),
+            || made.map_or_else(|| self.forward(x), Ok),
+            |saver, _, statistics| RowNormBackward {
+                op: info.name,
+                kind: self.kind,
+                size: self.size,
+                // The gradient of the shift alone reads nothing.
+                reads: (saver.needs(0) || self.affine.weight.is_some() && saver.needs(1))
+                    .then(|| Reads::save(saver, x, statistics)),
+                affine: self.affine.save(saver, false),
+            },
+        )
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Normalised> {
+        let x = contiguous(&x.raw)?;
+        on_device!(x.device(), cuda => cuda::forward(self, &x), cpu => self.on_cpu(&x))
+    }
+
+    fn on_cpu(&self, raw: &Raw) -> Result<Normalised> {
+        let Self { op, kind, size, affine, eps } = self;
+        dispatch_float!(raw.dtype(), op, T => {
+            let (weight, bias) = (kind.factors(affine.scale(size.len)?), affine.shift(size.len)?);
+            let (y, [mean, rstd]) = read_all(op, &[raw], |operands| {
+                let (x, eps) = (elements::<T>(operands[0])?, Real::from_f64(*eps));
+                Ok(match kind.centers() {
+                    true => cpu::forward::<T, true>(*size, x, &weight, &bias, eps),
+                    false => cpu::forward::<T, false>(*size, x, &weight, &bias, eps),
+                })
+            })?;
+            let mean = kind.centers().then(|| from_vec(mean, size.rows()));
+            let statistics = std::iter::once(from_vec(rstd, size.rows())).chain(mean).collect();
+            Ok((from_vec(y, raw.shape()), statistics))
+        })
+    }
+}
+
+struct RowNormBackward {
+    op: &'static str,
+    kind: Kind,
+    size: Size,
+    reads: Option<Reads>,
+    affine: SavedAffine,
+}
+
+impl Backward for RowNormBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let Size { samples, sharing, len } = self.size;
+        let grad = contiguous(context.grad())?;
+        let Some(Reads { x, rstd, mean }) = &self.reads else {
+            return self.affine.add_shift_only(context, &grad.reshape((samples, sharing, len))?);
+        };
+        let x = contiguous(&x.get()?)?;
+        let (rstd, mean) = (rstd.get()?, mean.as_ref().map(Saved::get).transpose()?);
+        on_device!(
+            x.device(),
+            cuda => cuda::backward(self, context, [&x, &grad, &rstd], mean.as_ref()),
+            cpu => self.on_cpu(context, [&x, &grad, &rstd], mean.as_ref()),
+        )
+    }
+}
+
+impl RowNormBackward {
+    fn on_cpu(&self, context: &mut BackwardContext<'_>, [x, grad, rstd]: [&Raw; 3], mean: Option<&Raw>) -> Result<()> {
+        // RMS norm takes off nothing; any tensor stands in.
+        let mean = mean.unwrap_or(rstd);
+        dispatch_float!(x.dtype(), self.op, T => {
+            let scale = self.kind.factors(self.affine.scale(self.size.len)?);
+            let (wants_input, wants_affine) = (context.needs(0), self.affine.needs_grad(context));
+            let (grad_x, [grad_weight, grad_bias]) = read_all(self.op, &[x, grad, mean, rstd], |operands| {
+                let pass = cpu::BackwardPass::<T> {
+                    size: self.size,
+                    x: elements(operands[0])?,
+                    grad: elements(operands[1])?,
+                    mean: elements(operands[2])?,
+                    rstd: elements(operands[3])?,
+                    scale: &scale,
+                };
+                Ok(match self.kind.centers() {
+                    true => pass.run::<true>(wants_input, wants_affine),
+                    false => pass.run::<false>(wants_input, wants_affine),
+                })
+            })?;
+            if wants_input {
+                context.add(0, from_vec(grad_x, x.shape()))?;
+            }
+            self.affine.add(context, grad_weight, grad_bias)
+        })
+    }
+}

@@ -1,0 +1,25 @@
+//! Layer norm whose scale and shift are computed, a pair for each sample: adaLN of diffusion transformers (Peebles & Xie 2022,
+//! arXiv:2212.09748, section 3.2).
+
+use super::{Affine, Kind, RowNorm, Size, check_eps};
+use crate::tape::OpInfo;
+use crate::{Error, Result, Tensor};
+
+pub(in crate::ops::norm) static MODULATED_LAYER_NORM: OpInfo = OpInfo::cheap("modulated_layer_norm");
+
+/// (x - mean) / √(var + eps) · (1 + scale) + shift over the last dimension, with the biased variance: `x (batch, ..., features)`,
+/// `scale` and `shift (batch, features)` in the dtype of `x`, or f32. Statistics are in f32 (f64 for f64).
+///
+/// # Errors
+/// [`Error::Argument`] if `eps` is no number of at least 0, [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do
+/// not fit.
+pub fn modulated_layer_norm(x: &Tensor, scale: &Tensor, shift: &Tensor, eps: f64) -> Result<Tensor> {
+    let op = MODULATED_LAYER_NORM.name;
+    check_eps(op, eps)?;
+    let &[batch, ref positions @ .., len] = x.dims() else {
+        return Err(Error::shape(op, format!("the input has shape {:?}, expected (batch, ..., features)", x.dims())));
+    };
+    let size = Size { samples: batch, sharing: positions.iter().product(), len };
+    let affine = Affine::named(op, x, [("scale", Some(scale)), ("shift", Some(shift))], &[batch, len])?;
+    RowNorm { op, kind: Kind::Modulated, size, affine, eps }.record(&MODULATED_LAYER_NORM, x, None)
+}

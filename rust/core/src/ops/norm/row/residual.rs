@@ -1,0 +1,73 @@
+//! A residual sum and the norm of it, as blocks of transformers have them: x + residual, and layer or RMS norm of that.
+//!
+//! On the tape they are the sum and the norm, two nodes. On CUDA one kernel computes both when the sum is recorded.
+
+use std::cell::Cell;
+
+use super::{Kind, LAYER_NORM, Normalised, RMS_NORM, RowNorm};
+use crate::compute::on_device;
+use crate::cpu::Add;
+use crate::ops::arithmetic::{add_by, check};
+use crate::tape::OpInfo;
+use crate::{Error, Result, Tensor, compute};
+
+pub(in crate::ops::norm) static ADD_LAYER_NORM: OpInfo = OpInfo::cheap("add_layer_norm");
+pub(in crate::ops::norm) static ADD_RMS_NORM: OpInfo = OpInfo::cheap("add_rms_norm");
+
+/// x + residual, and [`layer_norm`](crate::ops::norm::layer_norm) of that sum as rounded to its dtype.
+///
+/// `x` and `residual` have one shape and dtype; the rest is as for the norm.
+///
+/// # Errors
+/// As [`layer_norm`](crate::ops::norm::layer_norm), and if `x` and `residual` differ in shape, dtype or device.
+pub fn add_layer_norm(
+    x: &Tensor,
+    residual: &Tensor,
+    normalized_dims: usize,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: f64,
+) -> Result<(Tensor, Tensor)> {
+    let norm = RowNorm::new(ADD_LAYER_NORM.name, Kind::Layer, x, normalized_dims, [weight, bias], eps)?;
+    add_norm(&ADD_LAYER_NORM, &LAYER_NORM, x, residual, &norm)
+}
+
+/// x + residual, and [`rms_norm`](crate::ops::norm::rms_norm) of that sum as rounded to its dtype.
+///
+/// `x` and `residual` have one shape and dtype; the rest is as for the norm.
+///
+/// # Errors
+/// As [`rms_norm`](crate::ops::norm::rms_norm), and if `x` and `residual` differ in shape, dtype or device.
+pub fn add_rms_norm(x: &Tensor, residual: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<(Tensor, Tensor)> {
+    let norm = RowNorm::new(ADD_RMS_NORM.name, Kind::Rms, x, 1, [weight, None], eps)?;
+    add_norm(&ADD_RMS_NORM, &RMS_NORM, x, residual, &norm)
+}
+
+fn add_norm(
+    info: &'static OpInfo,
+    of_sum: &'static OpInfo,
+    x: &Tensor,
+    residual: &Tensor,
+    norm: &RowNorm<'_>,
+) -> Result<(Tensor, Tensor)> {
+    let op = info.name;
+    if x.dims() != residual.dims() {
+        return Err(Error::shape(
+            op,
+            format!("x has shape {:?}, the residual {:?}; expected one shape", x.dims(), residual.dims()),
+        ));
+    }
+    check(op, x, residual)?;
+    let made = Cell::new(None::<Normalised>);
+    let sum = add_by(x, residual, || {
+        let both =
+            on_device!(x.device(), cuda => super::cuda::sum_and_norm(norm, [&x.raw, &residual.raw])?, cpu => None);
+        if let Some((sum, normalised)) = both {
+            made.set(Some(normalised));
+            return Ok(sum);
+        }
+        compute::binary(&x.raw, &residual.raw, Add).map_err(|error| error.under(op))
+    })?;
+    let y = norm.record(of_sum, &sum, made.take())?;
+    Ok((sum, y))
+}

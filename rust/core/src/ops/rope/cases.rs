@@ -1,0 +1,58 @@
+//! What the registry's walk tries rotary embeddings on.
+
+use super::{ROPE, rope};
+use crate::ops::case::{Case, Entry};
+use crate::{Result, Tensor};
+
+/// The same from basic operations.
+pub(in crate::ops) fn plain(x: &Tensor, [cos, sin]: [&Tensor; 2], interleaved: bool) -> Result<Tensor> {
+    let (rank, half) = (x.rank(), x.dims()[x.rank() - 1] / 2);
+    let (a, b) = if interleaved {
+        let mut dims = x.dims().to_vec();
+        dims[rank - 1] = half;
+        dims.push(2);
+        let pairs = x.reshape(dims)?;
+        (pairs.narrow(rank, 0, 1)?.squeeze(rank)?, pairs.narrow(rank, 1, 1)?.squeeze(rank)?)
+    } else {
+        (x.narrow(rank - 1, 0, half)?, x.narrow(rank - 1, half, half)?)
+    };
+    let (to_a, to_b) = (a.mul(cos)?.sub(&b.mul(sin)?)?, a.mul(sin)?.add(&b.mul(cos)?)?);
+    if interleaved {
+        Tensor::stack(&[&to_a, &to_b], rank)?.reshape(x.shape().clone())
+    } else {
+        Tensor::cat(&[&to_a, &to_b], rank - 1)
+    }
+}
+
+/// Tables for test cases with `x`. Any numbers will do: the operation does not ask that they belong to angles.
+pub(in crate::ops) fn tables(x: &Tensor) -> Result<[Tensor; 2]> {
+    let (length, half) = (x.dims()[x.rank() - 2], x.dims()[x.rank() - 1] / 2);
+    let table = |f: fn(f64) -> f64| {
+        let values = (0..length * half).map(|i| f(i as f64 * 0.7)).collect::<Vec<_>>();
+        Tensor::from_vec(values, (length, half), x.device())?.to_dtype(x.dtype())
+    };
+    Ok([table(f64::cos)?, table(f64::sin)?])
+}
+
+/// Registry entry of this operation.
+pub static ENTRIES: &[Entry] = &[Entry {
+    info: &ROPE,
+    cases: || {
+        let case = |label, shape: &[usize], interleaved| {
+            let fused = move |x: &[Tensor]| {
+                let [cos, sin] = tables(&x[0])?;
+                rope(&x[0], &cos, &sin, interleaved)
+            };
+            Case::new(label, &[shape], fused).plain(move |x| {
+                let [cos, sin] = tables(&x[0])?;
+                plain(&x[0], [&cos, &sin], interleaved)
+            })
+        };
+        vec![
+            case("halves", &[2, 3, 5, 6], false),
+            case("interleaved", &[2, 3, 5, 6], true),
+            case("one matrix", &[3, 2], false),
+            case("empty", &[2, 0, 4], true),
+        ]
+    },
+}];

@@ -1,0 +1,96 @@
+//! The CPU form.
+
+use std::mem::MaybeUninit;
+
+use candle_core::WithDType;
+
+use super::super::rows;
+use super::ROPE;
+use crate::compute::{cast, contiguous};
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+use crate::raw::{Raw, from_vec};
+use crate::{Result, dispatch_float};
+
+/// The angles of rows.
+pub struct Angles<'a, R> {
+    /// (positions, half).
+    pub cos: &'a [R],
+    pub sin: &'a [R],
+    pub positions: usize,
+    /// How many rows in turn have the same position.
+    pub repeats: usize,
+    /// How many pairs a row has.
+    pub half: usize,
+    pub interleaved: bool,
+}
+
+impl<R: Real> Angles<'_, R> {
+    /// Turn the pairs of row `row`, or turn them `back`.
+    #[inline(always)]
+    pub fn turn<X: Copy, Y>(
+        &self,
+        row: usize,
+        (x, out): (&[X], &mut [Y]),
+        back: bool,
+        read: impl Fn(X) -> R,
+        write: impl Fn(&mut Y, R),
+    ) {
+        let angle = row / self.repeats % self.positions * self.half;
+        let angles = self.cos[angle..angle + self.half].iter().zip(&self.sin[angle..angle + self.half]);
+        let sign = if back { -R::ONE } else { R::ONE };
+        let turn = |a: X, b: X, cos: R, sin: R| {
+            let (a, b, sin) = (read(a), read(b), sign * sin);
+            (a * cos - b * sin, a * sin + b * cos)
+        };
+        if self.interleaved {
+            for ((out, x), (cos, sin)) in out.chunks_exact_mut(2).zip(x.chunks_exact(2)).zip(angles) {
+                let (a, b) = turn(x[0], x[1], *cos, *sin);
+                write(&mut out[0], a);
+                write(&mut out[1], b);
+            }
+        } else {
+            let (x, out) = (x.split_at(self.half), out.split_at_mut(self.half));
+            let outs = out.0.iter_mut().zip(out.1);
+            for (((to_a, to_b), (a, b)), (cos, sin)) in outs.zip(x.0.iter().zip(x.1)).zip(angles) {
+                let (a, b) = turn(*a, *b, *cos, *sin);
+                write(to_a, a);
+                write(to_b, b);
+            }
+        }
+    }
+}
+
+/// Dense rows, turned; `repeats` rows in turn have the same position.
+pub(super) fn rotate(x: &Raw, [cos, sin]: [&Raw; 2], repeats: usize, interleaved: bool, back: bool) -> Result<Raw> {
+    let (positions, half) = (cos.dims()[0], cos.dims()[1]);
+    let len = 2 * half;
+    let rows = x.elem_count() / len.max(1);
+    dispatch_float!(x.dtype(), ROPE.name, T => {
+        let dtype = <<T as Elem>::Acc as WithDType>::DTYPE;
+        let table = |table: &Raw| contiguous(&cast(table, dtype)?);
+        let y = read_all(ROPE.name, &[x, &table(cos)?, &table(sin)?], |operands| {
+            let x = elements::<T>(operands[0])?;
+            let (cos, sin) = (elements(operands[1])?, elements(operands[2])?);
+            let angles = Angles { cos, sin, positions, repeats: repeats, half, interleaved };
+            // SAFETY: each row is written as a whole.
+            let y = unsafe {
+                rows::fill_rows::<T>(rows, len, rows::rows_per_block(len), |range, out| {
+                    dispatch(
+                        #[inline(always)]
+                        || {
+                            for (row, out) in range.zip(out.chunks_exact_mut(len)) {
+                                let x = &x[row * len..(row + 1) * len];
+                                let write = |slot: &mut MaybeUninit<T>, y| {
+                                    slot.write(T::from_acc(y));
+                                };
+                                angles.turn(row, (x, out), back, T::to_acc, write);
+                            }
+                        },
+                    );
+                })
+            };
+            Ok(y)
+        })?;
+        Ok(from_vec(y, x.shape()))
+    })
+}

@@ -1,0 +1,43 @@
+//! The CUDA form: `kernels/rope.cu`.
+
+use trainable_candle_cuda::kernels::rope::{ROPE, Rope};
+
+use crate::cuda::launch::{Shape, accumulator, count32, empty, input, output, rows_of, suffix, wide};
+use crate::cuda::{Gpu, cast, contiguous};
+use crate::{Raw, Result};
+
+/// Rows turned by the angles of their positions; `repeats` rows in turn share one. `back` turns the other way.
+pub fn rotate(
+    op: &'static str,
+    x: &Raw,
+    [cos, sin]: [&Raw; 2],
+    repeats: usize,
+    interleaved: bool,
+    back: bool,
+) -> Result<Raw> {
+    let gpu = Gpu::of(op, x)?;
+    let x = contiguous(x)?;
+    let numbers = |table: &Raw| contiguous(&cast(table, accumulator(x.dtype()))?);
+    let (cos, sin) = (numbers(cos)?, numbers(sin)?);
+    let y = empty(op, gpu, x.dims(), x.dtype())?;
+    if y.elem_count() > 0 {
+        let function = gpu.function(&ROPE, suffix(op, x.dtype())?)?;
+        let (rows, width) = rows_of(&x);
+        let shape = Shape::flat(y.elem_count(), 2 * wide(x.dtype()));
+        let arguments = Rope {
+            x: input(op, &x)?,
+            cos: input(op, &cos)?,
+            sin: input(op, &sin)?,
+            y: output(op, &y)?,
+            rows: rows as u64,
+            positions: count32(op, cos.dims()[0])?,
+            repeats: count32(op, repeats)?,
+            width: count32(op, width)?,
+            interleaved: u32::from(interleaved),
+            back: u32::from(back),
+        };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    Ok(y)
+}

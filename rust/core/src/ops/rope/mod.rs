@@ -1,0 +1,121 @@
+//! Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features turn by angles that grow with the position.
+
+pub(super) mod cases;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use super::attention::heads_lie_inside;
+use crate::compute::{contiguous, on_device};
+use crate::raw::{Raw, is_float};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, is_grad_enabled, record};
+use crate::{Error, Result, Tensor, checkpoint};
+
+pub use cases::ENTRIES;
+pub(super) use cpu::Angles;
+
+static ROPE: OpInfo = OpInfo::cheap("rope");
+
+/// Turn the pair (a, b) of features to (a cos - b sin, a sin + b cos): `x (..., S, D)`, `cos` and `sin` `(S, D/2)` of any
+/// floating-point dtype, which get no gradient.
+///
+/// Pair i is features 2i and 2i + 1 if `interleaved` (Flux, original LLaMA), else i and i + D/2 (GPT-NeoX, Hugging Face's
+/// LLaMA). The result lies in memory as `x` does.
+///
+/// # Errors
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::NoBackward`] if `cos` or `sin`
+/// needs a gradient.
+pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result<Tensor> {
+    check(ROPE.name, x, cos, sin)?;
+    record(
+        &ROPE,
+        &[x],
+        || rotate(&x.raw, &cos.raw, &sin.raw, interleaved, false),
+        |saver, _| RopeBackward { cos: saver.hold(cos), sin: saver.hold(sin), interleaved },
+    )
+}
+
+/// Check the operands of an operation that turns pairs; its tables are no inputs on the tape.
+pub(super) fn check(op: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
+    let &[.., length, width] = x.dims() else {
+        return Err(Error::shape(op, format!("the input has shape {:?}, expected (..., length, width)", x.dims())));
+    };
+    if width % 2 != 0 {
+        return Err(Error::shape(op, format!("the width {width} of shape {:?} is odd, expected pairs", x.dims())));
+    }
+    for (name, table) in [("cos", cos), ("sin", sin)] {
+        if *table.dims() != [length, width / 2] {
+            return Err(Error::shape(
+                op,
+                format!(
+                    "{name} has shape {:?}, expected {:?} for an input of shape {:?}",
+                    table.dims(),
+                    [length, width / 2],
+                    x.dims()
+                ),
+            ));
+        }
+        if !is_float(table.dtype()) {
+            let found = table.dtype().as_str();
+            return Err(Error::dtype(op, format!("{name} is {found}, expected floating point; convert it with to()")));
+        }
+        if !table.device().same_device(x.device()) {
+            return Err(Error::device(op, format!("{name} is on another device than the input; move one with to()")));
+        }
+        if table.requires_grad() && is_grad_enabled() {
+            return Err(Error::NoBackward { op });
+        }
+    }
+    checkpoint::reads(&[cos, sin]);
+    Ok(())
+}
+
+struct RopeBackward {
+    cos: Saved,
+    sin: Saved,
+    interleaved: bool,
+}
+
+impl Backward for RopeBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = rotate(context.grad(), &self.cos.get()?, &self.sin.get()?, self.interleaved, true)?;
+        context.add(0, grad)
+    }
+}
+
+/// The order in which the rows of `(..., S, D)` lie in memory.
+#[derive(Clone, Copy)]
+pub(super) struct RowOrder {
+    /// How many heads a position has, if they lie next to one another.
+    heads: Option<usize>,
+}
+
+impl RowOrder {
+    pub fn of(x: &Raw) -> Self {
+        Self { heads: heads_lie_inside(x).then(|| x.dims()[x.rank() - 3]) }
+    }
+
+    /// How many rows in turn have the same position.
+    pub fn repeats(self) -> usize {
+        self.heads.unwrap_or(1)
+    }
+
+    /// Turns the dimensions of `x` to the order of memory, or back.
+    pub fn swap(self, x: &Raw) -> Result<Raw> {
+        let rank = x.rank();
+        Ok(if self.heads.is_some() { x.transpose(rank - 3, rank - 2)? } else { x.clone() })
+    }
+}
+
+/// Turn the pairs, or turn them back.
+fn rotate(x: &Raw, cos: &Raw, sin: &Raw, interleaved: bool, back: bool) -> Result<Raw> {
+    let order = RowOrder::of(x);
+    let x = contiguous(&order.swap(x)?)?;
+    let (tables, repeats) = ([cos, sin], order.repeats());
+    let y = on_device!(
+        x.device(),
+        cuda => cuda::rotate(ROPE.name, &x, tables, repeats, interleaved, back),
+        cpu => cpu::rotate(&x, tables, repeats, interleaved, back),
+    )?;
+    order.swap(&y)
+}

@@ -1,0 +1,118 @@
+//! The CPU form: one pass over each row.
+
+use std::mem::MaybeUninit;
+
+use super::super::rows;
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+use crate::raw::{Raw, from_vec};
+use crate::{Result, dispatch_float};
+
+/// What the two operations do with a row.
+pub(super) trait RowFunction: Copy + Send + Sync + 'static {
+    /// The result for `x`; `scratch` is as long as the row.
+    fn forward<T: Elem>(&self, x: &[T], scratch: &mut [T::Acc], out: &mut [MaybeUninit<T>]);
+    /// The gradient of the row from the result `y` and its gradient `g`.
+    fn backward<T: Elem>(&self, y: &[T], g: &[T], out: &mut [MaybeUninit<T>]);
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Softmax;
+
+impl RowFunction for Softmax {
+    #[inline(always)]
+    fn forward<T: Elem>(&self, x: &[T], scratch: &mut [T::Acc], out: &mut [MaybeUninit<T>]) {
+        let max = rows::max(x);
+        for (e, x) in scratch.iter_mut().zip(x) {
+            *e = (x.to_acc() - max).exp();
+        }
+        let scale = T::Acc::ONE / rows::sum(scratch, |e| e);
+        for (o, e) in out.iter_mut().zip(scratch) {
+            o.write(T::from_acc(*e * scale));
+        }
+    }
+
+    /// y (g - Σ g y)
+    #[inline(always)]
+    fn backward<T: Elem>(&self, y: &[T], g: &[T], out: &mut [MaybeUninit<T>]) {
+        let dot = rows::sum_pairs(y, g, |y: T, g: T| y.to_acc() * g.to_acc());
+        for (o, (y, g)) in out.iter_mut().zip(y.iter().zip(g)) {
+            o.write(T::from_acc(y.to_acc() * (g.to_acc() - dot)));
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct LogSoftmax;
+
+impl RowFunction for LogSoftmax {
+    #[inline(always)]
+    fn forward<T: Elem>(&self, x: &[T], _scratch: &mut [T::Acc], out: &mut [MaybeUninit<T>]) {
+        let max = rows::max(x);
+        let log_sum = rows::sum(x, |x: T| (x.to_acc() - max).exp()).ln();
+        for (o, x) in out.iter_mut().zip(x) {
+            o.write(T::from_acc(x.to_acc() - max - log_sum));
+        }
+    }
+
+    /// g - e^y Σ g
+    #[inline(always)]
+    fn backward<T: Elem>(&self, y: &[T], g: &[T], out: &mut [MaybeUninit<T>]) {
+        let sum = rows::sum(g, |g: T| g.to_acc());
+        for (o, (y, g)) in out.iter_mut().zip(y.iter().zip(g)) {
+            o.write(T::from_acc(g.to_acc() - y.to_acc().exp() * sum));
+        }
+    }
+}
+
+/// Over the last dimension of a dense tensor.
+pub(super) fn forward<F: RowFunction>(op: &'static str, x: &Raw, function: F) -> Result<Raw> {
+    let len = x.dims()[x.rank() - 1];
+    let rows = x.elem_count() / len.max(1);
+    dispatch_float!(x.dtype(), op, T => read_all(op, &[x], |operands| {
+        let x = elements::<T>(operands[0])?;
+        // SAFETY: the function writes every element of each row.
+        let y = unsafe {
+            rows::fill_rows::<T>(rows, len, rows::rows_per_block(len), |range, out| {
+                let mut scratch = vec![<T as Elem>::Acc::ZERO; len];
+                let x = &x[range.start * len..range.end * len];
+                dispatch(
+                    #[inline(always)]
+                    || {
+                        for (x, out) in x.chunks_exact(len).zip(out.chunks_exact_mut(len)) {
+                            function.forward(x, &mut scratch, out);
+                        }
+                    },
+                );
+            })
+        };
+        Ok(y)
+    })
+    .map(|y| from_vec(y, x.shape())))
+}
+
+/// The gradient of [`forward`] from its result.
+pub(super) fn backward<F: RowFunction>(op: &'static str, y: &Raw, g: &Raw, function: F) -> Result<Raw> {
+    let len = y.dims()[y.rank() - 1];
+    let rows = y.elem_count() / len.max(1);
+    dispatch_float!(y.dtype(), op, T => read_all(op, &[y, g], |operands| {
+        let (y, g) = (elements::<T>(operands[0])?, elements::<T>(operands[1])?);
+        // SAFETY: the function writes every element of each row.
+        let grad = unsafe {
+            rows::fill_rows::<T>(rows, len, rows::rows_per_block(len), |range, out| {
+                let range = range.start * len..range.end * len;
+                let (y, g) = (&y[range.clone()], &g[range]);
+                dispatch(
+                    #[inline(always)]
+                    || {
+                        let inputs = y.chunks_exact(len).zip(g.chunks_exact(len));
+                        for ((y, g), out) in inputs.zip(out.chunks_exact_mut(len)) {
+                            function.backward(y, g, out);
+                        }
+                    },
+                );
+            })
+        };
+        Ok(grad)
+    })
+    .map(|grad| from_vec(grad, y.shape())))
+}

@@ -1,0 +1,76 @@
+//! The CPU form: line by line.
+
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use super::super::rows;
+use super::{Resize, UPSAMPLE_NEAREST2D, copies, sources};
+use crate::compute::contiguous;
+use crate::cpu::{Elem, Real, dispatch, elements, read_all};
+use crate::raw::{Raw, from_vec};
+use crate::{Result, dispatch_float};
+
+pub(super) fn forward(&Resize { batch, channels, input, output }: &Resize, x: &Raw) -> Result<Raw> {
+    let x = contiguous(x)?;
+    let (lines, columns) = (sources(input[0], output[0]), sources(input[1], output[1]));
+    let (line_len, result_len) = (input[1] * channels, output[1] * channels);
+    dispatch_float!(x.dtype(), UPSAMPLE_NEAREST2D.name, T => read_all(UPSAMPLE_NEAREST2D.name, &[&x], |operands| {
+        let x = elements::<T>(operands[0])?;
+        let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
+            for (line, out) in range.zip(out.chunks_exact_mut(result_len)) {
+                let source = line / output[0] * input[0] + lines[line % output[0]];
+                let x = &x[source * line_len..(source + 1) * line_len];
+                for (&column, out) in columns.iter().zip(out.chunks_exact_mut(channels)) {
+                    for (o, x) in out.iter_mut().zip(&x[column * channels..(column + 1) * channels]) {
+                        o.write(*x);
+                    }
+                }
+            }
+        };
+        // SAFETY: each line is written as a whole.
+        Ok(unsafe { rows::fill_rows(batch * output[0], result_len, rows::rows_per_block(result_len), write) })
+    })
+    .map(|y| from_vec(y, &[batch, output[0], output[1], channels][..])))
+}
+
+/// Each pixel gets the sum of its copies' gradients.
+pub(super) fn backward(&Resize { batch, channels, input, output }: &Resize, grad: &Raw) -> Result<Raw> {
+    let grad = contiguous(grad)?;
+    let (lines, columns) = (copies(input[0], output[0]), copies(input[1], output[1]));
+    let (line_len, result_len) = (input[1] * channels, output[1] * channels);
+    let op = UPSAMPLE_NEAREST2D.name;
+    dispatch_float!(grad.dtype(), op, T => read_all(op, &[&grad], |operands| {
+        let g = elements::<T>(operands[0])?;
+        let write = |range: Range<usize>, out: &mut [MaybeUninit<T>]| {
+            let mut sum = vec![<T as Elem>::Acc::ZERO; line_len];
+            for (line, out) in range.zip(out.chunks_exact_mut(line_len)) {
+                let image = line / input[0] * output[0];
+                sum.fill(Real::ZERO);
+                for copy in lines[line % input[0]].clone() {
+                    let g = &g[(image + copy) * result_len..(image + copy + 1) * result_len];
+                    let sums = sum.chunks_exact_mut(channels).zip(&columns);
+                    dispatch(
+                        #[inline(always)]
+                        || {
+                            for (sum, columns) in sums {
+                                let g = &g[columns.start * channels..columns.end * channels];
+                                for g in g.chunks_exact(channels) {
+                                    for (s, g) in sum.iter_mut().zip(g) {
+                                        *s += g.to_acc();
+                                    }
+                                }
+                            }
+                        },
+                    );
+                }
+                for (o, s) in out.iter_mut().zip(&sum) {
+                    o.write(T::from_acc(*s));
+                }
+            }
+        };
+        let block = rows::rows_per_block(line_len);
+        // SAFETY: each line is written as a whole.
+        Ok(unsafe { rows::fill_rows(batch * input[0], line_len, block, write) })
+    })
+    .map(|grad_x| from_vec(grad_x, &[batch, input[0], input[1], channels][..])))
+}

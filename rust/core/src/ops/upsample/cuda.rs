@@ -1,0 +1,42 @@
+//! The CUDA form: `kernels/upsample.cu`.
+
+use trainable_candle_cuda::kernels::upsample::{
+    UPSAMPLE_NEAREST2D_BACKWARD, UPSAMPLE_NEAREST2D_FORWARD, UpsampleNearest2dBackward, UpsampleNearest2dForward,
+};
+
+use super::{Resize, UPSAMPLE_NEAREST2D};
+use crate::cuda::launch::{Shape, count32, empty, input, output, suffix, wide};
+use crate::cuda::{Gpu, contiguous};
+use crate::{Raw, Result};
+
+/// The image in its new size, or the gradient of that.
+pub(super) fn resize(size: &Resize, x: &Raw, is_backward: bool) -> Result<Raw> {
+    let op = UPSAMPLE_NEAREST2D.name;
+    let &Resize { batch, channels, input: from, output: to } = size;
+    let gpu = Gpu::of(op, x)?;
+    let x = contiguous(x)?;
+    let result = if is_backward { from } else { to };
+    let y = empty(op, gpu, &[batch, result[0], result[1], channels], x.dtype())?;
+    if y.elem_count() > 0 {
+        let (lines, line) = (batch * result[0], result[1] * channels);
+        let blocks = lines * line.div_ceil(1024 * wide(x.dtype()));
+        let shape = Shape { grid: [blocks.clamp(1, i32::MAX as usize) as u32, 1, 1], block: [256, 1, 1], shared: 0 };
+        let (batch, dtypes) = (batch as u64, suffix(op, x.dtype())?);
+        let [height, width] = [count32(op, from[0])?, count32(op, from[1])?];
+        let [out_height, out_width, channels] = [count32(op, to[0])?, count32(op, to[1])?, count32(op, channels)?];
+        let (x, y) = (input(op, &x)?, output(op, &y)?);
+        // SAFETY: the images are dense and of these sizes.
+        unsafe {
+            if is_backward {
+                let arguments =
+                    UpsampleNearest2dBackward { grad: x, dx: y, batch, height, width, out_height, out_width, channels };
+                gpu.function(&UPSAMPLE_NEAREST2D_BACKWARD, dtypes)?.launch(op, gpu, shape, arguments)
+            } else {
+                let arguments =
+                    UpsampleNearest2dForward { x, y, batch, height, width, out_height, out_width, channels };
+                gpu.function(&UPSAMPLE_NEAREST2D_FORWARD, dtypes)?.launch(op, gpu, shape, arguments)
+            }
+        }?;
+    }
+    Ok(y)
+}

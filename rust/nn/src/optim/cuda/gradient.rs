@@ -1,0 +1,162 @@
+//! Norms of gradients, clipping and loss scaling. Norm, clip factor and scale stay on the device.
+
+use candle_core::{DType, Device};
+use trainable_candle_cuda::kernels::gradient::{
+    GRADIENT_CLIP, GRADIENT_NORM_L2, GRADIENT_NORM_MAX, GRADIENT_SCALE, GradientClip, GradientNormL2, GradientScale,
+    LOSS_SCALE_UPDATE, LossScaleUpdate,
+};
+use trainable_candle_cuda::structs;
+
+use trainable_candle_core::cuda::launch::{Shape, count32, empty, input, optional_input, output, same_device, suffix};
+use trainable_candle_core::cuda::{Gpu, contiguous, copy_into};
+use trainable_candle_core::raw::to_vec;
+use trainable_candle_core::{Error, Raw, Result};
+
+/// The norm of gradients and the factor that clips them.
+pub struct Clip(Raw);
+
+impl Clip {
+    /// The norm of all `vectors` together, the largest magnitude if `is_max`, else the root of the sum of squares, after division by
+    /// `loss_scale`; and `max_norm / (norm + 1e-6)`, if that is less than 1, as the factor.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if a vector is on another device, [`Error::DType`] if one is not floating point.
+    pub fn of(
+        op: &'static str,
+        device: &Device,
+        vectors: &[Raw],
+        is_max: bool,
+        max_norm: f64,
+        loss_scale: Option<&LossScale>,
+    ) -> Result<Self> {
+        let gpu = Gpu::of_device(op, device)?;
+        let clip = empty(op, gpu, &[size_of::<structs::Clip>() / size_of::<f64>()], DType::F64)?;
+        let vectors = vectors.iter().filter(|vector| vector.elem_count() > 0).map(contiguous);
+        let vectors = vectors.collect::<Result<Vec<_>>>()?;
+        let blocks = |vector: &Raw| vector.elem_count().div_ceil(4096).min(1024);
+        let parts = empty(op, gpu, &[vectors.iter().map(blocks).sum::<usize>()], DType::F64)?;
+        let (mut room, mut count) = (output(op, &parts)?, 0);
+        let kernel = if is_max { &GRADIENT_NORM_MAX } else { &GRADIENT_NORM_L2 };
+        for vector in &vectors {
+            same_device(op, &clip, &[vector])?;
+            let function = gpu.function(kernel, suffix(op, vector.dtype())?)?;
+            let grads = input(op, vector)?;
+            let arguments = GradientNormL2 { grads, count: vector.elem_count() as u64, parts: room };
+            let shape = Shape::linear(op, blocks(vector), 256)?;
+            // SAFETY: there is room for a number of each block.
+            unsafe { function.launch(op, gpu, shape, arguments) }?;
+            count += blocks(vector);
+            room = room.behind(blocks(vector) * size_of::<f64>());
+        }
+        let function = gpu.function(&GRADIENT_CLIP, &[])?;
+        let arguments = GradientClip {
+            parts: input(op, &parts)?,
+            count: count32(op, count)?,
+            is_max: u32::from(is_max),
+            max_norm,
+            loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
+            clip: output(op, &clip)?,
+        };
+        // SAFETY: there are so many parts, and the two numbers of the result.
+        unsafe { function.launch(op, gpu, Shape::linear(op, 1, 256)?, arguments) }?;
+        Ok(Self(clip))
+    }
+
+    /// The norm, f64 of no dimension; not finite if a gradient is not.
+    ///
+    /// # Errors
+    /// None that a caller could cause.
+    pub fn norm(&self) -> Result<Raw> {
+        Ok(self.0.narrow(0, 0, 1)?.reshape(())?)
+    }
+}
+
+/// gradients *= factor of `clip` / `loss_scale`, in place; nothing is read or written if that is 1.
+///
+/// # Errors
+/// [`Error::Argument`] if the gradients are not contiguous, [`Error::DType`] if they are not floating point.
+pub fn scale_gradients(
+    op: &'static str,
+    gradients: &Raw,
+    clip: Option<&Clip>,
+    loss_scale: Option<&LossScale>,
+) -> Result<()> {
+    if !gradients.is_contiguous() {
+        return Err(Error::argument(op, "the gradients are not contiguous"));
+    }
+    let count = gradients.elem_count();
+    if count == 0 {
+        return Ok(());
+    }
+    let gpu = Gpu::of(op, gradients)?;
+    let function = gpu.function(&GRADIENT_SCALE, suffix(op, gradients.dtype())?)?;
+    let arguments = GradientScale {
+        grads: output(op, gradients)?,
+        count: count as u64,
+        clip: optional_input(op, clip.map(|clip| &clip.0))?,
+        loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
+    };
+    // Few blocks, which have little to do where there is nothing to scale.
+    let each = count.div_ceil(256 * 2048).max(4);
+    // SAFETY: there are so many gradients.
+    unsafe { function.launch(op, gpu, Shape::flat(count, each), arguments) }
+}
+
+/// The state of dynamic loss scaling: the scale and the good steps in a row.
+#[derive(Clone, Debug)]
+pub struct LossScale(Raw);
+
+impl LossScale {
+    /// A state on `device`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the device is full.
+    pub fn new(device: &Device, scale: f64, growth_tracker: u64) -> Result<Self> {
+        Ok(Self(Raw::from_vec(vec![scale, f64::from_bits(growth_tracker)], 2, device)?))
+    }
+
+    /// The scale, f64 of no dimension, where it lies.
+    ///
+    /// # Errors
+    /// None that a caller could cause.
+    pub fn scale(&self) -> Result<Raw> {
+        Ok(self.0.narrow(0, 0, 1)?.reshape(())?)
+    }
+
+    /// The scale and the good steps in a row; waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    pub fn read(&self) -> Result<(f64, u64)> {
+        let state = to_vec::<f64>(&self.0)?;
+        Ok((state[0], state[1].to_bits()))
+    }
+
+    /// Replaces the state in place.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn set(&self, scale: f64, growth_tracker: u64) -> Result<()> {
+        copy_into(&self.0, &Self::new(self.0.device(), scale, growth_tracker)?.0)
+    }
+
+    /// The state after a step with gradients of this `norm` (f64): times `backoff` if it is not finite, times `growth` after
+    /// `interval` good steps in a row unless f32 cannot hold that.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if `norm` is on another device.
+    pub fn update(&self, norm: &Raw, growth: f64, backoff: f64, interval: u64) -> Result<()> {
+        const OP: &str = "GradScaler";
+        same_device(OP, &self.0, &[norm])?;
+        let gpu = Gpu::of(OP, &self.0)?;
+        let function = gpu.function(&LOSS_SCALE_UPDATE, &[])?;
+        let (loss_scale, norm) = (output(OP, &self.0)?, input(OP, norm)?);
+        let arguments = LossScaleUpdate { loss_scale, norm, growth, backoff, interval };
+        // SAFETY: the state has its two numbers, the norm one.
+        unsafe { function.launch(OP, gpu, Shape::linear(OP, 1, 1)?, arguments) }
+    }
+
+    pub(super) const fn raw(&self) -> &Raw {
+        &self.0
+    }
+}

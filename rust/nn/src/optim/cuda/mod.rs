@@ -1,0 +1,472 @@
+//! The step on CUDA variables: states, hyper-parameters and step counters in device memory, one launch for all variables.
+
+mod gradient;
+mod step;
+mod transfer;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use smallvec::SmallVec;
+use trainable_candle_core::capture::{HostState, after_replay, before_replay};
+use trainable_candle_core::compute::{copy_into, zeros};
+use trainable_candle_core::flat::forget_grads;
+use trainable_candle_core::raw::to_vec;
+use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor, Var};
+
+use super::quant::BLOCK_SIZE;
+use super::rule::{Family, Rule, StateKind, StateSpec};
+use super::slots::Slots;
+use super::state::{Master, Parameter, State, StateData};
+use super::stepper::{Group, Guard};
+use step::{self as kernels, Groups, Kernel, Member, STATE_BLOCK, Settings, Table};
+use transfer::{host_zeros, overwrite, place_in, to_device};
+
+pub(super) use gradient::{Clip, LossScale, scale_gradients};
+
+const _: () = assert!(STATE_BLOCK == BLOCK_SIZE);
+
+/// The number of cached tables for other sets of variables.
+const TABLES: usize = 32;
+
+type Specs = SmallVec<[StateSpec; 4]>;
+
+/// The device state of an optimizer.
+pub(super) struct OnDevice {
+    /// Settings, coefficients and steps of variables that have the same. There is room for one group a variable.
+    settings: Groups,
+    /// A captured step is of the slots that it was captured with.
+    slots: HostState<Arc<Slots>>,
+    /// In the order of the optimizer's variables.
+    places: Vec<Place>,
+    /// The states of all variables that have the same kinds of states.
+    layouts: Vec<Layout>,
+    tables: Vec<(usize, Arc<Table>)>,
+}
+
+/// Where the states of a variable are.
+struct Place {
+    layout: usize,
+    /// The first block of its states.
+    block: u32,
+    master: Option<DeviceMaster>,
+}
+
+/// f32 values of an f16 or bf16 variable.
+#[derive(Clone)]
+struct DeviceMaster {
+    values: Raw,
+    /// The variable's version that they belong to. Replays of a captured step count it on.
+    version: Arc<AtomicU64>,
+}
+
+impl DeviceMaster {
+    /// Takes the values that the host has of a variable, or else the variable's own.
+    fn take(&self, parameter: &Parameter) -> Result<()> {
+        let version = parameter.var.version();
+        match parameter.master.as_ref().filter(|master| master.version == version) {
+            Some(master) => {
+                let values = Raw::from_slice(&master.values, self.values.shape(), self.values.device())?;
+                copy_into(&self.values, &values)?;
+            }
+            None => copy_into(&self.values, parameter.var.raw())?,
+        }
+        self.follow(&parameter.var);
+        Ok(())
+    }
+
+    /// Takes the values of a variable that was set outside the optimizer.
+    fn refresh(&self, var: &Var) -> Result<()> {
+        if self.version.swap(var.version(), Ordering::Relaxed) != var.version() {
+            copy_into(&self.values, var.raw())?;
+        }
+        Ok(())
+    }
+
+    /// The variable has been changed together with the values.
+    fn follow(&self, var: &Var) {
+        self.version.store(var.version(), Ordering::Relaxed);
+    }
+}
+
+/// States of the same kinds.
+struct Layout {
+    specs: Specs,
+    /// One for each of `specs`.
+    buffers: Vec<Raw>,
+}
+
+impl Layout {
+    fn has_codes(&self) -> bool {
+        self.specs.iter().any(|spec| spec.kind == StateKind::Codes)
+    }
+
+    fn kernel(&self, op: &'static str, family: Family) -> Result<Kernel<'_>> {
+        let states: SmallVec<[&Raw; 4]> = self.buffers.iter().collect();
+        Ok(match (family, states.as_slice()) {
+            (Family::Adam | Family::AdamW, &[first, second]) => Kernel::Adam([first, second], None),
+            (Family::Adam | Family::AdamW, &[first, second, largest]) => Kernel::Adam([first, second], Some(largest)),
+            (Family::Adam8bit, &[first, second]) => Kernel::SmallAdam([first, second]),
+            (Family::Adam8bit, &[codes1, scales1, codes2, scales2]) => {
+                Kernel::Adam8bit([codes1, scales1, codes2, scales2])
+            }
+            (Family::Lion, &[momentum]) => Kernel::Lion(momentum),
+            (Family::Lion, &[codes, scales]) => Kernel::Lion8bit([codes, scales]),
+            (Family::SGD, &[]) => Kernel::Sgd(None),
+            (Family::SGD, &[momentum]) => Kernel::Sgd(Some(momentum)),
+            _ => return Err(Error::argument(op, "there is no kernel for these states")),
+        })
+    }
+}
+
+/// Entries of a state of `blocks` blocks of elements.
+const fn entries(kind: StateKind, blocks: usize) -> usize {
+    if matches!(kind, StateKind::Scales) { blocks } else { blocks * STATE_BLOCK }
+}
+
+fn settings<R: Rule>(config: &R::Config, step: u64) -> Result<Settings> {
+    let at = (R::KERNELS.ok_or_else(|| no_kernels(R::NAME))?.settings)(config);
+    Ok(Settings {
+        lr: at.lr,
+        beta1: at.betas.0,
+        beta2: at.betas.1,
+        eps: at.eps,
+        weight_decay: at.weight_decay,
+        step,
+        maximize: at.maximize.into(),
+        nesterov: at.nesterov.into(),
+    })
+}
+
+fn no_kernels(op: &'static str) -> Error {
+    Error::device(op, "has no CUDA form")
+}
+
+const fn family(family: Family) -> kernels::Family {
+    match family {
+        Family::Adam => kernels::Family::Adam,
+        Family::AdamW => kernels::Family::AdamW,
+        Family::Adam8bit => kernels::Family::Adam8bit,
+        Family::Lion => kernels::Family::Lion,
+        Family::SGD => kernels::Family::Sgd,
+    }
+}
+
+impl OnDevice {
+    /// Brings the states of `groups` to the device of their variables: those that training or loading has made, zeros otherwise.
+    pub(super) fn new<R: Rule>(groups: &mut [Group<R::Config>]) -> Result<Self> {
+        let count: usize = groups.iter().map(|group| group.parameters.len()).sum();
+        let first = groups.first().and_then(|group| group.parameters.first());
+        let device = first.ok_or_else(|| no_kernels(R::NAME))?.var.device().clone();
+        let mut made = Self {
+            settings: Groups::new(R::NAME, &device, count)?,
+            slots: HostState::new("which variables of an optimizer step together", Arc::new(Slots::new(groups))),
+            places: Vec::with_capacity(count),
+            layouts: Vec::new(),
+            tables: Vec::new(),
+        };
+        let mut blocks: Vec<usize> = Vec::new();
+        for group in groups.iter() {
+            for parameter in &group.parameters {
+                let specs = R::states(&group.config, parameter.var.dims());
+                let layout = made.layouts.iter().position(|layout| layout.specs == specs).unwrap_or_else(|| {
+                    made.layouts.push(Layout { specs, buffers: Vec::new() });
+                    blocks.push(0);
+                    made.layouts.len() - 1
+                });
+                let block = u32::try_from(blocks[layout])
+                    .map_err(|_| Error::argument(R::NAME, "the variables have more elements than kernels can count"))?;
+                blocks[layout] += parameter.var.elem_count().div_ceil(STATE_BLOCK);
+                made.places.push(Place { layout, block, master: None });
+            }
+        }
+        for (layout, blocks) in made.layouts.iter_mut().zip(blocks) {
+            for spec in &layout.specs {
+                let dtype = if spec.kind == StateKind::Codes { DType::U8 } else { DType::F32 };
+                layout.buffers.push(zeros(&[entries(spec.kind, blocks)], dtype, &device)?);
+            }
+        }
+        made.make_masters(groups, &device)?;
+        made.take::<R>(groups)?;
+        Ok(made)
+    }
+
+    /// Takes the states, steps and settings of `groups` over, which the host forgets. Everything stays where it is, so that captured steps
+    /// go on with them.
+    pub(super) fn take<R: Rule>(&mut self, groups: &mut [Group<R::Config>]) -> Result<()> {
+        let slots = self.slots.get();
+        let (slots, steps) = match slots.steps(groups) {
+            Some(steps) => (slots, steps),
+            None => {
+                let new = Slots::new(groups);
+                let steps = new.steps(groups).unwrap_or_default();
+                (Arc::new(new), steps)
+            }
+        };
+        for (slot, (&group, step)) in slots.group_of.iter().zip(steps).enumerate() {
+            self.settings.configure(R::NAME, slot, settings::<R>(&groups[group].config, step)?, None)?;
+        }
+        self.slots.set(slots)?;
+        self.write_states(groups)?;
+        for (parameter, place) in parameters(groups).zip(&self.places) {
+            if let Some(master) = &place.master {
+                master.take(parameter)?;
+            }
+        }
+        for parameter in groups.iter_mut().flat_map(|group| &mut group.parameters) {
+            parameter.states.clear();
+            parameter.master = None;
+        }
+        Ok(())
+    }
+
+    /// The states of the variables, zeros for those that have none yet.
+    fn write_states<C>(&self, groups: &[Group<C>]) -> Result<()> {
+        for (index, layout) in self.layouts.iter().enumerate() {
+            let held: Vec<(&Place, &Parameter)> = parameters(groups)
+                .zip(&self.places)
+                .filter(|(parameter, place)| place.layout == index && !parameter.states.is_empty())
+                .map(|(parameter, place)| (place, parameter))
+                .collect();
+            for (number, (spec, buffer)) in layout.specs.iter().zip(&layout.buffers).enumerate() {
+                if held.is_empty() {
+                    overwrite(buffer, |part| zeros(&[part.len()], buffer.dtype(), buffer.device()))?;
+                    continue;
+                }
+                let mut host = host_zeros(spec.kind, buffer.elem_count());
+                for (place, parameter) in &held {
+                    let start = entries(spec.kind, place.block as usize);
+                    place_in(&mut host, &parameter.states[number].data, start);
+                }
+                overwrite(buffer, |part| to_device(&host, part, buffer.device()))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One vector for the f32 values of all variables in f16 and bf16.
+    fn make_masters<C>(&mut self, groups: &[Group<C>], device: &Device) -> Result<()> {
+        let short = |var: &Var| matches!(var.dtype(), DType::F16 | DType::BF16);
+        let total: usize = parameters(groups).filter(|p| short(&p.var)).map(|p| p.var.elem_count()).sum();
+        if total == 0 {
+            return Ok(());
+        }
+        let values = zeros(&[total], DType::F32, device)?;
+        let mut start = 0;
+        for (parameter, place) in parameters(groups).zip(&mut self.places).filter(|(p, _)| short(&p.var)) {
+            let part = values.narrow(0, start, parameter.var.elem_count())?.reshape(parameter.var.shape())?;
+            start += parameter.var.elem_count();
+            place.master = Some(DeviceMaster { values: part, version: Arc::default() });
+        }
+        Ok(())
+    }
+
+    /// Whether the states of group `index` would be the same with other hyper-parameters.
+    pub(super) fn states_are<R: Rule>(&self, groups: &[Group<R::Config>], index: usize, config: &R::Config) -> bool {
+        let before: usize = groups[..index].iter().map(|group| group.parameters.len()).sum();
+        let places = groups[index].parameters.iter().zip(&self.places[before..]);
+        places.into_iter().all(|(p, place)| self.layouts[place.layout].specs == R::states(config, p.var.dims()))
+    }
+
+    /// Sets the hyper-parameters of one of the optimizer's groups between the steps before and after.
+    pub(super) fn configure<R: Rule>(&self, index: usize, config: &R::Config) -> Result<()> {
+        let (settings, slots) = (settings::<R>(config, 0)?, self.slots.get());
+        let group_of = &slots.group_of;
+        let mut of_group = (0..group_of.len()).filter(|&slot| group_of[slot] == index);
+        of_group.try_for_each(|slot| self.settings.configure(R::NAME, slot, settings, Some(slot)))
+    }
+
+    /// One step of the variables that are `wanted` and have a gradient.
+    pub(super) fn step<R: Rule>(
+        &mut self,
+        groups: &[Group<R::Config>],
+        wanted: impl Fn(&Var) -> bool,
+        guard: Guard<'_>,
+        zero: bool,
+    ) -> Result<()> {
+        let vars: Vec<&Var> = parameters(groups).map(|parameter| &parameter.var).collect();
+        let taking_part = |&(index, var): &(usize, &Var)| {
+            let grad = var.grad_storage().filter(|_| wanted(var) && var.elem_count() > 0)?;
+            Some((index, grad))
+        };
+        let found: Vec<(usize, Raw)> =
+            vars.iter().enumerate().filter_map(|(index, &var)| taking_part(&(index, var))).collect();
+        if found.is_empty() {
+            return Ok(());
+        }
+        self.split_slots::<R>(groups, &vars, &found)?;
+        let slots = self.slots.read();
+        let family_of = R::KERNELS.ok_or_else(|| no_kernels(R::NAME))?.family;
+        let device = vars[0].device();
+        let norm = match guard.norm {
+            Some(norm) if norm.device().same_device(device) => {
+                Some(Tensor::to_dtype(&norm.detach(), DType::F64)?.raw().clone())
+            }
+            Some(_) if !guard.allows()? => return Ok(()),
+            _ => None,
+        };
+        let runs = slots.runs(found.iter().map(|(index, _)| *index));
+        let mut launches = Vec::new();
+        for launch in self.launches(&vars, &slots, found)? {
+            launches.push((launch.layout, self.table(R::NAME, launch.layout, launch.members)?, launch.variables));
+        }
+        for run in runs {
+            self.settings.prepare(R::NAME, family(family_of), run, norm.as_ref(), guard.loss_scale)?;
+        }
+        for (layout, table, variables) in launches {
+            let kernel = self.layouts[layout].kernel(R::NAME, family_of)?;
+            kernels::step(R::NAME, kernel, &table, &self.settings, zero)?;
+            for index in variables {
+                let var = vars[index];
+                match &self.places[index].master {
+                    Some(master) => {
+                        var.update_in_place(|_| Ok(()))?;
+                        master.follow(var);
+                        let (master, var) = (master.clone(), var.clone());
+                        after_replay(move || master.follow(&var));
+                    }
+                    None if short_copy(var).is_some() => var.changed_with_copy()?,
+                    None => var.update_in_place(|_| Ok(()))?,
+                }
+            }
+        }
+        if zero {
+            let cleared: Vec<Var> = vars.into_iter().filter(|var| wanted(var)).cloned().collect();
+            forget_grads(&cleared);
+        }
+        Ok(())
+    }
+
+    /// Variables that have taken different numbers of steps must not share a counter: where only some of those that do take
+    /// part, they get another.
+    fn split_slots<R: Rule>(
+        &mut self,
+        groups: &[Group<R::Config>],
+        vars: &[&Var],
+        found: &[(usize, Raw)],
+    ) -> Result<()> {
+        let old = self.slots.get();
+        let Some((new, split)) = old.split(vars, found.iter().map(|(index, _)| *index)) else { return Ok(()) };
+        // Before anything is queued: a captured function cannot do it.
+        self.slots.set(Arc::new(new))?;
+        for (new, slot) in (old.group_of.len()..).zip(split) {
+            let settings = settings::<R>(&groups[old.group_of[slot]].config, 0)?;
+            self.settings.configure(R::NAME, new, settings, Some(slot))?;
+        }
+        Ok(())
+    }
+
+    /// No step goes on with this, also none that was captured.
+    ///
+    /// # Errors
+    /// [`Error::Device`] within a captured function.
+    pub(super) fn retire(&self) -> Result<()> {
+        self.slots.set(Arc::default())
+    }
+
+    /// The variables, those with states of the same kinds and with the same dtypes together.
+    fn launches(&self, vars: &[&Var], slots: &Slots, found: Vec<(usize, Raw)>) -> Result<Vec<Launch>> {
+        let mut launches: Vec<Launch> = Vec::new();
+        for (index, grads) in found {
+            let (var, place) = (vars[index], &self.places[index]);
+            let (params, copy) = match &place.master {
+                Some(master) => {
+                    master.refresh(var)?;
+                    let (before, of) = (master.clone(), var.clone());
+                    before_replay(move || before.refresh(&of));
+                    (master.values.clone(), Some(var.raw().clone()))
+                }
+                None => (var.raw().clone(), short_copy(var)),
+            };
+            let group = u16::try_from(slots.of[index]).map_err(|_| {
+                Error::argument("step", "more than 65536 sets of variables have taken different numbers of steps")
+            })?;
+            // Parameters without a copy go with those that have one in bf16.
+            let key = (place.layout, grads.dtype(), copy.as_ref().map_or(DType::BF16, Raw::dtype));
+            let member = Member { params, grads, copy, state: place.block, group };
+            let found = launches.iter().position(|launch| launch.key == key).unwrap_or_else(|| {
+                launches.push(Launch { key, layout: place.layout, members: Vec::new(), variables: Vec::new() });
+                launches.len() - 1
+            });
+            launches[found].members.push(member);
+            launches[found].variables.push(index);
+        }
+        Ok(launches)
+    }
+
+    /// The table of these members, made if it is new.
+    fn table(&mut self, op: &'static str, layout: usize, members: Vec<Member>) -> Result<Arc<Table>> {
+        for (known, table) in &self.tables {
+            if *known == layout && table.is_of(op, &members)? {
+                return Ok(table.clone());
+            }
+        }
+        let table = Arc::new(Table::new(op, members, self.layouts[layout].has_codes())?);
+        if self.tables.len() == TABLES {
+            self.tables.remove(0);
+        }
+        self.tables.push((layout, table.clone()));
+        Ok(table)
+    }
+
+    /// The variables with their states, on the host. Waits for the device.
+    pub(super) fn download<C>(&self, groups: &[Group<C>]) -> Result<Vec<Parameter>> {
+        let (steps, slots) = (self.settings.steps()?, self.slots.get());
+        let host = |buffer: &Raw| {
+            Ok(match buffer.dtype() {
+                DType::U8 => StateData::U8(to_vec(buffer)?),
+                _ => StateData::F32(to_vec(buffer)?),
+            })
+        };
+        let host = |layout: &Layout| layout.buffers.iter().map(host).collect::<Result<Vec<_>>>();
+        let layouts = self.layouts.iter().map(host).collect::<Result<Vec<_>>>()?;
+        let download = |((parameter, place), &slot): ((&Parameter, &Place), &usize)| {
+            let var = &parameter.var;
+            // Empty variables take no steps.
+            let step = if var.elem_count() > 0 { steps[slot] } else { 0 };
+            let mut copy = Parameter { step, ..Parameter::new(var.clone()) };
+            if copy.step > 0 {
+                for (&spec, buffer) in self.layouts[place.layout].specs.iter().zip(&layouts[place.layout]) {
+                    let start = entries(spec.kind, place.block as usize);
+                    let part = start..start + spec.kind.dims(var.dims()).iter().product::<usize>();
+                    let data = match buffer {
+                        StateData::F32(data) => StateData::F32(data[part].to_vec()),
+                        StateData::F64(data) => StateData::F64(data[part].to_vec()),
+                        StateData::U8(data) => StateData::U8(data[part].to_vec()),
+                    };
+                    copy.states.push(State { spec, data });
+                }
+                if let Some(master) = &place.master {
+                    let version = master.version.load(Ordering::Relaxed);
+                    copy.master = Some(Master { values: to_vec(&master.values)?, version });
+                }
+            }
+            Ok(copy)
+        };
+        parameters(groups).zip(&self.places).zip(&slots.of).map(download).collect()
+    }
+
+    pub(super) fn state_bytes(&self) -> usize {
+        let bytes = |raw: &Raw| raw.elem_count() * raw.dtype().size_in_bytes();
+        let states: usize = self.layouts.iter().flat_map(|layout| &layout.buffers).map(bytes).sum();
+        states + self.places.iter().flat_map(|place| &place.master).map(|master| bytes(&master.values)).sum::<usize>()
+    }
+}
+
+/// Variables that one launch updates.
+struct Launch {
+    key: (usize, DType, DType),
+    layout: usize,
+    members: Vec<Member>,
+    /// Their numbers.
+    variables: Vec<usize>,
+}
+
+/// The copy of an f32 variable that the launch can write.
+fn short_copy(var: &Var) -> Option<Raw> {
+    var.copy_storage().filter(|copy| matches!(copy.dtype(), DType::F16 | DType::BF16))
+}
+
+fn parameters<C>(groups: &[Group<C>]) -> impl Iterator<Item = &Parameter> {
+    groups.iter().flat_map(|group| &group.parameters)
+}

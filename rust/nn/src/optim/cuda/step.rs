@@ -1,0 +1,472 @@
+//! Steps of optimizers: hyper-parameters and counters in device memory, one launch for any number of variables.
+//!
+//! What a step needs from the host are launches alone, with the same arguments each time: it can be captured.
+
+use candle_core::{DType, Device};
+use trainable_candle_cuda::kernels::optim::{
+    ADAM_STEP, AdamStep, LION_STEP, LionStep, OPTIM_CONFIGURE, OPTIM_PREPARE, OptimConfigure, OptimPrepare, SGD_STEP,
+    SMALL_ADAM_STEP, SgdStep, SmallAdamStep,
+};
+use trainable_candle_cuda::kernels::optim_8bit::{ADAM_8BIT_STEP, Adam8bitStep, LION_8BIT_STEP, Lion8bitStep};
+pub use trainable_candle_cuda::structs::Settings;
+use trainable_candle_cuda::structs::{Coefficients, Piece, Segment};
+
+use trainable_candle_core::cuda::Gpu;
+use trainable_candle_core::cuda::launch::{
+    Address, Arguments, Const, Kernel as Function, Shape, address, count32, empty, input, optional_input,
+    optional_output, output, same_device,
+};
+use trainable_candle_core::raw::to_vec;
+use trainable_candle_core::{Error, Raw, Result, capture};
+
+use super::gradient::LossScale;
+
+/// Elements that share the scale of 8-bit states, and to whose multiples the states of a variable are aligned.
+pub const STATE_BLOCK: usize = 256;
+
+/// The most elements that one block of threads updates.
+const LONGEST: usize = 4 * STATE_BLOCK;
+
+/// How coefficients follow from settings.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// Adam.
+    Adam = 0,
+    /// Adam with decoupled weight decay.
+    AdamW = 1,
+    /// Both with 8-bit states.
+    Adam8bit = 2,
+    /// Lion, also with 8-bit states.
+    Lion = 3,
+    /// Gradient descent.
+    Sgd = 4,
+}
+
+/// The groups of an optimizer in device memory.
+pub struct Groups {
+    settings: Raw,
+    coefficients: Raw,
+}
+
+impl Groups {
+    /// Room for `capacity` groups.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the device is full.
+    pub fn new(op: &'static str, device: &Device, capacity: usize) -> Result<Self> {
+        let gpu = Gpu::of_device(op, device)?;
+        let room = |bytes: usize| empty(op, gpu, &[bytes * capacity], DType::U8);
+        Ok(Self { settings: room(size_of::<Settings>())?, coefficients: room(size_of::<Coefficients>())? })
+    }
+
+    /// Sets a group's hyper-parameters, and its steps to those of the group `like` or to those in `settings`. Takes effect between the
+    /// steps before and after; nothing waits.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver refuses.
+    pub fn configure(&self, op: &'static str, group: usize, settings: Settings, like: Option<usize>) -> Result<()> {
+        let gpu = Gpu::of(op, &self.settings)?;
+        let function = gpu.function(&OPTIM_CONFIGURE, &[])?;
+        let like = like.map_or(Ok(u32::MAX), |like| self.index(op, like))?;
+        let (to, group) = (output(op, &self.settings)?, self.index(op, group)?);
+        let arguments = OptimConfigure { settings: to, group, like, value: settings };
+        // SAFETY: both groups exist.
+        unsafe { function.launch(op, gpu, Shape::linear(op, 1, 1)?, arguments) }
+    }
+
+    /// The number of a group that there is room for.
+    fn index(&self, op: &'static str, group: usize) -> Result<u32> {
+        if group < self.settings.elem_count() / size_of::<Settings>() {
+            return count32(op, group);
+        }
+        Err(Error::argument(op, format!("there is no room for group {group}")))
+    }
+
+    /// Begins a step of the groups `groups`: counts it and computes their coefficients. Gradients are to be divided by
+    /// `loss_scale`; if `norm` (f64) is not finite, the step counts nothing and changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if `norm` or `loss_scale` is on another device.
+    pub fn prepare(
+        &self,
+        op: &'static str,
+        family: Family,
+        groups: std::ops::Range<usize>,
+        norm: Option<&Raw>,
+        loss_scale: Option<&LossScale>,
+    ) -> Result<()> {
+        if groups.is_empty() {
+            return Ok(());
+        }
+        let (first, last) = (self.index(op, groups.start)?, self.index(op, groups.end - 1)?);
+        let scale = loss_scale.map(LossScale::raw);
+        for tensor in [norm, scale].into_iter().flatten() {
+            same_device(op, &self.settings, &[tensor])?;
+        }
+        let gpu = Gpu::of(op, &self.settings)?;
+        let function = gpu.function(&OPTIM_PREPARE, &[])?;
+        let count = last - first + 1;
+        let arguments = OptimPrepare {
+            optimizer: family as u32,
+            settings: output(op, &self.settings)?.behind(first as usize * size_of::<Settings>()),
+            groups: count,
+            norm: optional_input(op, norm)?,
+            loss_scale: optional_input(op, scale)?,
+            coefficients: output(op, &self.coefficients)?.behind(groups.start * size_of::<Coefficients>()),
+        };
+        let shape = Shape::linear(op, count.div_ceil(32) as usize, 32)?;
+        // SAFETY: there are so many groups from there on, and as many coefficients.
+        unsafe { function.launch(op, gpu, shape, arguments) }
+    }
+
+    /// The coefficients of a group and of those behind it.
+    fn coefficients_from(&self, op: &'static str, group: usize) -> Result<Const> {
+        Ok(input(op, &self.coefficients)?.behind(group * size_of::<Coefficients>()))
+    }
+
+    /// The steps that each group has taken; waits for the device. Groups that were never configured have any number.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    pub fn steps(&self) -> Result<Vec<u64>> {
+        let bytes = to_vec::<u8>(&self.settings)?;
+        let step = |settings: &[u8]| {
+            let mut step = [0; 8];
+            let start = std::mem::offset_of!(Settings, step);
+            step.copy_from_slice(&settings[start..start + 8]);
+            u64::from_le_bytes(step)
+        };
+        Ok(bytes.chunks_exact(size_of::<Settings>()).map(step).collect())
+    }
+}
+
+/// One variable's part in a step. All tensors are contiguous, on one device, and of one size.
+#[derive(Clone, Debug)]
+pub struct Member {
+    /// f32.
+    pub params: Raw,
+    /// f32, or the dtype of the copy.
+    pub grads: Raw,
+    /// f16 or bf16; takes the new parameters.
+    pub copy: Option<Raw>,
+    /// Where its states begin, in units of [`STATE_BLOCK`] elements.
+    pub state: u32,
+    /// Its group.
+    pub group: u16,
+}
+
+/// Addresses in bytes, and the size of a gradient, of one member.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Place {
+    addresses: [Address; 3],
+    len: usize,
+    state: u32,
+    group: u16,
+}
+
+/// The work of one launch: pieces of variables, in device memory.
+pub struct Table {
+    places: Vec<Place>,
+    pieces: Raw,
+    segments: Raw,
+    count: usize,
+    dtypes: &'static [&'static str],
+    /// The first group, which the others are counted from.
+    first_group: u16,
+    /// What the addresses are those of.
+    _members: Vec<Member>,
+}
+
+impl Table {
+    /// The pieces of `members`, which have at least one element together. Their gradients have one dtype, and so have their copies.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if there is no kernel for the dtypes, [`Error::Argument`] while a graph is captured: tables are
+    /// made by a step before it.
+    pub fn new(op: &'static str, members: Vec<Member>, has_8bit_states: bool) -> Result<Self> {
+        let Some(first) = members.first() else { return Err(Error::argument(op, "found no variables")) };
+        let gpu = Gpu::of(op, &first.params)?;
+        if capture::is_capturing() {
+            let message = "this step updates other variables than that of the first call; a captured function must do the same in \
+                           each call";
+            return Err(Error::argument(op, message));
+        }
+        let dtypes = suffixes(op, &members)?;
+        let places = members.iter().map(|member| place(op, member)).collect::<Result<Vec<_>>>()?;
+        let first_group = members.iter().map(|member| member.group).min().unwrap_or(0);
+        let grad_size = first.grads.dtype().size_in_bytes();
+        let longest = if has_8bit_states { STATE_BLOCK } else { LONGEST };
+        let work = Work::cut(&places, [4, grad_size, 2], longest, first_group);
+        let device = Device::Cuda(gpu.device().clone());
+        let words: Vec<u32> = work.pieces.iter().flat_map(words).collect();
+        let addresses: Vec<i64> = work.segments.iter().flat_map(addresses).map(|address| address as i64).collect();
+        let (count, sizes) = (work.pieces.len(), [words.len(), addresses.len()]);
+        let segments = Raw::from_vec(addresses, sizes[1], &device)?;
+        let pieces = Raw::from_vec(words, sizes[0], &device)?;
+        Ok(Self { places, pieces, segments, count, dtypes, first_group, _members: members })
+    }
+
+    /// Whether the table is of these members.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn is_of(&self, op: &'static str, members: &[Member]) -> Result<bool> {
+        if members.len() != self.places.len() || suffixes(op, members)? != self.dtypes {
+            return Ok(false);
+        }
+        for (member, known) in members.iter().zip(&self.places) {
+            if place(op, member)? != *known {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Queue a kernel on the table's dtypes.
+    ///
+    /// # Safety
+    /// As [`launch`](trainable_candle_core::cuda::launch::Function::launch).
+    unsafe fn launch<A: Arguments>(
+        &self,
+        op: &'static str,
+        gpu: &Gpu,
+        kernel: &Function<A>,
+        shape: Shape,
+        arguments: A,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { gpu.function(kernel, self.dtypes)?.launch(op, gpu, shape, arguments) }
+    }
+}
+
+/// The dtypes of gradients and copies at the end of a kernel's name.
+fn suffixes(op: &'static str, members: &[Member]) -> Result<&'static [&'static str]> {
+    let grads = members.first().map_or(DType::F32, |member| member.grads.dtype());
+    let copy = members.iter().find_map(|member| member.copy.as_ref().map(Raw::dtype));
+    let same = members.iter().all(|member| {
+        member.params.dtype() == DType::F32
+            && member.grads.dtype() == grads
+            && member.copy.as_ref().is_none_or(|found| Some(found.dtype()) == copy)
+    });
+    match (grads, copy) {
+        (DType::F32, None | Some(DType::BF16)) if same => Ok(&["f32", "bf16"]),
+        (DType::F32, Some(DType::F16)) if same => Ok(&["f32", "f16"]),
+        (DType::BF16, Some(DType::BF16)) if same => Ok(&["bf16", "bf16"]),
+        (DType::F16, Some(DType::F16)) if same => Ok(&["f16", "f16"]),
+        _ => Err(Error::dtype(op, "there is no kernel for parameters, gradients and copies of these dtypes")),
+    }
+}
+
+fn place(op: &'static str, member: &Member) -> Result<Place> {
+    let tensors = [Some(&member.params), Some(&member.grads), member.copy.as_ref()];
+    let len = member.params.elem_count();
+    let fits = |tensor: &Raw| tensor.is_contiguous() && tensor.elem_count() == len;
+    if !tensors.iter().flatten().all(|tensor| fits(tensor)) {
+        return Err(Error::argument(op, "a gradient or a copy differs from its variable"));
+    }
+    same_device(op, &member.params, &[&member.grads])?;
+    let [params, grads, copy] = tensors.map(|tensor| tensor.map_or(Ok(0), |tensor| address(op, tensor)));
+    Ok(Place { addresses: [params?, grads?, copy?], len, state: member.state, group: member.group })
+}
+
+/// A piece in memory, which is in the order of its bytes.
+const fn words(piece: &Piece) -> [u32; 4] {
+    let Piece { start, segment, state, length, group } = *piece;
+    [start, segment, state, length as u32 | (group as u32) << 16]
+}
+
+const fn addresses(segment: &Segment) -> [Address; 3] {
+    [segment.params, segment.grads, segment.copy]
+}
+
+/// Pieces and segments as kernels read them.
+struct Work {
+    pieces: Vec<Piece>,
+    segments: Vec<Segment>,
+}
+
+impl Work {
+    /// Variables that lie behind one another in all three vectors share a segment.
+    fn cut(places: &[Place], sizes: [usize; 3], longest: usize, first_group: u16) -> Self {
+        let mut work = Self { pieces: Vec::new(), segments: Vec::new() };
+        for place in places {
+            let mut done = 0;
+            while done < place.len {
+                let length = longest.min(place.len - done);
+                let at = |i: usize| match place.addresses[i] {
+                    0 => 0,
+                    address => address + (done * sizes[i]) as Address,
+                };
+                let [params, grads, copy] = [at(0), at(1), at(2)];
+                let (segment, start) = work.locate(Segment { params, grads, copy }, sizes);
+                let state = place.state + (done / STATE_BLOCK) as u32;
+                let group = place.group - first_group;
+                work.pieces.push(Piece { start, segment, state, length: length as u16, group });
+                done += length;
+            }
+        }
+        work
+    }
+
+    /// The segment that a place lies in and how many elements behind its beginning; a new one if it does not lie in the last.
+    fn locate(&mut self, place: Segment, sizes: [usize; 3]) -> (u32, u32) {
+        if let Some(last) = self.segments.last() {
+            let base = addresses(last);
+            let elements = place.params.checked_sub(base[0]).map(|bytes| bytes / sizes[0] as Address);
+            if let Some(start) = elements.and_then(|elements| u32::try_from(elements).ok()) {
+                let behind = |i: usize| match base[i] {
+                    0 => 0,
+                    base => base + Address::from(start) * sizes[i] as Address,
+                };
+                if addresses(&place) == [behind(0), behind(1), behind(2)] {
+                    return (self.segments.len() as u32 - 1, start);
+                }
+            }
+        }
+        self.segments.push(place);
+        (self.segments.len() as u32 - 1, 0)
+    }
+}
+
+/// The arithmetic of a launch, with its states: f32, or 8-bit codes (u8) and their scales (f32).
+#[derive(Clone, Copy, Debug)]
+pub enum Kernel<'a> {
+    /// Both moments, and with AMSGrad the largest second one so far.
+    Adam([&'a Raw; 2], Option<&'a Raw>),
+    /// The form of `Adam8bit` for small variables: both moments.
+    SmallAdam([&'a Raw; 2]),
+    /// The momentum.
+    Lion(&'a Raw),
+    /// The momentum, if there is one.
+    Sgd(Option<&'a Raw>),
+    /// Codes and scales of both moments.
+    Adam8bit([&'a Raw; 4]),
+    /// Codes and scales of the momentum.
+    Lion8bit([&'a Raw; 2]),
+}
+
+/// Updates the variables of `table` with the coefficients of the last [`Groups::prepare`] of their groups, and zeroes their
+/// gradients if `zero_grads`.
+///
+/// # Errors
+/// [`Error::Device`] if the states are on another device.
+pub fn step(op: &'static str, kernel: Kernel<'_>, table: &Table, groups: &Groups, zero_grads: bool) -> Result<()> {
+    let gpu = Gpu::of(op, &table.pieces)?;
+    let (pieces, segments) = (input(op, &table.pieces)?, input(op, &table.segments)?);
+    let coefficients = groups.coefficients_from(op, usize::from(table.first_group))?;
+    let zero_grads = u32::from(zero_grads);
+    let shape = Shape::linear(op, table.count, 256)?;
+    let states = |state: &Raw| output(op, state);
+    // SAFETY: the coefficients are of all groups of the table, and its pieces lie in the states.
+    unsafe {
+        match kernel {
+            Kernel::Adam([first, second], largest) => {
+                let (first, second, largest) = (states(first)?, states(second)?, optional_output(op, largest)?);
+                let arguments = AdamStep { pieces, segments, coefficients, zero_grads, first, second, largest };
+                table.launch(op, gpu, &ADAM_STEP, shape, arguments)
+            }
+            Kernel::SmallAdam([first, second]) => {
+                let (first, second) = (states(first)?, states(second)?);
+                let arguments = SmallAdamStep { pieces, segments, coefficients, zero_grads, first, second };
+                table.launch(op, gpu, &SMALL_ADAM_STEP, shape, arguments)
+            }
+            Kernel::Lion(momentum) => {
+                let arguments = LionStep { pieces, segments, coefficients, zero_grads, momentum: states(momentum)? };
+                table.launch(op, gpu, &LION_STEP, shape, arguments)
+            }
+            Kernel::Sgd(momentum) => {
+                let buffer = optional_output(op, momentum)?;
+                let arguments = SgdStep { pieces, segments, coefficients, zero_grads, buffer };
+                table.launch(op, gpu, &SGD_STEP, shape, arguments)
+            }
+            Kernel::Adam8bit([codes1, scales1, codes2, scales2]) => {
+                let (shape, count) = (shape_8bit(op, gpu, table.count)?, count32(op, table.count)?);
+                let arguments = Adam8bitStep {
+                    pieces,
+                    count,
+                    segments,
+                    coefficients,
+                    zero_grads,
+                    codes1: states(codes1)?,
+                    scales1: states(scales1)?,
+                    codes2: states(codes2)?,
+                    scales2: states(scales2)?,
+                };
+                table.launch(op, gpu, &ADAM_8BIT_STEP, shape, arguments)
+            }
+            Kernel::Lion8bit([codes, scales]) => {
+                let (shape, count) = (shape_8bit(op, gpu, table.count)?, count32(op, table.count)?);
+                let (codes, scales) = (states(codes)?, states(scales)?);
+                let arguments = Lion8bitStep { pieces, count, segments, coefficients, zero_grads, codes, scales };
+                table.launch(op, gpu, &LION_8BIT_STEP, shape, arguments)
+            }
+        }
+    }
+}
+
+/// A warp for each piece in turn, and as many blocks as are at work at a time.
+fn shape_8bit(op: &'static str, gpu: &Gpu, pieces: usize) -> Result<Shape> {
+    const BLOCKS: usize = 3;
+    const WARPS: usize = 8;
+    Shape::linear(op, pieces.div_ceil(WARPS).min(BLOCKS * gpu.multiprocessors()), 256)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(addresses: [Address; 3], len: usize, state: u32, group: u16) -> Place {
+        Place { addresses, len, state, group }
+    }
+
+    const fn segment([params, grads, copy]: [Address; 3]) -> Segment {
+        Segment { params, grads, copy }
+    }
+
+    const fn piece([start, segment, state]: [u32; 3], length: u16, group: u16) -> Piece {
+        Piece { start, segment, state, length, group }
+    }
+
+    #[test]
+    fn words_lie_as_the_piece_does() {
+        let piece = piece([1, 2, 3], 0x1234, 0x5678);
+        // SAFETY: a piece has no padding.
+        let bytes: [u32; 4] = unsafe { std::mem::transmute(piece) };
+        assert_eq!(words(&piece), bytes);
+    }
+
+    #[test]
+    fn neighbours_in_flat_buffers_share_a_segment() {
+        // Parameters, bf16 copies and f32 gradients of 300 and 5 elements, one behind the other.
+        let places = [place([4096, 8192, 1024], 300, 0, 2), place([4096 + 1200, 8192 + 1200, 1024 + 600], 5, 2, 3)];
+        let work = Work::cut(&places, [4, 4, 2], 256, 2);
+        assert_eq!(work.segments, [segment([4096, 8192, 1024])]);
+        assert_eq!(work.pieces, [piece([0, 0, 0], 256, 0), piece([256, 0, 1], 44, 0), piece([300, 0, 2], 5, 1)]);
+    }
+
+    #[test]
+    fn loose_variables_have_segments_of_their_own() {
+        let cases = [
+            // Another order, a gap in the gradients, a copy that the first one lacks, parameters further than 32 bits count.
+            [place([4096, 8192, 0], 3, 0, 0), place([64, 8204, 0], 3, 1, 0)],
+            [place([4096, 8192, 0], 3, 0, 0), place([4108, 9000, 0], 3, 1, 0)],
+            [place([4096, 8192, 0], 3, 0, 0), place([4108, 8204, 512], 3, 1, 0)],
+            [place([0x1000, 0x2000, 0], 3, 0, 0), place([0x1000 + (1 << 35), 0x2000 + (1 << 35), 0], 3, 1, 0)],
+        ];
+        for places in cases {
+            let work = Work::cut(&places, [4, 4, 2], 1024, 0);
+            assert_eq!(work.segments, places.map(|place| segment(place.addresses)));
+            assert_eq!(work.pieces, [piece([0, 0, 0], 3, 0), piece([0, 1, 1], 3, 0)]);
+        }
+    }
+
+    #[test]
+    fn a_variable_of_more_elements_than_32_bits_count_goes_on_in_another_segment() {
+        let base: Address = 1 << 40;
+        let mut work = Work { pieces: Vec::new(), segments: vec![segment([base, base, 0])] };
+        let far = base + 4 * (u64::from(u32::MAX) + 1);
+        assert_eq!(work.locate(segment([far, far, 0]), [4, 4, 2]), (1, 0));
+        assert_eq!(work.locate(segment([far + 4096, far + 4096, 0]), [4, 4, 2]), (1, 1024));
+    }
+}

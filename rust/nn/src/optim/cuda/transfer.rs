@@ -1,0 +1,43 @@
+//! States between the host and a device.
+
+use std::ops::Range;
+
+use trainable_candle_core::compute::copy_into;
+use trainable_candle_core::{Device, Raw, Result};
+
+use crate::optim::rule::StateKind;
+use crate::optim::state::StateData;
+
+/// Values of a state on the host, longer by what fills its last block.
+pub(super) fn place_in(host: &mut StateData, data: &StateData, start: usize) {
+    match (host, data) {
+        (StateData::F32(host), StateData::F32(data)) => host[start..start + data.len()].copy_from_slice(data),
+        (StateData::U8(host), StateData::U8(data)) => host[start..start + data.len()].copy_from_slice(data),
+        _ => {}
+    }
+}
+
+pub(super) fn host_zeros(kind: StateKind, len: usize) -> StateData {
+    if kind == StateKind::Codes { StateData::U8(vec![0; len]) } else { StateData::F32(vec![0.0; len]) }
+}
+
+/// Copies a part of host data to `device`.
+pub(super) fn to_device(data: &StateData, part: Range<usize>, device: &Device) -> Result<Raw> {
+    let len = part.len();
+    Ok(match data {
+        StateData::F32(data) => Raw::from_slice(&data[part], len, device)?,
+        StateData::F64(data) => Raw::from_slice(&data[part], len, device)?,
+        StateData::U8(data) => Raw::from_slice(&data[part], len, device)?,
+    })
+}
+
+/// Overwrites a vector part by part, so that little of it is there twice.
+pub(super) fn overwrite(buffer: &Raw, values: impl Fn(Range<usize>) -> Result<Raw>) -> Result<()> {
+    const PART: usize = 1 << 24;
+    let len = buffer.elem_count();
+    for start in (0..len).step_by(PART) {
+        let part = start..len.min(start + PART);
+        copy_into(&buffer.narrow(0, start, part.len())?, &values(part)?)?;
+    }
+    Ok(())
+}

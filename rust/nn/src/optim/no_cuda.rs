@@ -1,0 +1,111 @@
+//! What stands in for [`cuda`](super) in a build without CUDA, where no variable is on a CUDA device: nothing of this is ever made.
+
+use std::convert::Infallible;
+
+use trainable_candle_core::{Device, Error, Raw, Result, Var};
+
+use super::rule::Rule;
+use super::state::Parameter;
+use super::stepper::{Group, Guard};
+
+fn unavailable<T>() -> Result<T> {
+    Err(Error::CudaUnavailable("this build has no CUDA support".to_owned()))
+}
+
+/// The norm of gradients and the factor that clips them.
+pub struct Clip(Infallible);
+
+impl Clip {
+    pub fn of(
+        _op: &'static str,
+        _device: &Device,
+        _vectors: &[Raw],
+        _is_max: bool,
+        _max_norm: f64,
+        _loss_scale: Option<&LossScale>,
+    ) -> Result<Self> {
+        unavailable()
+    }
+
+    pub fn norm(&self) -> Result<Raw> {
+        match self.0 {}
+    }
+}
+
+pub fn scale_gradients(
+    _op: &'static str,
+    _gradients: &Raw,
+    _clip: Option<&Clip>,
+    _loss_scale: Option<&LossScale>,
+) -> Result<()> {
+    unavailable()
+}
+
+/// The state of dynamic loss scaling.
+#[derive(Clone, Debug)]
+pub struct LossScale(Infallible);
+
+impl LossScale {
+    pub fn new(_device: &Device, _scale: f64, _growth_tracker: u64) -> Result<Self> {
+        unavailable()
+    }
+
+    pub fn scale(&self) -> Result<Raw> {
+        match self.0 {}
+    }
+
+    pub fn read(&self) -> Result<(f64, u64)> {
+        match self.0 {}
+    }
+
+    pub fn set(&self, _scale: f64, _growth_tracker: u64) -> Result<()> {
+        match self.0 {}
+    }
+
+    pub fn update(&self, _norm: &Raw, _growth: f64, _backoff: f64, _interval: u64) -> Result<()> {
+        match self.0 {}
+    }
+}
+
+/// What an optimizer keeps on a device.
+pub struct OnDevice(Infallible);
+
+impl OnDevice {
+    pub fn new<R: Rule>(_groups: &mut [Group<R::Config>]) -> Result<Self> {
+        unavailable()
+    }
+
+    pub fn take<R: Rule>(&mut self, _groups: &mut [Group<R::Config>]) -> Result<()> {
+        match self.0 {}
+    }
+
+    pub fn states_are<R: Rule>(&self, _groups: &[Group<R::Config>], _index: usize, _config: &R::Config) -> bool {
+        match self.0 {}
+    }
+
+    pub fn configure<R: Rule>(&self, _index: usize, _config: &R::Config) -> Result<()> {
+        match self.0 {}
+    }
+
+    pub fn step<R: Rule>(
+        &mut self,
+        _groups: &[Group<R::Config>],
+        _wanted: impl Fn(&Var) -> bool,
+        _guard: Guard<'_>,
+        _zero: bool,
+    ) -> Result<()> {
+        match self.0 {}
+    }
+
+    pub fn retire(&self) -> Result<()> {
+        match self.0 {}
+    }
+
+    pub fn download<C>(&self, _groups: &[Group<C>]) -> Result<Vec<Parameter>> {
+        match self.0 {}
+    }
+
+    pub fn state_bytes(&self) -> usize {
+        match self.0 {}
+    }
+}
