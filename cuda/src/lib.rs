@@ -24,7 +24,6 @@ mod pinned;
 #[cfg(test)]
 #[path = "../build/signature.rs"]
 mod signature;
-#[cfg(any(feature = "cuda", test))]
 pub mod structs;
 #[cfg(feature = "cuda")]
 mod symbols;
