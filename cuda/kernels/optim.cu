@@ -82,15 +82,15 @@ extern "C" __global__ void optim_configure(Settings *settings, uint32_t group, u
 //   norm, or null: if it is not finite, steps stay where they are and the launch of the step changes nothing, but clears gradients
 //   if it is to.
 // Grid: (groups + 31) / 32; block: 32; no dynamic shared memory.
-template <typename F>
+template <Coefficients (*COEFFICIENTS)(const Settings &, double)>
 static __device__ __forceinline__ void prepare(Settings *settings, uint32_t groups, const double *norm, const LossScale *loss_scale,
-                                               Coefficients *coefficients, F coefficients_of) {
+                                               Coefficients *coefficients) {
     const uint32_t group = blockIdx.x * blockDim.x + threadIdx.x;
     if (group >= groups) return;
     const bool skip = norm != nullptr && !isfinite(*norm);
     if (!skip) ++settings[group].step;
     const Settings at = settings[group];
-    Coefficients to = coefficients_of(at, static_cast<double>(at.step));
+    Coefficients to = COEFFICIENTS(at, static_cast<double>(at.step));
     const double factor = loss_scale == nullptr ? 1.0 : 1.0 / loss_scale->scale;
     to.gain = static_cast<float>(at.maximize ? -factor : factor);
     to.skip = skip;
@@ -100,7 +100,7 @@ static __device__ __forceinline__ void prepare(Settings *settings, uint32_t grou
 #define DEFINE_PREPARE(NAME)                                                                                           \
     extern "C" __global__ void NAME##_prepare(Settings *settings, uint32_t groups, const double *norm,                 \
                                               const LossScale *loss_scale, Coefficients *coefficients) {               \
-        prepare(settings, groups, norm, loss_scale, coefficients, NAME##_coefficients);                                \
+        prepare<NAME##_coefficients>(settings, groups, norm, loss_scale, coefficients);                                \
     }
 DEFINE_PREPARE(adam)
 DEFINE_PREPARE(adamw)

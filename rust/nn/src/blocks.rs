@@ -56,7 +56,7 @@ impl<B> Blocks<B> {
 }
 
 impl<B: Send + Sync + 'static> Blocks<B> {
-    /// The result of block `index` for `inputs`. What `forward` uses beside its arguments must not need a gradient.
+    /// The result of block `index` for `inputs`.
     ///
     /// # Errors
     /// Those of `forward`.
