@@ -215,7 +215,7 @@ fn product_like(
 }
 
 macro_rules! binary_methods {
-    ($($name:ident($info:ident) = $call:ident($functor:expr, $kind:expr), $doc:literal;)*) => {
+    ($($name:ident($info:ident) = $call:ident($functor:expr, $integer:expr, $kind:expr), $doc:literal;)*) => {
         impl Tensor {
             $(
                 #[doc = $doc]
@@ -225,7 +225,7 @@ macro_rules! binary_methods {
                 /// # Errors
                 /// [`Error::Shape`] if the shapes do not broadcast, [`Error::DType`] if the dtypes differ.
                 pub fn $name(&self, other: &Tensor) -> Result<Tensor> {
-                    $call(&$info, self, other, $functor, $kind)
+                    $call(&$info, self, other, $functor, $integer, $kind)
                 }
             )*
         }
@@ -238,8 +238,8 @@ binary_methods! {
     mul(MUL) = product_like(Mul, Some(Raw::mul), Product::Mul), "The elementwise product.";
     div(DIV) = product_like(Div, None, Product::Div), "The elementwise quotient.";
     pow(POW) = product_like(Pow, None, Product::Pow), "Each element to the power of `other`'s.";
-    maximum(MAXIMUM) = product_like(Maximum, Some(Raw::maximum), Product::Maximum), "The larger of each pair; equal elements share the gradient.";
-    minimum(MINIMUM) = product_like(Minimum, Some(Raw::minimum), Product::Minimum), "The smaller of each pair; equal elements share the gradient.";
+    maximum(MAXIMUM) = product_like(Maximum, Some(|a, b| a.maximum(b)), Product::Maximum), "The larger of each pair; equal elements share the gradient.";
+    minimum(MINIMUM) = product_like(Minimum, Some(|a, b| a.minimum(b)), Product::Minimum), "The smaller of each pair; equal elements share the gradient.";
 }
 
 macro_rules! operators {

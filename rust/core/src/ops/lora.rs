@@ -16,7 +16,7 @@ use super::linear::{as_matrix, check, forward, linear, same_kind, with_last};
 use super::low_rank::{LowRankBackward, LowRanks};
 use crate::compute::{Destination, Product};
 use crate::cpu::{self, Div, Mul};
-use crate::raw::{Raw, own_copy};
+use crate::raw::own_copy;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, Saver, record_with_aux};
 use crate::{Error, Result, Tensor, Var, checkpoint, compute};
 
