@@ -21,7 +21,7 @@ mod architectures;
 
 use architectures::{ARCHITECTURES, Architecture};
 
-/// Libraries whose functions `src/symbols.rs` replaces. The linker needs a file of each name, which may be empty.
+/// Libraries whose functions `src/linked/symbols.rs` replaces. The linker needs a file of each name, which may be empty.
 const STOOD_IN: [&str; 5] = ["cuda", "cublas", "cublasLt", "curand", "nvrtc"];
 /// An `ar` archive without members.
 const EMPTY_ARCHIVE: &[u8] = b"!<arch>\n";

@@ -41,7 +41,7 @@ struct Kernel<'a> {
     fields: Vec<(&'a str, String)>,
 }
 
-/// A module of `src/kernels.rs` for a file.
+/// A module of `src/linked/kernels.rs` for a file.
 pub fn module(source: &Source) -> Result<String, String> {
     let mut kernels: Vec<Kernel<'_>> = Vec::new();
     for signature in &source.signatures {

@@ -38,12 +38,12 @@ struct Settings {
     double beta2; // SGD: dampening
     double eps;
     double weight_decay;
-    uint64_t step; // steps taken so far; `optim_prepare` advances it
+    uint64_t step; // steps taken so far; `<optimizer>_prepare` advances it
     uint32_t maximize;
     uint32_t nesterov;
 };
 
-// What one step needs of a group's settings. `optim_prepare` writes them.
+// What one step needs of a group's settings. `<optimizer>_prepare` writes them.
 struct alignas(16) Coefficients {
     float gain;    // gradients are multiplied by it first: the sign and the inverse loss scale
     uint32_t skip; // 1 if the step changes nothing; the same in all groups

@@ -1,51 +1,70 @@
 // The optimizers with f32 states. Arithmetic and rounding are those of the CPU, operation by operation: parameters and states are
 // equal bit for bit. That is why the products and sums below are spelled out: the compiler would fuse them.
 //
-// A step is optim_prepare and one launch of `<optimizer>_step_*` for all pieces. Under clipping, gradient_norm_* (once for each
+// A step is <optimizer>_prepare and one launch of `<optimizer>_step_*` for all pieces. Under clipping, gradient_norm_* (once for each
 // vector of gradients), gradient_clip and gradient_scale_* come before; under loss scaling gradient_norm_max_* and gradient_clip
 // before, loss_scale_update behind. Nothing that changes from step to step is an argument: the learning rate lies in `Settings`,
 // the rest is counted and computed on the device. A captured step can be replayed as it is.
 #include "optim.cuh"
 
-enum Optimizer : uint32_t { ADAM = 0, ADAMW = 1, ADAM_8BIT = 2, LION = 3, SGD = 4 };
+// What one step needs of a group's settings, by optimizer; fields that are not set are 0.
 
-static __device__ Coefficients make_coefficients(uint32_t optimizer, const Settings &at, double step) {
+static __device__ Coefficients adam_moments(const Settings &at, double step) {
+    const double correction1 = 1.0 - pow(at.beta1, step), correction2 = 1.0 - pow(at.beta2, step);
     Coefficients to{};
     to.decay = 1.0f;
+    to.gain1 = static_cast<float>(1.0 - at.beta1);
+    to.beta2 = static_cast<float>(at.beta2);
+    to.gain2 = static_cast<float>(1.0 - at.beta2);
+    to.eps = static_cast<float>(at.eps);
+    to.step_size = static_cast<float>(at.lr / correction1);
+    to.root_correction2 = static_cast<float>(sqrt(correction2));
+    return to;
+}
+
+static __device__ Coefficients adam_coefficients(const Settings &at, double step) {
+    Coefficients to = adam_moments(at, step);
+    to.l2 = static_cast<float>(at.weight_decay);
+    return to;
+}
+
+static __device__ Coefficients adamw_coefficients(const Settings &at, double step) {
+    Coefficients to = adam_moments(at, step);
+    to.decay = static_cast<float>(1.0 - __dmul_rn(at.lr, at.weight_decay));
+    return to;
+}
+
+static __device__ Coefficients lion_coefficients(const Settings &at, double) {
     const float lr = static_cast<float>(at.lr), beta1 = static_cast<float>(at.beta1), beta2 = static_cast<float>(at.beta2);
-    const float weight_decay = static_cast<float>(at.weight_decay);
-    if (optimizer == ADAM || optimizer == ADAMW) {
-        const double correction1 = 1.0 - pow(at.beta1, step), correction2 = 1.0 - pow(at.beta2, step);
-        to.gain1 = static_cast<float>(1.0 - at.beta1);
-        to.beta2 = beta2;
-        to.gain2 = static_cast<float>(1.0 - at.beta2);
-        to.eps = static_cast<float>(at.eps);
-        to.step_size = static_cast<float>(at.lr / correction1);
-        to.root_correction2 = static_cast<float>(sqrt(correction2));
-        if (optimizer == ADAM) to.l2 = weight_decay;
-        if (optimizer == ADAMW) to.decay = static_cast<float>(1.0 - __dmul_rn(at.lr, at.weight_decay));
-    } else if (optimizer == SGD) {
-        // The first gradient fills the buffer, whatever the dampening.
-        to.beta1 = step == 1.0 ? 0.0f : beta1;
-        to.gain1 = step == 1.0 ? 1.0f : static_cast<float>(1.0 - at.beta2);
-        to.beta2 = beta1;
-        to.nesterov = at.nesterov;
-        to.step_size = lr;
-        to.l2 = weight_decay;
-    } else {
-        to.beta1 = beta1;
-        to.gain1 = 1.0f - beta1;
-        to.beta2 = beta2;
-        to.gain2 = 1.0f - beta2;
-        to.step_size = lr;
-        to.decay = 1.0f - __fmul_rn(lr, weight_decay);
-        if (optimizer == ADAM_8BIT) {
-            const float correction1 = static_cast<float>(1.0 - pow(static_cast<double>(beta1), step));
-            const float correction2 = static_cast<float>(sqrt(1.0 - pow(static_cast<double>(beta2), step)));
-            to.step_size = __fdiv_rn(__fmul_rn(-lr, correction2), correction1);
-            to.eps = __fmul_rn(static_cast<float>(at.eps), correction2);
-        }
-    }
+    Coefficients to{};
+    to.beta1 = beta1;
+    to.gain1 = 1.0f - beta1;
+    to.beta2 = beta2;
+    to.gain2 = 1.0f - beta2;
+    to.step_size = lr;
+    to.decay = 1.0f - __fmul_rn(lr, static_cast<float>(at.weight_decay));
+    return to;
+}
+
+static __device__ Coefficients adam_8bit_coefficients(const Settings &at, double step) {
+    Coefficients to = lion_coefficients(at, step);
+    const float correction1 = static_cast<float>(1.0 - pow(static_cast<double>(to.beta1), step));
+    const float correction2 = static_cast<float>(sqrt(1.0 - pow(static_cast<double>(to.beta2), step)));
+    to.step_size = __fdiv_rn(__fmul_rn(-static_cast<float>(at.lr), correction2), correction1);
+    to.eps = __fmul_rn(static_cast<float>(at.eps), correction2);
+    return to;
+}
+
+static __device__ Coefficients sgd_coefficients(const Settings &at, double step) {
+    Coefficients to{};
+    to.decay = 1.0f;
+    // The first gradient fills the buffer, whatever the dampening.
+    to.beta1 = step == 1.0 ? 0.0f : static_cast<float>(at.beta1);
+    to.gain1 = step == 1.0 ? 1.0f : static_cast<float>(1.0 - at.beta2);
+    to.beta2 = static_cast<float>(at.beta1);
+    to.nesterov = at.nesterov;
+    to.step_size = static_cast<float>(at.lr);
+    to.l2 = static_cast<float>(at.weight_decay);
     return to;
 }
 
@@ -58,25 +77,36 @@ extern "C" __global__ void optim_configure(Settings *settings, uint32_t group, u
     settings[group] = value;
 }
 
-// Begins a step: advances `step` of every group and writes its coefficients.
-//   optimizer: 0 Adam, 1 AdamW, 2 Adam and AdamW with 8-bit states, 3 Lion (also with 8-bit states), 4 SGD;
+// Begins a step: <optimizer>_prepare advances `step` of every group and writes its coefficients.
 //   settings, coefficients [groups]; loss_scale, by which gradients are divided first, or null for 1;
 //   norm, or null: if it is not finite, steps stay where they are and the launch of the step changes nothing, but clears gradients
 //   if it is to.
 // Grid: (groups + 31) / 32; block: 32; no dynamic shared memory.
-extern "C" __global__ void optim_prepare(uint32_t optimizer, Settings *settings, uint32_t groups, const double *norm,
-                                         const LossScale *loss_scale, Coefficients *coefficients) {
+template <Coefficients (*COEFFICIENTS)(const Settings &, double)>
+static __device__ __forceinline__ void prepare(Settings *settings, uint32_t groups, const double *norm, const LossScale *loss_scale,
+                                               Coefficients *coefficients) {
     const uint32_t group = blockIdx.x * blockDim.x + threadIdx.x;
     if (group >= groups) return;
     const bool skip = norm != nullptr && !isfinite(*norm);
     if (!skip) ++settings[group].step;
     const Settings at = settings[group];
-    Coefficients to = make_coefficients(optimizer, at, static_cast<double>(at.step));
+    Coefficients to = COEFFICIENTS(at, static_cast<double>(at.step));
     const double factor = loss_scale == nullptr ? 1.0 : 1.0 / loss_scale->scale;
     to.gain = static_cast<float>(at.maximize ? -factor : factor);
     to.skip = skip;
     coefficients[group] = to;
 }
+
+#define DEFINE_PREPARE(NAME)                                                                                           \
+    extern "C" __global__ void NAME##_prepare(Settings *settings, uint32_t groups, const double *norm,                 \
+                                              const LossScale *loss_scale, Coefficients *coefficients) {               \
+        prepare<NAME##_coefficients>(settings, groups, norm, loss_scale, coefficients);                                \
+    }
+DEFINE_PREPARE(adam)
+DEFINE_PREPARE(adamw)
+DEFINE_PREPARE(adam_8bit)
+DEFINE_PREPARE(lion)
+DEFINE_PREPARE(sgd)
 
 // Four neighbours of a state.
 struct StateQuad {
@@ -122,7 +152,7 @@ struct AdamRule {
 
 // As bitsandbytes' Adam8bit and AdamW8bit where a parameter is too small for 8 bits. Fused where its CUDA code is.
 struct SmallAdamRule {
-    float *first, *second;
+    float *first, *second, *unused;
 
     __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index) const {
         StateQuad m(first, index), v(second, index);
@@ -140,7 +170,7 @@ struct SmallAdamRule {
 
 // Chen et al., "Symbolic Discovery of Optimization Algorithms", https://arxiv.org/abs/2302.06675; fused as in bitsandbytes.
 struct LionRule {
-    float *momentum;
+    float *momentum, *unused[2];
 
     __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index) const {
         StateQuad m(momentum, index);
@@ -155,7 +185,7 @@ struct LionRule {
 
 // As torch.optim.SGD.
 struct SgdRule {
-    float *buffer;
+    float *buffer, *unused[2];
 
     __device__ __forceinline__ void operator()(const Coefficients &at, float (&p)[QUAD], float (&g)[QUAD], uint64_t index) const {
 #pragma unroll
@@ -212,20 +242,16 @@ step(const Piece *pieces, const Segment *segments, const Coefficients *coefficie
 //   pieces [gridDim.x]; segments: as the pieces say, their params f32; coefficients [groups];
 //   states f32: as the pieces say, aligned to 16 bytes, zeros before the first step.
 // Grid: number of pieces; block: 256 (a piece of 1024 elements keeps every thread busy once); no dynamic shared memory.
-#define STEP_ARGUMENTS                                                                                                 \
-    const Piece *pieces, const Segment *segments, const Coefficients *coefficients, uint32_t zero_grads
-#define STEP_KERNEL extern "C" __global__ void __launch_bounds__(256)
-#define DEFINE_STEPS(suffix, G, C)                                                                                     \
-    STEP_KERNEL adam_step_##suffix(STEP_ARGUMENTS, float *first, float *second, float *largest) {                      \
-        step<AdamRule, G, C>(pieces, segments, coefficients, zero_grads, {first, second, largest});                    \
-    }                                                                                                                  \
-    STEP_KERNEL small_adam_step_##suffix(STEP_ARGUMENTS, float *first, float *second) {                                \
-        step<SmallAdamRule, G, C>(pieces, segments, coefficients, zero_grads, {first, second});                        \
-    }                                                                                                                  \
-    STEP_KERNEL lion_step_##suffix(STEP_ARGUMENTS, float *momentum) {                                                  \
-        step<LionRule, G, C>(pieces, segments, coefficients, zero_grads, {momentum});                                  \
-    }                                                                                                                  \
-    STEP_KERNEL sgd_step_##suffix(STEP_ARGUMENTS, float *buffer) {                                                     \
-        step<SgdRule, G, C>(pieces, segments, coefficients, zero_grads, {buffer});                                     \
+// All take three states, null where the optimizer has fewer.
+#define DEFINE_STEP(NAME, RULE, suffix, G, C)                                                                          \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+    NAME##_step_##suffix(const Piece *pieces, const Segment *segments, const Coefficients *coefficients,               \
+                         uint32_t zero_grads, float *state1, float *state2, float *state3) {                           \
+        step<RULE, G, C>(pieces, segments, coefficients, zero_grads, {state1, state2, state3});                        \
     }
+#define DEFINE_STEPS(suffix, G, C)                                                                                     \
+    DEFINE_STEP(adam, AdamRule, suffix, G, C)                                                                          \
+    DEFINE_STEP(small_adam, SmallAdamRule, suffix, G, C)                                                               \
+    DEFINE_STEP(lion, LionRule, suffix, G, C)                                                                          \
+    DEFINE_STEP(sgd, SgdRule, suffix, G, C)
 FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)

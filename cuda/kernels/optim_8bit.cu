@@ -143,6 +143,8 @@ struct AdamBlocks {
 struct LionBlocks {
     uint8_t *codes;
     float *scales;
+    uint8_t *unused_codes;
+    float *unused_scales;
 
     struct Tables {
         Table momentum;
@@ -216,15 +218,15 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
 //   pieces [count]; segments: as the pieces say, their params f32; coefficients [groups];
 //   codes u8 [blocks * 256], aligned to 4 bytes, and scales f32 [blocks], by `state` of the piece; zeros before the first step.
 // Grid: (count + 7) / 8, at most 3 for each multiprocessor; block: 256; no dynamic shared memory.
-#define STEP_ARGUMENTS                                                                                                 \
-    const Piece *pieces, uint32_t count, const Segment *segments, const Coefficients *coefficients, uint32_t zero_grads
-#define STEP_KERNEL extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-#define DEFINE_STEPS(suffix, G, C)                                                                                     \
-    STEP_KERNEL adam_8bit_step_##suffix(STEP_ARGUMENTS, uint8_t *codes1, float *scales1, uint8_t *codes2,              \
-                                        float *scales2) {                                                              \
-        step<AdamBlocks, G, C>(pieces, count, segments, coefficients, zero_grads, {codes1, scales1, codes2, scales2}); \
-    }                                                                                                                  \
-    STEP_KERNEL lion_8bit_step_##suffix(STEP_ARGUMENTS, uint8_t *codes, float *scales) {                               \
-        step<LionBlocks, G, C>(pieces, count, segments, coefficients, zero_grads, {codes, scales});                    \
+// All take two states, null where the optimizer has one.
+#define DEFINE_STEP(NAME, RULE, suffix, G, C)                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
+    NAME##_8bit_step_##suffix(const Piece *pieces, uint32_t count, const Segment *segments,                            \
+                              const Coefficients *coefficients, uint32_t zero_grads, uint8_t *codes1, float *scales1,  \
+                              uint8_t *codes2, float *scales2) {                                                       \
+        step<RULE, G, C>(pieces, count, segments, coefficients, zero_grads, {codes1, scales1, codes2, scales2});       \
     }
+#define DEFINE_STEPS(suffix, G, C)                                                                                     \
+    DEFINE_STEP(adam, AdamBlocks, suffix, G, C)                                                                        \
+    DEFINE_STEP(lion, LionBlocks, suffix, G, C)
 FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)

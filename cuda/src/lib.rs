@@ -10,30 +10,18 @@ pub mod architectures;
 #[path = "../build/bindings.rs"]
 mod bindings;
 #[cfg(feature = "cuda")]
-pub mod download;
-#[cfg(feature = "cuda")]
-mod driver;
-#[cfg(feature = "cuda")]
-pub mod kernels;
-#[cfg(feature = "cuda")]
-mod library;
-#[cfg(feature = "cuda")]
-pub mod memory;
-#[cfg(feature = "cuda")]
-mod pinned;
+mod linked;
 #[cfg(test)]
 #[path = "../build/signature.rs"]
 mod signature;
-#[cfg(any(feature = "cuda", test))]
 pub mod structs;
-#[cfg(feature = "cuda")]
-mod symbols;
-#[cfg(feature = "cuda")]
-pub mod upload;
 
 use std::path::Path;
 
 use thiserror::Error;
+
+#[cfg(feature = "cuda")]
+pub use linked::{check_device, download, kernels, memory, upload};
 
 /// The lowest CUDA version that the driver must offer, as (major, minor).
 pub const MINIMUM_DRIVER: (i32, i32) = (13, 0);
@@ -115,20 +103,10 @@ pub enum Unavailable {
 /// The first reason why CUDA cannot be used. Nothing is changed then.
 pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
     #[cfg(feature = "cuda")]
-    return library::load(folders);
+    return linked::load(folders);
     #[cfg(not(feature = "cuda"))]
     {
         let _ = folders;
         Err(Unavailable::NotBuilt)
     }
-}
-
-/// Whether a GPU can be used: it is new enough, and the kernels were compiled for it. After [`load`]; a number that the driver does not
-/// know passes.
-///
-/// # Errors
-/// Why it cannot.
-#[cfg(feature = "cuda")]
-pub fn check_device(ordinal: usize) -> Result<(), Unavailable> {
-    library::check_device(ordinal)
 }

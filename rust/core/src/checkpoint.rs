@@ -52,6 +52,12 @@ impl std::str::FromStr for Policy {
     }
 }
 
+/// What ends a checkpointed function that has recomputed all that is needed. It passes the function as an error, with `?`, and
+/// never leaves [`backward`](crate::Tensor::backward).
+#[derive(Debug, thiserror::Error)]
+#[error("checkpoint: recomputation is complete")]
+pub struct Complete;
+
 type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
 
 /// Run `function` on `inputs`, keeping the inputs only; its inner values are recomputed in the backward pass.
@@ -466,7 +472,9 @@ pub(crate) fn save(raw: &Raw) -> Option<Saved> {
 /// End a replay when everything that was saved has been recomputed.
 pub(crate) fn stop_if_complete() -> Result<()> {
     RECORDERS.with_borrow(|recorders| match recorders.last() {
-        Some(Recorder::Replay(replaying)) if replaying.values.len() == replaying.expected => Err(Error::ReplayComplete),
+        Some(Recorder::Replay(replaying)) if replaying.values.len() == replaying.expected => {
+            Err(Error::External(Box::new(Complete)))
+        }
         _ => Ok(()),
     })
 }

@@ -105,13 +105,10 @@ pub enum Error {
     /// Candle refused for a reason that has no case of its own here.
     #[error("{0}")]
     Candle(String),
-    /// An error of the caller's own code, passed through unchanged (a Python exception inside a checkpointed function).
+    /// An error of the caller's own code, passed through unchanged (a Python exception inside a checkpointed function), or
+    /// [`checkpoint::Complete`](crate::checkpoint::Complete).
     #[error("{0}")]
     External(Box<dyn std::error::Error + Send + Sync>),
-    /// A checkpointed function has recomputed all that is needed. Functions pass it on with `?`;
-    /// it never leaves [`backward`](crate::Tensor::backward).
-    #[error("checkpoint: recomputation is complete")]
-    ReplayComplete,
 }
 
 impl Error {

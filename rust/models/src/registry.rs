@@ -4,7 +4,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
-use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{DType, Device, Error, Result};
 use trainable_candle_io::{PartNames, WeightFiles};
 use trainable_candle_nn::Module;
@@ -28,9 +27,6 @@ pub trait Model: Module + Send + Sync {
 
     /// The dtype of its weights, in which it computes.
     fn dtype(&self) -> DType;
-
-    /// What its blocks keep between forward and backward.
-    fn set_checkpointing(&self, policy: Policy);
 
     /// Where its files are in pipelines and checkpoints.
     fn component(&self) -> Component;

@@ -2,6 +2,7 @@
 
 pub mod adapter;
 mod base;
+mod blocks;
 pub mod conv;
 mod group;
 pub mod init;
@@ -14,6 +15,7 @@ mod source;
 mod weights;
 
 pub use base::{Base, Operation};
+pub use blocks::{Blocks, Kept};
 pub use conv::Conv2d;
 pub use group::{LinearGroup, Projected};
 pub use linear::Linear;

@@ -1,8 +1,10 @@
 //! Iterate over the named layers and tensors of a model.
 
+use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{Result, Tensor, Var};
 
 use crate::base::Base;
+use crate::blocks::{Blocks, Kept};
 use crate::conv::weight_to_file;
 use crate::slot::AdapterSlot;
 use crate::{Conv2d, Linear};
@@ -73,6 +75,7 @@ pub trait Module {
                     tensors.extend(layer.base().bias.map(|b| (format!("{name}.bias"), b.clone())));
                 }
                 Part::Tensor(name, tensor) => tensors.push((name, tensor.clone())),
+                Part::Blocks(_) => {}
             }
             Ok(())
         }));
@@ -91,10 +94,21 @@ pub trait Module {
                     vars.extend(base.bias.and_then(Var::of).map(|var| (format!("{name}.bias"), var)));
                 }
                 Part::Tensor(name, tensor) => vars.extend(Var::of(tensor).map(|var| (name, var))),
+                Part::Blocks(_) => {}
             }
             Ok(())
         }));
         vars
+    }
+
+    /// What all [`Blocks`] keep between forward and backward from now on; everything unless this is called.
+    fn set_checkpointing(&self, policy: Policy) {
+        let _ = self.visit(&mut Visitor::new(&mut |part| {
+            if let Part::Blocks(kept) = part {
+                kept.set(policy);
+            }
+            Ok(())
+        }));
     }
 }
 
@@ -104,6 +118,8 @@ pub enum Part<'a> {
     Layer(String, Layer<'a>),
     /// Any other parameter and its name.
     Tensor(String, &'a Tensor),
+    /// What the blocks keep that are shown next.
+    Blocks(&'a Kept),
 }
 
 /// Keeps the prefix of names while a module passes on its parts.
@@ -132,6 +148,18 @@ impl<'a, 'f> Visitor<'a, 'f> {
         let result = module.visit(self);
         self.path = outer;
         result
+    }
+
+    /// Visit the parts of all blocks under `<name>.0`, `<name>.1` and so on.
+    ///
+    /// # Errors
+    /// Those of `see`.
+    pub fn blocks<B: Module>(&mut self, name: &str, blocks: &'a Blocks<B>) -> Result<()> {
+        blocks.visit(name, self)
+    }
+
+    pub(crate) fn kept(&mut self, kept: &'a Kept) -> Result<()> {
+        (self.see)(Part::Blocks(kept))
     }
 
     /// Visit a linear layer.

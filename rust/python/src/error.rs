@@ -68,9 +68,9 @@ fn raise(error: tc::Error) -> PyErr {
         E::WeightsFormat { .. } => py::WeightsFormatError::new_err(text),
         E::Config(_) => py::ConfigError::new_err(text),
         E::Io { path, source } => raise_io(&path, &source),
-        E::ReplayComplete => py::ReplayComplete::new_err(text),
         E::External(source) => match source.downcast::<PyErr>() {
             Ok(exception) => *exception,
+            Err(other) if other.is::<tc::checkpoint::Complete>() => py::ReplayComplete::new_err(text),
             Err(other) => py::Error::new_err(other.to_string()),
         },
         // Candle's own errors, and variants that a newer core adds.
@@ -100,7 +100,7 @@ pub fn check_signals() -> tc::Result<()> {
 /// The core's view of an exception that a callback raised: it travels through the library unchanged.
 pub fn from_callback(py: Python<'_>, error: PyErr) -> tc::Error {
     if error.is_instance_of::<py::ReplayComplete>(py) {
-        tc::Error::ReplayComplete
+        tc::Error::External(Box::new(tc::checkpoint::Complete))
     } else {
         tc::Error::External(Box::new(error))
     }

@@ -59,25 +59,29 @@ pub(super) fn check(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
     Ok(())
 }
 
-fn compute(op: &'static str, a: &Raw, b: &Raw, functor: impl Binary + Copy + Send + Sync) -> Result<Raw> {
+/// What an operation does to two integer tensors of one shape.
+type Integer = fn(&Raw, &Raw) -> candle_core::Result<Raw>;
+
+/// By `functor`; of integers by `integer`, if the operation takes them.
+fn compute(
+    op: &'static str,
+    a: &Raw,
+    b: &Raw,
+    functor: impl Binary + Copy + Send + Sync,
+    integer: Option<Integer>,
+) -> Result<Raw> {
     if is_float(a.dtype()) {
         return compute::binary(a, b, functor).map_err(|error| error.under(op));
     }
+    let Some(integer) = integer else {
+        let found = a.dtype().as_str();
+        return Err(Error::dtype(
+            op,
+            format!("expected floating point tensors, found {found}; convert them with to()"),
+        ));
+    };
     let shape = a.shape().broadcast_shape_binary_op(b.shape(), op)?;
-    let (a, b) = (a.broadcast_as(&shape)?, b.broadcast_as(&shape)?);
-    Ok(match op {
-        "add" => a.add(&b)?,
-        "sub" => a.sub(&b)?,
-        "mul" => a.mul(&b)?,
-        "maximum" => a.maximum(&b)?,
-        "minimum" => a.minimum(&b)?,
-        _ => {
-            return Err(Error::dtype(
-                op,
-                format!("expected floating point tensors, found {}; convert them with to()", a.dtype().as_str()),
-            ));
-        }
-    })
+    Ok(integer(&a.broadcast_as(&shape)?, &b.broadcast_as(&shape)?)?)
 }
 
 struct SumBackward {
@@ -163,13 +167,14 @@ fn sum_like(
     a: &Tensor,
     b: &Tensor,
     functor: impl Binary + Copy + Send + Sync,
+    integer: Integer,
     negate: bool,
 ) -> Result<Tensor> {
     check(info.name, a, b)?;
     record(
         info,
         &[a, b],
-        || compute(info.name, &a.raw, &b.raw, functor),
+        || compute(info.name, &a.raw, &b.raw, functor, Some(integer)),
         |_, _| SumBackward { dims: [a.dims().to_vec(), b.dims().to_vec()], negate },
     )
 }
@@ -185,13 +190,14 @@ fn product_like(
     a: &Tensor,
     b: &Tensor,
     functor: impl Binary + Copy + Send + Sync,
+    integer: Option<Integer>,
     kind: Product,
 ) -> Result<Tensor> {
     check(info.name, a, b)?;
     record(
         info,
         &[a, b],
-        || compute(info.name, &a.raw, &b.raw, functor),
+        || compute(info.name, &a.raw, &b.raw, functor, integer),
         |saver, _| {
             let (needs_a, needs_b) = (saver.needs(0), saver.needs(1));
             let (save_a, save_b) = match kind {
@@ -209,7 +215,7 @@ fn product_like(
 }
 
 macro_rules! binary_methods {
-    ($($name:ident($info:ident) = $call:ident($functor:expr, $kind:expr), $doc:literal;)*) => {
+    ($($name:ident($info:ident) = $call:ident($functor:expr, $integer:expr, $kind:expr), $doc:literal;)*) => {
         impl Tensor {
             $(
                 #[doc = $doc]
@@ -219,7 +225,7 @@ macro_rules! binary_methods {
                 /// # Errors
                 /// [`Error::Shape`] if the shapes do not broadcast, [`Error::DType`] if the dtypes differ.
                 pub fn $name(&self, other: &Tensor) -> Result<Tensor> {
-                    $call(&$info, self, other, $functor, $kind)
+                    $call(&$info, self, other, $functor, $integer, $kind)
                 }
             )*
         }
@@ -227,13 +233,13 @@ macro_rules! binary_methods {
 }
 
 binary_methods! {
-    add(ADD) = sum_like(Add, false), "The sum.";
-    sub(SUB) = sum_like(Sub, true), "The difference.";
-    mul(MUL) = product_like(Mul, Product::Mul), "The elementwise product.";
-    div(DIV) = product_like(Div, Product::Div), "The elementwise quotient.";
-    pow(POW) = product_like(Pow, Product::Pow), "Each element to the power of `other`'s.";
-    maximum(MAXIMUM) = product_like(Maximum, Product::Maximum), "The larger of each pair; equal elements share the gradient.";
-    minimum(MINIMUM) = product_like(Minimum, Product::Minimum), "The smaller of each pair; equal elements share the gradient.";
+    add(ADD) = sum_like(Add, Raw::add, false), "The sum.";
+    sub(SUB) = sum_like(Sub, Raw::sub, true), "The difference.";
+    mul(MUL) = product_like(Mul, Some(Raw::mul), Product::Mul), "The elementwise product.";
+    div(DIV) = product_like(Div, None, Product::Div), "The elementwise quotient.";
+    pow(POW) = product_like(Pow, None, Product::Pow), "Each element to the power of `other`'s.";
+    maximum(MAXIMUM) = product_like(Maximum, Some(|a, b| a.maximum(b)), Product::Maximum), "The larger of each pair; equal elements share the gradient.";
+    minimum(MINIMUM) = product_like(Minimum, Some(|a, b| a.minimum(b)), Product::Minimum), "The smaller of each pair; equal elements share the gradient.";
 }
 
 macro_rules! operators {

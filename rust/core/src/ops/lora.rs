@@ -9,13 +9,14 @@
 //! x and W may be f16 or bf16 and the trained tensors f32: products are then of their copies in the dtype of x, and the
 //! gradients of A and B are summed up and stay in f32.
 
-use candle_core::{DType, Shape};
+use candle_core::DType;
 
 use super::case::{Case, Entry};
 use super::linear::{as_matrix, check, forward, linear, same_kind, with_last};
-use crate::compute::{Destination, LowRankTerm, Product};
+use super::low_rank::{LowRankBackward, LowRanks};
+use crate::compute::{Destination, Product};
 use crate::cpu::{self, Div, Mul};
-use crate::raw::{Raw, own_copy};
+use crate::raw::own_copy;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, Saver, record_with_aux};
 use crate::{Error, Result, Tensor, Var, checkpoint, compute};
 
@@ -92,19 +93,6 @@ pub(super) fn check_scale(op: &'static str, scale: f64) -> Result<()> {
     Err(Error::argument(op, format!("the scale is {scale}, expected a finite number")))
 }
 
-/// y += s (x Aᵀ) Bᵀ, all matrices; x Aᵀ.
-fn add_low_rank(op: &'static str, y: &Raw, x: &Raw, [down, up]: [&Tensor; 2], scale: f64) -> Result<Raw> {
-    let hidden = compute::unset(op, x, &[x.dims()[0], down.dims()[0]])?;
-    let term = LowRankTerm { input: x.clone(), down: down.raw.t()?, up: up.raw.t()?, hidden: hidden.clone() };
-    compute::low_rank(&[(term, y.clone())], [1.0, scale])?;
-    Ok(hidden)
-}
-
-/// s (g B): the gradient at x Aᵀ. Matrices.
-fn grad_hidden(grad: &Raw, up: &Raw, scale: f64) -> Result<Raw> {
-    compute::product(grad, up, scale, grad.dtype())
-}
-
 /// What [`lora_backward`] needs of its operands.
 fn check_backward(
     op: &'static str,
@@ -150,7 +138,7 @@ pub fn lora_backward(
     check_backward("lora_backward", grad_output, input, down, up, scale)?;
     let (grad, x) = (as_matrix(&grad_output.raw)?, as_matrix(&input.raw)?);
     let hidden = compute::matmul(&x, &operand(down, x.dtype())?.raw.t()?)?;
-    let grad_hidden = grad_hidden(&grad, &operand(up, x.dtype())?.raw, scale)?;
+    let grad_hidden = compute::product(&grad, &operand(up, x.dtype())?.raw, scale, x.dtype())?;
     let grad_down = compute::product(&grad_hidden.t()?, &x, 1.0, down.dtype())?;
     let grad_up = compute::product(&grad.t()?, &hidden, scale, up.dtype())?;
     Ok((Tensor::constant(grad_down), Tensor::constant(grad_up)))
@@ -208,48 +196,6 @@ pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// What both backwards share: the base and the two factors.
-struct Factors {
-    x: Option<Saved>,
-    hidden: Option<Saved>,
-    weight: Option<Saved>,
-    down: Option<Saved>,
-    up: Option<Saved>,
-    /// Dtypes of the two factors.
-    dtypes: [DType; 2],
-    scale: f64,
-    x_shape: Shape,
-}
-
-impl Factors {
-    /// Inputs 0, 1, 2 of the node are x, down, up; `grad` is the gradient at x Wᵀ + s (x Aᵀ) Bᵀ.
-    fn backward(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
-        if let (true, Some(hidden)) = (context.needs(2), &self.hidden) {
-            let hidden = hidden.get()?;
-            let shape = (grad.dims()[1], hidden.dims()[1]);
-            context.add_product(2, shape, self.dtypes[1], [&grad.t()?, &hidden], self.scale)?;
-        }
-        let Some(up) = self.up.as_ref().filter(|_| context.needs(0) || context.needs(1)) else { return Ok(()) };
-        let up = up.get()?;
-        let grad_hidden = match (&self.weight, &self.down) {
-            (Some(weight), Some(down)) if context.needs(0) => {
-                context.add_product(0, &self.x_shape, grad.dtype(), [grad, &weight.get()?], 1.0)?;
-                let hidden = compute::unset(LORA.name, grad, &[grad.dims()[0], up.dims()[1]])?;
-                let term = LowRankTerm { input: grad.clone(), down: up, up: down.get()?, hidden: hidden.clone() };
-                context.add_low_rank(0, &self.x_shape, vec![term], [self.scale, 1.0])?;
-                hidden
-            }
-            _ => grad_hidden(grad, &up, self.scale)?,
-        };
-        if let (true, Some(x)) = (context.needs(1), &self.x) {
-            let x = as_matrix(&x.get()?)?;
-            let shape = (grad_hidden.dims()[1], x.dims()[1]);
-            context.add_product(1, shape, self.dtypes[0], [&grad_hidden.t()?, &x], 1.0)?;
-        }
-        Ok(())
-    }
-}
-
 /// Everything a LoRA-like operation takes besides its input.
 #[derive(Clone, Copy)]
 pub struct LoraWeights<'a> {
@@ -274,32 +220,12 @@ impl LoraWeights<'_> {
     }
 }
 
-struct LoraBackward(Factors);
-
-impl Backward for LoraBackward {
-    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let grad = as_matrix(context.grad())?;
-        self.0.backward(context, &grad)
-    }
-}
-
-fn save_factors(
-    saver: &mut Saver<'_>,
-    x: &Tensor,
-    w: &LoraWeights<'_>,
-    [down, up]: [&Tensor; 2],
-    hidden: &Raw,
-) -> Factors {
-    let (needs_x, needs_down, needs_up) = (saver.needs(0), saver.needs(1), saver.needs(2));
-    Factors {
-        x: needs_down.then(|| saver.save(x)),
-        hidden: needs_up.then(|| saver.save_raw(hidden)),
-        weight: needs_x.then(|| saver.hold(w.weight)),
-        down: needs_x.then(|| keep(saver, w.down, down)),
-        up: (needs_x || needs_down).then(|| keep(saver, w.up, up)),
-        dtypes: [w.down.dtype(), w.up.dtype()],
-        scale: w.scale,
-        x_shape: x.shape().clone(),
+impl<'a> LoraWeights<'a> {
+    /// The low-rank product of inputs of `dtype`.
+    fn low_rank(&self, dtype: DType) -> Result<LowRanks<'a>> {
+        let mut low_rank = LowRanks::default();
+        low_rank.push([self.down, self.up], self.scale, 0, dtype)?;
+        Ok(low_rank)
     }
 }
 
@@ -309,22 +235,22 @@ fn save_factors(
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient.
 pub fn lora_linear(x: &Tensor, w: LoraWeights<'_>) -> Result<Tensor> {
     w.check(LORA.name, x)?;
-    let (down, up) = (operand(w.down, x.dtype())?, operand(w.up, x.dtype())?);
+    let low_rank = w.low_rank(x.dtype())?;
     record_with_aux(
         &LORA,
         &[x, w.down, w.up],
         || {
             let matrix = as_matrix(&x.raw)?;
             let y = forward(&matrix, &w.weight.raw, w.bias.map(|b| &b.raw))?;
-            let hidden = add_low_rank(LORA.name, &y, &matrix, [&down, &up], w.scale)?;
-            Ok((y.reshape(with_last(&x.raw, w.weight.dims()[0]))?, smallvec::smallvec![hidden]))
+            let hidden = low_rank.add_to(&y, &matrix)?;
+            Ok((y.reshape(with_last(&x.raw, w.weight.dims()[0]))?, hidden.into_iter().collect()))
         },
-        |saver, _, aux| LoraBackward(save_factors(saver, x, &w, [&down, &up], &aux[0])),
+        |saver, _, aux| low_rank.save(saver, x, w.weight, aux.first()),
     )
 }
 
 struct DoraBackward {
-    factors: Factors,
+    low_rank: LowRankBackward,
     /// m / ‖W + s B A‖, (out).
     ratio: Saved,
     /// ‖W + s B A‖, (out), in the dtype of [`adapted_row_norm`].
@@ -345,7 +271,7 @@ impl Backward for DoraBackward {
             context.add(3, compute::cast(&grad_magnitude, self.dtype)?)?;
         }
         let scaled = compute::binary(&grad, &self.ratio.get()?, Mul)?;
-        self.factors.backward(context, &scaled)
+        self.low_rank.run(context, &scaled)
     }
 }
 
@@ -377,28 +303,29 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
         ));
     }
     trainable_kind(DORA.name, x, "magnitude", magnitude)?;
-    let (down, up) = (operand(w.down, x.dtype())?, operand(w.up, x.dtype())?);
+    let low_rank = w.low_rank(x.dtype())?;
     record_with_aux(
         &DORA,
         &[x, w.down, w.up, magnitude],
         || {
             let matrix = as_matrix(&x.raw)?;
-            let norm = adapted_row_norm(&w.weight.detach(), &down, &up, w.scale)?.raw;
+            let [down, up] = &low_rank.operands()[0];
+            let norm = adapted_row_norm(&w.weight.detach(), down, up, w.scale)?.raw;
             let ratio = compute::binary(&compute::cast(&magnitude.raw, norm.dtype())?, &norm, Div)?;
             let ratio = compute::cast(&ratio, x.dtype())?;
             let direction = forward(&matrix, &w.weight.raw, None)?;
-            let hidden = add_low_rank(DORA.name, &direction, &matrix, [&down, &up], w.scale)?;
+            let hidden = low_rank.add_to(&direction, &matrix)?;
             let mut y = compute::binary(&direction, &ratio, Mul)?;
             if let Some(bias) = w.bias {
                 y = compute::binary(&y, &bias.raw, cpu::Add)?;
             }
-            Ok((y.reshape(with_last(&x.raw, out))?, smallvec::smallvec![hidden, ratio, norm, direction]))
+            Ok((y.reshape(with_last(&x.raw, out))?, [ratio, norm, direction].into_iter().chain(hidden).collect()))
         },
         |saver, _, aux| DoraBackward {
-            factors: save_factors(saver, x, &w, [&down, &up], &aux[0]),
-            ratio: saver.save_raw(&aux[1]),
-            norm: saver.save_raw(&aux[2]),
-            direction: saver.needs(3).then(|| saver.save_raw(&aux[3])),
+            low_rank: low_rank.save(saver, x, w.weight, aux.get(3)),
+            ratio: saver.save_raw(&aux[0]),
+            norm: saver.save_raw(&aux[1]),
+            direction: saver.needs(3).then(|| saver.save_raw(&aux[2])),
             dtype: magnitude.dtype(),
         },
     )

@@ -19,6 +19,7 @@ pub mod linear;
 pub mod linear_group;
 pub mod lora;
 pub mod loss;
+mod low_rank;
 pub mod low_rank_hadamard;
 pub mod matmul;
 pub mod norm;

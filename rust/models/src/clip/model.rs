@@ -1,13 +1,11 @@
 //! The text encoder: token ids in, one state per token and one for the text out.
 
 use std::path::Path;
-use std::sync::{Arc, PoisonError, RwLock};
 
-use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::{PartNames, WeightFiles};
-use trainable_candle_nn::{Init, LayerNorm, Linear, Module, Source, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Init, LayerNorm, Linear, Module, Source, Visitor, Weights};
 
 use super::layers::EncoderLayer;
 use super::{CLIPTextConfig, keys, lora_keys};
@@ -20,12 +18,11 @@ pub struct CLIPTextModel {
     config: CLIPTextConfig,
     token_embedding: Tensor,
     position_embedding: Tensor,
-    layers: Vec<Arc<EncoderLayer>>,
+    layers: Blocks<EncoderLayer>,
     final_layer_norm: LayerNorm,
     text_projection: Option<Linear<Tensor>>,
     /// The id that ends a text, i64 without dimensions; none if it is the largest id of each text.
     end_of_text: Option<Tensor>,
-    checkpointing: RwLock<Policy>,
 }
 
 /// Files made before the id was right say 2 for the end of a text, and mean the token of the largest id.
@@ -98,14 +95,13 @@ impl CLIPTextModel {
                 start,
             )?,
             layers: (0..config.num_hidden_layers)
-                .map(|i| Ok(Arc::new(EncoderLayer::new(&config, &mut inner.pp(&format!("encoder.layers.{i}")))?)))
+                .map(|i| EncoderLayer::new(&config, &mut inner.pp(&format!("encoder.layers.{i}"))))
                 .collect::<Result<_>>()?,
             final_layer_norm: inner.layer_norm("final_layer_norm", dim, config.layer_norm_eps)?,
             text_projection: config
                 .projection_dim
                 .map(|width| weights.linear("text_projection", dim, width, false))
                 .transpose()?,
-            checkpointing: RwLock::new(Policy::None),
             config,
         })
     }
@@ -156,12 +152,9 @@ impl CLIPTextModel {
         }
         let positions = self.position_embedding.narrow(0, 0, length)?;
         let mut x = embedding(&self.token_embedding, input_ids)?.add(&positions)?;
-        let policy = *self.checkpointing.read().unwrap_or_else(PoisonError::into_inner);
         let mut hidden_states = vec![x.clone()];
-        for layer in &self.layers {
-            let layer = layer.clone();
-            let run = move |xs: &[Tensor]| Ok(vec![layer.forward(&xs[0])?]);
-            x = checkpoint_with(policy, run, &[&x])?.remove(0);
+        for index in 0..self.layers.len() {
+            x = self.layers.run_one(index, &[&x], |layer, inputs| layer.forward(&inputs[0]))?;
             hidden_states.push(x.clone());
         }
         let last_hidden_state = self.final_layer_norm.forward(&x)?;
@@ -192,9 +185,7 @@ impl Module for CLIPTextModel {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.tensor("text_model.embeddings.token_embedding.weight", &self.token_embedding)?;
         visitor.tensor("text_model.embeddings.position_embedding.weight", &self.position_embedding)?;
-        for (i, layer) in self.layers.iter().enumerate() {
-            visitor.module(&format!("text_model.encoder.layers.{i}"), layer.as_ref())?;
-        }
+        visitor.blocks("text_model.encoder.layers", &self.layers)?;
         visitor.module("text_model.final_layer_norm", &self.final_layer_norm)?;
         match &self.text_projection {
             Some(projection) => visitor.linear("text_projection", projection),
@@ -214,10 +205,6 @@ impl Model for CLIPTextModel {
 
     fn dtype(&self) -> DType {
         self.token_embedding.dtype()
-    }
-
-    fn set_checkpointing(&self, policy: Policy) {
-        *self.checkpointing.write().unwrap_or_else(PoisonError::into_inner) = policy;
     }
 
     fn component(&self) -> Component {

@@ -1,15 +1,13 @@
 //! The digits transformer: patches in, velocity out.
 
 use std::path::Path;
-use std::sync::{Arc, PoisonError, RwLock};
 
 use serde_json::{Map, Value};
-use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::ops::norm::modulated_layer_norm;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_nn::{Init, Linear, Module, Source, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Init, Linear, Module, Source, Visitor, Weights};
 
 use super::DigitsConfig;
 use super::blocks::{Block, EPS, xavier};
@@ -25,10 +23,9 @@ pub struct DigitsTransformer {
     sinusoids: Sinusoids,
     time_embedding: TimestepEmbedding,
     class_embedding: Tensor,
-    blocks: Vec<Arc<Block>>,
+    blocks: Blocks<Block>,
     norm_out: Linear<Tensor>,
     proj_out: Linear<Tensor>,
-    checkpointing: RwLock<Policy>,
 }
 
 impl DigitsTransformer {
@@ -44,8 +41,8 @@ impl DigitsTransformer {
         let (dim, patch_dim) = (config.inner_dim(), config.patch_dim());
         let embedding = Init::Normal(0.02);
         let blocks = (0..config.num_layers)
-            .map(|i| Ok(Arc::new(Block::new(&config, &mut weights.pp(&format!("transformer_blocks.{i}")))?)))
-            .collect::<Result<Vec<_>>>()?;
+            .map(|i| Block::new(&config, &mut weights.pp(&format!("transformer_blocks.{i}"))))
+            .collect::<Result<_>>()?;
         let patch_embed = weights.linear_init("pos_embed.proj", patch_dim, dim, true, xavier(patch_dim, dim))?;
         Ok(Self {
             sinusoids: Sinusoids::new(config.frequency_embedding_size, patch_embed.weight.device())?,
@@ -60,7 +57,6 @@ impl DigitsTransformer {
             blocks,
             norm_out: weights.linear_init("norm_out.linear", dim, 2 * dim, true, Init::Constant(0.0))?,
             proj_out: weights.linear_init("proj_out", dim, patch_dim, true, Init::Constant(0.0))?,
-            checkpointing: RwLock::new(Policy::None),
             config,
         })
     }
@@ -110,18 +106,13 @@ impl DigitsTransformer {
     /// [`Error::Shape`] if the inputs do not fit the configuration or one another, [`Error::Index`] if a label is no class.
     pub fn forward(&self, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<Tensor> {
         self.check(sample, timestep, class_labels)?;
-        let mut x = self.patch_embed.forward(&self.patchify(&sample.to_dtype(self.dtype())?)?)?.add(&self.pos_embed)?;
+        let x = self.patch_embed.forward(&self.patchify(&sample.to_dtype(self.dtype())?)?)?.add(&self.pos_embed)?;
         let condition = self
             .time_embedding
             .forward(&self.sinusoids.forward(timestep)?)?
             .add(&embedding(&self.class_embedding, class_labels)?)?
             .silu()?;
-        let policy = *self.checkpointing.read().unwrap_or_else(PoisonError::into_inner);
-        for block in &self.blocks {
-            let block = block.clone();
-            let run = move |xs: &[Tensor]| Ok(vec![block.forward(&xs[0], &xs[1])?]);
-            x = checkpoint_with(policy, run, &[&x, &condition])?.remove(0);
-        }
+        let x = self.blocks.run(&x, &[&condition], |block, x, conditions| block.forward(x, &conditions[0]))?;
         let modulation = self.norm_out.forward(&condition)?.chunk(2, 1)?;
         let [scale, shift] = &modulation[..] else { unreachable!("two chunks") };
         self.unpatchify(&self.proj_out.forward(&modulated_layer_norm(&x, scale, shift, EPS)?)?)
@@ -172,9 +163,7 @@ impl Module for DigitsTransformer {
         visitor.tensor("pos_embed.pos_embed", &self.pos_embed)?;
         visitor.module("time_embedding", &self.time_embedding)?;
         visitor.tensor("class_embedding.weight", &self.class_embedding)?;
-        for (i, block) in self.blocks.iter().enumerate() {
-            visitor.module(&format!("transformer_blocks.{i}"), block.as_ref())?;
-        }
+        visitor.blocks("transformer_blocks", &self.blocks)?;
         visitor.linear("norm_out.linear", &self.norm_out)?;
         visitor.linear("proj_out", &self.proj_out)
     }
@@ -193,10 +182,6 @@ impl Model for DigitsTransformer {
 
     fn dtype(&self) -> DType {
         self.proj_out.weight.dtype()
-    }
-
-    fn set_checkpointing(&self, policy: Policy) {
-        *self.checkpointing.write().unwrap_or_else(PoisonError::into_inner) = policy;
     }
 
     fn component(&self) -> Component {

@@ -1,11 +1,8 @@
 //! Transformer blocks inside an image network, under diffusers' names: `Transformer2DModel`, `BasicTransformerBlock`.
 
-use std::sync::Arc;
-
-use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::ops::gated::geglu;
 use trainable_candle_core::{Error, Result, Tensor};
-use trainable_candle_nn::{Conv2d, GroupNorm, Init, LayerNorm, Linear, Module, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Conv2d, GroupNorm, Init, LayerNorm, Linear, Module, Visitor, Weights};
 
 use super::attention::{Attention, AttentionSizes};
 use super::resnet::conv1x1;
@@ -14,8 +11,7 @@ use super::resnet::conv1x1;
 const NORM_EPS: f64 = 1e-6;
 /// Added to the variance in the norms of the blocks.
 const LAYER_NORM_EPS: f64 = 1e-5;
-/// In how many stretches of blocks full checkpointing divides a deep transformer. Each keeps its input; the blocks of one, computed
-/// again together, take less memory than the residual blocks of larger images do.
+/// In how many stretches a deep transformer is recomputed. The blocks of one take less memory than the residual blocks of larger images.
 const STRETCHES: usize = 3;
 /// Width of the feed-forward layer's middle, as a multiple of the tokens'.
 const FEED_FORWARD: usize = 4;
@@ -120,7 +116,7 @@ impl Projection {
 pub struct SpatialTransformer {
     norm: GroupNorm,
     proj_in: Projection,
-    blocks: Vec<Arc<Block>>,
+    blocks: Blocks<Block>,
     proj_out: Projection,
 }
 
@@ -134,18 +130,18 @@ impl SpatialTransformer {
             norm: weights.group_norm("norm", sizes.dim, sizes.groups, NORM_EPS)?,
             proj_in: Projection::new("proj_in", &sizes, weights)?,
             blocks: (0..sizes.depth)
-                .map(|i| Ok(Arc::new(Block::new(&sizes, &mut weights.pp(&format!("transformer_blocks.{i}")))?)))
-                .collect::<Result<_>>()?,
+                .map(|i| Block::new(&sizes, &mut weights.pp(&format!("transformer_blocks.{i}"))))
+                .collect::<Result<Blocks<_>>>()?
+                .in_stretches(STRETCHES),
             proj_out: Projection::new("proj_out", &sizes, weights)?,
         })
     }
 
-    /// `x (B, H, W, C)`, `context (B, L, E)` → the shape of `x`; what blocks keep is what `policy` says; with
-    /// [`Policy::Full`] the inputs of up to three stretches of them.
+    /// `x (B, H, W, C)`, `context (B, L, E)` → the shape of `x`.
     ///
     /// # Errors
     /// [`Error::Shape`] and its kin if an input does not fit.
-    pub fn forward(&self, x: &Tensor, context: &Tensor, policy: Policy) -> Result<Tensor> {
+    pub fn forward(&self, x: &Tensor, context: &Tensor) -> Result<Tensor> {
         let &[batch, height, width, channels] = x.dims() else {
             return Err(Error::shape(
                 "SpatialTransformer",
@@ -153,16 +149,8 @@ impl SpatialTransformer {
             ));
         };
         let projected = self.proj_in.forward(&self.norm.forward(x)?)?;
-        let mut tokens = projected.reshape((batch, height * width, channels))?;
-        let stretch = if policy == Policy::Full { self.blocks.len().div_ceil(STRETCHES) } else { 1 };
-        for blocks in self.blocks.chunks(stretch.max(1)) {
-            let blocks = blocks.to_vec();
-            let run = move |xs: &[Tensor]| {
-                let forward = |tokens: Tensor, block: &Arc<Block>| block.forward(&tokens, &xs[1]);
-                Ok(vec![blocks.iter().try_fold(xs[0].clone(), forward)?])
-            };
-            tokens = checkpoint_with(policy, run, &[&tokens, context])?.remove(0);
-        }
+        let tokens = projected.reshape((batch, height * width, channels))?;
+        let tokens = self.blocks.run(&tokens, &[context], |block, x, context| block.forward(x, &context[0]))?;
         self.proj_out.forward(&tokens.reshape((batch, height, width, channels))?)?.add(x)
     }
 }
@@ -171,9 +159,7 @@ impl Module for SpatialTransformer {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.module("norm", &self.norm)?;
         self.proj_in.visit("proj_in", visitor)?;
-        for (i, block) in self.blocks.iter().enumerate() {
-            visitor.module(&format!("transformer_blocks.{i}"), block.as_ref())?;
-        }
+        visitor.blocks("transformer_blocks", &self.blocks)?;
         self.proj_out.visit("proj_out", visitor)
     }
 }

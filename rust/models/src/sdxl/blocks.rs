@@ -1,10 +1,7 @@
 //! The levels of the UNet: residual blocks and transformers, and a change of size.
 
-use std::sync::Arc;
-
-use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::{Error, Result, Tensor};
-use trainable_candle_nn::{Module, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Module, Visitor, Weights};
 
 use super::UNetConfig;
 use crate::layers::{Downsample, ResnetBlock, ResnetSizes, SpatialTransformer, TransformerSizes, Upsample};
@@ -15,7 +12,6 @@ pub(super) struct Conditions<'a> {
     pub time: Tensor,
     /// (B, L, E).
     pub text: &'a Tensor,
-    pub policy: Policy,
 }
 
 /// Sizes of the residual blocks of a model.
@@ -37,24 +33,22 @@ fn transformer(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> 
     SpatialTransformer::new(sizes, weights)
 }
 
-/// A residual block of an image, given in parts that are joined along the channels.
-fn run(block: &Arc<ResnetBlock>, parts: &[&Tensor], conditions: &Conditions<'_>) -> Result<Tensor> {
-    let block = block.clone();
+/// A residual block on an image, given in parts that are joined along the channels.
+fn run(blocks: &Blocks<ResnetBlock>, index: usize, parts: &[&Tensor], conditions: &Conditions<'_>) -> Result<Tensor> {
     let inputs: Vec<&Tensor> = std::iter::once(&conditions.time).chain(parts.iter().copied()).collect();
     // The parts live on as results of other blocks; joined only inside, they need no memory of their own.
-    let forward = move |xs: &[Tensor]| {
-        let x = match &xs[1..] {
+    blocks.run_one(index, &inputs, |block, inputs| {
+        let x = match &inputs[1..] {
             [x] => x.clone(),
             parts => Tensor::cat(&parts.iter().collect::<Vec<_>>(), 3)?,
         };
-        Ok(vec![block.forward(&x, Some(&xs[0]))?])
-    };
-    Ok(checkpoint_with(conditions.policy, forward, &inputs)?.remove(0))
+        block.forward(&x, Some(&inputs[0]))
+    })
 }
 
 /// `down_blocks.N`.
 pub(super) struct DownBlock {
-    resnets: Vec<Arc<ResnetBlock>>,
+    resnets: Blocks<ResnetBlock>,
     attentions: Vec<SpatialTransformer>,
     downsample: Option<Downsample>,
 }
@@ -66,7 +60,7 @@ impl DownBlock {
         let (mut resnets, mut attentions) = (Vec::new(), Vec::new());
         for i in 0..config.layers_per_block {
             let sizes = resnet(config, if i == 0 { before } else { channels }, channels);
-            resnets.push(Arc::new(ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))?));
+            resnets.push(ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))?);
             if config.down_attention[level] {
                 attentions.push(transformer(config, level, &mut weights.pp(&format!("attentions.{i}")))?);
             }
@@ -74,7 +68,7 @@ impl DownBlock {
         let downsample = (level + 1 < config.block_out_channels.len())
             .then(|| Downsample::new(channels, false, &mut weights.pp("downsamplers.0")))
             .transpose()?;
-        Ok(Self { resnets, attentions, downsample })
+        Ok(Self { resnets: resnets.into_iter().collect(), attentions, downsample })
     }
 
     /// `x (B, H, W, C)` → the next level's image; every result on the way goes to `skips`.
@@ -84,10 +78,10 @@ impl DownBlock {
         conditions: &Conditions<'_>,
         skips: &mut Vec<Tensor>,
     ) -> Result<Tensor> {
-        for (i, block) in self.resnets.iter().enumerate() {
-            x = run(block, &[&x], conditions)?;
+        for i in 0..self.resnets.len() {
+            x = run(&self.resnets, i, &[&x], conditions)?;
             if let Some(attention) = self.attentions.get(i) {
-                x = attention.forward(&x, conditions.text, conditions.policy)?;
+                x = attention.forward(&x, conditions.text)?;
             }
             skips.push(x.clone());
         }
@@ -111,7 +105,7 @@ impl Module for DownBlock {
 
 /// `mid_block`.
 pub(super) struct MidBlock {
-    resnets: Vec<Arc<ResnetBlock>>,
+    resnets: Blocks<ResnetBlock>,
     attentions: Vec<SpatialTransformer>,
 }
 
@@ -121,7 +115,7 @@ impl MidBlock {
         let channels = config.block_out_channels[level];
         let resnet = |i: usize, weights: &mut Weights<'_>| {
             let sizes = resnet(config, channels, channels);
-            Ok(Arc::new(ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))?))
+            ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))
         };
         Ok(Self {
             resnets: (0..2).map(|i| resnet(i, weights)).collect::<Result<_>>()?,
@@ -131,9 +125,9 @@ impl MidBlock {
 
     /// `x (B, H, W, C)` → the same shape.
     pub(super) fn forward(&self, x: &Tensor, conditions: &Conditions<'_>) -> Result<Tensor> {
-        let x = run(&self.resnets[0], &[x], conditions)?;
-        let x = self.attentions[0].forward(&x, conditions.text, conditions.policy)?;
-        run(&self.resnets[1], &[&x], conditions)
+        let x = run(&self.resnets, 0, &[x], conditions)?;
+        let x = self.attentions[0].forward(&x, conditions.text)?;
+        run(&self.resnets, 1, &[&x], conditions)
     }
 }
 
@@ -145,7 +139,7 @@ impl Module for MidBlock {
 
 /// `up_blocks.N`.
 pub(super) struct UpBlock {
-    resnets: Vec<Arc<ResnetBlock>>,
+    resnets: Blocks<ResnetBlock>,
     attentions: Vec<SpatialTransformer>,
     upsample: Option<Upsample>,
 }
@@ -162,13 +156,13 @@ impl UpBlock {
             // The last result that comes over from the way down is the one that led into the level.
             let skip = if i == config.layers_per_block { width(level.saturating_sub(1)) } else { channels };
             let sizes = resnet(config, image + skip, channels);
-            resnets.push(Arc::new(ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))?));
+            resnets.push(ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))?);
             if config.up_attention[index] {
                 attentions.push(transformer(config, level, &mut weights.pp(&format!("attentions.{i}")))?);
             }
         }
         let upsample = (level > 0).then(|| Upsample::new(channels, &mut weights.pp("upsamplers.0"))).transpose()?;
-        Ok(Self { resnets, attentions, upsample })
+        Ok(Self { resnets: resnets.into_iter().collect(), attentions, upsample })
     }
 
     /// `x (B, H, W, C)` → the image of the level before, in the size of the result that `skips` then ends with.
@@ -178,11 +172,11 @@ impl UpBlock {
         conditions: &Conditions<'_>,
         skips: &mut Vec<Tensor>,
     ) -> Result<Tensor> {
-        for (i, block) in self.resnets.iter().enumerate() {
+        for i in 0..self.resnets.len() {
             let skip = skips.pop().ok_or_else(|| Error::shape("SDXLUNet", "more blocks on the way up than down"))?;
-            x = run(block, &[&x, &skip], conditions)?;
+            x = run(&self.resnets, i, &[&x, &skip], conditions)?;
             if let Some(attention) = self.attentions.get(i) {
-                x = attention.forward(&x, conditions.text, conditions.policy)?;
+                x = attention.forward(&x, conditions.text)?;
             }
         }
         let Some(upsample) = &self.upsample else { return Ok(x) };
@@ -203,15 +197,12 @@ impl Module for UpBlock {
 }
 
 fn visit_layers<'a>(
-    resnets: &'a [Arc<ResnetBlock>],
+    resnets: &'a Blocks<ResnetBlock>,
     attentions: &'a [SpatialTransformer],
     visitor: &mut Visitor<'a, '_>,
 ) -> Result<()> {
     for (i, attention) in attentions.iter().enumerate() {
         visitor.module(&format!("attentions.{i}"), attention)?;
     }
-    for (i, block) in resnets.iter().enumerate() {
-        visitor.module(&format!("resnets.{i}"), block.as_ref())?;
-    }
-    Ok(())
+    visitor.blocks("resnets", resnets)
 }

@@ -1,9 +1,7 @@
 //! The UNet: noisy latents, time, text and sizes in, prediction out.
 
 use std::path::Path;
-use std::sync::{PoisonError, RwLock};
 
-use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::{PartNames, WeightFiles};
@@ -31,7 +29,6 @@ pub struct SDXLUNet {
     up_blocks: Vec<UpBlock>,
     conv_norm_out: GroupNorm,
     conv_out: Conv2d<Tensor>,
-    checkpointing: RwLock<Policy>,
 }
 
 /// The inputs of one call beside the noisy latents and the time.
@@ -78,7 +75,6 @@ impl SDXLUNet {
                 .collect::<Result<_>>()?,
             conv_norm_out: weights.group_norm("conv_norm_out", first, config.norm_num_groups, config.norm_eps)?,
             conv_out: conv3x3("conv_out", first, config.out_channels, weights)?,
-            checkpointing: RwLock::new(Policy::None),
             config,
         })
     }
@@ -128,8 +124,7 @@ impl SDXLUNet {
         let dtype = self.dtype();
         let time = self.time(timestep, conditions, batch)?;
         let text = conditions.encoder_hidden_states.to_dtype(dtype)?;
-        let policy = *self.checkpointing.read().unwrap_or_else(PoisonError::into_inner);
-        let conditions = Conditions { time, text: &text, policy };
+        let conditions = Conditions { time, text: &text };
 
         let mut x = self.conv_in.forward(&sample.to_dtype(dtype)?.permute(&[0, 2, 3, 1])?)?;
         let mut skips = vec![x.clone()];
@@ -229,10 +224,6 @@ impl Model for SDXLUNet {
 
     fn dtype(&self) -> DType {
         self.conv_out.weight.dtype()
-    }
-
-    fn set_checkpointing(&self, policy: Policy) {
-        *self.checkpointing.write().unwrap_or_else(PoisonError::into_inner) = policy;
     }
 
     fn component(&self) -> Component {

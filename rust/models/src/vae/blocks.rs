@@ -1,10 +1,7 @@
 //! The middle of the encoder and the decoder.
 
-use std::sync::Arc;
-
-use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::{Error, Result, Tensor};
-use trainable_candle_nn::{GroupNorm, Init, Module, Visitor, Weights};
+use trainable_candle_nn::{Blocks, GroupNorm, Init, Module, Visitor, Weights};
 
 use super::VaeConfig;
 use crate::layers::{Attention, AttentionSizes, ResnetBlock, ResnetSizes};
@@ -18,16 +15,14 @@ pub(super) fn resnet(
     channels: usize,
     out_channels: usize,
     weights: &mut Weights<'_>,
-) -> Result<Arc<ResnetBlock>> {
+) -> Result<ResnetBlock> {
     let sizes = ResnetSizes { channels, out_channels, time_dim: None, groups: config.norm_num_groups, eps: EPS };
-    Ok(Arc::new(ResnetBlock::new(sizes, weights)?))
+    ResnetBlock::new(sizes, weights)
 }
 
-/// A residual block that keeps what `policy` says.
-pub(super) fn run(block: &Arc<ResnetBlock>, x: &Tensor, policy: Policy) -> Result<Tensor> {
-    let block = block.clone();
-    let forward = move |xs: &[Tensor]| Ok(vec![block.forward(&xs[0], None)?]);
-    Ok(checkpoint_with(policy, forward, &[x])?.remove(0))
+/// Residual block `index` on an image.
+fn run(blocks: &Blocks<ResnetBlock>, index: usize, x: &Tensor) -> Result<Tensor> {
+    blocks.run_one(index, &[x], |block, inputs| block.forward(&inputs[0], None))
 }
 
 /// Attention of one head over the pixels, added to the image.
@@ -66,17 +61,16 @@ impl Module for PixelAttention {
 
 /// `mid_block`.
 pub(super) struct MidBlock {
-    resnets: [Arc<ResnetBlock>; 2],
+    resnets: Blocks<ResnetBlock>,
     attention: Option<PixelAttention>,
 }
 
 impl MidBlock {
     pub(super) fn new(config: &VaeConfig, channels: usize, weights: &mut Weights<'_>) -> Result<Self> {
         Ok(Self {
-            resnets: [
-                resnet(config, channels, channels, &mut weights.pp("resnets.0"))?,
-                resnet(config, channels, channels, &mut weights.pp("resnets.1"))?,
-            ],
+            resnets: (0..2)
+                .map(|i| resnet(config, channels, channels, &mut weights.pp(&format!("resnets.{i}"))))
+                .collect::<Result<_>>()?,
             attention: config
                 .mid_block_add_attention
                 .then(|| PixelAttention::new(config, channels, &mut weights.pp("attentions.0")))
@@ -85,12 +79,12 @@ impl MidBlock {
     }
 
     /// `x (B, H, W, C)` → the same shape.
-    pub(super) fn forward(&self, x: &Tensor, policy: Policy) -> Result<Tensor> {
-        let mut x = run(&self.resnets[0], x, policy)?;
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let mut x = run(&self.resnets, 0, x)?;
         if let Some(attention) = &self.attention {
             x = attention.forward(&x)?;
         }
-        run(&self.resnets[1], &x, policy)
+        run(&self.resnets, 1, &x)
     }
 }
 
@@ -99,9 +93,6 @@ impl Module for MidBlock {
         if let Some(attention) = &self.attention {
             visitor.module("attentions.0", attention)?;
         }
-        for (i, block) in self.resnets.iter().enumerate() {
-            visitor.module(&format!("resnets.{i}"), block.as_ref())?;
-        }
-        Ok(())
+        visitor.blocks("resnets", &self.resnets)
     }
 }

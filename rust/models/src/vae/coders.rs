@@ -1,18 +1,15 @@
 //! The encoder and the decoder.
 
-use std::sync::Arc;
-
-use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{DType, Result, Tensor};
-use trainable_candle_nn::{Conv2d, GroupNorm, Module, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Conv2d, GroupNorm, Module, Visitor, Weights};
 
 use super::VaeConfig;
-use super::blocks::{EPS, MidBlock, resnet, run};
+use super::blocks::{EPS, MidBlock, resnet};
 use crate::layers::{Downsample, ResnetBlock, Upsample, conv3x3};
 
 /// Residual blocks, and a change of size.
 struct Level<S> {
-    resnets: Vec<Arc<ResnetBlock>>,
+    resnets: Blocks<ResnetBlock>,
     resize: Option<S>,
 }
 
@@ -33,15 +30,8 @@ impl<S> Level<S> {
         Ok(Self { resnets: (0..count).map(block).collect::<Result<_>>()?, resize })
     }
 
-    fn forward(
-        &self,
-        mut x: Tensor,
-        policy: Policy,
-        resize: impl FnOnce(&S, &Tensor) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        for block in &self.resnets {
-            x = run(block, &x, policy)?;
-        }
+    fn forward(&self, x: Tensor, resize: impl FnOnce(&S, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
+        let x = self.resnets.run(&x, &[], |block, x, _| block.forward(x, None))?;
         match &self.resize {
             Some(layer) => resize(layer, &x),
             None => Ok(x),
@@ -52,9 +42,7 @@ impl<S> Level<S> {
     where
         S: Module,
     {
-        for (i, block) in self.resnets.iter().enumerate() {
-            visitor.module(&format!("resnets.{i}"), block.as_ref())?;
-        }
+        visitor.blocks("resnets", &self.resnets)?;
         match &self.resize {
             Some(layer) => visitor.module(resize, layer),
             None => Ok(()),
@@ -110,12 +98,12 @@ impl Encoder {
         self.conv_in.weight.dtype()
     }
 
-    pub(super) fn forward(&self, x: &Tensor, policy: Policy) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let mut x = self.conv_in.forward(x)?;
         for level in &self.down_blocks {
-            x = level.forward(x, policy, Downsample::forward)?;
+            x = level.forward(x, Downsample::forward)?;
         }
-        let x = self.mid_block.forward(&x, policy)?;
+        let x = self.mid_block.forward(&x)?;
         self.conv_out.forward(&self.conv_norm_out.forward_silu(&x)?)
     }
 }
@@ -162,10 +150,10 @@ impl Decoder {
         })
     }
 
-    pub(super) fn forward(&self, x: &Tensor, policy: Policy) -> Result<Tensor> {
-        let mut x = self.mid_block.forward(&self.conv_in.forward(x)?, policy)?;
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let mut x = self.mid_block.forward(&self.conv_in.forward(x)?)?;
         for level in &self.up_blocks {
-            x = level.forward(x, policy, |layer, x| layer.forward(x, None))?;
+            x = level.forward(x, |layer, x| layer.forward(x, None))?;
         }
         self.conv_out.forward(&self.conv_norm_out.forward_silu(&x)?)
     }

@@ -1,9 +1,7 @@
 //! The autoencoder: pictures to the distribution of their latents, latents to pictures.
 
 use std::path::Path;
-use std::sync::{PoisonError, RwLock};
 
-use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::compute::with_bf16_pairs;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
@@ -23,7 +21,6 @@ pub struct AutoencoderKL {
     decoder: Decoder,
     quant_conv: Option<Conv2d<Tensor>>,
     post_quant_conv: Option<Conv2d<Tensor>>,
-    checkpointing: RwLock<Policy>,
 }
 
 /// The range of the logarithm of the variance that the encoder gives.
@@ -57,7 +54,6 @@ impl AutoencoderKL {
                 .use_post_quant_conv
                 .then(|| conv1x1("post_quant_conv", latent, latent, weights))
                 .transpose()?,
-            checkpointing: RwLock::new(Policy::None),
             config,
         })
     }
@@ -114,7 +110,7 @@ impl AutoencoderKL {
         let x = self.to_channels_last("image", image, self.config.in_channels, self.config.downscale())?;
         let encode = |x: &Tensor| {
             with_bf16_pairs(|| {
-                let moments = self.encoder.forward(x, self.policy())?;
+                let moments = self.encoder.forward(x)?;
                 self.quant_conv.as_ref().map_or(Ok(moments.clone()), |conv| conv.forward(&moments))
             })
         };
@@ -142,7 +138,7 @@ impl AutoencoderKL {
         let decode = |z: &Tensor| {
             with_bf16_pairs(|| {
                 let z = self.post_quant_conv.as_ref().map_or(Ok(z.clone()), |conv| conv.forward(z))?;
-                self.decoder.forward(&z, self.policy())
+                self.decoder.forward(&z)
             })
         };
         let picture = match self.tiling(tile_size)? {
@@ -166,10 +162,6 @@ impl AutoencoderKL {
             return Err(Error::argument(Self::CLASS_NAME, message));
         }
         Ok(Some((latents * self.config.downscale(), latents)))
-    }
-
-    fn policy(&self) -> Policy {
-        *self.checkpointing.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// (B, C, H, W) → (B, H, W, C) in the dtype of the weights.
@@ -210,10 +202,6 @@ impl Model for AutoencoderKL {
 
     fn dtype(&self) -> DType {
         self.encoder.dtype()
-    }
-
-    fn set_checkpointing(&self, policy: Policy) {
-        *self.checkpointing.write().unwrap_or_else(PoisonError::into_inner) = policy;
     }
 
     fn component(&self) -> Component {

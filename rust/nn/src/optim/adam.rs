@@ -9,8 +9,7 @@ use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
 use super::rule::{
-    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas,
-    check_not_negative,
+    Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
 };
 
 /// Hyper-parameters of [`Adam`] and [`AdamW`]; names, meaning and defaults are torch's.
@@ -95,7 +94,8 @@ impl Rule for AdamRule {
     type Config = AdamConfig;
     const UPDATE: Update<AdamConfig, f32> = update::<f32, false>;
     const UPDATE_F64: Option<Update<AdamConfig, f64>> = Some(update::<f64, false>);
-    const KERNELS: Option<Kernels<AdamConfig>> = Some(Kernels { family: Family::Adam, settings: kernel_settings });
+    const KERNELS: Option<Kernels<AdamConfig>> =
+        Some(Kernels { prepare: "adam", step: "adam", step_8bit: None, settings: kernel_settings });
 
     fn validate(config: &AdamConfig) -> Result<()> {
         config.validate(Self::NAME)
@@ -115,7 +115,8 @@ impl Rule for AdamWRule {
     type Config = AdamConfig;
     const UPDATE: Update<AdamConfig, f32> = update::<f32, true>;
     const UPDATE_F64: Option<Update<AdamConfig, f64>> = Some(update::<f64, true>);
-    const KERNELS: Option<Kernels<AdamConfig>> = Some(Kernels { family: Family::AdamW, settings: kernel_settings });
+    const KERNELS: Option<Kernels<AdamConfig>> =
+        Some(Kernels { prepare: "adamw", step: "adam", step_8bit: None, settings: kernel_settings });
 
     fn validate(config: &AdamConfig) -> Result<()> {
         config.validate(Self::NAME)
@@ -130,9 +131,9 @@ impl Rule for AdamWRule {
     }
 }
 
-fn kernel_settings(config: &AdamConfig) -> KernelSettings {
+fn kernel_settings(config: &AdamConfig) -> Settings {
     let AdamConfig { lr, betas, eps, weight_decay, maximize, .. } = *config;
-    KernelSettings { lr, betas, eps, weight_decay, maximize, nesterov: false }
+    Settings { lr, beta1: betas.0, beta2: betas.1, eps, weight_decay, maximize: maximize.into(), ..Settings::default() }
 }
 
 /// The values of an [`AdamConfig`] that a step uses.

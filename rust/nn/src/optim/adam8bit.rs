@@ -9,8 +9,7 @@ use trainable_candle_core::{Result, Var};
 use super::Stepper;
 use super::quant::{BLOCK_SIZE, Codebook, padded};
 use super::rule::{
-    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas,
-    check_not_negative,
+    Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
 };
 
 /// Hyper-parameters of [`Adam8bit`] and [`AdamW8bit`]; names and meaning are those of bitsandbytes. The two differ only
@@ -80,8 +79,12 @@ macro_rules! rule {
             type Config = Adam8bitConfig;
             const UPDATE: Update<Adam8bitConfig, f32> = update;
             const UPDATE_F64: Option<Update<Adam8bitConfig, f64>> = None;
-            const KERNELS: Option<Kernels<Adam8bitConfig>> =
-                Some(Kernels { family: Family::Adam8bit, settings: kernel_settings });
+            const KERNELS: Option<Kernels<Adam8bitConfig>> = Some(Kernels {
+                prepare: "adam_8bit",
+                step: "small_adam",
+                step_8bit: Some("adam_8bit"),
+                settings: kernel_settings,
+            });
 
             fn validate(config: &Adam8bitConfig) -> Result<()> {
                 check_not_negative(Self::NAME, "lr", config.lr)?;
@@ -112,9 +115,9 @@ macro_rules! rule {
 rule!(Adam8bitRule, "Adam8bit");
 rule!(AdamW8bitRule, "AdamW8bit");
 
-fn kernel_settings(config: &Adam8bitConfig) -> KernelSettings {
+fn kernel_settings(config: &Adam8bitConfig) -> Settings {
     let Adam8bitConfig { lr, betas, eps, weight_decay, .. } = *config;
-    KernelSettings { lr, betas, eps, weight_decay, ..KernelSettings::default() }
+    Settings { lr, beta1: betas.0, beta2: betas.1, eps, weight_decay, ..Settings::default() }
 }
 
 /// The values of an [`Adam8bitConfig`] that a step uses, rounded as the kernels of bitsandbytes round them. Fused multiply-adds are

@@ -11,8 +11,7 @@ use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
 use super::rule::{
-    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas,
-    check_not_negative,
+    Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
 };
 
 /// Hyper-parameters of [`Lion`]; names, meaning and defaults are those of the paper's implementation and bitsandbytes.
@@ -54,12 +53,15 @@ impl Rule for LionRule {
     const UPDATE: Update<LionConfig, f32> = update;
     const UPDATE_F64: Option<Update<LionConfig, f64>> = Some(update);
     const KERNELS: Option<Kernels<LionConfig>> = Some(Kernels {
-        family: Family::Lion,
-        settings: |&LionConfig { lr, betas, weight_decay }| KernelSettings {
+        prepare: "lion",
+        step: "lion",
+        step_8bit: None,
+        settings: |&LionConfig { lr, betas, weight_decay }| Settings {
             lr,
-            betas,
+            beta1: betas.0,
+            beta2: betas.1,
             weight_decay,
-            ..KernelSettings::default()
+            ..Settings::default()
         },
     });
 

@@ -10,8 +10,7 @@ use super::Stepper;
 use super::lion::{Coefficients, update_float};
 use super::quant::{BLOCK_SIZE, Codebook, padded};
 use super::rule::{
-    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_betas,
-    check_not_negative,
+    Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
 };
 
 /// Hyper-parameters of [`Lion8bit`]; names, meaning and defaults are those of bitsandbytes.
@@ -55,12 +54,15 @@ impl Rule for Lion8bitRule {
     const UPDATE: Update<Lion8bitConfig, f32> = update;
     const UPDATE_F64: Option<Update<Lion8bitConfig, f64>> = None;
     const KERNELS: Option<Kernels<Lion8bitConfig>> = Some(Kernels {
-        family: Family::Lion,
-        settings: |&Lion8bitConfig { lr, betas, weight_decay, .. }| KernelSettings {
+        prepare: "lion",
+        step: "lion",
+        step_8bit: Some("lion_8bit"),
+        settings: |&Lion8bitConfig { lr, betas, weight_decay, .. }| Settings {
             lr,
-            betas,
+            beta1: betas.0,
+            beta2: betas.1,
             weight_decay,
-            ..KernelSettings::default()
+            ..Settings::default()
         },
     });
 

@@ -5,6 +5,8 @@ use trainable_candle_core::{Error, Result};
 
 use super::quant::BLOCK_SIZE;
 
+pub use trainable_candle_cuda::structs::Settings;
+
 /// The arithmetic of an optimizer and the states it keeps; [`Stepper`](super::Stepper) does everything else.
 ///
 /// An update is elementwise, except that the elements of one [`BLOCK_SIZE`] may share a scale, or it sees whole variables
@@ -44,45 +46,17 @@ pub trait Rule: Sized + Send + Sync + 'static {
     fn lr(config: &mut Self::Config) -> &mut f64;
 }
 
-/// The kernels of a rule.
+/// The kernels of a rule, in `kernels/optim.cu` and `kernels/optim_8bit.cu`.
 #[derive(Clone, Copy)]
 pub struct Kernels<C> {
-    /// Whose arithmetic they have.
-    pub family: Family,
-    /// Converts a group's hyper-parameters for them.
-    pub settings: fn(&C) -> KernelSettings,
-}
-
-/// The arithmetics that there are kernels for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Family {
-    /// [`Adam`](super::Adam).
-    Adam,
-    /// [`AdamW`](super::AdamW).
-    AdamW,
-    /// [`Adam8bit`](super::Adam8bit) and [`AdamW8bit`](super::AdamW8bit).
-    Adam8bit,
-    /// [`Lion`](super::Lion) and [`Lion8bit`](super::Lion8bit).
-    Lion,
-    /// [`SGD`](super::SGD).
-    SGD,
-}
-
-/// Hyper-parameters for the kernels; 0 for those that an optimizer does not have.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct KernelSettings {
-    /// Learning rate.
-    pub lr: f64,
-    /// Decay rates of the moments; momentum and dampening of SGD.
-    pub betas: (f64, f64),
-    /// Added to the root of the second moment.
-    pub eps: f64,
-    /// Decay of the parameters.
-    pub weight_decay: f64,
-    /// Ascend instead of descend.
-    pub maximize: bool,
-    /// Nesterov's momentum.
-    pub nesterov: bool,
+    /// `<prepare>_prepare` begins a step.
+    pub prepare: &'static str,
+    /// `<step>_step` updates variables with states in f32.
+    pub step: &'static str,
+    /// `<step_8bit>_step` updates those with states in 8 bits.
+    pub step_8bit: Option<&'static str>,
+    /// What they need of a group's hyper-parameters; what an optimizer lacks is 0.
+    pub settings: fn(&C) -> Settings,
 }
 
 /// Step number `step` (from 1) of a chunk.

@@ -5,9 +5,7 @@ use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{Error, Result, Var};
 
 use super::Stepper;
-use super::rule::{
-    Chunk, Family, KernelSettings, Kernels, Rule, StateKind, StateSlice, StateSpec, Update, check_not_negative,
-};
+use super::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_not_negative};
 
 /// Hyper-parameters of [`SGD`]; names, meaning and defaults are torch's.
 #[derive(Clone, Debug, PartialEq)]
@@ -54,14 +52,17 @@ impl Rule for SGDRule {
     const UPDATE: Update<SGDConfig, f32> = update;
     const UPDATE_F64: Option<Update<SGDConfig, f64>> = Some(update);
     const KERNELS: Option<Kernels<SGDConfig>> = Some(Kernels {
-        family: Family::SGD,
-        settings: |&SGDConfig { lr, momentum, dampening, weight_decay, nesterov, maximize }| KernelSettings {
+        prepare: "sgd",
+        step: "sgd",
+        step_8bit: None,
+        settings: |&SGDConfig { lr, momentum, dampening, weight_decay, nesterov, maximize }| Settings {
             lr,
-            betas: (momentum, dampening),
-            eps: 0.0,
+            beta1: momentum,
+            beta2: dampening,
             weight_decay,
-            maximize,
-            nesterov,
+            maximize: maximize.into(),
+            nesterov: nesterov.into(),
+            ..Settings::default()
         },
     });
 

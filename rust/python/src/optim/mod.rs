@@ -18,7 +18,7 @@ use trainable_candle_nn::optim::{self, ParamGroup, StateDict};
 
 pub use clip::clip_grad_norm_;
 pub use ema::EMA;
-pub use kinds::{Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, Lion, Lion8bit, Prodigy, SGD};
+pub use kinds::*;
 pub use scaler::GradScaler;
 pub use schedule::Schedule;
 

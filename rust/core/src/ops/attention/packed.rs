@@ -2,8 +2,6 @@
 //! are read where they are, and their gradients are written side by side.
 
 use super::cpu::{self, SavedValues};
-#[cfg(feature = "cuda")]
-use super::cuda;
 use super::{backward, forward};
 use crate::compute::on_device;
 use crate::raw::{Raw, check_allocation};
@@ -140,7 +138,7 @@ impl Packed {
                     *part = place.map(|(packed, index, parts)| self.part(packed, index, parts)).transpose()?;
                 }
                 let parts = parts.each_ref().map(Option::as_ref);
-                cuda::Attention::from(&self.attention).backward_into(saved, grad, parts)
+                super::cuda::Attention::from(&self.attention).backward_into(saved, grad, parts)
             },
             cpu => {
         let grads = backward(&self.attention, saved, grad, places.map(|place| place.is_some()))?;

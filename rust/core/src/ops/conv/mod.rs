@@ -8,7 +8,7 @@
 mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
-mod cuda;
+pub(super) mod cuda;
 mod geometry;
 
 use super::linear::same_kind;
@@ -19,8 +19,6 @@ use crate::{Error, Result, Tensor, compute};
 use geometry::Geometry;
 
 pub use cases::ENTRIES;
-#[cfg(feature = "cuda")]
-pub(super) use cuda::{linear_in_pairs, pairs};
 pub use geometry::Conv2dOptions;
 
 static CONV2D: OpInfo = OpInfo::dear("conv2d");

@@ -2,12 +2,12 @@
 
 use super::LINEAR;
 use crate::cuda::product_with_bias;
-use crate::ops::conv;
+use crate::ops::conv::cuda::pairs;
 use crate::{Raw, Result};
 
 /// x Wᵀ + b over matrices; nothing if neither form takes the operands.
 pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
-    if let Some(y) = conv::linear_in_pairs(LINEAR.name, x, weight, bias)? {
+    if let Some(y) = pairs::linear(LINEAR.name, x, weight, bias)? {
         return Ok(Some(y));
     }
     bias.map_or(Ok(None), |bias| product_with_bias(LINEAR.name, x, &weight.t()?, bias))

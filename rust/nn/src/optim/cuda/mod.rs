@@ -15,11 +15,11 @@ use trainable_candle_core::raw::to_vec;
 use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor, Var};
 
 use super::quant::BLOCK_SIZE;
-use super::rule::{Family, Rule, StateKind, StateSpec};
+use super::rule::{Kernels, Rule, Settings, StateKind, StateSpec};
 use super::slots::Slots;
 use super::state::{Master, Parameter, State, StateData};
 use super::stepper::{Group, Guard};
-use step::{self as kernels, Groups, Kernel, Member, STATE_BLOCK, Settings, Table};
+use step::{Groups, Member, STATE_BLOCK, Table};
 use transfer::{host_zeros, overwrite, place_in, to_device};
 
 pub(super) use gradient::{Clip, LossScale, scale_gradients};
@@ -100,23 +100,6 @@ impl Layout {
     fn has_codes(&self) -> bool {
         self.specs.iter().any(|spec| spec.kind == StateKind::Codes)
     }
-
-    fn kernel(&self, op: &'static str, family: Family) -> Result<Kernel<'_>> {
-        let states: SmallVec<[&Raw; 4]> = self.buffers.iter().collect();
-        Ok(match (family, states.as_slice()) {
-            (Family::Adam | Family::AdamW, &[first, second]) => Kernel::Adam([first, second], None),
-            (Family::Adam | Family::AdamW, &[first, second, largest]) => Kernel::Adam([first, second], Some(largest)),
-            (Family::Adam8bit, &[first, second]) => Kernel::SmallAdam([first, second]),
-            (Family::Adam8bit, &[codes1, scales1, codes2, scales2]) => {
-                Kernel::Adam8bit([codes1, scales1, codes2, scales2])
-            }
-            (Family::Lion, &[momentum]) => Kernel::Lion(momentum),
-            (Family::Lion, &[codes, scales]) => Kernel::Lion8bit([codes, scales]),
-            (Family::SGD, &[]) => Kernel::Sgd(None),
-            (Family::SGD, &[momentum]) => Kernel::Sgd(Some(momentum)),
-            _ => return Err(Error::argument(op, "there is no kernel for these states")),
-        })
-    }
 }
 
 /// Entries of a state of `blocks` blocks of elements.
@@ -124,32 +107,16 @@ const fn entries(kind: StateKind, blocks: usize) -> usize {
     if matches!(kind, StateKind::Scales) { blocks } else { blocks * STATE_BLOCK }
 }
 
+fn kernels<R: Rule>() -> Result<Kernels<R::Config>> {
+    R::KERNELS.ok_or_else(|| no_kernels(R::NAME))
+}
+
 fn settings<R: Rule>(config: &R::Config, step: u64) -> Result<Settings> {
-    let at = (R::KERNELS.ok_or_else(|| no_kernels(R::NAME))?.settings)(config);
-    Ok(Settings {
-        lr: at.lr,
-        beta1: at.betas.0,
-        beta2: at.betas.1,
-        eps: at.eps,
-        weight_decay: at.weight_decay,
-        step,
-        maximize: at.maximize.into(),
-        nesterov: at.nesterov.into(),
-    })
+    Ok(Settings { step, ..(kernels::<R>()?.settings)(config) })
 }
 
 fn no_kernels(op: &'static str) -> Error {
     Error::device(op, "has no CUDA form")
-}
-
-const fn family(family: Family) -> kernels::Family {
-    match family {
-        Family::Adam => kernels::Family::Adam,
-        Family::AdamW => kernels::Family::AdamW,
-        Family::Adam8bit => kernels::Family::Adam8bit,
-        Family::Lion => kernels::Family::Lion,
-        Family::SGD => kernels::Family::Sgd,
-    }
 }
 
 impl OnDevice {
@@ -296,7 +263,7 @@ impl OnDevice {
         }
         self.split_slots::<R>(groups, &vars, &found)?;
         let slots = self.slots.read();
-        let family_of = R::KERNELS.ok_or_else(|| no_kernels(R::NAME))?.family;
+        let kernels = kernels::<R>()?;
         let device = vars[0].device();
         let norm = match guard.norm {
             Some(norm) if norm.device().same_device(device) => {
@@ -311,11 +278,13 @@ impl OnDevice {
             launches.push((launch.layout, self.table(R::NAME, launch.layout, launch.members)?, launch.variables));
         }
         for run in runs {
-            self.settings.prepare(R::NAME, family(family_of), run, norm.as_ref(), guard.loss_scale)?;
+            self.settings.prepare(R::NAME, kernels.prepare, run, norm.as_ref(), guard.loss_scale)?;
         }
         for (layout, table, variables) in launches {
-            let kernel = self.layouts[layout].kernel(R::NAME, family_of)?;
-            kernels::step(R::NAME, kernel, &table, &self.settings, zero)?;
+            let layout = &self.layouts[layout];
+            let kernel = if layout.has_codes() { kernels.step_8bit } else { Some(kernels.step) };
+            let kernel = kernel.ok_or_else(|| no_kernels(R::NAME))?;
+            step::step(R::NAME, kernel, &layout.buffers, &table, &self.settings, zero)?;
             for index in variables {
                 let var = vars[index];
                 match &self.places[index].master {

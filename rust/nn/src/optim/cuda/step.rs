@@ -3,18 +3,13 @@
 //! What a step needs from the host are launches alone, with the same arguments each time: it can be captured.
 
 use candle_core::{DType, Device};
-use trainable_candle_cuda::kernels::optim::{
-    ADAM_STEP, AdamStep, LION_STEP, LionStep, OPTIM_CONFIGURE, OPTIM_PREPARE, OptimConfigure, OptimPrepare, SGD_STEP,
-    SMALL_ADAM_STEP, SgdStep, SmallAdamStep,
-};
-use trainable_candle_cuda::kernels::optim_8bit::{ADAM_8BIT_STEP, Adam8bitStep, LION_8BIT_STEP, Lion8bitStep};
-pub use trainable_candle_cuda::structs::Settings;
-use trainable_candle_cuda::structs::{Coefficients, Piece, Segment};
+use trainable_candle_cuda::kernels::optim::{AdamPrepare, AdamStep, OPTIM_CONFIGURE, OptimConfigure};
+use trainable_candle_cuda::kernels::optim_8bit::Adam8bitStep;
+use trainable_candle_cuda::structs::{Coefficients, Piece, Segment, Settings};
 
 use trainable_candle_core::cuda::Gpu;
 use trainable_candle_core::cuda::launch::{
-    Address, Arguments, Const, Kernel as Function, Shape, address, count32, empty, input, optional_input,
-    optional_output, output, same_device,
+    Address, Const, Shape, address, count32, empty, input, optional_input, optional_output, output, same_device,
 };
 use trainable_candle_core::raw::to_vec;
 use trainable_candle_core::{Error, Raw, Result, capture};
@@ -26,22 +21,6 @@ pub const STATE_BLOCK: usize = 256;
 
 /// The most elements that one block of threads updates.
 const LONGEST: usize = 4 * STATE_BLOCK;
-
-/// How coefficients follow from settings.
-#[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Family {
-    /// Adam.
-    Adam = 0,
-    /// Adam with decoupled weight decay.
-    AdamW = 1,
-    /// Both with 8-bit states.
-    Adam8bit = 2,
-    /// Lion, also with 8-bit states.
-    Lion = 3,
-    /// Gradient descent.
-    Sgd = 4,
-}
 
 /// The groups of an optimizer in device memory.
 pub struct Groups {
@@ -83,7 +62,7 @@ impl Groups {
         Err(Error::argument(op, format!("there is no room for group {group}")))
     }
 
-    /// Begins a step of the groups `groups`: counts it and computes their coefficients. Gradients are to be divided by
+    /// Begins a step of the groups `groups` by the kernel `<kernel>_prepare`: counts it and computes their coefficients. Gradients are to be divided by
     /// `loss_scale`; if `norm` (f64) is not finite, the step counts nothing and changes nothing.
     ///
     /// # Errors
@@ -91,7 +70,7 @@ impl Groups {
     pub fn prepare(
         &self,
         op: &'static str,
-        family: Family,
+        kernel: &'static str,
         groups: std::ops::Range<usize>,
         norm: Option<&Raw>,
         loss_scale: Option<&LossScale>,
@@ -105,10 +84,9 @@ impl Groups {
             same_device(op, &self.settings, &[tensor])?;
         }
         let gpu = Gpu::of(op, &self.settings)?;
-        let function = gpu.function(&OPTIM_PREPARE, &[])?;
+        let function = gpu.named(kernel, "_prepare", &[])?;
         let count = last - first + 1;
-        let arguments = OptimPrepare {
-            optimizer: family as u32,
+        let arguments = AdamPrepare {
             settings: output(op, &self.settings)?.behind(first as usize * size_of::<Settings>()),
             groups: count,
             norm: optional_input(op, norm)?,
@@ -222,22 +200,6 @@ impl Table {
         }
         Ok(true)
     }
-
-    /// Queue a kernel on the table's dtypes.
-    ///
-    /// # Safety
-    /// As [`launch`](trainable_candle_core::cuda::launch::Function::launch).
-    unsafe fn launch<A: Arguments>(
-        &self,
-        op: &'static str,
-        gpu: &Gpu,
-        kernel: &Function<A>,
-        shape: Shape,
-        arguments: A,
-    ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { gpu.function(kernel, self.dtypes)?.launch(op, gpu, shape, arguments) }
-    }
 }
 
 /// The dtypes of gradients and copies at the end of a kernel's name.
@@ -329,78 +291,38 @@ impl Work {
     }
 }
 
-/// The arithmetic of a launch, with its states: f32, or 8-bit codes (u8) and their scales (f32).
-#[derive(Clone, Copy, Debug)]
-pub enum Kernel<'a> {
-    /// Both moments, and with AMSGrad the largest second one so far.
-    Adam([&'a Raw; 2], Option<&'a Raw>),
-    /// The form of `Adam8bit` for small variables: both moments.
-    SmallAdam([&'a Raw; 2]),
-    /// The momentum.
-    Lion(&'a Raw),
-    /// The momentum, if there is one.
-    Sgd(Option<&'a Raw>),
-    /// Codes and scales of both moments.
-    Adam8bit([&'a Raw; 4]),
-    /// Codes and scales of the momentum.
-    Lion8bit([&'a Raw; 2]),
-}
-
-/// Updates the variables of `table` with the coefficients of the last [`Groups::prepare`] of their groups, and zeroes their
-/// gradients if `zero_grads`.
+/// Updates the variables of `table` by the kernel `<kernel>_step` with the coefficients of the last [`Groups::prepare`] of their groups,
+/// and zeroes their gradients if `zero_grads`. `states` are f32, or 8-bit codes (u8) each with their scales (f32).
 ///
 /// # Errors
-/// [`Error::Device`] if the states are on another device.
-pub fn step(op: &'static str, kernel: Kernel<'_>, table: &Table, groups: &Groups, zero_grads: bool) -> Result<()> {
+/// [`Error::Device`] if the states are on another device, or there is no such kernel.
+pub fn step(
+    op: &'static str,
+    kernel: &'static str,
+    states: &[Raw],
+    table: &Table,
+    groups: &Groups,
+    zero_grads: bool,
+) -> Result<()> {
     let gpu = Gpu::of(op, &table.pieces)?;
     let (pieces, segments) = (input(op, &table.pieces)?, input(op, &table.segments)?);
     let coefficients = groups.coefficients_from(op, usize::from(table.first_group))?;
     let zero_grads = u32::from(zero_grads);
-    let shape = Shape::linear(op, table.count, 256)?;
-    let states = |state: &Raw| output(op, state);
+    let state = |index: usize| optional_output(op, states.get(index));
     // SAFETY: the coefficients are of all groups of the table, and its pieces lie in the states.
     unsafe {
-        match kernel {
-            Kernel::Adam([first, second], largest) => {
-                let (first, second, largest) = (states(first)?, states(second)?, optional_output(op, largest)?);
-                let arguments = AdamStep { pieces, segments, coefficients, zero_grads, first, second, largest };
-                table.launch(op, gpu, &ADAM_STEP, shape, arguments)
-            }
-            Kernel::SmallAdam([first, second]) => {
-                let (first, second) = (states(first)?, states(second)?);
-                let arguments = SmallAdamStep { pieces, segments, coefficients, zero_grads, first, second };
-                table.launch(op, gpu, &SMALL_ADAM_STEP, shape, arguments)
-            }
-            Kernel::Lion(momentum) => {
-                let arguments = LionStep { pieces, segments, coefficients, zero_grads, momentum: states(momentum)? };
-                table.launch(op, gpu, &LION_STEP, shape, arguments)
-            }
-            Kernel::Sgd(momentum) => {
-                let buffer = optional_output(op, momentum)?;
-                let arguments = SgdStep { pieces, segments, coefficients, zero_grads, buffer };
-                table.launch(op, gpu, &SGD_STEP, shape, arguments)
-            }
-            Kernel::Adam8bit([codes1, scales1, codes2, scales2]) => {
-                let (shape, count) = (shape_8bit(op, gpu, table.count)?, count32(op, table.count)?);
-                let arguments = Adam8bitStep {
-                    pieces,
-                    count,
-                    segments,
-                    coefficients,
-                    zero_grads,
-                    codes1: states(codes1)?,
-                    scales1: states(scales1)?,
-                    codes2: states(codes2)?,
-                    scales2: states(scales2)?,
-                };
-                table.launch(op, gpu, &ADAM_8BIT_STEP, shape, arguments)
-            }
-            Kernel::Lion8bit([codes, scales]) => {
-                let (shape, count) = (shape_8bit(op, gpu, table.count)?, count32(op, table.count)?);
-                let (codes, scales) = (states(codes)?, states(scales)?);
-                let arguments = Lion8bitStep { pieces, count, segments, coefficients, zero_grads, codes, scales };
-                table.launch(op, gpu, &LION_8BIT_STEP, shape, arguments)
-            }
+        if states.first().is_some_and(|state| state.dtype() == DType::U8) {
+            let (codes1, scales1, codes2, scales2) = (state(0)?, state(1)?, state(2)?, state(3)?);
+            let count = count32(op, table.count)?;
+            let arguments =
+                Adam8bitStep { pieces, count, segments, coefficients, zero_grads, codes1, scales1, codes2, scales2 };
+            let shape = shape_8bit(op, gpu, table.count)?;
+            gpu.named(kernel, "_step", table.dtypes)?.launch(op, gpu, shape, arguments)
+        } else {
+            let (state1, state2, state3) = (state(0)?, state(1)?, state(2)?);
+            let arguments = AdamStep { pieces, segments, coefficients, zero_grads, state1, state2, state3 };
+            let shape = Shape::linear(op, table.count, 256)?;
+            gpu.named(kernel, "_step", table.dtypes)?.launch(op, gpu, shape, arguments)
         }
     }
 }

@@ -5,7 +5,7 @@ use trainable_candle_cuda::kernels::softmax::{LOGSUMEXP_FORWARD, LogsumexpForwar
 use super::Attention;
 use crate::cuda::launch::{Mut, Shape, accumulator, count32, input, output, suffix};
 use crate::cuda::{Gpu, cast, contiguous, product, write_products};
-use crate::ops::conv::pairs::{LEFT, RIGHT, pairs};
+use crate::ops::conv::cuda::pairs::{LEFT, RIGHT, pairs};
 use crate::ops::softmax;
 use crate::product::uses_pairs;
 use crate::{Raw, Result};

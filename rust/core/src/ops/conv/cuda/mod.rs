@@ -26,8 +26,6 @@ use crate::ops::linear;
 use crate::product::uses_pairs;
 use crate::{Raw, Result};
 
-pub use pairs::linear as linear_in_pairs;
-
 /// Sizes of a convolution; pairs are (height, width).
 #[derive(Clone, Copy, Debug)]
 struct Sizes {

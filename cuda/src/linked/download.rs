@@ -3,9 +3,9 @@
 use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
 
-use crate::driver::{self, Stream};
-use crate::memory::{Status, check};
-use crate::pinned::{PIECE, PIECES, Piece};
+use super::driver::{self, Stream};
+use super::memory::{Status, check};
+use super::pinned::{PIECE, PIECES, Piece};
 
 /// The pinned memory of a stream.
 struct Ring {

@@ -5,8 +5,8 @@ use std::ffi::{c_int, c_void};
 use std::ops::Range;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
+use super::driver::{self, Access, AllocationProperties, Location, Stream};
 use crate::allocator::{Allocator, Backend, Origin, PAGE, Stats};
-use crate::driver::{self, Access, AllocationProperties, Location, Stream};
 
 /// A driver's status that is not success.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

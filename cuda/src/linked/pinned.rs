@@ -2,8 +2,8 @@
 
 use std::ffi::c_void;
 
-use crate::driver::{self, Stream};
-use crate::memory::{Status, check};
+use super::driver::{self, Stream};
+use super::memory::{Status, check};
 
 /// Bytes of a piece.
 pub(crate) const PIECE: usize = 8 << 20;

@@ -8,9 +8,10 @@ use std::sync::{Mutex, PoisonError};
 
 use libloading::Library as Handle;
 
+use super::symbols::{DRIVER, Library, Symbol, TOOLKIT};
+use super::{memory, upload};
 use crate::architectures::{Architecture, Capability};
-use crate::symbols::{DRIVER, Library, Symbol, TOOLKIT};
-use crate::{MINIMUM_CAPABILITY, MINIMUM_DRIVER, Unavailable, memory, upload};
+use crate::{MINIMUM_CAPABILITY, MINIMUM_DRIVER, Unavailable};
 
 /// The architectures that the kernels were compiled for.
 const COMPILED: &str = env!("COMPILED_ARCHITECTURES");
@@ -43,6 +44,11 @@ pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
     Ok(())
 }
 
+/// Whether a GPU can be used: it is new enough, and the kernels were compiled for it. After [`load`](crate::load); a number that the driver does not
+/// know passes.
+///
+/// # Errors
+/// Why it cannot.
 pub fn check_device(ordinal: usize) -> Result<(), Unavailable> {
     let known = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     known.as_ref().and_then(|devices| devices.get(ordinal)).cloned().unwrap_or(Ok(()))

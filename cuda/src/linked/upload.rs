@@ -13,10 +13,10 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use super::driver::{self, Stream};
+use super::memory::{self, Status, check};
+use super::pinned::{PIECE, PIECES, Piece};
 use crate::allocator::Origin;
-use crate::driver::{self, Stream};
-use crate::memory::{self, Status, check};
-use crate::pinned::{PIECE, PIECES, Piece};
 
 /// The driver's `cuMemcpyHtoDAsync`.
 pub(crate) static COPY: AtomicPtr<()> = AtomicPtr::new(std::ptr::null_mut());

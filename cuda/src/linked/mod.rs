@@ -1,0 +1,12 @@
+//! What is compiled against CUDA: the functions in place of the libraries', the kernels, and memory.
+
+pub mod download;
+mod driver;
+pub mod kernels;
+mod library;
+pub mod memory;
+mod pinned;
+mod symbols;
+pub mod upload;
+
+pub use library::{check_device, load};

@@ -1,0 +1,207 @@
+//! Low-rank products s (x Aᵀ) Bᵀ (LoRA, arXiv:2106.09685) of one input, added to parts of what a frozen linear map makes of it: the
+//! part that adapted maps and groups of them share.
+
+use std::ops::Range;
+
+use candle_core::{DType, Shape};
+use smallvec::SmallVec;
+
+use super::linear::as_matrix;
+use super::lora::{keep, operand};
+use crate::compute::LowRankTerm;
+use crate::raw::Raw;
+use crate::tape::{Backward, BackwardContext, Saved, Saver};
+use crate::{Result, Tensor, compute};
+
+const OP: &str = "low_rank";
+
+/// Where an adapted map's values lie among those of all.
+#[derive(Clone, Copy)]
+struct Place {
+    /// First column and number of columns of the result.
+    columns: [usize; 2],
+    /// Those of x Aᵀ.
+    ranks: [usize; 2],
+    scale: f64,
+    /// Of the gradients of A and B.
+    dtypes: [DType; 2],
+}
+
+impl Place {
+    /// The map's columns of a matrix of all results.
+    fn of_result(&self, matrix: &Raw) -> Result<Raw> {
+        Ok(matrix.narrow(1, self.columns[0], self.columns[1])?)
+    }
+
+    /// The map's columns of a matrix of all x Aᵀ.
+    fn of_hidden(&self, matrix: &Raw) -> Result<Raw> {
+        Ok(matrix.narrow(1, self.ranks[0], self.ranks[1])?)
+    }
+}
+
+/// The ranges of places of one scale, whose products run together.
+fn of_one_scale(places: &[Place]) -> impl Iterator<Item = Range<usize>> {
+    let mut end = 0;
+    places.chunk_by(|a, b| a.scale == b.scale).map(move |alike| {
+        end += alike.len();
+        end - alike.len()..end
+    })
+}
+
+/// The low-rank products of one operation, in the order of the columns that they are added to.
+#[derive(Default)]
+pub(super) struct LowRanks<'a> {
+    places: SmallVec<[Place; 1]>,
+    /// A (rank, in) and B (out, rank) of each, inputs of the operation.
+    factors: SmallVec<[[&'a Tensor; 2]; 1]>,
+    /// The same in the dtype that is computed in, off the tape.
+    operands: SmallVec<[[Tensor; 2]; 1]>,
+}
+
+impl<'a> LowRanks<'a> {
+    /// Add one, of checked factors, whose results of dtype `dtype` begin at `column`.
+    pub fn push(&mut self, factors: [&'a Tensor; 2], scale: f64, column: usize, dtype: DType) -> Result<()> {
+        let [down, up] = factors;
+        let first = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
+        self.places.push(Place {
+            columns: [column, up.dims()[0]],
+            ranks: [first, down.dims()[0]],
+            scale,
+            dtypes: [down.dtype(), up.dtype()],
+        });
+        self.operands.push([operand(down, dtype)?, operand(up, dtype)?]);
+        self.factors.push(factors);
+        Ok(())
+    }
+
+    /// A and B of each in the dtype that is computed in, off the tape.
+    pub fn operands(&self) -> &[[Tensor; 2]] {
+        &self.operands
+    }
+
+    /// All factors, in the order in which they follow x among the operation's inputs.
+    pub fn factors(&self) -> impl Iterator<Item = &'a Tensor> {
+        self.factors.iter().flatten().copied()
+    }
+
+    /// Adds the products of `x` to `y`, matrices both; x Aᵀ of all of them, (rows, Σ rank), if there are any.
+    pub fn add_to(&self, y: &Raw, x: &Raw) -> Result<Option<Raw>> {
+        let Some(last) = self.places.last() else { return Ok(None) };
+        let all = compute::unset(OP, x, &[x.dims()[0], last.ranks[0] + last.ranks[1]])?;
+        for alike in of_one_scale(&self.places) {
+            let scale = self.places[alike.start].scale;
+            let term = |(place, [down, up]): (&Place, &[Tensor; 2])| -> Result<_> {
+                let hidden = place.of_hidden(&all)?;
+                let term = LowRankTerm { input: x.clone(), down: down.raw.t()?, up: up.raw.t()?, hidden };
+                Ok((term, place.of_result(y)?))
+            };
+            let terms = self.places[alike.clone()].iter().zip(&self.operands[alike]).map(term);
+            compute::low_rank(&terms.collect::<Result<Vec<_>>>()?, [1.0, scale])?;
+        }
+        Ok(Some(all))
+    }
+
+    /// What the backward pass reads: of `x`, the frozen `weight` (Σ out, in), the factors, and x Aᵀ.
+    pub fn save(&self, saver: &mut Saver<'_>, x: &Tensor, weight: &Tensor, hidden: Option<&Raw>) -> LowRankBackward {
+        let needs_x = saver.needs(0);
+        let mut members = 0..self.places.len();
+        let needs_up = members.clone().any(|i| saver.needs(LowRankBackward::up(i)));
+        let needs_down = members.any(|i| saver.needs(LowRankBackward::down(i)));
+        let mut factors = SmallVec::new();
+        for (i, ([down, up], [down_operand, up_operand])) in self.factors.iter().zip(&self.operands).enumerate() {
+            let reads_up = needs_x || saver.needs(LowRankBackward::down(i));
+            factors.push([
+                needs_x.then(|| keep(saver, down, down_operand)),
+                reads_up.then(|| keep(saver, up, up_operand)),
+            ]);
+        }
+        LowRankBackward {
+            x: needs_down.then(|| saver.save(x)),
+            hidden: hidden.filter(|_| needs_up).map(|hidden| saver.save_raw(hidden)),
+            weight: needs_x.then(|| saver.hold(weight)),
+            factors,
+            places: self.places.clone(),
+            x_shape: x.shape().clone(),
+        }
+    }
+}
+
+/// The backward pass of a frozen linear map with low-rank products: the inputs of the node are x, then A and B of each.
+pub(super) struct LowRankBackward {
+    x: Option<Saved>,
+    /// x Aᵀ of all, (rows, Σ rank).
+    hidden: Option<Saved>,
+    weight: Option<Saved>,
+    factors: SmallVec<[[Option<Saved>; 2]; 1]>,
+    places: SmallVec<[Place; 1]>,
+    x_shape: Shape,
+}
+
+impl LowRankBackward {
+    const fn down(place: usize) -> usize {
+        1 + 2 * place
+    }
+
+    const fn up(place: usize) -> usize {
+        2 + 2 * place
+    }
+
+    /// s (g B) of those that need it, (rows, Σ rank), of which those that x needs are added to its gradient.
+    fn grad_hidden(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<Option<Raw>> {
+        let needs_x = context.needs(0);
+        let needed: SmallVec<[bool; 4]> =
+            (0..self.places.len()).map(|place| needs_x || context.needs(Self::down(place))).collect();
+        let Some(last) = self.places.last().filter(|_| needed.contains(&true)) else { return Ok(None) };
+        let all = compute::unset(OP, grad, &[grad.dims()[0], last.ranks[0] + last.ranks[1]])?;
+        for alike in of_one_scale(&self.places) {
+            let scale = self.places[alike.start].scale;
+            let (mut products, mut terms) = (Vec::new(), Vec::new());
+            for index in alike.filter(|&index| needed[index]) {
+                let (place, [down, Some(up)]) = (&self.places[index], &self.factors[index]) else { continue };
+                let (input, hidden, up) = (place.of_result(grad)?, place.of_hidden(&all)?, up.get()?);
+                match down {
+                    Some(down) if needs_x => terms.push(LowRankTerm { input, down: up, up: down.get()?, hidden }),
+                    _ => products.push([hidden, input, up]),
+                }
+            }
+            let products: Vec<[&Raw; 3]> = products.iter().map(|product| product.each_ref()).collect();
+            compute::write_products(&products, scale, false)?;
+            context.add_low_rank(0, &self.x_shape, terms, [scale, 1.0])?;
+        }
+        Ok(Some(all))
+    }
+
+    /// Adds the gradients that are wanted, from that of the result, (rows, Σ out).
+    pub fn run(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
+        if let Some(hidden) = &self.hidden {
+            let hidden = hidden.get()?;
+            for (index, place) in self.places.iter().enumerate() {
+                let (grad, hidden) = (place.of_result(grad)?, place.of_hidden(&hidden)?);
+                let shape = (grad.dims()[1], hidden.dims()[1]);
+                let product = [&grad.t()?, &hidden];
+                context.add_product(Self::up(index), shape, place.dtypes[1], product, place.scale)?;
+            }
+        }
+        if let (true, Some(weight)) = (context.needs(0), &self.weight) {
+            context.add_product(0, &self.x_shape, grad.dtype(), [grad, &weight.get()?], 1.0)?;
+        }
+        let grad_hidden = self.grad_hidden(context, grad)?;
+        if let (Some(grad_hidden), Some(x)) = (&grad_hidden, &self.x) {
+            let x = as_matrix(&x.get()?)?;
+            for (index, place) in self.places.iter().enumerate() {
+                let grad_hidden = place.of_hidden(grad_hidden)?;
+                let shape = (grad_hidden.dims()[1], x.dims()[1]);
+                let product = [&grad_hidden.t()?, &x];
+                context.add_product(Self::down(index), shape, place.dtypes[0], product, 1.0)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Backward for LowRankBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = as_matrix(context.grad())?;
+        self.run(context, &grad)
+    }
+}

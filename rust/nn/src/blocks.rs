@@ -1,0 +1,154 @@
+//! [`Blocks`]: the repeated blocks of a model, and what they keep between forward and backward.
+
+use std::sync::{Arc, PoisonError, RwLock};
+
+use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
+use trainable_candle_core::{Result, Tensor};
+
+use crate::{Module, Visitor};
+
+/// Blocks of one kind, which run one after another, or each where the model says. They keep everything between forward and backward
+/// until [`Module::set_checkpointing`] gives them another policy; models know nothing of it.
+pub struct Blocks<B> {
+    blocks: Vec<Arc<B>>,
+    stretches: Option<usize>,
+    kept: Kept,
+}
+
+/// What blocks keep.
+pub struct Kept(RwLock<Policy>);
+
+impl Kept {
+    pub(crate) fn set(&self, policy: Policy) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = policy;
+    }
+
+    fn policy(&self) -> Policy {
+        *self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<B> FromIterator<B> for Blocks<B> {
+    fn from_iter<I: IntoIterator<Item = B>>(blocks: I) -> Self {
+        let blocks = blocks.into_iter().map(Arc::new).collect();
+        Self { blocks, stretches: None, kept: Kept(RwLock::new(Policy::None)) }
+    }
+}
+
+impl<B> Blocks<B> {
+    /// Under [`Policy::Full`] keep the inputs of so many stretches of blocks instead of each block's. A deep stack then takes less
+    /// memory, as long as the blocks of a stretch, which are recomputed together, take less than what comes before and after them.
+    #[must_use]
+    pub fn in_stretches(mut self, count: usize) -> Self {
+        self.stretches = Some(count.max(1));
+        self
+    }
+
+    /// The number of blocks.
+    pub fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
+    }
+}
+
+impl<B: Send + Sync + 'static> Blocks<B> {
+    /// The result of block `index` for `inputs`.
+    ///
+    /// # Errors
+    /// Those of `forward`.
+    ///
+    /// # Panics
+    /// If there is no such block.
+    pub fn run_one<F>(&self, index: usize, inputs: &[&Tensor], forward: F) -> Result<Tensor>
+    where
+        F: Fn(&B, &[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
+    {
+        let block = self.blocks[index].clone();
+        let run = move |inputs: &[Tensor]| Ok(vec![forward(&block, inputs)?]);
+        Ok(checkpoint_with(self.kept.policy(), run, inputs)?.remove(0))
+    }
+
+    /// The result of all blocks, one after another: each takes the result of the one before (the first takes `x`), and `conditions`.
+    ///
+    /// # Errors
+    /// Those of `forward`.
+    pub fn run<F>(&self, x: &Tensor, conditions: &[&Tensor], forward: F) -> Result<Tensor>
+    where
+        F: Fn(&B, &Tensor, &[Tensor]) -> Result<Tensor> + Copy + Send + Sync + 'static,
+    {
+        let (policy, mut x) = (self.kept.policy(), x.clone());
+        let together = match self.stretches {
+            Some(stretches) if policy == Policy::Full => self.blocks.len().div_ceil(stretches).max(1),
+            _ => 1,
+        };
+        for blocks in self.blocks.chunks(together) {
+            let blocks = blocks.to_vec();
+            let run = move |inputs: &[Tensor]| {
+                let (x, conditions) = (inputs[0].clone(), &inputs[1..]);
+                Ok(vec![blocks.iter().try_fold(x, |x, block| forward(block, &x, conditions))?])
+            };
+            let inputs: Vec<&Tensor> = std::iter::once(&x).chain(conditions.iter().copied()).collect();
+            x = checkpoint_with(policy, run, &inputs)?.remove(0);
+        }
+        Ok(x)
+    }
+}
+
+impl<B: Module> Blocks<B> {
+    /// Show the blocks as `<name>.0`, `<name>.1`, ...
+    pub(crate) fn visit<'a>(&'a self, name: &str, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.kept(&self.kept)?;
+        let mut blocks = self.blocks.iter().enumerate();
+        blocks.try_for_each(|(index, block)| visitor.module(&format!("{name}.{index}"), block.as_ref()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use trainable_candle_core::{DType, Device, Var, grad};
+
+    use super::*;
+
+    struct Scale(Var);
+
+    impl Module for Scale {
+        fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+            visitor.tensor("scale", &self.0)
+        }
+    }
+
+    struct Model(Blocks<Scale>);
+
+    impl Module for Model {
+        fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+            visitor.blocks("scales", &self.0)
+        }
+    }
+
+    #[test]
+    fn blocks_run_in_their_order_and_policies_change_no_gradient() {
+        let var = |value: f64| Var::from_tensor(&Tensor::full(value, 3, DType::F64, &Device::Cpu).unwrap()).unwrap();
+        let model = Model((2..7).map(|i| Scale(var(f64::from(i)))).collect::<Blocks<_>>().in_stretches(2));
+        assert_eq!(model.named_tensors()[4].0, "scales.4.scale");
+        let x = var(0.5);
+        let gradients = || {
+            let forward = |block: &Scale, x: &Tensor, added: &[Tensor]| x.mul(&block.0)?.add(&added[0])?.tanh();
+            let y = model.0.run(&x, &[&x], forward).unwrap();
+            let y = model.0.run_one(0, &[&y], |block, inputs| inputs[0].mul(&block.0)).unwrap();
+            let vars: Vec<Var> = model.named_vars().into_iter().map(|(_, var)| var).chain([x.clone()]).collect();
+            let vars: Vec<&Tensor> = vars.iter().map(|var| var.as_ref()).collect();
+            let grads = grad(&y.sum_all().unwrap(), &vars, None, false).unwrap();
+            grads.iter().map(|grad| grad.as_ref().unwrap().to_vec::<f64>().unwrap()).collect::<Vec<_>>()
+        };
+        let expected = gradients();
+        assert_eq!(expected.len(), 6);
+        for policy in [Policy::Full, Policy::Selective] {
+            model.set_checkpointing(policy);
+            assert_eq!(gradients(), expected, "{policy:?}");
+        }
+    }
+}
