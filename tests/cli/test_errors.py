@@ -10,8 +10,7 @@ import pytest
 from trainable_candle import cli
 from trainable_candle.cli.options import ALIASES
 from trainable_candle.errors import ConfigError, DatasetError, InternalError
-from trainable_candle.train.config import settings
-from trainable_candle.train.settings import flag
+from trainable_candle.settings import flag, settings
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

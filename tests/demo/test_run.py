@@ -15,7 +15,7 @@ from trainable_candle.demo.digits import UNSEEN
 from trainable_candle.demo.run import SAMPLES, DemoResult, run, write_dataset
 from trainable_candle.recipes.base import SampleOptions
 from trainable_candle.recipes.digits import BASE, DigitsRecipe
-from trainable_candle.train.config import TrainConfig
+from trainable_candle.settings import TrainConfig
 
 
 @pytest.fixture(scope="module")

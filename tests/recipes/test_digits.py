@@ -18,8 +18,8 @@ from trainable_candle.recipes.digits import (
     from_model,
     to_model,
 )
+from trainable_candle.settings import GROUPS
 from trainable_candle.train import FlowMatching, TrainConfig
-from trainable_candle.train.config import settings
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_every_recipe_can_be_found() -> None:
         recipe = recipes.find(name)
         assert recipe.summary
         assert recipe.name == name
-        assert recipe.unused <= settings().keys()
+        assert set(recipe.groups) <= set(GROUPS)

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainable_candle.data import options as data_options
 from trainable_candle.errors import ConfigError, MissingFileError
-from trainable_candle.train.config import MOST_VIEWS, TrainConfig, settings
+from trainable_candle.settings import GROUPS, TrainConfig, group_of, settings
 
 
 def from_text(tmp_path: Path, text: str) -> TrainConfig:
@@ -19,7 +18,8 @@ def from_text(tmp_path: Path, text: str) -> TrainConfig:
 
 def test_every_field_has_facts() -> None:
     assert list(settings()) == [item.name for item in fields(TrainConfig)]
-    assert all(setting.help and setting.group for _, setting in settings().values())
+    assert all(setting.help for _, setting in settings().values())
+    assert {group_of(name) for name in settings()} == set(GROUPS)
 
 
 def test_unknown_names_are_refused_with_the_nearest_right_one(tmp_path: Path) -> None:
@@ -171,10 +171,6 @@ def test_whole_numbers_beyond_the_machines_are_refused(value: int) -> None:
 def test_a_name_in_capitals_is_recognised() -> None:
     with pytest.raises(ConfigError, match="did you mean `adamw`"):
         TrainConfig(optimizer="AdamW")
-
-
-def test_the_limits_of_a_run_are_those_of_its_data() -> None:
-    assert MOST_VIEWS == data_options.MOST_VIEWS
 
 
 def test_a_path_may_be_bytes(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from trainable_candle.draws import draw_from, drawn, generator, normal_samples, 
 from trainable_candle.errors import ArgumentError
 from trainable_candle.recipes.base import Split
 from trainable_candle.recipes.digits import DigitsRecipe
+from trainable_candle.settings import TrainConfig
 from trainable_candle.train import Callback, Trainer
-from trainable_candle.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

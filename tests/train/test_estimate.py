@@ -14,8 +14,9 @@ from trainable_candle.models import DigitsTransformer
 from trainable_candle.recipes.adapters import Adapters, adapter_config
 from trainable_candle.recipes.base import Split
 from trainable_candle.recipes.digits import DigitsBatch, DigitsRecipe
+from trainable_candle.settings.adapter import ADAPTERS
+from trainable_candle.settings.training import OPTIMIZERS
 from trainable_candle.train import TrainConfig
-from trainable_candle.train.config import ADAPTERS, OPTIMIZERS
 from trainable_candle.train.estimate import Estimate, Item, matches, require_fit
 from trainable_candle.train.headers import read_folder, read_header
 from trainable_candle.train.optimizers import make_optimizer

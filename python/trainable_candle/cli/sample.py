@@ -9,7 +9,7 @@ from trainable_candle.cli.loading import add_model, load_model
 from trainable_candle.cli.options import Parser, add_help, guidance, whole
 from trainable_candle.errors import ConfigError
 from trainable_candle.placement import AUTO, choose
-from trainable_candle.train.config import SAMPLERS
+from trainable_candle.settings.previews import SAMPLERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     # Imported after the arguments have proved right.
     from trainable_candle import plot  # noqa: PLC0415
     from trainable_candle.recipes.base import SampleOptions, parse_size  # noqa: PLC0415
-    from trainable_candle.train.checks import require_text  # noqa: PLC0415
+    from trainable_candle.settings.checks import require_text  # noqa: PLC0415
 
     output = Path(given["output"]).expanduser()
     if output.suffix.lower() != ".png":

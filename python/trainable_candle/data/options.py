@@ -6,19 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import yaml
 
 from trainable_candle.errors import ConfigError, DatasetError
 from trainable_candle.files import load_yaml
-
-MASKS: Final = ("off", "file", "alpha")
-CROPS: Final = ("center", "random")
-CACHES: Final = ("disk", "memory", "off")
-MOST_VIEWS: Final = 1000
-"""Cuts, and orders of tags, that a picture may have, as in the settings of a run."""
-YAML_SUFFIXES: Final = (".yaml", ".yml")
+from trainable_candle.settings.data import CACHES, CROPS, MASKS, MOST_VIEWS, YAML_SUFFIXES
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from trainable_candle.files import write_atomically
 from trainable_candle.plot import image_grid, save_png
 from trainable_candle.recipes.base import SampleOptions
 from trainable_candle.recipes.digits import BASE, SIDE, TIMESTEPS, DigitsRecipe
+from trainable_candle.settings import TrainConfig
 from trainable_candle.train import state as run_state
-from trainable_candle.train.config import TrainConfig
 from trainable_candle.train.run import train_adapter
 
 if TYPE_CHECKING:

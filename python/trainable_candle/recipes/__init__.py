@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainable_candle import hub
 from trainable_candle.errors import ConfigError, MissingFileError
-from trainable_candle.train.settings import flag, nearest
+from trainable_candle.settings import flag, nearest
 
 if TYPE_CHECKING:
     from trainable_candle.recipes.base import Recipe

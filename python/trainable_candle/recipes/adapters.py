@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainable_candle import AdapterFile, AdapterSet, Var
-    from trainable_candle.train.config import TrainConfig
+    from trainable_candle.settings import TrainConfig
 
 
 class Adapters:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from trainable_candle import AdapterFile, Tensor
     from trainable_candle.recipes.adapters import Adapters
-    from trainable_candle.train.config import TrainConfig
+    from trainable_candle.settings import Group, TrainConfig
     from trainable_candle.train.estimate import Estimate
     from trainable_candle.train.trainer import Inputs
 
@@ -137,8 +137,8 @@ class Recipe(Protocol):
     """What the model is, in a line."""
     parts: ClassVar[tuple[str, ...]]
     """The folders of its models in a pipeline; none if it is no pipeline."""
-    unused: ClassVar[frozenset[str]]
-    """Settings that mean nothing to this model; giving one is an error."""
+    groups: ClassVar[tuple[type[Group], ...]]
+    """The groups of settings that mean something to this model; to give others is an error."""
 
     @classmethod
     def default_weights(cls) -> Path | None:

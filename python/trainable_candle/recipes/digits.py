@@ -20,8 +20,14 @@ from trainable_candle.models import DigitsTransformer
 from trainable_candle.recipes import existing
 from trainable_candle.recipes.adapters import Adapters, adapter_config
 from trainable_candle.recipes.base import SampleOptions, Split, held_out_items
+from trainable_candle.settings.adapter import Adapter
+from trainable_candle.settings.data import Data
+from trainable_candle.settings.files import Files
+from trainable_candle.settings.machine import Machine
+from trainable_candle.settings.objective import NoiseLevels
+from trainable_candle.settings.previews import Previews, Validation
+from trainable_candle.settings.training import Training
 from trainable_candle.train.checks import check_format, check_targets
-from trainable_candle.train.config import OBJECTIVE, PICTURES, settings
 from trainable_candle.train.estimate import (
     Estimate,
     Item,
@@ -41,7 +47,7 @@ if TYPE_CHECKING:
 
     from trainable_candle import AdapterFile, Tensor
     from trainable_candle.data import Picture
-    from trainable_candle.train.config import TrainConfig
+    from trainable_candle.settings import Group, TrainConfig
     from trainable_candle.train.headers import TensorFacts
     from trainable_candle.train.trainer import Inputs
 
@@ -67,16 +73,9 @@ class DigitsRecipe:
     name: ClassVar[str] = "digits"
     summary: ClassVar[str] = "8x8 handwritten digits, the demo's generator (its base is built in)"
     parts: ClassVar[tuple[str, ...]] = ()
-    unused: ClassVar[frozenset[str]] = frozenset(
-        name
-        for name, (_, setting) in settings().items()
-        if setting.group in {PICTURES, OBJECTIVE} and name != "timesteps"
-    ) | {
-        "resolution", "train_text_encoder", "text_encoder_learning_rate", "trigger",
-        "caption_dropout",
-        "caption_shuffle", "caption_keep_tokens", "caption_tag_dropout", "caption_separator",
-        "caption_variants", "negative_prompt", "guidance", "sampler", "sample_size",
-    }  # fmt: skip
+    groups: ClassVar[tuple[type[Group], ...]] = (
+        Data, Adapter, Training, NoiseLevels, Validation, Previews, Machine, Files,
+    )  # fmt: skip
     default_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
 
     def __init__(self, model: DigitsTransformer, device: str) -> None:
@@ -190,7 +189,7 @@ class DigitsRecipe:
         Raises:
             DatasetError: a picture cannot be read any more.
         """
-        objective = FlowMatching(config.timesteps)
+        objective = FlowMatching(config.timesteps, config.timestep_shift)
 
         def prepared(pictures: Sequence[Picture]) -> PreparedDigits:
             images = to_model(np.stack([read_pixels(picture.path) for picture in pictures]))

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle.errors import OutOfMemoryError
-from trainable_candle.train.settings import flag
+from trainable_candle.settings import flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from trainable_candle.train.config import TrainConfig
+    from trainable_candle.settings import TrainConfig
     from trainable_candle.train.headers import TensorFacts
 
 GIB: Final = 2**30
@@ -25,7 +25,7 @@ _BLOCK: Final = 256
 _ATTENTION: Final = (
     ".to_q", ".to_k", ".to_v", ".to_out.0", ".q_proj", ".k_proj", ".v_proj", ".out_proj",
 )  # fmt: skip
-_STATES: Final = {"adam": 2, "lion": 1, "sgd": 0}
+_STATES: Final = {"adam": 2, "lion": 1, "prodigy": 4, "sgd": 0}
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,14 @@ from trainable_candle.errors import ConfigError
 from trainable_candle.files import held, write_atomically
 from trainable_candle.placement import choose
 from trainable_candle.recipes.base import SampleOptions, parse_size
+from trainable_candle.settings.checks import check_groups, check_settings, differences
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
-from trainable_candle.train.checks import check_settings
 from trainable_candle.train.ema import AdapterAverage
 from trainable_candle.train.estimate import memory_limit, require_fit
 from trainable_candle.train.evaluation import BEST, Previews, StepAdapters, Validation, evaluated
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
 from trainable_candle.train.optimizers import make_optimizer, make_scheduler
-from trainable_candle.train.settings import flag
 from trainable_candle.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from trainable_candle import AdapterFile
     from trainable_candle.recipes.adapters import Adapters
     from trainable_candle.recipes.base import Prepared, Recipe, Split
-    from trainable_candle.train.config import TrainConfig
+    from trainable_candle.settings import TrainConfig
 
 ADAPTER: Final = "adapter.safetensors"
 CONFIG: Final = "config.yaml"
@@ -46,17 +45,6 @@ TENSORBOARD: Final = "tensorboard"
 SAMPLES: Final = "samples"
 CURVE: Final = "loss.png"
 LOCK: Final = ".lock"
-
-# Settings that a resumed run may change without becoming another run.
-_FREE: Final = frozenset(
-    {
-        "output", "resume", "threads", "memory_limit", "save_every", "keep_checkpoints",
-        "keep_adapters", "log_every", "tensorboard", "validate_every", "sample_prompts",
-        "sample_every", "sample_steps", "sample_size", "sample_seed", "sampler", "guidance",
-        "negative_prompt", "cache", "cache_dir", "format", "adapter_precision",
-        "gradient_checkpointing", "cuda_graphs",
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,7 +92,7 @@ def train_adapter(
     """
     config.require("model", "dataset", "output")
     kind = recipes.find(config.model)
-    _refuse_unused(kind, config)
+    check_groups(config, kind.groups)
     placement = choose(config.device, config.precision)
     config = config.with_(device=placement.device, precision=placement.precision)
     check_settings(config)
@@ -179,7 +167,7 @@ def _train(
     if start is not None:
         earlier = trainer.resume(start)
         report(f"resume: from step {trainer.step} of {config.steps} ({start})")
-        for line in _changes(earlier, settings):
+        for line in differences(earlier, settings):
             report(f"resume: {line}")
     write_atomically(output / CONFIG, config.with_(resume=None).to_yaml())
     adapters.set_training(True)
@@ -347,13 +335,6 @@ def _require_steps_left(config: TrainConfig, step: int) -> None:
         )
 
 
-def _refuse_unused(kind: type[Recipe], config: TrainConfig) -> None:
-    given = [name for name in config.changed() if name in kind.unused]
-    if given:
-        flags = ", ".join(map(flag, given))
-        raise ConfigError(f"{flags}: has no effect on the model `{config.model}`; leave it out")
-
-
 def _logs(config: TrainConfig, output: Path) -> list[Callback]:
     logs: list[Callback] = [
         CsvLog(output / LOG, config.log_every),
@@ -369,17 +350,6 @@ def _make_writable(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-
-
-def _changes(earlier: dict[str, object], settings: dict[str, object]) -> list[str]:
-    """The settings in which a resumed run differs from the one that it continues."""
-    # A course that does not lead to the last step is the same for more of them.
-    free = _FREE | ({"steps"} if settings["lr_scheduler"] == "constant" else set())
-    return [
-        f"{name} is {value!r}, was {earlier[name]!r}: the run will not repeat the earlier one"
-        for name, value in settings.items()
-        if name not in free and name in earlier and earlier[name] != value
-    ]
 
 
 def _draw_curve(output: Path, report: Callable[[str], None]) -> None:

@@ -10,8 +10,8 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.recipes.sdxl import SDXLRecipe, files
 from trainable_candle.recipes.sdxl.estimate import encode_area
+from trainable_candle.settings.adapter import ADAPTERS
 from trainable_candle.train import TrainConfig
-from trainable_candle.train.config import ADAPTERS
 from trainable_candle.train.estimate import RUNTIME_BYTES
 from trainable_candle.train.optimizers import make_optimizer
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from trainable_candle.train.config import TrainConfig
+    from trainable_candle.settings import TrainConfig
 
 FORMATS: Final = ("kohya", "diffusers", "peft", "comfyui")
 TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")

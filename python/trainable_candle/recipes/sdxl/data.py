@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainable_candle import Tensor
     from trainable_candle.data import DatasetBatches, LatentCache
     from trainable_candle.models import SDXLUNet
-    from trainable_candle.train.config import TrainConfig
+    from trainable_candle.settings import TrainConfig
     from trainable_candle.train.objective import DiffusionObjective
     from trainable_candle.train.trainer import Inputs
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from trainable_candle.data import Dataset
     from trainable_candle.recipes.base import Split
-    from trainable_candle.train.config import TrainConfig
+    from trainable_candle.settings import TrainConfig
     from trainable_candle.train.headers import TensorFacts
 
 _TOKENS: Final = 77

@@ -32,6 +32,7 @@ from trainable_candle.recipes.sdxl.identity import latents_identity, text_identi
 from trainable_candle.recipes.sdxl.sampling import draw
 from trainable_candle.recipes.sdxl.text import TextEncoders, unread_layers
 from trainable_candle.recipes.sdxl.tiles import TILE, WHOLE, tile_size
+from trainable_candle.settings import GROUPS
 from trainable_candle.train.estimate import available_bytes, memory_limit, require_memory
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from trainable_candle import AdapterFile, Tensor
     from trainable_candle.data import Dataset
     from trainable_candle.models import Model
-    from trainable_candle.train.config import TrainConfig
+    from trainable_candle.settings import Group, TrainConfig
     from trainable_candle.train.estimate import Estimate
 
 UNET_TARGETS: Final = (r".*attentions\.\d+\.proj_(in|out)", r".*\.transformer_blocks\..*")
@@ -65,7 +66,7 @@ class SDXLRecipe:
     name: ClassVar[str] = "sdxl"
     summary: ClassVar[str] = "Stable Diffusion XL (a tiny one that draws flowers is built in)"
     parts: ClassVar[tuple[str, ...]] = files.SUBFOLDERS
-    unused: ClassVar[frozenset[str]] = frozenset()
+    groups: ClassVar[tuple[type[Group], ...]] = GROUPS
 
     def __init__(self, weights: Path, dtype: str | None, device: str) -> None:
         self._weights = weights

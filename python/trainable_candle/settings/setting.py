@@ -1,20 +1,18 @@
-"""What a setting is: its facts, the check of its value, its name in files and on command lines."""
+"""What a setting is: its facts, the check of its value, its name on the command line."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import math
-import os
+from collections.abc import Callable, Mapping  # noqa: TC003 - get_type_hints reads them
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, get_args, get_origin
 
 import numpy as np
-import yaml
 
-from trainable_candle.errors import ConfigError, MissingFileError
-from trainable_candle.files import load_yaml
+from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 class Setting:
     """What there is to know about a setting besides its name, type and default."""
 
-    group: str
     help: str
     choices: tuple[str, ...] = ()
     low: float | None = None
@@ -40,6 +37,40 @@ class Setting:
     texts: bool = False
     """Whether the items of a list are texts, in which a comma separates nothing; the flag is then
     given once for each."""
+    tokenized: bool = False
+    """Whether it becomes tokens, and so must be text in UTF-8."""
+    free: bool | Callable[[Mapping[str, Any]], bool] = False
+    """Whether a resumed run may change it and still repeat the earlier one; may depend on the
+    values of all settings."""
+    section: str | None = None
+    """The section of the help, if not that of the group."""
+    aliases: tuple[str, ...] = ()
+    """What other tools call it: suggested for an unknown flag."""
+    synonyms: tuple[str, ...] = ()
+    """Names of other tools that the command line takes for it."""
+
+
+class Condition(NamedTuple):
+    """When settings have an effect."""
+
+    settings: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    """Of the whole configuration."""
+    needed: str
+    """The flags that make it hold."""
+    complaint: str | None = None
+    """In place of the usual message, if that says it badly."""
+
+
+class Group:
+    """Settings that belong together, a frozen dataclass; a task lists the groups that it takes."""
+
+    section: ClassVar[str]
+    """Where the help shows them."""
+    conditions: ClassVar[tuple[Condition, ...]] = ()
+    """Checked when a run begins: a setting that was given must have an effect."""
+    contradictions: ClassVar[tuple[Callable[[Any], str | None], ...]] = ()
+    """From a configuration to what contradicts itself in it; checked whenever one is made."""
 
 
 _WORD: Final = 2**63
@@ -57,33 +88,6 @@ def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     return value
 
 
-def read_yaml(path: str | bytes | Path) -> dict[str, Any]:
-    """The `name: value` lines of a YAML file, unchecked.
-
-    Raises:
-        MissingFileError: there is no such file.
-        ConfigError: the file cannot be read, or holds something else.
-    """
-    path = Path(os.fsdecode(path)).expanduser()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise MissingFileError(f"{path}: there is no such configuration file") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not text in UTF-8: {error}") from error
-    try:
-        values = load_yaml(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that cannot be
-        raise ConfigError(f"{path}: is not valid YAML: {error}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected lines of `name: value`, found {_kind(values)}")
-    return values
-
-
 def flag(name: str) -> str:
     """The command line's spelling of a setting."""
     return f"--{name.replace('_', '-')}"
@@ -96,7 +100,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean `{near[0]}`?" if near else f"; expected one of {', '.join(known)}"
 
 
-def _kind(value: Any) -> str:
+def described(value: Any) -> str:
+    """A value with its type, for a message."""
     return f"{value!r} ({type(value).__name__})"
 
 
@@ -127,7 +132,7 @@ def _typed(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     if target is str and isinstance(value, Path):
         return str(value)
     if type(value) is not target:
-        raise ConfigError(f"{name} is {_kind(value)}, expected {_EXPECTED[target]}")
+        raise ConfigError(f"{name} is {described(value)}, expected {_EXPECTED[target]}")
     return value
 
 
@@ -137,7 +142,7 @@ def _list(name: str, value: Any, *, split: bool) -> list[str]:
     if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
         return list(value)
     expected = "a list of names" if split else "a list of texts"
-    raise ConfigError(f"{name} is {_kind(value)}, expected {expected}")
+    raise ConfigError(f"{name} is {described(value)}, expected {expected}")
 
 
 def _check_range(name: str, value: Any, setting: Setting) -> None:
