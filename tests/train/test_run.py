@@ -11,10 +11,10 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError
 from trainable_candle.placement import choose
+from trainable_candle.run import ADAPTER, CONFIG, CURVE, JSON_LOG, LOG, train_adapter
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.evaluation import step_adapter_path
 from trainable_candle.train.logs import read_log
-from trainable_candle.train.run import ADAPTER, CONFIG, CURVE, JSON_LOG, LOG, train_adapter
 from trainable_candle.train.state import checkpoint_path
 
 Train = Callable[..., dict[str, bytes]]

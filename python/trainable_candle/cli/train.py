@@ -25,7 +25,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     config = read_config(given)
 
     # Imported after the arguments have proved right.
-    from trainable_candle.train.run import CONFIG, train_adapter  # noqa: PLC0415
+    from trainable_candle.run import CONFIG, train_adapter  # noqa: PLC0415
 
     result = train_adapter(config, report=lambda line: print(line, flush=True))
     if result.completed:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainable_candle.errors import ConfigError
+from trainable_candle.errors import ConfigError, MissingFileError
 from trainable_candle.settings.config import GROUPS, group_of, settings
 from trainable_candle.settings.setting import flag
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+    from pathlib import Path
 
     from trainable_candle.settings.config import TrainConfig
     from trainable_candle.settings.setting import Group
@@ -68,6 +69,17 @@ def require_text(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{name} is {text!r}, expected text in UTF-8") from None
+
+
+def existing(setting: str, path: Path) -> Path:
+    """The path itself if there is something.
+
+    Raises:
+        MissingFileError: there is nothing; names the flag of the setting.
+    """
+    if not path.exists():
+        raise MissingFileError(f"{flag(setting)}: there is no file or folder {path}")
+    return path
 
 
 def differences(earlier: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import trainable_candle as tc
+from trainable_candle.data.buckets import Bucket, Fit, Frame
 from trainable_candle.draws import normal_samples
 from trainable_candle.errors import (
     ConfigError,
@@ -16,9 +17,10 @@ from trainable_candle.errors import (
     NonFiniteError,
     WeightsFormatError,
 )
-from trainable_candle.recipes.base import SampleOptions
-from trainable_candle.recipes.sdxl import SDXLRecipe, files
-from trainable_candle.recipes.sdxl.text import TextEncoders
+from trainable_candle.families.sdxl import SDXL, files
+from trainable_candle.families.sdxl.family import time_ids
+from trainable_candle.families.sdxl.text import TextEncoders
+from trainable_candle.tasks.latent import LatentTask, SampleOptions
 from trainable_candle.train import TrainConfig
 
 
@@ -41,24 +43,23 @@ def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     return configure
 
 
-def prepare(base: Path, config: TrainConfig) -> tuple[SDXLRecipe, Any]:
-    recipe = SDXLRecipe.load(base, "f32", "cpu")
-    data = recipe.read(base, config, lambda _: None)
-    return recipe, recipe.prepare(data, config, lambda _: None)
+def prepare(base: Path, config: TrainConfig) -> tuple[LatentTask, Any]:
+    task = LatentTask(SDXL(base, "f32", "cpu", config))
+    return task, task.prepare(task.read(lambda _: None), lambda _: None)
 
 
 def test_the_loss_is_that_of_epsilon_prediction(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     config = configure(batch_size=2)
-    recipe, split = prepare(sdxl_base, config)
-    batch = split.train.batches(2, 0).batch(0)
+    task, split = prepare(sdxl_base, config)
+    batch = split.train.batches(2).batch(0)
     loss = split.train.loss(split.train.inputs(batch)).item()
 
     # The same from the parts: encoders, posterior, schedule, UNet.
     encoders = TextEncoders.load(sdxl_base, "f32", "cpu")
     vae = tc.models.AutoencoderKL.from_pretrained(sdxl_base, dtype="f32")
-    dataset = recipe.read(sdxl_base, config, lambda _: None).train
+    dataset = task.read(lambda _: None).train
     pixels = np.stack([dataset.pixels(view) for view in batch.views]).astype(np.float32)
     mean, logvar = vae.encode(tc.tensor((pixels / 127.5 - 1).transpose(0, 3, 1, 2).copy()))
     drawn = normal_samples(mean.shape[1:], [0, 1], config.seed, "latents").numpy()
@@ -68,7 +69,7 @@ def test_the_loss_is_that_of_epsilon_prediction(
     with tc.no_grad():
         features = encoders(batch.captions)
         unet = tc.models.SDXLUNet.from_pretrained(sdxl_base, dtype="f32", subfolder="unet")
-        sizes = tc.tensor(batch.time_ids)
+        sizes = tc.tensor(np.array([time_ids(frame) for frame in batch.frames], np.float32))
         found = unet(noised.sample, noised.timesteps, time_ids=sizes, **features).numpy()
     alphas = np.array(tc.train.NoiseSchedule().alphas_cumprod)[noised.timesteps.numpy()]
     a = alphas[:, None, None, None]
@@ -80,13 +81,14 @@ def test_encoders_are_dropped_when_nothing_needs_them(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     def kept(**settings: Any) -> set[str]:
-        recipe, _ = prepare(sdxl_base, configure(**settings))
-        return recipe.__dict__.keys() & {"vae", "encoders", "unet"}
+        task, _ = prepare(sdxl_base, configure(**settings))
+        coder = {"coder"} if "model" in task.family.coder.__dict__ else set()
+        return coder | task.family.__dict__.keys() & {"encoders"}
 
-    assert kept() == {"unet"}
-    assert kept(sample_prompts=["a"]) == {"unet", "vae"}
-    assert kept(cache="off") == {"unet", "vae"}
-    assert kept(train_text_encoder=True) == {"unet"}
+    assert kept() == set()
+    assert kept(sample_prompts=["a"]) == {"coder"}
+    assert kept(cache="off") == {"coder"}
+    assert kept(train_text_encoder=True) == set()
 
 
 def test_validation_is_the_same_every_time_and_leaves_the_generator(
@@ -118,11 +120,11 @@ def test_long_captions_take_several_rows_and_are_padded_to_the_longest(sdxl_base
 
 
 def test_samples_depend_on_seed_prompt_and_every_option(sdxl_base: Path) -> None:
-    recipe = SDXLRecipe.load(sdxl_base, "f32", "cpu")
+    task = LatentTask(SDXL(sdxl_base, "f32", "cpu"))
 
     def draw(*prompts: str, **options: Any) -> np.ndarray:
         given = {"steps": 2, "size": (32, 48), "seed": 3, **options}
-        return recipe.sample(prompts or ["a cat"], SampleOptions(**given))
+        return task.draw(prompts or ["a cat"], SampleOptions(**given))
 
     state = tc.get_rng_state()
     first = draw()
@@ -145,10 +147,11 @@ def test_samples_depend_on_seed_prompt_and_every_option(sdxl_base: Path) -> None
 
 
 def test_guidance_one_is_the_prompt_alone(sdxl_base: Path) -> None:
-    recipe = SDXLRecipe.load(sdxl_base, "f32", "cpu")
-    found = recipe.sample(["x"], SampleOptions(steps=2, guidance=1.0, size=(32, 32), seed=1))
+    task = LatentTask(SDXL(sdxl_base, "f32", "cpu"))
+    found = task.draw(["x"], SampleOptions(steps=2, guidance=1.0, size=(32, 32), seed=1))
     schedule = tc.train.NoiseSchedule()
     sampler = tc.train.Sampler(schedule, 2, "euler")
+    vae = task.family.coder.model
     tc.manual_seed(1)
     with tc.no_grad():
         features = TextEncoders.load(sdxl_base, "f32", "cpu")(["x"])
@@ -156,16 +159,16 @@ def test_guidance_one_is_the_prompt_alone(sdxl_base: Path) -> None:
         x = sampler.init_noise(tc.randn((1, 4, 16, 16)))
         for step, t in enumerate(sampler.timesteps):
             scaled = sampler.scale_input(x, step)
-            x = sampler.step(recipe.unet(scaled, t, time_ids=sizes, **features), step, x)
-        image = recipe.vae.decode(x / recipe.vae.scaling_factor).numpy()[0]
+            x = sampler.step(task.family.model(scaled, t, time_ids=sizes, **features), step, x)
+        image = vae.decode(x / vae.scaling_factor).numpy()[0]
     expected = np.clip((image.transpose(1, 2, 0) + 1) * 127.5, 0, 255)
     assert np.abs(found[0].astype(float) - expected).max() <= 1
 
 
 def test_sizes_that_do_not_suit_are_refused(sdxl_base: Path) -> None:
-    recipe = SDXLRecipe.load(sdxl_base, "f32", "cpu")
+    task = LatentTask(SDXL(sdxl_base, "f32", "cpu"))
     with pytest.raises(ConfigError, match="the size is 33x32 px, expected multiples of 2"):
-        recipe.sample(["x"], SampleOptions(size=(33, 32)))
+        task.draw(["x"], SampleOptions(size=(33, 32)))
 
 
 def test_what_is_no_sdxl_model_is_refused(
@@ -204,7 +207,7 @@ def test_a_part_of_a_pipeline_is_recognised(sdxl_base: Path) -> None:
 
 
 def test_a_file_whose_blocks_are_others_is_refused(tmp_path: Path) -> None:
-    base = SDXLRecipe.default_weights()
+    base = SDXL.default_weights()
     assert base is not None
     path = tmp_path / "merged.safetensors"
     models = {name: tc.models.load(base, subfolder=name) for name in files.SUBFOLDERS}
@@ -233,12 +236,14 @@ def test_a_tokenizer_that_does_not_fit_is_named(
 
 
 def test_a_picture_of_no_numbers_is_an_error(sdxl_base: Path) -> None:
-    recipe = SDXLRecipe.load(sdxl_base, "f32", "cpu")
-    adapter = recipe.unet.add_adapter(tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q"]))
+    task = LatentTask(SDXL(sdxl_base, "f32", "cpu"))
+    adapter = task.family.model.add_adapter(
+        tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q"])
+    )
     for var in adapter.parameters():
         var.set(tc.full(var.shape, float("nan")))
     with pytest.raises(NonFiniteError, match="sample: the picture has values that are no finite"):
-        recipe.sample(["x"], SampleOptions(steps=1, size=(32, 32)))
+        task.draw(["x"], SampleOptions(steps=1, size=(32, 32)))
 
 
 def test_the_original_checkpoint_says_what_it_predicts(tmp_path: Path) -> None:
@@ -249,14 +254,25 @@ def test_the_original_checkpoint_says_what_it_predicts(tmp_path: Path) -> None:
     assert files.schedule(path, "epsilon").prediction_type == "epsilon"
 
 
+def test_time_ids_are_those_of_the_reference() -> None:
+    # diffusers' train_text_to_image_sdxl: original (h, w), crop (top, left), target (h, w).
+    fit = Fit(Bucket(896, 1152), (3000, 4000), (896, 1195))
+    assert fit.box() == (0, 22)
+    assert time_ids(fit.frame(0, 22)) == (4000, 3000, 22, 0, 1152, 896)
+    wide = Fit(Bucket(100, 50), (240, 100), (120, 50))
+    assert time_ids(wide.frame(3, 0)) == (100, 240, 0, 3, 50, 100)
+    assert time_ids(wide.frame(3, 0, flipped=True)) == (100, 240, 0, 17, 50, 100)
+    assert time_ids(Frame.whole(64, 48)) == (48, 64, 0, 0, 48, 64)
+
+
 @pytest.mark.parametrize("clip_skip", [0, 1])
 def test_no_gradient_leads_to_the_layers_that_are_left_out(
     sdxl_base: Path, configure: Callable[..., TrainConfig], clip_skip: int
 ) -> None:
     config = configure(train_text_encoder=True, clip_skip=clip_skip, adapter="dora")
-    recipe, split = prepare(sdxl_base, config)
-    adapters = recipe.attach(config)
-    split.train.loss(split.train.inputs(split.train.batches(1, 0).batch(0))).backward()
+    task, split = prepare(sdxl_base, config)
+    adapters = task.attach()
+    split.train.loss(split.train.inputs(split.train.batches(1).batch(0))).backward()
     for name, var in adapters.named_parameters().items():
         assert var.grad is not None, name
     of_first = adapters.sets["text_encoder"].named_parameters()

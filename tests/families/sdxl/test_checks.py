@@ -9,7 +9,8 @@ from PIL import Image
 
 import trainable_candle as tc
 from trainable_candle.errors import ArgumentError, ConfigError, Error
-from trainable_candle.recipes.sdxl import SDXLRecipe
+from trainable_candle.families.sdxl import SDXL
+from trainable_candle.tasks.latent import LatentTask
 from trainable_candle.train import TrainConfig
 
 TARGETS = ["attn2.to_q", "attn2.to_k"]
@@ -23,7 +24,7 @@ def check(sdxl_base: Path) -> Check:
     def check(weights: Path = sdxl_base, **settings: Any) -> list[str]:
         config = TrainConfig(model="sdxl", dataset="none", output="none", **settings)
         lines: list[str] = []
-        SDXLRecipe.check(weights, config, lines.append)
+        LatentTask(SDXL(weights, "f32", "cpu", config)).check(lines.append)
         return lines
 
     return check
@@ -166,7 +167,7 @@ def test_what_has_no_effect_on_the_pictures_is_refused(
 ) -> None:
     config = TrainConfig(model="sdxl", dataset=str(sdxl_folder), resolution=64, **settings)
     with pytest.raises(ConfigError, match=message):
-        SDXLRecipe.read(sdxl_base, config, lambda _: None)
+        LatentTask(SDXL(sdxl_base, "f32", "cpu", config)).read(lambda _: None)
 
 
 def test_transparency_is_a_mask(sdxl_base: Path, tmp_path: Path) -> None:
@@ -174,4 +175,5 @@ def test_transparency_is_a_mask(sdxl_base: Path, tmp_path: Path) -> None:
     config = TrainConfig(
         model="sdxl", dataset=str(tmp_path), resolution=64, mask="alpha", caption="x"
     )
-    assert len(SDXLRecipe.read(sdxl_base, config, lambda _: None).train) == 1
+    task = LatentTask(SDXL(sdxl_base, "f32", "cpu", config))
+    assert len(task.read(lambda _: None).train) == 1

@@ -1,4 +1,4 @@
-"""The digits recipe: captions, pixels, loss, sampling."""
+"""The digits family: captions, pixels, loss, sampling."""
 
 from pathlib import Path
 
@@ -6,19 +6,13 @@ import numpy as np
 import pytest
 
 import trainable_candle as tc
-from trainable_candle import recipes
-from trainable_candle.data import check_folder
+from trainable_candle import families
 from trainable_candle.errors import ConfigError
-from trainable_candle.recipes.base import SampleOptions, Split
-from trainable_candle.recipes.digits import (
-    TIMESTEPS,
-    DigitsBatch,
-    DigitsRecipe,
-    digits_in,
-    from_model,
-    to_model,
-)
+from trainable_candle.families.digits import Digits, digits_in, to_model
 from trainable_candle.settings import GROUPS
+from trainable_candle.tasks.latent import LatentTask, SampleOptions
+from trainable_candle.tasks.latent.drawing import to_pixels
+from trainable_candle.tasks.latent.objectives import FLOW_TIMES
 from trainable_candle.train import FlowMatching, TrainConfig
 
 
@@ -45,23 +39,24 @@ def test_grey_survives_the_way_to_the_model_and_back() -> None:
     images = to_model(pixels)
     assert (images.shape, images.dtype) == ((4, 1, 8, 8), np.float32)
     np.testing.assert_allclose([images.min(), images.max()], [-1, 1], atol=1e-6)
-    np.testing.assert_array_equal(from_model(images), pixels)
-    assert from_model(np.full((1, 1, 8, 8), 3.0, np.float32)).max() == 255
+    np.testing.assert_array_equal(to_pixels(tc.tensor(images)), pixels)
+    assert to_pixels(tc.full((1, 1, 8, 8), 3.0)).max() == 255
 
 
 def test_the_loss_is_that_of_flow_matching(digits_base: Path, digits_folder: Path) -> None:
-    recipe = DigitsRecipe.load(digits_base, "f32", "cpu")
-    config = TrainConfig(timesteps="logit_normal", seed=4)
-    prepared = recipe.prepare(Split(check_folder(digits_folder)), config, print).train
+    config = TrainConfig(dataset=str(digits_folder), timesteps="logit_normal", seed=4)
+    task = LatentTask(Digits(digits_base, "f32", "cpu", config))
+    prepared = task.prepare(task.read(print), print).train
     assert len(prepared) == 10
-    loss = prepared.loss(prepared.inputs(DigitsBatch([7, 2], np.array([3, 8])))).item()
+    batch = prepared.batches(2).batch(1)
+    loss = prepared.loss(prepared.inputs(batch)).item()
 
-    pictures = [picture for picture in check_folder(digits_folder) if picture.path.stem in "38"]
-    data = to_model(np.stack([np.asarray(_pixels(picture.path)) for picture in pictures]))
-    sample, sigmas, _ = FlowMatching("logit_normal").noise(tc.tensor(data), [7, 2], 4)
+    digits = [digits_in(caption)[0] for caption in batch.captions]
+    data = to_model(np.stack([_pixels(digits_folder / f"{digit}.png") for digit in digits]))
+    sample, sigmas, _ = FlowMatching("logit_normal").noise(tc.tensor(data), [2, 3], 4)
     sigma = sigmas.numpy()[:, None, None, None]
     noise = (sample.numpy() - (1 - sigma) * data) / sigma
-    velocity = recipe.model(sample, sigmas * TIMESTEPS, tc.tensor([3, 8])).numpy()
+    velocity = task.family.model(sample, sigmas * FLOW_TIMES, tc.tensor(digits)).numpy()
     assert loss == pytest.approx(np.mean((velocity - (noise - data)) ** 2), rel=1e-4)
 
 
@@ -72,34 +67,34 @@ def _pixels(path: Path) -> np.ndarray:
 
 
 def test_samples_follow_the_seed_and_leave_the_generator(digits_base: Path) -> None:
-    recipe = DigitsRecipe.load(digits_base, "f32", "cpu")
+    task = LatentTask(Digits(digits_base, "f32", "cpu"))
     state = tc.get_rng_state()
-    first = recipe.sample(["4", "four"], SampleOptions(steps=3, seed=1))
+    first = task.draw(["4", "four"], SampleOptions(steps=3, seed=1))
     assert tc.get_rng_state() == state
     assert (first.shape, first.dtype) == ((2, 8, 8, 3), np.uint8)
-    np.testing.assert_array_equal(recipe.sample(["4", "4"], SampleOptions(steps=3, seed=1)), first)
-    assert not np.array_equal(recipe.sample(["4", "4"], SampleOptions(steps=3, seed=2)), first)
+    np.testing.assert_array_equal(task.draw(["4", "4"], SampleOptions(steps=3, seed=1)), first)
+    assert not np.array_equal(task.draw(["4", "4"], SampleOptions(steps=3, seed=2)), first)
 
 
 def test_sampling_follows_the_velocity_from_noise(digits_base: Path) -> None:
-    recipe = DigitsRecipe.load(digits_base, "f32", "cpu")
+    task = LatentTask(Digits(digits_base, "f32", "cpu"))
     tc.manual_seed(6)
     x = tc.randn((1, 1, 8, 8)).numpy()
     for sigma in (1.0, 0.75, 0.5, 0.25):
         timestep = tc.tensor(np.array([1000 * sigma], np.float32))
-        x = x - 0.25 * recipe.model(tc.tensor(x), timestep, tc.tensor([2])).numpy()
-    found = recipe.sample(["two"], SampleOptions(steps=4, seed=6)).astype(int)
-    assert np.abs(found - from_model(x).astype(int)).max() <= 1
+        x = x - 0.25 * task.family.model(tc.tensor(x), timestep, tc.tensor([2])).numpy()
+    found = task.draw(["two"], SampleOptions(steps=4, seed=6)).astype(int)
+    assert np.abs(found - to_pixels(tc.tensor(x)).astype(int)).max() <= 1
 
 
 def test_unknown_models_get_the_nearest() -> None:
     with pytest.raises(ConfigError, match="model: `digit` is not known; did you mean `digits`"):
-        recipes.find("digit")
+        families.find("digit")
 
 
-def test_every_recipe_can_be_found() -> None:
-    for name in recipes.NAMES:
-        recipe = recipes.find(name)
-        assert recipe.summary
-        assert recipe.name == name
-        assert set(recipe.groups) <= set(GROUPS)
+def test_every_family_can_be_found() -> None:
+    for name in families.NAMES:
+        family = families.find(name)
+        assert family.summary
+        assert family.name == name
+        assert set(family.groups) <= set(GROUPS)

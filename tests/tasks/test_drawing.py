@@ -1,9 +1,10 @@
-"""Sizes, options and splits."""
+"""Sizes and splits."""
 
 import pytest
 
 from trainable_candle.errors import ConfigError, DatasetError
-from trainable_candle.recipes.base import SampleOptions, held_out_items, parse_size
+from trainable_candle.tasks.latent.drawing import parse_size
+from trainable_candle.tasks.task import held_out_items
 
 
 @pytest.mark.parametrize(
@@ -20,12 +21,6 @@ def test_sizes(text: str, size: tuple[int, int]) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is no size in pixels, expected WIDTHxHEIGHT"):
         parse_size(text)
-
-
-def test_options_that_mean_nothing_are_refused() -> None:
-    SampleOptions(steps=3).require_default("digits", "guidance", "size")
-    with pytest.raises(ConfigError, match="guidance has no effect on the model `digits`"):
-        SampleOptions(guidance=1.0).require_default("digits", "guidance", "size")
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.001, 1), (0.25, 2), (0.5, 5), (0.999, 9)])

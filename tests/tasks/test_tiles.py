@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainable_candle.recipes.sdxl.tiles import TILE, area_at_once, tile_size
+from trainable_candle.tasks.latent.tiles import TILE, area_at_once, tile_size
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+from trainable_candle.families.sdxl import files
+from trainable_candle.families.sdxl.structure import UNetWalk, saved_values
 from trainable_candle.models import SDXLUNet
-from trainable_candle.recipes.sdxl import files
-from trainable_candle.recipes.sdxl.structure import UNetWalk, saved_values
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "sdxl"
 

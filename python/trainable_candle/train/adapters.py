@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from trainable_candle import AdapterFile, AdapterSet, Var
     from trainable_candle.settings import TrainConfig
+    from trainable_candle.settings.adapter import Adapter
 
 
 class Adapters:
@@ -53,7 +54,7 @@ class Adapters:
         for adapter in self.sets.values():
             adapter.set_enabled(enabled)
 
-    def file(self, path: Path, config: TrainConfig, metadata: dict[str, str]) -> AdapterFile:
+    def file(self, path: Path, config: Adapter, metadata: dict[str, str]) -> AdapterFile:
         """Their present values for one file, in the format and precision of the settings.
 
         Raises:
@@ -78,7 +79,7 @@ class Adapters:
             adapter.load(path)
 
 
-def adapter_config(config: TrainConfig, targets: Sequence[str]) -> tc.LoraConfig:
+def adapter_config(config: Adapter, targets: Sequence[str]) -> tc.LoraConfig:
     """What the settings say about adapters; `targets` unless they name layers."""
     return tc.LoraConfig(
         r=config.rank,

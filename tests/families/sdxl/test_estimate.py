@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.recipes.sdxl import SDXLRecipe, files
-from trainable_candle.recipes.sdxl.estimate import encode_area
+from trainable_candle.families.sdxl import SDXL, files
+from trainable_candle.families.sdxl.estimate import encode_area
 from trainable_candle.settings.adapter import ADAPTERS
+from trainable_candle.tasks.estimate import RUNTIME_BYTES
+from trainable_candle.tasks.latent import LatentTask
 from trainable_candle.train import TrainConfig
-from trainable_candle.train.estimate import RUNTIME_BYTES
 from trainable_candle.train.optimizers import make_optimizer
 
 
@@ -36,9 +37,13 @@ def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
 
 
 def items(base: Path, config: TrainConfig, phase: str = "training") -> dict[str, int]:
-    data = SDXLRecipe.read(base, config, lambda _: None)
-    estimate = SDXLRecipe.estimate(base, config, data)
+    task = sdxl(base, config)
+    estimate = task.estimate(config, task.read(lambda _: None))
     return {f"{item.component} {item.what}": item.bytes for item in estimate.phases[phase]}
+
+
+def sdxl(base: Path, config: TrainConfig) -> LatentTask:
+    return LatentTask(SDXL(base, "f32", "cpu", config))
 
 
 TARGETS: dict[str, dict[str, Any]] = {
@@ -58,11 +63,10 @@ def test_activations_are_what_the_tape_holds_within_a_seventh(
     checkpointing: str,
 ) -> None:
     config = configure(batch_size=2, gradient_checkpointing=checkpointing, **targets)
-    data = SDXLRecipe.read(sdxl_base, config, lambda _: None)
-    recipe = SDXLRecipe.load(sdxl_base, "f32", "cpu")
-    prepared = recipe.prepare(data, config, lambda _: None).train
-    recipe.attach(config)
-    batches = prepared.batches(2, 0)
+    task = sdxl(sdxl_base, config)
+    prepared = task.prepare(task.read(lambda _: None), lambda _: None).train
+    task.attach()
+    batches = prepared.batches(2)
     held = []
     for index in range(6):
         batch = batches.batch(index)
@@ -92,8 +96,8 @@ def test_parameters_states_and_weights_are_exact(
         adapter=adapter, train_text_encoder=train_text_encoder, optimizer="adamw", **targets
     )
     estimated = items(sdxl_base, config)
-    recipe = SDXLRecipe.load(sdxl_base, "f32", "cpu")
-    adapters = recipe.attach(config)
+    family = SDXL(sdxl_base, "f32", "cpu", config)
+    adapters = LatentTask(family).attach()
     parameters = adapters.named_parameters().values()
     components = ("unet", "text encoders") if train_text_encoder else ("unet",)
 
@@ -106,8 +110,8 @@ def test_parameters_states_and_weights_are_exact(
         (var * 1.0).sum().backward()
     made.step()
     assert total("optimizer") == made.state_bytes
-    assert estimated["unet weights"] == weight_bytes(recipe.unet)
-    assert items(sdxl_base, config, "encoding")["vae weights"] == weight_bytes(recipe.vae)
+    assert estimated["unet weights"] == weight_bytes(family.model)
+    assert items(sdxl_base, config, "encoding")["vae weights"] == weight_bytes(family.coder.model)
 
 
 def weight_bytes(model: tc.models.Model) -> int:
@@ -119,8 +123,9 @@ def test_as_many_pictures_are_encoded_at_once_as_half_of_what_is_free_holds(
 ) -> None:
     facts = files.facts(sdxl_base)
     config = configure(device="cuda", precision="bf16")
-    data = SDXLRecipe.read(sdxl_base, config, lambda _: None)
-    alone = SDXLRecipe.estimate(sdxl_base, config, data, 0).phases["encoding"]
+    task = sdxl(sdxl_base, config)
+    data = task.read(lambda _: None)
+    alone = task.estimate(config, data, 0).phases["encoding"]
     models = sum(item.bytes for item in alone if item.what == "weights")
     side = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
     (working,) = (i.bytes for i in alone if (i.component, i.what) == ("vae", "activations"))
@@ -137,10 +142,11 @@ def test_the_estimate_knows_how_many_pictures_are_encoded_at_once(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     config = configure(device="cuda", precision="bf16")
-    data = SDXLRecipe.read(sdxl_base, config, lambda _: None)
+    task = sdxl(sdxl_base, config)
+    data = task.read(lambda _: None)
 
     def activations(limit: float) -> int:
-        estimate = SDXLRecipe.estimate(sdxl_base, config, data, limit)
+        estimate = task.estimate(config, data, limit)
         (found,) = (
             item.bytes
             for item in estimate.phases["encoding"]
@@ -168,8 +174,8 @@ def test_on_a_gpu_what_stays_in_host_memory_is_left_out(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     config = configure(device="cuda", precision="bf16")
-    data = SDXLRecipe.read(sdxl_base, config, lambda _: None)
-    estimate = SDXLRecipe.estimate(sdxl_base, config, data)
+    task = sdxl(sdxl_base, config)
+    estimate = task.estimate(config, task.read(lambda _: None))
     assert estimate.table()[0].startswith("GPU memory while encoding: ")
     on_cpu = items(sdxl_base, config.with_(device="cpu"))
     assert items(sdxl_base, config) == {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainable_candle.errors import ConfigError
-from trainable_candle.train.estimate import adapted_layers
+from trainable_candle.tasks.estimate import adapted_layers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

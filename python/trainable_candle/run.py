@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
-from trainable_candle import plot, recipes
+from trainable_candle import families, plot
 from trainable_candle.data.folder import counted
 from trainable_candle.errors import ConfigError
 from trainable_candle.files import held, write_atomically
 from trainable_candle.placement import choose
-from trainable_candle.recipes.base import SampleOptions, parse_size
 from trainable_candle.settings.checks import check_groups, check_settings, differences
+from trainable_candle.tasks.estimate import memory_limit, require_fit
+from trainable_candle.tasks.latent import LatentTask
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.ema import AdapterAverage
-from trainable_candle.train.estimate import memory_limit, require_fit
 from trainable_candle.train.evaluation import BEST, Previews, StepAdapters, Validation, evaluated
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
 from trainable_candle.train.optimizers import make_optimizer, make_scheduler
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from trainable_candle import AdapterFile
-    from trainable_candle.recipes.adapters import Adapters
-    from trainable_candle.recipes.base import Prepared, Recipe, Split
     from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.task import Prepared, Split, Task
+    from trainable_candle.train.adapters import Adapters
 
 ADAPTER: Final = "adapter.safetensors"
 CONFIG: Final = "config.yaml"
@@ -51,7 +51,7 @@ LOCK: Final = ".lock"
 class TrainingRun:
     """What `train_adapter` leaves behind in memory."""
 
-    recipe: Recipe
+    task: LatentTask
     """The model with the adapters on it, as they were written: averaged if an average is kept."""
     adapter: Adapters
     output: Path
@@ -91,14 +91,14 @@ def train_adapter(
         NonFiniteError: the loss or the gradient is NaN or infinite.
     """
     config.require("model", "dataset", "output")
-    kind = recipes.find(config.model)
-    check_groups(config, kind.groups)
+    family = families.find(config.model)
+    check_groups(config, family.groups)
     placement = choose(config.device, config.precision)
     config = config.with_(device=placement.device, precision=placement.precision)
     check_settings(config)
     # Before anything is read: there must be such a device.
     limit = memory_limit(config)
-    weights = recipes.weights_of(config.model, config.weights)
+    weights = families.weights_of(config.model, config.weights)
     output = Path(config.output).expanduser()
     if run_state.needs_restoring(output):
         with held(output / LOCK, f"output: {output} is in use"):
@@ -109,24 +109,25 @@ def train_adapter(
         _require_steps_left(config, step)
     run_state.refuse_later(output, step)
     logs = _logs(config, output)
-    kind.check(weights, config, report)
-    data = kind.read(weights, config, report)
+    task = LatentTask(family(weights, config.precision, config.device, config))
+    task.check(report)
+    data = task.read(report)
     report(str(placement))
-    for line in kind.estimate(weights, config, data, limit).table():
+    for line in task.estimate(config, data, limit).table():
         report(line)
-    require_fit(config, limit, lambda other: kind.estimate(weights, other, data, limit))
+    require_fit(config, limit, lambda other: task.estimate(other, data, limit))
     _make_writable(output)
     with held(output / LOCK, f"output: {output} is in use"):
         # Another run may have been there in the meantime.
         run_state.refuse_later(output, step)
         run_state.remove_leftovers(output)
         bar = [ProgressBar()] if progress else []
-        return _train(config, weights, start, data, (logs, [*bar, *callbacks]), report)
+        return _train(config, task, start, data, (logs, [*bar, *callbacks]), report)
 
 
 def _train(
     config: TrainConfig,
-    weights: Path,
+    task: LatentTask,
     start: Path | None,
     data: Split[Any],
     callbacks: tuple[Sequence[Callback], Sequence[Callback]],
@@ -136,23 +137,22 @@ def _train(
 
     Args:
         config: the settings.
-        weights: those of the model.
+        task: the model.
         start: the checkpoint to continue from.
-        data: what the recipe has read.
+        data: what the task has read.
         callbacks: those to call before the run's own, and after.
         report: gets a line at each stage.
     """
     output = Path(config.output).expanduser()
     if config.threads is not None:
         tc.set_num_threads(config.threads)
-    recipe = recipes.load(config.model, weights, config.precision, config.device)
-    prepared = recipe.prepare(data, config, report)
+    prepared = task.prepare(data, report)
     if config.epochs is not None:
         config = _in_steps(config, prepared.train, report)
         _require_steps_left(config, run_state.read_state(start).step if start else -1)
     # How much there was to prepare must not matter for what follows.
     tc.manual_seed(config.seed)
-    adapters = recipe.attach(config)
+    adapters = task.attach()
     if config.initial_adapter and start is None:
         adapters.load(config.initial_adapter_path)
         report(f"adapter: starts as {config.initial_adapter}")
@@ -160,7 +160,7 @@ def _train(
     count = sum(var.numel() for var in parameters.values())
     report(f"adapter: {count} parameters in {len(parameters)} tensors")
 
-    session = _Session(config, recipe, adapters, prepared, output, report)
+    session = _Session(config, task, adapters, prepared, output, report)
     settings = {**asdict(config), "pictures": len(prepared.train)}
     before, after = callbacks
     trainer = session.trainer([*before, *session.callbacks, *after], settings)
@@ -186,7 +186,7 @@ def _train(
         if config.sample_prompts:
             report(f"previews: {output / SAMPLES}")
         _draw_curve(output, report)
-    return TrainingRun(recipe, adapters, output, trainer.step, completed, trainer.stopped_by)
+    return TrainingRun(task, adapters, output, trainer.step, completed, trainer.stopped_by)
 
 
 class _Session:
@@ -195,14 +195,14 @@ class _Session:
     def __init__(
         self,
         config: TrainConfig,
-        recipe: Recipe,
+        task: Task,
         adapters: Adapters,
         prepared: Split[Prepared[Any]],
         output: Path,
         report: Callable[[str], None],
     ) -> None:
         self._config = config
-        self._recipe = recipe
+        self._task = task
         self._adapters = adapters
         self._train = prepared.train
         self._output = output
@@ -210,27 +210,17 @@ class _Session:
         as_used: Callable[[], AbstractContextManager[None]] = partial(
             evaluated, adapters, self._average
         )
-        self.validation = (
-            None
-            if prepared.validation is None
-            else Validation(prepared.validation, config.validate_every, as_used, self.adapter_file)
-        )
+        self.validation = None
+        if prepared.validation is not None:
+            loss, every = prepared.validation.validation_loss, config.validate_every
+            self.validation = Validation(loss, every, as_used, self.adapter_file)
         self.callbacks: list[Callback] = [
             callback for callback in (self._average, self.validation) if callback is not None
         ]
         if config.sample_prompts:
-            options = sample_options(config)
             folder = output / SAMPLES
             self.callbacks.append(
-                Previews(
-                    recipe,
-                    config.sample_prompts,
-                    options,
-                    config.sample_every,
-                    folder,
-                    as_used,
-                    report,
-                )
+                Previews(task.preview, config.sample_every, folder, as_used, report)
             )
         self.callbacks.append(StepAdapters(config.keep_adapters, as_used, self.adapter_file))
 
@@ -242,7 +232,7 @@ class _Session:
             self._train.loss,
             self._adapters.named_parameters(),
             optimizer,
-            self._train.batches(config.batch_size, config.seed),
+            self._train.batches(config.batch_size),
             inputs=self._train.inputs,
             cuda_graphs=config.cuda_graphs,
             steps=config.steps,
@@ -261,29 +251,13 @@ class _Session:
     def adapter_file(self, path: Path, step: int) -> AdapterFile:
         """The adapters as they are, for a file that is written later."""
         metadata = training_metadata(self._config, step, len(self._train))
-        return self._recipe.adapter_file(self._adapters, path, self._config, metadata)
+        return self._task.adapter_file(self._adapters, path, metadata)
 
     def finish(self) -> None:
         """Leave the model as its adapter files have it."""
         self._adapters.set_training(False)
         if self._average is not None:
             self._average.keep()
-
-
-def sample_options(config: TrainConfig) -> SampleOptions:
-    """How previews are drawn.
-
-    Raises:
-        ConfigError: `sample_size` is no size.
-    """
-    return SampleOptions(
-        steps=config.sample_steps,
-        seed=config.sample_seed,
-        guidance=config.guidance,
-        negative_prompt=config.negative_prompt,
-        size=parse_size(config.sample_size) if config.sample_size else None,
-        sampler=config.sampler,
-    )
 
 
 _KOHYA_PRECISIONS = {"f32": "no", "f16": "fp16", "bf16": "bf16"}
@@ -321,7 +295,7 @@ def _in_steps(
 ) -> TrainConfig:
     """The settings with the number of steps that their epochs take."""
     epochs = config.epochs or 0
-    batches = data.batches(config.batch_size, config.seed).first_batch(epochs)
+    batches = data.batches(config.batch_size).first_batch(epochs)
     steps = max(1, math.ceil(batches / config.gradient_accumulation))
     report(f"epochs: {epochs} of {counted(len(data), 'picture')}: {counted(steps, 'step')}")
     return config.with_(epochs=None, steps=steps)

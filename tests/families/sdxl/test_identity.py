@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainable_candle.recipes.sdxl.identity import latents_identity, text_identity
+from trainable_candle.families.sdxl.identity import latents_identity, text_identity
 
 OF_TEXT = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 

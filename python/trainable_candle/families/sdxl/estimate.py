@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Final
 
 from trainable_candle.data.kept import MEMORY_LIMIT
 from trainable_candle.data.pixels import AHEAD
-from trainable_candle.recipes.sdxl import files
-from trainable_candle.recipes.sdxl.structure import UNetWalk, layer_facts, saved_values
-from trainable_candle.recipes.sdxl.text import unread_layers
-from trainable_candle.recipes.sdxl.tiles import area_at_once
-from trainable_candle.train.estimate import (
+from trainable_candle.families.sdxl import files
+from trainable_candle.families.sdxl.structure import UNetWalk, layer_facts, saved_values
+from trainable_candle.families.sdxl.text import unread_layers
+from trainable_candle.tasks.estimate import (
     RUNTIME_BYTES,
     Estimate,
     Item,
     adapted_layers,
     adapter_items,
 )
+from trainable_candle.tasks.latent.tiles import area_at_once
 from trainable_candle.train.headers import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainable_candle.data import Dataset
-    from trainable_candle.recipes.base import Split
     from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.task import Split
     from trainable_candle.train.headers import TensorFacts
 
 _TOKENS: Final = 77
