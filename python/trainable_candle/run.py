@@ -18,7 +18,6 @@ from trainable_candle.files import held, write_atomically
 from trainable_candle.placement import choose
 from trainable_candle.settings.checks import check_groups, check_settings, differences
 from trainable_candle.tasks.estimate import memory_limit, require_fit
-from trainable_candle.tasks.latent import LatentTask
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.ema import AdapterAverage
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
     from trainable_candle import AdapterFile
     from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.latent import LatentTask
     from trainable_candle.tasks.task import Prepared, Split, Task
     from trainable_candle.train.adapters import Adapters
 
@@ -109,7 +109,7 @@ def train_adapter(
         _require_steps_left(config, step)
     run_state.refuse_later(output, step)
     logs = _logs(config, output)
-    task = LatentTask(family(weights, config.precision, config.device, config))
+    task = family(weights, config.precision, config.device, config).task()
     task.check(report)
     data = task.read(report)
     report(str(placement))

@@ -15,7 +15,7 @@ from trainable_candle.demo.digits import UNSEEN
 from trainable_candle.demo.run import SAMPLES, DemoResult, run, write_dataset
 from trainable_candle.families.digits import BASE, Digits
 from trainable_candle.settings import TrainConfig
-from trainable_candle.tasks.latent import LatentTask, SampleOptions
+from trainable_candle.tasks.latent import SampleOptions
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_everything_is_written(demo: DemoResult) -> None:
 
 @pytest.mark.slow
 def test_adapter_file_gives_the_same_samples_and_comes_off_again(demo: DemoResult) -> None:
-    task = LatentTask(Digits(BASE, "f32", "cpu"))
+    task = Digits(BASE, "f32", "cpu").task()
     prompts = ["a 0", "a 3"]
     base = task.draw(prompts, SampleOptions(steps=3, seed=1))
     task.family.model.load_adapter(demo.output / "adapter.safetensors")
@@ -62,7 +62,7 @@ def test_adapter_file_gives_the_same_samples_and_comes_off_again(demo: DemoResul
 
 @pytest.mark.slow
 def test_samples_are_no_copies_of_the_training_pictures(demo: DemoResult) -> None:
-    task = LatentTask(Digits(BASE, "f32", "cpu"))
+    task = Digits(BASE, "f32", "cpu").task()
     task.family.model.load_adapter(demo.output / "adapter.safetensors")
     options = SampleOptions(steps=25, seed=2)
     drawn = digits.from_grey(task.draw(["0"] * SAMPLES, options)[..., 0])
@@ -81,7 +81,7 @@ def test_base_draws_the_nine_digits_it_has_seen() -> None:
 
     train, held_out = digits.split(digits.load())
     seen = [digit for digit in range(10) if digit != UNSEEN]
-    task = LatentTask(Digits(BASE, "f32", "cpu"))
+    task = Digits(BASE, "f32", "cpu").task()
     prompts = [f"a handwritten {digit}" for digit in seen for _ in range(20)]
     judged = Judge(held_out).labels(
         digits.from_grey(task.draw(prompts, SampleOptions(steps=25, seed=0))[..., 0])

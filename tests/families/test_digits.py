@@ -10,7 +10,7 @@ from trainable_candle import families
 from trainable_candle.errors import ConfigError
 from trainable_candle.families.digits import Digits, digits_in, to_model
 from trainable_candle.settings import GROUPS
-from trainable_candle.tasks.latent import LatentTask, SampleOptions
+from trainable_candle.tasks.latent import SampleOptions
 from trainable_candle.tasks.latent.drawing import to_pixels
 from trainable_candle.tasks.latent.objectives import FLOW_TIMES
 from trainable_candle.train import FlowMatching, TrainConfig
@@ -45,7 +45,7 @@ def test_grey_survives_the_way_to_the_model_and_back() -> None:
 
 def test_the_loss_is_that_of_flow_matching(digits_base: Path, digits_folder: Path) -> None:
     config = TrainConfig(dataset=str(digits_folder), timesteps="logit_normal", seed=4)
-    task = LatentTask(Digits(digits_base, "f32", "cpu", config))
+    task = Digits(digits_base, "f32", "cpu", config).task()
     prepared = task.prepare(task.read(print), print).train
     assert len(prepared) == 10
     batch = prepared.batches(2).batch(1)
@@ -67,7 +67,7 @@ def _pixels(path: Path) -> np.ndarray:
 
 
 def test_samples_follow_the_seed_and_leave_the_generator(digits_base: Path) -> None:
-    task = LatentTask(Digits(digits_base, "f32", "cpu"))
+    task = Digits(digits_base, "f32", "cpu").task()
     state = tc.get_rng_state()
     first = task.draw(["4", "four"], SampleOptions(steps=3, seed=1))
     assert tc.get_rng_state() == state
@@ -77,7 +77,7 @@ def test_samples_follow_the_seed_and_leave_the_generator(digits_base: Path) -> N
 
 
 def test_sampling_follows_the_velocity_from_noise(digits_base: Path) -> None:
-    task = LatentTask(Digits(digits_base, "f32", "cpu"))
+    task = Digits(digits_base, "f32", "cpu").task()
     tc.manual_seed(6)
     x = tc.randn((1, 1, 8, 8)).numpy()
     for sigma in (1.0, 0.75, 0.5, 0.25):

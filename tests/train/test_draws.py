@@ -20,7 +20,6 @@ from trainable_candle.draws import draw_from, drawn, generator, normal_samples, 
 from trainable_candle.errors import ArgumentError
 from trainable_candle.families.digits import Digits
 from trainable_candle.settings import TrainConfig
-from trainable_candle.tasks.latent import LatentTask
 from trainable_candle.train import Callback, Trainer
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 def prepared(base: Path, folder: Path, seed: int = 3) -> Any:
     config = TrainConfig(dataset=str(folder), seed=seed)
-    task = LatentTask(Digits(base, "f32", "cpu", config))
+    task = Digits(base, "f32", "cpu", config).task()
     return task.prepare(task.read(print), print).train
 
 

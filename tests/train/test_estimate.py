@@ -22,7 +22,7 @@ from trainable_candle.train.optimizers import make_optimizer
 
 def digits(base: Path, folder: Path, **settings: Any) -> LatentTask:
     config = TrainConfig(dataset=str(folder), device="cpu", precision="f32", **settings)
-    return LatentTask(Digits(base, "f32", "cpu", config))
+    return Digits(base, "f32", "cpu", config).task()
 
 
 def estimated_items(task: LatentTask) -> dict[str, int]:

@@ -122,7 +122,7 @@ def test_validation_meets_the_same_noise_again_and_leaves_the_generator(
     digits_base: Path, digits_folder: Path
 ) -> None:
     config = TrainConfig(dataset=str(digits_folder), validation_split=0.4)
-    task = LatentTask(Digits(digits_base, "f32", "cpu", config))
+    task = Digits(digits_base, "f32", "cpu", config).task()
     data = task.read(print)
     assert (len(data.train), len(data.validation or ())) == (6, 4)
     prepared = task.prepare(data, print).validation
@@ -144,7 +144,7 @@ def test_a_split_depends_on_the_seed_alone_and_leaves_something(
 ) -> None:
     def held_out(**settings: Any) -> list[str]:
         config = TrainConfig(dataset=str(digits_folder), **settings)
-        data = LatentTask(Digits(digits_base, "f32", "cpu", config)).read(lambda _: None)
+        data = Digits(digits_base, "f32", "cpu", config).task().read(lambda _: None)
         assert data.validation is not None
         train, validation = (
             [item.picture.path.name for item in part.items]

@@ -105,6 +105,7 @@ class Dataset:
         self.seed = seed
         self._summary = summary
         self._mask = lru_cache(maxsize=_MASKS_KEPT)(self._read_mask)
+        self._variants = lru_cache(maxsize=None)(self._make_variants)
 
     def __len__(self) -> int:
         """The number of pictures."""
@@ -252,7 +253,7 @@ class Dataset:
     def _crops(self) -> int:
         return self.options.random_crops if self.options.crop == "random" else 1
 
-    def _variants(self, number: int, crop: int) -> list[View]:
+    def _make_variants(self, number: int, crop: int) -> list[View]:
         """The views of one cut: as it is and, if asked for, mirrored."""
         item = self.items[number]
         fit = item.fit

@@ -100,7 +100,7 @@ def run(
     family = Digits(BASE, config.precision, config.device)
     report(f"base: draws every handwritten digit but {digits.UNSEEN}, which it has never seen")
     untouched = _velocity(family.model)
-    before = _sample(LatentTask(family), seed)
+    before = _sample(family.task(), seed)
     _save_grid(before, output / BEFORE, report)
 
     training = train_adapter(config, progress=progress, report=report)

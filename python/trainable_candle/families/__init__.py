@@ -61,9 +61,7 @@ def load(name: str, weights: str | Path | None, dtype: str | None, device: str) 
         ConfigError: there is no such model, or it needs weights and none are given.
         MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another model.
     """
-    from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415 - needs pictures
-
-    return LatentTask(find(name)(weights_of(name, weights), dtype, device))
+    return find(name)(weights_of(name, weights), dtype, device).task()
 
 
 __all__ = ["NAMES", "find", "load", "weights_of"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
@@ -240,6 +240,7 @@ def digits_in(caption: str) -> list[int]:
     return sorted({_CLASSES[word] for word in words if word in _CLASSES})
 
 
+@lru_cache(maxsize=1024)
 def _label(prompt: str) -> int:
     found = digits_in(prompt)
     if len(found) != 1:

@@ -10,7 +10,6 @@ from PIL import Image
 import trainable_candle as tc
 from trainable_candle.errors import ArgumentError, ConfigError, Error
 from trainable_candle.families.sdxl import SDXL
-from trainable_candle.tasks.latent import LatentTask
 from trainable_candle.train import TrainConfig
 
 TARGETS = ["attn2.to_q", "attn2.to_k"]
@@ -24,7 +23,7 @@ def check(sdxl_base: Path) -> Check:
     def check(weights: Path = sdxl_base, **settings: Any) -> list[str]:
         config = TrainConfig(model="sdxl", dataset="none", output="none", **settings)
         lines: list[str] = []
-        LatentTask(SDXL(weights, "f32", "cpu", config)).check(lines.append)
+        SDXL(weights, "f32", "cpu", config).task().check(lines.append)
         return lines
 
     return check
@@ -167,7 +166,7 @@ def test_what_has_no_effect_on_the_pictures_is_refused(
 ) -> None:
     config = TrainConfig(model="sdxl", dataset=str(sdxl_folder), resolution=64, **settings)
     with pytest.raises(ConfigError, match=message):
-        LatentTask(SDXL(sdxl_base, "f32", "cpu", config)).read(lambda _: None)
+        SDXL(sdxl_base, "f32", "cpu", config).task().read(lambda _: None)
 
 
 def test_transparency_is_a_mask(sdxl_base: Path, tmp_path: Path) -> None:
@@ -175,5 +174,5 @@ def test_transparency_is_a_mask(sdxl_base: Path, tmp_path: Path) -> None:
     config = TrainConfig(
         model="sdxl", dataset=str(tmp_path), resolution=64, mask="alpha", caption="x"
     )
-    task = LatentTask(SDXL(sdxl_base, "f32", "cpu", config))
+    task = SDXL(sdxl_base, "f32", "cpu", config).task()
     assert len(task.read(lambda _: None).train) == 1

@@ -43,7 +43,7 @@ def items(base: Path, config: TrainConfig, phase: str = "training") -> dict[str,
 
 
 def sdxl(base: Path, config: TrainConfig) -> LatentTask:
-    return LatentTask(SDXL(base, "f32", "cpu", config))
+    return SDXL(base, "f32", "cpu", config).task()
 
 
 TARGETS: dict[str, dict[str, Any]] = {
@@ -97,7 +97,7 @@ def test_parameters_states_and_weights_are_exact(
     )
     estimated = items(sdxl_base, config)
     family = SDXL(sdxl_base, "f32", "cpu", config)
-    adapters = LatentTask(family).attach()
+    adapters = family.task().attach()
     parameters = adapters.named_parameters().values()
     components = ("unet", "text encoders") if train_text_encoder else ("unet",)
 

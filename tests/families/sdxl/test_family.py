@@ -44,7 +44,7 @@ def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
 
 
 def prepare(base: Path, config: TrainConfig) -> tuple[LatentTask, Any]:
-    task = LatentTask(SDXL(base, "f32", "cpu", config))
+    task = SDXL(base, "f32", "cpu", config).task()
     return task, task.prepare(task.read(lambda _: None), lambda _: None)
 
 
@@ -120,7 +120,7 @@ def test_long_captions_take_several_rows_and_are_padded_to_the_longest(sdxl_base
 
 
 def test_samples_depend_on_seed_prompt_and_every_option(sdxl_base: Path) -> None:
-    task = LatentTask(SDXL(sdxl_base, "f32", "cpu"))
+    task = SDXL(sdxl_base, "f32", "cpu").task()
 
     def draw(*prompts: str, **options: Any) -> np.ndarray:
         given = {"steps": 2, "size": (32, 48), "seed": 3, **options}
@@ -147,7 +147,7 @@ def test_samples_depend_on_seed_prompt_and_every_option(sdxl_base: Path) -> None
 
 
 def test_guidance_one_is_the_prompt_alone(sdxl_base: Path) -> None:
-    task = LatentTask(SDXL(sdxl_base, "f32", "cpu"))
+    task = SDXL(sdxl_base, "f32", "cpu").task()
     found = task.draw(["x"], SampleOptions(steps=2, guidance=1.0, size=(32, 32), seed=1))
     schedule = tc.train.NoiseSchedule()
     sampler = tc.train.Sampler(schedule, 2, "euler")
@@ -166,7 +166,7 @@ def test_guidance_one_is_the_prompt_alone(sdxl_base: Path) -> None:
 
 
 def test_sizes_that_do_not_suit_are_refused(sdxl_base: Path) -> None:
-    task = LatentTask(SDXL(sdxl_base, "f32", "cpu"))
+    task = SDXL(sdxl_base, "f32", "cpu").task()
     with pytest.raises(ConfigError, match="the size is 33x32 px, expected multiples of 2"):
         task.draw(["x"], SampleOptions(size=(33, 32)))
 
@@ -236,7 +236,7 @@ def test_a_tokenizer_that_does_not_fit_is_named(
 
 
 def test_a_picture_of_no_numbers_is_an_error(sdxl_base: Path) -> None:
-    task = LatentTask(SDXL(sdxl_base, "f32", "cpu"))
+    task = SDXL(sdxl_base, "f32", "cpu").task()
     adapter = task.family.model.add_adapter(
         tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q"])
     )

@@ -9,6 +9,7 @@ from trainable_candle._core import verify_adapter
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.initial_adapter import check_initial_adapter
 from trainable_candle.tasks.latent.data import load_pictures
+from trainable_candle.tasks.latent.task import LatentTask
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -68,6 +69,10 @@ class LatentFamily(ABC):
         self.dtype = dtype
         self.device = device
         self.config = config or TrainConfig()
+
+    def task(self) -> LatentTask:
+        """What trains this model and draws with it."""
+        return LatentTask(self)
 
     @classmethod
     def default_weights(cls) -> Path | None:
