@@ -203,6 +203,16 @@ def peer(work: Path) -> None:
                 PROMPT, num_inference_steps=30, guidance_scale=6.0, height=1024, width=1024
             )
             phase(f"draw 1024 px in 30 steps, {number}", call)
+    adapter = work / "cold" / "adapter.safetensors"
+    if adapter.exists():
+
+        def merged() -> None:
+            pipeline.load_lora_weights(str(adapter))
+            pipeline.fuse_lora()
+            pipeline.unload_lora_weights()
+            pipeline.save_pretrained(work / "peer-merged")
+
+        phase("merge the adapter and save the pipeline", merged)
     layers = ["to_q", "to_k", "to_v", "to_out.0", "proj", "proj_in", "proj_out", "ff.net.2"]
     pipeline.unet.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=layers))
     state = get_peft_model_state_dict(pipeline.unet)

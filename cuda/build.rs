@@ -1,4 +1,4 @@
-//! Compiles the kernels and writes the host's side of their signatures, and prepares what the linker asks for under the names of the
+//! Compiles the kernels, generates the host side of their signatures, and prepares what the linker asks for under the names of the
 //! CUDA libraries, so that the result needs none of them to be loaded.
 
 #[path = "build/bindings.rs"]
@@ -6,7 +6,7 @@ mod bindings;
 #[path = "build/signature.rs"]
 mod signature;
 #[path = "src/structs.rs"]
-#[allow(dead_code, reason = "the layouts alone are needed here")]
+#[allow(dead_code, reason = "only the layouts are needed here")]
 mod structs;
 
 use std::ffi::OsStr;
@@ -16,21 +16,21 @@ use std::time::SystemTime;
 use std::{env, fs, io, thread};
 
 #[path = "src/architectures.rs"]
-#[allow(dead_code, reason = "what runs where is asked by the crate")]
+#[allow(dead_code, reason = "the crate uses the rest")]
 mod architectures;
 
 use architectures::{ARCHITECTURES, Architecture};
 
-/// Libraries whose functions `src/symbols.rs` stands in for. The linker wants a file of each name; it may be empty.
+/// Libraries whose functions `src/symbols.rs` replaces. The linker needs a file of each name, which may be empty.
 const STOOD_IN: [&str; 5] = ["cuda", "cublas", "cublasLt", "curand", "nvrtc"];
 /// An `ar` archive without members.
 const EMPTY_ARCHIVE: &[u8] = b"!<arch>\n";
-/// Where the CUDA toolkit is.
+/// The variable with the folder of the CUDA toolkit.
 const TOOLKIT_VARIABLES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
-/// What the kernels are compiled for, as [`architectures::ARCHITECTURES`].
+/// The variable with the architectures to compile for, in the form of [`architectures::ARCHITECTURES`].
 const ARCHITECTURES_VARIABLE: &str = "TRAINABLE_CANDLE_CUDA_ARCHS";
 
-/// What the names of files end with that have code for compute capability 9.0 alone.
+/// The ending of the names of files with code for compute capability 9.0 only.
 const HOPPER: &str = "_hopper";
 
 fn main() {
@@ -53,7 +53,7 @@ fn prepare_libraries(out: &Path) -> io::Result<()> {
     for name in STOOD_IN {
         fs::write(out.join(format!("lib{name}.a")), EMPTY_ARCHIVE)?;
     }
-    // The static runtime under the name of the shared one: it opens the driver by itself, when it is first used.
+    // The static runtime under the name of the shared one: it opens the driver when it is first used.
     let runtime = find(&["lib/libcudart_static.a", "lib64/libcudart_static.a"])?;
     fs::copy(runtime, out.join("libcudart.a"))?;
     println!("cargo::rustc-link-search=native={}", out.display());
@@ -88,7 +88,7 @@ fn compile_kernels(out: &Path) -> io::Result<()> {
     fs::write(record, wanted)
 }
 
-/// Does a thing for each source, as many at a time as cargo allows.
+/// Runs a job for each source, as many at a time as cargo allows.
 fn in_parallel<'a>(
     sources: impl Iterator<Item = &'a PathBuf>,
     run: impl Fn(&Path) -> io::Result<()> + Sync,
@@ -112,7 +112,7 @@ fn read_signatures(nvcc: &Path, source: &Path, out: &Path) -> io::Result<()> {
     fs::write(made(out, source, "signatures"), lines.join("\n"))
 }
 
-/// Writes the Rust of all kernels, and for each source the unit that is compiled.
+/// Writes the Rust code of all kernels and, for each source, the file that nvcc compiles.
 fn write_host_side(out: &Path, sources: &[PathBuf]) -> io::Result<()> {
     let mut code = String::new();
     for path in sources {
@@ -142,7 +142,7 @@ fn compile(nvcc: &Path, source: &Path, targets: &[String], out: &Path) -> io::Re
     run_nvcc(nvcc, source, fixed.into_iter().chain(targets).chain(files)).map(|_| ())
 }
 
-/// What nvcc writes to its output.
+/// The standard output of nvcc.
 fn run_nvcc<'a>(nvcc: &Path, source: &Path, arguments: impl IntoIterator<Item = &'a OsStr>) -> io::Result<Vec<u8>> {
     let result = Command::new(nvcc).args(["-std=c++17", "-I", "include"]).args(arguments).output()?;
     if result.status.success() {
@@ -168,12 +168,12 @@ fn targets(list: &str) -> io::Result<Vec<String>> {
     Ok(targets)
 }
 
-/// What is made of a source.
+/// The path of a file that is generated from a source.
 fn made(out: &Path, source: &Path, extension: &str) -> PathBuf {
     out.join(source.with_extension(extension).file_name().expect("a source has a name"))
 }
 
-/// Leaves a file alone that is as wanted, so that nothing is stale because of it.
+/// Writes a file unless it has these contents already, so that nothing is rebuilt because of it.
 fn write_changed(path: &Path, text: &str) -> io::Result<()> {
     if fs::read_to_string(path).is_ok_and(|found| found == text) { Ok(()) } else { fs::write(path, text) }
 }
@@ -199,7 +199,7 @@ fn files(folder: &str, extension: &str) -> io::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The first of some files that a CUDA toolkit has, as PyPI's packages or as NVIDIA's installer lays it out.
+/// The first of some files that exists in a CUDA toolkit, in the layout of PyPI's packages or of NVIDIA's installer.
 fn find(files: &[&str]) -> io::Result<PathBuf> {
     let roots = TOOLKIT_VARIABLES.iter().filter_map(env::var_os).chain([("/usr/local/cuda").into()]);
     let places: Vec<PathBuf> =

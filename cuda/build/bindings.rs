@@ -1,5 +1,5 @@
-//! The host's side of kernels, made from their signatures: structures of arguments in Rust, and assertions in CUDA that structures lie
-//! in memory as the host's do.
+//! Generates the host side of kernels from their signatures: structures of arguments in Rust, and assertions in CUDA that structures
+//! have the host's memory layout.
 
 use std::fmt::Write;
 
@@ -12,10 +12,10 @@ pub struct Source {
     pub signatures: Vec<Signature>,
 }
 
-/// The ends of names: dtypes, and the bytes of elements of any.
+/// Suffixes of kernel names: dtypes, or the element size in bytes for kernels of any dtype.
 const SUFFIXES: [&str; 11] = ["f32", "f64", "f16", "bf16", "u8", "u32", "i64", "1", "2", "4", "8"];
 
-/// Types in CUDA, in Rust, and what a pointer to them points to.
+/// Types in CUDA, in Rust, and the element kind of pointers to them.
 const TYPES: [(&str, &str, &str); 14] = [
     ("uint8_t", "u8", "U8"),
     ("uint16_t", "u16", "U16"),
@@ -80,7 +80,7 @@ pub fn module(source: &Source) -> Result<String, String> {
     Ok(code)
 }
 
-/// A kernel's name without its dtypes, and these.
+/// A kernel's name without its dtypes, and the dtypes.
 fn stem(full: &str) -> (&str, Vec<&str>) {
     let (mut name, mut dtypes) = (full, Vec::new());
     while let Some((before, dtype)) = name.rsplit_once('_').filter(|(_, end)| SUFFIXES.contains(end)) {
@@ -107,7 +107,7 @@ fn field<'a>(kernel: &str, parameter: &'a Parameter) -> Result<(&'a str, String)
     Ok((name, class))
 }
 
-/// A structure's type in Rust, which leaves out types that CUDA's is for.
+/// A structure's type in Rust, without CUDA's template arguments.
 fn in_rust(name: &str) -> &str {
     let (base, parameters) = name.split_once('<').unwrap_or((name, ""));
     if parameters.starts_with(|c: char| c.is_ascii_digit()) { name } else { base }
@@ -123,7 +123,7 @@ fn alias(code: &mut String, kernel: &Kernel<'_>, other: &Kernel<'_>) {
     let _ = writeln!(code, "/// What `{}` takes.\npub type {class} = {target};", kernel.name);
 }
 
-/// The structure of the arguments of a kernel and of all others that take the same.
+/// The structure of arguments for a kernel and for all others with the same arguments.
 fn arguments(code: &mut String, kernel: &Kernel<'_>, kernels: &[Kernel<'_>]) {
     let class = camel(kernel.name);
     let _ = writeln!(code, "/// What `{}` takes.\n#[derive(Clone, Copy, Debug)]\npub struct {class} {{", kernel.name);
@@ -173,7 +173,7 @@ fn element(pointer: &Parameter) -> &'static str {
     TYPES.iter().find(|(cuda, ..)| *cuda == pointer.class).map_or("Any", |(.., element)| element)
 }
 
-/// A file that compiles `kernels/<name>.cu`, if the structures that it defines lie in memory as the host's do.
+/// A file that includes `kernels/<name>.cu` and asserts that its structures have the host's memory layout.
 pub fn unit(name: &str, structures: &[&str]) -> String {
     let mut code = format!("#include <cstddef>\n#include \"kernels/{name}.cu\"\n");
     for layout in LAYOUTS {

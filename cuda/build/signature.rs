@@ -9,23 +9,23 @@ pub struct Signature {
     pub parameters: Vec<Parameter>,
 }
 
-/// What a kernel takes.
+/// A parameter of a kernel.
 #[derive(Debug, PartialEq)]
 pub struct Parameter {
     pub name: String,
-    /// A type, or what a pointer points to, without `const`.
+    /// A type, or the target type of a pointer, without `const`.
     pub class: String,
     pub pointer: Option<Pointer>,
 }
 
-/// Whether a kernel writes where a pointer points.
+/// Whether a kernel writes through a pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pointer {
     Const,
     Mut,
 }
 
-/// What stands between a kernel's linkage and its body, in lines of their own.
+/// The text between a kernel's linkage and its body, one kernel a line.
 pub fn heads(preprocessed: &str) -> Vec<String> {
     const LINKAGE: &str = "extern \"C\"";
     let code: String =
@@ -35,13 +35,13 @@ pub fn heads(preprocessed: &str) -> Vec<String> {
     kernels.map(|head| head.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
 }
 
-/// The names behind `struct`, each once.
+/// The distinct names after `struct`.
 pub fn structures(preprocessed: &str) -> BTreeSet<&str> {
     let starts = preprocessed.match_indices("struct ").map(|(at, word)| &preprocessed[at + word.len()..]);
     starts.map(first_name).filter(|name| !name.is_empty() && !name.starts_with("__")).collect()
 }
 
-/// The name at the start, behind an alignment.
+/// The name at the start, after an optional alignment.
 fn first_name(code: &str) -> &str {
     let aligned = code.strip_prefix("alignas(").and_then(|aligned| aligned.split_once(") "));
     let name = aligned.map_or(code, |(_, name)| name);
@@ -79,7 +79,7 @@ fn parameter(kernel: &str, text: &str) -> Result<Parameter, String> {
     Ok(Parameter { name: name.to_owned(), class: arithmetic(&class), pointer })
 }
 
-/// A type with `Acc<T>`, the type of arithmetic on `T`, replaced by what it is.
+/// A type with `Acc<T>` replaced by the type of arithmetic on `T`.
 fn arithmetic(class: &str) -> String {
     let mut class = class.to_owned();
     for (narrow, wide) in [("float", "float"), ("double", "double"), ("__half", "float"), ("__nv_bfloat16", "float")] {
@@ -103,7 +103,7 @@ fn without_attributes(code: &str) -> String {
     kept
 }
 
-/// Between the commas that are not inside of brackets.
+/// Split at the commas that are outside brackets.
 fn split(list: &str) -> Vec<&str> {
     let mut depth = 0;
     let is_between = |c: char| {

@@ -1,7 +1,7 @@
 // Scale and shift of the norms: reading them, and their gradients.
 //
 // Both have the dtype of the input, or f32 (`affine_f32` = 1; then both are). Either pointer may be null: a scale of ones, a
-// shift of zeros, or a gradient that nobody wants.
+// shift of zeros, or a gradient that is not needed.
 #pragma once
 
 #include "rows.cuh"

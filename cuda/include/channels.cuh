@@ -37,7 +37,7 @@ template <typename T> struct Tile {
     }
 };
 
-// What a thread works on. Without `ALIGNED` nothing is asked of addresses and channels.
+// The work of a thread. Without `ALIGNED`, addresses and channels may have any alignment.
 template <typename T, bool ALIGNED> struct Part {
     static constexpr int N = WIDE<T>;
 

@@ -1,4 +1,4 @@
-// The dynamic maps of 8-bit optimizer states, made by the compiler, and what finds the nearest of their values.
+// The dynamic maps of 8-bit optimizer states, built at compile time, and the search for their nearest values.
 //
 // A block of 256 states is divided by its largest magnitude and each quotient is rounded to the nearest of 256 values. Decade i of
 // seven (1e-6 to 1) holds 2^i magnitudes (2^(i+1) in the map without signs), evenly spaced; 0 and 1 complete the map. Codes count

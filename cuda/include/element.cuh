@@ -1,4 +1,4 @@
-// What every kernel needs: element types with their arithmetic type, wide loads and stores, sums over a warp and a block.
+// The common part of all kernels: element types with their arithmetic type, wide loads and stores, sums over a warp and a block.
 //
 // Conventions of this folder:
 // - a function is `extern "C"` and named `<operation>_<part>_<dtype>` with dtype one of f32, f64, f16, bf16;

@@ -1,8 +1,8 @@
 // Integer ids in device memory, of 4 bytes (u32) or 8 (i64), as `id_bytes` says.
 //
-// A kernel cannot refuse an id that is out of range. It writes what its comment says in that place, reads nothing, and lowers
-// *out_of_range, unless null, to the position of the id; the caller sets it to 2^64 - 1 before, and whoever waits for the
-// device next may report it.
+// A kernel cannot raise an error for an id out of range. It writes the value that its comment names, reads nothing, and lowers
+// *out_of_range, unless null, to the position of the id. The caller sets it to 2^64 - 1 before, and the next synchronization
+// of the device reports it.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What the optimizers' kernels share: the structures that the host and the kernels exchange, and access to runs of elements.
+// The common part of the optimizers' kernels: structures that host and kernels exchange, and access to runs of elements.
 //
 // Parameters, gradients and the 16-bit copy of the parameters lie in segments: a vector of each, with the same element order. The
 // work is a list of pieces of them, so that one launch covers any set of variables and parameter groups, of one flat buffer (one
@@ -46,12 +46,12 @@ struct Settings {
 // What one step needs of a group's settings. `optim_prepare` writes them.
 struct alignas(16) Coefficients {
     float gain;    // gradients are multiplied by it first: the sign and the inverse loss scale
-    uint32_t skip; // the step is to change nothing; the same in all groups
+    uint32_t skip; // 1 if the step changes nothing; the same in all groups
     float decay; // parameters are multiplied by it
     float l2;    // times the parameter, added to the gradient
     float step_size;
     float eps;
-    float beta1, gain1; // what stays of the first state and what comes of the gradient
+    float beta1, gain1; // weights of the first state and of the gradient
     float beta2, gain2; // the same of the second; SGD: `beta2` is Nesterov's share of the buffer
     float root_correction2;
     uint32_t nesterov;
@@ -60,7 +60,7 @@ struct alignas(16) Coefficients {
 // The norm of all gradients, in device memory.
 struct Clip {
     double norm;   // not finite if a gradient is infinite or NaN
-    double factor; // what gradients are to be multiplied by for clipping: 1 if the norm is small enough
+    double factor; // factor of the gradients for clipping: 1 if the norm is small enough
 };
 
 // The state of dynamic loss scaling, in device memory.

@@ -26,8 +26,8 @@ template <int N, typename T> __device__ __forceinline__ Pack<T, N> load_pack(con
     return pack;
 }
 
-// To global memory. Wide stores are in assembly since the compiler takes them apart now and then. It is not told of the access:
-// who reads what it has written has `one_at_a_time()` in between.
+// Stores to global memory. Wide stores are in assembly, because the compiler sometimes splits them. The compiler does not know of
+// the access, so put `one_at_a_time()` between such a store and reading its values.
 template <typename T, int N> __device__ __forceinline__ void store_pack(T *to, const Pack<T, N> &pack) {
     typename Words<sizeof(pack)>::type word;
     memcpy(&word, &pack, sizeof(pack));

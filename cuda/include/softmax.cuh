@@ -1,4 +1,4 @@
-// Sums of exponentials of rows in one pass: where a larger element comes up, what was summed is scaled down to it.
+// Sums of exponentials of rows in one pass: a new maximum rescales the sum so far.
 #pragma once
 
 #include "functions.cuh"
@@ -11,7 +11,7 @@ template <typename T, bool INFINITE = false> struct Exponentials {
     A largest = -infinity<A>();
     A sum = 0;
 
-    // What is taken off the elements: not an infinity, since their difference is no number.
+    // The number subtracted from the elements; never infinite, because inf - inf is NaN.
     static __device__ __forceinline__ A reference(A largest) {
         return largest == -infinity<A>() || (INFINITE && largest == infinity<A>()) ? A(0) : largest;
     }

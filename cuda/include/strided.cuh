@@ -1,4 +1,4 @@
-// Elementwise functions over tensors with strides: what the host says about them, and the loop.
+// Elementwise functions over strided tensors: the description of the tensors, and the loop.
 #pragma once
 
 #include "element.cuh"

@@ -211,7 +211,7 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
 //   adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps));
 //   lion: p = decay * p - lr * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
 // then scale = the largest magnitude of the new states, code = that of the nearest value to s / scale. An element whose gradient
-// (or its square, in adam) is not finite loses its states and stays as it is. Last, copy = params in its dtype, unless null, and
+// (or its square, in adam) is not finite loses its states and does not change. Last, copy = params in its dtype, unless null, and
 // grads = 0 if zero_grads is 1.
 //   pieces [count]; segments: as the pieces say, their params f32; coefficients [groups];
 //   codes u8 [blocks * 256], aligned to 4 bytes, and scales f32 [blocks], by `state` of the piece; zeros before the first step.

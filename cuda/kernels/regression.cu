@@ -45,7 +45,7 @@ template <typename A> struct SmoothAbsolute {
     }
 };
 
-// f(first element, number of elements as a constant) over all packs of the tensors, then over what is left.
+// f(first element, number of elements as a constant) over all packs of the tensors, then over the rest.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(uint64_t len, bool wide, F f) {
     const uint64_t packs = wide ? len / WIDE<T> : 0;
     for (uint64_t index = flat_index(); index < packs; index += flat_stride())

@@ -1,8 +1,8 @@
-//! The caching allocator of a stream's memory, apart from the driver that it asks.
+//! The caching allocator of a stream's memory, independent of the driver that provides it.
 //!
-//! Work goes to one stream, so a block can be handed out again as soon as it is freed: whoever gets it is queued behind whoever had
+//! Work goes to one stream, so a block can be reused as soon as it is freed: its next user is queued after its last
 //! it. A pool is one reserved range of addresses, into which memory is mapped where no free block fits, at its end or in a gap that
-//! [`Allocator::trim`] left. So neighbours in it can always be joined, and what is freed in small pieces is there for large ones.
+//! [`Allocator::trim`] left. So neighbours can always be joined, and memory freed in small blocks serves large ones.
 //!
 //! While a graph is captured, blocks come from a space of their own, which eager work never gets: each replay of a graph writes to
 //! the addresses of its capture, also those that the capture has freed. Graphs are replayed one after another, so they share it.
@@ -10,63 +10,63 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// What every size and address is a multiple of.
+/// Every size and address is a multiple of it.
 pub const ALIGNMENT: u64 = 512;
-/// Requests up to this size come from pools of their own, so that they do not split what large ones need.
+/// Requests up to this size come from separate pools, so that they do not split large blocks.
 pub const SMALL: u64 = 1 << 20;
-/// What memory is mapped in multiples of.
+/// Memory is mapped in multiples of it.
 pub const PAGE: u64 = 2 << 20;
-/// The least that a pool of large blocks grows by.
+/// The least growth of a pool of large blocks.
 const GROWTH: u64 = 32 << 20;
 
-/// Who reserves addresses and maps memory.
+/// Reserves addresses and maps memory.
 pub trait Backend {
     /// Mapped memory.
     type Chunk;
-    /// Why something cannot be had.
+    /// The error of a failed reservation or mapping.
     type Error;
 
-    /// `size` bytes of addresses, a multiple of [`PAGE`].
+    /// Reserve `size` bytes of addresses, a multiple of [`PAGE`].
     ///
     /// # Errors
     /// The driver's.
     fn reserve(&mut self, size: u64) -> Result<u64, Self::Error>;
-    /// Memory for a part of a reserved range.
+    /// Map memory to a part of a reserved range.
     ///
     /// # Errors
     /// The driver's.
     fn map(&mut self, address: u64, size: u64) -> Result<Self::Chunk, Self::Error>;
-    /// Give memory back. No queued work may use it.
+    /// Unmap memory. No queued work may use it.
     fn unmap(&mut self, address: u64, size: u64, chunk: Self::Chunk);
     /// Wait until no queued work uses memory that was freed.
     ///
     /// # Errors
     /// The driver's.
     fn wait(&mut self) -> Result<(), Self::Error>;
-    /// The error that says that there is no memory left.
+    /// The backend's out-of-memory error.
     fn full() -> Self::Error;
-    /// Whether an error says that there is no memory left.
+    /// Whether an error means that memory ran out.
     fn is_full(error: &Self::Error) -> bool;
 }
 
-/// What an allocator holds, in bytes, and has done.
+/// The state of an allocator, in bytes, and its counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// In blocks that are in use.
+    /// Bytes of blocks in use.
     pub allocated: u64,
-    /// The most that was.
+    /// Its peak.
     pub peak_allocated: u64,
-    /// Mapped: in use, or kept for later.
+    /// Mapped bytes: in use or cached.
     pub reserved: u64,
-    /// The most that was.
+    /// Its peak.
     pub peak_reserved: u64,
-    /// Of [`reserved`](Self::reserved), what belongs to graphs.
+    /// The share of graphs in [`reserved`](Self::reserved).
     pub graphs: u64,
-    /// Blocks handed out.
+    /// Number of allocations.
     pub allocations: u64,
-    /// Times that memory was mapped.
+    /// How often memory was mapped.
     pub growths: u64,
-    /// Times that memory ran out and what was kept for later was given back.
+    /// How often memory ran out and cached blocks were released.
     pub retries: u64,
 }
 
@@ -82,13 +82,13 @@ struct Pool<C> {
     start: u64,
     end: u64,
     growth: u64,
-    /// What is mapped, without gaps between neighbours, by address.
+    /// The blocks of mapped memory by address, without gaps between neighbours.
     blocks: BTreeMap<u64, Block>,
     /// The free ones, by size and address.
     free: BTreeSet<(u64, u64)>,
     /// Mapped memory by address, with its size.
     chunks: BTreeMap<u64, (u64, C)>,
-    /// What is not mapped, by address, with its size.
+    /// The unmapped gaps by address, with their sizes.
     gaps: BTreeMap<u64, u64>,
 }
 
@@ -117,14 +117,14 @@ impl<C> Pool<C> {
         Some(address)
     }
 
-    /// Return a block; its size, or nothing if it is not one in use.
+    /// Free a block. Returns its size, or None if it is not in use.
     fn give(&mut self, address: u64) -> Option<u64> {
         let block = self.blocks.get(&address).copied().filter(|block| !block.is_free)?;
         self.insert_free(address, block.size);
         Some(block.size)
     }
 
-    /// A free block, joined with its neighbours.
+    /// Add a free block and join it with its neighbours.
     fn insert_free(&mut self, mut address: u64, mut size: u64) {
         self.blocks.remove(&address);
         if let Some((&before, block)) = self.blocks.range(..address).next_back()
@@ -148,7 +148,7 @@ impl<C> Pool<C> {
         self.blocks.remove(&address);
     }
 
-    /// Map memory such that a free block of `size` bytes comes to be; how much, or nothing if no gap is large enough.
+    /// Map memory so that there is a free block of `size` bytes. Returns the bytes mapped, or None if no gap is large enough.
     fn grow<B: Backend<Chunk = C>>(&mut self, backend: &mut B, size: u64) -> Result<Option<u64>, B::Error> {
         let found = self.gaps.iter().find_map(|(&gap, &length)| {
             let before = self.blocks.range(..gap).next_back();
@@ -165,7 +165,7 @@ impl<C> Pool<C> {
         let Some((address, missing, wanted)) = found else { return Ok(None) };
         let (length, chunk) = match backend.map(address, wanted) {
             Ok(chunk) => (wanted, chunk),
-            // The last of a device's memory comes in small pieces.
+            // The last of a device's memory is only available in small pieces.
             Err(error) if B::is_full(&error) && missing < wanted => (missing, backend.map(address, missing)?),
             Err(error) => return Err(error),
         };
@@ -179,7 +179,7 @@ impl<C> Pool<C> {
         Ok(Some(length))
     }
 
-    /// The chunks of which nothing is in use.
+    /// The chunks without a block in use.
     fn unused(&self) -> Vec<u64> {
         let is_free = |(&address, (size, _)): (&u64, &(u64, C))| {
             let around = self.blocks.range(..=address).next_back();
@@ -190,7 +190,7 @@ impl<C> Pool<C> {
         self.chunks.iter().filter_map(is_free).collect()
     }
 
-    /// Give the chunks back of which nothing is in use; how much.
+    /// Unmap the chunks without a block in use. Returns their bytes.
     fn trim<B: Backend<Chunk = C>>(&mut self, backend: &mut B) -> u64 {
         let mut total = 0;
         for address in self.unused() {
@@ -230,7 +230,7 @@ impl<C> Pool<C> {
     }
 }
 
-/// The pools of eager work, or those of graphs; made when first used.
+/// The pools of eager work, or those of graphs; created at first use.
 struct Space<C>([Option<Pool<C>>; 2]);
 
 impl<C> Space<C> {
@@ -248,7 +248,7 @@ impl<C> Space<C> {
     }
 }
 
-/// Where blocks come from.
+/// The space that blocks come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// Eager work.
@@ -260,20 +260,20 @@ pub enum Origin {
 /// The memory of one stream.
 pub struct Allocator<B: Backend> {
     backend: B,
-    /// How many addresses each pool reserves.
+    /// Bytes of addresses that each pool reserves.
     range: u64,
     eager: Space<B::Chunk>,
     graph: Space<B::Chunk>,
     capturing: bool,
-    /// Blocks of the capture that is under way or was the last, which are in use, with their sizes.
+    /// The blocks in use of the current or last capture, with their sizes.
     captured: BTreeMap<u64, u64>,
-    /// Graphs that exist.
+    /// The number of existing graphs.
     graphs: usize,
     stats: Stats,
 }
 
 impl<B: Backend> Allocator<B> {
-    /// Pools that reserve `range` bytes of addresses each, twice the device's memory say.
+    /// An allocator whose pools reserve `range` bytes of addresses each, for example twice the device's memory.
     pub fn new(backend: B, range: u64) -> Self {
         Self {
             backend,
@@ -287,28 +287,28 @@ impl<B: Backend> Allocator<B> {
         }
     }
 
-    /// Who maps memory.
+    /// The backend.
     pub const fn backend(&self) -> &B {
         &self.backend
     }
 
-    /// The address of a block of at least `size` bytes, from where a capture that is under way or its absence says.
+    /// Allocate a block of at least `size` bytes, from the space of graphs during a capture. Returns its address.
     ///
     /// # Errors
-    /// The backend's, if the device is full also after what was kept for later is given back.
+    /// The backend's, if the device is full even after cached blocks are released.
     pub fn allocate(&mut self, size: u64) -> Result<u64, B::Error> {
         let origin = if self.capturing { Origin::Graph } else { Origin::Eager };
         self.allocate_from(origin, size)
     }
 
-    /// [`allocate`](Self::allocate) from one of the two spaces.
+    /// [`allocate`](Self::allocate) from a given space.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate).
     pub fn allocate_from(&mut self, origin: Origin, size: u64) -> Result<u64, B::Error> {
         let size = size.max(1).next_multiple_of(ALIGNMENT);
         let address = match self.attempt(origin, size) {
-            // Under a capture nothing can be waited for, and so nothing be given back.
+            // A capture cannot wait for the device, so no memory can be released.
             Err(error) if B::is_full(&error) && !self.capturing => {
                 self.stats.retries += 1;
                 self.trim()?;
@@ -339,7 +339,7 @@ impl<B: Backend> Allocator<B> {
             if let Some(address) = pool.take(size) {
                 return Ok(address);
             }
-            // A request beyond the pool's addresses is beyond the device's memory.
+            // A request larger than the pool's addresses is larger than the device's memory.
             let mapped = pool.grow(&mut self.backend, size)?.ok_or_else(B::full)?;
             self.stats.growths += 1;
             self.stats.reserved += mapped;
@@ -347,7 +347,7 @@ impl<B: Backend> Allocator<B> {
         }
     }
 
-    /// Return a block. False if it is not this allocator's.
+    /// Free a block. Returns false if it is not this allocator's.
     pub fn free(&mut self, address: u64) -> bool {
         let pool = self.eager.pool_of(address).or_else(|| self.graph.pool_of(address));
         let Some(size) = pool.and_then(|pool| pool.give(address)) else { return false };
@@ -356,7 +356,7 @@ impl<B: Backend> Allocator<B> {
         true
     }
 
-    /// The blocks in use of the capture that is under way or was the last.
+    /// The blocks in use of the current or last capture.
     pub fn captured(&self) -> impl Iterator<Item = Range<u64>> {
         self.captured.iter().map(|(&address, &size)| address..address + size)
     }
@@ -371,10 +371,10 @@ impl<B: Backend> Allocator<B> {
         self.graph.owns(address)
     }
 
-    /// Give back what is kept for later; how much. Graphs keep theirs while there are any.
+    /// Release cached blocks and return their bytes. While graphs exist, their memory stays.
     ///
     /// # Errors
-    /// The backend's, if it cannot wait; nothing is given back then.
+    /// The backend's, if it cannot wait; nothing is released then.
     pub fn trim(&mut self) -> Result<u64, B::Error> {
         let graphs = self.graphs == 0;
         let pools = self.eager.0.iter_mut().chain(self.graph.0.iter_mut().filter(|_| graphs)).flatten();
@@ -388,7 +388,7 @@ impl<B: Backend> Allocator<B> {
         Ok(total)
     }
 
-    /// From now on blocks are a graph's, until [`end_capture`](Self::end_capture). What is kept for later is given back before, since
+    /// Allocate from the space of graphs until [`end_capture`](Self::end_capture). Releases cached blocks first, since
     /// the graph needs about as much as the eager run that went before it.
     ///
     /// # Errors
@@ -401,12 +401,12 @@ impl<B: Backend> Allocator<B> {
         Ok(())
     }
 
-    /// Blocks are eager work's again. The graph counts until [`release_graph`](Self::release_graph).
+    /// Allocate for eager work again. The graph exists until [`release_graph`](Self::release_graph).
     pub const fn end_capture(&mut self) {
         self.capturing = false;
     }
 
-    /// A graph is gone; with the last one goes the memory of graphs, but for what is still in use.
+    /// Note that a graph was dropped. The last one releases the memory of graphs, except blocks in use.
     ///
     /// # Errors
     /// As [`trim`](Self::trim).
@@ -415,12 +415,12 @@ impl<B: Backend> Allocator<B> {
         if self.graphs == 0 { self.trim().map(|_| ()) } else { Ok(()) }
     }
 
-    /// What is held and was done.
+    /// The current statistics.
     pub fn stats(&self) -> Stats {
         Stats { graphs: self.graph.pools().map(Pool::mapped).sum(), ..self.stats }
     }
 
-    /// Start counting the peaks anew, from what is held now.
+    /// Reset the peaks to the current values.
     pub const fn reset_peaks(&mut self) {
         self.stats.peak_allocated = self.stats.allocated;
         self.stats.peak_reserved = self.stats.reserved;

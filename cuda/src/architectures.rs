@@ -1,4 +1,4 @@
-//! What the kernels are compiled for, and which GPUs that serves. The build script reads this file too.
+//! The architectures that the kernels are compiled for, and the GPUs that they serve. The build script reads this file too.
 //!
 //! Machine code runs on compute capabilities of its major version from its minor one on; with `a`, for the functions of one capability
 //! alone, on that one. PTX is compiled by the driver for every capability from its own on, except PTX of `a`.
@@ -8,7 +8,7 @@ use std::fmt;
 /// A compute capability, as (major, minor).
 pub type Capability = (i32, i32);
 
-/// What the kernels are compiled for unless `TRAINABLE_CANDLE_CUDA_ARCHS` says otherwise. Machine code for Ampere (8.0, 8.6), Ada
+/// The architectures compiled for unless `TRAINABLE_CANDLE_CUDA_ARCHS` lists others. Machine code for Ampere (8.0, 8.6), Ada
 /// (8.9), Hopper (9.0) and the consumer Blackwells (12.0, which 12.1 runs too); others, 10.0, 10.3 and 11.0 among them, compile the PTX
 /// at its first use. PTX of the lowest capability serves all; that of 12.0 would leave those three without code.
 pub const ARCHITECTURES: &str = "80+ptx,86,89,90a,120";
@@ -23,7 +23,7 @@ pub struct Architecture {
 }
 
 impl Architecture {
-    /// The items of a list with commas between; nothing if one is malformed.
+    /// Parse a comma-separated list; None if an item is malformed.
     pub fn parse_list(list: &str) -> Option<Vec<Self>> {
         list.split(',').map(str::trim).filter(|item| !item.is_empty()).map(Self::parse).collect()
     }
@@ -35,7 +35,7 @@ impl Architecture {
         Some(Self { capability: (number / 10, number % 10), is_exact, has_ptx })
     }
 
-    /// Whether a GPU runs the code, or compiles it for itself.
+    /// Whether a GPU runs the code or can compile its PTX.
     pub fn runs_on(self, gpu: Capability) -> bool {
         if self.is_exact {
             return gpu == self.capability;
@@ -60,7 +60,7 @@ mod tests {
         Architecture::parse_list(list).unwrap().iter().any(|architecture| architecture.runs_on(gpu))
     }
 
-    /// NVIDIA's list (<https://developer.nvidia.com/cuda-gpus>) from the lowest that is supported on, and one that is not there yet.
+    /// NVIDIA's list (<https://developer.nvidia.com/cuda-gpus>) from the lowest supported on, and one future capability.
     #[test]
     fn every_supported_gpu_has_code() {
         let gpus = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1), (13, 0)];

@@ -1,4 +1,4 @@
-//! Copies to the host: through pinned memory, from where the host takes a piece while the GPU writes the next ones.
+//! Copies to the host through pinned memory: the host takes a piece while the GPU writes the next ones.
 
 use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
@@ -46,7 +46,7 @@ impl Ring {
             if number < count {
                 let (start, length) = part(number);
                 let (piece, stream) = (&mut self.pieces[number % PIECES], self.stream as Stream);
-                // SAFETY: the piece has room for `length` bytes, and the host has taken what was there.
+                // SAFETY: the piece has room for `length` bytes, and the host has taken its old contents.
                 check(unsafe {
                     driver::cuMemcpyDtoHAsync_v2(piece.host().cast(), from + start as u64, length, stream)
                 })?;
@@ -57,7 +57,7 @@ impl Ring {
     }
 }
 
-/// Copy `size` bytes from the device to the host, after what is queued on the stream, and wait for them.
+/// Copy `size` bytes from the device to the host, after the work queued on the stream, and wait for them.
 ///
 /// # Errors
 /// The driver's.

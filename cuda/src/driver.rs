@@ -1,4 +1,4 @@
-//! The driver's functions that this crate calls itself, through the slots as everybody else.
+//! The driver's functions that this crate calls itself, through the slots like all callers.
 
 use std::ffi::{c_int, c_void};
 

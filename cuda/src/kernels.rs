@@ -13,15 +13,15 @@ use crate::structs::{self, Address};
 pub struct Module {
     /// The file's name without its ending.
     pub name: &'static str,
-    /// What the driver loads. Empty if the file is for an architecture that the build leaves out.
+    /// The code that the driver loads. Empty if the file is for an architecture that the build leaves out.
     pub image: &'static [u8],
 }
 
-/// What a pointer points to.
+/// The element kind of a pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "named as dtypes are")]
 pub enum Element {
-    /// Of a structure, of what a further argument says, or of nothing: a null pointer.
+    /// A structure, a kind that another argument selects, or nothing (a null pointer).
     Any,
     U8,
     U16,
@@ -37,13 +37,13 @@ pub enum Element {
 }
 
 impl Element {
-    /// Whether memory of these elements can be read as those of another kind.
+    /// Whether memory of these elements can be read as elements of another kind.
     #[must_use]
     pub fn fits(self, other: Self) -> bool {
         self == other || self == Self::Any || other == Self::Any
     }
 
-    /// Unsigned integers of as many bytes: elements that are copied as they are.
+    /// Unsigned integers of the same size, for elements that are only copied.
     #[must_use]
     pub const fn of_bytes(size: usize) -> Self {
         match size {
@@ -61,14 +61,14 @@ macro_rules! pointers {
         $(#[$attribute])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub struct $name {
-            /// Where.
+            /// The address.
             pub address: Address,
-            /// What lies there.
+            /// The kind of elements there.
             pub element: Element,
         }
 
         impl $name {
-            /// Nothing, for arguments that may be missing.
+            /// A null pointer, for optional arguments.
             pub const NULL: Self = Self { address: 0, element: Element::Any };
 
             /// An address, of elements of some kind.
@@ -77,7 +77,7 @@ macro_rules! pointers {
                 Self { address, element }
             }
 
-            /// So many bytes further.
+            /// The address plus a number of bytes.
             #[must_use]
             pub const fn behind(self, bytes: usize) -> Self {
                 Self { address: self.address + bytes as Address, ..self }
@@ -100,7 +100,7 @@ pub struct Kernel<A> {
     pub module: &'static Module,
     /// Its name, without the dtypes.
     pub name: &'static str,
-    /// For which dtypes there is one.
+    /// The variants for dtypes.
     pub variants: &'static [Variant],
     takes: PhantomData<fn(A)>,
 }
@@ -114,21 +114,21 @@ impl<A> Kernel<A> {
 /// A kernel for some dtypes.
 #[derive(Debug)]
 pub struct Variant {
-    /// What stands at the end of its name.
+    /// The suffix of its name.
     pub dtypes: &'static [&'static str],
-    /// What its pointers are called, and what they point to.
+    /// The names of its pointers and their element types.
     pub pointers: &'static [(&'static str, Element)],
 }
 
-/// What a kernel takes.
+/// The arguments of a kernel.
 ///
 /// # Safety
 /// [`lend`](Self::lend) lends places of the parameters of each of [`KERNELS`](Self::KERNELS), in their order and of their types.
 pub unsafe trait Arguments: Sized + 'static {
-    /// The kernels that take these.
+    /// The kernels that take these arguments.
     const KERNELS: &'static [&'static Kernel<Self>];
 
-    /// Lends the places of the arguments, as the driver wants them, and what the pointers among them point to.
+    /// Pass the addresses of the arguments, as the driver takes them, and the element types of the pointers among them.
     fn lend<R>(&self, to: impl FnOnce(&mut [*mut c_void], &[Element]) -> R) -> R;
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Candle's CUDA backend calls the driver and the CUDA libraries as ordinary linked functions. Here each of these functions is
 //! defined: as a jump through a slot that [`load`] fills with the address found in the library of this machine. So an executable
-//! or extension built with CUDA starts where there is none, and says then what is missing.
+//! or extension built with CUDA also starts without CUDA, and reports what is missing.
 
 pub mod allocator;
 pub mod architectures;
@@ -66,7 +66,7 @@ pub enum Unavailable {
     NoLibrary {
         /// The file's name.
         file: &'static str,
-        /// What the system's loader says.
+        /// The message of the system's loader.
         reason: String,
     },
     /// A library lacks a function.
@@ -102,13 +102,13 @@ pub enum Unavailable {
         name: String,
         /// Its compute capability, as (major, minor).
         found: (i32, i32),
-        /// What the kernels were compiled for.
+        /// The architectures that the kernels were compiled for.
         built: &'static str,
     },
 }
 
 /// Find the driver and the CUDA libraries and make candle's CUDA backend usable: libraries are looked for in `folders` first (where pip
-/// puts NVIDIA's), then where the system's loader looks. Must succeed before any CUDA call; a call before that answers
+/// puts NVIDIA's), then where the system's loader looks. Must succeed before any CUDA call; a call before that returns
 /// `CUDA_ERROR_UNKNOWN`. Repeated calls are cheap after a success. One GPU that can be used is enough; `check_device` says which can.
 ///
 /// # Errors

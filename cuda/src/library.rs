@@ -12,7 +12,7 @@ use crate::architectures::{Architecture, Capability};
 use crate::symbols::{DRIVER, Library, Symbol, TOOLKIT};
 use crate::{MINIMUM_CAPABILITY, MINIMUM_DRIVER, Unavailable, memory, upload};
 
-/// What the kernels were compiled for.
+/// The architectures that the kernels were compiled for.
 const COMPILED: &str = env!("COMPILED_ARCHITECTURES");
 
 /// Whether each GPU can be used; known once the slots are filled.
@@ -61,7 +61,7 @@ fn stand_in(name: &str, address: *mut ()) -> *mut () {
     }
 }
 
-/// The library from the first of `folders` that has it, else from wherever the system finds it; or what the system's loader says.
+/// Open the library from the first of `folders` that has it, else where the system finds it. The error is the loader's message.
 fn open(library: &Library, folders: &[&Path]) -> Result<Handle, String> {
     let path = folders.iter().map(|folder| folder.join(library.file)).find(|path| path.is_file());
     let name = path.as_deref().map_or(OsStr::new(library.file), Path::as_os_str);

@@ -1,4 +1,4 @@
-//! Device memory: what stands in the slots of `cuMemAllocAsync` and `cuMemFreeAsync`, so that candle's allocations and ours come from
+//! Device memory: the functions in the slots of `cuMemAllocAsync` and `cuMemFreeAsync`, so that candle's allocations and ours come from
 //! one [`Allocator`] for each stream.
 
 use std::ffi::{c_int, c_void};
@@ -114,8 +114,8 @@ fn with_allocator<T>(
     result
 }
 
-/// Whether every block comes from the driver by itself, and nothing is kept: tools that look for accesses beyond the end of a block see
-/// the pools as one. Slow, not counted, and without graphs.
+/// Whether every block comes from the driver and nothing is cached, for tools that look for accesses beyond the end of a block, which
+/// see a pool as one block. Slow, not counted, and without graphs.
 static PLAIN: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("TRAINABLE_CANDLE_CUDA_POOLS").is_some_and(|value| value == "0"));
 
@@ -148,7 +148,7 @@ pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream)
 /// `cuMemFreeAsync`. The stream is the one that the memory was allocated for: there are no others.
 pub(crate) extern "C" fn free(address: u64, _stream: Stream) -> c_int {
     if *PLAIN {
-        // SAFETY: whoever frees has it from `allocate`. The driver waits for what uses it.
+        // SAFETY: the caller got the address from `allocate`. The driver waits for the work that uses it.
         return unsafe { driver::cuMemFree_v2(address) };
     }
     if address == 0 || allocators().iter_mut().any(|allocator| allocator.free(address)) {
@@ -158,7 +158,7 @@ pub(crate) extern "C" fn free(address: u64, _stream: Stream) -> c_int {
     }
 }
 
-/// What the allocators of a device hold and have done, together.
+/// The statistics of a device's allocators, added up.
 pub fn stats(device: i32) -> Stats {
     allocators().iter().filter(|known| known.backend().device == device).fold(Stats::default(), |sum, known| {
         let stats = known.stats();
@@ -175,12 +175,12 @@ pub fn stats(device: i32) -> Stats {
     })
 }
 
-/// Start counting the peaks of a device anew.
+/// Reset the memory peaks of a device to the memory in use now.
 pub fn reset_peaks(device: i32) {
     allocators().iter_mut().filter(|known| known.backend().device == device).for_each(Allocator::reset_peaks);
 }
 
-/// Give the memory of a device back that is kept for later, after waiting for its streams; how much. The device is current.
+/// Release the cached memory of a device after waiting for its streams; returns its bytes. The device is current.
 ///
 /// # Errors
 /// The driver's.
@@ -195,7 +195,7 @@ pub fn is_of_graphs(address: u64) -> bool {
     allocators().iter().any(|allocator| allocator.is_of_graphs(address))
 }
 
-/// From now on memory of a stream is a graph's. The stream's device is current, and the stream not yet capturing.
+/// Allocate memory of a stream for a graph from now on. The stream's device is current, and the stream not yet capturing.
 ///
 /// # Errors
 /// The driver's; that of what a capture does not support if every block comes from the driver.
@@ -220,7 +220,7 @@ pub unsafe fn kept_by_capture(stream: *mut c_void) -> Result<Vec<Range<u64>>, St
     with_allocator(stream, |allocator| Ok(allocator.captured().collect()))
 }
 
-/// Memory of a stream is eager work's again; the graph counts until [`release_graph`]. The stream's device is current.
+/// Allocate memory of a stream for eager work again; the graph exists until [`release_graph`]. The stream's device is current.
 ///
 /// # Errors
 /// The driver's.
@@ -234,7 +234,7 @@ pub unsafe fn end_capture(stream: *mut c_void) -> Result<(), Status> {
     })
 }
 
-/// A graph of a stream is gone; with the last one goes the memory of graphs. The stream's device is current.
+/// Note that a graph of a stream was dropped. The last one releases the memory of graphs. The stream's device is current.
 ///
 /// # Errors
 /// The driver's.

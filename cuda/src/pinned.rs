@@ -1,4 +1,4 @@
-//! Pinned memory of the host, which the GPU reads and writes by itself.
+//! Pinned memory of the host, which the GPU can read and write.
 
 use std::ffi::c_void;
 
@@ -7,10 +7,10 @@ use crate::memory::{Status, check};
 
 /// Bytes of a piece.
 pub(crate) const PIECE: usize = 8 << 20;
-/// Pieces of a stream: while the GPU works on some, the host works on the next.
+/// Number of pieces of a stream: while the GPU works on some, the host works on the next.
 pub(crate) const PIECES: usize = 4;
 
-/// A piece of pinned memory, and when the GPU is done with it. Both are kept for good.
+/// A piece of pinned memory, and an event for the GPU's last use. Both live as long as the process.
 pub(crate) struct Piece {
     host: usize,
     event: usize,
@@ -33,7 +33,7 @@ impl Piece {
         self.host as *mut u8
     }
 
-    /// The GPU is done with it after what is queued on the stream now.
+    /// Mark it as in use until the work that is queued on the stream now is done.
     pub(crate) fn queued(&mut self, stream: Stream) -> Result<(), Status> {
         // SAFETY: the event lives as long as the process, the stream as long as its device.
         check(unsafe { driver::cuEventRecord(self.event as *mut c_void, stream) })?;

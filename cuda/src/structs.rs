@@ -1,11 +1,11 @@
-//! Structures that the host and the kernels exchange, by value or in device memory; their meaning stands in the kernels' headers.
+//! Structures that the host and the kernels exchange, by value or in device memory; the kernels' headers document them.
 //!
 //! The build script reads this file too: kernels are compiled with assertions that CUDA gives the structure of the same name the same
 //! size, alignment and fields.
 
 use std::mem::{align_of, offset_of, size_of};
 
-/// How a structure lies in memory.
+/// The memory layout of a structure.
 #[derive(Debug)]
 pub struct Layout {
     /// Its name in CUDA.
@@ -119,7 +119,7 @@ structs! {
     LossScale { scale: f64, growth_tracker: u64, }
 }
 
-/// Of every structure that kernels name, as they name it.
+/// The layouts of all structures that kernels use, by their names in CUDA.
 pub const LAYOUTS: &[Layout] = &[
     Addresses::layout("Addresses"),
     AttentionShape::layout("AttentionShape"),

@@ -6,7 +6,7 @@
 use std::arch::global_asm;
 use std::sync::atomic::AtomicPtr;
 
-/// One function: its name, and where its address goes.
+/// One function: its name, and the slot of its address.
 pub type Symbol = (&'static str, &'static AtomicPtr<()>);
 
 /// A library: the file that holds it, and its functions.

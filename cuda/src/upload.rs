@@ -1,8 +1,8 @@
-//! Copies from the host: what stands in the slot of `cuMemcpyHtoDAsync`.
+//! Copies from the host: the function in the slot of `cuMemcpyHtoDAsync`.
 //!
-//! The values are copied to pinned memory and from there by the GPU, so nobody waits for it, and the caller's memory is free at once.
+//! The host copies the values to pinned memory and the GPU from there, so the host does not wait and the caller's memory is free at once.
 //!
-//! A graph cannot copy from memory that will be gone when it is replayed. While one is captured, a value is taken for a constant if
+//! A graph cannot copy from memory that is gone when it is replayed. During a capture, a value counts as a constant if
 //! an eager run of the same function made it too: it goes to device memory that lives as long as the graph, from where the graph
 //! copies it. Any other value is refused: it changes from call to call, and each replay would repeat it.
 
@@ -43,7 +43,7 @@ struct Ring {
 static RINGS: Mutex<Vec<Ring>> = Mutex::new(Vec::new());
 
 impl Ring {
-    /// Go on with a piece that the GPU does not read.
+    /// Continue with a piece that the GPU does not read.
     fn advance(&mut self) -> Result<(), Status> {
         if let Some(piece) = self.pieces.get_mut(self.current) {
             piece.queued(self.stream as Stream)?;
@@ -99,14 +99,14 @@ unsafe fn stage(to: u64, from: *const c_void, size: usize, stream: Stream) -> c_
     }
 }
 
-/// What is done about the values that this thread copies.
+/// How this thread treats the values that it copies.
 #[derive(Default)]
 enum Watch {
     #[default]
     Off,
-    /// An eager run: note them.
+    /// An eager run: record them.
     Noting(HashSet<u64>),
-    /// A capture: those that are known are constants.
+    /// A capture: known values are constants.
     Capturing { known: HashSet<u64>, constants: Vec<Constant>, has_refused: bool },
 }
 
@@ -174,7 +174,7 @@ pub fn note() {
     WATCH.set(Watch::Noting(HashSet::new()));
 }
 
-/// What was noted.
+/// The values of an eager run.
 pub fn finish_noting() -> Known {
     match WATCH.take() {
         Watch::Noting(known) => Known(known),
@@ -182,7 +182,7 @@ pub fn finish_noting() -> Known {
     }
 }
 
-/// Take the values that this thread copies and that are `known` for constants of a graph, until [`finish_capture`].
+/// Treat the values that this thread copies as constants of a graph if they are `known`, until [`finish_capture`].
 pub fn capture(known: Known) {
     WATCH.set(Watch::Capturing { known: known.0, constants: Vec::new(), has_refused: false });
 }
@@ -193,7 +193,7 @@ pub struct Constants {
     has_refused: bool,
 }
 
-/// What was captured. The values themselves are not copied before [`Constants::upload`].
+/// The result of a capture. The values themselves are copied by [`Constants::upload`].
 pub fn finish_capture() -> Constants {
     match WATCH.take() {
         Watch::Capturing { constants, has_refused, .. } => Constants { constants, has_refused },

@@ -176,7 +176,7 @@ __all__ = [
     "zeros_like",
 ]
 
-# Imported when first used, so that `import trainable_candle` stays quick.
+# Imported at first use, so that `import trainable_candle` stays fast.
 _LAZY = frozenset({"families", "memory", "models", "nn", "optim", "testing", "train"})
 
 

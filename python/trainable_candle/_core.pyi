@@ -143,7 +143,7 @@ class Adafactor(Optimizer):
     those of its rows and columns.
 
     Args:
-        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: bound of the relative step size, at least 0: step t moves a variable by min(lr, 1 / sqrt(t)) of its root mean
             square.
         beta2_decay: at most 0; the second moments take the square of gradient t with weight t**beta2_decay.
@@ -179,7 +179,7 @@ class Adam(Optimizer):
     Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.
 
     Args:
-        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: learning rate, at least 0.
         betas: decay rates of the first and the second moment, each in [0, 1).
         eps: added to the root of the second moment.
@@ -210,7 +210,7 @@ class Adam8bit(Optimizer):
     Adam with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `Adam8bit`.
 
     Args:
-        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: learning rate, at least 0.
         betas: decay rates of the first and the second moment, each in [0, 1).
         eps: added to the root of the second moment.
@@ -239,7 +239,7 @@ class AdamW(Optimizer):
     Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101), as `torch.optim.AdamW`.
 
     Args:
-        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: learning rate, at least 0.
         betas: decay rates of the first and the second moment, each in [0, 1).
         eps: added to the root of the second moment.
@@ -270,7 +270,7 @@ class AdamW8bit(Optimizer):
     AdamW with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `AdamW8bit`.
 
     Args:
-        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: learning rate, at least 0.
         betas: decay rates of the first and the second moment, each in [0, 1).
         eps: added to the root of the second moment.
@@ -309,7 +309,7 @@ class Adapter:
 
     Raises:
         ArgumentError: if the kind is unknown, or a number is out of range.
-        ShapeError: if the weight is no matrix or the bias does not fit it.
+        ShapeError: if the weight is not a matrix or the bias does not fit it.
     """
     def __new__(
         cls,
@@ -331,12 +331,12 @@ class Adapter:
         """
     def merged_weight(self, /, weight: Tensor) -> Tensor:
         """
-        The weight with which a plain layer computes the same.
+        The weight of a plain layer that computes the same.
         """
     @property
     def scale(self, /) -> float:
         """
-        The factor in front of the low-rank product.
+        The factor of the low-rank product.
         """
     def set_training(self, /, training: bool) -> None:
         """
@@ -350,7 +350,7 @@ class Adapter:
 @final
 class AdapterFile:
     """
-    An adapter file that is all there but not written: what `prepare_adapters` gave.
+    An adapter file that is complete but not written yet, made by `prepare_adapters`.
     """
     def __repr__(self, /) -> str: ...
     @property
@@ -415,7 +415,7 @@ class AdapterModule:
 @final
 class AdapterReport:
     """
-    What other tools would make of an adapter file.
+    How other tools read an adapter file.
     """
     @property
     def good(self, /) -> bool:
@@ -430,7 +430,7 @@ class AdapterReport:
     @property
     def others(self, /) -> list[str]:
         """
-        Keys that are no parameter of an adapter.
+        Keys that are not parameters of an adapter.
         """
     @property
     def remarks(self, /) -> list[str]:
@@ -441,7 +441,7 @@ class AdapterReport:
 @final
 class AdapterSet:
     """
-    The adapters that `add_adapter` or `load_adapter` put on a model.
+    The adapters of a model, made by `add_adapter` or `load_adapter`.
     """
     def __repr__(self, /) -> str: ...
     @property
@@ -454,7 +454,7 @@ class AdapterSet:
         Read the parameters of an adapter file with the same layers, ranks and alphas.
 
         Raises:
-            MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
+            MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
             ConfigError, ShapeError: if it does not fit; nothing is changed then.
         """
     def named_parameters(self, /) -> dict[str, Var]:
@@ -478,9 +478,9 @@ class AdapterSet:
 
         Args:
             path: the file.
-            format: whose names it carries: "kohya", "diffusers", "peft" or "comfyui"; without it those that most tools
-                load: "kohya" for SDXL, "peft" for a model that no other tool knows.
-            metadata: text entries for the file's header, added to those that tools look for.
+            format: "kohya", "diffusers", "peft" or "comfyui". Default: the one that most tools load, "kohya" for SDXL,
+                "peft" for a model that no other tool knows.
+            metadata: text entries for the file's header, in addition to those that tools look for.
             dtype: the dtype of the parameters, "f32", "f16" or "bf16".
 
         Returns:
@@ -493,7 +493,7 @@ class AdapterSet:
         """
     def set_enabled(self, /, enabled: bool) -> None:
         """
-        Let the model compute through the adapters, or exactly as if there were none.
+        Turn the adapters on or off; while they are off, the model computes exactly the base's results.
         """
     def set_training(self, /, training: bool) -> None:
         """
@@ -632,7 +632,7 @@ class CLIPTextModel(Model):
 
         Raises:
             ShapeError: if a text is too long.
-            IndexOutOfRangeError: if an id is no token.
+            IndexOutOfRangeError: if an id is not a token.
         """
     @staticmethod
     def from_config(
@@ -685,11 +685,11 @@ class CapturedFunction:
     """
     def __call__(self, /, inputs: SupportsGetItem[int, Tensor]) -> list[Tensor]:
         """
-        What the function gives for `inputs`.
+        The results of the function for `inputs`.
 
         Raises:
             ShapeError, DTypeError: if an input differs from the one that the function was captured with.
-            DeviceError: if the function does what a graph cannot, such as reading a value.
+            DeviceError: if the function does something that a graph cannot, such as reading a value.
         """
     def __new__(
         cls, /, function: Callable[..., Any], static_inputs: SupportsGetItem[int, Tensor]
@@ -697,7 +697,7 @@ class CapturedFunction:
         """
         Args:
             function: takes tensors like `static_inputs`, returns a list of tensors.
-            static_inputs: tensors of the shapes and dtypes of every call's.
+            static_inputs: tensors with the shapes and dtypes of every call's inputs.
 
         Raises:
             CudaUnavailableError: if CUDA cannot be used.
@@ -715,7 +715,7 @@ class DType:
     The type of a tensor's elements.
 
     Equal to its name in either spelling: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`.
-    Wherever a dtype is expected, the name will do.
+    A name works wherever a dtype is expected.
 
     Args:
         name: "f32", "f16", "bf16", "f64", "u8", "u32" or "i64", or torch's name ("float32", "bfloat16", ...).
@@ -751,24 +751,24 @@ class DType:
 @final
 class DiffusionObjective:
     """
-    The objective of diffusion models such as SDXL: predict the noise, or the velocity, of latents under noise.
+    The objective of diffusion models such as SDXL: predict the noise, or the velocity, of noised latents.
 
     Args:
-        schedule: how the model was trained.
-        timesteps: how timesteps are drawn: "uniform" or "logit_normal" (arXiv:2403.03206).
+        schedule: the noise schedule of the model's training.
+        timesteps: the distribution of timesteps, "uniform" or "logit_normal" (arXiv:2403.03206).
         logit_mean: mean of the normal behind "logit_normal"; positive favours noise.
         logit_std: its deviation, above 0.
-        shift: moves timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
-        min_timestep: the first timestep that is drawn.
-        max_timestep: the timestep after the last that is drawn; None stands for all.
+        shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
+        min_timestep: the first timestep that may be drawn.
+        max_timestep: the timestep after the last that may be drawn; None is the end of the schedule.
         min_snr_gamma: weighs timesteps by min(SNR, gamma) / SNR, or / (SNR + 1) for velocities (arXiv:2303.09556); 5 is the
-            paper's, None weighs nothing.
-        noise_offset: this much noise that is the same over each channel of each example, 0 or up to about 0.1.
+            paper's, None weighs all alike.
+        noise_offset: the amount of noise that is constant over each channel of an example, 0 to about 0.1.
         loss: of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the same divided by delta).
-        huber_delta: where the Huber losses turn from squares to lines, above 0.
-        huber_schedule: how that depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
+        huber_delta: where the Huber losses turn from quadratic to linear, above 0.
+        huber_schedule: how delta depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
             "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
-        device: where latents will be.
+        device: the device of the latents.
 
     Raises:
         ArgumentError: if a name is unknown, a number is out of range, or the schedule ends in noise alone and the model
@@ -804,12 +804,12 @@ class DiffusionObjective:
         The loss of a prediction: the mean over the batch of each example's mean loss, times the weights.
 
         Args:
-            prediction: what the model said of `noised.sample` at `noised.timesteps`.
+            prediction: the model's output for `noised.sample` at `noised.timesteps`.
             noised: from `noise`, `noise_at` or `validation_noise`.
-            mask: (B, 1, ...) in the size of the latents, 0 or more: how much each place counts beside the other places of its
-                example. It is divided by its mean over the example, so what it shows counts the same large or small; an
-                example whose mask is 0 everywhere counts nothing.
-            weights: (B,), how much each example counts (the prior's weight for regularisation images).
+            mask: (B, 1, ...) in the size of the latents, 0 or more: the weights of the positions of an
+                example. It is divided by its mean over the example, so its area does not change the example's weight; an
+                example whose mask is 0 everywhere has loss 0.
+            weights: (B,), the weights of the examples (the prior's weight for regularisation images).
 
         Returns:
             One element, f32.
@@ -825,20 +825,20 @@ class DiffusionObjective:
         seed: SupportsIndex = 0,
     ) -> NoisedLatents:
         """
-        Put noise on latents, each example at a timestep of its own.
+        Add noise to latents, each example at its own timestep.
 
         Args:
             latents: (B, C, ...).
-            samples: the number of each in the run: then noise and timestep depend on it and `seed` alone, and the library's generator
-                stays where it is. Else they come from that generator.
-            seed: that of the run.
+            samples: the number of each sample in the run: noise and timestep then depend only on it and `seed`, and the library's
+                generator does not advance. Without it they come from that generator.
+            seed: the run's seed.
 
         Raises:
-            ShapeError, DTypeError, DeviceError: if the latents are not such, or there is not a number for each.
+            ShapeError, DTypeError, DeviceError: if the latents do not fit, or there is not a number for each.
         """
     def noise_at(self, /, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisedLatents:
         """
-        Put given noise on latents at given timesteps.
+        Add given noise to latents at given timesteps.
 
         Args:
             latents: (B, C, ...).
@@ -857,14 +857,14 @@ class DiffusionObjective:
         seed: SupportsIndex = 0,
     ) -> NoisedLatents:
         """
-        Put noise on latents for a validation loss: an example has the same noise and the same timestep every time, whatever batch
-        it is in, and the library's generator stays where it is. Timesteps are spread evenly: any run of numbers covers
-        the range.
+        Add noise to latents for a validation loss: an example has the same noise and timestep every time, in any batch,
+        and the library's generator does not advance. Timesteps are spread evenly: any range of numbers covers all
+        timesteps.
 
         Args:
             latents: (B, C, ...).
             examples: a number for each, from 0.
-            seed: another one gives other noise.
+            seed: selects the noise.
 
         Raises:
             ShapeError: if there is not a number for each example.
@@ -904,7 +904,7 @@ class DigitsTransformer(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
-            IndexOutOfRangeError: if a label is no class.
+            IndexOutOfRangeError: if a label is not a class.
         """
     def __new__(
         cls,
@@ -942,13 +942,13 @@ class DigitsTransformer(Model):
 @final
 class EMA:
     """
-    The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer; inside `with ema:` the
-    adapter computes with the averages, and is saved as them.
+    The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer. Inside `with ema:` the
+    adapter computes with the averages, and saving it writes them.
 
     Args:
-        adapter: what `add_adapter` returned.
-        decay: how much of the average stays at each update, in [0, 1).
-        warmup: use min(decay, (1 + n) / (10 + n)) after n updates, so that the start is soon forgotten.
+        adapter: the adapter from `add_adapter`.
+        decay: weight of the old average in each update, in [0, 1).
+        warmup: use min(decay, (1 + n) / (10 + n)) after n updates, so that the initial values soon lose their weight.
 
     Raises:
         ArgumentError: if the decay is out of range.
@@ -967,16 +967,16 @@ class EMA:
     @property
     def decay(self, /) -> float:
         """
-        How much of the average the next update keeps.
+        The weight of the old average in the next update.
         """
     @property
     def is_swapped_in(self, /) -> bool:
         """
-        Whether the averages are in the place of the parameters.
+        Whether the averages replace the parameters.
         """
     def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
         """
-        Take over the state of an adapter with the same shapes.
+        Load the state of an adapter with the same shapes.
 
         Raises:
             ConfigError: if an entry is missing or not expected. Nothing is changed then.
@@ -988,24 +988,24 @@ class EMA:
         """
     def swap_in(self, /) -> None:
         """
-        Put the averages in the place of the parameters.
+        Replace the parameters by the averages.
 
         Raises:
-            ArgumentError: if they are there.
+            ArgumentError: if the averages replace them already.
         """
     def swap_out(self, /) -> None:
         """
-        Put the parameters back, bit for bit.
+        Restore the parameters, bit for bit.
 
         Raises:
-            ArgumentError: if they are in their place.
+            ArgumentError: if the averages do not replace them.
         """
     def update(self, /) -> None:
         """
-        Move the averages towards the parameters.
+        Update the averages with the parameters.
 
         Raises:
-            ArgumentError: while the averages are in the place of the parameters.
+            ArgumentError: while the averages replace the parameters.
         """
     @property
     def updates(self, /) -> int:
@@ -1016,11 +1016,11 @@ class EMA:
 @final
 class FlowMatching:
     """
-    The flow-matching objective: a model sees (1 - s) * data + s * noise and predicts noise - data.
+    The flow-matching objective: the model receives (1 - s) * data + s * noise and predicts noise - data.
 
     Args:
-        distribution: how noise levels s in (0, 1) are drawn: "uniform" or "logit_normal".
-        shift: moves them towards noise (above 1) or data (below 1); 1 changes nothing.
+        distribution: the distribution of noise levels s in (0, 1), "uniform" or "logit_normal".
+        shift: shifts them towards noise (above 1) or data (below 1); 1 changes nothing.
 
     Raises:
         ArgumentError: if the distribution is unknown or the shift is not above 0.
@@ -1040,10 +1040,10 @@ class FlowMatching:
         One step of Euler's method along a velocity.
 
         Args:
-            sample: where the path is at noise level `sigma`.
-            velocity: what the model says there, in the shape of `sample`.
+            sample: the sample at noise level `sigma`.
+            velocity: the model's output there, in the shape of `sample`.
             sigma: the noise level.
-            next_sigma: the noise level to go to.
+            next_sigma: the next noise level.
 
         Returns:
             sample + (next_sigma - sigma) * velocity.
@@ -1059,16 +1059,16 @@ class FlowMatching:
         seed: SupportsIndex = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
-        Put noise on a batch of data, each example at a level of its own.
+        Add noise to a batch of data, each example at its own level.
 
         Args:
             data: (B, ...).
-            samples: the number of each in the run: then noise and level depend on it and `seed` alone, and the library's generator
-                stays where it is. Else they come from that generator.
-            seed: that of the run.
+            samples: the number of each sample in the run: noise and level then depend only on it and `seed`, and the library's
+                generator does not advance. Without it they come from that generator.
+            seed: the run's seed.
 
         Returns:
-            The noised data, the noise levels (B,) in f32, and what a model should say of them (noise - data).
+            The noised data, the noise levels (B,) in f32, and the target of the prediction (noise - data).
 
         Raises:
             ShapeError: if the data has no dimension, or there is not a number for each example.
@@ -1088,13 +1088,13 @@ class FlowMatching:
         seed: SupportsIndex = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
-        Put noise on data for a validation loss: an example has the same noise at the same level every time, whatever batch it is in, and
-        the library's generator stays where it is.
+        Add noise to data for a validation loss: an example has the same noise and level every time, in any batch, and the
+        library's generator does not advance.
 
         Args:
             data: (B, ...).
             examples: a number for each, from 0.
-            seed: another one gives other noise.
+            seed: selects the noise.
 
         Returns:
             As `noise`.
@@ -1117,7 +1117,7 @@ class GradScaler:
         growth_factor: the scale is multiplied by this after `growth_interval` good steps in a row; above 1.
         backoff_factor: the scale is multiplied by this after a step with an infinity or a NaN; in (0, 1).
         growth_interval: good steps in a row before the scale grows.
-        enabled: if not, losses and gradients stay as they are and every step is taken.
+        enabled: False changes neither losses nor gradients and takes every step.
 
     Raises:
         ArgumentError: if a number is out of range.
@@ -1137,7 +1137,7 @@ class GradScaler:
         """
     def load_state_dict(self, /, state: dict[str, SupportsFloat | SupportsIndex]) -> None:
         """
-        Go on with what `state_dict` returned.
+        Continue from the result of `state_dict`.
 
         Raises:
             ConfigError: if an entry is missing.
@@ -1153,17 +1153,17 @@ class GradScaler:
         """
     def step(self, /, optimizer: Optimizer) -> bool | None:
         """
-        Unscale the gradients if that was not done, then let the optimizer step, unless one is infinite or NaN.
+        Unscale the gradients if `unscale_` has not, then let the optimizer step, unless a gradient is non-finite.
 
         Returns:
-            Whether the step was taken; None on a CUDA device, which alone knows, so that nothing waits for it.
+            Whether the step was taken; None on a CUDA device, where finding out would synchronize.
 
         Raises:
             ArgumentError: if a step was taken since the last `update`.
         """
     def unscale_(self, /, optimizer: Optimizer) -> None:
         """
-        Divide the gradients of the optimizer's variables by the scale, to clip or look at them before the step.
+        Divide the gradients of the optimizer's variables by the scale, to clip or read them before the step.
 
         Raises:
             ArgumentError: if that was done since the last `update`.
@@ -1182,7 +1182,7 @@ class Lion(Optimizer):
     Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum.
 
     Args:
-        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: learning rate, at least 0; 3 to 10 times smaller than Adam's.
         betas: weight of the momentum in the update, and its decay rate; each in [0, 1).
         weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
@@ -1206,7 +1206,7 @@ class Lion8bit(Optimizer):
     Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.
 
     Args:
-        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: learning rate, at least 0; 3 to 10 times smaller than Adam's.
         betas: weight of the momentum in the update, and its decay rate; each in [0, 1).
         weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
@@ -1381,7 +1381,7 @@ class Model:
         `AdapterSet.save`, by whatever tool. Its adapters for other parts of a pipeline are left out.
 
         Raises:
-            MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
+            MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
             ConfigError: if the model has an adapter already.
         """
     def merge_adapter(self, /) -> None:
@@ -1402,7 +1402,7 @@ class Model:
         """
     def remove_adapter(self, /) -> None:
         """
-        Take the adapters off, merged or not; the model computes exactly what it did before them.
+        Remove the adapters, merged or not; the model then computes exactly the base's results.
         """
     def save_pretrained(self, /, folder: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
@@ -1423,7 +1423,7 @@ class Model:
 @final
 class NoiseSchedule:
     """
-    How much noise a diffusion model was trained with at each timestep. Names are diffusers', defaults SDXL's.
+    The noise level of each timestep in a diffusion model's training. Names are diffusers', defaults SDXL's.
 
     Args:
         beta_schedule: how the variances of the added noise grow: "linear", "scaled_linear" or "squaredcos_cap_v2".
@@ -1432,7 +1432,7 @@ class NoiseSchedule:
         num_train_timesteps: the number of timesteps, at least 2.
         prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
             sqrt(a) * noise - sqrt(1 - a) * data; arXiv:2202.00512).
-        rescale_betas_zero_snr: move the schedule so that the last timestep is noise alone (arXiv:2305.08891).
+        rescale_betas_zero_snr: shift the schedule so that the last timestep is pure noise (arXiv:2305.08891).
         timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
         steps_offset: added to the timesteps of the leading spacing.
 
@@ -1460,7 +1460,7 @@ class NoiseSchedule:
     @staticmethod
     def from_pretrained(path: str | bytes | PathLike[str] | PathLike[bytes]) -> NoiseSchedule:
         """
-        Read a diffusers configuration; what it lacks is SDXL's.
+        Read a diffusers configuration; missing fields have SDXL's values.
 
         Args:
             path: `scheduler_config.json`, its folder, or the folder of a model that has it in `scheduler`.
@@ -1482,12 +1482,12 @@ class NoiseSchedule:
     @property
     def rescale_betas_zero_snr(self, /) -> bool:
         """
-        Whether the last timestep is noise alone.
+        Whether the last timestep is pure noise.
         """
     @property
     def sigmas(self, /) -> list[float]:
         """
-        sqrt((1 - a) / a) for each timestep: the noise to a unit of data.
+        sqrt((1 - a) / a) for each timestep: the noise-to-data ratio.
         """
     @property
     def timestep_spacing(self, /) -> str:
@@ -1498,23 +1498,23 @@ class NoiseSchedule:
 @final
 class NoisedLatents:
     """
-    A batch under noise: what the model sees, and what it should say.
+    A noised batch: the model's input and its target.
 
     Args:
-        sample: the latents under noise, (B, C, ...).
+        sample: the noised latents, (B, C, ...).
         timesteps: the timestep of each example, (B,), i64.
-        target: what the model should predict, in the shape of the latents, f32.
+        target: the target of the prediction, in the shape of the latents, f32.
     """
     def __new__(cls, /, sample: Tensor, timesteps: Tensor, target: Tensor) -> NoisedLatents: ...
     @property
     def sample(self, /) -> Tensor:
         """
-        The latents under noise, in their shape and dtype.
+        The noised latents, in their shape and dtype.
         """
     @property
     def target(self, /) -> Tensor:
         """
-        What the model should predict, in the shape of the latents, f32.
+        The target of the prediction, in the shape of the latents, f32.
         """
     @property
     def timesteps(self, /) -> Tensor:
@@ -1525,13 +1525,13 @@ class NoisedLatents:
 @disjoint_base
 class Optimizer:
     """
-    What all optimizers can do. Make one of its subclasses.
+    The methods of all optimizers. Construct one of its subclasses.
     """
     def __repr__(self, /) -> str: ...
     @property
     def group_lrs(self, /) -> list[float]:
         """
-        The learning rate of each group; as many must be assigned.
+        The learning rate of each group. Assign one for each group.
 
         Raises:
             ArgumentError: on assignment, if there are more or fewer, or one is negative or not finite.
@@ -1540,7 +1540,7 @@ class Optimizer:
     def group_lrs(self, /, lrs: SupportsGetItem[int, SupportsFloat | SupportsIndex]) -> None: ...
     def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
         """
-        Take over the states of an optimizer of the same kind over variables of the same shapes.
+        Load the states of an optimizer of the same kind over variables of the same shapes.
 
         Raises:
             ConfigError: if they are of another kind, or states are missing or not expected. Nothing is changed then.
@@ -1559,8 +1559,8 @@ class Optimizer:
     @property
     def state_bytes(self, /) -> int:
         """
-        Bytes of all states and master values held now. A variable's states are made at its first step, on a CUDA device those
-        of all variables at the first step of any.
+        Bytes of all existing states and master values. The first step of a variable makes its states, on a CUDA device those of
+        all variables.
         """
     def state_dict(self, /) -> dict[str, Tensor]:
         """
@@ -1570,18 +1570,18 @@ class Optimizer:
         """
     def step(self, /, *, if_finite: Tensor | None = None) -> None:
         """
-        Update every variable that has a gradient. The gradients stay; `zero_grad` forgets them.
+        Update every variable that has a gradient. The gradients stay; `zero_grad` clears them.
 
         Args:
             if_finite: one number, such as the norm that `clip_grad_norm_` returned. If it is infinite or NaN, nothing changes
-                and no step is counted. On a CUDA device that is decided there, and nothing waits.
+                and no step is counted. A CUDA device decides that itself, without synchronization.
 
         Raises:
             ShapeError: if `if_finite` has more or less than one element.
         """
     def zero_grad(self, /) -> None:
         """
-        Forget the gradients of all variables.
+        Clear the gradients of all variables.
         """
 
 @final
@@ -1589,14 +1589,14 @@ class Prodigy(Optimizer):
     """
     Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size.
 
-    All groups share one estimate d and, but for weight_decay, eps and a learning rate of 0, their hyper-parameters. The
+    All groups share one estimate d and their hyper-parameters, except weight_decay, eps and a learning rate of 0. The
     state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
 
     Args:
-        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
-        lr: factor on the estimated step size, at least 0; leave it at 1 but for a schedule. A group with 0 stays as it is.
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        lr: factor on the estimated step size, at least 0; leave it at 1 except for a schedule. A group with 0 does not change.
         betas: decay rates of the first and the second moment, each in [0, 1).
-        beta3: decay rate of the sums that the estimate is made of, in [0, 1); None for the root of the second beta.
+        beta3: decay rate of the sums behind the estimate, in [0, 1); None for the root of the second beta.
         eps: added, times the estimate, to the root of the second moment; above 0.
         weight_decay: each step multiplies the variables by 1 - d * lr * weight_decay.
         decouple: False for weight decay as an L2 penalty, added to the gradient.
@@ -1605,10 +1605,10 @@ class Prodigy(Optimizer):
         d0: the first estimate, above 0.
         d_coef: factor on the estimate, above 0; the way to tune the method.
         growth_rate: the estimate grows by at most this factor in a step; at least 1.
-        slice_p: estimate from every so many elements, at least 1; 11 saves almost half of the memory.
+        slice_p: estimate from every slice_p-th element, at least 1; 11 saves almost half of the memory.
 
     Raises:
-        ArgumentError: if a number is out of range, groups differ in more than they may, there is no variable, or one
+        ArgumentError: if a number is out of range, groups differ where they must agree, there is no variable, or one
             appears twice. `step` raises it if learning rates differ.
         DTypeError: if a variable's dtype is not supported.
     """
@@ -1711,10 +1711,10 @@ class SGD(Optimizer):
     Stochastic gradient descent with momentum, as `torch.optim.SGD`.
 
     Args:
-        params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: learning rate, at least 0.
-        momentum: share of the momentum buffer that stays from step to step; 0 for no buffer.
-        dampening: the gradient enters the buffer with weight 1 - dampening.
+        momentum: weight of the old momentum in each step; 0 for no momentum.
+        dampening: the gradient enters the momentum with weight 1 - dampening.
         weight_decay: L2 penalty, added to the gradient.
         nesterov: look ahead along the momentum; needs momentum > 0 and dampening 0.
         maximize: ascend instead of descend.
@@ -1742,7 +1742,7 @@ class Sampler:
     One run of a diffusion model from noise to data.
 
     Args:
-        schedule: how the model was trained.
+        schedule: the noise schedule of the model's training.
         steps: calls of the model, at least 1.
         kind: "euler" (diffusers' EulerDiscreteScheduler) or "dpmpp_2m" (DPM-Solver++ of second order, arXiv:2211.01095;
             diffusers' DPMSolverMultistepScheduler).
@@ -1761,14 +1761,14 @@ class Sampler:
     ) -> Sampler: ...
     def init_noise(self, /, noise: Tensor) -> Tensor:
         """
-        What the run starts from, f32.
+        Scale noise to the first sample of the run, f32.
 
         Args:
             noise: standard normal values.
         """
     def scale_input(self, /, x: Tensor, i: SupportsIndex) -> Tensor:
         """
-        The sample as the model wants to see it.
+        Scale the sample to the model's input.
 
         Args:
             x: the sample at step `i`.
@@ -1780,14 +1780,14 @@ class Sampler:
     @property
     def sigmas(self, /) -> list[float]:
         """
-        The noise to a unit of data at each step, and 0 after the last.
+        The noise-to-data ratio at each step, and 0 after the last.
         """
     def step(self, /, model_output: Tensor, i: SupportsIndex, x: Tensor) -> Tensor:
         """
-        Go on to the next noise level. Steps are taken in order; step 0 starts the run again.
+        Take the sample to the next noise level. Steps are taken in order; step 0 starts the run again.
 
         Args:
-            model_output: what the model said of the scaled sample.
+            model_output: the model's output for the scaled sample.
             i: the step, from 0.
             x: the sample at step `i`.
 
@@ -1795,13 +1795,13 @@ class Sampler:
             The sample at step `i + 1`, f32.
 
         Raises:
-            ArgumentError: if it is not the turn of step `i`.
-            ShapeError: if the model's output is not like the sample.
+            ArgumentError: if step `i` is not the next one.
+            ShapeError: if the model's output does not have the sample's shape.
         """
     @property
     def timesteps(self, /) -> list[float]:
         """
-        What the model is told at each step.
+        The timestep that the model receives at each step.
         """
 
 @final
@@ -1842,14 +1842,14 @@ class Tensor:
     """
     An immutable array of numbers on a device, and its place on the autograd tape.
 
-    Make one with `tensor`, `zeros`, `randn` and the like. Operations on tensors that depend on a `Var` are recorded;
-    `backward` walks the record. Shapes broadcast as in numpy. There are no implicit casts: tensors that meet in an
+    Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend on a
+    `Var`; `backward` follows it. Shapes broadcast as in numpy. There are no implicit casts: tensors that meet in an
     operation must have the same dtype; plain numbers adopt the tensor's.
     """
 
     __array_priority__: Final = 1000.0
     """
-    numpy arrays leave operators between them and tensors to the tensor.
+    Makes numpy arrays leave operators with tensors to the tensor.
     """
     @property
     def T(self, /) -> Tensor:
@@ -1871,7 +1871,7 @@ class Tensor:
     ) -> Any:
         """
         A capsule for other libraries' `from_dlpack`. Shares memory with consumers that know it is read-only (DLPack
-        1.0), copies for others unless `copy=False`. On a CUDA device the consumer's `stream` (the default one unless it
+        1.0), copies for others unless `copy=False`. On a CUDA device the consumer's `stream` (the default stream unless it
         is named, none for -1) waits for the values, and memory is used again only after the consumer is done with it.
         """
     def __dlpack_device__(self, /) -> tuple[int, int]:
@@ -1893,7 +1893,7 @@ class Tensor:
     def __gt__(self, other: object, /) -> Tensor: ...
     def __hash__(self, /) -> int:
         """
-        Identity: tensors are keys by what they are, not by their values.
+        Hash by identity, not by value.
         """
     def __index__(self, /) -> Any: ...
     def __int__(self, /) -> Any: ...
@@ -1932,7 +1932,7 @@ class Tensor:
         The position of the largest element, the first of equal ones, as i64. No gradient flows through it.
 
         Args:
-            dim: a dimension; without it, the position in the flattened tensor.
+            dim: a dimension; by default, the position in the flattened tensor.
             keepdim: whether the dimension stays, with size 1.
 
         Raises:
@@ -1940,17 +1940,17 @@ class Tensor:
         """
     def backward(self, /, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         """
-        Differentiate with respect to every variable that this depends on; gradients are added to their `.grad`.
+        Differentiate with respect to every variable that this depends on, and add the gradients to their `.grad`.
 
-        What the tape saved is freed on the way, unless `retain_graph`.
+        Frees saved tensors on the way, unless `retain_graph`.
 
         Args:
             gradient: the gradient of this tensor, in its shape; not needed for a single element.
-            retain_graph: whether the graph can be walked again.
+            retain_graph: whether the graph can be differentiated again.
 
         Raises:
             ShapeError: if there is more than one element and no gradient, or its shape differs.
-            AutogradError: if nothing depends on a variable, the graph was walked before, or a variable was changed
+            AutogradError: if nothing depends on a variable, the graph was differentiated before, or a variable was changed
                 in place since it was used.
         """
     def broadcast_to(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
@@ -1983,7 +1983,7 @@ class Tensor:
         """
     def contiguous(self, /) -> Tensor:
         """
-        The values in row-major order; a copy only if they are not.
+        The values in row-major order; copies only if necessary.
         """
     def cos(self, /) -> Tensor:
         """
@@ -2002,7 +2002,7 @@ class Tensor:
         """
     def detach(self, /) -> Tensor:
         """
-        The same values (shared storage) without a place on the tape.
+        The same values (shared storage), detached from the tape.
         """
     @property
     def device(self, /) -> str:
@@ -2039,7 +2039,7 @@ class Tensor:
         """
     def flatten(self, /, start_dim: SupportsIndex = 0, end_dim: SupportsIndex = -1) -> Tensor:
         """
-        Dimensions `start_dim` to `end_dim` made one.
+        Merge dimensions `start_dim` to `end_dim` into one.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
@@ -2122,7 +2122,7 @@ class Tensor:
         The logarithm of the sum of exponentials, without overflow.
 
         Args:
-            dim: a dimension or several; all without it.
+            dim: a dimension or several; default all.
             keepdim: whether reduced dimensions stay, with size 1.
 
         Raises:
@@ -2131,7 +2131,7 @@ class Tensor:
         """
     def make_var(self, /) -> Var:
         """
-        A variable with a copy of the values, whatever the strides, cut from the graph.
+        A variable with a contiguous copy of the values, detached from the graph.
 
         Raises:
             DTypeError: if the values are not floating point.
@@ -2155,7 +2155,7 @@ class Tensor:
         share it.
 
         Args:
-            dim: a dimension or several; all without it.
+            dim: a dimension or several; default all.
             keepdim: whether reduced dimensions stay, with size 1.
 
         Raises:
@@ -2178,7 +2178,7 @@ class Tensor:
         The mean.
 
         Args:
-            dim: a dimension or several; all without it.
+            dim: a dimension or several; default all.
             keepdim: whether reduced dimensions stay, with size 1.
 
         Raises:
@@ -2192,7 +2192,7 @@ class Tensor:
         The smallest element, with gradients as in `max`.
 
         Args:
-            dim: a dimension or several; all without it.
+            dim: a dimension or several; default all.
             keepdim: whether reduced dimensions stay, with size 1.
 
         Raises:
@@ -2284,7 +2284,7 @@ class Tensor:
         The same elements, in row-major order, in another shape. A view where the layout allows.
 
         Args:
-            shape: the sizes, as arguments or one sequence; one may be -1 and is worked out.
+            shape: the sizes, as arguments or one sequence; one may be -1, which is computed from the others.
 
         Raises:
             ShapeError: if the number of elements differs.
@@ -2369,7 +2369,7 @@ class Tensor:
         The sum. Integers and masks sum to i64.
 
         Args:
-            dim: a dimension or several; all without it.
+            dim: a dimension or several; default all.
             keepdim: whether reduced dimensions stay, with size 1.
 
         Raises:
@@ -2393,7 +2393,7 @@ class Tensor:
         """
         The same values in another dtype or on another device.
 
-        A cast between floating point dtypes is differentiable: the gradient comes back in this tensor's dtype.
+        A cast between floating point dtypes is differentiable: the gradient is in this tensor's dtype.
 
         Args:
             target: a dtype ("bf16", "float32", tc.float16) or a device ("cpu", "cuda", "cuda:1").
@@ -2411,7 +2411,7 @@ class Tensor:
         """
     def transpose(self, /, dim0: SupportsIndex, dim1: SupportsIndex) -> Tensor:
         """
-        Two dimensions swapped.
+        Swap two dimensions.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
@@ -2435,7 +2435,7 @@ class Tensor:
         The variance: squared deviations from the mean, summed and divided by `n - correction`.
 
         Args:
-            dim: a dimension or several; all without it.
+            dim: a dimension or several; default all.
             keepdim: whether reduced dimensions stay, with size 1.
             correction: 1 for the unbiased estimate (torch's default), 0 for numpy's default.
 
@@ -2484,15 +2484,15 @@ class TextFeatures:
 @final
 class Var(Tensor):
     """
-    A trainable variable: a tensor with storage of its own, whose value can be set and which collects a gradient.
+    A trainable variable: a tensor with its own storage that can be set and accumulates a gradient.
 
-    Whatever takes a `Tensor` takes a `Var`. Tensors computed from it before it is changed are stale: walking back
+    A `Var` is accepted wherever a `Tensor` is. Tensors computed from it before a change are stale: a backward pass
     through them is an error, never a wrong gradient.
 
     Args:
         data: a tensor (any strides; its values are copied and its graph is cut) or anything `tensor` takes.
-        dtype: a floating point dtype; the data's without it.
-        device: the device; the data's without it.
+        dtype: a floating point dtype; default: the data's.
+        device: the device; default: the data's.
 
     Raises:
         DTypeError: if the values are not floating point.
@@ -2503,7 +2503,7 @@ class Var(Tensor):
     @property
     def grad(self, /) -> Tensor | None:
         """
-        The gradient collected so far, or None. Assigning replaces it; None forgets it.
+        The accumulated gradient, or None. Assigning replaces it; None clears it.
 
         Raises:
             ShapeError, DTypeError: on assignment, if the gradient differs from the variable.
@@ -2519,7 +2519,7 @@ class Var(Tensor):
         """
     def zero_grad(self, /) -> None:
         """
-        Forget the gradient.
+        Clear the gradient.
         """
 
 def add_layer_norm(
@@ -2531,7 +2531,7 @@ def add_layer_norm(
     eps: SupportsFloat | SupportsIndex = 1e-5,
 ) -> tuple[Tensor, Tensor]:
     """
-    input + residual, and `layer_norm` of that sum: what a transformer block does between two of its layers, in one pass on CUDA.
+    input + residual, and `layer_norm` of that sum: the step between two layers of a transformer block, one kernel on CUDA.
 
     Args:
         input: (..., *normalized_shape).
@@ -2563,7 +2563,7 @@ def arange(
         start: the first value; with one argument it is the end, and the start is 0.
         end: the end.
         step: the difference of neighbours.
-        dtype: the dtype; without it, i64 if all arguments are integers, else f32.
+        dtype: the dtype; default i64 if all arguments are integers, else f32.
         device: the device.
 
     Raises:
@@ -2572,12 +2572,12 @@ def arange(
 
 def available_bytes() -> int | None:
     """
-    Bytes of host memory that can still be allocated, where the system tells.
+    Bytes of host memory that can still be allocated, if the system reports it.
     """
 
 def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
-    Tensors one after the other along `dim`; all other sizes must agree.
+    Concatenate tensors along `dim`; all other sizes must agree.
 
     Raises:
         ArgumentError: without tensors.
@@ -2588,7 +2588,7 @@ def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor
 
 def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "full") -> Any:
     """
-    Run `function(*tensors)`, keeping little for the backward pass; what it needs is recomputed then.
+    Run `function(*tensors)`, saving little for the backward pass, which recomputes the rest.
 
     The function must compute the same when it is called again; random numbers are replayed, so that dropout draws the
     same mask. Variables that it captures get their gradients.
@@ -2596,27 +2596,27 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
     Args:
         function: takes the tensors, returns a Tensor or a tuple of Tensors.
         tensors: its arguments; capture anything else in the function.
-        policy: "full" keeps the tensors only, "selective" also the results of matrix products and attention, so that
-            only cheap operations are recomputed, "none" keeps everything.
+        policy: "full" saves only the tensors, "selective" also the results of matrix products and attention, so that
+            only cheap operations are recomputed, "none" saves everything.
 
     Returns:
         What the function returns.
 
     Raises:
         ArgumentError: if an argument or a result is not a Tensor, or the policy is unknown.
-        Whatever the function raises.
+        The exceptions of the function.
     """
 
 def classifier_free_guidance(
     negative: Tensor, positive: Tensor, scale: SupportsFloat | SupportsIndex
 ) -> Tensor:
     """
-    Guide a model's output away from what it says for a negative prompt (arXiv:2207.12598).
+    Guide a model's output away from its output for a negative prompt (arXiv:2207.12598).
 
     Args:
         negative: its output for the negative prompt.
         positive: its output for the prompt.
-        scale: 1 is the prompt alone.
+        scale: 1 gives the output for the prompt.
 
     Returns:
         negative + scale * (positive - negative).
@@ -2632,20 +2632,20 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """
-    Scale the gradients of `parameters` so that their common norm is at most `max_norm`, as torch's.
+    Scale the gradients of `parameters` so that their total norm is at most `max_norm`, as torch's function.
 
     Args:
-        parameters: the variables; those without a gradient count nothing.
-        max_norm: at least 0; infinity leaves the gradients alone.
+        parameters: the variables; those without a gradient are ignored.
+        max_norm: at least 0; infinity does not clip.
         norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude.
-        error_if_nonfinite: whether a NaN or infinite norm is an error; waits for a CUDA device.
+        error_if_nonfinite: whether a non-finite norm is an error; synchronizes a CUDA device.
 
     Returns:
-        The norm before: f64, of no dimension, on the device of the gradients. Nothing waits for a CUDA device until it is read.
+        The norm before scaling: f64, without dimensions, on the device of the gradients. Reading it waits for a CUDA device.
 
     Raises:
-        ArgumentError: if a number is out of range, or an item is no Var.
-        NonFiniteError: if `error_if_nonfinite` and the norm is not finite; the gradients stay as they are then.
+        ArgumentError: if a number is out of range, or an item is not a Var.
+        NonFiniteError: if `error_if_nonfinite` and the norm is not finite; the gradients do not change then.
     """
 
 def conv2d(
@@ -2668,9 +2668,9 @@ def conv2d(
         bias: (O,).
         stride: pixels from one window to the next, one number or (height, width).
         padding: zeros on each side.
-        dilation: distance of the pixels that neighbouring places of the kernel meet.
-        groups: parts of the channels that are convolved each by itself.
-        channels_last: whether input (B, H, W, C), weight (O, KH, KW, C / groups) and result have the channels last, which
+        dilation: distance of the pixels under neighbouring elements of the kernel.
+        groups: number of groups of channels, each convolved by itself.
+        channels_last: whether input (B, H, W, C), weight (O, KH, KW, C / groups) and result are channels-last, which
             saves copies.
 
     Returns:
@@ -2695,13 +2695,13 @@ def cross_entropy(
     Args:
         input: (..., classes) logits.
         target: (...) class ids, i64 or u32.
-        ignore_index: rows with this target count nothing.
+        ignore_index: rows with this target are ignored.
         reduction: "mean" (over the rows that count), "sum", or "none" for the losses of the rows.
         label_smoothing: in [0, 1], the share of each target that is spread evenly over all classes.
 
     Raises:
         ShapeError, DTypeError: if the operands do not fit.
-        IndexOutOfRangeError: if a target is no class.
+        IndexOutOfRangeError: if a target is not a class.
         ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
     """
 
@@ -2715,7 +2715,7 @@ def cuda_device_count() -> int:
 
 def cuda_empty_cache(device: str) -> int:
     """
-    Give memory of a CUDA device back that is kept for later; how many bytes.
+    Release the cached memory of a CUDA device; returns its bytes.
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
@@ -2732,8 +2732,8 @@ def cuda_finish_profile() -> list[tuple[str, int, float]]:
 
 def cuda_memory_stats(device: str) -> list[int]:
     """
-    What a CUDA device holds and has done: bytes allocated, their peak, reserved, their peak, reserved by captured graphs; numbers of
-    allocations, of times that memory was taken from the device, of retries; bytes free on the device, and in all.
+    Memory statistics of a CUDA device: bytes allocated, their peak, reserved, their peak, reserved by captured graphs; numbers of
+    allocations, of mappings of device memory, of retries; bytes free on the device, and in total.
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
@@ -2741,7 +2741,7 @@ def cuda_memory_stats(device: str) -> list[int]:
 
 def cuda_reset_peak_memory_stats(device: str) -> None:
     """
-    Start counting the peaks of a CUDA device anew.
+    Reset the memory peaks of a CUDA device to the current values.
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
@@ -2771,7 +2771,7 @@ def cuda_unavailable_reason() -> str | None:
 
 def draw_from(seed: SupportsIndex, function: Callable[..., Any]) -> Any:
     """
-    Call a function whose draws come from the stream of a seed; the library's generator stays where it is.
+    Call a function whose draws come from the stream of a seed; the library's generator does not advance.
 
     Args:
         seed: 0 to 2**64 - 1.
@@ -2788,7 +2788,7 @@ def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = 0.5, training: boo
     Args:
         input: any shape.
         p: the probability, in [0, 1].
-        training: whether to do anything.
+        training: False returns the input.
 
     Raises:
         ArgumentError: if `p` is out of range.
@@ -2815,7 +2815,7 @@ def empty_like(
     input: Tensor, dtype: DType | str | None = None, device: str | None = None
 ) -> Tensor:
     """
-    A tensor in the shape of `input` whose values mean nothing; dtype and device are its own unless given.
+    A tensor in the shape of `input` with arbitrary values; dtype and device are its own unless given.
     """
 
 def eye(
@@ -2829,8 +2829,8 @@ def eye(
 
     Args:
         n: rows.
-        m: columns; `n` without it.
-        dtype: the dtype; f32 without it.
+        m: columns; default `n`.
+        dtype: the dtype; default f32.
         device: the device.
 
     Raises:
@@ -2839,7 +2839,7 @@ def eye(
 
 def from_dlpack(data: Any) -> Tensor:
     """
-    A tensor with a copy of the values of an object that speaks DLPack, on the device that they are on.
+    A tensor with a copy of the values of an object with `__dlpack__`, on their device.
 
     Raises:
         DeviceError: if they are neither on the CPU nor on a CUDA device.
@@ -2859,7 +2859,7 @@ def full(
     Args:
         shape: the sizes.
         value: the value.
-        dtype: the dtype; without it, f32 for a float and i64 for an integer.
+        dtype: the dtype; default f32 for a float and i64 for an integer.
         device: the device.
 
     Raises:
@@ -2889,7 +2889,7 @@ def get_float32_matmul_precision() -> str:
 
 def get_num_threads() -> int:
     """
-    The number of threads that CPU work is spread over.
+    The number of threads of CPU work.
     """
 
 def get_rng_state() -> tuple[int, int]:
@@ -2904,13 +2904,13 @@ def grad(
     retain_graph: bool = False,
 ) -> list[Tensor | None]:
     """
-    The gradients of `loss` with respect to `inputs`; `.grad` is left alone.
+    The gradients of `loss` with respect to `inputs`, without a change of `.grad`.
 
     Args:
         loss: a tensor on the tape.
         inputs: variables, or any tensors on the tape.
         gradient: the gradient of `loss`, in its shape; not needed for a single element.
-        retain_graph: whether the graph can be walked again.
+        retain_graph: whether the graph can be differentiated again.
 
     Returns:
         One gradient for each input, None for those that the loss does not depend on.
@@ -2942,9 +2942,9 @@ def gradcheck(
         True.
 
     Raises:
-        AutogradError: if an entry is off; names the worst.
+        AutogradError: if an entry exceeds the tolerance; names the worst.
         DTypeError: if an input is not f64.
-        Whatever the function raises.
+        The exceptions of the function.
     """
 
 def group_norm(
@@ -2982,7 +2982,7 @@ def group_norm_silu(
     channels_last: bool = False,
 ) -> Tensor:
     """
-    SiLU of `group_norm`, in one operation that keeps no result of the norm.
+    SiLU of `group_norm`, in one operation that does not save the norm's result.
 
     Args:
         input: (B, C, ...).
@@ -3026,7 +3026,7 @@ def init_linear(
 ) -> tuple[Var, Var | None]:
     """
     Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,), uniform in
-    +-1 / sqrt(in_features), as torch starts one.
+    +-1 / sqrt(in_features), as torch initializes it.
 
     Raises:
         OutOfMemoryError: if they do not fit.
@@ -3080,7 +3080,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         input: (..., in_features).
-        weight: (out_features, in_features). The input is kept for the backward only if the weight needs a gradient.
+        weight: (out_features, in_features). The backward pass saves the input only if the weight needs a gradient.
         bias: (out_features,).
 
     Returns:
@@ -3098,14 +3098,14 @@ def load_file(
 
     Args:
         path: the file.
-        device: where the tensors go.
+        device: the device of the tensors.
 
     Returns:
         Tensors by name.
 
     Raises:
         MissingFileError: if there is no such file.
-        WeightsFormatError: if it is no safetensors file, or holds a dtype that is not supported.
+        WeightsFormatError: if it is not a safetensors file, or holds a dtype that is not supported.
     """
 
 def load_model(
@@ -3165,8 +3165,8 @@ def lora_backward_(
     scale: SupportsFloat | SupportsIndex,
 ) -> None:
     """
-    `lora_backward` of many layers at once: what it would return is added to the gradients of the matrices, straight where these lie in
-    a flat buffer. On a CUDA device products of one size run together, and nothing waits.
+    `lora_backward` of many layers at once, added to the gradients of the matrices, in place if these are in a flat buffer. On a CUDA
+    device, products of one size run together, without synchronization.
 
     Args:
         grad_outputs: for each layer (..., out_features).
@@ -3177,7 +3177,7 @@ def lora_backward_(
 
     Raises:
         ArgumentError: if the lists have different lengths, or the scale is not finite.
-        ShapeError, DTypeError, DeviceError: if the operands do not fit. Nothing is added then.
+        ShapeError, DTypeError, DeviceError: if the operands do not fit; then no gradient changes.
     """
 
 def manual_seed(seed: SupportsIndex) -> None:
@@ -3192,7 +3192,7 @@ def modulated_layer_norm(
     input: Tensor, scale: Tensor, shift: Tensor, eps: SupportsFloat | SupportsIndex = 1e-6
 ) -> Tensor:
     """
-    Layer normalisation of the last dimension whose scale and shift are given for each example, times 1 + scale: adaLN of diffusion
+    Layer normalisation of the last dimension, times 1 + scale, plus shift, both given for each example: adaLN of diffusion
     transformers (Peebles & Xie 2022, arXiv:2212.09748).
 
     Args:
@@ -3230,13 +3230,13 @@ def normal_samples(
     purpose: str,
 ) -> Tensor:
     """
-    Standard normal values for samples of a run, each from a stream of its own, so that it has the same ones in any batch.
+    Standard normal values for samples of a run, each from its own stream, so that a sample has the same values in any batch.
 
     Args:
         shape: of the values of one sample.
         samples: their numbers.
-        seed: that of the run.
-        purpose: what is drawn.
+        seed: the run's seed.
+        purpose: the purpose of the draw.
 
     Returns:
         A row for each sample, (B, ...), f32.
@@ -3253,7 +3253,7 @@ def ones(
 
     Args:
         shape: the sizes, as arguments or one sequence.
-        dtype: the dtype; f32 without it.
+        dtype: the dtype; default f32.
         device: the device.
 
     Raises:
@@ -3273,13 +3273,13 @@ def prepare_adapters(
     dtype: DType | str | None = None,
 ) -> AdapterFile:
     """
-    Take what `save_adapters` would write to the CPU, to write it while training goes on.
+    Copy what `save_adapters` would write to the CPU, to write it while training continues.
 
     Args:
         path: the file.
-        adapters: what `add_adapter` gave for each model.
-        format: whose names it carries: "kohya" (the default for SDXL), "diffusers" or "comfyui".
-        metadata: text entries for the file's header, added to those that tools look for.
+        adapters: the adapters of each model.
+        format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+        metadata: text entries for the file's header, in addition to those that tools look for.
         dtype: the dtype of the parameters, "f32", "f16" or "bf16".
 
     Raises:
@@ -3302,7 +3302,7 @@ def rand(
 
     Args:
         shape: the sizes, as arguments or one sequence.
-        dtype: a floating point dtype; f32 without it.
+        dtype: a floating point dtype; default f32.
         device: the device.
 
     Raises:
@@ -3338,7 +3338,7 @@ def randn(
 
     Args:
         shape: the sizes, as arguments or one sequence.
-        dtype: a floating point dtype; f32 without it.
+        dtype: a floating point dtype; default f32.
         device: the device.
 
     Raises:
@@ -3375,7 +3375,7 @@ def rms_norm_rope(
     eps: SupportsFloat | SupportsIndex = 1e-6,
 ) -> Tensor:
     """
-    `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one pass: the queries and keys of Flux and Qwen3.
+    `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one operation, for the queries and keys of Flux and Qwen3.
 
     Args:
         x: (..., S, D), D even.
@@ -3396,7 +3396,7 @@ def rms_norm_rope(
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """
-    Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features turned by angles.
+    Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features rotated by angles.
 
     Args:
         x: (..., S, D), D even.
@@ -3420,9 +3420,9 @@ def save_adapters(
 
     Args:
         path: the file.
-        adapters: what `add_adapter` gave for each model.
-        format: whose names it carries: "kohya" (the default for SDXL), "diffusers" or "comfyui".
-        metadata: text entries for the file's header, added to those that tools look for.
+        adapters: the adapters of each model.
+        format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+        metadata: text entries for the file's header, in addition to those that tools look for.
         dtype: the dtype of the parameters, "f32", "f16" or "bf16".
 
     Returns:
@@ -3473,7 +3473,7 @@ def save_file(
 
 def saved_bytes() -> int:
     """
-    Bytes that the live tape keeps for backward passes: saved activations and the inputs of checkpoints, each storage
+    Bytes that the live tape saves for backward passes: saved activations and the inputs of checkpoints, each storage
     counted once; parameters are not counted.
     """
 
@@ -3493,9 +3493,9 @@ def scaled_dot_product_attention(
         query: (..., S, D).
         key: (..., L, D).
         value: (..., L, Dv).
-        attn_mask: broadcastable to (..., S, L): u8, where 1 means "take part", or floating point, added to the scores.
-        is_causal: whether position i sees positions up to i only.
-        scale: factor of the scores, 1 / sqrt(D) without it.
+        attn_mask: broadcastable to (..., S, L): u8, 1 where a query attends to a key, or floating point, added to the scores.
+        is_causal: whether position i attends only to positions up to i.
+        scale: factor of the scores; default 1 / sqrt(D).
 
     Returns:
         (..., S, Dv).
@@ -3509,21 +3509,21 @@ def set_float32_matmul_precision(precision: str) -> None:
     Choose how products of f32 matrices are computed on CUDA devices, as torch's function of this name.
 
     Args:
-        precision: "highest" for f32, the default; "high" for TF32, whose factors have 10 bits behind the point: several times as
-            fast on tensor cores. Other dtypes and the CPU know no choice.
+        precision: "highest" for f32, the default; "high" for TF32, whose factors have a mantissa of 10 bits: several
+            times as fast on tensor cores. It affects neither other dtypes nor the CPU.
 
     Raises:
-        ArgumentError: if it is neither.
+        ArgumentError: if it is another value.
     """
 
 def set_grad_enabled(enabled: bool) -> bool:
     """
-    Switch recording on this thread; returns what it was.
+    Switch recording on this thread; returns the previous state.
     """
 
 def set_num_threads(n: SupportsIndex) -> None:
     """
-    Set the number of threads that CPU work is spread over. Results do not depend on it.
+    Set the number of threads of CPU work. Results do not depend on it.
 
     Raises:
         ArgumentError: if `n` is 0, or the system refuses.
@@ -3556,7 +3556,7 @@ def smooth_l1_loss(
 
 def snapshot(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
-    Copies of tensors on the CPU that no later change reaches: what is written while training goes on.
+    Copy tensors to the CPU, unaffected by later changes, to write them while training continues.
 
     Args:
         tensors: tensors or variables by name.
@@ -3570,7 +3570,7 @@ def snapshot(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
-    Tensors of one shape along a new dimension `dim`.
+    Stack tensors of one shape along a new dimension `dim`.
 
     Raises:
         ArgumentError: without tensors.
@@ -3581,12 +3581,12 @@ def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tens
 
 def stream_seed(seed: SupportsIndex, purpose: str, number: SupportsIndex) -> int:
     """
-    The seed of a stream of its own in a run of `seed`.
+    The seed of a separate stream in a run of `seed`.
 
     Args:
         seed: that of the run, 0 to 2**64 - 1.
-        purpose: what is drawn.
-        number: which one, 0 to 2**64 - 1; of a sample, a batch, ...
+        purpose: the purpose of the draw.
+        number: the number of the sample, batch, ..., 0 to 2**64 - 1.
 
     Raises:
         ArgumentError: if there is no such purpose.
@@ -3613,7 +3613,7 @@ def tensor(data: Any, dtype: DType | str | None = None, device: str = "cpu") -> 
 
     Args:
         data: a number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or `__array__`.
-        dtype: the dtype; without it, an array keeps its own, Python floats become f32, integers i64, bools u8.
+        dtype: the dtype; by default an array keeps its own, Python floats become f32, integers i64, bools u8.
             Narrower integers of arrays become i64 (u16: u32).
         device: the device.
 
@@ -3636,7 +3636,7 @@ def upsample_nearest2d(
     Args:
         input: (B, C, H, W).
         size: of the result, one number or (height, width).
-        scale_factor: instead of the size, how many times larger the result is.
+        scale_factor: the ratio of sizes, instead of `size`.
         channels_last: whether input and result are (B, H, W, C), which saves copies.
 
     Returns:
@@ -3644,7 +3644,7 @@ def upsample_nearest2d(
 
     Raises:
         ArgumentError: unless exactly one of `size` and `scale_factor` is given.
-        ShapeError: if the input has not four dimensions or no pixels.
+        ShapeError: if the input does not have four dimensions, or has no pixels.
         DTypeError: if the input is not floating point.
     """
 
@@ -3659,10 +3659,10 @@ def verify_adapter(
     Args:
         path: the file.
         model: "sdxl".
-        weights: the model's files, for one of other sizes than the published; they are not read beyond their headers.
+        weights: the model's files, if its sizes differ from the published ones; only their headers are read.
 
     Raises:
-        MissingFileError, WeightsFormatError: if there is no such file, or it is no safetensors file.
+        MissingFileError, WeightsFormatError: if there is no such file, or it is not a safetensors file.
         ConfigError: if the model is not known.
     """
 
@@ -3688,7 +3688,7 @@ def zeros(
 
     Args:
         shape: the sizes, as arguments or one sequence.
-        dtype: the dtype; f32 without it.
+        dtype: the dtype; default f32.
         device: the device.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Switching the recording of operations on and off."""
+"""Turn the recording of operations on and off."""
 
 from contextlib import ContextDecorator
 from types import TracebackType
@@ -9,7 +9,7 @@ __all__ = ["enable_grad", "no_grad"]
 
 
 class _GradMode(ContextDecorator):
-    """Sets the mode on entering and the earlier one again on leaving; may be nested and reused."""
+    """Sets the mode on entry and restores the previous one on exit; may be nested and reused."""
 
     _enabled: bool
 
@@ -17,7 +17,7 @@ class _GradMode(ContextDecorator):
         self._earlier: list[bool] = []
 
     def _recreate_cm(self) -> "_GradMode":
-        """Give each call of a decorated function an instance of its own."""
+        """Give each call of a decorated function its own instance."""
         return type(self)()
 
     def __enter__(self) -> None:
@@ -33,7 +33,7 @@ class _GradMode(ContextDecorator):
 
 
 class no_grad(_GradMode):  # noqa: N801 - torch's name
-    """Operations of this thread are not recorded: nothing is kept for a backward pass.
+    """Do not record operations of this thread: nothing is saved for a backward pass.
 
     A context manager and a decorator:
 
@@ -48,6 +48,6 @@ class no_grad(_GradMode):  # noqa: N801 - torch's name
 
 
 class enable_grad(_GradMode):  # noqa: N801 - torch's name
-    """Operations of this thread are recorded, also inside `no_grad`."""
+    """Record operations of this thread, also inside `no_grad`."""
 
     _enabled = True

@@ -1,4 +1,4 @@
-"""What this installation is and what it runs on."""
+"""Facts about this installation and its machine."""
 
 import platform
 from typing import Any

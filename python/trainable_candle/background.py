@@ -1,4 +1,4 @@
-"""Work beside the main thread whose errors are not lost."""
+"""Background work that reports its errors to the main thread."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 class BackgroundWriter:
-    """Does jobs one after the other in a thread of its own.
+    """Runs jobs one after the other in its own thread.
 
-    After a job that fails no later one is done; the error is raised by the next `submit`, `check`
-    or `wait`, and with it the failure is over. The thread ends when there is nothing to do, and the
-    interpreter waits for it before it exits.
+    After a failed job, later ones are dropped. The next `submit`, `check` or `wait` raises the
+    error and ends the failure. The thread ends when the queue is empty, and the interpreter does
+    not exit before.
 
     Args:
         name: of the thread.
-        most: jobs that may wait for their turn, at least 1; with so many, `submit` waits.
+        most: the length of the queue, at least 1; `submit` waits while it is full.
     """
 
     def __init__(self, name: str, most: int = 8) -> None:
@@ -31,10 +31,10 @@ class BackgroundWriter:
         self._changed = threading.Condition()
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Do `job` after those that were submitted before.
+        """Run `job` after the jobs that were submitted before.
 
         Raises:
-            BaseException: what an earlier job raised; `job` will not be done.
+            BaseException: the error of an earlier job; `job` does not run.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or len(self._jobs) < self._most)
@@ -42,16 +42,16 @@ class BackgroundWriter:
             self._jobs.append(job)
             if not self._is_working:
                 self._is_working = True
-                # Not a daemon: a file that is half-written is finished before the process ends.
+                # Not a daemon thread, so that the process does not end with a half-written file.
                 threading.Thread(target=self._work, name=self._name).start()
 
     def check(self) -> None:
-        """Raise what a job has raised, without waiting for the others."""
+        """Raise the error of a failed job, without waiting for the others."""
         with self._changed:
             self._raise_error()
 
     def wait(self) -> None:
-        """Wait until all jobs are done, and raise what one of them has raised."""
+        """Wait until all jobs are done, and raise the error of one that failed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_working)
             self._raise_error()
@@ -77,5 +77,5 @@ class BackgroundWriter:
                     self._error = error
                     self._jobs.clear()
                     self._changed.notify_all()
-            # What the job holds goes before the next one begins.
+            # Release the job's memory before the next one begins.
             del job

@@ -45,21 +45,21 @@ def synchronize(device: str = "cuda") -> None:
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
         DeviceError: If `device` is not a CUDA device, or a kernel failed.
-        IndexOutOfRangeError: If an operation met an id out of range: those on a GPU are checked
-            when a value is read or the device is waited for.
+        IndexOutOfRangeError: If an operation met an id out of range: ids on a GPU are checked when
+            a value is read or the device is synchronized.
     """
     _core.cuda_synchronize(device)
 
 
 def memory_stats(device: str = "cuda") -> dict[str, int]:
-    """Return what `device` holds and has done.
+    """Return the memory statistics of `device`.
 
     Returns:
         In bytes: `allocated` and `peak_allocated` (tensors and workspaces), `reserved` and
-        `peak_reserved` (allocated, kept for later, or used by captured functions), `graphs` (the
-        last of these), `free` and `total` (of the whole device, for any process). Counts:
-        `allocations`, `growths` (memory was taken from the device), `retries` (memory ran out,
-        and what was kept for later was given back).
+        `peak_reserved` (allocated, cached, or used by captured functions), `graphs` (the last of
+        these), `free` and `total` (of the whole device, for any process). Counts: `allocations`,
+        `growths` (memory was mapped from the device), `retries` (memory ran out, and cached memory
+        was released).
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
@@ -81,7 +81,7 @@ def memory_stats(device: str = "cuda") -> dict[str, int]:
 
 
 def empty_cache(device: str = "cuda") -> int:
-    """Give memory back that `device` keeps for later, for other processes; return how many bytes.
+    """Release the cached memory of `device` to other processes; return its bytes.
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
@@ -91,7 +91,7 @@ def empty_cache(device: str = "cuda") -> int:
 
 
 def reset_peak_memory_stats(device: str = "cuda") -> None:
-    """Start counting peak memory anew, from what is held now.
+    """Reset the peaks to the memory in use now.
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
@@ -102,22 +102,22 @@ def reset_peak_memory_stats(device: str = "cuda") -> None:
 
 @dataclass(frozen=True)
 class KernelTime:
-    """How long a GPU took for the launches of one kernel."""
+    """The time of a GPU for the launches of one kernel."""
 
     name: str
-    """The kernel's name; of a matrix product its sizes."""
+    """The kernel's name; for a matrix product its sizes."""
     count: int
-    """How many launches."""
+    """The number of launches."""
     milliseconds: float
-    """Of all of them together."""
+    """The time of all launches."""
 
 
 @dataclass
 class Profile:
-    """Where the time of a GPU went."""
+    """The time of a GPU by kernel."""
 
     kernels: list[KernelTime] = field(default_factory=list)
-    """The longest first; empty until the profile has ended."""
+    """The slowest first; empty until the profile ends."""
 
     @property
     def milliseconds(self) -> float:
@@ -130,7 +130,7 @@ class Profile:
         return sum(kernel.count for kernel in self.kernels)
 
     def __str__(self) -> str:
-        """A table."""
+        """Format a table."""
         whole = self.milliseconds
         divisor = whole or 1.0
         lines = [f"{whole:10.3f} ms  {self.launches:6} launches"]
@@ -145,8 +145,8 @@ class Profile:
 def profile(device: str = "cuda") -> Iterator[Profile]:
     """Measure how long the GPU takes for each kernel that is launched in this context.
 
-    The GPU is held back while launches are queued, so that waiting for the host counts for none of
-    them; copies and launches of captured functions are left out::
+    The GPU pauses while launches are queued, so that the times do not include waiting for the host.
+    Copies and launches of captured functions are not measured::
 
         with tc.cuda.profile() as profile:
             step()
@@ -155,7 +155,7 @@ def profile(device: str = "cuda") -> Iterator[Profile]:
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
         DeviceError: If `device` is not a CUDA device, or a kernel failed.
-        ArgumentError: If a profile is being made.
+        ArgumentError: If another profile is active.
     """
     _core.cuda_start_profile(device)
     found = Profile()
@@ -197,31 +197,31 @@ class Captured:
 
 
 def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Captured:
-    """Make a CUDA graph of `function`: all the work that it queues, launched at once.
+    """Make a CUDA graph of `function`, which launches all its work at once.
 
-    The first call runs the function as it is, the second records it and runs the record, later
-    ones copy their inputs in and run the record. (If the function makes gradients of variables
-    that are not an adapter's, the second is as the first, and the third records.) All calls count,
-    and their random numbers, gradients and parameters are those of calls without a graph. A
-    training step is one function: forward, backward, `step`, `zero_grad`.
+    The first call runs the function, the second records it and replays the record, later ones copy
+    their inputs and replay the record. (If the function makes gradients of variables outside an
+    adapter, the second call runs it too, and the third records.) Every call counts, with the same
+    random numbers, gradients and parameters as calls without a graph. A training step can be one
+    function: forward, backward, `step`, `zero_grad`.
 
-    What the function decides on the CPU (shapes, branches, Python numbers) is decided once. It
+    Decisions of the function on the CPU (shapes, branches, Python numbers) are recorded once. It
     cannot read values (`item`, `numpy`, `print`); return tensors and read them after the call. A
-    value that it copies from the CPU must be the same in each call: it counts as a constant if it
-    was the same in the call before, and replays do not see it change later. What changes is an
-    input, or a `Var` that is set between calls. It cannot keep tensors that it makes; they would
-    change with every replay. While it is recorded no other thread may use CUDA.
+    value that it copies from the CPU must be the same in each call: it counts as a constant if
+    the previous call copied the same, and replays do not see later changes. Pass values that change
+    as inputs, or set a `Var` between calls. It cannot keep tensors that it makes; they would change
+    with every replay. No other thread may use CUDA during the recording.
 
-    Between calls anything may be done to the optimizer and what goes with it: learning rates,
-    schedules, loaded states and `EMA` are followed. Where a record cannot follow (variables that
-    have stepped apart, a gradient that is missing now), the next call is a first one and the one
-    after it records anew. Within the function such changes are refused, but for `step`, `update`
-    of an `EMA` (once) and of a `GradScaler`, and `zero_grad`, which every replay repeats.
+    You may change the optimizer and its helpers between calls: replays follow learning rates,
+    schedules, loaded states and `EMA`. If a record cannot follow (variables that have stepped
+    apart, a gradient that is missing now), the next call runs the function and the one after it
+    records again. Inside the function such changes raise, except `step`, `update` of an `EMA`
+    (once) and of a `GradScaler`, and `zero_grad`, which every replay repeats.
 
     Args:
         function: Takes tensors on the device; returns a tensor, None, or tuples, lists and dicts
             of them. It owns the variables that it uses: they are not inputs.
-        static_inputs: Tensors of the shapes and dtypes of every call's inputs, which may come
+        static_inputs: Tensors with the shapes and dtypes of every call's inputs, which may come
             from the CPU as well. They are copied.
 
     Raises:
@@ -247,7 +247,7 @@ def _checked(function: object, static_inputs: object) -> list[Tensor]:
 
 
 class _Leaf:
-    """Stands for a tensor in what a function returned."""
+    """Marks a tensor in a function's result."""
 
 
 def _flatten(value: Any, tensors: list[Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""What a run draws: each from a stream of its own, by the run's seed, a purpose and a number.
+"""Random numbers of a run: streams keyed by the run's seed, a purpose and a number.
 
 The purposes are listed in `rust/core/src/rng/purpose.rs`. Nothing depends on what was drawn before,
 on how samples are put into batches, or on which process draws.
@@ -26,7 +26,7 @@ def generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
 
 
 def drawn(seed: int, purpose: str, number: int, function: Callable[[], T]) -> T:
-    """What a function returns whose draws from tc's generator come from such a stream instead."""
+    """Call a function whose draws from tc's generator come from such a stream instead."""
     result: T = draw_from(stream_seed(seed, purpose, number), function)
     return result
 

@@ -43,7 +43,7 @@ class DeviceError(Error, ValueError):
 
 
 class CudaUnavailableError(Error, RuntimeError):
-    """CUDA was asked for and cannot be used; the message says why."""
+    """CUDA is required and cannot be used; the message says why."""
 
 
 class IndexOutOfRangeError(Error, IndexError):
@@ -55,19 +55,19 @@ class ArgumentError(Error, ValueError):
 
 
 class NoBackwardError(Error, RuntimeError):
-    """An operation without a derivative met an input that needs a gradient."""
+    """An operation without a derivative has an input that needs a gradient."""
 
 
 class AutogradError(Error, RuntimeError):
-    """The graph cannot be walked: freed, changed in place, not connected."""
+    """The graph cannot be differentiated: freed, changed in place, not connected."""
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """There is less memory than asked for."""
+    """Memory ran out."""
 
 
 class NonFiniteError(Error, ArithmeticError):
-    """There is a NaN or an infinity where none may be."""
+    """A value is NaN or infinite where it must be finite."""
 
 
 class WeightsFormatError(Error, ValueError):
@@ -83,7 +83,7 @@ class ConfigError(Error, ValueError):
 
 
 class FileError(Error, OSError):
-    """The file system said no; `errno`, `strerror` and `filename` are set as for `OSError`."""
+    """The file system reported an error; has `OSError`'s `errno`, `strerror` and `filename`."""
 
     def __str__(self) -> str:
         """The file, then the reason, without the error's number."""
@@ -101,7 +101,7 @@ class InternalError(Error, RuntimeError):
 
 
 class ReplayComplete(BaseException):
-    """Leaves a checkpointed function when all that is needed of it has been recomputed.
+    """Leaves a checkpointed function when all needed values have been recomputed.
 
     Never reaches the caller of `backward`. Not an `Exception`, so that functions that catch those
     let it pass.

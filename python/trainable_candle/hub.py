@@ -23,14 +23,14 @@ _HALF: Final = (
 def download(name: str, subfolders: list[str], half: bool = False) -> str:
     """The local folder of a model on the hub, fetched if it is not in the client's cache.
 
-    Only what is needed is fetched: the configuration and the safetensors weights of one
-    variant. Without a connection, the cache is what there is.
+    Fetches only the configuration and the safetensors weights of one variant. Without a connection,
+    uses the cache.
 
     Args:
         name: "organisation/name".
         subfolders: the model's possible folders in the repository, the likeliest first; ""
             is the repository itself.
-        half: prefer the half-precision files (`*.fp16.safetensors`) where both are there.
+        half: prefer the half-precision files (`*.fp16.safetensors`) where both exist.
 
     Returns:
         The folder that holds the model's `config.json`.
@@ -57,11 +57,11 @@ def download(name: str, subfolders: list[str], half: bool = False) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text is "organisation/name" on the hub, and no path."""
+    """Whether a text is "organisation/name" on the hub, not a path."""
     organisation, slash, name = text.partition("/")
     path = Path(text)
     named = bool(slash) and all(map(_WORD.fullmatch, (organisation, name)))
-    # A folder whose parent is there, and a file, were meant as paths.
+    # A file, or a folder whose parent exists, was meant as a path.
     return named and path.suffix != ".safetensors" and not (path.exists() or path.parent.is_dir())
 
 

@@ -1,4 +1,4 @@
-"""What the tape holds and what the machine has, in bytes."""
+"""Memory of the tape and of the machine, in bytes."""
 
 from trainable_candle._core import available_bytes, saved_bytes
 

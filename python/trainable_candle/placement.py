@@ -1,4 +1,4 @@
-"""Which device and precision a command uses where the user leaves that open."""
+"""The device and the precision of a command where the user leaves them open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a command computes, and in which dtype."""
+    """The device and the dtype of a command."""
 
     device: str
     """`cpu`, `cuda` or `cuda:N`."""
@@ -28,7 +28,7 @@ class Placement:
 
 
 def choose(device: str, precision: str) -> Placement:
-    """The device and the precision that names and `auto` stand for.
+    """Resolve names and `auto` to a device and a precision.
 
     `auto` takes the first GPU if CUDA can be used, else the CPU. It computes in bf16 on a GPU,
     which every supported GPU has, and in f32 on the CPU. A named device is not checked here.

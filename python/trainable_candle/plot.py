@@ -1,8 +1,10 @@
-"""Pictures of results: loss curves and grids of samples, as PNG files."""
+"""Images of results: loss curves and grids of samples, as PNG files."""
 
 from __future__ import annotations
 
 import io
+import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +18,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy.typing as npt
+
+
+def prepare() -> None:
+    """Import what `loss_curve` needs in the background, if it is installed.
+
+    The import takes half a second, which a run that trains in the meantime does not wait for.
+    """
+
+    def load() -> None:
+        # `loss_curve` says what is missing, when it is called.
+        with suppress(ImportError):
+            import matplotlib.backends.backend_agg  # noqa: PLC0415 - optional, and slow to import
+            import matplotlib.figure  # noqa: F401, PLC0415
+
+    threading.Thread(target=load, name="plot").start()
 
 
 def loss_curve(
@@ -33,7 +50,7 @@ def loss_curve(
         steps: the steps that the losses belong to, ascending.
         losses: as many.
         validation: steps and validation losses, ascending.
-        title: stands above the curve.
+        title: above the curve.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message says how to install it.
@@ -81,13 +98,13 @@ def running_mean(values: Sequence[float]) -> npt.NDArray[np.float64]:
 def image_grid(
     pictures: npt.NDArray[np.uint8], *, columns: int | None = None, scale: int = 1, gap: int = 1
 ) -> Image.Image:
-    """Pictures side by side, row by row.
+    """Images side by side, row by row.
 
     Args:
         pictures: shape (n, height, width) for grey or (n, height, width, 3) for RGB; n at least 1.
-        columns: pictures in a row; by default the grid is about square.
+        columns: images in a row; by default the grid is about square.
         scale: pixels drawn for each pixel, in both directions.
-        gap: pixels between pictures, before scaling.
+        gap: pixels between images, before scaling.
 
     Raises:
         ArgumentError: the shape is another, or a number is out of its range.
@@ -95,7 +112,7 @@ def image_grid(
     count = len(pictures)
     if pictures.ndim not in {3, 4} or count == 0 or pictures.shape[3:] not in {(), (3,)}:
         raise ArgumentError(
-            f"image_grid: the pictures have shape {pictures.shape}, "
+            f"image_grid: the images have shape {pictures.shape}, "
             "expected (n, height, width) or (n, height, width, 3) with n at least 1"
         )
     columns = min(count, columns if columns is not None else int(np.ceil(np.sqrt(count))))
@@ -116,12 +133,12 @@ def image_grid(
 
 
 def visible_scale(pictures: npt.NDArray[np.uint8]) -> int:
-    """How often to enlarge pictures, at least 1, so that a grid of them can be seen."""
+    """The factor, at least 1, that enlarges a grid of images to a visible size."""
     return max(1, 64 // int(pictures.shape[1]))
 
 
 def save_png(image: Image.Image, path: Path) -> None:
-    """Write a picture as PNG.
+    """Write an image as PNG.
 
     Raises:
         OSError: the file cannot be written.

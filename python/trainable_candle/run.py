@@ -171,6 +171,7 @@ def _train(
             report(f"resume: {line}")
     write_atomically(output / CONFIG, config.with_(resume=None).to_yaml())
     adapters.set_training(True)
+    plot.prepare()
     completed = trainer.train()
     session.finish()
     if completed:

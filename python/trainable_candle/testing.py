@@ -1,4 +1,4 @@
-"""Comparing tensors in tests."""
+"""Compare tensors in tests."""
 
 from typing import Any
 
@@ -33,8 +33,8 @@ def assert_close(
     Args:
         actual: The tensor.
         expected: A tensor of the same dtype, or an array or nested lists.
-        rtol: Relative tolerance; that of the tensor's dtype in `TOLERANCES` without it.
-        atol: Absolute tolerance; that of the tensor's dtype in `TOLERANCES` without it.
+        rtol: Relative tolerance; default: that of the tensor's dtype in `TOLERANCES`.
+        atol: Absolute tolerance; default: that of the tensor's dtype in `TOLERANCES`.
 
     Raises:
         AssertionError: If they differ; names shapes and the largest difference.

@@ -100,8 +100,11 @@ def test_no_command_shows_the_commands() -> None:
         ("train --config none.yaml", "none.yaml: there is no such configuration file"),
         ("sample --model digits", "missing --prompt, --output"),
         ("sample --model digits --prompt 1 --output a.jpg", "expected the name of a .png file"),
-        ("sample --scale 0", "argument --scale: 0 is no number other than 0"),
-        ("sample --scale nan", "argument --scale: nan is no number"),
+        ("sample --scale 0", "argument --scale: expected a finite number other than 0, found 0"),
+        (
+            "sample --scale nan",
+            "argument --scale: expected a finite number other than 0, found nan",
+        ),
         (
             "sample --model sdxl --prompt x --output a.png --scale 0.5",
             "--scale has no effect without --adapter",
@@ -122,7 +125,7 @@ def test_no_command_shows_the_commands() -> None:
         ("train --model digits --dataset . --output o --sample-prompts \udcff", "text in UTF-8"),
         ("merge --model digits --adapter a", "missing --output"),
         ("info --x", "unknown flag `--x`"),
-        ("demo --seed -1", "argument --seed: -1 is no whole number of at least 0"),
+        ("demo --seed -1", "argument --seed: expected a whole number from 0, found -1"),
     ],
 )
 def test_mistakes_are_one_line(arguments: str, message: str, tmp_path: Path) -> None:

@@ -340,14 +340,14 @@ def test_what_is_no_dataset_is_refused(
     out = tmp_path / "out"
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(run(*flags(out, dataset=empty)), "holds no pictures")
+    refused(run(*flags(out, dataset=empty)), "holds no images")
     refused(run(*flags(out, dataset=tmp_path / "none")), "there is no folder")
 
     broken = tmp_path / "broken"
     shutil.copytree(sdxl_folder, broken)
     (broken / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n and then nothing")
     (broken / "bad.txt").write_text("bad")
-    refused(run(*flags(out, dataset=broken)), "1 of 9 pictures", "bad.png: cannot be decoded")
+    refused(run(*flags(out, dataset=broken)), "1 of 9 images", "bad.png: cannot be decoded")
     result = done(*flags(out, 1, dataset=broken, skip_bad=True))
     assert "bad.png" in result.stdout
 

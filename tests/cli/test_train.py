@@ -160,7 +160,7 @@ def test_weights_and_pictures_that_do_not_suit_are_refused(
     (large / "b.txt").write_text("one or two")
     refused(
         run(*training(digits_base, large, out, 2)),
-        "2 of 2 pictures",
+        "2 of 2 images",
         "a.png: is 9x8 pixels, expected 8x8",
         "b.txt: 'one or two' names the digits 1, 2, expected one",
     )
@@ -193,7 +193,7 @@ def test_sample_draws_a_grid(digits_base: Path, trained: Path, tmp_path: Path) -
     common += ["--steps", 4, "--columns", 3]
     result = sample(*common, "--output", tmp_path / "base.png")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith(f"6 pictures: {tmp_path / 'base.png'}\n")
+    assert result.stdout.endswith(f"6 images: {tmp_path / 'base.png'}\n")
     assert result.stdout.startswith("device: ")
     assert pixels(tmp_path / "base.png").shape == (8 * (2 * 8 + 1), 8 * (3 * 8 + 2), 3)
     sample(*common, "--output", tmp_path / "again.png")

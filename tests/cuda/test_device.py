@@ -103,6 +103,23 @@ def test_full_memory_is_an_error_that_says_so(cuda: Any) -> None:
         assert "2.00" in message  # what the GPU has
 
 
+def test_a_gradient_without_memory_for_its_copy_is_an_error(cuda: Any) -> None:
+    # The gradient lies in the optimizer's flat buffer; reading it copies it.
+    cuda.run("""
+        import pytest
+        var = tc.Var(tc.zeros((256, 1024, 1024), device="cuda"))
+        optimizer = tc.optim.SGD([var], lr=0.1)
+        (var * 2).sum().backward()
+        held = []
+        with pytest.raises(tc.OutOfMemoryError):
+            while True:
+                assert var.grad is not None
+                held.append(tc.zeros((128, 1024, 1024), device="cuda"))
+        del held
+        assert var.grad is not None
+    """, settings={"MEMORY": str(6 * GIB)})  # fmt: skip
+
+
 def test_memory_does_not_grow_with_use(cuda: Any) -> None:
     run = cuda.run("""
         x = tc.zeros((512, 512), device="cuda")

@@ -1,5 +1,9 @@
 """What only a GPU shows: `pytest -m gpu tests/cuda` on a machine that has one."""
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -50,3 +54,46 @@ def test_full_memory_leaves_the_process_usable() -> None:
     assert part.sum().item() == 1 << 20
     del part
     assert tc.cuda.memory_stats()["allocated"] == before
+
+
+@pytest.mark.parametrize("read", [tc.Tensor.item, float, bool, tc.Tensor.tolist, tc.Tensor.numpy])
+def test_other_threads_run_while_values_are_awaited(read: Callable[[tc.Tensor], Any]) -> None:
+    count, stop = 0, threading.Event()
+
+    def work() -> None:
+        nonlocal count
+        while not stop.is_set():
+            count += 1
+
+    x = tc.full((4096, 4096), 1 / 4096, dtype="bf16", device="cuda")
+    thread = threading.Thread(target=work)
+    for _ in range(3):
+        y = x
+        for _ in range(2000):
+            y = y @ x
+        total = y.to("f32").sum()
+    thread.start()
+    before = count
+    read(total)
+    during = count - before
+    stop.set()
+    thread.join()
+    # Thousands, or those of one switch if the GIL is held for the half a second.
+    assert during > 1000
+
+
+def test_a_scaled_loss_keeps_its_scale() -> None:
+    # `update` writes the scale in place; the graph of the loss has saved it.
+    x = tc.Var(np.array([3.0]), device="cuda")
+    other = tc.Var([1.0], device="cuda")
+    optimizer = tc.optim.SGD([other], lr=0.1)
+    scaler = tc.optim.GradScaler(init_scale=8.0, growth_interval=1)
+    (other * 1).sum().backward()
+    scaled = scaler.scale((x * x).sum())
+    scaled.backward(retain_graph=True)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 16.0
+    x.zero_grad()
+    scaled.backward()
+    assert x.grad.tolist() == [48.0]

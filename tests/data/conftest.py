@@ -1,4 +1,4 @@
-"""Folders of pictures made for a test."""
+"""Folders of images made for a test."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ MakePictures = Callable[..., list[Path]]
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> MakePictures:
-    """Writes pictures of noise with captions into a folder below `tmp_path`."""
+    """Writes images of noise with captions into a folder below `tmp_path`."""
 
     def make(folder: str, *sizes: tuple[int, int], suffix: str = ".png", **save: Any) -> list[Path]:
         place = tmp_path / folder
@@ -24,7 +24,7 @@ def pictures(tmp_path: Path) -> MakePictures:
             path = place / f"{number:02d}{suffix}"
             pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(path, **save)
-            path.with_suffix(".txt").write_text(f"picture {number}, tag a, tag b, tag c")
+            path.with_suffix(".txt").write_text(f"image {number}, tag a, tag b, tag c")
             paths.append(path)
         return paths
 

@@ -1,4 +1,4 @@
-"""Buckets: sizes, which picture goes where, and what SDXL is told about it."""
+"""Buckets: sizes, which image goes where, and what SDXL is told about it."""
 
 import itertools
 from pathlib import Path

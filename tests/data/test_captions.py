@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainable_candle.data import CaptionMaker, CaptionOptions
-from trainable_candle.data.captions import read_metadata
+from trainable_candle.data.captions import read_caption, read_metadata
 from trainable_candle.errors import DatasetError
 
 TAGS = "1girl, solo, red hair, smile, outdoors"
@@ -109,3 +109,12 @@ def test_a_wrong_line_of_metadata_is_named(tmp_path: Path, line: str, complaint:
     (tmp_path / "metadata.jsonl").write_text(f'{{"file_name": "0.png", "text": ""}}\n{line}\n')
     with pytest.raises(DatasetError, match=complaint):
         read_metadata(tmp_path)
+
+
+def test_captions_may_end_in_caption(tmp_path: Path) -> None:
+    picture = tmp_path / "a.b.png"
+    assert read_caption(picture) is None
+    (tmp_path / "a.b.caption").write_text("\ufeffa cat \n", encoding="utf-8")
+    assert read_caption(picture) == "a cat"
+    (tmp_path / "a.b.txt").write_text("a dog", encoding="utf-8")
+    assert read_caption(picture) == "a dog"

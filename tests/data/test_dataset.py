@@ -107,7 +107,7 @@ def test_repeats_and_regularisation(pictures: MakePictures, tmp_path: Path) -> N
     batches = data.batches(1)
     drawn = [batches.batch(index) for index in range(batches.first_batch(36))]
     count = Counter(data.items[batch.views[0].item].picture.path.parent.name for batch in drawn)
-    # In a pass 3 pictures twice, 4 a quarter of a time, and as many of the class: 6 + 1 + 7.
+    # In an epoch 3 images twice, 4 a quarter of a time, and as many of the class: 6 + 1 + 7.
     assert count == {"own": 6 * 36, "rare": 36, "class": 7 * 36}
     for batch in drawn:
         folder = data.items[batch.views[0].item].picture.path.parent.name
@@ -117,26 +117,26 @@ def test_repeats_and_regularisation(pictures: MakePictures, tmp_path: Path) -> N
 
 def test_only_regularisation_is_refused(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", (64, 64))
-    with pytest.raises(ConfigError, match="there are only regularisation pictures"):
+    with pytest.raises(ConfigError, match="there are only regularisation images"):
         load({"path": tmp_path / "a", "regularization": True})
 
 
 def test_bad_pictures_stop_or_are_left_out(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", (64, 64), (64, 64), (15, 90))
-    (tmp_path / "a" / "00.png").write_bytes(b"no picture")
+    (tmp_path / "a" / "00.png").write_bytes(b"no image")
     (tmp_path / "a" / "phone.heic").write_bytes(b"of a kind that Pillow does not read")
-    with pytest.raises(DatasetError, match=r"1 of 3 pictures .*--skip-bad.*\n  .*00\.png: cannot"):
+    with pytest.raises(DatasetError, match=r"1 of 3 images .*--skip-bad.*\n  .*00\.png: cannot"):
         load(tmp_path / "a")
     data = load(tmp_path / "a", skip_bad=True)
     assert [item.picture.path.name for item in data.items] == ["01.png"]
     lines = data.summary().splitlines()
-    assert lines[0] == "dataset: 1 picture, 1 in a pass"
+    assert lines[0] == "dataset: 1 image, 1 per epoch"
     assert lines[2:4] == [
-        "  bucket  pictures  in a pass  cut off at most",
-        "   64x64         1          1              0 %",
+        "  bucket  images  per epoch  cut off at most",
+        "   64x64       1          1              0 %",
     ]
-    assert lines[4].startswith("left out: 1 picture smaller than the smallest bucket, 16 px")
-    assert any(line.startswith("left out: 1 picture that cannot be used") for line in lines)
+    assert lines[4].startswith("left out: 1 image smaller than the smallest bucket, 16 px")
+    assert any(line.startswith("left out: 1 image that cannot be used") for line in lines)
     assert any("00.png: cannot be decoded" in line for line in lines)
     assert f"not read in {tmp_path / 'a'}: 1 .heic" in lines
 
@@ -148,8 +148,8 @@ def test_nothing_left_is_an_error(pictures: MakePictures, tmp_path: Path) -> Non
         load(tmp_path / "a", skip_bad=True)
     message = str(caught.value)
     assert "nothing to train on in" in message
-    assert "1 picture smaller than the smallest bucket, 16 px a side (--upscale" in message
-    assert "1 picture that cannot be used" in message
+    assert "1 image smaller than the smallest bucket, 16 px a side (--upscale" in message
+    assert "1 image that cannot be used" in message
     assert "00.png: 15x15" in message
     assert "01.png: cannot be decoded" in message
     assert len(load(tmp_path / "a", skip_bad=True, upscale=True)) == 1
@@ -161,7 +161,7 @@ def test_fixed_batches_hold_every_picture_once(pictures: MakePictures, tmp_path:
     batches = data.fixed_batches(2)
     assert sorted(view.item for batch in batches for view in batch.views) == list(range(len(MIXED)))
     assert {view for batch in batches for view in batch.views} <= set(data.views())
-    assert all(caption.startswith("sks, picture") for b in batches for caption in b.captions)
+    assert all(caption.startswith("sks, image") for b in batches for caption in b.captions)
 
 
 def test_masks_from_files_follow_the_cut(pictures: MakePictures, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_masks_from_files_follow_the_cut(pictures: MakePictures, tmp_path: Path)
     Image.fromarray(half[::2, ::2]).save(tmp_path / "a" / "masks" / "01.webp", lossless=True)
     data = load(tmp_path / "a", mask="file", flip=True, bucketing=False)
     assert [item.picture.path for item in data.items] == [first, second, third]
-    assert "3 pictures, 2 with masks" in data.summary()
+    assert "3 images, 2 with masks" in data.summary()
     for batch in map(data.batches(1).batch, range(12)):
         masks = data.masks(batch)
         assert masks is not None

@@ -1,4 +1,4 @@
-"""What a cache is after pictures vanish and disks fill up: whole entries, and a clear error."""
+"""What a cache is after images vanish and disks fill up: whole entries, and a clear error."""
 
 import resource
 import shutil
@@ -32,7 +32,7 @@ def load(folder: Path) -> Dataset:
 
 
 def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
-    """128 KiB for each picture of 64x64 px, and what identifies it."""
+    """128 KiB for each image of 64x64 px, and what identifies it."""
     large = np.repeat(pixels.reshape(len(pixels), 1, -1).astype(np.float32), 3, 1)[:, :, :10922]
     return {"x": tc.tensor(np.ascontiguousarray(large))}
 
@@ -70,7 +70,7 @@ def test_a_vanished_picture_ends_the_encoding(pictures: MakePictures, tmp_path: 
     data = load(tmp_path / "a")
     hidden = paths[25].rename(tmp_path / "hidden.png")
     cache = LatentCache(data, encode, DISK, {}, folder=tmp_path / "c")
-    with pytest.raises(DatasetError, match=r"25\.png: has vanished; leave the pictures alone"):
+    with pytest.raises(DatasetError, match=r"25\.png: has vanished; leave the images alone"):
         cache.fill()
     hidden.rename(paths[25])
     expect_whole(tmp_path / "c", data, 25)

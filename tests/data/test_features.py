@@ -118,7 +118,7 @@ def test_other_settings_are_other_entries(
     cached(load(tmp_path / "a"), tmp_path / "c")[0].fill()
     options = {"resolution": 64, "bucket_step": 16, **settings}
     data = load_dataset(DatasetOptions(parse_sources(tmp_path / "a"), **options))
-    # Of random cuts, only those of the wide picture are new.
+    # Of random cuts, only those of the wide image are new.
     expected = len(data.views()) - 3 if made is None else made
     assert expected > 0
     assert cached(data, tmp_path / "c", identity=identity)[0].fill().made == expected
@@ -134,7 +134,7 @@ def test_an_edited_picture_is_encoded_again(pictures: MakePictures, tmp_path: Pa
     data = load(tmp_path / "a")
     cache, _ = cached(data, tmp_path / "c")
     assert str(cache.fill()) == "3 found, 1 made, 1 outdated removed"
-    red = next(b for b in data.fixed_batches(1) if b.captions[0].startswith("picture 1"))
+    red = next(b for b in data.fixed_batches(1) if b.captions[0].startswith("image 1"))
     assert (cache.batch(red)["mean"].numpy()[..., 0] == 255).all()
     assert len(list((tmp_path / "c").rglob("*.safetensors"))) == 4
 
@@ -163,7 +163,7 @@ def test_damaged_entries_are_made_again(pictures: MakePictures, tmp_path: Path) 
 def test_any_changed_byte_of_an_entry_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "entry"
     tensors = {"mean": tc.randn((1, 2, 3)), "half": tc.ones((1, 2), dtype="bf16")}
-    whole = packed(tensors, {"source": "a picture.png", "key": "1" * 32})
+    whole = packed(tensors, {"source": "an image.png", "key": "1" * 32})
 
     def noticed(content: bytes) -> bool:
         path.write_bytes(content)
@@ -171,7 +171,7 @@ def test_any_changed_byte_of_an_entry_is_noticed(tmp_path: Path) -> None:
 
     assert not noticed(whole)
     assert facts_of(path) == intact_facts(path)
-    assert intact_facts(path)["source"] == "a picture.png"
+    assert intact_facts(path)["source"] == "an image.png"
     # One bit, the one that tells capitals from small letters, all bits.
     for change in (0x01, 0x20, 0xFF):
         unnoticed = [

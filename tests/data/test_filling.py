@@ -55,7 +55,7 @@ class Counter:
 
 
 class Drawn(Dataset):
-    """Pictures that are drawn when they are asked for, and counted."""
+    """Images that are drawn when they are asked for, and counted."""
 
     def __init__(self, count: int) -> None:
         options = DatasetOptions(parse_sources("none"), resolution=SIDE, bucket_step=8)

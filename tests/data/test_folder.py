@@ -29,7 +29,7 @@ def write(
 def test_pictures_come_sorted_with_captions_and_sizes(tmp_path: Path) -> None:
     write(tmp_path, "b.png", "a cat\n", (5, 2))
     write(tmp_path, "a.JPG", "\ufeffein Hund äöü ", (4, 3))
-    (tmp_path / "notes.md").write_text("not a picture")
+    (tmp_path / "notes.md").write_text("not an image")
     (tmp_path / ".b.png").write_bytes(b"what some systems leave behind")
     (tmp_path / "deeper").mkdir()
     found = [(p.path.name, p.caption, p.width, p.height) for p in check_folder(tmp_path)]
@@ -55,7 +55,7 @@ def test_a_missing_folder_a_file_and_an_empty_folder_are_told_apart(tmp_path: Pa
     with pytest.raises(DatasetError, match=r"a\.png is a file, expected a folder"):
         check_folder(write(tmp_path, "a.png"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DatasetError, match=r"holds no pictures; expected files ending in \.avif"):
+    with pytest.raises(DatasetError, match=r"holds no images; expected files ending in \.avif"):
         check_folder(tmp_path / "empty")
 
 
@@ -70,7 +70,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(DatasetError) as caught:
         check_folder(tmp_path)
     message = str(caught.value)
-    assert message.startswith(f"dataset: 5 of 6 pictures in {tmp_path} cannot be used:\n")
+    assert message.startswith(f"dataset: 5 of 6 images in {tmp_path} cannot be used:\n")
     for text in (
         "broken.png: cannot be decoded",
         "empty.jpg: cannot be decoded",
@@ -85,7 +85,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 def test_a_long_list_of_problems_is_cut(tmp_path: Path) -> None:
     for number in range(12):
         (tmp_path / f"{number:02d}.png").write_bytes(b"")
-    with pytest.raises(DatasetError, match="12 of 12 pictures") as caught:
+    with pytest.raises(DatasetError, match="12 of 12 images") as caught:
         check_folder(tmp_path)
     lines = str(caught.value).splitlines()
     assert len(lines) == 12
@@ -316,11 +316,11 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     write(tmp_path, "a.png")
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "folder.png").mkdir()
-    with pytest.raises(DatasetError, match=r"1 of 2 pictures .*\n.*pipe\.jpg: is no regular file"):
+    with pytest.raises(DatasetError, match=r"1 of 2 images .*\n.*pipe\.jpg: is not a regular file"):
         check_folder(tmp_path)
 
 
 def test_one_picture_is_no_plural(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
-    with pytest.raises(DatasetError, match="1 of 1 picture in"):
+    with pytest.raises(DatasetError, match="1 of 1 image in"):
         check_folder(tmp_path)

@@ -1,5 +1,6 @@
 """The settings of a data set: what is accepted, and what is said about the rest."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,32 @@ def test_impossible_caption_settings_are_refused(settings: dict[str, Any]) -> No
 def test_an_unknown_cache_is_refused() -> None:
     with pytest.raises(ConfigError, match="cache is 'ram', expected one of disk, memory, off"):
         CacheOptions("ram")
+
+
+def test_folders_named_as_by_kohya_are_sources(
+    tmp_path: Path, pictures: Callable[..., list[Path]]
+) -> None:
+    for name in ("10_sks coffee", "2_a dog", "notes", ".hidden"):
+        pictures(f"kohya/{name}", (8, 8))
+    (tmp_path / "kohya" / "3_file").write_text("no folder")
+    coffee, dog = parse_sources(tmp_path / "kohya")
+    assert (coffee.path.name, coffee.repeats, coffee.caption) == ("10_sks coffee", 10, "sks coffee")
+    assert (dog.path.name, dog.repeats, dog.caption) == ("2_a dog", 2, "a dog")
+    given = parse_sources([{"path": tmp_path / "kohya", "caption": "x", "loss_weight": 0.5}])
+    assert [(s.caption, s.repeats, s.loss_weight) for s in given] == [("x", 10, 0.5), ("x", 2, 0.5)]
+    assert [s.caption for s in parse_sources(tmp_path / "kohya", "mine")] == ["mine", "mine"]
+
+
+@pytest.mark.parametrize("extra", ["a.png", "metadata.jsonl"])
+def test_a_folder_with_pictures_of_its_own_is_one_source(tmp_path: Path, extra: str) -> None:
+    (tmp_path / "10_cup").mkdir()
+    (tmp_path / extra).touch()
+    assert parse_sources(tmp_path) == (Source(tmp_path),)
+    repeated = [{"path": tmp_path / "10_cup", "repeats": 3}]
+    assert [source.repeats for source in parse_sources(repeated)] == [3]
+
+
+def test_no_repeats_in_a_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "0_cup").mkdir()
+    with pytest.raises(ConfigError, match=r"repeats is 0, .* above 0, in the names 0_cup"):
+        parse_sources(tmp_path)

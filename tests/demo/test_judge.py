@@ -1,4 +1,4 @@
-"""The judge on real pictures, and its measures against scipy."""
+"""The judge on real images, and its measures against scipy."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def test_spread_of_copies_is_zero() -> None:
 
 
 def test_spread_needs_two_pictures() -> None:
-    with pytest.raises(ValueError, match="found 1 pictures, expected at least 2"):
+    with pytest.raises(ValueError, match="found 1 images, expected at least 2"):
         spread(TRAIN.pixels[:1])
 
 

@@ -1,4 +1,4 @@
-"""Loss curves and grids of pictures."""
+"""Loss curves and grids of images."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def test_grid_is_about_square_by_default() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 8, 8), (8, 8), (1, 8, 8, 4), (1, 2, 3, 4, 5)])
 def test_grid_refuses_other_shapes(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ArgumentError, match="image_grid: the pictures have shape"):
+    with pytest.raises(ArgumentError, match="image_grid: the images have shape"):
         image_grid(np.zeros(shape, dtype=np.uint8))
 
 

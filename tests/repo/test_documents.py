@@ -21,6 +21,11 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
+def test_lines_fit_100_columns(document: Path) -> None:
+    lines = document.read_text().splitlines()
+    assert [line for line in lines if len(line) > 100 and not line.startswith("|")] == []
+
+
 def test_paths_in_backquotes_exist(document: Path) -> None:
     top = "|".join(re.escape(path.name) for path in ROOT.iterdir() if path.is_dir())
     paths = re.findall(rf"`((?:{top})/[\w./-]+)`", document.read_text())

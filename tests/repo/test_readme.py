@@ -1,31 +1,62 @@
-"""The README's Python runs, and does what it says."""
+"""The documents' Python runs, and does what they say."""
 
 import re
+import shutil
 from pathlib import Path
+
+import pytest
 
 import trainable_candle as tc
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(document: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
 def run(block: str) -> dict[str, object]:
     names: dict[str, object] = {}
-    exec(compile(block, "README.md", "exec"), names)
+    exec(compile(block, "a document", "exec"), names)
     return names
 
 
-def test_there_are_two_examples() -> None:
-    assert len(BLOCKS) == 2
+def test_every_example_is_run_below() -> None:
+    examples = {path: len(blocks(path)) for path in ("README.md", *documents())}
+    assert {path: count for path, count in examples.items() if count} == {
+        "README.md": 1,
+        "docs/python.md": 1,
+        "docs/training.md": 2,
+    }
 
 
-def test_the_network_reads_digits() -> None:
-    names = run(BLOCKS[0])
-    assert names["accuracy"] >= 0.97
+def documents() -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_lora_finds_the_other_layer() -> None:
     tc.manual_seed(0)
-    names = run(BLOCKS[1])
+    names = run(blocks("README.md")[0])
     assert names["loss"].item() < 1e-3
     assert names["merged"].shape == names["weight"].shape
+
+
+def test_the_network_reads_digits() -> None:
+    names = run(blocks("docs/python.md")[0])
+    assert names["accuracy"] >= 0.97
+
+
+def test_an_adapter_is_trained_from_python(
+    tmp_path: Path, digits_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(digits_folder, tmp_path / "images")
+    monkeypatch.chdir(tmp_path)
+    names = run(blocks("docs/training.md")[0].replace("steps=300", "steps=3"))
+    assert names["images"].shape == (16, 8, 8, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_kernels_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    run(blocks("docs/training.md")[1])
+    assert "ms" in capsys.readouterr().out

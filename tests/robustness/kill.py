@@ -24,6 +24,7 @@ import numpy as np
 from PIL import Image
 
 import trainable_candle as tc
+from trainable_candle.train.state import checkpoints, needs_restoring
 
 FLAGS = {
     "model": "digits", "rank": 4, "steps": 12, "batch-size": 4, "save-every": 2, "ema-decay": 0.9,
@@ -83,7 +84,7 @@ def adapter(folder: Path) -> dict[str, bytes]:
 
 def resume(folder: Path) -> list[str]:
     """What continues a run: nothing if it had no checkpoint yet."""
-    there = any((folder / "run").glob("checkpoint-*/state.json"))
+    there = checkpoints(folder / "run") or needs_restoring(folder / "run")
     return ["--resume", "latest"] if there else []
 
 

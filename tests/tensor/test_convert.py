@@ -63,7 +63,7 @@ def test_item():
     assert [10, 20, 30][tc.tensor(1)] == 20
     with pytest.raises(tc.ShapeError, match=r"item: shape \[2\] has 2 elements, expected 1"):
         tc.ones(2).item()
-    with pytest.raises(tc.DTypeError, match="a f32 tensor is no index"):
+    with pytest.raises(tc.DTypeError, match="a f32 tensor is not an index"):
         _ = [1, 2][tc.tensor(1.0)]
 
 

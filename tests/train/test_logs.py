@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainable_candle.train import JsonLog, StepReport, TensorBoardLog
-from trainable_candle.train.logs import read_json_log
+from trainable_candle.train.logs import read_json_log, read_log
 
 
 def at(step: int, steps: int = 10) -> Any:
@@ -109,3 +109,11 @@ def test_without_tensorboardx_the_error_says_how_to_install_it(
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "trainable-candle\[tensorboard\]"'):
         TensorBoardLog(tmp_path)
+
+
+def test_damaged_lines_of_a_table_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    good = "3,0.5,0.1,1.0,0.01"
+    damaged = ["\u00b2,0.5,0.1,1.0,0.01", "4,x,0.1,1.0,0.01", "5,0.5", "9" * 200_000]
+    path.write_text("\n".join(["step,loss,lr,grad_norm,seconds", *damaged, good, ""]))
+    assert [row["step"] for row in read_log(path)] == ["3"]

@@ -119,7 +119,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
                         shared + warp * 16 * M * ROW_BYTES);
 }
 
-// Where a block writes gradients of keys or values: rows of the gradient, or those of its part of the sum.
+// The destination of a block's gradients of keys or values: rows of the gradient, or of its partial sum.
 template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, float *partial, const Task &task, uint32_t part,
                                                uint32_t first, int rows, const float (&sum)[M][D / 8][4], unsigned char *tile,
@@ -176,7 +176,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
 
     const uint32_t query_tiles = ceil_divide(shape.queries, QUERIES), per_part = ceil_divide(query_tiles, shape.parts);
     const uint32_t end = min(query_tiles, (part + 1) * per_part);
-    // With a causal mask the first keys are seen by all queries, others only by those from them on.
+    // With a causal mask, a key is visible to the queries from its position on.
     const uint32_t begin = shape.is_causal ? max(part * per_part, first / QUERIES) : part * per_part;
     const auto copy_queries = [&](uint32_t step) {
         const uint32_t query = step * QUERIES, stage = stages + step % 2 * STAGE;

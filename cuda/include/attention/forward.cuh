@@ -7,7 +7,7 @@
 
 // The softmax of the rows of a warp's 16 M queries: a thread has 2 M rows, four threads share one.
 template <int M> struct RunningSoftmax {
-    // The number, times scale / ln 2, that is taken off the scores.
+    // The number, times scale / ln 2, subtracted from the scores.
     float base[M][2];
     // The thread's share of the sums of 2^(score - base).
     float sum[M][2];
@@ -139,7 +139,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
         return softmax.weigh(scores, correction, scale);
     };
     if constexpr (BY_WARPGROUP<M>) {
-        // The other blocks of the multiprocessor multiply while this one computes weights.
+        // Other blocks of the multiprocessor multiply while this one computes weights.
         for (uint32_t step = 0; step < steps; step++) {
             if (step > 0) wait_for_copies();
             if (step + 1 < steps) copy_keys(step + 1), copy_values(step + 1);
@@ -195,7 +195,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
             sum += __shfl_xor_sync(ALL_LANES, sum, 2);
             const int row = m * 16 + r * 8 + lane / 4;
             if (lane % 4 == 0 && row < mine) log_sums[row] = softmax.base[m][r] * LN_2 + logf(sum);
-            // Nothing is seen: the result is zero, not zero divided by zero.
+            // No key is visible: the result is zero, not zero divided by zero.
             const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
 #pragma unroll
             for (int d = 0; d < D / 8; d++) result[m][d][2 * r] *= share, result[m][d][2 * r + 1] *= share;

@@ -81,7 +81,7 @@ __device__ __forceinline__ void copy_word(uint32_t to, const void *from, int byt
 
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all copies are in shared memory, for all threads of the block.
+// Waits until all copies are in shared memory, for all threads of the block.
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     publish_to_products();
@@ -94,7 +94,7 @@ template <int D> __host__ __device__ constexpr int tile_bytes(int rows) { return
 // Bytes of a row in a panel, and how many 16-column steps a panel has.
 constexpr int ROW_BYTES = 128, PANEL_STEPS = 4;
 
-// Where a chunk of a tile of `ROWS` rows lies.
+// The address of a chunk in a tile of `ROWS` rows.
 template <int ROWS> __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
     return chunk / 8 * (ROWS * ROW_BYTES) + row * ROW_BYTES + ((chunk % 8 ^ (row & 7)) << 4);
 }
@@ -180,7 +180,7 @@ __device__ __forceinline__ void warpgroup_rows(float (&sum)[N / 8][4], const Hel
 }
 #endif
 
-// (16 M, N) products of rows: sum = a bᵀ, with N rows `b` of a tile of `ROWS` rows. To be waited for.
+// (16 M, N) products of rows: sum = a bᵀ, with N rows `b` of a tile of `ROWS` rows. The caller waits for them.
 template <typename T, int D, int M, int N, int ROWS, template <int, int, int> class Rows, int ROWS_OF_A>
 __device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const Rows<D, M, ROWS_OF_A> &a, uint32_t b) {
 #if WARPGROUP_PRODUCTS
@@ -230,7 +230,7 @@ template <typename T, int M, int N> struct Weights {
     }
 };
 
-// (16 M, D) sums of rows: sum += weights x, with N rows `x` of a tile of `ROWS` rows. To be waited for.
+// (16 M, D) sums of rows: sum += weights x, with N rows `x` of a tile of `ROWS` rows. The caller waits for them.
 template <typename T, int D, int M, int N, int ROWS>
 __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], const Weights<T, M, N> &weights, uint32_t x) {
 #if WARPGROUP_PRODUCTS

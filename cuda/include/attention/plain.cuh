@@ -155,7 +155,7 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
     __syncthreads();
     for (int i = 0; i < 2; i++) {
         const R weight = total[y + i * PLAIN_SIDE];
-        // Nothing is seen: the result is zero, not zero divided by zero.
+        // No key is visible: the result is zero, not zero divided by zero.
         for (int c = 0; c < 4; c++) sum[i][c] = weight == R(0) ? R(0) : sum[i][c] / weight;
     }
     write_panel(o, o_strides, task, first, shape.queries, column, shape.value_width, sum);

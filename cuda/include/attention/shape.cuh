@@ -1,4 +1,4 @@
-// What the attention kernels are told about their tensors.
+// The shapes and strides that the attention kernels receive.
 #pragma once
 
 #include "../element.cuh"
@@ -7,7 +7,7 @@
 // result and its gradient (batch, heads, queries, value_width). Query i sees the keys up to i if `is_causal`. Passed by value.
 struct AttentionShape {
     uint32_t batch, heads, queries, keys, width, value_width, is_causal;
-    // Into how many ranges of queries the gradients of keys and values are split.
+    // The number of ranges of queries over which gradients of keys and values are split.
     uint32_t parts;
     double scale;
 };
@@ -21,7 +21,7 @@ struct Strides {
     }
 };
 
-// What a block works on. Blocks of the same head follow one another, so that they share its keys and values in the cache.
+// The work of a block. Blocks of one head are consecutive, so that they share its keys and values in the cache.
 struct Task {
     // The tile within the head, and the head: an index over (batch, heads).
     uint32_t tile, index;

@@ -29,7 +29,7 @@ __device__ __forceinline__ void end_products() {
 #endif
 }
 
-// Until at most `PENDING` groups of products are unfinished.
+// Waits until at most `PENDING` groups of products are unfinished.
 template <int PENDING> __device__ __forceinline__ void wait_for_products() {
 #if WARPGROUP_PRODUCTS
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");

@@ -1,4 +1,4 @@
-// Tiles in shared memory for the tensor cores, and how they are filled.
+// Tiles in shared memory for the tensor cores, and the copies that fill them.
 //
 // A tile's rows hold 64 values of 16 bits (128 bytes). The eight 16-byte parts of row r stand in the order part ^ (r
 // mod 8): the 128-byte swizzle, with which eight rows are read without bank conflicts by `ldmatrix` and which `wgmma`

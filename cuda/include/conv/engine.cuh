@@ -4,7 +4,7 @@
 
 #include "copy.cuh"
 
-// What the driver's cuTensorMapEncode functions fill.
+// The structure that the driver's cuTensorMapEncode functions fill.
 struct alignas(64) TensorMap {
     uint64_t opaque[16];
 };
@@ -57,7 +57,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
     return rank;
 }
 
-// All threads of the cluster's blocks.
+// Waits for all threads of the cluster's blocks.
 __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// Sizes of a convolution, and what the forward pass and the gradient of the input have in common: both are sums
+// Sizes of a convolution, and the sum behind the forward pass and the gradient of the input:
 //   result[pixel, n] = sum over taps (a, b) and channels c of source[pixel shifted by the tap, c] * weight
 // over a source image, which is the input for the forward pass and the gradient of the result for the gradient of the
 // input.

@@ -1,4 +1,4 @@
-// What becomes of a tile's sums.
+// Stores the sums of a tile.
 #pragma once
 
 #include "mma.cuh"

@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 
 use super::*;
 
-/// A device of `limit` bytes that checks what it is asked.
+/// A device of `limit` bytes that checks its calls.
 struct Fake {
     limit: u64,
     next: u64,
@@ -133,7 +133,7 @@ fn random_work_never_overlaps_and_joins_again_at_the_end() {
         for &address in live.keys() {
             assert!(allocator.free(address));
         }
-        // Nothing in use: one free block a run of mapped memory, and all of it can be given back.
+        // With nothing in use, each run of mapped memory is one free block, and all of it can be released.
         for pool in allocator.eager.pools() {
             let gaps_inside = pool.gaps.keys().filter(|gap| pool.blocks.range(**gap..).next().is_some()).count();
             assert!(pool.blocks.len() <= gaps_inside + 1, "{} blocks are left", pool.blocks.len());
@@ -166,14 +166,14 @@ fn a_full_device_gives_back_what_is_kept_before_it_refuses() {
     assert!(allocator.allocate(50 * MIB).is_err());
     small.into_iter().for_each(|address| assert!(allocator.free(address)));
     assert!(allocator.free(large));
-    // Fits only if the pool of small blocks gives its memory back.
+    // Fits only if the pool of small blocks releases its memory.
     let all = allocator.allocate(96 * MIB).unwrap();
     assert_eq!(allocator.stats().retries, 2);
     assert!(allocator.backend.waits > 0);
     assert!(allocator.allocate(100 * MIB).is_err() && allocator.allocate(1 << 40).is_err());
     assert!(allocator.free(all));
     assert!(!allocator.free(all), "a block is freed once");
-    assert!(!allocator.free(12), "the address of somebody else");
+    assert!(!allocator.free(12), "an address that was not allocated here");
 }
 
 #[test]

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 FAILED: Final = 1
-"""Exit status of an error that nobody expected."""
+"""Exit status of an unexpected error."""
 REFUSED: Final = 2
-"""Exit status of an error that the message tells how to mend."""
+"""Exit status of an error whose message says how to fix it."""
 INTERRUPTED: Final = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as shells have it."""
+"""Exit status after Ctrl-C: 128 + SIGINT, as in shells."""
 
 TRACEBACK: Final = "TRAINABLE_CANDLE_TRACEBACK"
-"""Environment variable that lets errors show their traceback."""
+"""Environment variable that makes errors show their traceback."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Command:
 
 
 COMMANDS: Final = {
-    "train": Command("trainable_candle.cli.train", "fine-tune a model on a folder of pictures"),
+    "train": Command("trainable_candle.cli.train", "fine-tune a model on a folder of images"),
     "demo": Command("trainable_candle.cli.demo", "teach the built-in generator an unseen digit"),
-    "sample": Command("trainable_candle.cli.sample", "draw pictures, with an adapter or without"),
+    "sample": Command("trainable_candle.cli.sample", "draw images, with an adapter or without"),
     "merge": Command("trainable_candle.cli.merge", "write a model with an adapter merged into it"),
     "verify": Command("trainable_candle.cli.verify", "tell what other tools make of an adapter"),
     "info": Command("trainable_candle.cli.info", "show versions, devices and models"),
@@ -75,7 +75,7 @@ def train_lora(arguments: Sequence[str] | None = None) -> int:
 
 def _given(arguments: Sequence[str] | None) -> list[str]:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A file name may hold bytes that are no text; to print it must not fail.
+        # A file name may hold bytes that are not text; printing it must not fail.
         sys.stdout.reconfigure(errors="backslashreplace")
     return list(sys.argv[1:] if arguments is None else arguments)
 
@@ -95,24 +95,24 @@ def _dispatch(given: list[str]) -> int:
 
 
 def _run(name: str, arguments: list[str], program: str) -> int:
-    # Imported when chosen, so that no command waits for what another needs.
+    # Imported when chosen, so that no command waits for the imports of others.
     module = importlib.import_module(COMMANDS[name].module)
     status: int = module.run(arguments, program)
     return status
 
 
 def guarded(action: Callable[[], int]) -> int:
-    """The exit status of `action`; an error is one line, without a traceback unless asked for."""
+    """Run `action` and return the exit status; prints an error as one line, by default."""
     try:
         status = action()
-        # Here, not at the interpreter's exit, where a reader that has gone is reported on stderr.
+        # Flush here: at the interpreter's exit, a closed pipe is reported on stderr.
         sys.stdout.flush()
         return status  # noqa: TRY300 - nothing of an else belongs outside the guard
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader, `head` for example, has seen enough; the interpreter must not flush again.
+        # The reader, `head` for example, has closed the pipe; the interpreter must not flush again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:  # noqa: BLE001 - the outermost frame

@@ -1,4 +1,4 @@
-"""`trainable-candle demo`: teach the built-in generator a digit that it has never seen."""
+"""`trainable-candle demo`: teach the built-in generator an unseen digit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def make_parser(program: str) -> Parser:
-    """The parser of the flags."""
+    """Make the parser of the flags."""
     parser = Parser(
         program,
         "Fine-tune the built-in generator of handwritten digits on the one digit it has never "

@@ -1,4 +1,4 @@
-"""The flags that say which model to load, and loading it."""
+"""The flags that select a model, and loading it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Late
     Args:
         given: the flags and their values.
         device: where to load it.
-        dtype: of the weights; as they are stored if None.
+        dtype: of the weights; None keeps the stored dtype.
 
     Raises:
         ConfigError: a flag has no effect; there is no such model, or it needs weights and none are
             given.
-        MissingFileError: there is no file of that name; says which flag it comes from.
-        WeightsFormatError: the weights or the adapter are damaged, or of another model.
+        MissingFileError: there is no file of that name; the message names the flag.
+        WeightsFormatError: the weights or the adapter are damaged, or belong to another model.
     """
     from trainable_candle import families  # noqa: PLC0415 - after the arguments proved right
 

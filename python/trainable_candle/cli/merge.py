@@ -26,7 +26,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def make_parser(program: str) -> Parser:
-    """The parser of the flags."""
+    """Make the parser of the flags."""
     parser = Parser(
         program,
         "Write a model with an adapter merged into its weights.",

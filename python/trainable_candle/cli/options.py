@@ -21,7 +21,7 @@ ALIASES: Final = {
     for name, (_, setting) in settings().items()
     for alias in setting.aliases
 }
-"""What other tools call a flag of ours."""
+"""Flags of other tools and the corresponding flags here, for error messages."""
 
 _WIDTH: Final = 80
 _HELP_COLUMN: Final = 33
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage and leaving.
+        """Raise instead of printing the usage and exiting.
 
         Raises:
             ConfigError: always.
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         """The given arguments by name; absent flags are absent unless they have a default.
 
         Raises:
-            ConfigError: a flag is unknown (the nearest right one is told), or a value is wrong.
+            ConfigError: a flag is unknown (the message names the nearest one), or a value is wrong.
         """
         known, unknown = self.parse_known_args(arguments)
         if unknown:
@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _CompactHelp(argparse.HelpFormatter):
-    """One line a flag, so that a whole help fits on a screen."""
+    """One line a flag, so that a help page fits on a screen."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=_HELP_COLUMN, width=_WIDTH)
@@ -140,7 +140,7 @@ def whole(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         value = int(text) if text.lstrip("+-").isascii() else None
         if value is None or value < least:
-            raise argparse.ArgumentTypeError(f"{text} is no whole number of at least {least}")
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least}, found {text}")
         return value
 
     convert.__name__ = "whole number"
@@ -152,7 +152,7 @@ def factor(text: str) -> float:
     value = float(text)
     if value == 0 or not math.isfinite(value):
         raise argparse.ArgumentTypeError(
-            f"{text} is no number other than 0 (leave --adapter out for the base)"
+            f"expected a finite number other than 0, found {text}; leave --adapter out for the base"
         )
     return value
 
@@ -161,7 +161,7 @@ def guidance(text: str) -> float:
     """The `type=` of a flag that takes a guidance scale."""
     value = float(text)
     if value < 0 or not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is no number of at least 0")
+        raise argparse.ArgumentTypeError(f"expected a finite number from 0, found {text}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""`trainable-candle sample`: draw pictures, with an adapter or without."""
+"""`trainable-candle sample`: draw images, with an adapter or without."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     given = parser.parse(arguments)
     parser.require(given, "model", "prompt", "output")
 
-    # Imported after the arguments have proved right.
+    # Imported after the arguments are checked.
     from trainable_candle import plot  # noqa: PLC0415
     from trainable_candle.settings.checks import require_text  # noqa: PLC0415
     from trainable_candle.tasks.latent.drawing import SampleOptions, parse_size  # noqa: PLC0415
@@ -50,15 +50,15 @@ def run(arguments: Sequence[str], program: str) -> int:
     scale = plot.visible_scale(pictures)
     output.parent.mkdir(parents=True, exist_ok=True)
     plot.save_png(plot.image_grid(pictures, columns=given.get("columns"), scale=scale), output)
-    print(f"{len(pictures)} {'picture' if len(pictures) == 1 else 'pictures'}: {output}")
+    print(f"{len(pictures)} {'image' if len(pictures) == 1 else 'images'}: {output}")
     return 0
 
 
 def make_parser(program: str) -> Parser:
-    """The parser of the flags."""
+    """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Draw pictures, with an adapter or without, into one PNG.",
+        "Draw images, with an adapter or without, into one PNG.",
         "--model NAME --prompt TEXT --output PNG [options]",
     )
     group = parser.add_argument_group("what to draw")
@@ -67,11 +67,11 @@ def make_parser(program: str) -> Parser:
         "--prompt", metavar="TEXT", action="append", help="what to draw; may be given again"
     )
     group.add_argument(
-        "--count", metavar="N", type=whole(1), help="pictures for each prompt (default: 1)"
+        "--count", metavar="N", type=whole(1), help="images for each prompt (default: 1)"
     )
-    group.add_argument("--output", metavar="PNG", help="the picture to write")
+    group.add_argument("--output", metavar="PNG", help="the image to write")
     group.add_argument(
-        "--columns", metavar="N", type=whole(1), help="pictures in a row (default: square)"
+        "--columns", metavar="N", type=whole(1), help="images in a row (default: square)"
     )
     group = parser.add_argument_group("how")
     group.add_argument("--steps", metavar="N", type=whole(1), help="sampling steps (default: 25)")
@@ -80,7 +80,7 @@ def make_parser(program: str) -> Parser:
         "--guidance", metavar="X", type=guidance, help="guidance scale; 1: none (default: model's)"
     )
     group.add_argument("--negative-prompt", metavar="TEXT", help="what not to draw")
-    group.add_argument("--size", metavar="WxH", help="of a picture, px (default: model's)")
+    group.add_argument("--size", metavar="WxH", help="of an image, px (default: model's)")
     group.add_argument("--seed", metavar="N", type=whole(0), help="seed of the noise (default: 0)")
     group.add_argument("--device", metavar="TEXT", help="auto (default), cpu, cuda or cuda:N")
     add_help(group)

@@ -1,4 +1,4 @@
-"""`trainable-candle train` and `train-lora`: fine-tune a model on a folder of pictures."""
+"""`trainable-candle train` and `train-lora`: fine-tune a model on a folder of images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(arguments: Sequence[str], program: str) -> int:
         return 0
     config = read_config(given)
 
-    # Imported after the arguments have proved right.
+    # Imported after the arguments are checked.
     from trainable_candle.run import CONFIG, train_adapter  # noqa: PLC0415
 
     result = train_adapter(config, report=lambda line: print(line, flush=True))
@@ -39,10 +39,10 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def make_parser(program: str, *, rare: bool) -> Parser:
-    """The parser of the flags; `rare` decides whether its help shows them all."""
+    """Make the parser of the flags; with `rare`, its help shows all of them."""
     parser = Parser(
         program,
-        "Fine-tune a model on a folder of pictures. Flags override --config.",
+        "Fine-tune a model on a folder of images. Flags override --config.",
         "--model NAME --dataset DIR --output DIR [options]",
     )
     add_settings(parser, rare=rare)
@@ -50,7 +50,7 @@ def make_parser(program: str, *, rare: bool) -> Parser:
 
 
 def read_config(given: dict[str, Any]) -> TrainConfig:
-    """The configuration of a file, if one is given, overridden by flags.
+    """Read the configuration from a file, if one is given, and apply the flags.
 
     Raises:
         MissingFileError, ConfigError: the file is missing or wrong, or a flag is.

@@ -1,4 +1,4 @@
-"""`trainable-candle verify`: what other tools would make of an adapter file."""
+"""`trainable-candle verify`: check which modules of an adapter file other tools apply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trainable_candle import AdapterModule, AdapterReport
 
 BAD: Final = 1
-"""Exit status for a file that ComfyUI would not apply as it is meant."""
+"""Exit status for a file of which ComfyUI does not apply every module."""
 
 _TOOLS: Final = ("ComfyUI", "diffusers", "A1111")
 _SHOWN: Final = 20
@@ -48,8 +48,8 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
 
     Args:
         path: the file.
-        report: what `verify_adapter` found.
-        every: whether each module has a line.
+        report: the result of `verify_adapter`.
+        every: whether to list every module.
     """
     modules = report.modules
     sorts = Counter((m.kind or "unknown", m.rank, f"{m.scale:g}") for m in modules)
@@ -93,12 +93,12 @@ def _misfit(module: AdapterModule) -> bool:
 
 
 def _misfits(report: AdapterReport) -> int:
-    """How many modules are for no layer of the model, or do not fit their layer."""
+    """Count the modules that match no layer of the model or do not fit their layer."""
     return sum(module.layer is None or _misfit(module) for module in report.modules)
 
 
 def _fault(module: AdapterModule) -> str | None:
-    """What keeps a module from having its effect in ComfyUI."""
+    """Why a module has no effect, or a wrong one, in ComfyUI."""
     if module.layer is None:
         return "the model has no such layer"
     if module.fault:
@@ -109,7 +109,7 @@ def _fault(module: AdapterModule) -> str | None:
 
 
 def make_parser(program: str) -> Parser:
-    """The parser of the flags."""
+    """Make the parser of the flags."""
     parser = Parser(
         program,
         "Show which modules of an adapter file ComfyUI, diffusers and A1111 would apply.\n"

@@ -1,6 +1,6 @@
-"""Pictures with captions: reading, checking, buckets, batches, caches.
+"""Images with captions: reading, checking, buckets, batches, caches.
 
-What a task does with a folder::
+How a folder becomes batches::
 
     options = DatasetOptions(parse_sources(config.dataset, config.caption), resolution=1024)
     dataset = load_dataset(options, CaptionOptions(dropout=0.05), config.seed)  # checks everything
@@ -17,14 +17,14 @@ What a task does with a folder::
     def loss(batch: Batch) -> Tensor:
         latents.batch(batch)  # {name: Tensor (B, ...)} of what `encode` returned
         texts.batch(batch.captions)  # {name: Tensor (B, ...)} of what `encode_text` returned
-        batch.frames  # which part of its picture each one shows
+        batch.frames  # which part of its image each example shows
         batch.loss_weights  # (B,) f32
         dataset.masks(batch)  # (B, h / 8, w / 8) f32 from 0 to 1, or None
 
 `encode` takes pixels, uint8 of shape (n, h, w, 3), and returns tensors of n rows by name;
-`encode_text` takes n captions and returns the same. What is in a batch depends on the seed and its
-number alone, so that a resumed run repeats it. A validation set is another data set (no flips,
-`crop="center"`) of which `dataset.fixed_batches(size)` gives every picture once.
+`encode_text` takes n captions and returns the same. A batch depends only on the seed and its
+number, so a resumed run repeats it. A validation set is another data set (no flips,
+`crop="center"`) of which `dataset.fixed_batches(size)` gives every image once.
 """
 
 from trainable_candle.data.batches import ShuffledBatches

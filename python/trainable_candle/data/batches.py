@@ -20,18 +20,18 @@ _REMEMBERED: Final = 64
 
 
 class ShuffledBatches:
-    """Which items make up batch `index`: every pass over the items is a fresh shuffle.
+    """The items of batch `index`: every epoch is a fresh shuffle of the items.
 
-    All items of a batch are of one group; a batch may span two passes over its group. In every pass
-    each item occurs `repeats` times, with a fraction once more in that part of the passes. What is
-    in a batch depends on the seed and its number only, so any batch can be asked for at any time.
+    All items of a batch belong to one group; a batch may span two epochs of its group. In every
+    epoch each item occurs `repeats` times; a fraction is the share of epochs with one occurrence
+    more. A batch depends only on the seed and its number, so any batch can be computed at any time.
 
     Args:
         items: number of items, at least 1.
         batch_size: items in a batch, at least 1.
         seed: at least 0.
         groups: the group of each item, numbered from 0; all in one by default.
-        repeats: how often each item occurs in a pass, above 0; once by default.
+        repeats: how often each item occurs in an epoch, above 0; once by default.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -77,9 +77,9 @@ class ShuffledBatches:
         return group.members(number * self._batch_size, self._batch_size)
 
     def first_batch(self, epoch: int) -> int:
-        """The number of the first batch of a pass over everything; passes are counted from 0.
+        """The number of the first batch of an epoch; epochs are counted from 0.
 
-        What is left over when a group does not fill its last batch is first in the next pass.
+        Items that do not fill the last batch of a group come first in the next epoch.
         """
         return sum(self._batches_before(group, epoch) for group in self._groups)
 
@@ -87,7 +87,7 @@ class ShuffledBatches:
         return group.occurrences_before(epoch) // self._batch_size
 
     def _shuffled_groups(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Which group each batch of a pass is of."""
+        """The group of each batch of an epoch."""
         counts = [
             self._batches_before(group, epoch + 1) - self._batches_before(group, epoch)
             for group in self._groups
@@ -98,7 +98,7 @@ class ShuffledBatches:
 
 
 class _Group:
-    """The endless sequence of a group's items, pass after pass."""
+    """The endless sequence of a group's items, epoch after epoch."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Group:
         self._number = number
         self._items = items
         self._repeats = repeats[items]
-        # Items that occur in every n-th pass do not all occur in the same.
+        # Items that occur in every n-th epoch do not all occur in the same one.
         self._phases = (np.arange(len(items)) + 0.5) / len(items)
         self._pass = lru_cache(maxsize=2)(self._shuffled)
         self.occurrences_before = lru_cache(maxsize=_REMEMBERED)(self._occurrences_before)
@@ -132,8 +132,8 @@ class _Group:
         return int(self._counts(number).sum())
 
     def _counts(self, number: int) -> npt.NDArray[np.int64]:
-        """How often each item occurs before pass `number`."""
-        # The tiny addend keeps 10 times 0.1 from ending below 1.
+        """How often each item occurs before epoch `number`."""
+        # The tiny addend keeps the sum of ten times 0.1 from ending below 1.
         return np.floor(number * self._repeats + self._phases + 1e-9).astype(np.int64)
 
     def _shuffled(self, number: int) -> npt.NDArray[np.int64]:
@@ -144,7 +144,7 @@ class _Group:
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """The largest number that something holds for, which does for 0 and not for all."""
+    """The largest number for which a condition holds, which holds for 0 and not for all."""
     above = 1
     while holds(above):
         above *= 2

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: the sizes of training pictures, and how a picture is fitted to one."""
+"""Aspect-ratio buckets: the sizes of training images, and how an image is fitted to one."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Frame:
-    """Which part of a picture a model sees: what it may be told of size and cut, px."""
+    """Which part of an image a model sees, px; the conditioning on size and crop."""
 
     original: tuple[int, int]
-    """Width and height of the whole picture, before it is scaled."""
+    """Width and height of the image before it is scaled."""
     left: int
-    """Column of the scaled picture, mirrored if the cut is, where the cut starts."""
+    """Column of the scaled image, mirrored if the cut is, where the cut starts."""
     top: int
     bucket: Bucket
     """The size of the cut."""
 
     @classmethod
     def whole(cls, width: int, height: int) -> Frame:
-        """A picture that is neither scaled nor cut."""
+        """An image that is neither scaled nor cut."""
         return cls((width, height), 0, 0, Bucket(width, height))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How a picture is scaled to cover a bucket and then cut to it, px."""
+    """How an image is scaled to cover a bucket and then cut to it, px."""
 
     bucket: Bucket
     original: tuple[int, int]
-    """Width and height of the picture."""
+    """Width and height of the image."""
     scaled: tuple[int, int]
     """Width and height after scaling; neither is less than the bucket's."""
 
@@ -59,20 +59,20 @@ class Fit:
 
     @property
     def lost(self) -> float:
-        """The part of the picture that is cut off, 0 to below 1."""
+        """The part of the image that is cut off, 0 to below 1."""
         return 1 - self.bucket.width * self.bucket.height / (self.scaled[0] * self.scaled[1])
 
     def box(self, across: float = 0.5, down: float = 0.5) -> tuple[int, int]:
-        """The left column and top row of a cut; 0 is left or top, 0.5 the middle."""
+        """The left column and top row of a crop; 0 is left or top, 0.5 the centre."""
         columns, rows = self.margin
         return round(columns * across), round(rows * down)
 
     def frame(self, left: int, top: int, *, flipped: bool = False) -> Frame:
-        """The part that a cut shows, of the mirrored picture if `flipped`."""
+        """The part that a cut shows, of the mirrored image if `flipped`."""
         return Frame(self.original, self.margin[0] - left if flipped else left, top, self.bucket)
 
     def cut(self, image: Image.Image, left: int, top: int, *, flipped: bool = False) -> Image.Image:
-        """The picture, or its mask in any size, scaled, cut and mirrored to fill the bucket."""
+        """The image, or its mask in any size, scaled, cut and mirrored to fill the bucket."""
         if image.size != self.scaled:
             image = image.resize(self.scaled, Image.Resampling.LANCZOS)
         image = image.crop((left, top, left + self.bucket.width, top + self.bucket.height))
@@ -80,10 +80,10 @@ class Fit:
 
 
 class Buckets:
-    """The sizes that `DatasetOptions` allow, and which of them suits a picture.
+    """The sizes that `DatasetOptions` allow, and the choice of one for an image.
 
     Those of full size have sides that are multiples of the step, each as long as the area, that of
-    a square of `resolution`, allows. A picture goes to the one with the nearest aspect ratio. If it
+    a square of `resolution`, allows. An image goes to the one with the nearest aspect ratio. If it
     is too small for it and must not be enlarged, it goes to the largest multiples of the step that
     it holds, or to the nearest full size that it covers.
     """
@@ -97,7 +97,7 @@ class Buckets:
             self.full = tuple(sorted({square, *self._sizes()}))
 
     def fit(self, width: int, height: int) -> Fit | None:
-        """How a picture is fitted, or None if it is too small for every bucket."""
+        """Fit an image; None if it is too small for every bucket."""
 
         def distance(bucket: Bucket) -> tuple[float, int]:
             apart = math.log(bucket.width / bucket.height) - math.log(width / height)

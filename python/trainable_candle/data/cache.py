@@ -1,4 +1,4 @@
-"""Encoded pictures and captions on disk: found by what they were made of, whole or absent."""
+"""Encoded images and captions on disk: found by content, complete or absent."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _ADVICE: Final = (
     "what was written is kept; make room, or give --cache-dir another folder, or --cache memory"
 )
 _ABANDONED: Final = 3600.0
-"""Age of a partly written file that no run can still be at, s."""
+"""Age of a partly written file from which no run can still be writing it, s."""
 
 
 def cache_folder(
     cache: CacheOptions, dataset: DatasetOptions, output: Path | None
 ) -> tuple[Path | None, str | None]:
-    """Where to keep files.
+    """Choose the folder of the cache.
 
     Args:
-        cache: says whether and where.
-        dataset: its first folder is where a cache lies unless `cache` names another.
-        output: where it lies if that folder cannot be written to.
+        cache: whether to keep files, and where.
+        dataset: its first folder is the default place of the cache.
+        output: the place if that folder cannot be written to.
 
     Returns:
-        The folder, made and tried; None if nothing is kept in files. And what to tell the user: why
-        the folder is not the usual one.
+        The folder, created and tested; None if nothing is kept in files. And a note for the user
+        why the folder is not the usual one.
 
     Raises:
         ConfigError: no place can be written to.
@@ -74,16 +74,16 @@ def _writable(folder: Path) -> Path:
 
 
 def fingerprint(facts: Mapping[str, object]) -> str:
-    """A name for facts: equal ones get the same, different ones do not; 32 hexadecimal digits."""
+    """A hash of facts, 32 hexadecimal digits."""
     text = json.dumps(facts, sort_keys=True, default=str, ensure_ascii=False)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 class FeatureStore:
-    """Tensors by key in a folder, for one way of making them.
+    """Tensors by key in a folder, for one kind of entry and settings.
 
-    Entries lie in `KIND-SETTINGS/KEY.safetensors`, so that runs with different settings share a
-    folder, and several processes may. Each is written under another name and renamed.
+    Entries are in `KIND-SETTINGS/KEY.safetensors`, so that runs with different settings share a
+    folder, as may several processes. Each is written under another name and renamed.
 
     Args:
         folder: holds such folders.
@@ -106,11 +106,11 @@ class FeatureStore:
                 path.unlink(missing_ok=True)
 
     def holds(self, key: str) -> bool:
-        """Whether there is an entry of this key whose contents have their checksum."""
+        """Whether there is an entry of this key with a correct checksum."""
         return intact_facts(self._path(key)).get("key") == key
 
     def read(self, key: str, device: str) -> dict[str, Tensor] | None:
-        """An entry on a device, or None if there is none that is as it was written.
+        """An entry on a device, or None if it is missing or damaged.
 
         Raises:
             DeviceError, CudaUnavailableError: the device cannot be used.
@@ -128,25 +128,25 @@ class FeatureStore:
         """Add an entry, or replace it; `facts` are for people and for `remove_superseded`.
 
         Raises:
-            FileError: it cannot be written; an entry that was there is as it was.
+            FileError: it cannot be written; an existing entry does not change.
         """
         path = self._path(key)
         content = packed(tensors, {**(facts or {}), "key": key})
         try:
             if path.is_dir():
                 shutil.rmtree(path)
-            # The checksum finds what a power failure leaves behind; to sync each entry takes long.
+            # Not synced, which takes long: the checksum finds entries damaged by a power failure.
             write_atomically(path, content, sync=False)
         except OSError as error:
             reason = f"the cache cannot be written: {error.strerror}; {_ADVICE}"
             raise FileError(error.errno, reason, str(path)) from error
 
     def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
-        """Remove what was made of earlier contents of the same files; returns how many entries.
+        """Remove entries of earlier contents of the same files; returns their number.
 
         Args:
-            needed: keys that are not looked at.
-            digests: the present contents' digests by file.
+            needed: keys to skip.
+            digests: the digests of the current contents by file.
         """
         removed = 0
         for path in self.folder.glob(f"*{_SUFFIX}"):

@@ -1,4 +1,4 @@
-"""Captions as they lie beside pictures, and as the model gets to see them."""
+"""Reads captions beside images, and transforms them for training."""
 
 from __future__ import annotations
 
@@ -16,33 +16,38 @@ if TYPE_CHECKING:
     from trainable_candle.data.options import CaptionOptions
 
 METADATA: Final = "metadata.jsonl"
+CAPTION_SUFFIXES: Final = (".txt", ".caption")
+"""Of files with a caption; the first that exists counts."""
 _COLUMNS: Final = ("text", "caption", "prompt")
 
 
 def read_caption(path: Path) -> str | None:
-    """The text in the `.txt` of a picture's name; None if there is no such file.
+    """The text in the `.txt` or `.caption` of an image's name; None if there is no such file.
 
     Raises:
         DatasetError: it cannot be read as UTF-8.
     """
-    text = path.with_suffix(".txt")
-    try:
-        return text.read_text(encoding="utf-8-sig").strip() if text.is_file() else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"{text}: the caption cannot be read: {error}") from error
+    for suffix in CAPTION_SUFFIXES:
+        text = path.with_suffix(suffix)
+        try:
+            if text.is_file():
+                return text.read_text(encoding="utf-8-sig").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DatasetError(f"{text}: the caption cannot be read: {error}") from error
+    return None
 
 
 def read_metadata(folder: Path) -> dict[Path, str]:
-    """The captions in a folder's `metadata.jsonl`, by picture; none if there is no such file.
+    """The captions in a folder's `metadata.jsonl`, by image; none if there is no such file.
 
     Each line is a JSON object with `file_name`, relative to the folder, and the caption as `text`,
-    `caption` or `prompt`: the layout of Hugging Face's `imagefolder`. A name that leads out of the
-    folder, by itself or through a link to another folder, is refused. A picture may be a link:
+    `caption` or `prompt`: the layout of Hugging Face's `imagefolder`. A name that points out of the
+    folder, by itself or through a link to another folder, is refused. An image may be a link:
     those of Hugging Face's cache are.
 
     Raises:
-        DatasetError: the file cannot be read, or a line is no such object or names something that
-            is not in the folder; the line is named.
+        DatasetError: the file cannot be read, or a line is not such an object or names something
+            that is not in the folder; the message names the line.
     """
     path = folder / METADATA
     if not path.is_file():
@@ -67,8 +72,8 @@ def _inside(folder: Path, name: str) -> Path:
     """The path of a file in a folder or below it, by its name there.
 
     Raises:
-        ValueError: it is somewhere else.
-        OSError: it can be no file's name.
+        ValueError: it is outside the folder.
+        OSError: it is not a valid file name.
     """
     relative = PurePath(name)
     path = folder / relative
@@ -98,12 +103,12 @@ def _entry(line: str) -> tuple[str, str]:
 
 
 class CaptionMaker:
-    """What becomes of captions by `CaptionOptions`.
+    """Transforms captions as `CaptionOptions` say.
 
     Line breaks become spaces. Braces, brackets and the like are not interpreted.
 
     Args:
-        options: what to do.
+        options: the transformations.
         seed: at least 0.
     """
 
@@ -120,7 +125,7 @@ class CaptionMaker:
         return f"{trigger}{joint}{caption}" if caption else trigger
 
     def use(self, caption: str, trigger: str, picture: int, sample: int) -> str:
-        """The caption that the picture with this number has as sample number `sample` of a run."""
+        """The caption of the image with this number as sample number `sample` of a run."""
         if not self.options.dropout and not self._varies:
             return self.plain(caption, trigger)
         rng = generator(self._seed, "caption", sample)
@@ -135,7 +140,7 @@ class CaptionMaker:
         return self.plain(caption, trigger)
 
     def possible(self, caption: str, trigger: str, picture: int) -> Iterator[str]:
-        """Everything that `use` may return for a picture; endless variety is the caller's fault."""
+        """Every caption that `use` may return for an image; the caller has checked `endless`."""
         if self.options.dropout > 0:
             yield ""
         if self._varies:
@@ -146,7 +151,7 @@ class CaptionMaker:
 
     @property
     def endless(self) -> bool:
-        """Whether captions are made afresh each time, so that they cannot be listed."""
+        """Whether captions are shuffled again each time, so that they cannot be listed."""
         return self._varies and self.options.variants == 0
 
     @property

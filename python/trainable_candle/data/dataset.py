@@ -1,4 +1,4 @@
-"""All pictures of a run with their captions, drawn as batches."""
+"""All images of a run with their captions, drawn as batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MASKS_KEPT: Final = 4096
 
 @dataclass(frozen=True)
 class Item:
-    """A picture and what its folder says about it."""
+    """An image with the settings of its folder."""
 
     picture: Picture
     fit: Fit
@@ -43,52 +43,52 @@ class Item:
 
     @property
     def has_mask(self) -> bool:
-        """Whether the loss may count less in some places."""
+        """Whether the loss may weigh less in some places."""
         if self.mask == "alpha":
             return self.picture.transparent
         return self.mask == "file" and self.picture.mask is not None
 
     @property
     def seed(self) -> int:
-        """For what is random about the picture: the same in whatever company it is."""
+        """Seed of the image's random choices, independent of the other images."""
         return int(self.picture.digest[:8], 16)
 
 
 @dataclass(frozen=True)
 class View:
-    """A cut of a picture: what is encoded, and cached, as one thing."""
+    """A crop of an image: the unit that is encoded and cached."""
 
     item: int
     left: int
-    """Column of the scaled picture where the cut starts, px."""
+    """Column of the scaled image where the cut starts, px."""
     top: int
     flipped: bool
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one call of the loss sees; all pictures have the same size."""
+    """The input of one call of the loss; all images have the same size."""
 
     index: int
     """The number of the batch in the run."""
     samples: tuple[int, ...]
-    """The numbers of the samples in the run, the same in batches of any size: they decide on all
-    that is random about them."""
+    """The numbers of the samples in the run, the same in batches of any size: they determine all
+    their random choices."""
     views: tuple[View, ...]
     captions: tuple[str, ...]
     bucket: Bucket
     frames: tuple[Frame, ...]
-    """Which part of its picture each of them shows."""
+    """Which part of its image each example shows."""
     loss_weights: npt.NDArray[np.float32]
-    """Factors on the loss of each picture; shape (B,)."""
+    """Factors on the loss of each image; shape (B,)."""
 
     def __len__(self) -> int:
-        """The number of pictures."""
+        """The number of images."""
         return len(self.views)
 
 
 class Dataset:
-    """Pictures with captions; made by `load_dataset`."""
+    """Images with captions; made by `load_dataset`."""
 
     def __init__(
         self,
@@ -108,11 +108,11 @@ class Dataset:
         self._variants = lru_cache(maxsize=None)(self._make_variants)
 
     def __len__(self) -> int:
-        """The number of pictures."""
+        """The number of images."""
         return len(self.items)
 
     def summary(self) -> str:
-        """Folders, buckets and what is left out, as a table of a line each."""
+        """A table of folders, buckets and what is left out."""
         return self._summary
 
     def part(self, numbers: Sequence[int]) -> Dataset:
@@ -129,7 +129,7 @@ class Dataset:
         return DatasetBatches(self, batch_size, self.seed)
 
     def fixed_batches(self, batch_size: int) -> list[Batch]:
-        """Every picture once, in order: middle cut, not mirrored, caption as it is; for validation.
+        """Every image once, for validation: in order, centre crop, not mirrored, plain caption.
 
         The last batch of a bucket may be smaller.
         """
@@ -166,7 +166,7 @@ class Dataset:
         """Every caption that a batch can hold.
 
         Raises:
-            ConfigError: captions are made afresh each time (`variants` is 0).
+            ConfigError: captions are shuffled again each time (`variants` is 0).
         """
         if self._maker.endless:
             raise ConfigError(
@@ -181,7 +181,7 @@ class Dataset:
         return list(found)
 
     def pixels(self, view: View) -> npt.NDArray[np.uint8]:
-        """The cut, RGB; shape (height, width, 3) of its bucket.
+        """The crop, RGB; shape (height, width, 3) of its bucket.
 
         Raises:
             DatasetError: the file has vanished or changed since the data set was loaded.
@@ -192,14 +192,14 @@ class Dataset:
         return np.asarray(cut, dtype=np.uint8)
 
     def masks(self, batch: Batch, factor: int = 8) -> npt.NDArray[np.float32] | None:
-        """Where the loss counts, 0 to 1; pictures without a mask count everywhere.
+        """Where the loss counts, 0 to 1; images without a mask count everywhere.
 
         Args:
             batch: the batch.
             factor: pixels on a side of a latent.
 
         Returns:
-            Shape (B, height / factor, width / factor), or None if masks are off for all pictures.
+            Shape (B, height / factor, width / factor), or None if masks are off for all images.
 
         Raises:
             DatasetError: a mask cannot be decoded.
@@ -254,7 +254,7 @@ class Dataset:
         return self.options.random_crops if self.options.crop == "random" else 1
 
     def _make_variants(self, number: int, crop: int) -> list[View]:
-        """The views of one cut: as it is and, if asked for, mirrored."""
+        """The views of one crop: unchanged and, with `flip`, mirrored."""
         item = self.items[number]
         fit = item.fit
         if self.options.crop == "random":
@@ -294,9 +294,9 @@ class DatasetBatches:
         )
 
     def batch(self, index: int) -> Batch:
-        """Batch number `index`, from 0; the same whenever it is asked for."""
+        """Batch number `index`, from 0; the same in every call."""
         return self._dataset.draw(index, self._order.batch(index).tolist())
 
     def first_batch(self, epoch: int) -> int:
-        """The number of the first batch of a pass over everything; passes are counted from 0."""
+        """The number of the first batch of an epoch; epochs are counted from 0."""
         return self._order.first_batch(epoch)

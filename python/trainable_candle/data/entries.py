@@ -1,4 +1,4 @@
-"""Entries of a cache: safetensors files with a checksum, so that a damaged one is known as such."""
+"""Entries of a cache: safetensors files with a checksum, so that damage is detected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _METADATA: Final = "__metadata__"
 _CHECKSUM: Final = "crc32"
 _START: Final = f'{{"{_METADATA}": {{"{_CHECKSUM}": "'.encode()
-"""What every header begins with; then comes the checksum, of 8 digits, of all bytes but its own."""
+"""The start of every header, before the checksum of 8 digits of all bytes but its own."""
 _PLACE: Final = slice(8 + len(_START), 16 + len(_START))
 _ALIGNMENT: Final = 8
 _DTYPES: Final = {
@@ -45,7 +45,7 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
         parts.append(part)
         end += len(part)
     data = b"".join(parts)
-    # Names of files may hold bytes that are no text.
+    # File names may hold bytes that are not text.
     texts = {name: text.encode(errors="replace").decode() for name, text in facts.items()}
     metadata = {_CHECKSUM: "0" * 8, **texts}
     header = json.dumps({_METADATA: metadata, **entries}).encode()
@@ -56,7 +56,7 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
 
 
 def facts_of(path: Path) -> dict[str, str]:
-    """The text entries of a file; none if it is missing, or no safetensors file."""
+    """The text entries of a file; none if it is missing or not a safetensors file."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -66,7 +66,7 @@ def facts_of(path: Path) -> dict[str, str]:
 
 
 def intact_facts(path: Path) -> dict[str, str]:
-    """The text entries of a file that is as `packed` made it, read in full; else none."""
+    """The text entries of an intact file of `packed`, read in full; else none."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -83,14 +83,14 @@ def _metadata(header: bytes) -> dict[str, str]:
 
 
 def _checksum(content: bytes | bytearray) -> bytes:
-    """Of a whole file but the place of its checksum, which tells every change of up to 32 bits."""
+    """The checksum of a file except its own place; detects every change of up to 32 bits."""
     view = memoryview(content)
     return b"%08x" % zlib.crc32(view[_PLACE.stop :], zlib.crc32(view[: _PLACE.start]))
 
 
 def _bytes(tensor: Tensor) -> bytes:
     if str(tensor.dtype) == "bf16":
-        # numpy has none; it is the upper half of f32.
+        # numpy has no bf16; it is the upper half of f32.
         halves: bytes = (tensor.to("f32").numpy().view(np.uint32) >> 16).astype("<u2").tobytes()
         return halves
     whole: bytes = tensor.numpy().tobytes()

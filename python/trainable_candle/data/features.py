@@ -1,4 +1,4 @@
-"""Latents and text features: encoded once, kept in memory or on disk, given out by the batch."""
+"""Latents and text features: encoded once, cached in memory or on disk, read by the batch."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ if TYPE_CHECKING:
 
 
 class LatentCache:
-    """What an encoder makes of the views of a data set.
+    """The encoder's results for the views of a data set.
 
     Args:
-        dataset: whose pictures.
+        dataset: the images.
         encode: from pixels, uint8 of shape (n, h, w, 3), to tensors of n rows by name.
-        options: whether and how to keep results.
+        options: where to keep results.
         identity: everything that results depend on besides pixels: the encoder's weights, its
-            settings, the dtype. Other values, other entries.
+            settings, the dtype. Other values make other entries.
         folder: for files, see `cache_folder`; needed if `options.kind` is `disk`.
-        device: where batches go.
-        encode_area: pixels of the pictures that `encode` is given at once, at most; but always at
-            least one picture.
+        device: the device of batches.
+        encode_area: the most pixels that `encode` gets at once; but always at least one image.
     """
 
     def __init__(
@@ -64,19 +63,18 @@ class LatentCache:
         self._keys: dict[View, str] = {}
 
     def fill(self, *, progress: bool = False, report: Report | None = None) -> Filled:
-        """Encode what is not there yet, by batches of one size.
+        """Encode the missing entries, in batches of one size.
 
-        Pictures are decoded ahead on threads and entries written by another, while the encoder
-        works; of both, as many are in memory as of ten pictures as of ten thousand. Nothing is
-        encoded if nothing is to be kept.
+        While the encoder works, threads decode images ahead and another writes entries; memory
+        does not grow with the number of images. Nothing is encoded if nothing is kept.
 
         Args:
             progress: whether to draw a bar on a terminal.
-            report: gets a line now and then where there is no bar.
+            report: gets a line from time to time if there is no bar.
 
         Raises:
-            DatasetError: a picture has changed, or cannot be decoded any more.
-            OSError: an entry cannot be written; those before it are there.
+            DatasetError: an image has changed, or cannot be decoded any more.
+            OSError: an entry cannot be written; earlier ones are kept.
         """
         if not self._kept:
             return Filled(0, 0, 0)
@@ -109,7 +107,7 @@ class LatentCache:
         """The tensors of a batch, (B, ...) by name.
 
         Raises:
-            DatasetError: an entry has vanished, or was never made.
+            DatasetError: an entry is missing.
         """
         if not self._kept:
             return self._entries.placed(self._encode(self._pixels(batch.views)))
@@ -139,21 +137,22 @@ class LatentCache:
 
 
 class TextCache:
-    """What text encoders make of captions.
+    """The text encoders' results for captions.
 
     Captions of different lengths may have features of different lengths along dimension 1: in a
-    batch, the shorter ones are continued with those of the empty caption, part by part.
+    batch, shorter ones are extended by those of the empty caption, part by part.
 
     Args:
         encode: from n captions to tensors of n rows by name.
-        options: whether and how to keep results.
+        options: where to keep results.
         identity: everything that results depend on besides captions: the encoders' weights, clip
-            skip, the number of tokens, the dtype. Other values, other entries.
+            skip, the number of tokens, the dtype. Other values make other entries.
         folder: for files, see `cache_folder`; needed if `options.kind` is `disk`.
-        device: where batches go.
-        encode_parts: parts of captions that `encode` is given at once, at most; but always at least
-            one caption.
-        parts: how many parts a caption has; only captions of as many are encoded together.
+        device: the device of batches.
+        encode_parts: the most parts of captions that `encode` gets at once; but always at least one
+            caption.
+        parts: the number of parts of a caption; only captions of the same number are encoded
+            together.
     """
 
     def __init__(
@@ -176,17 +175,17 @@ class TextCache:
     def fill(
         self, captions: Sequence[str], *, progress: bool = False, report: Report | None = None
     ) -> Filled:
-        """Encode those that are not there yet, and the empty one; entries are written meanwhile.
+        """Encode the missing captions and the empty one; entries are written meanwhile.
 
-        Nothing is encoded if nothing is to be kept.
+        Nothing is encoded if nothing is kept.
 
         Args:
-            captions: any number, also the same several times.
+            captions: any number, repetitions allowed.
             progress: whether to draw a bar on a terminal.
-            report: gets a line now and then where there is no bar.
+            report: gets a line from time to time if there is no bar.
 
         Raises:
-            OSError: an entry cannot be written; those before it are there.
+            OSError: an entry cannot be written; earlier ones are kept.
         """
         if not self._kept:
             return Filled(0, 0, 0)
@@ -208,7 +207,7 @@ class TextCache:
         """The tensors of some captions, (B, ...) by name.
 
         Raises:
-            DatasetError: an entry has vanished, or was never made.
+            DatasetError: an entry is missing.
         """
         if self._kept:
             rows = [self._entries.get(_text_key(caption)) for caption in captions]
@@ -229,7 +228,7 @@ def _joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def _continued(
     row: Mapping[str, Tensor], rows: Sequence[Mapping[str, Tensor]], blank: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """A row as long, along dimension 1, as the longest of `rows`."""
+    """A row extended along dimension 1 to the longest of `rows`."""
     whole = {}
     for name, tensor in row.items():
         length = max(other[name].shape[1] for other in rows) if tensor.ndim > 1 else 0

@@ -1,4 +1,4 @@
-"""How a cache is filled: in what groups, how far it is, what it took."""
+"""Filling a cache: groups of tasks, progress, and a summary."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _TOLD_TIMES: Final = 10
 
 @dataclass(frozen=True)
 class Filled:
-    """What filling a cache took."""
+    """The result of filling a cache."""
 
     found: int
-    """Entries that were there."""
+    """Entries that existed."""
     made: int
     removed: int
     """Entries of earlier versions of the same files."""
 
     def __str__(self) -> str:
-        """In a line."""
+        """One line for the log."""
         gone = f", {self.removed} outdated removed" if self.removed else ""
         return f"{self.found} found, {self.made} made{gone}"
 
 
 class Progress:
-    """How far a filling is: a bar on a terminal, elsewhere a line at each tenth of a long one."""
+    """Progress of filling: a bar on a terminal, elsewhere a line at each tenth of a long one."""
 
     def __init__(self, what: str, total: int, progress: bool, report: Report | None) -> None:
         # With None, tqdm draws on terminals only.
@@ -49,7 +49,7 @@ class Progress:
         self._done = 0
 
     def __call__(self, count: int) -> None:
-        """So many more are done."""
+        """Count finished tasks."""
         self._bar.update(count)
         before, self._done = self._done, self._done + count
         tenths = [_TOLD_TIMES * done // self._total for done in (before, self._done)]
@@ -66,7 +66,7 @@ class Progress:
 def groups_of(
     tasks: Sequence[_Task], kind: Callable[[_Task], _Kind], size: Callable[[_Kind], int]
 ) -> list[list[_Task]]:
-    """Tasks of one kind together, at most `size(kind)` of them."""
+    """Group tasks of one kind, at most `size(kind)` of them."""
     by_kind: dict[_Kind, list[_Task]] = {}
     for task in tasks:
         by_kind.setdefault(kind(task), []).append(task)

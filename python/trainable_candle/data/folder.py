@@ -1,4 +1,4 @@
-"""Folders of pictures with captions and masks, checked as a whole before anything is trained."""
+"""Folders of images with captions and masks, checked completely before training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from trainable_candle.data.captions import METADATA, read_caption, read_metadata
+from trainable_candle.data.captions import CAPTION_SUFFIXES, METADATA, read_caption, read_metadata
 from trainable_candle.data.masks import FOLDER, is_mask, mask_of, mask_problem
 from trainable_candle.data.options import Source
 from trainable_candle.data.pixels import SUFFIXES, in_parallel, probe
@@ -17,14 +17,18 @@ from trainable_candle.errors import DatasetError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-SKIP_HINT: Final = " (--skip-bad leaves such pictures out)"
+KOHYA_HINT: Final = (
+    "; folders inside it are read if their names are like `10_a cup` (10: how often each image "
+    "is seen), or with `recursive: true` in a YAML file"
+)
+SKIP_HINT: Final = " (--skip-bad leaves such images out)"
 _SHOWN: Final = 10
-_EXPECTED: Final = frozenset({".txt", ".json", ".jsonl", ".yaml", ".yml", ".md"})
+_EXPECTED: Final = frozenset({*CAPTION_SUFFIXES, ".json", ".jsonl", ".yaml", ".yml", ".md"})
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture that can be read, and its caption."""
+    """One image that can be read, and its caption."""
 
     path: Path
     caption: str
@@ -34,41 +38,41 @@ class Picture:
     digest: str
     """Of the file's bytes, 32 hexadecimal digits."""
     mask: Path | None = None
-    """The picture of where the loss counts, if there is one and it was asked for."""
+    """The mask, if there is one and masks are read."""
     transparent: bool = False
     """Whether it has an alpha channel, or a colour that is transparent."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """What there is in a folder."""
+    """The contents of a folder."""
 
     path: Path
     pictures: tuple[Picture, ...]
-    """Those that can be used, sorted by path."""
+    """The usable images, sorted by path."""
     problems: tuple[str, ...]
-    """What is wrong with each of the others."""
+    """What is wrong with each unusable image."""
     others: tuple[tuple[str, int], ...]
-    """Kinds of files that are no pictures for us, and how many there are of each."""
+    """The types of other files and their numbers."""
 
     @property
     def count(self) -> int:
-        """How many pictures there are, usable or not."""
+        """The number of images, usable or not."""
         return len(self.pictures) + len(self.problems)
 
 
 def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture]:
-    """Every picture in `folder` (not below it), sorted by name, each decoded once.
+    """Every image in `folder` (not below it), sorted by name, each decoded once.
 
     Args:
         folder: as for `read_folder`.
-        caption: for pictures without one of their own.
+        caption: for images without one of their own.
 
     Returns:
-        The pictures; at least one.
+        The images; at least one.
 
     Raises:
-        DatasetError: the folder is missing or has no pictures, or some cannot be read or have no
+        DatasetError: the folder is missing or has no images, or some cannot be read or have no
             caption: the first ten are named.
         OSError: the folder cannot be listed.
     """
@@ -79,32 +83,32 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
 
 
 def read_folder(source: Source, *, masks: bool = False) -> Folder:
-    """Look at every picture of a folder, each decoded once, in parallel.
+    """Check every image of a folder, each decoded once, in parallel.
 
-    Captions are in `.txt` files of the pictures' names (UTF-8) or in a `metadata.jsonl`, which may
-    also name pictures in folders below; otherwise they are the source's. Hidden files, and masks,
-    are left out.
+    Captions are in `.txt` or `.caption` files of the images' names (UTF-8) or in a
+    `metadata.jsonl`, which may also name images in folders below; the default is the
+    source's. Hidden files, and masks, are left out.
 
     Args:
         source: the folder.
         masks: whether to look for mask files.
 
     Raises:
-        DatasetError: the folder is missing, has no pictures, or its `metadata.jsonl` is wrong.
+        DatasetError: the folder is missing, has no images, or its `metadata.jsonl` is wrong.
         OSError: the folder cannot be listed.
     """
     folder = source.path
     if not folder.exists():
         raise DatasetError(f"dataset: there is no folder {folder}")
     if not folder.is_dir():
-        raise DatasetError(f"dataset: {folder} is a file, expected a folder of pictures")
+        raise DatasetError(f"dataset: {folder} is a file, expected a folder of images")
     files = list(_files(folder, recursive=source.recursive))
     listed = _listed(files, folder)
     paths = sorted({*(path for path in files if _is_picture(path)), *listed})
     if not paths:
-        deeper = "" if source.recursive else " (folders inside it are not read)"
+        deeper = "" if source.recursive else KOHYA_HINT
         raise DatasetError(
-            f"dataset: {folder} holds no pictures; expected files ending in {', '.join(SUFFIXES)}"
+            f"dataset: {folder} holds no images; expected files ending in {', '.join(SUFFIXES)}"
             f"{deeper}"
         )
 
@@ -126,20 +130,20 @@ def read_folder(source: Source, *, masks: bool = False) -> Folder:
 
 
 def unusable(folder: Path, count: int, problems: Sequence[str], hint: str = "") -> DatasetError:
-    """What to say when `problems` were found among `count` pictures: the first ten."""
+    """The error for `problems` among `count` images: the first ten."""
     return DatasetError(
-        f"dataset: {len(problems)} of {counted(count, 'picture')} in {folder} cannot be used"
+        f"dataset: {len(problems)} of {counted(count, 'image')} in {folder} cannot be used"
         f"{hint}:\n  " + "\n  ".join(first_lines(problems))
     )
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, in the singular if it is one."""
+    """A number with its noun, in the singular if it is one."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """The first ten, and how many more there are."""
+    """The first ten lines, and the number of the others."""
     shown = list(lines[:_SHOWN])
     return [*shown, f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else shown
 
@@ -156,14 +160,14 @@ def _files(folder: Path, *, recursive: bool) -> Iterator[Path]:
 
 
 def _listed(files: Sequence[Path], folder: Path) -> dict[Path, str]:
-    """The captions of every `metadata.jsonl` among `files`, by picture."""
+    """The captions of every `metadata.jsonl` among `files`, by image."""
     listed = {
         picture: caption
         for path in files
         if path.name == METADATA
         for picture, caption in read_metadata(path.parent).items()
     }
-    # Not by a path's method, which raises for names that no file can have.
+    # Not by a path's method, which raises for invalid file names.
     missing = sorted(str(path) for path in listed if not os.path.isfile(path))  # noqa: PTH113
     if missing:
         raise DatasetError(
@@ -178,9 +182,9 @@ def _is_picture(path: Path) -> bool:
 
 
 def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) -> Picture | str:
-    """The picture, or what is wrong with it."""
+    """Check an image; returns it, or what is wrong with it."""
     if not path.is_file():
-        return f"{path}: is no regular file"
+        return f"{path}: is not a regular file"
     try:
         facts = probe(path)
         caption = read_caption(path)

@@ -1,4 +1,4 @@
-"""What weights and settings files hold, as short names: hashed whole, once, and remembered."""
+"""Hashes of weights and configuration files, computed once and remembered."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _PIECE: Final = 2**20
 _WORKERS: Final = min(16, os.cpu_count() or 1)
 _REMEMBERED: Final = 1000
 SETTLED: Final = 2_000_000_000
-"""Age of the last change from which a further one has another time on every file system, ns."""
+"""Age of the last change from which a further one gets another time on every file system, ns."""
 
 
 def file_identity(path: str | Path) -> str:
-    """A name for the contents of a file, or of all that models are read from below a folder.
+    """A hash of a file's contents, or of all model files below a folder.
 
-    Every byte counts: 32 hexadecimal digits of a hash of everything. It is computed by chunks on
-    several threads and remembered for the file's path, size, times and inode, so that it costs
-    nothing the next time.
+    32 hexadecimal digits that depend on every byte. The hash is computed in chunks on several
+    threads and remembered for the file's path, size, times and inode, so that the next call costs
+    nothing.
 
     Args:
         path: a file of any kind, or a folder, of which weights, configurations and vocabularies
@@ -77,7 +77,7 @@ def content_digests(files: Sequence[Path]) -> list[str]:
         fresh = {
             name: [*state, found[name]]
             for name, file, state in zip(names, files, before, strict=True)
-            # Else it may change again and look the same.
+            # A younger file may change again without a change of its times.
             if name in missing and now - max(state[1:3]) > SETTLED and _state(file) == state
         }
         _remember(memory, fresh)
@@ -85,20 +85,20 @@ def content_digests(files: Sequence[Path]) -> list[str]:
 
 
 def user_folder() -> Path:
-    """Where the library keeps what it can make again: `$XDG_CACHE_HOME` or `~/.cache`, below."""
+    """The library's cache folder, in `$XDG_CACHE_HOME` or `~/.cache`."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if Path(given).is_absolute() else Path("~/.cache").expanduser()
     return base / "trainable-candle"
 
 
 def _state(file: Path) -> list[int]:
-    """What changes when a file does: size first, then its times."""
+    """The values that change with a file: its size, then its times."""
     found = file.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
 
 
 def _hashed(sizes: Mapping[str, int]) -> dict[str, str]:
-    """Hashes of files by name, given their sizes: of each, the hash of those of its chunks."""
+    """Hash files by name, given their sizes: for each, the hash of its chunks' hashes."""
     with ThreadPoolExecutor(_WORKERS) as pool:
         chunks = {
             name: [pool.submit(_chunk, name, start) for start in range(0, size, _CHUNK)]
@@ -114,7 +114,7 @@ def _hashed(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _chunk(name: str, start: int) -> bytes:
-    # Processors have instructions for it, so that it is about twice as fast as others.
+    # Processors have instructions for SHA-256, which make it about twice as fast as others.
     digest = hashlib.sha256()
     piece = memoryview(bytearray(_PIECE))
     with Path(name).open("rb", buffering=0) as file:
@@ -136,7 +136,7 @@ def _remembered(memory: Path) -> dict[str, Any]:
 
 
 def _remember(memory: Path, fresh: Mapping[str, Sequence[Any]]) -> None:
-    """Add to what is remembered, if that can be written: it only saves time."""
+    """Remember hashes, if the folder can be written to: they only save time."""
     if not fresh:
         return
     # Another process may have added some in the meantime.

@@ -1,4 +1,4 @@
-"""Entries of a cache in memory and in files: made in groups, had one by one."""
+"""Entries of a cache in memory and in files: encoded in groups, read one by one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Task = TypeVar("_Task")
 _Given = TypeVar("_Given")
 
 DEVICE_LIMIT: Final = 512 * 1024**2
-"""Bytes of a cache's entries that are kept on the device; the rest is moved there by the batch."""
+"""Bytes of entries that stay on the device; the others are copied there with their batch."""
 MEMORY_LIMIT: Final = 2 * 1024**3
 """Bytes of a cache's entries on disk that are also kept in memory, on the device or not."""
 PENDING: Final = 1
@@ -51,7 +51,7 @@ class Entries:
         self._bytes = 0
 
     def missing(self, tasks: Mapping[str, _Task]) -> list[_Task]:
-        """The tasks, by key, that there are no entries of."""
+        """The tasks without entries, by key."""
         held = in_parallel(self._holds, list(tasks))
         return [task for task, there in zip(tasks.values(), held, strict=True) if not there]
 
@@ -70,10 +70,10 @@ class Entries:
 
         Args:
             groups: tasks that are encoded together.
-            given: what the encoder gets for each group.
-            encode: from that to a row of each tensor for each task.
-            entry: the key of a task, and the facts that its file has.
-            done: told how many tasks have been encoded.
+            given: makes the encoder's input for each group.
+            encode: makes a row of each tensor for each task from it.
+            entry: the key of a task, and the facts for its file.
+            done: called with the number of encoded tasks.
 
         Raises:
             DatasetError: the encoder returns the wrong number of rows.
@@ -86,7 +86,7 @@ class Entries:
                 writer.submit(partial(self._add, list(map(entry, group)), encoded))
                 done(len(group))
         except BaseException:
-            # What was encoded before is kept; this error is the one to tell.
+            # Earlier entries are kept; raise this error, not one of writing them.
             with suppress(Exception):
                 writer.wait()
             raise
@@ -95,7 +95,7 @@ class Entries:
     def _add(
         self, entries: Sequence[tuple[str, Mapping[str, str]]], encoded: Mapping[str, Tensor]
     ) -> None:
-        """Add a row of some tensors for each entry; waits for what computes them."""
+        """Add a row of some tensors for each entry; waits for their computation."""
         for (key, facts), row in zip(entries, _rows(encoded, len(entries)), strict=True):
             if self._store is not None:
                 self._store.write(key, row, facts)
@@ -105,7 +105,7 @@ class Entries:
         """The tensors of an entry, on the device.
 
         Raises:
-            DatasetError: it has vanished, or was never made.
+            DatasetError: it is missing.
         """
         if key in self._memory:
             return self.placed(self._memory[key])
@@ -120,7 +120,7 @@ class Entries:
         return tensors
 
     def placed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors on the device where batches go."""
+        """Tensors on the device of batches."""
         return {name: tensor.to(self._device) for name, tensor in tensors.items()}
 
     def remove_superseded(self, needed: set[str], digests: Mapping[str, str]) -> int:
@@ -143,7 +143,7 @@ def _rows(encoded: Mapping[str, Tensor], count: int) -> Iterator[dict[str, Tenso
                 f"cache: the encoder was given {count} items and returned `{name}` of shape "
                 f"{tuple(tensor.shape)}, expected ({count}, ...)"
             )
-    # Each whole, as a copy from a device costs the same for one row as for all of them.
+    # Copy whole tensors: one row costs as much as all of them.
     whole = {name: tensor.detach().to("cpu") for name, tensor in encoded.items()}
     for row in range(count):
         yield {name: tensor.narrow(0, row, 1).contiguous() for name, tensor in whole.items()}

@@ -1,4 +1,4 @@
-"""From folders to a data set: everything is looked at before anything is trained."""
+"""From folders to a data set, checked completely before training."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 def load_dataset(
     options: DatasetOptions, captions: CaptionOptions | None = None, seed: int = 0
 ) -> Dataset:
-    """Look at every picture, caption and mask, and fit the pictures to buckets.
+    """Check every image, caption and mask, and fit the images to buckets.
 
     Args:
-        options: the folders and what to do with them.
-        captions: what to do with captions; nothing by default.
+        options: the folders and their settings.
+        captions: the transformations of captions; none by default.
         seed: of everything random, at least 0.
 
     Raises:
-        DatasetError: a folder is missing or holds nothing usable; some pictures cannot be used and
+        DatasetError: a folder is missing or holds nothing usable; some images cannot be used and
             `skip_bad` is off: the first ten of each folder are named.
-        ConfigError: there are only regularisation pictures.
+        ConfigError: there are only regularisation images.
         OSError: a folder cannot be listed.
     """
     captions = captions or CaptionOptions()
@@ -70,7 +70,7 @@ def _trigger(source: Source, captions: CaptionOptions) -> str:
 
 
 def _balance(found: list[list[Item]], sources: Sequence[Source]) -> None:
-    """Set how often the pictures of each folder are repeated."""
+    """Set how often the images of each folder are repeated."""
     own = sum(
         len(items) * (source.repeats or 1)
         for items, source in zip(found, sources, strict=True)
@@ -78,7 +78,7 @@ def _balance(found: list[list[Item]], sources: Sequence[Source]) -> None:
     )
     if not own:
         raise ConfigError(
-            "dataset: there are only regularisation pictures; expected a folder of those to learn"
+            "dataset: there are only regularisation images; expected a folder of those to learn"
         )
     free = sum(
         len(items)

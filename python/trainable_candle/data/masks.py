@@ -1,4 +1,4 @@
-"""Masks: pictures of where the loss counts, white where it does."""
+"""Masks: images that are white where the loss counts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 FOLDER: Final = "masks"
 SUFFIX: Final = "-masklabel"
 _SAME_SHAPE: Final = 0.02
-"""How far the ratios of the sides may differ, relatively: from scaling to whole pixels."""
+"""Greatest relative difference of aspect ratios, from scaling to whole pixels."""
 
 
 def is_mask(path: Path) -> bool:
-    """Whether a picture is one of the masks that lie among pictures."""
+    """Whether an image is a mask beside other images."""
     return path.stem.endswith(SUFFIX)
 
 
 def mask_of(picture: Path) -> Path | None:
-    """The mask of a picture: `masks/NAME` beside it in any format, or `NAME-masklabel.png`."""
+    """The mask of an image: `masks/NAME` beside it in any format, or `NAME-masklabel.png`."""
     beside = picture.with_name(f"{picture.stem}{SUFFIX}.png")
     folder = picture.parent / FOLDER
     inside = (folder / f"{picture.stem}{suffix}" for suffix in (picture.suffix, *SUFFIXES))
@@ -29,7 +29,7 @@ def mask_of(picture: Path) -> Path | None:
 
 
 def mask_problem(mask: Path, picture: Facts) -> str | None:
-    """Why a mask does not fit a picture; another size does, another shape does not.
+    """Why a mask does not fit an image: its size may differ, but not its aspect ratio.
 
     Raises:
         DatasetError: the mask cannot be decoded.
@@ -39,6 +39,6 @@ def mask_problem(mask: Path, picture: Facts) -> str | None:
     if abs(ratio - 1) <= _SAME_SHAPE:
         return None
     return (
-        f"{mask}: is {facts.width}x{facts.height} pixels, expected the shape of its picture, "
+        f"{mask}: is {facts.width}x{facts.height} pixels, expected the shape of its image, "
         f"{picture.width}x{picture.height}"
     )

@@ -1,23 +1,30 @@
-"""What a data set is made of and how its pictures and captions are used: plain settings."""
+"""The settings of a data set, its images and its captions."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
+from trainable_candle.data.captions import METADATA
+from trainable_candle.data.pixels import SUFFIXES
 from trainable_candle.errors import ConfigError, DatasetError
 from trainable_candle.files import load_yaml
 from trainable_candle.settings.data import CACHES, CROPS, MASKS, MOST_VIEWS, YAML_SUFFIXES
 
+_REPEATED: Final = re.compile(r"(\d+)_(.+)", re.DOTALL)
+"""Folder names of kohya's scripts: repeats and class."""
+
 
 @dataclass(frozen=True)
 class Source:
-    """One folder of pictures.
+    """One folder of images.
 
     Raises:
         ConfigError: a value has the wrong type or lies outside its range.
@@ -26,12 +33,12 @@ class Source:
     path: Path
     """The folder."""
     caption: str | None = None
-    """For pictures that have none of their own."""
+    """For images that have none of their own."""
     repeats: float | None = None
-    """How often each picture is seen in a pass; 0.5: in every other pass. Default: 1, and for
-    regularisation pictures as often as makes them as many as the others."""
+    """How often each image occurs in an epoch; 0.5: in every other epoch. Default: 1, and for
+    regularisation images as often as needed to be as many as the others."""
     loss_weight: float = 1.0
-    """Factor on the loss of these pictures."""
+    """Factor on the loss of these images."""
     regularization: bool = False
     """Whether these keep the model's knowledge of the class (DreamBooth's prior preservation):
     their loss is also multiplied by `prior_loss_weight`, and they get no trigger."""
@@ -65,7 +72,7 @@ class Source:
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """Which pictures there are, and what is cut out of them.
+    """Which images to read, and how to crop them.
 
     Raises:
         ConfigError: a value lies outside its range, or two contradict each other.
@@ -73,9 +80,9 @@ class DatasetOptions:
 
     sources: tuple[Source, ...]
     resolution: int = 1024
-    """Square root of the largest area of a training picture, px; a multiple of `bucket_step`."""
+    """Square root of the largest area of a training image, px; a multiple of `bucket_step`."""
     bucketing: bool = True
-    """Group pictures by aspect ratio; if not, all are cut to a square of `resolution`."""
+    """Group images by aspect ratio; if not, all are cropped to a square of `resolution`."""
     bucket_step: int = 64
     """Sides of buckets are multiples of it, px; itself a multiple of 8."""
     min_side: int | None = None
@@ -83,21 +90,21 @@ class DatasetOptions:
     max_side: int | None = None
     """Longest side of a bucket, px (default: twice `resolution`)."""
     upscale: bool = False
-    """Enlarge pictures that are smaller than their bucket; if not, they get a smaller bucket, and
+    """Enlarge images that are smaller than their bucket; if not, they get a smaller bucket, and
     those without one are left out and counted."""
     crop: str = "center"
     """Which part remains where the aspect ratios differ: `center` or `random`."""
     random_crops: int = 4
-    """With `crop="random"`: different cuts of a picture; each has its own latents."""
+    """With `crop="random"`: different cuts of an image; each has its own latents."""
     flip: bool = False
-    """Mirror half of what is seen from left to right."""
+    """Mirror half of the samples horizontally."""
     mask: str = "off"
     """Where the loss counts: `off`, everywhere; `file`, by `masks/NAME` or `NAME-masklabel.png`;
-    `alpha`, by the picture's own alpha channel."""
+    `alpha`, by the image's own alpha channel."""
     prior_loss_weight: float = 1.0
-    """Factor on the loss of regularisation pictures."""
+    """Factor on the loss of regularisation images."""
     skip_bad: bool = False
-    """Leave out pictures that cannot be used, and say which, instead of refusing to train."""
+    """Leave out and report images that cannot be used, instead of raising."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -143,7 +150,7 @@ class DatasetOptions:
 
 @dataclass(frozen=True)
 class CaptionOptions:
-    """What is made of a caption each time it is used; by seed, batch and picture alone.
+    """The transformation of a caption in each use, which depends only on seed and sample.
 
     Raises:
         ConfigError: a value lies outside its range.
@@ -152,18 +159,18 @@ class CaptionOptions:
     dropout: float = 0.0
     """Probability of the empty caption, 0 to 1; trains guidance."""
     shuffle: bool = False
-    """Put the tags of a caption, the parts between separators, into random order."""
+    """Shuffle the tags of a caption, the parts between separators."""
     keep_tokens: int = 0
     """Tags at the start that keep their place and are never dropped."""
     tag_dropout: float = 0.0
     """Probability that one tag is left out, 0 to below 1."""
     separator: str = ","
-    """What lies between tags."""
+    """The separator of tags."""
     trigger: str = ""
-    """Put before every caption as a tag of its own, unless the caption starts with it."""
+    """A tag put before every caption that does not start with it."""
     variants: int = 8
-    """How many orders (and choices) of tags a caption has: so many text features are cached for
-    it. 0: a fresh one each time, which needs the text encoders throughout the run."""
+    """How many shuffles (and dropouts) of tags a caption has, each with its cached text features;
+    0: a new one each time, which needs the text encoders throughout the run."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -180,7 +187,7 @@ class CacheOptions:
     """Where latents and text features are kept.
 
     Raises:
-        ConfigError: a value is none of those possible.
+        ConfigError: a value is not allowed.
     """
 
     kind: str = "disk"
@@ -200,29 +207,67 @@ def parse_sources(
 ) -> tuple[Source, ...]:
     """The folders that a `dataset` setting names.
 
+    A folder without images that has folders with names like `10_a cup` is replaced by these, as in
+    kohya's scripts: 10 is `repeats`, and `a cup` the caption of images without one, unless the
+    entry has its own.
+
     Args:
         dataset: a folder; a YAML file with a list of entries; or such a list. An entry is a folder
             or a mapping of the fields of `Source`. In a file, relative folders are relative to it.
-        caption: for pictures without one, where the entry has no `caption` of its own.
+        caption: for images without one, where the entry has no `caption` of its own.
 
     Raises:
-        ConfigError: an entry is wrong: which, and how.
+        ConfigError: an entry is wrong; the message says which, and why.
         DatasetError: the YAML file cannot be read.
     """
     base, where = Path(), "dataset"
     if isinstance(dataset, (str, Path)):
         path = Path(dataset).expanduser()
         if path.suffix.lower() not in YAML_SUFFIXES or path.is_dir():
-            return (Source(path, caption),)
+            return _repeated(Source(path, caption), where)
         base, where, entries = path.parent, f"dataset: {path}", _read_entries(path)
     else:
         entries = list(dataset)
     if not entries:
         raise ConfigError(f"{where}: no folder is given")
     return tuple(
-        _source(entry, caption, base, f"{where}: entry {number}")
+        source
         for number, entry in enumerate(entries, 1)
+        for source in _repeated(
+            _source(entry, caption, base, f"{where}: entry {number}"), f"{where}: entry {number}"
+        )
     )
+
+
+def _repeated(source: Source, where: str) -> tuple[Source, ...]:
+    """Replace a source by the folders inside it if their names have repeats and class.
+
+    Raises:
+        ConfigError: repeats are 0.
+    """
+    if source.recursive or source.repeats is not None or not source.path.is_dir():
+        return (source,)
+    with os.scandir(source.path) as entries:
+        inside = sorted(entries, key=lambda entry: entry.name)
+    names = [Path(entry.name) for entry in inside]
+    if any(name.suffix.lower() in SUFFIXES or name.name == METADATA for name in names):
+        return (source,)
+    found = [(entry, match) for entry in inside if (match := _REPEATED.fullmatch(entry.name))]
+    folders = [(entry, match) for entry, match in found if entry.is_dir()]
+    try:
+        return tuple(
+            replace(
+                source,
+                path=source.path / entry.name,
+                repeats=int(match[1]),
+                caption=match[2].strip() if source.caption is None else source.caption,
+            )
+            for entry, match in folders
+        ) or (source,)
+    except ConfigError as error:
+        reason = str(error).removeprefix("dataset: ")
+        given = ", ".join(entry.name for entry, _ in folders)
+        raise ConfigError(f"{where}: {source.path}: {reason}, in the names {given}") from None
 
 
 def _read_entries(path: Path) -> list[Any]:
@@ -230,7 +275,7 @@ def _read_entries(path: Path) -> list[Any]:
         entries = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DatasetError(f"dataset: {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, a date that cannot be
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or an impossible date
         raise DatasetError(f"dataset: {path} is not valid YAML: {error}") from error
     if isinstance(entries, dict) and set(entries) == {"dataset"}:
         entries = entries["dataset"]

@@ -1,4 +1,4 @@
-"""Picture files of any format as upright RGB arrays."""
+"""Image files of any format as upright RGB arrays."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _ORIENTATION: Final = 0x0112
 _ON_ITS_SIDE: Final = range(5, 9)
 _WORKERS: Final = min(8, os.cpu_count() or 1)
 AHEAD: Final = 2 * _WORKERS
-"""Outcomes of `in_parallel` that are made ahead, at most."""
-# What Pillow's decoders are known to raise for damaged files.
+"""The most results that `in_parallel` computes ahead."""
+# Known exceptions of Pillow's decoders for damaged files.
 _UNDECODABLE: Final = (
     OSError, ValueError, SyntaxError, MemoryError, ArithmeticError, LookupError, RuntimeError,
     TypeError, struct.error,
@@ -45,7 +45,7 @@ _UNDECODABLE: Final = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What a look at a picture file tells."""
+    """The properties of an image file."""
 
     width: int
     """Upright, px."""
@@ -57,7 +57,7 @@ class Facts:
 
 
 def probe(path: Path) -> Facts:
-    """Decode a picture to see that it can be, at reduced size where the format allows that.
+    """Decode an image to check it, at reduced size where the format allows that.
 
     Raises:
         DatasetError: it cannot be decoded.
@@ -78,23 +78,23 @@ def probe(path: Path) -> Facts:
 
 
 def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
-    """The picture upright (EXIF), as RGB over white.
+    """The image upright (EXIF), as RGB over white.
 
     Of an animation it is the first frame; 16-bit grey loses its lower byte; colour profiles are not
     applied.
 
     Args:
         path: its file.
-        digest: what `probe` found; None if that does not matter.
+        digest: the digest from `probe`, which must not have changed; None skips the check.
 
     Raises:
-        DatasetError: the file cannot be decoded, holds no picture in whole numbers, or has changed.
+        DatasetError: the file cannot be decoded, has pixels that are not integers, or has changed.
     """
     with _decoding(path):
         data = path.read_bytes()
     if digest is not None and _digest(data) != digest:
         raise DatasetError(
-            f"{path}: has changed since it was checked; leave the pictures alone during training"
+            f"{path}: has changed since it was checked; leave the images alone during training"
         )
     with _decoding(path), Image.open(io.BytesIO(data)) as image:
         return _as_rgb(ImageOps.exif_transpose(image))
@@ -104,13 +104,13 @@ def read_pixels(path: Path) -> npt.NDArray[np.uint8]:
     """As `read_rgb`, as an array; shape (height, width, 3).
 
     Raises:
-        DatasetError: the file cannot be decoded, or holds no picture in whole numbers.
+        DatasetError: the file cannot be decoded, or has pixels that are not integers.
     """
     return np.asarray(read_rgb(path), dtype=np.uint8)
 
 
 def read_grey(path: Path) -> Image.Image:
-    """The brightness of a picture, upright, in 8 bits.
+    """The brightness of an image, upright, in 8 bits.
 
     Raises:
         DatasetError: as for `read_rgb`.
@@ -119,7 +119,7 @@ def read_grey(path: Path) -> Image.Image:
 
 
 def read_alpha(path: Path) -> Image.Image:
-    """How opaque a picture is, upright, in 8 bits; 255 where it has no transparency.
+    """The opacity of an image, upright, in 8 bits; 255 where it has no transparency.
 
     Raises:
         DatasetError: the file cannot be decoded.
@@ -134,12 +134,12 @@ def read_alpha(path: Path) -> Image.Image:
 def in_parallel(
     function: Callable[[Task], Outcome], tasks: Iterable[Task]
 ) -> Generator[Outcome, None, None]:
-    """The outcomes of `function` in order; a few are worked on ahead of the one asked for.
+    """Yield the results of `function` in order; a few are computed ahead.
 
-    No more than `AHEAD` outcomes exist at a time besides those that the caller keeps, so that any
-    number of pictures takes the memory of a few.
+    At most `AHEAD` results exist at a time besides those that the caller keeps, so that any number
+    of images takes the memory of a few.
     """
-    # What Pillow warns of (large pictures, odd metadata) is either fine or an error here.
+    # Pillow's warnings (large images, odd metadata) are either harmless or errors here.
     with warnings.catch_warnings(), ThreadPoolExecutor(_WORKERS) as pool:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -147,7 +147,7 @@ def in_parallel(
         running = deque(pool.submit(function, task) for task in islice(waiting, AHEAD))
         try:
             while running:
-                # A future keeps its result: none may outlive the turn of its outcome.
+                # A future keeps its result, so drop it with the result.
                 yield running.popleft().result()
                 running.extend(pool.submit(function, task) for task in islice(waiting, 1))
         finally:
@@ -169,11 +169,11 @@ def _decoding(path: Path) -> Iterator[None]:
         ) from error
     except UnidentifiedImageError as error:
         raise DatasetError(
-            f"{path}: cannot be decoded: its content is no picture in a known format"
+            f"{path}: cannot be decoded: its content is not an image in a known format"
         ) from error
     except FileNotFoundError as error:
         raise DatasetError(
-            f"{path}: has vanished; leave the pictures alone during training"
+            f"{path}: has vanished; leave the images alone during training"
         ) from error
     except _UNDECODABLE as error:
         raise DatasetError(f"{path}: cannot be decoded: {error}") from error

@@ -1,4 +1,4 @@
-"""What is said about a data set before training: folders, buckets, what is left out."""
+"""The summary of a data set before training: folders, buckets, what is left out."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def describe(
     """The summary of a data set.
 
     Args:
-        found: the usable pictures of each folder.
-        options: what they were chosen by.
-        folders: what is in each folder.
-        small: pictures that are too small for every bucket.
+        found: the usable images of each folder.
+        options: the settings.
+        folders: the contents of each folder.
+        small: images that are too small for every bucket.
     """
     items = [item for group in found for item in group]
     seen = sum(item.repeats for item in items)
-    lines = [f"dataset: {counted(len(items), 'picture')}, {seen:g} in a pass"]
+    lines = [f"dataset: {counted(len(items), 'image')}, {seen:g} per epoch"]
     lines += _folders(found, options, folders)
     lines += _buckets(items)
     if small:
-        lines.append(f"left out: {counted(len(small), 'picture')} {_too_small(options)}")
+        lines.append(f"left out: {counted(len(small), 'image')} {_too_small(options)}")
         lines += [f"  {line}" for line in first_lines(small)]
     problems = [problem for folder in folders for problem in folder.problems]
     if problems:
-        lines.append(f"left out: {counted(len(problems), 'picture')} that cannot be used")
+        lines.append(f"left out: {counted(len(problems), 'image')} that cannot be used")
         lines += [f"  {line}" for line in first_lines(problems)]
     for folder in folders:
         if folder.others:
@@ -53,13 +53,13 @@ def describe(
 def nothing_left(
     options: DatasetOptions, folders: Sequence[Folder], small: Sequence[str]
 ) -> DatasetError:
-    """What to say when no picture can be used."""
+    """The error if no image can be used."""
     problems = [problem for folder in folders for problem in folder.problems]
     reasons = []
     if small:
-        reasons.append(f"{counted(len(small), 'picture')} {_too_small(options)}")
+        reasons.append(f"{counted(len(small), 'image')} {_too_small(options)}")
     if problems:
-        reasons.append(f"{counted(len(problems), 'picture')} that cannot be used")
+        reasons.append(f"{counted(len(problems), 'image')} that cannot be used")
     where = ", ".join(str(folder.path) for folder in folders)
     return DatasetError(
         f"dataset: nothing to train on in {where}: {' and '.join(reasons)}:\n  "
@@ -80,7 +80,7 @@ def _folders(
 ) -> list[str]:
     rows = []
     for group, folder, source in zip(found, folders, options.sources, strict=True):
-        facts = [counted(len(group), "picture")]
+        facts = [counted(len(group), "image")]
         if group and group[0].repeats != 1:
             facts.append(f"{group[0].repeats:.4g} times each")
         if group and group[0].loss_weight != 1:
@@ -102,7 +102,7 @@ def _buckets(items: Sequence[Item]) -> list[str]:
     by_bucket: dict[Bucket, list[Item]] = defaultdict(list)
     for item in items:
         by_bucket[item.fit.bucket].append(item)
-    rows = [("bucket", "pictures", "in a pass", "cut off at most")]
+    rows = [("bucket", "images", "per epoch", "cut off at most")]
     for bucket, members in sorted(by_bucket.items()):
         seen = sum(item.repeats for item in members)
         lost = max(item.fit.lost for item in members)

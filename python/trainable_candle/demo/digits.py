@@ -1,6 +1,6 @@
 """The handwritten digits that the demo trains and judges on.
 
-1797 pictures of 8x8 pixels, digits 0 to 9, written by 13 people: the test part of the UCI data set
+1797 images of 8x8 pixels, digits 0 to 9, written by 13 people: the test part of the UCI data set
 "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, 1998; CC BY 4.0, see
 ``assets/digits.LICENSE.txt``). It ships in the wheel, so that the demo runs offline.
 """
@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
-"""Pictures, shape (n, 8, 8), values 0 (paper) to 16 (ink)."""
+"""Images, shape (n, 8, 8), values 0 (paper) to 16 (ink)."""
 
 Labels: TypeAlias = npt.NDArray[np.uint8]
-"""The digit of each picture, shape (n,), values 0 to 9."""
+"""The digit of each image, shape (n,), values 0 to 9."""
 
 CLASSES: Final = 10
 SIDE: Final = 8
@@ -37,7 +37,7 @@ other digits, so neither the base nor the judge takes something else for it.
 
 @dataclass(frozen=True)
 class Digits:
-    """Pictures with their digits, in the same order."""
+    """Images with their digits, in the same order."""
 
     pixels: Pixels
     labels: Labels
@@ -46,20 +46,20 @@ class Digits:
         return len(self.labels)
 
     def only(self, *digits: int) -> Digits:
-        """The pictures of the given digits."""
+        """The images of the given digits."""
         return self.where(np.isin(self.labels, digits))
 
     def without(self, *digits: int) -> Digits:
-        """The pictures of all other digits."""
+        """The images of all other digits."""
         return self.where(~np.isin(self.labels, digits))
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Digits:
-        """The pictures for which ``mask``, shape (n,), is true."""
+        """The images for which ``mask``, shape (n,), is true."""
         return Digits(self.pixels[mask], self.labels[mask])
 
 
 def load() -> Digits:
-    """All 1797 pictures, in the order of the data set."""
+    """All 1797 images, in the order of the data set."""
     resource = files("trainable_candle.demo") / "assets" / "digits.npz"
     with resource.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         return Digits(arrays["pixels"], arrays["labels"])
@@ -95,7 +95,7 @@ def split(
 
 
 def to_grey(pixels: Pixels) -> npt.NDArray[np.uint8]:
-    """Pixels as a picture file holds them: 0..16 becomes 255 (paper) to 0 (ink); same shape."""
+    """Pixels as an image file holds them: 0..16 becomes 255 (paper) to 0 (ink); same shape."""
     grey: npt.NDArray[np.uint8] = 255 - np.rint(pixels * (255 / MAX_PIXEL)).astype(np.uint8)
     return grey
 

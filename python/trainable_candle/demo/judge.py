@@ -1,6 +1,6 @@
 """An independent judge of drawn digits: is it the digit asked for, and do the drawings differ?
 
-The judge is a support vector machine of scikit-learn, fitted on real pictures that neither the base
+The judge is a support vector machine of scikit-learn, fitted on real images that neither the base
 nor the LoRA was trained on; it knows nothing of the model that draws. Importing this module without
 scikit-learn raises ModuleNotFoundError, which names the command that installs it.
 """
@@ -32,28 +32,28 @@ LEAST_SPREAD: Final = 0.6
 
 
 class Judge:
-    """A digit classifier (SVM, radial basis functions, C = 10) fitted on real pictures."""
+    """A digit classifier (SVM, radial basis functions, C = 10) fitted on real images."""
 
     def __init__(self, real: Digits) -> None:
         self._classifier = SVC(C=10.0, kernel="rbf", gamma="scale")
         self._classifier.fit(_features(real.pixels), real.labels)
 
     def labels(self, pixels: Pixels) -> Labels:
-        """The digit that the judge sees in each picture; shape (n,)."""
+        """The judge's digit for each image; shape (n,)."""
         return np.asarray(self._classifier.predict(_features(pixels)), dtype=np.uint8)
 
     def accuracy(self, real: Digits) -> float:
-        """The share (0 to 1) of real pictures whose digit the judge gets right."""
+        """The share (0 to 1) of real images whose digit the judge gets right."""
         return float(np.mean(self.labels(real.pixels) == real.labels))
 
     def share(self, pixels: Pixels, digit: int) -> float:
-        """The share (0 to 1) of the pictures in which the judge sees ``digit``."""
+        """The share (0 to 1) of the images in which the judge sees ``digit``."""
         return float(np.mean(self.labels(pixels) == digit))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge says about the samples before and after the LoRA."""
+    """The judgement of the samples before and after the LoRA."""
 
     digit: int
     """The digit that the base has never seen."""
@@ -62,9 +62,9 @@ class Verdict:
     share_after: float
     """Share (0 to 1) of samples with the LoRA that are the digit."""
     spread_ratio: float
-    """`spread` of the samples with the LoRA, divided by that of real pictures of the digit."""
+    """`spread` of the samples with the LoRA, divided by that of real images of the digit."""
     judge_accuracy: float
-    """Share (0 to 1) of real pictures, never shown to the judge, that it gets right."""
+    """Share (0 to 1) of real images, never shown to the judge, that it gets right."""
 
     @property
     def passed(self) -> bool:
@@ -79,7 +79,7 @@ class Verdict:
         rows = [
             ("samples without the LoRA that are it", self.share_before, f"under {MOST_BEFORE:.0%}"),
             ("samples with the LoRA that are it", self.share_after, f"over {LEAST_AFTER:.0%}"),
-            ("their spread, of real pictures'", self.spread_ratio, f"at least {LEAST_SPREAD:.0%}"),
+            ("their spread, of real images'", self.spread_ratio, f"at least {LEAST_SPREAD:.0%}"),
         ]
         lines = [f"  {what:38}{found:7.1%}  (expected: {wanted})" for what, found, wanted in rows]
         head = f"A judge right on {self.judge_accuracy:.1%} of real digits looks for {self.digit}:"
@@ -89,8 +89,8 @@ class Verdict:
 def verdict(judge: Judge, digit: int, before: Pixels, after: Pixels, train: Digits) -> Verdict:
     """Judge the samples drawn without (``before``) and with (``after``) the LoRA.
 
-    ``train`` is the training part of the real pictures: it measures the judge and gives the
-    spread that real pictures of the digit have.
+    ``train`` is the training part of the real images: it measures the judge and gives the
+    spread that real images of the digit have.
     """
     return Verdict(
         digit=digit,
@@ -102,17 +102,17 @@ def verdict(judge: Judge, digit: int, before: Pixels, after: Pixels, train: Digi
 
 
 def spread(pixels: Pixels) -> float:
-    """The mean Euclidean distance between two different pictures, in pixel values.
+    """The mean Euclidean distance between two different images, in pixel values.
 
-    Zero when all pictures are equal: the measure that catches a model which draws one picture again
+    Zero when all images are equal: the measure that catches a model which draws one image again
     and again.
 
     Raises:
-        ValueError: there are fewer than two pictures.
+        ValueError: there are fewer than two images.
     """
     count = len(pixels)
     if count < 2:
-        raise ValueError(f"spread: found {count} pictures, expected at least 2")
+        raise ValueError(f"spread: found {count} images, expected at least 2")
     flat = pixels.reshape(count, -1).astype(np.float64)
     squares = np.sum(flat * flat, axis=1)
     squared = squares[:, None] + squares[None, :] - 2.0 * (flat @ flat.T)

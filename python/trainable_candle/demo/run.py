@@ -42,22 +42,22 @@ _SHOWN: Final = 64
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo made."""
+    """The results of the demo."""
 
     output: Path
-    """Holds what training writes, the pictures that it trained on in `dataset`, the samples in
+    """Holds what training writes, the images that it trained on in `dataset`, the samples in
     `before.png` and `after.png`, and `verdict.json`."""
     verdict: Verdict | None
     """None if the training was interrupted."""
 
 
 def run_demo(output: Path, *, seed: int = 0, threads: int | None = None) -> int:
-    """What `trainable-candle demo` does; returns its exit status: 0 if the judge is content.
+    """Run `trainable-candle demo`; returns its exit status: 0 if the judge accepts the result.
 
     Args:
-        output: the folder for everything; made if need be.
+        output: the folder for everything; created if missing.
         seed: of the training and of the samples.
-        threads: CPU threads; all without it.
+        threads: CPU threads; default all.
 
     Raises:
         OSError: the folder cannot be written.
@@ -77,12 +77,12 @@ def run(
     progress: bool = True,
     report: Callable[[str], None] = print,
 ) -> DemoResult:
-    """Train a LoRA on real pictures of the unseen digit, sample before and after, and judge.
+    """Train a LoRA on real images of the unseen digit, sample before and after, and judge.
 
     Args:
-        output: the folder for everything; made if need be.
+        output: the folder for everything; created if missing.
         seed: of the training and of the samples.
-        threads: CPU threads; all without it.
+        threads: CPU threads; default all.
         progress: whether to show a progress bar.
         report: gets a line at each stage.
 
@@ -120,7 +120,7 @@ def run(
 
 
 def configuration(output: Path, *, seed: int = 0, threads: int | None = None) -> TrainConfig:
-    """The settings of the demo's training run, into `output`, on the pictures in its `dataset`."""
+    """The settings of the demo's training run, into `output`, on the images in its `dataset`."""
     return TrainConfig(
         model="digits",
         dataset=str(output / DATASET),
@@ -143,7 +143,7 @@ def configuration(output: Path, *, seed: int = 0, threads: int | None = None) ->
 
 
 def write_dataset(pictures: digits.Digits, folder: Path) -> None:
-    """One PNG a picture with its caption beside it, as a user would lay them out.
+    """One PNG an image with its caption beside it, as a user would lay them out.
 
     Raises:
         OSError: the folder cannot be written.
@@ -157,7 +157,7 @@ def write_dataset(pictures: digits.Digits, folder: Path) -> None:
 
 
 def caption(digit: int) -> str:
-    """What the demo's pictures are called."""
+    """The caption of the demo's images."""
     return f"a handwritten {digit}"
 
 
@@ -169,14 +169,14 @@ def _clear(output: Path) -> None:
 
 
 def _sample(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:
-    """Grey pictures of the unseen digit, or of what the model takes for it; shape (n, 8, 8)."""
+    """Draw grey images of the unseen digit; shape (n, 8, 8)."""
     prompts = [caption(digits.UNSEEN)] * SAMPLES
     return task.draw(prompts, SampleOptions(steps=SAMPLING_STEPS, seed=seed))[..., 0]
 
 
 @tc.no_grad()
 def _velocity(model: DigitsTransformer) -> npt.NDArray[np.float32]:
-    """What the model says of one blank picture of each digit, half way to noise."""
+    """The model's output for one blank image of each digit, half way to noise."""
     blank = tc.zeros((digits.CLASSES, 1, SIDE, SIDE))
     velocity = model(blank, tc.full((digits.CLASSES,), FLOW_TIMES / 2), tc.arange(digits.CLASSES))
     array: npt.NDArray[np.float32] = velocity.numpy()

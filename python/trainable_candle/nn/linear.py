@@ -33,8 +33,8 @@ class Linear(Module):
         bias: (out_features,).
 
     Raises:
-        TypeError: If the weight or the bias is no tensor.
-        ShapeError: If the weight is no matrix or the bias does not fit it.
+        TypeError: If the weight or the bias is not a tensor.
+        ShapeError: If the weight is not a matrix or the bias does not fit it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -65,7 +65,7 @@ class Linear(Module):
             in_features: Size of the input's last dimension.
             out_features: Size of the result's last dimension.
             bias: Whether there is a bias.
-            dtype: A floating point dtype; f32 without it.
+            dtype: A floating point dtype; default f32.
             device: The device.
         """
         return cls(*init_linear(in_features, out_features, bias, dtype, device))
@@ -103,7 +103,7 @@ class _AdaptedLinear(Module):
 
     @property
     def scale(self) -> float:
-        """The factor in front of the product: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
+        """The factor of the low-rank product: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
         return self._adapter.scale
 
     def get_vars(self) -> list[Var]:
@@ -120,28 +120,28 @@ class _AdaptedLinear(Module):
         return self._adapter.forward(input, self.weight, self.bias)
 
     def merge(self) -> Tensor:
-        """Return the weight with which a plain layer computes the same."""
+        """Return the weight of a plain layer that computes the same."""
         return self._adapter.merged_weight(self.weight)
 
 
 class LoRALinear(_AdaptedLinear):
     """A frozen linear layer with LoRA (Hu et al. 2021, arXiv:2106.09685).
 
-    y = x @ W.T + b + scale * (x @ lora_down.T) @ lora_up.T, as one operation. `lora_down`
-    (rank, in_features) starts uniform as torch starts a linear layer, `lora_up`
-    (out_features, rank) at zero; both are f32 variables.
+    y = x @ W.T + b + scale * (x @ lora_down.T) @ lora_up.T, as one operation. `lora_down` (rank,
+    in_features) has torch's initial values of a linear layer, `lora_up` (out_features, rank) is
+    zero; both are f32 variables.
 
     Args:
-        base_weight: W, (out_features, in_features); stays as it is.
+        base_weight: W, (out_features, in_features); frozen.
         rank: At least 1.
         alpha: The scale is alpha / rank.
-        bias: b, (out_features,); stays as it is.
+        bias: b, (out_features,); frozen.
         dropout: Probability of dropping an element of the adapter's input in training.
         rslora: Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732).
 
     Raises:
-        TypeError: If the weight or the bias is no tensor.
-        ShapeError: If the weight is no matrix or the bias does not fit it.
+        TypeError: If the weight or the bias is not a tensor.
+        ShapeError: If the weight is not a matrix or the bias does not fit it.
         ArgumentError: If the rank is below 1 or the dropout not in [0, 1).
     """
 
@@ -154,21 +154,21 @@ class LoRALinear(_AdaptedLinear):
 class DoRALinear(_AdaptedLinear):
     """A frozen linear layer with DoRA (Liu et al. 2024, arXiv:2402.09353).
 
-    The rows of W + scale * lora_up @ lora_down, brought to the lengths in `magnitude`
-    (out_features,), which starts at the lengths of the rows of W. The norm is a constant in the
+    The weight has the rows of W + scale * lora_up @ lora_down, scaled to the norms in `magnitude`
+    (out_features,), which starts with the norms of the rows of W. The norm is a constant in the
     backward, as in the paper and in peft.
 
     Args:
-        base_weight: W, (out_features, in_features); stays as it is.
+        base_weight: W, (out_features, in_features); frozen.
         rank: At least 1.
         alpha: The scale is alpha / rank.
-        bias: (out_features,); stays as it is.
+        bias: (out_features,); frozen.
         dropout: Probability of dropping an element of the adapter's input in training.
         rslora: Scale by alpha / sqrt(rank) instead.
 
     Raises:
-        TypeError: If the weight or the bias is no tensor.
-        ShapeError: If the weight is no matrix or the bias does not fit it.
+        TypeError: If the weight or the bias is not a tensor.
+        ShapeError: If the weight is not a matrix or the bias does not fit it.
         ArgumentError: If the rank is below 1 or the dropout not in [0, 1).
     """
 

@@ -1,4 +1,4 @@
-"""`Module`: named tensors and layers, found by looking at attributes."""
+"""`Module`: named tensors and layers, found in attributes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LoadResult(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """A tensor and where it hangs."""
+    """A tensor and its place in a module."""
 
     name: str
     owner: Any
@@ -49,9 +49,9 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
 class Module:
     """The base of layers and models written in Python.
 
-    Tensors, variables, modules, and lists and dicts of them are found by looking at the attributes;
-    nothing has to be registered. Names join attributes, indices and keys with dots
-    ("blocks.0.fc.weight"). Attributes that start with an underscore are left out.
+    Finds tensors, variables, modules, and lists and dicts of them in the attributes; nothing has to
+    be registered. Names join attributes, indices and keys with dots ("blocks.0.fc.weight").
+    Attributes that start with an underscore are left out.
 
         class MLP(tc.nn.Module):
             def __init__(self):
@@ -98,7 +98,7 @@ class Module:
         return {slot.name: slot.tensor for slot in self._slots("", self, set())}
 
     def named_parameters(self) -> dict[str, Var]:
-        """Return the variables with their names; one that hangs in two places comes once."""
+        """Return the variables with their names; a shared one comes once."""
         seen: set[int] = set()
         named: dict[str, Var] = {}
         for name, value in self.named_tensors().items():
@@ -112,7 +112,7 @@ class Module:
         return list(self.named_parameters().values())
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all variables."""
+        """Clear the gradients of all variables."""
         for parameter in self.parameters():
             parameter.zero_grad()
 
@@ -133,14 +133,14 @@ class Module:
         return self.train(mode=False)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return every tensor with its name; variables are copied, so that it stays as it is."""
+        """Return every tensor with its name; later steps do not change the copies of variables."""
         named = self.named_tensors().items()
         return {name: tensor(t) if isinstance(t, Var) else t for name, t in named}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> LoadResult:
-        """Take over the values of a state: variables are set in place, frozen tensors replaced.
+        """Load the values of a state: sets variables in place and replaces frozen tensors.
 
-        Nothing changes unless everything fits. Values are moved to the device of what they replace.
+        Nothing changes unless everything fits. Values move to the device of the old ones.
 
         Args:
             state: Tensors or arrays by name.

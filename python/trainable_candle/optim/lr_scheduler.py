@@ -17,7 +17,7 @@ __all__ = ["SCHEDULES", "LRScheduler", "constant", "cosine", "linear", "polynomi
 
 
 class LRScheduler:
-    """Sets the learning rates of an optimizer: the ones it had at first times a factor of the step.
+    """Sets the learning rates of an optimizer to its initial rates times a factor of the step.
 
     Step 0 is set at once, so that the optimizer's first step has its rate.
 
@@ -46,15 +46,15 @@ class LRScheduler:
         return list(self._base_lrs)
 
     def step(self) -> None:
-        """Go on to the next step; to be called after the optimizer's."""
+        """Go to the next step; call it after the optimizer's."""
         self.set_step(self._step + 1)
 
     def set_step(self, step: int) -> None:
-        """Jump to a step: as if `step` had been called that often from the start.
+        """Jump to a step, as if `step` had been called that many times.
 
         Raises:
             ArgumentError: If it is negative.
-            DeviceError: If a function is being captured (`tc.cuda.capture`), which would keep the
+            DeviceError: If a function is being captured (`tc.cuda.capture`), which would freeze the
                 learning rates of this step: call it between calls of the captured function.
         """
         factor = self._schedule.factor(step)
@@ -76,7 +76,7 @@ def constant(
 
     Args:
         optimizer: The optimizer.
-        total_steps: Means nothing here; for schedules that are picked by name.
+        total_steps: Ignored; for schedules that are chosen by name.
         warmup_steps: Steps of the warm-up.
     """
     del total_steps

@@ -35,12 +35,12 @@ _WORD: Final = (
 class CLIPTokenizer:
     """Byte-pair encoding of lower-case text, as `transformers.CLIPTokenizer`.
 
-    Unlike there, "!" in a text is text even if it is also what fills rows, as in OpenCLIP and
+    Unlike there, "!" in a text is text even if it is also the padding token, as in OpenCLIP and
     ComfyUI.
 
     Args:
-        tokenizer: what splits text and knows the numbers of tokens.
-        pad: the token that fills rows: `PAD_OF_CLIP_L` or `PAD_OF_BIG_G`.
+        tokenizer: splits text and numbers tokens.
+        pad: the padding token, `PAD_OF_CLIP_L` or `PAD_OF_BIG_G`.
         length: tokens in a row, with start and end; at least 3.
 
     Raises:
@@ -67,8 +67,8 @@ class CLIPTokenizer:
         """The tokenizer of a diffusers folder, `tokenizer` or `tokenizer_2`.
 
         Args:
-            folder: holds `tokenizer.json`, or `vocab.json` and `merges.txt`. Which token fills rows
-                and how long they are is read from `tokenizer_config.json` and
+            folder: holds `tokenizer.json`, or `vocab.json` and `merges.txt`. The padding token and
+                the length of rows are read from `tokenizer_config.json` and
                 `special_tokens_map.json`.
 
         Raises:
@@ -86,10 +86,10 @@ class CLIPTokenizer:
                 "vocab.json and merges.txt"
             ) from error
         except Exception as error:
-            # The library raises nothing narrower.
+            # The library raises no narrower exception.
             raise WeightsFormatError(f"tokenizer: {folder} cannot be read: {error}") from error
         length = settings.get("model_max_length", LENGTH)
-        # Newer files leave the length out, or say "unlimited" by a huge number.
+        # Newer files leave the length out, or give a huge number for "unlimited".
         usual = isinstance(length, int) and 3 <= length <= LENGTH
         return cls(tokenizer, _token(settings.get("pad_token", END)), length if usual else LENGTH)
 
@@ -102,21 +102,21 @@ class CLIPTokenizer:
         """The numbers of a text's tokens, without start and end.
 
         Raises:
-            WeightsFormatError: the vocabulary has not what stands for unknown tokens.
+            WeightsFormatError: the vocabulary has no token for unknown text.
         """
         try:
             numbers: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:
-            # The library raises nothing narrower.
+            # The library raises no narrower exception.
             raise WeightsFormatError(f"tokenizer: {text!r} cannot be encoded: {error}") from error
         return numbers
 
     def chunks(self, text: str, most: int = 1) -> npt.NDArray[np.int64]:
-        """A text in rows, each with start and end and filled up.
+        """A text in rows, each with start and end tokens and padding.
 
         Args:
             text: any text; the empty one makes a row too.
-            most: rows at most, at least 1; what is beyond them is left out.
+            most: the most rows, at least 1; the rest of the text is left out.
 
         Returns:
             Shape (rows, length).

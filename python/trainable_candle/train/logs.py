@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from typing import TYPE_CHECKING, Any
@@ -134,7 +133,9 @@ class TensorBoardLog(Callback):
 
 def read_log(path: Path) -> list[dict[str, str]]:
     """The lines of a `CsvLog`, oldest first, without one that a crash cut off."""
-    rows = csv.DictReader(_whole_lines(path))
+    # Not by the csv module: nothing is quoted, and a damaged file may exceed its limit on a field.
+    names, *lines = [line.split(",") for line in _whole_lines(path)] or [[]]
+    rows = [dict(zip(names, line, strict=True)) for line in lines if len(line) == len(names)]
     return [row for row in rows if _is_complete(row)]
 
 
@@ -159,8 +160,13 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def _is_complete(row: dict[str, str]) -> bool:
-    columns = row.keys() == set(CsvLog.COLUMNS) and None not in row.values()
-    return columns and row["step"].isdigit()
+    if row.keys() != set(CsvLog.COLUMNS) or not row["step"].isdecimal():
+        return False
+    try:
+        _ = [float(value) for value in row.values()]
+    except ValueError:
+        return False
+    return True
 
 
 def _is_due(trainer: Trainer[Any], report: StepReport, every: int) -> bool:

@@ -120,8 +120,21 @@ impl Var {
     }
 
     /// The gradient collected so far, if there is one.
+    ///
+    /// # Panics
+    /// If there is no memory for a copy of a gradient that lies in a flat buffer;
+    /// [`try_grad`](Self::try_grad) returns the error.
     pub fn grad(&self) -> Option<Tensor> {
-        self.leaf().grad().map(Tensor::constant)
+        self.try_grad().unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// The gradient collected so far, if there is one.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if there is no memory for a copy of a gradient that lies in a flat
+    /// buffer; [`Error::Device`] if the device fails.
+    pub fn try_grad(&self) -> Result<Option<Tensor>> {
+        Ok(self.leaf().grad()?.map(Tensor::constant))
     }
 
     /// Forget the gradient.

@@ -6,14 +6,14 @@ use std::path::Path;
 
 use trainable_candle_core::{Error, Result};
 
-/// Bytes that are collected before they are written; more at once are written as they are.
+/// Size of the write buffer; larger pieces are written directly.
 const BUFFER: usize = 1 << 20;
 
 /// Write a file by `write` under a temporary name beside `path`, sync it, and rename it: a crash leaves the old file or
 /// the new one, never a part.
 ///
 /// # Errors
-/// [`Error::Io`] naming `path` if the folder is missing, read-only or full; whatever `write` raises.
+/// [`Error::Io`] naming `path` if the folder is missing, read-only or full, and those of `write`.
 pub fn write_atomically(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> Result<()> {
     let failed = |source| Error::io(path, source);
     let name = path.file_name().ok_or_else(|| failed(std::io::Error::other("the path names no file")))?;
@@ -29,7 +29,7 @@ pub fn write_atomically(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::
         sync_folder(path)
     })();
     if outcome.is_err() {
-        // The first error is the one to report.
+        // Report the first error.
         let _ = std::fs::remove_file(&temporary);
     }
     outcome.map_err(failed)

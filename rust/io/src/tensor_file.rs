@@ -1,4 +1,4 @@
-//! Reading safetensors files, tensor by tensor.
+//! Reads safetensors files, tensor by tensor.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -32,7 +32,7 @@ impl TensorFile {
     /// Open `path` and check its header against its length.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read; [`Error::WeightsFormat`] if it is no complete safetensors file.
+    /// [`Error::Io`] if the file cannot be read; [`Error::WeightsFormat`] if it is not a complete safetensors file.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let io = |source| Error::io(&path, source);
@@ -116,8 +116,8 @@ impl TensorFile {
         self.read_as(name, None, device)
     }
 
-    /// Read one tensor to `device`, floating-point values converted to `dtype` if one is given. On the CPU they are converted on the way,
-    /// in small parts: memory for the result and a few megabytes is all it takes. Another device converts them itself.
+    /// Read one tensor to `device`, floating-point values converted to `dtype` if one is given. The CPU converts them while it reads,
+    /// in small parts, in memory for the result and a few megabytes. Another device converts them itself.
     ///
     /// # Errors
     /// As [`read`](Self::read); [`Error::DType`] if `dtype` is not floating-point.
@@ -174,7 +174,7 @@ impl TensorFile {
     }
 }
 
-/// A zip archive (`torch.save`) or a bare pickle, if it is no safetensors file: lengths of headers may begin alike.
+/// Whether `start` begins a zip archive (`torch.save`) or a bare pickle. Only for files that are not safetensors files, whose
 fn looks_like_pickle(start: &[u8; 8]) -> bool {
     start.starts_with(b"PK\x03\x04")
         || (start[0] == 0x80 && (2..=5).contains(&start[1]) && start[2..].iter().any(|&b| b != 0))

@@ -1,4 +1,4 @@
-//! Writing safetensors files.
+//! Writes safetensors files.
 //!
 //! The safetensors crate writes text entries in random order and needs all bytes at once; here equal contents give equal
 //! files, and one tensor at a time is turned into bytes. The format: the header's length in eight bytes, a JSON header of
@@ -17,7 +17,7 @@ use crate::atomic::write_atomically;
 #[cfg(target_endian = "big")]
 compile_error!("safetensors files are little-endian, and tensors are written and read as they lie in memory");
 
-/// A tensor to write, whose values are asked for when its turn comes.
+/// A tensor to write, whose values are computed when it is written.
 pub struct TensorEntry<'a> {
     /// Its name in the file.
     pub name: String,
@@ -30,7 +30,7 @@ pub struct TensorEntry<'a> {
 }
 
 impl<'a> TensorEntry<'a> {
-    /// A tensor that is at hand.
+    /// A tensor with its values.
     pub fn of(name: impl Into<String>, tensor: &'a Tensor) -> Self {
         Self {
             name: name.into(),
@@ -56,8 +56,8 @@ pub fn save_tensors<'a>(
 /// Write tensors and text `metadata` to `path`, atomically, one tensor at a time.
 ///
 /// # Errors
-/// [`Error::Io`] naming the path if it cannot be written, [`Error::DType`] for a dtype that the format does not hold; whatever
-/// getting the values raises.
+/// [`Error::Io`] naming the path if it cannot be written, [`Error::DType`] for a dtype that the format does not have, and those of
+/// computing the values.
 pub fn save_entries(path: &Path, mut entries: Vec<TensorEntry<'_>>, metadata: &BTreeMap<String, String>) -> Result<()> {
     // The widest first, so that every tensor begins at a multiple of its element size.
     entries.sort_by(|a, b| (b.dtype.size_in_bytes(), &a.name).cmp(&(a.dtype.size_in_bytes(), &b.name)));
@@ -126,7 +126,7 @@ fn dtype_name(tensor: &str, dtype: DType) -> Result<&'static str> {
     })
 }
 
-/// The elements as they lie in memory. What is no fault of the file goes to `failure`.
+/// Write the elements in memory order. Failures that are not the file's go to `failure`.
 fn write_elements(file: &mut dyn Write, raw: &Raw, failure: &mut Option<Error>) -> std::io::Result<()> {
     with_bytes(raw, |bytes| file.write_all(bytes)).unwrap_or_else(|error| {
         *failure = Some(error);

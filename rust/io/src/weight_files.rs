@@ -1,4 +1,4 @@
-//! Weights in one file or in several, read by name.
+//! Reads weights by name from one file or several.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::tensor_file::TensorFile;
 /// Open safetensors files whose tensors are read one at a time, as if they were one file.
 pub struct WeightFiles {
     files: Vec<TensorFile>,
-    /// Name -> which file.
+    /// The index of the file of each name.
     index: BTreeMap<String, usize>,
 }
 

@@ -4,7 +4,7 @@ use trainable_candle_core::ops::conv::{Conv2dOptions, conv2d};
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::{Result, Tensor};
 
-/// What a layer does with its weight.
+/// The operation of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// y = x Wᵀ + b, W (out, in).
@@ -14,10 +14,10 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// The operation on `x` with any weight and bias.
+    /// Apply the operation to `x` with any weight and bias.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] and its kin if the operands do not fit.
+    /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the operands do not fit.
     pub fn apply(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         match self {
             Self::Linear => linear(x, weight, bias),
@@ -26,22 +26,22 @@ impl Operation {
     }
 }
 
-/// A layer's frozen weight and bias, and what it does with them.
+/// A layer's frozen weight and bias, and its operation.
 #[derive(Clone, Copy)]
 pub struct Base<'a> {
     /// (out, in), or (out, kernel height, kernel width, in / groups).
     pub weight: &'a Tensor,
     /// (out).
     pub bias: Option<&'a Tensor>,
-    /// What the layer does.
+    /// The operation.
     pub operation: Operation,
 }
 
 impl Base<'_> {
-    /// The layer without an adapter.
+    /// The layer's result without an adapter.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] and its kin if the input does not fit.
+    /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the input does not fit.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.operation.apply(x, self.weight, self.bias)
     }

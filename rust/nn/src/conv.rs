@@ -1,4 +1,4 @@
-//! [`Conv2d`]: convolution of channels-last images over frozen or trainable parameters, with a place for an adapter.
+//! [`Conv2d`]: convolution of channels-last images over frozen or trainable parameters, with a slot for an adapter.
 
 use trainable_candle_core::ops::conv::Conv2dOptions;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
@@ -22,18 +22,18 @@ pub struct Conv2d<T: AsRef<Tensor>> {
     adapter: AdapterSlot,
 }
 
-/// A weight from a file, (out, in / groups, height, width), as a layer holds it.
+/// Convert a weight from a file, (out, in / groups, height, width), to a layer's layout.
 ///
 /// # Errors
-/// [`Error::Shape`] if it has not four dimensions.
+/// [`Error::Shape`] if the weight does not have four dimensions.
 pub fn weight_from_file(weight: &Tensor) -> Result<Tensor> {
     weight.permute(&[0, 2, 3, 1])?.contiguous()
 }
 
-/// A layer's weight as files hold it: (out, in / groups, height, width), a view.
+/// View a layer's weight in the layout of files: (out, in / groups, height, width).
 ///
 /// # Errors
-/// [`Error::Shape`] if it has not four dimensions.
+/// [`Error::Shape`] if the weight does not have four dimensions.
 pub fn weight_to_file(weight: &Tensor) -> Result<Tensor> {
     weight.permute(&[0, 3, 1, 2])
 }
@@ -42,8 +42,8 @@ impl Conv2d<Var> {
     /// A trainable layer with torch's initial values: weight and bias uniform in ±1/√(in_channels / groups · height · width). f32.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there are no groups, or not a whole number of channels in each, [`Error::OutOfMemory`] if the
-    /// weight does not fit.
+    /// [`Error::Argument`] if `groups` is 0 or does not divide the channels, [`Error::OutOfMemory`] if the weight does not
+    /// fit.
     pub fn new(
         in_channels: usize,
         out_channels: usize,
@@ -69,7 +69,7 @@ impl<T: AsRef<Tensor>> Conv2d<T> {
     /// A layer over given parameters, `weight` (out_channels, kernel height, kernel width, in_channels / groups) and `bias` (out_channels).
     ///
     /// # Errors
-    /// [`Error::Shape`] if the weight has not four dimensions or the bias does not fit it.
+    /// [`Error::Shape`] if the weight does not have four dimensions or the bias does not fit it.
     pub fn from_parameters(weight: T, bias: Option<T>, options: Conv2dOptions) -> Result<Self> {
         let dims = weight.as_ref().dims();
         if dims.len() != 4 {
@@ -103,12 +103,12 @@ impl<T: AsRef<Tensor>> Conv2d<T> {
         self.weight.as_ref().dims().first().copied().unwrap_or(0)
     }
 
-    /// The weight that the layer computes with: its own, or the merged one that stands in for it.
+    /// The weight that the layer computes with: its own, or a merged one.
     pub fn effective_weight(&self) -> Tensor {
         self.adapter.effective_weight(self.weight.as_ref())
     }
 
-    /// What an adapter sees of the layer.
+    /// The layer as adapters see it.
     pub fn base(&self) -> Base<'_> {
         Base {
             weight: self.weight.as_ref(),

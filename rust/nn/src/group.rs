@@ -6,7 +6,7 @@ use trainable_candle_core::{Error, Result, Tensor, Var};
 
 use crate::{Linear, Visitor};
 
-/// Frozen linear layers of one input: each has its name, and its place for an adapter; together they are one product.
+/// Frozen linear layers of one input, computed as one product. Each has its name and its slot for an adapter.
 pub struct LinearGroup {
     names: Vec<&'static str>,
     members: Vec<Linear<Tensor>>,
@@ -21,7 +21,7 @@ struct Joined {
     bias: Option<Tensor>,
 }
 
-/// What a group gives for an input.
+/// The results of a group.
 pub enum Projected {
     /// All results side by side in the last dimension.
     Joined(Tensor),
@@ -30,7 +30,7 @@ pub enum Projected {
 }
 
 impl LinearGroup {
-    /// Layers by their names. The parameters of frozen ones move to common storage; trainable ones stay by themselves.
+    /// A group of named layers. Parameters of frozen layers move to common storage; trainable layers keep their own.
     ///
     /// # Errors
     /// [`Error::Shape`] if their inputs differ in size, [`Error::OutOfMemory`] if the common storage does not fit.
@@ -55,8 +55,8 @@ impl LinearGroup {
         Ok(Self { names, members, sizes, joined })
     }
 
-    /// `x (..., in_features)` through all members and their adapters: one product if the parameters lie together and all adapters
-    /// are low-rank products.
+    /// Apply all members and their adapters to `x (..., in_features)`: in one product if the parameters share a storage and
+    /// all adapters are low-rank products.
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the input does not fit.
@@ -77,16 +77,16 @@ impl LinearGroup {
         Ok(Projected::Joined(linear_group(x, group)?))
     }
 
-    /// Show the members under their names.
+    /// Pass the members to `visitor` under their names.
     ///
     /// # Errors
-    /// Whatever the visitor raises.
+    /// The visitor's.
     pub fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         self.names.iter().zip(&self.members).try_for_each(|(name, member)| visitor.linear(name, member))
     }
 }
 
-/// The parameters of frozen layers one below the other. None for others, and for layers that have shapes alone.
+/// Concatenate the parameters of frozen layers. None if a layer is trainable or has only shapes.
 fn join(members: &[Linear<Tensor>]) -> Result<Option<Joined>> {
     let parameters = |member: &Linear<Tensor>| -> SmallVec<[Tensor; 2]> {
         std::iter::once(member.weight.clone()).chain(member.bias.clone()).collect()

@@ -2,8 +2,8 @@
 
 use trainable_candle_core::{DType, Device, Result, Shape, Tensor};
 
-/// Uniform in ±√(1 / fan_in): what torch's `kaiming_uniform_(a=√5)` gives, torch's default for linear layers and the usual
-/// one for a LoRA's down matrix. `fan_in` is the product of all sizes but the first.
+/// Uniform in ±√(1 / fan_in), as torch's `kaiming_uniform_(a=√5)`: torch's default for linear layers and the usual one for
+/// a LoRA's down matrix. `fan_in` is the product of all sizes but the first.
 ///
 /// # Errors
 /// As [`Tensor::rand`].

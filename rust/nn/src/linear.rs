@@ -1,4 +1,4 @@
-//! [`Linear`]: y = x Wᵀ + b over frozen or trainable parameters, with a place for an adapter.
+//! [`Linear`]: y = x Wᵀ + b over frozen or trainable parameters, with a slot for an adapter.
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
 
@@ -6,10 +6,9 @@ use crate::base::{Base, Operation};
 use crate::init;
 use crate::slot::AdapterSlot;
 
-/// A linear layer. `Linear<Tensor>` is frozen, `Linear<Var>` trainable: that is a property of the parameter, the layer is
-/// the same.
+/// A linear layer. `Linear<Tensor>` is frozen, `Linear<Var>` trainable.
 ///
-/// An adapter may be attached to it; the layer's owner need not know.
+/// Adapters attach to the layer's slot, which is shared, so the owner of the layer takes no part.
 pub struct Linear<T: AsRef<Tensor>> {
     /// (out_features, in_features).
     pub weight: T,
@@ -46,7 +45,7 @@ impl<T: AsRef<Tensor>> Linear<T> {
     /// A layer over given parameters.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the weight is no matrix or the bias does not fit it.
+    /// [`Error::Shape`] if the weight is not a matrix or the bias does not fit it.
     pub fn from_parameters(weight: T, bias: Option<T>) -> Result<Self> {
         let dims = weight.as_ref().dims();
         if dims.len() != 2 {
@@ -82,12 +81,12 @@ impl<T: AsRef<Tensor>> Linear<T> {
         self.weight.as_ref().dims().first().copied().unwrap_or(0)
     }
 
-    /// The weight that the layer computes with: its own, or the merged one that stands in for it.
+    /// The weight that the layer computes with: its own, or a merged one.
     pub fn effective_weight(&self) -> Tensor {
         self.adapter.effective_weight(self.weight.as_ref())
     }
 
-    /// What an adapter sees of the layer.
+    /// The layer as adapters see it.
     pub fn base(&self) -> Base<'_> {
         Base { weight: self.weight.as_ref(), bias: self.bias.as_ref().map(AsRef::as_ref), operation: Operation::Linear }
     }

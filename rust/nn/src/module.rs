@@ -1,4 +1,4 @@
-//! Walking the named layers and tensors of a model.
+//! Iterate over the named layers and tensors of a model.
 
 use trainable_candle_core::{Result, Tensor, Var};
 
@@ -7,7 +7,7 @@ use crate::conv::weight_to_file;
 use crate::slot::AdapterSlot;
 use crate::{Conv2d, Linear};
 
-/// A layer that adapters know how to sit on.
+/// A layer that adapters can attach to.
 #[derive(Clone, Copy)]
 pub enum Layer<'a> {
     /// y = x Wᵀ + b.
@@ -17,7 +17,7 @@ pub enum Layer<'a> {
 }
 
 impl<'a> Layer<'a> {
-    /// What an adapter sees of the layer.
+    /// The layer as adapters see it.
     pub fn base(self) -> Base<'a> {
         match self {
             Self::Linear(linear) => linear.base(),
@@ -32,7 +32,7 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// The weight that the layer computes with, as files hold it: a convolution's is (out, in / groups, height, width).
+    /// The weight that the layer computes with, in the layout of files: a convolution's is (out, in / groups, height, width).
     fn file_weight(self) -> Result<Tensor> {
         match self {
             Self::Linear(linear) => Ok(linear.effective_weight()),
@@ -43,16 +43,16 @@ impl<'a> Layer<'a> {
 
 /// Something with named parts. A model lists its parts once; loading, adapters and listings all use that.
 pub trait Module {
-    /// Show every part to `visitor`.
+    /// Pass every part to `visitor`.
     ///
     /// # Errors
-    /// Whatever the visitor raises.
+    /// The visitor's.
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()>;
 
-    /// Every layer that can carry an adapter, with its name (`blocks.0.attn.to_q`).
+    /// Every layer that adapters can attach to, with its name (`blocks.0.attn.to_q`).
     fn named_layers(&self) -> Vec<(String, Layer<'_>)> {
         let mut layers = Vec::new();
-        // The closure below raises nothing.
+        // The closure below returns no error.
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             if let Part::Layer(name, layer) = part {
                 layers.push((name, layer));
@@ -62,8 +62,8 @@ pub trait Module {
         layers
     }
 
-    /// Every parameter with its name (`blocks.0.attn.to_q.weight`) as files hold it, adapters excluded
-    /// (a merged one is part of its layer's weight).
+    /// Every parameter with its name (`blocks.0.attn.to_q.weight`) in the layout of files, without adapters
+    /// (a merged adapter is part of its layer's weight).
     fn named_tensors(&self) -> Vec<(String, Tensor)> {
         let mut tensors = Vec::new();
         let _ = self.visit(&mut Visitor::new(&mut |part| {
@@ -79,8 +79,8 @@ pub trait Module {
         tensors
     }
 
-    /// Every trainable parameter with its name; none in a model that was loaded, all in a fresh one. The weight of a
-    /// convolution is channels-last, as in memory.
+    /// Every trainable parameter with its name: none of a loaded model, all of a fresh one. The weight of a convolution is
+    /// channels-last, as in memory.
     fn named_vars(&self) -> Vec<(String, Var)> {
         let mut vars = Vec::new();
         let _ = self.visit(&mut Visitor::new(&mut |part| {
@@ -98,7 +98,7 @@ pub trait Module {
     }
 }
 
-/// What a visitor is shown.
+/// What a visitor receives.
 pub enum Part<'a> {
     /// A layer and its name.
     Layer(String, Layer<'a>),
@@ -106,14 +106,14 @@ pub enum Part<'a> {
     Tensor(String, &'a Tensor),
 }
 
-/// Carries the path of names while a module shows its parts.
+/// Keeps the prefix of names while a module passes on its parts.
 pub struct Visitor<'a, 'f> {
     path: String,
     see: &'f mut dyn FnMut(Part<'a>) -> Result<()>,
 }
 
 impl<'a, 'f> Visitor<'a, 'f> {
-    /// Call `see` with every part.
+    /// A visitor that calls `see` with every part.
     pub fn new(see: &'f mut dyn FnMut(Part<'a>) -> Result<()>) -> Self {
         Self { path: String::new(), see }
     }
@@ -122,10 +122,10 @@ impl<'a, 'f> Visitor<'a, 'f> {
         if self.path.is_empty() { name.to_string() } else { format!("{}.{name}", self.path) }
     }
 
-    /// Show the parts of `module` under `name`.
+    /// Visit the parts of `module` under `name`.
     ///
     /// # Errors
-    /// Whatever `see` raises.
+    /// Those of `see`.
     pub fn module(&mut self, name: &str, module: &'a dyn Module) -> Result<()> {
         let inner = self.join(name);
         let outer = std::mem::replace(&mut self.path, inner);
@@ -134,28 +134,28 @@ impl<'a, 'f> Visitor<'a, 'f> {
         result
     }
 
-    /// Show a linear layer.
+    /// Visit a linear layer.
     ///
     /// # Errors
-    /// Whatever `see` raises.
+    /// Those of `see`.
     pub fn linear(&mut self, name: &str, linear: &'a Linear<Tensor>) -> Result<()> {
         let name = self.join(name);
         (self.see)(Part::Layer(name, Layer::Linear(linear)))
     }
 
-    /// Show a convolution.
+    /// Visit a convolution.
     ///
     /// # Errors
-    /// Whatever `see` raises.
+    /// Those of `see`.
     pub fn conv(&mut self, name: &str, conv: &'a Conv2d<Tensor>) -> Result<()> {
         let name = self.join(name);
         (self.see)(Part::Layer(name, Layer::Conv(conv)))
     }
 
-    /// Show a parameter that is not a layer's.
+    /// Visit a parameter that belongs to no layer.
     ///
     /// # Errors
-    /// Whatever `see` raises.
+    /// Those of `see`.
     pub fn tensor(&mut self, name: &str, tensor: &'a Tensor) -> Result<()> {
         let name = self.join(name);
         (self.see)(Part::Tensor(name, tensor))

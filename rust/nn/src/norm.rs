@@ -24,7 +24,7 @@ impl LayerNorm {
         layer_norm(x, 1, self.weight.as_ref(), self.bias.as_ref(), self.eps)
     }
 
-    /// x + residual, both (..., features), and [`forward`](Self::forward) of that sum.
+    /// Return x + residual, both (..., features), and [`forward`](Self::forward) of that sum.
     ///
     /// # Errors
     /// As [`forward`](Self::forward), and if `x` and `residual` do not fit each other.
@@ -57,7 +57,7 @@ pub struct GroupNorm {
     pub weight: Tensor,
     /// Shift, (channels).
     pub bias: Tensor,
-    /// Parts of the channels that are normalised each by itself.
+    /// The number of groups of channels, each normalised by itself.
     pub groups: usize,
     /// Added to the variance.
     pub eps: f64,

@@ -1,4 +1,4 @@
-//! [`AdapterSlot`]: the place in a layer where an adapter sits.
+//! [`AdapterSlot`]: the slot of a layer that holds its adapter.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use trainable_candle_core::{Result, Tensor};
 use crate::adapter::Adapter;
 use crate::base::Base;
 
-/// Where an adapter sits. Shared, so that a set of adapters can be taken off again.
+/// Holds a layer's adapter. Shared, so that a set of adapters can be removed again.
 #[derive(Clone)]
 pub(crate) struct AdapterSlot(HostState<Seat>);
 
@@ -32,17 +32,17 @@ impl Default for AdapterSlot {
 }
 
 impl AdapterSlot {
-    /// What sits here.
+    /// The adapter, if any.
     pub(crate) fn get(&self) -> Option<Arc<dyn Adapter>> {
         self.0.read().0
     }
 
-    /// Put `adapter` here, or leave the place empty.
+    /// Put `adapter` into the slot, or empty it.
     pub(crate) fn set(&self, adapter: Option<Arc<dyn Adapter>>) {
         self.0.change(|seat| seat.0 = adapter);
     }
 
-    /// The layer's result, through the adapter if there is one.
+    /// The layer's result, with the adapter if there is one.
     pub(crate) fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         match self.get() {
             Some(adapter) => adapter.forward(x, base),
@@ -50,7 +50,7 @@ impl AdapterSlot {
         }
     }
 
-    /// The weight that the layer computes with: its own, or the merged one that stands in for it.
+    /// The weight that the layer computes with: its own, or a merged one.
     pub(crate) fn effective_weight(&self, own: &Tensor) -> Tensor {
         self.get().and_then(|adapter| adapter.replaces_weight()).unwrap_or_else(|| own.clone())
     }

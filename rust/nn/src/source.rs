@@ -7,7 +7,7 @@ use trainable_candle_core::{DType, Device, Error, Result, Shape, Tensor, Var};
 use crate::conv::weight_from_file;
 use crate::{Init, Weights, init};
 
-/// Parameters to give out: stored ones, frozen; fresh ones, trainable or frozen; or their shapes alone.
+/// Provides parameters: stored (frozen), fresh (trainable or frozen), or shapes alone.
 pub struct Source {
     kind: Kind,
 }
@@ -17,16 +17,16 @@ pub trait Stored {
     /// The shape of the parameter `name`, if there is such a parameter.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if what is stored under the name cannot be a parameter.
+    /// [`Error::WeightsFormat`] if the value stored under the name cannot be a parameter.
     fn shape(&self, name: &str) -> Result<Option<Vec<usize>>>;
 
-    /// The values of a parameter that is there, in the dtype and on the device that the model is to have.
+    /// The values of a stored parameter, in the dtype and on the device of the model.
     ///
     /// # Errors
     /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if they do not fit.
     fn read(&mut self, name: &str) -> Result<Tensor>;
 
-    /// What is stored, belongs to the model and is none of the parameters in `taken`; under the names of the store.
+    /// The stored parameters of the model that are not in `taken`, by the names in the store.
     fn unexpected(&self, taken: &BTreeSet<String>) -> Vec<String>;
 }
 
@@ -50,7 +50,7 @@ enum Kind {
     },
 }
 
-/// How a parameter lies in memory, compared with a file.
+/// The layout of a parameter in memory, compared with a file.
 #[derive(Clone, Copy)]
 pub(crate) enum Packing {
     /// As in the file.
@@ -76,22 +76,22 @@ impl Packing {
 }
 
 impl Source {
-    /// Give out stored parameters, frozen.
+    /// Provide stored parameters, frozen.
     pub fn stored(stored: impl Stored + 'static) -> Self {
         Self { kind: Kind::Stored { stored: Box::new(stored), taken: BTreeSet::new(), missing: Vec::new() } }
     }
 
-    /// Give out fresh trainable f32 variables, drawn from the library's generator.
+    /// Provide fresh trainable f32 variables, drawn from the library's generator.
     pub fn fresh(device: &Device) -> Self {
         Self { kind: Kind::Fresh { device: device.clone() } }
     }
 
-    /// Give out fresh frozen tensors, drawn from the library's generator: for measuring how fast and large a model is.
+    /// Provide fresh frozen tensors, drawn from the library's generator, to measure the speed and size of a model.
     pub fn random(dtype: DType, device: &Device) -> Self {
         Self { kind: Kind::Random { dtype, device: device.clone() } }
     }
 
-    /// Give out zeros that take no memory: the model has names, shapes and a dtype, which is enough to list and to estimate it.
+    /// Provide zeros that take no memory: names, shapes and a dtype, enough to list a model and to estimate its memory.
     pub const fn shapes(dtype: DType) -> Self {
         Self { kind: Kind::Shapes { dtype } }
     }
@@ -101,7 +101,7 @@ impl Source {
         Weights::root(self)
     }
 
-    /// After the model is built: everything asked for was there, and everything there was asked for.
+    /// Check, after the model is built, that no parameter was missing and none is left over.
     ///
     /// # Errors
     /// [`Error::Config`] naming the missing and the unexpected parameters.
@@ -123,7 +123,7 @@ impl Source {
         match &mut self.kind {
             Kind::Stored { stored, taken, missing } => match stored.shape(&name)? {
                 Some(found) if found != shape.dims() => Err(Error::Config(format!(
-                    "{name} has shape {found:?}, the model's configuration expects {:?}; are the weights of another model?",
+                    "{name} has shape {found:?}, the model's configuration expects {:?}; do the weights belong to another model?",
                     shape.dims()
                 ))),
                 Some(_) => {
@@ -139,7 +139,7 @@ impl Source {
                             "the weights do not fit the model: missing {some} at least; are they another model's?"
                         )));
                     }
-                    // Never used: `finish` fails.
+                    // Never read: `finish` fails.
                     without_memory(&packing.shape(shape), DType::F32)
                 }
             },
@@ -150,15 +150,15 @@ impl Source {
     }
 }
 
-/// A configuration may ask for millions of layers that no file has: looking for more parameters tells nobody more.
+/// How many missing parameters are collected: a wrong configuration may ask for millions.
 const MOST_MISSING: usize = 512;
 
-/// Zeros of a shape, all of them one element.
+/// Zeros of a shape that share one element.
 fn without_memory(shape: &Shape, dtype: DType) -> Result<Tensor> {
     Tensor::zeros((), dtype, &Device::Cpu)?.broadcast_as(shape)
 }
 
-/// The first names of a list and how many more there are.
+/// The first names of a list and the number of the others.
 fn listed<S: AsRef<str>>(names: &[S]) -> String {
     const SHOWN: usize = 8;
     if names.is_empty() {

@@ -7,9 +7,9 @@ use crate::conv::channels_per_group;
 use crate::source::Packing;
 use crate::{Conv2d, GroupNorm, LayerNorm, Linear, LinearGroup, Source};
 
-/// Gives a model its parameters by name: read ones, frozen, or fresh ones, trainable.
+/// Gives a model its parameters by name: stored (frozen) or fresh (trainable).
 ///
-/// Cheap to descend into ([`pp`](Weights::pp)); remembers what was taken, so that leftovers can be named.
+/// Descending by [`pp`](Weights::pp) is cheap. It records the parameters that were taken, so that errors can name the rest.
 pub struct Weights<'a> {
     source: &'a mut Source,
     prefix: String,
@@ -21,7 +21,7 @@ impl<'a> Weights<'a> {
     }
 }
 
-/// How a fresh parameter starts.
+/// The initial values of a fresh parameter.
 #[derive(Clone, Copy, Debug)]
 pub enum Init {
     /// Uniform in ±1/√fan_in, the fan-in being the product of all sizes but the first.

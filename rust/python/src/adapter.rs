@@ -28,7 +28,7 @@ use crate::var::Var;
 ///
 /// Raises:
 ///     ArgumentError: if the kind is unknown, or a number is out of range.
-///     ShapeError: if the weight is no matrix or the bias does not fit it.
+///     ShapeError: if the weight is not a matrix or the bias does not fit it.
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct Adapter {
     inner: Box<dyn adapter::Adapter>,
@@ -85,7 +85,7 @@ impl Adapter {
         self.vars.iter().map(|var| var.clone_ref(py)).collect()
     }
 
-    /// The factor in front of the low-rank product.
+    /// The factor of the low-rank product.
     #[getter]
     fn scale(&self) -> f64 {
         self.inner.scale()
@@ -102,7 +102,7 @@ impl Adapter {
         compute(py, work, || self.inner.forward(&input.0, &base)).map(Tensor)
     }
 
-    /// The weight with which a plain layer computes the same.
+    /// The weight of a plain layer that computes the same.
     fn merged_weight(&self, py: Python<'_>, weight: &Tensor) -> Result<Tensor> {
         let base = Base { weight: &weight.0, bias: None, operation: Operation::Linear };
         compute(py, weight.0.elem_count(), || self.inner.merged_weight(&base)).map(Tensor)
@@ -115,7 +115,7 @@ impl Adapter {
 }
 
 /// Initial parameters of a linear layer: weight (out_features, in_features) and bias (out_features,), uniform in
-/// +-1 / sqrt(in_features), as torch starts one.
+/// +-1 / sqrt(in_features), as torch initializes it.
 ///
 /// Raises:
 ///     OutOfMemoryError: if they do not fit.

@@ -182,7 +182,7 @@ impl LoraConfig {
     }
 }
 
-/// The adapters that `add_adapter` or `load_adapter` put on a model.
+/// The adapters of a model, made by `add_adapter` or `load_adapter`.
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct AdapterSet {
     set: Arc<adapter::AdapterSet>,
@@ -229,7 +229,7 @@ impl AdapterSet {
         LoraConfig(self.set.config().clone())
     }
 
-    /// Let the model compute through the adapters, or exactly as if there were none.
+    /// Turn the adapters on or off; while they are off, the model computes exactly the base's results.
     fn set_enabled(&self, enabled: bool) {
         self.set.set_enabled(enabled);
     }
@@ -243,9 +243,9 @@ impl AdapterSet {
     ///
     /// Args:
     ///     path: the file.
-    ///     format: whose names it carries: "kohya", "diffusers", "peft" or "comfyui"; without it those that most tools
-    ///         load: "kohya" for SDXL, "peft" for a model that no other tool knows.
-    ///     metadata: text entries for the file's header, added to those that tools look for.
+    ///     format: "kohya", "diffusers", "peft" or "comfyui". Default: the one that most tools load, "kohya" for SDXL,
+    ///         "peft" for a model that no other tool knows.
+    ///     metadata: text entries for the file's header, in addition to those that tools look for.
     ///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
     ///
     /// Returns:
@@ -274,7 +274,7 @@ impl AdapterSet {
     /// Read the parameters of an adapter file with the same layers, ranks and alphas.
     ///
     /// Raises:
-    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
+    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
     ///     ConfigError, ShapeError: if it does not fit; nothing is changed then.
     fn load(&self, py: Python<'_>, path: FilePath) -> Result<()> {
         let path = path.get("load")?;
@@ -307,9 +307,9 @@ fn options(
 ///
 /// Args:
 ///     path: the file.
-///     adapters: what `add_adapter` gave for each model.
-///     format: whose names it carries: "kohya" (the default for SDXL), "diffusers" or "comfyui".
-///     metadata: text entries for the file's header, added to those that tools look for.
+///     adapters: the adapters of each model.
+///     format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+///     metadata: text entries for the file's header, in addition to those that tools look for.
 ///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
 ///
 /// Returns:
@@ -333,13 +333,13 @@ pub fn save_adapters(
     Ok(file.idle())
 }
 
-/// Take what `save_adapters` would write to the CPU, to write it while training goes on.
+/// Copy what `save_adapters` would write to the CPU, to write it while training continues.
 ///
 /// Args:
 ///     path: the file.
-///     adapters: what `add_adapter` gave for each model.
-///     format: whose names it carries: "kohya" (the default for SDXL), "diffusers" or "comfyui".
-///     metadata: text entries for the file's header, added to those that tools look for.
+///     adapters: the adapters of each model.
+///     format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
+///     metadata: text entries for the file's header, in addition to those that tools look for.
 ///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
 ///
 /// Raises:
@@ -377,7 +377,7 @@ fn prepared(
     })
 }
 
-/// An adapter file that is all there but not written: what `prepare_adapters` gave.
+/// An adapter file that is complete but not written yet, made by `prepare_adapters`.
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct AdapterFile(io::AdapterFile);
 
@@ -411,7 +411,7 @@ impl Attached {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Attach the set that `make` builds for the operation `op`.
+    /// Attach the set that `make` builds, for the operation `op`.
     pub fn attach(
         &self,
         py: Python<'_>,
@@ -438,14 +438,14 @@ impl Attached {
         Err(tc::Error::Config(format!("{op}: the model has an adapter already; {cure}")).into())
     }
 
-    /// The set, for the operation `op` that needs one.
+    /// The set; an error of the operation `op` if there is none.
     pub fn get(&self, op: &'static str) -> Result<Arc<adapter::AdapterSet>> {
         let missing =
             || tc::Error::argument(op, "the model has no adapter; call add_adapter() or load_adapter() first");
         Ok(self.lock().clone().ok_or_else(missing)?)
     }
 
-    /// Take the set off, if there is one.
+    /// Remove the set, if there is one.
     pub fn remove(&self) -> Result<()> {
         quick(|| {
             if let Some(set) = self.lock().take() {

@@ -1,7 +1,7 @@
 //! Whole numbers and names as a user passed them.
 //!
-//! What extracts an argument knows neither the function nor the parameter, and an error has to name both. These types take
-//! whatever comes; the function that they were passed to asks for the value, under its own name and the parameter's.
+//! Extraction of an argument knows neither the function nor the parameter, but an error must name both. So these types accept any
+//! object, and the function asks for the value with its own name and that of the parameter.
 
 use std::path::PathBuf;
 
@@ -14,10 +14,10 @@ use trainable_candle_core as tc;
 
 use crate::error::{Error, Result};
 
-/// Longest text of a user that a message repeats.
+/// The longest text of a user that a message quotes.
 const LONGEST: usize = 40;
 
-/// What an object is, for an error: a number, None or a short text by itself, anything else by its type.
+/// Describe an object in an error: a number, None or a short text by its value, anything else by its type.
 pub fn found(object: &Bound<'_, PyAny>) -> String {
     let short = object.is_none() || object.is_instance_of::<PyFloat>() || object.is_instance_of::<PyString>();
     if short
@@ -42,9 +42,9 @@ pub struct Integer(Given);
 #[derive(Clone)]
 enum Given {
     Number(i128),
-    /// An integer of so many bits.
+    /// An integer of a given size.
     Huge(String),
-    /// No integer.
+    /// Not an integer.
     Other(String),
 }
 
@@ -57,7 +57,7 @@ impl Integer {
     /// The value, in the range of `T`.
     ///
     /// # Errors
-    /// `TypeError` if it is no integer, `ArgumentError` if it is out of range.
+    /// `TypeError` if it is not an integer, `ArgumentError` if it is out of range.
     fn ranged<T: TryFrom<i128>>(&self, op: &'static str, name: &str, expected: &str) -> Result<T> {
         let out_of_range = |found: &dyn std::fmt::Display| {
             Err(tc::Error::argument(op, format!("{name} is {found}, expected {expected}")).into())
@@ -74,12 +74,12 @@ impl Integer {
         self.ranged(op, name, "an integer of at most 63 bits")
     }
 
-    /// The value as a number of things.
+    /// The value as a count.
     pub fn count(&self, op: &'static str, name: &str) -> Result<usize> {
         self.at_least(op, name, 0)
     }
 
-    /// The value as a number of things, of which there must be `least`.
+    /// The value as a count of at least `least`.
     pub fn at_least(&self, op: &'static str, name: &str, least: usize) -> Result<usize> {
         let value: i64 = self.ranged(op, name, &format!("an integer from {least} to 2**63 - 1"))?;
         match usize::try_from(value) {
@@ -161,7 +161,7 @@ impl Integers {
         }
     }
 
-    /// What is in `*arguments`: some integers, or one sequence of them.
+    /// Read `*arguments`: some integers, or one sequence of them.
     fn from_arguments(arguments: &Bound<'_, PyTuple>) -> PyResult<Self> {
         if arguments.len() == 1 { Self::read(&arguments.get_item(0)?) } else { Self::read(arguments) }
     }
@@ -199,7 +199,7 @@ impl Dims {
         Integers::from_arguments(arguments).map(Self)
     }
 
-    /// The positions, each once.
+    /// The positions, without duplicates.
     pub fn resolve(&self, op: &'static str, rank: usize) -> Result<Vec<usize>> {
         let given = self.0.get(op, "dim", Integer::signed)?;
         let mut dims = Vec::with_capacity(given.len());
@@ -232,7 +232,7 @@ impl Shape {
         Integers::from_arguments(arguments).map(Self)
     }
 
-    /// The numbers as they are, some perhaps negative.
+    /// The numbers unchecked; they may be negative.
     pub fn numbers(&self, op: &'static str) -> Result<Vec<i64>> {
         self.0.get(op, "shape", Integer::signed)
     }
@@ -242,7 +242,7 @@ impl Shape {
         sizes(op, &self.numbers(op)?)
     }
 
-    /// The sizes with one -1 replaced by what `elements` leave for it.
+    /// The sizes with one -1 replaced so that the product is `elements`.
     pub fn infer(&self, op: &'static str, elements: usize) -> Result<Vec<usize>> {
         let given = self.numbers(op)?;
         let Some(unknown) = given.iter().position(|&size| size == -1) else { return sizes(op, &given) };
@@ -358,7 +358,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Names {
     }
 }
 
-/// A path: text, bytes, or an object that stands for one (`os.PathLike`).
+/// A path: text, bytes, or `os.PathLike`.
 pub struct FilePath(std::result::Result<PathBuf, String>);
 
 impl FilePath {

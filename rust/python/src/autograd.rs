@@ -20,17 +20,17 @@ use crate::types::{Anything, ELLIPSIS};
 
 #[pymethods]
 impl Tensor {
-    /// Differentiate with respect to every variable that this depends on; gradients are added to their `.grad`.
+    /// Differentiate with respect to every variable that this depends on, and add the gradients to their `.grad`.
     ///
-    /// What the tape saved is freed on the way, unless `retain_graph`.
+    /// Frees saved tensors on the way, unless `retain_graph`.
     ///
     /// Args:
     ///     gradient: the gradient of this tensor, in its shape; not needed for a single element.
-    ///     retain_graph: whether the graph can be walked again.
+    ///     retain_graph: whether the graph can be differentiated again.
     ///
     /// Raises:
     ///     ShapeError: if there is more than one element and no gradient, or its shape differs.
-    ///     AutogradError: if nothing depends on a variable, the graph was walked before, or a variable was changed
+    ///     AutogradError: if nothing depends on a variable, the graph was differentiated before, or a variable was changed
     ///         in place since it was used.
     #[pyo3(signature = (gradient=None, retain_graph=false))]
     fn backward(&self, py: Python<'_>, gradient: Option<&Self>, retain_graph: bool) -> Result<()> {
@@ -64,13 +64,13 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensors {
     }
 }
 
-/// The gradients of `loss` with respect to `inputs`; `.grad` is left alone.
+/// The gradients of `loss` with respect to `inputs`, without a change of `.grad`.
 ///
 /// Args:
 ///     loss: a tensor on the tape.
 ///     inputs: variables, or any tensors on the tape.
 ///     gradient: the gradient of `loss`, in its shape; not needed for a single element.
-///     retain_graph: whether the graph can be walked again.
+///     retain_graph: whether the graph can be differentiated again.
 ///
 /// Returns:
 ///     One gradient for each input, None for those that the loss does not depend on.
@@ -99,7 +99,7 @@ pub fn is_grad_enabled() -> bool {
     tc::tape::is_grad_enabled()
 }
 
-/// Switch recording on this thread; returns what it was.
+/// Switch recording on this thread; returns the previous state.
 #[pyfunction]
 pub fn set_grad_enabled(enabled: bool) -> bool {
     tc::tape::set_grad_enabled(enabled)
@@ -138,7 +138,7 @@ impl From<Function> for Py<PyAny> {
 }
 
 impl Function {
-    /// Call with tensors. What it raises comes back as it is.
+    /// Call with tensors. Its exceptions pass unchanged.
     pub fn call<'py>(&self, py: Python<'py>, inputs: &[tc::Tensor]) -> PyResult<Bound<'py, PyAny>> {
         let inputs =
             inputs.iter().map(|tensor| Bound::new(py, Tensor(tensor.clone()))).collect::<PyResult<Vec<_>>>()?;
@@ -146,7 +146,7 @@ impl Function {
     }
 }
 
-/// The tensors that a function returned, and whether it was one tensor alone.
+/// The tensors that a function returned, and whether it returned a single tensor.
 fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::Tensor>, bool)> {
     if let Ok(tensor) = returned.cast::<Tensor>() {
         return Ok((vec![tensor.get().0.clone()], true));
@@ -171,7 +171,7 @@ fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::T
     }
 }
 
-/// Run `function(*tensors)`, keeping little for the backward pass; what it needs is recomputed then.
+/// Run `function(*tensors)`, saving little for the backward pass, which recomputes the rest.
 ///
 /// The function must compute the same when it is called again; random numbers are replayed, so that dropout draws the
 /// same mask. Variables that it captures get their gradients.
@@ -179,15 +179,15 @@ fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::T
 /// Args:
 ///     function: takes the tensors, returns a Tensor or a tuple of Tensors.
 ///     tensors: its arguments; capture anything else in the function.
-///     policy: "full" keeps the tensors only, "selective" also the results of matrix products and attention, so that
-///         only cheap operations are recomputed, "none" keeps everything.
+///     policy: "full" saves only the tensors, "selective" also the results of matrix products and attention, so that
+///         only cheap operations are recomputed, "none" saves everything.
 ///
 /// Returns:
 ///     What the function returns.
 ///
 /// Raises:
 ///     ArgumentError: if an argument or a result is not a Tensor, or the policy is unknown.
-///     Whatever the function raises.
+///     The exceptions of the function.
 #[pyfunction]
 #[pyo3(signature = (function, *tensors: "Tensor", policy="full"))]
 pub fn checkpoint<'py>(
@@ -240,9 +240,9 @@ pub fn checkpoint<'py>(
 ///     True.
 ///
 /// Raises:
-///     AutogradError: if an entry is off; names the worst.
+///     AutogradError: if an entry exceeds the tolerance; names the worst.
 ///     DTypeError: if an input is not f64.
-///     Whatever the function raises.
+///     The exceptions of the function.
 #[pyfunction]
 #[pyo3(signature = (function, inputs, eps=Given::of(1e-6), atol=Given::of(1e-5), rtol=Given::of(1e-3)))]
 pub fn gradcheck(

@@ -8,24 +8,34 @@ use trainable_candle_core as tc;
 
 use crate::error::{Error, Result};
 
-/// Elements of work from which giving up the GIL (about 50 ns) is worth it.
+/// The number of elements from which work releases the GIL (about 50 ns).
 const RELEASE_FROM: usize = 8192;
 
-/// Run `work` over about `elements` elements; from a size on, other Python threads run meanwhile.
+/// Run `work` over about `elements` elements; large work releases the GIL.
 #[inline]
 pub fn compute<T: Send>(py: Python<'_>, elements: usize, work: impl FnOnce() -> tc::Result<T> + Send) -> Result<T> {
     if elements < RELEASE_FROM { quick(work) } else { detached(py, work) }
 }
 
-/// Run `work`, which takes long whatever its inputs look like (a backward pass), without the GIL.
+/// Run `work`, which copies the values of `tensor` to the host. If they are on a GPU, this waits for it without the GIL.
+#[inline]
+pub fn reading<T: Send>(
+    py: Python<'_>,
+    tensor: &tc::Tensor,
+    work: impl FnOnce() -> tc::Result<T> + Send,
+) -> Result<T> {
+    if tensor.device().is_cpu() { compute(py, tensor.elem_count(), work) } else { detached(py, work) }
+}
+
+/// Run `work` that always takes long, such as a backward pass, without the GIL.
 pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> tc::Result<T> + Send) -> Result<T> {
     py.detach(|| quick(work))
 }
 
-/// Run `work`, which is short (a view, a small tensor) or needs the GIL.
+/// Run `work` that is short (a view, a small tensor) or needs the GIL.
 #[inline]
 pub fn quick<T>(work: impl FnOnce() -> tc::Result<T>) -> Result<T> {
-    // Nothing of ours is left half-changed by a panic: values are immutable, and locks are taken poisoned or not.
+    // A panic leaves no state half-changed: values are immutable, and poisoned locks are taken.
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(result) => result.map_err(Error::Core),
         Err(payload) => Err(Error::Panic(message(&*payload))),

@@ -13,7 +13,7 @@ use crate::device;
 use crate::error::{Error, Result, from_callback};
 use crate::tensor::Tensor;
 
-/// The Python function for the time of a call: between calls only [`CapturedFunction`] holds it, so that Python's collector finds cycles.
+/// The Python function during a call. Between calls only [`CapturedFunction`] holds it, so that Python's collector finds cycles.
 type Slot = Arc<Mutex<Option<Py<PyAny>>>>;
 
 /// A function of tensors that returns a list of tensors, as a CUDA graph after its first calls.
@@ -37,7 +37,7 @@ fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
             let tensors = returned.extract::<Vec<PyRef<'_, Tensor>>>()?;
             let tensors = tensors.iter().map(|tensor| tensor.0.clone()).collect();
             if tc::capture::is_capturing() {
-                // Tensors in cycles that nobody can reach are not kept by the function.
+                // The function does not keep tensors in unreachable cycles.
                 drop(returned);
                 py.import("gc")?.call_method0("collect")?;
             }
@@ -51,7 +51,7 @@ fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
 impl CapturedFunction {
     /// Args:
     ///     function: takes tensors like `static_inputs`, returns a list of tensors.
-    ///     static_inputs: tensors of the shapes and dtypes of every call's.
+    ///     static_inputs: tensors with the shapes and dtypes of every call's inputs.
     ///
     /// Raises:
     ///     CudaUnavailableError: if CUDA cannot be used.
@@ -70,11 +70,11 @@ impl CapturedFunction {
         Ok(Self { function: Some(function.into()), slot, captured: Mutex::new(captured) })
     }
 
-    /// What the function gives for `inputs`.
+    /// The results of the function for `inputs`.
     ///
     /// Raises:
     ///     ShapeError, DTypeError: if an input differs from the one that the function was captured with.
-    ///     DeviceError: if the function does what a graph cannot, such as reading a value.
+    ///     DeviceError: if the function does something that a graph cannot, such as reading a value.
     fn __call__(&self, py: Python<'_>, inputs: Vec<PyRef<'_, Tensor>>) -> Result<Vec<Tensor>> {
         let inputs: Vec<tc::Tensor> = inputs.iter().map(|tensor| tensor.0.clone()).collect();
         let function = self.function.as_ref().map(|function| function.clone_ref(py));

@@ -1,4 +1,4 @@
-//! Devices by name, and CUDA: whether it is there, what it holds.
+//! Devices by name, and the state of CUDA and its memory.
 
 use std::path::PathBuf;
 
@@ -33,7 +33,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for DeviceArg {
     }
 }
 
-/// The device of a name.
+/// Find the device of a name.
 ///
 /// # Errors
 /// `DeviceError` if the name is unknown, `CudaUnavailableError` if CUDA cannot be used.
@@ -41,7 +41,7 @@ pub fn parse(text: &str) -> Result<tc::Device> {
     Ok(device::parse(text, || Python::attach(library_folders))?)
 }
 
-/// Where pip puts NVIDIA's libraries, in every folder that Python imports from.
+/// The places of NVIDIA's libraries from pip, in every folder that Python imports from.
 fn library_folders(py: Python<'_>) -> Vec<PathBuf> {
     let entries = || py.import("sys")?.getattr("path")?.cast_into::<PyList>().map_err(PyErr::from);
     let folder = |entry: Bound<'_, PyAny>| Some(PathBuf::from(entry.extract::<String>().ok()?).join("nvidia/cu13/lib"));
@@ -76,8 +76,8 @@ pub fn cuda_synchronize(py: Python<'_>, device: DeviceArg) -> Result<()> {
     detached(py, || device::synchronize(&device.0))
 }
 
-/// What a CUDA device holds and has done: bytes allocated, their peak, reserved, their peak, reserved by captured graphs; numbers of
-/// allocations, of times that memory was taken from the device, of retries; bytes free on the device, and in all.
+/// Memory statistics of a CUDA device: bytes allocated, their peak, reserved, their peak, reserved by captured graphs; numbers of
+/// allocations, of mappings of device memory, of retries; bytes free on the device, and in total.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
@@ -98,7 +98,7 @@ pub fn cuda_memory_stats(device: DeviceArg) -> Result<Vec<u64>> {
     ])
 }
 
-/// Give memory of a CUDA device back that is kept for later; how many bytes.
+/// Release the cached memory of a CUDA device; returns its bytes.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
@@ -128,7 +128,7 @@ pub fn cuda_finish_profile(py: Python<'_>) -> Result<Vec<(String, u64, f64)>> {
     Ok(times.into_iter().map(|time| (time.name, time.count, time.milliseconds)).collect())
 }
 
-/// Start counting the peaks of a CUDA device anew.
+/// Reset the memory peaks of a CUDA device to the current values.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.

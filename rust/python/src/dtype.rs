@@ -40,7 +40,7 @@ fn unknown(found: &str) -> Error {
 /// The type of a tensor's elements.
 ///
 /// Equal to its name in either spelling: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`.
-/// Wherever a dtype is expected, the name will do.
+/// A name works wherever a dtype is expected.
 ///
 /// Args:
 ///     name: "f32", "f16", "bf16", "f64", "u8", "u32" or "i64", or torch's name ("float32", "bfloat16", ...).

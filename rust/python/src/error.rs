@@ -8,10 +8,10 @@ use crate::exceptions as py;
 /// A result whose error becomes a Python exception.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What a binding can fail with.
+/// The failure of a binding.
 #[derive(Debug)]
 pub enum Error {
-    /// The library refused.
+    /// The library returned an error.
     Core(tc::Error),
     /// Python code or the interpreter raised.
     Python(PyErr),
@@ -73,7 +73,7 @@ fn raise(error: tc::Error) -> PyErr {
             Ok(exception) => *exception,
             Err(other) => py::Error::new_err(other.to_string()),
         },
-        // Candle's own reasons, and cases that a newer core adds.
+        // Candle's own errors, and variants that a newer core adds.
         _ => py::Error::new_err(text),
     }
 }
@@ -92,7 +92,7 @@ fn raise_io(path: &std::path::Path, source: &std::io::Error) -> PyErr {
     }
 }
 
-/// Whether the user pressed Ctrl-C, which long computations ask from time to time.
+/// Whether the user pressed Ctrl-C. Long computations check it from time to time.
 pub fn check_signals() -> tc::Result<()> {
     Python::attach(|py| py.check_signals().map_err(|error| from_callback(py, error)))
 }

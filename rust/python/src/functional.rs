@@ -1,4 +1,4 @@
-//! The functions of `trainable_candle.nn.functional` but for the norms and the losses. Argument names and layouts are torch's.
+//! The functions of `trainable_candle.nn.functional` except norms and losses. Argument names and layouts are torch's.
 
 use pyo3::prelude::*;
 use tc::ops::attention::scaled_dot_product_attention as attention;
@@ -21,7 +21,7 @@ pub fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
 ///
 /// Args:
 ///     input: (..., in_features).
-///     weight: (out_features, in_features). The input is kept for the backward only if the weight needs a gradient.
+///     weight: (out_features, in_features). The backward pass saves the input only if the weight needs a gradient.
 ///     bias: (out_features,).
 ///
 /// Returns:
@@ -66,8 +66,8 @@ pub fn lora_backward(
     Ok((Tensor(down), Tensor(up)))
 }
 
-/// `lora_backward` of many layers at once: what it would return is added to the gradients of the matrices, straight where these lie in
-/// a flat buffer. On a CUDA device products of one size run together, and nothing waits.
+/// `lora_backward` of many layers at once, added to the gradients of the matrices, in place if these are in a flat buffer. On a CUDA
+/// device, products of one size run together, without synchronization.
 ///
 /// Args:
 ///     grad_outputs: for each layer (..., out_features).
@@ -78,7 +78,7 @@ pub fn lora_backward(
 ///
 /// Raises:
 ///     ArgumentError: if the lists have different lengths, or the scale is not finite.
-///     ShapeError, DTypeError, DeviceError: if the operands do not fit. Nothing is added then.
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit; then no gradient changes.
 #[pyfunction]
 pub fn lora_backward_(
     py: Python<'_>,
@@ -116,9 +116,9 @@ pub fn lora_backward_(
 ///     bias: (O,).
 ///     stride: pixels from one window to the next, one number or (height, width).
 ///     padding: zeros on each side.
-///     dilation: distance of the pixels that neighbouring places of the kernel meet.
-///     groups: parts of the channels that are convolved each by itself.
-///     channels_last: whether input (B, H, W, C), weight (O, KH, KW, C / groups) and result have the channels last, which
+///     dilation: distance of the pixels under neighbouring elements of the kernel.
+///     groups: number of groups of channels, each convolved by itself.
+///     channels_last: whether input (B, H, W, C), weight (O, KH, KW, C / groups) and result are channels-last, which
 ///         saves copies.
 ///
 /// Returns:
@@ -153,7 +153,7 @@ pub fn conv2d(
     compute(py, input.0.elem_count(), || apply(&input.0, &weight.0, inner(bias), options)).map(Tensor)
 }
 
-/// `apply` to the tensor with its channels last, where they come second unless `channels_last`.
+/// Call `apply` with the tensor channels-last; its channels are the second dimension unless `channels_last`.
 pub fn with_channels_last(
     x: &tc::Tensor,
     channels_last: bool,
@@ -173,7 +173,7 @@ pub fn with_channels_last(
 /// Args:
 ///     input: (B, C, H, W).
 ///     size: of the result, one number or (height, width).
-///     scale_factor: instead of the size, how many times larger the result is.
+///     scale_factor: the ratio of sizes, instead of `size`.
 ///     channels_last: whether input and result are (B, H, W, C), which saves copies.
 ///
 /// Returns:
@@ -181,7 +181,7 @@ pub fn with_channels_last(
 ///
 /// Raises:
 ///     ArgumentError: unless exactly one of `size` and `scale_factor` is given.
-///     ShapeError: if the input has not four dimensions or no pixels.
+///     ShapeError: if the input does not have four dimensions, or has no pixels.
 ///     DTypeError: if the input is not floating point.
 #[pyfunction]
 #[pyo3(signature = (input, size=None, scale_factor=None, *, channels_last=false))]
@@ -257,9 +257,9 @@ pub fn swiglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
 ///     query: (..., S, D).
 ///     key: (..., L, D).
 ///     value: (..., L, Dv).
-///     attn_mask: broadcastable to (..., S, L): u8, where 1 means "take part", or floating point, added to the scores.
-///     is_causal: whether position i sees positions up to i only.
-///     scale: factor of the scores, 1 / sqrt(D) without it.
+///     attn_mask: broadcastable to (..., S, L): u8, 1 where a query attends to a key, or floating point, added to the scores.
+///     is_causal: whether position i attends only to positions up to i.
+///     scale: factor of the scores; default 1 / sqrt(D).
 ///
 /// Returns:
 ///     (..., S, Dv).
@@ -287,7 +287,7 @@ pub fn scaled_dot_product_attention(
 /// Args:
 ///     input: any shape.
 ///     p: the probability, in [0, 1].
-///     training: whether to do anything.
+///     training: False returns the input.
 ///
 /// Raises:
 ///     ArgumentError: if `p` is out of range.
@@ -316,7 +316,7 @@ pub fn embedding(py: Python<'_>, input: &Tensor, weight: &Tensor) -> Result<Tens
     compute(py, weight.0.elem_count(), || index::embedding(&weight.0, &input.0)).map(Tensor)
 }
 
-/// Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features turned by angles.
+/// Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features rotated by angles.
 ///
 /// Args:
 ///     x: (..., S, D), D even.

@@ -12,9 +12,9 @@ use crate::arguments::{found, wrong_type};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// What a parameter takes.
+/// The type of a parameter.
 pub trait Expected {
-    /// For an error.
+    /// The type's name in errors.
     const EXPECTED: &'static str;
 }
 
@@ -40,13 +40,13 @@ expected!(
     BTreeMap<String, PyRef<'_, Tensor>>: "a dict of names and Tensors"
 );
 
-/// What came for a parameter of type `T`.
+/// The argument for a parameter of type `T`.
 pub struct Given<T>(std::result::Result<T, Wrong>);
 
 enum Wrong {
     /// Another type.
     Type(String),
-    /// An integer that no float holds, or something with one in it.
+    /// An integer too large for a float, or a container with one.
     TooLarge(String),
 }
 
@@ -87,7 +87,7 @@ impl<'a, 'py, T: FromPyObject<'a, 'py>> FromPyObject<'a, 'py> for Given<T> {
                     format!("{} with a number", found(&object))
                 });
             }
-            // Which entry of a dict is wrong, only its conversion knows.
+            // Only the conversion of a dict knows which entry is wrong.
             let dict = object.is_instance_of::<PyDict>();
             Wrong::Type(if dict { format!("a dict ({})", error.value(py)) } else { found(&object) })
         })))

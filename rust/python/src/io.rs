@@ -44,14 +44,14 @@ pub fn save_file(
 ///
 /// Args:
 ///     path: the file.
-///     device: where the tensors go.
+///     device: the device of the tensors.
 ///
 /// Returns:
 ///     Tensors by name.
 ///
 /// Raises:
 ///     MissingFileError: if there is no such file.
-///     WeightsFormatError: if it is no safetensors file, or holds a dtype that is not supported.
+///     WeightsFormatError: if it is not a safetensors file, or holds a dtype that is not supported.
 #[pyfunction]
 #[pyo3(signature = (path, device="cpu"))]
 pub fn load_file<'py>(py: Python<'py>, path: FilePath, device: &str) -> Result<NamedTensors<'py>> {
@@ -59,7 +59,7 @@ pub fn load_file<'py>(py: Python<'py>, path: FilePath, device: &str) -> Result<N
     NamedTensors::new(py, detached(py, || io::load_tensors(&path, &device))?)
 }
 
-/// Copies of tensors on the CPU that no later change reaches: what is written while training goes on.
+/// Copy tensors to the CPU, unaffected by later changes, to write them while training continues.
 ///
 /// Args:
 ///     tensors: tensors or variables by name.

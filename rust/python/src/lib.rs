@@ -1,7 +1,6 @@
 //! Python bindings of trainable-candle: the extension module `trainable_candle._core`.
 //!
-//! One file per area of the library, no arithmetic. Everything is exported flat here; the Python package gives it its
-//! structure.
+//! One file per area of the library, no arithmetic. Exports are flat; the Python package structures them.
 
 mod adapter;
 mod adapter_set;

@@ -99,13 +99,13 @@ pub fn smooth_l1_loss(
 /// Args:
 ///     input: (..., classes) logits.
 ///     target: (...) class ids, i64 or u32.
-///     ignore_index: rows with this target count nothing.
+///     ignore_index: rows with this target are ignored.
 ///     reduction: "mean" (over the rows that count), "sum", or "none" for the losses of the rows.
 ///     label_smoothing: in [0, 1], the share of each target that is spread evenly over all classes.
 ///
 /// Raises:
 ///     ShapeError, DTypeError: if the operands do not fit.
-///     IndexOutOfRangeError: if a target is no class.
+///     IndexOutOfRangeError: if a target is not a class.
 ///     ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
 #[pyfunction]
 #[pyo3(signature = (input, target, *, ignore_index=Integer::of(-100), reduction="mean", label_smoothing=Given::of(0.0)))]

@@ -51,7 +51,7 @@ pub fn layer_norm(
     compute(py, input.0.elem_count(), || norms::layer_norm(&input.0, dims, inner(weight), inner(bias), eps)).map(Tensor)
 }
 
-/// input + residual, and `layer_norm` of that sum: what a transformer block does between two of its layers, in one pass on CUDA.
+/// input + residual, and `layer_norm` of that sum: the step between two layers of a transformer block, one kernel on CUDA.
 ///
 /// Args:
 ///     input: (..., *normalized_shape).
@@ -84,7 +84,7 @@ pub fn add_layer_norm(
     compute(py, input.0.elem_count(), apply).map(|(sum, y)| (Tensor(sum), Tensor(y)))
 }
 
-/// Layer normalisation of the last dimension whose scale and shift are given for each example, times 1 + scale: adaLN of diffusion
+/// Layer normalisation of the last dimension, times 1 + scale, plus shift, both given for each example: adaLN of diffusion
 /// transformers (Peebles & Xie 2022, arXiv:2212.09748).
 ///
 /// Args:
@@ -174,7 +174,7 @@ pub fn group_norm(
     compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
 }
 
-/// SiLU of `group_norm`, in one operation that keeps no result of the norm.
+/// SiLU of `group_norm`, in one operation that does not save the norm's result.
 ///
 /// Args:
 ///     input: (B, C, ...).
@@ -204,7 +204,7 @@ pub fn group_norm_silu(
     compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
 }
 
-/// `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one pass: the queries and keys of Flux and Qwen3.
+/// `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one operation, for the queries and keys of Flux and Qwen3.
 ///
 /// Args:
 ///     x: (..., S, D), D even.

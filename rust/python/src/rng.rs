@@ -36,12 +36,12 @@ pub fn set_rng_state(state: (Integer, Integer)) -> Result<()> {
     Ok(())
 }
 
-/// The seed of a stream of its own in a run of `seed`.
+/// The seed of a separate stream in a run of `seed`.
 ///
 /// Args:
 ///     seed: that of the run, 0 to 2**64 - 1.
-///     purpose: what is drawn.
-///     number: which one, 0 to 2**64 - 1; of a sample, a batch, ...
+///     purpose: the purpose of the draw.
+///     number: the number of the sample, batch, ..., 0 to 2**64 - 1.
 ///
 /// Raises:
 ///     ArgumentError: if there is no such purpose.
@@ -51,7 +51,7 @@ pub fn stream_seed(seed: Integer, purpose: &str, number: Integer) -> Result<u64>
     Ok(State::of(seed.word(OP, "seed")?, purpose.parse()?, number.word(OP, "number")?).seed)
 }
 
-/// Call a function whose draws come from the stream of a seed; the library's generator stays where it is.
+/// Call a function whose draws come from the stream of a seed; the library's generator does not advance.
 ///
 /// Args:
 ///     seed: 0 to 2**64 - 1.
@@ -65,13 +65,13 @@ pub fn draw_from<'py>(py: Python<'py>, seed: Integer, function: Function) -> PyR
     function.call(py, &[]).map(Anything)
 }
 
-/// Standard normal values for samples of a run, each from a stream of its own, so that it has the same ones in any batch.
+/// Standard normal values for samples of a run, each from its own stream, so that a sample has the same values in any batch.
 ///
 /// Args:
 ///     shape: of the values of one sample.
 ///     samples: their numbers.
 ///     seed: that of the run.
-///     purpose: what is drawn.
+///     purpose: the purpose of the draw.
 ///
 /// Returns:
 ///     A row for each sample, (B, ...), f32.

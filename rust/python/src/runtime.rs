@@ -1,4 +1,4 @@
-//! What the process has: threads, memory, the build.
+//! Properties of the process: threads, memory, the build.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -7,26 +7,26 @@ use trainable_candle_core::compute::MatmulPrecision;
 use crate::arguments::Integer;
 use crate::error::Result;
 
-/// Bytes that the live tape keeps for backward passes: saved activations and the inputs of checkpoints, each storage
+/// Bytes that the live tape saves for backward passes: saved activations and the inputs of checkpoints, each storage
 /// counted once; parameters are not counted.
 #[pyfunction]
 pub fn saved_bytes() -> usize {
     tc::memory::saved_bytes()
 }
 
-/// Bytes of host memory that can still be allocated, where the system tells.
+/// Bytes of host memory that can still be allocated, if the system reports it.
 #[pyfunction]
 pub fn available_bytes() -> Option<usize> {
     tc::memory::available_bytes()
 }
 
-/// The number of threads that CPU work is spread over.
+/// The number of threads of CPU work.
 #[pyfunction]
 pub fn get_num_threads() -> usize {
     tc::cpu::pool::num_threads()
 }
 
-/// Set the number of threads that CPU work is spread over. Results do not depend on it.
+/// Set the number of threads of CPU work. Results do not depend on it.
 ///
 /// Raises:
 ///     ArgumentError: if `n` is 0, or the system refuses.
@@ -48,11 +48,11 @@ pub fn get_float32_matmul_precision() -> &'static str {
 /// Choose how products of f32 matrices are computed on CUDA devices, as torch's function of this name.
 ///
 /// Args:
-///     precision: "highest" for f32, the default; "high" for TF32, whose factors have 10 bits behind the point: several times as
-///         fast on tensor cores. Other dtypes and the CPU know no choice.
+///     precision: "highest" for f32, the default; "high" for TF32, whose factors have a mantissa of 10 bits: several
+///         times as fast on tensor cores. It affects neither other dtypes nor the CPU.
 ///
 /// Raises:
-///     ArgumentError: if it is neither.
+///     ArgumentError: if it is another value.
 #[pyfunction]
 pub fn set_float32_matmul_precision(precision: &str) -> Result<()> {
     let precision = match precision {

@@ -9,15 +9,15 @@ use crate::dtype::DTypeArg;
 use crate::error::Result;
 use crate::tensor::{Tensor, from_data};
 
-/// A trainable variable: a tensor with storage of its own, whose value can be set and which collects a gradient.
+/// A trainable variable: a tensor with its own storage that can be set and accumulates a gradient.
 ///
-/// Whatever takes a `Tensor` takes a `Var`. Tensors computed from it before it is changed are stale: walking back
+/// A `Var` is accepted wherever a `Tensor` is. Tensors computed from it before a change are stale: a backward pass
 /// through them is an error, never a wrong gradient.
 ///
 /// Args:
 ///     data: a tensor (any strides; its values are copied and its graph is cut) or anything `tensor` takes.
-///     dtype: a floating point dtype; the data's without it.
-///     device: the device; the data's without it.
+///     dtype: a floating point dtype; default: the data's.
+///     device: the device; default: the data's.
 ///
 /// Raises:
 ///     DTypeError: if the values are not floating point.
@@ -49,13 +49,14 @@ impl Var {
         Ok(Self::initializer(quick(|| tc::Var::from_tensor(&tensor))?))
     }
 
-    /// The gradient collected so far, or None. Assigning replaces it; None forgets it.
+    /// The accumulated gradient, or None. Assigning replaces it; None clears it.
     ///
     /// Raises:
     ///     ShapeError, DTypeError: on assignment, if the gradient differs from the variable.
+    ///     OutOfMemoryError: there is no memory to copy a gradient out of an adapter's flat buffer.
     #[getter]
-    fn grad(&self) -> Option<Tensor> {
-        self.0.grad().map(Tensor)
+    fn grad(&self) -> Result<Option<Tensor>> {
+        Ok(quick(|| self.0.try_grad())?.map(Tensor))
     }
 
     #[setter]
@@ -63,7 +64,7 @@ impl Var {
         quick(|| grad.map_or_else(|| self.0.zero_grad(), |grad| self.0.set_grad(&grad.0)))
     }
 
-    /// Forget the gradient.
+    /// Clear the gradient.
     fn zero_grad(&self) -> Result<()> {
         quick(|| self.0.zero_grad())
     }
@@ -79,7 +80,7 @@ impl Var {
 
 #[pymethods]
 impl Tensor {
-    /// A variable with a copy of the values, whatever the strides, cut from the graph.
+    /// A variable with a contiguous copy of the values, detached from the graph.
     ///
     /// Raises:
     ///     DTypeError: if the values are not floating point.

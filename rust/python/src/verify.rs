@@ -1,4 +1,4 @@
-//! What other tools would make of an adapter file.
+//! How other tools read an adapter file.
 
 use std::collections::BTreeMap;
 
@@ -31,12 +31,12 @@ pub struct AdapterModule {
     ignored_by: BTreeMap<&'static str, &'static str>,
 }
 
-/// What other tools would make of an adapter file.
+/// How other tools read an adapter file.
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct AdapterReport {
     /// Every module, by name.
     modules: Vec<Py<AdapterModule>>,
-    /// Keys that are no parameter of an adapter.
+    /// Keys that are not parameters of an adapter.
     others: Vec<String>,
     /// Remarks about the header.
     remarks: Vec<String>,
@@ -49,10 +49,10 @@ pub struct AdapterReport {
 /// Args:
 ///     path: the file.
 ///     model: "sdxl".
-///     weights: the model's files, for one of other sizes than the published; they are not read beyond their headers.
+///     weights: the model's files, if its sizes differ from the published ones; only their headers are read.
 ///
 /// Raises:
-///     MissingFileError, WeightsFormatError: if there is no such file, or it is no safetensors file.
+///     MissingFileError, WeightsFormatError: if there is no such file, or it is not a safetensors file.
 ///     ConfigError: if the model is not known.
 #[pyfunction]
 #[pyo3(signature = (path, model="sdxl", weights=None))]

@@ -13,8 +13,8 @@
 //! | `text_embeds` | (N, 1280), the pooled text |
 //! | `time_ids` | (N, 6), original height and width, top and left of the crop, height and width |
 //!
-//! Without arguments a tiny UNet with random weights learns a tiny random cache: a few seconds that show that all works.
-#![allow(clippy::print_stdout)] // it tells how the training goes
+//! Without arguments a tiny UNet with random weights learns a tiny random cache: a test of a few seconds.
+#![allow(clippy::print_stdout)] // it prints the progress of training
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -96,7 +96,7 @@ impl Examples {
     }
 }
 
-/// The mean loss over all examples, each with the noise and the timestep that it always has here.
+/// The mean loss over all examples, each with a fixed noise and timestep.
 fn validate(unet: &SDXLUNet, objective: &DiffusionObjective, examples: &Examples) -> Result<f64> {
     let _no_grad = no_grad();
     let mut sum = 0.0;

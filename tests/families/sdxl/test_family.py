@@ -165,6 +165,25 @@ def test_guidance_one_is_the_prompt_alone(sdxl_base: Path) -> None:
     assert np.abs(found[0].astype(float) - expected).max() <= 1
 
 
+def test_encoders_are_not_loaded_for_what_is_cached(
+    sdxl_base: Path, configure: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(cache="disk", batch_size=2)
+    _, first = prepare(sdxl_base, config)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("an encoder was loaded")
+
+    monkeypatch.setattr(TextEncoders, "load", fail)
+    monkeypatch.setattr(tc.models.AutoencoderKL, "from_pretrained", fail)
+    _, second = prepare(sdxl_base, config)
+    found, expected = (
+        part.train.inputs(part.train.batches(2).batch(0)) for part in (second, first)
+    )
+    for name, tensor in expected.items():
+        assert found[name].tolist() == tensor.tolist(), name
+
+
 def test_sizes_that_do_not_suit_are_refused(sdxl_base: Path) -> None:
     task = SDXL(sdxl_base, "f32", "cpu").task()
     with pytest.raises(ConfigError, match="the size is 33x32 px, expected multiples of 2"):

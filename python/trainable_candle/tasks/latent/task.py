@@ -116,7 +116,8 @@ class LatentTask:
         self._side = data.train.options.resolution
         # Before the text encoders are loaded, as for the estimate.
         area = family.encode_area()
-        prompts = {*config.sample_prompts, config.negative_prompt}
+        # Without previews no encoder is loaded for features that are cached.
+        prompts = {*config.sample_prompts, config.negative_prompt} if config.sample_prompts else {}
         texts, self._remembered = prepare_texts(family, data, sorted(prompts), report)
         parts = [data.train] if data.validation is None else [data.train, data.validation]
         latents = [self._latents(part, area, report) for part in parts]

@@ -428,6 +428,9 @@ pub struct GradStore {
 
 impl GradStore {
     /// The collected gradient of `var`, if this pass reached it.
+    ///
+    /// # Panics
+    /// As [`Var::grad`].
     pub fn get(&self, var: &Var) -> Option<Tensor> {
         if self.contains(var) { var.grad() } else { None }
     }

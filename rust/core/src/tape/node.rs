@@ -160,13 +160,15 @@ impl Leaf {
     }
 
     /// The gradient: the tensor itself, or a copy of the buffer's part.
-    pub(crate) fn grad(&self) -> Option<Raw> {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if there is no memory for the copy.
+    pub(crate) fn grad(&self) -> Result<Option<Raw>> {
         let state = self.state();
         self.observe(&state);
         match &state.buffer {
-            Some(buffer) if state.filled => raw::own_copy(buffer).ok(),
-            Some(_) => None,
-            None => state.grad.clone(),
+            Some(buffer) => state.filled.then(|| raw::own_copy(buffer)).transpose(),
+            None => Ok(state.grad.clone()),
         }
     }
 

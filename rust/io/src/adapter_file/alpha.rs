@@ -37,7 +37,7 @@ pub(super) fn same(a: f64, b: f64) -> bool {
     a as f32 == b as f32
 }
 
-/// The alpha that all layers of a part get; none if they are no LoRA, or keep their own.
+/// The alpha that all layers of a part get; none if they are not of LoRA, or keep their own.
 pub(super) fn common(layers: &[AdaptedLayer<'_>]) -> Option<f64> {
     let plain = layers.iter().all(|layer| layer.kind.name == "lora" && of(layer) != 0.0);
     most_common(layers.iter().filter(|_| plain).map(of))

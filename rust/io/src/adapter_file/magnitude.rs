@@ -3,12 +3,14 @@
 //! `ComfyUI` divides by ‖W + ΔW‖ where there is one magnitude for each input, but by ‖W‖ where there is one for each output
 //! (`comfy/weight_adapter/base.py`, `weight_decompose`). A file for it therefore holds m ‖W‖ / ‖W + ΔW‖ in the second case, which
 //! renders exactly what was trained.
+//!
+//! Follows <https://github.com/comfyanonymous/ComfyUI/blob/9c0cf36cd7964978850fd40f8cf76ac2cf9f9e15/comfy/weight_adapter/base.py>.
 
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 use trainable_candle_nn::Base;
 use trainable_candle_nn::adapter::{AdapterSettings, KINDS};
 
-/// Metadata that says that magnitudes were written for `ComfyUI`'s formula.
+/// Metadata of files whose magnitudes are for `ComfyUI`'s formula.
 pub(super) const MARK: (&str, &str) = ("trainable_candle.dora_scale", "divided_by_base_norm");
 
 /// ‖W + s B A‖ / ‖W‖ for each output, (out), f32, from factors as files hold them.

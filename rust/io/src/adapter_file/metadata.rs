@@ -10,7 +10,7 @@ use super::{AdapterFormat, PartNames, alpha, peft};
 /// Entry with peft's configuration of each part, as diffusers writes and reads it.
 pub(super) const CONFIGURATION: &str = "lora_adapter_metadata";
 
-/// What tools read of a file's header: kohya's minimum (A1111 needs it to tell SDXL), modelspec 1.0.1, and in the formats of
+/// The entries that tools read: kohya's minimum (A1111 needs it to recognise SDXL), modelspec 1.0.1, and in the formats of
 /// diffusers and peft the configuration, from which they take alphas.
 pub(super) fn entries(
     format: AdapterFormat,

@@ -1,4 +1,4 @@
-//! What an adapter file holds, module by module, whatever its names.
+//! The contents of an adapter file, module by module, in any format.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -18,7 +18,7 @@ pub(super) struct Stored {
     pub alpha: Option<f64>,
 }
 
-/// A file's modules by the name before the parameter's, and the keys that are of none.
+/// A file's modules by the part of the key before the parameter's name, and the keys that belong to no module.
 pub(super) struct Contents {
     pub modules: BTreeMap<String, Stored>,
     pub others: Vec<String>,
@@ -66,8 +66,8 @@ impl Contents {
     /// Read the file at `path`, or peft's in that folder.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if it is no safetensors file or has no tensors, an alpha is no number, or a module has the Tucker
-    /// form; [`Error::Config`] if the configuration beside it is no JSON.
+    /// [`Error::WeightsFormat`] if it is not a safetensors file or has no tensors, an alpha is not a number, or a module has the Tucker
+    /// form; [`Error::Config`] if the configuration beside it is not JSON.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let path = &peft::file_to_read(path);
         let mut file = TensorFile::open(path)?;
@@ -123,7 +123,7 @@ impl Contents {
     }
 }
 
-/// The first parameter with an element that is no finite number.
+/// The first parameter with a non-finite element.
 ///
 /// # Errors
 /// Those of the conversion.

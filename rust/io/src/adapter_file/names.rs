@@ -21,7 +21,7 @@ pub type Original = Arc<dyn Fn(&str) -> Option<String> + Send + Sync>;
 /// What tools call one part of a pipeline and its layers.
 #[derive(Clone)]
 pub struct PartNames {
-    /// diffusers' and peft's name of the part: `unet`, `text_encoder`. Empty for a model that is no part of a pipeline.
+    /// diffusers' and peft's name of the part: `unet`, `text_encoder`. Empty for a model that belongs to no pipeline.
     pub diffusers: &'static str,
     /// kohya's: `lora_unet`, `lora_te1`.
     pub kohya: &'static str,

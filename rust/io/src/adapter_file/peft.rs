@@ -17,7 +17,7 @@ const CONFIG: &str = "adapter_config.json";
 /// The whole factor of a LoKr that carries its scale.
 pub(super) const FOLDED: &str = "lokr_w1";
 
-/// Where an adapter for `path` is written: in a folder, also one that is not there yet, under peft's name.
+/// The file that is written for `path`: for a folder, existing or not, peft's file in it.
 pub(super) fn file_to_write(path: &Path) -> PathBuf {
     if path.is_dir() || path.extension().is_none() { path.join(MODEL) } else { path.to_path_buf() }
 }
@@ -32,7 +32,7 @@ pub(super) fn config_beside(path: &Path) -> Option<PathBuf> {
     (path.file_name()? == MODEL).then(|| path.with_file_name(CONFIG))
 }
 
-/// What peft multiplies layers by that have no rank of their own.
+/// The factor that peft applies to layers without a rank of their own.
 #[derive(Clone, Copy)]
 pub(super) struct Common {
     rank: usize,
@@ -59,7 +59,7 @@ impl Common {
         (if layer.settings.rank > 0 { layer.settings.rank } else { largest() }, self.alpha)
     }
 
-    /// What a layer's factor is multiplied by in peft's files.
+    /// The multiplier of a layer's factor in peft's files.
     pub(super) fn fold(self, layer: &AdaptedLayer<'_>) -> f64 {
         let (rank, alpha) = self.sizes(layer);
         layer.settings.scale * rank as f64 / alpha
@@ -132,7 +132,7 @@ pub(super) fn config_text(configuration: Map<String, Value>) -> String {
 /// The configuration in `adapter_config.json` beside a file of peft's.
 ///
 /// # Errors
-/// [`Error::Io`] if it cannot be read, [`Error::Config`] if it is no JSON.
+/// [`Error::Io`] if it cannot be read, [`Error::Config`] if it is not JSON.
 pub(super) fn read_config_beside(path: &Path) -> Result<Option<Value>> {
     let Some(path) = config_beside(path).filter(|path| path.is_file()) else { return Ok(None) };
     let text = std::fs::read_to_string(&path).map_err(|e| Error::io(&path, e))?;

@@ -19,7 +19,7 @@ pub struct PartLayers<'a> {
     pub layers: &'a [(String, Layer<'a>)],
 }
 
-/// Where a module's name leads: the part, the layer and the style of the name.
+/// What a module's name means: the part, the layer and the style of the name.
 pub(super) type Place<'a> = (usize, &'a str, Style);
 
 /// Every name under which a file may have a layer.
@@ -37,7 +37,7 @@ pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str
     places
 }
 
-/// Beginnings of keys that say which part of a pipeline they are of.
+/// Prefixes of keys that name the part of a pipeline.
 const PART_PREFIXES: [&str; 14] = [
     "lora_unet_",
     "lora_te_",
@@ -63,7 +63,7 @@ fn part_prefix(key: &str) -> Option<&'static str> {
 /// other parts are left out.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`] if it is no adapter file, has nothing for any of the parts, names layers that a part does not have, or
+/// [`Error::WeightsFormat`] if it is not an adapter file, has nothing for any of the parts, names layers that a part does not have, or
 /// holds numbers that are not finite.
 pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeMap<String, LayerValues>>> {
     let contents = Contents::read(path)?;
@@ -84,10 +84,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
             .map_err(|e| Error::weights(path, format!("{module}: {e}")))?;
         if let Some(name) = non_finite(&values)? {
             let cure = "the training that made the file has diverged, or the file is damaged";
-            return Err(Error::weights(
-                path,
-                format!("{module}.{name} has elements that are no finite numbers; {cure}"),
-            ));
+            return Err(Error::weights(path, format!("{module}.{name} has non-finite elements; {cure}")));
         }
         if found[part].insert(layer.to_owned(), values).is_some() {
             return Err(Error::weights(path, format!("the layer {layer} is in the file under two names")));
@@ -95,7 +92,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     }
     let prefixes: Vec<&str> =
         contents.modules.keys().filter(|m| places.contains_key(*m)).filter_map(|m| part_prefix(m)).collect();
-    // A module of a part that was not asked for is no mistake.
+    // A module of a part that was not asked for is not a mistake.
     let strange = |key: &String| part_prefix(key).is_none_or(|prefix| prefixes.contains(&prefix));
     let nothing = found.iter().all(BTreeMap::is_empty);
     let wrong: Vec<&String> = lost.into_iter().chain(&contents.others).filter(|key| nothing || strange(key)).collect();
@@ -106,7 +103,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     Ok(found)
 }
 
-/// So many keys among others that fit are foreign ones; more mean that the file is for another model.
+/// Up to this many keys that fit nothing count as foreign; more mean that the file is for another model.
 const FOREIGN: usize = 3;
 
 /// What is wrong with a file that has the keys `wrong` for none of the parts `asked` for.

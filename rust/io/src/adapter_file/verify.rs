@@ -53,7 +53,7 @@ pub struct ModuleReport {
 pub struct Report {
     /// Every module in the order of names.
     pub modules: Vec<ModuleReport>,
-    /// Keys that are no parameter of an adapter.
+    /// Keys that are not parameters of an adapter.
     pub others: Vec<String>,
     /// Remarks about the file as a whole.
     pub remarks: Vec<String>,
@@ -76,7 +76,7 @@ impl Report {
 /// Match the file at `path` against the parts of a model as `ComfyUI`, diffusers and A1111 do.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if it is no safetensors file.
+/// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if it is not a safetensors file.
 pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
@@ -96,7 +96,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
             Some(alpha) => alpha / rank as f64,
             None => configured.unwrap_or(1.0),
         };
-        let mut fault = kind.is_none().then(|| "its parameters are no adapter, or not all of one".to_owned());
+        let mut fault = kind.is_none().then(|| "its parameters do not form a complete adapter".to_owned());
         let mut zero = false;
         for (name, value) in &stored.parameters {
             let factor = !name.contains("magnitude") && *name != "dora_scale";
@@ -104,7 +104,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
             zero |= factor && elements.iter().all(|x| *x == 0.0);
         }
         if let Some(name) = non_finite(&values)? {
-            fault.get_or_insert(format!("{name} has elements that are no finite numbers"));
+            fault.get_or_insert(format!("{name} has non-finite elements"));
         }
         if let Some(&(part, layer, _)) = place {
             let shape = &parts[part].layers[layer];

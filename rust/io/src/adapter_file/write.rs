@@ -1,4 +1,4 @@
-//! Writing adapter files.
+//! Writes adapter files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,11 +16,11 @@ const OP: &str = "save_adapter";
 /// How an adapter file is written.
 #[derive(Clone, Debug, Default)]
 pub struct SaveOptions {
-    /// Whose names it carries; those that most tools load without it.
+    /// The format; by default the one that most tools load.
     pub format: Option<AdapterFormat>,
-    /// The dtype of the parameters; f32 without it.
+    /// The dtype of the parameters; f32 by default.
     pub dtype: Option<DType>,
-    /// Text entries of the header, added to those that tools look for, or in their place.
+    /// Text entries of the header, which add to those that tools look for, or replace them.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -46,7 +46,7 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
     Ok(file.saved)
 }
 
-/// Take what [`save_adapters`] writes to the CPU, so that it can be written while training goes on.
+/// Copy what [`save_adapters`] writes to the CPU, so that it can be written while training continues.
 ///
 /// # Errors
 /// [`Error::Argument`] if the format cannot hold these adapters.
@@ -102,7 +102,7 @@ pub fn prepare_adapters(
     Ok(AdapterFile { path: path.clone(), tensors, metadata: entries, config, saved })
 }
 
-/// An adapter file that is all there but not written: on the CPU, and out of the reach of training.
+/// An adapter file that is complete but not written yet: on the CPU, where training does not change it.
 pub struct AdapterFile {
     path: PathBuf,
     tensors: BTreeMap<String, Tensor>,
@@ -113,7 +113,7 @@ pub struct AdapterFile {
 }
 
 impl AdapterFile {
-    /// What it holds.
+    /// A summary of its contents.
     pub const fn saved(&self) -> &Saved {
         &self.saved
     }

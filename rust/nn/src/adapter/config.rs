@@ -102,10 +102,10 @@ impl LoraConfig {
         Ok(())
     }
 
-    /// The kind of adapter that is asked for.
+    /// The kind of adapter in the configuration.
     ///
     /// # Errors
-    /// [`Error::Config`] if there is no such kind, or `use_dora` is asked of another than `lora`.
+    /// [`Error::Config`] if there is no such kind, or `use_dora` is set for another kind than `lora`.
     pub fn kind(&self) -> Result<&'static AdapterKind> {
         let name = match (self.use_dora, self.adapter.as_str()) {
             (true, "lora" | "dora") => "dora",
@@ -125,7 +125,7 @@ impl LoraConfig {
     /// Whether the layer `name` gets an adapter.
     ///
     /// # Errors
-    /// [`Error::Config`] if a pattern is no regular expression.
+    /// [`Error::Config`] if a pattern is not a regular expression.
     pub fn targets(&self, name: &str, layer: Layer<'_>) -> Result<bool> {
         let hit = |patterns: &[String]| -> Result<bool> {
             for pattern in patterns {
@@ -144,7 +144,7 @@ impl LoraConfig {
         Ok(hit(&self.target_modules)? && !hit(&self.exclude_modules)?)
     }
 
-    /// Add the layer `name` with a given adapter: how the configuration of a set from a file comes about.
+    /// Add the layer `name` with a given adapter. Builds the configuration of a set that is read from a file.
     pub(super) fn describe(&mut self, name: &str, kind: &AdapterKind, settings: &AdapterSettings) {
         self.adapter = kind.name.into();
         self.use_dora |= kind.name == "dora";
@@ -159,7 +159,7 @@ impl LoraConfig {
     /// Sizes for the layer `name`.
     ///
     /// # Errors
-    /// [`Error::Config`] if a pattern is no regular expression.
+    /// [`Error::Config`] if a pattern is not a regular expression.
     pub fn settings(&self, name: &str) -> Result<AdapterSettings> {
         let rank = lookup(&self.rank_pattern, name)?.unwrap_or(self.r);
         let alpha = lookup(&self.alpha_pattern, name)?.unwrap_or(self.lora_alpha);
@@ -217,8 +217,9 @@ fn matches(pattern: &str, name: &str) -> Result<bool> {
     if pattern.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '.' || c == '-') {
         return Ok(false);
     }
-    let regex = Regex::new(&format!("^(?:.*\\.)?(?:{pattern})$"))
-        .map_err(|e| Error::Config(format!("LoraConfig: the pattern \"{pattern}\" is no regular expression: {e}")))?;
+    let regex = Regex::new(&format!("^(?:.*\\.)?(?:{pattern})$")).map_err(|e| {
+        Error::Config(format!("LoraConfig: the pattern \"{pattern}\" is not a regular expression: {e}"))
+    })?;
     Ok(regex.is_match(name))
 }
 

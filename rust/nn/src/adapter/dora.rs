@@ -2,6 +2,9 @@
 //!
 //! The norm is taken for each output, as in the paper and in peft, or for each input (feature or channel) over outputs and
 //! kernel, as kohya's tools write it and `ComfyUI` computes it.
+//!
+//! Follows <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/lora/dora.py#L86>
+//! and <https://github.com/comfyanonymous/ComfyUI/blob/9c0cf36cd7964978850fd40f8cf76ac2cf9f9e15/comfy/weight_adapter/base.py>.
 
 use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::ops::lora::{LoraWeights, adapted_row_norm, dora_linear};

@@ -1,4 +1,4 @@
-//! [`AdapterKind`]: what the library knows of a kind of adapter.
+//! [`AdapterKind`]: the description of a kind of adapter.
 
 use trainable_candle_core::{Result, Tensor, Var};
 

@@ -82,7 +82,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
     /// DoRA the magnitude (out), the norms of the weight's rows.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the weight is no matrix, [`Error::Argument`] if the rank is 0, [`Error::Device`] if the weight is elsewhere.
+    /// [`Error::Shape`] if the weight is not a matrix, [`Error::Argument`] if the rank is 0, [`Error::Device`] if the weight is elsewhere.
     pub fn new(base_weight: Tensor, rank: usize, alpha: f64, device: &Device) -> Result<Self> {
         let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, ..AdapterSettings::default() };
         Self::with_settings(base_weight, None, settings, device)
@@ -117,7 +117,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
     /// `x (..., in)` → `(..., out)`.
     ///
     /// # Errors
-    /// [`Error::Shape`] and its kin if the input does not fit.
+    /// [`Error::Shape`], `DType` or `Device` if the input does not fit.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.adapter.forward(x, &self.base())
     }

@@ -1,4 +1,4 @@
-//! [`Layout`]: how parameters lie in files, and how in memory.
+//! [`Layout`]: the layout of parameters in files and in memory.
 
 use trainable_candle_core::{Error, Result, Tensor};
 

@@ -2,6 +2,9 @@
 //! low-rank product.
 //!
 //! On a convolution the kernel belongs to D, without the Tucker form.
+//!
+//! Follows <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/lokr.py#L11>
+//! and <https://github.com/KohakuBlueleaf/LyCORIS/blob/f49d30d670591ec8841d241d79aaa8449b30a715/lycoris/functional/general.py#L14>.
 
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 

@@ -163,7 +163,7 @@ impl LoRABackwardOps {
     /// `grad_output (..., out)` and `input (..., in)`.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] and its kin if the operands do not fit.
+    /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the operands do not fit.
     pub fn backward(
         grad_output: &Tensor,
         input: &Tensor,

@@ -1,4 +1,4 @@
-//! A weight that stands in for the layer's own.
+//! A weight that replaces the layer's own.
 
 use trainable_candle_core::{Result, Tensor};
 

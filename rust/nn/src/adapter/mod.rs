@@ -33,7 +33,7 @@ pub trait Adapter: Send + Sync {
     /// The layer's result with the adapter, over the frozen `base`.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] and its kin if the input does not fit.
+    /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the input does not fit.
     fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor>;
 
     /// The product that is added to a linear layer's result of an input of `dtype`, if that is all that the adapter does at present.
@@ -62,7 +62,7 @@ pub trait Adapter: Send + Sync {
     fn set_training(&self, training: bool);
 }
 
-/// Whether an adapter is in training, which what is captured depends on.
+/// Whether an adapter is in training mode; captured functions depend on it.
 fn training() -> HostState<bool> {
     HostState::new("whether adapters are in training", true)
 }

@@ -44,7 +44,7 @@ struct Planned<'a> {
     values: Parameters<Tensor>,
 }
 
-/// What one layer of a set has.
+/// One layer of a set.
 pub struct AdaptedLayer<'a> {
     /// The layer's name.
     pub name: &'a str,
@@ -52,7 +52,7 @@ pub struct AdaptedLayer<'a> {
     pub kind: &'static AdapterKind,
     /// Its sizes.
     pub settings: AdapterSettings,
-    /// What it sits on.
+    /// The layer that it is attached to.
     pub base: Base<'a>,
     /// Its parameters under peft's names, laid out as in files.
     pub parameters: Parameters<Tensor>,
@@ -131,7 +131,7 @@ impl AdapterSet {
         Self::build(config, planned)
     }
 
-    /// Put given adapters on the layers that they are named after. Layers that no adapter names stay as they are.
+    /// Put given adapters on the layers that they are named after. Other layers do not change.
     ///
     /// # Errors
     /// [`Error::Config`] if a layer is not there, already has an adapter, or no kind has the parameters; [`Error::Shape`] if they do
@@ -320,7 +320,7 @@ impl AdapterSet {
             }
             let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
             if (rank == 0) != (own_rank == 0) {
-                // Other parameters, which are told by name.
+                // Another kind has other parameters; the error names them.
                 continue;
             }
             let (there, here) = (given.scale, member.settings.scale);
@@ -338,7 +338,7 @@ impl AdapterSet {
         Ok(())
     }
 
-    /// Let the layers compute through the adapters, or as if there were none (the base, bit for bit).
+    /// Turn the adapters on or off; while they are off, the layers compute the base's results bit for bit.
     pub fn set_enabled(&self, enabled: bool) {
         for member in &self.members {
             member.slot.set(enabled.then(|| member.adapter.clone()));

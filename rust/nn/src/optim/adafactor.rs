@@ -33,7 +33,7 @@ impl Default for AdafactorConfig {
     }
 }
 
-/// Adafactor, as `torch.optim.Adafactor`. Its states are as small as a row and a column of each matrix.
+/// Adafactor, as `torch.optim.Adafactor`. Its states have the size of a row and a column of each matrix.
 pub type Adafactor = Stepper<AdafactorRule>;
 
 impl Adafactor {
@@ -163,7 +163,7 @@ fn update_moments<T: Real>(rows: &mut [T], columns: &mut [T], grad: &[T], weight
     }
 }
 
-/// The roots of the second moments that the moments of rows and columns stand for, at least `eps`.
+/// The roots of the second moments that follow from the moments of rows and columns, at least `eps`.
 #[inline(always)]
 fn factored_roots<T: Real>(rows: &[T], columns: &[T], eps: f64, roots: &mut [T]) {
     let mean = rows.iter().map(|row| row.to_f64()).sum::<f64>() / rows.len() as f64;

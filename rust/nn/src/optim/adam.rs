@@ -1,4 +1,4 @@
-//! Adam and AdamW, as in torch: one update, which differ in where weight decay goes.
+//! Adam and AdamW, as in torch: one update, with different weight decay.
 //!
 //! Kingma and Ba, "Adam", <https://arxiv.org/abs/1412.6980>; Loshchilov and Hutter, "Decoupled Weight Decay
 //! Regularization", <https://arxiv.org/abs/1711.05101>.
@@ -135,7 +135,7 @@ fn kernel_settings(config: &AdamConfig) -> KernelSettings {
     KernelSettings { lr, betas, eps, weight_decay, maximize, nesterov: false }
 }
 
-/// What one step needs of an [`AdamConfig`].
+/// The values of an [`AdamConfig`] that a step uses.
 #[derive(Clone, Copy)]
 struct Coefficients<T> {
     gain1: T,

@@ -1,4 +1,6 @@
 //! Adam with 8-bit states, as bitsandbytes' `Adam8bit` and `AdamW8bit`.
+//!
+//! Follows <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/csrc/kernels.cu#L915>.
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::dispatch;
@@ -115,7 +117,7 @@ fn kernel_settings(config: &Adam8bitConfig) -> KernelSettings {
     KernelSettings { lr, betas, eps, weight_decay, ..KernelSettings::default() }
 }
 
-/// What one step needs of an [`Adam8bitConfig`], rounded as the kernels of bitsandbytes round it. Fused multiply-adds are
+/// The values of an [`Adam8bitConfig`] that a step uses, rounded as the kernels of bitsandbytes round them. Fused multiply-adds are
 /// where its CUDA code has them, so that moments are equal bit for bit.
 #[derive(Clone, Copy)]
 struct Coefficients {
@@ -234,7 +236,7 @@ fn update_blocks(
     }
 }
 
-/// One step on a block. An element whose gradient or its square is not finite loses its moments and stays as it is.
+/// One step on a block. An element whose gradient or its square is non-finite loses its moments and does not change.
 #[inline(always)]
 fn update_block(
     at: Coefficients,

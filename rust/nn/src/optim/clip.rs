@@ -25,7 +25,7 @@ pub enum NormType {
 }
 
 /// The norm of the gradients of `params` (0 if none has one): f64 of no dimension, on their device. Sums are made in f64 in an order
-/// that depends on sizes alone; nothing waits for a CUDA device.
+/// that depends on sizes alone, without synchronizing a CUDA device.
 ///
 /// # Errors
 /// [`Error::Device`] if gradients are on different devices.
@@ -90,7 +90,7 @@ pub(super) fn host_norm(params: &[Var], norm_type: NormType) -> Result<f64> {
 ///
 /// # Errors
 /// [`Error::Argument`] if `max_norm` is negative or NaN; [`Error::NonFinite`] if `error_if_nonfinite` is set and the norm is not
-/// finite: the gradients stay as they are then.
+/// finite: the gradients do not change then.
 pub fn clip_grad_norm_(params: &[Var], max_norm: f64, norm_type: NormType, error_if_nonfinite: bool) -> Result<Tensor> {
     if max_norm.is_nan() || max_norm < 0.0 {
         return Err(Error::argument(OP, format!("found max_norm {max_norm}, expected a number of at least 0")));
@@ -159,7 +159,7 @@ fn partial_slice<T: Elem>(data: &[T], norm_type: NormType) -> f64 {
     }
 }
 
-/// Partial sums that vectors hold side by side.
+/// Number of partial sums, for vectorization.
 const LANES: usize = 16;
 
 #[inline(always)]

@@ -179,7 +179,7 @@ impl Registers {
             if self.signed {
                 let zero = _mm512_set1_epi8(ZERO as i8);
                 let positive = _mm512_sub_epi8(result, _mm512_set1_epi8((ZERO as i8).wrapping_neg()));
-                // There is no -1, and what is negative stays so.
+                // No code stands for -1, and negative values stay negative.
                 let kept = _mm512_min_epu8(_mm512_max_epu8(result, one), zero);
                 result = _mm512_mask_blend_epi8(negative, positive, _mm512_sub_epi8(zero, kept));
             }

@@ -20,12 +20,12 @@ use super::stepper::{Group, Guard};
 
 const _: () = assert!(STATE_BLOCK == BLOCK_SIZE);
 
-/// Tables kept for other sets of variables.
+/// The number of cached tables for other sets of variables.
 const TABLES: usize = 32;
 
 type Specs = SmallVec<[StateSpec; 4]>;
 
-/// What an optimizer keeps on the device.
+/// The device state of an optimizer.
 pub(super) struct OnDevice {
     /// Settings, coefficients and steps of variables that have the same. There is room for one group a variable.
     settings: Groups,
@@ -38,7 +38,7 @@ pub(super) struct OnDevice {
     tables: Vec<(usize, Arc<Table>)>,
 }
 
-/// Where what belongs to a variable is.
+/// Where the states of a variable are.
 struct Place {
     layout: usize,
     /// The first block of its states.
@@ -69,7 +69,7 @@ impl DeviceMaster {
         Ok(())
     }
 
-    /// Takes the values of a variable that somebody else has set.
+    /// Takes the values of a variable that was set outside the optimizer.
     fn refresh(&self, var: &Var) -> Result<()> {
         if self.version.swap(var.version(), Ordering::Relaxed) != var.version() {
             copy_into(&self.values, var.raw())?;
@@ -159,7 +159,7 @@ fn host_zeros(kind: StateKind, len: usize) -> StateData {
     if kind == StateKind::Codes { StateData::U8(vec![0; len]) } else { StateData::F32(vec![0.0; len]) }
 }
 
-/// A part of what the host holds, on `device`.
+/// Copies a part of host data to `device`.
 fn to_device(data: &StateData, part: Range<usize>, device: &Device) -> Result<Raw> {
     let len = part.len();
     Ok(match data {

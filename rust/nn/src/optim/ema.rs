@@ -13,7 +13,7 @@ const UPDATES: &str = "updates";
 /// The parameters of an [`EMA`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EMAConfig {
-    /// How much of the average stays at each update, in [0, 1).
+    /// Weight of the old average in each update, in [0, 1).
     pub decay: f64,
     /// Use min(`decay`, (1 + n) / (10 + n)) after n updates, so that the start is soon forgotten (as in TensorFlow's
     /// `ExponentialMovingAverage` with `num_updates`).
@@ -32,11 +32,11 @@ pub struct EMA {
     config: EMAConfig,
     buffer: FlatBuffer,
     average: Raw,
-    /// How much of the variables the next update takes: one f64 on their device, where a captured update reads it.
+    /// Weight of the variables in the next update: one f64 on their device, where a captured update reads it.
     weight: Raw,
     updates: HostState<u64>,
     is_swapped_in: HostState<bool>,
-    /// The variables' own values while the averages are in their place.
+    /// The variables' own values while the averages replace them.
     trained: Option<Raw>,
 }
 
@@ -84,12 +84,12 @@ impl EMA {
         self.updates.get()
     }
 
-    /// How much of the average the next update keeps.
+    /// The weight of the old average in the next update.
     pub fn decay(&self) -> f64 {
         self.config.decay_after(self.updates())
     }
 
-    /// Whether the averages are in the place of the variables.
+    /// Whether the averages replace the variables.
     pub fn is_swapped_in(&self) -> bool {
         self.is_swapped_in.get()
     }
@@ -98,7 +98,7 @@ impl EMA {
     /// replay is an update, with the decay that is its turn.
     ///
     /// # Errors
-    /// [`Error::Argument`] while the averages are in the place of the variables; [`Error::Device`] if a captured function updates twice.
+    /// [`Error::Argument`] while the averages replace the variables; [`Error::Device`] if a captured function updates twice.
     pub fn update(&mut self) -> Result<()> {
         if self.is_swapped_in.read() {
             return Err(Error::argument(
@@ -122,7 +122,7 @@ impl EMA {
         Ok(())
     }
 
-    /// Puts the averages in the place of the variables. What was recorded of the variables is stale, as after an optimizer's
+    /// Replaces the variables by the averages. Tensors computed from the variables become stale, as after an optimizer's
     /// step.
     ///
     /// # Errors
@@ -142,10 +142,10 @@ impl EMA {
         self.is_swapped_in.set(true)
     }
 
-    /// Puts the variables' own values back, bit for bit.
+    /// Restores the variables' own values, bit for bit.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the averages are not in their place.
+    /// [`Error::Argument`] if the averages do not replace the variables.
     pub fn swap_out(&mut self) -> Result<()> {
         let Some(trained) = &self.trained else {
             return Err(Error::argument(OP, "swap_out() found the parameters in their place; swap_in() first"));
@@ -174,7 +174,7 @@ impl EMA {
         Ok(dict)
     }
 
-    /// Takes over what [`state_dict`](Self::state_dict) gave for variables of the same shapes.
+    /// Loads a [`state_dict`](Self::state_dict) of variables of the same shapes.
     ///
     /// # Errors
     /// [`Error::Config`] if an entry is missing or not expected, [`Error::Shape`] or [`Error::DType`] if one differs. Nothing is

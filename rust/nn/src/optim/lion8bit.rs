@@ -1,4 +1,6 @@
 //! Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.
+//!
+//! Follows <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/csrc/kernels.cu#L1153>.
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::dispatch;
@@ -114,7 +116,7 @@ fn update_blocks(at: Coefficients<f32>, mut chunk: Chunk<'_, f32>) {
     }
 }
 
-/// One step on a block. An element whose gradient is not finite loses its momentum and stays as it is (where bitsandbytes
+/// One step on a block. An element with a non-finite gradient loses its momentum and does not change (where bitsandbytes
 /// would write the block's largest value to its momentum).
 #[inline(always)]
 fn update_block(

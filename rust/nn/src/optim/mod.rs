@@ -1,4 +1,4 @@
-//! Optimizers and what goes with them: learning-rate schedules, gradient clipping, loss scaling.
+//! Optimizers, learning-rate schedules, gradient clipping, loss scaling, averages.
 //!
 //! ```
 //! use trainable_candle_core::{Device, Tensor, Var};
@@ -20,9 +20,9 @@
 //! (the two short dtypes with f32 master values that the optimizer holds), those with states in full precision also
 //! f64. Variables that share one flat buffer are updated in one pass over it.
 //!
-//! On a CUDA device states, hyper-parameters and step counters lie there, and a step is two launches for all variables together, which
-//! also write the copies that f16 or bf16 computation reads; nothing waits for the device. State dicts are the same: a run can go on on
-//! the other kind of device. Adafactor, Prodigy and f64 variables have no CUDA form.
+//! For CUDA variables, states, hyper-parameters and step counters are on the device. A step is two launches for all variables, without
+//! synchronization, which also write the copies that f16 or bf16 computation reads. State dicts do not depend on the device, so a run
+//! can continue on the other kind. Adafactor, Prodigy and f64 variables have no CUDA form.
 
 mod adafactor;
 mod adam;

@@ -1,7 +1,8 @@
 //! Prodigy: Adam whose step size is an estimate of the distance to the solution, as `prodigyopt`.
 //!
 //! Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner", <https://arxiv.org/abs/2306.06101>;
-//! reference: <https://github.com/konstmish/prodigy>.
+//! reference:
+//! <https://github.com/konstmish/prodigy/blob/3efb213ee8af5a6bf76f28726398433a847b38e9/prodigyopt/prodigy.py#L101>.
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::{Real, dispatch};
@@ -23,7 +24,7 @@ pub struct ProdigyConfig {
     pub lr: f64,
     /// Decay rates of the first and the second moment, each in [0, 1). A first one of 0 keeps no first moment.
     pub betas: (f64, f64),
-    /// Decay rate of the sums that the estimate is made of, in [0, 1); the root of the second beta without it.
+    /// Decay rate of the sums that the estimate is made of, in [0, 1); default: the root of the second beta.
     pub beta3: Option<f64>,
     /// Added, times the estimate, to the root of the second moment; above 0.
     pub eps: f64,
@@ -94,7 +95,7 @@ impl ProdigyConfig {
     }
 }
 
-/// Prodigy, as `prodigyopt.Prodigy`: the learning rate finds itself.
+/// Prodigy, as `prodigyopt.Prodigy`: it estimates the step size.
 ///
 /// Its state dict has, besides each variable's states, `estimate` (4), f64: the estimate d, its maximum, its numerator and
 /// the number of steps.

@@ -5,6 +5,9 @@
 //!
 //! Dettmers et al., "8-bit Optimizers via Block-wise Quantization", <https://arxiv.org/abs/2110.02861>; the map, the
 //! rounding of ties and the treatment of signs are those of bitsandbytes 0.50 (`create_dynamic_map`, `quantize_2D`).
+//!
+//! Follows <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py#L296>
+//! and <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/csrc/kernels.cu#L223>.
 
 use std::sync::LazyLock;
 

@@ -28,7 +28,7 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// Whether a variable may be updated in chunks, on several threads.
     const ELEMENTWISE: bool = true;
 
-    /// Whether the update is a step, and not what is left of one that another rule has begun.
+    /// Whether this pass increments the step counter; false for the rest of a step that another rule has begun.
     const COUNTS: bool = true;
 
     /// Checks the ranges of hyper-parameters.
@@ -49,7 +49,7 @@ pub trait Rule: Sized + Send + Sync + 'static {
 pub struct Kernels<C> {
     /// Whose arithmetic they have.
     pub family: Family,
-    /// What they need of a group's hyper-parameters.
+    /// Converts a group's hyper-parameters for them.
     pub settings: fn(&C) -> KernelSettings,
 }
 
@@ -68,7 +68,7 @@ pub enum Family {
     SGD,
 }
 
-/// Hyper-parameters as kernels take them; what an optimizer lacks is 0.
+/// Hyper-parameters for the kernels; 0 for those that an optimizer does not have.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct KernelSettings {
     /// Learning rate.

@@ -7,6 +7,8 @@ use trainable_candle_core::capture::refuse_change;
 #[cfg(feature = "cuda")]
 use trainable_candle_core::cuda::gradient::LossScale;
 use trainable_candle_core::raw::is_float;
+#[cfg(feature = "cuda")]
+use trainable_candle_core::raw::own_copy;
 use trainable_candle_core::{Device, Error, Result, Tensor};
 
 use super::clip::{NormType, host_norm};
@@ -27,7 +29,7 @@ pub struct GradScalerConfig {
     pub backoff_factor: f64,
     /// Good steps in a row before the scale grows.
     pub growth_interval: u64,
-    /// If not set, losses and gradients stay as they are and every step is taken.
+    /// False changes neither losses nor gradients and takes every step.
     pub enabled: bool,
 }
 
@@ -42,8 +44,8 @@ impl Default for GradScalerConfig {
 /// One iteration: `scaler.scale(&loss)?.backward()?`, optionally [`unscale`](Self::unscale) and clip,
 /// [`step`](Self::step), [`update`](Self::update).
 ///
-/// With losses and variables on a CUDA device the scale lies there too, whether a step is skipped is decided there, and
-/// nothing waits.
+/// With losses and variables on a CUDA device, the scale is there too, and the device decides whether to skip a step, so that
+/// the host does not wait.
 #[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
@@ -154,13 +156,14 @@ impl GradScaler {
         }
         #[cfg(feature = "cuda")]
         if loss.device().is_cuda() {
-            let scale = self.on_device(loss.device())?.scale()?;
-            return loss.mul(&Tensor::from_raw(&scale).to_dtype(loss.dtype())?);
+            // A copy: the product saves its factor, and `update` writes the state in place.
+            let scale = Tensor::from_raw(&own_copy(&self.on_device(loss.device())?.scale()?)?);
+            return loss.mul(&scale.to_dtype(loss.dtype())?);
         }
         loss.mul_scalar(self.read()?.0)
     }
 
-    /// Divides the gradients of the optimizer's variables by the scale, to clip or look at them before the step.
+    /// Divides the gradients of the optimizer's variables by the scale, to clip or read them before the step.
     ///
     /// # Errors
     /// [`Error::Argument`] if that was done since the last [`update`](Self::update).
@@ -190,8 +193,8 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Takes a step with the gradients divided by the scale, unless one is infinite or NaN. Returns whether it was taken; nothing
-    /// on a CUDA device, which alone knows.
+    /// Takes a step with the gradients divided by the scale, unless one is infinite or NaN. Returns whether it was taken; None
+    /// on a CUDA device, where finding out would synchronize.
     ///
     /// Gradients that [`unscale`](Self::unscale) has not divided are divided here, on a CUDA device by the step itself: there they stay
     /// as they are.
@@ -226,7 +229,7 @@ impl GradScaler {
         if stage.norm.device().is_cpu() { Ok(Some(guard.allows()?)) } else { Ok(None) }
     }
 
-    /// How far an optimizer is since the last update.
+    /// The progress of an optimizer since the last update.
     fn stage(&self, optimizer: &dyn Optimizer) -> Option<Stage> {
         self.stages.get().remove(&optimizer.id())
     }
@@ -282,7 +285,7 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Goes on with the scale and the tracker of a saved run.
+    /// Continues from the scale and the counter of a saved run.
     ///
     /// # Errors
     /// [`Error::Argument`] if the scale is not a number above 0.

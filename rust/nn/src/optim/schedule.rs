@@ -2,15 +2,17 @@
 //!
 //! Definitions are those of transformers' `get_*_schedule_with_warmup`: over the first `warmup_steps` steps the factor
 //! rises linearly from 0, afterwards it follows the schedule's [`Decay`].
+//!
+//! Follows <https://github.com/huggingface/transformers/blob/ad1fc9639f2e7b6808a2ca982c0a9b3134d76ee8/src/transformers/optimization.py>.
 
 use std::f64::consts::PI;
 
 use trainable_candle_core::{Error, Result};
 
-/// The course of the factor after the warm-up.
+/// The factor as a function of the step after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Decay {
-    /// 1 for ever.
+    /// Constant 1.
     Constant,
     /// Linearly from 1 to 0 at `total_steps`.
     Linear {

@@ -7,10 +7,10 @@ use trainable_candle_core::Var;
 
 use super::stepper::Group;
 
-/// Which variables share settings: those of one of the optimizer's groups that have taken as many steps.
+/// Which variables share settings: those in one group with the same number of steps.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Slots {
-    /// To which of the optimizer's groups each slot belongs.
+    /// The optimizer's group of each slot.
     pub(super) group_of: Vec<usize>,
     /// The slot of each variable, in their order.
     pub(super) of: Vec<usize>,
@@ -43,7 +43,7 @@ impl Slots {
                 return None;
             }
         }
-        // One that no variable has any more.
+        // A slot without variables.
         Some(steps.into_iter().map(Option::unwrap_or_default).collect())
     }
 

@@ -1,4 +1,4 @@
-//! What an optimizer keeps for each variable, and how it is saved and loaded.
+//! The states of an optimizer for each variable: saving and loading.
 
 use smallvec::SmallVec;
 use trainable_candle_core::cpu::Elem;
@@ -20,7 +20,7 @@ pub(super) struct Parameter {
     /// None before the first step.
     pub(super) states: SmallVec<[State; 4]>,
     pub(super) master: Option<Master>,
-    /// What the last update left for the optimizer.
+    /// Results of the last update for the optimizer.
     pub(super) sums: [f64; 2],
 }
 
@@ -38,7 +38,7 @@ pub(super) enum StateData {
 /// The values of an f16 or bf16 variable in f32.
 pub(super) struct Master {
     pub(super) values: Vec<f32>,
-    /// The variable's version that the values belong to; another one means that it was set by someone else.
+    /// The variable's version that the values belong to; another one means that it was set outside the optimizer.
     pub(super) version: u64,
 }
 

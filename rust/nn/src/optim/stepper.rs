@@ -1,4 +1,4 @@
-//! [`Stepper`]: what all optimizers have in common, and [`Optimizer`], their interface.
+//! [`Stepper`]: the common part of all optimizers, and [`Optimizer`], their interface.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +21,7 @@ use super::update::{self, Item};
 /// the learning rate of each group, and what the optimizer as a whole keeps. A snapshot on the CPU: later steps do not change it.
 pub type StateDict = BTreeMap<String, Tensor>;
 
-/// What a step depends on besides the gradients.
+/// Conditions of a step.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Guard<'a> {
     pub(super) norm: Option<&'a Tensor>,
@@ -55,7 +55,7 @@ impl<'a> Guard<'a> {
     }
 }
 
-/// What all optimizers can do.
+/// The methods of all optimizers.
 pub trait Optimizer: Send {
     /// The optimizer's name, `AdamW` for example.
     fn name(&self) -> &'static str;
@@ -66,8 +66,8 @@ pub trait Optimizer: Send {
     /// The variables, group by group.
     fn vars(&self) -> Vec<Var>;
 
-    /// Updates every variable that has a gradient, unless the guard forbids it. On a CUDA device that is decided there, and nothing
-    /// waits. The gradients stay; [`zero_grad`](Self::zero_grad) clears them.
+    /// Updates every variable that has a gradient, unless the guard forbids it. A CUDA device decides that itself, without
+    /// synchronization. The gradients stay; [`zero_grad`](Self::zero_grad) clears them.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the states do not fit.
@@ -124,20 +124,19 @@ pub trait Optimizer: Send {
     /// [`Error::OutOfMemory`] if the copy does not fit.
     fn state_dict(&self) -> Result<StateDict>;
 
-    /// Takes over states that [`state_dict`](Self::state_dict) gave, of an optimizer of the same kind over variables of the
-    /// same shapes.
+    /// Loads a [`state_dict`](Self::state_dict) of an optimizer of the same kind over variables of the same shapes.
     ///
     /// # Errors
     /// [`Error::Config`] naming states that are missing or not expected, [`Error::Shape`] or [`Error::DType`] naming one that
     /// differs, [`Error::Device`] within a captured function. Nothing is changed then. Captured steps follow.
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
 
-    /// Bytes of all states and master values held now. A variable's states are made at its first step, on a CUDA device those
-    /// of all variables at the first step of any.
+    /// Bytes of all existing states and master values. The first step of a variable makes its states, on a CUDA device those
+    /// of all variables.
     fn state_bytes(&self) -> usize;
 }
 
-/// Variables with hyper-parameters of their own.
+/// Variables with their hyper-parameters.
 #[derive(Clone, Debug)]
 pub struct ParamGroup<C> {
     /// The variables.

@@ -1,4 +1,4 @@
-//! DLPack on CUDA devices: whose stream waits for whose.
+//! DLPack on CUDA devices: which stream waits for which.
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
@@ -49,7 +49,7 @@ fn dtype(element: Element) -> Option<DType> {
     })
 }
 
-/// A copy on the device of what a producer holds there, which it has made ready for our stream.
+/// Copy a producer's values on the device, which it has made ready for our stream.
 ///
 /// # Safety
 /// Every element that the source's dims and strides reach is readable on the device.
@@ -74,7 +74,7 @@ pub unsafe fn read(source: &Source, device: &Device) -> Result<Raw> {
 #[cfg(feature = "cuda")]
 pub use tc::cuda::exchange as engine;
 
-/// What a build without CUDA, where no tensor is on a CUDA device, says.
+/// The functions of a build without CUDA, where no tensor is on a CUDA device.
 #[cfg(not(feature = "cuda"))]
 pub mod engine {
     use tc::{DType, Device, Error, Raw, Result};

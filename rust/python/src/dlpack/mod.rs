@@ -1,8 +1,8 @@
 //! DLPack (data-api conventions of the Python array API): tensors shared with other libraries without a copy.
 //!
-//! Export shares memory. Consumers that speak DLPack 1.0 are told that it is read-only, because values are immutable;
-//! older ones cannot be told and get a copy, unless they ask for none. Import copies, on the device that the data are
-//! on: values are immutable, and who else holds the memory may change it.
+//! Export shares memory. Consumers of DLPack 1.0 get the flag "read-only", because values are immutable;
+//! older ones have no flag and get a copy, unless they ask for none. Import copies, on the device of the data:
+//! values are immutable, and other owners of the memory may change it.
 
 mod cuda;
 
@@ -161,13 +161,13 @@ impl Drop for Exported {
     }
 }
 
-/// Where a tensor is.
+/// The device of a tensor.
 fn device_of(tensor: &Raw) -> Device {
     let device = tensor.device();
     if device.is_cuda() { Device { kind: CUDA, id: cuda::ordinal(device) } } else { Device { kind: CPU, id: 0 } }
 }
 
-/// How DLPack describes a dtype.
+/// DLPack's description of a dtype.
 fn data_type(tensor: &Raw) -> tc::Result<DataType> {
     let dtype = tensor.dtype();
     let code = match dtype {
@@ -185,7 +185,7 @@ fn address<T>(values: &[T], offset: usize) -> *const c_void {
 }
 
 /// The first element. A tensor's storage neither moves nor goes away while a clone of the tensor lives. Null without elements, as the
-/// protocol wants it: a view may start behind the end of its storage then.
+/// protocol requires: a view may then start behind the end of its storage.
 fn data_of(tensor: &Raw) -> tc::Result<*const c_void> {
     if tensor.elem_count() == 0 {
         return Ok(std::ptr::null());
@@ -236,7 +236,7 @@ fn export<'py, E: Exchange>(
         Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(managed.cast(), E::NAME.as_ptr(), Some(dispose::<E>)))
     };
     if capsule.is_err() {
-        // SAFETY: nobody else has seen `managed`.
+        // SAFETY: `managed` has no other reference.
         unsafe { E::delete(managed) };
     }
     Ok(capsule?)
@@ -285,7 +285,7 @@ impl<E: Exchange> Drop for Taken<E> {
     }
 }
 
-/// Take the structure out of its capsule and copy what it describes.
+/// Take the structure out of its capsule and copy the tensor that it describes.
 fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
     // SAFETY: the name was checked by the caller, so the pointer is to an `E` that lives until its deleter runs.
     let taken = unsafe {
@@ -340,7 +340,7 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
 /// The values of an object with `__dlpack__`, copied.
 ///
 /// # Errors
-/// `DeviceError` if they are neither on the CPU nor on a CUDA device, `DTypeError` if no dtype holds them, or what the producer raises.
+/// `DeviceError` if they are neither on the CPU nor on a CUDA device, `DTypeError` if no dtype holds them, or an exception of the producer.
 pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
     let py = object.py();
     let capsule = if object.is_instance_of::<PyCapsule>() {
@@ -372,11 +372,11 @@ pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
     } else if is(Managed::NAME) {
         take::<Managed>(capsule)
     } else {
-        Err(tc::Error::argument(OP, "the capsule is no DLPack tensor, or was used before").into())
+        Err(tc::Error::argument(OP, "the capsule is not a DLPack tensor, or was used before").into())
     }
 }
 
-/// A tensor with a copy of the values of an object that speaks DLPack, on the device that they are on.
+/// A tensor with a copy of the values of an object with `__dlpack__`, on their device.
 ///
 /// Raises:
 ///     DeviceError: if they are neither on the CPU nor on a CUDA device.
@@ -408,7 +408,7 @@ impl<'py> IntoPyObject<'py> for Capsule<'py> {
 #[pymethods]
 impl Tensor {
     /// A capsule for other libraries' `from_dlpack`. Shares memory with consumers that know it is read-only (DLPack
-    /// 1.0), copies for others unless `copy=False`. On a CUDA device the consumer's `stream` (the default one unless it
+    /// 1.0), copies for others unless `copy=False`. On a CUDA device the consumer's `stream` (the default stream unless it
     /// is named, none for -1) waits for the values, and memory is used again only after the consumer is done with it.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(

@@ -93,7 +93,7 @@ impl CLIPTextModel {
     ///
     /// Raises:
     ///     ShapeError: if a text is too long.
-    ///     IndexOutOfRangeError: if an id is no token.
+    ///     IndexOutOfRangeError: if an id is not a token.
     fn __call__(&self, py: Python<'_>, input_ids: Given<PyRef<'_, Tensor>>) -> Result<TextFeatures> {
         let input_ids = input_ids.get("CLIPTextModel", "input_ids")?;
         let ids = &input_ids.0;

@@ -106,7 +106,7 @@ impl DigitsTransformer {
     ///
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
-    ///     IndexOutOfRangeError: if a label is no class.
+    ///     IndexOutOfRangeError: if a label is not a class.
     fn __call__(
         &self,
         py: Python<'_>,

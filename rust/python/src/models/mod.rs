@@ -104,7 +104,7 @@ impl Model {
     /// `AdapterSet.save`, by whatever tool. Its adapters for other parts of a pipeline are left out.
     ///
     /// Raises:
-    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is no adapter for this model.
+    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
     ///     ConfigError: if the model has an adapter already.
     #[pyo3(signature = (path, scale=Given::of(1.0)))]
     fn load_adapter(&self, py: Python<'_>, path: FilePath, scale: Given<f64>) -> Result<Py<AdapterSet>> {
@@ -135,7 +135,7 @@ impl Model {
         Ok(())
     }
 
-    /// Take the adapters off, merged or not; the model computes exactly what it did before them.
+    /// Remove the adapters, merged or not; the model then computes exactly the base's results.
     fn remove_adapter(&self) -> Result<()> {
         self.adapter.remove()
     }

@@ -10,20 +10,20 @@ use crate::error::Result;
 use crate::given::Given;
 use crate::tensor::Tensor;
 
-/// Scale the gradients of `parameters` so that their common norm is at most `max_norm`, as torch's.
+/// Scale the gradients of `parameters` so that their total norm is at most `max_norm`, as torch's function.
 ///
 /// Args:
-///     parameters: the variables; those without a gradient count nothing.
-///     max_norm: at least 0; infinity leaves the gradients alone.
+///     parameters: the variables; those without a gradient are ignored.
+///     max_norm: at least 0; infinity does not clip.
 ///     norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude.
-///     error_if_nonfinite: whether a NaN or infinite norm is an error; waits for a CUDA device.
+///     error_if_nonfinite: whether a non-finite norm is an error; synchronizes a CUDA device.
 ///
 /// Returns:
-///     The norm before: f64, of no dimension, on the device of the gradients. Nothing waits for a CUDA device until it is read.
+///     The norm before scaling: f64, without dimensions, on the device of the gradients. Reading it waits for a CUDA device.
 ///
 /// Raises:
-///     ArgumentError: if a number is out of range, or an item is no Var.
-///     NonFiniteError: if `error_if_nonfinite` and the norm is not finite; the gradients stay as they are then.
+///     ArgumentError: if a number is out of range, or an item is not a Var.
+///     NonFiniteError: if `error_if_nonfinite` and the norm is not finite; the gradients do not change then.
 #[pyfunction]
 #[pyo3(signature = (parameters, max_norm, norm_type=Given::of(2.0), error_if_nonfinite=false))]
 pub fn clip_grad_norm_(

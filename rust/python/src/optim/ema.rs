@@ -13,13 +13,13 @@ use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::types::NamedTensors;
 
-/// The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer; inside `with ema:` the
-/// adapter computes with the averages, and is saved as them.
+/// The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer. Inside `with ema:` the
+/// adapter computes with the averages, and saving it writes them.
 ///
 /// Args:
-///     adapter: what `add_adapter` returned.
-///     decay: how much of the average stays at each update, in [0, 1).
-///     warmup: use min(decay, (1 + n) / (10 + n)) after n updates, so that the start is soon forgotten.
+///     adapter: the adapter from `add_adapter`.
+///     decay: weight of the old average in each update, in [0, 1).
+///     warmup: use min(decay, (1 + n) / (10 + n)) after n updates, so that the initial values soon lose their weight.
 ///
 /// Raises:
 ///     ArgumentError: if the decay is out of range.
@@ -43,26 +43,26 @@ impl EMA {
         Ok(Self(Mutex::new(quick(|| optim::EMA::new(adapter.inner().buffer(), config))?)))
     }
 
-    /// Move the averages towards the parameters.
+    /// Update the averages with the parameters.
     ///
     /// Raises:
-    ///     ArgumentError: while the averages are in the place of the parameters.
+    ///     ArgumentError: while the averages replace the parameters.
     fn update(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().update())
     }
 
-    /// Put the averages in the place of the parameters.
+    /// Replace the parameters by the averages.
     ///
     /// Raises:
-    ///     ArgumentError: if they are there.
+    ///     ArgumentError: if the averages replace them already.
     fn swap_in(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().swap_in())
     }
 
-    /// Put the parameters back, bit for bit.
+    /// Restore the parameters, bit for bit.
     ///
     /// Raises:
-    ///     ArgumentError: if they are in their place.
+    ///     ArgumentError: if the averages do not replace them.
     fn swap_out(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().swap_out())
     }
@@ -78,13 +78,13 @@ impl EMA {
         self.swap_out(py)
     }
 
-    /// Whether the averages are in the place of the parameters.
+    /// Whether the averages replace the parameters.
     #[getter]
     fn is_swapped_in(&self) -> bool {
         self.lock().is_swapped_in()
     }
 
-    /// How much of the average the next update keeps.
+    /// The weight of the old average in the next update.
     #[getter]
     fn decay(&self) -> f64 {
         self.lock().decay()
@@ -101,7 +101,7 @@ impl EMA {
         NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
     }
 
-    /// Take over the state of an adapter with the same shapes.
+    /// Load the state of an adapter with the same shapes.
     ///
     /// Raises:
     ///     ConfigError: if an entry is missing or not expected. Nothing is changed then.

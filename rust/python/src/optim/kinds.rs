@@ -103,10 +103,10 @@ optimizers! {
     /// Stochastic gradient descent with momentum, as `torch.optim.SGD`.
     ///
     /// Args:
-    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     params: variables, or dicts with an entry "params" and their own hyper-parameters.
     ///     lr: learning rate, at least 0.
-    ///     momentum: share of the momentum buffer that stays from step to step; 0 for no buffer.
-    ///     dampening: the gradient enters the buffer with weight 1 - dampening.
+    ///     momentum: weight of the old momentum in each step; 0 for no momentum.
+    ///     dampening: the gradient enters the momentum with weight 1 - dampening.
     ///     weight_decay: L2 penalty, added to the gradient.
     ///     nesterov: look ahead along the momentum; needs momentum > 0 and dampening 0.
     ///     maximize: ascend instead of descend.
@@ -122,7 +122,7 @@ optimizers! {
     /// Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.
     ///
     /// Args:
-    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     params: variables, or dicts with an entry "params" and their own hyper-parameters.
     ///     lr: learning rate, at least 0.
     ///     betas: decay rates of the first and the second moment, each in [0, 1).
     ///     eps: added to the root of the second moment.
@@ -141,7 +141,7 @@ optimizers! {
     /// Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101), as `torch.optim.AdamW`.
     ///
     /// Args:
-    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     params: variables, or dicts with an entry "params" and their own hyper-parameters.
     ///     lr: learning rate, at least 0.
     ///     betas: decay rates of the first and the second moment, each in [0, 1).
     ///     eps: added to the root of the second moment.
@@ -160,7 +160,7 @@ optimizers! {
     /// Adam with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `Adam8bit`.
     ///
     /// Args:
-    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     params: variables, or dicts with an entry "params" and their own hyper-parameters.
     ///     lr: learning rate, at least 0.
     ///     betas: decay rates of the first and the second moment, each in [0, 1).
     ///     eps: added to the root of the second moment.
@@ -178,7 +178,7 @@ optimizers! {
     /// AdamW with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `AdamW8bit`.
     ///
     /// Args:
-    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     params: variables, or dicts with an entry "params" and their own hyper-parameters.
     ///     lr: learning rate, at least 0.
     ///     betas: decay rates of the first and the second moment, each in [0, 1).
     ///     eps: added to the root of the second moment.
@@ -196,7 +196,7 @@ optimizers! {
     /// Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum.
     ///
     /// Args:
-    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     params: variables, or dicts with an entry "params" and their own hyper-parameters.
     ///     lr: learning rate, at least 0; 3 to 10 times smaller than Adam's.
     ///     betas: weight of the momentum in the update, and its decay rate; each in [0, 1).
     ///     weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
@@ -209,7 +209,7 @@ optimizers! {
     /// Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.
     ///
     /// Args:
-    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     params: variables, or dicts with an entry "params" and their own hyper-parameters.
     ///     lr: learning rate, at least 0; 3 to 10 times smaller than Adam's.
     ///     betas: weight of the momentum in the update, and its decay rate; each in [0, 1).
     ///     weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
@@ -226,7 +226,7 @@ optimizers! {
     /// those of its rows and columns.
     ///
     /// Args:
-    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
+    ///     params: variables, or dicts with an entry "params" and their own hyper-parameters.
     ///     lr: bound of the relative step size, at least 0: step t moves a variable by min(lr, 1 / sqrt(t)) of its root mean
     ///         square.
     ///     beta2_decay: at most 0; the second moments take the square of gradient t with weight t**beta2_decay.
@@ -246,14 +246,14 @@ optimizers! {
 
     /// Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size.
     ///
-    /// All groups share one estimate d and, but for weight_decay, eps and a learning rate of 0, their hyper-parameters. The
+    /// All groups share one estimate d and their hyper-parameters, except weight_decay, eps and a learning rate of 0. The
     /// state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
     ///
     /// Args:
-    ///     params: variables, or dicts with an entry "params" and hyper-parameters of their own.
-    ///     lr: factor on the estimated step size, at least 0; leave it at 1 but for a schedule. A group with 0 stays as it is.
+    ///     params: variables, or dicts with an entry "params" and their own hyper-parameters.
+    ///     lr: factor on the estimated step size, at least 0; leave it at 1 except for a schedule. A group with 0 does not change.
     ///     betas: decay rates of the first and the second moment, each in [0, 1).
-    ///     beta3: decay rate of the sums that the estimate is made of, in [0, 1); None for the root of the second beta.
+    ///     beta3: decay rate of the sums behind the estimate, in [0, 1); None for the root of the second beta.
     ///     eps: added, times the estimate, to the root of the second moment; above 0.
     ///     weight_decay: each step multiplies the variables by 1 - d * lr * weight_decay.
     ///     decouple: False for weight decay as an L2 penalty, added to the gradient.
@@ -262,10 +262,10 @@ optimizers! {
     ///     d0: the first estimate, above 0.
     ///     d_coef: factor on the estimate, above 0; the way to tune the method.
     ///     growth_rate: the estimate grows by at most this factor in a step; at least 1.
-    ///     slice_p: estimate from every so many elements, at least 1; 11 saves almost half of the memory.
+    ///     slice_p: estimate from every slice_p-th element, at least 1; 11 saves almost half of the memory.
     ///
     /// Raises:
-    ///     ArgumentError: if a number is out of range, groups differ in more than they may, there is no variable, or one
+    ///     ArgumentError: if a number is out of range, groups differ where they must agree, there is no variable, or one
     ///         appears twice. `step` raises it if learning rates differ.
     ///     DTypeError: if a variable's dtype is not supported.
     Prodigy(

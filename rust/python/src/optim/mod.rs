@@ -1,4 +1,4 @@
-//! Optimizers and what goes with them.
+//! Optimizers, clipping, loss scaling, schedules and averages.
 
 mod clip;
 mod ema;
@@ -29,7 +29,7 @@ use crate::tensor::Tensor;
 use crate::types::NamedTensors;
 use crate::var::Var;
 
-/// What all optimizers can do. Make one of its subclasses.
+/// The methods of all optimizers. Construct one of its subclasses.
 #[pyclass(frozen, subclass, module = "trainable_candle.optim")]
 pub struct Optimizer(Mutex<Box<dyn optim::Optimizer>>);
 
@@ -45,11 +45,11 @@ impl Optimizer {
 
 #[pymethods]
 impl Optimizer {
-    /// Update every variable that has a gradient. The gradients stay; `zero_grad` forgets them.
+    /// Update every variable that has a gradient. The gradients stay; `zero_grad` clears them.
     ///
     /// Args:
     ///     if_finite: one number, such as the norm that `clip_grad_norm_` returned. If it is infinite or NaN, nothing changes
-    ///         and no step is counted. On a CUDA device that is decided there, and nothing waits.
+    ///         and no step is counted. A CUDA device decides that itself, without synchronization.
     ///
     /// Raises:
     ///     ShapeError: if `if_finite` has more or less than one element.
@@ -61,7 +61,7 @@ impl Optimizer {
         })
     }
 
-    /// Forget the gradients of all variables.
+    /// Clear the gradients of all variables.
     fn zero_grad(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().zero_grad())
     }
@@ -81,7 +81,7 @@ impl Optimizer {
         quick(|| self.lock().set_lr(lr))
     }
 
-    /// The learning rate of each group; as many must be assigned.
+    /// The learning rate of each group. Assign one for each group.
     ///
     /// Raises:
     ///     ArgumentError: on assignment, if there are more or fewer, or one is negative or not finite.
@@ -109,7 +109,7 @@ impl Optimizer {
         NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
     }
 
-    /// Take over the states of an optimizer of the same kind over variables of the same shapes.
+    /// Load the states of an optimizer of the same kind over variables of the same shapes.
     ///
     /// Raises:
     ///     ConfigError: if they are of another kind, or states are missing or not expected. Nothing is changed then.
@@ -119,8 +119,8 @@ impl Optimizer {
         detached(py, || self.lock().load_state_dict(&states))
     }
 
-    /// Bytes of all states and master values held now. A variable's states are made at its first step, on a CUDA device those
-    /// of all variables at the first step of any.
+    /// Bytes of all existing states and master values. The first step of a variable makes its states, on a CUDA device those of
+    /// all variables.
     #[getter]
     fn state_bytes(&self) -> usize {
         self.lock().state_bytes()
@@ -155,7 +155,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Variables {
     }
 }
 
-/// The things in an iterable, or the values of a dict.
+/// The items of an iterable, or the values of a dict.
 fn items<'py>(object: &Bound<'py, PyAny>) -> Result<Vec<Bound<'py, PyAny>>> {
     if object.is_instance_of::<Tensor>() {
         return Err(tc::Error::argument("parameters", "found one tensor, expected a list of Vars").into());
@@ -178,7 +178,7 @@ fn variables(op: &'static str, items: &[Bound<'_, PyAny>]) -> Result<Vec<tc::Var
     items.iter().enumerate().map(variable).collect()
 }
 
-/// What an optimizer trains: variables, or groups of them with hyper-parameters of their own.
+/// The variables of an optimizer, or groups of them with their own hyper-parameters.
 pub struct Params<'py>(Vec<Bound<'py, PyAny>>);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Params<'py> {
@@ -200,7 +200,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Params<'py> {
     }
 }
 
-/// Sets the hyper-parameter of a name; false if there is none.
+/// Sets the hyper-parameter of a name; returns false if there is none.
 type SetField<C> = fn(&mut C, &str, &Bound<'_, PyAny>) -> Result<bool>;
 
 impl Params<'_> {

@@ -27,7 +27,7 @@ const OP: &str = "GradScaler";
 ///     growth_factor: the scale is multiplied by this after `growth_interval` good steps in a row; above 1.
 ///     backoff_factor: the scale is multiplied by this after a step with an infinity or a NaN; in (0, 1).
 ///     growth_interval: good steps in a row before the scale grows.
-///     enabled: if not, losses and gradients stay as they are and every step is taken.
+///     enabled: False changes neither losses nor gradients and takes every step.
 ///
 /// Raises:
 ///     ArgumentError: if a number is out of range.
@@ -66,7 +66,7 @@ impl GradScaler {
         quick(|| self.lock().scale(&loss.0)).map(Tensor)
     }
 
-    /// Divide the gradients of the optimizer's variables by the scale, to clip or look at them before the step.
+    /// Divide the gradients of the optimizer's variables by the scale, to clip or read them before the step.
     ///
     /// Raises:
     ///     ArgumentError: if that was done since the last `update`.
@@ -74,10 +74,10 @@ impl GradScaler {
         detached(py, || self.lock().unscale(&**optimizer.lock()))
     }
 
-    /// Unscale the gradients if that was not done, then let the optimizer step, unless one is infinite or NaN.
+    /// Unscale the gradients if `unscale_` has not, then let the optimizer step, unless a gradient is non-finite.
     ///
     /// Returns:
-    ///     Whether the step was taken; None on a CUDA device, which alone knows, so that nothing waits for it.
+    ///     Whether the step was taken; None on a CUDA device, where finding out would synchronize.
     ///
     /// Raises:
     ///     ArgumentError: if a step was taken since the last `update`.
@@ -106,7 +106,7 @@ impl GradScaler {
         })
     }
 
-    /// Go on with what `state_dict` returned.
+    /// Continue from the result of `state_dict`.
     ///
     /// Raises:
     ///     ConfigError: if an entry is missing.

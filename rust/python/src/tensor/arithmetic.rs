@@ -7,12 +7,12 @@ use super::{Operand, Tensor};
 use crate::call::compute;
 use crate::error::Result;
 
-/// Elements that an operation on `a` and `b` touches.
+/// The number of elements of an operation on `a` and `b`, as a measure of work.
 fn work(a: &tc::Tensor, b: &Operand<'_>) -> usize {
     a.elem_count().max(b.elem_count())
 }
 
-/// `a op b`, with the operand's number made a tensor unless `scalar` handles it.
+/// `a op b`; a number becomes a tensor unless `scalar` handles it.
 #[inline]
 fn binary(
     py: Python<'_>,

@@ -12,14 +12,15 @@ use trainable_candle_core as tc;
 use super::Tensor;
 use super::nested;
 use super::source::{Element, Source};
+use crate::call::reading;
 use crate::dlpack;
 use crate::error::Result;
 use crate::types::NdArray;
 
-/// The values of any Python object that holds numbers, as CPU storage of their own.
+/// The values of any Python object that holds numbers, in new CPU storage.
 ///
 /// # Errors
-/// `DTypeError` if they are no numbers, `ShapeError` if nested lists are ragged.
+/// `DTypeError` if they are not numbers, `ShapeError` if nested lists are ragged.
 pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Raw> {
     let raw = if let Ok(tensor) = data.cast::<Tensor>() {
         tc::raw::own_copy(tensor.get().0.raw())?
@@ -28,7 +29,7 @@ pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -
     } else if data.is_instance_of::<PyList>() || data.is_instance_of::<PyTuple>() || is_number(data)? {
         match nested::read(op, data, dtype)? {
             Some(raw) => return Ok(raw),
-            // Lists of arrays: numpy knows how to stack them.
+            // Lists of arrays: numpy stacks them.
             None => from_array_like(op, data)?,
         }
     } else if data.hasattr("__dlpack__")? {
@@ -48,7 +49,7 @@ fn is_number(data: &Bound<'_, PyAny>) -> PyResult<bool> {
         || (data.hasattr("__float__")? && !data.hasattr("__array__")?))
 }
 
-/// Whatever numpy can read: `__array__`, the buffer protocol, sequences.
+/// Anything that numpy can read: `__array__`, the buffer protocol, sequences.
 fn from_array_like(op: &'static str, data: &Bound<'_, PyAny>) -> Result<Raw> {
     let array = data.py().import("numpy")?.call_method1("asarray", (data,))?;
     let array = array.cast::<PyUntypedArray>()?;
@@ -110,11 +111,11 @@ fn check_readable(op: &'static str, tensor: &tc::Tensor) -> Result<()> {
 /// # Errors
 /// `DTypeError` for bf16, which numpy does not have.
 pub fn to_numpy<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py>> {
-    fn array<'py, T: candle_core::WithDType + NumpyElement>(
+    fn array<'py, T: candle_core::WithDType + NumpyElement + Send>(
         py: Python<'py>,
         tensor: &tc::Tensor,
     ) -> Result<NdArray<'py>> {
-        let values = PyArray1::from_vec(py, tensor.to_vec::<T>()?);
+        let values = PyArray1::from_vec(py, reading(py, tensor, || tensor.to_vec::<T>())?);
         Ok(NdArray(values.reshape(tensor.dims())?.into_any()))
     }
     check_readable("numpy", tensor)?;
@@ -135,10 +136,10 @@ pub fn to_numpy<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py
 /// The elements in row-major order as Python numbers.
 fn numbers<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Vec<Bound<'py, PyAny>>> {
     if tc::raw::is_float(tensor.dtype()) {
-        let values = tc::raw::to_f64_vec(tensor.raw())?;
+        let values = reading(py, tensor, || tc::raw::to_f64_vec(tensor.raw()))?;
         return Ok(values.into_iter().map(|v| v.into_bound_py_any(py)).collect::<PyResult<_>>()?);
     }
-    let values = integers(tensor)?;
+    let values = reading(py, tensor, || integers(tensor))?;
     Ok(values.into_iter().map(|v| v.into_bound_py_any(py)).collect::<PyResult<_>>()?)
 }
 
@@ -146,13 +147,13 @@ fn numbers<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Vec<Bound<'py, P
 pub fn item<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAny>> {
     check_readable("item", tensor)?;
     if tc::raw::is_float(tensor.dtype()) {
-        return Ok(tensor.item()?.into_bound_py_any(py)?);
+        return Ok(reading(py, tensor, || tensor.item())?.into_bound_py_any(py)?);
     }
     if tensor.elem_count() != 1 {
         // The core's error.
         tensor.item()?;
     }
-    Ok(integers(tensor)?[0].into_bound_py_any(py)?)
+    Ok(reading(py, tensor, || integers(tensor))?[0].into_bound_py_any(py)?)
 }
 
 /// The elements of an integer dtype in row-major order, converted on the CPU.

@@ -18,15 +18,15 @@ fn dtype_or_f32(dtype: Option<DTypeArg>) -> DType {
     dtype.map_or(DType::F32, |dtype| dtype.0)
 }
 
-/// Elements of a shape, as a measure of work.
+/// The number of elements of a shape, as a measure of work.
 fn work(sizes: &[usize]) -> usize {
     sizes.iter().fold(1, |n, &size| n.saturating_mul(size))
 }
 
-/// The values of `data` on `device`; tensors lose their place on the tape.
+/// The values of `data` on `device`; tensors are detached from the tape.
 pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Device) -> Result<tc::Tensor> {
     let tensor = match data.cast::<Tensor>() {
-        // Converted where they are, then moved.
+        // Convert on their device, then move.
         Ok(tensor) => {
             let tensor = tensor.get().0.detach();
             dtype.map_or(Ok(tensor.clone()), |dtype| tensor.to_dtype(dtype))?
@@ -40,7 +40,7 @@ pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Dev
 ///
 /// Args:
 ///     data: a number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or `__array__`.
-///     dtype: the dtype; without it, an array keeps its own, Python floats become f32, integers i64, bools u8.
+///     dtype: the dtype; by default an array keeps its own, Python floats become f32, integers i64, bools u8.
 ///         Narrower integers of arrays become i64 (u16: u32).
 ///     device: the device.
 ///
@@ -64,7 +64,7 @@ pub fn tensor(data: &Bound<'_, PyAny>, dtype: Option<DTypeArg>, device: &str) ->
 ///
 /// Args:
 ///     shape: the sizes, as arguments or one sequence.
-///     dtype: the dtype; f32 without it.
+///     dtype: the dtype; default f32.
 ///     device: the device.
 ///
 /// Raises:
@@ -81,7 +81,7 @@ pub fn zeros(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>
 ///
 /// Args:
 ///     shape: the sizes, as arguments or one sequence.
-///     dtype: the dtype; f32 without it.
+///     dtype: the dtype; default f32.
 ///     device: the device.
 ///
 /// Raises:
@@ -99,7 +99,7 @@ pub fn ones(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
 /// Args:
 ///     shape: the sizes.
 ///     value: the value.
-///     dtype: the dtype; without it, f32 for a float and i64 for an integer.
+///     dtype: the dtype; default f32 for a float and i64 for an integer.
 ///     device: the device.
 ///
 /// Raises:
@@ -163,7 +163,7 @@ pub fn ones_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device
     filled_like(py, 1.0, &input.0, dtype, device)
 }
 
-/// A tensor in the shape of `input` whose values mean nothing; dtype and device are its own unless given.
+/// A tensor in the shape of `input` with arbitrary values; dtype and device are its own unless given.
 #[pyfunction]
 #[pyo3(signature = (input, dtype=None, device=None))]
 pub fn empty_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
@@ -183,7 +183,7 @@ fn number(operand: &Operand<'_>) -> Result<Number> {
 ///     start: the first value; with one argument it is the end, and the start is 0.
 ///     end: the end.
 ///     step: the difference of neighbours.
-///     dtype: the dtype; without it, i64 if all arguments are integers, else f32.
+///     dtype: the dtype; default i64 if all arguments are integers, else f32.
 ///     device: the device.
 ///
 /// Raises:
@@ -225,8 +225,8 @@ pub fn arange(
 ///
 /// Args:
 ///     n: rows.
-///     m: columns; `n` without it.
-///     dtype: the dtype; f32 without it.
+///     m: columns; default `n`.
+///     dtype: the dtype; default f32.
 ///     device: the device.
 ///
 /// Raises:
@@ -247,7 +247,7 @@ pub fn eye(n: Integer, m: Option<Integer>, dtype: Option<DTypeArg>, device: &str
 ///
 /// Args:
 ///     shape: the sizes, as arguments or one sequence.
-///     dtype: a floating point dtype; f32 without it.
+///     dtype: a floating point dtype; default f32.
 ///     device: the device.
 ///
 /// Raises:
@@ -265,7 +265,7 @@ pub fn rand(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
 ///
 /// Args:
 ///     shape: the sizes, as arguments or one sequence.
-///     dtype: a floating point dtype; f32 without it.
+///     dtype: a floating point dtype; default f32.
 ///     device: the device.
 ///
 /// Raises:

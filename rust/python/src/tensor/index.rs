@@ -21,7 +21,7 @@ enum Item<'py> {
     Ellipsis,
     /// Positions along one dimension, of any shape.
     Positions(tc::Tensor),
-    /// Which elements of as many dimensions as it has.
+    /// A mask over as many dimensions as it has.
     Mask(tc::Tensor),
 }
 
@@ -58,7 +58,7 @@ impl<'py> Item<'py> {
         match tensor.dtype() {
             DType::U8 => Ok(Self::Mask(tensor)),
             DType::I64 | DType::U32 => Ok(Self::Positions(tensor)),
-            // An empty list has no integers to tell its dtype by.
+            // An empty list has no integers that would give its dtype.
             _ if tensor.elem_count() == 0 => Ok(Self::Positions(tensor.to_dtype(DType::I64)?)),
             other => Err(tc::Error::dtype(
                 OP,

@@ -23,7 +23,7 @@ pub use elementwise::where_;
 pub use operand::Operand;
 pub use shape::{cat, stack};
 
-use crate::call::{compute, quick};
+use crate::call::{compute, quick, reading};
 use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
@@ -32,8 +32,8 @@ use crate::var::Var;
 
 /// An immutable array of numbers on a device, and its place on the autograd tape.
 ///
-/// Make one with `tensor`, `zeros`, `randn` and the like. Operations on tensors that depend on a `Var` are recorded;
-/// `backward` walks the record. Shapes broadcast as in numpy. There are no implicit casts: tensors that meet in an
+/// Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend on a
+/// `Var`; `backward` follows it. Shapes broadcast as in numpy. There are no implicit casts: tensors that meet in an
 /// operation must have the same dtype; plain numbers adopt the tensor's.
 #[pyclass(frozen, subclass, module = "trainable_candle")]
 pub struct Tensor(pub tc::Tensor);
@@ -98,19 +98,19 @@ impl Tensor {
         self.0.raw().is_contiguous()
     }
 
-    /// The same values (shared storage) without a place on the tape.
+    /// The same values (shared storage), detached from the tape.
     fn detach(&self) -> Self {
         Self(self.0.detach())
     }
 
-    /// The values in row-major order; a copy only if they are not.
+    /// The values in row-major order; copies only if necessary.
     fn contiguous(&self, py: Python<'_>) -> Result<Self> {
         compute(py, self.0.elem_count(), || self.0.contiguous()).map(Self)
     }
 
     /// The same values in another dtype or on another device.
     ///
-    /// A cast between floating point dtypes is differentiable: the gradient comes back in this tensor's dtype.
+    /// A cast between floating point dtypes is differentiable: the gradient is in this tensor's dtype.
     ///
     /// Args:
     ///     target: a dtype ("bf16", "float32", tc.float16) or a device ("cpu", "cuda", "cuda:1").
@@ -136,7 +136,7 @@ impl Tensor {
             Some(_) => return Err(tc::Error::argument("to", "the target was given twice").into()),
             None => {}
         }
-        compute(py, self.0.elem_count(), || {
+        reading(py, &self.0, || {
             let cast = dtype.map_or_else(|| Ok(self.0.clone()), |dtype| self.0.to_dtype(dtype))?;
             device.map_or_else(|| Ok(cast.clone()), |device| cast.to_device(&device))
         })
@@ -179,7 +179,7 @@ impl Tensor {
         }
     }
 
-    /// numpy arrays leave operators between them and tensors to the tensor.
+    /// Makes numpy arrays leave operators with tensors to the tensor.
     #[classattr]
     #[allow(non_upper_case_globals)]
     const __array_priority__: f64 = 1000.0;
@@ -197,8 +197,8 @@ impl Tensor {
         convert::to_list(py, &self.0).map(Anything)
     }
 
-    fn __float__(&self) -> Result<f64> {
-        quick(|| self.0.item())
+    fn __float__(&self, py: Python<'_>) -> Result<f64> {
+        reading(py, &self.0, || self.0.item())
     }
 
     /// A number is formatted as Python's, as torch does it.
@@ -217,13 +217,13 @@ impl Tensor {
 
     fn __index__<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         if tc::raw::is_float(self.0.dtype()) {
-            let message = format!("a {} tensor is no index, expected an integer dtype", self.0.dtype().as_str());
+            let message = format!("a {} tensor is not an index, expected an integer dtype", self.0.dtype().as_str());
             return Err(tc::Error::dtype("index", message).into());
         }
         convert::item(py, &self.0)
     }
 
-    fn __bool__(&self) -> Result<bool> {
+    fn __bool__(&self, py: Python<'_>) -> Result<bool> {
         if self.0.elem_count() != 1 {
             let message = format!(
                 "the truth of {} elements (shape {:?}) is ambiguous; compare one element",
@@ -232,7 +232,7 @@ impl Tensor {
             );
             return Err(tc::Error::shape("bool", message).into());
         }
-        Ok(quick(|| self.0.item())? != 0.0)
+        Ok(reading(py, &self.0, || self.0.item())? != 0.0)
     }
 
     fn __len__(&self) -> Result<usize> {
@@ -257,9 +257,9 @@ impl Tensor {
         Ok((Anything(make), (numpy_values(py, tensor)?, tensor.dtype().as_str(), device::name(tensor.device()))))
     }
 
-    /// Identity: tensors are keys by what they are, not by their values.
+    /// Hash by identity, not by value.
     fn __hash__(slf: &Bound<'_, Self>) -> isize {
-        // Objects are aligned to 16 bytes; the low bits say nothing.
+        // Objects are aligned to 16 bytes, so the low bits are always 0.
         (slf.as_ptr() as isize) >> 4
     }
 

@@ -8,7 +8,7 @@ use trainable_candle_core as tc;
 use super::Tensor;
 use crate::error::Result;
 
-/// How deep lists may be nested; a list that contains itself ends here.
+/// The greatest depth of nested lists, which also ends a list that contains itself.
 const MAX_DEPTH: usize = 32;
 
 /// A Python number.
@@ -41,7 +41,7 @@ impl Scalar {
 /// None if there are arrays in the lists.
 ///
 /// # Errors
-/// `ShapeError` if the lists are ragged, `DTypeError` if something is no number, `ArgumentError` if one does not fit the
+/// `ShapeError` if the lists are ragged, `DTypeError` if something is not a number, `ArgumentError` if one does not fit the
 /// dtype.
 pub fn read(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Option<Raw>> {
     let mut nested = Nested { op, dims: Vec::new(), values: Vec::new() };

@@ -11,7 +11,7 @@ use trainable_candle_core as tc;
 use super::{Tensor, to_raw};
 use crate::error::Result;
 
-/// What an operator takes besides its tensor.
+/// The other operand of an operator.
 pub enum Operand<'a> {
     /// A tensor.
     Tensor(&'a tc::Tensor),
@@ -26,11 +26,11 @@ pub enum Operand<'a> {
 pub struct Number {
     /// The value, infinite for an integer too large for f64.
     pub value: f64,
-    /// What kind of number it is.
+    /// The kind of number.
     pub kind: Kind,
 }
 
-/// What kind of number a user wrote.
+/// The kind of a user's number.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Float,
@@ -46,7 +46,7 @@ impl Number {
         Self { value: value as f64, kind: Kind::Integer(value) }
     }
 
-    /// The number in `object`, if Python can take it for one.
+    /// The number in `object`, if Python can convert it.
     fn read(object: &Bound<'_, PyAny>, is_integer: bool) -> PyResult<Self> {
         if !is_integer {
             return Ok(Self { value: object.extract()?, kind: Kind::Float });
@@ -63,7 +63,7 @@ impl Number {
         self.kind != Kind::Float
     }
 
-    /// The number where a floating point one is wanted.
+    /// The number as floating point.
     ///
     /// # Errors
     /// [`tc::Error::Argument`] for an integer that is too large for f64.
@@ -74,7 +74,7 @@ impl Number {
         Ok(self.value)
     }
 
-    /// The number where an integer of `dtype` is wanted.
+    /// The number as an integer of `dtype`.
     fn whole(self, op: &'static str, dtype: tc::DType) -> tc::Result<i64> {
         let range = match dtype {
             tc::DType::U8 => 0..=i64::from(u8::MAX),
@@ -122,7 +122,7 @@ impl Number {
     /// As [`to_tensor`](Self::to_tensor).
     pub fn like(self, op: &'static str, like: &tc::Tensor) -> tc::Result<tc::Tensor> {
         match like.dtype() {
-            // A number in an operation on small tensors is most of its cost.
+            // Converting the number is most of the cost of an operation on small tensors.
             tc::DType::F32 if like.device().is_cpu() => Ok(tc::raw::from_vec(vec![self.float(op)? as f32], ()).into()),
             dtype => self.to_tensor(op, dtype, like.device()),
         }
@@ -130,7 +130,7 @@ impl Number {
 }
 
 impl Operand<'_> {
-    /// The operand as a tensor that can meet `other` in `op`.
+    /// The operand as a tensor for an operation `op` with `other`.
     pub fn with<T>(
         &self,
         op: &'static str,

@@ -23,7 +23,7 @@ macro_rules! reductions {
                 #[doc = $doc]
                 ///
                 /// Args:
-                ///     dim: a dimension or several; all without it.
+                ///     dim: a dimension or several; default all.
                 ///     keepdim: whether reduced dimensions stay, with size 1.
                 ///
                 /// Raises:
@@ -57,7 +57,7 @@ impl Tensor {
     /// share it.
     ///
     /// Args:
-    ///     dim: a dimension or several; all without it.
+    ///     dim: a dimension or several; default all.
     ///     keepdim: whether reduced dimensions stay, with size 1.
     ///
     /// Raises:
@@ -77,7 +77,7 @@ impl Tensor {
     /// The smallest element, with gradients as in `max`.
     ///
     /// Args:
-    ///     dim: a dimension or several; all without it.
+    ///     dim: a dimension or several; default all.
     ///     keepdim: whether reduced dimensions stay, with size 1.
     ///
     /// Raises:
@@ -97,7 +97,7 @@ impl Tensor {
     /// The variance: squared deviations from the mean, summed and divided by `n - correction`.
     ///
     /// Args:
-    ///     dim: a dimension or several; all without it.
+    ///     dim: a dimension or several; default all.
     ///     keepdim: whether reduced dimensions stay, with size 1.
     ///     correction: 1 for the unbiased estimate (torch's default), 0 for numpy's default.
     ///
@@ -114,7 +114,7 @@ impl Tensor {
     /// The position of the largest element, the first of equal ones, as i64. No gradient flows through it.
     ///
     /// Args:
-    ///     dim: a dimension; without it, the position in the flattened tensor.
+    ///     dim: a dimension; by default, the position in the flattened tensor.
     ///     keepdim: whether the dimension stays, with size 1.
     ///
     /// Raises:

@@ -14,14 +14,14 @@ impl Tensor {
     /// The same elements, in row-major order, in another shape. A view where the layout allows.
     ///
     /// Args:
-    ///     shape: the sizes, as arguments or one sequence; one may be -1 and is worked out.
+    ///     shape: the sizes, as arguments or one sequence; one may be -1, which is computed from the others.
     ///
     /// Raises:
     ///     ShapeError: if the number of elements differs.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn reshape(&self, py: Python<'_>, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         let sizes = Shape::from_arguments(shape)?.infer("reshape", self.0.elem_count())?;
-        // Copies unless the elements lie in order.
+        // Copies unless the elements are contiguous.
         let work = if self.0.raw().is_contiguous() { 0 } else { self.0.elem_count() };
         compute(py, work, || self.0.reshape(sizes)).map(Self)
     }
@@ -32,7 +32,7 @@ impl Tensor {
         self.reshape(py, shape)
     }
 
-    /// Dimensions `start_dim` to `end_dim` made one.
+    /// Merge dimensions `start_dim` to `end_dim` into one.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
@@ -63,7 +63,7 @@ impl Tensor {
         quick(|| self.0.permute(&order)).map(Self)
     }
 
-    /// Two dimensions swapped.
+    /// Swap two dimensions.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
@@ -174,7 +174,7 @@ fn references<'a>(tensors: &'a [PyRef<'_, Tensor>]) -> Vec<&'a tc::Tensor> {
     tensors.iter().map(|tensor| &tensor.0).collect()
 }
 
-/// Tensors one after the other along `dim`; all other sizes must agree.
+/// Concatenate tensors along `dim`; all other sizes must agree.
 ///
 /// Raises:
 ///     ArgumentError: without tensors.
@@ -189,7 +189,7 @@ pub fn cat(py: Python<'_>, tensors: Vec<PyRef<'_, Tensor>>, dim: Integer) -> Res
     compute(py, tensors.iter().map(|t| t.elem_count()).sum(), || tc::Tensor::cat(&tensors, dim)).map(Tensor)
 }
 
-/// Tensors of one shape along a new dimension `dim`.
+/// Stack tensors of one shape along a new dimension `dim`.
 ///
 /// Raises:
 ///     ArgumentError: without tensors.

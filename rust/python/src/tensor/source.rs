@@ -1,11 +1,11 @@
-//! Foreign memory (numpy arrays, DLPack) read into storage of our own.
+//! Copies foreign memory (numpy arrays, DLPack) to new storage.
 
 use half::{bf16, f16};
 use tc::Raw;
 use tc::raw::{check_allocation, from_vec};
 use trainable_candle_core as tc;
 
-/// What one element of foreign memory is.
+/// The type of an element of foreign memory.
 #[derive(Clone, Copy, Debug)]
 pub enum Element {
     Bool,
@@ -33,7 +33,7 @@ impl Element {
         }
     }
 
-    /// The dtype that holds every value of it.
+    /// A dtype that holds all its values.
     const fn dtype(self) -> candle_core::DType {
         use candle_core::DType as D;
         match self {
@@ -48,14 +48,14 @@ impl Element {
     }
 }
 
-/// A strided array in memory that something else owns.
+/// A strided array in foreign memory.
 pub struct Source {
     pub data: *const u8,
     pub dims: Vec<usize>,
     /// Bytes from one element to the next, per dimension.
     pub strides: Vec<isize>,
     pub element: Element,
-    /// Whether the bytes of an element are in the other order than this machine's.
+    /// Whether the byte order of elements is not this machine's.
     pub swapped: bool,
 }
 

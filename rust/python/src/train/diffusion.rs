@@ -12,12 +12,12 @@ use crate::given::Given;
 use crate::rng::words;
 use crate::tensor::Tensor;
 
-/// A batch under noise: what the model sees, and what it should say.
+/// A noised batch: the model's input and its target.
 ///
 /// Args:
-///     sample: the latents under noise, (B, C, ...).
+///     sample: the noised latents, (B, C, ...).
 ///     timesteps: the timestep of each example, (B,), i64.
-///     target: what the model should predict, in the shape of the latents, f32.
+///     target: the target of the prediction, in the shape of the latents, f32.
 #[pyclass(frozen, module = "trainable_candle.train")]
 pub struct NoisedLatents(objective::NoisedLatents);
 
@@ -29,7 +29,7 @@ impl NoisedLatents {
         Self(objective::NoisedLatents { sample, timesteps, target })
     }
 
-    /// The latents under noise, in their shape and dtype.
+    /// The noised latents, in their shape and dtype.
     #[getter]
     fn sample(&self) -> Tensor {
         Tensor(self.0.sample.clone())
@@ -41,31 +41,31 @@ impl NoisedLatents {
         Tensor(self.0.timesteps.clone())
     }
 
-    /// What the model should predict, in the shape of the latents, f32.
+    /// The target of the prediction, in the shape of the latents, f32.
     #[getter]
     fn target(&self) -> Tensor {
         Tensor(self.0.target.clone())
     }
 }
 
-/// The objective of diffusion models such as SDXL: predict the noise, or the velocity, of latents under noise.
+/// The objective of diffusion models such as SDXL: predict the noise, or the velocity, of noised latents.
 ///
 /// Args:
-///     schedule: how the model was trained.
-///     timesteps: how timesteps are drawn: "uniform" or "logit_normal" (arXiv:2403.03206).
+///     schedule: the noise schedule of the model's training.
+///     timesteps: the distribution of timesteps, "uniform" or "logit_normal" (arXiv:2403.03206).
 ///     logit_mean: mean of the normal behind "logit_normal"; positive favours noise.
 ///     logit_std: its deviation, above 0.
-///     shift: moves timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
-///     min_timestep: the first timestep that is drawn.
-///     max_timestep: the timestep after the last that is drawn; None stands for all.
+///     shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
+///     min_timestep: the first timestep that may be drawn.
+///     max_timestep: the timestep after the last that may be drawn; None is the end of the schedule.
 ///     min_snr_gamma: weighs timesteps by min(SNR, gamma) / SNR, or / (SNR + 1) for velocities (arXiv:2303.09556); 5 is the
-///         paper's, None weighs nothing.
-///     noise_offset: this much noise that is the same over each channel of each example, 0 or up to about 0.1.
+///         paper's, None weighs all alike.
+///     noise_offset: the amount of noise that is constant over each channel of an example, 0 to about 0.1.
 ///     loss: of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the same divided by delta).
-///     huber_delta: where the Huber losses turn from squares to lines, above 0.
-///     huber_schedule: how that depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
+///     huber_delta: where the Huber losses turn from quadratic to linear, above 0.
+///     huber_schedule: how delta depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
 ///         "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
-///     device: where latents will be.
+///     device: the device of the latents.
 ///
 /// Raises:
 ///     ArgumentError: if a name is unknown, a number is out of range, or the schedule ends in noise alone and the model
@@ -118,16 +118,16 @@ impl DiffusionObjective {
         Ok(Self(quick(|| objective::DiffusionObjective::new(&schedule.0, config, &device))?))
     }
 
-    /// Put noise on latents, each example at a timestep of its own.
+    /// Add noise to latents, each example at its own timestep.
     ///
     /// Args:
     ///     latents: (B, C, ...).
-    ///     samples: the number of each in the run: then noise and timestep depend on it and `seed` alone, and the library's generator
-    ///         stays where it is. Else they come from that generator.
-    ///     seed: that of the run.
+    ///     samples: the number of each sample in the run: noise and timestep then depend only on it and `seed`, and the library's
+    ///         generator does not advance. Without it they come from that generator.
+    ///     seed: the run's seed.
     ///
     /// Raises:
-    ///     ShapeError, DTypeError, DeviceError: if the latents are not such, or there is not a number for each.
+    ///     ShapeError, DTypeError, DeviceError: if the latents do not fit, or there is not a number for each.
     #[pyo3(signature = (latents, samples=None, seed=Integer::of(0)))]
     fn noise(
         &self,
@@ -146,7 +146,7 @@ impl DiffusionObjective {
         compute(py, latents.0.elem_count(), work).map(NoisedLatents)
     }
 
-    /// Put given noise on latents at given timesteps.
+    /// Add given noise to latents at given timesteps.
     ///
     /// Args:
     ///     latents: (B, C, ...).
@@ -160,14 +160,14 @@ impl DiffusionObjective {
         compute(py, latents.0.elem_count(), || self.0.noise_at(&latents.0, &noise.0, &timesteps.0)).map(NoisedLatents)
     }
 
-    /// Put noise on latents for a validation loss: an example has the same noise and the same timestep every time, whatever batch
-    /// it is in, and the library's generator stays where it is. Timesteps are spread evenly: any run of numbers covers
-    /// the range.
+    /// Add noise to latents for a validation loss: an example has the same noise and timestep every time, in any batch,
+    /// and the library's generator does not advance. Timesteps are spread evenly: any range of numbers covers all
+    /// timesteps.
     ///
     /// Args:
     ///     latents: (B, C, ...).
     ///     examples: a number for each, from 0.
-    ///     seed: another one gives other noise.
+    ///     seed: selects the noise.
     ///
     /// Raises:
     ///     ShapeError: if there is not a number for each example.
@@ -189,12 +189,12 @@ impl DiffusionObjective {
     /// The loss of a prediction: the mean over the batch of each example's mean loss, times the weights.
     ///
     /// Args:
-    ///     prediction: what the model said of `noised.sample` at `noised.timesteps`.
+    ///     prediction: the model's output for `noised.sample` at `noised.timesteps`.
     ///     noised: from `noise`, `noise_at` or `validation_noise`.
-    ///     mask: (B, 1, ...) in the size of the latents, 0 or more: how much each place counts beside the other places of its
-    ///         example. It is divided by its mean over the example, so what it shows counts the same large or small; an
-    ///         example whose mask is 0 everywhere counts nothing.
-    ///     weights: (B,), how much each example counts (the prior's weight for regularisation images).
+    ///     mask: (B, 1, ...) in the size of the latents, 0 or more: the weights of the positions of an
+    ///         example. It is divided by its mean over the example, so its area does not change the example's weight; an
+    ///         example whose mask is 0 everywhere has loss 0.
+    ///     weights: (B,), the weights of the examples (the prior's weight for regularisation images).
     ///
     /// Returns:
     ///     One element, f32.

@@ -11,11 +11,11 @@ use crate::given::Given;
 use crate::rng::words;
 use crate::tensor::Tensor;
 
-/// The flow-matching objective: a model sees (1 - s) * data + s * noise and predicts noise - data.
+/// The flow-matching objective: the model receives (1 - s) * data + s * noise and predicts noise - data.
 ///
 /// Args:
-///     distribution: how noise levels s in (0, 1) are drawn: "uniform" or "logit_normal".
-///     shift: moves them towards noise (above 1) or data (below 1); 1 changes nothing.
+///     distribution: the distribution of noise levels s in (0, 1), "uniform" or "logit_normal".
+///     shift: shifts them towards noise (above 1) or data (below 1); 1 changes nothing.
 ///
 /// Raises:
 ///     ArgumentError: if the distribution is unknown or the shift is not above 0.
@@ -34,16 +34,16 @@ impl FlowMatching {
         Ok(Self { objective: objective::FlowMatching::new(distribution.parse()?, shift)?, shift })
     }
 
-    /// Put noise on a batch of data, each example at a level of its own.
+    /// Add noise to a batch of data, each example at its own level.
     ///
     /// Args:
     ///     data: (B, ...).
-    ///     samples: the number of each in the run: then noise and level depend on it and `seed` alone, and the library's generator
-    ///         stays where it is. Else they come from that generator.
-    ///     seed: that of the run.
+    ///     samples: the number of each sample in the run: noise and level then depend only on it and `seed`, and the library's
+    ///         generator does not advance. Without it they come from that generator.
+    ///     seed: the run's seed.
     ///
     /// Returns:
-    ///     The noised data, the noise levels (B,) in f32, and what a model should say of them (noise - data).
+    ///     The noised data, the noise levels (B,) in f32, and the target of the prediction (noise - data).
     ///
     /// Raises:
     ///     ShapeError: if the data has no dimension, or there is not a number for each example.
@@ -65,13 +65,13 @@ impl FlowMatching {
         compute(py, data.0.elem_count(), work).map(parts)
     }
 
-    /// Put noise on data for a validation loss: an example has the same noise at the same level every time, whatever batch it is in, and
-    /// the library's generator stays where it is.
+    /// Add noise to data for a validation loss: an example has the same noise and level every time, in any batch, and the
+    /// library's generator does not advance.
     ///
     /// Args:
     ///     data: (B, ...).
     ///     examples: a number for each, from 0.
-    ///     seed: another one gives other noise.
+    ///     seed: selects the noise.
     ///
     /// Returns:
     ///     As `noise`.
@@ -104,10 +104,10 @@ impl FlowMatching {
     /// One step of Euler's method along a velocity.
     ///
     /// Args:
-    ///     sample: where the path is at noise level `sigma`.
-    ///     velocity: what the model says there, in the shape of `sample`.
+    ///     sample: the sample at noise level `sigma`.
+    ///     velocity: the model's output there, in the shape of `sample`.
     ///     sigma: the noise level.
-    ///     next_sigma: the noise level to go to.
+    ///     next_sigma: the next noise level.
     ///
     /// Returns:
     ///     sample + (next_sigma - sigma) * velocity.

@@ -15,7 +15,7 @@ use crate::tensor::Tensor;
 /// One run of a diffusion model from noise to data.
 ///
 /// Args:
-///     schedule: how the model was trained.
+///     schedule: the noise schedule of the model's training.
 ///     steps: calls of the model, at least 1.
 ///     kind: "euler" (diffusers' EulerDiscreteScheduler) or "dpmpp_2m" (DPM-Solver++ of second order, arXiv:2211.01095;
 ///         diffusers' DPMSolverMultistepScheduler).
@@ -42,19 +42,19 @@ impl Sampler {
         Ok(Self(Mutex::new(quick(|| kind.start(&schedule.0, steps, karras_sigmas))?)))
     }
 
-    /// What the model is told at each step.
+    /// The timestep that the model receives at each step.
     #[getter]
     fn timesteps(&self) -> Vec<f64> {
         self.lock().timesteps().to_vec()
     }
 
-    /// The noise to a unit of data at each step, and 0 after the last.
+    /// The noise-to-data ratio at each step, and 0 after the last.
     #[getter]
     fn sigmas(&self) -> Vec<f64> {
         self.lock().sigmas().to_vec()
     }
 
-    /// What the run starts from, f32.
+    /// Scale noise to the first sample of the run, f32.
     ///
     /// Args:
     ///     noise: standard normal values.
@@ -62,7 +62,7 @@ impl Sampler {
         compute(py, noise.0.elem_count(), || self.lock().init_noise(&noise.0)).map(Tensor)
     }
 
-    /// The sample as the model wants to see it.
+    /// Scale the sample to the model's input.
     ///
     /// Args:
     ///     x: the sample at step `i`.
@@ -75,10 +75,10 @@ impl Sampler {
         compute(py, x.0.elem_count(), || self.lock().scale_input(&x.0, i)).map(Tensor)
     }
 
-    /// Go on to the next noise level. Steps are taken in order; step 0 starts the run again.
+    /// Take the sample to the next noise level. Steps are taken in order; step 0 starts the run again.
     ///
     /// Args:
-    ///     model_output: what the model said of the scaled sample.
+    ///     model_output: the model's output for the scaled sample.
     ///     i: the step, from 0.
     ///     x: the sample at step `i`.
     ///
@@ -86,20 +86,20 @@ impl Sampler {
     ///     The sample at step `i + 1`, f32.
     ///
     /// Raises:
-    ///     ArgumentError: if it is not the turn of step `i`.
-    ///     ShapeError: if the model's output is not like the sample.
+    ///     ArgumentError: if step `i` is not the next one.
+    ///     ShapeError: if the model's output does not have the sample's shape.
     fn step(&self, py: Python<'_>, model_output: &Tensor, i: Integer, x: &Tensor) -> Result<Tensor> {
         let i = i.count("step", "i")?;
         compute(py, x.0.elem_count(), || self.lock().step(&model_output.0, i, &x.0)).map(Tensor)
     }
 }
 
-/// Guide a model's output away from what it says for a negative prompt (arXiv:2207.12598).
+/// Guide a model's output away from its output for a negative prompt (arXiv:2207.12598).
 ///
 /// Args:
 ///     negative: its output for the negative prompt.
 ///     positive: its output for the prompt.
-///     scale: 1 is the prompt alone.
+///     scale: 1 gives the output for the prompt.
 ///
 /// Returns:
 ///     negative + scale * (positive - negative).

@@ -10,7 +10,7 @@ use crate::call::quick;
 use crate::error::Result;
 use crate::given::Given;
 
-/// How much noise a diffusion model was trained with at each timestep. Names are diffusers', defaults SDXL's.
+/// The noise level of each timestep in a diffusion model's training. Names are diffusers', defaults SDXL's.
 ///
 /// Args:
 ///     beta_schedule: how the variances of the added noise grow: "linear", "scaled_linear" or "squaredcos_cap_v2".
@@ -19,7 +19,7 @@ use crate::given::Given;
 ///     num_train_timesteps: the number of timesteps, at least 2.
 ///     prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
 ///         sqrt(a) * noise - sqrt(1 - a) * data; arXiv:2202.00512).
-///     rescale_betas_zero_snr: move the schedule so that the last timestep is noise alone (arXiv:2305.08891).
+///     rescale_betas_zero_snr: shift the schedule so that the last timestep is pure noise (arXiv:2305.08891).
 ///     timestep_spacing: how samplers pick timesteps: "leading", "trailing" or "linspace".
 ///     steps_offset: added to the timesteps of the leading spacing.
 ///
@@ -59,7 +59,7 @@ impl NoiseSchedule {
         Ok(Self(Arc::new(quick(|| objective::NoiseSchedule::new(config))?)))
     }
 
-    /// Read a diffusers configuration; what it lacks is SDXL's.
+    /// Read a diffusers configuration; missing fields have SDXL's values.
     ///
     /// Args:
     ///     path: `scheduler_config.json`, its folder, or the folder of a model that has it in `scheduler`.
@@ -85,7 +85,7 @@ impl NoiseSchedule {
         self.0.prediction_type().name()
     }
 
-    /// Whether the last timestep is noise alone.
+    /// Whether the last timestep is pure noise.
     #[getter]
     fn rescale_betas_zero_snr(&self) -> bool {
         self.0.config().rescale_betas_zero_snr
@@ -103,7 +103,7 @@ impl NoiseSchedule {
         self.0.alphas_cumprod().to_vec()
     }
 
-    /// sqrt((1 - a) / a) for each timestep: the noise to a unit of data.
+    /// sqrt((1 - a) / a) for each timestep: the noise-to-data ratio.
     #[getter]
     fn sigmas(&self) -> Vec<f64> {
         self.0.sigmas()

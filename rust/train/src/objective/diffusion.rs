@@ -41,18 +41,18 @@ impl std::str::FromStr for HuberSchedule {
 /// The settings of a [`DiffusionObjective`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DiffusionConfig {
-    /// How timesteps are drawn between the two below; level 0 is the first.
+    /// The distribution of timesteps between `min_timestep` and `max_timestep`; level 0 is the first.
     pub timesteps: SigmaDistribution,
-    /// Moves them towards noise (above 1) or data (below 1), as [`NoiseLevels::new`].
+    /// Shifts them towards noise (above 1) or data (below 1), as [`NoiseLevels::new`].
     pub shift: f64,
-    /// The first timestep that is drawn.
+    /// The first timestep that may be drawn.
     pub min_timestep: usize,
-    /// The timestep after the last that is drawn; none stands for all that the schedule has.
+    /// The timestep after the last that may be drawn; None is the end of the schedule.
     pub max_timestep: Option<usize>,
     /// γ of min-SNR weights (Hang et al. 2023, arXiv:2303.09556): min(SNR, γ) / SNR for noise, min(SNR, γ) / (SNR + 1) for
     /// velocities. 5 is the paper's.
     pub min_snr_gamma: Option<f64>,
-    /// Adds this much noise that is the same over each channel of each example, so that pictures can become dark or
+    /// Adds this much noise that is the same over each channel of each example, so that images can become dark or
     /// bright as a whole (Guttenberg 2023, "Diffusion with offset noise"); 0 or up to about 0.1.
     pub noise_offset: f64,
     /// The loss of one element.
@@ -79,18 +79,18 @@ impl Default for DiffusionConfig {
     }
 }
 
-/// One batch as the model sees it, and what it should say.
+/// A noised batch: the model's input and its target.
 #[derive(Clone, Debug)]
 pub struct NoisedLatents {
     /// √ᾱ · latents + √(1 - ᾱ) · noise, in the shape and dtype of the latents.
     pub sample: Tensor,
     /// The timestep of each example (B,), i64.
     pub timesteps: Tensor,
-    /// What the model should predict, in the shape of the latents, f32.
+    /// The target of the model's prediction, in the shape of the latents, f32.
     pub target: Tensor,
 }
 
-/// Noises latents and measures what a model says of them. Its tables lie on one device, and nothing of a step leaves it.
+/// Adds noise to latents and computes the loss of a model's prediction. Its tables are on one device, and a step copies nothing to the host.
 #[derive(Clone, Debug)]
 pub struct DiffusionObjective {
     config: DiffusionConfig,
@@ -179,7 +179,7 @@ impl DiffusionObjective {
     }
 
     /// [`noise`](Self::noise) in a run of `seed`: the sample with number `samples[i]` in the run has the same noise and the same timestep
-    /// every time, whatever batch it is in, and the library's generator stays where it is.
+    /// every time, in any batch, and the library's generator does not advance.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.
@@ -193,7 +193,7 @@ impl DiffusionObjective {
         self.noise_at(latents, &self.with_offset(noise, offset)?, &timesteps)
     }
 
-    /// `noise (B, C, ...)`, and what is the same over each channel, of the standard normal values that `draw` gives in a shape.
+    /// Make `noise (B, C, ...)` and the offset of each channel from the standard normal values that `draw` returns for a shape.
     fn with_offset(&self, noise: Tensor, draw: impl FnOnce(&[usize]) -> Result<Tensor>) -> Result<Tensor> {
         if self.config.noise_offset == 0.0 {
             return Ok(noise);
@@ -251,12 +251,12 @@ impl DiffusionObjective {
         self.noise_at(latents, &noise, &timesteps.to_device(latents.device())?)
     }
 
-    /// The loss of `prediction` for what [`noise`](Self::noise) gave: one element in f32, with a gradient for the prediction.
+    /// The loss of `prediction` for the result of [`noise`](Self::noise): one element in f32, with a gradient for the prediction.
     ///
     /// It is the mean over the batch of each example's mean loss, times its min-SNR weight, times its entry in `weights (B,)` (the
-    /// prior's weight of regularisation images). `mask (B, 1, ...)`, in the size of the latents and not negative, says how much
-    /// each place counts beside the other places of its example: it is divided by its mean, so that the size of what it
-    /// shows does not change how much the example counts. An example whose mask is 0 everywhere counts nothing.
+    /// prior's weight of regularisation images). `mask (B, 1, ...)`, in the size of the latents and not negative, weighs the
+    /// positions of an example: it is divided by its mean, so that its area does not change the weight of the example. An
+    /// example whose mask is 0 everywhere has loss 0.
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if something does not fit.

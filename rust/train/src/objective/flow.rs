@@ -15,7 +15,7 @@ pub struct FlowMatching {
     levels: NoiseLevels,
 }
 
-/// One batch as the model sees it, and what it should say.
+/// A noised batch: the model's input and its target.
 pub struct Noised {
     /// (1 - σ) · data + σ · noise, the shape of the data.
     pub sample: Tensor,
@@ -26,7 +26,7 @@ pub struct Noised {
 }
 
 impl FlowMatching {
-    /// Noise levels from `distribution`, moved by `shift` as in [`NoiseLevels::new`].
+    /// An objective with noise levels from `distribution`, shifted by `shift` as in [`NoiseLevels::new`].
     ///
     /// # Errors
     /// [`Error::Argument`] if the shift or the deviation is not above 0.
@@ -45,7 +45,7 @@ impl FlowMatching {
     }
 
     /// [`noise`](Self::noise) in a run of `seed`: the sample with number `samples[i]` in the run has the same noise at the same level
-    /// every time, whatever batch it is in, and the library's generator stays where it is.
+    /// every time, in any batch, and the library's generator does not advance.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.
@@ -74,7 +74,7 @@ fn batch_of(data: &Tensor) -> Result<usize> {
     batch.ok_or_else(|| Error::shape(OP, "the data has no dimension, expected (B, ...)"))
 }
 
-/// `data (B, ...)` under `noise` of the same shape at the levels `sigmas (B)`; computed in f32, given in the dtype of the data.
+/// `data (B, ...)` under `noise` of the same shape at the levels `sigmas (B)`; computed in f32, returned in the dtype of the data.
 ///
 /// # Errors
 /// [`Error::Shape`] if the three do not fit together.

@@ -1,4 +1,4 @@
-//! How noise levels are drawn for training.
+//! Draws noise levels for training.
 
 use trainable_candle_core::rng::{self, Purpose};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
@@ -6,9 +6,9 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 /// The distribution of noise levels in (0, 1), 0 being data and 1 noise.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum SigmaDistribution {
-    /// All alike.
+    /// Uniform.
     Uniform,
-    /// The logistic function of a normal value: the middle more often (Esser et al. 2024, arXiv:2403.03206).
+    /// The logistic function of a normal value: favours the middle (Esser et al. 2024, arXiv:2403.03206).
     LogitNormal {
         /// Mean of the normal; positive favours noise.
         mean: f64,
@@ -32,7 +32,7 @@ impl std::str::FromStr for SigmaDistribution {
     }
 }
 
-/// Noise levels from a distribution, moved by a shift.
+/// Noise levels from a distribution, shifted.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NoiseLevels {
     distribution: SigmaDistribution,
@@ -40,8 +40,8 @@ pub struct NoiseLevels {
 }
 
 impl NoiseLevels {
-    /// Levels from `distribution`, moved by `shift` towards noise (above 1) or data (below 1):
-    /// σ → shift · σ / (1 + (shift - 1) · σ). Large pictures want about 3 (arXiv:2403.03206, section 5.3.2); 1 changes nothing.
+    /// Levels from `distribution`, shifted by `shift` towards noise (above 1) or data (below 1):
+    /// σ → shift · σ / (1 + (shift - 1) · σ). Large images need about 3 (arXiv:2403.03206, section 5.3.2); 1 changes nothing.
     ///
     /// # Errors
     /// [`Error::Argument`] in the name of `op` if the shift or the deviation is not above 0.

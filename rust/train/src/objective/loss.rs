@@ -1,4 +1,4 @@
-//! How far a prediction is off: a weighted mean over the elements of a batch.
+//! The loss of a prediction: a weighted mean over the elements of a batch.
 
 use trainable_candle_core::ops::loss::{Reduction, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
 use trainable_candle_core::{DType, Error, Result, Tensor};
@@ -37,18 +37,18 @@ impl std::str::FromStr for LossFunction {
 /// δ of the Huber losses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Delta<'a> {
-    /// One for all.
+    /// The same for all examples.
     Constant(f64),
     /// One for each example, (B,).
     PerExample(&'a Tensor),
 }
 
-/// What weighs on the elements of a batch (B, C, ...); all f32 on its device.
+/// Weights of the elements of a batch (B, C, ...); all f32 on its device.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Weights<'a> {
     /// For each example, (B,).
     pub(crate) examples: Option<&'a Tensor>,
-    /// For each place, (B, 1, ...), relative to its mean over the example.
+    /// For each position, (B, 1, ...), relative to its mean over the example.
     pub(crate) places: Option<&'a Tensor>,
 }
 
@@ -94,9 +94,9 @@ pub(crate) fn per_example(x: &Tensor) -> Vec<usize> {
     dims
 }
 
-/// One weight that broadcasts over `x`, if there is any.
+/// The product of the weights, which broadcasts over `x`; None without weights.
 fn combined(x: &Tensor, examples: Option<&Tensor>, places: Option<&Tensor>) -> Result<Option<Tensor>> {
-    /// Below the mean of any mask that leaves a place, so that one that leaves none gives 0, not NaN.
+    /// Below the mean of any mask that is not 0 everywhere, so that a mask of zeros gives a loss of 0, not NaN.
     const LEAST: f64 = 1e-12;
     let examples = examples.map(|weights| weights.reshape(per_example(x))).transpose()?;
     let Some(places) = places else { return Ok(examples) };

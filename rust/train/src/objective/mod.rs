@@ -1,4 +1,4 @@
-//! What a model is trained to predict, and from what.
+//! Training objectives: the model's noised input and its target.
 
 mod diffusion;
 mod flow;

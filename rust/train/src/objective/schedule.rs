@@ -1,4 +1,6 @@
 //! The noise schedule of diffusion models (Ho et al. 2020, arXiv:2006.11239) under diffusers' names.
+//!
+//! Follows <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/schedulers/scheduling_ddpm.py#L101>.
 
 use std::path::{Path, PathBuf};
 
@@ -74,8 +76,8 @@ names!(BetaSchedule, "beta_schedule", "linear" => Linear, "scaled_linear" => Sca
 names!(PredictionType, "prediction_type", "epsilon" => Epsilon, "v_prediction" => VPrediction);
 names!(TimestepSpacing, "timestep_spacing", "linspace" => Linspace, "leading" => Leading, "trailing" => Trailing);
 
-/// What diffusers' `scheduler_config.json` says of a model; the defaults are SDXL's. Other entries of the file are ignored:
-/// the file names the sampler of a pipeline, and this only how the model was trained.
+/// The entries of diffusers' `scheduler_config.json` that describe how a model was trained; the defaults are SDXL's. Entries for the
+/// sampler of the pipeline are ignored.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct NoiseScheduleConfig {
@@ -115,7 +117,7 @@ impl Default for NoiseScheduleConfig {
     }
 }
 
-/// How much noise there is at each timestep.
+/// The noise level of each timestep.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NoiseSchedule {
     config: NoiseScheduleConfig,
@@ -123,7 +125,7 @@ pub struct NoiseSchedule {
 }
 
 impl NoiseSchedule {
-    /// The schedule of a configuration.
+    /// Compute the schedule of a configuration.
     ///
     /// # Errors
     /// [`Error::Argument`] if there are less than 2 timesteps or a β is not in (0, 1).
@@ -166,7 +168,7 @@ impl NoiseSchedule {
         Self::new(config)
     }
 
-    /// What the schedule was made of.
+    /// The configuration.
     pub const fn config(&self) -> &NoiseScheduleConfig {
         &self.config
     }
@@ -191,8 +193,8 @@ impl NoiseSchedule {
         self.alphas_cumprod.iter().map(|a| a / (1.0 - a)).collect()
     }
 
-    /// √((1 - ᾱ) / ᾱ) of each timestep: the noise to a unit of data (Karras et al. 2022, arXiv:2206.00364). Where there is no
-    /// data left, ᾱ counts as 2⁻²⁴, so that a sampler has a number to start from.
+    /// √((1 - ᾱ) / ᾱ) of each timestep, the noise-to-data ratio (Karras et al. 2022, arXiv:2206.00364). Where no
+    /// data is left, ᾱ counts as 2⁻²⁴, so that a sampler starts from a finite ratio.
     pub fn sigmas(&self) -> Vec<f64> {
         const LEAST: f64 = 1.0 / 16_777_216.0;
         self.alphas_cumprod.iter().map(|a| a.max(LEAST)).map(|a| ((1.0 - a) / a).sqrt()).collect()
@@ -233,7 +235,7 @@ fn checked(betas: Vec<f64>) -> Result<Vec<f64>> {
     }
 }
 
-/// √ᾱ moved to 0 at the last timestep and stretched to what it was at the first.
+/// √ᾱ shifted to 0 at the last timestep and scaled to its old value at the first.
 fn rescale_to_zero_snr(alphas_cumprod: &mut [f64]) {
     let (Some(first), Some(last)) = (alphas_cumprod.first(), alphas_cumprod.last()) else { return };
     let (first, last) = (first.sqrt(), last.sqrt());

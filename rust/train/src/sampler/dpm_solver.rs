@@ -1,4 +1,6 @@
 //! DPM-Solver++ of second order with several steps.
+//!
+//! Follows <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/schedulers/scheduling_dpmsolver_multistep.py#L921>.
 
 use trainable_candle_core::{Error, Result, Tensor};
 
@@ -12,7 +14,7 @@ pub struct DpmSolver {
     prediction: PredictionType,
     timesteps: Vec<f64>,
     sigmas: Vec<f64>,
-    /// The data as the step before saw it, and the number of the step that may use it.
+    /// The previous step's estimate of the data, and the number of the step that may use it.
     previous: Option<(Tensor, usize)>,
 }
 

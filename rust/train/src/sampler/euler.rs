@@ -1,4 +1,6 @@
 //! Euler's method for the probability flow of a diffusion model.
+//!
+//! Follows <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/schedulers/scheduling_euler_discrete.py#L143>.
 
 use trainable_candle_core::{Result, Tensor};
 

@@ -1,4 +1,7 @@
-//! Which timesteps a sampler visits, and the noise levels there.
+//! The timesteps that a sampler visits, and their noise levels.
+//!
+//! Follows <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/schedulers/scheduling_euler_discrete.py#L350>
+//! and <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/schedulers/scheduling_dpmsolver_multistep.py#L367>.
 
 use trainable_candle_core::{Error, Result};
 
@@ -51,7 +54,7 @@ pub(super) fn karras(first: f64, last: f64, steps: usize) -> Vec<f64> {
     (0..steps).map(|i| level(i).powf(RHO)).collect()
 }
 
-/// The timestep, between two whole ones by the logarithm, at which the noise level is `sigma`.
+/// The timestep of the noise level `sigma`, interpolated in its logarithm between two whole timesteps.
 pub(super) fn timestep_of(sigmas: &[f64], sigma: f64) -> f64 {
     let below = sigmas.partition_point(|&s| s <= sigma).clamp(1, sigmas.len() - 1) - 1;
     let (low, high) = (sigmas[below].ln(), sigmas[below + 1].ln());

@@ -2,8 +2,8 @@
 
 use trainable_candle_core::{Error, Result, Tensor};
 
-/// `negative` + `scale` · (`positive` - `negative`): what the model says for the prompt, away from what it says for the negative
-/// one. Scale 1 is the prompt alone.
+/// `negative` + `scale` · (`positive` - `negative`): the model's output for the prompt, moved away from that for the negative
+/// prompt. Scale 1 gives the output for the prompt.
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::DType`] if the two differ.

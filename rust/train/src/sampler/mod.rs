@@ -1,7 +1,7 @@
 //! From noise to data.
 //!
-//! A [`Sampler`] is one run of a diffusion model's sampler: it knows the timesteps and the noise levels, and what the run has
-//! to remember. [`sample`] drives one over a model given as a closure:
+//! A [`Sampler`] is one run of a diffusion model's sampler, with its timesteps, noise levels and state. [`sample`] runs one with
+//! a model given as a closure:
 //!
 //! ```
 //! use trainable_candle_core::{DType, Device, Tensor};
@@ -32,29 +32,29 @@ use crate::objective::{NoiseSchedule, PredictionType};
 
 /// One run from noise to data. Samples are f32 throughout (f64 if the noise is), whatever the model computes in.
 pub trait Sampler: Send {
-    /// What the model is told at each step.
+    /// The timestep that the model receives at each step.
     fn timesteps(&self) -> &[f64];
 
-    /// The noise to a unit of data at each step, and 0 after the last.
+    /// The noise-to-data ratio σ at each step, and 0 after the last.
     fn sigmas(&self) -> &[f64];
 
-    /// What the run starts from, of standard normal noise.
+    /// Scale standard normal noise to the run's first sample.
     ///
     /// # Errors
     /// [`Error::DType`] if the noise is not floating point.
     fn init_noise(&self, noise: &Tensor) -> Result<Tensor>;
 
-    /// `x` as the model wants to see it at step `i`.
+    /// Scale `x` to the model's input at step `i`.
     ///
     /// # Errors
     /// [`Error::Argument`] if there is no step `i`.
     fn scale_input(&self, x: &Tensor, i: usize) -> Result<Tensor>;
 
-    /// From `x` at step `i` to the next noise level, by what the model said of the scaled `x`. Steps are taken in order; step 0
+    /// Take `x` from step `i` to the next noise level, by the model's output for the scaled `x`. Steps are taken in order; step 0
     /// starts the run again.
     ///
     /// # Errors
-    /// [`Error::Argument`] if it is not the turn of step `i`, [`Error::Shape`] if the model's output is not like `x`.
+    /// [`Error::Argument`] if step `i` is not the next one, [`Error::Shape`] if the model's output does not have the shape of `x`.
     fn step(&mut self, model_output: &Tensor, i: usize, x: &Tensor) -> Result<Tensor>;
 }
 
@@ -95,7 +95,7 @@ impl SamplerKind {
     }
 }
 
-/// A whole run from standard normal `noise`; `model` is given what it should see and the timestep. No gradients.
+/// Run the sampler from standard normal `noise`; `model` receives the scaled sample and the timestep. No gradients.
 ///
 /// # Errors
 /// Those of `model` and of the steps.
