@@ -264,7 +264,7 @@ class _Session:
 _KOHYA_PRECISIONS = {"f32": "no", "f16": "fp16", "bf16": "bf16"}
 
 
-def training_metadata(config: TrainConfig, step: int, pictures: int) -> dict[str, str]:
+def training_metadata(config: TrainConfig, step: int, images: int) -> dict[str, str]:
     """What the header of an adapter file says about its training, under kohya's names."""
     side = config.resolution
     facts = {
@@ -272,7 +272,7 @@ def training_metadata(config: TrainConfig, step: int, pictures: int) -> dict[str
         "ss_sd_model_name": Path(config.weights).name or config.model,
         "ss_steps": step,
         "ss_max_train_steps": config.steps,
-        "ss_num_train_images": pictures,
+        "ss_num_train_images": images,
         "ss_total_batch_size": config.batch_size * config.gradient_accumulation,
         "ss_resolution": f"({side}, {side})" if side else None,
         "modelspec.resolution": f"{side}x{side}" if side else None,
@@ -298,7 +298,7 @@ def _in_steps(
     epochs = config.epochs or 0
     batches = data.batches(config.batch_size).first_batch(epochs)
     steps = max(1, math.ceil(batches / config.gradient_accumulation))
-    report(f"epochs: {epochs} of {counted(len(data), 'picture')}: {counted(steps, 'step')}")
+    report(f"epochs: {epochs} of {counted(len(data), 'image')}: {counted(steps, 'step')}")
     return config.with_(epochs=None, steps=steps)
 
 

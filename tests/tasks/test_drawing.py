@@ -32,5 +32,5 @@ def test_a_share_is_held_out_but_not_everything(share: float, count: int) -> Non
 
 
 def test_one_picture_cannot_be_split() -> None:
-    with pytest.raises(DatasetError, match="1 picture cannot be split"):
+    with pytest.raises(DatasetError, match="1 image cannot be split"):
         held_out_items(1, 0.5, 0)

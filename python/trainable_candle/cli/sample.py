@@ -46,11 +46,11 @@ def run(arguments: Sequence[str], program: str) -> int:
     task.require_room(len(given["prompt"]) * given.get("count", 1), options)
     print(placement, flush=True)
     prompts = [prompt for prompt in given["prompt"] for _ in range(given.get("count", 1))]
-    pictures = task.draw(prompts, options)
-    scale = plot.visible_scale(pictures)
+    images = task.draw(prompts, options)
+    scale = plot.visible_scale(images)
     output.parent.mkdir(parents=True, exist_ok=True)
-    plot.save_png(plot.image_grid(pictures, columns=given.get("columns"), scale=scale), output)
-    print(f"{len(pictures)} {'image' if len(pictures) == 1 else 'images'}: {output}")
+    plot.save_png(plot.image_grid(images, columns=given.get("columns"), scale=scale), output)
+    print(f"{len(images)} {'image' if len(images) == 1 else 'images'}: {output}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The demo's image generator: 8x8 grey pictures of handwritten digits, by flow matching."""
+"""The demo's image generator: 8x8 grey images of handwritten digits, by flow matching."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _LUMA: Final = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 _TOKENS: Final = 16
 _SAVED_IN_BLOCK: Final = 11
 _SAMPLE_BYTES: Final = 32
-"""Of each pixel of a picture that is drawn, until it is in a grid."""
+"""Of each pixel of an image that is drawn, until it is in a grid."""
 
 
 class Pixels:
@@ -70,7 +70,7 @@ class Pixels:
         """They are quick to make."""
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
-        """Pictures as the model sees them."""
+        """Images as the model sees them."""
         return {"mean": tc.tensor(to_model(pixels))}
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:  # noqa: ARG002
@@ -130,26 +130,26 @@ class Digits(LatentFamily):
         return read_folder(self.weights) if self.weights.is_dir() else read_header(self.weights)
 
     def dataset(self, folder: str) -> Dataset:
-        """The pictures of a folder, which must be 8x8, with a digit in each caption.
+        """The images of a folder, which must be 8x8, with a digit in each caption.
 
         Raises:
-            DatasetError: naming pictures of another size and captions without exactly one digit.
+            DatasetError: naming images of another size and captions without exactly one digit.
         """
-        pictures = check_folder(folder, self.config.caption)
-        problems = [problem for picture in pictures if (problem := _problem(picture))]
+        images = check_folder(folder, self.config.caption)
+        problems = [problem for image in images if (problem := _problem(image))]
         if problems:
-            raise unusable(pictures[0].path.parent, len(pictures), problems)
+            raise unusable(images[0].path.parent, len(images), problems)
         fit = Fit(Bucket(SIDE, SIDE), (SIDE, SIDE), (SIDE, SIDE))
         return Dataset(
-            [DatasetItem(picture, fit, "", 1.0, 1.0, "off") for picture in pictures],
+            [DatasetItem(image, fit, "", 1.0, 1.0, "off") for image in images],
             DatasetOptions((Source(Path(folder)),), resolution=SIDE, bucket_step=SIDE),
             CaptionOptions(),
             self.config.seed,
-            f"dataset: {len(pictures)} pictures in {folder}",
+            f"dataset: {len(images)} images in {folder}",
         )
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:  # noqa: ARG002
-        """Weights, adapters, activations and pictures."""
+        """Weights, adapters, activations and images."""
         tensors = self.layers()
         wanted = config.target_modules or self.targets
         layers = adapted_layers(tensors, wanted, config.exclude_modules)
@@ -160,12 +160,12 @@ class Digits(LatentFamily):
             Item("model", "activations", count * ITEM_BYTES[config.precision]),
         ]
         if not config.on_gpu:
-            pictures = len(data.train) + len(data.validation or ())
-            items.append(Item("pictures", "", 4 * pictures * SIDE**2))
+            images = len(data.train) + len(data.validation or ())
+            items.append(Item("images", "", 4 * images * SIDE**2))
         return Estimate({"training": items}, config.on_gpu)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """The pictures; what predicts is small."""
+        """The images; what predicts is small."""
         return count * size[0] * size[1] * _SAMPLE_BYTES
 
     @cached_property
@@ -174,10 +174,10 @@ class Digits(LatentFamily):
         return DigitsTransformer.from_pretrained(self.weights, dtype=self.dtype, device=self.device)
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
-        """The velocity from a picture to noise."""
+        """The velocity from an image to noise."""
         return FlowObjective(self.config)
 
-    def stepper(self, steps: int, sampler: str | None) -> FlowSampler:  # noqa: ARG002
+    def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:  # noqa: ARG002
         """Euler's method."""
         return FlowSampler(steps)
 
@@ -248,12 +248,12 @@ def _label(prompt: str) -> int:
     return found[0]
 
 
-def _problem(picture: Picture) -> str | None:
-    if (picture.width, picture.height) != (SIDE, SIDE):
-        return f"{picture.path}: is {picture.width}x{picture.height} pixels, expected {SIDE}x{SIDE}"
-    found = digits_in(picture.caption)
+def _problem(image: Picture) -> str | None:
+    if (image.width, image.height) != (SIDE, SIDE):
+        return f"{image.path}: is {image.width}x{image.height} pixels, expected {SIDE}x{SIDE}"
+    found = digits_in(image.caption)
     if len(found) != 1:
-        return f"{picture.path.with_suffix('.txt')}: {picture.caption!r} {_expected(found)}"
+        return f"{image.path.with_suffix('.txt')}: {image.caption!r} {_expected(found)}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Which model is trained on what: paths, pictures, captions."""
+"""Which model is trained on what: paths, images, captions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CROPS: Final = ("center", "random")
 MASKS: Final = ("off", "file", "alpha")
 CACHES: Final = ("disk", "memory", "off")
 MOST_VIEWS: Final = 1000
-"""Cuts, and orders of tags, that a picture may have: each is encoded and kept."""
+"""Cuts, and orders of tags, that an image may have: each is encoded and kept."""
 YAML_SUFFIXES: Final = (".yaml", ".yml")
 """Endings of a file that lists the folders of a dataset."""
 
@@ -34,7 +34,7 @@ class Data(Group):
     dataset: Annotated[
         str,
         Setting(
-            "folder of pictures with .txt captions",
+            "folder of images with .txt captions",
             aliases=("train-data-dir", "data", "instance-data-dir"),
         ),
     ] = ""
@@ -46,17 +46,15 @@ class Data(Group):
     ] = ""
     caption: Annotated[
         str | None,
-        Setting(
-            "for pictures without a .txt", rare=True, tokenized=True, section=sections.CAPTIONS
-        ),
+        Setting("for images without a .txt", rare=True, tokenized=True, section=sections.CAPTIONS),
     ] = None
 
 
 @dataclass(frozen=True)
-class Pictures(Group):
-    """Sizes, cuts, masks and caches of pictures."""
+class Images(Group):
+    """Sizes, cuts, masks and caches of images."""
 
-    section: ClassVar[str] = sections.PICTURES
+    section: ClassVar[str] = sections.IMAGES
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(("random_crops",), lambda c: c.crop == "random", "--crop random"),
         Condition(("min_side", "max_side"), lambda c: c.bucketing, "--bucketing"),
@@ -65,7 +63,7 @@ class Pictures(Group):
 
     resolution: Annotated[
         int | None,
-        Setting("root of a picture's area, px (default: model's)", low=8, section=sections.MODEL),
+        Setting("root of an image's area, px (default: model's)", low=8, section=sections.MODEL),
     ] = None
     bucketing: Annotated[bool, Setting("keep aspect ratios", rare=True)] = True
     bucket_step: Annotated[
@@ -77,15 +75,13 @@ class Pictures(Group):
     max_side: Annotated[
         int | None, Setting("longest side (default: resolution x 2)", low=8, rare=True)
     ] = None
-    upscale: Annotated[bool, Setting("enlarge small pictures", rare=True)] = False
+    upscale: Annotated[bool, Setting("enlarge small images", rare=True)] = False
     crop: Annotated[str, Setting("what remains", choices=CROPS, rare=True)] = "center"
-    random_crops: Annotated[
-        int, Setting("cuts of a picture", low=1, high=MOST_VIEWS, rare=True)
-    ] = 4
+    random_crops: Annotated[int, Setting("cuts of an image", low=1, high=MOST_VIEWS, rare=True)] = 4
     flip: Annotated[bool, Setting("mirror half of them", rare=True)] = False
     mask: Annotated[str, Setting("where loss counts", choices=MASKS, rare=True)] = "off"
     prior_loss_weight: Annotated[
-        float, Setting("weight of regularization pictures", low=0, rare=True)
+        float, Setting("weight of regularization images", low=0, rare=True)
     ] = 1.0
     skip_bad: Annotated[bool, Setting("leave out what cannot be read", rare=True)] = False
     cache: Annotated[

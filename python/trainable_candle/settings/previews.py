@@ -39,7 +39,7 @@ class Validation(Group):
     contradictions = (_two_validations,)
 
     validation_dataset: Annotated[
-        str | None, Setting("folder of pictures to validate on", rare=True)
+        str | None, Setting("folder of images to validate on", rare=True)
     ] = None
     validation_split: Annotated[
         float, Setting("share of the dataset to validate on", low=0, below=1, rare=True)
@@ -75,7 +75,7 @@ class Previews(Group):
 
 @dataclass(frozen=True)
 class Drawing(Group):
-    """How pictures are drawn from prompts."""
+    """How images are drawn from prompts."""
 
     section: ClassVar[str] = sections.VALIDATION
     conditions: ClassVar[tuple[Condition, ...]] = (

@@ -3,7 +3,7 @@
 from typing import Final
 
 MODEL: Final = "model and data"
-PICTURES: Final = "pictures"
+IMAGES: Final = "images"
 CAPTIONS: Final = "captions"
 ADAPTER: Final = "adapter"
 TRAINING: Final = "training"
@@ -13,5 +13,5 @@ MACHINE: Final = "machine"
 FILES: Final = "files"
 
 SECTIONS: Final = (
-    MODEL, PICTURES, CAPTIONS, ADAPTER, TRAINING, OBJECTIVE, VALIDATION, MACHINE, FILES,
+    MODEL, IMAGES, CAPTIONS, ADAPTER, TRAINING, OBJECTIVE, VALIDATION, MACHINE, FILES,
 )  # fmt: skip

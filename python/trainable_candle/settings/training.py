@@ -56,7 +56,7 @@ class Training(Group):
         ),
     ] = None
     batch_size: Annotated[
-        int, Setting("pictures in a batch", low=1, aliases=("batch", "bs", "train-batch-size"))
+        int, Setting("images in a batch", low=1, aliases=("batch", "bs", "train-batch-size"))
     ] = 1
     gradient_accumulation: Annotated[
         int,

@@ -40,7 +40,7 @@ def held_out_items(count: int, share: float, seed: int) -> list[int]:
     """
     if count < 2:
         raise DatasetError(
-            f"dataset: {count} picture cannot be split into training and validation; "
+            f"dataset: {count} image cannot be split into training and validation; "
             "leave validation_split out, or give validation_dataset"
         )
     held_out = min(max(1, round(count * share)), count - 1)

@@ -155,8 +155,8 @@ def test_an_adapter_of_another_model_is_no_start(check: Check, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mask": "file"}, "--mask file has no effect: no picture has a mask file"),
-        ({"mask": "alpha"}, "--mask alpha has no effect: no picture has transparency"),
+        ({"mask": "file"}, "--mask file has no effect: no image has a mask file"),
+        ({"mask": "alpha"}, "--mask alpha has no effect: no image has transparency"),
         ({"prior_loss_weight": 0.5}, "--prior-loss-weight has no effect: no folder"),
     ],
     ids=str,

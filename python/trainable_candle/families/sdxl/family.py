@@ -82,7 +82,7 @@ class SDXL(LatentFamily):
 
     @property
     def resolution(self) -> int:
-        """The side of the pictures that the model was made for, px."""
+        """The side of the images that the model was made for, px."""
         return files.resolution(self.weights)
 
     def check(self) -> None:
@@ -113,7 +113,7 @@ class SDXL(LatentFamily):
         return estimate(self.weights, config, data, self.targets, self.text_targets, limit)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """Models, predictions with guidance, decoding, pictures."""
+        """Models, predictions with guidance, decoding, images."""
         return sampling_bytes(self.facts, size, count, self.dtype)
 
     def encode_area(self) -> int:
@@ -160,7 +160,7 @@ class SDXL(LatentFamily):
         """Noise or velocity, as the checkpoint or the settings say."""
         return NoiseObjective(self.schedule, self.config, device)
 
-    def stepper(self, steps: int, sampler: str | None) -> Sampler:
+    def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> Sampler:  # noqa: ARG002
         """Euler's method unless another is asked for."""
         return Sampler(self.schedule, steps, sampler or "euler")
 

@@ -1,4 +1,4 @@
-"""Models that generate pictures from noise: everything that their families share.
+"""Models that generate images from noise: everything that their families share.
 
 A `LatentFamily` says what sets its models apart; `LatentTask` trains any of them and draws with it.
 """

@@ -1,4 +1,4 @@
-"""From pictures to latents and back."""
+"""From images to latents and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Coder(Protocol):
-    """What turns pictures into latents that a model learns, and latents into pictures."""
+    """What turns images into latents that a model learns, and latents into images."""
 
     @property
     def factor(self) -> int:
@@ -38,7 +38,7 @@ class Coder(Protocol):
         """
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
-        """What is kept of pictures (n, h, w, 3): tensors of n rows by name."""
+        """What is kept of images (n, h, w, 3): tensors of n rows by name."""
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
         """The latents (n, channels, h / factor, w / factor) that the model learns, f32.
@@ -50,7 +50,7 @@ class Coder(Protocol):
         """
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Pictures (n, 1 or 3, h, w), -1 to 1."""
+        """Images (n, 1 or 3, h, w), -1 to 1."""
 
     def load(self) -> None:
         """Read what `encode` and `decode` need, if it is not there."""
@@ -124,7 +124,7 @@ class KLCoder:
         return (latents - shift_factor if shift_factor else latents) * scaling_factor
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Pictures (n, 3, h, w), -1 to 1."""
+        """Images (n, 3, h, w), -1 to 1."""
         factor, scaling_factor, shift_factor = self._form
         height, width = latents.shape[2:]
         latents = latents.to("f32") / scaling_factor

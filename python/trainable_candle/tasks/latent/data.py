@@ -1,4 +1,4 @@
-"""The pictures and captions that settings name."""
+"""The images and captions that settings name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STEPS: Final = (64, 32, 16, 8)
 
 
 def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> DatasetOptions:
-    """What the settings say about pictures.
+    """What the settings say about images.
 
     Raises:
         ConfigError: two settings contradict each other.
@@ -50,7 +50,7 @@ def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> Datas
 
 
 def default_bucket_step(resolution: int) -> int:
-    """64 px, or less where that would leave a model for small pictures with a single bucket."""
+    """64 px, or less where that would leave a model for small images with a single bucket."""
     suiting = (s for s in _STEPS if resolution % s == 0 and resolution >= 4 * s)
     return next(suiting, _STEPS[-1])
 
@@ -78,11 +78,11 @@ def cache_options(config: TrainConfig) -> CacheOptions:
     return CacheOptions(config.cache, folder)
 
 
-def load_pictures(config: TrainConfig, folder: str, resolution: int) -> Dataset:
-    """The checked pictures of a folder, or of a list of folders.
+def load_images(config: TrainConfig, folder: str, resolution: int) -> Dataset:
+    """The checked images of a folder, or of a list of folders.
 
     Raises:
-        DatasetError: pictures or captions cannot be used.
+        DatasetError: images or captions cannot be used.
         ConfigError: settings contradict each other.
     """
     options = dataset_options(config, folder, resolution)
@@ -90,15 +90,15 @@ def load_pictures(config: TrainConfig, folder: str, resolution: int) -> Dataset:
 
 
 def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[Dataset]:
-    """The checked pictures of a run.
+    """The checked images of a run.
 
     Args:
         config: the settings.
-        load: checks the pictures of a folder, or of a list of folders.
+        load: checks the images of a folder, or of a list of folders.
 
     Raises:
-        DatasetError: pictures or captions cannot be used.
-        ConfigError: settings contradict each other, or have no effect on these pictures.
+        DatasetError: images or captions cannot be used.
+        ConfigError: settings contradict each other, or have no effect on these images.
     """
     dataset = load(config.dataset)
     sources = dataset.options.sources
@@ -108,7 +108,7 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
         )
     if config.mask != "off" and not any(item.has_mask for item in dataset.items):
         what = "a mask file" if config.mask == "file" else "transparency"
-        raise ConfigError(f"--mask {config.mask} has no effect: no picture has {what}")
+        raise ConfigError(f"--mask {config.mask} has no effect: no image has {what}")
     if config.validation_dataset:
         return Split(dataset, load(config.validation_dataset))
     if not config.validation_split:

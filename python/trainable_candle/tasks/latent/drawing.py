@@ -1,4 +1,4 @@
-"""Pictures from prompts."""
+"""Images from prompts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How pictures are drawn; None stands for what suits the model."""
+    """How images are drawn; None stands for what suits the model."""
 
     steps: int = 25
     """Steps of the sampler, at least 1."""
@@ -82,9 +82,9 @@ def draw(
     features: Features,
     size: tuple[int, int],
 ) -> npt.NDArray[np.uint8]:
-    """One picture a prompt; shape (n, height, width, 3).
+    """One image a prompt; shape (n, height, width, 3).
 
-    The noise of pictures that are drawn together comes from the seed plus the number of the first
+    The noise of images that are drawn together comes from the seed plus the number of the first
     of them. The library's generator is left as it was.
 
     Args:
@@ -96,7 +96,7 @@ def draw(
 
     Raises:
         ConfigError: a prompt does not suit the model, or the size is no multiple of what it needs.
-        NonFiniteError: a picture has a NaN or an infinity.
+        NonFiniteError: an image has a NaN or an infinity.
     """
     width, height = options.size or size
     factor = family.coder.factor
@@ -104,7 +104,7 @@ def draw(
     graphs = _graphs(family)
     shape = (family.coder.channels, height // factor, width // factor)
     scale = family.guidance if options.guidance is None else options.guidance
-    pictures = []
+    images = []
     for start in range(0, len(prompts), family.at_once):
         group = prompts[start : start + family.at_once]
         noise = _noise((options.seed + start) % 2**64, (len(group), *shape), family.device)
@@ -121,17 +121,17 @@ def draw(
             {**negative, **conditions},
             scale,
         )
-        stepper = family.stepper(options.steps, options.sampler)
+        stepper = family.stepper(options.steps, options.sampler, (width, height))
         latents = stepper.init_noise(noise)
         for step, timestep in enumerate(stepper.timesteps):
             prediction = guided(stepper.scale_input(latents, step), timestep)
             latents = stepper.step(prediction, step, latents)
-        pictures.append(to_pixels(family.coder.decode(latents)))
-    return np.concatenate(pictures)
+        images.append(to_pixels(family.coder.decode(latents)))
+    return np.concatenate(images)
 
 
 def require_multiple(size: tuple[int, int], factor: int) -> None:
-    """Check that pictures of a width and height can be drawn.
+    """Check that images of a width and height can be drawn.
 
     Raises:
         ConfigError: the size is no multiple of what the models need.
@@ -176,7 +176,7 @@ def _graphs(family: LatentFamily) -> PassGraphs:
 
 
 def _predictor(graphs: PassGraphs, count: int) -> ConditionedModel:
-    """The model for `Guided`, which draws `count` pictures."""
+    """The model for `Guided`, which draws `count` images."""
 
     def predict(x: Tensor, timestep: float, /, **conditions: Tensor) -> Tensor:
         # One is told to both halves of a guided pair.
@@ -196,7 +196,7 @@ def to_pixels(image: Tensor) -> npt.NDArray[np.uint8]:
     values = image.permute(0, 2, 3, 1).to("f32").numpy()
     if not np.isfinite(values).all():
         raise NonFiniteError(
-            "sample: the picture has values that are no finite numbers; the adapter may be broken "
+            "sample: the image has values that are no finite numbers; the adapter may be broken "
             "(`trainable-candle verify` tells), or f16 too narrow for the model"
         )
     pixels: npt.NDArray[np.uint8] = np.clip(np.rint((values + 1.0) * 127.5), 0, 255).astype(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from trainable_candle._core import verify_adapter
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.initial_adapter import check_initial_adapter
-from trainable_candle.tasks.latent.data import load_pictures
+from trainable_candle.tasks.latent.data import load_images
 from trainable_candle.tasks.latent.task import LatentTask
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ class LatentFamily(ABC):
     guidance: ClassVar[float] = 1.0
     """The scale of classifier-free guidance unless the settings have one; 1 is none."""
     at_once: ClassVar[int] = 1
-    """Pictures that are drawn, and at least so many that are validated, together."""
+    """Images that are drawn, and at least so many that are validated, together."""
     validation_examples: ClassVar[int] = 16
-    """Noises and levels that a validation meets at least; fewer pictures are seen repeatedly."""
+    """Noises and levels that a validation meets at least; fewer images are seen repeatedly."""
 
     def __init__(
         self, weights: Path, dtype: str | None, device: str, config: TrainConfig | None = None
@@ -84,7 +84,7 @@ class LatentFamily(ABC):
     @property
     @abstractmethod
     def resolution(self) -> int:
-        """The side of the pictures that the model was made for, px.
+        """The side of the images that the model was made for, px.
 
         Raises:
             MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another
@@ -142,10 +142,10 @@ class LatentFamily(ABC):
 
     @abstractmethod
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """About what drawing `count` pictures of a width and height takes besides the runtime."""
+        """About what drawing `count` images of a width and height takes besides the runtime."""
 
     def encode_area(self) -> int:
-        """Pixels of the pictures that are encoded at once, at most; 0: one picture."""
+        """Pixels of the images that are encoded at once, at most; 0: one image."""
         return 0
 
     def text_parts(self) -> int:
@@ -153,12 +153,12 @@ class LatentFamily(ABC):
         return 1
 
     def dataset(self, folder: str) -> Dataset:
-        """The checked pictures of a folder, or of a list of folders.
+        """The checked images of a folder, or of a list of folders.
 
         Raises:
-            DatasetError, ConfigError: pictures or captions cannot be used.
+            DatasetError, ConfigError: images or captions cannot be used.
         """
-        return load_pictures(self.config, folder, self.config.resolution or self.resolution)
+        return load_images(self.config, folder, self.config.resolution or self.resolution)
 
     # Its parts, loaded when they are needed.
 
@@ -170,7 +170,7 @@ class LatentFamily(ABC):
     @property
     @abstractmethod
     def coder(self) -> Coder:
-        """From pictures to latents and back."""
+        """From images to latents and back."""
 
     @property
     def text_models(self) -> Mapping[str, Model]:
@@ -194,8 +194,13 @@ class LatentFamily(ABC):
         """
 
     @abstractmethod
-    def stepper(self, steps: int, sampler: str | None) -> Stepper:
+    def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> Stepper:
         """From noise to latents in `steps` predictions.
+
+        Args:
+            steps: calls of the model.
+            sampler: the one to use; None stands for the family's.
+            size: width and height of the images, px, on which noise levels may depend.
 
         Raises:
             ArgumentError: there is no such sampler, or the number of steps does not suit it.
@@ -212,7 +217,7 @@ class LatentFamily(ABC):
         """
 
     def conditions(self, frames: Sequence[Frame]) -> dict[str, Tensor]:  # noqa: ARG002
-        """What the model is told of pictures besides their captions, (B, ...) by name."""
+        """What the model is told of images besides their captions, (B, ...) by name."""
         return {}
 
     # Text.

@@ -23,7 +23,7 @@ class PreparedLatents:
 
     Args:
         family: the model.
-        dataset: the pictures.
+        dataset: the images.
         latents: what is kept of them, in host memory.
         texts: from captions to features.
     """
@@ -44,7 +44,7 @@ class PreparedLatents:
         return len(self._dataset)
 
     def batches(self, batch_size: int) -> DatasetBatches:
-        """Batches of pictures of one size."""
+        """Batches of images of one size."""
         return self._dataset.batches(batch_size)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ class PreparedLatents:
         return self._objective.loss(prediction, inputs)
 
     def validation_loss(self) -> float:
-        """The mean loss, every picture with the same noises and levels at every call."""
+        """The mean loss, every image with the same noises and levels at every call."""
         family = self._family
         batches = self._dataset.fixed_batches(max(family.config.batch_size, family.at_once))
         repeats = max(1, -(-family.validation_examples // len(self)))

@@ -1,4 +1,4 @@
-"""Training a model that generates pictures, and drawing with it."""
+"""Training a model that generates images, and drawing with it."""
 
 from __future__ import annotations
 
@@ -66,9 +66,11 @@ class LatentTask:
         if config.sample_prompts:
             for prompt in config.sample_prompts:
                 family.check_prompt(prompt)
-            family.stepper(config.sample_steps, config.sampler)
+            side = config.resolution or family.resolution
+            size = parse_size(config.sample_size) if config.sample_size else (side, side)
+            family.stepper(config.sample_steps, config.sampler, size)
             if config.sample_size:
-                require_multiple(parse_size(config.sample_size), family.coder.factor)
+                require_multiple(size, family.coder.factor)
         layers = family.layers()
         others = {
             f"{layer}.weight": weights[f"{layer}.weight"]
@@ -92,11 +94,11 @@ class LatentTask:
             )
 
     def read(self, report: Callable[[str], None]) -> Split[Dataset]:
-        """Find and check the pictures and captions; as `Task.read`."""
+        """Find and check the images and captions; as `Task.read`."""
         data = read_datasets(self.family.config, self.family.dataset)
         report(data.train.summary())
         if data.validation is not None:
-            report(f"validation: {counted(len(data.validation), 'picture')}")
+            report(f"validation: {counted(len(data.validation), 'image')}")
         return data
 
     def estimate(
@@ -108,7 +110,7 @@ class LatentTask:
     def prepare(
         self, data: Split[Dataset], report: Callable[[str], None]
     ) -> Split[PreparedLatents]:
-        """Encode pictures and captions; drop the encoders that are not needed in training.
+        """Encode images and captions; drop the encoders that are not needed in training.
 
         As `Task.prepare`.
         """
@@ -148,8 +150,8 @@ class LatentTask:
         if identity is None:
             cache.fill()
         else:
-            pictures = counted(len(dataset), "picture")
-            report(f"latents of {pictures}: {cache.fill(progress=True, report=report)}")
+            images = counted(len(dataset), "image")
+            report(f"latents of {images}: {cache.fill(progress=True, report=report)}")
         return cache
 
     def attach(self) -> Adapters:
@@ -176,7 +178,7 @@ class LatentTask:
         return self.family.model if name == self.family.component else self.family.text_models[name]
 
     def preview(self, path: Path) -> None:
-        """Write a grid of pictures of the settings' prompts; as `Task.preview`."""
+        """Write a grid of images of the settings' prompts; as `Task.preview`."""
         config = self.family.config
         options = SampleOptions(
             steps=config.sample_steps,
@@ -186,13 +188,13 @@ class LatentTask:
             size=parse_size(config.sample_size) if config.sample_size else None,
             sampler=config.sampler,
         )
-        pictures = self.draw(config.sample_prompts, options)
+        images = self.draw(config.sample_prompts, options)
         path.parent.mkdir(parents=True, exist_ok=True)
-        grid = plot.image_grid(pictures, scale=plot.visible_scale(pictures))
+        grid = plot.image_grid(images, scale=plot.visible_scale(images))
         plot.save_png(grid, path.with_suffix(".png"))
 
     def require_room(self, count: int, options: SampleOptions) -> None:
-        """Check that there is memory to draw `count` pictures.
+        """Check that there is memory to draw `count` images.
 
         Raises:
             OutOfMemoryError: there is too little.
@@ -203,18 +205,18 @@ class LatentTask:
         width, height = options.size or (side, side)
         needed = self.family.drawing_bytes((width, height), count)
         limit = available_bytes(self.family.device)
-        require_memory(f"{counted(count, 'picture')} of {width}x{height} px", needed, limit)
+        require_memory(f"{counted(count, 'image')} of {width}x{height} px", needed, limit)
 
     def draw(
         self, prompts: Sequence[str], options: SampleOptions | None = None
     ) -> npt.NDArray[np.uint8]:
-        """One picture a prompt; shape (n, height, width, 3).
+        """One image a prompt; shape (n, height, width, 3).
 
         The library's generator is left as it was.
 
         Raises:
             ConfigError: a prompt or an option does not suit the model.
-            NonFiniteError: a picture has a NaN or an infinity.
+            NonFiniteError: an image has a NaN or an infinity.
         """
         options = options or SampleOptions()
         self._refuse_unused(options)
