@@ -61,7 +61,9 @@ def load(name: str, weights: str | Path | None, dtype: str | None, device: str) 
         ConfigError: there is no such model, or it needs weights and none are given.
         MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another model.
     """
-    return find(name)(weights_of(name, weights), dtype, device).task()
+    family = find(name)(weights_of(name, weights), dtype, device)
+    family.require_own()
+    return family.task()
 
 
 __all__ = ["NAMES", "find", "load", "weights_of"]

@@ -109,6 +109,10 @@ class Digits(LatentFamily):
         """The base that the package ships."""
         return BASE
 
+    def require_own(self) -> None:
+        """Load the transformer, which is small."""
+        _ = self.model
+
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:  # noqa: ARG002
         """Check that the file can be read.
 

@@ -80,6 +80,10 @@ class SDXL(LatentFamily):
         """
         return files.facts(self.weights)
 
+    def require_own(self) -> None:
+        """Look for the parts of SDXL."""
+        _ = self.facts
+
     @property
     def resolution(self) -> int:
         """The side of the images that the model was made for, px."""

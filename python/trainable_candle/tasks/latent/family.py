@@ -81,6 +81,15 @@ class LatentFamily(ABC):
 
     # What the files say, before anything is loaded.
 
+    @abstractmethod
+    def require_own(self) -> None:
+        """Check that the weights are of this family.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: they are missing, damaged, or of
+                another model.
+        """
+
     @property
     @abstractmethod
     def resolution(self) -> int:
