@@ -9,7 +9,7 @@ import numpy as np
 import timing
 
 import trainable_candle as tc
-from trainable_candle.recipes.digits import BASE, TIMESTEPS, PreparedDigits
+from trainable_candle.families.digits import BASE
 from trainable_candle.train import FlowMatching
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 DIM, HEADS, LAYERS, PATCH, FREQUENCIES = 96, 3, 3, 2, 64
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 RANK = 8
+TIMESTEPS = 1000
 
 
 def our_step(
@@ -26,13 +27,14 @@ def our_step(
     images: np.ndarray,
     labels: np.ndarray,
 ) -> Callable[[], float]:
-    data = PreparedDigits(model, FlowMatching(), images, labels, "cpu")
+    flow = FlowMatching()
     optimizer = tc.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
-    batch = np.arange(len(images))
 
     def step() -> float:
         optimizer.zero_grad()
-        loss = data.loss(data.inputs(batch))
+        sample, levels, target = flow.noise(tc.tensor(images))
+        velocity = model(sample, levels * TIMESTEPS, tc.tensor(labels))
+        loss = tc.nn.functional.mse_loss(velocity, target)
         loss.backward()
         tc.optim.clip_grad_norm_(parameters, 1.0)
         optimizer.step()

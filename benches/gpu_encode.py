@@ -20,9 +20,11 @@ import numpy as np
 from gpu_timing import GIB, Machine
 
 import trainable_candle as tc
-from trainable_candle.recipes.base import SampleOptions
-from trainable_candle.recipes.sdxl.sampling import draw
-from trainable_candle.recipes.sdxl.tiles import tile_size
+from trainable_candle.families.sdxl import SDXL
+from trainable_candle.tasks.latent import SampleOptions
+from trainable_candle.tasks.latent.coders import KLCoder
+from trainable_candle.tasks.latent.drawing import draw
+from trainable_candle.tasks.latent.tiles import tile_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -222,10 +224,16 @@ def drawing(machine: Machine, vae: Any, *, profile: bool) -> None:
     def features(_: Sequence[str]) -> Mapping[str, tc.Tensor]:
         return text
 
+    class RandomCoder(KLCoder):
+        model, _form = vae, (vae.downscale, vae.scaling_factor, 0.0)
+
+    class RandomSDXL(SDXL):
+        model, schedule = unet, tc.train.NoiseSchedule()
+        coder = RandomCoder(Path(), 4, device, lambda _: {})
+
     def run(count: int = 1) -> None:
-        schedule = tc.train.NoiseSchedule()
-        options = SampleOptions(steps=STEPS)
-        draw(unet, vae, schedule, features, ["x"] * count, options, (1024, 1024), device)
+        family = RandomSDXL(Path(), "bf16", device)
+        draw(family, ["x"] * count, SampleOptions(steps=STEPS), features, (1024, 1024))
 
     gpu_timing.fresh(device)
     run()

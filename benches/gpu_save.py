@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trainable_candle as tc
-from trainable_candle import recipes
-from trainable_candle.recipes.sdxl.recipe import UNET_TARGETS
+from trainable_candle import families
+from trainable_candle.families.sdxl import SDXL
 from trainable_candle.train import Callback, Trainer, state
 
 if TYPE_CHECKING:
@@ -111,9 +111,9 @@ def trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
     if on_gpu:
         model = tc.models.SDXLUNet.from_config(dtype="bf16", device=device)
     else:
-        path = recipes.weights_of("sdxl", "")
+        path = families.weights_of("sdxl", "")
         model = tc.models.SDXLUNet.from_pretrained(path, subfolder="unet", device=device)
-    config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(UNET_TARGETS))
+    config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(SDXL.targets))
     adapter = model.add_adapter(config)
     parameters = adapter.named_parameters()
     count = sum(var.numel() for var in parameters.values())

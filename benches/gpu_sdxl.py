@@ -19,7 +19,7 @@ import gpu_timing
 from gpu_timing import GIB, Machine
 
 import trainable_candle as tc
-from trainable_candle.recipes.sdxl.recipe import UNET_TARGETS
+from trainable_candle.families.sdxl import SDXL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def targets(self) -> list[str]:
-        return list(UNET_TARGETS) if self.every_layer else ATTENTION_LAYERS
+        return list(SDXL.targets) if self.every_layer else ATTENTION_LAYERS
 
     @property
     def flops(self) -> float:

@@ -15,13 +15,15 @@ import numpy as np
 import trainable_candle as tc
 from trainable_candle.data import ShuffledBatches
 from trainable_candle.demo import digits
+from trainable_candle.families.digits import to_model
 from trainable_candle.models import DigitsTransformer
-from trainable_candle.recipes.digits import PreparedDigits, to_model
 from trainable_candle.train import FlowMatching, ProgressBar, Trainer
 
 STEPS = 4000
 BATCH_SIZE = 128
 SEED = 0
+PURE_NOISE = 1000
+"""The model's timestep at pure noise."""
 
 
 def main() -> None:
@@ -40,15 +42,30 @@ def main() -> None:
 
     tc.manual_seed(SEED)
     model = DigitsTransformer()
-    data = PreparedDigits(model, FlowMatching(), to_model(rgb), seen.labels.astype(np.int64), "cpu")
+    flow = FlowMatching()
+    images, labels = to_model(rgb), seen.labels.astype(np.int64)
+
+    def inputs(pictures: np.ndarray) -> dict[str, tc.Tensor]:
+        sample, levels, target = flow.noise(tc.tensor(images[pictures]))
+        return {
+            "sample": sample,
+            "times": levels * PURE_NOISE,
+            "labels": tc.tensor(labels[pictures]),
+            "target": target,
+        }
+
+    def loss(given: dict[str, tc.Tensor]) -> tc.Tensor:
+        velocity = model(given["sample"], given["times"], given["labels"])
+        return tc.nn.functional.mse_loss(velocity, given["target"])
+
     parameters = model.named_parameters()
     optimizer = tc.optim.AdamW(list(parameters.values()), lr=2e-3, weight_decay=0.0)
     trainer = Trainer(
-        data.loss,
+        loss,
         parameters,
         optimizer,
-        ShuffledBatches(len(data), BATCH_SIZE, SEED),
-        inputs=data.inputs,
+        ShuffledBatches(len(seen), BATCH_SIZE, SEED),
+        inputs=inputs,
         steps=arguments.steps,
         scheduler=tc.optim.lr_scheduler.cosine(
             optimizer, total_steps=arguments.steps, warmup_steps=200

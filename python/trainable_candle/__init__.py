@@ -76,11 +76,11 @@ if TYPE_CHECKING:
     from trainable_candle import (
         cuda,
         errors,
+        families,
         memory,
         models,
         nn,
         optim,
-        recipes,
         testing,
         train,
     )
@@ -129,6 +129,7 @@ __all__ = [
     "enable_grad",
     "errors",
     "eye",
+    "families",
     "float16",
     "float32",
     "float64",
@@ -157,7 +158,6 @@ __all__ = [
     "rand",
     "randint",
     "randn",
-    "recipes",
     "save_adapters",
     "save_file",
     "set_float32_matmul_precision",
@@ -177,7 +177,7 @@ __all__ = [
 ]
 
 # Imported at first use, so that `import trainable_candle` stays fast.
-_LAZY = frozenset({"memory", "models", "nn", "optim", "recipes", "testing", "train"})
+_LAZY = frozenset({"families", "memory", "models", "nn", "optim", "testing", "train"})
 
 
 def __getattr__(name: str) -> ModuleType:

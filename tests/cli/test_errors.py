@@ -10,8 +10,7 @@ import pytest
 from trainable_candle import cli
 from trainable_candle.cli.options import ALIASES
 from trainable_candle.errors import ConfigError, DatasetError, InternalError
-from trainable_candle.train.config import settings
-from trainable_candle.train.settings import flag
+from trainable_candle.settings import flag, settings
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -116,11 +115,11 @@ def test_no_command_shows_the_commands() -> None:
         ),
         (
             "sample --model sdxl --prompt x --output a.png --size 99992x99992",
-            "sample: 1 picture of 99992x99992 px need",
+            "sample: 1 image of 99992x99992 px need",
         ),
         (
             "sample --model digits --prompt 1 --output a.png --count 1000000000",
-            "sample: 1000000000 pictures need",
+            "sample: 1000000000 images of 8x8 px need",
         ),
         ("sample --model sdxl --prompt \udcff --output a.png", "expected text in UTF-8"),
         ("train --model digits --dataset . --output o --sample-prompts \udcff", "text in UTF-8"),

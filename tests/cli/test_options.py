@@ -10,8 +10,7 @@ import yaml
 from trainable_candle.cli import COMMANDS, main, merge, sample
 from trainable_candle.cli.train import make_parser, read_config
 from trainable_candle.errors import ConfigError
-from trainable_candle.train.config import TrainConfig, settings
-from trainable_candle.train.settings import flag
+from trainable_candle.settings import TrainConfig, flag, settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 SAMPLES: dict[str, Any] = {

@@ -95,7 +95,7 @@ def trained(flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFa
     for text in (
         "memory while training",
         "unet weights",
-        "latents of 6 pictures: ",
+        "latents of 6 images: ",
         "captions: ",
         "6/6",
     ):
@@ -238,8 +238,8 @@ def test_a_cache_on_disk_serves_the_next_run(
     settings = {"cache": "disk", "cache_dir": tmp_path / "cache"}
     first = done(*flags(tmp_path / "a", 2, **settings)).stdout
     second = done(*flags(tmp_path / "b", 2, **settings)).stdout
-    assert "latents of 8 pictures: 0 found, 8 made" in first
-    assert "latents of 8 pictures: 8 found, 0 made" in second
+    assert "latents of 8 images: 0 found, 8 made" in first
+    assert "latents of 8 images: 8 found, 0 made" in second
     same_adapters(tmp_path / "a", tmp_path / "b", "adapter.safetensors")
     done(*flags(tmp_path / "c", 2, cache="off"))
     same_adapters(tmp_path / "a", tmp_path / "c", "adapter.safetensors")

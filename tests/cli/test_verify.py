@@ -6,7 +6,7 @@ import pytest
 
 import trainable_candle as tc
 from trainable_candle.cli import main
-from trainable_candle.recipes.sdxl import SDXLRecipe
+from trainable_candle.families.sdxl import SDXL
 
 MODULE = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
 
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_not_applied(
 def test_an_adapter_of_the_built_in_model_is_compared_with_that(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = SDXLRecipe.default_weights()
+    base = SDXL.default_weights()
     assert base is not None
     unet = tc.models.SDXLUNet.from_pretrained(base, subfolder="unet")
     adapter = unet.add_adapter(tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q"]))

@@ -78,12 +78,13 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
     run = cuda.run("""
         from pathlib import Path
 
-        from trainable_candle.recipes.base import SampleOptions
-        from trainable_candle.recipes.sdxl.sampling import draw
+        from trainable_candle.families.sdxl import SDXL
+        from trainable_candle.tasks.latent import SampleOptions
+        from trainable_candle.tasks.latent.drawing import draw
 
         folder = Path(tc.__file__).parent / "assets" / "sdxl_tiny"
-        unet = tc.models.SDXLUNet.from_pretrained(folder / "unet", dtype="bf16", device="cuda")
-        vae = tc.models.AutoencoderKL.from_pretrained(folder / "vae", device="cuda")
+        family = SDXL(folder, "bf16", "cuda")
+        family.model, family.coder.load()
         text = {
             "encoder_hidden_states": tc.zeros((1, 77, 128), device="cuda"),
             "text_embeds": tc.zeros((1, 64), device="cuda"),
@@ -93,16 +94,14 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
             mark("features")
             return text
 
-        class Marked:
-            downscale, scaling_factor = vae.downscale, vae.scaling_factor
+        decode = family.coder.decode
 
-            def decode(self, latent, tile_size):
-                mark("decode")
-                return vae.decode(latent, tile_size=tile_size)
+        def marked(latents):
+            mark("decode")
+            return decode(latents)
 
-        schedule = tc.train.NoiseSchedule()
-        options = SampleOptions(steps=6)
-        draw(unet, Marked(), schedule, features, ["a", "b"], options, (64, 64), "cuda")
+        family.coder.decode = marked
+        draw(family, ["a", "b"], SampleOptions(steps=6), features, (64, 64))
     """)
     assert run.of("refused") == []
     # Two calls of features a picture, negative second: its steps come after.

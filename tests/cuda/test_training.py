@@ -7,7 +7,7 @@ import pytest
 
 RUN = """
     from trainable_candle.train import Callback, TrainConfig, Trainer
-    from trainable_candle.train.run import train_adapter
+    from trainable_candle.run import train_adapter
 
     # Kernels do not compute, so losses and norms are whatever lies in memory.
     Trainer._require_finite = lambda *_: None

@@ -79,17 +79,7 @@ def test_small_pictures_get_small_buckets() -> None:
     assert str(buckets(resolution=64, bucket_step=16).fit(50, 70).bucket) == "48x64"
 
 
-def test_time_ids_are_those_of_the_reference() -> None:
-    # diffusers' train_text_to_image_sdxl: original (h, w), crop (top, left), target (h, w).
-    fit = Fit(Bucket(896, 1152), (3000, 4000), (896, 1195))
-    assert fit.box() == (0, 22)
-    assert fit.time_ids(0, 22) == (4000, 3000, 22, 0, 1152, 896)
-    wide = Fit(Bucket(100, 50), (240, 100), (120, 50))
-    assert wide.time_ids(3, 0) == (100, 240, 0, 3, 50, 100)
-    assert wide.time_ids(3, 0, flipped=True) == (100, 240, 0, 17, 50, 100)
-
-
-def test_a_mirrored_cut_is_what_its_time_ids_say() -> None:
+def test_a_mirrored_cut_is_what_its_frame_says() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (50, 120, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
     fit = Fit(Bucket(100, 48), (120, 50), (120, 50))
@@ -97,8 +87,9 @@ def test_a_mirrored_cut_is_what_its_time_ids_say() -> None:
         np.testing.assert_array_equal(
             fit.cut(image, left, top), pixels[top : top + 48, left : left + 100]
         )
-        _, _, told_top, told_left, _, _ = fit.time_ids(left, top, flipped=True)
-        mirrored = pixels[:, ::-1][told_top : told_top + 48, told_left : told_left + 100]
+        frame = fit.frame(left, top, flipped=True)
+        assert (frame.original, frame.bucket) == ((120, 50), fit.bucket)
+        mirrored = pixels[:, ::-1][frame.top : frame.top + 48, frame.left : frame.left + 100]
         np.testing.assert_array_equal(fit.cut(image, left, top, flipped=True), mirrored)
 
 

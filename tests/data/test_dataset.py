@@ -58,9 +58,7 @@ def test_a_resumed_run_sees_the_same_batches(pictures: MakePictures, tmp_path: P
 
     def described(indices: range, seed: int = 3) -> list[Any]:
         batches = load(tmp_path / "a", seed=seed, **settings).batches(3)
-        return [
-            (b.index, b.views, b.captions, b.time_ids.tolist()) for b in map(batches.batch, indices)
-        ]
+        return [(b.index, b.views, b.captions, b.frames) for b in map(batches.batch, indices)]
 
     whole = described(range(40))
     assert described(range(25, 40)) == whole[25:]

@@ -13,9 +13,9 @@ from trainable_candle.data import check_folder
 from trainable_candle.demo import digits
 from trainable_candle.demo.digits import UNSEEN
 from trainable_candle.demo.run import SAMPLES, DemoResult, run, write_dataset
-from trainable_candle.recipes.base import SampleOptions
-from trainable_candle.recipes.digits import BASE, DigitsRecipe
-from trainable_candle.train.config import TrainConfig
+from trainable_candle.families.digits import BASE, Digits
+from trainable_candle.settings import TrainConfig
+from trainable_candle.tasks.latent import SampleOptions
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +50,22 @@ def test_everything_is_written(demo: DemoResult) -> None:
 
 @pytest.mark.slow
 def test_adapter_file_gives_the_same_samples_and_comes_off_again(demo: DemoResult) -> None:
-    recipe = DigitsRecipe.load(BASE, "f32", "cpu")
+    task = Digits(BASE, "f32", "cpu").task()
     prompts = ["a 0", "a 3"]
-    base = recipe.sample(prompts, SampleOptions(steps=3, seed=1))
-    recipe.model.load_adapter(demo.output / "adapter.safetensors")
-    adapted = recipe.sample(prompts, SampleOptions(steps=3, seed=1))
+    base = task.draw(prompts, SampleOptions(steps=3, seed=1))
+    task.family.model.load_adapter(demo.output / "adapter.safetensors")
+    adapted = task.draw(prompts, SampleOptions(steps=3, seed=1))
     assert not np.array_equal(adapted, base)
-    recipe.model.remove_adapter()
-    np.testing.assert_array_equal(recipe.sample(prompts, SampleOptions(steps=3, seed=1)), base)
+    task.family.model.remove_adapter()
+    np.testing.assert_array_equal(task.draw(prompts, SampleOptions(steps=3, seed=1)), base)
 
 
 @pytest.mark.slow
 def test_samples_are_no_copies_of_the_training_pictures(demo: DemoResult) -> None:
-    recipe = DigitsRecipe.load(BASE, "f32", "cpu")
-    recipe.model.load_adapter(demo.output / "adapter.safetensors")
+    task = Digits(BASE, "f32", "cpu").task()
+    task.family.model.load_adapter(demo.output / "adapter.safetensors")
     options = SampleOptions(steps=25, seed=2)
-    drawn = digits.from_grey(recipe.sample(["0"] * SAMPLES, options)[..., 0])
+    drawn = digits.from_grey(task.draw(["0"] * SAMPLES, options)[..., 0])
     train, held_out = digits.split(digits.load())
 
     def to_nearest(pixels: digits.Pixels) -> float:
@@ -81,10 +81,10 @@ def test_base_draws_the_nine_digits_it_has_seen() -> None:
 
     train, held_out = digits.split(digits.load())
     seen = [digit for digit in range(10) if digit != UNSEEN]
-    recipe = DigitsRecipe.load(BASE, "f32", "cpu")
+    task = Digits(BASE, "f32", "cpu").task()
     prompts = [f"a handwritten {digit}" for digit in seen for _ in range(20)]
     judged = Judge(held_out).labels(
-        digits.from_grey(recipe.sample(prompts, SampleOptions(steps=25, seed=0))[..., 0])
+        digits.from_grey(task.draw(prompts, SampleOptions(steps=25, seed=0))[..., 0])
     )
     assert (judged == np.repeat(seen, 20)).mean() > 0.9
     assert len(train.without(UNSEEN)) == 1133

@@ -32,9 +32,9 @@ from trainable_candle.data.entries import facts_of, intact_facts, packed
 from trainable_candle.data.options import parse_sources
 from trainable_candle.data.pixels import probe, read_rgb
 from trainable_candle.errors import Error
+from trainable_candle.settings import TrainConfig
 from trainable_candle.text import CLIPTokenizer
 from trainable_candle.train import headers
-from trainable_candle.train.config import TrainConfig
 from trainable_candle.train.logs import read_json_log, read_log
 from trainable_candle.train.state import read_state
 

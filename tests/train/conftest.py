@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from trainable_candle.run import train_adapter
 from trainable_candle.train import Callback, TrainConfig
-from trainable_candle.train.run import train_adapter
 
 
 @pytest.fixture

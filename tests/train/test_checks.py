@@ -9,9 +9,10 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.errors import ArgumentError, ConfigError
 from trainable_candle.models import DigitsTransformer
+from trainable_candle.run import train_adapter
+from trainable_candle.settings.checks import check_settings
+from trainable_candle.tasks.checks import check_format
 from trainable_candle.train import TrainConfig
-from trainable_candle.train.checks import check_format, check_settings
-from trainable_candle.train.run import train_adapter
 
 IDLE: list[tuple[dict[str, Any], str]] = [
     ({"random_crops": 9}, "--random-crops has no effect without --crop random"),

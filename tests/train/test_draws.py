@@ -13,33 +13,32 @@ import trainable_candle as tc
 from trainable_candle.data import (
     CaptionOptions,
     DatasetOptions,
-    check_folder,
     load_dataset,
     parse_sources,
 )
 from trainable_candle.draws import draw_from, drawn, generator, normal_samples, stream_seed
 from trainable_candle.errors import ArgumentError
-from trainable_candle.recipes.base import Split
-from trainable_candle.recipes.digits import DigitsRecipe
+from trainable_candle.families.digits import Digits
+from trainable_candle.settings import TrainConfig
 from trainable_candle.train import Callback, Trainer
-from trainable_candle.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def prepared(base: Path, folder: Path, seed: int = 3) -> Any:
-    recipe = DigitsRecipe.load(base, "f32", "cpu")
-    return recipe.prepare(Split(check_folder(folder)), TrainConfig(seed=seed), print).train
+    config = TrainConfig(dataset=str(folder), seed=seed)
+    task = Digits(base, "f32", "cpu", config).task()
+    return task.prepare(task.read(print), print).train
 
 
 def samples(data: Any, batch_size: int, count: int) -> list[tuple[Any, ...]]:
     """What the model would get to see of each of the first samples of a run."""
-    batches = data.batches(batch_size, 3)
+    batches = data.batches(batch_size)
     seen = []
     for index in range(count // batch_size):
         inputs = data.inputs(batches.batch(index))
-        rows = [inputs[name].numpy() for name in ("sample", "timestep", "class_labels", "target")]
+        rows = [inputs[name].numpy() for name in ("sample", "times", "class_labels", "target")]
         seen += [tuple(part[row].tobytes() for part in rows) for row in range(batch_size)]
     return seen
 

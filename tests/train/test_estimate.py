@@ -4,24 +4,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.data import check_folder
 from trainable_candle.errors import MissingFileError, OutOfMemoryError, WeightsFormatError
+from trainable_candle.families.digits import Digits
 from trainable_candle.models import DigitsTransformer
-from trainable_candle.recipes.adapters import Adapters, adapter_config
-from trainable_candle.recipes.base import Split
-from trainable_candle.recipes.digits import DigitsBatch, DigitsRecipe
+from trainable_candle.settings.adapter import ADAPTERS
+from trainable_candle.settings.training import OPTIMIZERS
+from trainable_candle.tasks.estimate import Estimate, Item, matches, require_fit
+from trainable_candle.tasks.latent import LatentTask
 from trainable_candle.train import TrainConfig
-from trainable_candle.train.config import ADAPTERS, OPTIMIZERS
-from trainable_candle.train.estimate import Estimate, Item, matches, require_fit
+from trainable_candle.train.adapters import Adapters, adapter_config
 from trainable_candle.train.headers import read_folder, read_header
 from trainable_candle.train.optimizers import make_optimizer
 
 
-def items(estimate: Estimate) -> dict[str, int]:
+def digits(base: Path, folder: Path, **settings: Any) -> LatentTask:
+    config = TrainConfig(dataset=str(folder), device="cpu", precision="f32", **settings)
+    return Digits(base, "f32", "cpu", config).task()
+
+
+def estimated_items(task: LatentTask) -> dict[str, int]:
+    estimate = task.estimate(task.family.config, task.read(lambda _: None))
     return {
         f"{item.component} {item.what}".strip(): item.bytes for item in estimate.phases["training"]
     }
@@ -42,18 +47,13 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_activations_are_what_the_tape_holds_within_a_fifth(
     base: Path, digits_folder: Path, batch_size: int, checkpointing: str
 ) -> None:
-    config = TrainConfig(
-        device="cpu", precision="f32", batch_size=batch_size, gradient_checkpointing=checkpointing
-    )
-    data = Split(check_folder(digits_folder))
-    recipe = DigitsRecipe.load(base, "f32", "cpu")
-    recipe.attach(config)
-    prepared = recipe.prepare(data, config, print).train
+    task = digits(base, digits_folder, batch_size=batch_size, gradient_checkpointing=checkpointing)
+    task.attach()
+    prepared = task.prepare(task.read(print), print).train
     before = tc.memory.saved_bytes()
-    batch = DigitsBatch(range(batch_size), np.zeros(batch_size, dtype=np.int64))
-    loss = prepared.loss(prepared.inputs(batch))
+    loss = prepared.loss(prepared.inputs(prepared.batches(batch_size).batch(0)))
     held = tc.memory.saved_bytes() - before
-    estimated = items(DigitsRecipe.estimate(base, config, data))["model activations"]
+    estimated = estimated_items(task)["model activations"]
     assert loss.item() > 0
     if checkpointing == "full":
         # Backward recomputes one block at a time, which the estimate adds.
@@ -63,12 +63,7 @@ def test_activations_are_what_the_tape_holds_within_a_fifth(
 
 
 def _none(base: Path, folder: Path, batch_size: int) -> int:
-    estimate = DigitsRecipe.estimate(
-        base,
-        TrainConfig(device="cpu", precision="f32", batch_size=batch_size),
-        Split(check_folder(folder)),
-    )
-    return items(estimate)["model activations"]
+    return estimated_items(digits(base, folder, batch_size=batch_size))["model activations"]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -76,14 +71,11 @@ def _none(base: Path, folder: Path, batch_size: int) -> int:
 def test_parameters_and_optimizer_states_are_exact(
     base: Path, digits_folder: Path, optimizer: str, adapter: str
 ) -> None:
-    config = TrainConfig(
-        device="cpu", precision="f32", optimizer=optimizer, adapter=adapter, rank=64
-    )
-    estimated = items(DigitsRecipe.estimate(base, config, Split(check_folder(digits_folder))))
+    task = digits(base, digits_folder, optimizer=optimizer, adapter=adapter, rank=64)
+    config = task.family.config
+    estimated = estimated_items(task)
     model = DigitsTransformer.from_pretrained(base)
-    adapters = Adapters(
-        {"": model.add_adapter(adapter_config(config, DigitsRecipe.default_targets))}
-    )
+    adapters = Adapters({"": model.add_adapter(adapter_config(config, Digits.targets))})
     parameters = adapters.named_parameters().values()
     assert estimated["model adapter"] == sum(var.nbytes for var in parameters)
     assert estimated["model gradients"] == estimated["model adapter"]

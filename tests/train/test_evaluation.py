@@ -12,11 +12,12 @@ from PIL import Image
 
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError, NonFiniteError
-from trainable_candle.recipes.base import SampleOptions
+from trainable_candle.families.digits import Digits
+from trainable_candle.run import ADAPTER, JSON_LOG, LOG, SAMPLES, train_adapter
+from trainable_candle.tasks.latent import LatentTask
 from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
 from trainable_candle.train.evaluation import BEST, Previews, step_adapters
 from trainable_candle.train.logs import read_json_log, read_log
-from trainable_candle.train.run import ADAPTER, JSON_LOG, LOG, SAMPLES, train_adapter
 
 Train = Callable[..., dict[str, bytes]]
 UNSEEN: dict[str, Any] = {"sample_prompts": [], "sample_every": 250, "sample_steps": 25}
@@ -120,13 +121,11 @@ def test_a_run_with_everything_resumes_bit_for_bit(
 def test_validation_meets_the_same_noise_again_and_leaves_the_generator(
     digits_base: Path, digits_folder: Path
 ) -> None:
-    from trainable_candle.recipes.digits import DigitsBatch, DigitsRecipe
-
-    recipe = DigitsRecipe.load(digits_base, "f32", "cpu")
     config = TrainConfig(dataset=str(digits_folder), validation_split=0.4)
-    data = recipe.read(digits_base, config, print)
+    task = Digits(digits_base, "f32", "cpu", config).task()
+    data = task.read(print)
     assert (len(data.train), len(data.validation or ())) == (6, 4)
-    prepared = recipe.prepare(data, config, print).validation
+    prepared = task.prepare(data, print).validation
     assert prepared is not None
     state = tc.get_rng_state()
     first = prepared.validation_loss()
@@ -134,22 +133,25 @@ def test_validation_meets_the_same_noise_again_and_leaves_the_generator(
     tc.randn((3,))
     assert prepared.validation_loss() == first
     # The mean over single pictures of a picture's loss at its own noise: about the training loss.
-    batches = [DigitsBatch(range(4 * n, 4 * n + 4), np.arange(4)) for n in range(200)]
-    losses = [float(prepared.loss(prepared.inputs(batch)).item()) for batch in batches]
+    batches = prepared.batches(4)
+    drawn = [prepared.inputs(batches.batch(n)) for n in range(200)]
+    losses = [float(prepared.loss(inputs).item()) for inputs in drawn]
     assert abs(first - np.mean(losses)) < 4 * np.std(losses)
 
 
 def test_a_split_depends_on_the_seed_alone_and_leaves_something(
     digits_base: Path, digits_folder: Path
 ) -> None:
-    from trainable_candle.recipes.digits import DigitsRecipe
-
     def held_out(**settings: Any) -> list[str]:
         config = TrainConfig(dataset=str(digits_folder), **settings)
-        data = DigitsRecipe.read(digits_base, config, lambda _: None)
+        data = Digits(digits_base, "f32", "cpu", config).task().read(lambda _: None)
         assert data.validation is not None
-        assert {p.path for p in data.train}.isdisjoint(p.path for p in data.validation)
-        return [picture.path.name for picture in data.validation]
+        train, validation = (
+            [item.picture.path.name for item in part.items]
+            for part in (data.train, data.validation)
+        )
+        assert set(train).isdisjoint(validation)
+        return validation
 
     assert held_out(validation_split=0.4) == held_out(validation_split=0.4, steps=5)
     assert held_out(validation_split=0.4) != held_out(validation_split=0.4, seed=1)
@@ -179,26 +181,18 @@ def test_looking_on_does_not_change_the_training(everything: TrainConfig, train:
 
 
 def test_a_preview_of_no_numbers_is_reported_and_left_out(tmp_path: Path) -> None:
-    class Broken:
-        def sample(self, prompts: object, options: object) -> None:  # noqa: ARG002
-            raise NonFiniteError("sample: the picture has values that are no finite numbers")
+    def broken(path: Path) -> None:
+        assert path == tmp_path / "samples" / "step-000000"
+        raise NonFiniteError("sample: the image has values that are no finite numbers")
 
     class Standing:
         step = 0
 
     lines: list[str] = []
-    previews: Any = Previews(
-        Broken(),  # type: ignore[arg-type]
-        ["a zero"],
-        SampleOptions(),
-        1,
-        tmp_path / "samples",
-        nullcontext,
-        lines.append,
-    )
+    previews: Any = Previews(broken, 1, tmp_path / "samples", nullcontext, lines.append)
     previews.on_train_begin(Standing())
     assert lines == [
-        "no preview of step 0: sample: the picture has values that are no finite numbers"
+        "no preview of step 0: sample: the image has values that are no finite numbers"
     ]
     assert not (tmp_path / "samples").exists()
 
@@ -239,10 +233,9 @@ def test_the_average_is_that_of_the_definition(everything: TrainConfig) -> None:
 
     config = everything.with_(save_every=0, **UNSEEN, validation_split=0.0, validate_every=100)
     run = train_adapter(config, callbacks=[Watch()], progress=False, report=lambda _: None)
-    recipe = run.recipe
-    fresh = type(recipe).load(Path(config.weights), "f32", "cpu")
+    fresh = LatentTask(Digits(Path(config.weights), "f32", "cpu", config))
     tc.manual_seed(config.seed)
-    expected = {n: v.numpy().copy() for n, v in fresh.attach(config).named_parameters().items()}
+    expected = {n: v.numpy().copy() for n, v in fresh.attach().named_parameters().items()}
     for step, found in enumerate(values):
         decay = min(config.ema_decay, (1 + step) / (10 + step))
         expected = {n: decay * expected[n] + (1 - decay) * found[n] for n in expected}

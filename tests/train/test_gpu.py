@@ -14,10 +14,10 @@ import trainable_candle as tc
 from trainable_candle.cli import main
 from trainable_candle.data import ShuffledBatches
 from trainable_candle.models import SDXLUNet
+from trainable_candle.run import train_adapter
+from trainable_candle.tasks.estimate import available_bytes
 from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
-from trainable_candle.train.estimate import available_bytes
 from trainable_candle.train.logs import read_json_log
-from trainable_candle.train.run import train_adapter
 
 pytestmark = pytest.mark.gpu
 PHOTOGRAPHS = Path(__file__).parents[2] / "examples" / "photos"

@@ -8,7 +8,7 @@ import pytest
 
 from trainable_candle.data import check_folder, parse_sources
 from trainable_candle.errors import Error
-from trainable_candle.recipes.sdxl import files
+from trainable_candle.families.sdxl import files
 from trainable_candle.text import CLIPTokenizer
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.logs import read_json_log

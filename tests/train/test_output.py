@@ -9,8 +9,8 @@ import pytest
 
 from trainable_candle.errors import ConfigError
 from trainable_candle.files import held
+from trainable_candle.run import LOCK, train_adapter
 from trainable_candle.train import Callback, TrainConfig
-from trainable_candle.train.run import LOCK, train_adapter
 
 Train = Callable[..., dict[str, bytes]]
 

@@ -11,11 +11,11 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.data import ShuffledBatches
 from trainable_candle.errors import ConfigError, WeightsFormatError
+from trainable_candle.run import ADAPTER, CONFIG, LOG, train_adapter
+from trainable_candle.settings.training import OPTIMIZERS
 from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
-from trainable_candle.train.config import OPTIMIZERS
 from trainable_candle.train.logs import read_log
 from trainable_candle.train.optimizers import make_optimizer
-from trainable_candle.train.run import ADAPTER, CONFIG, LOG, train_adapter
 from trainable_candle.train.state import checkpoint_path, checkpoints
 
 STEPS = 12

@@ -11,10 +11,10 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError
 from trainable_candle.placement import choose
+from trainable_candle.run import ADAPTER, CONFIG, CURVE, JSON_LOG, LOG, train_adapter
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.evaluation import step_adapter_path
 from trainable_candle.train.logs import read_log
-from trainable_candle.train.run import ADAPTER, CONFIG, CURVE, JSON_LOG, LOG, train_adapter
 from trainable_candle.train.state import checkpoint_path
 
 Train = Callable[..., dict[str, bytes]]
@@ -51,7 +51,7 @@ def test_epochs_are_as_many_steps_as_their_batches(config: TrainConfig) -> None:
     pictures = len(list(Path(config.dataset).glob("*.png")))
     # What is left of an epoch goes into the next.
     assert run.step == math.ceil(3 * pictures // 4 / 2)
-    assert f"epochs: 3 of {pictures} pictures: {run.step} steps" in lines
+    assert f"epochs: 3 of {pictures} images: {run.step} steps" in lines
     assert read_log(Path(config.output) / LOG)[-1]["step"] == str(run.step)
     written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
     assert (written.epochs, written.steps) == (None, run.step)

@@ -17,8 +17,8 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.cli import main
 from trainable_candle.errors import FileError, NonFiniteError
+from trainable_candle.run import ADAPTER, train_adapter
 from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer, saver, state
-from trainable_candle.train.run import ADAPTER, train_adapter
 from trainable_candle.train.state import checkpoint_path, checkpoints
 
 Train = Callable[..., dict[str, bytes]]

@@ -13,8 +13,8 @@ import pytest
 
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError, WeightsFormatError
+from trainable_candle.run import train_adapter
 from trainable_candle.train import Callback, TrainConfig, Trainer, state
-from trainable_candle.train.run import train_adapter
 
 
 def variables() -> dict[str, tc.Var]:

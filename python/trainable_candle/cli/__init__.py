@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainable_candle import __version__
 from trainable_candle.errors import ConfigError, Error, InternalError
-from trainable_candle.train.settings import nearest
+from trainable_candle.settings import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

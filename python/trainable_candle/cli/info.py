@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import trainable_candle as tc
-from trainable_candle import recipes
+from trainable_candle import families
 from trainable_candle.cli.options import Parser, add_help
 
 if TYPE_CHECKING:
@@ -23,6 +23,6 @@ def run(arguments: Sequence[str], program: str) -> int:
     print(f"backend: {facts['backend']}{why}")
     print(f"devices: {', '.join(facts['devices'])}; {facts['threads']} CPU threads")
     print("models:")
-    for name in recipes.NAMES:
-        print(f"  {name:<10}  {recipes.find(name).summary}")
+    for name in families.NAMES:
+        print(f"  {name:<10}  {families.find(name).summary}")
     return 0

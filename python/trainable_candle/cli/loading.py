@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainable_candle.cli.options import factor
 from trainable_candle.errors import ConfigError
+from trainable_candle.settings.checks import existing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainable_candle.recipes.base import Recipe
+    from trainable_candle.tasks.latent import LatentTask
 
 
 def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
@@ -31,7 +32,7 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
     group.add_argument("--dtype", dest="precision", help=argparse.SUPPRESS)
 
 
-def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Recipe:
+def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> LatentTask:
     """The model that the flags name, with its adapter if they name one.
 
     Args:
@@ -45,13 +46,13 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Reci
         MissingFileError: there is no file of that name; the message names the flag.
         WeightsFormatError: the weights or the adapter are damaged, or belong to another model.
     """
-    from trainable_candle import recipes  # noqa: PLC0415 - after the arguments proved right
+    from trainable_candle import families  # noqa: PLC0415 - after the arguments proved right
 
     if "scale" in given and "adapter" not in given:
         raise ConfigError("--scale has no effect without --adapter; give that, or leave it out")
 
-    recipe = recipes.load(given["model"], given.get("weights"), dtype, device)
+    task = families.load(given["model"], given.get("weights"), dtype, device)
     if "adapter" in given:
-        adapter = recipes.existing("adapter", Path(given["adapter"]).expanduser())
-        recipe.load_adapter(adapter, given.get("scale", 1.0))
-    return recipe
+        adapter = existing("adapter", Path(given["adapter"]).expanduser())
+        task.load_adapter(adapter, given.get("scale", 1.0))
+    return task

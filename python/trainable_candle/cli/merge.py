@@ -19,8 +19,8 @@ def run(arguments: Sequence[str], program: str) -> int:
     parser.require(given, "model", "adapter", "output")
 
     output = Path(given["output"]).expanduser()
-    recipe = load_model(given, "cpu", given.get("precision"))
-    recipe.save_merged(output)
+    task = load_model(given, "cpu", given.get("precision"))
+    task.save_merged(output)
     print(f"merged model: {output}")
     return 0
 

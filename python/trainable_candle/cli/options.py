@@ -8,49 +8,20 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args, get_origin
 
 from trainable_candle.errors import ConfigError
-from trainable_candle.train.config import FILES, TrainConfig, settings
-from trainable_candle.train.settings import flag, nearest
+from trainable_candle.settings import TrainConfig, flag, group_of, nearest, settings
+from trainable_candle.settings.sections import FILES, SECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from trainable_candle.train.settings import Setting
+    from trainable_candle.settings import Setting
 
 ALIASES: Final = {
-    "--lr": "--learning-rate",
-    "--batch": "--batch-size",
-    "--bs": "--batch-size",
-    "--train-batch-size": "--batch-size",
-    "--max-train-steps": "--steps",
-    "--max-train-epochs": "--epochs",
-    "--num-train-epochs": "--epochs",
-    "--num-epochs": "--epochs",
-    "--network-dim": "--rank",
-    "--dim": "--rank",
-    "--r": "--rank",
-    "--network-alpha": "--alpha",
-    "--lora-alpha": "--alpha",
-    "--pretrained-model-name-or-path": "--weights",
-    "--checkpoint": "--weights",
-    "--ckpt": "--weights",
-    "--train-data-dir": "--dataset",
-    "--data": "--dataset",
-    "--instance-data-dir": "--dataset",
-    "--output-dir": "--output",
-    "--out": "--output",
-    "--optim": "--optimizer",
-    "--optimizer-type": "--optimizer",
-    "--scheduler": "--lr-scheduler",
-    "--lr-warmup-steps": "--warmup-steps",
-    "--gradient-accumulation-steps": "--gradient-accumulation",
-    "--save-steps": "--save-every",
-    "--checkpointing-steps": "--save-every",
-    "--num-steps": "--steps",
+    flag(alias): flag(name)
+    for name, (_, setting) in settings().items()
+    for alias in setting.aliases
 }
 """Flags of other tools and the corresponding flags here, for error messages."""
-
-SYNONYMS: Final = {"--mixed-precision": "precision", "--dtype": "precision"}
-"""Flags of other tools that are accepted, and their settings."""
 
 _WIDTH: Final = 80
 _HELP_COLUMN: Final = 33
@@ -136,10 +107,9 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
         rare: whether the help shows those that are rarely needed.
     """
     defaults = asdict(TrainConfig())
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    groups = {section: parser.add_argument_group(section) for section in SECTIONS}
     for name, (hint, setting) in settings().items():
-        if setting.group not in groups:
-            groups[setting.group] = parser.add_argument_group(setting.group)
+        group = groups[setting.section or group_of(name).section]
         shown = rare or not setting.rare
         text = _help(setting, defaults[name]) if shown else argparse.SUPPRESS
         facts: dict[str, Any] = {"dest": name, "help": text}
@@ -150,9 +120,9 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
                 facts["action"] = "append"
             facts["type"] = _kind(hint)
             facts["metavar"] = _metavar(setting, _kind(hint))
-        groups[setting.group].add_argument(flag(name), **facts)
-    for synonym, name in SYNONYMS.items():
-        parser.add_argument(synonym, dest=name, type=str, help=argparse.SUPPRESS)
+        group.add_argument(flag(name), **facts)
+        for synonym in setting.synonyms:
+            parser.add_argument(flag(synonym), dest=name, type=str, help=argparse.SUPPRESS)
     files = groups[FILES]
     files.add_argument("--config", metavar="FILE", help="YAML file, a `setting: value` a line")
     add_help(files)

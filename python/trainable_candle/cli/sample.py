@@ -9,7 +9,7 @@ from trainable_candle.cli.loading import add_model, load_model
 from trainable_candle.cli.options import Parser, add_help, guidance, whole
 from trainable_candle.errors import ConfigError
 from trainable_candle.placement import AUTO, choose
-from trainable_candle.train.config import SAMPLERS
+from trainable_candle.settings.previews import SAMPLERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +23,8 @@ def run(arguments: Sequence[str], program: str) -> int:
 
     # Imported after the arguments are checked.
     from trainable_candle import plot  # noqa: PLC0415
-    from trainable_candle.recipes.base import SampleOptions, parse_size  # noqa: PLC0415
-    from trainable_candle.train.checks import require_text  # noqa: PLC0415
+    from trainable_candle.settings.checks import require_text  # noqa: PLC0415
+    from trainable_candle.tasks.latent.drawing import SampleOptions, parse_size  # noqa: PLC0415
 
     output = Path(given["output"]).expanduser()
     if output.suffix.lower() != ".png":
@@ -42,15 +42,15 @@ def run(arguments: Sequence[str], program: str) -> int:
     if given.get("guidance") == 1 and given.get("negative_prompt"):
         raise ConfigError("--negative-prompt has no effect with --guidance 1; leave it out")
     placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
-    recipe = load_model(given, placement.device, placement.precision)
-    recipe.require_room(len(given["prompt"]) * given.get("count", 1), options)
+    task = load_model(given, placement.device, placement.precision)
+    task.require_room(len(given["prompt"]) * given.get("count", 1), options)
     print(placement, flush=True)
     prompts = [prompt for prompt in given["prompt"] for _ in range(given.get("count", 1))]
-    pictures = recipe.sample(prompts, options)
-    scale = plot.visible_scale(pictures)
+    images = task.draw(prompts, options)
+    scale = plot.visible_scale(images)
     output.parent.mkdir(parents=True, exist_ok=True)
-    plot.save_png(plot.image_grid(pictures, columns=given.get("columns"), scale=scale), output)
-    print(f"{len(pictures)} {'image' if len(pictures) == 1 else 'images'}: {output}")
+    plot.save_png(plot.image_grid(images, columns=given.get("columns"), scale=scale), output)
+    print(f"{len(images)} {'image' if len(images) == 1 else 'images'}: {output}")
     return 0
 
 

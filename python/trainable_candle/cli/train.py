@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainable_candle.cli.options import Parser, add_settings
 from trainable_candle.errors import ConfigError
-from trainable_candle.train.config import TrainConfig
-from trainable_candle.train.settings import read_yaml
+from trainable_candle.settings import TrainConfig
+from trainable_candle.settings.reading import read_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     config = read_config(given)
 
     # Imported after the arguments are checked.
-    from trainable_candle.train.run import CONFIG, train_adapter  # noqa: PLC0415
+    from trainable_candle.run import CONFIG, train_adapter  # noqa: PLC0415
 
     result = train_adapter(config, report=lambda line: print(line, flush=True))
     if result.completed:

@@ -26,13 +26,13 @@ def run(arguments: Sequence[str], program: str) -> int:
     given = parser.parse(arguments)
     parser.require(given, "file")
 
-    from trainable_candle import recipes, verify_adapter  # noqa: PLC0415 - after the arguments proved right
+    from trainable_candle import families, verify_adapter  # noqa: PLC0415 - after the arguments proved right
 
     path = Path(given["file"]).expanduser()
     weights = Path(given["weights"]).expanduser() if "weights" in given else None
     model = given.get("model", "sdxl")
     report = verify_adapter(path, model, weights)
-    built_in = recipes.find(model).default_weights() if weights is None else None
+    built_in = families.find(model).default_weights() if weights is None else None
     if built_in is not None and _misfits(report):
         other = verify_adapter(path, model, built_in)
         if _misfits(other) < _misfits(report):

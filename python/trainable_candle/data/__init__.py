@@ -17,7 +17,7 @@ How a folder becomes batches::
     def loss(batch: Batch) -> Tensor:
         latents.batch(batch)  # {name: Tensor (B, ...)} of what `encode` returned
         texts.batch(batch.captions)  # {name: Tensor (B, ...)} of what `encode_text` returned
-        batch.time_ids  # SDXL's size and crop, (B, 6) f32
+        batch.frames  # which part of its image each example shows
         batch.loss_weights  # (B,) f32
         dataset.masks(batch)  # (B, h / 8, w / 8) f32 from 0 to 1, or None
 
@@ -28,7 +28,7 @@ number, so a resumed run repeats it. A validation set is another data set (no fl
 """
 
 from trainable_candle.data.batches import ShuffledBatches
-from trainable_candle.data.buckets import Bucket, Buckets, Fit
+from trainable_candle.data.buckets import Bucket, Buckets, Fit, Frame
 from trainable_candle.data.cache import FeatureStore, cache_folder, fingerprint
 from trainable_candle.data.captions import CaptionMaker
 from trainable_candle.data.dataset import Batch, Dataset, DatasetBatches, Item, View
@@ -60,6 +60,7 @@ __all__ = [
     "Filled",
     "Fit",
     "Folder",
+    "Frame",
     "Item",
     "LatentCache",
     "Picture",

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
 if TYPE_CHECKING:
     from trainable_candle.data.options import DatasetOptions
-
-TIME_IDS: Final = 6
 
 
 @dataclass(frozen=True, order=True)
@@ -24,6 +22,24 @@ class Bucket:
     def __str__(self) -> str:
         """As width x height."""
         return f"{self.width}x{self.height}"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Which part of an image a model sees, px; the conditioning on size and crop."""
+
+    original: tuple[int, int]
+    """Width and height of the image before it is scaled."""
+    left: int
+    """Column of the scaled image, mirrored if the cut is, where the cut starts."""
+    top: int
+    bucket: Bucket
+    """The size of the cut."""
+
+    @classmethod
+    def whole(cls, width: int, height: int) -> Frame:
+        """An image that is neither scaled nor cut."""
+        return cls((width, height), 0, 0, Bucket(width, height))
 
 
 @dataclass(frozen=True)
@@ -51,17 +67,9 @@ class Fit:
         columns, rows = self.margin
         return round(columns * across), round(rows * down)
 
-    def time_ids(self, left: int, top: int, *, flipped: bool = False) -> tuple[int, ...]:
-        """SDXL's conditioning on size and crop ("micro-conditioning", arXiv:2307.01952, 2.2).
-
-        Returns:
-            Height and width of the original; top and left of the cut in the scaled image, which
-            is mirrored before it is cut if `flipped`; height and width of the result.
-        """
-        width, height = self.original
-        if flipped:
-            left = self.margin[0] - left
-        return height, width, top, left, self.bucket.height, self.bucket.width
+    def frame(self, left: int, top: int, *, flipped: bool = False) -> Frame:
+        """The part that a cut shows, of the mirrored image if `flipped`."""
+        return Frame(self.original, self.margin[0] - left if flipped else left, top, self.bucket)
 
     def cut(self, image: Image.Image, left: int, top: int, *, flipped: bool = False) -> Image.Image:
         """The image, or its mask in any size, scaled, cut and mirrored to fill the bucket."""

@@ -126,6 +126,8 @@ class CaptionMaker:
 
     def use(self, caption: str, trigger: str, picture: int, sample: int) -> str:
         """The caption of the image with this number as sample number `sample` of a run."""
+        if not self.options.dropout and not self._varies:
+            return self.plain(caption, trigger)
         rng = generator(self._seed, "caption", sample)
         dropped, choice = rng.random() < self.options.dropout, int(rng.integers(2**31))
         if dropped:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from trainable_candle.data.buckets import Bucket, Fit
+    from trainable_candle.data.buckets import Bucket, Fit, Frame
     from trainable_candle.data.folder import Picture
     from trainable_candle.data.options import CaptionOptions, DatasetOptions
 
@@ -77,8 +77,8 @@ class Batch:
     views: tuple[View, ...]
     captions: tuple[str, ...]
     bucket: Bucket
-    time_ids: npt.NDArray[np.float32]
-    """SDXL's size and crop, see `Fit.time_ids`; shape (B, 6)."""
+    frames: tuple[Frame, ...]
+    """Which part of its image each example shows."""
     loss_weights: npt.NDArray[np.float32]
     """Factors on the loss of each image; shape (B,)."""
 
@@ -100,10 +100,12 @@ class Dataset:
     ) -> None:
         self.items = tuple(items)
         self.options = options
+        self._captions = captions
         self._maker = CaptionMaker(captions, seed)
         self.seed = seed
         self._summary = summary
         self._mask = lru_cache(maxsize=_MASKS_KEPT)(self._read_mask)
+        self._variants = lru_cache(maxsize=None)(self._make_variants)
 
     def __len__(self) -> int:
         """The number of images."""
@@ -112,6 +114,11 @@ class Dataset:
     def summary(self) -> str:
         """A table of folders, buckets and what is left out."""
         return self._summary
+
+    def part(self, numbers: Sequence[int]) -> Dataset:
+        """The items of these numbers as a data set of their own."""
+        items = [self.items[number] for number in numbers]
+        return Dataset(items, self.options, self._captions, self.seed, self._summary)
 
     def batches(self, batch_size: int) -> DatasetBatches:
         """Batches in random order.
@@ -203,20 +210,12 @@ class Dataset:
         masks: npt.NDArray[np.float32] = levels.astype(np.float32) / np.float32(255)
         return masks
 
-    def time_ids(self, view: View) -> tuple[int, ...]:
-        """SDXL's size and crop of a view, see `Fit.time_ids`."""
-        fit = self.items[view.item].fit
-        return fit.time_ids(view.left, view.top, flipped=view.flipped)
-
     def draw(self, index: int, numbers: Sequence[int]) -> Batch:
         """Batch number `index`, of these items: one view of each, and a caption."""
         samples = range(index * len(numbers), (index + 1) * len(numbers))
         views, captions = [], []
         for sample, number in zip(samples, numbers, strict=True):
-            rng = generator(self.seed, "view", sample)
-            crop, side = int(rng.integers(self._crops)), int(rng.integers(2))
-            variants = self._variants(number, crop)
-            views.append(variants[side % len(variants)])
+            views.append(self._drawn_view(number, sample))
             item = self.items[number]
             captions.append(self._maker.use(item.picture.caption, item.trigger, item.seed, sample))
         return self._batch(index, samples, views, captions)
@@ -231,9 +230,20 @@ class Dataset:
             tuple(views),
             tuple(captions),
             items[0].fit.bucket,
-            np.array([self.time_ids(view) for view in views], np.float32),
+            tuple(
+                item.fit.frame(view.left, view.top, flipped=view.flipped)
+                for item, view in zip(items, views, strict=True)
+            ),
             np.array([item.loss_weight for item in items], np.float32),
         )
+
+    def _drawn_view(self, number: int, sample: int) -> View:
+        if self._crops == 1 and not self.options.flip:
+            return self._variants(number, 0)[0]
+        rng = generator(self.seed, "view", sample)
+        crop, side = int(rng.integers(self._crops)), int(rng.integers(2))
+        variants = self._variants(number, crop)
+        return variants[side % len(variants)]
 
     def _plain_caption(self, number: int) -> str:
         item = self.items[number]
@@ -243,7 +253,7 @@ class Dataset:
     def _crops(self) -> int:
         return self.options.random_crops if self.options.crop == "random" else 1
 
-    def _variants(self, number: int, crop: int) -> list[View]:
+    def _make_variants(self, number: int, crop: int) -> list[View]:
         """The views of one crop: unchanged and, with `flip`, mirrored."""
         item = self.items[number]
         fit = item.fit

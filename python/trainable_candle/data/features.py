@@ -60,6 +60,7 @@ class LatentCache:
         self._encode_area = encode_area
         self._kept = options.kind != "off"
         self._entries = Entries(options, "latents", identity, folder, device)
+        self._keys: dict[View, str] = {}
 
     def fill(self, *, progress: bool = False, report: Report | None = None) -> Filled:
         """Encode the missing entries, in batches of one size.
@@ -116,6 +117,12 @@ class LatentCache:
         return np.stack([self._dataset.pixels(view) for view in views])
 
     def _key(self, view: View) -> str:
+        key = self._keys.get(view)
+        if key is None:
+            key = self._keys[view] = self._fingerprint(view)
+        return key
+
+    def _fingerprint(self, view: View) -> str:
         item = self._dataset.items[view.item]
         return fingerprint(
             {

@@ -16,13 +16,8 @@ from trainable_candle.data.captions import METADATA
 from trainable_candle.data.pixels import SUFFIXES
 from trainable_candle.errors import ConfigError, DatasetError
 from trainable_candle.files import load_yaml
+from trainable_candle.settings.data import CACHES, CROPS, MASKS, MOST_VIEWS, YAML_SUFFIXES
 
-MASKS: Final = ("off", "file", "alpha")
-CROPS: Final = ("center", "random")
-CACHES: Final = ("disk", "memory", "off")
-MOST_VIEWS: Final = 1000
-"""Cuts, and orders of tags, that an image may have, as in the settings of a run."""
-YAML_SUFFIXES: Final = (".yaml", ".yml")
 _REPEATED: Final = re.compile(r"(\d+)_(.+)", re.DOTALL)
 """Folder names of kohya's scripts: repeats and class."""
 

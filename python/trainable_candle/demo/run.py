@@ -14,13 +14,14 @@ import trainable_candle as tc
 from trainable_candle.demo import digits
 from trainable_candle.demo.judge import Judge, Verdict, verdict
 from trainable_candle.errors import InternalError
+from trainable_candle.families.digits import BASE, SIDE, Digits
 from trainable_candle.files import write_atomically
 from trainable_candle.plot import image_grid, save_png
-from trainable_candle.recipes.base import SampleOptions
-from trainable_candle.recipes.digits import BASE, SIDE, TIMESTEPS, DigitsRecipe
+from trainable_candle.run import train_adapter
+from trainable_candle.settings import TrainConfig
+from trainable_candle.tasks.latent import LatentTask, SampleOptions
+from trainable_candle.tasks.latent.objectives import FLOW_TIMES
 from trainable_candle.train import state as run_state
-from trainable_candle.train.config import TrainConfig
-from trainable_candle.train.run import train_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,21 +97,22 @@ def run(
     if threads is not None:
         tc.set_num_threads(threads)
 
-    base = DigitsRecipe.load(BASE, config.precision, config.device)
+    family = Digits(BASE, config.precision, config.device)
     report(f"base: draws every handwritten digit but {digits.UNSEEN}, which it has never seen")
-    untouched = _velocity(base.model)
-    before = _sample(base, seed)
+    untouched = _velocity(family.model)
+    before = _sample(family.task(), seed)
     _save_grid(before, output / BEFORE, report)
 
     training = train_adapter(config, progress=progress, report=report)
-    assert isinstance(training.recipe, DigitsRecipe)
+    trained = training.task.family
+    assert isinstance(trained, Digits)
     if not training.completed:
         return DemoResult(output, None)
-    after = _sample(training.recipe, seed)
+    after = _sample(training.task, seed)
     _save_grid(after, output / AFTER, report)
 
     training.adapter.set_enabled(False)
-    if not np.array_equal(_velocity(training.recipe.model), untouched):
+    if not np.array_equal(_velocity(trained.model), untouched):
         raise InternalError("demo: the model without its adapter is no longer the base")
     result = verdict(judge, digits.UNSEEN, digits.from_grey(before), digits.from_grey(after), train)
     write_atomically(output / VERDICT, json.dumps(asdict(result), indent=2) + "\n")
@@ -166,17 +168,17 @@ def _clear(output: Path) -> None:
             shutil.rmtree(checkpoint)
 
 
-def _sample(recipe: DigitsRecipe, seed: int) -> npt.NDArray[np.uint8]:
+def _sample(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:
     """Draw grey images of the unseen digit; shape (n, 8, 8)."""
     prompts = [caption(digits.UNSEEN)] * SAMPLES
-    return recipe.sample(prompts, SampleOptions(steps=SAMPLING_STEPS, seed=seed))[..., 0]
+    return task.draw(prompts, SampleOptions(steps=SAMPLING_STEPS, seed=seed))[..., 0]
 
 
 @tc.no_grad()
 def _velocity(model: DigitsTransformer) -> npt.NDArray[np.float32]:
     """The model's output for one blank image of each digit, half way to noise."""
     blank = tc.zeros((digits.CLASSES, 1, SIDE, SIDE))
-    velocity = model(blank, tc.full((digits.CLASSES,), TIMESTEPS / 2), tc.arange(digits.CLASSES))
+    velocity = model(blank, tc.full((digits.CLASSES,), FLOW_TIMES / 2), tc.arange(digits.CLASSES))
     array: npt.NDArray[np.float32] = velocity.numpy()
     return array
 

@@ -7,10 +7,13 @@ opt.step()
 scheduler.step()
 """
 
+from collections.abc import Callable
+from typing import Final
+
 from trainable_candle._core import Optimizer, Schedule
 from trainable_candle.errors import ArgumentError
 
-__all__ = ["LRScheduler", "constant", "cosine", "linear", "polynomial"]
+__all__ = ["SCHEDULES", "LRScheduler", "constant", "cosine", "linear", "polynomial"]
 
 
 class LRScheduler:
@@ -142,3 +145,9 @@ def polynomial(
         )
     schedule = Schedule("polynomial", warmup_steps, total_steps, end=lr_end / lr, power=power)
     return LRScheduler(optimizer, schedule)
+
+
+SCHEDULES: Final[dict[str, Callable[..., LRScheduler]]] = {
+    schedule.__name__: schedule for schedule in (constant, linear, cosine, polynomial)
+}
+"""Every schedule by its name: what `--lr-scheduler` takes."""

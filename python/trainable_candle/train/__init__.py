@@ -1,7 +1,7 @@
 """Training: configuration, loop, checkpoints."""
 
+from trainable_candle.settings import TrainConfig
 from trainable_candle.train.callbacks import Callback, ProgressBar
-from trainable_candle.train.config import TrainConfig
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog
 from trainable_candle.train.objective import (
     DiffusionObjective,

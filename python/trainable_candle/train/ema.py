@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainable_candle.recipes.adapters import Adapters
+    from trainable_candle.train.adapters import Adapters
     from trainable_candle.train.trainer import StepReport, Trainer
 
 _FILE: Final = "average.safetensors"

@@ -10,20 +10,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
-from trainable_candle import plot
 from trainable_candle.errors import NonFiniteError
 from trainable_candle.files import write_atomically
 from trainable_candle.train.callbacks import Callback
 from trainable_candle.train.state import damaged, read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from trainable_candle import AdapterFile
-    from trainable_candle.recipes.adapters import Adapters
-    from trainable_candle.recipes.base import Prepared, Recipe, SampleOptions
+    from trainable_candle.train.adapters import Adapters
     from trainable_candle.train.ema import AdapterAverage
     from trainable_candle.train.trainer import StepReport, Trainer
 
@@ -53,13 +51,12 @@ def evaluated(adapters: Adapters, average: AdapterAverage | None) -> Iterator[No
 
 
 class Validation(Callback):
-    """Measures the loss on pictures that are not trained on, and keeps the best adapter.
+    """Measures the loss on data that is not trained on, and keeps the best adapter.
 
-    Every measurement meets the same noise and timesteps. There is one before the first step and one
-    after the last.
+    There is one measurement before the first step and one after the last.
 
     Args:
-        prepared: the validation pictures.
+        loss: the mean over this data, with the same random numbers at every call.
         every: steps between two measurements.
         evaluated: the context to measure in.
         adapter: takes the adapter of a step for a file that is written later.
@@ -67,14 +64,14 @@ class Validation(Callback):
 
     def __init__(
         self,
-        prepared: Prepared[Any],
+        loss: Callable[[], float],
         every: int,
         evaluated: Callable[[], AbstractContextManager[None]],
         adapter: Callable[[Path, int], AdapterFile],
     ) -> None:
         self.best_loss = math.inf
         self.best_step = 0
-        self._prepared = prepared
+        self._loss = loss
         self._every = every
         self._evaluated = evaluated
         self._adapter = adapter
@@ -98,7 +95,7 @@ class Validation(Callback):
 
     def _measure(self, trainer: Trainer[Any]) -> float:
         with self._evaluated():
-            loss = self._prepared.validation_loss()
+            loss = self._loss()
         trainer.report({"validation_loss": loss})
         return loss
 
@@ -121,59 +118,49 @@ class Validation(Callback):
 
 
 class Previews(Callback):
-    """Draws the same prompts from the same noise again and again, a grid of them in a PNG file.
+    """Makes a preview again and again, each in a file of its own.
 
     There is one before the first step and one after the last.
 
     Args:
-        recipe: draws.
-        prompts: what; a picture each.
-        options: how.
-        every: steps between two grids.
-        folder: for `step-000250.png` and so on.
-        evaluated: the context to draw in.
-        report: gets a line if a grid cannot be drawn.
+        preview: writes one; is given the file's path but for the ending.
+        every: steps between two previews.
+        folder: for `step-000250` and so on.
+        evaluated: the context to work in.
+        report: gets a line if a preview cannot be made.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
-        prompts: Sequence[str],
-        options: SampleOptions,
+        preview: Callable[[Path], None],
         every: int,
         folder: Path,
         evaluated: Callable[[], AbstractContextManager[None]],
         report: Callable[[str], None] = print,
     ) -> None:
-        self._recipe = recipe
-        self._report = report
-        self._prompts = prompts
-        self._options = options
+        self._preview = preview
         self._every = every
         self._folder = folder
         self._evaluated = evaluated
+        self._report = report
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Draw with the model as it was."""
+        """Show the model as it was."""
         if trainer.step == 0:
-            self._draw(0)
+            self._show(0)
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-        """Draw, if it is time to."""
+        """Show the model, if it is time to."""
         if report.step % self._every == 0 or report.step == trainer.steps:
-            self._draw(report.step)
+            self._show(report.step)
 
-    def _draw(self, step: int) -> None:
+    def _show(self, step: int) -> None:
         try:
             with self._evaluated():
-                pictures = self._recipe.sample(self._prompts, self._options)
+                self._preview(self._folder / f"step-{step:06d}")
         except NonFiniteError as error:
             # The training may recover, and checks its own numbers.
             self._report(f"no preview of step {step}: {error}")
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        grid = plot.image_grid(pictures, scale=plot.visible_scale(pictures))
-        plot.save_png(grid, self._folder / f"step-{step:06d}.png")
 
 
 class StepAdapters(Callback):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import trainable_candle as tc
+from trainable_candle.optim import KINDS
+from trainable_candle.optim.lr_scheduler import SCHEDULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -12,37 +13,17 @@ if TYPE_CHECKING:
     from trainable_candle import Var
     from trainable_candle.optim import Optimizer
     from trainable_candle.optim.lr_scheduler import LRScheduler
-    from trainable_candle.train.config import TrainConfig
+    from trainable_candle.settings.training import Training
 
 
-def make_optimizer(config: TrainConfig, groups: Sequence[tuple[Sequence[Var], float]]) -> Optimizer:
+def make_optimizer(config: Training, groups: Sequence[tuple[Sequence[Var], float]]) -> Optimizer:
     """The optimizer over groups of variables, each with its learning rate."""
-    kinds: dict[str, Callable[..., Optimizer]] = {
-        kind.__name__.lower(): kind
-        for kind in (
-            tc.optim.AdamW8bit,
-            tc.optim.AdamW,
-            tc.optim.Adam8bit,
-            tc.optim.Adam,
-            tc.optim.Lion8bit,
-            tc.optim.Lion,
-            tc.optim.Adafactor,
-            tc.optim.SGD,
-        )
-    }
-    kind = kinds[config.optimizer]
+    kind: Callable[..., Optimizer] = KINDS[config.optimizer]
     parameters: list[dict[str, Any]] = [{"params": list(vars_), "lr": lr} for vars_, lr in groups]
     return kind(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
 
 
-def make_scheduler(config: TrainConfig, optimizer: Optimizer) -> LRScheduler:
+def make_scheduler(config: Training, optimizer: Optimizer) -> LRScheduler:
     """The learning-rate schedule, for `optimizer`."""
-    schedules = tc.optim.lr_scheduler
-    kinds: dict[str, Callable[..., LRScheduler]] = {
-        "constant": schedules.constant,
-        "linear": schedules.linear,
-        "cosine": schedules.cosine,
-        "polynomial": schedules.polynomial,
-    }
-    kind = kinds[config.lr_scheduler]
-    return kind(optimizer, total_steps=config.steps, warmup_steps=config.warmup_steps)
+    schedule = SCHEDULES[config.lr_scheduler]
+    return schedule(optimizer, total_steps=config.steps, warmup_steps=config.warmup_steps)

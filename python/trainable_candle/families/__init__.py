@@ -1,0 +1,69 @@
+"""The families of models that can be trained: what `train-lora --model NAME` looks up."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from trainable_candle import hub
+from trainable_candle.errors import ConfigError
+from trainable_candle.settings import nearest
+from trainable_candle.settings.checks import existing
+
+if TYPE_CHECKING:
+    from trainable_candle.tasks.latent import LatentFamily, LatentTask
+
+NAMES: Final = {
+    "sdxl": "trainable_candle.families.sdxl:SDXL",
+    "digits": "trainable_candle.families.digits:Digits",
+}
+"""Model name -> its family; adding one is one line here."""
+
+
+def find(name: str) -> type[LatentFamily]:
+    """The family of a model.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in NAMES:
+        raise ConfigError(f"model: `{name}` is not known{nearest(name, NAMES)}")
+    module, _, attribute = NAMES[name].partition(":")
+    family: type[LatentFamily] = getattr(importlib.import_module(module), attribute)
+    return family
+
+
+def weights_of(name: str, given: str | Path | None) -> Path:
+    """Where the weights of a model are: as given, else those that the package ships.
+
+    Args:
+        name: of the model.
+        given: a path, or the name of a pipeline on the Hugging Face hub, which is fetched.
+
+    Raises:
+        ConfigError: there is no such model, or it needs weights and none are given.
+        MissingFileError: there are no such weights, or the hub cannot be reached.
+    """
+    family = find(name)
+    weights = given or family.default_weights()
+    if not weights:
+        raise ConfigError(f"model: `{name}` needs its checkpoint; give --weights PATH")
+    if family.parts and hub.is_name(str(weights)):
+        return hub.download_pipeline(str(weights), family.parts)
+    return existing("weights", Path(weights).expanduser())
+
+
+def load(name: str, weights: str | Path | None, dtype: str | None, device: str) -> LatentTask:
+    """A model by name, from its weights or those that the package ships, to draw with or to merge.
+
+    Raises:
+        ConfigError: there is no such model, or it needs weights and none are given.
+        MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another model.
+    """
+    family = find(name)(weights_of(name, weights), dtype, device)
+    family.require_own()
+    return family.task()
+
+
+__all__ = ["NAMES", "find", "load", "weights_of"]

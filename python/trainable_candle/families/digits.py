@@ -1,0 +1,266 @@
+"""The demo's image generator: 8x8 grey images of handwritten digits, by flow matching."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property, lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.data import (
+    CaptionOptions,
+    Dataset,
+    DatasetOptions,
+    Source,
+    check_folder,
+    unusable,
+)
+from trainable_candle.data import Item as DatasetItem
+from trainable_candle.data.buckets import Bucket, Fit
+from trainable_candle.errors import ConfigError
+from trainable_candle.models import DigitsTransformer
+from trainable_candle.settings.adapter import Adapter
+from trainable_candle.settings.data import Data
+from trainable_candle.settings.files import Files
+from trainable_candle.settings.machine import Machine
+from trainable_candle.settings.objective import Loss, NoiseLevels
+from trainable_candle.settings.previews import Previews, Validation
+from trainable_candle.settings.training import Training
+from trainable_candle.tasks.estimate import Estimate, Item, adapted_layers, adapter_items
+from trainable_candle.tasks.latent.family import LatentFamily
+from trainable_candle.tasks.latent.objectives import FlowObjective, FlowSampler
+from trainable_candle.train.headers import ITEM_BYTES, read_folder, read_header, total_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from trainable_candle import Tensor
+    from trainable_candle.data import Picture
+    from trainable_candle.models import Model
+    from trainable_candle.settings import Group, TrainConfig
+    from trainable_candle.tasks.task import Split
+    from trainable_candle.train.headers import TensorFacts
+    from trainable_candle.train.trainer import Inputs
+
+BASE: Final = Path(str(files("trainable_candle") / "demo" / "assets"))
+"""The base that the package ships: every digit but zero."""
+SIDE: Final = 8
+NAMES: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_CLASSES: Final = {word: n for n, name in enumerate(NAMES) for word in (name, str(n))}
+_LUMA: Final = np.array([0.299, 0.587, 0.114], dtype=np.float32)
+_TOKENS: Final = 16
+_SAVED_IN_BLOCK: Final = 11
+_SAMPLE_BYTES: Final = 32
+"""Of each pixel of an image that is drawn, until it is in a grid."""
+
+
+class Pixels:
+    """Grey pixels as they are, in the place of an autoencoder."""
+
+    factor = 1
+    channels = 1
+
+    def identity(self) -> None:
+        """They are quick to make."""
+
+    def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
+        """Images as the model sees them."""
+        return {"mean": tc.tensor(to_model(pixels))}
+
+    def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:  # noqa: ARG002
+        """The pixels: nothing about them is random."""
+        return kept["mean"]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """The pixels."""
+        return latents
+
+    def load(self) -> None:
+        """There is nothing to load."""
+
+    def drop(self) -> None:
+        """There is nothing to drop."""
+
+
+class Digits(LatentFamily):
+    """The digits transformer; a caption says which digit by its numeral or English name."""
+
+    name: ClassVar[str] = "digits"
+    summary: ClassVar[str] = "8x8 handwritten digits, the demo's generator (its base is built in)"
+    groups: ClassVar[tuple[type[Group], ...]] = (
+        Data, Adapter, Training, Loss, NoiseLevels, Validation, Previews, Machine, Files,
+    )  # fmt: skip
+    component: ClassVar[str] = ""
+    formats: ClassVar[tuple[str, ...]] = ("peft", "kohya", "diffusers")
+    targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    at_once: ClassVar[int] = 256
+    validation_examples: ClassVar[int] = 1
+    coder: ClassVar[Pixels] = Pixels()
+    resolution: ClassVar[int] = SIDE
+
+    @classmethod
+    def default_weights(cls) -> Path:
+        """The base that the package ships."""
+        return BASE
+
+    def require_own(self) -> None:
+        """Load the transformer, which is small."""
+        _ = self.model
+
+    def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:  # noqa: ARG002
+        """Check that the file can be read.
+
+        Raises:
+            WeightsFormatError: it is damaged.
+        """
+        read_header(path)
+
+    def check_prompt(self, prompt: str) -> None:
+        """Check that a text names one digit.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        _label(prompt)
+
+    def layers(self) -> Mapping[str, TensorFacts]:
+        """The tensors of the weights' files."""
+        return read_folder(self.weights) if self.weights.is_dir() else read_header(self.weights)
+
+    def dataset(self, folder: str) -> Dataset:
+        """The images of a folder, which must be 8x8, with a digit in each caption.
+
+        Raises:
+            DatasetError: naming images of another size and captions without exactly one digit.
+        """
+        images = check_folder(folder, self.config.caption)
+        problems = [problem for image in images if (problem := _problem(image))]
+        if problems:
+            raise unusable(images[0].path.parent, len(images), problems)
+        fit = Fit(Bucket(SIDE, SIDE), (SIDE, SIDE), (SIDE, SIDE))
+        return Dataset(
+            [DatasetItem(image, fit, "", 1.0, 1.0, "off") for image in images],
+            DatasetOptions((Source(Path(folder)),), resolution=SIDE, bucket_step=SIDE),
+            CaptionOptions(),
+            self.config.seed,
+            f"dataset: {len(images)} images in {folder}",
+        )
+
+    def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:  # noqa: ARG002
+        """Weights, adapters, activations and images."""
+        tensors = self.layers()
+        wanted = config.target_modules or self.targets
+        layers = adapted_layers(tensors, wanted, config.exclude_modules)
+        count = activation_count(tensors, config)
+        items = [
+            Item("model", "weights", total_bytes(tensors.values(), config.precision)),
+            *adapter_items("model", layers.values(), config),
+            Item("model", "activations", count * ITEM_BYTES[config.precision]),
+        ]
+        if not config.on_gpu:
+            images = len(data.train) + len(data.validation or ())
+            items.append(Item("images", "", 4 * images * SIDE**2))
+        return Estimate({"training": items}, config.on_gpu)
+
+    def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
+        """The images; what predicts is small."""
+        return count * size[0] * size[1] * _SAMPLE_BYTES
+
+    @cached_property
+    def model(self) -> DigitsTransformer:
+        """The transformer."""
+        return DigitsTransformer.from_pretrained(self.weights, dtype=self.dtype, device=self.device)
+
+    def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
+        """The velocity from an image to noise."""
+        return FlowObjective(self.config)
+
+    def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:  # noqa: ARG002
+        """Euler's method."""
+        return FlowSampler(steps)
+
+    def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
+        """What the transformer says."""
+        return self.model(sample, times, conditions["class_labels"])
+
+    def features(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """`class_labels` (B,), i64: the digit that each caption names.
+
+        Raises:
+            ConfigError: one does not name exactly one.
+        """
+        labels = np.array([_label(caption) for caption in captions], dtype=np.int64)
+        return {"class_labels": tc.tensor(labels, device=self.device)}
+
+    def adapted_parts(self, path: Path) -> Sequence[str]:  # noqa: ARG002
+        """The transformer is the only part."""
+        return (self.component,)
+
+    def save_merged(self, models: Mapping[str, Model], output: Path) -> None:
+        """Write the model to a new or an empty folder.
+
+        Raises:
+            ConfigError: there is something else.
+            OSError: the folder cannot be written.
+        """
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ConfigError(
+                f"--output is {output}, which exists; expected a new or an empty folder"
+            )
+        models[self.component].save_pretrained(output)
+
+
+def activation_count(tensors: Mapping[str, TensorFacts], config: TrainConfig) -> int:
+    """About how many values the tape holds between forward and backward, adapters on attention.
+
+    Of a block that is, for each token and channel: the inputs of two norms, of the projections and
+    of their gates, q, k, v and the output of attention; and what the adapters have in the middle.
+    """
+    projections = [f.shape for name, f in tensors.items() if name.endswith("attn.to_q.weight")]
+    width = projections[0][0] if projections else 0
+    tokens = config.batch_size * _TOKENS
+    of_block = tokens * (_SAVED_IN_BLOCK * width + 4 * config.rank)
+    if config.gradient_checkpointing == "full":
+        return of_block + len(projections) * tokens * width
+    return of_block * len(projections)
+
+
+def to_model(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """RGB pixels as the model sees them: (n, 8, 8, 3), 0..255 -> grey (n, 1, 8, 8), -1..1."""
+    grey = pixels.astype(np.float32) @ _LUMA
+    images: npt.NDArray[np.float32] = (grey / np.float32(127.5) - np.float32(1.0))[:, None]
+    return images
+
+
+def digits_in(caption: str) -> list[int]:
+    """The different digits that a caption names, by numeral or English name, ascending."""
+    words = re.findall(r"[a-z]+|[0-9]+", caption.lower())
+    return sorted({_CLASSES[word] for word in words if word in _CLASSES})
+
+
+@lru_cache(maxsize=1024)
+def _label(prompt: str) -> int:
+    found = digits_in(prompt)
+    if len(found) != 1:
+        raise ConfigError(f"sample: the prompt {prompt!r} {_expected(found)}")
+    return found[0]
+
+
+def _problem(image: Picture) -> str | None:
+    if (image.width, image.height) != (SIDE, SIDE):
+        return f"{image.path}: is {image.width}x{image.height} pixels, expected {SIDE}x{SIDE}"
+    found = digits_in(image.caption)
+    if len(found) != 1:
+        return f"{image.path.with_suffix('.txt')}: {image.caption!r} {_expected(found)}"
+    return None
+
+
+def _expected(found: list[int]) -> str:
+    names = f"the digits {', '.join(map(str, found))}" if found else "no digit"
+    return f"names {names}, expected one of 0 to 9 or of zero to nine"

@@ -1,0 +1,5 @@
+"""SDXL: from a checkpoint and a folder of pictures to an adapter."""
+
+from trainable_candle.families.sdxl.family import SDXL
+
+__all__ = ["SDXL"]

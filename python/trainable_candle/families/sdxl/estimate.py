@@ -1,0 +1,179 @@
+"""What an SDXL run holds in memory."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from trainable_candle.data.kept import MEMORY_LIMIT
+from trainable_candle.data.pixels import AHEAD
+from trainable_candle.families.sdxl import files
+from trainable_candle.families.sdxl.structure import UNetWalk, layer_facts, saved_values
+from trainable_candle.families.sdxl.text import unread_layers
+from trainable_candle.tasks.estimate import (
+    RUNTIME_BYTES,
+    Estimate,
+    Item,
+    adapted_layers,
+    adapter_items,
+)
+from trainable_candle.tasks.latent.tiles import area_at_once
+from trainable_candle.train.headers import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from trainable_candle.data import Dataset
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.task import Split
+    from trainable_candle.train.headers import TensorFacts
+
+_TOKENS: Final = 77
+_ENCODER_IMAGES: Final = 6
+"""Full-size images of the first level that the autoencoder holds at once."""
+_WIDE_IMAGES: Final = 12
+"""Images of the first level that the UNet holds at once without a tape: skips, gates."""
+_GUIDED: Final = 2
+"""Predictions at once."""
+_ENCODE_AREA: Final = 4 * 1024**2
+"""Pixels that a GPU encodes at once, at most."""
+_TEXT_PARTS: Final = 16
+"""Rows of tokens that a GPU encodes at once."""
+_ENCODERS: Final = ("text_encoder", "text_encoder_2")
+_QUERIES: Final = ("self_attn.q_proj.weight", "attn.in_proj_weight")
+
+
+def estimate(
+    weights: Path,
+    config: TrainConfig,
+    data: Split[Dataset],
+    unet_targets: Sequence[str],
+    text_targets: Sequence[str],
+    limit: float = math.inf,
+) -> Estimate:
+    """From the configuration of the UNet and the headers of the files.
+
+    Args:
+        weights: the checkpoint.
+        config: the settings.
+        data: the pictures.
+        unet_targets: the layers of the UNet that get adapters unless the settings say others.
+        text_targets: those of the text encoders.
+        limit: bytes that there are.
+
+    Raises:
+        MissingFileError, WeightsFormatError, ConfigError: the checkpoint is no SDXL model.
+    """
+    itemsize = ITEM_BYTES[config.precision]
+    facts = files.facts(weights)
+    unet = Item("unet", "weights", facts.values("unet") * itemsize)
+    texts = Item("text encoders", "weights", facts.values(*_ENCODERS) * itemsize)
+    vae = Item("vae", "weights", 4 * facts.values("vae"))
+    pictures = len(data.train) + len(data.validation or ())
+    area = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
+
+    latents = 2 * 4 * facts.latent_channels * area // facts.factor**2 * pictures
+    text = (_TOKENS * facts.context + facts.pooled) * itemsize * pictures
+    kept = 0 if config.cache == "off" else latents + text
+    cached = kept if config.cache == "memory" else min(kept, MEMORY_LIMIT)
+    # Batches are made in host memory.
+    cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
+
+    at_once = max(area_at_once(area), min(encode_area(facts, config, limit), area * pictures))
+    width = sum(f.shape[-1] for f in _of_texts(facts) if len(f.shape) == 2)
+    states = text_parts(config) * _TOKENS * width * itemsize
+    encoding = [
+        vae,
+        texts,
+        Item("vae", "activations", _working(facts) * at_once),
+        Item("text encoders", "activations", states),
+        *cache,
+    ]
+    if not config.on_gpu:
+        encoding.append(Item("pictures", "decoded ahead", 3 * area * (min(AHEAD, pictures) + 2)))
+
+    trained = [unet, *cache]
+    side = int(area**0.5)
+    walk = UNetWalk(facts.config, side // facts.factor, side // facts.factor, _TOKENS)
+    wanted, exclude = config.target_modules or list(unet_targets), config.exclude_modules
+    adapted = adapted_layers(layer_facts(facts.config), wanted, exclude)
+    trained += adapter_items("unet", adapted.values(), config)
+    values = saved_values(
+        walk.blocks(), adapted.__contains__, config.rank, config.gradient_checkpointing
+    )
+    trained.append(Item("unet", "activations", values * config.batch_size * itemsize))
+    if config.train_text_encoder:
+        first, second = (facts.parts[part] for part in _ENCODERS)
+        unread = unread_layers(first, config.clip_skip or 0)
+        layers = [
+            *adapted_layers(first, text_targets, [*exclude, *unread]).values(),
+            *adapted_layers(second, text_targets, exclude).values(),
+        ]
+        trained += [texts, *adapter_items("text encoders", layers, config)]
+        values = _TOKENS * sum(map(sum, layers))
+        trained.append(Item("text encoders", "activations", values * config.batch_size * itemsize))
+    elif config.cache == "off" or not config.caption_variants:
+        trained.append(texts)
+    if config.cache == "off" or config.sample_prompts:
+        trained.append(vae)
+    return Estimate({"encoding": encoding, "training": trained}, config.on_gpu)
+
+
+def encode_area(facts: files.Facts, config: TrainConfig, limit: float) -> int:
+    """Pixels of the pictures that are encoded at once, at least one picture's.
+
+    On a GPU as many as take half of what the models leave free, up to four of 1024x1024; on the
+    CPU, where nothing is gained by more, pictures are encoded one by one, so that what an entry
+    holds does not depend on its company.
+
+    Args:
+        facts: of the checkpoint.
+        config: the settings.
+        limit: bytes that there are before anything is loaded.
+    """
+    if not config.on_gpu:
+        return 0
+    models = 4 * facts.values("vae") + ITEM_BYTES[config.precision] * facts.values(*_ENCODERS)
+    room = (limit - RUNTIME_BYTES - models) / 2
+    return max(0, int(min(_ENCODE_AREA, room // _working(facts))))
+
+
+def text_parts(config: TrainConfig) -> int:
+    """Rows of tokens that are encoded at once: one on the CPU, as with pictures."""
+    return _TEXT_PARTS if config.on_gpu else 1
+
+
+def _working(facts: files.Facts) -> int:
+    """Bytes that encoding takes for each pixel."""
+    return 4 * facts.vae_widths[0] * _ENCODER_IMAGES
+
+
+def _of_texts(facts: files.Facts) -> list[TensorFacts]:
+    """A weight of each layer of the text encoders; every layer's states are kept."""
+    return [
+        tensor
+        for part in _ENCODERS
+        for name, tensor in facts.parts[part].items()
+        if name.endswith(_QUERIES)
+    ]
+
+
+def sampling_bytes(facts: files.Facts, size: tuple[int, int], count: int, dtype: str | None) -> int:
+    """About what drawing pictures one after the other takes besides the runtime.
+
+    Args:
+        facts: of the checkpoint.
+        size: width and height, px.
+        count: how many there are in the end.
+        dtype: of the UNet and the text encoders; as stored if None, here taken for f16.
+    """
+    area = size[0] * size[1]
+    itemsize = ITEM_BYTES.get(dtype or "f16", 4)
+    models = facts.values("unet", "text_encoder", "text_encoder_2") * itemsize
+    models += 4 * facts.values("vae")
+    latents = area // facts.factor**2
+    predicting = _GUIDED * _WIDE_IMAGES * facts.config["block_out_channels"][0] * latents * itemsize
+    tile = 4 * facts.vae_widths[0] * area_at_once(area) * _ENCODER_IMAGES
+    decoding = tile + 2 * 4 * 3 * area
+    return int(models + max(predicting, decoding) + 3 * 3 * area * count)

@@ -1,0 +1,19 @@
+"""Settings of a training run, in groups: each owns its ranges, help, conditions and aliases.
+
+`TrainConfig` holds them all, flat. The command line, YAML files and Python read the same
+declarations; a model takes the groups that mean something to it.
+"""
+
+from trainable_candle.settings.config import GROUPS, TrainConfig, group_of, settings
+from trainable_candle.settings.setting import Group, Setting, flag, nearest
+
+__all__ = [
+    "GROUPS",
+    "Group",
+    "Setting",
+    "TrainConfig",
+    "flag",
+    "group_of",
+    "nearest",
+    "settings",
+]

@@ -1,0 +1,91 @@
+"""What is trained: the kind of adapter, its layers, its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar, Final
+
+from trainable_candle.settings import sections
+from trainable_candle.settings.machine import PRECISIONS
+from trainable_candle.settings.setting import Condition, Group, Setting
+
+ADAPTERS: Final = ("lora", "dora", "loha", "lokr")
+FORMATS: Final = ("kohya", "diffusers", "peft", "comfyui")
+
+
+@dataclass(frozen=True)
+class Adapter(Group):
+    """The adapters on the trained model, and the files that hold them."""
+
+    section: ClassVar[str] = sections.ADAPTER
+
+    adapter: Annotated[str, Setting("kind", choices=ADAPTERS)] = "lora"
+    rank: Annotated[int, Setting("rank", low=1, aliases=("network-dim", "dim", "r"))] = 16
+    alpha: Annotated[
+        float | None,
+        Setting(
+            "scale is alpha / rank (default: rank)",
+            low=0,
+            above=True,
+            aliases=("network-alpha", "lora-alpha"),
+        ),
+    ] = None
+    target_modules: Annotated[
+        list[str], Setting("layers, comma-separated (default: model's)", rare=True)
+    ] = field(default_factory=list)
+    exclude_modules: Annotated[list[str], Setting("layers to leave out", rare=True)] = field(
+        default_factory=list
+    )
+    rslora: Annotated[bool, Setting("scale by alpha / sqrt(rank)", rare=True)] = False
+    lora_dropout: Annotated[
+        float, Setting("dropout on the adapter's input", low=0, below=1, rare=True)
+    ] = 0.0
+    initial_adapter: Annotated[
+        str | None, Setting("file to start from: same kind and ranks", rare=True)
+    ] = None
+    format: Annotated[
+        str | None,
+        Setting("whose keys (default: model's)", choices=FORMATS, rare=True, free=True),
+    ] = None
+    adapter_precision: Annotated[
+        str, Setting("of the adapter files", choices=PRECISIONS, rare=True, free=True)
+    ] = "f32"
+
+    @property
+    def initial_adapter_path(self) -> Path:
+        """The file that `initial_adapter` names."""
+        return Path(self.initial_adapter or "").expanduser()
+
+
+@dataclass(frozen=True)
+class TextEncoders(Group):
+    """Adapters on text encoders."""
+
+    section: ClassVar[str] = sections.ADAPTER
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("text_encoder_learning_rate",),
+            lambda c: c.train_text_encoder,
+            "--train-text-encoder",
+        ),
+    )
+
+    train_text_encoder: Annotated[bool, Setting("adapters on the text encoders too", rare=True)] = (
+        False
+    )
+    text_encoder_learning_rate: Annotated[
+        float | None,
+        Setting("(default: a tenth)", low=0, above=True, rare=True, section=sections.TRAINING),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ClipSkip(Group):
+    """Which layer of CLIP text encoders is read."""
+
+    section: ClassVar[str] = sections.OBJECTIVE
+
+    clip_skip: Annotated[
+        int | None, Setting("text layers left out (default: model's)", low=0, rare=True)
+    ] = None

@@ -1,0 +1,103 @@
+"""What is checked of a run's settings before anything is read: that each one has an effect."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.settings.config import GROUPS, group_of, settings
+from trainable_candle.settings.setting import flag
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+    from trainable_candle.settings.config import TrainConfig
+    from trainable_candle.settings.setting import Group
+
+
+def check_settings(config: TrainConfig) -> None:
+    """Check what can be told from the settings alone.
+
+    Raises:
+        ConfigError: a setting has no effect for want of another, or a text is not UTF-8.
+    """
+    _check_effects(config)
+    for name, (_, setting) in settings().items():
+        if setting.tokenized:
+            value: Any = getattr(config, name)
+            for text in value if isinstance(value, list) else [value or ""]:
+                require_text(flag(name), text)
+
+
+def check_groups(config: TrainConfig, groups: Collection[type[Group]]) -> None:
+    """Check that all settings which were given belong to the groups that a model takes.
+
+    Raises:
+        ConfigError: naming those that do not.
+    """
+    given = [flag(name) for name in config.changed() if group_of(name) not in groups]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: has no effect on the model `{config.model}`; leave it out"
+        )
+
+
+def _check_effects(config: TrainConfig) -> None:
+    changed = config.changed()
+    idle: dict[str, list[str]] = {}
+    for condition in (condition for group in GROUPS for condition in group.conditions):
+        given = [flag(name) for name in condition.settings if name in changed]
+        if given and not condition.holds(config):
+            if condition.complaint is not None:
+                raise ConfigError(condition.complaint)
+            idle.setdefault(condition.needed, []).extend(given)
+    for needed, flags in idle.items():
+        verb, them = ("has", "it") if len(flags) == 1 else ("have", "them")
+        raise ConfigError(
+            f"{', '.join(flags)} {verb} no effect without {needed}; give that, or leave {them} out"
+        )
+
+
+def require_text(name: str, text: str) -> None:
+    """Check that a text has no bytes that are no UTF-8, as command lines may.
+
+    Raises:
+        ConfigError: it has; names the flag.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} is {text!r}, expected text in UTF-8") from None
+
+
+def existing(setting: str, path: Path) -> Path:
+    """The path itself if there is something.
+
+    Raises:
+        MissingFileError: there is nothing; names the flag of the setting.
+    """
+    if not path.exists():
+        raise MissingFileError(f"{flag(setting)}: there is no file or folder {path}")
+    return path
+
+
+def differences(earlier: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """What makes a resumed run another than the one that it continues, a line each.
+
+    Args:
+        earlier: settings and facts of the run that wrote the checkpoint, by name.
+        now: those of the resumed run.
+    """
+    return [
+        f"{name} is {value!r}, was {earlier[name]!r}: the run will not repeat the earlier one"
+        for name, value in now.items()
+        if name in earlier and earlier[name] != value and not _is_free(name, now)
+    ]
+
+
+def _is_free(name: str, values: Mapping[str, object]) -> bool:
+    if name not in settings():
+        return False
+    free = settings()[name][1].free
+    return free(values) if callable(free) else free

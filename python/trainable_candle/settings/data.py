@@ -1,0 +1,137 @@
+"""Which model is trained on what: paths, images, captions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final
+
+from trainable_candle.settings import sections
+from trainable_candle.settings.setting import Condition, Group, Setting
+
+CROPS: Final = ("center", "random")
+MASKS: Final = ("off", "file", "alpha")
+CACHES: Final = ("disk", "memory", "off")
+MOST_VIEWS: Final = 1000
+"""Cuts, and orders of tags, that an image may have: each is encoded and kept."""
+YAML_SUFFIXES: Final = (".yaml", ".yml")
+"""Endings of a file that lists the folders of a dataset."""
+
+
+@dataclass(frozen=True)
+class Data(Group):
+    """The model, its data and the place for results: what every task needs."""
+
+    section: ClassVar[str] = sections.MODEL
+
+    model: Annotated[str, Setting("which model; see `trainable-candle info`")] = ""
+    weights: Annotated[
+        str,
+        Setting(
+            "its checkpoint: a folder or a file",
+            aliases=("pretrained-model-name-or-path", "checkpoint", "ckpt"),
+        ),
+    ] = ""
+    dataset: Annotated[
+        str,
+        Setting(
+            "folder of images with .txt captions",
+            aliases=("train-data-dir", "data", "instance-data-dir"),
+        ),
+    ] = ""
+    output: Annotated[
+        str,
+        Setting(
+            "folder for adapter, checkpoints and logs", free=True, aliases=("output-dir", "out")
+        ),
+    ] = ""
+    caption: Annotated[
+        str | None,
+        Setting("for images without a .txt", rare=True, tokenized=True, section=sections.CAPTIONS),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Images(Group):
+    """Sizes, cuts, masks and caches of images."""
+
+    section: ClassVar[str] = sections.IMAGES
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(("random_crops",), lambda c: c.crop == "random", "--crop random"),
+        Condition(("min_side", "max_side"), lambda c: c.bucketing, "--bucketing"),
+        Condition(("cache_dir",), lambda c: c.cache == "disk", "--cache disk"),
+    )
+
+    resolution: Annotated[
+        int | None,
+        Setting("root of an image's area, px (default: model's)", low=8, section=sections.MODEL),
+    ] = None
+    bucketing: Annotated[bool, Setting("keep aspect ratios", rare=True)] = True
+    bucket_step: Annotated[
+        int | None, Setting("sides are multiples (default: 64, or less)", low=8, rare=True)
+    ] = None
+    min_side: Annotated[
+        int | None, Setting("shortest side (default: resolution / 4)", low=8, rare=True)
+    ] = None
+    max_side: Annotated[
+        int | None, Setting("longest side (default: resolution x 2)", low=8, rare=True)
+    ] = None
+    upscale: Annotated[bool, Setting("enlarge small images", rare=True)] = False
+    crop: Annotated[str, Setting("what remains", choices=CROPS, rare=True)] = "center"
+    random_crops: Annotated[int, Setting("cuts of an image", low=1, high=MOST_VIEWS, rare=True)] = 4
+    flip: Annotated[bool, Setting("mirror half of them", rare=True)] = False
+    mask: Annotated[str, Setting("where loss counts", choices=MASKS, rare=True)] = "off"
+    prior_loss_weight: Annotated[
+        float, Setting("weight of regularization images", low=0, rare=True)
+    ] = 1.0
+    skip_bad: Annotated[bool, Setting("leave out what cannot be read", rare=True)] = False
+    cache: Annotated[
+        str,
+        Setting("where latents and features are kept", choices=CACHES, rare=True, free=True),
+    ] = "disk"
+    cache_dir: Annotated[
+        str | None,
+        Setting("its folder (default: .trainable-candle in the dataset)", rare=True, free=True),
+    ] = None
+
+
+def _varies(config: Any) -> bool:
+    varies: bool = config.caption_shuffle or config.caption_tag_dropout > 0
+    return varies
+
+
+def _joins_tags(config: Any) -> bool:
+    # Each folder of a list may have its own trigger.
+    return _varies(config) or bool(config.trigger) or config.dataset.endswith(YAML_SUFFIXES)
+
+
+@dataclass(frozen=True)
+class Captions(Group):
+    """What is done to captions that consist of tags."""
+
+    section: ClassVar[str] = sections.CAPTIONS
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("caption_keep_tokens", "caption_variants"),
+            _varies,
+            "--caption-shuffle or --caption-tag-dropout",
+        ),
+        Condition(
+            ("caption_separator",),
+            _joins_tags,
+            "--caption-shuffle, --caption-tag-dropout or --trigger",
+        ),
+    )
+
+    trigger: Annotated[str, Setting("tag put before every caption", rare=True, tokenized=True)] = ""
+    caption_dropout: Annotated[
+        float, Setting("share of empty captions", low=0, high=1, rare=True)
+    ] = 0.0
+    caption_shuffle: Annotated[bool, Setting("shuffle the tags", rare=True)] = False
+    caption_keep_tokens: Annotated[int, Setting("tags that keep their place", low=0, rare=True)] = 0
+    caption_tag_dropout: Annotated[
+        float, Setting("share of tags left out", low=0, below=1, rare=True)
+    ] = 0.0
+    caption_separator: Annotated[str, Setting("what is between tags", rare=True)] = ","
+    caption_variants: Annotated[
+        int, Setting("orders of tags; 0: new ones", low=0, high=MOST_VIEWS, rare=True)
+    ] = 8

@@ -1,0 +1,51 @@
+"""Where is computed, in which precision, within which memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Final
+
+from trainable_candle.placement import AUTO
+from trainable_candle.settings import sections
+from trainable_candle.settings.setting import Condition, Group, Setting
+
+PRECISIONS: Final = ("f32", "bf16", "f16")
+CHECKPOINTING: Final = ("none", "full", "selective")
+
+
+@dataclass(frozen=True)
+class Machine(Group):
+    """Device, precision, memory."""
+
+    section: ClassVar[str] = sections.MACHINE
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(("cuda_graphs",), lambda c: c.on_gpu, "--device cuda"),
+    )
+
+    device: Annotated[str, Setting("auto, cpu, cuda or cuda:N")] = AUTO
+    precision: Annotated[
+        str,
+        Setting(
+            "auto: bf16 on a GPU",
+            choices=(AUTO, *PRECISIONS),
+            synonyms=("mixed-precision", "dtype"),
+        ),
+    ] = AUTO
+    gradient_checkpointing: Annotated[
+        str, Setting("what to recompute", choices=CHECKPOINTING, free=True)
+    ] = "none"
+    cuda_graphs: Annotated[
+        int,
+        Setting("on a GPU, shapes of batches recorded; 0: none", low=0, rare=True, free=True),
+    ] = 16
+    memory_limit: Annotated[
+        float | None, Setting("GiB to stay within (default: free)", low=0, rare=True, free=True)
+    ] = None
+    threads: Annotated[
+        int | None, Setting("CPU threads (default: all)", low=1, rare=True, free=True)
+    ] = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is not the CPU."""
+        return self.device.partition(":")[0] not in {AUTO, "cpu"}

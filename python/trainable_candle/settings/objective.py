@@ -1,0 +1,70 @@
+"""What the model is asked to predict, at which noise levels, and how an error is weighed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Final
+
+from trainable_candle.settings import sections
+from trainable_candle.settings.setting import Condition, Group, Setting
+
+LOSSES: Final = ("mse", "l1", "huber", "smooth_l1")
+HUBER_SCHEDULES: Final = ("constant", "exponential", "snr")
+TIMESTEPS: Final = ("uniform", "logit_normal")
+PREDICTIONS: Final = ("epsilon", "v_prediction")
+
+
+@dataclass(frozen=True)
+class NoisePrediction(Group):
+    """Of models that predict noise or velocity on a schedule of discrete timesteps."""
+
+    section: ClassVar[str] = sections.OBJECTIVE
+
+    prediction_type: Annotated[
+        str | None, Setting("(default: model's)", choices=PREDICTIONS, rare=True)
+    ] = None
+    min_timestep: Annotated[int, Setting("first timestep", low=0, rare=True)] = 0
+    max_timestep: Annotated[
+        int | None, Setting("one after the last (default: model's)", low=1, rare=True)
+    ] = None
+    noise_offset: Annotated[float, Setting("noise of whole channels", low=0, rare=True)] = 0.0
+
+
+@dataclass(frozen=True)
+class Loss(Group):
+    """How far a prediction is off."""
+
+    section: ClassVar[str] = sections.OBJECTIVE
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("huber_delta", "huber_schedule"),
+            lambda c: c.loss in {"huber", "smooth_l1"},
+            "--loss huber or --loss smooth_l1",
+        ),
+    )
+
+    loss: Annotated[str, Setting("loss", choices=LOSSES, rare=True)] = "mse"
+    huber_delta: Annotated[
+        float, Setting("where Huber turns linear", low=0, above=True, rare=True)
+    ] = 0.1
+    huber_schedule: Annotated[str, Setting("its course", choices=HUBER_SCHEDULES, rare=True)] = (
+        "constant"
+    )
+    min_snr_gamma: Annotated[
+        float | None,
+        Setting("weigh by min(SNR, X); 5 is usual", low=0, above=True, rare=True),
+    ] = None
+
+
+@dataclass(frozen=True)
+class NoiseLevels(Group):
+    """How noise levels are drawn."""
+
+    section: ClassVar[str] = sections.OBJECTIVE
+
+    timesteps: Annotated[
+        str, Setting("distribution of noise levels", choices=TIMESTEPS, rare=True)
+    ] = "uniform"
+    timestep_shift: Annotated[
+        float, Setting("above 1: more noise", low=0, above=True, rare=True)
+    ] = 1.0

@@ -1,0 +1,97 @@
+"""What is looked at during training: a validation loss, previews."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Final
+
+from trainable_candle.settings import sections
+from trainable_candle.settings.setting import Condition, Group, Setting
+
+SAMPLERS: Final = ("euler", "dpmpp_2m")
+
+
+def _previews(*names: str) -> Condition:
+    return Condition(names, lambda c: bool(c.sample_prompts), "--sample-prompts")
+
+
+def _two_validations(config: Any) -> str | None:
+    if config.validation_dataset and config.validation_split:
+        return (
+            "validation_dataset and validation_split are both given; "
+            "choose a folder, or a share of the dataset"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Validation(Group):
+    """What the training is validated on."""
+
+    section: ClassVar[str] = sections.VALIDATION
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("validate_every",),
+            lambda c: bool(c.validation_dataset or c.validation_split),
+            "--validation-split or --validation-dataset",
+        ),
+    )
+    contradictions = (_two_validations,)
+
+    validation_dataset: Annotated[
+        str | None, Setting("folder of images to validate on", rare=True)
+    ] = None
+    validation_split: Annotated[
+        float, Setting("share of the dataset to validate on", low=0, below=1, rare=True)
+    ] = 0.0
+    validate_every: Annotated[
+        int, Setting("steps between validations", low=1, rare=True, free=True)
+    ] = 100
+
+
+@dataclass(frozen=True)
+class Previews(Group):
+    """Which previews there are, and when."""
+
+    section: ClassVar[str] = sections.VALIDATION
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        _previews("sample_every", "sample_steps", "sample_seed"),
+    )
+
+    sample_prompts: Annotated[
+        list[str],
+        Setting("draw a preview; may be given again", texts=True, tokenized=True, free=True),
+    ] = field(default_factory=list)
+    sample_every: Annotated[int, Setting("steps between previews", low=1, rare=True, free=True)] = (
+        250
+    )
+    sample_steps: Annotated[
+        int, Setting("sampling steps of a preview", low=1, rare=True, free=True)
+    ] = 25
+    sample_seed: Annotated[
+        int, Setting("seed of the previews", low=0, below=2**64, rare=True, free=True)
+    ] = 0
+
+
+@dataclass(frozen=True)
+class Drawing(Group):
+    """How images are drawn from prompts."""
+
+    section: ClassVar[str] = sections.VALIDATION
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        _previews("sample_size", "sampler", "guidance", "negative_prompt"),
+        Condition(("negative_prompt",), lambda c: c.guidance != 1, "--guidance other than 1"),
+    )
+
+    negative_prompt: Annotated[
+        str, Setting("what not to draw", rare=True, tokenized=True, free=True)
+    ] = ""
+    guidance: Annotated[
+        float | None, Setting("guidance scale (default: model's)", low=0, rare=True, free=True)
+    ] = None
+    sampler: Annotated[
+        str | None, Setting("(default: model's)", choices=SAMPLERS, rare=True, free=True)
+    ] = None
+    sample_size: Annotated[
+        str | None, Setting("WIDTHxHEIGHT (default: resolution)", rare=True, free=True)
+    ] = None

@@ -1,0 +1,40 @@
+"""Reading settings from a YAML file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.files import load_yaml
+from trainable_candle.settings.setting import described
+
+
+def read_yaml(path: str | bytes | Path) -> dict[str, Any]:
+    """The `name: value` lines of a YAML file, unchecked.
+
+    Raises:
+        MissingFileError: there is no such file.
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    path = Path(os.fsdecode(path)).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise MissingFileError(f"{path}: there is no such configuration file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not text in UTF-8: {error}") from error
+    try:
+        values = load_yaml(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that cannot be
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected lines of `name: value`, found {described(values)}")
+    return values

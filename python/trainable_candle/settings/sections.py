@@ -1,0 +1,17 @@
+"""The sections of `--help`, in its order; a group of settings names the one that shows it."""
+
+from typing import Final
+
+MODEL: Final = "model and data"
+IMAGES: Final = "images"
+CAPTIONS: Final = "captions"
+ADAPTER: Final = "adapter"
+TRAINING: Final = "training"
+OBJECTIVE: Final = "objective"
+VALIDATION: Final = "validation and previews"
+MACHINE: Final = "machine"
+FILES: Final = "files"
+
+SECTIONS: Final = (
+    MODEL, IMAGES, CAPTIONS, ADAPTER, TRAINING, OBJECTIVE, VALIDATION, MACHINE, FILES,
+)  # fmt: skip

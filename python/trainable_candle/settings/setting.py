@@ -1,0 +1,172 @@
+"""What a setting is: its facts, the check of its value, its name on the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+from collections.abc import Callable, Mapping  # noqa: TC003 - get_type_hints reads them
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, get_args, get_origin
+
+import numpy as np
+
+from trainable_candle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What there is to know about a setting besides its name, type and default."""
+
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    """The least value."""
+    above: bool = False
+    """Whether `low` itself is too little."""
+    high: float | None = None
+    """The greatest value."""
+    below: float | None = None
+    """The first value that is too much."""
+    rare: bool = False
+    """Whether a short help leaves it out."""
+    texts: bool = False
+    """Whether the items of a list are texts, in which a comma separates nothing; the flag is then
+    given once for each."""
+    tokenized: bool = False
+    """Whether it becomes tokens, and so must be text in UTF-8."""
+    free: bool | Callable[[Mapping[str, Any]], bool] = False
+    """Whether a resumed run may change it and still repeat the earlier one; may depend on the
+    values of all settings."""
+    section: str | None = None
+    """The section of the help, if not that of the group."""
+    aliases: tuple[str, ...] = ()
+    """What other tools call it: suggested for an unknown flag."""
+    synonyms: tuple[str, ...] = ()
+    """Names of other tools that the command line takes for it."""
+
+
+class Condition(NamedTuple):
+    """When settings have an effect."""
+
+    settings: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    """Of the whole configuration."""
+    needed: str
+    """The flags that make it hold."""
+    complaint: str | None = None
+    """In place of the usual message, if that says it badly."""
+
+
+class Group:
+    """Settings that belong together, a frozen dataclass; a task lists the groups that it takes."""
+
+    section: ClassVar[str]
+    """Where the help shows them."""
+    conditions: ClassVar[tuple[Condition, ...]] = ()
+    """Checked when a run begins: a setting that was given must have an effect."""
+    contradictions: ClassVar[tuple[Callable[[Any], str | None], ...]] = ()
+    """From a configuration to what contradicts itself in it; checked whenever one is made."""
+
+
+_WORD: Final = 2**63
+"""The first whole number that the machine's integers do not hold."""
+
+
+def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
+    """`value` as the type of its setting; whole numbers serve as floats, names lists as text.
+
+    Raises:
+        ConfigError: the type is another, or the value lies outside its range.
+    """
+    value = _typed(name, value, hint, setting)
+    _check_range(name, value, setting)
+    return value
+
+
+def flag(name: str) -> str:
+    """The command line's spelling of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to add to a complaint about a name that does not exist."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean `{near[0]}`?" if near else f"; expected one of {', '.join(known)}"
+
+
+def described(value: Any) -> str:
+    """A value with its type, for a message."""
+    return f"{value!r} ({type(value).__name__})"
+
+
+_EXPECTED: Final = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
+
+
+def _typed(name: str, value: Any, hint: Any, setting: Setting) -> Any:
+    options = get_args(hint) if get_origin(hint) is not list else ()
+    if value is None and type(None) in options:
+        return None
+    if isinstance(value, np.generic):
+        value = value.item()
+    target = next((option for option in options if option is not type(None)), hint)
+    if get_origin(target) is list:
+        return _list(name, value, split=not setting.texts)
+    if type(value) is int and value.bit_length() > 1023:  # no float holds it
+        bits = value.bit_length()
+        raise ConfigError(f"{name} is a number of {bits} bits, too large to compute with")
+    if target is float and type(value) in {int, str}:
+        # YAML 1.1 reads 1e-4 as text.
+        with contextlib.suppress(ValueError):
+            return float(value)
+    if target is str and isinstance(value, Path):
+        return str(value)
+    if type(value) is not target:
+        raise ConfigError(f"{name} is {described(value)}, expected {_EXPECTED[target]}")
+    return value
+
+
+def _list(name: str, value: Any, *, split: bool) -> list[str]:
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()] if split else [value]
+    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
+        return list(value)
+    expected = "a list of names" if split else "a list of texts"
+    raise ConfigError(f"{name} is {described(value)}, expected {expected}")
+
+
+def _check_range(name: str, value: Any, setting: Setting) -> None:
+    if value is None:
+        return
+    if setting.choices and value not in setting.choices:
+        near = difflib.get_close_matches(value.lower(), setting.choices, n=1)
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        raise ConfigError(
+            f"{name} is `{value}`, expected one of {', '.join(setting.choices)}{hint}"
+        )
+    if not isinstance(value, (int, float)):
+        return
+    if not math.isfinite(value):
+        raise ConfigError(f"{name} is {value}, expected a finite number")
+    if setting.low is not None and (
+        value < setting.low or (setting.above and value == setting.low)
+    ):
+        bound = "above" if setting.above else "at least"
+        raise ConfigError(f"{name} is {value}, expected {bound} {setting.low:g}")
+    if setting.high is not None and value > setting.high:
+        raise ConfigError(f"{name} is {value}, expected at most {setting.high:g}")
+    below = setting.below
+    if below is None and setting.high is None and isinstance(value, int):
+        below = _WORD
+    if below is not None and value >= below:
+        raise ConfigError(f"{name} is {value}, expected below {below}")

@@ -1,0 +1,84 @@
+"""What is checked of an adapter's settings against the layers of the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainable_candle.errors import ConfigError
+from trainable_candle.tasks.estimate import adapted_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.train.headers import TensorFacts
+
+
+def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> None:
+    """Check that the format of the adapter files can hold the adapters.
+
+    Args:
+        config: the settings.
+        formats: those that have names for the layers of the model, the default one first.
+        parts: how many parts of the model get adapters.
+
+    Raises:
+        ConfigError: it cannot; names one that can.
+    """
+    form = config.format or formats[0]
+    start = f"--format {form} has no place for"
+    others = [other for other in formats if other not in {form, "diffusers"}]
+    instead = f"give --format {others[0]}" if others else "leave it out"
+    if form not in formats:
+        raise ConfigError(
+            f"{start} the layers of the model `{config.model}`; give --format {formats[0]}"
+        )
+    if form == "diffusers" and config.adapter not in {"lora", "dora"}:
+        raise ConfigError(f"{start} --adapter {config.adapter}; {instead}")
+    if form == "peft" and parts > 1:
+        raise ConfigError(
+            f"{start} several parts of a model, and --train-text-encoder adapts them; {instead}"
+        )
+
+
+def check_targets(
+    config: TrainConfig,
+    layers: Mapping[str, TensorFacts],
+    targets: Sequence[str],
+    others: Mapping[str, TensorFacts] | None = None,
+) -> None:
+    """Check that each pattern of `target_modules` and `exclude_modules` names some layer.
+
+    Args:
+        config: the settings.
+        layers: the weights of the layers that targets choose from, by name.
+        targets: those of the model, if the settings have none.
+        others: the weights of layers that get adapters whatever the targets are.
+
+    Raises:
+        ConfigError: one names no layer, or no layer is left.
+    """
+    for pattern in config.target_modules:
+        if not adapted_layers(layers, [pattern]):
+            raise ConfigError(f"--target-modules: `{pattern}` is no layer {_some(layers)}")
+    adapted = adapted_layers(layers, config.target_modules or targets)
+    chosen = {f"{name}.weight": layers[f"{name}.weight"] for name in adapted}
+    for pattern in config.exclude_modules:
+        if not adapted_layers({**(others or {}), **chosen}, [pattern]):
+            raise ConfigError(
+                f"--exclude-modules: `{pattern}` is none of the layers that get adapters "
+                f"{_some(chosen)}"
+            )
+    if not adapted_layers(chosen, config.target_modules or targets, config.exclude_modules):
+        raise ConfigError("--exclude-modules: no layer is left for an adapter")
+
+
+def _some(layers: Mapping[str, TensorFacts]) -> str:
+    """Ends of names, as a hint to what layers are called."""
+    ends = dict.fromkeys(
+        ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
+        for name in layers
+        if (parts := name.removesuffix(".weight").split("."))
+    )
+    shown = sorted(end for end in ends if not end[0].isdigit())[:12]
+    return f"(layers are called {', '.join(shown)}, for example)"

@@ -1,0 +1,96 @@
+"""Whether an adapter to start from is what the settings would make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from trainable_candle.errors import ConfigError
+from trainable_candle.train.headers import read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from pathlib import Path
+
+    from trainable_candle import AdapterModule
+    from trainable_candle.settings import TrainConfig
+
+_SAME_SCALE: Final = 1e-3
+"""How far scales may differ, relatively: files may hold them in f16."""
+
+
+def check_initial_adapter(
+    config: TrainConfig,
+    path: Path,
+    modules: Sequence[AdapterModule],
+    *,
+    found: Collection[str],
+    expected: Sequence[str],
+    layers: Collection[str],
+) -> None:
+    """Check that the adapters of a file are those that the settings make.
+
+    Args:
+        config: the settings.
+        path: the file.
+        modules: what it holds, as `verify_adapter` finds it.
+        found: the parts of the model that it has adapters on.
+        expected: those that the settings put adapters on, the trained model first.
+        layers: the layers of the trained model that get adapters.
+
+    Raises:
+        ConfigError: they are others; names what to give.
+    """
+    start = f"--initial-adapter: {path}"
+    foreign = [module.module for module in modules if module.layer is None]
+    if foreign or not modules:
+        named = f"the model has no layer for its {foreign[0]}" if foreign else "it is empty"
+        raise ConfigError(f"{start} is no adapter of this model: {named}")
+    _check_parts(start, found, expected)
+    kinds = sorted({module.kind or "unknown" for module in modules})
+    if kinds != [config.adapter]:
+        raise ConfigError(
+            f"{start} holds {' and '.join(kinds)}, and --adapter is {config.adapter}"
+            + (f": give --adapter {kinds[0]}" if len(kinds) == 1 else "")
+        )
+    sizes = {(module.rank, module.scale) for module in modules if module.rank}
+    ranks = sorted({rank for rank, _ in sizes})
+    if len(ranks) > 1:
+        raise ConfigError(f"{start} has ranks from {ranks[0]} to {ranks[-1]}, expected one rank")
+    alpha = config.rank if config.alpha is None else config.alpha
+    scale = alpha / (config.rank**0.5 if config.rslora else config.rank)
+    # diffusers' and peft's files have alphas in their headers, where the loader compares them.
+    told = any(name.endswith(".alpha") for name in read_header(path))
+    same = not told or all(abs(other - scale) <= _SAME_SCALE * scale for _, other in sizes)
+    if ranks and (ranks[0] != config.rank or not same):
+        its_alpha = next(iter(sizes))[1] * (ranks[0] ** 0.5 if config.rslora else ranks[0])
+        raise ConfigError(
+            f"{start} has rank {ranks[0]} and alpha {its_alpha:g}, the settings say "
+            f"{config.rank} and {alpha:g}: give --rank {ranks[0]}"
+            + (f" --alpha {its_alpha:g}" if told else "")
+        )
+    prefix = f"{expected[0]}."
+    found_layers = {
+        module.layer.removeprefix(prefix)
+        for module in modules
+        if module.layer and module.layer.startswith(prefix)
+    }
+    odd = sorted(found_layers ^ set(layers))
+    if odd:
+        where = "in the file, not" if odd[0] in found_layers else "not in the file, but"
+        raise ConfigError(
+            f"{start} is for other layers than --target-modules: {odd[0]} is {where} among these "
+            f"({len(odd)} such layers)"
+        )
+
+
+def _check_parts(start: str, found: Collection[str], expected: Sequence[str]) -> None:
+    more = sorted(set(found) - set(expected))
+    if more:
+        raise ConfigError(
+            f"{start} has adapters on {' and '.join(more)}, which would be dropped: "
+            "give --train-text-encoder"
+        )
+    missing = sorted(set(expected) - set(found))
+    if missing:
+        advice = "" if expected[0] in missing else ": leave --train-text-encoder out"
+        raise ConfigError(f"{start} has no adapters on {' and '.join(missing)}{advice}")

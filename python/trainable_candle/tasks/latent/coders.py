@@ -1,0 +1,140 @@
+"""From images to latents and back."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import trainable_candle as tc
+from trainable_candle.models import AutoencoderKL
+from trainable_candle.tasks.latent.tiles import TILE, WHOLE, tile_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from trainable_candle import Tensor
+
+
+class Coder(Protocol):
+    """What turns images into latents that a model learns, and latents into images."""
+
+    @property
+    def factor(self) -> int:
+        """Pixels on a side of a latent."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of a latent."""
+
+    def identity(self) -> dict[str, str] | None:
+        """What latents depend on, as names for a cache; None if they are quick to make.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+
+    def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
+        """What is kept of images (n, h, w, 3): tensors of n rows by name."""
+
+    def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
+        """The latents (n, channels, h / factor, w / factor) that the model learns, f32.
+
+        Args:
+            kept: from `encode`.
+            normal: gives standard normal numbers like `kept["mean"]`, to draw latents with where
+                they are a distribution; None stands for its mean.
+        """
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images (n, 1 or 3, h, w), -1 to 1."""
+
+    def load(self) -> None:
+        """Read what `encode` and `decode` need, if it is not there."""
+
+    def drop(self) -> None:
+        """Forget it."""
+
+
+class KLCoder:
+    """An `AutoencoderKL`, in f32: in f16 its values overflow.
+
+    Args:
+        weights: a pipeline's folder or an original checkpoint.
+        channels: of its latents.
+        device: where it computes.
+        identity: names its weights and its configuration.
+    """
+
+    def __init__(
+        self,
+        weights: Path,
+        channels: int,
+        device: str,
+        identity: Callable[[Path], Mapping[str, str]],
+    ) -> None:
+        self.channels = channels
+        self._weights = weights
+        self._device = device
+        self._identity = identity
+
+    @cached_property
+    def model(self) -> AutoencoderKL:
+        """The autoencoder."""
+        return AutoencoderKL.from_pretrained(
+            self._weights, dtype="f32", device=self._device, subfolder="vae"
+        )
+
+    @cached_property
+    def _form(self) -> tuple[int, float, float]:
+        return AutoencoderKL.latent_form(self._weights, subfolder="vae")
+
+    @property
+    def factor(self) -> int:
+        """Pixels on a side of a latent."""
+        return self._form[0]
+
+    def identity(self) -> dict[str, str]:
+        """The autoencoder's files, and how it encodes.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        how = {"dtype": "f32", "tile": f"{TILE} above {WHOLE}"}
+        return {**self._identity(self._weights), **how}
+
+    def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
+        """Mean and logarithm of the variance of latents, not scaled."""
+        # Bytes travel, and become numbers where they are encoded.
+        image = tc.tensor(pixels, device=self._device).permute(0, 3, 1, 2).to("f32")
+        height, width = image.shape[2:]
+        tile = tile_size(width, height)
+        mean, logvar = self.model.encode(image / 127.5 - 1.0, tile_size=tile)
+        return {"mean": mean, "logvar": logvar}
+
+    def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
+        """Latents of these distributions, shifted and scaled as the model was trained."""
+        latents = kept["mean"]
+        if normal is not None:
+            latents = latents + (kept["logvar"] * 0.5).exp() * normal()
+        _, scaling_factor, shift_factor = self._form
+        return (latents - shift_factor if shift_factor else latents) * scaling_factor
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images (n, 3, h, w), -1 to 1."""
+        factor, scaling_factor, shift_factor = self._form
+        height, width = latents.shape[2:]
+        latents = latents.to("f32") / scaling_factor
+        latents = latents + shift_factor if shift_factor else latents
+        return self.model.decode(latents, tile_size=tile_size(width * factor, height * factor))
+
+    def load(self) -> None:
+        """Read the autoencoder, if it is not there."""
+        _ = self.model
+
+    def drop(self) -> None:
+        """Forget the autoencoder."""
+        self.__dict__.pop("model", None)

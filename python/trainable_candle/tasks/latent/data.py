@@ -1,0 +1,133 @@
+"""The images and captions that settings name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from trainable_candle.data import (
+    CacheOptions,
+    CaptionOptions,
+    Dataset,
+    DatasetOptions,
+    cache_folder,
+    load_dataset,
+    parse_sources,
+)
+from trainable_candle.errors import ConfigError
+from trainable_candle.tasks.task import Split, held_out_items
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainable_candle.settings import TrainConfig
+
+_STEPS: Final = (64, 32, 16, 8)
+
+
+def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> DatasetOptions:
+    """What the settings say about images.
+
+    Raises:
+        ConfigError: two settings contradict each other.
+    """
+    step = config.bucket_step or default_bucket_step(resolution)
+    return DatasetOptions(
+        parse_sources(dataset, config.caption),
+        resolution=resolution,
+        bucketing=config.bucketing,
+        bucket_step=step,
+        min_side=config.min_side,
+        max_side=config.max_side,
+        upscale=config.upscale,
+        crop=config.crop,
+        random_crops=config.random_crops,
+        flip=config.flip,
+        mask=config.mask,
+        prior_loss_weight=config.prior_loss_weight,
+        skip_bad=config.skip_bad,
+    )
+
+
+def default_bucket_step(resolution: int) -> int:
+    """64 px, or less where that would leave a model for small images with a single bucket."""
+    suiting = (s for s in _STEPS if resolution % s == 0 and resolution >= 4 * s)
+    return next(suiting, _STEPS[-1])
+
+
+def caption_options(config: TrainConfig) -> CaptionOptions:
+    """What the settings say about captions.
+
+    Raises:
+        ConfigError: two settings contradict each other.
+    """
+    return CaptionOptions(
+        dropout=config.caption_dropout,
+        shuffle=config.caption_shuffle,
+        keep_tokens=config.caption_keep_tokens,
+        tag_dropout=config.caption_tag_dropout,
+        separator=config.caption_separator,
+        trigger=config.trigger,
+        variants=config.caption_variants,
+    )
+
+
+def cache_options(config: TrainConfig) -> CacheOptions:
+    """What the settings say about caches."""
+    folder = Path(config.cache_dir).expanduser() if config.cache_dir else None
+    return CacheOptions(config.cache, folder)
+
+
+def load_images(config: TrainConfig, folder: str, resolution: int) -> Dataset:
+    """The checked images of a folder, or of a list of folders.
+
+    Raises:
+        DatasetError: images or captions cannot be used.
+        ConfigError: settings contradict each other.
+    """
+    options = dataset_options(config, folder, resolution)
+    return load_dataset(options, caption_options(config), config.seed)
+
+
+def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[Dataset]:
+    """The checked images of a run.
+
+    Args:
+        config: the settings.
+        load: checks the images of a folder, or of a list of folders.
+
+    Raises:
+        DatasetError: images or captions cannot be used.
+        ConfigError: settings contradict each other, or have no effect on these images.
+    """
+    dataset = load(config.dataset)
+    sources = dataset.options.sources
+    if config.prior_loss_weight != 1 and not any(s.regularization for s in sources):
+        raise ConfigError(
+            "--prior-loss-weight has no effect: no folder of the dataset is for regularization"
+        )
+    if config.mask != "off" and not any(item.has_mask for item in dataset.items):
+        what = "a mask file" if config.mask == "file" else "transparency"
+        raise ConfigError(f"--mask {config.mask} has no effect: no image has {what}")
+    if config.validation_dataset:
+        return Split(dataset, load(config.validation_dataset))
+    if not config.validation_split:
+        return Split(dataset)
+    held_out = set(held_out_items(len(dataset), config.validation_split, config.seed))
+    kept = [number for number in range(len(dataset)) if number not in held_out]
+    return Split(dataset.part(kept), dataset.part(sorted(held_out)))
+
+
+def folder_for_cache(
+    config: TrainConfig, dataset: Dataset, report: Callable[[str], None]
+) -> Path | None:
+    """Where latents and text features are kept.
+
+    Raises:
+        ConfigError: no place can be written to.
+    """
+    output = Path(config.output).expanduser()
+    folder, note = cache_folder(cache_options(config), dataset.options, output)
+    if note:
+        report(note)
+    return folder

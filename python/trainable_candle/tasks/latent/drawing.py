@@ -1,0 +1,205 @@
+"""Images from prompts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.data.buckets import Frame
+from trainable_candle.draws import draw_from
+from trainable_candle.errors import ConfigError, NonFiniteError
+from trainable_candle.train.graphs import PassGraphs
+from trainable_candle.train.sampler import Guided
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from trainable_candle import Tensor
+    from trainable_candle.tasks.latent.family import LatentFamily
+    from trainable_candle.train.sampler import ConditionedModel
+
+    Features = Callable[[Sequence[str]], Mapping[str, Tensor]]
+
+
+class Stepper(Protocol):
+    """A way from noise to latents, step by step; `tc.train.Sampler` is one."""
+
+    @property
+    def timesteps(self) -> list[float]:
+        """What the model is told at each step."""
+
+    def init_noise(self, noise: Tensor, /) -> Tensor:
+        """What the way starts from, given standard normal numbers."""
+
+    def scale_input(self, x: Tensor, i: int, /) -> Tensor:
+        """The sample of step `i` as the model wants to see it."""
+
+    def step(self, model_output: Tensor, i: int, x: Tensor, /) -> Tensor:
+        """The sample of step `i + 1`."""
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """How images are drawn; None stands for what suits the model."""
+
+    steps: int = 25
+    """Steps of the sampler, at least 1."""
+    seed: int = 0
+    """Seed of the noise."""
+    guidance: float | None = None
+    """Scale of classifier-free guidance; 1 is none."""
+    negative_prompt: str = ""
+    """What guidance leads away from."""
+    size: tuple[int, int] | None = None
+    """Width and height, px."""
+    sampler: str | None = None
+    """`euler` or `dpmpp_2m`."""
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Width and height from `1024x768`, or from `1024` for a square.
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    match = re.fullmatch(r"(\d{1,5})(?:[xX](\d{1,5}))?", text.strip(), re.ASCII)
+    if match is None or not int(match[1]) or not int(match[2] or 1):
+        raise ConfigError(f"size: {text!r} is no size in pixels, expected WIDTHxHEIGHT")
+    return int(match[1]), int(match[2] or match[1])
+
+
+@tc.no_grad()
+def draw(
+    family: LatentFamily,
+    prompts: Sequence[str],
+    options: SampleOptions,
+    features: Features,
+    size: tuple[int, int],
+) -> npt.NDArray[np.uint8]:
+    """One image a prompt; shape (n, height, width, 3).
+
+    The noise of images that are drawn together comes from the seed plus the number of the first
+    of them. The library's generator is left as it was.
+
+    Args:
+        family: the model.
+        prompts: what to draw.
+        options: how.
+        features: from prompts to what the model is told of them.
+        size: width and height, px, where the options name none.
+
+    Raises:
+        ConfigError: a prompt does not suit the model, or the size is no multiple of what it needs.
+        NonFiniteError: an image has a NaN or an infinity.
+    """
+    width, height = options.size or size
+    factor = family.coder.factor
+    require_multiple((width, height), factor)
+    graphs = _graphs(family)
+    shape = (family.coder.channels, height // factor, width // factor)
+    scale = family.guidance if options.guidance is None else options.guidance
+    images = []
+    for start in range(0, len(prompts), family.at_once):
+        group = prompts[start : start + family.at_once]
+        noise = _noise((options.seed + start) % 2**64, (len(group), *shape), family.device)
+        positive = features(group)
+        negative = positive if scale == 1 else features([options.negative_prompt] * len(group))
+        positive, negative = paired(positive, negative)
+        frames = [Frame.whole(width, height)] * len(group)
+        conditions = {
+            name: tensor.to(family.device) for name, tensor in family.conditions(frames).items()
+        }
+        guided = Guided(
+            _predictor(graphs, len(group)),
+            {**positive, **conditions},
+            {**negative, **conditions},
+            scale,
+        )
+        stepper = family.stepper(options.steps, options.sampler, (width, height))
+        latents = stepper.init_noise(noise)
+        for step, timestep in enumerate(stepper.timesteps):
+            prediction = guided(stepper.scale_input(latents, step), timestep)
+            latents = stepper.step(prediction, step, latents)
+        images.append(to_pixels(family.coder.decode(latents)))
+    return np.concatenate(images)
+
+
+def require_multiple(size: tuple[int, int], factor: int) -> None:
+    """Check that images of a width and height can be drawn.
+
+    Raises:
+        ConfigError: the size is no multiple of what the models need.
+    """
+    width, height = size
+    if width % factor or height % factor:
+        raise ConfigError(
+            f"sample: the size is {width}x{height} px, expected multiples of {factor}"
+        )
+
+
+def paired(
+    positive: Mapping[str, Tensor], negative: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The features with texts of the same length: the shorter one is said again."""
+    one, other = dict(positive), dict(negative)
+    for name, found in positive.items():
+        if found.ndim < 3:
+            continue
+        length = max(found.shape[1], other[name].shape[1])
+        for features in (one, other):
+            text = whole = features[name]
+            while whole.shape[1] < length:
+                missing = min(text.shape[1], length - whole.shape[1])
+                whole = tc.cat([whole, text.narrow(1, 0, missing)], 1)
+            features[name] = whole
+    return one, other
+
+
+def _noise(seed: int, shape: tuple[int, ...], device: str) -> Tensor:
+    noise: Tensor = draw_from(seed, lambda: tc.randn(shape, device=device))
+    return noise
+
+
+def _graphs(family: LatentFamily) -> PassGraphs:
+    """The model, from `sample`, `times` and conditions: on a GPU as a CUDA graph."""
+
+    def predict(inputs: Mapping[str, Tensor], _first: bool) -> Tensor:
+        return family.predict(inputs["sample"], inputs["times"], inputs)
+
+    return PassGraphs(predict, keep=int(family.device.startswith("cuda")))
+
+
+def _predictor(graphs: PassGraphs, count: int) -> ConditionedModel:
+    """The model for `Guided`, which draws `count` images."""
+
+    def predict(x: Tensor, timestep: float, /, **conditions: Tensor) -> Tensor:
+        # One is told to both halves of a guided pair.
+        rows = 1 if count == 1 else x.shape[0]
+        times = tc.full((rows,), timestep, device=x.device)
+        return graphs({"sample": x, "times": times, **conditions}, first=True)
+
+    return predict
+
+
+def to_pixels(image: Tensor) -> npt.NDArray[np.uint8]:
+    """(n, 1 or 3, h, w), -1 to 1 -> (n, h, w, 3), 0 to 255, rounded and clipped.
+
+    Raises:
+        NonFiniteError: there is a NaN or an infinity.
+    """
+    values = image.permute(0, 2, 3, 1).to("f32").numpy()
+    if not np.isfinite(values).all():
+        raise NonFiniteError(
+            "sample: the image has values that are no finite numbers; the adapter may be broken "
+            "(`trainable-candle verify` tells), or f16 too narrow for the model"
+        )
+    pixels: npt.NDArray[np.uint8] = np.clip(np.rint((values + 1.0) * 127.5), 0, 255).astype(
+        np.uint8
+    )
+    return pixels if pixels.shape[3] == 3 else np.repeat(pixels, 3, axis=3)

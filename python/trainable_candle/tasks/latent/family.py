@@ -1,0 +1,292 @@
+"""What sets a family of latent models apart from others: its parts, its text, its presets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from trainable_candle._core import verify_adapter
+from trainable_candle.settings import TrainConfig
+from trainable_candle.tasks.initial_adapter import check_initial_adapter
+from trainable_candle.tasks.latent.data import load_images
+from trainable_candle.tasks.latent.task import LatentTask
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from trainable_candle import Tensor
+    from trainable_candle.data import Dataset
+    from trainable_candle.data.buckets import Frame
+    from trainable_candle.models import Model
+    from trainable_candle.settings import Group
+    from trainable_candle.tasks.estimate import Estimate
+    from trainable_candle.tasks.latent.coders import Coder
+    from trainable_candle.tasks.latent.drawing import Stepper
+    from trainable_candle.tasks.latent.objectives import Objective
+    from trainable_candle.tasks.task import Split
+    from trainable_candle.train.headers import TensorFacts
+    from trainable_candle.train.trainer import Inputs
+
+
+class LatentFamily(ABC):
+    """A model of a family, of which nothing is read before it is needed.
+
+    Args:
+        weights: a folder or a file.
+        dtype: of the model and the text encoders; as stored if None.
+        device: of everything.
+        config: the settings of the run; by default those of drawing and merging.
+    """
+
+    name: ClassVar[str]
+    """What `--model` calls it."""
+    summary: ClassVar[str]
+    """What the family is, in a line."""
+    groups: ClassVar[tuple[type[Group], ...]]
+    """The groups of settings that it takes; to give others is an error."""
+    parts: ClassVar[tuple[str, ...]] = ()
+    """The folders of its models in a pipeline; none if it is no pipeline."""
+    component: ClassVar[str]
+    """The part that is trained, as adapters are filed under."""
+    formats: ClassVar[tuple[str, ...]]
+    """The formats of adapter files that have names for its layers, the default one first."""
+    targets: ClassVar[tuple[str, ...]]
+    """The layers that get adapters unless the settings name others."""
+    text_targets: ClassVar[tuple[str, ...]] = ()
+    """Those of the text encoders, if these are trained too."""
+    guidance: ClassVar[float] = 1.0
+    """The scale of classifier-free guidance unless the settings have one; 1 is none."""
+    at_once: ClassVar[int] = 1
+    """Images that are drawn, and at least so many that are validated, together."""
+    validation_examples: ClassVar[int] = 16
+    """Noises and levels that a validation meets at least; fewer images are seen repeatedly."""
+
+    def __init__(
+        self, weights: Path, dtype: str | None, device: str, config: TrainConfig | None = None
+    ) -> None:
+        self.weights = weights
+        self.dtype = dtype
+        self.device = device
+        self.config = config or TrainConfig()
+
+    def task(self) -> LatentTask:
+        """What trains this model and draws with it."""
+        return LatentTask(self)
+
+    @classmethod
+    def default_weights(cls) -> Path | None:
+        """The weights that the package ships, if it ships any."""
+        return None
+
+    # What the files say, before anything is loaded.
+
+    @abstractmethod
+    def require_own(self) -> None:
+        """Check that the weights are of this family.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: they are missing, damaged, or of
+                another model.
+        """
+
+    @property
+    @abstractmethod
+    def resolution(self) -> int:
+        """The side of the images that the model was made for, px.
+
+        Raises:
+            MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another
+                model.
+        """
+
+    def check(self) -> None:  # noqa: B027 - most have nothing of their own
+        """Check what is particular to the family in the settings.
+
+        Raises:
+            ConfigError: a value does not suit the model.
+            MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another
+                model.
+        """
+
+    def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
+        """Check that a file holds the adapters that the settings make.
+
+        Args:
+            path: the file.
+            layers: those of the trained model that get adapters.
+
+        Raises:
+            ConfigError: it does not.
+            MissingFileError, WeightsFormatError: it is damaged.
+        """
+        texts = self.text_layers() if self.config.train_text_encoder else ()
+        check_initial_adapter(
+            self.config,
+            path,
+            verify_adapter(path, self.name, self.weights).modules,
+            found=self.adapted_parts(path),
+            expected=(self.component, *texts),
+            layers=layers,
+        )
+
+    def check_prompt(self, prompt: str) -> None:  # noqa: B027 - most draw any text
+        """Check that a preview can be drawn of a text.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+
+    @abstractmethod
+    def layers(self) -> Mapping[str, TensorFacts]:
+        """The weights of the trained model's linear layers and convolutions, by name."""
+
+    def text_layers(self) -> Mapping[str, Mapping[str, TensorFacts]]:
+        """The same of the text encoders that can be trained, by part."""
+        return {}
+
+    @abstractmethod
+    def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:
+        """What a run will hold in memory; see `Task.estimate`."""
+
+    @abstractmethod
+    def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
+        """About what drawing `count` images of a width and height takes besides the runtime."""
+
+    def encode_area(self) -> int:
+        """Pixels of the images that are encoded at once, at most; 0: one image."""
+        return 0
+
+    def text_parts(self) -> int:
+        """Parts of captions that are encoded at once, at most."""
+        return 1
+
+    def dataset(self, folder: str) -> Dataset:
+        """The checked images of a folder, or of a list of folders.
+
+        Raises:
+            DatasetError, ConfigError: images or captions cannot be used.
+        """
+        return load_images(self.config, folder, self.config.resolution or self.resolution)
+
+    # Its parts, loaded when they are needed.
+
+    @property
+    @abstractmethod
+    def model(self) -> Model:
+        """What is trained."""
+
+    @property
+    @abstractmethod
+    def coder(self) -> Coder:
+        """From images to latents and back."""
+
+    @property
+    def text_models(self) -> Mapping[str, Model]:
+        """The text encoders that can be trained, by part."""
+        return {}
+
+    def drop_text_models(self) -> None:  # noqa: B027 - there may be none
+        """Forget the text encoders: all features that are needed are there."""
+
+    # Noise, prediction and conditions.
+
+    @abstractmethod
+    def objective(self, device: str) -> Objective:
+        """What the model is asked to predict.
+
+        Args:
+            device: of the latents.
+
+        Raises:
+            ConfigError, ArgumentError: a setting lies outside its range.
+        """
+
+    @abstractmethod
+    def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> Stepper:
+        """From noise to latents in `steps` predictions.
+
+        Args:
+            steps: calls of the model.
+            sampler: the one to use; None stands for the family's.
+            size: width and height of the images, px, on which noise levels may depend.
+
+        Raises:
+            ArgumentError: there is no such sampler, or the number of steps does not suit it.
+        """
+
+    @abstractmethod
+    def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
+        """What the model says of latents under noise, in their shape.
+
+        Args:
+            sample: (B, C, h, w), in the dtype of the model.
+            times: from 0 to 1000, (B,), or (1,) for all.
+            conditions: what `features` and `conditions` have made.
+        """
+
+    def conditions(self, frames: Sequence[Frame]) -> dict[str, Tensor]:  # noqa: ARG002
+        """What the model is told of images besides their captions, (B, ...) by name."""
+        return {}
+
+    # Text.
+
+    @abstractmethod
+    def features(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """What the model is told of captions, (B, ...) by name.
+
+        Raises:
+            ConfigError: a caption does not suit the model.
+        """
+
+    def text_identity(self) -> dict[str, str] | None:
+        """What features depend on, as names for a cache; None if they are quick to make.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        return None
+
+    def text_length(self, caption: str) -> int:  # noqa: ARG002
+        """How many parts of the encoders' length a caption has."""
+        return 1
+
+    def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """What `encode_tokens` makes features of, if text encoders are trained."""
+        raise NotImplementedError
+
+    def encode_tokens(self, tokens: Inputs, batch: int) -> dict[str, Tensor]:
+        """The features of `batch` captions from their tokens, with gradients."""
+        raise NotImplementedError
+
+    def unread_layers(self, part: str, names: Iterable[str]) -> list[str]:  # noqa: ARG002
+        """Layers of a text encoder that nothing is read of, as patterns.
+
+        Args:
+            part: the encoder.
+            names: of its parameters.
+        """
+        return []
+
+    # Files.
+
+    @abstractmethod
+    def adapted_parts(self, path: Path) -> Sequence[str]:
+        """The parts that an adapter file is for.
+
+        Raises:
+            MissingFileError, WeightsFormatError: it is missing or damaged.
+        """
+
+    @abstractmethod
+    def save_merged(self, models: Mapping[str, Model], output: Path) -> None:
+        """Write the whole model.
+
+        Args:
+            models: the parts that are not as in the weights.
+            output: a new or an empty folder, or where the family allows it a new file.
+
+        Raises:
+            ConfigError: there is something else.
+            OSError: it cannot be written.
+        """

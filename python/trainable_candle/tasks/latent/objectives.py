@@ -1,0 +1,197 @@
+"""What a model is asked to predict of noised latents, behind one interface.
+
+`noise` makes what the model sees and should say, as tensors by name; `loss` compares a prediction
+with them. `sample` is what the model sees, `times` what it is told of the noise (0 to 1000, f32),
+`target` what it should predict. `mask` and `weights`, where they are given, weigh places and
+examples.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final, Protocol
+
+import trainable_candle as tc
+from trainable_candle.train.objective import DiffusionObjective, FlowMatching, NoisedLatents
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle import Tensor
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.train.objective import NoiseSchedule
+    from trainable_candle.train.trainer import Inputs
+
+FLOW_TIMES: Final = 1000
+"""What a flow model is told of pure noise."""
+VALIDATION_SEED: Final = 20_261_121
+
+
+class Objective(Protocol):
+    """How latents are noised, and how far a prediction is off."""
+
+    def noise(self, latents: Tensor, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
+        """Put noise on latents (B, ...), each example at a level of its own.
+
+        Args:
+            latents: what is learnt.
+            samples: the number of each in the run: noise and level depend on it and `seed` alone.
+            seed: that of the run.
+        """
+
+    def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
+        """As `noise`, but an example has the same noise and level at every call of any run."""
+
+    def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
+        """The loss of a prediction: one element, f32.
+
+        Args:
+            prediction: what the model said of `inputs["sample"]`.
+            inputs: what `noise` made; `mask` (B, 1, ...) is divided by its mean over an example,
+                `weights` (B,) are factors.
+        """
+
+
+class NoiseObjective:
+    """Prediction of the noise, or of the velocity, on a schedule of discrete timesteps.
+
+    Raises:
+        ConfigError, ArgumentError: a setting lies outside its range.
+    """
+
+    def __init__(self, schedule: NoiseSchedule, config: TrainConfig, device: str) -> None:
+        self._objective = DiffusionObjective(
+            schedule,
+            timesteps=config.timesteps,
+            shift=config.timestep_shift,
+            min_timestep=config.min_timestep,
+            max_timestep=config.max_timestep,
+            min_snr_gamma=config.min_snr_gamma,
+            noise_offset=config.noise_offset,
+            loss=config.loss,
+            huber_delta=config.huber_delta,
+            huber_schedule=config.huber_schedule,
+            device=device,
+        )
+
+    def noise(self, latents: Tensor, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
+        """As `Objective.noise`."""
+        return _parts(self._objective.noise(latents, samples, seed))
+
+    def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
+        """As `Objective.validation_noise`."""
+        return _parts(self._objective.validation_noise(latents, examples))
+
+    def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
+        """As `Objective.loss`."""
+        noised = NoisedLatents(inputs["sample"], inputs["timesteps"], inputs["target"])
+        return self._objective.loss(
+            prediction, noised, mask=inputs.get("mask"), weights=inputs.get("weights")
+        )
+
+
+def _parts(noised: NoisedLatents) -> dict[str, Tensor]:
+    return {
+        "sample": noised.sample,
+        "times": noised.timesteps.to("f32"),
+        # To look up what the objective knows of them.
+        "timesteps": noised.timesteps,
+        "target": noised.target,
+    }
+
+
+class FlowObjective:
+    """Flow matching: the model sees (1 - s) * data + s * noise and predicts noise - data.
+
+    The signal-to-noise ratio at level s is ((1 - s) / s)**2. Weights and Huber schedules are those
+    of `DiffusionObjective` at this ratio: min-SNR weighs the error of the data by min(SNR, gamma),
+    which is s**2 * min(SNR, gamma) for the velocity (arXiv:2303.09556, section 3.4).
+
+    Raises:
+        ArgumentError: a setting lies outside its range.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._flow = FlowMatching(config.timesteps, config.timestep_shift)
+        self._loss = config.loss
+        self._delta = config.huber_delta
+        self._schedule = config.huber_schedule
+        self._gamma = config.min_snr_gamma
+
+    def noise(self, latents: Tensor, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
+        """As `Objective.noise`."""
+        return _flow_parts(*self._flow.noise(latents, samples, seed))
+
+    def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
+        """As `Objective.validation_noise`."""
+        return _flow_parts(*self._flow.validation_noise(latents, examples, VALIDATION_SEED))
+
+    def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
+        """As `Objective.loss`."""
+        prediction, target = prediction.to("f32"), inputs["target"]
+        mask, weights = inputs.get("mask"), inputs.get("weights")
+        if self._loss == "mse" and self._gamma is None and mask is None and weights is None:
+            return tc.nn.functional.mse_loss(prediction, target)
+        count = target.shape[0]
+        levels = (inputs["times"] / FLOW_TIMES).reshape(count, *[1] * (target.ndim - 1))
+        each = self._elements(prediction - target, levels)
+        if mask is not None:
+            mean = mask.reshape(count, -1).mean(dim=1).reshape(levels.shape)
+            # An example whose mask is 0 everywhere counts nothing.
+            each = each * mask / tc.where(mean > 0, mean, tc.ones_like(mean))
+        losses = each.reshape(count, -1).mean(dim=1)
+        if self._gamma is not None:
+            s = levels.reshape(count)
+            losses = losses * ((1 - s) ** 2).minimum(s * s * self._gamma)
+        return (losses if weights is None else losses * weights).mean()
+
+    def _elements(self, error: Tensor, levels: Tensor) -> Tensor:
+        """The loss of each element of an error; `levels` can be broadcast to it."""
+        if self._loss == "mse":
+            return error * error
+        if self._loss == "l1":
+            return error.abs()
+        delta = self._deltas(levels)
+        size = error.abs()
+        huber = tc.where(size <= delta, error * error * 0.5, delta * (size - delta * 0.5))
+        return huber / delta if self._loss == "smooth_l1" else huber
+
+    def _deltas(self, levels: Tensor) -> Tensor:
+        """Where the Huber losses turn linear (arXiv:2403.16728)."""
+        if self._schedule == "exponential":
+            return (levels * math.log(self._delta)).exp()
+        if self._schedule == "snr":
+            # 1 + sigma is 1 / (1 - s).
+            return (1 - levels) ** 2 * (1 - self._delta) + self._delta
+        return tc.ones_like(levels) * self._delta
+
+
+def _flow_parts(sample: Tensor, levels: Tensor, target: Tensor) -> dict[str, Tensor]:
+    return {"sample": sample, "times": levels * FLOW_TIMES, "target": target}
+
+
+class FlowSampler:
+    """Euler's method along the predicted velocity, from noise to data.
+
+    Args:
+        steps: calls of the model, at least 1.
+        shift: moves noise levels towards noise (above 1) or data (below 1).
+    """
+
+    def __init__(self, steps: int, shift: float = 1.0) -> None:
+        self._flow = FlowMatching(shift=shift)
+        self._levels = self._flow.sigmas(steps)
+        self.timesteps = [FLOW_TIMES * level for level in self._levels[:-1]]
+        """What the model is told at each step."""
+
+    def init_noise(self, noise: Tensor) -> Tensor:
+        """What the run starts from."""
+        return noise
+
+    def scale_input(self, x: Tensor, i: int) -> Tensor:  # noqa: ARG002
+        """The sample as the model wants to see it."""
+        return x
+
+    def step(self, model_output: Tensor, i: int, x: Tensor) -> Tensor:
+        """Go on to the next noise level."""
+        return self._flow.euler_step(x, model_output, self._levels[i], self._levels[i + 1])

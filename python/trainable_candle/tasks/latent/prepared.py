@@ -1,0 +1,101 @@
+"""A data set as a model is trained on it: latents under noise, and what is said of them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import trainable_candle as tc
+from trainable_candle.draws import normal_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trainable_candle import Tensor
+    from trainable_candle.data import Batch, Dataset, DatasetBatches, LatentCache
+    from trainable_candle.tasks.latent.family import LatentFamily
+    from trainable_candle.tasks.latent.texts import Texts
+    from trainable_candle.train.trainer import Inputs
+
+
+class PreparedLatents:
+    """A data set whose latents can be had, and the loss of a model on it.
+
+    Args:
+        family: the model.
+        dataset: the images.
+        latents: what is kept of them, in host memory.
+        texts: from captions to features.
+    """
+
+    def __init__(
+        self, family: LatentFamily, dataset: Dataset, latents: LatentCache, texts: Texts
+    ) -> None:
+        self._family = family
+        # Noise is put on latents in host memory; predictions are on the device.
+        self._noising = family.objective("cpu")
+        self._objective = family.objective(family.device)
+        self._dataset = dataset
+        self._weighs = any(item.loss_weight != 1 for item in dataset.items)
+        self._latents = latents
+        self._texts = texts
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batches(self, batch_size: int) -> DatasetBatches:
+        """Batches of images of one size."""
+        return self._dataset.batches(batch_size)
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """What the loss needs; what is random of each sample by its number, drawn on the host."""
+        kept = self._latents.batch(batch)
+        seed = self._dataset.seed
+        latents = self._family.coder.latents(
+            kept, lambda: normal_samples(kept["mean"].shape[1:], batch.samples, seed, "latents")
+        )
+        made = self._inputs(batch, self._noising.noise(latents, batch.samples, seed))
+        if self._weighs:
+            made["weights"] = tc.tensor(batch.loss_weights, device=self._family.device)
+        return made
+
+    def loss(self, inputs: Inputs) -> Tensor:
+        """The loss on what `inputs` made of a batch."""
+        sample = inputs["sample"]
+        conditions: Mapping[str, Tensor] = inputs
+        if self._texts.features is not None:
+            conditions = {**inputs, **self._texts.features(inputs, sample.shape[0])}
+        prediction = self._family.predict(sample, inputs["times"], conditions)
+        return self._objective.loss(prediction, inputs)
+
+    def validation_loss(self) -> float:
+        """The mean loss, every image with the same noises and levels at every call."""
+        family = self._family
+        batches = self._dataset.fixed_batches(max(family.config.batch_size, family.at_once))
+        repeats = max(1, -(-family.validation_examples // len(self)))
+        losses, example = [], 0
+        for _ in range(repeats):
+            for batch in batches:
+                examples = list(range(example, example + len(batch)))
+                example += len(batch)
+                losses.append(self._validation_loss(batch, examples) * len(batch))
+        return math.fsum(losses) / example
+
+    @tc.no_grad()
+    def _validation_loss(self, batch: Batch, examples: Sequence[int]) -> float:
+        latents = self._family.coder.latents(self._latents.batch(batch), None)
+        noised = self._noising.validation_noise(latents, examples)
+        return float(self.loss(self._inputs(batch, noised)).item())
+
+    def _inputs(self, batch: Batch, noised: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        family = self._family
+        made: dict[str, Tensor] = {
+            **noised,
+            "sample": noised["sample"].to(family.model.dtype),
+            **family.conditions(batch.frames),
+            **self._texts.inputs(batch.captions),
+        }
+        masks = self._dataset.masks(batch, family.coder.factor)
+        if masks is not None:
+            made["mask"] = tc.tensor(masks[:, None])
+        return {name: tensor.to(family.device) for name, tensor in made.items()}

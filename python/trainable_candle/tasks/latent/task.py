@@ -1,0 +1,268 @@
+"""Training a model that generates images, and drawing with it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from trainable_candle import plot
+from trainable_candle.data import LatentCache
+from trainable_candle.data.folder import counted
+from trainable_candle.data.options import CacheOptions
+from trainable_candle.errors import ConfigError
+from trainable_candle.settings.checks import existing
+from trainable_candle.settings.previews import Drawing
+from trainable_candle.tasks.checks import check_format, check_targets
+from trainable_candle.tasks.estimate import adapted_layers, available_bytes, require_memory
+from trainable_candle.tasks.latent.data import cache_options, folder_for_cache, read_datasets
+from trainable_candle.tasks.latent.drawing import (
+    SampleOptions,
+    draw,
+    parse_size,
+    require_multiple,
+)
+from trainable_candle.tasks.latent.prepared import PreparedLatents
+from trainable_candle.tasks.latent.texts import prepare_texts
+from trainable_candle.tasks.task import Split
+from trainable_candle.train.adapters import Adapters, adapter_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from trainable_candle import AdapterFile, Tensor
+    from trainable_candle.data import Dataset
+    from trainable_candle.models import Model
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.estimate import Estimate
+    from trainable_candle.tasks.latent.family import LatentFamily
+
+
+class LatentTask:
+    """A model of any latent family: a `Task`, and what else is done with such a model.
+
+    Parts are loaded when they are needed, and dropped when they are not any more.
+
+    Args:
+        family: the model, and the settings.
+    """
+
+    def __init__(self, family: LatentFamily) -> None:
+        self.family = family
+        self._side: int | None = None
+        self._adapted: tuple[str, ...] = ()
+        self._remembered: dict[str, dict[str, Tensor]] = {}
+
+    def check(self, report: Callable[[str], None]) -> None:
+        """As `Task.check`; reports where other tools would make less of the adapter."""
+        family, config = self.family, self.family.config
+        texts = family.text_layers() if config.train_text_encoder else {}
+        check_format(config, family.formats, parts=1 + len(texts))
+        family.check()
+        family.objective("cpu")
+        if config.sample_prompts:
+            for prompt in config.sample_prompts:
+                family.check_prompt(prompt)
+            side = config.resolution or family.resolution
+            size = parse_size(config.sample_size) if config.sample_size else (side, side)
+            family.stepper(config.sample_steps, config.sampler, size)
+            if config.sample_size:
+                require_multiple(size, family.coder.factor)
+        layers = family.layers()
+        others = {
+            f"{layer}.weight": weights[f"{layer}.weight"]
+            for weights in texts.values()
+            for layer in adapted_layers(weights, family.text_targets)
+        }
+        check_targets(config, layers, family.targets, others)
+        if config.initial_adapter and not config.resume:
+            path = existing("initial_adapter", config.initial_adapter_path)
+            wanted = config.target_modules or family.targets
+            adapted = adapted_layers(layers, wanted, config.exclude_modules)
+            family.check_initial_adapter(path, adapted)
+        if config.adapter != "lora" and (config.format or family.formats[0]) == "kohya":
+            leaves = (
+                "leaves DoRA's magnitude out" if config.adapter == "dora" else "loads LoRA only"
+            )
+            instead = "; --format diffusers is for it" if config.adapter == "dora" else ""
+            report(
+                f"note: of files under kohya's names diffusers {leaves}{instead}; "
+                "ComfyUI applies all"
+            )
+
+    def read(self, report: Callable[[str], None]) -> Split[Dataset]:
+        """Find and check the images and captions; as `Task.read`."""
+        data = read_datasets(self.family.config, self.family.dataset)
+        report(data.train.summary())
+        if data.validation is not None:
+            report(f"validation: {counted(len(data.validation), 'image')}")
+        return data
+
+    def estimate(
+        self, config: TrainConfig, data: Split[Dataset], limit: float = math.inf
+    ) -> Estimate:
+        """As `Task.estimate`."""
+        return self.family.estimate(config, data, limit)
+
+    def prepare(
+        self, data: Split[Dataset], report: Callable[[str], None]
+    ) -> Split[PreparedLatents]:
+        """Encode images and captions; drop the encoders that are not needed in training.
+
+        As `Task.prepare`.
+        """
+        family, config = self.family, self.family.config
+        self._side = data.train.options.resolution
+        # Before the text encoders are loaded, as for the estimate.
+        area = family.encode_area()
+        # Without previews no encoder is loaded for features that are cached.
+        prompts = {*config.sample_prompts, config.negative_prompt} if config.sample_prompts else {}
+        texts, self._remembered = prepare_texts(family, data, sorted(prompts), report)
+        parts = [data.train] if data.validation is None else [data.train, data.validation]
+        latents = [self._latents(part, area, report) for part in parts]
+        if config.cache == "off":
+            # Now, rather than in the first step.
+            family.coder.load()
+        elif not config.sample_prompts:
+            family.coder.drop()
+        prepared = [
+            PreparedLatents(family, part, encoded, texts)
+            for part, encoded in zip(parts, latents, strict=True)
+        ]
+        return Split(prepared[0], prepared[1] if len(prepared) > 1 else None)
+
+    def _latents(self, dataset: Dataset, area: int, report: Callable[[str], None]) -> LatentCache:
+        family = self.family
+        identity = family.coder.identity()
+        options = cache_options(family.config) if identity is not None else CacheOptions("memory")
+        folder = folder_for_cache(family.config, dataset, lambda _: None) if identity else None
+        cache = LatentCache(
+            dataset,
+            family.coder.encode,
+            options,
+            identity or {},
+            folder=folder,
+            encode_area=area,
+        )
+        if identity is None:
+            cache.fill()
+        else:
+            images = counted(len(dataset), "image")
+            report(f"latents of {images}: {cache.fill(progress=True, report=report)}")
+        return cache
+
+    def attach(self) -> Adapters:
+        """Put adapters on the model, and on the text encoders if they are trained too.
+
+        As `Task.attach`.
+        """
+        family, config = self.family, self.family.config
+        sets = {family.component: family.model.add_adapter(adapter_config(config, family.targets))}
+        if config.train_text_encoder:
+            for name, model in family.text_models.items():
+                unread = family.unread_layers(name, model.named_tensors())
+                there = config.with_(
+                    target_modules=[], exclude_modules=[*config.exclude_modules, *unread]
+                )
+                sets[name] = model.add_adapter(adapter_config(there, family.text_targets))
+        if config.gradient_checkpointing != "none":
+            for name in sets:
+                self._part(name).enable_gradient_checkpointing(config.gradient_checkpointing)
+        self._adapted = tuple(sets)
+        return Adapters(sets)
+
+    def _part(self, name: str) -> Model:
+        return self.family.model if name == self.family.component else self.family.text_models[name]
+
+    def preview(self, path: Path) -> None:
+        """Write a grid of images of the settings' prompts; as `Task.preview`."""
+        config = self.family.config
+        options = SampleOptions(
+            steps=config.sample_steps,
+            seed=config.sample_seed,
+            guidance=config.guidance,
+            negative_prompt=config.negative_prompt,
+            size=parse_size(config.sample_size) if config.sample_size else None,
+            sampler=config.sampler,
+        )
+        images = self.draw(config.sample_prompts, options)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        grid = plot.image_grid(images, scale=plot.visible_scale(images))
+        plot.save_png(grid, path.with_suffix(".png"))
+
+    def require_room(self, count: int, options: SampleOptions) -> None:
+        """Check that there is memory to draw `count` images.
+
+        Raises:
+            OutOfMemoryError: there is too little.
+            MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another
+                model.
+        """
+        side = self.family.resolution
+        width, height = options.size or (side, side)
+        needed = self.family.drawing_bytes((width, height), count)
+        limit = available_bytes(self.family.device)
+        require_memory(f"{counted(count, 'image')} of {width}x{height} px", needed, limit)
+
+    def draw(
+        self, prompts: Sequence[str], options: SampleOptions | None = None
+    ) -> npt.NDArray[np.uint8]:
+        """One image a prompt; shape (n, height, width, 3).
+
+        The library's generator is left as it was.
+
+        Raises:
+            ConfigError: a prompt or an option does not suit the model.
+            NonFiniteError: an image has a NaN or an infinity.
+        """
+        options = options or SampleOptions()
+        self._refuse_unused(options)
+        side = self._side or self.family.resolution
+        return draw(self.family, prompts, options, self._features, (side, side))
+
+    def _refuse_unused(self, options: SampleOptions) -> None:
+        if Drawing in self.family.groups:
+            return
+        for name in ("guidance", "negative_prompt", "size", "sampler"):
+            if getattr(options, name) != getattr(SampleOptions(), name):
+                model = self.family.name
+                raise ConfigError(f"sample: {name} has no effect on the model `{model}`")
+
+    def _features(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        # Those that are remembered are of one prompt each.
+        if len(prompts) == 1 and prompts[0] in self._remembered:
+            return self._remembered[prompts[0]]
+        return self.family.features(prompts)
+
+    def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
+        """As `Task.adapter_file`."""
+        return adapters.file(path, self.family.config, metadata)
+
+    def load_adapter(self, path: Path, scale: float) -> Adapters:
+        """Put the adapters of a file on the parts that it names, their effect times `scale`.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
+                another model.
+        """
+        sets = {
+            name: self._part(name).load_adapter(path, scale=scale)
+            for name in self.family.adapted_parts(path)
+        }
+        self._adapted = tuple(sets)
+        return Adapters(sets)
+
+    def save_merged(self, output: Path) -> None:
+        """Write the whole model with its adapters merged into the weights.
+
+        Raises:
+            ConfigError: `output` is no place for it.
+            OSError: it cannot be written.
+        """
+        models = {name: self._part(name) for name in self._adapted}
+        for model in models.values():
+            model.merge_adapter()
+        self.family.save_merged(models, output)

@@ -1,0 +1,78 @@
+"""From captions to what a model is told: features remembered, made anew, or made in the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trainable_candle as tc
+from trainable_candle.data import TextCache
+from trainable_candle.tasks.latent.data import cache_options, folder_for_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from trainable_candle import Tensor
+    from trainable_candle.data import Dataset
+    from trainable_candle.tasks.latent.family import LatentFamily
+    from trainable_candle.tasks.task import Split
+
+
+@dataclass(frozen=True)
+class Texts:
+    """From captions to what the model is told."""
+
+    inputs: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    """What is made of captions outside of the step."""
+    features: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]] | None = None
+    """From that and the size of the batch to features, within the step; None if they are made
+    outside."""
+
+
+def prepare_texts(
+    family: LatentFamily,
+    data: Split[Dataset],
+    prompts: Sequence[str],
+    report: Callable[[str], None],
+) -> tuple[Texts, dict[str, dict[str, Tensor]]]:
+    """How captions become features; encoders that do not change are dropped when they have served.
+
+    Args:
+        family: the model.
+        data: whose captions.
+        prompts: texts whose features will be needed without the encoders.
+        report: gets a line where features are cached.
+
+    Returns:
+        The way, and the features of the prompts if the encoders are gone.
+
+    Raises:
+        MissingFileError, WeightsFormatError, ConfigError: the encoders cannot be read.
+        OSError: the cache cannot be written.
+    """
+    config = family.config
+    # Methods of the family, not of its encoders: they must not keep the encoders in memory.
+    if config.train_text_encoder:
+        return Texts(family.tokens, family.encode_tokens), {}
+    if config.cache == "off" or not config.caption_variants:
+        return Texts(tc.no_grad()(family.features)), {}
+    identity = family.text_identity()
+    if identity is None:
+        return Texts(family.features), {}
+    cache = TextCache(
+        family.features,
+        cache_options(config),
+        identity,
+        folder=folder_for_cache(config, data.train, report),
+        encode_parts=family.text_parts(),
+        parts=family.text_length,
+    )
+    captions = data.train.possible_captions()
+    if data.validation is not None:
+        batches = data.validation.fixed_batches(1)
+        captions += [caption for batch in batches for caption in batch.captions]
+    report(f"captions: {cache.fill(captions, progress=True, report=report)}")
+    with tc.no_grad():
+        remembered = {prompt: family.features([prompt]) for prompt in prompts}
+    family.drop_text_models()
+    return Texts(cache.batch), remembered

@@ -1,0 +1,92 @@
+"""The adapters of a run, on one or several parts of a model, as one thing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trainable_candle as tc
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from trainable_candle import AdapterFile, AdapterSet, Var
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.settings.adapter import Adapter
+
+
+class Adapters:
+    """Adapters by component, `unet` or `text_encoder` for example.
+
+    Args:
+        sets: at least one.
+    """
+
+    def __init__(self, sets: Mapping[str, AdapterSet]) -> None:
+        self.sets = dict(sets)
+
+    def named_parameters(self) -> dict[str, Var]:
+        """The trainable parameters; a component's name stands before if there are several."""
+        if len(self.sets) == 1:
+            return next(iter(self.sets.values())).named_parameters()
+        return {
+            f"{component}.{name}": var
+            for component, adapter in self.sets.items()
+            for name, var in adapter.named_parameters().items()
+        }
+
+    def groups(self, config: TrainConfig) -> list[tuple[list[Var], float]]:
+        """The parameters with their learning rates: those of text encoders have their own."""
+        of_text = config.text_encoder_learning_rate or config.learning_rate / 10
+        groups: dict[float, list[Var]] = {}
+        for component, adapter in self.sets.items():
+            rate = of_text if component.startswith("text_encoder") else config.learning_rate
+            groups.setdefault(rate, []).extend(adapter.parameters())
+        return [(parameters, rate) for rate, parameters in groups.items()]
+
+    def set_training(self, training: bool) -> None:
+        """Training (dropout on) or not."""
+        for adapter in self.sets.values():
+            adapter.set_training(training)
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Let the model compute through the adapters, or exactly as if there were none."""
+        for adapter in self.sets.values():
+            adapter.set_enabled(enabled)
+
+    def file(self, path: Path, config: Adapter, metadata: dict[str, str]) -> AdapterFile:
+        """Their present values for one file, in the format and precision of the settings.
+
+        Raises:
+            ArgumentError: the format cannot hold these adapters.
+        """
+        return tc.prepare_adapters(
+            path,
+            list(self.sets.values()),
+            format=config.format,
+            metadata=metadata,
+            dtype=config.adapter_precision,
+        )
+
+    def load(self, path: Path) -> None:
+        """Take over the parameters of a file with the same layers and ranks, to train on.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError, ShapeError: there is no such file, or
+                its adapters are others.
+        """
+        for adapter in self.sets.values():
+            adapter.load(path)
+
+
+def adapter_config(config: Adapter, targets: Sequence[str]) -> tc.LoraConfig:
+    """What the settings say about adapters; `targets` unless they name layers."""
+    return tc.LoraConfig(
+        r=config.rank,
+        lora_alpha=float(config.rank) if config.alpha is None else config.alpha,
+        target_modules=config.target_modules or list(targets),
+        exclude_modules=config.exclude_modules,
+        lora_dropout=config.lora_dropout,
+        adapter=config.adapter,
+        use_rslora=config.rslora,
+    )

@@ -1,0 +1,183 @@
+"""The estimate against what the tape, the optimizer and the models really hold."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.families.sdxl import SDXL, files
+from trainable_candle.families.sdxl.estimate import encode_area
+from trainable_candle.settings.adapter import ADAPTERS
+from trainable_candle.tasks.estimate import RUNTIME_BYTES
+from trainable_candle.tasks.latent import LatentTask
+from trainable_candle.train import TrainConfig
+from trainable_candle.train.optimizers import make_optimizer
+
+
+@pytest.fixture
+def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Settings of a run on the small pictures."""
+
+    def configure(**given: Any) -> TrainConfig:
+        settings = {
+            "resolution": 64,
+            "cache": "memory",
+            "rank": 4,
+            "device": "cpu",
+            "precision": "f32",
+        } | given
+        return TrainConfig(
+            model="sdxl", dataset=str(sdxl_folder), output=str(tmp_path / "out"), **settings
+        )
+
+    return configure
+
+
+def items(base: Path, config: TrainConfig, phase: str = "training") -> dict[str, int]:
+    task = sdxl(base, config)
+    estimate = task.estimate(config, task.read(lambda _: None))
+    return {f"{item.component} {item.what}": item.bytes for item in estimate.phases[phase]}
+
+
+def sdxl(base: Path, config: TrainConfig) -> LatentTask:
+    return SDXL(base, "f32", "cpu", config).task()
+
+
+TARGETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "attention": {"target_modules": ["all-attention"]},
+    "all": {"target_modules": ["all-linear"]},
+    "convolutions": {"target_modules": ["all-conv"], "exclude_modules": ["conv_in"]},
+}
+
+
+@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_activations_are_what_the_tape_holds_within_a_seventh(
+    sdxl_base: Path,
+    configure: Callable[..., TrainConfig],
+    targets: dict[str, Any],
+    checkpointing: str,
+) -> None:
+    config = configure(batch_size=2, gradient_checkpointing=checkpointing, **targets)
+    task = sdxl(sdxl_base, config)
+    prepared = task.prepare(task.read(lambda _: None), lambda _: None).train
+    task.attach()
+    batches = prepared.batches(2)
+    held = []
+    for index in range(6):
+        batch = batches.batch(index)
+        before = tc.memory.saved_bytes()
+        loss = prepared.loss(prepared.inputs(batch))
+        held.append((tc.memory.saved_bytes() - before) * 2 // len(batch))
+        loss.backward()
+    estimated = items(sdxl_base, config)["unet activations"]
+    if checkpointing == "full":
+        # Backward recomputes one block at a time, which the estimate adds.
+        assert max(held) < estimated < 5 * max(held)
+    else:
+        assert estimated == pytest.approx(max(held), rel=1 / 7)
+
+
+@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("train_text_encoder", [False, True])
+def test_parameters_states_and_weights_are_exact(
+    sdxl_base: Path,
+    configure: Callable[..., TrainConfig],
+    targets: dict[str, Any],
+    adapter: str,
+    train_text_encoder: bool,
+) -> None:
+    config = configure(
+        adapter=adapter, train_text_encoder=train_text_encoder, optimizer="adamw", **targets
+    )
+    estimated = items(sdxl_base, config)
+    family = SDXL(sdxl_base, "f32", "cpu", config)
+    adapters = family.task().attach()
+    parameters = adapters.named_parameters().values()
+    components = ("unet", "text encoders") if train_text_encoder else ("unet",)
+
+    def total(what: str) -> int:
+        return sum(estimated[f"{component} {what}"] for component in components)
+
+    assert total("adapter") == total("gradients") == sum(var.nbytes for var in parameters)
+    made = make_optimizer(config, adapters.groups(config))
+    for var in parameters:
+        (var * 1.0).sum().backward()
+    made.step()
+    assert total("optimizer") == made.state_bytes
+    assert estimated["unet weights"] == weight_bytes(family.model)
+    assert items(sdxl_base, config, "encoding")["vae weights"] == weight_bytes(family.coder.model)
+
+
+def weight_bytes(model: tc.models.Model) -> int:
+    return sum(tensor.nbytes for tensor in model.named_tensors().values())
+
+
+def test_as_many_pictures_are_encoded_at_once_as_half_of_what_is_free_holds(
+    sdxl_base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    facts = files.facts(sdxl_base)
+    config = configure(device="cuda", precision="bf16")
+    task = sdxl(sdxl_base, config)
+    data = task.read(lambda _: None)
+    alone = task.estimate(config, data, 0).phases["encoding"]
+    models = sum(item.bytes for item in alone if item.what == "weights")
+    side = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
+    (working,) = (i.bytes for i in alone if (i.component, i.what) == ("vae", "activations"))
+    for count in (1, 2, 5):
+        limit = RUNTIME_BYTES + models + 2 * count * working
+        assert encode_area(facts, config, limit) // side == count
+        assert encode_area(facts, config, limit - 2 * working // side) // side == count - 1
+    assert encode_area(facts, config, 0) == 0
+    assert encode_area(facts, config, math.inf) == 4 * 1024**2
+    assert encode_area(facts, config.with_(device="cpu"), math.inf) == 0
+
+
+def test_the_estimate_knows_how_many_pictures_are_encoded_at_once(
+    sdxl_base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    config = configure(device="cuda", precision="bf16")
+    task = sdxl(sdxl_base, config)
+    data = task.read(lambda _: None)
+
+    def activations(limit: float) -> int:
+        estimate = task.estimate(config, data, limit)
+        (found,) = (
+            item.bytes
+            for item in estimate.phases["encoding"]
+            if (item.component, item.what) == ("vae", "activations")
+        )
+        return found
+
+    # All eight fit beside each other, or only one.
+    assert activations(80 * 2**30) > 6 * activations(0)
+    assert (
+        activations(0)
+        == items(sdxl_base, config.with_(device="cpu"), "encoding")["vae activations"]
+    )
+
+
+def test_a_single_file_is_estimated_like_its_folder(
+    sdxl_base: Path, sdxl_file: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    config = configure()
+    for phase in ("encoding", "training"):
+        assert items(sdxl_file, config, phase) == items(sdxl_base, config, phase)
+
+
+def test_on_a_gpu_what_stays_in_host_memory_is_left_out(
+    sdxl_base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    config = configure(device="cuda", precision="bf16")
+    task = sdxl(sdxl_base, config)
+    estimate = task.estimate(config, task.read(lambda _: None))
+    assert estimate.table()[0].startswith("GPU memory while encoding: ")
+    on_cpu = items(sdxl_base, config.with_(device="cpu"))
+    assert items(sdxl_base, config) == {
+        name: count for name, count in on_cpu.items() if not name.endswith(" cache")
+    }

@@ -1,0 +1,299 @@
+"""What is trained, and how pictures are drawn: against the same written out."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.data.buckets import Bucket, Fit, Frame
+from trainable_candle.draws import normal_samples
+from trainable_candle.errors import (
+    ConfigError,
+    MissingFileError,
+    NonFiniteError,
+    WeightsFormatError,
+)
+from trainable_candle.families.sdxl import SDXL, files
+from trainable_candle.families.sdxl.family import time_ids
+from trainable_candle.families.sdxl.text import TextEncoders
+from trainable_candle.tasks.latent import LatentTask, SampleOptions
+from trainable_candle.train import TrainConfig
+
+
+@pytest.fixture
+def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Settings of a run on the small pictures."""
+
+    def configure(**given: Any) -> TrainConfig:
+        settings = {
+            "resolution": 64,
+            "cache": "memory",
+            "rank": 4,
+            "device": "cpu",
+            "precision": "f32",
+        } | given
+        return TrainConfig(
+            model="sdxl", dataset=str(sdxl_folder), output=str(tmp_path / "out"), **settings
+        )
+
+    return configure
+
+
+def prepare(base: Path, config: TrainConfig) -> tuple[LatentTask, Any]:
+    task = SDXL(base, "f32", "cpu", config).task()
+    return task, task.prepare(task.read(lambda _: None), lambda _: None)
+
+
+def test_the_loss_is_that_of_epsilon_prediction(
+    sdxl_base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    config = configure(batch_size=2)
+    task, split = prepare(sdxl_base, config)
+    batch = split.train.batches(2).batch(0)
+    loss = split.train.loss(split.train.inputs(batch)).item()
+
+    # The same from the parts: encoders, posterior, schedule, UNet.
+    encoders = TextEncoders.load(sdxl_base, "f32", "cpu")
+    vae = tc.models.AutoencoderKL.from_pretrained(sdxl_base, dtype="f32")
+    dataset = task.read(lambda _: None).train
+    pixels = np.stack([dataset.pixels(view) for view in batch.views]).astype(np.float32)
+    mean, logvar = vae.encode(tc.tensor((pixels / 127.5 - 1).transpose(0, 3, 1, 2).copy()))
+    drawn = normal_samples(mean.shape[1:], [0, 1], config.seed, "latents").numpy()
+    latents = (mean.numpy() + np.exp(logvar.numpy() / 2) * drawn) * vae.scaling_factor
+    objective = tc.train.DiffusionObjective(tc.train.NoiseSchedule())
+    noised = objective.noise(tc.tensor(latents), [0, 1], config.seed)
+    with tc.no_grad():
+        features = encoders(batch.captions)
+        unet = tc.models.SDXLUNet.from_pretrained(sdxl_base, dtype="f32", subfolder="unet")
+        sizes = tc.tensor(np.array([time_ids(frame) for frame in batch.frames], np.float32))
+        found = unet(noised.sample, noised.timesteps, time_ids=sizes, **features).numpy()
+    alphas = np.array(tc.train.NoiseSchedule().alphas_cumprod)[noised.timesteps.numpy()]
+    a = alphas[:, None, None, None]
+    noise = (noised.sample.numpy() - np.sqrt(a) * latents) / np.sqrt(1 - a)
+    assert loss == pytest.approx(np.mean((found - noise) ** 2), rel=1e-3)
+
+
+def test_encoders_are_dropped_when_nothing_needs_them(
+    sdxl_base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    def kept(**settings: Any) -> set[str]:
+        task, _ = prepare(sdxl_base, configure(**settings))
+        coder = {"coder"} if "model" in task.family.coder.__dict__ else set()
+        return coder | task.family.__dict__.keys() & {"encoders"}
+
+    assert kept() == set()
+    assert kept(sample_prompts=["a"]) == {"coder"}
+    assert kept(cache="off") == {"coder"}
+    assert kept(train_text_encoder=True) == set()
+
+
+def test_validation_is_the_same_every_time_and_leaves_the_generator(
+    sdxl_base: Path, configure: Callable[..., TrainConfig]
+) -> None:
+    _, split = prepare(sdxl_base, configure(validation_split=0.25))
+    assert (len(split.train), len(split.validation)) == (6, 2)
+    state = tc.get_rng_state()
+    first = split.validation.validation_loss()
+    assert tc.get_rng_state() == state
+    assert split.validation.validation_loss() == first
+
+
+def test_long_captions_take_several_rows_and_are_padded_to_the_longest(sdxl_base: Path) -> None:
+    encoders = TextEncoders.load(sdxl_base, "f32", "cpu")
+    long = "ab " * 20  # 40 letters, a token each, in rows of 15
+    with tc.no_grad():
+        both = encoders([long, "x"])
+        alone, empty = encoders(["x"]), encoders([""])
+    assert both["encoder_hidden_states"].shape == (2, 3 * 17, 20)
+    assert both["text_embeds"].shape == (2, 12)
+    text = both["encoder_hidden_states"].numpy()
+    np.testing.assert_allclose(text[1, :17], alone["encoder_hidden_states"].numpy()[0], atol=1e-6)
+    for rest in (text[1, 17:34], text[1, 34:]):
+        np.testing.assert_allclose(rest, empty["encoder_hidden_states"].numpy()[0], atol=1e-6)
+    np.testing.assert_allclose(
+        both["text_embeds"].numpy()[1], alone["text_embeds"].numpy()[0], atol=1e-6
+    )
+
+
+def test_samples_depend_on_seed_prompt_and_every_option(sdxl_base: Path) -> None:
+    task = SDXL(sdxl_base, "f32", "cpu").task()
+
+    def draw(*prompts: str, **options: Any) -> np.ndarray:
+        given = {"steps": 2, "size": (32, 48), "seed": 3, **options}
+        return task.draw(prompts or ["a cat"], SampleOptions(**given))
+
+    state = tc.get_rng_state()
+    first = draw()
+    assert tc.get_rng_state() == state
+    assert (first.shape, first.dtype) == ((1, 48, 32, 3), np.uint8)
+    np.testing.assert_array_equal(draw(), first)
+    # The second picture has the seed that follows.
+    np.testing.assert_array_equal(draw("a dog", "a cat", seed=2)[1:], first)
+    changes: list[dict[str, Any]] = [
+        {"seed": 4},
+        {"steps": 3},
+        {"guidance": 1.0},
+        {"sampler": "dpmpp_2m"},
+        {"negative_prompt": "blurry"},
+        {"size": (48, 32)},
+    ]
+    for change in changes:
+        assert not np.array_equal(draw(**change), first), change
+    assert not np.array_equal(draw("a dog"), first)
+
+
+def test_guidance_one_is_the_prompt_alone(sdxl_base: Path) -> None:
+    task = SDXL(sdxl_base, "f32", "cpu").task()
+    found = task.draw(["x"], SampleOptions(steps=2, guidance=1.0, size=(32, 32), seed=1))
+    schedule = tc.train.NoiseSchedule()
+    sampler = tc.train.Sampler(schedule, 2, "euler")
+    vae = task.family.coder.model
+    tc.manual_seed(1)
+    with tc.no_grad():
+        features = TextEncoders.load(sdxl_base, "f32", "cpu")(["x"])
+        sizes = tc.tensor([[32.0, 32.0, 0.0, 0.0, 32.0, 32.0]])
+        x = sampler.init_noise(tc.randn((1, 4, 16, 16)))
+        for step, t in enumerate(sampler.timesteps):
+            scaled = sampler.scale_input(x, step)
+            x = sampler.step(task.family.model(scaled, t, time_ids=sizes, **features), step, x)
+        image = vae.decode(x / vae.scaling_factor).numpy()[0]
+    expected = np.clip((image.transpose(1, 2, 0) + 1) * 127.5, 0, 255)
+    assert np.abs(found[0].astype(float) - expected).max() <= 1
+
+
+def test_encoders_are_not_loaded_for_what_is_cached(
+    sdxl_base: Path, configure: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(cache="disk", batch_size=2)
+    _, first = prepare(sdxl_base, config)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("an encoder was loaded")
+
+    monkeypatch.setattr(TextEncoders, "load", fail)
+    monkeypatch.setattr(tc.models.AutoencoderKL, "from_pretrained", fail)
+    _, second = prepare(sdxl_base, config)
+    found, expected = (
+        part.train.inputs(part.train.batches(2).batch(0)) for part in (second, first)
+    )
+    for name, tensor in expected.items():
+        assert found[name].tolist() == tensor.tolist(), name
+
+
+def test_sizes_that_do_not_suit_are_refused(sdxl_base: Path) -> None:
+    task = SDXL(sdxl_base, "f32", "cpu").task()
+    with pytest.raises(ConfigError, match="the size is 33x32 px, expected multiples of 2"):
+        task.draw(["x"], SampleOptions(size=(33, 32)))
+
+
+def test_what_is_no_sdxl_model_is_refused(
+    sdxl_base: Path, digits_base: Path, sdxl_file: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(MissingFileError, match="there is no file or folder"):
+        files.facts(tmp_path / "none")
+    with pytest.raises(MissingFileError, match="it has no folder unet, vae"):
+        files.facts(digits_base)
+    with pytest.raises(WeightsFormatError, match="is no SDXL checkpoint: it has no unet"):
+        files.facts(sdxl_base / "unet" / "diffusion_pytorch_model.safetensors")
+    assert files.facts(sdxl_file).factor == files.facts(sdxl_base).factor == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["model.diffusion_model.x", "cond_stage_model.transformer.x"], "Stable Diffusion 1"),
+        (["model.diffusion_model.x", "conditioner.embedders.0.model.x"], "SDXL's refiner"),
+        (["model.diffusion_model.x"], "a UNet alone; give a checkpoint"),
+        (["down_blocks.0.x", "mid_block.x"], "a UNet alone; give the folder"),
+        (["lora_unet_x.alpha"], "an adapter, which goes with --adapter"),
+    ],
+    ids=str,
+)
+def test_other_files_are_recognised(tmp_path: Path, names: list[str], message: str) -> None:
+    path = tmp_path / "a.safetensors"
+    tc.save_file({name: tc.ones(1) for name in names}, path)
+    with pytest.raises(WeightsFormatError, match=f"is no SDXL .*; it looks like {message}"):
+        files.facts(path)
+
+
+def test_a_part_of_a_pipeline_is_recognised(sdxl_base: Path) -> None:
+    with pytest.raises(MissingFileError, match=r"no SDXL model \(it holds a UNet2DConditionModel"):
+        files.facts(sdxl_base / "unet")
+
+
+def test_a_file_whose_blocks_are_others_is_refused(tmp_path: Path) -> None:
+    base = SDXL.default_weights()
+    assert base is not None
+    path = tmp_path / "merged.safetensors"
+    models = {name: tc.models.load(base, subfolder=name) for name in files.SUBFOLDERS}
+    tc.models.save_checkpoint(path, models)
+    tensors = tc.load_file(path)
+    tc.save_file(tensors, path)
+    with pytest.raises(WeightsFormatError, match="give the folder of its pipeline"):
+        files.facts(path)
+    # Unless its header says what it is.
+    config = (base / "unet" / "config.json").read_text()
+    tc.save_file(tensors, tmp_path / "told.safetensors", {"trainable_candle.config.unet": config})
+    found, expected = files.facts(tmp_path / "told.safetensors"), files.facts(base)
+    assert (found.config, found.factor) == (expected.config, expected.factor)
+
+
+def test_a_tokenizer_that_does_not_fit_is_named(
+    sdxl_base: Path, sdxl_file: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(WeightsFormatError, match=r"single_file\.safetensors holds no tokenizer"):
+        TextEncoders.load(sdxl_file, "f32", "cpu")
+    shutil.copytree(sdxl_base, tmp_path / "base")
+    shutil.rmtree(tmp_path / "base" / "tokenizer_2")
+    message = r"tokenizer_2 is missing, and CLIP's usual one has a token 49407, where .* 200 tokens"
+    with pytest.raises(WeightsFormatError, match=message):
+        TextEncoders.load(tmp_path / "base", "f32", "cpu")
+
+
+def test_a_picture_of_no_numbers_is_an_error(sdxl_base: Path) -> None:
+    task = SDXL(sdxl_base, "f32", "cpu").task()
+    adapter = task.family.model.add_adapter(
+        tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q"])
+    )
+    for var in adapter.parameters():
+        var.set(tc.full(var.shape, float("nan")))
+    with pytest.raises(NonFiniteError, match="sample: the image has values that are no finite"):
+        task.draw(["x"], SampleOptions(steps=1, size=(32, 32)))
+
+
+def test_the_original_checkpoint_says_what_it_predicts(tmp_path: Path) -> None:
+    path = tmp_path / "v.safetensors"
+    tc.save_file({"v_pred": tc.zeros((1,)), "ztsnr": tc.zeros((1,))}, path)
+    schedule = files.schedule(path, None)
+    assert (schedule.prediction_type, schedule.rescale_betas_zero_snr) == ("v_prediction", True)
+    assert files.schedule(path, "epsilon").prediction_type == "epsilon"
+
+
+def test_time_ids_are_those_of_the_reference() -> None:
+    # diffusers' train_text_to_image_sdxl: original (h, w), crop (top, left), target (h, w).
+    fit = Fit(Bucket(896, 1152), (3000, 4000), (896, 1195))
+    assert fit.box() == (0, 22)
+    assert time_ids(fit.frame(0, 22)) == (4000, 3000, 22, 0, 1152, 896)
+    wide = Fit(Bucket(100, 50), (240, 100), (120, 50))
+    assert time_ids(wide.frame(3, 0)) == (100, 240, 0, 3, 50, 100)
+    assert time_ids(wide.frame(3, 0, flipped=True)) == (100, 240, 0, 17, 50, 100)
+    assert time_ids(Frame.whole(64, 48)) == (48, 64, 0, 0, 48, 64)
+
+
+@pytest.mark.parametrize("clip_skip", [0, 1])
+def test_no_gradient_leads_to_the_layers_that_are_left_out(
+    sdxl_base: Path, configure: Callable[..., TrainConfig], clip_skip: int
+) -> None:
+    config = configure(train_text_encoder=True, clip_skip=clip_skip, adapter="dora")
+    task, split = prepare(sdxl_base, config)
+    adapters = task.attach()
+    split.train.loss(split.train.inputs(split.train.batches(1).batch(0))).backward()
+    for name, var in adapters.named_parameters().items():
+        assert var.grad is not None, name
+    of_first = adapters.sets["text_encoder"].named_parameters()
+    assert of_first
+    assert not any(f"layers.{2 - n}." in name for name in of_first for n in range(clip_skip + 1))

@@ -1,0 +1,29 @@
+"""Which package of the Python part may import which: data flows one way."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "python" / "trainable_candle"
+ABOVE = {
+    "settings": {"data", "train", "tasks", "families", "run", "cli", "demo"},
+    "data": {"train", "tasks", "families", "run", "cli", "demo"},
+    "train": {"data", "tasks", "families", "run", "cli", "demo"},
+    "tasks": {"families", "run", "cli", "demo"},
+    "families": {"run", "cli", "demo"},
+}
+"""What a package must not import, not even for types."""
+
+
+@pytest.mark.parametrize("package", ABOVE)
+def test_nothing_is_imported_from_above(package: str) -> None:
+    for path in (PACKAGE / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            parts = {name.split(".")[1] for name in names if name.startswith("trainable_candle.")}
+            assert not parts & ABOVE[package], (path, parts)

@@ -1,0 +1,191 @@
+"""The configuration: names, types, ranges, YAML."""
+
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.settings import GROUPS, TrainConfig, group_of, settings
+
+
+def from_text(tmp_path: Path, text: str) -> TrainConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return TrainConfig.from_yaml(path)
+
+
+def test_every_field_has_facts() -> None:
+    assert list(settings()) == [item.name for item in fields(TrainConfig)]
+    assert all(setting.help for _, setting in settings().values())
+    assert {group_of(name) for name in settings()} == set(GROUPS)
+
+
+def test_unknown_names_are_refused_with_the_nearest_right_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.yaml: unknown setting `learning_rte`") as caught:
+        from_text(tmp_path, "learning_rte: 0.1")
+    assert "did you mean `learning_rate`?" in str(caught.value)
+    with pytest.raises(ConfigError, match="did you mean `batch_size`"):
+        from_text(tmp_path, "batch-size: 3")
+
+
+def test_a_name_like_no_other_gets_the_list(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected one of model, weights"):
+        from_text(tmp_path, "zzzzzz: 1")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("rank: 0", "rank is 0, expected at least 1"),
+        ("rank: 4.0", r"rank is 4\.0 \(float\), expected a whole number"),
+        ("rank: true", r"rank is True \(bool\), expected a whole number"),
+        ("rank: '8'", r"rank is '8' \(str\), expected a whole number"),
+        ("rank:", r"rank is None \(NoneType\), expected a whole number"),
+        ("alpha: 0", r"alpha is 0\.0, expected above 0"),
+        ("learning_rate: -0.1", r"learning_rate is -0\.1, expected above 0"),
+        ("learning_rate: .nan", "learning_rate is nan, expected a finite number"),
+        ("learning_rate: .inf", "learning_rate is inf, expected a finite number"),
+        ("learning_rate: fast", r"learning_rate is 'fast' \(str\), expected a number"),
+        ("lora_dropout: 1", r"lora_dropout is 1\.0, expected below 1"),
+        ("seed: -1", "seed is -1, expected at least 0"),
+        ("seed: 18446744073709551616", "seed is 18446744073709551616, expected below"),
+        (f"steps: {10**400}", "steps is a number of 1329 bits, too large to compute with"),
+        (f"learning_rate: {10**400}", "learning_rate is a number of 1329 bits, too large"),
+        (f"steps: 1{'0' * 5000}", "is not valid YAML"),
+        ("caption: 2026-13-41", "is not valid YAML"),
+        ("rslora: 1", r"rslora is 1 \(int\), expected true or false"),
+        ("model: 3", r"model is 3 \(int\), expected text"),
+        ("target_modules: 3", r"target_modules is 3 \(int\), expected a list of names"),
+        ("target_modules: [to_q, 3]", "expected a list of names"),
+        ("optimizer: adamw8bits", r"expected one of .*; did you mean `adamw8bit`"),
+        ("precision: fp16", "expected one of auto, f32, bf16, f16; did you mean `f16`"),
+        ("warmup_steps: 2000", "warmup_steps is 2000, more than the 1000 steps"),
+    ],
+)
+def test_wrong_values_say_what_was_found_and_expected(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        from_text(tmp_path, line)
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+def test_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
+    # YAML 1.1 takes 1e-4 for text.
+    config = from_text(tmp_path, "learning_rate: 1e-4\nalpha: 16\nmax_grad_norm: 1")
+    assert config.learning_rate == 1e-4
+    assert (config.alpha, type(config.alpha)) == (16.0, float)
+
+
+def test_lists_come_as_lists_or_with_commas(tmp_path: Path) -> None:
+    expected = ["to_q", "to_out.0"]
+    assert from_text(tmp_path, "target_modules: [to_q, to_out.0]").target_modules == expected
+    assert from_text(tmp_path, "target_modules: to_q, to_out.0").target_modules == expected
+
+
+@pytest.mark.parametrize("text", ["", "# nothing but a comment\n"])
+def test_an_empty_file_is_the_defaults(tmp_path: Path, text: str) -> None:
+    assert from_text(tmp_path, text) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank: [1", "is not valid YAML"),
+        ("- a\n- b", "expected lines of `name: value`, found"),
+        ("just words", "expected lines of `name: value`, found 'just words'"),
+        ("!!python/object:os.system {}", "is not valid YAML"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_text(tmp_path, text)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="there is no such configuration file"):
+        TrainConfig.from_yaml(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        TrainConfig.from_yaml(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"caption: caf\xe9")
+    with pytest.raises(ConfigError, match="is not text in UTF-8"):
+        TrainConfig.from_yaml(tmp_path / "latin.yaml")
+
+
+def test_yaml_reads_back_to_an_equal_configuration(tmp_path: Path) -> None:
+    config = TrainConfig(
+        model="digits",
+        dataset="Bilder \N{CAT FACE} #1: 'a'",
+        caption="yes",
+        alpha=3.0,
+        target_modules=["to_q", "to_out.0"],
+        rslora=True,
+        learning_rate=1e-05,
+        seed=2**64 - 1,
+        resume="latest",
+    )
+    assert from_text(tmp_path, config.to_yaml()) == config
+    assert from_text(tmp_path, TrainConfig().to_yaml()) == TrainConfig()
+
+
+def test_missing_settings_are_named_with_their_flags() -> None:
+    with pytest.raises(ConfigError, match="missing settings: model, output; give --model --output"):
+        TrainConfig(dataset="d").require("model", "dataset", "output")
+
+
+@pytest.mark.parametrize("text", ["rank: 4\nsteps: 3\nrank: 8\n", "a: {b: 1, b: 2}\n"])
+def test_a_name_given_twice_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="is there twice"):
+        TrainConfig.from_yaml(path)
+
+
+def test_a_name_may_override_what_is_merged_in(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("<<: {rank: 4, steps: 3}\nrank: 8\n")
+    config = TrainConfig.from_yaml(path)
+    assert (config.rank, config.steps) == (8, 3)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = TrainConfig(
+        rank=np.int64(4),  # type: ignore[arg-type]
+        learning_rate=np.float32(0.5),  # type: ignore[arg-type]
+        flip=np.bool_(True),  # type: ignore[arg-type]
+    )
+    assert config.to_yaml() == TrainConfig(rank=4, learning_rate=0.5, flip=True).to_yaml()
+    with pytest.raises(ConfigError, match=r"rank is 4\.0 \(float\), expected a whole number"):
+        TrainConfig(rank=np.float64(4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [10**400, 10**300, 2**63])
+def test_whole_numbers_beyond_the_machines_are_refused(value: int) -> None:
+    for name in ("rank", "steps", "batch_size", "random_crops"):
+        with pytest.raises(ConfigError, match=f"{name} is"):
+            TrainConfig(**{name: value})
+
+
+def test_a_name_in_capitals_is_recognised() -> None:
+    with pytest.raises(ConfigError, match="did you mean `adamw`"):
+        TrainConfig(optimizer="AdamW")
+
+
+def test_a_path_may_be_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("rank: 4\n")
+    assert TrainConfig.from_yaml(bytes(path)).rank == 4
+
+
+def test_defaults_are_not_shared() -> None:
+    TrainConfig().target_modules.append("to_q")
+    assert TrainConfig().target_modules == []
+
+
+def test_copies_are_checked_too() -> None:
+    config = TrainConfig(steps=10)
+    assert asdict(config.with_(steps=20)) == {**asdict(config), "steps": 20}
+    with pytest.raises(ConfigError, match="steps is 0"):
+        config.with_(steps=0)
