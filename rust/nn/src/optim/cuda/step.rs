@@ -117,11 +117,6 @@ impl Groups {
         };
         Ok(bytes.chunks_exact(size_of::<Settings>()).map(step).collect())
     }
-
-    /// Bytes of device memory.
-    pub fn bytes(&self) -> usize {
-        self.settings.elem_count() + self.coefficients.elem_count()
-    }
 }
 
 /// One variable's part in a step. All tensors are contiguous, on one device, and of one size.
