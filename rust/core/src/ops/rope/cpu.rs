@@ -71,7 +71,7 @@ pub(super) fn rotate(x: &Raw, [cos, sin]: [&Raw; 2], repeats: usize, interleaved
         let y = read_all(ROPE.name, &[x, &table(cos)?, &table(sin)?], |operands| {
             let x = elements::<T>(operands[0])?;
             let (cos, sin) = (elements(operands[1])?, elements(operands[2])?);
-            let angles = Angles { cos, sin, positions, repeats: repeats, half, interleaved };
+            let angles = Angles { cos, sin, positions, repeats, half, interleaved };
             // SAFETY: each row is written as a whole.
             let y = unsafe {
                 rows::fill_rows::<T>(rows, len, rows::rows_per_block(len), |range, out| {
