@@ -9,7 +9,7 @@ from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
 from _typeshed import SupportsGetItem
 from numpy.typing import NDArray
-from typing_extensions import disjoint_base
+from typing_extensions import Self, disjoint_base
 
 __all__ = [
     "__version__",
@@ -87,7 +87,6 @@ __all__ = [
     "layer_norm",
     "linear",
     "load_file",
-    "load_model",
     "lora_backward",
     "lora_backward_",
     "manual_seed",
@@ -112,6 +111,7 @@ __all__ = [
     "set_float32_matmul_precision",
     "set_grad_enabled",
     "set_num_threads",
+    "set_resolver",
     "set_rng_state",
     "smooth_l1_loss",
     "snapshot",
@@ -544,51 +544,6 @@ class AutoencoderKL(Model):
             ShapeError: if the picture does not fit the model.
         """
     @staticmethod
-    def from_config(
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-    ) -> AutoencoderKL:
-        """
-        A frozen model of random weights, for measuring how fast and large it is.
-
-        Args:
-            config: a `config.json`; SDXL's autoencoder without it.
-            dtype: of the weights, f32 without it.
-            device: where they are.
-
-        Raises:
-            MissingFileError, ConfigError: if the configuration is missing or another model's.
-            OutOfMemoryError: if the model does not fit.
-        """
-    @staticmethod
-    def from_pretrained(
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-        *,
-        subfolder: str | None = None,
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-        force_upcast: bool | None = None,
-    ) -> AutoencoderKL:
-        """
-        The frozen model at `path`.
-
-        Args:
-            path: an autoencoder, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
-                file; or a name on the Hugging Face hub, "organisation/name".
-            dtype: convert the weights. Values in SDXL's autoencoder leave the range of f16: where its configuration says
-                `force_upcast`, as SDXL's does, the model is f32 although half precision is asked for or stored.
-            device: where to load it.
-            subfolder: the model's folder in a pipeline, also for a checkpoint.
-            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
-            force_upcast: overrules the configuration; False gives the weights the dtype that is asked for.
-
-        Raises:
-            MissingFileError, WeightsFormatError: if files are missing or damaged.
-            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
-        """
-    @staticmethod
     def latent_form(
         path: str | bytes | PathLike[str] | PathLike[bytes], *, subfolder: str | None = None
     ) -> tuple[int, float, float]:
@@ -633,49 +588,6 @@ class CLIPTextModel(Model):
         Raises:
             ShapeError: if a text is too long.
             IndexOutOfRangeError: if an id is no token.
-        """
-    @staticmethod
-    def from_config(
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-    ) -> CLIPTextModel:
-        """
-        A frozen model of random weights, for measuring how fast and large it is.
-
-        Args:
-            config: a `config.json`; CLIP's large model without it.
-            dtype: of the weights, f32 without it.
-            device: where they are.
-
-        Raises:
-            MissingFileError, ConfigError: if the configuration is missing or another model's.
-            OutOfMemoryError: if the model does not fit.
-        """
-    @staticmethod
-    def from_pretrained(
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-        *,
-        subfolder: str | None = None,
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-    ) -> CLIPTextModel:
-        """
-        The frozen model at `path`.
-
-        Args:
-            path: a text encoder, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
-                file; or a name on the Hugging Face hub, "organisation/name".
-            dtype: convert the weights; as they are stored without it.
-            device: where to load it.
-            subfolder: the model's folder in a pipeline, also for a checkpoint: "text_encoder" (which is meant
-                without it) or "text_encoder_2".
-            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
-
-        Raises:
-            MissingFileError, WeightsFormatError: if files are missing or damaged.
-            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
         """
 
 @final
@@ -919,25 +831,6 @@ class DigitsTransformer(Model):
         num_classes: SupportsIndex = 10,
         device: str = "cpu",
     ) -> DigitsTransformer: ...
-    @staticmethod
-    def from_pretrained(
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-    ) -> DigitsTransformer:
-        """
-        The frozen model at `path`: a folder with `config.json` and safetensors weights, or a weight file beside its
-        `config.json`.
-
-        Args:
-            path: the folder or the file.
-            dtype: convert the weights; as they are stored without it.
-            device: where to load it.
-
-        Raises:
-            MissingFileError, WeightsFormatError: if files are missing or damaged.
-            ConfigError: if the configuration is another model's or does not fit the weights.
-        """
 
 @final
 class EMA:
@@ -1341,7 +1234,7 @@ class LoraConfig:
 @disjoint_base
 class Model:
     """
-    A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called.
+    A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called; `from_pretrained` makes one.
     """
     def __repr__(self, /) -> str: ...
     def add_adapter(self, /, config: LoraConfig) -> AdapterSet:
@@ -1369,6 +1262,57 @@ class Model:
 
         Raises:
             ArgumentError: if the policy is unknown.
+        """
+    @classmethod
+    def from_config(
+        cls,
+        /,
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+    ) -> Self:
+        """
+        A frozen model of random weights, for measuring how fast and large it is.
+
+        Args:
+            config: a `config.json`; the published model's without it.
+            dtype: of the weights, f32 without it.
+            device: where they are.
+
+        Raises:
+            ArgumentError: of `Model`, which is no model by itself.
+            MissingFileError, ConfigError: if the configuration is missing or another model's.
+            OutOfMemoryError: if the model does not fit.
+        """
+    @classmethod
+    def from_pretrained(
+        cls,
+        /,
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+        force_upcast: bool | None = None,
+    ) -> Self:
+        """
+        The frozen model at `path`: of this class, or of `Model`, whatever kind its files say it is.
+
+        Args:
+            path: a model's folder or a weight file beside its `config.json`; a pipeline's folder or an original checkpoint in one file, of
+                which `Model` takes the model that is fine-tuned; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights; as they are stored without it.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint; the first
+                that the class may have without it.
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+            force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
+                says: SDXL's autoencoder does, whose values leave the range of f16.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
         """
     def load_adapter(
         self,
@@ -1661,48 +1605,6 @@ class SDXLUNet(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
-        """
-    @staticmethod
-    def from_config(
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-    ) -> SDXLUNet:
-        """
-        A frozen model of random weights, for measuring how fast and large it is.
-
-        Args:
-            config: a `config.json`; SDXL's base model without it.
-            dtype: of the weights, f32 without it.
-            device: where they are.
-
-        Raises:
-            MissingFileError, ConfigError: if the configuration is missing or another model's.
-            OutOfMemoryError: if the model does not fit.
-        """
-    @staticmethod
-    def from_pretrained(
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-        *,
-        subfolder: str | None = None,
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-    ) -> SDXLUNet:
-        """
-        The frozen model at `path`.
-
-        Args:
-            path: a UNet, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
-                file; or a name on the Hugging Face hub, "organisation/name".
-            dtype: convert the weights; as they are stored without it.
-            device: where to load it.
-            subfolder: the model's folder in a pipeline, also for a checkpoint.
-            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
-
-        Raises:
-            MissingFileError, WeightsFormatError: if files are missing or damaged.
-            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
         """
 
 @final
@@ -3108,31 +3010,6 @@ def load_file(
         WeightsFormatError: if it is no safetensors file, or holds a dtype that is not supported.
     """
 
-def load_model(
-    path: str | bytes | PathLike[str] | PathLike[bytes],
-    dtype: DType | str | None = None,
-    device: str = "cpu",
-    *,
-    subfolder: str | None = None,
-    config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-) -> Model:
-    """
-    Load the model at `path`, frozen, whatever kind its files say it is.
-
-    Args:
-        path: a model's folder; a weight file beside its `config.json`; a pipeline's folder or an original checkpoint, of which the
-            model that is fine-tuned is meant unless `subfolder` names another; or a name on the Hugging Face hub,
-            "organisation/name".
-        dtype: convert the weights; as they are stored without it.
-        device: where to load it.
-        subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint.
-        config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
-
-    Raises:
-        MissingFileError, WeightsFormatError: if files are missing or damaged.
-        ConfigError: if the configuration is of no known model or does not fit the weights.
-    """
-
 def lora_backward(
     grad_output: Tensor,
     input: Tensor,
@@ -3527,6 +3404,15 @@ def set_num_threads(n: SupportsIndex) -> None:
 
     Raises:
         ArgumentError: if `n` is 0, or the system refuses.
+    """
+
+def set_resolver(resolve: Callable[..., Any]) -> None:
+    """
+    Set what finds models by names that are no paths, once.
+
+    Args:
+        resolve: called with the name, the folders that may have the model in a repository, the likeliest first, and whether
+            half-precision files are preferred; returns a folder, or None if the name is none that it knows.
     """
 
 def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:

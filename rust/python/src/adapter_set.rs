@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use trainable_candle_core as tc;
 use trainable_candle_io as io;
-use trainable_candle_models::Model;
+use trainable_candle_models::Loaded;
 use trainable_candle_nn::adapter;
 
 use crate::arguments::{FilePath, Integer, Names};
@@ -186,13 +186,13 @@ impl LoraConfig {
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct AdapterSet {
     set: Arc<adapter::AdapterSet>,
-    model: Arc<dyn Model>,
+    model: Loaded,
     vars: Vec<(String, Py<Var>)>,
 }
 
 impl AdapterSet {
     /// The Python object of a set.
-    pub fn object(py: Python<'_>, set: Arc<adapter::AdapterSet>, model: Arc<dyn Model>) -> PyResult<Py<Self>> {
+    pub fn object(py: Python<'_>, set: Arc<adapter::AdapterSet>, model: Loaded) -> PyResult<Py<Self>> {
         let vars = set
             .named_vars()
             .into_iter()
@@ -416,7 +416,7 @@ impl Attached {
         &self,
         py: Python<'_>,
         op: &'static str,
-        model: &Arc<dyn Model>,
+        model: &Loaded,
         make: impl FnOnce() -> tc::Result<adapter::AdapterSet> + Send,
     ) -> Result<Py<AdapterSet>> {
         self.refuse_second(op)?;

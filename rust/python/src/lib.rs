@@ -63,7 +63,7 @@ mod _core {
     use crate::loss::{cross_entropy, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
     #[pymodule_export]
     use crate::models::{
-        AutoencoderKL, CLIPTextModel, DigitsTransformer, Model, SDXLUNet, TextFeatures, load_model, save_checkpoint,
+        AutoencoderKL, CLIPTextModel, DigitsTransformer, Model, SDXLUNet, TextFeatures, save_checkpoint, set_resolver,
     };
     #[pymodule_export]
     use crate::norm::{

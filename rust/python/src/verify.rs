@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
 use trainable_candle_io::adapter_file::{self as io, Tool};
-use trainable_candle_models as models;
+use trainable_candle_models::Pipeline;
 
 use crate::arguments::FilePath;
 use crate::call::detached;
@@ -59,7 +59,7 @@ pub struct AdapterReport {
 pub fn verify_adapter(py: Python<'_>, path: FilePath, model: &str, weights: Option<FilePath>) -> Result<AdapterReport> {
     const OP: &str = "verify_adapter";
     let (path, weights) = (path.get(OP)?, weights.map(|weights| weights.get(OP)).transpose()?);
-    let report = detached(py, || io::verify_adapter(&path, &models::outlines(model, weights.as_deref())?))?;
+    let report = detached(py, || io::verify_adapter(&path, &Pipeline::find(model)?.outlines(weights.as_deref())?))?;
     let good = report.is_good();
     let modules = report
         .modules

@@ -168,9 +168,9 @@ fn ignored_by(
     let comfyui = match style {
         Style::KohyaOriginal | Style::Kohya | Style::Lycoris | Style::ComfyUi => true,
         // Its map has diffusers' names with `.processor` before the projections of a UNet's attention.
-        Style::Processor => names.is_denoiser(),
-        Style::Diffusers => !names.is_denoiser() || !layer.contains(".to_"),
-        Style::Bare => names.is_denoiser() && !layer.contains(".to_"),
+        Style::Processor => names.is_denoiser,
+        Style::Diffusers => !names.is_denoiser || !layer.contains(".to_"),
+        Style::Bare => names.is_denoiser && !layer.contains(".to_"),
         Style::Peft => false,
     };
     if !comfyui {

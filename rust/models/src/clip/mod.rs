@@ -3,8 +3,20 @@
 mod config;
 pub mod keys;
 mod layers;
-pub mod lora_keys;
 mod model;
 
 pub use config::{Activation, CLIPTextConfig};
 pub use model::{CLIPTextModel, TextFeatures};
+
+use crate::registry::ModelKind;
+
+/// The class in the `config.json` of an encoder that projects its pooled text.
+pub const PROJECTING_CLASS_NAME: &str = "CLIPTextModelWithProjection";
+
+/// CLIP's text encoder among the kinds of models.
+pub static KIND: ModelKind = ModelKind::of::<CLIPTextModel>(
+    "CLIPTextModel",
+    ("a text encoder", "text_model."),
+    &[CLIPTextModel::CLASS_NAME, PROJECTING_CLASS_NAME],
+    "model.safetensors",
+);

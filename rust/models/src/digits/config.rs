@@ -1,7 +1,10 @@
 //! The sizes of a digits transformer.
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use trainable_candle_core::{Error, Result};
+
+use crate::pretrained::Configuration;
 
 /// `config.json` of a digits transformer. The default is the model in the package.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,6 +45,19 @@ impl Default for DigitsConfig {
             mlp_ratio: 3,
             frequency_embedding_size: 64,
             num_classes: 10,
+        }
+    }
+}
+
+impl Configuration for DigitsConfig {
+    fn from_json(map: &Map<String, Value>) -> Result<Self> {
+        serde_json::from_value(Value::Object(map.clone())).map_err(|e| Error::Config(e.to_string()))
+    }
+
+    fn to_json(&self) -> Map<String, Value> {
+        match serde_json::to_value(self) {
+            Ok(Value::Object(map)) => map,
+            _ => Map::new(),
         }
     }
 }

@@ -9,3 +9,13 @@ mod tiling;
 
 pub use config::VaeConfig;
 pub use model::AutoencoderKL;
+
+use crate::registry::ModelKind;
+
+/// The autoencoder among the kinds of models.
+pub static KIND: ModelKind = ModelKind::of::<AutoencoderKL>(
+    "AutoencoderKL",
+    ("an autoencoder", "decoder.up_blocks."),
+    &[AutoencoderKL::CLASS_NAME],
+    "diffusion_pytorch_model.safetensors",
+);
