@@ -144,6 +144,23 @@ impl LoraConfig {
         Ok(hit(&self.target_modules)? && !hit(&self.exclude_modules)?)
     }
 
+    /// The layers that get an adapter, with their ranks.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a pattern is no regular expression.
+    pub fn select<'a>(
+        &self,
+        layers: impl IntoIterator<Item = (&'a str, Layer<'a>)>,
+    ) -> Result<BTreeMap<String, usize>> {
+        let mut selected = BTreeMap::new();
+        for (name, layer) in layers {
+            if self.targets(name, layer)? {
+                selected.insert(name.to_owned(), self.settings(name)?.rank);
+            }
+        }
+        Ok(selected)
+    }
+
     /// Add the layer `name` with a given adapter: how the configuration of a set from a file comes about.
     pub(super) fn describe(&mut self, name: &str, kind: &AdapterKind, settings: &AdapterSettings) {
         self.adapter = kind.name.into();

@@ -112,7 +112,7 @@ impl AdapterSet {
         for (name, layer) in layers {
             if config.targets(name, *layer)? {
                 let mut settings = config.settings(name)?;
-                let values = (kind.init)(&layer.base(), &settings).map_err(|e| at_layer(name, e))?;
+                let values = kind.init(&layer.base(), &settings).map_err(|e| at_layer(name, e))?;
                 if !values.iter().any(|(name, _)| kind.ranked.contains(name)) {
                     // Nothing has a rank to divide by; LyCORIS and readers of its files take 1.
                     settings.scale = 1.0;
