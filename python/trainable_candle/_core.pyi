@@ -27,6 +27,7 @@ __all__ = [
     "AutoencoderKL",
     "CLIPTextModel",
     "CapturedFunction",
+    "CheckpointFacts",
     "DType",
     "DiffusionObjective",
     "DigitsTransformer",
@@ -40,6 +41,7 @@ __all__ = [
     "NoiseSchedule",
     "NoisedLatents",
     "Optimizer",
+    "PartFacts",
     "Prodigy",
     "SDXLUNet",
     "SGD",
@@ -48,11 +50,13 @@ __all__ = [
     "Tensor",
     "TextFeatures",
     "Var",
+    "adapted_parts",
     "add_layer_norm",
     "arange",
     "available_bytes",
     "cat",
     "checkpoint",
+    "choices",
     "classifier_free_guidance",
     "clip_grad_norm_",
     "conv2d",
@@ -82,6 +86,7 @@ __all__ = [
     "group_norm_silu",
     "huber_loss",
     "init_linear",
+    "inspect",
     "is_grad_enabled",
     "l1_loss",
     "layer_norm",
@@ -95,6 +100,7 @@ __all__ = [
     "normal_samples",
     "ones",
     "ones_like",
+    "pipeline_parts",
     "prepare_adapters",
     "quick_gelu",
     "rand",
@@ -372,6 +378,11 @@ class AdapterModule:
     One module of an adapter file.
     """
     @property
+    def alpha(self, /) -> float | None:
+        """
+        The numerator of the scale; None if the file does not have it beside the parameters.
+        """
+    @property
     def fault(self, /) -> str | None:
         """
         What is wrong with its shapes or values.
@@ -543,24 +554,6 @@ class AutoencoderKL(Model):
         Raises:
             ShapeError: if the picture does not fit the model.
         """
-    @staticmethod
-    def latent_form(
-        path: str | bytes | PathLike[str] | PathLike[bytes], *, subfolder: str | None = None
-    ) -> tuple[int, float, float]:
-        """
-        What latents are, from the configuration alone; no weight is read.
-
-        Args:
-            path: as for `from_pretrained`.
-            subfolder: likewise.
-
-        Returns:
-            `downscale`, `scaling_factor` and `shift_factor` of the model at `path`.
-
-        Raises:
-            MissingFileError, WeightsFormatError: if files are missing or damaged.
-            ConfigError: if the configuration is another model's or is not supported.
-        """
     @property
     def scaling_factor(self, /) -> float:
         """
@@ -619,6 +612,42 @@ class CapturedFunction:
     def is_recorded(self, /) -> bool:
         """
         Whether calls replay a graph.
+        """
+
+@final
+class CheckpointFacts:
+    """
+    What a checkpoint is, as its headers and configurations say.
+    """
+    @property
+    def factor(self, /) -> int | None:
+        """
+        Pixels along one side of a picture for each of the latents, if there is an autoencoder.
+        """
+    @property
+    def model(self, /) -> str | None:
+        """
+        What the command line calls the family that the models are of; None for a model that is part of none.
+        """
+    @property
+    def parts(self, /) -> dict[str, PartFacts]:
+        """
+        The models by the names of their folders; a model that stands alone has an empty name.
+        """
+    @property
+    def prediction_type(self, /) -> str | None:
+        """
+        "epsilon" or "v_prediction", if the files say it.
+        """
+    @property
+    def resolution(self, /) -> int | None:
+        """
+        Height and width in pixels of the pictures that the model was made for, if it makes some.
+        """
+    @property
+    def zero_snr(self, /) -> bool:
+        """
+        Whether the files say that the last timestep is noise alone.
         """
 
 @final
@@ -1200,6 +1229,20 @@ class LoraConfig:
         """
         The probability of dropping an element of an adapter's input while training.
         """
+    def plan(
+        self, /, layers: dict[str, SupportsGetItem[int, SupportsIndex]], optimizer: str
+    ) -> tuple[int, int]:
+        """
+        What the adapters take: how many numbers their parameters consist of, and the bytes of an optimizer's states.
+
+        Args:
+            layers: as for `select`.
+            optimizer: the name of one in small letters, "adamw8bit".
+
+        Raises:
+            ConfigError: if there is no such optimizer, or a pattern is no regular expression.
+            ShapeError: if a shape is no layer's.
+        """
     @property
     def r(self, /) -> int:
         """
@@ -1209,6 +1252,16 @@ class LoraConfig:
     def rank_pattern(self, /) -> dict[str, int]:
         """
         Other ranks for layers by name.
+        """
+    def select(self, /, layers: dict[str, SupportsGetItem[int, SupportsIndex]]) -> dict[str, int]:
+        """
+        The layers that get an adapter, with their ranks.
+
+        Args:
+            layers: the shapes of layers' weights as files have them, (out, in) or (out, in, height, width), by name.
+
+        Raises:
+            ConfigError: if a pattern is no regular expression.
         """
     @property
     def target_modules(self, /) -> list[str]:
@@ -1526,6 +1579,65 @@ class Optimizer:
     def zero_grad(self, /) -> None:
         """
         Forget the gradients of all variables.
+        """
+
+@final
+class PartFacts:
+    """
+    One model of a checkpoint.
+    """
+    @property
+    def class_name(self, /) -> str:
+        """
+        The name of its class in `trainable_candle.models`.
+        """
+    @property
+    def config(self, /) -> dict[str, Any]:
+        """
+        Its `config.json`.
+        """
+    @property
+    def dtype(self, /) -> DType | None:
+        """
+        The dtype of most of its tensors.
+        """
+    @property
+    def elements(self, /) -> int:
+        """
+        How many numbers it consists of.
+        """
+    @property
+    def layers(self, /) -> dict[str, list[int]]:
+        """
+        The shapes of the weights of layers that adapters can sit on, (out, in) or (out, in, height, width), by the layer's name.
+        """
+    def saved_values(
+        self,
+        /,
+        config: LoraConfig,
+        policy: str,
+        *,
+        height: SupportsIndex = 0,
+        width: SupportsIndex = 0,
+        tokens: SupportsIndex = 0,
+    ) -> int:
+        """
+        About how many values are kept between forward and backward at the fullest, for one sample.
+
+        Args:
+            config: which layers get adapters, and of what rank.
+            policy: "none", "full" or "selective" checkpointing.
+            height: of the latents or the picture that the model sees.
+            width: likewise.
+            tokens: of the text.
+
+        Raises:
+            ConfigError: if a pattern is no regular expression.
+        """
+    @property
+    def tensors(self, /) -> dict[str, list[int]]:
+        """
+        The shapes of its parameters as files have them, by name.
         """
 
 @final
@@ -2424,6 +2536,19 @@ class Var(Tensor):
         Forget the gradient.
         """
 
+def adapted_parts(path: str | bytes | PathLike[str] | PathLike[bytes], model: str) -> list[str]:
+    """
+    The parts of a family that an adapter file is for, by the names of their folders in a pipeline.
+
+    Args:
+        path: the file, or peft's folder.
+        model: the family, "sdxl".
+
+    Raises:
+        MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
+        ConfigError: if there is no such family.
+    """
+
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -2507,6 +2632,12 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
     Raises:
         ArgumentError: if an argument or a result is not a Tensor, or the policy is unknown.
         Whatever the function raises.
+    """
+
+def choices() -> dict[str, list[str]]:
+    """
+    What there is to choose from, by names in options: "adapter", "format", "model", "optimizer". The values of "optimizer" are the names
+    of classes in small letters.
     """
 
 def classifier_free_guidance(
@@ -2935,6 +3066,22 @@ def init_linear(
         DTypeError: if the dtype is not floating point.
     """
 
+def inspect(
+    path: str | bytes | PathLike[str] | PathLike[bytes], model: str | None = None
+) -> CheckpointFacts:
+    """
+    What a checkpoint is, told from its headers and configurations; no weight is read.
+
+    Args:
+        path: a pipeline's folder, an original checkpoint in one file, or a model alone.
+        model: a family, "sdxl", all of whose models must be there.
+
+    Raises:
+        MissingFileError: if there is nothing.
+        WeightsFormatError: if a file is damaged, or a part of the family is missing.
+        ConfigError: if a configuration is wrong, or there is no such family.
+    """
+
 def is_grad_enabled() -> bool:
     """
     Whether operations of this thread are recorded.
@@ -3140,6 +3287,14 @@ def ones(
 def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | None = None) -> Tensor:
     """
     Ones in the shape of `input`; dtype and device are its own unless given.
+    """
+
+def pipeline_parts(model: str) -> list[str]:
+    """
+    The parts of a family by the names of their folders in a pipeline.
+
+    Raises:
+        ConfigError: if there is no such family.
     """
 
 def prepare_adapters(

@@ -23,18 +23,17 @@ from trainable_candle.recipes.base import SampleOptions, Split, held_out_items
 from trainable_candle.train.checks import check_format, check_targets
 from trainable_candle.train.config import OBJECTIVE, PICTURES, settings
 from trainable_candle.train.estimate import (
+    ITEM_BYTES,
     Estimate,
     Item,
-    adapted_layers,
     adapter_items,
     available_bytes,
     require_memory,
 )
-from trainable_candle.train.headers import ITEM_BYTES, read_folder, read_header, total_bytes
 from trainable_candle.train.objective import FlowMatching
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
     from typing_extensions import Self
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from trainable_candle import AdapterFile, Tensor
     from trainable_candle.data import Picture
     from trainable_candle.train.config import TrainConfig
-    from trainable_candle.train.headers import TensorFacts
     from trainable_candle.train.trainer import Inputs
 
 BASE: Final = Path(str(files("trainable_candle") / "demo" / "assets"))
@@ -55,8 +53,6 @@ _CLASSES: Final = {word: n for n, name in enumerate(NAMES) for word in (name, st
 _LUMA: Final = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 VALIDATION_SEED: Final = 20_261_121
 _BATCH: Final = 256
-_TOKENS: Final = 16
-_SAVED_IN_BLOCK: Final = 11
 _SAMPLE_BYTES: Final = 32
 """Of each pixel of a picture that is drawn, until it is in a grid."""
 
@@ -105,9 +101,9 @@ class DigitsRecipe:
         if config.sample_prompts:
             for prompt in config.sample_prompts:
                 _label(prompt)
-        check_targets(config, _header(weights), cls.default_targets)
+        check_targets(config, tc.inspect(weights).parts[""].layers, cls.default_targets)
         if config.initial_adapter and not config.resume:
-            read_header(existing("initial_adapter", config.initial_adapter_path))
+            tc.verify_adapter(existing("initial_adapter", config.initial_adapter_path), cls.name)
 
     @classmethod
     def read(
@@ -144,15 +140,13 @@ class DigitsRecipe:
         Raises:
             MissingFileError, WeightsFormatError: the weights are missing or damaged.
         """
-        tensors = _header(weights)
-        layers = adapted_layers(
-            tensors, config.target_modules or cls.default_targets, config.exclude_modules
-        )
+        model, adapter = tc.inspect(weights).parts[""], adapter_config(config, cls.default_targets)
         pictures = len(data.train) + len(data.validation or ())
-        count = activation_count(tensors, config)
+        policy = config.gradient_checkpointing
+        count = config.batch_size * model.saved_values(adapter, policy, height=SIDE, width=SIDE)
         items = [
-            Item("model", "weights", total_bytes(tensors.values(), config.precision)),
-            *adapter_items("model", layers.values(), config),
+            Item("model", "weights", model.elements * ITEM_BYTES[config.precision]),
+            *adapter_items("model", model.layers, adapter, config),
             Item("model", "activations", count * ITEM_BYTES[config.precision]),
         ]
         if not config.on_gpu:
@@ -360,25 +354,6 @@ class PreparedDigits:
         """The mean squared error of the predicted velocity, in f32."""
         velocity = self._model(inputs["sample"], inputs["timestep"], inputs["class_labels"])
         return tc.nn.functional.mse_loss(velocity.to("f32"), inputs["target"])
-
-
-def _header(weights: Path) -> dict[str, TensorFacts]:
-    return read_folder(weights) if weights.is_dir() else read_header(weights)
-
-
-def activation_count(tensors: Mapping[str, TensorFacts], config: TrainConfig) -> int:
-    """About how many values the tape holds between forward and backward, adapters on attention.
-
-    Of a block that is, for each token and channel: the inputs of two norms, of the projections and
-    of their gates, q, k, v and the output of attention; and what the adapters have in the middle.
-    """
-    projections = [f.shape for name, f in tensors.items() if name.endswith("attn.to_q.weight")]
-    width = projections[0][0] if projections else 0
-    tokens = config.batch_size * _TOKENS
-    of_block = tokens * (_SAVED_IN_BLOCK * width + 4 * config.rank)
-    if config.gradient_checkpointing == "full":
-        return of_block + len(projections) * tokens * width
-    return of_block * len(projections)
 
 
 def to_model(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_type_hint
 
 import yaml
 
+from trainable_candle._core import choices
 from trainable_candle.errors import ConfigError
 from trainable_candle.placement import AUTO
 from trainable_candle.train.settings import Setting, checked, flag, nearest, read_yaml
@@ -17,9 +18,8 @@ from trainable_candle.train.settings import Setting, checked, flag, nearest, rea
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-OPTIMIZERS: Final = (
-    "adamw8bit", "adamw", "adam8bit", "adam", "lion8bit", "lion", "adafactor", "sgd",
-)  # fmt: skip
+_CHOICES: Final = choices()
+OPTIMIZERS: Final = tuple(_CHOICES["optimizer"])
 SCHEDULERS: Final = ("constant", "linear", "cosine", "polynomial")
 PRECISIONS: Final = ("f32", "bf16", "f16")
 CHECKPOINTING: Final = ("none", "full", "selective")
@@ -27,8 +27,8 @@ TIMESTEPS: Final = ("uniform", "logit_normal")
 LOSSES: Final = ("mse", "l1", "huber", "smooth_l1")
 HUBER_SCHEDULES: Final = ("constant", "exponential", "snr")
 PREDICTIONS: Final = ("epsilon", "v_prediction")
-ADAPTERS: Final = ("lora", "dora", "loha", "lokr")
-FORMATS: Final = ("kohya", "diffusers", "peft", "comfyui")
+ADAPTERS: Final = tuple(_CHOICES["adapter"])
+FORMATS: Final = tuple(_CHOICES["format"])
 SAMPLERS: Final = ("euler", "dpmpp_2m")
 CROPS: Final = ("center", "random")
 MASKS: Final = ("off", "file", "alpha")

@@ -18,17 +18,7 @@ if TYPE_CHECKING:
 def make_optimizer(config: TrainConfig, groups: Sequence[tuple[Sequence[Var], float]]) -> Optimizer:
     """The optimizer over groups of variables, each with its learning rate."""
     kinds: dict[str, Callable[..., Optimizer]] = {
-        kind.__name__.lower(): kind
-        for kind in (
-            tc.optim.AdamW8bit,
-            tc.optim.AdamW,
-            tc.optim.Adam8bit,
-            tc.optim.Adam,
-            tc.optim.Lion8bit,
-            tc.optim.Lion,
-            tc.optim.Adafactor,
-            tc.optim.SGD,
-        )
+        name.lower(): getattr(tc.optim, name) for name in tc.optim.__all__
     }
     kind = kinds[config.optimizer]
     parameters: list[dict[str, Any]] = [{"params": list(vars_), "lr": lr} for vars_, lr in groups]

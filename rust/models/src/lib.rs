@@ -6,16 +6,19 @@
 
 pub mod clip;
 pub mod digits;
+pub mod facts;
 mod fields;
 pub mod layers;
 pub mod pipelines;
 pub mod pretrained;
 pub mod registry;
+pub mod saved;
 pub mod sdxl;
 pub mod vae;
 
 pub use clip::CLIPTextModel;
 pub use digits::DigitsTransformer;
+pub use facts::{Facts, PartFacts, Plan, inspect};
 pub use pipelines::Pipeline;
 pub use pretrained::{Architecture, Choice, Configuration, Pretrained, save_checkpoint, save_pretrained};
 pub use registry::{Loaded, Model, load};

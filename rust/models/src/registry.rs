@@ -14,6 +14,7 @@ use trainable_candle_nn::{Module, Source};
 
 use crate::pipelines::{self, Place};
 use crate::pretrained::{Architecture, Choice, Configuration, Layout, Original, Pretrained};
+use crate::saved::{SampleSize, Saved};
 
 /// A model that can be loaded, saved and fine-tuned.
 pub trait Model: Module + Any + Send + Sync {
@@ -31,6 +32,9 @@ pub trait Model: Module + Any + Send + Sync {
 
     /// The names of its parameters in a folder, or in an original checkpoint: in `files`, if such a checkpoint is there already.
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
+
+    /// Adds what the tape keeps of a forward pass of one sample to `saved`; nothing for a model that is not fine-tuned.
+    fn saved(&self, _size: SampleSize, _saved: &mut Saved) {}
 
     /// The class that its `config.json` names.
     fn class_name(&self) -> &'static str {

@@ -14,6 +14,7 @@ mod dlpack;
 mod dtype;
 mod error;
 mod exceptions;
+mod facts;
 mod functional;
 mod given;
 mod io;
@@ -52,6 +53,8 @@ mod _core {
     use crate::dlpack::from_dlpack;
     #[pymodule_export]
     use crate::dtype::DType;
+    #[pymodule_export]
+    use crate::facts::{CheckpointFacts, PartFacts, adapted_parts, choices, inspect, pipeline_parts};
     #[pymodule_export]
     use crate::functional::{
         conv2d, dropout, embedding, geglu, linear, lora_backward, lora_backward_, quick_gelu, rope,

@@ -21,6 +21,8 @@ pub struct AdapterModule {
     kind: Option<&'static str>,
     /// Its rank, 0 if nothing is decomposed.
     rank: usize,
+    /// The numerator of the scale; None if the file does not have it beside the parameters.
+    alpha: Option<f64>,
     /// The factor that tools apply.
     scale: f64,
     /// Whether a factor is zero everywhere, so that it has no effect.
@@ -66,8 +68,8 @@ pub fn verify_adapter(py: Python<'_>, path: FilePath, model: &str, weights: Opti
         .into_iter()
         .map(|m| {
             let ignored_by = m.ignored_by.into_iter().map(|(tool, reason)| (name(tool), reason)).collect();
-            let io::ModuleReport { module, layer, kind, rank, scale, zero, fault, .. } = m;
-            Py::new(py, AdapterModule { module, layer, kind, rank, scale, zero, fault, ignored_by })
+            let io::ModuleReport { module, layer, kind, rank, alpha, scale, zero, fault, .. } = m;
+            Py::new(py, AdapterModule { module, layer, kind, rank, alpha, scale, zero, fault, ignored_by })
         })
         .collect::<PyResult<_>>()?;
     Ok(AdapterReport { modules, others: report.others, remarks: report.remarks, good })

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle import verify_adapter
@@ -11,22 +10,19 @@ from trainable_candle.recipes import existing
 from trainable_candle.recipes.base import parse_size
 from trainable_candle.recipes.sdxl import files
 from trainable_candle.recipes.sdxl.sampling import SAMPLER, require_multiple
-from trainable_candle.recipes.sdxl.structure import layer_facts
 from trainable_candle.train.checks import check_format, check_targets
+from trainable_candle.train.config import FORMATS
 from trainable_candle.train.estimate import adapted_layers
-from trainable_candle.train.headers import read_header
 from trainable_candle.train.objective import DiffusionObjective
 from trainable_candle.train.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from trainable_candle.train.config import TrainConfig
 
-FORMATS: Final = ("kohya", "diffusers", "peft", "comfyui")
 TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
-_TEXT_LAYER: Final = re.compile(r"(?:layers|resblocks)\.(\d+)\.")
 _SAME_SCALE: Final = 1e-3
 """How far scales may differ, relatively: files may hold them in f16."""
 
@@ -61,12 +57,12 @@ def check(
         Sampler(schedule, config.sample_steps, config.sampler or SAMPLER)
         if config.sample_size:
             require_multiple(parse_size(config.sample_size), facts.factor)
-    layers = layer_facts(facts.config)
+    layers = facts.parts["unet"].layers
     texts = TEXT_ENCODERS if config.train_text_encoder else ()
     others = {
-        f"{layer}.weight": facts.parts[name][f"{layer}.weight"]
+        layer: shape
         for name in texts
-        for layer in adapted_layers(facts.parts[name], text_targets)
+        for layer, shape in adapted_layers(facts.parts[name].layers, text_targets).items()
     }
     check_targets(config, layers, unet_targets, others)
     if config.initial_adapter and not config.resume:
@@ -103,7 +99,7 @@ def objective(weights: Path, config: TrainConfig, device: str) -> DiffusionObjec
 
 
 def _check_clip_skip(config: TrainConfig, facts: files.Facts) -> None:
-    counts = [_text_layers(facts.parts[name]) for name in TEXT_ENCODERS]
+    counts = [facts.parts[name].config["num_hidden_layers"] for name in TEXT_ENCODERS]
     # The last layer is left out anyway, and one must remain to have adapters.
     most = min(counts) - 2
     if config.clip_skip is not None and config.clip_skip > most:
@@ -111,11 +107,6 @@ def _check_clip_skip(config: TrainConfig, facts: files.Facts) -> None:
             f"--clip-skip is {config.clip_skip}, expected at most {most}: "
             f"the text encoders have {' and '.join(map(str, counts))} layers"
         )
-
-
-def _text_layers(names: Iterable[str]) -> int:
-    found = (_TEXT_LAYER.search(name) for name in names)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
 def _check_initial_adapter(
@@ -141,7 +132,7 @@ def _check_initial_adapter(
     alpha = config.rank if config.alpha is None else config.alpha
     scale = alpha / (config.rank**0.5 if config.rslora else config.rank)
     # diffusers' and peft's files have alphas in their headers, where the loader compares them.
-    told = any(name.endswith(".alpha") for name in read_header(path))
+    told = any(module.alpha is not None for module in modules)
     same = not told or all(abs(found - scale) <= _SAME_SCALE * scale for _, found in sizes)
     if ranks and (ranks[0] != config.rank or not same):
         found = next(iter(sizes))[1] * (ranks[0] ** 0.5 if config.rslora else ranks[0])

@@ -26,11 +26,12 @@ from trainable_candle.recipes.sdxl.estimate import (
     encode_area,
     estimate,
     sampling_bytes,
+    text_adapter,
     text_parts,
 )
 from trainable_candle.recipes.sdxl.identity import latents_identity, text_identity
 from trainable_candle.recipes.sdxl.sampling import draw
-from trainable_candle.recipes.sdxl.text import TextEncoders, unread_layers
+from trainable_candle.recipes.sdxl.text import TextEncoders
 from trainable_candle.recipes.sdxl.tiles import TILE, WHOLE, tile_size
 from trainable_candle.train.estimate import available_bytes, memory_limit, require_memory
 
@@ -171,7 +172,7 @@ class SDXLRecipe:
         texts = self._texts(data, config, report)
         parts = [data.train] if data.validation is None else [data.train, data.validation]
         latents = [self._latents(part, config, area, report) for part in parts]
-        factor, scaling_factor, _ = AutoencoderKL.latent_form(self._weights, subfolder="vae")
+        facts = files.facts(self._weights)
         if config.cache == "off":
             # Now, rather than in the first step.
             _ = self.vae
@@ -188,8 +189,8 @@ class SDXLRecipe:
                 part,
                 encoded,
                 texts,
-                scaling_factor=scaling_factor,
-                factor=factor,
+                scaling_factor=facts.parts["vae"].config["scaling_factor"],
+                factor=facts.factor,
                 batch_size=config.batch_size,
                 device=self._device,
             )
@@ -284,11 +285,8 @@ class SDXLRecipe:
         sets = {"unet": self.unet.add_adapter(adapter_config(config, UNET_TARGETS))}
         if config.train_text_encoder:
             for name, model in self._text_models().items():
-                exclude = config.exclude_modules
-                if name == TEXT_ENCODERS[0]:
-                    exclude = [*exclude, *unread_layers(model.named_tensors(), self._clip_skip)]
-                there = config.with_(target_modules=[], exclude_modules=exclude)
-                sets[name] = model.add_adapter(adapter_config(there, TEXT_TARGETS))
+                adapter = text_adapter(config, name, files.facts(self._weights), TEXT_TARGETS)
+                sets[name] = model.add_adapter(adapter)
         if config.gradient_checkpointing != "none":
             for name in sets:
                 model = self._part(name)

@@ -39,6 +39,8 @@ pub struct ModuleReport {
     pub kind: Option<&'static str>,
     /// Its rank, 0 if nothing is decomposed.
     pub rank: usize,
+    /// The numerator of the scale, if the file has it beside the parameters.
+    pub alpha: Option<f64>,
     /// The factor that tools apply: alpha / rank by the file or its configuration, 1 without both.
     pub scale: f64,
     /// Whether a factor is zero everywhere.
@@ -119,6 +121,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
             }),
             kind: kind.map(|kind| kind.name),
             rank,
+            alpha: stored.alpha,
             scale,
             zero,
             fault,

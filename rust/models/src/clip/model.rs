@@ -14,6 +14,7 @@ use super::layers::EncoderLayer;
 use super::{CLIPTextConfig, keys};
 use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
 
 /// A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Its names begin with
 /// `text_model.`, as in the published files.
@@ -212,6 +213,12 @@ impl Model for CLIPTextModel {
 
     fn set_checkpointing(&self, policy: Policy) {
         *self.checkpointing.write().unwrap_or_else(PoisonError::into_inner) = policy;
+    }
+
+    fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        for layer in &self.layers {
+            layer.saved(size.tokens, saved);
+        }
     }
 
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {

@@ -15,6 +15,7 @@ use super::blocks::{Block, EPS, xavier};
 use crate::layers::{Sinusoids, TimestepEmbedding};
 use crate::pretrained::{Architecture, Configuration, Layout, Original, OwnNames};
 use crate::registry::{Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
 
 /// A class-conditional diffusion transformer for small pictures. It predicts the velocity `noise - picture` of flow matching.
 pub struct DigitsTransformer {
@@ -187,6 +188,22 @@ impl Model for DigitsTransformer {
 
     fn set_checkpointing(&self, policy: Policy) {
         *self.checkpointing.write().unwrap_or_else(PoisonError::into_inner) = policy;
+    }
+
+    fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        let tokens = size.height.div_ceil(self.config.patch_size) * size.width.div_ceil(self.config.patch_size);
+        saved.outside(|saved| {
+            saved.linear(&self.patch_embed, (tokens * self.config.patch_dim(), tokens));
+            self.time_embedding.saved(saved);
+        });
+        for block in &self.blocks {
+            block.saved(tokens, saved);
+        }
+        saved.outside(|saved| {
+            saved.linear(&self.norm_out, (self.config.inner_dim(), 1));
+            saved.keep(tokens * self.config.inner_dim());
+            saved.linear(&self.proj_out, (tokens * self.config.inner_dim(), tokens));
+        });
     }
 
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {

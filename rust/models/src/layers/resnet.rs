@@ -6,6 +6,8 @@ use trainable_candle_core::ops::upsample::upsample_nearest2d;
 use trainable_candle_core::{Error, Result, Tensor};
 use trainable_candle_nn::{Conv2d, GroupNorm, Linear, Module, Visitor, Weights};
 
+use crate::saved::Saved;
+
 /// A 3×3 convolution that keeps the size.
 pub(crate) fn conv3x3(
     name: &str,
@@ -89,6 +91,32 @@ impl ResnetBlock {
     }
 }
 
+impl ResnetBlock {
+    /// Channels of the result.
+    pub fn out_channels(&self) -> usize {
+        self.conv1.weight.dims()[0]
+    }
+
+    /// What the tape keeps for an image of `area` pixels. Where the block joins images, `own` is the number of channels that no other
+    /// block keeps.
+    pub fn saved(&self, area: usize, own: Option<usize>, saved: &mut Saved) {
+        let &[out, _, _, channels] = self.conv1.weight.dims() else { return };
+        let input = area * channels;
+        saved.block(area * own.unwrap_or(channels), false, |saved| {
+            saved.keep(input);
+            saved.cheap_conv(&self.conv1, (input, area));
+            if let Some(project) = &self.time_emb_proj {
+                saved.linear(project, (project.weight.dims()[1], 1));
+            }
+            saved.keep(area * out);
+            saved.cheap_conv(&self.conv2, (area * out, area));
+            if let Some(shortcut) = &self.conv_shortcut {
+                saved.conv(shortcut, (input, area));
+            }
+        });
+    }
+}
+
 impl Module for ResnetBlock {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.module("norm1", &self.norm1)?;
@@ -143,6 +171,14 @@ impl Downsample {
     }
 }
 
+impl Downsample {
+    /// What the tape keeps for an image of `area` pixels that becomes one of `smaller`.
+    pub fn saved(&self, area: usize, smaller: usize, saved: &mut Saved) {
+        let inputs = area * self.conv.weight.dims()[0];
+        saved.outside(|saved| saved.conv(&self.conv, (inputs, smaller)));
+    }
+}
+
 impl Module for Downsample {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.conv("conv", &self.conv)
@@ -172,6 +208,14 @@ impl Upsample {
             return Err(Error::shape("Upsample", format!("the input has shape {:?}, expected (B, H, W, C)", x.dims())));
         };
         self.conv.forward(&upsample_nearest2d(x, size.unwrap_or([2 * height, 2 * width]))?)
+    }
+}
+
+impl Upsample {
+    /// What the tape keeps for an image that becomes one of `larger` pixels.
+    pub fn saved(&self, larger: usize, saved: &mut Saved) {
+        let inputs = larger * self.conv.weight.dims()[0];
+        saved.outside(|saved| saved.conv(&self.conv, (inputs, larger)));
     }
 }
 

@@ -6,7 +6,7 @@
 mod recognise;
 mod table;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use crate::pretrained::Naming;
 use crate::registry::{Model, ModelKind};
 use crate::{Choice, Pretrained};
 
-pub(crate) use recognise::{not_found, of_file};
+pub(crate) use recognise::{not_found, of_file, recognised};
 pub use table::PIPELINES;
 
 /// Models that work together, under one name.
@@ -138,7 +138,7 @@ impl Pipeline {
 }
 
 /// The layers of a model with the shapes of their weights in files: (out, in), or (out, in, height, width).
-fn layer_shapes(model: &dyn Module) -> std::collections::BTreeMap<String, Vec<usize>> {
+pub(crate) fn layer_shapes(model: &dyn Module) -> BTreeMap<String, Vec<usize>> {
     let shape = |dims: &[usize]| match *dims {
         [out, height, width, input] => vec![out, input, height, width],
         ref dims => dims.to_vec(),
@@ -146,7 +146,24 @@ fn layer_shapes(model: &dyn Module) -> std::collections::BTreeMap<String, Vec<us
     model.named_layers().into_iter().map(|(name, layer)| (name, shape(layer.base().weight.dims()))).collect()
 }
 
+impl Part {
+    /// What its keys begin with in adapter files.
+    fn adapter_prefixes(&self) -> Vec<String> {
+        let Some(names) = self.adapter else { return Vec::new() };
+        // kohya's trainers number text encoders only where there are several.
+        let alone = names.kohya.strip_suffix('1').map(|alone| format!("{alone}_"));
+        let diffusers = Some(self.subfolder).filter(|name| !name.is_empty()).map(|name| format!("{name}."));
+        let comfyui = names.comfyui.map(|name| format!("{name}."));
+        [Some(format!("{}_", names.kohya)), alone, diffusers, comfyui].into_iter().flatten().collect()
+    }
+}
+
 impl Place {
+    /// Whether `key` of an adapter file is this part's by its beginning.
+    pub(crate) fn begins(self, key: &str) -> bool {
+        self.part.adapter_prefixes().iter().any(|prefix| key.starts_with(prefix))
+    }
+
     /// The place of a model by its architecture and configuration, where no file tells.
     pub fn by_configuration(model: &ModelKind, config: &Map<String, Value>) -> Option<Self> {
         places(model).find(|place| (place.part.fits)(config))
@@ -198,12 +215,7 @@ pub fn kinds() -> Vec<&'static ModelKind> {
 fn adapter_prefixes() -> Arc<[String]> {
     let mut prefixes = BTreeSet::new();
     for part in PIPELINES.iter().flat_map(|pipeline| pipeline.parts) {
-        let Some(names) = part.adapter else { continue };
-        prefixes.insert(format!("{}_", names.kohya));
-        // kohya's trainers number text encoders only where there are several.
-        prefixes.extend(names.kohya.strip_suffix('1').map(|alone| format!("{alone}_")));
-        prefixes.extend((!part.subfolder.is_empty()).then(|| format!("{}.", part.subfolder)));
-        prefixes.extend(names.comfyui.map(|name| format!("{name}.")));
+        prefixes.extend(part.adapter_prefixes());
     }
     prefixes.into_iter().collect()
 }

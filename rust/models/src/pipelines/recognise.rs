@@ -19,30 +19,32 @@ pub fn of_file(
         .find(|(_, section, prefix)| is_there(&format!("{prefix}{}", section.probe)))
 }
 
-/// What a file with these names is, in which a model was looked for in vain.
+/// What is said of a file with these names, in which a model was looked for in vain.
 pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
-    let there = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
-    let unsupported = || UNSUPPORTED.iter().find(|(prefix, _)| there(prefix)).map(|(_, title)| foreign(title));
-    let adapter = || {
-        let flat = |prefix: &String| prefix.ends_with('_') && there(prefix);
-        adapter_prefixes().iter().any(flat).then(|| "an adapter, not a model".to_owned())
-    };
-    let other_part = || {
-        let sections = PIPELINES.iter().flat_map(|pipeline| pipeline.parts).flat_map(|part| part.sections);
-        let mut prefixes = sections.flat_map(|section| section.prefixes).filter(|prefix| !prefix.is_empty());
-        prefixes.any(|prefix| there(prefix)).then(|| "a checkpoint without this model".to_owned())
-    };
-    let alone = || {
-        let kind = kinds().into_iter().find(|kind| there(kind.mark))?;
-        Some(format!("the weights of {} from a pipeline's folder", kind.noun))
-    };
-    let what = unsupported()
-        .or_else(adapter)
-        .or_else(other_part)
-        .or_else(alone)
-        .unwrap_or_else(|| "no original checkpoint with this model".to_owned());
+    let sections = PIPELINES.iter().flat_map(|pipeline| pipeline.parts).flat_map(|part| part.sections);
+    let mut prefixes = sections.flat_map(|section| section.prefixes).filter(|prefix| !prefix.is_empty());
+    let other = prefixes.any(|prefix| names.iter().any(|name| name.starts_with(prefix)));
+    let what = recognised(names).unwrap_or_else(|| {
+        let what = if other { "a checkpoint without this model" } else { "no original checkpoint with this model" };
+        what.to_owned()
+    });
     let wanted = wanted.class_names.join(" or ");
     format!("there is no {wanted} in this file and no {CONFIG} beside it: the file is {what}")
+}
+
+/// What a file with these names is, if it is no checkpoint of a pipeline.
+pub fn recognised(names: &[String]) -> Option<String> {
+    let there = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
+    let unsupported = UNSUPPORTED.iter().find(|(prefix, _)| there(prefix)).map(|(_, title)| foreign(title));
+    unsupported
+        .or_else(|| {
+            let is_adapter = adapter_prefixes().iter().any(|prefix| prefix.ends_with('_') && there(prefix));
+            is_adapter.then(|| "an adapter, not a model".to_owned())
+        })
+        .or_else(|| {
+            let kind = kinds().into_iter().find(|kind| there(kind.mark))?;
+            Some(format!("the weights of {} from a pipeline's folder", kind.noun))
+        })
 }
 
 /// What is said of a checkpoint of a family that is not supported.

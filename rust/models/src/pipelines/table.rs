@@ -123,6 +123,7 @@ pub(super) static UNSUPPORTED: &[(&str, &str)] = &[
     ("cond_stage_model.transformer.", "Stable Diffusion 1"),
     ("cond_stage_model.model.", "Stable Diffusion 2"),
     ("model.diffusion_model.joint_blocks.", "Stable Diffusion 3"),
+    ("conditioner.embedders.0.model.", "SDXL's refiner"),
     ("joint_blocks.", "Stable Diffusion 3"),
     ("model.diffusion_model.double_blocks.", "Flux"),
     ("double_blocks.", "Flux"),

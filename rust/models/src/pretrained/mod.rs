@@ -157,6 +157,11 @@ impl Pretrained {
         self.original.map(|(_, original)| original)
     }
 
+    /// The weight files.
+    pub fn weights(&self) -> &[PathBuf] {
+        &self.weights
+    }
+
     /// The class that `config.json` names; none for an original checkpoint.
     ///
     /// # Errors

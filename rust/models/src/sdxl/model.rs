@@ -16,6 +16,7 @@ use super::{UNetConfig, keys};
 use crate::layers::{Sinusoids, TimestepEmbedding, conv3x3};
 use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
 
 const OP: &str = "SDXLUNet";
 
@@ -224,6 +225,28 @@ impl Model for SDXLUNet {
 
     fn set_checkpointing(&self, policy: Policy) {
         *self.checkpointing.write().unwrap_or_else(PoisonError::into_inner) = policy;
+    }
+
+    fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        let area = |level: usize| size.height.div_ceil(1 << level) * size.width.div_ceil(1 << level);
+        let (first, last) = (self.config.block_out_channels[0], self.config.block_out_channels.len() - 1);
+        saved.outside(|saved| {
+            saved.conv(&self.conv_in, (area(0) * self.config.in_channels, area(0)));
+            self.time_embedding.saved(saved);
+            self.add_embedding.saved(saved);
+        });
+        for (level, block) in self.down_blocks.iter().enumerate() {
+            block.saved((area(level), area(level + 1)), size.tokens, saved);
+        }
+        self.mid_block.saved(area(last), size.tokens, saved);
+        let mut channels = self.config.block_out_channels[last];
+        for (level, block) in (0..=last).rev().zip(&self.up_blocks) {
+            channels = block.saved((area(level), area(level.saturating_sub(1))), size.tokens, channels, saved);
+        }
+        saved.outside(|saved| {
+            saved.keep(area(0) * first);
+            saved.conv(&self.conv_out, (area(0) * first, area(0)));
+        });
     }
 
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {

@@ -3,11 +3,10 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use trainable_candle_models::{self as models, Architecture, Pretrained};
+use trainable_candle_models as models;
 
-use super::request::{Options, Request};
 use super::{Model, class};
-use crate::arguments::{FilePath, Integer};
+use crate::arguments::Integer;
 use crate::call::detached;
 use crate::error::Result;
 use crate::given::Given;
@@ -22,28 +21,6 @@ class!(AutoencoderKL);
 
 #[pymethods]
 impl AutoencoderKL {
-    /// What latents are, from the configuration alone; no weight is read.
-    ///
-    /// Args:
-    ///     path: as for `from_pretrained`.
-    ///     subfolder: likewise.
-    ///
-    /// Returns:
-    ///     `downscale`, `scaling_factor` and `shift_factor` of the model at `path`.
-    ///
-    /// Raises:
-    ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
-    ///     ConfigError: if the configuration is another model's or is not supported.
-    #[staticmethod]
-    #[pyo3(signature = (path, *, subfolder=None))]
-    fn latent_form(py: Python<'_>, path: FilePath, subfolder: Option<String>) -> Result<(usize, f64, f64)> {
-        let options = Options { subfolder, ..Options::default() };
-        let kind = models::AutoencoderKL::KIND;
-        let Request { path, choice, .. } = Request::new(py, "latent_form", Some(kind), (path, options), None, "cpu")?;
-        let config = detached(py, || models::AutoencoderKL::read_config(&Pretrained::find(&path, kind, &choice)?))?;
-        Ok((config.downscale(), config.scaling_factor, config.shift_factor.unwrap_or(0.0)))
-    }
-
     /// A diffusion model sees (latent - shift_factor) * scaling_factor.
     #[getter]
     fn scaling_factor(&self) -> f64 {
