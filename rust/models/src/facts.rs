@@ -127,7 +127,7 @@ fn parts_of(path: &Path, is_folder: bool, pipeline: &'static Pipeline) -> Result
         let name = place.part.subfolder;
         let is_there = !is_folder || path.join(name).join(CONFIG).is_file();
         match Pretrained::find(path, place.part.model, &Choice::of(name)) {
-            Ok(files) if is_there && (is_folder || files.original().is_some() == !place.part.sections.is_empty()) => {
+            Ok(files) if is_there && (is_folder || files.original().is_some() != place.part.sections.is_empty()) => {
                 let facts = PartFacts::of(place.part.model, &files).map_err(|error| match error {
                     Error::Config(text) if !is_folder => {
                         Error::weights(path, format!("{text}; or give the folder of its pipeline"))

@@ -47,6 +47,9 @@ pub trait Model: Module + Any + Send + Sync {
     }
 }
 
+/// What makes a model gives.
+pub type Made = Result<Arc<dyn Model>>;
+
 /// A kind of model: what files call it, and how it is made of them.
 #[derive(Debug)]
 pub struct ModelKind {
@@ -61,13 +64,13 @@ pub struct ModelKind {
     /// The name of its weight file in a folder.
     pub weights_name: &'static str,
     /// Load it, frozen, its weights converted to a dtype if one is given.
-    pub load: fn(&Pretrained, Option<DType>, &Device) -> Result<Arc<dyn Model>>,
+    pub load: fn(&Pretrained, Option<DType>, &Device) -> Made,
     /// A frozen model of random weights of the sizes in a `config.json`, or of the published model.
-    pub random: fn(Option<&Path>, DType, &Device) -> Result<Arc<dyn Model>>,
+    pub random: fn(Option<&Path>, DType, &Device) -> Made,
     /// The `config.json` of files, of which no weight is read.
     pub config: fn(&Pretrained) -> Result<Map<String, Value>>,
     /// A model of a configuration without weights: its layers and their shapes.
-    pub shapes: fn(&Map<String, Value>) -> Result<Arc<dyn Model>>,
+    pub shapes: fn(&Map<String, Value>) -> Made,
 }
 
 impl ModelKind {

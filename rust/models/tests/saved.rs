@@ -32,7 +32,6 @@ fn check(model: &dyn Model, targets: &[&str], size: SampleSize, batch: usize, ru
             let found = (4 * batch * Saved::values(model, &config, policy, size).unwrap()) as f64;
             drop(result);
             let ratio = found / held;
-            println!("{} {target} {policy:?}: {ratio:.3}", model.class_name());
             // Backward under full checkpointing computes some blocks again, which counts too.
             let fits =
                 if policy == Policy::Full { (1.0..6.0).contains(&ratio) } else { (ratio - 1.0).abs() < 1.0 / 7.0 };
