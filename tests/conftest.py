@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import signal
+import struct
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,19 @@ def pytest_configure() -> None:
     folder = Path(tempfile.gettempdir()) / f"a földer of {os.getuid()}"
     folder.mkdir(exist_ok=True)
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(folder))
+
+
+@pytest.fixture(scope="session")
+def read_metadata() -> Callable[[Path], dict[str, str]]:
+    """The text entries in the header of a safetensors file."""
+
+    def read(path: Path) -> dict[str, str]:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            texts: dict[str, str] = json.loads(file.read(length))["__metadata__"]
+        return texts
+
+    return read
 
 
 @pytest.fixture(scope="session", autouse=True)

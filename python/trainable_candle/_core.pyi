@@ -9,7 +9,7 @@ from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
 from _typeshed import SupportsGetItem
 from numpy.typing import NDArray
-from typing_extensions import disjoint_base
+from typing_extensions import Self, disjoint_base
 
 __all__ = [
     "__version__",
@@ -27,6 +27,7 @@ __all__ = [
     "AutoencoderKL",
     "CLIPTextModel",
     "CapturedFunction",
+    "CheckpointFacts",
     "DType",
     "DiffusionObjective",
     "DigitsTransformer",
@@ -40,6 +41,7 @@ __all__ = [
     "NoiseSchedule",
     "NoisedLatents",
     "Optimizer",
+    "PartFacts",
     "Prodigy",
     "SDXLUNet",
     "SGD",
@@ -48,11 +50,13 @@ __all__ = [
     "Tensor",
     "TextFeatures",
     "Var",
+    "adapted_parts",
     "add_layer_norm",
     "arange",
     "available_bytes",
     "cat",
     "checkpoint",
+    "choices",
     "classifier_free_guidance",
     "clip_grad_norm_",
     "conv2d",
@@ -82,12 +86,12 @@ __all__ = [
     "group_norm_silu",
     "huber_loss",
     "init_linear",
+    "inspect",
     "is_grad_enabled",
     "l1_loss",
     "layer_norm",
     "linear",
     "load_file",
-    "load_model",
     "lora_backward",
     "lora_backward_",
     "manual_seed",
@@ -96,6 +100,7 @@ __all__ = [
     "normal_samples",
     "ones",
     "ones_like",
+    "pipeline_parts",
     "prepare_adapters",
     "quick_gelu",
     "rand",
@@ -112,6 +117,7 @@ __all__ = [
     "set_float32_matmul_precision",
     "set_grad_enabled",
     "set_num_threads",
+    "set_resolver",
     "set_rng_state",
     "smooth_l1_loss",
     "snapshot",
@@ -372,6 +378,11 @@ class AdapterModule:
     One module of an adapter file.
     """
     @property
+    def alpha(self, /) -> float | None:
+        """
+        The numerator of the scale; None if the file does not have it beside the parameters.
+        """
+    @property
     def fault(self, /) -> str | None:
         """
         What is wrong with its shapes or values.
@@ -543,69 +554,6 @@ class AutoencoderKL(Model):
         Raises:
             ShapeError: if the picture does not fit the model.
         """
-    @staticmethod
-    def from_config(
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-    ) -> AutoencoderKL:
-        """
-        A frozen model of random weights, for measuring how fast and large it is.
-
-        Args:
-            config: a `config.json`; SDXL's autoencoder without it.
-            dtype: of the weights, f32 without it.
-            device: where they are.
-
-        Raises:
-            MissingFileError, ConfigError: if the configuration is missing or another model's.
-            OutOfMemoryError: if the model does not fit.
-        """
-    @staticmethod
-    def from_pretrained(
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-        *,
-        subfolder: str | None = None,
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-        force_upcast: bool | None = None,
-    ) -> AutoencoderKL:
-        """
-        The frozen model at `path`.
-
-        Args:
-            path: an autoencoder, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
-                file; or a name on the Hugging Face hub, "organisation/name".
-            dtype: convert the weights. Values in SDXL's autoencoder leave the range of f16: where its configuration says
-                `force_upcast`, as SDXL's does, the model is f32 although half precision is asked for or stored.
-            device: where to load it.
-            subfolder: the model's folder in a pipeline, also for a checkpoint.
-            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
-            force_upcast: overrules the configuration; False gives the weights the dtype that is asked for.
-
-        Raises:
-            MissingFileError, WeightsFormatError: if files are missing or damaged.
-            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
-        """
-    @staticmethod
-    def latent_form(
-        path: str | bytes | PathLike[str] | PathLike[bytes], *, subfolder: str | None = None
-    ) -> tuple[int, float, float]:
-        """
-        What latents are, from the configuration alone; no weight is read.
-
-        Args:
-            path: as for `from_pretrained`.
-            subfolder: likewise.
-
-        Returns:
-            `downscale`, `scaling_factor` and `shift_factor` of the model at `path`.
-
-        Raises:
-            MissingFileError, WeightsFormatError: if files are missing or damaged.
-            ConfigError: if the configuration is another model's or is not supported.
-        """
     @property
     def scaling_factor(self, /) -> float:
         """
@@ -633,49 +581,6 @@ class CLIPTextModel(Model):
         Raises:
             ShapeError: if a text is too long.
             IndexOutOfRangeError: if an id is not a token.
-        """
-    @staticmethod
-    def from_config(
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-    ) -> CLIPTextModel:
-        """
-        A frozen model of random weights, for measuring how fast and large it is.
-
-        Args:
-            config: a `config.json`; CLIP's large model without it.
-            dtype: of the weights, f32 without it.
-            device: where they are.
-
-        Raises:
-            MissingFileError, ConfigError: if the configuration is missing or another model's.
-            OutOfMemoryError: if the model does not fit.
-        """
-    @staticmethod
-    def from_pretrained(
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-        *,
-        subfolder: str | None = None,
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-    ) -> CLIPTextModel:
-        """
-        The frozen model at `path`.
-
-        Args:
-            path: a text encoder, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
-                file; or a name on the Hugging Face hub, "organisation/name".
-            dtype: convert the weights; as they are stored without it.
-            device: where to load it.
-            subfolder: the model's folder in a pipeline, also for a checkpoint: "text_encoder" (which is meant
-                without it) or "text_encoder_2".
-            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
-
-        Raises:
-            MissingFileError, WeightsFormatError: if files are missing or damaged.
-            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
         """
 
 @final
@@ -707,6 +612,42 @@ class CapturedFunction:
     def is_recorded(self, /) -> bool:
         """
         Whether calls replay a graph.
+        """
+
+@final
+class CheckpointFacts:
+    """
+    What a checkpoint is, as its headers and configurations say.
+    """
+    @property
+    def factor(self, /) -> int | None:
+        """
+        Pixels along one side of a picture for each of the latents, if there is an autoencoder.
+        """
+    @property
+    def model(self, /) -> str | None:
+        """
+        What the command line calls the family that the models are of; None for a model that is part of none.
+        """
+    @property
+    def parts(self, /) -> dict[str, PartFacts]:
+        """
+        The models by the names of their folders; a model that stands alone has an empty name.
+        """
+    @property
+    def prediction_type(self, /) -> str | None:
+        """
+        "epsilon" or "v_prediction", if the files say it.
+        """
+    @property
+    def resolution(self, /) -> int | None:
+        """
+        Height and width in pixels of the pictures that the model was made for, if it makes some.
+        """
+    @property
+    def zero_snr(self, /) -> bool:
+        """
+        Whether the files say that the last timestep is noise alone.
         """
 
 @final
@@ -919,25 +860,6 @@ class DigitsTransformer(Model):
         num_classes: SupportsIndex = 10,
         device: str = "cpu",
     ) -> DigitsTransformer: ...
-    @staticmethod
-    def from_pretrained(
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-    ) -> DigitsTransformer:
-        """
-        The frozen model at `path`: a folder with `config.json` and safetensors weights, or a weight file beside its
-        `config.json`.
-
-        Args:
-            path: the folder or the file.
-            dtype: convert the weights; as they are stored without it.
-            device: where to load it.
-
-        Raises:
-            MissingFileError, WeightsFormatError: if files are missing or damaged.
-            ConfigError: if the configuration is another model's or does not fit the weights.
-        """
 
 @final
 class EMA:
@@ -1307,6 +1229,20 @@ class LoraConfig:
         """
         The probability of dropping an element of an adapter's input while training.
         """
+    def plan(
+        self, /, layers: dict[str, SupportsGetItem[int, SupportsIndex]], optimizer: str
+    ) -> tuple[int, int]:
+        """
+        What the adapters take: how many numbers their parameters consist of, and the bytes of an optimizer's states.
+
+        Args:
+            layers: as for `select`.
+            optimizer: the name of one in small letters, "adamw8bit".
+
+        Raises:
+            ConfigError: if there is no such optimizer, or a pattern is not a regular expression.
+            ShapeError: if a shape is no layer's.
+        """
     @property
     def r(self, /) -> int:
         """
@@ -1316,6 +1252,16 @@ class LoraConfig:
     def rank_pattern(self, /) -> dict[str, int]:
         """
         Other ranks for layers by name.
+        """
+    def select(self, /, layers: dict[str, SupportsGetItem[int, SupportsIndex]]) -> dict[str, int]:
+        """
+        The layers that get an adapter, with their ranks.
+
+        Args:
+            layers: the shapes of layers' weights as files have them, (out, in) or (out, in, height, width), by name.
+
+        Raises:
+            ConfigError: if a pattern is not a regular expression.
         """
     @property
     def target_modules(self, /) -> list[str]:
@@ -1341,7 +1287,7 @@ class LoraConfig:
 @disjoint_base
 class Model:
     """
-    A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called.
+    A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called; `from_pretrained` makes one.
     """
     def __repr__(self, /) -> str: ...
     def add_adapter(self, /, config: LoraConfig) -> AdapterSet:
@@ -1369,6 +1315,57 @@ class Model:
 
         Raises:
             ArgumentError: if the policy is unknown.
+        """
+    @classmethod
+    def from_config(
+        cls,
+        /,
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+    ) -> Self:
+        """
+        A frozen model of random weights, for measuring how fast and large it is.
+
+        Args:
+            config: a `config.json`; the published model's without it.
+            dtype: of the weights, f32 without it.
+            device: where they are.
+
+        Raises:
+            ArgumentError: of `Model`, which is no model by itself.
+            MissingFileError, ConfigError: if the configuration is missing or another model's.
+            OutOfMemoryError: if the model does not fit.
+        """
+    @classmethod
+    def from_pretrained(
+        cls,
+        /,
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        dtype: DType | str | None = None,
+        device: str = "cpu",
+        *,
+        subfolder: str | None = None,
+        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
+        force_upcast: bool | None = None,
+    ) -> Self:
+        """
+        The frozen model at `path`: of this class, or of `Model`, whatever kind its files say it is.
+
+        Args:
+            path: a model's folder or a weight file beside its `config.json`; a pipeline's folder or an original checkpoint in one file, of
+                which `Model` takes the model that is fine-tuned; or a name on the Hugging Face hub, "organisation/name".
+            dtype: convert the weights; as they are stored without it.
+            device: where to load it.
+            subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint; the first
+                that the class may have without it.
+            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+            force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
+                says: SDXL's autoencoder does, whose values leave the range of f16.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if files are missing or damaged.
+            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
         """
     def load_adapter(
         self,
@@ -1585,6 +1582,65 @@ class Optimizer:
         """
 
 @final
+class PartFacts:
+    """
+    One model of a checkpoint.
+    """
+    @property
+    def class_name(self, /) -> str:
+        """
+        The name of its class in `trainable_candle.models`.
+        """
+    @property
+    def config(self, /) -> dict[str, Any]:
+        """
+        Its `config.json`.
+        """
+    @property
+    def dtype(self, /) -> DType | None:
+        """
+        The dtype of most of its tensors.
+        """
+    @property
+    def elements(self, /) -> int:
+        """
+        How many numbers it consists of.
+        """
+    @property
+    def layers(self, /) -> dict[str, list[int]]:
+        """
+        The shapes of the weights of layers that adapters can sit on, (out, in) or (out, in, height, width), by the layer's name.
+        """
+    def saved_values(
+        self,
+        /,
+        config: LoraConfig,
+        policy: str,
+        *,
+        height: SupportsIndex = 0,
+        width: SupportsIndex = 0,
+        tokens: SupportsIndex = 0,
+    ) -> int:
+        """
+        About how many values are kept between forward and backward at the fullest, for one sample.
+
+        Args:
+            config: which layers get adapters, and of what rank.
+            policy: "none", "full" or "selective" checkpointing.
+            height: of the latents or the picture that the model sees.
+            width: likewise.
+            tokens: of the text.
+
+        Raises:
+            ConfigError: if a pattern is not a regular expression.
+        """
+    @property
+    def tensors(self, /) -> dict[str, list[int]]:
+        """
+        The shapes of its parameters as files have them, by name.
+        """
+
+@final
 class Prodigy(Optimizer):
     """
     Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size.
@@ -1661,48 +1717,6 @@ class SDXLUNet(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
-        """
-    @staticmethod
-    def from_config(
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-    ) -> SDXLUNet:
-        """
-        A frozen model of random weights, for measuring how fast and large it is.
-
-        Args:
-            config: a `config.json`; SDXL's base model without it.
-            dtype: of the weights, f32 without it.
-            device: where they are.
-
-        Raises:
-            MissingFileError, ConfigError: if the configuration is missing or another model's.
-            OutOfMemoryError: if the model does not fit.
-        """
-    @staticmethod
-    def from_pretrained(
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        dtype: DType | str | None = None,
-        device: str = "cpu",
-        *,
-        subfolder: str | None = None,
-        config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-    ) -> SDXLUNet:
-        """
-        The frozen model at `path`.
-
-        Args:
-            path: a UNet, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
-                file; or a name on the Hugging Face hub, "organisation/name".
-            dtype: convert the weights; as they are stored without it.
-            device: where to load it.
-            subfolder: the model's folder in a pipeline, also for a checkpoint.
-            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
-
-        Raises:
-            MissingFileError, WeightsFormatError: if files are missing or damaged.
-            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
         """
 
 @final
@@ -2522,6 +2536,19 @@ class Var(Tensor):
         Clear the gradient.
         """
 
+def adapted_parts(path: str | bytes | PathLike[str] | PathLike[bytes], model: str) -> list[str]:
+    """
+    The parts of a family that an adapter file is for, by the names of their folders in a pipeline.
+
+    Args:
+        path: the file, or peft's folder.
+        model: the family, "sdxl".
+
+    Raises:
+        MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
+        ConfigError: if there is no such family.
+    """
+
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -2605,6 +2632,12 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
     Raises:
         ArgumentError: if an argument or a result is not a Tensor, or the policy is unknown.
         The exceptions of the function.
+    """
+
+def choices() -> dict[str, list[str]]:
+    """
+    What there is to choose from, by names in options: "adapter", "format", "model", "optimizer". The values of "optimizer" are the names
+    of classes in small letters.
     """
 
 def classifier_free_guidance(
@@ -3033,6 +3066,22 @@ def init_linear(
         DTypeError: if the dtype is not floating point.
     """
 
+def inspect(
+    path: str | bytes | PathLike[str] | PathLike[bytes], model: str | None = None
+) -> CheckpointFacts:
+    """
+    What a checkpoint is, told from its headers and configurations; no weight is read.
+
+    Args:
+        path: a pipeline's folder, an original checkpoint in one file, or a model alone.
+        model: a family, "sdxl", all of whose models must be there.
+
+    Raises:
+        MissingFileError: if there is nothing.
+        WeightsFormatError: if a file is damaged, or a part of the family is missing.
+        ConfigError: if a configuration is wrong, or there is no such family.
+    """
+
 def is_grad_enabled() -> bool:
     """
     Whether operations of this thread are recorded.
@@ -3106,31 +3155,6 @@ def load_file(
     Raises:
         MissingFileError: if there is no such file.
         WeightsFormatError: if it is not a safetensors file, or holds a dtype that is not supported.
-    """
-
-def load_model(
-    path: str | bytes | PathLike[str] | PathLike[bytes],
-    dtype: DType | str | None = None,
-    device: str = "cpu",
-    *,
-    subfolder: str | None = None,
-    config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
-) -> Model:
-    """
-    Load the model at `path`, frozen, whatever kind its files say it is.
-
-    Args:
-        path: a model's folder; a weight file beside its `config.json`; a pipeline's folder or an original checkpoint, of which the
-            model that is fine-tuned is meant unless `subfolder` names another; or a name on the Hugging Face hub,
-            "organisation/name".
-        dtype: convert the weights; as they are stored without it.
-        device: where to load it.
-        subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint.
-        config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
-
-    Raises:
-        MissingFileError, WeightsFormatError: if files are missing or damaged.
-        ConfigError: if the configuration is of no known model or does not fit the weights.
     """
 
 def lora_backward(
@@ -3263,6 +3287,14 @@ def ones(
 def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | None = None) -> Tensor:
     """
     Ones in the shape of `input`; dtype and device are its own unless given.
+    """
+
+def pipeline_parts(model: str) -> list[str]:
+    """
+    The parts of a family by the names of their folders in a pipeline.
+
+    Raises:
+        ConfigError: if there is no such family.
     """
 
 def prepare_adapters(
@@ -3527,6 +3559,15 @@ def set_num_threads(n: SupportsIndex) -> None:
 
     Raises:
         ArgumentError: if `n` is 0, or the system refuses.
+    """
+
+def set_resolver(resolve: Callable[..., Any]) -> None:
+    """
+    Set what finds models by names that are no paths, once.
+
+    Args:
+        resolve: called with the name, the folders that may have the model in a repository, the likeliest first, and whether
+            half-precision files are preferred; returns a folder, or None if the name is none that it knows.
     """
 
 def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:

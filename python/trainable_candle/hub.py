@@ -65,6 +65,20 @@ def is_name(text: str) -> bool:
     return named and path.suffix != ".safetensors" and not (path.exists() or path.parent.is_dir())
 
 
+def resolve(name: str, subfolders: list[str], half: bool) -> str | None:
+    """The local folder of what may be a model on the hub; None if it is no name of one.
+
+    Args:
+        name: perhaps "organisation/name".
+        subfolders: as for `download`.
+        half: likewise.
+
+    Raises:
+        MissingFileError: as `download`.
+    """
+    return download(name, subfolders, half) if is_name(name) else None
+
+
 def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Path:
     """The local folder of a pipeline on the hub, fetched if it is not in the client's cache.
 

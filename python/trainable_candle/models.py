@@ -8,8 +8,12 @@ from trainable_candle._core import (
     SDXLUNet,
     TextFeatures,
     save_checkpoint,
+    set_resolver,
 )
-from trainable_candle._core import load_model as load
+from trainable_candle.hub import resolve
+
+load = Model.from_pretrained
+set_resolver(resolve)
 
 __all__ = [
     "AutoencoderKL",

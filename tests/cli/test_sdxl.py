@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 import trainable_candle as tc
-from trainable_candle.train.headers import read_metadata
 from trainable_candle.train.logs import read_json_log, read_log
 from trainable_candle.train.state import checkpoints, step_of
 
@@ -115,7 +114,9 @@ def test_a_run_leaves_adapters_logs_previews_and_checkpoints(trained: Path) -> N
     assert [row["step"] for row in rows if "validation_loss" in row] == [0, 2, 4, 6]
 
 
-def test_adapter_files_carry_kohyas_keys(trained: Path) -> None:
+def test_adapter_files_carry_kohyas_keys(
+    trained: Path, read_metadata: Callable[[Path], dict[str, str]]
+) -> None:
     keys = tc.load_file(trained / "adapter.safetensors").keys()
     start = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
     assert f"{start}.lora_down.weight" in keys

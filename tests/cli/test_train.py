@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from trainable_candle.train.config import OPTIMIZERS
 
 import trainable_candle as tc
 from trainable_candle.models import DigitsTransformer
@@ -113,6 +114,21 @@ def test_a_file_of_settings_with_flags(
     result = run("train", "--config", path, "--steps", 2)
     assert result.returncode == 0, result.stderr
     assert len(read_log(tmp_path / "out" / "train.csv")) == 2
+
+
+def test_every_optimizer_of_the_library_is_a_choice(
+    digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
+    classes = {getattr(tc.optim, name) for name in tc.optim.__all__} - {tc.optim.Optimizer}
+    optimizers = {
+        found
+        for found in classes
+        if isinstance(found, type) and issubclass(found, tc.optim.Optimizer)
+    }
+    assert {found.__name__.lower() for found in optimizers} == set(OPTIMIZERS)
+    command = training(digits_base, digits_folder, tmp_path / "run", 2)
+    result = run([*command, "--optimizer", "prodigy"])
+    assert result.returncode == 0, result.stderr
 
 
 def test_folders_may_have_any_name(digits_base: Path, digits_folder: Path, tmp_path: Path) -> None:

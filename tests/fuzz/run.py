@@ -34,7 +34,6 @@ from trainable_candle.data.pixels import probe, read_rgb
 from trainable_candle.errors import Error
 from trainable_candle.settings import TrainConfig
 from trainable_candle.text import CLIPTokenizer
-from trainable_candle.train import headers
 from trainable_candle.train.logs import read_json_log, read_log
 from trainable_candle.train.state import read_state
 
@@ -190,7 +189,7 @@ def readers() -> list[Reader]:
         return CLIPTokenizer.from_pretrained(path.parent).chunks("a big 'café'!", 2)
 
     def header(path: Path) -> object:
-        return headers.read_header(path), headers.read_metadata(path)
+        return tc.inspect(path)
 
     def look(path: Path) -> object:
         return probe(path), read_rgb(path)

@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.errors import MissingFileError, OutOfMemoryError, WeightsFormatError
+from trainable_candle.errors import ConfigError, OutOfMemoryError
 from trainable_candle.families.digits import Digits
 from trainable_candle.models import DigitsTransformer
 from trainable_candle.settings.adapter import ADAPTERS
 from trainable_candle.settings.training import OPTIMIZERS
-from trainable_candle.tasks.estimate import Estimate, Item, matches, require_fit
+from trainable_candle.tasks.estimate import Estimate, Item, adapted_layers, require_fit
 from trainable_candle.tasks.latent import LatentTask
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.adapters import Adapters, adapter_config
-from trainable_candle.train.headers import read_folder, read_header
 from trainable_candle.train.optimizers import make_optimizer
 
 
@@ -142,27 +141,6 @@ def test_the_table_names_every_item() -> None:
     ]
 
 
-def test_headers_name_the_tensors_of_a_model(base: Path) -> None:
-    model = DigitsTransformer.from_pretrained(base)
-    found = {name: facts.shape for name, facts in read_folder(base).items()}
-    assert found == {name: tensor.shape for name, tensor in model.named_tensors().items()}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"12345678", b"\xff" * 64, b"\2\0\0\0\0\0\0\0[]", b'\x0a\0\0\0\0\0\0\0{"a": 1.5}'],
-)
-def test_what_is_no_safetensors_file_is_an_error(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "a.safetensors"
-    with pytest.raises(MissingFileError, match="there is no file"):
-        read_header(path)
-    path.write_bytes(content)
-    with pytest.raises(WeightsFormatError, match=r"a\.safetensors is no safetensors file"):
-        read_header(path)
-    with pytest.raises(MissingFileError, match=r"no \.safetensors file"):
-        read_folder(tmp_path / "none")
-
-
 @pytest.mark.parametrize(
     ("name", "patterns", "expected"),
     [
@@ -170,9 +148,21 @@ def test_what_is_no_safetensors_file_is_an_error(tmp_path: Path, content: bytes)
         ("to_q", ["to_q"], True),
         ("a.xto_q", ["to_q"], False),
         ("a.1.to_q", [r"a\.\d\.to_[qk]"], True),
-        ("a.1.to_q", ["a["], False),
-        ("a", [], False),
+        ("a.1.to_q", ["to_(q|k)"], True),
+        ("a.1.to_v", ["to_(q|k)"], False),
+        ("a.o_proj", ["all-attention"], True),
+        ("a.to_add_out", ["all-attention"], True),
+        ("a.proj_out", ["all-attention"], False),
     ],
 )
-def test_layers_are_named_as_in_the_core(name: str, patterns: list[str], expected: Any) -> None:
-    assert matches(name, patterns) is expected
+def test_layers_are_named_as_for_adapters(name: str, patterns: list[str], expected: Any) -> None:
+    found = adapted_layers({name: (4, 4)}, patterns)
+    assert found == ({name: (4, 4)} if expected else {})
+    with pytest.raises(ConfigError, match="is not a regular expression"):
+        adapted_layers({name: (4, 4)}, ["a["])
+
+
+def test_a_convolution_is_told_by_its_shape() -> None:
+    layers = {"a": (4, 4), "b": (4, 4, 3, 3)}
+    assert adapted_layers(layers, ["all-conv"]) == {"b": (4, 4, 3, 3)}
+    assert adapted_layers(layers, ["all-linear", "all-conv"], ["b"]) == {"a": (4, 4)}

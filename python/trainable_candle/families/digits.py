@@ -30,10 +30,10 @@ from trainable_candle.settings.machine import Machine
 from trainable_candle.settings.objective import Loss, NoiseLevels
 from trainable_candle.settings.previews import Previews, Validation
 from trainable_candle.settings.training import Training
-from trainable_candle.tasks.estimate import Estimate, Item, adapted_layers, adapter_items
+from trainable_candle.tasks.estimate import ITEM_BYTES, Estimate, Item, adapter_items
 from trainable_candle.tasks.latent.family import LatentFamily
 from trainable_candle.tasks.latent.objectives import FlowObjective, FlowSampler
-from trainable_candle.train.headers import ITEM_BYTES, read_folder, read_header, total_bytes
+from trainable_candle.train.adapters import adapter_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from trainable_candle.data import Picture
     from trainable_candle.models import Model
     from trainable_candle.settings import Group, TrainConfig
+    from trainable_candle.tasks.estimate import Shape
     from trainable_candle.tasks.task import Split
-    from trainable_candle.train.headers import TensorFacts
     from trainable_candle.train.trainer import Inputs
 
 BASE: Final = Path(str(files("trainable_candle") / "demo" / "assets"))
@@ -54,8 +54,6 @@ SIDE: Final = 8
 NAMES: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _CLASSES: Final = {word: n for n, name in enumerate(NAMES) for word in (name, str(n))}
 _LUMA: Final = np.array([0.299, 0.587, 0.114], dtype=np.float32)
-_TOKENS: Final = 16
-_SAVED_IN_BLOCK: Final = 11
 _SAMPLE_BYTES: Final = 32
 """Of each pixel of an image that is drawn, until it is in a grid."""
 
@@ -119,7 +117,7 @@ class Digits(LatentFamily):
         Raises:
             WeightsFormatError: it is damaged.
         """
-        read_header(path)
+        tc.verify_adapter(path, self.name)
 
     def check_prompt(self, prompt: str) -> None:
         """Check that a text names one digit.
@@ -129,9 +127,9 @@ class Digits(LatentFamily):
         """
         _label(prompt)
 
-    def layers(self) -> Mapping[str, TensorFacts]:
-        """The tensors of the weights' files."""
-        return read_folder(self.weights) if self.weights.is_dir() else read_header(self.weights)
+    def layers(self) -> Mapping[str, Shape]:
+        """The transformer's layers."""
+        return tc.inspect(self.weights).parts[""].layers
 
     def dataset(self, folder: str) -> Dataset:
         """The images of a folder, which must be 8x8, with a digit in each caption.
@@ -154,13 +152,12 @@ class Digits(LatentFamily):
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:  # noqa: ARG002
         """Weights, adapters, activations and images."""
-        tensors = self.layers()
-        wanted = config.target_modules or self.targets
-        layers = adapted_layers(tensors, wanted, config.exclude_modules)
-        count = activation_count(tensors, config)
+        model, adapter = tc.inspect(self.weights).parts[""], adapter_config(config, self.targets)
+        policy = config.gradient_checkpointing
+        count = config.batch_size * model.saved_values(adapter, policy, height=SIDE, width=SIDE)
         items = [
-            Item("model", "weights", total_bytes(tensors.values(), config.precision)),
-            *adapter_items("model", layers.values(), config),
+            Item("model", "weights", model.elements * ITEM_BYTES[config.precision]),
+            *adapter_items("model", model.layers, adapter, config),
             Item("model", "activations", count * ITEM_BYTES[config.precision]),
         ]
         if not config.on_gpu:
@@ -214,21 +211,6 @@ class Digits(LatentFamily):
                 f"--output is {output}, which exists; expected a new or an empty folder"
             )
         models[self.component].save_pretrained(output)
-
-
-def activation_count(tensors: Mapping[str, TensorFacts], config: TrainConfig) -> int:
-    """About how many values the tape holds between forward and backward, adapters on attention.
-
-    Of a block that is, for each token and channel: the inputs of two norms, of the projections and
-    of their gates, q, k, v and the output of attention; and what the adapters have in the middle.
-    """
-    projections = [f.shape for name, f in tensors.items() if name.endswith("attn.to_q.weight")]
-    width = projections[0][0] if projections else 0
-    tokens = config.batch_size * _TOKENS
-    of_block = tokens * (_SAVED_IN_BLOCK * width + 4 * config.rank)
-    if config.gradient_checkpointing == "full":
-        return of_block + len(projections) * tokens * width
-    return of_block * len(projections)
 
 
 def to_model(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Final
 
+from trainable_candle._core import choices
 from trainable_candle.settings import sections
 from trainable_candle.settings.machine import PRECISIONS
 from trainable_candle.settings.setting import Condition, Group, Setting
 
-ADAPTERS: Final = ("lora", "dora", "loha", "lokr")
-FORMATS: Final = ("kohya", "diffusers", "peft", "comfyui")
+ADAPTERS: Final = tuple(choices()["adapter"])
+FORMATS: Final = tuple(choices()["format"])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainable_candle.settings import TrainConfig
-    from trainable_candle.train.headers import TensorFacts
+    from trainable_candle.tasks.estimate import Shape
 
 
 def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> None:
@@ -43,28 +43,27 @@ def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> Non
 
 def check_targets(
     config: TrainConfig,
-    layers: Mapping[str, TensorFacts],
+    layers: Mapping[str, Shape],
     targets: Sequence[str],
-    others: Mapping[str, TensorFacts] | None = None,
+    others: Mapping[str, Shape] | None = None,
 ) -> None:
     """Check that each pattern of `target_modules` and `exclude_modules` names some layer.
 
     Args:
         config: the settings.
-        layers: the weights of the layers that targets choose from, by name.
+        layers: shapes of the weights of layers that targets choose from, by name.
         targets: those of the model, if the settings have none.
-        others: the weights of layers that get adapters whatever the targets are.
+        others: those of layers that get adapters whatever the targets are.
 
     Raises:
         ConfigError: one names no layer, or no layer is left.
     """
     for pattern in config.target_modules:
-        if not adapted_layers(layers, [pattern]):
+        if not _named("--target-modules", pattern, layers):
             raise ConfigError(f"--target-modules: `{pattern}` is no layer {_some(layers)}")
-    adapted = adapted_layers(layers, config.target_modules or targets)
-    chosen = {f"{name}.weight": layers[f"{name}.weight"] for name in adapted}
+    chosen = adapted_layers(layers, config.target_modules or targets)
     for pattern in config.exclude_modules:
-        if not adapted_layers({**(others or {}), **chosen}, [pattern]):
+        if not _named("--exclude-modules", pattern, {**(others or {}), **chosen}):
             raise ConfigError(
                 f"--exclude-modules: `{pattern}` is none of the layers that get adapters "
                 f"{_some(chosen)}"
@@ -73,12 +72,24 @@ def check_targets(
         raise ConfigError("--exclude-modules: no layer is left for an adapter")
 
 
-def _some(layers: Mapping[str, TensorFacts]) -> str:
+def _named(option: str, pattern: str, layers: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    """The layers that a pattern names.
+
+    Raises:
+        ConfigError: it is not a regular expression; names the option.
+    """
+    try:
+        return adapted_layers(layers, [pattern])
+    except ConfigError:
+        raise ConfigError(f"{option}: `{pattern}` is not a regular expression") from None
+
+
+def _some(layers: Mapping[str, Shape]) -> str:
     """Ends of names, as a hint to what layers are called."""
     ends = dict.fromkeys(
         ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
         for name in layers
-        if (parts := name.removesuffix(".weight").split("."))
+        if (parts := name.split("."))
     )
     shown = sorted(end for end in ends if not end[0].isdigit())[:12]
     return f"(layers are called {', '.join(shown)}, for example)"

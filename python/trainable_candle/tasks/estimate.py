@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,18 +13,17 @@ from trainable_candle.settings import flag
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from trainable_candle import LoraConfig
     from trainable_candle.settings import TrainConfig
-    from trainable_candle.train.headers import TensorFacts
+
+    Shape = Sequence[int]
+    """Of a layer's weight: (out, in), or (out, in, height, width)."""
 
 GIB: Final = 2**30
+ITEM_BYTES: Final = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
+"""Bytes of an element by the name of its dtype."""
 RUNTIME_BYTES: Final = 200 * 2**20
 """Interpreter, libraries, and blocks that the allocator keeps; on a GPU kernels and workspaces."""
-_MIN_8BIT: Final = 4096
-_BLOCK: Final = 256
-_ATTENTION: Final = (
-    ".to_q", ".to_k", ".to_v", ".to_out.0", ".q_proj", ".k_proj", ".v_proj", ".out_proj",
-)  # fmt: skip
-_STATES: Final = {"adam": 2, "lion": 1, "prodigy": 4, "sgd": 0}
 
 
 @dataclass(frozen=True)
@@ -171,95 +169,42 @@ def _what_fits(
     return None, least
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a layer is named: by its whole name, its end after a dot, or a regular expression."""
-    return any(
-        name == pattern or name.endswith(f".{pattern}") or _full_match(pattern, name)
-        for pattern in patterns
-    )
-
-
-def _full_match(pattern: str, name: str) -> bool:
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error:
-        return False
-
-
 def adapted_layers(
-    tensors: Mapping[str, TensorFacts], targets: Sequence[str], exclude: Sequence[str] = ()
-) -> dict[str, tuple[int, ...]]:
-    """The weights of the layers that adapters sit on: layer name -> shape."""
+    layers: Mapping[str, Shape], targets: Sequence[str], exclude: Sequence[str] = ()
+) -> dict[str, Shape]:
+    """The layers that adapters sit on, with the shapes of their weights.
 
-    def hit(layer: str, dims: int, patterns: Sequence[str]) -> bool:
-        groups = {"all-linear": dims == 2, "all-conv": dims == 4}
-        groups["all-attention"] = layer.endswith(_ATTENTION)
-        return matches(layer, patterns) or any(groups.get(pattern, False) for pattern in patterns)
+    Args:
+        layers: shapes of weights by the names of layers.
+        targets: names and patterns, as for `tc.LoraConfig`.
+        exclude: likewise, of layers to leave out.
 
-    return {
-        layer: facts.shape
-        for name, facts in tensors.items()
-        if (layer := name.removesuffix(".weight")) != name
-        and len(facts.shape) in {2, 4}
-        and hit(layer, len(facts.shape), targets)
-        and not hit(layer, len(facts.shape), exclude)
-    }
+    Raises:
+        ConfigError: a pattern is not a regular expression.
+    """
+    config = tc.LoraConfig(target_modules=list(targets), exclude_modules=list(exclude))
+    return {name: layers[name] for name in config.select(dict(layers))}
 
 
 def adapter_items(
-    component: str, layers: Iterable[tuple[int, ...]], config: TrainConfig
+    component: str, layers: Mapping[str, Shape], adapter: LoraConfig, config: TrainConfig
 ) -> list[Item]:
-    """The adapter's parameters, their gradients and the optimizer's states for these layers."""
-    shapes = [shape for layer in layers for shape in _parameter_shapes(layer, config)]
-    count = sum(map(math.prod, shapes))
+    """The adapters' parameters, their gradients and the optimizer's states.
+
+    Args:
+        component: whose they are.
+        layers: shapes of weights by the names of layers, which `adapter` chooses from.
+        adapter: which layers get adapters, and of what sizes.
+        config: the settings.
+    """
+    count, states = adapter.plan(dict(layers), config.optimizer)
     copies = 0 if config.precision == "f32" else 2 * count
     average = 4 * count if config.ema_decay else 0
-    states = sum(_state_bytes(shape, config.optimizer) for shape in shapes)
     return [
         Item(component, "adapter", 4 * count + copies + average),
         Item(component, "gradients", 4 * count),
         Item(component, "optimizer", states),
     ]
-
-
-def _parameter_shapes(layer: tuple[int, ...], config: TrainConfig) -> Sequence[tuple[int, ...]]:
-    """The parameters of one adapter; a convolution's kernel comes before its inputs."""
-    out_features, in_features, *kernel = layer
-    flat, rank = in_features * math.prod(kernel), config.rank
-    if config.adapter == "loha":
-        return 2 * [(out_features, rank), (rank, flat)]
-    if config.adapter == "lokr":
-        return _kronecker_shapes(out_features, in_features, kernel, rank)
-    low_rank = [(rank, *kernel, in_features), (out_features, rank)]
-    return [*low_rank, (out_features,)] if config.adapter == "dora" else low_rank
-
-
-def _kronecker_shapes(
-    out_features: int, in_features: int, kernel: Sequence[int], rank: int
-) -> list[tuple[int, ...]]:
-    out_small, in_small = _divisor(out_features), _divisor(in_features)
-    out_large, in_large = out_features // out_small, in_features // in_small
-    small = (out_small, in_small)
-    if 2 * rank < max(out_large, in_large):
-        return [small, (out_large, rank), (rank, in_large * math.prod(kernel))]
-    return [small, (out_large, *kernel, in_large)]
-
-
-def _divisor(size: int) -> int:
-    """The largest divisor up to the root."""
-    return next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
-
-
-def _state_bytes(shape: tuple[int, ...], optimizer: str) -> int:
-    size = math.prod(shape)
-    if optimizer == "adafactor":
-        if len(shape) < 2:
-            return 4 * size
-        return 4 * (size // shape[-1] + size // shape[-2])
-    kind = optimizer.removesuffix("8bit").removesuffix("w")
-    if optimizer.endswith("8bit") and size >= _MIN_8BIT:
-        return _STATES[kind] * (size + 4 * -(-size // _BLOCK))
-    return _STATES[kind] * 4 * size
 
 
 def _total(items: Iterable[Item]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.errors import ConfigError
-from trainable_candle.train.headers import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -59,7 +58,7 @@ def check_initial_adapter(
     alpha = config.rank if config.alpha is None else config.alpha
     scale = alpha / (config.rank**0.5 if config.rslora else config.rank)
     # diffusers' and peft's files have alphas in their headers, where the loader compares them.
-    told = any(name.endswith(".alpha") for name in read_header(path))
+    told = any(module.alpha is not None for module in modules)
     same = not told or all(abs(other - scale) <= _SAME_SCALE * scale for _, other in sizes)
     if ranks and (ranks[0] != config.rank or not same):
         its_alpha = next(iter(sizes))[1] * (ranks[0] ** 0.5 if config.rslora else ranks[0])

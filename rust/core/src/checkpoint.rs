@@ -1,4 +1,4 @@
-//! Gradient checkpointing: keep little in the forward pass, recompute the rest when the backward pass first needs it.
+//! Gradient checkpointing: save little in the forward pass, recompute the rest when the backward pass first needs it.
 //!
 //! Inside a checkpointed function every node is recorded as usual, but what it saves becomes a numbered slot of the
 //! [`Region`] instead of a value. The first slot that a backward pass reads makes the region run the function again, up to
@@ -6,7 +6,7 @@
 //! captured variables, several inputs and several outputs need nothing special.
 //!
 //! [`Policy::Full`] keeps the function's inputs only (Chen et al. 2016, arXiv:1604.06174). [`Policy::Selective`] also
-//! keeps the results of dear operations that lie before the last saved value, so that no matrix product runs twice
+//! keeps the results of expensive operations before the last saved value, so that no matrix product runs twice
 //! (Korthikanti et al. 2022, arXiv:2205.05198).
 
 use std::cell::RefCell;
@@ -24,7 +24,7 @@ use crate::tape::{
 use crate::tensor::{Tensor, Version};
 use crate::{Error, Result};
 
-/// What a checkpoint keeps between forward and backward.
+/// What a checkpoint saves between the forward and the backward pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Policy {
     /// Everything: the function simply runs.
@@ -32,7 +32,7 @@ pub enum Policy {
     /// The inputs. All else is recomputed.
     #[default]
     Full,
-    /// The inputs and the results of dear operations. Only cheap ones (norms, activations, sums) are recomputed.
+    /// The inputs and the results of expensive operations. Only cheap ones (norms, activations, sums) are recomputed.
     Selective,
 }
 
@@ -66,7 +66,7 @@ type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
 /// It is kept until the backward pass, so it owns what it uses (`move`, clones of tensors and layers are cheap).
 ///
 /// # Errors
-/// Whatever `function` raises.
+/// Those of `function`.
 pub fn checkpoint<F>(function: F, inputs: &[&Tensor]) -> Result<Tensor>
 where
     F: Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
@@ -78,7 +78,7 @@ where
 /// [`checkpoint`] with a [`Policy`], for functions of several results.
 ///
 /// # Errors
-/// Whatever `function` raises.
+/// Those of `function`.
 pub fn checkpoint_with<F>(policy: Policy, function: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
 where
     F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
@@ -165,7 +165,7 @@ enum Slot {
     Released,
 }
 
-/// The results of a dear operation, kept for the replay.
+/// The results of an expensive operation, kept for the replay.
 #[derive(Clone)]
 struct Kept {
     name: &'static str,

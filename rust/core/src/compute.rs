@@ -1,4 +1,4 @@
-//! The arithmetic that operations are made of, on whatever device their tensors are: [`cpu`] or CUDA.
+//! The arithmetic behind operations, on the device of their tensors: [`cpu`] or CUDA.
 
 use candle_core::{DType, Device};
 

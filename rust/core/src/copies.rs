@@ -55,12 +55,12 @@ impl Copies {
         self.entries.iter_mut().try_for_each(|entry| entry.update(values, version))
     }
 
-    /// The copy that whoever changes the variable may write as well: the one made first.
+    /// The first copy, which a change of the variable may write as well.
     pub(crate) fn first(&self) -> Option<Raw> {
         self.entries.first().map(|entry| entry.raw.clone())
     }
 
-    /// Somebody has written [`first`](Self::first) with the values of that version.
+    /// Mark [`first`](Self::first) as written with the values of that version.
     pub(crate) fn first_is_current(&mut self, version: u64) {
         if let Some(entry) = self.entries.first_mut() {
             entry.version = version;

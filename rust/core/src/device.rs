@@ -1,4 +1,4 @@
-//! Devices by name, and what CUDA devices hold.
+//! Devices by name, and the memory of CUDA devices.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use candle_core::{Device, DeviceLocation};
 
 use crate::{Error, Result};
 
-/// What a CUDA device holds, in bytes, and has done.
+/// Memory statistics of a CUDA device, in bytes, and counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryStats {
     /// In tensors and workspaces.
@@ -23,7 +23,7 @@ pub struct MemoryStats {
     pub allocations: u64,
     /// Times that memory was taken from the device.
     pub growths: u64,
-    /// Times that memory ran out and what was kept for later was given back.
+    /// How often memory ran out and cached memory was released.
     pub retries: u64,
     /// Free on the device, for any process.
     pub free: u64,
@@ -31,14 +31,14 @@ pub struct MemoryStats {
     pub total: u64,
 }
 
-/// How long a GPU took for the launches of one kernel.
+/// The time of a GPU for the launches of one kernel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KernelTime {
     /// The kernel's name; of a matrix product its sizes.
     pub name: String,
-    /// How many launches.
+    /// The number of launches.
     pub count: u64,
-    /// Of all of them together.
+    /// The time of all launches.
     pub milliseconds: f64,
 }
 
@@ -92,7 +92,7 @@ pub fn cuda_count(folders: &[impl AsRef<Path>]) -> Result<usize> {
     crate::cuda::devices(&folders)
 }
 
-/// What a CUDA device holds.
+/// The memory statistics of a CUDA device.
 ///
 /// # Errors
 /// [`Error::Device`] if it is not a CUDA device or the driver refuses.
@@ -100,7 +100,7 @@ pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
     crate::cuda::memory_stats(device)
 }
 
-/// Start counting the peaks of a CUDA device anew, from what is held now.
+/// Reset the memory peaks of a CUDA device to the memory in use now.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -108,7 +108,7 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     crate::cuda::reset_peak_memory_stats(device)
 }
 
-/// Give memory of a CUDA device back that is kept for later, for other processes; how many bytes.
+/// Release the cached memory of a CUDA device to other processes; returns its bytes.
 ///
 /// # Errors
 /// As [`synchronize`].

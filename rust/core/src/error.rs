@@ -34,7 +34,7 @@ pub enum Error {
         /// What was found, what was expected.
         message: String,
     },
-    /// CUDA was asked for and cannot be used; the message says why.
+    /// CUDA is required and cannot be used; the message says why.
     #[error("CUDA is unavailable: {0}")]
     CudaUnavailable(String),
     /// An index outside its dimension.
@@ -53,13 +53,13 @@ pub enum Error {
         /// What was found, what was expected.
         message: String,
     },
-    /// An operation without a derivative met an input that needs a gradient.
+    /// An operation without a derivative has an input that needs a gradient.
     #[error("{op}: has no backward, but an input needs a gradient; detach() the input or call it under no_grad()")]
     NoBackward {
         /// The operation.
         op: &'static str,
     },
-    /// The graph cannot be walked: freed, changed in place, not connected.
+    /// The graph cannot be differentiated: freed, changed in place, not connected.
     #[error("{op}: {message}")]
     Autograd {
         /// The operation.
@@ -67,15 +67,15 @@ pub enum Error {
         /// What was found, what to do.
         message: String,
     },
-    /// More memory than there is.
+    /// Memory ran out.
     #[error("{op}: {message}")]
     OutOfMemory {
         /// The operation.
         op: &'static str,
-        /// What was asked for, what there is.
+        /// The requested and the available memory.
         message: String,
     },
-    /// A NaN or an infinity where none may be.
+    /// A non-finite value where all must be finite.
     #[error("{op}: {message}")]
     NonFinite {
         /// The operation.
@@ -94,7 +94,7 @@ pub enum Error {
     /// A configuration that cannot be used.
     #[error("{0}")]
     Config(String),
-    /// The file system said no.
+    /// I/O error at `path`.
     #[error("{path}: {source}")]
     Io {
         /// The file.
@@ -102,7 +102,7 @@ pub enum Error {
         /// The system's reason.
         source: std::io::Error,
     },
-    /// Candle refused for a reason that has no case of its own here.
+    /// An error of candle that has no variant here.
     #[error("{0}")]
     Candle(String),
     /// An error of the caller's own code, passed through unchanged (a Python exception inside a checkpointed function), or

@@ -101,7 +101,7 @@ impl Gradients {
     /// The gradients of those of `vars` that have one, in their order.
     ///
     /// # Errors
-    /// None that a caller could cause.
+    /// Only if an allocation fails.
     pub fn of(vars: &[Var]) -> Result<Self> {
         let vectors = joined(vars.iter().filter_map(|var| var.leaf().vector()))?;
         let is_loose = |var: &&Var| !var.leaf().is_bound() && var.grad_storage().is_some();
@@ -125,7 +125,7 @@ fn same_storage(a: &Raw, b: &Raw) -> bool {
     storage_identity(a).0 == storage_identity(b).0
 }
 
-/// Forget the gradients of `vars`; neighbours in a flat buffer are cleared together.
+/// Clear the gradients of `vars`; neighbours in a flat buffer are cleared together.
 ///
 /// # Errors
 /// If a buffer cannot be written.
@@ -137,7 +137,7 @@ pub fn zero_grads(vars: &[Var]) -> Result<()> {
     Ok(())
 }
 
-/// Forget the gradients of `vars`, whose parts of flat buffers somebody has cleared.
+/// Clear the gradients of `vars` whose parts of flat buffers are zeroed already.
 pub fn forget_grads(vars: &[Var]) {
     vars.iter().for_each(|var| var.leaf().is_cleared());
 }

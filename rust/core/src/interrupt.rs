@@ -1,11 +1,11 @@
-//! Stopping long computations from outside: the embedder says how to ask whether the user wants to stop (Ctrl-C).
+//! Interrupts long computations: the embedder installs a check whether the user wants to stop (Ctrl-C).
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use crate::Result;
 
-/// Says whether to go on; its error ends the computation and comes back to the caller as it is.
+/// Checks whether to continue; its error ends the computation and is returned unchanged.
 pub type Check = fn() -> Result<()>;
 
 static CHECK: OnceLock<Check> = OnceLock::new();

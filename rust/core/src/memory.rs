@@ -1,4 +1,4 @@
-//! What the tape holds, and what the machine has.
+//! Memory of the tape and of the machine.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -59,7 +59,7 @@ impl Drop for SavedBytes {
     }
 }
 
-/// Memory that can still be allocated on the host, in bytes, where the system tells (Linux).
+/// Memory that can still be allocated on the host, in bytes, if the system reports it (Linux).
 pub fn available_bytes() -> Option<usize> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|l| l.starts_with("MemAvailable:"))?;

@@ -104,7 +104,7 @@ impl Captured {
         no_device("capture", device)
     }
 
-    /// What the function gives for `inputs`.
+    /// The function's results for `inputs`.
     ///
     /// # Errors
     /// The function's.
@@ -119,7 +119,7 @@ impl Captured {
 }
 
 pub mod exchange {
-    //! Memory shared with other libraries that use the device on streams of their own.
+    //! Memory shared with other libraries that use their own streams of the device.
 
     use candle_core::{DType, Device};
 

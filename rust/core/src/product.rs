@@ -25,13 +25,13 @@ pub struct Product {
     pub a: Raw,
     /// The right operand.
     pub b: Raw,
-    /// What the product is multiplied by.
+    /// The factor of the product.
     pub alpha: f64,
-    /// Where the result goes.
+    /// The destination of the result.
     pub to: Destination,
 }
 
-/// What becomes of a product.
+/// The destination of a product.
 pub enum Destination {
     /// A new tensor of this dtype, as by [`product`](crate::compute::product).
     New(DType),
@@ -61,14 +61,14 @@ impl Product {
 pub enum MatmulPrecision {
     /// In f32.
     Highest,
-    /// In TF32, whose factors have 10 bits behind the point, with sums in f32: several times as fast on tensor cores.
+    /// In TF32, whose factors have a mantissa of 10 bits, with sums in f32: several times as fast on tensor cores.
     High,
 }
 
 static TF32: AtomicBool = AtomicBool::new(false);
 
-/// Choose how products of f32 matrices are computed on CUDA devices from now on; in f32 unless this is called. What a graph has
-/// captured stays as it was. Other dtypes and the CPU know no choice.
+/// Choose how products of f32 matrices are computed on CUDA devices from now on; in f32 unless this is called. Graphs
+/// that are captured keep their choice. It affects neither other dtypes nor the CPU.
 pub fn set_float32_matmul_precision(precision: MatmulPrecision) {
     TF32.store(precision == MatmulPrecision::High, Ordering::Relaxed);
 }

@@ -59,7 +59,7 @@ impl RecyclingAllocator {
         }
     }
 
-    /// Give kept blocks back to the system, the largest first, until at most `bytes` are left.
+    /// Return kept blocks to the system, the largest first, until at most `bytes` are left.
     fn shrink(&self, bytes: usize) {
         for (class, shelf) in self.shelves.iter().enumerate().rev() {
             while self.bytes.load(Ordering::Relaxed) > bytes {

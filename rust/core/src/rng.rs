@@ -96,13 +96,13 @@ pub fn normal_vec(n: usize) -> Vec<f32> {
     normal_vec_at(advance(n.div_ceil(4) as u64), n)
 }
 
-/// `size` uniform values in [0, 1) for each of the `samples` with these numbers, from a stream of its own.
+/// `size` uniform values in [0, 1) for each of the `samples` with these numbers, from its own stream.
 pub fn uniform_samples(seed: u64, purpose: Purpose, samples: &[u64], size: usize) -> Vec<f32> {
     let draw = |&sample: &u64| fill(State::of(seed, purpose, sample), size, |bits| bits.map(unit));
     samples.iter().flat_map(draw).collect()
 }
 
-/// `size` standard normal values for each of the `samples` with these numbers, from a stream of its own.
+/// `size` standard normal values for each of the `samples` with these numbers, from its own stream.
 pub fn normal_samples(seed: u64, purpose: Purpose, samples: &[u64], size: usize) -> Vec<f32> {
     samples.iter().flat_map(|&sample| normal_vec_at(State::of(seed, purpose, sample), size)).collect()
 }

@@ -153,7 +153,7 @@ impl Tensor {
         self.node.as_ref().is_none_or(|n| n.leaf().is_some())
     }
 
-    /// The same values (shared storage) without a place on the tape.
+    /// The same values (shared storage), detached from the tape.
     #[must_use]
     pub fn detach(&self) -> Self {
         Self { raw: self.raw.clone(), node: None, version: self.version.clone() }

@@ -1,4 +1,4 @@
-//! [`Var`]: a value that can be changed and that collects a gradient; [`MakeVar`] makes one of any tensor.
+//! [`Var`]: a value that can be changed and that accumulates a gradient; [`MakeVar`] makes one of any tensor.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -50,7 +50,7 @@ impl Var {
         Self::adopt(Tensor::randn(mean, std, shape, dtype, device)?.raw)
     }
 
-    /// A variable over `storage`, which nobody else may hold but the owner of the flat buffer it is a view of.
+    /// A variable over `storage`, whose only other owner may be the flat buffer that it is a view of.
     pub(crate) fn adopt(storage: Raw) -> Result<Self> {
         if !raw::is_float(storage.dtype()) {
             return Err(Error::dtype(
@@ -119,7 +119,7 @@ impl Var {
         self.changed()
     }
 
-    /// The gradient collected so far, if there is one.
+    /// The accumulated gradient, if there is one.
     ///
     /// # Panics
     /// If there is no memory for a copy of a gradient that lies in a flat buffer;
@@ -128,7 +128,7 @@ impl Var {
         self.try_grad().unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// The gradient collected so far, if there is one.
+    /// The accumulated gradient, if there is one.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if there is no memory for a copy of a gradient that lies in a flat
@@ -137,7 +137,7 @@ impl Var {
         Ok(self.leaf().grad()?.map(Tensor::constant))
     }
 
-    /// Forget the gradient.
+    /// Clear the gradient.
     pub fn zero_grad(&self) -> Result<()> {
         self.leaf().clear()
     }

@@ -8,7 +8,7 @@ use trainable_candle_core::{Error, Result};
 /// The largest size a field may give: far above any sensible one, and low enough that no product overflows.
 const LARGEST: u64 = 1 << 20;
 
-/// The fields of a configuration, each asked for by name. What nobody asked for is an error, unless it is null or false, as new
+/// The fields of a configuration, each asked for by name. A field that is never read is an error, unless it is null or false, as new
 /// fields are in the files of newer libraries that do not use them.
 pub(crate) struct Fields<'a> {
     owner: &'static str,
@@ -124,7 +124,7 @@ impl<'a> Fields<'a> {
         self.seen.extend(names);
     }
 
-    /// Every field that says something was asked for.
+    /// Check that every field with a value was read.
     pub fn finish(self) -> Result<()> {
         let says_nothing = |value: &Value| matches!(value, Value::Null | Value::Bool(false));
         let unknown = self

@@ -6,18 +6,21 @@
 
 pub mod clip;
 pub mod digits;
+pub mod facts;
 mod fields;
 pub mod layers;
-mod outline;
+pub mod pipelines;
 pub mod pretrained;
 pub mod registry;
+pub mod saved;
 pub mod sdxl;
 pub mod vae;
 
 pub use clip::CLIPTextModel;
 pub use digits::DigitsTransformer;
-pub use outline::outlines;
-pub use pretrained::{Choice, Pretrained, save_checkpoint, save_pretrained};
-pub use registry::{Model, load};
+pub use facts::{Facts, PartFacts, Plan, inspect};
+pub use pipelines::Pipeline;
+pub use pretrained::{Architecture, Choice, Configuration, Pretrained, save_checkpoint, save_pretrained};
+pub use registry::{Loaded, Model, load};
 pub use sdxl::SDXLUNet;
 pub use vae::AutoencoderKL;

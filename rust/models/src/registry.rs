@@ -1,94 +1,146 @@
-//! What all models have in common, and the list of them.
+//! What all models have in common, and how one is loaded whatever kind it is.
 
+use std::any::Any;
+use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
 use trainable_candle_core::{DType, Device, Error, Result};
+use trainable_candle_io::adapter_file::Original as OriginalNames;
 use trainable_candle_io::{PartNames, WeightFiles};
-use trainable_candle_nn::Module;
+use trainable_candle_nn::{Module, Source};
 
-use crate::clip::CLIPTextModel;
-use crate::digits::DigitsTransformer;
-use crate::pretrained::{Choice, Component, Layout, Pretrained};
-use crate::sdxl::SDXLUNet;
-use crate::vae::AutoencoderKL;
+use crate::pipelines::{self, Place};
+use crate::pretrained::{Architecture, Choice, Configuration, Layout, Original, Pretrained};
+use crate::saved::{SampleSize, Saved};
 
 /// A model that can be loaded, saved and fine-tuned.
-pub trait Model: Module + Send + Sync {
-    /// The class that its `config.json` names.
-    fn class_name(&self) -> &'static str;
+pub trait Model: Module + Any + Send + Sync {
+    /// Its entry among the kinds of models.
+    fn kind(&self) -> &'static ModelKind;
 
-    /// The text of its `config.json`.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if a value cannot be written as JSON.
-    fn config_json(&self) -> Result<String>;
+    /// Its `config.json`.
+    fn configuration(&self) -> Map<String, Value>;
 
     /// The dtype of its weights, in which it computes.
     fn dtype(&self) -> DType;
 
-    /// Where its files are in pipelines and checkpoints.
-    fn component(&self) -> Component;
+    /// The names of its parameters in a folder, or in an original checkpoint: in `files`, if such a checkpoint is there already.
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
 
-    /// What other tools call it and its layers in adapter files.
-    fn adapter_names(&self) -> PartNames {
-        PartNames::default()
+    /// Adds what the tape keeps of a forward pass of one sample to `saved`; nothing for a model that is not fine-tuned.
+    fn saved(&self, _size: SampleSize, _saved: &mut Saved) {}
+
+    /// The class that its `config.json` names.
+    fn class_name(&self) -> &'static str {
+        self.kind().class_names[0]
     }
 
-    /// The names of its parameters in a folder, or in an original checkpoint where they begin with `prefix`: in `files`, if such a
-    /// checkpoint is there already.
-    fn layout(&self, prefix: Option<&'static str>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
+    /// The names of its layers in original checkpoints, as adapter files have them.
+    fn original_names(&self) -> OriginalNames {
+        Arc::new(|_| None)
+    }
 }
 
-/// How a kind of model is loaded.
+/// What makes a model gives.
+pub type Made = Result<Arc<dyn Model>>;
+
+/// A kind of model: what files call it, and how it is made of them.
+#[derive(Debug)]
 pub struct ModelKind {
     /// The name of its class in the library.
     pub name: &'static str,
-    /// Where its files are.
-    pub component: Component,
-    /// Load it, frozen, its weights converted to `dtype` if one is given.
-    pub load: Load,
+    /// What messages call one: `a UNet`.
+    pub noun: &'static str,
+    /// What some of its keys begin with in a folder's files.
+    pub mark: &'static str,
+    /// The names in `config.json`, `_class_name` of diffusers or `architectures` of transformers.
+    pub class_names: &'static [&'static str],
+    /// The name of its weight file in a folder.
+    pub weights_name: &'static str,
+    /// Load it, frozen, its weights converted to a dtype if one is given.
+    pub load: fn(&Pretrained, Option<DType>, &Device) -> Made,
+    /// A frozen model of random weights of the sizes in a `config.json`, or of the published model.
+    pub random: fn(Option<&Path>, DType, &Device) -> Made,
+    /// The `config.json` of files, of which no weight is read.
+    pub config: fn(&Pretrained) -> Result<Map<String, Value>>,
+    /// A model of a configuration without weights: its layers and their shapes.
+    pub shapes: fn(&Map<String, Value>) -> Made,
 }
 
-/// Loads a model.
-pub type Load = fn(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Arc<dyn Model>>;
+impl ModelKind {
+    /// The kind of an architecture.
+    pub const fn of<M: Architecture>(
+        name: &'static str,
+        (noun, mark): (&'static str, &'static str),
+        class_names: &'static [&'static str],
+        weights_name: &'static str,
+    ) -> Self {
+        Self {
+            name,
+            noun,
+            mark,
+            class_names,
+            weights_name,
+            load: |files, dtype, device| Ok(Arc::new(M::load(files, dtype, device)?)),
+            random: |config, dtype, device| Ok(Arc::new(M::from_config(config, dtype, device)?)),
+            config: |files| Ok(M::read_config(files)?.to_json()),
+            shapes: |config| {
+                let config = M::Config::from_json(config)?;
+                Ok(Arc::new(M::build(config, &mut Source::shapes(DType::F16).root())?))
+            },
+        }
+    }
+}
 
-/// Every kind of model. Where several are at one place, the first is meant: the one that is fine-tuned.
-pub static KINDS: &[ModelKind] = &[
-    ModelKind {
-        name: "SDXLUNet",
-        component: SDXLUNet::COMPONENT,
-        load: |files, dtype, device| Ok(Arc::new(SDXLUNet::load(files, dtype, device)?)),
-    },
-    ModelKind {
-        name: "AutoencoderKL",
-        component: AutoencoderKL::COMPONENT,
-        load: |files, dtype, device| Ok(Arc::new(AutoencoderKL::load(files, dtype, device, None)?)),
-    },
-    ModelKind {
-        name: "CLIPTextModel",
-        component: CLIPTextModel::COMPONENT,
-        load: |files, dtype, device| Ok(Arc::new(CLIPTextModel::load(files, dtype, device)?)),
-    },
-    ModelKind {
-        name: "DigitsTransformer",
-        component: DigitsTransformer::COMPONENT,
-        load: |files, dtype, device| Ok(Arc::new(DigitsTransformer::load(files, dtype, device)?)),
-    },
-];
+/// A model and its place in a pipeline, which says what other tools call it.
+#[derive(Clone)]
+pub struct Loaded {
+    model: Arc<dyn Model>,
+    place: Option<Place>,
+}
+
+impl Loaded {
+    /// A model that no file says the place of.
+    pub fn new(model: Arc<dyn Model>) -> Self {
+        let place = Place::by_configuration(model.kind(), &model.configuration());
+        Self { model, place }
+    }
+
+    /// The model itself.
+    pub const fn model(&self) -> &Arc<dyn Model> {
+        &self.model
+    }
+
+    /// What other tools call it and its layers in adapter files.
+    pub fn adapter_names(&self) -> PartNames {
+        self.place.map_or_else(PartNames::default, |place| place.names(self.model.as_ref()))
+    }
+}
+
+impl Deref for Loaded {
+    type Target = dyn Model;
+
+    fn deref(&self) -> &Self::Target {
+        self.model.as_ref()
+    }
+}
 
 /// The model at `path`: its files and its kind.
 ///
 /// # Errors
 /// [`Error::Config`] if its configuration is of no known model; as [`Pretrained::find`].
 pub fn find(path: &Path, choice: &Choice) -> Result<(&'static ModelKind, Pretrained)> {
+    if let Some(kind) = choice.kind {
+        return Ok((kind, Pretrained::find(path, kind, choice)?));
+    }
     let mut failure = None;
     let mut unknown = None;
-    for kind in KINDS {
-        match Pretrained::find(path, &kind.component, choice) {
+    for kind in pipelines::kinds() {
+        match Pretrained::find(path, kind, choice) {
             Ok(files) => match files.class_name()? {
-                Some(class) if !kind.component.class_names.contains(&class.as_str()) => {
+                Some(class) if !kind.class_names.contains(&class.as_str()) => {
                     unknown = Some((files, class));
                 }
                 _ => return Ok((kind, files)),
@@ -100,7 +152,7 @@ pub fn find(path: &Path, choice: &Choice) -> Result<(&'static ModelKind, Pretrai
     }
     match (unknown, failure) {
         (Some((files, class)), _) => {
-            let known: Vec<&str> = KINDS.iter().flat_map(|kind| kind.component.class_names).copied().collect();
+            let known: Vec<&str> = pipelines::kinds().iter().flat_map(|kind| kind.class_names).copied().collect();
             Err(Error::Config(format!(
                 "{}: the model is a \"{class}\", which is not supported; supported are {}",
                 files.config_path().unwrap_or(path).display(),
@@ -112,19 +164,13 @@ pub fn find(path: &Path, choice: &Choice) -> Result<(&'static ModelKind, Pretrai
     }
 }
 
-/// Load the model at `path`, frozen, whatever kind its files say it is: a model's folder, a weight file beside its `config.json`, or a
-/// pipeline's folder or an original checkpoint, of which the model that is fine-tuned is meant unless `choice` names another.
+/// Load the model at `path`, frozen: of the kind that `choice` names, or whatever its files say it is. `path` is a model's folder, a weight file beside its
+/// `config.json`, or a pipeline's folder or an original checkpoint, of which the model that is fine-tuned is meant unless `choice` names
+/// another.
 ///
 /// # Errors
 /// As [`find`] and the kind's loader.
-pub fn load(path: &Path, choice: &Choice, dtype: Option<DType>, device: &Device) -> Result<Arc<dyn Model>> {
+pub fn load(path: &Path, choice: &Choice, dtype: Option<DType>, device: &Device) -> Result<Loaded> {
     let (kind, files) = find(path, choice)?;
-    (kind.load)(&files, dtype, device)
-}
-
-/// The text of a `config.json`.
-pub(crate) fn json_text(map: &Map<String, Value>) -> Result<String> {
-    serde_json::to_string_pretty(map)
-        .map(|text| text + "\n")
-        .map_err(|e| Error::Config(format!("save_pretrained: {e}")))
+    Ok(Loaded { model: (kind.load)(&files, dtype, device)?, place: files.place() })
 }

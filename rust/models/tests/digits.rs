@@ -8,7 +8,7 @@ use trainable_candle_core::ops::loss::{Reduction, mse_loss};
 use trainable_candle_core::{DType, Device, Error, Tensor, Var};
 use trainable_candle_io::load_tensors;
 use trainable_candle_models::digits::DigitsConfig;
-use trainable_candle_models::{Choice, DigitsTransformer, Model, load, save_pretrained};
+use trainable_candle_models::{Architecture, Choice, DigitsTransformer, Model, load, save_pretrained};
 use trainable_candle_nn::Module;
 use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
 
@@ -125,7 +125,7 @@ fn saved_model_loads_as_it_was() {
     let again = load(&folder, &Choice::default(), None, &Device::Cpu).unwrap();
     assert_eq!(again.class_name(), "DigitsTransformer");
     let names = |model: &dyn Model| model.named_tensors().into_iter().map(|(n, t)| (n, values(&t))).collect::<Vec<_>>();
-    assert_eq!(names(again.as_ref()), names(&frozen()));
+    assert_eq!(names(&*again), names(&frozen()));
     let file = DigitsTransformer::from_pretrained(&folder.join("model.safetensors"), None, &Device::Cpu).unwrap();
     assert_eq!(values(&case.run(&file)), values(&case.run(&frozen())));
 }

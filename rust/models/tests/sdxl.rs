@@ -8,7 +8,7 @@ use trainable_candle_models::clip::{CLIPTextConfig, CLIPTextModel};
 use trainable_candle_models::sdxl::keys::original_name;
 use trainable_candle_models::sdxl::{SDXLUNet, UNetConfig};
 use trainable_candle_models::vae::{AutoencoderKL, VaeConfig};
-use trainable_candle_models::{Choice, Model, Pretrained};
+use trainable_candle_models::{Architecture, Choice, Configuration, Model, Pretrained};
 use trainable_candle_nn::{Module, Source};
 
 fn shapes(model: &dyn Module) -> BTreeMap<String, Vec<usize>> {
@@ -100,10 +100,10 @@ fn unsupported_fields_are_named() {
 fn a_folder_of_nothing_says_what_was_looked_for() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no_pipeline");
     std::fs::create_dir_all(&folder).unwrap();
-    let files = Pretrained::find(&folder, &CLIPTextModel::COMPONENT, &Choice::default());
+    let files = Pretrained::find(&folder, CLIPTextModel::KIND, &Choice::default());
     assert!(files.unwrap_err().to_string().contains("config.json in this folder or in text_encoder, text_encoder_2"));
     let choice = Choice { subfolder: Some("text_encoder_3".into()), ..Choice::default() };
-    let files = Pretrained::find(&folder, &CLIPTextModel::COMPONENT, &choice);
+    let files = Pretrained::find(&folder, CLIPTextModel::KIND, &choice);
     assert!(files.unwrap_err().to_string().contains("or in text_encoder_3"));
     assert_eq!(unet().class_name(), "UNet2DConditionModel");
 }

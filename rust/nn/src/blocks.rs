@@ -53,6 +53,16 @@ impl<B> Blocks<B> {
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
+
+    /// The blocks in their order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &B> {
+        self.blocks.iter().map(AsRef::as_ref)
+    }
+
+    /// The number of blocks that are recomputed together under [`Policy::Full`], at least 1.
+    pub fn stretch(&self) -> usize {
+        self.stretches.map_or(1, |stretches| self.blocks.len().div_ceil(stretches).max(1))
+    }
 }
 
 impl<B: Send + Sync + 'static> Blocks<B> {
@@ -81,10 +91,7 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         F: Fn(&B, &Tensor, &[Tensor]) -> Result<Tensor> + Copy + Send + Sync + 'static,
     {
         let (policy, mut x) = (self.kept.policy(), x.clone());
-        let together = match self.stretches {
-            Some(stretches) if policy == Policy::Full => self.blocks.len().div_ceil(stretches).max(1),
-            _ => 1,
-        };
+        let together = if policy == Policy::Full { self.stretch() } else { 1 };
         for blocks in self.blocks.chunks(together) {
             let blocks = blocks.to_vec();
             let run = move |inputs: &[Tensor]| {

@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 use trainable_candle_core::ops::linear_group::{self, linear_group};
 use trainable_candle_core::{Error, Result, Tensor, Var};
 
-use crate::{Linear, Visitor};
+use crate::{Layer, Linear, Visitor};
 
 /// Frozen linear layers of one input, computed as one product. Each has its name and its slot for an adapter.
 pub struct LinearGroup {
@@ -75,6 +75,11 @@ impl LinearGroup {
         }
         let group = linear_group::LinearGroup { weight, bias: bias.as_ref(), sizes: &self.sizes, low_rank: &low_rank };
         Ok(Projected::Joined(linear_group(x, group)?))
+    }
+
+    /// The members.
+    pub fn layers(&self) -> Vec<Layer<'_>> {
+        self.members.iter().map(Layer::Linear).collect()
     }
 
     /// Pass the members to `visitor` under their names.

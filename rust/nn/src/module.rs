@@ -27,6 +27,11 @@ impl<'a> Layer<'a> {
         }
     }
 
+    /// Whether it is a convolution.
+    pub const fn is_conv(self) -> bool {
+        matches!(self, Self::Conv(_))
+    }
+
     pub(crate) const fn slot(self) -> &'a AdapterSlot {
         match self {
             Self::Linear(linear) => linear.slot(),

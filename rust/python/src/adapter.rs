@@ -69,7 +69,7 @@ impl Adapter {
         let base = Linear::<Inner>::from_parameters(weight.0.detach(), bias.map(|b| b.0.detach()))?;
         let settings = AdapterSettings { rank, scale, dropout, ..AdapterSettings::default() };
         let parameters = quick(|| {
-            let start = (kind.init)(&base.base(), &settings)?;
+            let start = kind.init(&base.base(), &settings)?;
             start
                 .into_iter()
                 .map(|(name, value)| Ok((name, tc::Var::from_tensor(&value)?)))

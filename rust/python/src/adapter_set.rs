@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use trainable_candle_core as tc;
 use trainable_candle_io as io;
-use trainable_candle_models::Model;
+use trainable_candle_models::{Loaded, facts};
 use trainable_candle_nn::adapter;
 
 use crate::arguments::{FilePath, Integer, Names};
@@ -90,6 +90,31 @@ impl LoraConfig {
         };
         config.validate()?;
         Ok(Self(config))
+    }
+
+    /// The layers that get an adapter, with their ranks.
+    ///
+    /// Args:
+    ///     layers: the shapes of layers' weights as files have them, (out, in) or (out, in, height, width), by name.
+    ///
+    /// Raises:
+    ///     ConfigError: if a pattern is not a regular expression.
+    fn select(&self, py: Python<'_>, layers: BTreeMap<String, Vec<usize>>) -> Result<BTreeMap<String, usize>> {
+        detached(py, || self.0.select(layers.iter().map(|(name, dims)| (name.as_str(), dims.len() == 4))))
+    }
+
+    /// What the adapters take: how many numbers their parameters consist of, and the bytes of an optimizer's states.
+    ///
+    /// Args:
+    ///     layers: as for `select`.
+    ///     optimizer: the name of one in small letters, "adamw8bit".
+    ///
+    /// Raises:
+    ///     ConfigError: if there is no such optimizer, or a pattern is not a regular expression.
+    ///     ShapeError: if a shape is no layer's.
+    fn plan(&self, py: Python<'_>, layers: BTreeMap<String, Vec<usize>>, optimizer: &str) -> Result<(usize, usize)> {
+        let plan = detached(py, || facts::plan(&self.0, &layers, optimizer))?;
+        Ok((plan.parameters, plan.state_bytes))
     }
 
     /// Rank.
@@ -186,13 +211,13 @@ impl LoraConfig {
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct AdapterSet {
     set: Arc<adapter::AdapterSet>,
-    model: Arc<dyn Model>,
+    model: Loaded,
     vars: Vec<(String, Py<Var>)>,
 }
 
 impl AdapterSet {
     /// The Python object of a set.
-    pub fn object(py: Python<'_>, set: Arc<adapter::AdapterSet>, model: Arc<dyn Model>) -> PyResult<Py<Self>> {
+    pub fn object(py: Python<'_>, set: Arc<adapter::AdapterSet>, model: Loaded) -> PyResult<Py<Self>> {
         let vars = set
             .named_vars()
             .into_iter()
@@ -416,7 +441,7 @@ impl Attached {
         &self,
         py: Python<'_>,
         op: &'static str,
-        model: &Arc<dyn Model>,
+        model: &Loaded,
         make: impl FnOnce() -> tc::Result<adapter::AdapterSet> + Send,
     ) -> Result<Py<AdapterSet>> {
         self.refuse_second(op)?;

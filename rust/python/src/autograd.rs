@@ -106,7 +106,7 @@ pub fn set_grad_enabled(enabled: bool) -> bool {
 }
 
 /// A Python function.
-pub struct Function(Py<PyAny>);
+pub struct Function(pub Py<PyAny>);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Function {
     type Error = PyErr;

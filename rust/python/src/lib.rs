@@ -13,6 +13,7 @@ mod dlpack;
 mod dtype;
 mod error;
 mod exceptions;
+mod facts;
 mod functional;
 mod given;
 mod io;
@@ -52,6 +53,8 @@ mod _core {
     #[pymodule_export]
     use crate::dtype::DType;
     #[pymodule_export]
+    use crate::facts::{CheckpointFacts, PartFacts, adapted_parts, choices, inspect, pipeline_parts};
+    #[pymodule_export]
     use crate::functional::{
         conv2d, dropout, embedding, geglu, linear, lora_backward, lora_backward_, quick_gelu, rope,
         scaled_dot_product_attention, swiglu, upsample_nearest2d,
@@ -62,7 +65,7 @@ mod _core {
     use crate::loss::{cross_entropy, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
     #[pymodule_export]
     use crate::models::{
-        AutoencoderKL, CLIPTextModel, DigitsTransformer, Model, SDXLUNet, TextFeatures, load_model, save_checkpoint,
+        AutoencoderKL, CLIPTextModel, DigitsTransformer, Model, SDXLUNet, TextFeatures, save_checkpoint, set_resolver,
     };
     #[pymodule_export]
     use crate::norm::{

@@ -9,6 +9,7 @@ use pyo3::{PyTypeInfo, type_hint_identifier, type_hint_subscript};
 use trainable_candle_core as tc;
 
 use crate::error::Result;
+use crate::models::Model;
 use crate::tensor::Tensor;
 use crate::var::Var;
 
@@ -119,5 +120,19 @@ impl<'py> NamedTensors<'py> {
             dict.set_item(name, Bound::new(py, Tensor(tensor))?)?;
         }
         Ok(Self(dict))
+    }
+}
+
+/// An object of the class that a class method was called on.
+pub struct Own(pub Py<Model>);
+
+impl<'py> IntoPyObject<'py> for Own {
+    type Target = Model;
+    type Output = Bound<'py, Model>;
+    type Error = Infallible;
+    const OUTPUT_TYPE: PyStaticExpr = type_hint_identifier!("typing_extensions", "Self");
+
+    fn into_pyobject(self, py: Python<'py>) -> std::result::Result<Self::Output, Self::Error> {
+        Ok(self.0.into_bound(py))
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use pyo3::prelude::*;
 use trainable_candle_io::adapter_file::{self as io, Tool};
-use trainable_candle_models as models;
+use trainable_candle_models::Pipeline;
 
 use crate::arguments::FilePath;
 use crate::call::detached;
@@ -21,6 +21,8 @@ pub struct AdapterModule {
     kind: Option<&'static str>,
     /// Its rank, 0 if nothing is decomposed.
     rank: usize,
+    /// The numerator of the scale; None if the file does not have it beside the parameters.
+    alpha: Option<f64>,
     /// The factor that tools apply.
     scale: f64,
     /// Whether a factor is zero everywhere, so that it has no effect.
@@ -59,15 +61,15 @@ pub struct AdapterReport {
 pub fn verify_adapter(py: Python<'_>, path: FilePath, model: &str, weights: Option<FilePath>) -> Result<AdapterReport> {
     const OP: &str = "verify_adapter";
     let (path, weights) = (path.get(OP)?, weights.map(|weights| weights.get(OP)).transpose()?);
-    let report = detached(py, || io::verify_adapter(&path, &models::outlines(model, weights.as_deref())?))?;
+    let report = detached(py, || io::verify_adapter(&path, &Pipeline::find(model)?.outlines(weights.as_deref())?))?;
     let good = report.is_good();
     let modules = report
         .modules
         .into_iter()
         .map(|m| {
             let ignored_by = m.ignored_by.into_iter().map(|(tool, reason)| (name(tool), reason)).collect();
-            let io::ModuleReport { module, layer, kind, rank, scale, zero, fault, .. } = m;
-            Py::new(py, AdapterModule { module, layer, kind, rank, scale, zero, fault, ignored_by })
+            let io::ModuleReport { module, layer, kind, rank, alpha, scale, zero, fault, .. } = m;
+            Py::new(py, AdapterModule { module, layer, kind, rank, alpha, scale, zero, fault, ignored_by })
         })
         .collect::<PyResult<_>>()?;
     Ok(AdapterReport { modules, others: report.others, remarks: report.remarks, good })

@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use trainable_candle::core::rng;
 use trainable_candle::io::{SaveOptions, load_tensors, save_adapters, save_tensors};
 use trainable_candle::models::sdxl::{SDXLUNet, UNetConditions, UNetConfig};
-use trainable_candle::models::{Choice, Model, Pretrained, save_pretrained};
+use trainable_candle::models::{Architecture, Choice, Pretrained, save_pretrained};
 use trainable_candle::nn::adapter::AdapterSet;
 use trainable_candle::nn::optim::{EMA, EMAConfig};
 use trainable_candle::nn::{Module, Source};
@@ -112,7 +112,7 @@ fn validate(unet: &SDXLUNet, objective: &DiffusionObjective, examples: &Examples
 /// Trains and saves an adapter; the validation losses before and after.
 fn train(run: &Run, device: &Device) -> Result<(f64, f64)> {
     rng::manual_seed(0);
-    let files = Pretrained::find(&run.unet, &SDXLUNet::COMPONENT, &Choice::default())?;
+    let files = Pretrained::find(&run.unet, SDXLUNet::KIND, &Choice::default())?;
     let unet = SDXLUNet::load(&files, None, device)?;
     let examples = Examples::load(&run.cache, device)?;
     let config =
@@ -138,7 +138,7 @@ fn train(run: &Run, device: &Device) -> Result<(f64, f64)> {
     }
     ema.swap_in()?;
     let after = validate(&unet, &objective, &examples)?;
-    save_adapters(&run.output, &[(&unet.adapter_names(), &adapter)], &SaveOptions::default())?;
+    save_adapters(&run.output, &[(&files.adapter_names(&unet), &adapter)], &SaveOptions::default())?;
     println!("validation loss {after:.4}; the averaged adapter is in {}", run.output.display());
     Ok((before, after))
 }

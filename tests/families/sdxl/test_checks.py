@@ -54,6 +54,10 @@ def test_what_does_not_suit_is_refused(
         check(**settings)
 
 
+def test_patterns_are_those_of_adapters(check: Check) -> None:
+    check(target_modules=["to_(q|k)"], exclude_modules=["attn1.to_(q|k)"])
+
+
 def test_layers_of_text_encoders_may_be_left_out(check: Check) -> None:
     check(exclude_modules=["fc1"], train_text_encoder=True)
     with pytest.raises(ConfigError, match="`fc1` is none of the layers"):

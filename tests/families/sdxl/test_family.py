@@ -195,7 +195,7 @@ def test_what_is_no_sdxl_model_is_refused(
 ) -> None:
     with pytest.raises(MissingFileError, match="there is no file or folder"):
         files.facts(tmp_path / "none")
-    with pytest.raises(MissingFileError, match="it has no folder unet, vae"):
+    with pytest.raises(WeightsFormatError, match="it has no folder unet, vae"):
         files.facts(digits_base)
     with pytest.raises(WeightsFormatError, match="is no SDXL checkpoint: it has no unet"):
         files.facts(sdxl_base / "unet" / "diffusion_pytorch_model.safetensors")
@@ -205,11 +205,16 @@ def test_what_is_no_sdxl_model_is_refused(
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["model.diffusion_model.x", "cond_stage_model.transformer.x"], "Stable Diffusion 1"),
-        (["model.diffusion_model.x", "conditioner.embedders.0.model.x"], "SDXL's refiner"),
-        (["model.diffusion_model.x"], "a UNet alone; give a checkpoint"),
-        (["down_blocks.0.x", "mid_block.x"], "a UNet alone; give the folder"),
-        (["lora_unet_x.alpha"], "an adapter, which goes with --adapter"),
+        (
+            ["model.diffusion_model.x", "cond_stage_model.transformer.x"],
+            "a checkpoint of Stable Diffusion 1",
+        ),
+        (
+            ["model.diffusion_model.x", "conditioner.embedders.0.model.x"],
+            "a checkpoint of SDXL's refiner",
+        ),
+        (["down_blocks.0.x", "mid_block.x"], "the weights of a UNet from a pipeline's folder"),
+        (["lora_unet_x.alpha"], "an adapter, not a model"),
     ],
     ids=str,
 )
@@ -221,7 +226,9 @@ def test_other_files_are_recognised(tmp_path: Path, names: list[str], message: s
 
 
 def test_a_part_of_a_pipeline_is_recognised(sdxl_base: Path) -> None:
-    with pytest.raises(MissingFileError, match=r"no SDXL model \(it holds a UNet2DConditionModel"):
+    with pytest.raises(
+        WeightsFormatError, match=r"no SDXL model \(it holds a UNet2DConditionModel"
+    ):
         files.facts(sdxl_base / "unet")
 
 
@@ -236,8 +243,11 @@ def test_a_file_whose_blocks_are_others_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsFormatError, match="give the folder of its pipeline"):
         files.facts(path)
     # Unless its header says what it is.
-    config = (base / "unet" / "config.json").read_text()
-    tc.save_file(tensors, tmp_path / "told.safetensors", {"trainable_candle.config.unet": config})
+    configs = {
+        f"trainable_candle.config.{name}": (base / name / "config.json").read_text()
+        for name in files.SUBFOLDERS
+    }
+    tc.save_file(tensors, tmp_path / "told.safetensors", configs)
     found, expected = files.facts(tmp_path / "told.safetensors"), files.facts(base)
     assert (found.config, found.factor) == (expected.config, expected.factor)
 
@@ -265,9 +275,19 @@ def test_a_picture_of_no_numbers_is_an_error(sdxl_base: Path) -> None:
         task.draw(["x"], SampleOptions(steps=1, size=(32, 32)))
 
 
-def test_the_original_checkpoint_says_what_it_predicts(tmp_path: Path) -> None:
+def test_the_original_checkpoint_says_what_it_predicts(
+    tmp_path: Path, read_metadata: Callable[[Path], dict[str, str]]
+) -> None:
+    base = SDXL.default_weights()
+    assert base is not None
     path = tmp_path / "v.safetensors"
-    tc.save_file({"v_pred": tc.zeros((1,)), "ztsnr": tc.zeros((1,))}, path)
+    tc.models.save_checkpoint(
+        path, {name: tc.models.load(base, subfolder=name) for name in files.SUBFOLDERS}
+    )
+    assert tc.inspect(path).prediction_type == "epsilon"
+    marks = {"v_pred": tc.zeros((1,)), "ztsnr": tc.zeros((1,))}
+    metadata = read_metadata(path)
+    tc.save_file({**tc.load_file(path), **marks}, path, metadata)
     schedule = files.schedule(path, None)
     assert (schedule.prediction_type, schedule.rescale_betas_zero_snr) == ("v_prediction", True)
     assert files.schedule(path, "epsilon").prediction_type == "epsilon"

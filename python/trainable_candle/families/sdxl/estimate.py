@@ -8,26 +8,25 @@ from typing import TYPE_CHECKING, Final
 from trainable_candle.data.kept import MEMORY_LIMIT
 from trainable_candle.data.pixels import AHEAD
 from trainable_candle.families.sdxl import files
-from trainable_candle.families.sdxl.structure import UNetWalk, layer_facts, saved_values
 from trainable_candle.families.sdxl.text import unread_layers
 from trainable_candle.tasks.estimate import (
+    ITEM_BYTES,
     RUNTIME_BYTES,
     Estimate,
     Item,
-    adapted_layers,
     adapter_items,
 )
 from trainable_candle.tasks.latent.tiles import area_at_once
-from trainable_candle.train.headers import ITEM_BYTES
+from trainable_candle.train.adapters import adapter_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from trainable_candle import LoraConfig
     from trainable_candle.data import Dataset
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.task import Split
-    from trainable_candle.train.headers import TensorFacts
 
 _TOKENS: Final = 77
 _ENCODER_IMAGES: Final = 6
@@ -41,7 +40,6 @@ _ENCODE_AREA: Final = 4 * 1024**2
 _TEXT_PARTS: Final = 16
 """Rows of tokens that a GPU encodes at once."""
 _ENCODERS: Final = ("text_encoder", "text_encoder_2")
-_QUERIES: Final = ("self_attn.q_proj.weight", "attn.in_proj_weight")
 
 
 def estimate(
@@ -81,7 +79,9 @@ def estimate(
     cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
 
     at_once = max(area_at_once(area), min(encode_area(facts, config, limit), area * pictures))
-    width = sum(f.shape[-1] for f in _of_texts(facts) if len(f.shape) == 2)
+    encoders = [facts.parts[part].config for part in _ENCODERS]
+    # The states of every layer are kept.
+    width = sum(encoder["num_hidden_layers"] * encoder["hidden_size"] for encoder in encoders)
     states = text_parts(config) * _TOKENS * width * itemsize
     encoding = [
         vae,
@@ -94,30 +94,34 @@ def estimate(
         encoding.append(Item("pictures", "decoded ahead", 3 * area * (min(AHEAD, pictures) + 2)))
 
     trained = [unet, *cache]
-    side = int(area**0.5)
-    walk = UNetWalk(facts.config, side // facts.factor, side // facts.factor, _TOKENS)
-    wanted, exclude = config.target_modules or list(unet_targets), config.exclude_modules
-    adapted = adapted_layers(layer_facts(facts.config), wanted, exclude)
-    trained += adapter_items("unet", adapted.values(), config)
-    values = saved_values(
-        walk.blocks(), adapted.__contains__, config.rank, config.gradient_checkpointing
-    )
-    trained.append(Item("unet", "activations", values * config.batch_size * itemsize))
+    side = int(area**0.5) // facts.factor
+
+    def adapted(name: str, part: str, adapter: LoraConfig) -> None:
+        found = facts.parts[part]
+        trained.extend(adapter_items(name, found.layers, adapter, config))
+        values = found.saved_values(
+            adapter, config.gradient_checkpointing, height=side, width=side, tokens=_TOKENS
+        )
+        trained.append(Item(name, "activations", values * config.batch_size * itemsize))
+
+    adapted("unet", "unet", adapter_config(config, unet_targets))
     if config.train_text_encoder:
-        first, second = (facts.parts[part] for part in _ENCODERS)
-        unread = unread_layers(first, config.clip_skip or 0)
-        layers = [
-            *adapted_layers(first, text_targets, [*exclude, *unread]).values(),
-            *adapted_layers(second, text_targets, exclude).values(),
-        ]
-        trained += [texts, *adapter_items("text encoders", layers, config)]
-        values = _TOKENS * sum(map(sum, layers))
-        trained.append(Item("text encoders", "activations", values * config.batch_size * itemsize))
+        trained.append(texts)
+        for part in _ENCODERS:
+            adapted("text encoders", part, text_adapter(config, part, facts, text_targets))
     elif config.cache == "off" or not config.caption_variants:
         trained.append(texts)
     if config.cache == "off" or config.sample_prompts:
         trained.append(vae)
-    return Estimate({"encoding": encoding, "training": trained}, config.on_gpu)
+    return Estimate({"encoding": encoding, "training": _together(trained)}, config.on_gpu)
+
+
+def _together(items: Sequence[Item]) -> list[Item]:
+    """The items, those of one name as one."""
+    sums: dict[tuple[str, str], int] = {}
+    for item in items:
+        sums[item.component, item.what] = sums.get((item.component, item.what), 0) + item.bytes
+    return [Item(component, what, count) for (component, what), count in sums.items()]
 
 
 def encode_area(facts: files.Facts, config: TrainConfig, limit: float) -> int:
@@ -146,17 +150,24 @@ def text_parts(config: TrainConfig) -> int:
 
 def _working(facts: files.Facts) -> int:
     """Bytes that encoding takes for each pixel."""
-    return 4 * facts.vae_widths[0] * _ENCODER_IMAGES
+    return 4 * facts.vae_width * _ENCODER_IMAGES
 
 
-def _of_texts(facts: files.Facts) -> list[TensorFacts]:
-    """A weight of each layer of the text encoders; every layer's states are kept."""
-    return [
-        tensor
-        for part in _ENCODERS
-        for name, tensor in facts.parts[part].items()
-        if name.endswith(_QUERIES)
-    ]
+def text_adapter(
+    config: TrainConfig, part: str, facts: files.Facts, targets: Sequence[str]
+) -> LoraConfig:
+    """The adapters of a text encoder.
+
+    Args:
+        config: the settings.
+        part: the folder of the encoder.
+        facts: of the checkpoint.
+        targets: the layers that get adapters.
+    """
+    exclude = config.exclude_modules
+    if part == _ENCODERS[0]:
+        exclude = [*exclude, *unread_layers(facts.parts[part].layers, config.clip_skip or 0)]
+    return adapter_config(config.with_(target_modules=[], exclude_modules=exclude), targets)
 
 
 def sampling_bytes(facts: files.Facts, size: tuple[int, int], count: int, dtype: str | None) -> int:
@@ -174,6 +185,6 @@ def sampling_bytes(facts: files.Facts, size: tuple[int, int], count: int, dtype:
     models += 4 * facts.values("vae")
     latents = area // facts.factor**2
     predicting = _GUIDED * _WIDE_IMAGES * facts.config["block_out_channels"][0] * latents * itemsize
-    tile = 4 * facts.vae_widths[0] * area_at_once(area) * _ENCODER_IMAGES
+    tile = 4 * facts.vae_width * area_at_once(area) * _ENCODER_IMAGES
     decoding = tile + 2 * 4 * 3 * area
     return int(models + max(predicting, decoding) + 3 * 3 * area * count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -18,7 +17,6 @@ from trainable_candle.families.sdxl.estimate import (
     text_parts,
 )
 from trainable_candle.families.sdxl.identity import latents_identity, text_identity
-from trainable_candle.families.sdxl.structure import layer_facts
 from trainable_candle.families.sdxl.text import TextEncoders, unread_layers
 from trainable_candle.models import SDXLUNet
 from trainable_candle.settings import GROUPS
@@ -37,14 +35,12 @@ if TYPE_CHECKING:
     from trainable_candle.data.buckets import Frame
     from trainable_candle.models import Model
     from trainable_candle.settings import Group, TrainConfig
-    from trainable_candle.tasks.estimate import Estimate
+    from trainable_candle.tasks.estimate import Estimate, Shape
     from trainable_candle.tasks.task import Split
-    from trainable_candle.train.headers import TensorFacts
     from trainable_candle.train.objective import NoiseSchedule
     from trainable_candle.train.trainer import Inputs
 
 TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
-_TEXT_LAYER: Final = re.compile(r"(?:layers|resblocks)\.(\d+)\.")
 
 
 class SDXL(LatentFamily):
@@ -95,7 +91,7 @@ class SDXL(LatentFamily):
         Raises:
             ConfigError: they have not.
         """
-        counts = [_text_layers(self.facts.parts[name]) for name in TEXT_ENCODERS]
+        counts = [self.facts.parts[name].config["num_hidden_layers"] for name in TEXT_ENCODERS]
         # The last layer is left out anyway, and one must remain to have adapters.
         most = min(counts) - 2
         if self.config.clip_skip is not None and self.config.clip_skip > most:
@@ -104,13 +100,13 @@ class SDXL(LatentFamily):
                 f"the text encoders have {' and '.join(map(str, counts))} layers"
             )
 
-    def layers(self) -> Mapping[str, TensorFacts]:
-        """The weights of the UNet's layers."""
-        return layer_facts(self.facts.config)
+    def layers(self) -> Mapping[str, Shape]:
+        """The layers of the UNet."""
+        return self.facts.parts["unet"].layers
 
-    def text_layers(self) -> Mapping[str, Mapping[str, TensorFacts]]:
+    def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
         """Those of the two text encoders."""
-        return {name: self.facts.parts[name] for name in TEXT_ENCODERS}
+        return {name: self.facts.parts[name].layers for name in TEXT_ENCODERS}
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:
         """From the configuration of the UNet and the headers of the files."""
@@ -233,8 +229,3 @@ def time_ids(frame: Frame) -> tuple[int, ...]:
     """Height and width of the original; top and left of the cut; height and width of the cut."""
     width, height = frame.original
     return height, width, frame.top, frame.left, frame.bucket.height, frame.bucket.width
-
-
-def _text_layers(names: Iterable[str]) -> int:
-    found = (_TEXT_LAYER.search(name) for name in names)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)

@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from trainable_candle.data.buckets import Frame
     from trainable_candle.models import Model
     from trainable_candle.settings import Group
-    from trainable_candle.tasks.estimate import Estimate
+    from trainable_candle.tasks.estimate import Estimate, Shape
     from trainable_candle.tasks.latent.coders import Coder
     from trainable_candle.tasks.latent.drawing import Stepper
     from trainable_candle.tasks.latent.objectives import Objective
     from trainable_candle.tasks.task import Split
-    from trainable_candle.train.headers import TensorFacts
     from trainable_candle.train.trainer import Inputs
 
 
@@ -138,10 +137,10 @@ class LatentFamily(ABC):
         """
 
     @abstractmethod
-    def layers(self) -> Mapping[str, TensorFacts]:
-        """The weights of the trained model's linear layers and convolutions, by name."""
+    def layers(self) -> Mapping[str, Shape]:
+        """Shapes of the weights of the trained model's linear layers and convolutions, by name."""
 
-    def text_layers(self) -> Mapping[str, Mapping[str, TensorFacts]]:
+    def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
         """The same of the text encoders that can be trained, by part."""
         return {}
 

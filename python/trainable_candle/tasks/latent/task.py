@@ -73,9 +73,9 @@ class LatentTask:
                 require_multiple(size, family.coder.factor)
         layers = family.layers()
         others = {
-            f"{layer}.weight": weights[f"{layer}.weight"]
-            for weights in texts.values()
-            for layer in adapted_layers(weights, family.text_targets)
+            layer: shape
+            for text in texts.values()
+            for layer, shape in adapted_layers(text, family.text_targets).items()
         }
         check_targets(config, layers, family.targets, others)
         if config.initial_adapter and not config.resume:

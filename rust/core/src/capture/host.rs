@@ -1,4 +1,4 @@
-//! [`HostState`]: what the host keeps and work on a device depends on.
+//! [`HostState`]: state of the host that queued work depends on.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::{after_replay, has_changed, is_changed, note_advance, note_change, note_dependency, refuse_change};
 use crate::Result;
 
-/// State of the host that queued work depends on, or that each call of a function changes. A replay of a CUDA graph repeats the device's
-/// work alone; this type has the rest of it right, so that whoever keeps such state need not think of graphs:
+/// State of the host that queued work depends on, or that each call of a function changes. A replay of a CUDA graph
+/// repeats the device's work only. This type handles the host's part, so that owners of such state need not know of graphs:
 ///
 /// - what [`read`](Self::read) has given to a function that is recorded is a part of the record: if it is another later, the record is
 ///   dropped, and the function is called and recorded anew; if the function itself has changed it, it cannot be recorded;
@@ -18,7 +18,7 @@ use crate::Result;
 pub struct HostState<T>(Arc<Inner<T>>);
 
 struct Inner<T> {
-    /// What it is, for messages: "the learning rate".
+    /// Its name in messages: "the learning rate".
     name: &'static str,
     value: Mutex<T>,
 }
@@ -47,7 +47,7 @@ impl<T: Clone + Send + 'static> HostState<T> {
         Self(Arc::new(Inner { name, value: Mutex::new(value) }))
     }
 
-    /// The value for the host alone: no queued work may depend on it.
+    /// The value for use on the host only: no queued work may depend on it.
     pub fn get(&self) -> T {
         self.value().clone()
     }

@@ -1,8 +1,8 @@
-//! What a captured function does on the host, which replays of its graph do again.
+//! Effects of a captured function on the host, which replays of its graph repeat.
 //!
 //! A CUDA graph repeats the device's work only. That a gradient is there afterwards, or that a variable was changed in place, is known
-//! on the host: while a function is captured such effects are noted, and a replay repeats them. Whoever keeps more on the host keeps it
-//! as [`HostState`]; what must be done on the device before every call is noted with [`before_replay`].
+//! on the host: a capture records such effects, and a replay repeats them. Other state of the host is a [`HostState`]. Work that
+//! the device must do before every call is registered with [`before_replay`].
 
 mod host;
 
@@ -17,7 +17,7 @@ pub use host::HostState;
 
 pub use crate::cuda::Captured;
 
-/// What can be captured: a function of tensors.
+/// A function of tensors that can be captured.
 pub type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
 
 #[derive(Clone, Copy, PartialEq, Eq)]

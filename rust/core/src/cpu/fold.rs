@@ -1,4 +1,4 @@
-//! Folding one of three dimensions: what sums and extrema are made of.
+//! Folds one of three dimensions: the basis of sums and extrema.
 //!
 //! Blocks of fixed size are folded on several threads, then their results in the same way, until one is left. So the
 //! error of a sum grows with the logarithm of the number of blocks, and results do not depend on the number of threads.
@@ -13,7 +13,7 @@ pub(super) const TILE: usize = 2048;
 /// Running results of one row, enough for a few vector registers.
 const LANES: usize = 32;
 
-/// What a reduction does with two numbers.
+/// The operation of a reduction on two numbers.
 pub(super) trait Fold: Sync {
     /// The result of nothing.
     fn start<A: Real>() -> A;

@@ -1,4 +1,4 @@
-//! Changes of tensors in place, views of larger buffers among them.
+//! Changes tensors in place, including views of larger buffers.
 //!
 //! The tensor that is changed must not repeat elements, and its source must have another storage: candle refuses both.
 

@@ -20,7 +20,7 @@ static NUM_THREADS: AtomicUsize = AtomicUsize::new(0);
 /// The pool, created at its first use. Replaced, never resized: calls that already run keep the one they started on.
 static POOL: RwLock<Option<Threads>> = RwLock::new(None);
 
-/// A pool and the process that has its threads: a forked one inherits the pool without them, and nobody would do its work.
+/// A pool and the process that has its threads: a forked one inherits the pool without them, and its work would never be done.
 struct Threads {
     pool: Arc<rayon::ThreadPool>,
     process: u32,
@@ -37,7 +37,7 @@ impl Threads {
         (self.process == std::process::id()).then(|| Arc::clone(&self.pool))
     }
 
-    /// Ends the threads. Those of another process cannot be told to, and may have left locked what would tell them.
+    /// Ends the threads. Another process's threads cannot be reached, and may have left their locks held.
     fn end(self) {
         if self.here().is_none() {
             std::mem::forget(self);
@@ -45,7 +45,7 @@ impl Threads {
     }
 }
 
-/// More threads than any machine has use for; as many as a mistyped number asks for would bring the machine down.
+/// More threads than any machine has use for; a mistyped number must not bring the machine down.
 const MOST_THREADS: usize = 1024;
 
 /// Number of threads that CPU work is spread over.

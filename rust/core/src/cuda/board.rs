@@ -1,7 +1,7 @@
-//! Where kernels note ids that are out of range.
+//! Counters for ids out of range, which kernels write.
 //!
 //! A kernel cannot raise an error, and waiting for it to check would stall the queue. So it lowers a counter of its operation to the
-//! position of the id; whoever waits for the device next reads the counters and raises the error.
+//! position of the id, and the next synchronization of the device reads the counters and returns the error.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -59,7 +59,7 @@ impl Board {
         Mut::new(self.address(), Element::U64).behind(place.min(PLACES - 1) * size_of::<u64>())
     }
 
-    /// Wait for the device if a kernel may have noted something.
+    /// Synchronize the device if a kernel may have written a counter.
     ///
     /// # Errors
     /// [`Error::Index`] if one has.

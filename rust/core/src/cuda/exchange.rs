@@ -1,4 +1,4 @@
-//! Memory shared with other libraries that use the device on streams of their own.
+//! Memory shared with other libraries that use their own streams of the device.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -61,10 +61,10 @@ pub unsafe fn ready_for(device: &Device, consumer: usize) -> Result<()> {
     unsafe { order(gpu.stream().cu_stream(), consumer as CUstream) }.map_err(|error| driver_error(OP, error))
 }
 
-/// Tensors that came back while a function was being captured: then nothing can be waited for.
+/// Tensors returned during a capture, which cannot wait for a stream.
 static RETURNED: Mutex<Vec<(Raw, Option<usize>)>> = Mutex::new(Vec::new());
 
-/// Another library has no use for a tensor any more, but what it has queued may: our stream goes on after that.
+/// Release a tensor that another library no longer uses: our stream waits for the work that the library has queued.
 pub fn released(tensor: Raw, consumer: Option<usize>) {
     let mut waiting = std::mem::take(&mut *RETURNED.lock().unwrap_or_else(PoisonError::into_inner));
     waiting.push((tensor, consumer));
@@ -73,7 +73,7 @@ pub fn released(tensor: Raw, consumer: Option<usize>) {
         return;
     }
     for (tensor, consumer) in waiting {
-        // There is nobody to tell of a driver that refuses: then the device has failed, and the next call says so.
+        // Errors are ignored: a failed device reports on the next call.
         let _ = follow(tensor.device(), consumer);
     }
 }

@@ -21,10 +21,10 @@ use super::gemm_bias::Products;
 use super::launch::{Address, Arguments, Function, Kernel, Loaded};
 use crate::{Error, Raw, Result};
 
-/// What cuBLAS may use for itself: what NVIDIA recommends for the Hopper generation.
+/// The size of cuBLAS' workspace that NVIDIA recommends for the Hopper generation.
 const BLAS_WORKSPACE: usize = 32 << 20;
 
-/// A CUDA device with what is needed to work on it.
+/// A CUDA device with its stream, kernels and libraries.
 pub struct Gpu {
     device: CudaDevice,
     stream: Arc<CudaStream>,

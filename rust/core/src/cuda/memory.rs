@@ -1,5 +1,4 @@
-//! Memory of CUDA devices: what the allocator of the crate `trainable-candle-cuda` gives to candle and to us, and what is said when there
-//! is none left.
+//! Memory of CUDA devices from the allocator of the crate `trainable-candle-cuda`, and the error when it runs out.
 
 use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr, DriverError};
@@ -91,7 +90,7 @@ pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
     stats(Gpu::of_device(OP, device)?).map_err(|error| driver_error(OP, error))
 }
 
-/// Start counting the peaks anew, from what is held now.
+/// Reset the peaks to the memory in use now.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -101,7 +100,7 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Give the device's memory back that is kept for later, for other processes; how many bytes.
+/// Release the device's cached memory to other processes; returns its bytes.
 ///
 /// # Errors
 /// As [`synchronize`].

@@ -1,7 +1,7 @@
-//! How long the GPU works at what: an event before and one after each launch.
+//! Times of kernels: an event before and one after each launch.
 //!
-//! A GPU that waits for the host would count the waiting to the launches. So it is held back while launches are queued, in turns, and
-//! works through each turn without a pause.
+//! If the GPU waited for the host, the times of launches would include the waiting. So the GPU pauses while a batch of launches is
+//! queued, and then runs the batch without a gap.
 
 use std::collections::HashMap;
 use std::ffi::c_void;

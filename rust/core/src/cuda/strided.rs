@@ -1,4 +1,4 @@
-//! What an elementwise kernel is told about its tensors: `Strided` of `cuda/include/strided.cuh`.
+//! The description of an elementwise kernel's tensors: `Strided` of `cuda/include/strided.cuh`.
 
 use candle_core::{DType, Layout};
 use smallvec::SmallVec;

@@ -1,4 +1,4 @@
-//! Test cases that an operation brings with it.
+//! Test cases of an operation.
 
 use std::sync::Arc;
 

@@ -29,7 +29,7 @@ impl Backward for ToDeviceBackward {
     }
 }
 
-/// Candle moves a whole storage, also for a small view of it. Nobody waits for a copy to a GPU.
+/// Candle moves a whole storage, also for a small view of it. A copy to a GPU does not block the host.
 fn moved(x: &Raw, device: &Device) -> Result<Raw> {
     if device.is_cpu() {
         capture::refuse(TO_DEVICE.name)?;
@@ -48,7 +48,7 @@ impl Backward for ContiguousBackward {
 }
 
 impl Tensor {
-    /// The same values in another dtype. The gradient comes back in this tensor's dtype.
+    /// The same values in another dtype. The gradient is in this tensor's dtype.
     ///
     /// # Errors
     /// Candle's, for dtypes that it cannot convert.
@@ -82,7 +82,7 @@ impl Tensor {
         Ok(copy)
     }
 
-    /// The same values on another device. The gradient comes back to this tensor's device.
+    /// The same values on another device. The gradient is on this tensor's device.
     ///
     /// # Errors
     /// Candle's, if the copy fails.
@@ -93,7 +93,7 @@ impl Tensor {
         record(&TO_DEVICE, &[self], || moved(&self.raw, device), |_, _| ToDeviceBackward(self.device().clone()))
     }
 
-    /// The values in row-major order; a copy only if they are not.
+    /// The values in row-major order; copies only if necessary.
     ///
     /// # Errors
     /// Candle's, if the copy fails.

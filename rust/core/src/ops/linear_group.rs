@@ -34,7 +34,7 @@ pub struct LinearGroup<'a> {
     pub bias: Option<&'a Tensor>,
     /// Rows of each map's weight.
     pub sizes: &'a [usize],
-    /// What is added to each map's result.
+    /// The low-rank product of each map, if any.
     pub low_rank: &'a [Option<LowRank>],
 }
 

@@ -159,11 +159,11 @@ pub struct LoraLayer<'a> {
     pub scale: f64,
 }
 
-/// [`lora_backward`] of many layers at once, whose results are added to the gradients of the matrices: straight where these lie in a
-/// flat buffer. On CUDA products of one size run together, and nothing waits.
+/// [`lora_backward`] of many layers at once, whose results are added to the gradients of the matrices: in place if these are in a
+/// flat buffer. On CUDA, products of one size run together, without synchronization.
 ///
 /// # Errors
-/// As [`lora_backward`]; nothing is added then.
+/// As [`lora_backward`]; then no gradient changes.
 pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
     const OP: &str = "lora_backward_";
     let (mut matrices, mut first) = (Vec::with_capacity(layers.len()), Vec::with_capacity(2 * layers.len()));

@@ -1,4 +1,4 @@
-//! What kernels that work row by row share: blocks of rows for threads, sums in a fixed order.
+//! The common part of kernels that work row by row: blocks of rows for threads, sums in a fixed order.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! Streams of their own for what a run draws: each is a function of the run's seed, of what is drawn, and of a number.
+//! Streams of random numbers of a run: each is a function of the run's seed, a purpose and a number.
 //!
 //! Nothing else counts: not what was drawn before, not how samples are put into batches, not which process draws. So a run repeats from
 //! any place, and with any number of GPUs, by knowing where it is.
@@ -8,11 +8,11 @@ use std::str::FromStr;
 use super::{State, philox_at};
 use crate::{Error, Result};
 
-/// What a stream is for: the one list of them. Streams of different purposes have nothing to do with one another.
+/// The purpose of a stream: the only list of them. Streams of different purposes are independent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Purpose {
-    /// A sample of the distribution that an autoencoder gives for a picture; by the number of the sample.
+    /// A sample of an autoencoder's distribution for an image; by the number of the sample.
     Latents = 1,
     /// Noise levels and timesteps; by the number of the sample.
     Level,
@@ -28,17 +28,17 @@ pub enum Purpose {
     Inputs,
     /// What a forward and backward pass draws, such as dropout; by the number of the batch.
     Pass,
-    /// Which cut of a picture is seen, and whether mirrored; by the number of the sample.
+    /// The crop of an image, and whether it is mirrored; by the number of the sample.
     View,
-    /// Where the cuts of a picture lie; by picture and cut.
+    /// The positions of an image's crops; by image and crop.
     Crop,
-    /// Which caption a picture has, if any; by the number of the sample.
+    /// The caption of an image, if any; by the number of the sample.
     Caption,
-    /// The variants of a caption; by picture and variant.
+    /// The variants of a caption; by image and variant.
     CaptionVariant,
-    /// The order of the items of a group; by group and pass.
+    /// The order of the items of a group; by group and epoch.
     Items,
-    /// The order of the batches of groups; by pass.
+    /// The order of the batches of groups; by epoch.
     Order,
     /// Which items a validation gets.
     Split,
@@ -64,7 +64,7 @@ impl Purpose {
         Self::Split,
     ];
 
-    /// What Python calls it.
+    /// Its name in Python.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Latents => "latents",

@@ -1,7 +1,7 @@
 //! Which generator the draws of a thread come from.
 //!
 //! There is one for all threads. What belongs to one piece of work never moves it: a [`Stream`] gives the draws of this thread a
-//! generator of their own, and the replay of a checkpoint repeats the places that its first run drew from, whoever drew in between.
+//! separate generator, and the replay of a checkpoint repeats the positions that its first run drew from, whatever was drawn since.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;

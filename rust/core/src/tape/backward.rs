@@ -18,7 +18,7 @@ use crate::tensor::Tensor;
 use crate::var::Var;
 use crate::{Error, Result, compute};
 
-/// The gradient of one result while its consumers are still being walked.
+/// The gradient of one result before all its consumers have contributed.
 pub(crate) struct Pending {
     pub(crate) sum: Raw,
     /// Whether `sum` is storage that only this pass knows, so that it can be added to in place.
@@ -63,7 +63,7 @@ impl Buffered {
     }
 }
 
-/// What a node's backward sees: the gradient of its result, and where to put those of its inputs.
+/// The interface of a node's backward: the gradient of its result, and the destinations of those of its inputs.
 pub struct BackwardContext<'a> {
     node: &'a Node,
     grad: Raw,
@@ -340,7 +340,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Shape`] if there is more than one element, [`Error::Autograd`] if nothing depends on a variable, the graph
-    /// was walked before, or a variable was changed in place since.
+    /// was differentiated before, or a variable was changed in place since.
     pub fn backward(&self) -> Result<GradStore> {
         self.backward_with(None, false)
     }
@@ -365,7 +365,7 @@ impl Tensor {
     }
 }
 
-/// The gradients of `loss` with respect to `inputs` (variables or any tensors on the tape), leaving [`Var::grad`] alone.
+/// The gradients of `loss` with respect to `inputs` (variables or any tensors on the tape), without a change of [`Var::grad`].
 /// An input that the loss does not depend on gets `None`.
 ///
 /// # Errors

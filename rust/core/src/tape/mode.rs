@@ -37,7 +37,7 @@ pub fn is_grad_enabled() -> bool {
     flags().grad_enabled()
 }
 
-/// Switch recording on this thread; returns what it was.
+/// Switch recording on this thread; returns the previous state.
 pub fn set_grad_enabled(enabled: bool) -> bool {
     let was = is_grad_enabled();
     MODE.set(if enabled { MODE.get() & !NO_GRAD } else { MODE.get() | NO_GRAD });

@@ -20,7 +20,7 @@ pub trait Backward: Send + Sync {
     /// input that [`needs`](BackwardContext::needs) one.
     ///
     /// # Errors
-    /// Whatever the arithmetic raises; the pass stops there.
+    /// Those of the arithmetic; the pass stops there.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()>;
 }
 
@@ -67,7 +67,7 @@ impl Node {
     }
 }
 
-/// What a dying node leaves to be dropped.
+/// The parts of a dropped node that are still to be dropped.
 struct Remains {
     _backward: Option<Box<dyn Backward>>,
     _inputs: Inputs,
@@ -218,7 +218,7 @@ impl Leaf {
         if let Some(buffer) = &state.buffer {
             return if state.filled { change(buffer) } else { Ok(()) };
         }
-        // A gradient that somebody has read stays as it was.
+        // A gradient that was read must not change.
         if let Some(grad) = &state.grad {
             let changed = raw::own_copy(grad)?;
             change(&changed)?;
@@ -245,7 +245,7 @@ impl Leaf {
         Ok(())
     }
 
-    /// Forget the gradient, whose part of the vector somebody else has zeroed.
+    /// Clear the gradient, whose part of the vector is zeroed already.
     pub(crate) fn is_cleared(&self) {
         let mut state = self.state();
         if let Some(buffer) = &state.buffer {
@@ -307,7 +307,7 @@ impl Leaf {
                 "the function makes a gradient for a variable that its first call made none for; it must do the same in each call",
             ));
         }
-        // A gradient that somebody has read stays as it was: sums go to new storage.
+        // A gradient that was read must not change: sums go to new storage.
         let sum = match &state.grad {
             Some(old) => compute::binary(old, &cast(grad, self.dtype)?, Add)?,
             None => compute::contiguous(&cast(grad, self.dtype)?)?,

@@ -36,7 +36,7 @@ impl OpInfo {
         Self { name, cost: Cost::Cheap }
     }
 
-    /// A dear operation.
+    /// An expensive operation.
     pub const fn dear(name: &'static str) -> Self {
         Self { name, cost: Cost::Dear }
     }
@@ -45,7 +45,7 @@ impl OpInfo {
 /// Auxiliary results that only the backward reads (statistics, log-sum-exp, x Aᵀ).
 pub(crate) type Aux = SmallVec<[Raw; 2]>;
 
-/// Takes what an operation's backward needs. Save an activation, hold a parameter.
+/// Collects what an operation's backward needs. Save activations, hold parameters.
 pub struct Saver<'a> {
     inputs: &'a [&'a Tensor],
     recording: bool,

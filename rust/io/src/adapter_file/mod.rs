@@ -15,6 +15,7 @@ mod write;
 
 use std::str::FromStr;
 
+pub use modules::adapter_keys;
 pub use names::{BaseModel, Original, PartNames, Style};
 pub use read::{PartLayers, attach_adapter, load_adapter, read_adapters};
 use trainable_candle_core::{Error, Result};
@@ -38,6 +39,11 @@ pub enum AdapterFormat {
 impl AdapterFormat {
     const NAMES: [(&'static str, Self); 4] =
         [("kohya", Self::Kohya), ("diffusers", Self::Diffusers), ("peft", Self::Peft), ("comfyui", Self::ComfyUi)];
+
+    /// Every name.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        Self::NAMES.iter().map(|(name, _)| *name)
+    }
 
     /// The name in options and errors.
     pub fn name(self) -> &'static str {

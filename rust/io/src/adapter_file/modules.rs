@@ -136,3 +136,11 @@ pub(super) fn non_finite(values: &LayerValues) -> Result<Option<&str>> {
     }
     Ok(None)
 }
+
+/// The keys of the adapter file at `path`, or of peft's in that folder; no value is read.
+///
+/// # Errors
+/// As [`TensorFile::open`].
+pub fn adapter_keys(path: &Path) -> Result<Vec<String>> {
+    Ok(TensorFile::open(peft::file_to_read(path))?.names())
+}

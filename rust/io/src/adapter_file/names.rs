@@ -29,14 +29,26 @@ pub struct PartNames {
     pub comfyui: Option<&'static str>,
     /// The base model, if other tools know it.
     pub base: Option<BaseModel>,
+    /// Whether this is the part that makes pictures, not one that reads text.
+    pub is_denoiser: bool,
     /// The layers' names in original checkpoints.
     pub original: Original,
+    /// What the keys of every known part begin with, this one among them.
+    pub prefixes: Arc<[String]>,
 }
 
 impl Default for PartNames {
     /// A model that only this library knows.
     fn default() -> Self {
-        Self { diffusers: "", kohya: "lora_unet", comfyui: None, base: None, original: Arc::new(|_| None) }
+        Self {
+            diffusers: "",
+            kohya: "lora_unet",
+            comfyui: None,
+            base: None,
+            is_denoiser: true,
+            original: Arc::new(|_| None),
+            prefixes: Arc::new([]),
+        }
     }
 }
 
@@ -62,6 +74,8 @@ pub enum Style {
 }
 
 const PEFT: &str = "base_model.model.";
+/// What the keys of a denoiser begin with in LyCORIS' style.
+const LYCORIS: &str = "lycoris_";
 
 impl PartNames {
     /// The format that most tools load.
@@ -69,14 +83,14 @@ impl PartNames {
         if self.base.is_some() { AdapterFormat::Kohya } else { AdapterFormat::Peft }
     }
 
-    /// Whether this is the part that makes pictures, not one that reads text.
-    pub(super) fn is_denoiser(&self) -> bool {
-        self.kohya == "lora_unet"
+    /// What `key` begins with, if that says which part it is of.
+    pub(super) fn prefix_of<'a>(&'a self, key: &str) -> Option<&'a str> {
+        self.prefixes.iter().map(String::as_str).chain([LYCORIS]).find(|prefix| key.starts_with(prefix))
     }
 
     /// Whether `prefix`, with which a key begins, is this part's.
     pub(super) fn begins(&self, prefix: &str) -> bool {
-        let kohya = prefix == "lycoris_" && self.is_denoiser()
+        let kohya = prefix == LYCORIS && self.is_denoiser
             || prefix
                 .strip_suffix('_')
                 .is_some_and(|name| name == self.kohya || self.kohya.strip_suffix('1') == Some(name));
@@ -95,7 +109,7 @@ impl PartNames {
         match style {
             Style::KohyaOriginal => Some(format!("{}_{}", self.kohya, (self.original)(layer)?.replace('.', "_"))),
             Style::Kohya => Some(format!("{}_{}", self.kohya, layer.replace('.', "_"))),
-            Style::Lycoris => self.is_denoiser().then(|| format!("lycoris_{}", layer.replace('.', "_"))),
+            Style::Lycoris => self.is_denoiser.then(|| format!("{LYCORIS}{}", layer.replace('.', "_"))),
             Style::Diffusers => Some(prefixed(layer)),
             Style::Processor => {
                 let name = layer.contains(".to_").then(|| layer.replace(".to_", ".processor.to_"))?;

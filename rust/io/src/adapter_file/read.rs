@@ -37,28 +37,6 @@ pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str
     places
 }
 
-/// Prefixes of keys that name the part of a pipeline.
-const PART_PREFIXES: [&str; 14] = [
-    "lora_unet_",
-    "lora_te_",
-    "lora_te1_",
-    "lora_te2_",
-    "lora_te3_",
-    "lycoris_",
-    "unet.",
-    "text_encoder.",
-    "text_encoder_2.",
-    "text_encoders.clip_l.",
-    "text_encoders.clip_g.",
-    "text_encoders.",
-    "diffusion_model.",
-    "transformer.",
-];
-
-fn part_prefix(key: &str) -> Option<&'static str> {
-    PART_PREFIXES.iter().find(|prefix| key.starts_with(*prefix)).copied()
-}
-
 /// The adapters that the file at `path`, or peft's in that folder, has for each of `parts`, under the layers' own names. Modules of
 /// other parts are left out.
 ///
@@ -90,6 +68,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
             return Err(Error::weights(path, format!("the layer {layer} is in the file under two names")));
         }
     }
+    let part_prefix = |key: &str| parts.first().and_then(|part| part.names.prefix_of(key));
     let prefixes: Vec<&str> =
         contents.modules.keys().filter(|m| places.contains_key(*m)).filter_map(|m| part_prefix(m)).collect();
     // A module of a part that was not asked for is not a mistake.
@@ -114,7 +93,8 @@ fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> Str
         return format!("no adapter file: none of its tensors is a parameter of an adapter ({})", list(wrong));
     }
     let lost = wrong.iter().filter(|key| contents.modules.contains_key(**key)).count();
-    let prefixes: BTreeSet<Option<&str>> = contents.modules.keys().map(|key| part_prefix(key)).collect();
+    let prefix_of = |key: &String| asked.first().and_then(|names| names.prefix_of(key));
+    let prefixes: BTreeSet<Option<&str>> = contents.modules.keys().map(prefix_of).collect();
     let is_asked = |prefix: &str| asked.iter().any(|names| names.begins(prefix));
     if lost == modules && prefixes.iter().all(|prefix| prefix.is_some_and(|prefix| !is_asked(prefix))) {
         let there: Vec<&str> = prefixes.into_iter().flatten().collect();

@@ -39,6 +39,8 @@ pub struct ModuleReport {
     pub kind: Option<&'static str>,
     /// Its rank, 0 if nothing is decomposed.
     pub rank: usize,
+    /// The numerator of the scale, if the file has it beside the parameters.
+    pub alpha: Option<f64>,
     /// The factor that tools apply: alpha / rank by the file or its configuration, 1 without both.
     pub scale: f64,
     /// Whether a factor is zero everywhere.
@@ -119,6 +121,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
             }),
             kind: kind.map(|kind| kind.name),
             rank,
+            alpha: stored.alpha,
             scale,
             zero,
             fault,
@@ -168,9 +171,9 @@ fn ignored_by(
     let comfyui = match style {
         Style::KohyaOriginal | Style::Kohya | Style::Lycoris | Style::ComfyUi => true,
         // Its map has diffusers' names with `.processor` before the projections of a UNet's attention.
-        Style::Processor => names.is_denoiser(),
-        Style::Diffusers => !names.is_denoiser() || !layer.contains(".to_"),
-        Style::Bare => names.is_denoiser() && !layer.contains(".to_"),
+        Style::Processor => names.is_denoiser,
+        Style::Diffusers => !names.is_denoiser || !layer.contains(".to_"),
+        Style::Bare => names.is_denoiser && !layer.contains(".to_"),
         Style::Peft => false,
     };
     if !comfyui {

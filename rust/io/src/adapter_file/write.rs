@@ -222,7 +222,7 @@ fn file_parameters(
                 ("dora_scale", divided.reshape(dims)?.to_dtype(dtype)?)
             }
             // transformers 5 hands text encoders' keys to the model as they are; peft completes its own name for the others.
-            ("lora_magnitude_vector.weight", AdapterFormat::Diffusers) if !names.is_denoiser() => (*name, value),
+            ("lora_magnitude_vector.weight", AdapterFormat::Diffusers) if !names.is_denoiser => (*name, value),
             ("lora_magnitude_vector.weight", _) => ("lora_magnitude_vector", value),
             ("dora_scale", AdapterFormat::Peft | AdapterFormat::Diffusers) => {
                 return Err(Error::argument(

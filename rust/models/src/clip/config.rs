@@ -5,6 +5,7 @@ use trainable_candle_core::{Error, Result};
 
 use super::CLIPTextModel;
 use crate::fields::Fields;
+use crate::pretrained::Configuration;
 
 /// The activation between the two layers of a feed-forward network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,17 +61,14 @@ impl Default for CLIPTextConfig {
     }
 }
 
-impl CLIPTextConfig {
-    /// The configuration in a `config.json`. What concerns initial values, generation or other parts of CLIP is not looked at.
-    ///
-    /// # Errors
-    /// [`Error::Config`] naming the field that is wrong.
-    pub fn from_json(map: &Map<String, Value>) -> Result<Self> {
+impl Configuration for CLIPTextConfig {
+    // What concerns initial values, generation or other parts of CLIP is not looked at.
+    fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(CLIPTextModel::CLASS_NAME, map);
         let projects = map
             .get("architectures")
             .and_then(Value::as_array)
-            .is_some_and(|names| names.iter().any(|name| name.as_str() == Some(CLIPTextModel::PROJECTING_CLASS_NAME)));
+            .is_some_and(|names| names.iter().any(|name| name.as_str() == Some(super::PROJECTING_CLASS_NAME)));
         let act = fields.text("hidden_act").unwrap_or("quick_gelu");
         let Some(&(_, hidden_act)) = ACTIVATIONS.iter().find(|(name, _)| *name == act) else {
             return Err(fields.wrong("hidden_act", "\"quick_gelu\" or \"gelu\""));
@@ -95,11 +93,10 @@ impl CLIPTextConfig {
         Ok(config)
     }
 
-    /// The `config.json` that transformers reads.
-    pub fn to_json(&self) -> Map<String, Value> {
+    fn to_json(&self) -> Map<String, Value> {
         let act = ACTIVATIONS.iter().find(|(_, act)| *act == self.hidden_act).map_or("", |(name, _)| *name);
         let class = match self.projection_dim {
-            Some(_) => CLIPTextModel::PROJECTING_CLASS_NAME,
+            Some(_) => super::PROJECTING_CLASS_NAME,
             None => CLIPTextModel::CLASS_NAME,
         };
         let json = json!({
@@ -118,7 +115,9 @@ impl CLIPTextConfig {
         });
         if let Value::Object(map) = json { map } else { Map::new() }
     }
+}
 
+impl CLIPTextConfig {
     /// Check that the sizes fit together.
     ///
     /// # Errors

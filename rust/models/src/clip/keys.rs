@@ -4,33 +4,15 @@ use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
 use super::{Activation, CLIPTextConfig};
-use crate::pretrained::{Form, Layout, Part, Place};
+use crate::pretrained::{Form, Key, Layout, Naming, Original};
 
 const WRAPPER: &str = "text_model.";
-const TRANSFORMERS: &str = "conditioner.embedders.0.transformer.";
-const OPEN_CLIP: &str = "conditioner.embedders.1.model.";
-/// Where SDXL's refiner, which has one encoder, keeps OpenCLIP's.
-const OPEN_CLIP_ALONE: &str = "conditioner.embedders.0.model.";
 
-/// SDXL's two encoders in pipelines and in original checkpoints.
-pub(super) const PARTS: [Part; 2] = [
-    Part {
-        subfolder: "text_encoder",
-        prefixes: &[TRANSFORMERS, ""],
-        probe: "text_model.embeddings.position_embedding.weight",
-    },
-    Part {
-        subfolder: "text_encoder_2",
-        prefixes: &[OPEN_CLIP, OPEN_CLIP_ALONE],
-        probe: "transformer.resblocks.0.attn.in_proj_weight",
-    },
-];
-
-/// The names in a folder, or those of an original checkpoint with this prefix.
-pub(super) fn layout(prefix: Option<&'static str>) -> Box<dyn Layout> {
-    match prefix {
-        Some(prefix @ (OPEN_CLIP | OPEN_CLIP_ALONE)) => Box::new(OpenClip { prefix }),
-        prefix => Box::new(Transformers { prefix: prefix.unwrap_or_default() }),
+/// The names in a folder, or those of an original checkpoint.
+pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
+    match original {
+        Some(Original { prefix, naming: Naming::Original }) => Box::new(OpenClip { prefix }),
+        other => Box::new(Transformers { prefix: other.map_or("", |original| original.prefix) }),
     }
 }
 
@@ -48,9 +30,9 @@ impl Layout for Transformers {
         self.prefix
     }
 
-    fn places(&self, name: &str) -> Vec<Place> {
+    fn places(&self, name: &str) -> Vec<Key> {
         // transformers 5 writes the model without a projection without the wrapper's name.
-        std::iter::once(name).chain(name.strip_prefix(WRAPPER)).map(Place::plain).collect()
+        std::iter::once(name).chain(name.strip_prefix(WRAPPER)).map(Key::plain).collect()
     }
 
     fn ignores(&self, key: &str) -> bool {
@@ -67,10 +49,10 @@ impl Layout for OpenClip {
         self.prefix
     }
 
-    fn places(&self, name: &str) -> Vec<Place> {
+    fn places(&self, name: &str) -> Vec<Key> {
         if name == "text_projection.weight" {
-            let transposed = Place { key: "text_projection".to_owned(), form: Form::Transposed };
-            return vec![transposed, Place::plain(name)];
+            let transposed = Key { key: "text_projection".to_owned(), form: Form::Transposed };
+            return vec![transposed, Key::plain(name)];
         }
         name.strip_prefix(WRAPPER).and_then(open_clip).into_iter().collect()
     }
@@ -81,7 +63,7 @@ impl Layout for OpenClip {
 }
 
 /// OpenCLIP's place for a parameter, named without the wrapper.
-fn open_clip(name: &str) -> Option<Place> {
+fn open_clip(name: &str) -> Option<Key> {
     const OUTSIDE: [(&str, &str); 4] = [
         ("embeddings.token_embedding.weight", "token_embedding.weight"),
         ("embeddings.position_embedding.weight", "positional_embedding"),
@@ -96,18 +78,18 @@ fn open_clip(name: &str) -> Option<Place> {
         ("mlp.fc2", "mlp.c_proj"),
     ];
     if let Some((_, theirs)) = OUTSIDE.iter().find(|(ours, _)| *ours == name) {
-        return Some(Place::plain(*theirs));
+        return Some(Key::plain(*theirs));
     }
     let (layer, rest) = name.strip_prefix("encoder.layers.")?.split_once('.')?;
     let block = format!("transformer.resblocks.{layer}");
     for (part, projection) in ["self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."].iter().enumerate() {
         if let Some(kind) = rest.strip_prefix(projection) {
-            return Some(Place { key: format!("{block}.attn.in_proj_{kind}"), form: Form::Rows { part, of: 3 } });
+            return Some(Key { key: format!("{block}.attn.in_proj_{kind}"), form: Form::Rows { part, of: 3 } });
         }
     }
     INSIDE.iter().find_map(|(ours, theirs)| {
         let kind = rest.strip_prefix(ours)?.strip_prefix('.')?;
-        Some(Place::plain(format!("{block}.{theirs}.{kind}")))
+        Some(Key::plain(format!("{block}.{theirs}.{kind}")))
     })
 }
 
@@ -120,14 +102,21 @@ const PUBLISHED: [(usize, usize, Activation); 3] =
 ///
 /// # Errors
 /// [`Error::Config`] if they cannot be told.
-pub(super) fn deduce(files: &WeightFiles, prefix: &str, beside: Option<CLIPTextConfig>) -> Result<CLIPTextConfig> {
-    let known = match prefix {
-        OPEN_CLIP | OPEN_CLIP_ALONE => ("positional_embedding", "transformer.resblocks.{}.mlp.c_fc.weight"),
-        _ => ("text_model.embeddings.position_embedding.weight", "text_model.encoder.layers.{}.mlp.fc1.weight"),
-    };
-    let tokens = match prefix {
-        OPEN_CLIP | OPEN_CLIP_ALONE => "token_embedding.weight",
-        _ => "text_model.embeddings.token_embedding.weight",
+pub(super) fn deduce(
+    files: &WeightFiles,
+    original: Original,
+    beside: Option<CLIPTextConfig>,
+) -> Result<CLIPTextConfig> {
+    let Original { prefix, naming } = original;
+    let (tokens, positions, first) = match naming {
+        Naming::Original => {
+            ("token_embedding.weight", "positional_embedding", "transformer.resblocks.{}.mlp.c_fc.weight")
+        }
+        Naming::Own => (
+            "text_model.embeddings.token_embedding.weight",
+            "text_model.embeddings.position_embedding.weight",
+            "text_model.encoder.layers.{}.mlp.fc1.weight",
+        ),
     };
     let untold = |what: &str| {
         Error::Config(format!(
@@ -139,8 +128,8 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, beside: Option<CLIPTextC
         Some(&[rows, columns]) => Ok((rows, columns)),
         _ => Err(untold(&format!("the size of {key}"))),
     };
-    let layer = |i: usize| known.1.replace("{}", &i.to_string());
-    let (positions, width) = matrix(known.0)?;
+    let layer = |i: usize| first.replace("{}", &i.to_string());
+    let (positions, width) = matrix(positions)?;
     let deduced = CLIPTextConfig {
         vocab_size: matrix(tokens)?.0,
         hidden_size: width,

@@ -6,6 +6,7 @@ use trainable_candle_nn::{Init, LayerNorm, Linear, LinearGroup, Module, Visitor,
 
 use super::{Activation, CLIPTextConfig};
 use crate::layers::attend;
+use crate::saved::Saved;
 
 const PROJECTIONS: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
 
@@ -48,6 +49,24 @@ impl EncoderLayer {
             Activation::Gelu => hidden.gelu(Gelu::Exact),
         }?;
         x.add(&self.fc2.forward(&hidden)?)
+    }
+}
+
+impl EncoderLayer {
+    /// What the tape keeps for `tokens` tokens.
+    pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
+        let &[width, middle] = self.fc2.weight.dims() else { return };
+        let inside = tokens * width;
+        saved.block(inside, false, |saved| {
+            saved.keep(inside);
+            saved.layers(&self.projections.layers(), (inside, tokens), true);
+            saved.keep(4 * inside);
+            saved.linear(&self.out_proj, (inside, tokens));
+            saved.keep(inside);
+            saved.cheap_linear(&self.fc1, (inside, tokens));
+            saved.keep(tokens * middle);
+            saved.cheap_linear(&self.fc2, (tokens * middle, tokens));
+        });
     }
 }
 

@@ -1,10 +1,23 @@
-//! CLIP's text encoders (Radford et al. 2021, arXiv:2103.00020), OpenAI's and OpenCLIP's.
+//! CLIP's text encoders (Radford et al. 2021, arXiv:2103.00020), OpenAI's and OpenCLIP's. Follows
+//! <https://github.com/huggingface/transformers/blob/679021a6b0ded09d623a96e2bd2f822c5a548872/src/transformers/models/clip/modeling_clip.py>.
 
 mod config;
 pub mod keys;
 mod layers;
-pub mod lora_keys;
 mod model;
 
 pub use config::{Activation, CLIPTextConfig};
 pub use model::{CLIPTextModel, TextFeatures};
+
+use crate::registry::ModelKind;
+
+/// The class in the `config.json` of an encoder that projects its pooled text.
+pub const PROJECTING_CLASS_NAME: &str = "CLIPTextModelWithProjection";
+
+/// CLIP's text encoder among the kinds of models.
+pub static KIND: ModelKind = ModelKind::of::<CLIPTextModel>(
+    "CLIPTextModel",
+    ("a text encoder", "text_model."),
+    &[CLIPTextModel::CLASS_NAME, PROJECTING_CLASS_NAME],
+    "model.safetensors",
+);

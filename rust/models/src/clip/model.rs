@@ -1,16 +1,19 @@
 //! The text encoder: token ids in, one state per token and one for the text out.
 
-use std::path::Path;
+use std::sync::Arc;
 
+use serde_json::{Map, Value};
 use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
-use trainable_candle_io::{PartNames, WeightFiles};
-use trainable_candle_nn::{Blocks, Init, LayerNorm, Linear, Module, Source, Visitor, Weights};
+use trainable_candle_io::WeightFiles;
+use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_nn::{Blocks, Init, LayerNorm, Linear, Module, Visitor, Weights};
 
 use super::layers::EncoderLayer;
-use super::{CLIPTextConfig, keys, lora_keys};
-use crate::pretrained::{Component, Layout, Pretrained, configured};
-use crate::registry::{Model, json_text};
+use super::{CLIPTextConfig, keys};
+use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::registry::{Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
 
 /// A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Its names begin with
 /// `text_model.`, as in the published files.
@@ -28,7 +31,7 @@ pub struct CLIPTextModel {
 /// Files made before the id was right say 2 for the end of a text, and mean the token of the largest id.
 const LEGACY_END: u32 = 2;
 
-/// What a text encoder makes of a text.
+/// The text encoder's results for a text.
 #[derive(Clone)]
 pub struct TextFeatures {
     /// The states after each layer, (B, S, D): those of the embedding first, then one for each layer; the final norm is not applied.
@@ -64,15 +67,6 @@ impl TextFeatures {
 impl CLIPTextModel {
     /// The class in its `config.json`.
     pub const CLASS_NAME: &'static str = "CLIPTextModel";
-    /// The class in its `config.json` if the model projects the text.
-    pub const PROJECTING_CLASS_NAME: &'static str = "CLIPTextModelWithProjection";
-    /// Where its files are in pipelines and checkpoints.
-    pub const COMPONENT: Component = Component {
-        class_names: &[Self::CLASS_NAME, Self::PROJECTING_CLASS_NAME],
-        parts: &keys::PARTS,
-        weights_name: "model.safetensors",
-    };
-
     /// A model over `weights`.
     ///
     /// # Errors
@@ -106,26 +100,6 @@ impl CLIPTextModel {
         })
     }
 
-    /// The frozen model of `files`.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
-    pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
-        let config = files.config(&Self::COMPONENT, CLIPTextConfig::from_json, keys::deduce)?;
-        files.build(|_| keys::layout(files.prefix()), dtype, device, |weights| Self::new(config, weights))
-    }
-
-    /// A frozen model of random weights, drawn from the library's generator, of the sizes in a `config.json`, or of CLIP's large model
-    /// without one: for measuring how fast and large it is.
-    ///
-    /// # Errors
-    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model, [`Error::DType`] if `dtype` is not
-    /// floating-point, [`Error::OutOfMemory`] if the model does not fit.
-    pub fn from_config(config: Option<&Path>, dtype: DType, device: &Device) -> Result<Self> {
-        let config = configured(config, dtype, CLIPTextConfig::from_json)?;
-        Self::new(config, &mut Source::random(dtype, device).root())
-    }
-
     /// The configuration.
     pub const fn config(&self) -> &CLIPTextConfig {
         &self.config
@@ -135,7 +109,7 @@ impl CLIPTextModel {
     /// it. Results are in the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the ids have another shape or the text is too long, [`Error::Index`] if an id is no token.
+    /// [`Error::Shape`] if the ids have another shape or the text is too long, [`Error::Index`] if an id is not a token.
     pub fn forward(&self, input_ids: &Tensor) -> Result<TextFeatures> {
         let longest = self.config.max_position_embeddings;
         let &[_, length] = input_ids.dims() else {
@@ -194,28 +168,53 @@ impl Module for CLIPTextModel {
     }
 }
 
-impl Model for CLIPTextModel {
-    fn class_name(&self) -> &'static str {
-        if self.text_projection.is_some() { Self::PROJECTING_CLASS_NAME } else { Self::CLASS_NAME }
+impl Architecture for CLIPTextModel {
+    type Config = CLIPTextConfig;
+
+    const KIND: &'static ModelKind = &super::KIND;
+
+    fn build(config: CLIPTextConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::new(config, weights)
     }
 
-    fn config_json(&self) -> Result<String> {
-        json_text(&self.config.to_json())
+    fn deduce(files: &WeightFiles, original: Original, beside: Option<CLIPTextConfig>) -> Result<CLIPTextConfig> {
+        keys::deduce(files, original, beside)
+    }
+
+    fn names(_config: &CLIPTextConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(original)
+    }
+}
+
+impl Model for CLIPTextModel {
+    fn kind(&self) -> &'static ModelKind {
+        Self::KIND
+    }
+
+    fn class_name(&self) -> &'static str {
+        if self.text_projection.is_some() { super::PROJECTING_CLASS_NAME } else { Self::CLASS_NAME }
+    }
+
+    fn configuration(&self) -> Map<String, Value> {
+        self.config.to_json()
     }
 
     fn dtype(&self) -> DType {
         self.token_embedding.dtype()
     }
 
-    fn component(&self) -> Component {
-        Self::COMPONENT
+    fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        for layer in self.layers.iter() {
+            layer.saved(size.tokens, saved);
+        }
     }
 
-    fn adapter_names(&self) -> PartNames {
-        lora_keys::names(&self.config)
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Self::names(&self.config, original, files)
     }
 
-    fn layout(&self, prefix: Option<&'static str>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        keys::layout(prefix)
+    /// Other tools know its layers by transformers' names.
+    fn original_names(&self) -> OriginalNames {
+        Arc::new(|layer| Some(layer.to_owned()))
     }
 }

@@ -8,6 +8,7 @@ use trainable_candle_nn::{Init, Linear, Module, Visitor, Weights};
 
 use super::DigitsConfig;
 use crate::layers::{Attention, AttentionSizes};
+use crate::saved::Saved;
 
 /// Added to the variance in every norm.
 pub(super) const EPS: f64 = 1e-6;
@@ -52,6 +53,23 @@ impl Block {
         let x = x.add(&attended.mul(&gate_attn.unsqueeze(1)?)?)?;
         let hidden = self.ff_in.forward(&modulated_layer_norm(&x, scale_ff, shift_ff, EPS)?)?.gelu(Gelu::Tanh)?;
         x.add(&self.ff_out.forward(&hidden)?.mul(&gate_ff.unsqueeze(1)?)?)
+    }
+}
+
+impl Block {
+    /// What the tape keeps for `tokens` tokens.
+    pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
+        let &[width, middle] = self.ff_out.weight.dims() else { return };
+        let inside = tokens * width;
+        saved.block(inside, false, |saved| {
+            saved.linear(&self.norm1, (width, 1));
+            saved.keep(inside);
+            self.attn.saved(tokens, None, saved);
+            saved.keep(inside);
+            saved.cheap_linear(&self.ff_in, (inside, tokens));
+            saved.keep(tokens * middle);
+            saved.cheap_linear(&self.ff_out, (tokens * middle, tokens));
+        });
     }
 }
 

@@ -1,13 +1,16 @@
 //! The sizes of a digits transformer.
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use trainable_candle_core::{Error, Result};
+
+use crate::pretrained::Configuration;
 
 /// `config.json` of a digits transformer. The default is the model in the package.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DigitsConfig {
-    /// What model the file is of.
+    /// The class of the model.
     pub _class_name: String,
     /// Height and width of a picture in pixels; a multiple of `patch_size`.
     pub sample_size: usize,
@@ -23,7 +26,7 @@ pub struct DigitsConfig {
     pub attention_head_dim: usize,
     /// Width of the feed-forward layers' middle, as a multiple of the model's width.
     pub mlp_ratio: usize,
-    /// Number of sinusoids that tell the time; even.
+    /// Number of sinusoids of the timestep embedding; even.
     pub frequency_embedding_size: usize,
     /// Number of classes.
     pub num_classes: usize,
@@ -42,6 +45,19 @@ impl Default for DigitsConfig {
             mlp_ratio: 3,
             frequency_embedding_size: 64,
             num_classes: 10,
+        }
+    }
+}
+
+impl Configuration for DigitsConfig {
+    fn from_json(map: &Map<String, Value>) -> Result<Self> {
+        serde_json::from_value(Value::Object(map.clone())).map_err(|e| Error::Config(e.to_string()))
+    }
+
+    fn to_json(&self) -> Map<String, Value> {
+        match serde_json::to_value(self) {
+            Ok(Value::Object(map)) => map,
+            _ => Map::new(),
         }
     }
 }

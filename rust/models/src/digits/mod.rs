@@ -9,3 +9,13 @@ mod model;
 
 pub use config::DigitsConfig;
 pub use model::DigitsTransformer;
+
+use crate::registry::ModelKind;
+
+/// The digits transformer among the kinds of models.
+pub static KIND: ModelKind = ModelKind::of::<DigitsTransformer>(
+    "DigitsTransformer",
+    ("a digits transformer", "class_embedding."),
+    &[DigitsTransformer::CLASS_NAME],
+    "model.safetensors",
+);

@@ -1,7 +1,5 @@
 //! The digits transformer: patches in, velocity out.
 
-use std::path::Path;
-
 use serde_json::{Map, Value};
 use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::ops::norm::modulated_layer_norm;
@@ -11,9 +9,10 @@ use trainable_candle_nn::{Blocks, Init, Linear, Module, Source, Visitor, Weights
 
 use super::DigitsConfig;
 use super::blocks::{Block, EPS, xavier};
-use crate::Model;
 use crate::layers::{Sinusoids, TimestepEmbedding};
-use crate::pretrained::{Choice, Component, Layout, OwnNames, Pretrained};
+use crate::pretrained::{Architecture, Configuration, Layout, Original, OwnNames};
+use crate::registry::{Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
 
 /// A class-conditional diffusion transformer for small pictures. It predicts the velocity `noise - picture` of flow matching.
 pub struct DigitsTransformer {
@@ -69,31 +68,6 @@ impl DigitsTransformer {
         Self::new(config, &mut Source::fresh(device).root())
     }
 
-    /// The frozen model at `path`: a folder, or a weight file beside its `config.json`.
-    ///
-    /// # Errors
-    /// As [`Pretrained::find`] and [`load`](Self::load).
-    pub fn from_pretrained(path: &Path, dtype: Option<DType>, device: &Device) -> Result<Self> {
-        Self::load(&Pretrained::find(path, &Self::COMPONENT, &Choice::default())?, dtype, device)
-    }
-
-    /// The frozen model of `files`.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
-    pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
-        let read = |map: &Map<String, Value>| {
-            serde_json::from_value(Value::Object(map.clone())).map_err(|e| Error::Config(e.to_string()))
-        };
-        let nowhere = |_: &WeightFiles, _: &str, _| Err(Error::Config("DigitsTransformer: no configuration".into()));
-        let config = files.config(&Self::COMPONENT, read, nowhere)?;
-        files.build(|_| Box::new(OwnNames), dtype, device, |weights| Self::new(config, weights))
-    }
-
-    /// Where its files are.
-    pub const COMPONENT: Component =
-        Component { class_names: &[Self::CLASS_NAME], parts: &[], weights_name: "model.safetensors" };
-
     /// The configuration.
     pub const fn config(&self) -> &DigitsConfig {
         &self.config
@@ -103,7 +77,7 @@ impl DigitsTransformer {
     /// `class_labels (B)` (i64 or u32). The result has the shape of `sample` and the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, [`Error::Index`] if a label is no class.
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, [`Error::Index`] if a label is not a class.
     pub fn forward(&self, sample: &Tensor, timestep: &Tensor, class_labels: &Tensor) -> Result<Tensor> {
         self.check(sample, timestep, class_labels)?;
         let x = self.patch_embed.forward(&self.patchify(&sample.to_dtype(self.dtype())?)?)?.add(&self.pos_embed)?;
@@ -169,26 +143,54 @@ impl Module for DigitsTransformer {
     }
 }
 
-impl Model for DigitsTransformer {
-    fn class_name(&self) -> &'static str {
-        Self::CLASS_NAME
+impl Architecture for DigitsTransformer {
+    type Config = DigitsConfig;
+
+    const KIND: &'static ModelKind = &super::KIND;
+
+    fn build(config: DigitsConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::new(config, weights)
     }
 
-    fn config_json(&self) -> Result<String> {
-        serde_json::to_string_pretty(&self.config)
-            .map(|text| text + "\n")
-            .map_err(|e| Error::Config(format!("save_pretrained: {e}")))
+    fn deduce(_files: &WeightFiles, _original: Original, _beside: Option<DigitsConfig>) -> Result<DigitsConfig> {
+        Err(Error::Config("DigitsTransformer: no configuration".into()))
+    }
+
+    fn names(_config: &DigitsConfig, _original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Box::new(OwnNames)
+    }
+}
+
+impl Model for DigitsTransformer {
+    fn kind(&self) -> &'static ModelKind {
+        Self::KIND
+    }
+
+    fn configuration(&self) -> Map<String, Value> {
+        self.config.to_json()
     }
 
     fn dtype(&self) -> DType {
         self.proj_out.weight.dtype()
     }
 
-    fn component(&self) -> Component {
-        Self::COMPONENT
+    fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        let tokens = size.height.div_ceil(self.config.patch_size) * size.width.div_ceil(self.config.patch_size);
+        saved.outside(|saved| {
+            saved.linear(&self.patch_embed, (tokens * self.config.patch_dim(), tokens));
+            self.time_embedding.saved(saved);
+        });
+        for block in self.blocks.iter() {
+            block.saved(tokens, saved);
+        }
+        saved.outside(|saved| {
+            saved.linear(&self.norm_out, (self.config.inner_dim(), 1));
+            saved.keep(tokens * self.config.inner_dim());
+            saved.linear(&self.proj_out, (tokens * self.config.inner_dim(), tokens));
+        });
     }
 
-    fn layout(&self, _prefix: Option<&'static str>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        Box::new(OwnNames)
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Self::names(&self.config, original, files)
     }
 }

@@ -4,6 +4,8 @@ use trainable_candle_core::ops::attention::{packed_attention, scaled_dot_product
 use trainable_candle_core::{Error, Result, Tensor};
 use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, Visitor, Weights};
 
+use crate::saved::Saved;
+
 /// Attention of tokens to one another, or to those of a context. `to_q`, `to_k` and `to_v` share their input; with a context,
 /// `to_k` and `to_v` do.
 pub struct Attention {
@@ -58,7 +60,7 @@ impl Attention {
     /// `x (B, S, D)` attends to itself, or to `context (B, L, E)` if the attention is one to a context → the shape of `x`.
     ///
     /// # Errors
-    /// [`Error::Shape`] and its kin if an input does not fit, [`Error::Argument`] if a context is missing or has no use.
+    /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if a context is missing or has no use.
     pub fn forward(&self, x: &Tensor, context: Option<&Tensor>) -> Result<Tensor> {
         let mixed = match (&self.projections, context) {
             (Projections::Own(group), None) => attend(&group.forward(x)?, self.heads, false)?,
@@ -77,6 +79,25 @@ impl Attention {
             (Projections::Context { .. }, None) => return Err(Error::argument("Attention", "the context is missing")),
         };
         self.to_out.forward(&mixed)
+    }
+}
+
+impl Attention {
+    /// What the tape keeps for `area` tokens that attend to themselves, or to `context_area` of a context. Backward of attention reads q,
+    /// k, v and the result.
+    pub fn saved(&self, area: usize, context_area: Option<usize>, saved: &mut Saved) {
+        let width = self.to_out.weight.dims()[0];
+        let inside = area * width;
+        match &self.projections {
+            Projections::Own(group) => saved.layers(&group.layers(), (inside, area), true),
+            Projections::Context { to_q, others } => {
+                saved.cheap_linear(to_q, (inside, area));
+                // The context is there anyway.
+                saved.layers(&others.layers(), (0, context_area.unwrap_or(area)), false);
+            }
+        }
+        saved.keep(2 * inside + 2 * context_area.unwrap_or(area) * width);
+        saved.linear(&self.to_out, (inside, area));
     }
 }
 

@@ -6,6 +6,8 @@ use trainable_candle_core::ops::upsample::upsample_nearest2d;
 use trainable_candle_core::{Error, Result, Tensor};
 use trainable_candle_nn::{Conv2d, GroupNorm, Linear, Module, Visitor, Weights};
 
+use crate::saved::Saved;
+
 /// A 3×3 convolution that keeps the size.
 pub(crate) fn conv3x3(
     name: &str,
@@ -34,7 +36,7 @@ pub struct ResnetSizes {
     pub channels: usize,
     /// Channels of the result.
     pub out_channels: usize,
-    /// Width of the time's embedding, if the block is told the time.
+    /// Width of the timestep's embedding, if the block takes one.
     pub time_dim: Option<usize>,
     /// Groups of the norms.
     pub groups: usize,
@@ -74,7 +76,7 @@ impl ResnetBlock {
     /// `x (B, H, W, C)` and SiLU of the time's embedding `(B, T)` → `(B, H, W, out_channels)`.
     ///
     /// # Errors
-    /// [`Error::Shape`] and its kin if an input does not fit, [`Error::Argument`] if the time is missing.
+    /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if the time is missing.
     pub fn forward(&self, x: &Tensor, time: Option<&Tensor>) -> Result<Tensor> {
         let mut hidden = self.conv1.forward(&self.norm1.forward_silu(x)?)?;
         if let Some(project) = &self.time_emb_proj {
@@ -86,6 +88,32 @@ impl ResnetBlock {
             Some(shortcut) => shortcut.forward(x)?.add(&hidden),
             None => x.add(&hidden),
         }
+    }
+}
+
+impl ResnetBlock {
+    /// Channels of the result.
+    pub fn out_channels(&self) -> usize {
+        self.conv1.weight.dims()[0]
+    }
+
+    /// What the tape keeps for an image of `area` pixels. Where the block joins images, `own` is the number of channels that no other
+    /// block keeps.
+    pub fn saved(&self, area: usize, own: Option<usize>, saved: &mut Saved) {
+        let &[out, _, _, channels] = self.conv1.weight.dims() else { return };
+        let input = area * channels;
+        saved.block(area * own.unwrap_or(channels), false, |saved| {
+            saved.keep(input);
+            saved.cheap_conv(&self.conv1, (input, area));
+            if let Some(project) = &self.time_emb_proj {
+                saved.linear(project, (project.weight.dims()[1], 1));
+            }
+            saved.keep(area * out);
+            saved.cheap_conv(&self.conv2, (area * out, area));
+            if let Some(shortcut) = &self.conv_shortcut {
+                saved.conv(shortcut, (input, area));
+            }
+        });
     }
 }
 
@@ -143,6 +171,14 @@ impl Downsample {
     }
 }
 
+impl Downsample {
+    /// What the tape keeps for an image of `area` pixels that becomes one of `smaller`.
+    pub fn saved(&self, area: usize, smaller: usize, saved: &mut Saved) {
+        let inputs = area * self.conv.weight.dims()[0];
+        saved.outside(|saved| saved.conv(&self.conv, (inputs, smaller)));
+    }
+}
+
 impl Module for Downsample {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.conv("conv", &self.conv)
@@ -172,6 +208,14 @@ impl Upsample {
             return Err(Error::shape("Upsample", format!("the input has shape {:?}, expected (B, H, W, C)", x.dims())));
         };
         self.conv.forward(&upsample_nearest2d(x, size.unwrap_or([2 * height, 2 * width]))?)
+    }
+}
+
+impl Upsample {
+    /// What the tape keeps for an image that becomes one of `larger` pixels.
+    pub fn saved(&self, larger: usize, saved: &mut Saved) {
+        let inputs = larger * self.conv.weight.dims()[0];
+        saved.outside(|saved| saved.conv(&self.conv, (inputs, larger)));
     }
 }
 

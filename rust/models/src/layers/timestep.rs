@@ -1,7 +1,9 @@
-//! How a model is told the time: sinusoids (Ho et al. 2020, arXiv:2006.11239) and a small network.
+//! Timestep embeddings: sinusoids (Ho et al. 2020, arXiv:2006.11239) and a small network.
 
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_nn::{Init, Linear, Module, Visitor, Weights};
+
+use crate::saved::Saved;
 
 /// The longest period of the sinusoids, divided by 2π.
 const MAX_PERIOD: f64 = 10_000.0;
@@ -65,6 +67,15 @@ impl TimestepEmbedding {
     /// Where the parameters are.
     pub fn device(&self) -> &Device {
         self.linear_1.weight.device()
+    }
+}
+
+impl TimestepEmbedding {
+    /// What the tape keeps for one sample.
+    pub fn saved(&self, saved: &mut Saved) {
+        for layer in [&self.linear_1, &self.linear_2] {
+            saved.linear(layer, (layer.weight.dims()[1], 1));
+        }
     }
 }
 

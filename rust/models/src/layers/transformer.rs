@@ -2,10 +2,11 @@
 
 use trainable_candle_core::ops::gated::geglu;
 use trainable_candle_core::{Error, Result, Tensor};
-use trainable_candle_nn::{Blocks, Conv2d, GroupNorm, Init, LayerNorm, Linear, Module, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Conv2d, GroupNorm, Init, Layer, LayerNorm, Linear, Module, Visitor, Weights};
 
 use super::attention::{Attention, AttentionSizes};
 use super::resnet::conv1x1;
+use crate::saved::Saved;
 
 /// Added to the variance in the norm before the blocks; fixed in diffusers.
 const NORM_EPS: f64 = 1e-6;
@@ -70,6 +71,22 @@ impl Block {
     }
 }
 
+impl Block {
+    /// What the tape keeps for `area` tokens and `context` tokens of the context.
+    fn saved(&self, area: usize, context: usize, saved: &mut Saved) {
+        let &[width, middle] = self.ff_out.weight.dims() else { return };
+        let inside = area * width;
+        saved.keep(inside);
+        self.attn1.saved(area, None, saved);
+        saved.keep(inside);
+        self.attn2.saved(area, Some(context), saved);
+        saved.keep(inside);
+        saved.cheap_linear(&self.ff_in, (inside, area));
+        saved.keep(2 * area * middle);
+        saved.cheap_linear(&self.ff_out, (area * middle, area));
+    }
+}
+
 impl Module for Block {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.module("norm1", &self.norm1)?;
@@ -101,6 +118,13 @@ impl Projection {
         match self {
             Self::Linear(linear) => linear.forward(x),
             Self::Conv(conv) => conv.forward(x),
+        }
+    }
+
+    const fn layer(&self) -> Layer<'_> {
+        match self {
+            Self::Linear(linear) => Layer::Linear(linear),
+            Self::Conv(conv) => Layer::Conv(conv),
         }
     }
 
@@ -140,7 +164,7 @@ impl SpatialTransformer {
     /// `x (B, H, W, C)`, `context (B, L, E)` → the shape of `x`.
     ///
     /// # Errors
-    /// [`Error::Shape`] and its kin if an input does not fit.
+    /// [`Error::Shape`], `DType` or `Device` if an input does not fit.
     pub fn forward(&self, x: &Tensor, context: &Tensor) -> Result<Tensor> {
         let &[batch, height, width, channels] = x.dims() else {
             return Err(Error::shape(
@@ -152,6 +176,22 @@ impl SpatialTransformer {
         let tokens = projected.reshape((batch, height * width, channels))?;
         let tokens = self.blocks.run(&tokens, &[context], |block, x, context| block.forward(x, &context[0]))?;
         self.proj_out.forward(&tokens.reshape((batch, height, width, channels))?)?.add(x)
+    }
+}
+
+impl SpatialTransformer {
+    /// What the tape keeps for an image of `area` pixels and a context of `context` tokens.
+    pub fn saved(&self, area: usize, context: usize, saved: &mut Saved) {
+        let inside = area * self.proj_in.layer().base().rows();
+        saved.outside(|saved| {
+            saved.keep(inside);
+            saved.layers(&[self.proj_in.layer()], (inside, area), true);
+        });
+        let stretch = self.blocks.stretch();
+        for (i, block) in self.blocks.iter().enumerate() {
+            saved.block(inside, i % stretch > 0, |saved| block.saved(area, context, saved));
+        }
+        saved.outside(|saved| saved.layers(&[self.proj_out.layer()], (inside, area), false));
     }
 }
 

@@ -2,6 +2,24 @@
 
 use trainable_candle_core::{Error, Result, Tensor};
 
+/// Whose names the tensors of a file have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Naming {
+    /// Those of diffusers and transformers, which are the models' own.
+    Own,
+    /// Those of the code that the model was published with.
+    Original,
+}
+
+/// How the keys of a model are written in a file that holds others too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Original {
+    /// What they begin with.
+    pub prefix: &'static str,
+    /// Whose names follow.
+    pub naming: Naming,
+}
+
 /// The names of a model's parameters in one kind of file. A model's `keys.rs` has one for each kind.
 pub trait Layout {
     /// What the keys of this model begin with in a file that holds others too.
@@ -10,7 +28,7 @@ pub trait Layout {
     }
 
     /// Where the parameter `name` may be, without the prefix. Files are written with the first.
-    fn places(&self, name: &str) -> Vec<Place>;
+    fn places(&self, name: &str) -> Vec<Key>;
 
     /// Whether the key (without the prefix) may be left unread: what is computed, or concerns training alone.
     fn ignores(&self, key: &str) -> bool {
@@ -23,14 +41,14 @@ pub trait Layout {
 pub struct OwnNames;
 
 impl Layout for OwnNames {
-    fn places(&self, name: &str) -> Vec<Place> {
-        vec![Place::plain(name)]
+    fn places(&self, name: &str) -> Vec<Key> {
+        vec![Key::plain(name)]
     }
 }
 
 /// One parameter in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct Key {
     /// The name of the tensor in the file.
     pub key: String,
     /// What the tensor is to the parameter.
@@ -55,7 +73,7 @@ pub enum Form {
     },
 }
 
-impl Place {
+impl Key {
     /// The parameter itself under `key`.
     pub fn plain(key: impl Into<String>) -> Self {
         Self { key: key.into(), form: Form::Plain }

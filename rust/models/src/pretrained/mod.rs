@@ -1,6 +1,7 @@
 //! The files of a pretrained model: a folder of diffusers or transformers, such a folder inside a pipeline's, or an original
 //! checkpoint in one file, which holds several models under names of its own.
 
+mod architecture;
 mod files;
 mod layout;
 mod save;
@@ -12,47 +13,42 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result};
-use trainable_candle_io::{TensorFile, WeightFiles};
+use trainable_candle_io::{PartNames, TensorFile, WeightFiles};
 use trainable_candle_nn::{Source, Weights};
 
+pub use architecture::{Architecture, Configuration};
 use files::{refuse_pickle, refuse_pickles_in, weights_in};
-pub use layout::{Form, Layout, OwnNames, Place};
+pub use layout::{Form, Key, Layout, Naming, Original, OwnNames};
 pub use save::{save_checkpoint, save_pretrained};
 use stored::StoredWeights;
 
+use crate::pipelines::{self, Place};
+use crate::registry::{Model, ModelKind};
+
 pub(crate) const CONFIG: &str = "config.json";
+/// What a pipeline's folder says that it is.
+const INDEX: &str = "model_index.json";
 
-/// Where the files of a kind of model are.
-#[derive(Clone, Copy, Debug)]
-pub struct Component {
-    /// The names in `config.json`, `_class_name` of diffusers or `architectures` of transformers.
-    pub class_names: &'static [&'static str],
-    /// Its places in pipelines and original checkpoints; the first is meant if none is named.
-    pub parts: &'static [Part],
-    /// The name of its weight file in a folder.
-    pub weights_name: &'static str,
-}
-
-/// One place of a kind of model in pipelines and original checkpoints.
-#[derive(Clone, Copy, Debug)]
-pub struct Part {
-    /// The folder in a pipeline's.
-    pub subfolder: &'static str,
-    /// What its keys begin with in an original checkpoint.
-    pub prefixes: &'static [&'static str],
-    /// A key without the prefix that is in every such checkpoint and in no folder.
-    pub probe: &'static str,
-}
-
-/// What to take of a path that could mean several things.
+/// The choice where a path could mean several models.
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
+    /// The kind of model; without it the one that the files say, or that is fine-tuned.
+    pub kind: Option<&'static ModelKind>,
     /// The model's folder in a pipeline's; of an original checkpoint, the model that the folder would hold.
     pub subfolder: Option<String>,
     /// A `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
     pub config: Option<PathBuf>,
     /// Prefer half-precision files (`*.fp16.safetensors`) where both are there.
     pub half: bool,
+    /// Whether the model is f32 although half precision is asked for or stored, in place of what its configuration says.
+    pub force_upcast: Option<bool>,
+}
+
+impl Choice {
+    /// The model that a pipeline has in `subfolder`; an empty one stands for the path itself.
+    pub fn of(subfolder: &str) -> Self {
+        Self { subfolder: Some(subfolder.to_owned()).filter(|name| !name.is_empty()), ..Self::default() }
+    }
 }
 
 /// Where a model's files are.
@@ -61,45 +57,45 @@ pub struct Pretrained {
     path: PathBuf,
     config: Option<PathBuf>,
     weights: Vec<PathBuf>,
-    /// The part and the prefix of its keys in an original checkpoint.
-    original: Option<(Part, &'static str)>,
+    model: &'static ModelKind,
+    /// Its place, and how its keys are written, in an original checkpoint.
+    original: Option<(Place, Original)>,
+    force_upcast: Option<bool>,
 }
 
 impl Pretrained {
-    /// The files of a `component` at `path`: its folder, a pipeline's folder, an original checkpoint, or a weight file beside its
+    /// The files of a `model` at `path`: its folder, a pipeline's folder, an original checkpoint, or a weight file beside its
     /// `config.json`.
     ///
     /// # Errors
-    /// [`Error::Io`] if `path` does not exist or cannot be read, [`Error::WeightsFormat`] if it is no such folder or file.
-    pub fn find(path: &Path, component: &Component, choice: &Choice) -> Result<Self> {
+    /// [`Error::Io`] if `path` does not exist or cannot be read, [`Error::WeightsFormat`] if it is not such a folder or file.
+    pub fn find(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
         let found = if std::fs::metadata(path).map_err(|e| Error::io(path, e))?.is_dir() {
-            Self::in_folder(path, component, choice)
+            Self::in_folder(path, model, choice)
         } else {
-            Self::in_file(path, component, choice)
+            Self::in_file(path, model, choice)
         }?;
         let Some(config) = &choice.config else { return Ok(found) };
         let inside = |folder: &Path| {
-            let subfolder = choice.subfolder.as_deref();
-            let parts = component.parts.iter().map(|part| part.subfolder).filter(|s| subfolder.is_none_or(|c| c == *s));
-            let found = parts.map(|s| folder.join(s).join(CONFIG)).find(|path| path.is_file());
+            let subfolders = choice.subfolder.as_deref().map_or_else(|| pipelines::subfolders(model), |one| vec![one]);
+            let found = subfolders.into_iter().map(|s| folder.join(s).join(CONFIG)).find(|path| path.is_file());
             found.unwrap_or_else(|| folder.join(CONFIG))
         };
         let config = if config.is_dir() { inside(config) } else { config.clone() };
         Ok(Self { config: Some(config), ..found })
     }
 
-    fn in_folder(path: &Path, component: &Component, choice: &Choice) -> Result<Self> {
-        let has_config = |folder: &Path| folder.join(CONFIG).is_file();
-        let folder = match &choice.subfolder {
-            Some(subfolder) => Some(path.join(subfolder)).filter(|folder| has_config(folder)),
-            None if has_config(path) => Some(path.to_path_buf()),
-            None => component.parts.iter().map(|part| path.join(part.subfolder)).find(|folder| has_config(folder)),
-        };
+    fn new(path: &Path, model: &'static ModelKind, choice: &Choice, weights: Vec<PathBuf>) -> Self {
+        let force_upcast = choice.force_upcast;
+        Self { path: path.to_path_buf(), config: None, weights, model, original: None, force_upcast }
+    }
+
+    fn in_folder(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
+        let has_config = |folder: &PathBuf| folder.join(CONFIG).is_file();
+        let subfolders = choice.subfolder.as_deref().map_or_else(|| pipelines::subfolders(model), |one| vec![one]);
+        let own = Some(path.to_path_buf()).filter(|folder| choice.subfolder.is_none() && has_config(folder));
+        let folder = own.or_else(|| subfolders.iter().map(|subfolder| path.join(subfolder)).find(has_config));
         let Some(folder) = folder else {
-            let subfolders: Vec<&str> = match &choice.subfolder {
-                Some(subfolder) => vec![subfolder],
-                None => component.parts.iter().map(|part| part.subfolder).collect(),
-            };
             refuse_pickles_in(path)?;
             let nor = if subfolders.is_empty() { String::new() } else { format!(" or in {}", subfolders.join(", ")) };
             return Err(Error::weights(
@@ -108,32 +104,47 @@ impl Pretrained {
             ));
         };
         let weights = weights_in(&folder, choice.half)?;
-        Ok(Self { path: path.to_path_buf(), config: Some(folder.join(CONFIG)), weights, original: None })
+        Ok(Self { config: Some(folder.join(CONFIG)), ..Self::new(path, model, choice, weights) })
     }
 
-    fn in_file(path: &Path, component: &Component, choice: &Choice) -> Result<Self> {
+    fn in_file(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
         refuse_pickle(path)?;
-        let beside = path.with_file_name(CONFIG);
-        let beside = beside.is_file().then_some(beside);
+        let beside = Some(path.with_file_name(CONFIG)).filter(|beside| beside.is_file());
         let file = TensorFile::open(path)?;
-        let parts =
-            component.parts.iter().filter(|part| choice.subfolder.as_deref().is_none_or(|s| s == part.subfolder));
-        let original = parts
-            .flat_map(|&part| part.prefixes.iter().map(move |&prefix| (part, prefix)))
-            .find(|(part, prefix)| file.shape(&format!("{prefix}{}", part.probe)).is_some());
-        // Some original names are the folder's too: with its configuration, the file is one from a folder.
-        let original = original.filter(|(_, prefix)| !prefix.is_empty() || beside.is_none());
-        let weights = vec![path.to_path_buf()];
-        match (original, beside) {
-            (Some(_), _) => Ok(Self { path: path.to_path_buf(), config: None, weights, original }),
-            (None, Some(beside)) => {
-                Ok(Self { path: path.to_path_buf(), config: Some(beside), weights, original: None })
-            }
-            (None, None) if choice.config.is_some() => {
-                Ok(Self { path: path.to_path_buf(), config: None, weights, original: None })
-            }
-            (None, None) => Err(Error::weights(path, not_found(&file, component))),
+        let original = pipelines::of_file(model, choice.subfolder.as_deref(), |name| file.shape(name).is_some())
+            // Some original names are the folder's too: with its configuration, the file is one from a folder.
+            .filter(|(_, _, prefix)| !prefix.is_empty() || beside.is_none())
+            .map(|(place, section, prefix)| (place, Original { prefix, naming: section.naming }));
+        if original.is_none() && beside.is_none() && choice.config.is_none() {
+            return Err(Error::weights(path, pipelines::not_found(&file.names(), model)));
         }
+        let config = beside.filter(|_| original.is_none());
+        Ok(Self { config, original, ..Self::new(path, model, choice, vec![path.to_path_buf()]) })
+    }
+
+    /// Where the model stands in a pipeline: as the file says that it is in, the pipeline's `model_index.json`, or the configuration
+    /// of the model.
+    pub fn place(&self) -> Option<Place> {
+        if let Some((place, _)) = self.original {
+            return Some(place);
+        }
+        let folder = self.config.as_deref()?.parent()?;
+        let subfolder = folder.file_name().and_then(|name| name.to_str());
+        let index: Option<Map<String, Value>> =
+            folder.parent().and_then(|pipeline| read_json(&pipeline.join(INDEX)).ok());
+        let class = index.as_ref().and_then(class_of);
+        let is_indexed = |place: &Place| {
+            subfolder == Some(place.part.subfolder)
+                && class.as_deref().is_some_and(|class| place.pipeline.class_names.contains(&class))
+        };
+        pipelines::places(self.model)
+            .find(is_indexed)
+            .or_else(|| Place::by_configuration(self.model, &read_json(&folder.join(CONFIG)).ok()?))
+    }
+
+    /// What other tools call `model`, loaded from these files, and its layers in adapter files.
+    pub fn adapter_names(&self, model: &dyn Model) -> PartNames {
+        self.place().map_or_else(PartNames::default, |place| place.names(model))
     }
 
     /// The path of `config.json`, if there is one.
@@ -141,9 +152,14 @@ impl Pretrained {
         self.config.as_deref()
     }
 
-    /// What the model's keys begin with in an original checkpoint; none in a folder.
-    pub fn prefix(&self) -> Option<&'static str> {
-        self.original.map(|(_, prefix)| prefix)
+    /// How the model's keys are written in an original checkpoint; none in a folder.
+    pub fn original(&self) -> Option<Original> {
+        self.original.map(|(_, original)| original)
+    }
+
+    /// The weight files.
+    pub fn weights(&self) -> &[PathBuf] {
+        &self.weights
     }
 
     /// The class that `config.json` names; none for an original checkpoint.
@@ -157,46 +173,50 @@ impl Pretrained {
             .ok_or_else(|| Error::Config(format!("{}: neither _class_name nor architectures is there", path.display())))
     }
 
-    /// The configuration of a `component`: `read` from `config.json`, or of an original checkpoint, `deduce`d from the shapes and,
-    /// if there is one, the configuration in its header, or that lies where a pipeline would have it, beside the file.
+    /// The configuration: that in `config.json`, or of an original checkpoint, `deduce`d from the shapes and, if there is one, the
+    /// configuration in its header, or that lies where a pipeline would have it, beside the file.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read, [`Error::Config`] naming what is wrong with the configuration.
-    pub fn config<C>(
+    pub fn config<C: Configuration>(
         &self,
-        component: &Component,
-        read: fn(&Map<String, Value>) -> Result<C>,
-        deduce: impl FnOnce(&WeightFiles, &str, Option<C>) -> Result<C>,
+        deduce: impl FnOnce(&WeightFiles, Original, Option<C>) -> Result<C>,
     ) -> Result<C> {
         match (&self.config, self.original) {
             (Some(path), _) => {
                 let map: Map<String, Value> = read_json(path)?;
-                if let Some(class) = class_of(&map).filter(|class| !component.class_names.contains(&class.as_str())) {
+                let known = self.model.class_names;
+                if let Some(class) = class_of(&map).filter(|class| !known.contains(&class.as_str())) {
                     return Err(Error::Config(format!(
                         "{}: the model is a \"{class}\", expected \"{}\"",
                         path.display(),
-                        component.class_names.join("\" or \"")
+                        known.join("\" or \"")
                     )));
                 }
-                read(&map).map_err(|error| match error {
+                C::from_json(&map).map_err(|error| match error {
                     Error::Config(text) => Error::Config(format!("{}: {text}", path.display())),
                     other => other,
                 })
             }
-            (None, Some((part, prefix))) => {
+            (None, Some((place, original))) => {
                 let files = WeightFiles::open(&self.weights)?;
-                let written =
-                    files.metadata().get(&config_entry(part.subfolder)).map(|text| serde_json::from_str(text));
-                let beside = self.path.with_file_name(part.subfolder).join(CONFIG);
+                let subfolder = place.part.subfolder;
+                let written = files.metadata().get(&config_entry(subfolder)).map(|text| serde_json::from_str(text));
+                let beside = self.path.with_file_name(subfolder).join(CONFIG);
                 // Either may be another model's: what does not fit is as if it were not there.
                 let known = written
                     .and_then(|map| map.ok())
                     .or_else(|| read_json(&beside).ok())
-                    .and_then(|map| read(&map).ok());
-                deduce(&files, prefix, known)
+                    .and_then(|map| C::from_json(&map).ok());
+                deduce(&files, original, known)
             }
             (None, None) => Err(Error::weights(&self.path, format!("there is no {CONFIG}"))),
         }
+    }
+
+    /// Whether weights of `dtype`, or as they are stored, are to be f32; `default` says what the configuration wants of half precision.
+    pub(crate) fn upcasts(&self, dtype: Option<DType>, default: bool) -> bool {
+        matches!(dtype, None | Some(DType::F16 | DType::BF16)) && self.force_upcast.unwrap_or(default)
     }
 
     /// Build a frozen model of these weights, each of which must be asked for. They are read one at a time and converted on the
@@ -233,46 +253,10 @@ impl Pretrained {
     }
 }
 
-/// What a JSON file holds.
+/// The contents of a JSON file.
 pub(crate) fn read_json<C: DeserializeOwned>(path: &Path) -> Result<C> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, e))?;
     serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: {e}", path.display())))
-}
-
-/// The configuration in a `config.json`, or the default without one, of a model of random weights of `dtype`.
-pub(crate) fn configured<C: Default>(
-    path: Option<&Path>,
-    dtype: DType,
-    from_json: impl FnOnce(&Map<String, Value>) -> Result<C>,
-) -> Result<C> {
-    if !is_float(dtype) {
-        let message = format!("a model computes in floating point, found {}", dtype.as_str());
-        return Err(Error::dtype("from_config", message));
-    }
-    path.map_or_else(|| Ok(C::default()), |path| from_json(&read_json(path)?))
-}
-
-/// Keys of checkpoints that are not supported or hold another part, and what they are.
-const RECOGNISED: [(&str, &str); 9] = [
-    ("cond_stage_model.transformer.", "a checkpoint of Stable Diffusion 1, which is not supported; SDXL's are"),
-    ("cond_stage_model.model.", "a checkpoint of Stable Diffusion 2, which is not supported; SDXL's are"),
-    ("model.diffusion_model.joint_blocks.", "a checkpoint of Stable Diffusion 3, which is not supported; SDXL's are"),
-    ("model.diffusion_model.double_blocks.", "a checkpoint of Flux, which is not supported; SDXL's are"),
-    ("double_blocks.", "a checkpoint of Flux, which is not supported; SDXL's are"),
-    ("lora_unet_", "an adapter, not a model"),
-    ("model.diffusion_model.", "a checkpoint without this model"),
-    ("down_blocks.", "the weights of a UNet from a pipeline's folder"),
-    ("decoder.up_blocks.", "the weights of an autoencoder from a pipeline's folder"),
-];
-
-/// What a file is in which a `component` was not found.
-fn not_found(file: &TensorFile, component: &Component) -> String {
-    let names = file.names();
-    let there = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
-    let what =
-        RECOGNISED.iter().find(|(prefix, _)| there(prefix)).map_or("no original checkpoint with this model", |k| k.1);
-    let wanted = component.class_names.join(" or ");
-    format!("there is no {wanted} in this file and no {CONFIG} beside it: the file is {what}")
 }
 
 /// The entry of an original checkpoint's header with the configuration of the model that a pipeline has in `subfolder`.

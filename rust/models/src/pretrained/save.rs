@@ -1,4 +1,4 @@
-//! Writing models: to a folder, or into an original checkpoint.
+//! Writes models to a folder, or into an original checkpoint.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -7,11 +7,12 @@ use std::path::Path;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::{TensorEntry, WeightFiles, save_entries, write_atomically};
 
-use super::layout::{Form, Layout};
+use super::layout::{Form, Layout, Original};
 use super::{CONFIG, config_entry};
 use crate::Model;
+use crate::pipelines::{Section, places};
 
-/// Write `config.json` and the weights of `model` to `folder`, which is made if need be, under the names that diffusers and
+/// Write `config.json` and the weights of `model` to `folder`, which is created if missing, under the names that diffusers and
 /// transformers read. Adapters are left out; a merged one is part of its layer's weight.
 ///
 /// # Errors
@@ -20,8 +21,8 @@ pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
     let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     let entries = entries(model, model.layout(None, None).as_ref(), None)?;
-    save_entries(&folder.join(model.component().weights_name), entries, &metadata)?;
-    let config = model.config_json()?;
+    save_entries(&folder.join(model.kind().weights_name), entries, &metadata)?;
+    let config = json_text(model)?;
     write_atomically(&folder.join(CONFIG), |file| file.write_all(config.as_bytes()))
 }
 
@@ -40,25 +41,19 @@ pub fn save_checkpoint(
     let base = base.map(|path| WeightFiles::open(&[path.to_path_buf()])).transpose()?.map(RefCell::new);
     let mut all = Vec::new();
     for &(subfolder, model) in models {
-        let component = model.component();
-        let Some(part) = component.parts.iter().find(|part| part.subfolder == subfolder) else {
-            let places: Vec<&str> = component.parts.iter().map(|part| part.subfolder).collect();
-            return Err(Error::argument(
-                "save_checkpoint",
-                format!(
-                    "a {} has no place \"{subfolder}\" in an original checkpoint; expected one of {places:?}",
-                    model.class_name()
-                ),
-            ));
-        };
+        let sections = sections(subfolder, model)?;
+        let original = |section: &Section, prefix| Original { prefix, naming: section.naming };
+        let first = original(&sections[0], sections[0].prefixes[0]);
         let layout = match &base {
             Some(base) => {
                 let file = base.borrow();
-                let is_there = |prefix: &&&str| file.shape(&format!("{prefix}{}", part.probe)).is_some();
-                let prefix = part.prefixes.iter().find(is_there).unwrap_or(&part.prefixes[0]);
-                model.layout(Some(prefix), Some(&file))
+                let found = sections.iter().find_map(|section| {
+                    let is_there = |prefix: &&&str| file.shape(&format!("{prefix}{}", section.probe)).is_some();
+                    Some(original(section, section.prefixes.iter().find(is_there)?))
+                });
+                model.layout(Some(found.unwrap_or(first)), Some(&file))
             }
-            None => model.layout(Some(part.prefixes[0]), None),
+            None => model.layout(Some(first), None),
         };
         all.extend(entries(model, layout.as_ref(), dtype)?);
     }
@@ -80,9 +75,31 @@ pub fn save_checkpoint(
         }
     }
     for &(subfolder, model) in models {
-        metadata.insert(config_entry(subfolder), model.config_json()?);
+        metadata.insert(config_entry(subfolder), json_text(model)?);
     }
     save_entries(path, all, &metadata)
+}
+
+/// Where files of one piece have a model that its pipeline has in `subfolder`.
+fn sections(subfolder: &str, model: &dyn Model) -> Result<&'static [Section]> {
+    let places = || places(model.kind()).filter(|place| !place.part.sections.is_empty());
+    places().find(|place| place.part.subfolder == subfolder).map(|place| place.part.sections).ok_or_else(|| {
+        let known: Vec<&str> = places().map(|place| place.part.subfolder).collect();
+        Error::argument(
+            "save_checkpoint",
+            format!(
+                "a {} has no place \"{subfolder}\" in an original checkpoint; expected one of {known:?}",
+                model.class_name()
+            ),
+        )
+    })
+}
+
+/// The text of a model's `config.json`.
+fn json_text(model: &dyn Model) -> Result<String> {
+    serde_json::to_string_pretty(&model.configuration())
+        .map(|text| text + "\n")
+        .map_err(|e| Error::Config(format!("save_pretrained: {e}")))
 }
 
 /// The tensors of `model` as `layout` writes them.

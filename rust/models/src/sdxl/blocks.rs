@@ -5,8 +5,9 @@ use trainable_candle_nn::{Blocks, Module, Visitor, Weights};
 
 use super::UNetConfig;
 use crate::layers::{Downsample, ResnetBlock, ResnetSizes, SpatialTransformer, TransformerSizes, Upsample};
+use crate::saved::Saved;
 
-/// What every block is told.
+/// The conditions of every block.
 pub(super) struct Conditions<'a> {
     /// SiLU of the time's embedding, (B, T).
     pub time: Tensor,
@@ -93,6 +94,21 @@ impl DownBlock {
     }
 }
 
+impl DownBlock {
+    /// What the tape keeps where the level's image has `area` pixels and the next one's `smaller`.
+    pub(super) fn saved(&self, (area, smaller): (usize, usize), tokens: usize, saved: &mut Saved) {
+        for (i, block) in self.resnets.iter().enumerate() {
+            block.saved(area, None, saved);
+            if let Some(attention) = self.attentions.get(i) {
+                attention.saved(area, tokens, saved);
+            }
+        }
+        if let Some(downsample) = &self.downsample {
+            downsample.saved(area, smaller, saved);
+        }
+    }
+}
+
 impl Module for DownBlock {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visit_layers(&self.resnets, &self.attentions, visitor)?;
@@ -128,6 +144,18 @@ impl MidBlock {
         let x = run(&self.resnets, 0, &[x], conditions)?;
         let x = self.attentions[0].forward(&x, conditions.text)?;
         run(&self.resnets, 1, &[&x], conditions)
+    }
+}
+
+impl MidBlock {
+    /// What the tape keeps for an image of `area` pixels.
+    pub(super) fn saved(&self, area: usize, tokens: usize, saved: &mut Saved) {
+        for (i, block) in self.resnets.iter().enumerate() {
+            block.saved(area, None, saved);
+            if let Some(attention) = self.attentions.get(i) {
+                attention.saved(area, tokens, saved);
+            }
+        }
     }
 }
 
@@ -183,6 +211,30 @@ impl UpBlock {
         // Twice the size, or one less where halving rounded up.
         let size = skips.last().map(|skip| [skip.dims()[1], skip.dims()[2]]);
         upsample.forward(&x, size)
+    }
+}
+
+impl UpBlock {
+    /// What the tape keeps where the level's image has `area` pixels and that of the level before `larger`, of an image of `channels`
+    /// → the channels of the result. What comes over from the way down is kept there.
+    pub(super) fn saved(
+        &self,
+        (area, larger): (usize, usize),
+        tokens: usize,
+        mut channels: usize,
+        saved: &mut Saved,
+    ) -> usize {
+        for (i, block) in self.resnets.iter().enumerate() {
+            block.saved(area, Some(channels), saved);
+            channels = block.out_channels();
+            if let Some(attention) = self.attentions.get(i) {
+                attention.saved(area, tokens, saved);
+            }
+        }
+        if let Some(upsample) = &self.upsample {
+            upsample.saved(larger, saved);
+        }
+        channels
     }
 }
 

@@ -5,6 +5,7 @@ use trainable_candle_core::{Error, Result};
 
 use super::SDXLUNet;
 use crate::fields::Fields;
+use crate::pretrained::Configuration;
 
 /// `config.json` of a UNet as diffusers writes it (`UNet2DConditionModel`), reduced to what SDXL varies. Lists have one entry per
 /// level, the widest image first. The default is SDXL's base model.
@@ -100,12 +101,8 @@ fn fixed() -> [(&'static str, Value); 24] {
     ]
 }
 
-impl UNetConfig {
-    /// The configuration in a `config.json`.
-    ///
-    /// # Errors
-    /// [`Error::Config`] naming the field that is missing, wrong or not supported.
-    pub fn from_json(map: &Map<String, Value>) -> Result<Self> {
+impl Configuration for UNetConfig {
+    fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(SDXLUNet::CLASS_NAME, map);
         fields.only(&fixed())?;
         // upcast_attention says that scores are summed in f32, as they are here; the heads of a text embedding have no part.
@@ -141,8 +138,7 @@ impl UNetConfig {
         Ok(config)
     }
 
-    /// The `config.json` that diffusers reads.
-    pub fn to_json(&self) -> Map<String, Value> {
+    fn to_json(&self) -> Map<String, Value> {
         let name = |known: [(&'static str, bool); 2], attends: bool| if attends { known[0].0 } else { known[1].0 };
         let mut map: Map<String, Value> = fixed().into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
         let varied = json!({
@@ -169,7 +165,9 @@ impl UNetConfig {
         map.insert("mid_block_only_cross_attention".into(), Value::Null);
         map
     }
+}
 
+impl UNetConfig {
     /// Check that the sizes fit together.
     ///
     /// # Errors

@@ -4,35 +4,30 @@ use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
 use super::UNetConfig;
-use crate::pretrained::{Layout, OwnNames, Part, Place};
+use crate::pretrained::{Key, Layout, Naming, Original, OwnNames};
 
-/// The UNet in pipelines and in original checkpoints, whole ones and those of the UNet alone.
-pub(super) const PART: Part = Part {
-    subfolder: "unet",
-    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
-    probe: "input_blocks.0.0.weight",
-};
-
-/// The names in a folder, or those of an original checkpoint with this prefix.
-pub(super) fn layout(prefix: Option<&'static str>, config: &UNetConfig) -> Box<dyn Layout> {
-    match prefix {
-        Some(prefix) => Box::new(Original { prefix, config: config.clone() }),
-        None => Box::new(OwnNames),
+/// The names in a folder, or those of an original checkpoint.
+pub(super) fn layout(original: Option<Original>, config: &UNetConfig) -> Box<dyn Layout> {
+    match original {
+        Some(Original { prefix, naming: Naming::Original }) => {
+            Box::new(OriginalUNet { prefix, config: config.clone() })
+        }
+        _ => Box::new(OwnNames),
     }
 }
 
-struct Original {
+struct OriginalUNet {
     prefix: &'static str,
     config: UNetConfig,
 }
 
-impl Layout for Original {
+impl Layout for OriginalUNet {
     fn prefix(&self) -> &str {
         self.prefix
     }
 
-    fn places(&self, name: &str) -> Vec<Place> {
-        original_name(name, &self.config).map(Place::plain).into_iter().collect()
+    fn places(&self, name: &str) -> Vec<Key> {
+        original_name(name, &self.config).map(Key::plain).into_iter().collect()
     }
 }
 

@@ -1,10 +1,20 @@
-//! SDXL's UNet (Podell et al. 2023, arXiv:2307.01952).
+//! SDXL's UNet (Podell et al. 2023, arXiv:2307.01952). Follows
+//! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/unets/unet_2d_condition.py#L76>.
 
 mod blocks;
 mod config;
 pub mod keys;
-pub mod lora_keys;
 mod model;
 
 pub use config::UNetConfig;
 pub use model::{SDXLUNet, UNetConditions};
+
+use crate::registry::ModelKind;
+
+/// SDXL's UNet among the kinds of models.
+pub static KIND: ModelKind = ModelKind::of::<SDXLUNet>(
+    "SDXLUNet",
+    ("a UNet", "down_blocks."),
+    &[SDXLUNet::CLASS_NAME],
+    "diffusion_pytorch_model.safetensors",
+);

@@ -1,18 +1,21 @@
 //! The UNet: noisy latents, time, text and sizes in, prediction out.
 
-use std::path::Path;
+use std::sync::Arc;
 
+use serde_json::{Map, Value};
 use trainable_candle_core::raw::is_float;
-use trainable_candle_core::{DType, Device, Error, Result, Tensor};
-use trainable_candle_io::{PartNames, WeightFiles};
-use trainable_candle_nn::{Conv2d, GroupNorm, Module, Source, Visitor, Weights};
+use trainable_candle_core::{DType, Error, Result, Tensor};
+use trainable_candle_io::WeightFiles;
+use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_nn::{Conv2d, GroupNorm, Module, Visitor, Weights};
 
 use super::blocks::{Conditions, DownBlock, MidBlock, UpBlock};
 use super::config::TIME_IDS;
-use super::{UNetConfig, keys, lora_keys};
+use super::{UNetConfig, keys};
 use crate::layers::{Sinusoids, TimestepEmbedding, conv3x3};
-use crate::pretrained::{Component, Layout, Pretrained, configured};
-use crate::registry::{Model, json_text};
+use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::registry::{Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
 
 const OP: &str = "SDXLUNet";
 
@@ -79,34 +82,6 @@ impl SDXLUNet {
         })
     }
 
-    /// The frozen model of `files`.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
-    pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
-        let config = files.config(&Self::COMPONENT, UNetConfig::from_json, keys::deduce)?;
-        let layout = keys::layout(files.prefix(), &config);
-        files.build(|_| layout, dtype, device, |weights| Self::new(config, weights))
-    }
-
-    /// A frozen model of random weights, drawn from the library's generator, of the sizes in a `config.json`, or of SDXL's base
-    /// model without one: for measuring how fast and large it is.
-    ///
-    /// # Errors
-    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model, [`Error::DType`] if `dtype` is not
-    /// floating-point, [`Error::OutOfMemory`] if the model does not fit.
-    pub fn from_config(config: Option<&Path>, dtype: DType, device: &Device) -> Result<Self> {
-        let config = configured(config, dtype, UNetConfig::from_json)?;
-        Self::new(config, &mut Source::random(dtype, device).root())
-    }
-
-    /// Where its files are in pipelines and checkpoints.
-    pub const COMPONENT: Component = Component {
-        class_names: &[Self::CLASS_NAME],
-        parts: &[keys::PART],
-        weights_name: "diffusion_pytorch_model.safetensors",
-    };
-
     /// The configuration.
     pub const fn config(&self) -> &UNetConfig {
         &self.config
@@ -118,7 +93,7 @@ impl SDXLUNet {
     ///
     /// # Errors
     /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or there is no token; [`Error::DType`] if `sample`
-    /// is not floating-point; [`Error::Argument`] if a timestep in host memory is no finite number.
+    /// is not floating-point; [`Error::Argument`] if a timestep in host memory is not finite.
     pub fn forward(&self, sample: &Tensor, timestep: &Tensor, conditions: UNetConditions<'_>) -> Result<Tensor> {
         let batch = self.check(sample, timestep, conditions)?;
         let dtype = self.dtype();
@@ -185,7 +160,7 @@ impl SDXLUNet {
     }
 }
 
-/// Refuse a time that is no number. On a GPU it is not looked at: the host would wait for it.
+/// Reject non-finite timesteps. Skipped on CUDA: reading them would synchronize.
 fn check_finite(timestep: &Tensor) -> Result<()> {
     if !timestep.device().is_cpu() {
         return Ok(());
@@ -213,28 +188,68 @@ impl Module for SDXLUNet {
     }
 }
 
-impl Model for SDXLUNet {
-    fn class_name(&self) -> &'static str {
-        Self::CLASS_NAME
+impl Architecture for SDXLUNet {
+    type Config = UNetConfig;
+
+    const KIND: &'static ModelKind = &super::KIND;
+
+    fn build(config: UNetConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::new(config, weights)
     }
 
-    fn config_json(&self) -> Result<String> {
-        json_text(&self.config.to_json())
+    fn deduce(files: &WeightFiles, original: Original, beside: Option<UNetConfig>) -> Result<UNetConfig> {
+        keys::deduce(files, original.prefix, beside)
+    }
+
+    fn names(config: &UNetConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(original, config)
+    }
+}
+
+impl Model for SDXLUNet {
+    fn kind(&self) -> &'static ModelKind {
+        Self::KIND
+    }
+
+    fn configuration(&self) -> Map<String, Value> {
+        self.config.to_json()
     }
 
     fn dtype(&self) -> DType {
         self.conv_out.weight.dtype()
     }
 
-    fn component(&self) -> Component {
-        Self::COMPONENT
+    fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        let area = |level: usize| size.height.div_ceil(1 << level) * size.width.div_ceil(1 << level);
+        let (first, last) = (self.config.block_out_channels[0], self.config.block_out_channels.len() - 1);
+        saved.outside(|saved| {
+            saved.conv(&self.conv_in, (area(0) * self.config.in_channels, area(0)));
+            self.time_embedding.saved(saved);
+            self.add_embedding.saved(saved);
+        });
+        for (level, block) in self.down_blocks.iter().enumerate() {
+            block.saved((area(level), area(level + 1)), size.tokens, saved);
+        }
+        self.mid_block.saved(area(last), size.tokens, saved);
+        let mut channels = self.config.block_out_channels[last];
+        for (level, block) in (0..=last).rev().zip(&self.up_blocks) {
+            channels = block.saved((area(level), area(level.saturating_sub(1))), size.tokens, channels, saved);
+        }
+        saved.outside(|saved| {
+            saved.keep(area(0) * first);
+            saved.conv(&self.conv_out, (area(0) * first, area(0)));
+        });
     }
 
-    fn adapter_names(&self) -> PartNames {
-        lora_keys::names(&self.config)
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Self::names(&self.config, original, files)
     }
 
-    fn layout(&self, prefix: Option<&'static str>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        keys::layout(prefix, &self.config)
+    fn original_names(&self) -> OriginalNames {
+        let config = self.config.clone();
+        Arc::new(move |layer| {
+            let parameter = keys::original_name(&format!("{layer}.weight"), &config)?;
+            parameter.strip_suffix(".weight").map(str::to_owned)
+        })
     }
 }

@@ -9,7 +9,7 @@ use crate::layers::{Attention, AttentionSizes, ResnetBlock, ResnetSizes};
 /// Added to the variance in the norms; fixed in diffusers.
 pub(super) const EPS: f64 = 1e-6;
 
-/// A residual block that is not told the time.
+/// A residual block without a timestep.
 pub(super) fn resnet(
     config: &VaeConfig,
     channels: usize,

@@ -5,6 +5,7 @@ use trainable_candle_core::{Error, Result};
 
 use super::AutoencoderKL;
 use crate::fields::Fields;
+use crate::pretrained::Configuration;
 
 /// `config.json` of an autoencoder as diffusers writes it (`AutoencoderKL`). The default is SDXL's.
 #[derive(Clone, Debug, PartialEq)]
@@ -23,11 +24,11 @@ pub struct VaeConfig {
     pub norm_num_groups: usize,
     /// Height and width of the pictures it was made for.
     pub sample_size: usize,
-    /// A diffusion model sees (latent - shift_factor) · scaling_factor.
+    /// The input of a diffusion model is (latent - shift_factor) · scaling_factor.
     pub scaling_factor: f64,
     /// See `scaling_factor`; 0 where the file has none.
     pub shift_factor: Option<f64>,
-    /// Whether half precision is not enough.
+    /// Whether half precision is insufficient.
     pub force_upcast: bool,
     /// Whether a 1×1 convolution follows the encoder.
     pub use_quant_conv: bool,
@@ -60,12 +61,8 @@ impl Default for VaeConfig {
 const DOWN: &str = "DownEncoderBlock2D";
 const UP: &str = "UpDecoderBlock2D";
 
-impl VaeConfig {
-    /// The configuration in a `config.json`.
-    ///
-    /// # Errors
-    /// [`Error::Config`] naming the field that is missing, wrong or not supported.
-    pub fn from_json(map: &Map<String, Value>) -> Result<Self> {
+impl Configuration for VaeConfig {
+    fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(AutoencoderKL::CLASS_NAME, map);
         fields.only(&[("act_fn", json!("silu")), ("latents_mean", Value::Null), ("latents_std", Value::Null)])?;
         let block_out_channels = fields.list("block_out_channels")?;
@@ -93,8 +90,7 @@ impl VaeConfig {
         Ok(config)
     }
 
-    /// The `config.json` that diffusers reads.
-    pub fn to_json(&self) -> Map<String, Value> {
+    fn to_json(&self) -> Map<String, Value> {
         let levels = self.block_out_channels.len();
         let json = json!({
             "_class_name": AutoencoderKL::CLASS_NAME,
@@ -117,7 +113,9 @@ impl VaeConfig {
         });
         if let Value::Object(map) = json { map } else { Map::new() }
     }
+}
 
+impl VaeConfig {
     /// Check that the sizes fit together.
     ///
     /// # Errors

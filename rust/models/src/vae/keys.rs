@@ -5,41 +5,37 @@ use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
 use super::VaeConfig;
-use crate::pretrained::{Form, Layout, Part, Place};
+use crate::pretrained::{Form, Key, Layout, Naming, Original};
 
-/// The autoencoder in pipelines and in original checkpoints, whole ones and those of the autoencoder alone.
-pub(super) const PART: Part =
-    Part { subfolder: "vae", prefixes: &["first_stage_model.", "vae.", ""], probe: "decoder.mid.block_1.conv1.weight" };
-
-/// The names in a folder, or those of an original checkpoint with this prefix, `files` if it is there.
-pub(super) fn layout(prefix: Option<&'static str>, config: &VaeConfig, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-    let Some(prefix) = prefix else { return Box::new(Diffusers) };
+/// The names in a folder, or those of an original checkpoint, `files` if it is there.
+pub(super) fn layout(original: Option<Original>, config: &VaeConfig, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+    let Some(Original { prefix, naming: Naming::Original }) = original else { return Box::new(Diffusers) };
     let is_last = |files: &WeightFiles, level: &usize| {
         files.shape(&format!("{prefix}decoder.up.{level}.block.0.conv1.weight")).is_some()
     };
     // diffusers' converter counts down from 3 also where there are fewer levels.
     let last_level = files.and_then(|files| (0..HIGHEST_LEVEL).rev().find(|level| is_last(files, level)));
     let last_level = last_level.unwrap_or(config.block_out_channels.len() - 1);
-    Box::new(Original { prefix, last_level })
+    Box::new(OriginalCoders { prefix, last_level })
 }
 
 /// More levels than any autoencoder has.
 const HIGHEST_LEVEL: usize = 16;
 
 /// The projections of the attention, and where they are linear layers here and convolutions of one pixel there.
-fn attention(name: &str, names: [(&str, &str); 5]) -> Option<Place> {
+fn attention(name: &str, names: [(&str, &str); 5]) -> Option<Key> {
     let (before, rest) = name.split_once("mid_block.attentions.0.")?;
     names.iter().find_map(|(ours, theirs)| {
         let kind = rest.strip_prefix(ours)?.strip_prefix('.')?;
         let form = if kind == "weight" && *ours != "group_norm" { Form::Pointwise } else { Form::Plain };
-        Some(Place { key: format!("{before}mid_block.attentions.0.{theirs}.{kind}"), form })
+        Some(Key { key: format!("{before}mid_block.attentions.0.{theirs}.{kind}"), form })
     })
 }
 
 struct Diffusers;
 
 impl Layout for Diffusers {
-    fn places(&self, name: &str) -> Vec<Place> {
+    fn places(&self, name: &str) -> Vec<Key> {
         const OLDER: [(&str, &str); 5] = [
             ("group_norm", "group_norm"),
             ("to_q", "query"),
@@ -47,36 +43,36 @@ impl Layout for Diffusers {
             ("to_v", "value"),
             ("to_out.0", "proj_attn"),
         ];
-        std::iter::once(Place::plain(name)).chain(attention(name, OLDER)).collect()
+        std::iter::once(Key::plain(name)).chain(attention(name, OLDER)).collect()
     }
 }
 
-struct Original {
+struct OriginalCoders {
     prefix: &'static str,
     /// The number of the decoder's first level in the file.
     last_level: usize,
 }
 
-impl Layout for Original {
+impl Layout for OriginalCoders {
     fn prefix(&self) -> &str {
         self.prefix
     }
 
-    fn places(&self, name: &str) -> Vec<Place> {
+    fn places(&self, name: &str) -> Vec<Key> {
         self.place(name).into_iter().collect()
     }
 }
 
-impl Original {
-    fn place(&self, name: &str) -> Option<Place> {
+impl OriginalCoders {
+    fn place(&self, name: &str) -> Option<Key> {
         const ATTENTION: [(&str, &str); 5] =
             [("group_norm", "norm"), ("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "proj_out")];
         if let Some(place) = attention(name, ATTENTION) {
-            return Some(Place { key: place.key.replace("mid_block.attentions.0", "mid.attn_1"), ..place });
+            return Some(Key { key: place.key.replace("mid_block.attentions.0", "mid.attn_1"), ..place });
         }
         let Some((coder, rest)) = name.split_once('.').filter(|(coder, _)| matches!(*coder, "encoder" | "decoder"))
         else {
-            return Some(Place::plain(name));
+            return Some(Key::plain(name));
         };
         let (block, inside) = rest.split_once('.')?;
         let key = match block {
@@ -90,7 +86,7 @@ impl Original {
             "up_blocks" => level(inside, "up", |index| self.last_level.checked_sub(index))?,
             _ => rest.to_owned(),
         };
-        Some(Place::plain(format!("{coder}.{}", key.replace("conv_shortcut", "nin_shortcut"))))
+        Some(Key::plain(format!("{coder}.{}", key.replace("conv_shortcut", "nin_shortcut"))))
     }
 }
 

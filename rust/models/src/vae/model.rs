@@ -1,18 +1,17 @@
 //! The autoencoder: pictures to the distribution of their latents, latents to pictures.
 
-use std::path::Path;
-
+use serde_json::{Map, Value};
 use trainable_candle_core::compute::with_bf16_pairs;
-use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_nn::{Conv2d, Module, Source, Visitor, Weights};
+use trainable_candle_nn::{Conv2d, Module, Visitor, Weights};
 
 use super::coders::{Decoder, Encoder};
 use super::tiling::Tiling;
 use super::{VaeConfig, keys};
 use crate::layers::conv1x1;
-use crate::pretrained::{Component, Layout, Pretrained, configured};
-use crate::registry::{Model, json_text};
+use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::registry::{Model, ModelKind};
 
 /// The autoencoder of latent diffusion, computing what diffusers' `AutoencoderKL` computes, under its names.
 pub struct AutoencoderKL {
@@ -29,13 +28,6 @@ const LOGVAR: (f64, f64) = (-30.0, 20.0);
 impl AutoencoderKL {
     /// The `_class_name` in its `config.json`.
     pub const CLASS_NAME: &'static str = "AutoencoderKL";
-    /// Where its files are in pipelines and checkpoints.
-    pub const COMPONENT: Component = Component {
-        class_names: &[Self::CLASS_NAME],
-        parts: &[keys::PART],
-        weights_name: "diffusion_pytorch_model.safetensors",
-    };
-
     /// A model over `weights`.
     ///
     /// # Errors
@@ -56,43 +48,6 @@ impl AutoencoderKL {
                 .transpose()?,
             config,
         })
-    }
-
-    /// The configuration in `files`; no weight is read.
-    ///
-    /// # Errors
-    /// As [`Pretrained::config`].
-    pub fn read_config(files: &Pretrained) -> Result<VaeConfig> {
-        files.config(&Self::COMPONENT, VaeConfig::from_json, keys::deduce)
-    }
-
-    /// The frozen model of `files`.
-    ///
-    /// Its values leave the range of f16, and bf16 costs visible detail: where the configuration says `force_upcast`, as SDXL's does,
-    /// the model is f32 although half precision is asked for or stored. `force_upcast` overrules the configuration: with
-    /// `Some(false)` the weights get the dtype that is asked for.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
-    pub fn load(files: &Pretrained, dtype: Option<DType>, device: &Device, force_upcast: Option<bool>) -> Result<Self> {
-        let config = Self::read_config(files)?;
-        let half = matches!(dtype, None | Some(DType::F16 | DType::BF16));
-        let upcast = half && force_upcast.unwrap_or(config.force_upcast);
-        let dtype = if upcast { Some(DType::F32) } else { dtype };
-        let prefix = files.prefix();
-        let layout = |files: &WeightFiles| keys::layout(prefix, &config, Some(files));
-        files.build(layout, dtype, device, |weights| Self::new(config.clone(), weights))
-    }
-
-    /// A frozen model of random weights, drawn from the library's generator, of the sizes in a `config.json`, or of SDXL's autoencoder
-    /// without one: for measuring how fast and large it is.
-    ///
-    /// # Errors
-    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model, [`Error::DType`] if `dtype` is not
-    /// floating-point, [`Error::OutOfMemory`] if the model does not fit.
-    pub fn from_config(config: Option<&Path>, dtype: DType, device: &Device) -> Result<Self> {
-        let config = configured(config, dtype, VaeConfig::from_json)?;
-        Self::new(config, &mut Source::random(dtype, device).root())
     }
 
     /// The configuration.
@@ -191,24 +146,43 @@ impl Module for AutoencoderKL {
     }
 }
 
-impl Model for AutoencoderKL {
-    fn class_name(&self) -> &'static str {
-        Self::CLASS_NAME
+impl Architecture for AutoencoderKL {
+    type Config = VaeConfig;
+
+    const KIND: &'static ModelKind = &super::KIND;
+
+    fn build(config: VaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::new(config, weights)
     }
 
-    fn config_json(&self) -> Result<String> {
-        json_text(&self.config.to_json())
+    fn deduce(files: &WeightFiles, original: Original, beside: Option<VaeConfig>) -> Result<VaeConfig> {
+        keys::deduce(files, original.prefix, beside)
+    }
+
+    fn names(config: &VaeConfig, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(original, config, files)
+    }
+
+    /// Its values leave the range of f16, and bf16 costs visible detail: `force_upcast`, as SDXL's says.
+    fn force_upcast(config: &VaeConfig) -> bool {
+        config.force_upcast
+    }
+}
+
+impl Model for AutoencoderKL {
+    fn kind(&self) -> &'static ModelKind {
+        Self::KIND
+    }
+
+    fn configuration(&self) -> Map<String, Value> {
+        self.config.to_json()
     }
 
     fn dtype(&self) -> DType {
         self.encoder.dtype()
     }
 
-    fn component(&self) -> Component {
-        Self::COMPONENT
-    }
-
-    fn layout(&self, prefix: Option<&'static str>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        keys::layout(prefix, &self.config, files)
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Self::names(&self.config, original, files)
     }
 }

@@ -10,7 +10,6 @@ mod mutate;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use harness::{Folder, run};
 use trainable_candle_core::{DType, Device, Result, Tensor};
@@ -18,7 +17,7 @@ use trainable_candle_io::adapter_file::{AdapterFormat, Outline, verify_adapter};
 use trainable_candle_io::{
     PartLayers, SaveOptions, TensorFile, WeightFiles, attach_adapter, save_adapters, save_tensors,
 };
-use trainable_candle_models::{Choice, Model, load, save_checkpoint};
+use trainable_candle_models::{Choice, Loaded, load, save_checkpoint};
 use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
 
 const CPU: Device = Device::Cpu;
@@ -27,7 +26,7 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name)
 }
 
-fn model(name: &str) -> Arc<dyn Model> {
+fn model(name: &str) -> Loaded {
     load(&golden(name), &Choice::default(), None, &CPU).unwrap()
 }
 
@@ -206,7 +205,7 @@ fn original_checkpoints() {
     let folder = Folder::new("original_checkpoints");
     let path = folder.join("checkpoint.safetensors");
     let model = model("sdxl/text_encoder");
-    save_checkpoint(&path, &[("text_encoder", model.as_ref())], None, None).unwrap();
+    save_checkpoint(&path, &[("text_encoder", &*model)], None, None).unwrap();
     let seeds = [std::fs::read(&path).unwrap()];
     let choice = Choice { subfolder: Some("text_encoder".into()), ..Choice::default() };
     run("original_checkpoints", &path, &seeds, 0, mutate::safetensors, || load(&path, &choice, None, &CPU).is_ok());

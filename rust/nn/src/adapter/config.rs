@@ -6,7 +6,6 @@ use regex::Regex;
 use trainable_candle_core::{Error, Result};
 
 use super::{AdapterKind, AdapterSettings, KINDS};
-use crate::Layer;
 
 /// Which layers get an adapter, and of what kind and size.
 #[derive(Clone, Debug, PartialEq)]
@@ -122,26 +121,18 @@ impl LoraConfig {
         })
     }
 
-    /// Whether the layer `name` gets an adapter.
+    /// The layers that get an adapter, with their ranks, of layers given by name and whether they are convolutions.
     ///
     /// # Errors
     /// [`Error::Config`] if a pattern is not a regular expression.
-    pub fn targets(&self, name: &str, layer: Layer<'_>) -> Result<bool> {
-        let hit = |patterns: &[String]| -> Result<bool> {
-            for pattern in patterns {
-                let matched = match pattern.as_str() {
-                    "all-linear" => matches!(layer, Layer::Linear(_)),
-                    "all-conv" => matches!(layer, Layer::Conv(_)),
-                    "all-attention" => is_attention(name),
-                    other => matches(other, name)?,
-                };
-                if matched {
-                    return Ok(true);
-                }
-            }
-            Ok(false)
-        };
-        Ok(hit(&self.target_modules)? && !hit(&self.exclude_modules)?)
+    pub fn select<'a>(&self, layers: impl IntoIterator<Item = (&'a str, bool)>) -> Result<BTreeMap<String, usize>> {
+        let (targets, exclude) = (patterns(&self.target_modules)?, patterns(&self.exclude_modules)?);
+        let hit = |patterns: &[Pattern<'_>], name, is_conv| patterns.iter().any(|p| p.matches(name, is_conv));
+        layers
+            .into_iter()
+            .filter(|&(name, is_conv)| hit(&targets, name, is_conv) && !hit(&exclude, name, is_conv))
+            .map(|(name, _)| Ok((name.to_owned(), self.settings(name)?.rank)))
+            .collect()
     }
 
     /// Add the layer `name` with a given adapter. Builds the configuration of a set that is read from a file.
@@ -196,52 +187,72 @@ const ATTENTION: &[&str] = &[
     "out_proj",
 ];
 
-fn is_attention(name: &str) -> bool {
-    ATTENTION.iter().any(|end| name == *end || name.strip_suffix(end).is_some_and(|rest| rest.ends_with('.')))
+/// An entry of `target_modules` or `exclude_modules`.
+enum Pattern<'a> {
+    AllLinear,
+    AllConv,
+    AllAttention,
+    /// peft's rule: the whole name, its end after a dot, or a regular expression for the whole name.
+    Name(&'a str, Option<Regex>),
 }
 
-fn lookup<V: Copy>(patterns: &BTreeMap<String, V>, name: &str) -> Result<Option<V>> {
-    for (pattern, value) in patterns {
-        if matches(pattern, name)? {
+impl<'a> Pattern<'a> {
+    fn new(text: &'a str) -> Result<Self> {
+        Ok(match text {
+            "all-linear" => Self::AllLinear,
+            "all-conv" => Self::AllConv,
+            "all-attention" => Self::AllAttention,
+            name if name.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '.' || c == '-') => {
+                Self::Name(name, None)
+            }
+            pattern => {
+                let regex = Regex::new(&format!("^(?:.*\\.)?(?:{pattern})$")).map_err(|e| {
+                    let message = format!("the pattern \"{pattern}\" is not a regular expression: {e}");
+                    Error::Config(format!("LoraConfig: {message}"))
+                })?;
+                Self::Name(pattern, Some(regex))
+            }
+        })
+    }
+
+    /// Whether the layer `name` is meant.
+    fn matches(&self, name: &str, is_conv: bool) -> bool {
+        let ends_in = |end: &str| name == end || name.strip_suffix(end).is_some_and(|rest| rest.ends_with('.'));
+        match self {
+            Self::AllLinear => !is_conv,
+            Self::AllConv => is_conv,
+            Self::AllAttention => ATTENTION.iter().any(|end| ends_in(end)),
+            Self::Name(text, regex) => ends_in(text) || regex.as_ref().is_some_and(|regex| regex.is_match(name)),
+        }
+    }
+}
+
+fn patterns(texts: &[String]) -> Result<Vec<Pattern<'_>>> {
+    texts.iter().map(|text| Pattern::new(text)).collect()
+}
+
+/// The value of the first pattern that means the layer `name`.
+fn lookup<V: Copy>(values: &BTreeMap<String, V>, name: &str) -> Result<Option<V>> {
+    for (pattern, value) in values {
+        if Pattern::new(pattern)?.matches(name, false) {
             return Ok(Some(*value));
         }
     }
     Ok(None)
 }
 
-/// peft's rule: the whole name, its end after a dot, or a regular expression for the whole name.
-fn matches(pattern: &str, name: &str) -> Result<bool> {
-    if name == pattern || name.strip_suffix(pattern).is_some_and(|rest| rest.ends_with('.')) {
-        return Ok(true);
-    }
-    if pattern.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '.' || c == '-') {
-        return Ok(false);
-    }
-    let regex = Regex::new(&format!("^(?:.*\\.)?(?:{pattern})$")).map_err(|e| {
-        Error::Config(format!("LoraConfig: the pattern \"{pattern}\" is not a regular expression: {e}"))
-    })?;
-    Ok(regex.is_match(name))
-}
-
 #[cfg(test)]
 mod tests {
-    use trainable_candle_core::ops::conv::Conv2dOptions;
-    use trainable_candle_core::{DType, Device, Tensor};
-
     use super::*;
-    use crate::{Conv2d, Linear};
 
     fn config(targets: &[&str]) -> LoraConfig {
         LoraConfig { target_modules: targets.iter().map(ToString::to_string).collect(), ..LoraConfig::default() }
     }
 
-    /// Which linear layers and which convolutions of these names are targeted.
+    /// Whether a linear layer and whether a convolution of this name is targeted.
     fn targeted(config: &LoraConfig, name: &str) -> (bool, bool) {
-        let linear = Linear::from_weight(Tensor::zeros((1, 1), DType::F32, &Device::Cpu).unwrap(), None);
-        let weight = Tensor::zeros((1, 1, 1, 1), DType::F32, &Device::Cpu).unwrap();
-        let conv = Conv2d::from_parameters(weight, None, Conv2dOptions::default()).unwrap();
-        let hit = |layer| config.targets(name, layer).unwrap();
-        (hit(Layer::Linear(&linear)), hit(Layer::Conv(&conv)))
+        let hit = |is_conv| !config.select([(name, is_conv)]).unwrap().is_empty();
+        (hit(false), hit(true))
     }
 
     #[test]
@@ -265,8 +276,7 @@ mod tests {
         assert!(!targeted(&c, "blocks.1.attn.to_k").0);
         c.exclude_modules = vec!["blocks.2.attn.to_k".into()];
         assert!(!targeted(&c, "blocks.2.attn.to_k").0);
-        let linear = Linear::from_weight(Tensor::zeros((1, 1), DType::F32, &Device::Cpu).unwrap(), None);
-        assert!(config(&["to_("]).targets("x", Layer::Linear(&linear)).is_err());
+        assert!(config(&["to_("]).select([("x", false)]).is_err());
     }
 
     #[test]

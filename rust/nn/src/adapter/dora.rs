@@ -8,9 +8,9 @@
 
 use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::ops::lora::{LoraWeights, adapted_row_norm, dora_linear};
-use trainable_candle_core::{DType, Error, Result, Tensor, Var};
+use trainable_candle_core::{Error, Result, Tensor, Var};
 
-use super::kind::{Parameters, find};
+use super::kind::{Parameters, Start, StartValues, find};
 use super::lora::{self, DOWN, Lora, UP};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout};
 use crate::base::{Base, Operation};
@@ -31,25 +31,29 @@ pub static KIND: AdapterKind = AdapterKind {
     ],
     mark: &[PER_OUTPUT, PER_INPUT],
     ranked: &[DOWN],
-    init: start,
+    start,
     build,
 };
 
 /// As LoRA, with the weight's norms as magnitude: the layer computes what it did before.
-fn start(base: &Base<'_>, settings: &AdapterSettings) -> Result<Parameters<Tensor>> {
-    let mut values = lora::start(base, settings)?;
-    let weight = base.weight.detach().to_dtype(DType::F32)?;
-    if settings.wd_on_output {
-        let dims: Vec<usize> = (1..weight.rank()).collect();
-        values.push((PER_OUTPUT, weight.sqr()?.sum(&dims, false)?.sqrt()?));
+fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
+    let mut parameters = lora::start(base, settings);
+    parameters.push(if settings.wd_on_output {
+        (PER_OUTPUT, Start::new([base.rows()], StartValues::OutputNorm))
     } else {
-        values.push((PER_INPUT, input_norm(&weight)?));
-    }
-    Ok(values)
+        (PER_INPUT, Start::new([1, base.inputs()], StartValues::InputNorm))
+    });
+    parameters
+}
+
+/// ‖W‖ for each output, (out).
+pub(super) fn output_norm(weight: &Tensor) -> Result<Tensor> {
+    let dims: Vec<usize> = (1..weight.rank()).collect();
+    weight.sqr()?.sum(&dims, false)?.sqrt()
 }
 
 /// ‖W‖ for each input, (1, in).
-fn input_norm(weight: &Tensor) -> Result<Tensor> {
+pub(super) fn input_norm(weight: &Tensor) -> Result<Tensor> {
     let dims: Vec<usize> = (0..weight.rank() - 1).collect();
     weight.sqr()?.sum(&dims, false)?.sqrt()?.unsqueeze(0)
 }

@@ -1,9 +1,10 @@
 //! [`AdapterKind`]: the description of a kind of adapter.
 
-use trainable_candle_core::{Result, Tensor, Var};
+use trainable_candle_core::{DType, Result, Tensor, Var};
 
-use super::{Adapter, AdapterSettings, Layout};
+use super::{Adapter, AdapterSettings, Layout, dora};
 use crate::base::Base;
+use crate::init::kaiming_uniform;
 
 /// A kind of adapter: how it starts, and how it is built over its parameters.
 pub struct AdapterKind {
@@ -15,8 +16,8 @@ pub struct AdapterKind {
     pub mark: &'static [&'static str],
     /// The parameters whose first size is the rank; the first that there is counts.
     pub ranked: &'static [&'static str],
-    /// How it starts.
-    pub init: Init,
+    /// The shapes and initial values of its parameters, such that a layer computes what it did before.
+    pub start: fn(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start>,
     /// The adapter over its parameters.
     pub build: Build,
 }
@@ -24,14 +25,62 @@ pub struct AdapterKind {
 /// Parameters with their names, in the order of [`AdapterKind::parameters`].
 pub type Parameters<T> = Vec<(&'static str, T)>;
 
-/// Initial f32 values of the parameters for a frozen base, such that the layer computes what it did before.
-pub type Init = fn(base: &Base<'_>, settings: &AdapterSettings) -> Result<Parameters<Tensor>>;
+/// How a parameter starts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Start {
+    /// Its shape.
+    pub dims: Vec<usize>,
+    /// Its values.
+    pub values: StartValues,
+}
+
+/// The values that a parameter starts with.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum StartValues {
+    /// As torch starts a linear layer of this shape.
+    Kaiming,
+    /// Normal with this deviation.
+    Normal(f64),
+    /// Zeros.
+    Zero,
+    /// The norm of the base's weight for each output.
+    OutputNorm,
+    /// The norm of the base's weight for each input.
+    InputNorm,
+}
+
+impl Start {
+    /// A parameter of this shape.
+    pub(super) fn new(dims: impl Into<Vec<usize>>, values: StartValues) -> Self {
+        Self { dims: dims.into(), values }
+    }
+
+    /// The values, f32, drawn from the library's generator where they are random.
+    fn draw(&self, base: &Base<'_>) -> Result<Tensor> {
+        let (dims, device) = (self.dims.clone(), base.weight.device());
+        match self.values {
+            StartValues::Kaiming => kaiming_uniform(dims, DType::F32, device),
+            StartValues::Normal(deviation) => Tensor::randn(0.0, deviation, dims, DType::F32, device),
+            StartValues::Zero => Tensor::zeros(dims, DType::F32, device),
+            StartValues::OutputNorm => dora::output_norm(&base.weight.detach().to_dtype(DType::F32)?),
+            StartValues::InputNorm => dora::input_norm(&base.weight.detach().to_dtype(DType::F32)?),
+        }
+    }
+}
 
 /// Makes an adapter of its parameters, whose shapes it checks.
 pub type Build =
     fn(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>>;
 
 impl AdapterKind {
+    /// Initial f32 values of the parameters for a frozen base, such that the layer computes what it did before.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](trainable_candle_core::Error::OutOfMemory) if they do not fit.
+    pub fn init(&self, base: &Base<'_>, settings: &AdapterSettings) -> Result<Parameters<Tensor>> {
+        (self.start)(base, settings).into_iter().map(|(name, start)| Ok((name, start.draw(base)?))).collect()
+    }
+
     /// The layout of the parameter `name`, and the name with the lifetime of the program.
     pub fn parameter(&self, name: &str) -> Option<(&'static str, Layout)> {
         self.parameters.iter().find(|(known, _)| *known == name).copied()

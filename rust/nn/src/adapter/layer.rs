@@ -101,7 +101,8 @@ impl<K: LayerKind> AdaptedLinear<K> {
         check_base(K::NAME, &base_weight, bias.as_ref(), settings.rank, device)?;
         let (weight, bias) = (base_weight.detach(), bias.map(|b| b.detach()));
         let base = Base { weight: &weight, bias: bias.as_ref(), operation: Operation::Linear };
-        let parameters = (K::KIND.init)(&base, &settings)?
+        let parameters = K::KIND
+            .init(&base, &settings)?
             .into_iter()
             .map(|(name, value)| Ok((name, Var::from_tensor(&value)?)))
             .collect::<Result<Vec<_>>>()?;

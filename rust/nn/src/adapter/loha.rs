@@ -8,7 +8,7 @@ use trainable_candle_core::ops::low_rank_hadamard::low_rank_hadamard;
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
 use super::delta::{Added, Delta};
-use super::kind::{Parameters, find};
+use super::kind::{Parameters, Start, StartValues, find};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout};
 use crate::base::Base;
 
@@ -23,19 +23,19 @@ pub static KIND: AdapterKind = AdapterKind {
     parameters: &[(A1, Layout::Same), (B1, Layout::FlatKernel), (A2, Layout::Same), (B2, Layout::FlatKernel)],
     mark: &[A1],
     ranked: &[B1],
-    init: start,
+    start,
     build,
 };
 
 /// `LyCORIS`' initial values: A₁ normal of deviation 0.1, B₁ and B₂ of deviation 1, A₂ zero.
-fn start(base: &Base<'_>, settings: &AdapterSettings) -> Result<Parameters<Tensor>> {
-    let (rows, columns, rank, device) = (base.rows(), base.columns(), settings.rank, base.weight.device());
-    Ok(vec![
-        (A1, Tensor::randn(0.0, 0.1, (rows, rank), DType::F32, device)?),
-        (B1, Tensor::randn(0.0, 1.0, (rank, columns), DType::F32, device)?),
-        (A2, Tensor::zeros((rows, rank), DType::F32, device)?),
-        (B2, Tensor::randn(0.0, 1.0, (rank, columns), DType::F32, device)?),
-    ])
+fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
+    let (rows, columns, rank) = (base.rows(), base.columns(), settings.rank);
+    vec![
+        (A1, Start::new([rows, rank], StartValues::Normal(0.1))),
+        (B1, Start::new([rank, columns], StartValues::Normal(1.0))),
+        (A2, Start::new([rows, rank], StartValues::Zero)),
+        (B2, Start::new([rank, columns], StartValues::Normal(1.0))),
+    ]
 }
 
 fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>> {

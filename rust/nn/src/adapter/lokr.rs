@@ -9,10 +9,9 @@
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
 use super::delta::{Added, Delta};
-use super::kind::{Parameters, find};
+use super::kind::{Parameters, Start, StartValues, find};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout};
 use crate::base::Base;
-use crate::init::kaiming_uniform;
 
 const SMALL: [&str; 3] = ["lokr_w1", "lokr_w1_a", "lokr_w1_b"];
 const LARGE: [&str; 3] = ["lokr_w2", "lokr_w2_a", "lokr_w2_b"];
@@ -30,7 +29,7 @@ pub static KIND: AdapterKind = AdapterKind {
     ],
     mark: &[SMALL[0], SMALL[1]],
     ranked: &[LARGE[2], SMALL[2]],
-    init: start,
+    start,
     build,
 };
 
@@ -49,31 +48,29 @@ fn factorization(size: usize, factor: Option<usize>) -> (usize, usize) {
 }
 
 /// `LyCORIS`' initial values: everything as torch starts a linear layer, but D (or its second factor) zero.
-fn start(base: &Base<'_>, settings: &AdapterSettings) -> Result<Parameters<Tensor>> {
-    let (rank, device) = (settings.rank, base.weight.device());
+fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
+    let rank = settings.rank;
     let (out_small, out_large) = factorization(base.rows(), settings.decompose_factor);
     let (in_small, in_large) = factorization(base.inputs(), settings.decompose_factor);
-    let mut values = Vec::new();
+    let kaiming = |dims: [usize; 2]| Start::new(dims, StartValues::Kaiming);
+    let mut parameters = Vec::new();
     if settings.decompose_both && 2 * rank < out_small.max(in_small) {
-        values.push((SMALL[1], kaiming_uniform((out_small, rank), DType::F32, device)?));
-        values.push((SMALL[2], kaiming_uniform((rank, in_small), DType::F32, device)?));
+        parameters.push((SMALL[1], kaiming([out_small, rank])));
+        parameters.push((SMALL[2], kaiming([rank, in_small])));
     } else {
-        values.push((SMALL[0], kaiming_uniform((out_small, in_small), DType::F32, device)?));
+        parameters.push((SMALL[0], kaiming([out_small, in_small])));
     }
     if 2 * rank < out_large.max(in_large) {
-        let columns = base.columns() / in_small;
-        values.push((LARGE[1], kaiming_uniform((out_large, rank), DType::F32, device)?));
-        values.push((LARGE[2], Tensor::zeros((rank, columns), DType::F32, device)?));
+        parameters.push((LARGE[1], kaiming([out_large, rank])));
+        parameters.push((LARGE[2], Start::new([rank, base.columns() / in_small], StartValues::Zero)));
     } else {
-        let kernel = base.kernel().unwrap_or_default();
-        let dims = if base.kernel().is_some() {
-            vec![out_large, kernel[0], kernel[1], in_large]
-        } else {
-            vec![out_large, in_large]
+        let dims = match base.kernel() {
+            Some([height, width]) => vec![out_large, height, width, in_large],
+            None => vec![out_large, in_large],
         };
-        values.push((LARGE[0], Tensor::zeros(dims, DType::F32, device)?));
+        parameters.push((LARGE[0], Start::new(dims, StartValues::Zero)));
     }
-    Ok(values)
+    parameters
 }
 
 fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>> {

@@ -10,10 +10,9 @@ use trainable_candle_core::ops::linear_group::LowRank;
 use trainable_candle_core::ops::lora::{LoraWeights, lora_backward, lora_linear};
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
-use super::kind::{Parameters, find};
+use super::kind::{Parameters, Start, StartValues, find};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout, training};
 use crate::base::{Base, Operation};
-use crate::init;
 
 pub(super) const DOWN: &str = "lora_A.weight";
 pub(super) const UP: &str = "lora_B.weight";
@@ -24,19 +23,18 @@ pub static KIND: AdapterKind = AdapterKind {
     parameters: &[(DOWN, Layout::Kernel), (UP, Layout::Pointwise)],
     mark: &[],
     ranked: &[DOWN],
-    init: start,
+    start,
     build: |parameters, base, settings| Ok(Box::new(Lora::over(parameters, base, settings)?)),
 };
 
 /// A uniform as torch starts a layer of its shape, B zero: the layer computes what it did before.
-pub(super) fn start(base: &Base<'_>, settings: &AdapterSettings) -> Result<Parameters<Tensor>> {
+pub(super) fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let mut dims = base.weight.dims().to_vec();
     if let Some(first) = dims.first_mut() {
         *first = settings.rank;
     }
-    let down = init::kaiming_uniform(dims, DType::F32, base.weight.device())?;
-    let up = Tensor::zeros((base.rows(), settings.rank), DType::F32, base.weight.device())?;
-    Ok(vec![(DOWN, down), (UP, up)])
+    let up = Start::new([base.rows(), settings.rank], StartValues::Zero);
+    vec![(DOWN, Start::new(dims, StartValues::Kaiming)), (UP, up)]
 }
 
 /// A parameter for a fused operation in `dtype`: as it is where that takes f32 ones.

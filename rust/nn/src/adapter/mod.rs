@@ -17,7 +17,7 @@ mod set;
 
 pub use config::{LoraConfig, scale};
 pub use dora::Dora;
-pub use kind::{AdapterKind, Build, Init, Parameters};
+pub use kind::{AdapterKind, Build, Parameters, Start, StartValues};
 pub use layer::{AdaptedLinear, DoRALinear, DoraLayer, LayerKind, LoRALinear, LoraLayer};
 pub use layout::Layout;
 pub use lora::{LoRABackwardOps, Lora};

@@ -109,10 +109,11 @@ impl AdapterSet {
         config.validate()?;
         let kind = config.kind()?;
         let mut planned = Vec::new();
+        let selected = config.select(layers.iter().map(|(name, layer)| (name.as_str(), layer.is_conv())))?;
         for (name, layer) in layers {
-            if config.targets(name, *layer)? {
+            if selected.contains_key(name) {
                 let mut settings = config.settings(name)?;
-                let values = (kind.init)(&layer.base(), &settings).map_err(|e| at_layer(name, e))?;
+                let values = kind.init(&layer.base(), &settings).map_err(|e| at_layer(name, e))?;
                 if !values.iter().any(|(name, _)| kind.ranked.contains(name)) {
                     // Nothing has a rank to divide by; LyCORIS and readers of its files take 1.
                     settings.scale = 1.0;

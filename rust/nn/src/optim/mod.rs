@@ -63,3 +63,45 @@ pub use scaler::{GradScaler, GradScalerConfig};
 pub use schedule::{Decay, Schedule};
 pub use sgd::{SGD, SGDConfig, SGDRule};
 pub use stepper::{Guard, Optimizer, ParamGroup, StateDict, Stepper};
+
+use rule::StateSpec;
+use smallvec::SmallVec;
+
+/// An optimizer in the registry.
+#[derive(Debug)]
+pub struct OptimizerKind {
+    /// The name of its class.
+    pub name: &'static str,
+    /// The states that it keeps for an f32 parameter of a shape, with its default hyper-parameters.
+    pub states: fn(dims: &[usize]) -> SmallVec<[StateSpec; 4]>,
+}
+
+/// Every optimizer, those first that take less memory than others of their kind.
+pub static KINDS: &[OptimizerKind] = &[
+    OptimizerKind { name: "AdamW8bit", states: |dims| AdamW8bitRule::states(&Adam8bitConfig::adamw(1.0), dims) },
+    OptimizerKind { name: "AdamW", states: |dims| AdamWRule::states(&AdamConfig::adamw(1.0), dims) },
+    OptimizerKind { name: "Adam8bit", states: |dims| Adam8bitRule::states(&Adam8bitConfig::adam(1.0), dims) },
+    OptimizerKind { name: "Adam", states: |dims| AdamRule::states(&AdamConfig::adam(1.0), dims) },
+    OptimizerKind { name: "Lion8bit", states: |dims| Lion8bitRule::states(&Lion8bitConfig::default(), dims) },
+    OptimizerKind { name: "Lion", states: |dims| LionRule::states(&LionConfig::default(), dims) },
+    OptimizerKind { name: "Adafactor", states: |dims| AdafactorRule::states(&AdafactorConfig::default(), dims) },
+    OptimizerKind { name: "Prodigy", states: |_| prodigy::states(&ProdigyConfig::default()) },
+    OptimizerKind { name: "SGD", states: |dims| SGDRule::states(&SGDConfig::default(), dims) },
+];
+
+impl OptimizerKind {
+    /// The name in options: that of the class in small letters.
+    pub fn option(&self) -> String {
+        self.name.to_lowercase()
+    }
+
+    /// The optimizer that an option names.
+    pub fn find(option: &str) -> Option<&'static Self> {
+        KINDS.iter().find(|kind| kind.option() == option)
+    }
+
+    /// Bytes of the states of an f32 parameter of shape `dims`.
+    pub fn state_bytes(&self, dims: &[usize]) -> usize {
+        (self.states)(dims).iter().map(|state| state.kind.bytes(dims)).sum()
+    }
+}

@@ -286,6 +286,16 @@ struct Observe;
 /// The second half: the variables.
 struct Apply;
 
+/// The states that are kept for a parameter.
+pub(super) fn states(config: &ProdigyConfig) -> SmallVec<[StateSpec; 4]> {
+    let every = StateKind::Every(config.slice_p);
+    let mut states = smallvec![every.named("s"), every.named("p0"), StateKind::Float.named("exp_avg_sq")];
+    if config.betas.0 > 0.0 {
+        states.push(StateKind::Float.named("exp_avg"));
+    }
+    states
+}
+
 impl Rule for Observe {
     const NAME: &'static str = NAME;
     type Config = Pass;
@@ -298,12 +308,7 @@ impl Rule for Observe {
     }
 
     fn states(pass: &Pass, _dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
-        let every = StateKind::Every(pass.config.slice_p);
-        let mut states = smallvec![every.named("s"), every.named("p0"), StateKind::Float.named("exp_avg_sq")];
-        if pass.config.betas.0 > 0.0 {
-            states.push(StateKind::Float.named("exp_avg"));
-        }
-        states
+        states(&pass.config)
     }
 
     fn lr(pass: &mut Pass) -> &mut f64 {

@@ -126,6 +126,12 @@ impl StateKind {
         shape
     }
 
+    /// Bytes of the state of an f32 parameter of shape `dims`.
+    pub(crate) fn bytes(self, dims: &[usize]) -> usize {
+        let element = if self == Self::Codes { size_of::<u8>() } else { size_of::<f32>() };
+        element * self.dims(dims).iter().product::<usize>()
+    }
+
     /// A state of this kind under `name`.
     pub(crate) const fn named(self, name: &'static str) -> StateSpec {
         StateSpec { name, kind: self }

@@ -3,15 +3,13 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use trainable_candle_models as models;
 use trainable_candle_models::digits::DigitsConfig;
+use trainable_candle_models::{self as models, Loaded};
 
-use super::request::{Call, Request};
 use super::{Model, class};
-use crate::arguments::{FilePath, Integer};
+use crate::arguments::Integer;
 use crate::call::{detached, quick};
 use crate::device;
-use crate::dtype::DTypeArg;
 use crate::error::Result;
 use crate::given::Given;
 use crate::tensor::Tensor;
@@ -65,33 +63,8 @@ impl DigitsTransformer {
             ..DigitsConfig::default()
         };
         let device = device::parse(device)?;
-        Ok(Self::initializer(quick(|| models::DigitsTransformer::fresh(config, &device))?))
-    }
-
-    /// The frozen model at `path`: a folder with `config.json` and safetensors weights, or a weight file beside its
-    /// `config.json`.
-    ///
-    /// Args:
-    ///     path: the folder or the file.
-    ///     dtype: convert the weights; as they are stored without it.
-    ///     device: where to load it.
-    ///
-    /// Raises:
-    ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
-    ///     ConfigError: if the configuration is another model's or does not fit the weights.
-    #[staticmethod]
-    #[pyo3(signature = (path, dtype=None, device="cpu"))]
-    fn from_pretrained(py: Python<'_>, path: FilePath, dtype: Option<DTypeArg>, device: &str) -> Result<Py<Self>> {
-        let request = Request::new(
-            py,
-            Call::from_pretrained(&models::DigitsTransformer::COMPONENT),
-            path,
-            dtype,
-            device,
-            None,
-            None,
-        )?;
-        Ok(Self::object(py, request.load(py, &models::DigitsTransformer::COMPONENT, models::DigitsTransformer::load)?)?)
+        let model = Arc::new(quick(|| models::DigitsTransformer::fresh(config, &device))?);
+        Ok(PyClassInitializer::from(Model::new(Loaded::new(model.clone()))).add_subclass(Self(model)))
     }
 
     /// The velocity `noise - picture` of flow matching.

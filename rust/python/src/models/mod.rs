@@ -7,43 +7,71 @@ mod sdxl;
 mod vae;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyType};
 use tc::checkpoint::Policy;
 use trainable_candle_core as tc;
 use trainable_candle_io as io;
-use trainable_candle_models::{self as models, registry};
+use trainable_candle_models::registry::ModelKind;
+use trainable_candle_models::{self as models, Loaded};
 use trainable_candle_nn::adapter::AdapterSet as Set;
 
 use crate::adapter_set::{AdapterSet, Attached, LoraConfig};
 use crate::arguments::FilePath;
 use crate::call::detached;
+use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
 use crate::given::Given;
 use crate::tensor::Tensor;
-use crate::types::{NamedTensors, NamedVars};
+use crate::types::{NamedTensors, NamedVars, Own};
 use crate::var::Var;
 
 pub use clip::{CLIPTextModel, TextFeatures};
 pub use digits::DigitsTransformer;
-use request::{Call, Request};
+pub use request::set_resolver;
+use request::{Options, Request};
 pub use sdxl::SDXLUNet;
 pub use vae::AutoencoderKL;
 
-/// A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called.
+/// A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called; `from_pretrained` makes one.
 #[pyclass(frozen, subclass, module = "trainable_candle.models")]
 pub struct Model {
-    model: Arc<dyn models::Model>,
+    model: Loaded,
     adapter: Attached,
 }
 
 impl Model {
     /// The part of a model's object that all have in common.
-    pub fn new(model: Arc<dyn models::Model>) -> Self {
+    pub fn new(model: Loaded) -> Self {
         Self { model, adapter: Attached::default() }
+    }
+
+    /// The object of a model, of the class of its kind.
+    fn object(py: Python<'_>, model: Loaded) -> Result<Py<Self>> {
+        let kind = model.kind().name;
+        let Some(class) = CLASSES.iter().find(|class| class.kind.name == kind) else {
+            return Err(tc::Error::Config(format!("load: \"{kind}\" has no Python class")).into());
+        };
+        Ok((class.wrap)(py, model)?)
+    }
+}
+
+/// The Python class of a kind of model.
+pub struct Class {
+    kind: &'static ModelKind,
+    is: fn(&Bound<'_, PyType>) -> bool,
+    wrap: fn(Python<'_>, Loaded) -> PyResult<Py<Model>>,
+}
+
+/// Every class of models.
+static CLASSES: [Class; 4] = [SDXLUNet::CLASS, AutoencoderKL::CLASS, CLIPTextModel::CLASS, DigitsTransformer::CLASS];
+
+impl Class {
+    /// The kind of model that a class stands for; none for the base class.
+    fn kind(class: &Bound<'_, PyType>) -> Option<&'static ModelKind> {
+        CLASSES.iter().find(|known| (known.is)(class)).map(|known| known.kind)
     }
 }
 
@@ -51,15 +79,19 @@ impl Model {
 macro_rules! class {
     ($class:ident) => {
         impl $class {
-            fn initializer(model: trainable_candle_models::$class) -> pyo3::PyClassInitializer<Self> {
-                let model = std::sync::Arc::new(model);
-                pyo3::PyClassInitializer::from(super::Model::new(model.clone())).add_subclass(Self(model))
-            }
-
-            /// The object of a loaded model.
-            pub fn object(py: Python<'_>, model: trainable_candle_models::$class) -> PyResult<Py<Self>> {
-                Py::new(py, Self::initializer(model))
-            }
+            /// This class among those of models.
+            pub const CLASS: super::Class = super::Class {
+                kind: <trainable_candle_models::$class as trainable_candle_models::Architecture>::KIND,
+                is: |class| class.is(class.py().get_type::<Self>()),
+                wrap: |py, model| {
+                    let any: std::sync::Arc<dyn std::any::Any + Send + Sync> = model.model().clone();
+                    let Ok(own) = any.downcast::<trainable_candle_models::$class>() else {
+                        unreachable!("a model is of its kind's type")
+                    };
+                    let object = pyo3::PyClassInitializer::from(super::Model::new(model)).add_subclass(Self(own));
+                    Ok(Py::new(py, object)?.into_bound(py).into_super().unbind())
+                },
+            };
         }
     };
 }
@@ -67,6 +99,70 @@ pub(crate) use class;
 
 #[pymethods]
 impl Model {
+    /// The frozen model at `path`: of this class, or of `Model`, whatever kind its files say it is.
+    ///
+    /// Args:
+    ///     path: a model's folder or a weight file beside its `config.json`; a pipeline's folder or an original checkpoint in one file, of
+    ///         which `Model` takes the model that is fine-tuned; or a name on the Hugging Face hub, "organisation/name".
+    ///     dtype: convert the weights; as they are stored without it.
+    ///     device: where to load it.
+    ///     subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint; the first
+    ///         that the class may have without it.
+    ///     config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+    ///     force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
+    ///         says: SDXL's autoencoder does, whose values leave the range of f16.
+    ///
+    /// Raises:
+    ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
+    ///     ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
+    #[classmethod]
+    #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None, force_upcast=None))]
+    #[allow(clippy::too_many_arguments)] // each is a name in Python
+    fn from_pretrained(
+        cls: &Bound<'_, PyType>,
+        py: Python<'_>,
+        path: FilePath,
+        dtype: Option<DTypeArg>,
+        device: &str,
+        subfolder: Option<String>,
+        config: Option<FilePath>,
+        force_upcast: Option<bool>,
+    ) -> Result<Own> {
+        let options = Options { subfolder, config, force_upcast };
+        let request = Request::new(py, "from_pretrained", Class::kind(cls), (path, options), dtype, device)?;
+        Ok(Own(Self::object(py, request.load(py)?)?))
+    }
+
+    /// A frozen model of random weights, for measuring how fast and large it is.
+    ///
+    /// Args:
+    ///     config: a `config.json`; the published model's without it.
+    ///     dtype: of the weights, f32 without it.
+    ///     device: where they are.
+    ///
+    /// Raises:
+    ///     ArgumentError: of `Model`, which is no model by itself.
+    ///     MissingFileError, ConfigError: if the configuration is missing or another model's.
+    ///     OutOfMemoryError: if the model does not fit.
+    #[classmethod]
+    #[pyo3(signature = (config=None, dtype=None, device="cpu"))]
+    fn from_config(
+        cls: &Bound<'_, PyType>,
+        py: Python<'_>,
+        config: Option<FilePath>,
+        dtype: Option<DTypeArg>,
+        device: &str,
+    ) -> Result<Own> {
+        const OP: &str = "from_config";
+        let Some(kind) = Class::kind(cls) else {
+            return Err(tc::Error::argument(OP, "Model is no model by itself; call it on the class of one").into());
+        };
+        let config = config.map(|config| config.get(OP)).transpose()?;
+        let (dtype, device) = (dtype.map_or(tc::DType::F32, |dtype| dtype.0), device::parse(device)?);
+        let model = detached(py, || (kind.random)(config.as_deref(), dtype, &device))?;
+        Ok(Own(Self::object(py, Loaded::new(model))?))
+    }
+
     /// The dtype of the weights, in which the model computes.
     #[getter]
     fn dtype(&self) -> DType {
@@ -165,69 +261,13 @@ impl Model {
     ///     FileError: if a file cannot be written.
     fn save_pretrained(&self, py: Python<'_>, folder: FilePath) -> Result<()> {
         let folder = folder.get("save_pretrained")?;
-        detached(py, || models::save_pretrained(self.model.as_ref(), &folder))
+        detached(py, || models::save_pretrained(&*self.model, &folder))
     }
 
     fn __repr__(&self) -> String {
         let elements: usize = self.model.named_tensors().iter().map(|(_, tensor)| tensor.elem_count()).sum();
         format!("{}({elements} parameters, {})", self.model.class_name(), self.model.dtype().as_str())
     }
-}
-
-/// Load the model at `path`, frozen, whatever kind its files say it is.
-///
-/// Args:
-///     path: a model's folder; a weight file beside its `config.json`; a pipeline's folder or an original checkpoint, of which the
-///         model that is fine-tuned is meant unless `subfolder` names another; or a name on the Hugging Face hub,
-///         "organisation/name".
-///     dtype: convert the weights; as they are stored without it.
-///     device: where to load it.
-///     subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint.
-///     config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
-///
-/// Raises:
-///     MissingFileError, WeightsFormatError: if files are missing or damaged.
-///     ConfigError: if the configuration is of no known model or does not fit the weights.
-#[pyfunction]
-#[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None))]
-pub fn load_model(
-    py: Python<'_>,
-    path: FilePath,
-    dtype: Option<DTypeArg>,
-    device: &str,
-    subfolder: Option<String>,
-    config: Option<FilePath>,
-) -> Result<Py<Model>> {
-    let request = Request::new(
-        py,
-        Call { op: "load", component: &registry::KINDS[0].component },
-        path,
-        dtype,
-        device,
-        subfolder,
-        config,
-    )?;
-    let (kind, files) = detached(py, || registry::find(&request.path, &request.choice))?;
-    let Request { dtype, device, .. } = &request;
-    Ok(match kind.name {
-        "SDXLUNet" => {
-            let model = detached(py, || models::SDXLUNet::load(&files, *dtype, device))?;
-            SDXLUNet::object(py, model)?.into_bound(py).into_super().unbind()
-        }
-        "AutoencoderKL" => {
-            let model = detached(py, || models::AutoencoderKL::load(&files, *dtype, device, None))?;
-            AutoencoderKL::object(py, model)?.into_bound(py).into_super().unbind()
-        }
-        "CLIPTextModel" => {
-            let model = detached(py, || models::CLIPTextModel::load(&files, *dtype, device))?;
-            CLIPTextModel::object(py, model)?.into_bound(py).into_super().unbind()
-        }
-        "DigitsTransformer" => {
-            let model = detached(py, || models::DigitsTransformer::load(&files, *dtype, device))?;
-            DigitsTransformer::object(py, model)?.into_bound(py).into_super().unbind()
-        }
-        other => return Err(tc::Error::Config(format!("load: \"{other}\" has no Python class")).into()),
-    })
 }
 
 /// Write models to one file under the names of the original checkpoints, as ComfyUI and others read them.
@@ -254,12 +294,11 @@ pub fn save_checkpoint(
     const OP: &str = "save_checkpoint";
     let path = path.get(OP)?;
     let base = base.map(|base| base.get(OP)).transpose()?;
-    let models: Vec<(String, Arc<dyn models::Model>)> =
-        models.into_iter().map(|(place, model)| (place, model.model.clone())).collect();
+    let models: Vec<(String, Loaded)> = models.into_iter().map(|(place, model)| (place, model.model.clone())).collect();
     let dtype = dtype.map(|dtype| dtype.0);
     detached(py, || {
         let models: Vec<(&str, &dyn models::Model)> =
-            models.iter().map(|(place, model)| (place.as_str(), model.as_ref())).collect();
+            models.iter().map(|(place, model)| (place.as_str(), &**model)).collect();
         models::save_checkpoint(&path, &models, base.as_deref(), dtype)
     })
 }

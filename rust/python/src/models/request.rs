@@ -1,13 +1,16 @@
 //! What `from_pretrained` and `load` are asked for.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use trainable_candle_core as tc;
-use trainable_candle_models::pretrained::Component;
-use trainable_candle_models::{Choice, Pretrained};
+use trainable_candle_models::pipelines::{self, PIPELINES};
+use trainable_candle_models::registry::ModelKind;
+use trainable_candle_models::{self as models, Choice, Loaded};
 
 use crate::arguments::FilePath;
+use crate::autograd::Function;
 use crate::call::detached;
 use crate::device;
 use crate::dtype::DTypeArg;
@@ -21,75 +24,68 @@ pub struct Request {
     pub device: tc::Device,
 }
 
-/// Who asks, and for what kind of model.
-#[derive(Clone, Copy)]
-pub struct Call {
-    pub op: &'static str,
-    pub component: &'static Component,
-}
-
-impl Call {
-    /// The `from_pretrained` of a kind of model.
-    pub const fn from_pretrained(component: &'static Component) -> Self {
-        Self { op: "from_pretrained", component }
-    }
+/// What a caller says of the files beside their path.
+#[derive(Default)]
+pub struct Options {
+    pub subfolder: Option<String>,
+    pub config: Option<FilePath>,
+    pub force_upcast: Option<bool>,
 }
 
 impl Request {
-    /// The arguments of a call; the name of a model on the Hugging Face hub becomes the folder of its files.
+    /// The arguments of the function `op`. A name that is no path is given to what [`set_resolver`] was called with.
     pub fn new(
         py: Python<'_>,
-        call: Call,
-        path: FilePath,
+        op: &'static str,
+        kind: Option<&'static ModelKind>,
+        (path, options): (FilePath, Options),
         dtype: Option<DTypeArg>,
         device: &str,
-        subfolder: Option<String>,
-        config: Option<FilePath>,
     ) -> Result<Self> {
-        let path = path.get(call.op)?;
-        let config = config.map(|config| config.get(call.op)).transpose()?;
+        let Options { mut subfolder, config, force_upcast } = options;
+        let config = config.map(|config| config.get(op)).transpose()?;
+        let mut path = path.get(op)?;
         let dtype = dtype.map(|dtype| dtype.0);
-        let (half, mut subfolder) = (dtype == Some(tc::DType::F16), subfolder);
-        let path = match path.to_str() {
-            Some(name) if is_hub_name(name) => {
-                let likeliest = call.component.parts.iter().map(|part| part.subfolder).take(1).chain([""]);
-                let places = match subfolder.take() {
-                    Some(subfolder) => vec![subfolder],
-                    None => likeliest.map(str::to_owned).collect(),
-                };
-                from_hub(py, name, places, half)?
+        let half = dtype == Some(tc::DType::F16);
+        if !path.exists()
+            && let (Some(name), Some(resolve)) = (path.to_str(), RESOLVER.get(py))
+        {
+            let places = subfolder.as_deref().map_or_else(|| likeliest(kind), |one| vec![one]);
+            if let Some(found) = resolve.call1(py, (name, places, half))?.extract::<Option<PathBuf>>(py)? {
+                (path, subfolder) = (found, None);
             }
-            _ => path,
-        };
-        Ok(Self { path, choice: Choice { subfolder, config, half }, dtype, device: device::parse(device)? })
+        }
+        let choice = Choice { kind, subfolder, config, half, force_upcast };
+        Ok(Self { path, choice, dtype, device: device::parse(device)? })
     }
 
-    /// Load a model of one kind.
-    pub fn load<M: Send>(
-        &self,
-        py: Python<'_>,
-        component: &Component,
-        load: impl FnOnce(&Pretrained, Option<tc::DType>, &tc::Device) -> tc::Result<M> + Send,
-    ) -> Result<M> {
-        detached(py, || load(&Pretrained::find(&self.path, component, &self.choice)?, self.dtype, &self.device))
+    /// Load the model.
+    pub fn load(self, py: Python<'_>) -> Result<Loaded> {
+        detached(py, || models::load(&self.path, &self.choice, self.dtype, &self.device))
     }
 }
 
-/// `organisation/name`, unless there is such a path.
-fn is_hub_name(text: &str) -> bool {
-    let word = |part: &str| {
-        !part.is_empty()
-            && !part.starts_with('.')
-            && part.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'))
+/// The folders that may have a model in a repository, the likeliest first: a pipeline's, then the repository itself.
+fn likeliest(kind: Option<&'static ModelKind>) -> Vec<&'static str> {
+    let mut places = match kind {
+        Some(kind) => pipelines::subfolders(kind).into_iter().take(1).collect(),
+        None => PIPELINES.iter().map(|pipeline| pipeline.parts[0].subfolder).collect::<Vec<_>>(),
     };
-    let named = text.split_once('/').is_some_and(|(organisation, name)| word(organisation) && word(name));
-    // A file, or a folder whose parent is there, was meant as a path.
-    let path = Path::new(text);
-    let is_path = path.exists() || path.parent().is_some_and(Path::is_dir);
-    named && !is_path && path.extension().is_none_or(|end| end != "safetensors")
+    places.retain(|place| !place.is_empty());
+    places.push("");
+    places
 }
 
-fn from_hub(py: Python<'_>, name: &str, subfolders: Vec<String>, half: bool) -> Result<PathBuf> {
-    let hub = py.import("trainable_candle.hub")?;
-    Ok(hub.call_method1("download", (name, subfolders, half))?.extract()?)
+/// What finds a model by a name that is no path.
+static RESOLVER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+
+/// Set what finds models by names that are no paths, once.
+///
+/// Args:
+///     resolve: called with the name, the folders that may have the model in a repository, the likeliest first, and whether
+///         half-precision files are preferred; returns a folder, or None if the name is none that it knows.
+#[pyfunction]
+pub fn set_resolver(py: Python<'_>, resolve: Function) {
+    // Later calls leave the first one.
+    drop(RESOLVER.set(py, resolve.0));
 }

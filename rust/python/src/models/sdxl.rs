@@ -3,16 +3,11 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use trainable_candle_core::DType;
 use trainable_candle_models as models;
 use trainable_candle_models::sdxl::UNetConditions;
 
-use super::request::{Call, Request};
 use super::{Model, class};
-use crate::arguments::FilePath;
 use crate::call::detached;
-use crate::device;
-use crate::dtype::DTypeArg;
 use crate::error::Result;
 use crate::given::Given;
 use crate::tensor::{Operand, Tensor};
@@ -25,65 +20,6 @@ class!(SDXLUNet);
 
 #[pymethods]
 impl SDXLUNet {
-    /// The frozen model at `path`.
-    ///
-    /// Args:
-    ///     path: a UNet, its folder or a weight file beside its `config.json`; a pipeline's folder; an original checkpoint in one
-    ///         file; or a name on the Hugging Face hub, "organisation/name".
-    ///     dtype: convert the weights; as they are stored without it.
-    ///     device: where to load it.
-    ///     subfolder: the model's folder in a pipeline, also for a checkpoint.
-    ///     config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
-    ///
-    /// Raises:
-    ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
-    ///     ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
-    #[staticmethod]
-    #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None))]
-    fn from_pretrained(
-        py: Python<'_>,
-        path: FilePath,
-        dtype: Option<DTypeArg>,
-        device: &str,
-        subfolder: Option<String>,
-        config: Option<FilePath>,
-    ) -> Result<Py<Self>> {
-        let request = Request::new(
-            py,
-            Call::from_pretrained(&models::SDXLUNet::COMPONENT),
-            path,
-            dtype,
-            device,
-            subfolder,
-            config,
-        )?;
-        Ok(Self::object(py, request.load(py, &models::SDXLUNet::COMPONENT, models::SDXLUNet::load)?)?)
-    }
-
-    /// A frozen model of random weights, for measuring how fast and large it is.
-    ///
-    /// Args:
-    ///     config: a `config.json`; SDXL's base model without it.
-    ///     dtype: of the weights, f32 without it.
-    ///     device: where they are.
-    ///
-    /// Raises:
-    ///     MissingFileError, ConfigError: if the configuration is missing or another model's.
-    ///     OutOfMemoryError: if the model does not fit.
-    #[staticmethod]
-    #[pyo3(signature = (config=None, dtype=None, device="cpu"))]
-    fn from_config(
-        py: Python<'_>,
-        config: Option<FilePath>,
-        dtype: Option<DTypeArg>,
-        device: &str,
-    ) -> Result<Py<Self>> {
-        let config = config.map(|config| config.get("from_config")).transpose()?;
-        let (dtype, device) = (dtype.map_or(DType::F32, |dtype| dtype.0), device::parse(device)?);
-        let model = detached(py, || models::SDXLUNet::from_config(config.as_deref(), dtype, &device))?;
-        Ok(Self::object(py, model)?)
-    }
-
     /// The prediction for noisy latents: the noise, or the velocity if the model was trained for it.
     ///
     /// Args:

@@ -1,4 +1,4 @@
-//! Cutting a product into blocks and computing one.
+//! Cuts a product into blocks and computes one.
 
 use std::any::TypeId;
 use std::cell::RefCell;
@@ -297,7 +297,7 @@ impl<T: Elem> Side<T> {
         is_accumulator::<T>() && extent * size_of::<T>() < MAX_IN_PLACE
     }
 
-    /// The first `len × k` elements, as far as they are contiguous.
+    /// The contiguous ones of the first `len × k` elements.
     fn ahead(self, len: usize, k: usize) -> Ahead {
         let (runs, run, stride) = match (self.outer, self.inner) {
             (_, 1) => (len, k, self.outer),

@@ -1,4 +1,4 @@
-//! CUDA graphs of functions: all the work that a function queues, launched at once.
+//! CUDA graphs of functions: all work that a function queues, launched at once.
 //!
 //! The first call of a captured function runs it as it is: memory, kernels and optimizer states come to be. The second records it and
 //! replays the record, and each later call copies new inputs in and replays. Every call counts: a training loop is where it would be
@@ -133,7 +133,7 @@ impl Captured {
         matches!(self.stage, Stage::Recorded(_))
     }
 
-    /// What a replay has computed: copies, which the next one leaves alone.
+    /// Copies of a replay's results, which the next replay does not change.
     fn finish(&mut self, graph: Graph, launched: Result<()>) -> Result<Vec<Tensor>> {
         let copies = || graph.outputs.iter().map(|output| Ok(Tensor::from_raw(&duplicate(OP, output)?))).collect();
         let outputs = launched.and_then(|()| copies());

@@ -1,4 +1,4 @@
-//! Recording the work of a function, and what other parts of the engine must know meanwhile.
+//! Recording the work of a function, and the state of a recording for other parts of the engine.
 
 use std::cell::RefCell;
 use std::ops::Range;

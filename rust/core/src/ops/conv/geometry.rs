@@ -9,9 +9,9 @@ pub struct Conv2dOptions {
     pub stride: [usize; 2],
     /// Zeros on each side of the image.
     pub padding: [usize; 2],
-    /// Distance of the pixels that neighbouring places of the kernel meet.
+    /// Distance of the pixels under neighbouring elements of the kernel.
     pub dilation: [usize; 2],
-    /// Parts of the channels that are convolved each by itself.
+    /// Number of groups of channels, each convolved by itself.
     pub groups: usize,
 }
 

@@ -13,7 +13,7 @@ pub use cases::ENTRIES;
 pub use cross_entropy::{IGNORE_INDEX, cross_entropy};
 pub use regression::{huber_loss, l1_loss, mse_loss, smooth_l1_loss};
 
-/// What becomes of the losses of the elements.
+/// The reduction of the losses of the elements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reduction {
     /// Their mean; NaN of no elements.
@@ -21,7 +21,7 @@ pub enum Reduction {
     Mean,
     /// Their sum; 0 of no elements.
     Sum,
-    /// Nothing: there is a result for each.
+    /// No reduction: a result for each element.
     None,
 }
 

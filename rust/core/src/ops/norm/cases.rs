@@ -1,4 +1,4 @@
-//! What the registry's walk tries norms on.
+//! Test cases of norms.
 
 use super::{group, rms_norm_rope, row};
 use crate::ops::case::{Case, Entry};
@@ -23,7 +23,7 @@ fn plain_group_norm(x: &[Tensor], groups: usize, eps: f64) -> Result<Tensor> {
     plain_affine(&normal, x)
 }
 
-/// Scale and shift by the second and third input, as far as there are any.
+/// Scale and shift from the second and third input, if present.
 fn plain_affine(normal: &Tensor, x: &[Tensor]) -> Result<Tensor> {
     let scaled = x.get(1).map_or_else(|| Ok(normal.clone()), |weight| normal.mul(weight))?;
     x.get(2).map_or_else(|| Ok(scaled.clone()), |bias| scaled.add(bias))

@@ -40,7 +40,7 @@ pub(super) struct Gradients {
 }
 
 impl<'a> Affine<'a> {
-    /// Both as they are.
+    /// Both, unchanged.
     pub(super) fn parameters(&self) -> [Option<&'a Raw>; 2] {
         [self.weight.map(|weight| &weight.raw), self.bias.map(|bias| &bias.raw)]
     }

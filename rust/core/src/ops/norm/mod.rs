@@ -88,7 +88,7 @@ impl<'a> Affine<'a> {
         numbers(self.bias.map(|bias| &bias.raw), len, R::ZERO)
     }
 
-    /// The operation's inputs: the normalised tensor, then the scale, then the shift, as far as there are any.
+    /// The operation's inputs: the normalised tensor, then those of scale and shift that are present.
     fn inputs(&self, x: &'a Tensor) -> SmallVec<[&'a Tensor; 3]> {
         std::iter::once(x).chain(self.weight).chain(self.bias).collect()
     }

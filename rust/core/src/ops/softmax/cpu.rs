@@ -7,7 +7,7 @@ use crate::cpu::{Elem, Real, dispatch, elements, read_all};
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
-/// What the two operations do with a row.
+/// The two operations on a row.
 pub(super) trait RowFunction: Copy + Send + Sync + 'static {
     /// The result for `x`; `scratch` is as long as the row.
     fn forward<T: Elem>(&self, x: &[T], scratch: &mut [T::Acc], out: &mut [MaybeUninit<T>]);

@@ -60,7 +60,7 @@ fn along<F: RowFunction>(info: &'static OpInfo, x: &Tensor, dim: usize, function
 }
 
 impl Tensor {
-    /// e^x / Σ e^x along dimension `dim`, whatever the size of x (the largest is taken off first). A row of negative infinities
+    /// e^x / Σ e^x along dimension `dim`, without overflow (the largest element is subtracted first). A row of negative infinities
     /// gives NaN, as in torch.
     ///
     /// # Errors

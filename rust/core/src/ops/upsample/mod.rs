@@ -21,7 +21,7 @@ static UPSAMPLE_NEAREST2D: OpInfo = OpInfo::cheap("upsample_nearest2d");
 /// `interpolate(mode="nearest")` does. Saves nothing.
 ///
 /// # Errors
-/// [`Error::Shape`] if `x` has not four dimensions, or no pixels while the result has some, [`Error::DType`] if it is not floating
+/// [`Error::Shape`] if `x` does not have four dimensions, or has no pixels while the result has some, [`Error::DType`] if it is not floating
 /// point, [`Error::OutOfMemory`] if the result is too large.
 pub fn upsample_nearest2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     let op = UPSAMPLE_NEAREST2D.name;

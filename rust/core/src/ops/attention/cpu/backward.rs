@@ -15,7 +15,7 @@ use crate::{Result, dispatch_float};
 /// Tasks that the backward pass is split into, if it has as many blocks of queries.
 const BACKWARD_TASKS: usize = 16;
 
-/// What the backward pass reads.
+/// The saved values of the backward pass.
 pub(in crate::ops::attention) struct SavedValues {
     pub inputs: [Raw; 3],
     pub mask: Option<Raw>,

@@ -21,7 +21,7 @@ use crate::cuda::{Gpu, contiguous, fill};
 use crate::raw::storage_identity;
 use crate::{Error, Raw, Result};
 
-/// What is computed: the shape of the scores (..., queries, keys), their scale, and whether a query sees the keys up to it alone.
+/// An attention: the shape of the scores (..., queries, keys), their scale, and whether it is causal.
 #[derive(Clone, Copy)]
 pub struct Attention<'a> {
     pub op: &'static str,

@@ -1,4 +1,4 @@
-//! Convolution on compute capability 9.0, whose copy engine finds the windows: what `conv_hopper.cu` asks for.
+//! Convolution on compute capability 9.0, whose copy engine loads the windows: the host side of `conv_hopper.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::conv_hopper::{
@@ -155,7 +155,7 @@ impl Sizes {
     }
 }
 
-/// What all three kernels ask of their operands.
+/// The requirements of all three kernels on their operands.
 fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: &[Address]) -> bool {
     gpu.is_hopper() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
 }

@@ -17,7 +17,7 @@ use crate::{Error, Result, Tensor};
 pub(super) static CROSS_ENTROPY: OpInfo = OpInfo::cheap("cross_entropy");
 const OP: &str = "cross_entropy";
 
-/// The target that torch leaves out unless told otherwise.
+/// The target that torch ignores by default.
 pub const IGNORE_INDEX: i64 = -100;
 
 /// The cross-entropy of `logits (..., classes)` and the class ids `targets (...)`, i64 or u32, as torch's with the classes

@@ -30,7 +30,7 @@ pub(super) static RMS_NORM: OpInfo = OpInfo::cheap("rms_norm");
 /// `weight` and `bias` have the shape of those dimensions and the dtype of `x`, or f32. Statistics are in f32 (f64 for f64).
 ///
 /// # Errors
-/// [`Error::Argument`] if `normalized_dims` is 0 or above the rank or `eps` is no number of at least 0, [`Error::Shape`],
+/// [`Error::Argument`] if `normalized_dims` is 0 or above the rank or `eps` is negative or not finite, [`Error::Shape`],
 /// [`Error::DType`], [`Error::Device`] if the operands do not fit.
 pub fn layer_norm(
     x: &Tensor,
@@ -47,7 +47,7 @@ pub fn layer_norm(
 /// `weight` has the size of that dimension and the dtype of `x`, or f32. Statistics are in f32 (f64 for f64).
 ///
 /// # Errors
-/// [`Error::Argument`] if `x` has no dimension or `eps` is no number of at least 0, [`Error::Shape`], [`Error::DType`],
+/// [`Error::Argument`] if `x` has no dimension or `eps` is negative or not finite, [`Error::Shape`], [`Error::DType`],
 /// [`Error::Device`] if the operands do not fit.
 pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor> {
     RowNorm::new(RMS_NORM.name, Kind::Rms, x, 1, [weight, None], eps)?.record(&RMS_NORM, x, None)

@@ -11,7 +11,7 @@ pub(in crate::ops::norm) static MODULATED_LAYER_NORM: OpInfo = OpInfo::cheap("mo
 /// `scale` and `shift (batch, features)` in the dtype of `x`, or f32. Statistics are in f32 (f64 for f64).
 ///
 /// # Errors
-/// [`Error::Argument`] if `eps` is no number of at least 0, [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do
+/// [`Error::Argument`] if `eps` is negative or not finite, [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do
 /// not fit.
 pub fn modulated_layer_norm(x: &Tensor, scale: &Tensor, shift: &Tensor, eps: f64) -> Result<Tensor> {
     let op = MODULATED_LAYER_NORM.name;

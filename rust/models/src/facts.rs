@@ -1,0 +1,243 @@
+//! What a checkpoint is, told from its headers and configurations alone; what a plan to fine-tune it takes.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use trainable_candle_core::checkpoint::Policy;
+use trainable_candle_core::ops::conv::Conv2dOptions;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_io::adapter_file::adapter_keys;
+use trainable_candle_io::{TensorFile, WeightFiles};
+use trainable_candle_nn::adapter::{AdapterSettings, LoraConfig};
+use trainable_candle_nn::optim::OptimizerKind;
+use trainable_candle_nn::{Base, Operation};
+
+use crate::pipelines::{self, PIPELINES, Pipeline, Place, Role};
+use crate::pretrained::{CONFIG, Choice, Pretrained, read_json};
+use crate::registry::{self, Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
+
+/// What a checkpoint is.
+pub struct Facts {
+    /// The pipeline that all parts are of; none for a model alone that is part of several or of none.
+    pub pipeline: Option<&'static Pipeline>,
+    /// Its models by the names of their folders; a model that stands alone has an empty name.
+    pub parts: BTreeMap<String, PartFacts>,
+    /// `epsilon` or `v_prediction`: as a scheduler's configuration says, or in one file the tensor `v_pred`, as `ComfyUI` reads it.
+    pub prediction_type: Option<String>,
+    /// Whether the last timestep is noise alone: as a scheduler's configuration says, or in one file the tensor `ztsnr`.
+    pub zero_snr: bool,
+}
+
+/// One model of a checkpoint.
+pub struct PartFacts {
+    /// Its kind.
+    pub kind: &'static ModelKind,
+    /// Its place in the pipeline, if it has one.
+    pub place: Option<Place>,
+    /// The dtype of most of its tensors.
+    pub dtype: Option<DType>,
+    /// The model without its weights.
+    model: Arc<dyn Model>,
+}
+
+impl Facts {
+    /// Height and width in pixels of the pictures that the denoiser was made for.
+    pub fn resolution(&self) -> Option<usize> {
+        let denoiser =
+            self.parts.values().find(|part| part.place.is_some_and(|place| place.part.role == Role::Denoiser))?;
+        let side = denoiser.config().get("sample_size").and_then(Value::as_u64)? as usize;
+        Some(side * self.factor().or(denoiser.place.map(|place| place.pipeline.pixels))?)
+    }
+
+    /// Pixels along one side of a picture for each of the latents, if there is an autoencoder.
+    pub fn factor(&self) -> Option<usize> {
+        let levels = |part: &PartFacts| part.config().get("block_out_channels")?.as_array().map(Vec::len);
+        let coder =
+            self.parts.values().find(|part| part.place.is_some_and(|place| place.part.role == Role::Autoencoder));
+        coder.and_then(levels).map(|levels| 1 << levels.saturating_sub(1))
+    }
+}
+
+impl PartFacts {
+    /// The facts of `files`, of which no weight is read.
+    fn of(kind: &'static ModelKind, files: &Pretrained) -> Result<Self> {
+        let model = (kind.shapes)(&(kind.config)(files)?)?;
+        let weights = WeightFiles::open(files.weights())?;
+        let prefix = files.original().map_or("", |original| original.prefix);
+        Ok(Self { kind, place: files.place(), dtype: weights.common_dtype(prefix), model })
+    }
+
+    /// Its `config.json`.
+    pub fn config(&self) -> Map<String, Value> {
+        self.model.configuration()
+    }
+
+    /// Its parameters with their shapes in files.
+    pub fn tensors(&self) -> BTreeMap<String, Vec<usize>> {
+        self.model.named_tensors().into_iter().map(|(name, tensor)| (name, tensor.dims().to_vec())).collect()
+    }
+
+    /// The layers that adapters can sit on, with the shapes of their weights in files: (out, in), or (out, in, height, width).
+    pub fn layers(&self) -> BTreeMap<String, Vec<usize>> {
+        pipelines::layer_shapes(self.model.as_ref())
+    }
+
+    /// About how many values the tape holds at its fullest, for one sample of `size`.
+    ///
+    /// # Errors
+    /// As [`Saved::values`].
+    pub fn saved_values(&self, config: &LoraConfig, policy: Policy, size: SampleSize) -> Result<usize> {
+        Saved::values(self.model.as_ref(), config, policy, size)
+    }
+}
+
+/// What is at `path`: a pipeline's folder, an original checkpoint in one file, or a model alone. Headers and configurations are read, no
+/// weights. With `pipeline`, all of its parts must be there.
+///
+/// # Errors
+/// [`Error::Io`] if there is nothing, [`Error::WeightsFormat`] if a file is damaged, or a part is missing, [`Error::Config`] if a
+/// configuration is wrong.
+pub fn inspect(path: &Path, pipeline: Option<&'static Pipeline>) -> Result<Facts> {
+    let is_folder = std::fs::metadata(path).map_err(|e| Error::io(path, e))?.is_dir();
+    let parts = match pipeline {
+        Some(pipeline) => parts_of(path, is_folder, pipeline)?,
+        None => match PIPELINES.iter().find_map(|pipeline| parts_of(path, is_folder, pipeline).ok()) {
+            Some(parts) => parts,
+            None => {
+                let (kind, files) = registry::find(path, &Choice::default())?;
+                let facts = PartFacts::of(kind, &files)?;
+                let name = facts.place.map_or("", |place| place.part.subfolder);
+                BTreeMap::from([(name.to_owned(), facts)])
+            }
+        },
+    };
+    let mut pipelines = parts.values().filter_map(|part| part.place).map(|place| place.pipeline);
+    let pipeline = pipeline.or_else(|| pipelines.next());
+    let (prediction_type, zero_snr) = if is_folder { scheduled(path)? } else { marked(path)? };
+    Ok(Facts { pipeline, parts, prediction_type, zero_snr })
+}
+
+/// The parts of a pipeline at `path`, which must all be there.
+fn parts_of(path: &Path, is_folder: bool, pipeline: &'static Pipeline) -> Result<BTreeMap<String, PartFacts>> {
+    let (mut found, mut missing) = (BTreeMap::new(), Vec::new());
+    for place in pipeline.places() {
+        let name = place.part.subfolder;
+        let is_there = !is_folder || path.join(name).join(CONFIG).is_file();
+        match Pretrained::find(path, place.part.model, &Choice::of(name)) {
+            Ok(files) if is_there && (is_folder || files.original().is_some() != place.part.sections.is_empty()) => {
+                let facts = PartFacts::of(place.part.model, &files).map_err(|error| match error {
+                    Error::Config(text) if !is_folder => {
+                        Error::weights(path, format!("{text}; or give the folder of its pipeline"))
+                    }
+                    other => other,
+                })?;
+                found.insert(name.to_owned(), PartFacts { place: Some(place), ..facts });
+            }
+            // A folder that is there, but damaged, is no other model's.
+            Err(error) if is_folder && is_there => return Err(error),
+            Ok(_) | Err(_) => missing.push(name),
+        }
+    }
+    if missing.is_empty() {
+        return Ok(found);
+    }
+    Err(if is_folder {
+        incomplete_folder(path, pipeline, &missing)
+    } else {
+        incomplete_file(path, pipeline, &missing)?
+    })
+}
+
+/// What is said of a folder without some parts of a pipeline.
+fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Error {
+    let class = read_json::<Map<String, Value>>(&path.join(CONFIG)).ok();
+    let class = class.as_ref().and_then(|map| map.get("_class_name")?.as_str());
+    let alone = class.map_or_else(String::new, |class| format!(" (it holds a {class} alone)"));
+    let expected = "expected the folder of a diffusers pipeline, or a single .safetensors file";
+    let text = format!("it is no {} model{alone}: it has no folder {}; {expected}", pipeline.title, missing.join(", "));
+    Error::weights(path, text)
+}
+
+/// What is said of a file without some parts of a pipeline.
+fn incomplete_file(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Result<Error> {
+    let names = TensorFile::open(path)?.names();
+    let like = pipelines::recognised(&names).map_or_else(String::new, |what| format!("; it looks like {what}"));
+    let text = format!("it is no {} checkpoint: it has no {}{like}", pipeline.title, missing.join(" and no "));
+    Ok(Error::weights(path, text))
+}
+
+/// What the configuration of a pipeline's scheduler says.
+fn scheduled(path: &Path) -> Result<(Option<String>, bool)> {
+    let config = path.join("scheduler").join("scheduler_config.json");
+    if !config.is_file() {
+        return Ok((None, false));
+    }
+    let map: Map<String, Value> = read_json(&config)?;
+    let prediction = map.get("prediction_type").and_then(Value::as_str).map(str::to_owned);
+    Ok((prediction, map.get("rescale_betas_zero_snr").and_then(Value::as_bool).unwrap_or(false)))
+}
+
+/// What tensors without values say in a file.
+fn marked(path: &Path) -> Result<(Option<String>, bool)> {
+    let names = TensorFile::open(path)?.names();
+    let there = |mark: &str| names.iter().any(|name| name == mark);
+    Ok((Some(if there("v_pred") { "v_prediction" } else { "epsilon" }.to_owned()), there("ztsnr")))
+}
+
+/// The parts of a pipeline that an adapter file is for, whatever the style of its names; a name that says nothing is the denoiser's.
+///
+/// # Errors
+/// As [`adapter_keys`].
+pub fn adapted_parts(path: &Path, pipeline: &'static Pipeline) -> Result<Vec<&'static str>> {
+    let keys = adapter_keys(path)?;
+    let (denoisers, others): (Vec<Place>, Vec<Place>) =
+        pipeline.places().partition(|place| place.part.role == Role::Denoiser);
+    let is_other = |key: &String| others.iter().any(|place| place.begins(key));
+    let denoisers = denoisers.into_iter().filter(|_| !keys.iter().all(is_other));
+    let others = others.iter().copied().filter(|place| keys.iter().any(|key| place.begins(key)));
+    Ok(denoisers.chain(others).map(|place| place.part.subfolder).collect())
+}
+
+/// What adapters on some layers take.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// Numbers that the parameters consist of; masters, gradients and averages have 4 bytes for each.
+    pub parameters: usize,
+    /// Bytes of the optimizer's states.
+    pub state_bytes: usize,
+}
+
+/// What `config` takes on `layers`, given by the shapes of their weights in files, with an optimizer.
+///
+/// # Errors
+/// [`Error::Config`] if a value is out of range, or no optimizer or adapter has the name.
+pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimizer: &str) -> Result<Plan> {
+    let Some(optimizer) = OptimizerKind::find(optimizer) else {
+        return Err(Error::Config(format!("there is no optimizer \"{optimizer}\"")));
+    };
+    let kind = config.kind()?;
+    let mut plan = Plan::default();
+    let selected = config.select(layers.iter().map(|(name, dims)| (name.as_str(), dims.len() == 4)))?;
+    for name in selected.keys() {
+        let settings: AdapterSettings = config.settings(name)?;
+        for (_, start) in with_base(&layers[name], |base| (kind.start)(base, &settings))? {
+            plan.parameters += start.dims.iter().product::<usize>();
+            plan.state_bytes += optimizer.state_bytes(&start.dims);
+        }
+    }
+    Ok(plan)
+}
+
+/// Run `run` on a layer without memory, whose weight has the shape `dims` in files.
+fn with_base<T>(dims: &[usize], run: impl FnOnce(&Base<'_>) -> T) -> Result<T> {
+    let (dims, operation) = match *dims {
+        [out, input] => (vec![out, input], Operation::Linear),
+        [out, input, height, width] => (vec![out, height, width, input], Operation::Conv2d(Conv2dOptions::default())),
+        _ => return Err(Error::shape("LoraConfig", format!("{dims:?} is the shape of no layer's weight"))),
+    };
+    let weight = Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(dims)?;
+    Ok(run(&Base { weight: &weight, bias: None, operation }))
+}

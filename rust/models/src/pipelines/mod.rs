@@ -1,0 +1,231 @@
+//! Pipelines: which models belong together, where files have them, and what other tools call them.
+//!
+//! [`PIPELINES`] is the only place that knows families. Loading, saving, the recognition of files and the names in adapter files
+//! follow from it; the folder of a model ([`crate::clip`], [`crate::vae`], ...) knows its architecture alone.
+
+mod recognise;
+mod table;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use trainable_candle_core::{Error, Result};
+use trainable_candle_io::PartNames;
+use trainable_candle_io::adapter_file::{BaseModel, Outline};
+use trainable_candle_nn::Module;
+
+use crate::pretrained::Naming;
+use crate::registry::{Model, ModelKind};
+use crate::{Choice, Pretrained};
+
+pub(crate) use recognise::{not_found, of_file, recognised};
+pub use table::PIPELINES;
+
+/// Models that work together, under one name.
+#[derive(Debug)]
+pub struct Pipeline {
+    /// What the command line calls it.
+    pub name: &'static str,
+    /// What messages call it.
+    pub title: &'static str,
+    /// Its classes in diffusers' `model_index.json`.
+    pub class_names: &'static [&'static str],
+    /// What other tools call its base model, if they know it.
+    pub base: Option<BaseModel>,
+    /// Pixels along one side of a picture for each unit of the denoiser's `sample_size`.
+    pub pixels: usize,
+    /// Its models, the one that is fine-tuned first.
+    pub parts: &'static [Part],
+}
+
+/// What a part does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// It predicts noise or velocity, and is fine-tuned.
+    Denoiser,
+    /// From pictures to latents and back.
+    Autoencoder,
+    /// From token ids to features.
+    TextEncoder,
+}
+
+/// One model of a pipeline.
+#[derive(Debug)]
+pub struct Part {
+    /// What it does.
+    pub role: Role,
+    /// Its architecture.
+    pub model: &'static ModelKind,
+    /// Its folder in a pipeline's, and diffusers' name of it in adapter files; empty for a model that stands alone.
+    pub subfolder: &'static str,
+    /// Where files of one piece have it; the first is written.
+    pub sections: &'static [Section],
+    /// Whether a `config.json` may be this part's, where several parts have one architecture.
+    pub fits: fn(&Map<String, Value>) -> bool,
+    /// The `config.json` of the published model.
+    pub published: fn() -> Map<String, Value>,
+    /// What other tools call it in adapter files; none if no adapter reaches it.
+    pub adapter: Option<AdapterNames>,
+}
+
+/// Where a file of one piece has a part.
+#[derive(Debug)]
+pub struct Section {
+    /// What its keys begin with; files are written with the first.
+    pub prefixes: &'static [&'static str],
+    /// Whose names follow.
+    pub naming: Naming,
+    /// A key, without the prefix, that is in every such file, and under an empty prefix in no other.
+    pub probe: &'static str,
+}
+
+/// What other tools call a part in adapter files.
+#[derive(Clone, Copy, Debug)]
+pub struct AdapterNames {
+    /// kohya's name: `lora_unet`, `lora_te1`.
+    pub kohya: &'static str,
+    /// `ComfyUI`'s name: `diffusion_model`, `text_encoders.clip_l.transformer`. None if it knows no such model.
+    pub comfyui: Option<&'static str>,
+}
+
+/// A part and the pipeline that it belongs to.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    /// The pipeline.
+    pub pipeline: &'static Pipeline,
+    /// The part.
+    pub part: &'static Part,
+}
+
+impl Pipeline {
+    /// The pipeline of this name.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming those that there are.
+    pub fn find(name: &str) -> Result<&'static Self> {
+        PIPELINES.iter().find(|pipeline| pipeline.name == name).copied().ok_or_else(|| {
+            let known: Vec<&str> = PIPELINES.iter().map(|pipeline| pipeline.name).collect();
+            Error::Config(format!("there is no model \"{name}\"; expected \"{}\"", known.join("\", \"")))
+        })
+    }
+
+    /// The places of its parts.
+    pub fn places(&'static self) -> impl Iterator<Item = Place> {
+        self.parts.iter().map(move |part| Place { pipeline: self, part })
+    }
+
+    /// The layers that adapters may be for: with the sizes of the files at `weights`, or of the published model. A text encoder
+    /// that is not at `weights` has the published sizes.
+    ///
+    /// # Errors
+    /// As [`Pretrained::find`] and the configuration of the denoiser.
+    pub fn outlines(&'static self, weights: Option<&Path>) -> Result<Vec<Outline>> {
+        let outline = |place: Place| {
+            let part = place.part;
+            let there = weights.map(|path| Pretrained::find(path, part.model, &Choice::of(part.subfolder)));
+            let config = match there.map(|files| (part.model.config)(&files?)) {
+                Some(Err(error)) if part.role == Role::Denoiser => return Err(error),
+                Some(Ok(config)) => config,
+                Some(Err(_)) | None => (part.published)(),
+            };
+            let model = (part.model.shapes)(&config)?;
+            Ok(Outline { names: place.names(model.as_ref()), layers: layer_shapes(model.as_ref()) })
+        };
+        self.places().filter(|place| place.part.adapter.is_some()).map(outline).collect()
+    }
+}
+
+/// The layers of a model with the shapes of their weights in files: (out, in), or (out, in, height, width).
+pub(crate) fn layer_shapes(model: &dyn Module) -> BTreeMap<String, Vec<usize>> {
+    let shape = |dims: &[usize]| match *dims {
+        [out, height, width, input] => vec![out, input, height, width],
+        ref dims => dims.to_vec(),
+    };
+    model.named_layers().into_iter().map(|(name, layer)| (name, shape(layer.base().weight.dims()))).collect()
+}
+
+impl Part {
+    /// What its keys begin with in adapter files.
+    fn adapter_prefixes(&self) -> Vec<String> {
+        let Some(names) = self.adapter else { return Vec::new() };
+        // kohya's trainers number text encoders only where there are several.
+        let alone = names.kohya.strip_suffix('1').map(|alone| format!("{alone}_"));
+        let diffusers = Some(self.subfolder).filter(|name| !name.is_empty()).map(|name| format!("{name}."));
+        let comfyui = names.comfyui.map(|name| format!("{name}."));
+        [Some(format!("{}_", names.kohya)), alone, diffusers, comfyui].into_iter().flatten().collect()
+    }
+}
+
+impl Place {
+    /// Whether `key` of an adapter file is this part's by its beginning.
+    pub(crate) fn begins(self, key: &str) -> bool {
+        self.part.adapter_prefixes().iter().any(|prefix| key.starts_with(prefix))
+    }
+
+    /// The place of a model by its architecture and configuration, where no file tells.
+    pub fn by_configuration(model: &ModelKind, config: &Map<String, Value>) -> Option<Self> {
+        places(model).find(|place| (place.part.fits)(config))
+    }
+
+    /// What other tools call `model`, which stands in this place, and its layers.
+    pub fn names(self, model: &dyn Model) -> PartNames {
+        let Some(adapter) = self.part.adapter else { return PartNames::default() };
+        let config = model.configuration();
+        let side = config.get("sample_size").and_then(Value::as_u64).filter(|_| self.part.role == Role::Denoiser);
+        let base = self.pipeline.base.map(|base| BaseModel {
+            resolution: side.map_or(base.resolution, |side| self.pipeline.pixels * side as usize),
+            ..base
+        });
+        PartNames {
+            diffusers: self.part.subfolder,
+            kohya: adapter.kohya,
+            comfyui: adapter.comfyui,
+            is_denoiser: self.part.role == Role::Denoiser,
+            base,
+            original: model.original_names(),
+            prefixes: adapter_prefixes(),
+        }
+    }
+}
+
+/// The places of a kind of model, in the order of the table.
+pub fn places(model: &ModelKind) -> impl Iterator<Item = Place> {
+    PIPELINES.iter().flat_map(|pipeline| pipeline.places()).filter(move |place| place.part.model.name == model.name)
+}
+
+/// The folders that a kind of model has in pipelines.
+pub fn subfolders(model: &ModelKind) -> Vec<&'static str> {
+    unique(places(model).map(|place| place.part.subfolder).filter(|subfolder| !subfolder.is_empty()))
+}
+
+/// Every kind of model. Where several are at one place, the first is meant: the one that is fine-tuned.
+pub fn kinds() -> Vec<&'static ModelKind> {
+    let mut kinds: Vec<&ModelKind> = Vec::new();
+    for part in PIPELINES.iter().flat_map(|pipeline| pipeline.parts) {
+        if kinds.iter().all(|kind| kind.name != part.model.name) {
+            kinds.push(part.model);
+        }
+    }
+    kinds
+}
+
+/// Beginnings of keys in adapter files, which say what part the keys are of: in the styles of kohya, diffusers and `ComfyUI`.
+fn adapter_prefixes() -> Arc<[String]> {
+    let mut prefixes = BTreeSet::new();
+    for part in PIPELINES.iter().flat_map(|pipeline| pipeline.parts) {
+        prefixes.extend(part.adapter_prefixes());
+    }
+    prefixes.into_iter().collect()
+}
+
+fn unique<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let mut found = Vec::new();
+    for name in names {
+        if !found.contains(&name) {
+            found.push(name);
+        }
+    }
+    found
+}

@@ -1,0 +1,54 @@
+//! What a file of one piece is, by the names of its tensors.
+
+use super::table::UNSUPPORTED;
+use super::{PIPELINES, Place, Section, adapter_prefixes, kinds, places, unique};
+use crate::pretrained::CONFIG;
+use crate::registry::ModelKind;
+
+/// The first place of `model` that a file has, with its section and the prefix of its keys. `is_there` tells of a name whether it is
+/// in the file; with `subfolder`, that part alone is looked for.
+pub fn of_file(
+    model: &ModelKind,
+    subfolder: Option<&str>,
+    is_there: impl Fn(&str) -> bool,
+) -> Option<(Place, &'static Section, &'static str)> {
+    places(model)
+        .filter(|place| subfolder.is_none_or(|subfolder| subfolder == place.part.subfolder))
+        .flat_map(|place| place.part.sections.iter().map(move |section| (place, section)))
+        .flat_map(|(place, section)| section.prefixes.iter().map(move |&prefix| (place, section, prefix)))
+        .find(|(_, section, prefix)| is_there(&format!("{prefix}{}", section.probe)))
+}
+
+/// What is said of a file with these names, in which a model was looked for in vain.
+pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
+    let sections = PIPELINES.iter().flat_map(|pipeline| pipeline.parts).flat_map(|part| part.sections);
+    let mut prefixes = sections.flat_map(|section| section.prefixes).filter(|prefix| !prefix.is_empty());
+    let other = prefixes.any(|prefix| names.iter().any(|name| name.starts_with(prefix)));
+    let what = recognised(names).unwrap_or_else(|| {
+        let what = if other { "a checkpoint without this model" } else { "no original checkpoint with this model" };
+        what.to_owned()
+    });
+    let wanted = wanted.class_names.join(" or ");
+    format!("there is no {wanted} in this file and no {CONFIG} beside it: the file is {what}")
+}
+
+/// What a file with these names is, if it is no checkpoint of a pipeline.
+pub fn recognised(names: &[String]) -> Option<String> {
+    let there = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
+    let unsupported = UNSUPPORTED.iter().find(|(prefix, _)| there(prefix)).map(|(_, title)| foreign(title));
+    unsupported
+        .or_else(|| {
+            let is_adapter = adapter_prefixes().iter().any(|prefix| prefix.ends_with('_') && there(prefix));
+            is_adapter.then(|| "an adapter, not a model".to_owned())
+        })
+        .or_else(|| {
+            let kind = kinds().into_iter().find(|kind| there(kind.mark))?;
+            Some(format!("the weights of {} from a pipeline's folder", kind.noun))
+        })
+}
+
+/// What is said of a checkpoint of a family that is not supported.
+fn foreign(title: &str) -> String {
+    let known = PIPELINES.iter().filter(|pipeline| pipeline.base.is_some()).map(|pipeline| pipeline.title);
+    format!("a checkpoint of {title}, which is not supported; {}'s are", unique(known).join("'s, "))
+}

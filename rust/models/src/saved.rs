@@ -1,0 +1,152 @@
+//! How much the tape keeps of a forward pass, told from the layers alone: each block says it beside its forward.
+//!
+//! A frozen layer keeps nothing. An adapter keeps its input and what is between its factors; a norm, a product or an activation keeps
+//! what its backward reads, if a gradient passes through. Running the forward on weights without memory would count the same, but
+//! takes seconds for SDXL, as every weight is read.
+
+use std::collections::HashMap;
+
+use trainable_candle_core::checkpoint::Policy;
+use trainable_candle_core::{Result, Tensor};
+use trainable_candle_nn::adapter::LoraConfig;
+use trainable_candle_nn::{Conv2d, Layer, Linear};
+
+use crate::registry::Model;
+
+/// The sizes of one sample that a forward pass is estimated for.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleSize {
+    /// Height of the latents or the picture that the model sees.
+    pub height: usize,
+    /// Its width.
+    pub width: usize,
+    /// Tokens of the text.
+    pub tokens: usize,
+}
+
+/// Values that the tape keeps for one sample, as blocks add them in the order of the forward pass. Nothing is kept before the first
+/// adapter, as no gradient goes there.
+pub struct Saved {
+    /// The ranks of the adapted layers.
+    ranks: HashMap<*const (), usize>,
+    policy: Policy,
+    /// Whether a gradient reaches what comes.
+    reached: bool,
+    /// Values that are kept to the end of the forward pass.
+    held: usize,
+    /// The most values that backward computes again at a time.
+    again: usize,
+    /// The block at hand.
+    block: Block,
+    /// Values of the blocks that full checkpointing computes again together.
+    together: usize,
+    /// Whether their input is counted.
+    is_entered: bool,
+}
+
+/// What one block keeps.
+#[derive(Default)]
+struct Block {
+    kept: usize,
+    again: usize,
+}
+
+impl Saved {
+    /// About how many values the tape holds at its fullest, for one sample of `size`.
+    ///
+    /// # Errors
+    /// As [`LoraConfig::select`].
+    pub fn values(model: &dyn Model, config: &LoraConfig, policy: Policy, size: SampleSize) -> Result<usize> {
+        let layers = model.named_layers();
+        let selected = config.select(layers.iter().map(|(name, layer)| (name.as_str(), layer.is_conv())))?;
+        let rank = |(name, layer): &(String, Layer<'_>)| Some((key(*layer), *selected.get(name)?));
+        let mut saved = Self {
+            ranks: layers.iter().filter_map(rank).collect(),
+            policy,
+            reached: false,
+            held: 0,
+            again: 0,
+            block: Block::default(),
+            together: 0,
+            is_entered: false,
+        };
+        model.saved(size, &mut saved);
+        Ok(saved.held + saved.again)
+    }
+
+    /// What is not checkpointed.
+    pub fn outside(&mut self, add: impl FnOnce(&mut Self)) {
+        add(self);
+        let Block { kept, again } = std::mem::take(&mut self.block);
+        self.held += kept;
+        self.again = self.again.max(again);
+    }
+
+    /// A block that is checkpointed as one. `enters` values of its inputs only it needs; with `goes_on`, full checkpointing computes it
+    /// again together with the block before.
+    pub fn block(&mut self, enters: usize, goes_on: bool, add: impl FnOnce(&mut Self)) {
+        if self.policy != Policy::Full {
+            return self.outside(add);
+        }
+        let was_reached = self.reached;
+        add(self);
+        let Block { kept, .. } = std::mem::take(&mut self.block);
+        self.together = kept + if goes_on { self.together } else { 0 };
+        self.is_entered &= goes_on;
+        if (was_reached || kept > 0) && !self.is_entered {
+            self.held += enters;
+            self.is_entered = true;
+        }
+        self.again = self.again.max(self.together);
+    }
+
+    /// Values that backward reads if a gradient passes through.
+    pub fn keep(&mut self, values: usize) {
+        if self.reached {
+            self.block.kept += values;
+        }
+    }
+
+    /// A linear layer over `inputs` values at `positions` places.
+    pub fn linear(&mut self, layer: &Linear<Tensor>, (inputs, positions): (usize, usize)) {
+        self.layers(&[Layer::Linear(layer)], (inputs, positions), false);
+    }
+
+    /// A linear layer whose input comes from a norm or an activation, which selective checkpointing computes again.
+    pub fn cheap_linear(&mut self, layer: &Linear<Tensor>, (inputs, positions): (usize, usize)) {
+        self.layers(&[Layer::Linear(layer)], (inputs, positions), true);
+    }
+
+    /// As [`linear`](Self::linear), a convolution.
+    pub fn conv(&mut self, layer: &Conv2d<Tensor>, (inputs, positions): (usize, usize)) {
+        self.layers(&[Layer::Conv(layer)], (inputs, positions), false);
+    }
+
+    /// As [`cheap_linear`](Self::cheap_linear), a convolution.
+    pub fn cheap_conv(&mut self, layer: &Conv2d<Tensor>, (inputs, positions): (usize, usize)) {
+        self.layers(&[Layer::Conv(layer)], (inputs, positions), true);
+    }
+
+    /// Layers that share their input.
+    pub fn layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize), cheap: bool) {
+        let ranks: Vec<usize> = layers.iter().filter_map(|layer| self.ranks.get(&key(*layer)).copied()).collect();
+        if ranks.is_empty() {
+            return;
+        }
+        self.reached = true;
+        self.block.kept += positions * ranks.iter().sum::<usize>();
+        if cheap && self.policy == Policy::Selective {
+            self.block.again += inputs;
+        } else {
+            self.block.kept += inputs;
+        }
+    }
+}
+
+/// A layer by its place in memory.
+const fn key(layer: Layer<'_>) -> *const () {
+    match layer {
+        Layer::Linear(linear) => std::ptr::from_ref(linear).cast(),
+        Layer::Conv(conv) => std::ptr::from_ref(conv).cast(),
+    }
+}

@@ -1,0 +1,74 @@
+//! The table of pipelines: what follows from each entry.
+
+use std::path::{Path, PathBuf};
+
+use trainable_candle_io::adapter_file::Style;
+use trainable_candle_models::pipelines::{PIPELINES, Pipeline, Place};
+use trainable_candle_models::pretrained::Original;
+use trainable_candle_models::{Architecture, CLIPTextModel, Choice, Pretrained};
+
+fn golden() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/sdxl")
+}
+
+#[test]
+fn every_part_is_told_by_its_published_configuration() {
+    for place in PIPELINES.iter().flat_map(|pipeline| pipeline.places()) {
+        let config = (place.part.published)();
+        let found = Place::by_configuration(place.part.model, &config).unwrap();
+        assert_eq!((found.pipeline.name, found.part.subfolder), (place.pipeline.name, place.part.subfolder));
+        assert_eq!((place.part.model.shapes)(&config).unwrap().configuration(), config);
+    }
+}
+
+#[test]
+fn every_probe_is_a_key_of_its_part() {
+    for place in PIPELINES.iter().flat_map(|pipeline| pipeline.places()) {
+        let model = (place.part.model.shapes)(&(place.part.published)()).unwrap();
+        let names: Vec<String> = model.named_tensors().into_iter().map(|(name, _)| name).collect();
+        assert!(names.iter().any(|name| name.starts_with(place.part.model.mark)), "{}", place.part.model.name);
+        for section in place.part.sections {
+            let original = Original { prefix: section.prefixes[0], naming: section.naming };
+            let layout = model.layout(Some(original), None);
+            assert_eq!(layout.prefix(), section.prefixes[0]);
+            let keys = names.iter().flat_map(|name| layout.places(name)).map(|key| key.key);
+            assert!(keys.into_iter().any(|key| key == section.probe), "{}", section.probe);
+        }
+    }
+}
+
+#[test]
+fn parts_of_a_pipeline_have_names_of_their_own() {
+    for pipeline in PIPELINES {
+        let outlines = pipeline.outlines(None).unwrap();
+        let keys = |style| {
+            let key = |outline: &trainable_candle_io::adapter_file::Outline| {
+                outline.names.key(outline.layers.keys().next().unwrap(), style)
+            };
+            outlines.iter().filter_map(key).collect::<std::collections::BTreeSet<_>>()
+        };
+        for style in [Style::Kohya, Style::Diffusers] {
+            assert_eq!(keys(style).len(), outlines.len(), "{}", pipeline.name);
+        }
+    }
+    assert!(Pipeline::find("sdxx").unwrap_err().to_string().contains("expected \"sdxl\", \"digits\""));
+}
+
+/// A first encoder that projects, as Stable Diffusion 3's does, is told by where it stands.
+#[test]
+fn the_place_of_an_encoder_counts_before_its_sizes() {
+    let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("projecting_pipeline");
+    let folder = root.join("text_encoder");
+    std::fs::create_dir_all(&folder).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(golden().join("text_encoder_2").join(file), folder.join(file)).unwrap();
+    }
+    let kohya = |index: &str| {
+        std::fs::write(root.join("model_index.json"), index).unwrap();
+        [(&root, Choice::of("text_encoder")), (&folder, Choice::default())].map(|(path, choice)| {
+            Pretrained::find(path, CLIPTextModel::KIND, &choice).unwrap().place().unwrap().part.adapter.unwrap().kohya
+        })
+    };
+    assert_eq!(kohya(r#"{"_class_name": "StableDiffusionXLPipeline"}"#), ["lora_te1"; 2]);
+    assert_eq!(kohya(r#"{"_class_name": "SomethingElse"}"#), ["lora_te2"; 2]);
+}

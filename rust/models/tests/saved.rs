@@ -1,0 +1,84 @@
+//! What blocks say that the tape keeps, against what it keeps.
+
+use std::path::Path;
+
+use trainable_candle_core::checkpoint::Policy;
+use trainable_candle_core::memory::saved_bytes;
+use trainable_candle_core::{DType, Device, Result, Tensor};
+use trainable_candle_models::clip::{CLIPTextConfig, CLIPTextModel};
+use trainable_candle_models::digits::{DigitsConfig, DigitsTransformer};
+use trainable_candle_models::saved::{SampleSize, Saved};
+use trainable_candle_models::sdxl::{SDXLUNet, UNetConditions};
+use trainable_candle_models::{Architecture, Model};
+use trainable_candle_nn::Source;
+use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
+
+const CPU: Device = Device::Cpu;
+
+fn zeros(dims: &[usize]) -> Tensor {
+    Tensor::zeros(dims, DType::F32, &CPU).unwrap()
+}
+
+/// Compare for every policy and several targets; `run` is a forward pass of `batch` samples.
+fn check(model: &dyn Model, targets: &[&str], size: SampleSize, batch: usize, run: impl Fn() -> Result<Tensor>) {
+    for target in targets {
+        let config = LoraConfig { r: 4, target_modules: vec![(*target).to_owned()], ..LoraConfig::default() };
+        let set = AdapterSet::attach(config.clone(), &model.named_layers()).unwrap();
+        for policy in [Policy::None, Policy::Selective, Policy::Full] {
+            model.set_checkpointing(policy);
+            let before = saved_bytes();
+            let result = run().unwrap();
+            let held = (saved_bytes() - before) as f64;
+            let found = (4 * batch * Saved::values(model, &config, policy, size).unwrap()) as f64;
+            drop(result);
+            let ratio = found / held;
+            // Backward under full checkpointing computes some blocks again, which counts too.
+            let fits =
+                if policy == Policy::Full { (1.0..6.0).contains(&ratio) } else { (ratio - 1.0).abs() < 1.0 / 7.0 };
+            assert!(fits, "{} {target} {policy:?}: {found} for {held}", model.class_name());
+        }
+        set.set_enabled(false);
+    }
+}
+
+#[test]
+fn of_the_unet() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../python/trainable_candle/assets/sdxl_tiny/unet");
+    let unet = SDXLUNet::from_pretrained(&path, Some(DType::F32), &CPU).unwrap();
+    let config = unet.config();
+    let (context, pooled) = (zeros(&[2, 77, config.cross_attention_dim[0]]), zeros(&[2, config.pooled_dim()]));
+    let size = SampleSize { height: 12, width: 16, tokens: 77 };
+    check(&unet, &["all-attention", "all-linear", "all-conv", r".*\.transformer_blocks\..*"], size, 2, || {
+        let conditions =
+            UNetConditions { encoder_hidden_states: &context, text_embeds: &pooled, time_ids: &zeros(&[2, 6]) };
+        unet.forward(&zeros(&[2, config.in_channels, 12, 16]), &zeros(&[2]), conditions)
+    });
+}
+
+#[test]
+fn of_a_text_encoder() {
+    let config = CLIPTextConfig {
+        vocab_size: 100,
+        hidden_size: 32,
+        intermediate_size: 128,
+        num_hidden_layers: 10,
+        num_attention_heads: 2,
+        ..CLIPTextConfig::default()
+    };
+    let model = CLIPTextModel::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
+    let ids = Tensor::zeros(&[2usize, 77][..], DType::I64, &CPU).unwrap();
+    let size = SampleSize { height: 0, width: 0, tokens: 77 };
+    check(&model, &["all-attention", "all-linear"], size, 2, || {
+        model.forward(&ids).map(|features| features.last_hidden_state)
+    });
+}
+
+#[test]
+fn of_the_digits() {
+    let model = DigitsTransformer::new(DigitsConfig::default(), &mut Source::random(DType::F32, &CPU).root()).unwrap();
+    let labels = Tensor::zeros(&[2usize][..], DType::I64, &CPU).unwrap();
+    let size = SampleSize { height: 8, width: 8, tokens: 0 };
+    check(&model, &["all-attention", "all-linear"], size, 2, || {
+        model.forward(&zeros(&[2, 1, 8, 8]), &zeros(&[2]), &labels)
+    });
+}

@@ -1,0 +1,217 @@
+//! What a checkpoint is, and what the library has to choose from.
+
+use std::collections::BTreeMap;
+
+use pyo3::IntoPyObjectExt;
+use pyo3::inspect::PyStaticExpr;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+use pyo3::{type_hint_identifier, type_hint_subscript};
+use serde_json::{Map, Value};
+use trainable_candle_io::adapter_file::AdapterFormat;
+use trainable_candle_models::pipelines::{PIPELINES, Pipeline};
+use trainable_candle_models::saved::SampleSize;
+use trainable_candle_models::{self as models, facts};
+use trainable_candle_nn::adapter::KINDS as ADAPTERS;
+use trainable_candle_nn::optim::KINDS as OPTIMIZERS;
+
+use crate::adapter_set::LoraConfig;
+use crate::arguments::{FilePath, Integer};
+use crate::call::detached;
+use crate::dtype::DType;
+use crate::error::Result;
+
+/// What a checkpoint is, as its headers and configurations say.
+#[pyclass(frozen, get_all, module = "trainable_candle")]
+pub struct CheckpointFacts {
+    /// What the command line calls the family that the models are of; None for a model that is part of none.
+    model: Option<&'static str>,
+    /// The models by the names of their folders; a model that stands alone has an empty name.
+    parts: BTreeMap<String, Py<PartFacts>>,
+    /// Height and width in pixels of the pictures that the model was made for, if it makes some.
+    resolution: Option<usize>,
+    /// Pixels along one side of a picture for each of the latents, if there is an autoencoder.
+    factor: Option<usize>,
+    /// "epsilon" or "v_prediction", if the files say it.
+    prediction_type: Option<String>,
+    /// Whether the files say that the last timestep is noise alone.
+    zero_snr: bool,
+}
+
+/// One model of a checkpoint.
+#[pyclass(frozen, module = "trainable_candle")]
+pub struct PartFacts(facts::PartFacts);
+
+#[pymethods]
+impl PartFacts {
+    /// The name of its class in `trainable_candle.models`.
+    #[getter]
+    fn class_name(&self) -> &'static str {
+        self.0.kind.name
+    }
+
+    /// Its `config.json`.
+    #[getter]
+    fn config(&self) -> Json {
+        Json(Value::Object(self.0.config()))
+    }
+
+    /// The dtype of most of its tensors.
+    #[getter]
+    fn dtype(&self) -> Option<DType> {
+        self.0.dtype.map(DType::new)
+    }
+
+    /// The shapes of its parameters as files have them, by name.
+    #[getter]
+    fn tensors(&self) -> BTreeMap<String, Vec<usize>> {
+        self.0.tensors()
+    }
+
+    /// The shapes of the weights of layers that adapters can sit on, (out, in) or (out, in, height, width), by the layer's name.
+    #[getter]
+    fn layers(&self) -> BTreeMap<String, Vec<usize>> {
+        self.0.layers()
+    }
+
+    /// How many numbers it consists of.
+    #[getter]
+    fn elements(&self) -> usize {
+        self.0.tensors().values().map(|dims| dims.iter().product::<usize>()).sum()
+    }
+
+    /// About how many values are kept between forward and backward at the fullest, for one sample.
+    ///
+    /// Args:
+    ///     config: which layers get adapters, and of what rank.
+    ///     policy: "none", "full" or "selective" checkpointing.
+    ///     height: of the latents or the picture that the model sees.
+    ///     width: likewise.
+    ///     tokens: of the text.
+    ///
+    /// Raises:
+    ///     ConfigError: if a pattern is not a regular expression.
+    #[pyo3(signature = (config, policy, *, height=Integer::of(0), width=Integer::of(0), tokens=Integer::of(0)))]
+    fn saved_values(
+        &self,
+        py: Python<'_>,
+        config: &LoraConfig,
+        policy: &str,
+        height: Integer,
+        width: Integer,
+        tokens: Integer,
+    ) -> Result<usize> {
+        const OP: &str = "saved_values";
+        let size = SampleSize {
+            height: height.count(OP, "height")?,
+            width: width.count(OP, "width")?,
+            tokens: tokens.count(OP, "tokens")?,
+        };
+        let (policy, config) = (policy.parse()?, config.inner());
+        detached(py, || self.0.saved_values(&config, policy, size))
+    }
+}
+
+/// What a checkpoint is, told from its headers and configurations; no weight is read.
+///
+/// Args:
+///     path: a pipeline's folder, an original checkpoint in one file, or a model alone.
+///     model: a family, "sdxl", all of whose models must be there.
+///
+/// Raises:
+///     MissingFileError: if there is nothing.
+///     WeightsFormatError: if a file is damaged, or a part of the family is missing.
+///     ConfigError: if a configuration is wrong, or there is no such family.
+#[pyfunction]
+#[pyo3(signature = (path, model=None))]
+pub fn inspect(py: Python<'_>, path: FilePath, model: Option<&str>) -> Result<CheckpointFacts> {
+    let path = path.get("inspect")?;
+    let facts = detached(py, || facts::inspect(&path, model.map(Pipeline::find).transpose()?))?;
+    let (resolution, factor) = (facts.resolution(), facts.factor());
+    let models::Facts { pipeline, parts, prediction_type, zero_snr } = facts;
+    let parts = parts.into_iter().map(|(name, part)| Ok((name, Py::new(py, PartFacts(part))?)));
+    Ok(CheckpointFacts {
+        model: pipeline.map(|pipeline| pipeline.name),
+        parts: parts.collect::<PyResult<_>>()?,
+        resolution,
+        factor,
+        prediction_type,
+        zero_snr,
+    })
+}
+
+/// The parts of a family that an adapter file is for, by the names of their folders in a pipeline.
+///
+/// Args:
+///     path: the file, or peft's folder.
+///     model: the family, "sdxl".
+///
+/// Raises:
+///     MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
+///     ConfigError: if there is no such family.
+#[pyfunction]
+pub fn adapted_parts(py: Python<'_>, path: FilePath, model: &str) -> Result<Vec<&'static str>> {
+    let path = path.get("adapted_parts")?;
+    detached(py, || facts::adapted_parts(&path, Pipeline::find(model)?))
+}
+
+/// The parts of a family by the names of their folders in a pipeline.
+///
+/// Raises:
+///     ConfigError: if there is no such family.
+#[pyfunction]
+pub fn pipeline_parts(model: &str) -> Result<Vec<&'static str>> {
+    Ok(Pipeline::find(model)?.parts.iter().map(|part| part.subfolder).collect())
+}
+
+/// What there is to choose from, by names in options: "adapter", "format", "model", "optimizer". The values of "optimizer" are the names
+/// of classes in small letters.
+#[pyfunction]
+pub fn choices() -> BTreeMap<&'static str, Vec<String>> {
+    BTreeMap::from([
+        ("adapter", ADAPTERS.iter().map(|kind| kind.name.to_owned()).collect()),
+        ("format", AdapterFormat::names().map(str::to_owned).collect()),
+        ("model", PIPELINES.iter().map(|pipeline| pipeline.name.to_owned()).collect()),
+        ("optimizer", OPTIMIZERS.iter().map(|kind| kind.option()).collect()),
+    ])
+}
+
+/// A JSON object as a dict.
+struct Json(Value);
+
+impl<'py> IntoPyObject<'py> for Json {
+    type Target = PyAny;
+    type Output = Bound<'py, PyAny>;
+    type Error = PyErr;
+    const OUTPUT_TYPE: PyStaticExpr = type_hint_subscript!(
+        type_hint_identifier!("builtins", "dict"),
+        type_hint_identifier!("builtins", "str"),
+        type_hint_identifier!("typing", "Any")
+    );
+
+    fn into_pyobject(self, py: Python<'py>) -> PyResult<Self::Output> {
+        object(py, &self.0)
+    }
+}
+
+fn object<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
+    let dict = |map: &Map<String, Value>| {
+        let dict = PyDict::new(py);
+        map.iter().try_for_each(|(key, value)| dict.set_item(key, object(py, value)?))?;
+        Ok(dict.into_any())
+    };
+    match value {
+        Value::Null => Ok(py.None().into_bound(py)),
+        Value::Bool(value) => value.into_bound_py_any(py),
+        Value::Number(number) => match number.as_i64() {
+            Some(integer) => integer.into_bound_py_any(py),
+            None => number.as_f64().into_bound_py_any(py),
+        },
+        Value::String(text) => text.into_bound_py_any(py),
+        Value::Array(list) => {
+            let list = list.iter().map(|value| object(py, value)).collect::<PyResult<Vec<_>>>()?;
+            Ok(PyList::new(py, list)?.into_any())
+        }
+        Value::Object(map) => dict(map),
+    }
+}

@@ -1,0 +1,60 @@
+"""What a checkpoint is, told from its headers, against the loaded models."""
+
+from pathlib import Path
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import models
+
+from .conftest import GOLDEN
+
+PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_pipeline_is_told_as_it_loads(single_file: Path, name: str) -> None:
+    for path in (GOLDEN, single_file):
+        facts = tc.inspect(path)
+        assert (facts.model, tuple(sorted(facts.parts))) == ("sdxl", tuple(sorted(PARTS)))
+        part = facts.parts[name]
+        model = models.load(GOLDEN, subfolder=name)
+        assert type(model).__name__ == part.class_name
+        tensors = {key: list(tensor.shape) for key, tensor in model.named_tensors().items()}
+        assert part.tensors == tensors
+        assert part.elements == sum(tc.zeros(tuple(shape)).numel() for shape in tensors.values())
+        assert part.dtype == "bf16"
+        assert (
+            part.layers.items()
+            <= {key.removesuffix(".weight"): shape for key, shape in tensors.items()}.items()
+        )
+
+
+def test_a_model_alone_and_what_is_none(tmp_path: Path) -> None:
+    unet = tc.inspect(GOLDEN / "unet")
+    assert (unet.model, list(unet.parts)) == ("sdxl", ["unet"])
+    digits = tmp_path / "digits"
+    models.DigitsTransformer().save_pretrained(digits)
+    found = tc.inspect(digits)
+    assert (found.model, list(found.parts), found.resolution) == ("digits", [""], 8)
+    with pytest.raises(tc.WeightsFormatError, match="it has no folder unet, vae, text_encoder"):
+        tc.inspect(digits, model="sdxl")
+    with pytest.raises(tc.ConfigError, match='no model "sdxll"; expected "sdxl", "digits"'):
+        tc.inspect(GOLDEN, model="sdxll")
+
+
+def test_selection_is_what_is_attached() -> None:
+    model = models.load(GOLDEN)
+    layers = tc.inspect(GOLDEN).parts["unet"].layers
+    config = tc.LoraConfig(r=4, target_modules=["to_(q|k)"], rank_pattern={"to_k": 2})
+    selected = config.select(layers)
+    names = model.add_adapter(config).named_parameters()
+    assert {f"{name}.lora_A.weight": rank for name, rank in selected.items()} == {
+        name: var.shape[0] for name, var in names.items() if name.endswith("lora_A.weight")
+    }
+    assert set(selected.values()) == {2, 4}
+    parameters, states = config.plan(layers, "adamw")
+    assert parameters == sum(var.numel() for var in names.values())
+    assert states == 2 * 4 * parameters
+    with pytest.raises(tc.ConfigError, match='there is no optimizer "adamx"'):
+        config.plan(layers, "adamx")
