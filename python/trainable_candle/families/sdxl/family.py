@@ -134,7 +134,8 @@ class SDXL(LatentFamily):
     @cached_property
     def coder(self) -> KLCoder:
         """The autoencoder."""
-        return KLCoder(self.weights, self.facts.latent_channels, self.device, latents_identity)
+        config, factor = self.facts.parts["vae"].config, self.facts.factor
+        return KLCoder(self.weights, config, factor, self.device, latents_identity)
 
     @cached_property
     def encoders(self) -> TextEncoders:

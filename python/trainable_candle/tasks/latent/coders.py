@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import trainable_candle as tc
 from trainable_candle.models import AutoencoderKL
@@ -64,7 +64,8 @@ class KLCoder:
 
     Args:
         weights: a pipeline's folder or an original checkpoint.
-        channels: of its latents.
+        config: of the autoencoder.
+        factor: pixels on a side of a latent.
         device: where it computes.
         identity: names its weights and its configuration.
     """
@@ -72,11 +73,15 @@ class KLCoder:
     def __init__(
         self,
         weights: Path,
-        channels: int,
+        config: Mapping[str, Any],
+        factor: int,
         device: str,
         identity: Callable[[Path], Mapping[str, str]],
     ) -> None:
-        self.channels = channels
+        self.channels = int(config["latent_channels"])
+        self.factor = factor
+        self._scaling_factor = float(config["scaling_factor"])
+        self._shift_factor = float(config.get("shift_factor") or 0.0)
         self._weights = weights
         self._device = device
         self._identity = identity
@@ -87,15 +92,6 @@ class KLCoder:
         return AutoencoderKL.from_pretrained(
             self._weights, dtype="f32", device=self._device, subfolder="vae"
         )
-
-    @cached_property
-    def _form(self) -> tuple[int, float, float]:
-        return AutoencoderKL.latent_form(self._weights, subfolder="vae")
-
-    @property
-    def factor(self) -> int:
-        """Pixels on a side of a latent."""
-        return self._form[0]
 
     def identity(self) -> dict[str, str]:
         """The autoencoder's files, and how it encodes.
@@ -120,16 +116,16 @@ class KLCoder:
         latents = kept["mean"]
         if normal is not None:
             latents = latents + (kept["logvar"] * 0.5).exp() * normal()
-        _, scaling_factor, shift_factor = self._form
-        return (latents - shift_factor if shift_factor else latents) * scaling_factor
+        shifted = latents - self._shift_factor if self._shift_factor else latents
+        return shifted * self._scaling_factor
 
     def decode(self, latents: Tensor) -> Tensor:
         """Images (n, 3, h, w), -1 to 1."""
-        factor, scaling_factor, shift_factor = self._form
         height, width = latents.shape[2:]
-        latents = latents.to("f32") / scaling_factor
-        latents = latents + shift_factor if shift_factor else latents
-        return self.model.decode(latents, tile_size=tile_size(width * factor, height * factor))
+        latents = latents.to("f32") / self._scaling_factor
+        latents = latents + self._shift_factor if self._shift_factor else latents
+        tile = tile_size(width * self.factor, height * self.factor)
+        return self.model.decode(latents, tile_size=tile)
 
     def load(self) -> None:
         """Read the autoencoder, if it is not there."""
