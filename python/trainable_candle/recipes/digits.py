@@ -101,7 +101,7 @@ class DigitsRecipe:
         if config.sample_prompts:
             for prompt in config.sample_prompts:
                 _label(prompt)
-        check_targets(config, tc.inspect(weights).parts[""].layers, cls.default_targets)
+        check_targets(config, tc.inspect(weights, cls.name).parts[""].layers, cls.default_targets)
         if config.initial_adapter and not config.resume:
             tc.verify_adapter(existing("initial_adapter", config.initial_adapter_path), cls.name)
 
@@ -140,7 +140,10 @@ class DigitsRecipe:
         Raises:
             MissingFileError, WeightsFormatError: the weights are missing or damaged.
         """
-        model, adapter = tc.inspect(weights).parts[""], adapter_config(config, cls.default_targets)
+        model, adapter = (
+            tc.inspect(weights, cls.name).parts[""],
+            adapter_config(config, cls.default_targets),
+        )
         pictures = len(data.train) + len(data.validation or ())
         policy = config.gradient_checkpointing
         count = config.batch_size * model.saved_values(adapter, policy, height=SIDE, width=SIDE)
