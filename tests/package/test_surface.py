@@ -66,10 +66,14 @@ def test_every_function_of_the_extension_has_a_home():
         "cuda_start_profile",
         "cuda_synchronize",
         "cuda_unavailable_reason",
+        "adapted_parts",
+        "choices",
         "draw_from",
         "init_linear",
         "normal_samples",
+        "pipeline_parts",
         "set_grad_enabled",
+        "set_resolver",
         "stream_seed",
     }
     for name, value in vars(_core).items():

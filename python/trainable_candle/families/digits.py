@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from trainable_candle import Tensor
+    from trainable_candle import PartFacts, Tensor
     from trainable_candle.data import Picture
     from trainable_candle.models import Model
     from trainable_candle.settings import Group, TrainConfig
@@ -127,9 +127,13 @@ class Digits(LatentFamily):
         """
         _label(prompt)
 
+    @property
+    def _facts(self) -> PartFacts:
+        return tc.inspect(self.weights, self.name).parts[self.component]
+
     def layers(self) -> Mapping[str, Shape]:
         """The transformer's layers."""
-        return tc.inspect(self.weights).parts[""].layers
+        return self._facts.layers
 
     def dataset(self, folder: str) -> Dataset:
         """The images of a folder, which must be 8x8, with a digit in each caption.
@@ -152,7 +156,7 @@ class Digits(LatentFamily):
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:  # noqa: ARG002
         """Weights, adapters, activations and images."""
-        model, adapter = tc.inspect(self.weights).parts[""], adapter_config(config, self.targets)
+        model, adapter = self._facts, adapter_config(config, self.targets)
         policy = config.gradient_checkpointing
         count = config.batch_size * model.saved_values(adapter, policy, height=SIDE, width=SIDE)
         items = [

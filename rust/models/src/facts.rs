@@ -136,6 +136,8 @@ fn parts_of(path: &Path, is_folder: bool, pipeline: &'static Pipeline) -> Result
                 })?;
                 found.insert(name.to_owned(), PartFacts { place: Some(place), ..facts });
             }
+            // There is but one place to look at.
+            Err(error) if name.is_empty() => return Err(error),
             // A folder that is there, but damaged, is no other model's.
             Err(error) if is_folder && is_there => return Err(error),
             Ok(_) | Err(_) => missing.push(name),

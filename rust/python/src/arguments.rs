@@ -364,10 +364,15 @@ pub struct FilePath(std::result::Result<PathBuf, String>);
 impl FilePath {
     /// The path.
     pub fn get(&self, op: &'static str) -> Result<PathBuf> {
+        self.named(op, "the path")
+    }
+
+    /// The path, called `name` in errors.
+    pub fn named(&self, op: &'static str, name: &str) -> Result<PathBuf> {
         let path = self.0.clone();
-        let path = path.map_err(|found| wrong_type(op, "the path", &found, "a str, bytes or an os.PathLike"))?;
+        let path = path.map_err(|found| wrong_type(op, name, &found, "a str, bytes or an os.PathLike"))?;
         if path.as_os_str().is_empty() {
-            return Err(tc::Error::argument(op, "the path is empty, expected a file or a folder").into());
+            return Err(tc::Error::argument(op, format!("{name} is empty, expected a file or a folder")).into());
         }
         Ok(path)
     }

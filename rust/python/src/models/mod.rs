@@ -157,7 +157,7 @@ impl Model {
         let Some(kind) = Class::kind(cls) else {
             return Err(tc::Error::argument(OP, "Model is no model by itself; call it on the class of one").into());
         };
-        let config = config.map(|config| config.get(OP)).transpose()?;
+        let config = config.map(|config| config.named(OP, "config")).transpose()?;
         let (dtype, device) = (dtype.map_or(tc::DType::F32, |dtype| dtype.0), device::parse(device)?);
         let model = detached(py, || (kind.random)(config.as_deref(), dtype, &device))?;
         Ok(Own(Self::object(py, Loaded::new(model))?))

@@ -43,7 +43,7 @@ impl Request {
         device: &str,
     ) -> Result<Self> {
         let Options { mut subfolder, config, force_upcast } = options;
-        let config = config.map(|config| config.get(op)).transpose()?;
+        let config = config.map(|config| config.named(op, "config")).transpose()?;
         let mut path = path.get(op)?;
         let dtype = dtype.map(|dtype| dtype.0);
         let half = dtype == Some(tc::DType::F16);
