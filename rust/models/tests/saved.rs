@@ -1,6 +1,7 @@
 //! What blocks say that the tape keeps, against what it keeps.
 
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::memory::saved_bytes;
@@ -21,6 +22,9 @@ fn zeros(dims: &[usize]) -> Tensor {
 
 /// Compare for every policy and several targets; `run` is a forward pass of `batch` samples.
 fn check(model: &dyn Model, targets: &[&str], size: SampleSize, batch: usize, run: impl Fn() -> Result<Tensor>) {
+    // What is kept is counted for the process.
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     for target in targets {
         let config = LoraConfig { r: 4, target_modules: vec![(*target).to_owned()], ..LoraConfig::default() };
         let set = AdapterSet::attach(config.clone(), &model.named_layers()).unwrap();
