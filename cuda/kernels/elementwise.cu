@@ -115,10 +115,12 @@ template <typename R> __device__ __forceinline__ R clamped(R x, R low, R high) {
     return x > high ? high : x;
 }
 
-// Functions of a number; `<name>_backward(a, b)` is the gradient a times the derivative, from the saved value b.
+// Functions of a number; `<name>_backward(a, b)` is the gradient a times the derivative. b is what the
+// forward pass saved: the result for exp, sqrt, recip, tanh and sigmoid, else the input.
 UNARY(affine, a * p + q)
 UNARY(scale, a * p)
 UNARY(negative, -a)
+// An infinity becomes 0, NaN stays (for logsumexp).
 UNARY(finite, isinf(a) ? R(0) : a)
 UNARY(exp, exp(a))
 BINARY(exp_backward, a * b)

@@ -1,9 +1,10 @@
-// Resizing of images by the nearest pixel: position i of n meets position ⌊i · (m / n)⌋ of m, computed in f32, equal and
-// doubled sizes exactly, as torch does.
+// Nearest-neighbour resize: output i of n copies input min(⌊i · (m / n)⌋, m - 1) of m. The index is computed in f32, as in
+// torch, but in integers when n = m or n = 2 m.
 //
 // x is (batch, height, width, channels), y and its gradient (batch, out_height, out_width, channels), dx as x.
-// Launch: block 256, grid clamp(lines ceil(line / (1024 WIDE)), 1, 2^31 - 1) for as many lines (of all images) of `line`
-// elements as the result has, y forward and dx backward; no dynamic shared memory. Any grid is right.
+// Launch: block 256, grid clamp(rows × ceil(row_len / (1024 WIDE)), 1, 2^31 - 1). rows counts the rows of all images of the
+// tensor that is written (y forward, dx backward), row_len is width × channels. No dynamic shared memory. Any grid size
+// gives the correct result.
 
 #include "rows.cuh"
 

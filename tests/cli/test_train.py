@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from trainable_candle.train.config import OPTIMIZERS
 
 import trainable_candle as tc
 from trainable_candle.models import DigitsTransformer
+from trainable_candle.settings.training import OPTIMIZERS
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.logs import read_log
 from trainable_candle.train.state import checkpoints, step_of

@@ -21,7 +21,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     given = parser.parse(arguments)
     parser.require(given, "model", "prompt", "output")
 
-    # Imported after the arguments are checked.
+    # Expensive imports, after the flags are parsed.
     from trainable_candle import plot  # noqa: PLC0415
     from trainable_candle.settings.checks import require_text  # noqa: PLC0415
     from trainable_candle.tasks.latent.drawing import SampleOptions, parse_size  # noqa: PLC0415
@@ -37,8 +37,9 @@ def run(arguments: Sequence[str], program: str) -> int:
         size=parse_size(given["size"]) if "size" in given else None,
         sampler=given.get("sampler"),
     )
-    for prompt in [*given["prompt"], given.get("negative_prompt", "")]:
+    for prompt in given["prompt"]:
         require_text("--prompt", prompt)
+    require_text("--negative-prompt", given.get("negative_prompt", ""))
     if given.get("guidance") == 1 and given.get("negative_prompt"):
         raise ConfigError("--negative-prompt has no effect with --guidance 1; leave it out")
     placement = choose(given.get("device", AUTO), given.get("precision", AUTO))

@@ -25,10 +25,10 @@ FOLDER: Final = ".trainable-candle"
 _FORMAT: Final = 3
 _SUFFIX: Final = ".safetensors"
 _ADVICE: Final = (
-    "what was written is kept; make room, or give --cache-dir another folder, or --cache memory"
+    "free disk space, or use --cache-dir FOLDER or --cache memory; entries already written are kept"
 )
 _ABANDONED: Final = 3600.0
-"""Age of a partly written file from which no run can still be writing it, s."""
+"""Partly written files older than this are abandoned and may be deleted, s."""
 
 
 def cache_folder(
@@ -42,8 +42,8 @@ def cache_folder(
         output: the place if that folder cannot be written to.
 
     Returns:
-        The folder, created and tested; None if nothing is kept in files. And a note for the user
-        why the folder is not the usual one.
+        The folder, created and tested, or None if nothing is kept in files; and why the folder is
+        not the default, or None.
 
     Raises:
         ConfigError: no place can be written to.
@@ -59,7 +59,7 @@ def cache_folder(
         if output is None:
             raise
         inside = _writable(output / FOLDER)
-        return inside, f"{error}; kept in {inside}"
+        return inside, f"{error}; the cache is in {inside} instead"
 
 
 def _writable(folder: Path) -> Path:

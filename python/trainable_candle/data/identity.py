@@ -25,19 +25,19 @@ _PIECE: Final = 2**20
 _WORKERS: Final = min(16, os.cpu_count() or 1)
 _REMEMBERED: Final = 1000
 SETTLED: Final = 2_000_000_000
-"""Age of the last change from which a further one gets another time on every file system, ns."""
+"""If a file changed this long ago, any later change has another timestamp everywhere, ns."""
 
 
 def file_identity(path: str | Path) -> str:
     """A hash of a file's contents, or of all model files below a folder.
 
     32 hexadecimal digits that depend on every byte. The hash is computed in chunks on several
-    threads and remembered for the file's path, size, times and inode, so that the next call costs
-    nothing.
+    threads and remembered for the file's path, size, times, inode and device, so that the next call
+    costs nothing.
 
     Args:
-        path: a file of any kind, or a folder, of which weights, configurations and vocabularies
-            count with their names.
+        path: a file of any kind, or a folder, whose weights, configurations and vocabularies are
+            hashed together with their names.
 
     Raises:
         OSError: a file cannot be read.
@@ -77,7 +77,7 @@ def content_digests(files: Sequence[Path]) -> list[str]:
         fresh = {
             name: [*state, found[name]]
             for name, file, state in zip(names, files, before, strict=True)
-            # A younger file may change again without a change of its times.
+            # A file changed more recently could change again with the same timestamps.
             if name in missing and now - max(state[1:3]) > SETTLED and _state(file) == state
         }
         _remember(memory, fresh)
@@ -92,13 +92,13 @@ def user_folder() -> Path:
 
 
 def _state(file: Path) -> list[int]:
-    """The values that change with a file: its size, then its times."""
+    """Values that reveal a change of the file: size, mtime, ctime, inode, device."""
     found = file.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
 
 
 def _hashed(sizes: Mapping[str, int]) -> dict[str, str]:
-    """Hash files by name, given their sizes: for each, the hash of its chunks' hashes."""
+    """Map each name to the hash of its chunks' hashes, given the files' sizes."""
     with ThreadPoolExecutor(_WORKERS) as pool:
         chunks = {
             name: [pool.submit(_chunk, name, start) for start in range(0, size, _CHUNK)]
@@ -136,7 +136,7 @@ def _remembered(memory: Path) -> dict[str, Any]:
 
 
 def _remember(memory: Path, fresh: Mapping[str, Sequence[Any]]) -> None:
-    """Remember hashes, if the folder can be written to: they only save time."""
+    """Save hashes. A failure is ignored, because they only save time."""
     if not fresh:
         return
     # Another process may have added some in the meantime.

@@ -110,7 +110,7 @@ class Task(Protocol):
         Args:
             config: the settings, which may be others than those of the task.
             data: what `read` found.
-            limit: bytes that there are, for what is done in larger pieces where there are more.
+            limit: available memory, bytes; larger batches are encoded where there is more.
 
         Raises:
             MissingFileError, WeightsFormatError: the files are missing, damaged, or of another

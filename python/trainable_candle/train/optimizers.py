@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def make_optimizer(config: Training, groups: Sequence[tuple[Sequence[Var], float]]) -> Optimizer:
-    """The optimizer over groups of variables, each with its learning rate."""
+    """The optimizer over (variables, learning rate) groups."""
     kind: Callable[..., Optimizer] = KINDS[config.optimizer]
     parameters: list[dict[str, Any]] = [{"params": list(vars_), "lr": lr} for vars_, lr in groups]
     return kind(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)

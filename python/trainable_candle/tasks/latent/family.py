@@ -173,7 +173,7 @@ class LatentFamily(ABC):
     @property
     @abstractmethod
     def model(self) -> Model:
-        """What is trained."""
+        """The denoising model, which gets the adapters."""
 
     @property
     @abstractmethod
@@ -186,7 +186,7 @@ class LatentFamily(ABC):
         return {}
 
     def drop_text_models(self) -> None:  # noqa: B027 - there may be none
-        """Forget the text encoders: all features that are needed are there."""
+        """Free the text encoders; all needed features are cached."""
 
     # Noise, prediction and conditions.
 

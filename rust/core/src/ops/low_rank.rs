@@ -1,5 +1,5 @@
-//! Low-rank products s (x Aᵀ) Bᵀ (LoRA, arXiv:2106.09685) of one input, added to parts of what a frozen linear map makes of it: the
-//! part that adapted maps and groups of them share.
+//! LoRA products s (x Aᵀ) Bᵀ (arXiv:2106.09685) of one input, added to column ranges of a frozen linear layer's result. Single
+//! adapted layers and groups of layers share this.
 
 use std::ops::Range;
 
@@ -15,15 +15,15 @@ use crate::{Result, Tensor, compute};
 
 const OP: &str = "low_rank";
 
-/// Where an adapted map's values lie among those of all.
+/// Column ranges of one adapted layer in the joint matrices.
 #[derive(Clone, Copy)]
 struct Place {
     /// First column and number of columns of the result.
     columns: [usize; 2],
-    /// Those of x Aᵀ.
+    /// First column and number of columns in x Aᵀ.
     ranks: [usize; 2],
     scale: f64,
-    /// Of the gradients of A and B.
+    /// Dtypes of the gradients of A and B.
     dtypes: [DType; 2],
 }
 
@@ -84,7 +84,8 @@ impl<'a> LowRanks<'a> {
         self.factors.iter().flatten().copied()
     }
 
-    /// Adds the products of `x` to `y`, matrices both; x Aᵀ of all of them, (rows, Σ rank), if there are any.
+    /// Adds the products of `x` to `y` in place (both are matrices). Returns x Aᵀ of all adapters side by side, (rows, Σ rank);
+    /// `None` without adapters.
     pub fn add_to(&self, y: &Raw, x: &Raw) -> Result<Option<Raw>> {
         let Some(last) = self.places.last() else { return Ok(None) };
         let all = compute::unset(OP, x, &[x.dims()[0], last.ranks[0] + last.ranks[1]])?;
@@ -146,7 +147,8 @@ impl LowRankBackward {
         2 + 2 * place
     }
 
-    /// s (g B) of those that need it, (rows, Σ rank), of which those that x needs are added to its gradient.
+    /// Returns s g B, (rows, Σ rank), for each adapted layer where x or A needs a gradient; other columns stay unset. If x needs a
+    /// gradient, also adds s g B A to it.
     fn grad_hidden(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<Option<Raw>> {
         let needs_x = context.needs(0);
         let needed: SmallVec<[bool; 4]> =
