@@ -2521,6 +2521,7 @@ class Var(Tensor):
 
         Raises:
             ShapeError, DTypeError: on assignment, if the gradient differs from the variable.
+            OutOfMemoryError: there is no memory to copy a gradient out of an adapter's flat buffer.
         """
     @grad.setter
     def grad(self, /, grad: Tensor | None) -> None: ...
@@ -3259,7 +3260,7 @@ def normal_samples(
     Args:
         shape: of the values of one sample.
         samples: their numbers.
-        seed: the run's seed.
+        seed: that of the run.
         purpose: the purpose of the draw.
 
     Returns:
