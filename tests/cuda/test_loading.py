@@ -42,3 +42,18 @@ def test_a_model_passes_through_little_host_memory(cuda: Any, tmp_path: Path) ->
     assert there == pytest.approx(size / 2, rel=0.02)
     # A tensor, its conversion and the ring, not the file.
     assert more < 192 * MIB, f"{more / MIB:.0f} MiB beside {there / MIB:.0f} on the device"
+
+
+def test_text_encoders_run_no_kernel_of_candle(cuda: Any) -> None:
+    # These are PTX, which the driver compiles at the first use on a machine, for 10 s.
+    run = cuda.run("""
+        from importlib.resources import files
+        base = str(files("trainable_candle") / "assets" / "sdxl_tiny")
+        for part in ("text_encoder", "text_encoder_2"):
+            model = tc.models.CLIPTextModel.from_pretrained(
+                base, dtype="bf16", device="cuda", subfolder=part
+            )
+            with tc.no_grad():
+                model(tc.tensor([[1] * 77], device="cuda"))
+    """)
+    assert "any" not in {call["architecture"] for call in run.calls if call.kind == "module"}

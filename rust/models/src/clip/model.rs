@@ -24,8 +24,8 @@ pub struct CLIPTextModel {
     layers: Blocks<EncoderLayer>,
     final_layer_norm: LayerNorm,
     text_projection: Option<Linear<Tensor>>,
-    /// The id that ends a text, i64 without dimensions; none if it is the largest id of each text.
-    end_of_text: Option<Tensor>,
+    /// (vocab_size, 1), f32: the token with the largest score ends a text.
+    end_scores: Tensor,
 }
 
 /// Files made before the id was right say 2 for the end of a text, and mean the token of the largest id.
@@ -77,12 +77,10 @@ impl CLIPTextModel {
         let mut inner = weights.pp("text_model");
         let start = Init::Normal(0.02);
         let token_embedding = inner.get("embeddings.token_embedding.weight", (config.vocab_size, dim), start)?;
-        let end_of_text = (config.eos_token_id != LEGACY_END)
-            .then(|| Tensor::new(i64::from(config.eos_token_id), &Device::Cpu)?.to_device(token_embedding.device()))
-            .transpose()?;
+        let end_scores = end_scores(&config, token_embedding.device())?;
         Ok(Self {
             token_embedding,
-            end_of_text,
+            end_scores,
             position_embedding: inner.get(
                 "embeddings.position_embedding.weight",
                 (config.max_position_embeddings, dim),
@@ -142,17 +140,24 @@ impl CLIPTextModel {
 
     /// The state of the token that ends each text: `states (B, S, D)` → (B, D).
     fn state_at_end(&self, states: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
-        let ids = input_ids.to_dtype(DType::I64)?;
-        let score = match &self.end_of_text {
-            Some(id) => ids.eq(&id.broadcast_as(ids.shape())?)?,
-            None => ids,
-        };
-        // Ids are small enough for f32 to hold them exactly; of equal ones, argmax takes the first.
-        let place = score.to_dtype(DType::F32)?.argmax(1, true)?;
+        // Of equal scores, argmax takes the first.
+        let place = embedding(&self.end_scores, input_ids)?.squeeze(2)?.argmax(1, true)?;
         let (batch, dim) = (states.dims()[0], states.dims()[2]);
         let place = place.unsqueeze(2)?.broadcast_as((batch, 1, dim))?.contiguous()?;
         states.gather(&place, 1)?.squeeze(1)
     }
+}
+
+/// Scores that find a text's end. They are looked up, not compared with the ids: comparing integers on a GPU is candle's, whose kernels the
+/// driver compiles at their first use, for 10 s on a new machine.
+fn end_scores(config: &CLIPTextConfig, device: &Device) -> Result<Tensor> {
+    // f32 holds every id exactly.
+    let score = |id: u32| match config.eos_token_id {
+        LEGACY_END => id as f32,
+        end => f32::from(u8::from(id == end)),
+    };
+    let ids = 0..u32::try_from(config.vocab_size).unwrap_or(u32::MAX);
+    Tensor::from_vec(ids.map(score).collect(), (config.vocab_size, 1), device)
 }
 
 impl Module for CLIPTextModel {
