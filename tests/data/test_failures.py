@@ -128,5 +128,5 @@ def test_a_read_only_disk_is_left_alone(
     folder, note = cache_folder(DISK, data.options, tmp_path / "out")
     assert folder == tmp_path / "out" / ".trainable-candle"
     assert note is not None
-    assert "cannot be written to: Read-only file system; kept in" in note
+    assert "cannot be written to: Read-only file system; the cache is in" in note
     expect_whole(folder, data, 0)

@@ -29,8 +29,8 @@ from PIL import Image
 import trainable_candle as tc
 from trainable_candle.data.captions import read_caption, read_metadata
 from trainable_candle.data.entries import facts_of, intact_facts, packed
-from trainable_candle.data.options import parse_sources
 from trainable_candle.data.pixels import probe, read_rgb
+from trainable_candle.data.sources import parse_sources
 from trainable_candle.errors import Error
 from trainable_candle.settings import TrainConfig
 from trainable_candle.text import CLIPTokenizer

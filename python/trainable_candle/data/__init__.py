@@ -42,9 +42,9 @@ from trainable_candle.data.options import (
     CaptionOptions,
     DatasetOptions,
     Source,
-    parse_sources,
 )
 from trainable_candle.data.pixels import read_pixels
+from trainable_candle.data.sources import parse_sources
 
 __all__ = [
     "Batch",

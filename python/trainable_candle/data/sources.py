@@ -1,0 +1,119 @@
+"""The folders that a `dataset` setting names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from trainable_candle.data.captions import METADATA
+from trainable_candle.data.options import Source
+from trainable_candle.data.pixels import SUFFIXES
+from trainable_candle.errors import ConfigError, DatasetError
+from trainable_candle.files import load_yaml
+from trainable_candle.settings.data import YAML_SUFFIXES
+
+_REPEATED: Final = re.compile(r"(\d+)_(.+)", re.DOTALL)
+"""Folder names of kohya's scripts: repeats and class."""
+
+
+def parse_sources(
+    dataset: str | Path | Sequence[Any], caption: str | None = None
+) -> tuple[Source, ...]:
+    """The folders that a `dataset` setting names.
+
+    A folder without images that has folders with names like `10_a cup` is replaced by these, as in
+    kohya's scripts: 10 is `repeats`, and `a cup` the caption of images without one, unless the
+    entry has its own.
+
+    Args:
+        dataset: a folder; a YAML file with a list of entries; or such a list. An entry is a folder
+            or a mapping of the fields of `Source`. In a file, relative folders are relative to it.
+        caption: for images without one, where the entry has no `caption` of its own.
+
+    Raises:
+        ConfigError: an entry is wrong; the message says which, and why.
+        DatasetError: the YAML file cannot be read.
+    """
+    base, where = Path(), "dataset"
+    if isinstance(dataset, (str, Path)):
+        path = Path(dataset).expanduser()
+        if path.suffix.lower() not in YAML_SUFFIXES or path.is_dir():
+            return _repeated(Source(path, caption), where)
+        base, where, entries = path.parent, f"dataset: {path}", _read_entries(path)
+    else:
+        entries = list(dataset)
+    if not entries:
+        raise ConfigError(f"{where}: no folder is given")
+    return tuple(
+        source
+        for number, entry in enumerate(entries, 1)
+        for source in _repeated(
+            _source(entry, caption, base, f"{where}: entry {number}"), f"{where}: entry {number}"
+        )
+    )
+
+
+def _repeated(source: Source, where: str) -> tuple[Source, ...]:
+    """Replace a source by the folders inside it if their names have repeats and class.
+
+    Raises:
+        ConfigError: repeats are 0.
+    """
+    if source.recursive or source.repeats is not None or not source.path.is_dir():
+        return (source,)
+    with os.scandir(source.path) as entries:
+        inside = sorted(entries, key=lambda entry: entry.name)
+    names = [Path(entry.name) for entry in inside]
+    if any(name.suffix.lower() in SUFFIXES or name.name == METADATA for name in names):
+        return (source,)
+    found = [(entry, match) for entry in inside if (match := _REPEATED.fullmatch(entry.name))]
+    folders = [(entry, match) for entry, match in found if entry.is_dir()]
+    try:
+        return tuple(
+            replace(
+                source,
+                path=source.path / entry.name,
+                repeats=int(match[1]),
+                caption=match[2].strip() if source.caption is None else source.caption,
+            )
+            for entry, match in folders
+        ) or (source,)
+    except ConfigError as error:
+        reason = str(error).removeprefix("dataset: ")
+        given = ", ".join(entry.name for entry, _ in folders)
+        raise ConfigError(f"{where}: {source.path}: {reason}, in the names {given}") from None
+
+
+def _read_entries(path: Path) -> list[Any]:
+    try:
+        entries = load_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DatasetError(f"dataset: {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or an impossible date
+        raise DatasetError(f"dataset: {path} is not valid YAML: {error}") from error
+    if isinstance(entries, dict) and set(entries) == {"dataset"}:
+        entries = entries["dataset"]
+    if not isinstance(entries, list):
+        raise DatasetError(f"dataset: {path} holds no list; expected `- path: FOLDER` entries")
+    return entries
+
+
+def _source(entry: Any, caption: str | None, base: Path, where: str) -> Source:
+    values = {"path": entry} if isinstance(entry, (str, Path)) else entry
+    if not isinstance(values, Mapping) or "path" not in values:
+        raise ConfigError(f"{where} is {entry!r}, expected a folder or `path: FOLDER` and settings")
+    known = [field.name for field in fields(Source)]
+    unknown = [str(name) for name in values if name not in known]
+    if unknown:
+        raise ConfigError(f"{where}: `{unknown[0]}` is unknown, expected {', '.join(known)}")
+    try:
+        source = Source(**{"caption": caption, **values})
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {str(error).removeprefix('dataset: ')}") from None
+    return replace(source, path=base / source.path)
