@@ -331,7 +331,7 @@ def test_a_read_only_data_set_is_cached_elsewhere(
     folder, note = cache_folder(DISK, options, tmp_path / "out")
     assert folder == tmp_path / "out" / ".trainable-candle"
     assert note is not None
-    assert "cannot be written to: Permission denied; kept in" in note
+    assert "cannot be written to: Permission denied; the cache is in" in note
     with pytest.raises(ConfigError, match="cannot be written to"):
         cache_folder(DISK, options, None)
 
