@@ -33,7 +33,7 @@ class Split(Generic[PartT]):
 
 
 def held_out_items(count: int, share: float, seed: int) -> list[int]:
-    """Which of `count` items a validation gets: by seed alone, at least one, not all.
+    """Indices held out for validation: fixed by the seed, at least one, never all.
 
     Raises:
         DatasetError: there is only one item.
@@ -70,7 +70,7 @@ class Prepared(Protocol[BatchT]):
         """
 
     def loss(self, inputs: Inputs) -> Tensor:
-        """The training loss on what `inputs` gave, a single element; nothing leaves the device."""
+        """The training loss for `inputs`, one element, made without synchronization."""
 
     def validation_loss(self) -> float:
         """The mean loss over everything, with the same random numbers at every call.
@@ -134,7 +134,7 @@ class Task(Protocol):
         """
 
     def preview(self, path: Path) -> None:
-        """Write a preview, as the settings say, to a file of this path and a fitting ending.
+        """Write a preview, as the settings say, to `path` plus a suitable extension.
 
         The library's generator is left as it was.
 

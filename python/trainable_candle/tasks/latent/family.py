@@ -35,7 +35,7 @@ class LatentFamily(ABC):
         weights: a folder or a file.
         dtype: of the model and the text encoders; as stored if None.
         device: of everything.
-        config: the settings of the run; by default those of drawing and merging.
+        config: the settings of the run; None: defaults, enough for drawing and merging.
     """
 
     name: ClassVar[str]
@@ -57,9 +57,9 @@ class LatentFamily(ABC):
     guidance: ClassVar[float] = 1.0
     """The scale of classifier-free guidance unless the settings have one; 1 is none."""
     at_once: ClassVar[int] = 1
-    """Images that are drawn, and at least so many that are validated, together."""
+    """Batch size of drawing, and the minimum of validation."""
     validation_examples: ClassVar[int] = 16
-    """Noises and levels that a validation meets at least; fewer images are seen repeatedly."""
+    """Minimum of samples of noise and level in a validation; smaller data sets are repeated."""
 
     def __init__(
         self, weights: Path, dtype: str | None, device: str, config: TrainConfig | None = None
@@ -203,7 +203,7 @@ class LatentFamily(ABC):
 
     @abstractmethod
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> Stepper:
-        """From noise to latents in `steps` predictions.
+        """The sampler for `steps` predictions.
 
         Args:
             steps: calls of the model.
@@ -216,7 +216,7 @@ class LatentFamily(ABC):
 
     @abstractmethod
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """What the model says of latents under noise, in their shape.
+        """The model's prediction for noisy latents, in their shape.
 
         Args:
             sample: (B, C, h, w), in the dtype of the model.
@@ -225,21 +225,21 @@ class LatentFamily(ABC):
         """
 
     def conditions(self, frames: Sequence[Frame]) -> dict[str, Tensor]:  # noqa: ARG002
-        """What the model is told of images besides their captions, (B, ...) by name."""
+        """Conditions from the images (crop and size, for example), (B, ...) by name."""
         return {}
 
     # Text.
 
     @abstractmethod
     def features(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """What the model is told of captions, (B, ...) by name.
+        """Text features of captions, (B, ...) by name.
 
         Raises:
             ConfigError: a caption does not suit the model.
         """
 
     def text_identity(self) -> dict[str, str] | None:
-        """What features depend on, as names for a cache; None if they are quick to make.
+        """Identity of the text encoders for cache keys; None if features are not worth caching.
 
         Raises:
             OSError: a file cannot be read.
@@ -247,7 +247,7 @@ class LatentFamily(ABC):
         return None
 
     def text_length(self, caption: str) -> int:  # noqa: ARG002
-        """How many parts of the encoders' length a caption has."""
+        """Number of chunks of the encoders' length in a caption."""
         return 1
 
     def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -259,7 +259,7 @@ class LatentFamily(ABC):
         raise NotImplementedError
 
     def unread_layers(self, part: str, names: Iterable[str]) -> list[str]:  # noqa: ARG002
-        """Layers of a text encoder that nothing is read of, as patterns.
+        """Layers of a text encoder whose outputs are unused, as patterns: they get no adapters.
 
         Args:
             part: the encoder.
