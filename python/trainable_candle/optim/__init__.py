@@ -20,12 +20,11 @@ from trainable_candle._core import (
 )
 from trainable_candle.optim import lr_scheduler
 
-KINDS: Final = {
-    name.lower(): kind
-    for name, kind in sorted(vars(_core).items())
-    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+_CLASSES: Final = {name.lower(): kind for name, kind in vars(_core).items()}
+KINDS: Final[dict[str, type[Optimizer]]] = {
+    name: _CLASSES[name] for name in _core.choices()["optimizer"]
 }
-"""Every optimizer of the library by its name in lower case: what `--optimizer` takes."""
+"""The optimizers of the library's registry by the names that `--optimizer` takes."""
 
 __all__ = [
     "EMA",

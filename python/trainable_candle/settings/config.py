@@ -72,7 +72,7 @@ class TrainConfig(
         """Settings by name.
 
         Raises:
-            ConfigError: a name is unknown (the nearest right one is told) or a value is wrong.
+            ConfigError: a name is unknown (the nearest one is suggested), or a value is wrong.
         """
         for key in values:
             if key not in settings():

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final
 
-from trainable_candle._core import choices
+from trainable_candle.optim import KINDS
 from trainable_candle.optim.lr_scheduler import SCHEDULES
 from trainable_candle.settings import sections
 from trainable_candle.settings.setting import Condition, Group, Setting
 
-OPTIMIZERS: Final = tuple(choices()["optimizer"])
+OPTIMIZERS: Final = tuple(KINDS)
 SCHEDULERS: Final = tuple(SCHEDULES)
 
 

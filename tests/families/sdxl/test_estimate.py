@@ -17,25 +17,6 @@ from trainable_candle.train import TrainConfig
 from trainable_candle.train.optimizers import make_optimizer
 
 
-@pytest.fixture
-def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Settings of a run on the small pictures."""
-
-    def configure(**given: Any) -> TrainConfig:
-        settings = {
-            "resolution": 64,
-            "cache": "memory",
-            "rank": 4,
-            "device": "cpu",
-            "precision": "f32",
-        } | given
-        return TrainConfig(
-            model="sdxl", dataset=str(sdxl_folder), output=str(tmp_path / "out"), **settings
-        )
-
-    return configure
-
-
 def items(base: Path, config: TrainConfig, phase: str = "training") -> dict[str, int]:
     task = sdxl(base, config)
     estimate = task.estimate(config, task.read(lambda _: None))

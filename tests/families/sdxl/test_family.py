@@ -24,25 +24,6 @@ from trainable_candle.tasks.latent import LatentTask, SampleOptions
 from trainable_candle.train import TrainConfig
 
 
-@pytest.fixture
-def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Settings of a run on the small pictures."""
-
-    def configure(**given: Any) -> TrainConfig:
-        settings = {
-            "resolution": 64,
-            "cache": "memory",
-            "rank": 4,
-            "device": "cpu",
-            "precision": "f32",
-        } | given
-        return TrainConfig(
-            model="sdxl", dataset=str(sdxl_folder), output=str(tmp_path / "out"), **settings
-        )
-
-    return configure
-
-
 def prepare(base: Path, config: TrainConfig) -> tuple[LatentTask, Any]:
     task = SDXL(base, "f32", "cpu", config).task()
     return task, task.prepare(task.read(lambda _: None), lambda _: None)

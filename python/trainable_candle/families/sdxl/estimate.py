@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainable_candle.data.kept import MEMORY_LIMIT
 from trainable_candle.data.pixels import AHEAD
-from trainable_candle.families.sdxl import files
-from trainable_candle.families.sdxl.text import unread_layers
+from trainable_candle.families.sdxl.files import TEXT_ENCODERS
 from trainable_candle.tasks.estimate import (
     ITEM_BYTES,
     RUNTIME_BYTES,
@@ -21,10 +20,11 @@ from trainable_candle.train.adapters import adapter_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from trainable_candle import LoraConfig
     from trainable_candle.data import Dataset
+    from trainable_candle.families.sdxl import files
+    from trainable_candle.families.sdxl.family import SDXL
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.task import Split
 
@@ -39,34 +39,26 @@ _ENCODE_AREA: Final = 4 * 1024**2
 """Pixels that a GPU encodes at once, at most."""
 _TEXT_PARTS: Final = 16
 """Rows of tokens that a GPU encodes at once."""
-_ENCODERS: Final = ("text_encoder", "text_encoder_2")
 
 
 def estimate(
-    weights: Path,
-    config: TrainConfig,
-    data: Split[Dataset],
-    unet_targets: Sequence[str],
-    text_targets: Sequence[str],
-    limit: float = math.inf,
+    family: SDXL, config: TrainConfig, data: Split[Dataset], limit: float = math.inf
 ) -> Estimate:
     """From the configuration of the UNet and the headers of the files.
 
     Args:
-        weights: the checkpoint.
-        config: the settings.
-        data: the pictures.
-        unet_targets: the layers of the UNet that get adapters unless the settings say others.
-        text_targets: those of the text encoders.
+        family: the checkpoint, and which layers get adapters.
+        config: the settings, which may be others than those of the family.
+        data: the images.
         limit: bytes that there are.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: the checkpoint is no SDXL model.
     """
     itemsize = ITEM_BYTES[config.precision]
-    facts = files.facts(weights)
+    facts = family.facts
     unet = Item("unet", "weights", facts.values("unet") * itemsize)
-    texts = Item("text encoders", "weights", facts.values(*_ENCODERS) * itemsize)
+    texts = Item("text encoders", "weights", facts.values(*TEXT_ENCODERS) * itemsize)
     vae = Item("vae", "weights", 4 * facts.values("vae"))
     pictures = len(data.train) + len(data.validation or ())
     area = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
@@ -79,7 +71,7 @@ def estimate(
     cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
 
     at_once = max(area_at_once(area), min(encode_area(facts, config, limit), area * pictures))
-    encoders = [facts.parts[part].config for part in _ENCODERS]
+    encoders = [facts.parts[part].config for part in TEXT_ENCODERS]
     # The states of every layer are kept.
     width = sum(encoder["num_hidden_layers"] * encoder["hidden_size"] for encoder in encoders)
     states = text_parts(config) * _TOKENS * width * itemsize
@@ -104,11 +96,11 @@ def estimate(
         )
         trained.append(Item(name, "activations", values * config.batch_size * itemsize))
 
-    adapted("unet", "unet", adapter_config(config, unet_targets))
+    adapted("unet", "unet", adapter_config(config, family.targets))
     if config.train_text_encoder:
         trained.append(texts)
-        for part in _ENCODERS:
-            adapted("text encoders", part, text_adapter(config, part, facts, text_targets))
+        for part in TEXT_ENCODERS:
+            adapted("text encoders", part, family.text_adapter(part, config))
     elif config.cache == "off" or not config.caption_variants:
         trained.append(texts)
     if config.cache == "off" or config.sample_prompts:
@@ -138,7 +130,7 @@ def encode_area(facts: files.Facts, config: TrainConfig, limit: float) -> int:
     """
     if not config.on_gpu:
         return 0
-    models = 4 * facts.values("vae") + ITEM_BYTES[config.precision] * facts.values(*_ENCODERS)
+    models = 4 * facts.values("vae") + ITEM_BYTES[config.precision] * facts.values(*TEXT_ENCODERS)
     room = (limit - RUNTIME_BYTES - models) / 2
     return max(0, int(min(_ENCODE_AREA, room // _working(facts))))
 
@@ -153,23 +145,6 @@ def _working(facts: files.Facts) -> int:
     return 4 * facts.vae_width * _ENCODER_IMAGES
 
 
-def text_adapter(
-    config: TrainConfig, part: str, facts: files.Facts, targets: Sequence[str]
-) -> LoraConfig:
-    """The adapters of a text encoder.
-
-    Args:
-        config: the settings.
-        part: the folder of the encoder.
-        facts: of the checkpoint.
-        targets: the layers that get adapters.
-    """
-    exclude = config.exclude_modules
-    if part == _ENCODERS[0]:
-        exclude = [*exclude, *unread_layers(facts.parts[part].layers, config.clip_skip or 0)]
-    return adapter_config(config.with_(target_modules=[], exclude_modules=exclude), targets)
-
-
 def sampling_bytes(facts: files.Facts, size: tuple[int, int], count: int, dtype: str | None) -> int:
     """About what drawing pictures one after the other takes besides the runtime.
 
@@ -181,7 +156,7 @@ def sampling_bytes(facts: files.Facts, size: tuple[int, int], count: int, dtype:
     """
     area = size[0] * size[1]
     itemsize = ITEM_BYTES.get(dtype or "f16", 4)
-    models = facts.values("unet", "text_encoder", "text_encoder_2") * itemsize
+    models = facts.values("unet", *TEXT_ENCODERS) * itemsize
     models += 4 * facts.values("vae")
     latents = area // facts.factor**2
     predicting = _GUIDED * _WIDE_IMAGES * facts.config["block_out_channels"][0] * latents * itemsize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from trainable_candle.families.sdxl.estimate import (
     sampling_bytes,
     text_parts,
 )
+from trainable_candle.families.sdxl.files import TEXT_ENCODERS
 from trainable_candle.families.sdxl.identity import latents_identity, text_identity
 from trainable_candle.families.sdxl.text import TextEncoders, unread_layers
 from trainable_candle.models import SDXLUNet
@@ -27,7 +28,7 @@ from trainable_candle.tasks.latent.objectives import NoiseObjective
 from trainable_candle.train.sampler import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from trainable_candle import Tensor
@@ -40,11 +41,9 @@ if TYPE_CHECKING:
     from trainable_candle.train.objective import NoiseSchedule
     from trainable_candle.train.trainer import Inputs
 
-TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
-
 
 class SDXL(LatentFamily):
-    """Stable Diffusion XL: a UNet told of text by CLIP-L and OpenCLIP-bigG, and of sizes."""
+    """Stable Diffusion XL: a UNet under text features of CLIP-L and OpenCLIP-bigG, and sizes."""
 
     name: ClassVar[str] = "sdxl"
     summary: ClassVar[str] = "Stable Diffusion XL (a tiny one that draws flowers is built in)"
@@ -110,7 +109,7 @@ class SDXL(LatentFamily):
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:
         """From the configuration of the UNet and the headers of the files."""
-        return estimate(self.weights, config, data, self.targets, self.text_targets, limit)
+        return estimate(self, config, data, limit)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
         """Models, predictions with guidance, decoding, images."""
@@ -200,9 +199,12 @@ class SDXL(LatentFamily):
         """The features of `batch` captions from their tokens."""
         return self.encoders.encode(tokens, batch)
 
-    def unread_layers(self, part: str, names: Iterable[str]) -> list[str]:
+    def unread_layers(self, part: str) -> list[str]:
         """The last layers of the first encoder; of the second, the pooled text needs all."""
-        return unread_layers(names, self.config.clip_skip or 0) if part == TEXT_ENCODERS[0] else []
+        if part != TEXT_ENCODERS[0]:
+            return []
+        count = self.facts.parts[part].config["num_hidden_layers"]
+        return unread_layers(count, self.config.clip_skip or 0)
 
     def adapted_parts(self, path: Path) -> Sequence[str]:
         """The parts that an adapter file is for, whatever its names' style."""

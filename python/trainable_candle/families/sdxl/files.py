@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NAME: Final = "sdxl"
 SUBFOLDERS: Final = tuple(pipeline_parts(NAME))
+TEXT_ENCODERS: Final = tuple(name for name in SUBFOLDERS if name.startswith("text_encoder"))
+"""CLIP-L and OpenCLIP-bigG."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.data import file_identity
+from trainable_candle.families.sdxl.files import TEXT_ENCODERS
 from trainable_candle.text.clip_tokenizer import SHIPPED
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def text_identity(weights: Path) -> Mapping[str, str]:
         name: file_identity(folder if (folder := weights / name).is_dir() else SHIPPED)
         for name in _TOKENIZERS
     }
-    return {**_parts(weights, ("text_encoder", "text_encoder_2")), **tokenizers}
+    return {**_parts(weights, TEXT_ENCODERS), **tokenizers}
 
 
 def _parts(weights: Path, names: Sequence[str]) -> dict[str, str]:

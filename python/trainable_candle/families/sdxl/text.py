@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -13,7 +12,7 @@ from trainable_candle.models import CLIPTextModel
 from trainable_candle.text import PAD_OF_BIG_G, PAD_OF_CLIP_L, CLIPTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
     from trainable_candle import Tensor
 
-_LAYER: Final = re.compile(r"encoder\.layers\.(\d+)\.")
 _TOKENS: Final = "text_model.embeddings.token_embedding.weight"
 _IDS: Final = ("input_ids", "input_ids_2")
 MOST_CHUNKS: Final = 8
@@ -101,17 +99,15 @@ class TextEncoders:
         return {"encoder_hidden_states": tc.cat(states, 2), "text_embeds": pooled.squeeze(1)}
 
 
-def unread_layers(names: Iterable[str], clip_skip: int) -> list[str]:
+def unread_layers(count: int, clip_skip: int) -> list[str]:
     """The last layers of the first encoder, as patterns: of its states, earlier ones are read.
 
     Of the second encoder the pooled text is read, which all layers lead to.
 
     Args:
-        names: of its parameters.
+        count: its layers.
         clip_skip: layers left out before the last but one.
     """
-    found = (_LAYER.search(name) for name in names)
-    count = 1 + max((int(match[1]) for match in found if match), default=-1)
     return [rf".*encoder\.layers\.{n}\..*" for n in range(count - 1 - clip_skip, count)]
 
 

@@ -32,7 +32,7 @@ class Stepper(Protocol):
 
     @property
     def timesteps(self) -> list[float]:
-        """What the model is told at each step."""
+        """The model's time at each step."""
 
     def init_noise(self, noise: Tensor, /) -> Tensor:
         """What the way starts from, given standard normal numbers."""
@@ -91,7 +91,7 @@ def draw(
         family: the model.
         prompts: what to draw.
         options: how.
-        features: from prompts to what the model is told of them.
+        features: maps prompts to text features.
         size: width and height, px, where the options name none.
 
     Raises:
@@ -179,7 +179,7 @@ def _predictor(graphs: PassGraphs, count: int) -> ConditionedModel:
     """The model for `Guided`, which draws `count` images."""
 
     def predict(x: Tensor, timestep: float, /, **conditions: Tensor) -> Tensor:
-        # One is told to both halves of a guided pair.
+        # One time serves both halves of a guided pair.
         rows = 1 if count == 1 else x.shape[0]
         times = tc.full((rows,), timestep, device=x.device)
         return graphs({"sample": x, "times": times, **conditions}, first=True)

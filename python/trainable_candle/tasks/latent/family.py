@@ -10,12 +10,13 @@ from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.initial_adapter import check_initial_adapter
 from trainable_candle.tasks.latent.data import load_images
 from trainable_candle.tasks.latent.task import LatentTask
+from trainable_candle.train.adapters import adapter_config
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
-    from trainable_candle import Tensor
+    from trainable_candle import LoraConfig, Tensor
     from trainable_candle.data import Dataset
     from trainable_candle.data.buckets import Frame
     from trainable_candle.models import Model
@@ -250,22 +251,28 @@ class LatentFamily(ABC):
         """Number of chunks of the encoders' length in a caption."""
         return 1
 
+    # A family that takes the settings `TextEncoders` has these two.
+
     def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """What `encode_tokens` makes features of, if text encoders are trained."""
-        raise NotImplementedError
+        """The tokens of captions for `encode_tokens`, (B, ...) by name."""
+        raise NotImplementedError(f"{self.name}: its text encoders cannot be trained")
 
     def encode_tokens(self, tokens: Inputs, batch: int) -> dict[str, Tensor]:
-        """The features of `batch` captions from their tokens, with gradients."""
-        raise NotImplementedError
+        """Text features of `batch` captions from their tokens, (B, ...) by name, with gradients."""
+        raise NotImplementedError(f"{self.name}: its text encoders cannot be trained")
 
-    def unread_layers(self, part: str, names: Iterable[str]) -> list[str]:  # noqa: ARG002
-        """Layers of a text encoder whose outputs are unused, as patterns: they get no adapters.
-
-        Args:
-            part: the encoder.
-            names: of its parameters.
-        """
+    def unread_layers(self, part: str) -> list[str]:  # noqa: ARG002
+        """Layers of the text encoder `part` whose outputs are unused, as patterns."""
         return []
+
+    def text_adapter(self, part: str, config: TrainConfig) -> LoraConfig:
+        """The adapters of the text encoder `part` with the settings `config`.
+
+        `--target-modules` is for the denoising model; layers whose outputs are unused get none.
+        """
+        exclude = [*config.exclude_modules, *self.unread_layers(part)]
+        there = config.with_(target_modules=[], exclude_modules=exclude)
+        return adapter_config(there, self.text_targets)
 
     # Files.
 

@@ -1,7 +1,7 @@
 """What a model is asked to predict of noised latents, behind one interface.
 
 `noise` makes what the model sees and should say, as tensors by name; `loss` compares a prediction
-with them. `sample` is what the model sees, `times` what it is told of the noise (0 to 1000, f32),
+with them. `sample` is what the model sees, `times` the level of the noise (0 to 1000, f32),
 `target` what it should predict. `mask` and `weights`, where they are given, weigh places and
 examples.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 FLOW_TIMES: Final = 1000
-"""What a flow model is told of pure noise."""
+"""The time of pure noise in a flow model."""
 VALIDATION_SEED: Final = 20_261_121
 
 
@@ -182,7 +182,7 @@ class FlowSampler:
         self._flow = FlowMatching(shift=shift)
         self._levels = self._flow.sigmas(steps)
         self.timesteps = [FLOW_TIMES * level for level in self._levels[:-1]]
-        """What the model is told at each step."""
+        """The model's time at each step."""
 
     def init_noise(self, noise: Tensor) -> Tensor:
         """What the run starts from."""

@@ -163,11 +163,7 @@ class LatentTask:
         sets = {family.component: family.model.add_adapter(adapter_config(config, family.targets))}
         if config.train_text_encoder:
             for name, model in family.text_models.items():
-                unread = family.unread_layers(name, model.named_tensors())
-                there = config.with_(
-                    target_modules=[], exclude_modules=[*config.exclude_modules, *unread]
-                )
-                sets[name] = model.add_adapter(adapter_config(there, family.text_targets))
+                sets[name] = model.add_adapter(family.text_adapter(name, config))
         if config.gradient_checkpointing != "none":
             for name in sets:
                 self._part(name).enable_gradient_checkpointing(config.gradient_checkpointing)

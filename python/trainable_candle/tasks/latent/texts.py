@@ -1,4 +1,4 @@
-"""From captions to what a model is told: features remembered, made anew, or made in the step."""
+"""Text features of captions: cached, made for each batch, or made within the step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Texts:
-    """From captions to what the model is told."""
+    """Maps captions to text features."""
 
     inputs: Callable[[Sequence[str]], Mapping[str, Tensor]]
     """What is made of captions outside of the step."""

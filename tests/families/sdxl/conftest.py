@@ -1,0 +1,28 @@
+"""Runs of the small SDXL."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainable_candle.train import TrainConfig
+
+
+@pytest.fixture
+def configure(sdxl_folder: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Settings of a run on the small images."""
+
+    def configure(**given: Any) -> TrainConfig:
+        settings = {
+            "resolution": 64,
+            "cache": "memory",
+            "rank": 4,
+            "device": "cpu",
+            "precision": "f32",
+        } | given
+        return TrainConfig(
+            model="sdxl", dataset=str(sdxl_folder), output=str(tmp_path / "out"), **settings
+        )
+
+    return configure
