@@ -11,6 +11,8 @@ mod cpu;
 pub(super) mod cuda;
 mod geometry;
 
+use smallvec::SmallVec;
+
 use super::linear::same_kind;
 use crate::compute::on_device;
 use crate::raw::{check_allocation_on, is_float};
@@ -87,18 +89,10 @@ pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: Conv2
         same_kind(CONV2D.name, x, name, other)?;
     }
     check_allocation_on(x.device(), CONV2D.name, &geometry.result_dims(), x.dtype())?;
-    let with_bias;
-    let without_bias = [x, weight];
-    let inputs: &[&Tensor] = match bias {
-        Some(bias) => {
-            with_bias = [x, weight, bias];
-            &with_bias
-        }
-        None => &without_bias,
-    };
+    let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
     record(
         &CONV2D,
-        inputs,
+        &inputs,
         || {
             let bias = bias.map(|bias| &bias.raw);
             on_device!(

@@ -4,6 +4,7 @@
 mod cuda;
 
 use candle_core::Shape;
+use smallvec::SmallVec;
 
 use super::case::{Case, Entry};
 use crate::compute::on_device;
@@ -124,18 +125,10 @@ impl Backward for LinearBackward {
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     check(LINEAR.name, x, weight, bias)?;
-    let with_bias;
-    let without_bias = [x, weight];
-    let inputs: &[&Tensor] = match bias {
-        Some(bias) => {
-            with_bias = [x, weight, bias];
-            &with_bias
-        }
-        None => &without_bias,
-    };
+    let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
     record(
         &LINEAR,
-        inputs,
+        &inputs,
         || {
             let y = forward(&as_matrix(&x.raw)?, &weight.raw, bias.map(|b| &b.raw))?;
             Ok(y.reshape(with_last(&x.raw, weight.dims()[0]))?)
