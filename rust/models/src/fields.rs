@@ -68,6 +68,17 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.wrong(name, "a list of positive integers"))
     }
 
+    /// Numbers from 0 to below `count`, without repetition; none if the field is missing.
+    pub fn indices(&mut self, name: &'static str, count: usize) -> Result<Vec<usize>> {
+        let Some(value) = self.get(name) else { return Ok(Vec::new()) };
+        let index = |value: &Value| value.as_u64().map(|n| n as usize).filter(|&n| n < count);
+        let indices = value.as_array().and_then(|list| list.iter().map(index).collect::<Option<BTreeSet<_>>>());
+        let list = indices.filter(|indices| Some(indices.len()) == value.as_array().map(Vec::len));
+        list.map(|indices| indices.into_iter().collect()).ok_or_else(|| {
+            self.wrong(name, &format!("a list of different numbers from 0 to {}", count.saturating_sub(1)))
+        })
+    }
+
     /// A list of `count` names, each turned into what it stands for.
     pub fn names<T: Copy>(&mut self, name: &'static str, count: usize, known: &[(&str, T)]) -> Result<Vec<T>> {
         let list = self.get(name).and_then(Value::as_array).filter(|list| list.len() == count);

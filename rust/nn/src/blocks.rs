@@ -77,9 +77,22 @@ impl<B: Send + Sync + 'static> Blocks<B> {
     where
         F: Fn(&B, &[Tensor]) -> Result<Tensor> + Send + Sync + 'static,
     {
+        Ok(self.run_several(index, inputs, move |block, inputs| Ok(vec![forward(block, inputs)?]))?.remove(0))
+    }
+
+    /// The results of block `index`, which has several, for `inputs`.
+    ///
+    /// # Errors
+    /// Those of `forward`.
+    ///
+    /// # Panics
+    /// If there is no such block.
+    pub fn run_several<F>(&self, index: usize, inputs: &[&Tensor], forward: F) -> Result<Vec<Tensor>>
+    where
+        F: Fn(&B, &[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
+    {
         let block = self.blocks[index].clone();
-        let run = move |inputs: &[Tensor]| Ok(vec![forward(&block, inputs)?]);
-        Ok(checkpoint_with(self.kept.policy(), run, inputs)?.remove(0))
+        checkpoint_with(self.kept.policy(), move |inputs: &[Tensor]| forward(&block, inputs), inputs)
     }
 
     /// The result of all blocks, one after another: each takes the result of the one before (the first takes `x`), and `conditions`.

@@ -92,6 +92,12 @@ impl Module for LayerNorm {
     }
 }
 
+impl Module for RmsNorm {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        self.weight.iter().try_for_each(|weight| visitor.tensor("weight", weight))
+    }
+}
+
 impl Module for GroupNorm {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.tensor("weight", &self.weight)?;

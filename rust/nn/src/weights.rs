@@ -5,7 +5,7 @@ use trainable_candle_core::{Result, Shape, Tensor};
 
 use crate::conv::channels_per_group;
 use crate::source::Packing;
-use crate::{Conv2d, GroupNorm, LayerNorm, Linear, LinearGroup, Source};
+use crate::{Conv2d, GroupNorm, LayerNorm, Linear, LinearGroup, RmsNorm, Source};
 
 /// Gives a model its parameters by name: stored (frozen) or fresh (trainable).
 ///
@@ -132,6 +132,14 @@ impl Weights<'_> {
     pub fn layer_norm(&mut self, name: &str, features: usize, eps: f64) -> Result<LayerNorm> {
         let (weight, bias) = self.scale_and_shift(name, features)?;
         Ok(LayerNorm { weight: Some(weight), bias: Some(bias), eps })
+    }
+
+    /// An RMS norm `name` over `features`, starting with a scale of 1.
+    ///
+    /// # Errors
+    /// As [`get`](Weights::get).
+    pub fn rms_norm(&mut self, name: &str, features: usize, eps: f64) -> Result<RmsNorm> {
+        Ok(RmsNorm { weight: Some(self.pp(name).get("weight", features, Init::Constant(1.0))?), eps })
     }
 
     /// A group norm `name` over `channels`, starting as the identity.

@@ -84,7 +84,7 @@ fn open_clip(name: &str) -> Option<Key> {
     let block = format!("transformer.resblocks.{layer}");
     for (part, projection) in ["self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."].iter().enumerate() {
         if let Some(kind) = rest.strip_prefix(projection) {
-            return Some(Key { key: format!("{block}.attn.in_proj_{kind}"), form: Form::Rows { part, of: 3 } });
+            return Some(Key { key: format!("{block}.attn.in_proj_{kind}"), form: Form::share(part, 3) });
         }
     }
     INSIDE.iter().find_map(|(ours, theirs)| {
@@ -98,15 +98,12 @@ const PUBLISHED: [(usize, usize, Activation); 3] =
     [(768, 12, Activation::QuickGelu), (1024, 16, Activation::Gelu), (1280, 20, Activation::Gelu)];
 
 /// The configuration of a text encoder in an original checkpoint, from the shapes of its tensors. Heads and activation leave no
-/// trace in them: they are the published models', or come from a configuration (`beside`) whose sizes are these.
+/// trace in them: they are the published models', or come from the first of the
+/// `known` configurations whose sizes are these.
 ///
 /// # Errors
 /// [`Error::Config`] if they cannot be told.
-pub(super) fn deduce(
-    files: &WeightFiles,
-    original: Original,
-    beside: Option<CLIPTextConfig>,
-) -> Result<CLIPTextConfig> {
+pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTextConfig>) -> Result<CLIPTextConfig> {
     let Original { prefix, naming } = original;
     let (tokens, positions, first) = match naming {
         Naming::Original => {
@@ -146,8 +143,8 @@ pub(super) fn deduce(
         let CLIPTextConfig { num_attention_heads, hidden_act, layer_norm_eps, eos_token_id, .. } = beside.clone();
         CLIPTextConfig { num_attention_heads, hidden_act, layer_norm_eps, eos_token_id, ..deduced.clone() } == *beside
     };
-    if let Some(beside) = beside.filter(agrees) {
-        return Ok(beside);
+    if let Some(known) = known.into_iter().find(agrees) {
+        return Ok(known);
     }
     match PUBLISHED.iter().find(|(published, ..)| *published == width) {
         Some(&(_, num_attention_heads, hidden_act)) => {

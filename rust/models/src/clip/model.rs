@@ -182,8 +182,8 @@ impl Architecture for CLIPTextModel {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, beside: Option<CLIPTextConfig>) -> Result<CLIPTextConfig> {
-        keys::deduce(files, original, beside)
+    fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTextConfig>) -> Result<CLIPTextConfig> {
+        keys::deduce(files, original, known)
     }
 
     fn names(_config: &CLIPTextConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {

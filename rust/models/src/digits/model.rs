@@ -152,7 +152,7 @@ impl Architecture for DigitsTransformer {
         Self::new(config, weights)
     }
 
-    fn deduce(_files: &WeightFiles, _original: Original, _beside: Option<DigitsConfig>) -> Result<DigitsConfig> {
+    fn deduce(_files: &WeightFiles, _original: Original, _known: Vec<DigitsConfig>) -> Result<DigitsConfig> {
         Err(Error::Config("DigitsTransformer: no configuration".into()))
     }
 

@@ -1,6 +1,7 @@
 //! Layers that several models share, under diffusers' names.
 
 mod attention;
+pub mod joint;
 mod resnet;
 mod timestep;
 mod transformer;

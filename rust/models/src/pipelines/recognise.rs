@@ -1,7 +1,7 @@
 //! What a file of one piece is, by the names of its tensors.
 
 use super::table::UNSUPPORTED;
-use super::{PIPELINES, Place, Section, adapter_prefixes, kinds, places, unique};
+use super::{PIPELINES, Place, Role, Section, adapter_prefixes, kinds, places, unique};
 use crate::pretrained::CONFIG;
 use crate::registry::ModelKind;
 
@@ -12,7 +12,17 @@ pub fn of_file(
     subfolder: Option<&str>,
     is_there: impl Fn(&str) -> bool,
 ) -> Option<(Place, &'static Section, &'static str)> {
-    places(model)
+    // A part of several pipelines is of the one whose denoiser is there too.
+    let has_denoiser = |place: &Place| {
+        let denoisers = place.pipeline.parts.iter().filter(|part| part.role == Role::Denoiser);
+        denoisers
+            .flat_map(|part| part.sections)
+            .any(|section| section.prefixes.iter().any(|prefix| is_there(&format!("{prefix}{}", section.probe))))
+    };
+    let mut places: Vec<Place> = places(model).collect();
+    places.sort_by_key(|place| !has_denoiser(place));
+    places
+        .into_iter()
         .filter(|place| subfolder.is_none_or(|subfolder| subfolder == place.part.subfolder))
         .flat_map(|place| place.part.sections.iter().map(move |section| (place, section)))
         .flat_map(|(place, section)| section.prefixes.iter().map(move |&prefix| (place, section, prefix)))

@@ -6,12 +6,14 @@ use trainable_candle_io::adapter_file::BaseModel;
 use super::{AdapterNames, Part, Pipeline, Role, Section};
 use crate::clip::{self, Activation, CLIPTextConfig};
 use crate::digits::{self, DigitsConfig};
+use crate::flux::{self, FluxConfig};
 use crate::pretrained::{Configuration, Naming};
+use crate::sd3::{self, SD3Config};
 use crate::sdxl::{self, UNetConfig};
 use crate::vae::{self, VaeConfig};
 
-/// Every pipeline.
-pub static PIPELINES: &[&Pipeline] = &[&SDXL, &DIGITS];
+/// Every pipeline. A part that several have alike, and whose file says no more, is taken for the first one's.
+pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS];
 
 /// Any configuration of the architecture is this part's.
 const fn any(_: &Map<String, Value>) -> bool {
@@ -22,6 +24,46 @@ const fn any(_: &Map<String, Value>) -> bool {
 fn projects(config: &Map<String, Value>) -> bool {
     let names = config.get("architectures").and_then(Value::as_array);
     names.is_some_and(|names| names.iter().any(|name| name.as_str() == Some(clip::PROJECTING_CLASS_NAME)))
+}
+
+/// The configuration of OpenCLIP ViT-bigG.
+fn big_g() -> Map<String, Value> {
+    CLIPTextConfig {
+        hidden_size: 1280,
+        intermediate_size: 5120,
+        num_hidden_layers: 32,
+        num_attention_heads: 20,
+        hidden_act: Activation::Gelu,
+        projection_dim: Some(1280),
+        ..CLIPTextConfig::default()
+    }
+    .to_json()
+}
+
+/// Where files of one piece have an autoencoder.
+const AUTOENCODER: &[Section] = &[Section {
+    prefixes: &["first_stage_model.", "vae.", ""],
+    naming: Naming::Original,
+    probe: "decoder.mid.block_1.conv1.weight",
+}];
+
+/// Whether an autoencoder's latents are scaled by this number, which tells the families apart.
+fn latents(config: &Map<String, Value>, scale: f64) -> bool {
+    config.get("scaling_factor").and_then(Value::as_f64) == Some(scale)
+}
+
+/// The configuration of an autoencoder of 16 channels.
+fn latents_of(scaling_factor: f64, shift_factor: f64) -> Map<String, Value> {
+    VaeConfig {
+        latent_channels: 16,
+        scaling_factor,
+        shift_factor: Some(shift_factor),
+        use_quant_conv: false,
+        use_post_quant_conv: false,
+        force_upcast: true,
+        ..VaeConfig::default()
+    }
+    .to_json()
 }
 
 /// Stable Diffusion XL (Podell et al. 2023, arXiv:2307.01952).
@@ -49,12 +91,8 @@ static SDXL: Pipeline = Pipeline {
             role: Role::Autoencoder,
             model: &vae::KIND,
             subfolder: "vae",
-            sections: &[Section {
-                prefixes: &["first_stage_model.", "vae.", ""],
-                naming: Naming::Original,
-                probe: "decoder.mid.block_1.conv1.weight",
-            }],
-            fits: any,
+            sections: AUTOENCODER,
+            fits: |config| config.get("latent_channels").and_then(Value::as_u64) != Some(16),
             published: || VaeConfig::default().to_json(),
             adapter: None,
         },
@@ -83,19 +121,123 @@ static SDXL: Pipeline = Pipeline {
                 probe: "transformer.resblocks.0.attn.in_proj_weight",
             }],
             fits: projects,
-            published: || {
-                CLIPTextConfig {
-                    hidden_size: 1280,
-                    intermediate_size: 5120,
-                    num_hidden_layers: 32,
-                    num_attention_heads: 20,
-                    hidden_act: Activation::Gelu,
-                    projection_dim: Some(1280),
-                    ..CLIPTextConfig::default()
-                }
-                .to_json()
-            },
+            published: big_g,
             adapter: Some(AdapterNames { kohya: "lora_te2", comfyui: Some("text_encoders.clip_g.transformer") }),
+        },
+    ],
+};
+
+/// Stable Diffusion 3 and 3.5 (Esser et al. 2024, arXiv:2403.03206).
+static SD3: Pipeline = Pipeline {
+    name: "sd3",
+    title: "SD3.5",
+    class_names: &["StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline"],
+    base: Some(BaseModel { version: "sd3", architecture: "stable-diffusion-3.5-medium", resolution: 1024 }),
+    pixels: 8,
+    parts: &[
+        Part {
+            role: Role::Denoiser,
+            model: &sd3::KIND,
+            subfolder: "transformer",
+            sections: &[
+                Section {
+                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+                    naming: Naming::Original,
+                    probe: "joint_blocks.0.context_block.attn.qkv.weight",
+                },
+                Section {
+                    prefixes: &[""],
+                    naming: Naming::Own,
+                    probe: "transformer_blocks.0.norm1_context.linear.weight",
+                },
+            ],
+            fits: any,
+            published: || SD3Config::default().to_json(),
+            adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model") }),
+        },
+        Part {
+            role: Role::Autoencoder,
+            model: &vae::KIND,
+            subfolder: "vae",
+            sections: AUTOENCODER,
+            fits: |config| latents(config, 1.5305),
+            published: || latents_of(1.5305, 0.0609),
+            adapter: None,
+        },
+        Part {
+            role: Role::TextEncoder,
+            model: &clip::KIND,
+            subfolder: "text_encoder",
+            sections: &[Section {
+                prefixes: &["text_encoders.clip_l.transformer."],
+                naming: Naming::Own,
+                probe: "text_model.embeddings.position_embedding.weight",
+            }],
+            fits: projects,
+            published: || CLIPTextConfig { projection_dim: Some(768), ..CLIPTextConfig::default() }.to_json(),
+            adapter: Some(AdapterNames { kohya: "lora_te1", comfyui: Some("text_encoders.clip_l.transformer") }),
+        },
+        Part {
+            role: Role::TextEncoder,
+            model: &clip::KIND,
+            subfolder: "text_encoder_2",
+            sections: &[Section {
+                prefixes: &["text_encoders.clip_g.transformer."],
+                naming: Naming::Own,
+                probe: "text_model.embeddings.position_embedding.weight",
+            }],
+            fits: projects,
+            published: big_g,
+            adapter: Some(AdapterNames { kohya: "lora_te2", comfyui: Some("text_encoders.clip_g.transformer") }),
+        },
+    ],
+};
+
+/// Flux.1 (Black Forest Labs 2024).
+static FLUX: Pipeline = Pipeline {
+    name: "flux",
+    title: "Flux",
+    class_names: &["FluxPipeline", "FluxImg2ImgPipeline"],
+    base: Some(BaseModel { version: "flux1", architecture: "flux-1-dev", resolution: 1024 }),
+    pixels: 8,
+    parts: &[
+        Part {
+            role: Role::Denoiser,
+            model: &flux::KIND,
+            subfolder: "transformer",
+            sections: &[
+                Section {
+                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+                    naming: Naming::Original,
+                    probe: "double_blocks.0.img_attn.proj.weight",
+                },
+                Section { prefixes: &[""], naming: Naming::Own, probe: "single_transformer_blocks.0.proj_mlp.weight" },
+            ],
+            fits: any,
+            published: || FluxConfig::default().to_json(),
+            adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model") }),
+        },
+        Part {
+            role: Role::Autoencoder,
+            model: &vae::KIND,
+            subfolder: "vae",
+            sections: AUTOENCODER,
+            fits: |config| latents(config, 0.3611),
+            published: || latents_of(0.3611, 0.1159),
+            adapter: None,
+        },
+        Part {
+            role: Role::TextEncoder,
+            model: &clip::KIND,
+            subfolder: "text_encoder",
+            sections: &[Section {
+                prefixes: &["text_encoders.clip_l.transformer."],
+                naming: Naming::Own,
+                probe: "text_model.embeddings.position_embedding.weight",
+            }],
+            fits: |config| !projects(config),
+            published: || CLIPTextConfig::default().to_json(),
+            adapter: Some(AdapterNames { kohya: "lora_te1", comfyui: Some("text_encoders.clip_l.transformer") }),
         },
     ],
 };
@@ -122,9 +264,5 @@ static DIGITS: Pipeline = Pipeline {
 pub(super) static UNSUPPORTED: &[(&str, &str)] = &[
     ("cond_stage_model.transformer.", "Stable Diffusion 1"),
     ("cond_stage_model.model.", "Stable Diffusion 2"),
-    ("model.diffusion_model.joint_blocks.", "Stable Diffusion 3"),
     ("conditioner.embedders.0.model.", "SDXL's refiner"),
-    ("joint_blocks.", "Stable Diffusion 3"),
-    ("model.diffusion_model.double_blocks.", "Flux"),
-    ("double_blocks.", "Flux"),
 ];

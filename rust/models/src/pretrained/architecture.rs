@@ -38,11 +38,11 @@ pub trait Architecture: Model + Sized {
     fn build(config: Self::Config, weights: &mut Weights<'_>) -> Result<Self>;
 
     /// The configuration of the model in an original checkpoint, from the shapes of its tensors. What leaves no trace in them is the
-    /// published model's, or comes from a configuration (`beside`) whose sizes are these.
+    /// published model's, or comes from the first of the `known` configurations whose sizes are these.
     ///
     /// # Errors
     /// [`Error::Config`] if a size cannot be told.
-    fn deduce(files: &WeightFiles, original: Original, beside: Option<Self::Config>) -> Result<Self::Config>;
+    fn deduce(files: &WeightFiles, original: Original, known: Vec<Self::Config>) -> Result<Self::Config>;
 
     /// The names of its parameters in a folder, or in an original checkpoint: in `files`, if such a checkpoint is there already.
     fn names(config: &Self::Config, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;

@@ -46,6 +46,19 @@ impl Layout for OwnNames {
     }
 }
 
+/// A model's own names in a file that holds others too, with what they begin with.
+pub struct PrefixedNames(pub &'static str);
+
+impl Layout for PrefixedNames {
+    fn prefix(&self) -> &str {
+        self.0
+    }
+
+    fn places(&self, name: &str) -> Vec<Key> {
+        OwnNames.places(name)
+    }
+}
+
 /// One parameter in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
@@ -53,6 +66,17 @@ pub struct Key {
     pub key: String,
     /// What the tensor is to the parameter.
     pub form: Form,
+}
+
+/// A layer of a model, the layer of a file that holds it, and in what form.
+pub type Renaming = (&'static str, &'static str, Form);
+
+/// The key of a parameter whose layer is in `renamings`: `ff.net.2.bias` is `mlp.fc2.bias`.
+pub fn renamed(name: &str, renamings: &[Renaming]) -> Option<Key> {
+    renamings.iter().find_map(|(ours, theirs, form)| {
+        let parameter = name.strip_prefix(ours)?.strip_prefix('.')?;
+        Some(Key { key: format!("{theirs}.{parameter}"), form: *form })
+    })
 }
 
 /// What a tensor in a file is to a parameter.
@@ -64,13 +88,17 @@ pub enum Form {
     Transposed,
     /// The matrix of a linear layer as a 1×1 convolution, (out, in, 1, 1).
     Pointwise,
-    /// One of several parameters of the same shape, one below the other.
+    /// One of several parameters, one below the other, as so many of the equal shares of the tensor's rows.
     Rows {
-        /// Which of them, from 0.
-        part: usize,
-        /// How many there are.
+        /// Its first share, from 0.
+        first: usize,
+        /// How many shares are its rows.
+        count: usize,
+        /// How many shares there are.
         of: usize,
     },
+    /// Its second half of rows, then the first.
+    Swapped,
 }
 
 impl Key {
@@ -81,15 +109,21 @@ impl Key {
 }
 
 impl Form {
+    /// The share `index` of `of` equal ones.
+    pub const fn share(index: usize, of: usize) -> Self {
+        Self::Rows { first: index, count: 1, of }
+    }
+
     /// The parameter's shape if the tensor's is `stored`; none if that cannot be.
     pub fn shape(self, stored: &[usize]) -> Option<Vec<usize>> {
         match (self, stored) {
             (Self::Plain, dims) => Some(dims.to_vec()),
             (Self::Transposed, &[rows, columns]) => Some(vec![columns, rows]),
             (Self::Pointwise, &[out, input] | &[out, input, 1, 1]) => Some(vec![out, input]),
-            (Self::Rows { of, .. }, &[rows, ref rest @ ..]) if rows % of == 0 => {
-                Some(std::iter::once(rows / of).chain(rest.iter().copied()).collect())
+            (Self::Rows { count, of, .. }, &[rows, ref rest @ ..]) if rows % of == 0 => {
+                Some(std::iter::once(rows / of * count).chain(rest.iter().copied()).collect())
             }
+            (Self::Swapped, dims @ &[rows, ..]) if rows % 2 == 0 => Some(dims.to_vec()),
             _ => None,
         }
     }
@@ -99,7 +133,7 @@ impl Form {
         match (self, dims) {
             (Self::Transposed, &[rows, columns]) => vec![columns, rows],
             (Self::Pointwise, dims) => [dims, &[1, 1]].concat(),
-            (Self::Rows { of, .. }, &[rows, ref rest @ ..]) => [&[rows * of], rest].concat(),
+            (Self::Rows { count, of, .. }, &[rows, ref rest @ ..]) => [&[rows / count * of], rest].concat(),
             _ => dims.to_vec(),
         }
     }
@@ -110,11 +144,12 @@ impl Form {
             Self::Plain => Ok(stored.clone()),
             Self::Transposed => stored.t()?.contiguous(),
             Self::Pointwise => stored.reshape(&stored.dims()[..2]),
-            Self::Rows { part, of } => {
-                let rows = stored.dims()[0] / of;
+            Self::Rows { first, count, of } => {
+                let share = stored.dims()[0] / of;
                 // A copy, or each part would keep the whole.
-                Ok(Tensor::from_raw(&stored.narrow(0, part * rows, rows)?.raw().force_contiguous()?))
+                Ok(Tensor::from_raw(&stored.narrow(0, first * share, count * share)?.raw().force_contiguous()?))
             }
+            Self::Swapped => swapped(stored),
         }
     }
 
@@ -130,11 +165,18 @@ impl Form {
             Self::Rows { .. } => {
                 let mut parts: Vec<(usize, &Tensor)> = parts
                     .iter()
-                    .map(|(form, tensor)| (if let Self::Rows { part, .. } = form { *part } else { 0 }, tensor))
+                    .map(|(form, tensor)| (if let Self::Rows { first, .. } = form { *first } else { 0 }, tensor))
                     .collect();
-                parts.sort_by_key(|&(part, _)| part);
+                parts.sort_by_key(|&(first, _)| first);
                 Tensor::cat(&parts.into_iter().map(|(_, tensor)| tensor).collect::<Vec<_>>(), 0)
             }
+            Self::Swapped => swapped(parameter),
         }
     }
+}
+
+/// The two halves of the rows, the second one first.
+fn swapped(tensor: &Tensor) -> Result<Tensor> {
+    let half = tensor.dims()[0] / 2;
+    Tensor::cat(&[&tensor.narrow(0, half, half)?, &tensor.narrow(0, 0, half)?], 0)
 }

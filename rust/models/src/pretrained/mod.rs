@@ -18,7 +18,7 @@ use trainable_candle_nn::{Source, Weights};
 
 pub use architecture::{Architecture, Configuration};
 use files::{refuse_pickle, refuse_pickles_in, weights_in};
-pub use layout::{Form, Key, Layout, Naming, Original, OwnNames};
+pub use layout::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, renamed};
 pub use save::{save_checkpoint, save_pretrained};
 use stored::StoredWeights;
 
@@ -180,7 +180,7 @@ impl Pretrained {
     /// [`Error::Io`] if a file cannot be read, [`Error::Config`] naming what is wrong with the configuration.
     pub fn config<C: Configuration>(
         &self,
-        deduce: impl FnOnce(&WeightFiles, Original, Option<C>) -> Result<C>,
+        deduce: impl FnOnce(&WeightFiles, Original, Vec<C>) -> Result<C>,
     ) -> Result<C> {
         match (&self.config, self.original) {
             (Some(path), _) => {
@@ -203,11 +203,11 @@ impl Pretrained {
                 let subfolder = place.part.subfolder;
                 let written = files.metadata().get(&config_entry(subfolder)).map(|text| serde_json::from_str(text));
                 let beside = self.path.with_file_name(subfolder).join(CONFIG);
-                // Either may be another model's: what does not fit is as if it were not there.
-                let known = written
-                    .and_then(|map| map.ok())
-                    .or_else(|| read_json(&beside).ok())
-                    .and_then(|map| C::from_json(&map).ok());
+                // Any may be another model's: what does not fit is as if it were not there.
+                let given = written.and_then(|map| map.ok()).or_else(|| read_json(&beside).ok());
+                let places = std::iter::once(place).chain(pipelines::places(self.model));
+                let published = places.map(|place| (place.part.published)());
+                let known = given.into_iter().chain(published).filter_map(|map| C::from_json(&map).ok()).collect();
                 deduce(&files, original, known)
             }
             (None, None) => Err(Error::weights(&self.path, format!("there is no {CONFIG}"))),

@@ -122,11 +122,12 @@ const PUBLISHED_WIDTHS: [usize; 2] = [320, 384];
 const PUBLISHED_HEAD_DIM: usize = 64;
 
 /// The configuration of the UNet in an original checkpoint, from the shapes of its tensors. The number of heads leaves no trace in
-/// them: it is the published models', or comes from a configuration (`beside`) whose sizes are these.
+/// them: it is the published models', or comes from the first of the
+/// `known` configurations whose sizes are these.
 ///
 /// # Errors
 /// [`Error::Config`] if a size or the number of heads cannot be told.
-pub(super) fn deduce(files: &WeightFiles, prefix: &str, beside: Option<UNetConfig>) -> Result<UNetConfig> {
+pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) -> Result<UNetConfig> {
     let shape = |key: String| files.shape(&format!("{prefix}{key}"));
     let untold = |what: &str| {
         Error::Config(format!(
@@ -192,10 +193,10 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, beside: Option<UNetConfi
         block_out_channels: channels,
         ..UNetConfig::default()
     };
-    match beside {
-        Some(beside) if same_sizes(&beside, &deduced) => Ok(beside),
-        _ if PUBLISHED_WIDTHS.contains(&deduced.block_out_channels[0]) => Ok(deduced),
-        _ => Err(untold("how many heads its attentions have")),
+    match known.into_iter().find(|known| same_sizes(known, &deduced)) {
+        Some(known) => Ok(known),
+        None if PUBLISHED_WIDTHS.contains(&deduced.block_out_channels[0]) => Ok(deduced),
+        None => Err(untold("how many heads its attentions have")),
     }
 }
 

@@ -197,8 +197,8 @@ impl Architecture for SDXLUNet {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, beside: Option<UNetConfig>) -> Result<UNetConfig> {
-        keys::deduce(files, original.prefix, beside)
+    fn deduce(files: &WeightFiles, original: Original, known: Vec<UNetConfig>) -> Result<UNetConfig> {
+        keys::deduce(files, original.prefix, known)
     }
 
     fn names(config: &UNetConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {

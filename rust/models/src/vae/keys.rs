@@ -102,11 +102,12 @@ fn level(text: &str, direction: &str, place: impl Fn(usize) -> Option<usize>) ->
 }
 
 /// The configuration of the autoencoder in an original checkpoint, from the shapes of its tensors. What leaves no trace in them
-/// (the scale of the latents) is SDXL's, or comes from a configuration (`beside`) whose sizes are these.
+/// (the scale of the latents) is SDXL's, or comes from the first of the
+/// `known` configurations whose sizes are these.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be told.
-pub(super) fn deduce(files: &WeightFiles, prefix: &str, beside: Option<VaeConfig>) -> Result<VaeConfig> {
+pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<VaeConfig>) -> Result<VaeConfig> {
     let shape = |key: &str| files.shape(&format!("{prefix}{key}"));
     let size = |key: &str, dim: usize| {
         shape(key).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| {
@@ -141,5 +142,5 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, beside: Option<VaeConfig
             ..deduced.clone()
         } == *beside
     };
-    Ok(beside.filter(agrees).unwrap_or(deduced))
+    Ok(known.into_iter().find(agrees).unwrap_or(deduced))
 }

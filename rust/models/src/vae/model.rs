@@ -155,8 +155,8 @@ impl Architecture for AutoencoderKL {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, beside: Option<VaeConfig>) -> Result<VaeConfig> {
-        keys::deduce(files, original.prefix, beside)
+    fn deduce(files: &WeightFiles, original: Original, known: Vec<VaeConfig>) -> Result<VaeConfig> {
+        keys::deduce(files, original.prefix, known)
     }
 
     fn names(config: &VaeConfig, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {

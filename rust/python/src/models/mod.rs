@@ -2,7 +2,9 @@
 
 mod clip;
 mod digits;
+mod flux;
 mod request;
+mod sd3;
 mod sdxl;
 mod vae;
 
@@ -30,8 +32,10 @@ use crate::var::Var;
 
 pub use clip::{CLIPTextModel, TextFeatures};
 pub use digits::DigitsTransformer;
+pub use flux::FluxTransformer;
 pub use request::set_resolver;
 use request::{Options, Request};
+pub use sd3::SD3Transformer;
 pub use sdxl::SDXLUNet;
 pub use vae::AutoencoderKL;
 
@@ -66,7 +70,14 @@ pub struct Class {
 }
 
 /// Every class of models.
-static CLASSES: [Class; 4] = [SDXLUNet::CLASS, AutoencoderKL::CLASS, CLIPTextModel::CLASS, DigitsTransformer::CLASS];
+static CLASSES: &[Class] = &[
+    SDXLUNet::CLASS,
+    SD3Transformer::CLASS,
+    FluxTransformer::CLASS,
+    AutoencoderKL::CLASS,
+    CLIPTextModel::CLASS,
+    DigitsTransformer::CLASS,
+];
 
 impl Class {
     /// The kind of model that a class stands for; none for the base class.

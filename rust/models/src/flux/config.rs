@@ -1,0 +1,121 @@
+//! The sizes of a Flux transformer.
+
+use serde_json::{Map, Value, json};
+use trainable_candle_core::{Error, Result};
+
+use super::FluxTransformer;
+use crate::fields::Fields;
+use crate::layers::joint::BlockSizes;
+use crate::pretrained::Configuration;
+
+/// `config.json` of a transformer as diffusers writes it (`FluxTransformer2DModel`). The default is Flux.1-dev's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FluxConfig {
+    /// Values of a token: the channels of the latents times the four of a square.
+    pub in_channels: usize,
+    /// Values of a token of the prediction.
+    pub out_channels: usize,
+    /// Number of blocks of two streams.
+    pub num_layers: usize,
+    /// Number of blocks of one stream.
+    pub num_single_layers: usize,
+    /// Heads of each attention.
+    pub num_attention_heads: usize,
+    /// Width of each head; the model's width is the product of both.
+    pub attention_head_dim: usize,
+    /// Width of the text's tokens.
+    pub joint_attention_dim: usize,
+    /// Width of the pooled text.
+    pub pooled_projection_dim: usize,
+    /// Whether the model is told a scale of guidance, as dev is and schnell is not.
+    pub guidance_embeds: bool,
+    /// Features of a head that turn with each axis of the positions.
+    pub axes_dims_rope: Vec<usize>,
+}
+
+impl Default for FluxConfig {
+    fn default() -> Self {
+        Self {
+            in_channels: 64,
+            out_channels: 64,
+            num_layers: 19,
+            num_single_layers: 38,
+            num_attention_heads: 24,
+            attention_head_dim: 128,
+            joint_attention_dim: 4096,
+            pooled_projection_dim: 768,
+            guidance_embeds: true,
+            axes_dims_rope: vec![16, 56, 56],
+        }
+    }
+}
+
+impl Configuration for FluxConfig {
+    fn from_json(map: &Map<String, Value>) -> Result<Self> {
+        let mut fields = Fields::new(FluxTransformer::CLASS_NAME, map);
+        fields.only(&[("patch_size", json!(1))])?;
+        let in_channels = fields.size("in_channels", Some(64))?;
+        let axes = if map.contains_key("axes_dims_rope") { fields.list("axes_dims_rope")? } else { vec![16, 56, 56] };
+        let config = Self {
+            out_channels: fields.size("out_channels", Some(in_channels))?,
+            num_layers: fields.size("num_layers", Some(19))?,
+            num_single_layers: fields.size("num_single_layers", Some(38))?,
+            num_attention_heads: fields.size("num_attention_heads", Some(24))?,
+            attention_head_dim: fields.size("attention_head_dim", Some(128))?,
+            joint_attention_dim: fields.size("joint_attention_dim", Some(4096))?,
+            pooled_projection_dim: fields.size("pooled_projection_dim", Some(768))?,
+            guidance_embeds: fields.flag("guidance_embeds", false)?,
+            axes_dims_rope: axes,
+            in_channels,
+        };
+        fields.finish()?;
+        config.validate()?;
+        Ok(config)
+    }
+
+    fn to_json(&self) -> Map<String, Value> {
+        let json = json!({
+            "_class_name": FluxTransformer::CLASS_NAME,
+            "patch_size": 1,
+            "in_channels": self.in_channels,
+            "out_channels": (self.out_channels != self.in_channels).then_some(self.out_channels),
+            "num_layers": self.num_layers,
+            "num_single_layers": self.num_single_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "attention_head_dim": self.attention_head_dim,
+            "joint_attention_dim": self.joint_attention_dim,
+            "pooled_projection_dim": self.pooled_projection_dim,
+            "guidance_embeds": self.guidance_embeds,
+            "axes_dims_rope": self.axes_dims_rope,
+        });
+        if let Value::Object(map) = json { map } else { Map::new() }
+    }
+}
+
+impl FluxConfig {
+    /// Check that the sizes fit together.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field and what it must be.
+    pub fn validate(&self) -> Result<()> {
+        let axes = &self.axes_dims_rope;
+        if axes.iter().sum::<usize>() == self.attention_head_dim && axes.iter().all(|width| width.is_multiple_of(2)) {
+            return Ok(());
+        }
+        Err(Error::Config(format!(
+            "{}: axes_dims_rope is {axes:?}, expected even numbers whose sum is attention_head_dim, {}",
+            FluxTransformer::CLASS_NAME,
+            self.attention_head_dim
+        )))
+    }
+
+    /// Width of the tokens.
+    pub const fn inner_dim(&self) -> usize {
+        self.num_attention_heads * self.attention_head_dim
+    }
+
+    /// The sizes of a block.
+    pub const fn block(&self) -> BlockSizes {
+        BlockSizes { heads: self.num_attention_heads, head_dim: self.attention_head_dim, qk_norm: true }
+    }
+}

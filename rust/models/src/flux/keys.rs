@@ -1,0 +1,141 @@
+//! The names of the transformer's parameters in files: diffusers', which are the model's own, and those of the original checkpoints.
+
+use trainable_candle_core::{Error, Result};
+use trainable_candle_io::WeightFiles;
+
+use super::FluxConfig;
+use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, renamed};
+
+/// The names in a folder, or those of an original checkpoint.
+pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
+    match original {
+        Some(Original { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer(prefix)),
+        Some(Original { prefix, naming: Naming::Own }) => Box::new(PrefixedNames(prefix)),
+        None => Box::new(OwnNames),
+    }
+}
+
+struct OriginalTransformer(&'static str);
+
+impl Layout for OriginalTransformer {
+    fn prefix(&self) -> &str {
+        self.0
+    }
+
+    fn places(&self, name: &str) -> Vec<Key> {
+        let Some(found) = original(name) else { return Vec::new() };
+        // Norms of one head's width: `scale` in the original files, `weight` in some that other tools wrote.
+        let scale = found.key.contains(".norm.").then(|| found.key.strip_suffix("weight")).flatten();
+        let scale = scale.map(|layer| Key { key: format!("{layer}scale"), form: found.form });
+        scale.into_iter().chain([found]).collect()
+    }
+}
+
+const OUTSIDE: [Renaming; 10] = [
+    ("x_embedder", "img_in", Form::Plain),
+    ("context_embedder", "txt_in", Form::Plain),
+    ("time_text_embed.timestep_embedder.linear_1", "time_in.in_layer", Form::Plain),
+    ("time_text_embed.timestep_embedder.linear_2", "time_in.out_layer", Form::Plain),
+    ("time_text_embed.guidance_embedder.linear_1", "guidance_in.in_layer", Form::Plain),
+    ("time_text_embed.guidance_embedder.linear_2", "guidance_in.out_layer", Form::Plain),
+    ("time_text_embed.text_embedder.linear_1", "vector_in.in_layer", Form::Plain),
+    ("time_text_embed.text_embedder.linear_2", "vector_in.out_layer", Form::Plain),
+    // The originals say the shift first, diffusers the scale.
+    ("norm_out.linear", "final_layer.adaLN_modulation.1", Form::Swapped),
+    ("proj_out", "final_layer.linear", Form::Plain),
+];
+
+const DOUBLE: [Renaming; 18] = [
+    ("norm1.linear", "img_mod.lin", Form::Plain),
+    ("norm1_context.linear", "txt_mod.lin", Form::Plain),
+    ("attn.to_q", "img_attn.qkv", Form::share(0, 3)),
+    ("attn.to_k", "img_attn.qkv", Form::share(1, 3)),
+    ("attn.to_v", "img_attn.qkv", Form::share(2, 3)),
+    ("attn.norm_q", "img_attn.norm.query_norm", Form::Plain),
+    ("attn.norm_k", "img_attn.norm.key_norm", Form::Plain),
+    ("attn.to_out.0", "img_attn.proj", Form::Plain),
+    ("attn.add_q_proj", "txt_attn.qkv", Form::share(0, 3)),
+    ("attn.add_k_proj", "txt_attn.qkv", Form::share(1, 3)),
+    ("attn.add_v_proj", "txt_attn.qkv", Form::share(2, 3)),
+    ("attn.norm_added_q", "txt_attn.norm.query_norm", Form::Plain),
+    ("attn.norm_added_k", "txt_attn.norm.key_norm", Form::Plain),
+    ("attn.to_add_out", "txt_attn.proj", Form::Plain),
+    ("ff.net.0.proj", "img_mlp.0", Form::Plain),
+    ("ff.net.2", "img_mlp.2", Form::Plain),
+    ("ff_context.net.0.proj", "txt_mlp.0", Form::Plain),
+    ("ff_context.net.2", "txt_mlp.2", Form::Plain),
+];
+
+/// Queries, keys and values and the middle of the feed-forward layer, which is four times as wide, are one layer.
+const SINGLE: [Renaming; 8] = [
+    ("norm.linear", "modulation.lin", Form::Plain),
+    ("attn.to_q", "linear1", Form::share(0, 7)),
+    ("attn.to_k", "linear1", Form::share(1, 7)),
+    ("attn.to_v", "linear1", Form::share(2, 7)),
+    ("proj_mlp", "linear1", Form::Rows { first: 3, count: 4, of: 7 }),
+    ("attn.norm_q", "norm.query_norm", Form::Plain),
+    ("attn.norm_k", "norm.key_norm", Form::Plain),
+    ("proj_out", "linear2", Form::Plain),
+];
+
+/// Where a parameter or layer is in an original checkpoint, without a prefix.
+fn original(name: &str) -> Option<Key> {
+    let blocks = [
+        ("transformer_blocks.", "double_blocks", &DOUBLE[..]),
+        ("single_transformer_blocks.", "single_blocks", &SINGLE),
+    ];
+    let block = blocks.iter().find_map(|(ours, theirs, renamings)| Some((name.strip_prefix(ours)?, theirs, renamings)));
+    let Some((rest, theirs, renamings)) = block else { return renamed(name, &OUTSIDE) };
+    let (index, inside) = rest.split_once('.')?;
+    let Key { key, form } = renamed(inside, renamings)?;
+    Some(Key { key: format!("{theirs}.{index}.{key}"), form })
+}
+
+/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What leaves no trace in them is the published
+/// models', or comes from the first of the
+/// `known` configurations whose sizes are these.
+///
+/// # Errors
+/// [`Error::Config`] if a size cannot be told, or the model is another that Flux's tools make.
+pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<FluxConfig>) -> Result<FluxConfig> {
+    let names = layout(Some(naming));
+    let shape = |name: &str| {
+        let places = names.places(name).into_iter();
+        places.into_iter().find_map(|place| files.shape(&format!("{}{}", naming.prefix, place.key)))
+    };
+    let wrong = |what: String| Error::Config(format!("{}: {what}", files.path().display()));
+    let size = |name: &str, dim: usize| {
+        shape(name).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| {
+            wrong(format!(
+                "the shapes of the checkpoint do not tell the size of {name}; give config=, the config.json of the transformer"
+            ))
+        })
+    };
+    let count = |blocks: &str, layer: &str| {
+        (0..).take_while(|i| shape(&format!("{blocks}.{i}.{layer}.weight")).is_some()).count()
+    };
+    let head_dim = size("transformer_blocks.0.attn.norm_q.weight", 0)?;
+    let deduced = FluxConfig {
+        in_channels: size("x_embedder.weight", 1)?,
+        out_channels: size("proj_out.weight", 0)?,
+        num_layers: count("transformer_blocks", "attn.to_out.0"),
+        num_single_layers: count("single_transformer_blocks", "proj_out"),
+        num_attention_heads: size("x_embedder.weight", 0)? / head_dim.max(1),
+        attention_head_dim: head_dim,
+        joint_attention_dim: size("context_embedder.weight", 1)?,
+        pooled_projection_dim: size("time_text_embed.text_embedder.linear_1.weight", 1)?,
+        guidance_embeds: shape("time_text_embed.guidance_embedder.linear_1.weight").is_some(),
+        ..FluxConfig::default()
+    };
+    if deduced.in_channels != deduced.out_channels {
+        return Err(wrong(format!(
+            "the transformer takes {} values a token and gives {}: it is one of Flux's tools (Fill, Canny, Depth), which are not supported",
+            deduced.in_channels, deduced.out_channels
+        )));
+    }
+    let agrees =
+        |known: &FluxConfig| FluxConfig { axes_dims_rope: known.axes_dims_rope.clone(), ..deduced.clone() } == *known;
+    let config = known.into_iter().find(agrees).unwrap_or(deduced);
+    config.validate()?;
+    Ok(config)
+}

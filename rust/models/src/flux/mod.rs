@@ -1,0 +1,19 @@
+//! The transformer of Flux.1 (Black Forest Labs 2024). Follows
+//! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_flux.py>.
+
+mod config;
+pub mod keys;
+mod model;
+
+pub use config::FluxConfig;
+pub use model::{FluxConditions, FluxTransformer};
+
+use crate::registry::ModelKind;
+
+/// Flux's transformer among the kinds of models.
+pub static KIND: ModelKind = ModelKind::of::<FluxTransformer>(
+    "FluxTransformer",
+    ("a Flux transformer", "single_transformer_blocks.0.proj_mlp."),
+    &[FluxTransformer::CLASS_NAME],
+    "diffusion_pytorch_model.safetensors",
+);

@@ -1,0 +1,255 @@
+//! The transformer: noisy latents as tokens, time, text and guidance in, velocity out.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use trainable_candle_core::raw::is_float;
+use trainable_candle_core::{DType, Error, Result, Tensor};
+use trainable_candle_io::WeightFiles;
+use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_nn::{Blocks, Linear, Module, Visitor, Weights};
+
+use super::{FluxConfig, keys};
+use crate::layers::joint::{
+    ConditionSizes, DoubleBlock, DoubleBlockKind, ModulatedOutput, Rope, RopeAxes, SingleBlock, TimeTextEmbedding,
+};
+use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::registry::{Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
+
+/// The longest period of the positions' angles, divided by 2π; fixed in diffusers.
+const THETA: f64 = 10_000.0;
+/// What the time and the guidance are multiplied with before their sinusoids.
+const TIME_SCALE: f64 = 1000.0;
+/// Latents along one side of the square that becomes a token.
+const PATCH: usize = 2;
+
+/// Flux.1's transformer, computing what diffusers' `FluxTransformer2DModel` computes, under its names. It predicts the velocity
+/// noise − latents of flow matching.
+pub struct FluxTransformer {
+    config: FluxConfig,
+    x_embedder: Linear<Tensor>,
+    context_embedder: Linear<Tensor>,
+    time_text_embed: TimeTextEmbedding,
+    axes: RopeAxes,
+    double_blocks: Blocks<DoubleBlock>,
+    single_blocks: Blocks<SingleBlock>,
+    output: ModulatedOutput,
+}
+
+/// The inputs of one call beside the noisy latents.
+#[derive(Clone, Copy)]
+pub struct FluxConditions<'a> {
+    /// The text's tokens, (B, L, joint_attention_dim).
+    pub encoder_hidden_states: &'a Tensor,
+    /// The pooled text, (B, pooled_projection_dim).
+    pub pooled_projections: &'a Tensor,
+    /// From 0 (clean) to 1 (noise), (B), (1) or without dimensions.
+    pub timestep: &'a Tensor,
+    /// Positions of the image's tokens, (S, axes): 0, row, column.
+    pub img_ids: &'a Tensor,
+    /// Positions of the text's tokens, (L, axes): zeros.
+    pub txt_ids: &'a Tensor,
+    /// The scale of guidance, (B), (1) or without dimensions, for models that are told one, and for these alone.
+    pub guidance: Option<&'a Tensor>,
+}
+
+impl FluxTransformer {
+    /// The `_class_name` in its `config.json`.
+    pub const CLASS_NAME: &'static str = "FluxTransformer2DModel";
+
+    /// A model over `weights`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    pub fn new(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        config.validate()?;
+        let dim = config.inner_dim();
+        let (pooled, guidance) = (config.pooled_projection_dim, config.guidance_embeds);
+        let x_embedder = weights.linear("x_embedder", config.in_channels, dim, true)?;
+        let sizes = ConditionSizes { dim, pooled, guidance };
+        Ok(Self {
+            axes: RopeAxes::new(&config.axes_dims_rope, THETA, x_embedder.weight.device())?,
+            x_embedder,
+            context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, true)?,
+            time_text_embed: TimeTextEmbedding::new(sizes, &mut weights.pp("time_text_embed"))?,
+            double_blocks: (0..config.num_layers)
+                .map(|i| {
+                    let kind = DoubleBlockKind::default();
+                    DoubleBlock::new(config.block(), kind, &mut weights.pp(&format!("transformer_blocks.{i}")))
+                })
+                .collect::<Result<_>>()?,
+            single_blocks: (0..config.num_single_layers)
+                .map(|i| SingleBlock::new(config.block(), &mut weights.pp(&format!("single_transformer_blocks.{i}"))))
+                .collect::<Result<_>>()?,
+            output: ModulatedOutput::new(dim, config.out_channels, weights)?,
+            config,
+        })
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &FluxConfig {
+        &self.config
+    }
+
+    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, squares of latents as tokens. The result has their shape with
+    /// the model's output channels, in the dtype of the weights.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or there is no token; [`Error::DType`] if
+    /// `hidden_states` is not floating-point; [`Error::Argument`] if guidance is missing, or given to a model that is told none.
+    pub fn forward(&self, hidden_states: &Tensor, conditions: FluxConditions<'_>) -> Result<Tensor> {
+        let [area, length] = self.check(hidden_states, conditions)?;
+        let dtype = self.dtype();
+        let thousandfold = |x: &Tensor| x.reshape(x.elem_count())?.to_dtype(DType::F32)?.mul_scalar(TIME_SCALE);
+        let guidance = conditions.guidance.map(thousandfold).transpose()?;
+        let condition = self.time_text_embed.forward(
+            &thousandfold(conditions.timestep)?,
+            conditions.pooled_projections,
+            guidance.as_ref(),
+        )?;
+        let mut image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
+        let mut text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
+        let Rope { cos, sin } = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
+        for (i, block) in self.double_blocks.iter().enumerate() {
+            let [of_image, of_text] = block.modulation(&condition)?;
+            let inputs = [&image, &text, &of_image, &of_text, &cos, &sin];
+            let mut results = self.double_blocks.run_several(i, &inputs, |block, inputs| {
+                let [image, text, of_image, of_text, cos, sin] = inputs else { unreachable!("six inputs") };
+                let angles = Rope { cos: cos.clone(), sin: sin.clone() };
+                Ok(block.forward([image, text], [of_image, of_text], Some(&angles))?.into())
+            })?;
+            (text, image) = (results.remove(1), results.remove(0));
+        }
+        let mut x = Tensor::cat(&[&text, &image], 1)?;
+        for (i, block) in self.single_blocks.iter().enumerate() {
+            let inputs = [&x, &block.modulation(&condition)?, &cos, &sin];
+            x = self.single_blocks.run_one(i, &inputs, |block, inputs| {
+                let [x, modulation, cos, sin] = inputs else { unreachable!("four inputs") };
+                block.forward(x, modulation, Some(&Rope { cos: cos.clone(), sin: sin.clone() }))
+            })?;
+        }
+        self.output.forward(&x.narrow(1, length, area)?, &condition)
+    }
+
+    /// The tokens of the image and of the text, if everything fits.
+    fn check(&self, hidden_states: &Tensor, conditions: FluxConditions<'_>) -> Result<[usize; 2]> {
+        let misfit = |name: &str, found: &Tensor, expected: String| {
+            Err(Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims())))
+        };
+        let channels = self.config.in_channels;
+        let &[batch, area, c] = hidden_states.dims() else {
+            return misfit("hidden_states", hidden_states, format!("(B, S, {channels})"));
+        };
+        if c != channels || area == 0 {
+            let expected = format!("(B, S, {channels}) with at least one token");
+            return misfit("hidden_states", hidden_states, expected);
+        }
+        if !is_float(hidden_states.dtype()) {
+            let message =
+                format!("hidden_states is {}, expected floating-point latents", hidden_states.dtype().as_str());
+            return Err(Error::dtype(Self::CLASS_NAME, message));
+        }
+        let FluxConditions { encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance } =
+            conditions;
+        let (wide, pooled) = (self.config.joint_attention_dim, self.config.pooled_projection_dim);
+        let length = match *encoder_hidden_states.dims() {
+            [b, length, w] if b == batch && w == wide && length > 0 => length,
+            _ => {
+                let expected = format!("({batch}, L, {wide}) with at least one token");
+                return misfit("encoder_hidden_states", encoder_hidden_states, expected);
+            }
+        };
+        if pooled_projections.dims() != [batch, pooled] {
+            return misfit("pooled_projections", pooled_projections, format!("({batch}, {pooled})"));
+        }
+        for (name, numbers) in [("timestep", Some(timestep)), ("guidance", guidance)] {
+            let Some(numbers) = numbers else { continue };
+            if !matches!(*numbers.dims(), [] | [1]) && numbers.dims() != [batch] {
+                return misfit(name, numbers, format!("({batch},), (1,) or ()"));
+            }
+        }
+        let axes = self.config.axes_dims_rope.len();
+        for (name, ids, tokens) in [("img_ids", img_ids, area), ("txt_ids", txt_ids, length)] {
+            if ids.dims() != [tokens, axes] {
+                return misfit(name, ids, format!("({tokens}, {axes})"));
+            }
+        }
+        if guidance.is_some() != self.config.guidance_embeds {
+            let message = if self.config.guidance_embeds {
+                "guidance is missing: the model is told a scale, 1 while it is trained and about 3.5 to draw"
+            } else {
+                "found guidance, but this model is told none (guidance_embeds is false)"
+            };
+            return Err(Error::argument(Self::CLASS_NAME, message));
+        }
+        Ok([area, length])
+    }
+}
+
+impl Module for FluxTransformer {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.module("time_text_embed", &self.time_text_embed)?;
+        visitor.linear("context_embedder", &self.context_embedder)?;
+        visitor.linear("x_embedder", &self.x_embedder)?;
+        visitor.blocks("transformer_blocks", &self.double_blocks)?;
+        visitor.blocks("single_transformer_blocks", &self.single_blocks)?;
+        self.output.visit(visitor)
+    }
+}
+
+impl Architecture for FluxTransformer {
+    type Config = FluxConfig;
+
+    const KIND: &'static ModelKind = &super::KIND;
+
+    fn build(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::new(config, weights)
+    }
+
+    fn deduce(files: &WeightFiles, original: Original, known: Vec<FluxConfig>) -> Result<FluxConfig> {
+        keys::deduce(files, original, known)
+    }
+
+    fn names(_config: &FluxConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(original)
+    }
+}
+
+impl Model for FluxTransformer {
+    fn kind(&self) -> &'static ModelKind {
+        Self::KIND
+    }
+
+    fn configuration(&self) -> Map<String, Value> {
+        self.config.to_json()
+    }
+
+    fn dtype(&self) -> DType {
+        self.output.dtype()
+    }
+
+    fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
+        saved.outside(|saved| {
+            saved.linear(&self.x_embedder, (area * self.config.in_channels, area));
+            saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));
+            self.time_text_embed.saved(saved);
+        });
+        for block in self.double_blocks.iter() {
+            block.saved(area, size.tokens, saved);
+        }
+        for block in self.single_blocks.iter() {
+            block.saved(area + size.tokens, saved);
+        }
+        self.output.saved(area, saved);
+    }
+
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Self::names(&self.config, original, files)
+    }
+
+    fn original_names(&self) -> OriginalNames {
+        Arc::new(|_| None)
+    }
+}

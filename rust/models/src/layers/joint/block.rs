@@ -1,0 +1,128 @@
+//! The block of two streams.
+
+use trainable_candle_core::{Result, Tensor};
+use trainable_candle_nn::{Linear, Module, Visitor, Weights};
+
+use super::attention::{JointAttention, SelfAttention};
+use super::modulation::{gated_add, modulated};
+use super::{BlockSizes, FeedForward, Rope};
+use crate::saved::Saved;
+
+/// What distinguishes the blocks of a model.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DoubleBlockKind {
+    /// Whether the image also attends to itself alone (SD3.5-medium's "dual attention").
+    pub dual: bool,
+    /// Whether the text is only read: nothing follows on it after the last block.
+    pub image_only: bool,
+}
+
+/// Attention of an image and a text to both, then a feed-forward layer for each; all modulated, gated and added to their input.
+pub struct DoubleBlock {
+    norm1: Linear<Tensor>,
+    norm1_context: Linear<Tensor>,
+    attn: JointAttention,
+    attn2: Option<SelfAttention>,
+    ff: FeedForward,
+    ff_context: Option<FeedForward>,
+}
+
+impl DoubleBlock {
+    /// Parameters below `weights`.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn new(sizes: BlockSizes, kind: DoubleBlockKind, weights: &mut Weights<'_>) -> Result<Self> {
+        let dim = sizes.dim();
+        let image_parts = if kind.dual { 9 } else { 6 };
+        let text_parts = if kind.image_only { 2 } else { 6 };
+        Ok(Self {
+            norm1: weights.linear("norm1.linear", dim, image_parts * dim, true)?,
+            norm1_context: weights.linear("norm1_context.linear", dim, text_parts * dim, true)?,
+            attn: JointAttention::new(sizes, kind.image_only, &mut weights.pp("attn"))?,
+            attn2: kind.dual.then(|| SelfAttention::new(sizes, &mut weights.pp("attn2"))).transpose()?,
+            ff: FeedForward::new(dim, &mut weights.pp("ff"))?,
+            ff_context: (!kind.image_only).then(|| FeedForward::new(dim, &mut weights.pp("ff_context"))).transpose()?,
+        })
+    }
+
+    /// What the condition `(B, D)`, after SiLU, says to the image and to the text; for [`forward`](Self::forward).
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Shape`] if the condition does not fit.
+    pub fn modulation(&self, condition: &Tensor) -> Result<[Tensor; 2]> {
+        Ok([self.norm1.forward(condition)?, self.norm1_context.forward(condition)?])
+    }
+
+    /// `image (B, S, D)` and `text (B, L, D)` → both in their shapes.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
+    pub fn forward(
+        &self,
+        [image, text]: [&Tensor; 2],
+        [image_modulation, text_modulation]: [&Tensor; 2],
+        angles: Option<&Rope>,
+    ) -> Result<[Tensor; 2]> {
+        let dim = image.dims()[2];
+        let said = |modulation: &Tensor, index: usize| modulation.narrow(1, index * dim, dim);
+        let to_image = |index| said(image_modulation, index);
+        let to_text = |index| said(text_modulation, index);
+        let normed = modulated(image, [&to_image(0)?, &to_image(1)?])?;
+        // The last norm of the text says the scale first, as the norm before the output does.
+        let order = if self.ff_context.is_some() { [0, 1] } else { [1, 0] };
+        let normed_text = modulated(text, [&to_text(order[0])?, &to_text(order[1])?])?;
+        let (mixed, mixed_text) = self.attn.forward(&normed, &normed_text, angles)?;
+        let mut result = gated_add(image, &mixed, &to_image(2)?)?;
+        if let Some(attn2) = &self.attn2 {
+            let normed = modulated(image, [&to_image(6)?, &to_image(7)?])?;
+            result = gated_add(&result, &attn2.forward(&normed)?, &to_image(8)?)?;
+        }
+        let hidden = self.ff.forward(&modulated(&result, [&to_image(3)?, &to_image(4)?])?)?;
+        let image = gated_add(&result, &hidden, &to_image(5)?)?;
+        let text = match (&self.ff_context, mixed_text) {
+            (Some(ff), Some(mixed)) => {
+                let text = gated_add(text, &mixed, &to_text(2)?)?;
+                let hidden = ff.forward(&modulated(&text, [&to_text(3)?, &to_text(4)?])?)?;
+                gated_add(&text, &hidden, &to_text(5)?)?
+            }
+            _ => text.clone(),
+        };
+        Ok([image, text])
+    }
+
+    /// What the tape keeps for an image of `area` tokens and a text of `length`.
+    pub fn saved(&self, area: usize, length: usize, saved: &mut Saved) {
+        let dim = self.norm1.in_features();
+        saved.outside(|saved| {
+            for layer in [&self.norm1, &self.norm1_context] {
+                saved.linear(layer, (dim, 1));
+            }
+        });
+        saved.block((area + length) * dim, false, |saved| {
+            saved.keep((area + length) * dim);
+            self.attn.saved(area, length, saved);
+            if let Some(attn2) = &self.attn2 {
+                saved.keep(area * dim);
+                attn2.saved(area, saved);
+            }
+            saved.keep(area * dim);
+            self.ff.saved(area, saved);
+            if let Some(ff) = &self.ff_context {
+                saved.keep(length * dim);
+                ff.saved(length, saved);
+            }
+        });
+    }
+}
+
+impl Module for DoubleBlock {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.linear("norm1.linear", &self.norm1)?;
+        visitor.linear("norm1_context.linear", &self.norm1_context)?;
+        visitor.module("attn", &self.attn)?;
+        self.attn2.iter().try_for_each(|attn| visitor.module("attn2", attn))?;
+        visitor.module("ff", &self.ff)?;
+        self.ff_context.iter().try_for_each(|ff| visitor.module("ff_context", ff))
+    }
+}

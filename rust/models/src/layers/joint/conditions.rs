@@ -1,0 +1,77 @@
+//! The condition of all blocks: the time, the pooled text and the scale of distilled guidance. Follows
+//! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/embeddings.py>,
+//! `CombinedTimestepTextProjEmbeddings` and `CombinedTimestepGuidanceTextProjEmbeddings`.
+
+use trainable_candle_core::{Result, Tensor};
+use trainable_candle_nn::{Module, Visitor, Weights};
+
+use crate::layers::{Sinusoids, TimestepEmbedding};
+use crate::saved::Saved;
+
+/// Sinusoids of the time and of the guidance.
+const SINUSOIDS: usize = 256;
+
+/// The sizes of a [`TimeTextEmbedding`].
+#[derive(Clone, Copy, Debug)]
+pub struct ConditionSizes {
+    /// Width of the condition.
+    pub dim: usize,
+    /// Width of the pooled text.
+    pub pooled: usize,
+    /// Whether the model was distilled to follow a scale of guidance that it is told.
+    pub guidance: bool,
+}
+
+/// The sum of small networks over the time, the pooled text and, if the model is told one, the scale of guidance.
+pub struct TimeTextEmbedding {
+    sinusoids: Sinusoids,
+    time: TimestepEmbedding,
+    guidance: Option<TimestepEmbedding>,
+    text: TimestepEmbedding,
+}
+
+impl TimeTextEmbedding {
+    /// Parameters below `weights`.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn new(sizes: ConditionSizes, weights: &mut Weights<'_>) -> Result<Self> {
+        let mut embedding = |name, width| TimestepEmbedding::new(width, sizes.dim, &mut weights.pp(name));
+        let time = embedding("timestep_embedder", SINUSOIDS)?;
+        Ok(Self {
+            sinusoids: Sinusoids::new(SINUSOIDS, time.device())?,
+            guidance: sizes.guidance.then(|| embedding("guidance_embedder", SINUSOIDS)).transpose()?,
+            text: embedding("text_embedder", sizes.pooled)?,
+            time,
+        })
+    }
+
+    /// SiLU of the condition, (B, D), with which every block begins: `times` from 0 to 1000, (B) or (1), `pooled (B, P)`, and the
+    /// scale of guidance times 1000, (B) or (1), if the model is told one.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
+    pub fn forward(&self, times: &Tensor, pooled: &Tensor, guidance: Option<&Tensor>) -> Result<Tensor> {
+        // The times stay in f32 up to their sinusoids; diffusers rounds them to the dtype of the model, of which bf16 knows few.
+        let mut condition = self.time.forward(&self.sinusoids.forward(times)?)?;
+        if let (Some(embedding), Some(guidance)) = (&self.guidance, guidance) {
+            condition = condition.add(&embedding.forward(&self.sinusoids.forward(guidance)?)?)?;
+        }
+        condition.add(&self.text.forward(pooled)?)?.silu()
+    }
+
+    /// What the tape keeps for one sample.
+    pub fn saved(&self, saved: &mut Saved) {
+        self.time.saved(saved);
+        self.guidance.iter().for_each(|guidance| guidance.saved(saved));
+        self.text.saved(saved);
+    }
+}
+
+impl Module for TimeTextEmbedding {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.module("timestep_embedder", &self.time)?;
+        self.guidance.iter().try_for_each(|guidance| visitor.module("guidance_embedder", guidance))?;
+        visitor.module("text_embedder", &self.text)
+    }
+}

@@ -1,0 +1,40 @@
+//! The blocks of a multimodal diffusion transformer (Esser et al. 2024, arXiv:2403.03206, section 4): an image and a text, each with
+//! weights of its own, attend to both. Names are diffusers'. Follows
+//! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/attention.py#L580> and
+//! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_flux.py>.
+
+mod attention;
+mod block;
+mod conditions;
+mod feed_forward;
+mod modulation;
+mod output;
+mod rope;
+mod single;
+
+pub use attention::{JointAttention, SelfAttention};
+pub use block::{DoubleBlock, DoubleBlockKind};
+pub use conditions::{ConditionSizes, TimeTextEmbedding};
+pub use feed_forward::FeedForward;
+pub use modulation::{EPS, gated_add, modulated};
+pub use output::ModulatedOutput;
+pub use rope::{Rope, RopeAxes};
+pub use single::SingleBlock;
+
+/// The sizes of a block.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockSizes {
+    /// Heads of the attentions.
+    pub heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Whether queries and keys are normalised.
+    pub qk_norm: bool,
+}
+
+impl BlockSizes {
+    /// Width of the tokens.
+    pub const fn dim(self) -> usize {
+        self.heads * self.head_dim
+    }
+}

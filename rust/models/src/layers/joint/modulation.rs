@@ -1,0 +1,23 @@
+//! Scales, shifts and gates that a condition gives (adaLN-zero, arXiv:2212.09748, section 3.2).
+
+use trainable_candle_core::ops::norm::modulated_layer_norm;
+use trainable_candle_core::{Result, Tensor};
+
+/// Added to the variance and the mean square in every norm of the blocks.
+pub const EPS: f64 = 1e-6;
+
+/// Layer norm of `x (B, S, D)`, times 1 + `scale`, plus `shift`, (B, D) each.
+///
+/// # Errors
+/// [`Error::Shape`](trainable_candle_core::Error::Shape) if they do not fit each other.
+pub fn modulated(x: &Tensor, [shift, scale]: [&Tensor; 2]) -> Result<Tensor> {
+    modulated_layer_norm(x, scale, shift, EPS)
+}
+
+/// `x (B, S, D)` plus `y` of its shape times `gate (B, D)`.
+///
+/// # Errors
+/// [`Error::Shape`](trainable_candle_core::Error::Shape) if they do not fit each other.
+pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
+    x.add(&y.mul(&gate.unsqueeze(1)?)?)
+}

@@ -1,0 +1,60 @@
+//! Rotary embedding of positions along several axes.
+
+use trainable_candle_core::{DType, Device, Result, Tensor};
+
+/// Cosines and sines of the angles at each token, (S, width of a head / 2), f32.
+#[derive(Clone)]
+pub struct Rope {
+    /// Cosines.
+    pub cos: Tensor,
+    /// Sines.
+    pub sin: Tensor,
+}
+
+/// Turns positions into angles: each axis turns pairs of its own.
+pub struct RopeAxes {
+    /// For each axis its frequencies, (1, pairs), f64.
+    frequencies: Vec<Tensor>,
+}
+
+impl RopeAxes {
+    /// Axes that take `widths` of a head's features (even numbers), with angles of position · `theta`^(−2i / width).
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Candle`] if the frequencies cannot be brought to the device.
+    pub fn new(widths: &[usize], theta: f64, device: &Device) -> Result<Self> {
+        let axis = |&width: &usize| {
+            let pairs = width / 2;
+            let values: Vec<f64> = (0..pairs).map(|i| theta.powf(-2.0 * i as f64 / width as f64)).collect();
+            Tensor::from_vec(values, (1, pairs), &Device::Cpu)?.to_device(device)
+        };
+        Ok(Self { frequencies: widths.iter().map(axis).collect::<Result<_>>()? })
+    }
+
+    /// The angles of tokens at `ids (S, axes)`. Computed in f64: positions go up to hundreds, and cosines of rounded angles would not
+    /// be those that the models were trained with.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Shape`] if the number of axes is another.
+    pub fn at(&self, ids: &Tensor) -> Result<Rope> {
+        let ids = ids.detach().to_dtype(DType::F64)?;
+        let angles: Vec<Tensor> = self
+            .frequencies
+            .iter()
+            .enumerate()
+            .map(|(axis, frequencies)| ids.narrow(1, axis, 1)?.mul(frequencies))
+            .collect::<Result<_>>()?;
+        let angles = Tensor::cat(&angles.iter().collect::<Vec<_>>(), 1)?;
+        Ok(Rope { cos: angles.cos()?.to_dtype(DType::F32)?, sin: angles.sin()?.to_dtype(DType::F32)? })
+    }
+}
+
+impl Rope {
+    /// The angles of `length` tokens from `start`.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Index`] if there are fewer.
+    pub fn narrow(&self, start: usize, length: usize) -> Result<Self> {
+        Ok(Self { cos: self.cos.narrow(0, start, length)?, sin: self.sin.narrow(0, start, length)? })
+    }
+}

@@ -1,0 +1,144 @@
+//! The names of the transformer's parameters in files: diffusers', which are the model's own, and those of the original checkpoints.
+
+use trainable_candle_core::{Error, Result};
+use trainable_candle_io::WeightFiles;
+
+use super::SD3Config;
+use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, renamed};
+
+/// The names in a folder, or those of an original checkpoint.
+pub(super) fn layout(original: Option<Original>, config: &SD3Config) -> Box<dyn Layout> {
+    match original {
+        Some(Original { prefix, naming: Naming::Original }) => {
+            Box::new(OriginalTransformer { prefix, last: config.num_layers.saturating_sub(1) })
+        }
+        Some(Original { prefix, naming: Naming::Own }) => Box::new(PrefixedNames(prefix)),
+        None => Box::new(OwnNames),
+    }
+}
+
+struct OriginalTransformer {
+    prefix: &'static str,
+    /// The number of the last block.
+    last: usize,
+}
+
+impl Layout for OriginalTransformer {
+    fn prefix(&self) -> &str {
+        self.prefix
+    }
+
+    fn places(&self, name: &str) -> Vec<Key> {
+        original(name, self.last).into_iter().collect()
+    }
+}
+
+const OUTSIDE: [Renaming; 8] = [
+    ("pos_embed.proj", "x_embedder.proj", Form::Plain),
+    ("time_text_embed.timestep_embedder.linear_1", "t_embedder.mlp.0", Form::Plain),
+    ("time_text_embed.timestep_embedder.linear_2", "t_embedder.mlp.2", Form::Plain),
+    ("time_text_embed.text_embedder.linear_1", "y_embedder.mlp.0", Form::Plain),
+    ("time_text_embed.text_embedder.linear_2", "y_embedder.mlp.2", Form::Plain),
+    ("context_embedder", "context_embedder", Form::Plain),
+    // The originals say the shift first, diffusers the scale.
+    ("norm_out.linear", "final_layer.adaLN_modulation.1", Form::Swapped),
+    ("proj_out", "final_layer.linear", Form::Plain),
+];
+
+const INSIDE: [Renaming; 24] = [
+    ("norm1.linear", "x_block.adaLN_modulation.1", Form::Plain),
+    ("attn.to_q", "x_block.attn.qkv", Form::share(0, 3)),
+    ("attn.to_k", "x_block.attn.qkv", Form::share(1, 3)),
+    ("attn.to_v", "x_block.attn.qkv", Form::share(2, 3)),
+    ("attn.norm_q", "x_block.attn.ln_q", Form::Plain),
+    ("attn.norm_k", "x_block.attn.ln_k", Form::Plain),
+    ("attn.to_out.0", "x_block.attn.proj", Form::Plain),
+    ("attn2.to_q", "x_block.attn2.qkv", Form::share(0, 3)),
+    ("attn2.to_k", "x_block.attn2.qkv", Form::share(1, 3)),
+    ("attn2.to_v", "x_block.attn2.qkv", Form::share(2, 3)),
+    ("attn2.norm_q", "x_block.attn2.ln_q", Form::Plain),
+    ("attn2.norm_k", "x_block.attn2.ln_k", Form::Plain),
+    ("attn2.to_out.0", "x_block.attn2.proj", Form::Plain),
+    ("ff.net.0.proj", "x_block.mlp.fc1", Form::Plain),
+    ("ff.net.2", "x_block.mlp.fc2", Form::Plain),
+    ("attn.add_q_proj", "context_block.attn.qkv", Form::share(0, 3)),
+    ("attn.add_k_proj", "context_block.attn.qkv", Form::share(1, 3)),
+    ("attn.add_v_proj", "context_block.attn.qkv", Form::share(2, 3)),
+    ("attn.norm_added_q", "context_block.attn.ln_q", Form::Plain),
+    ("attn.norm_added_k", "context_block.attn.ln_k", Form::Plain),
+    ("attn.to_add_out", "context_block.attn.proj", Form::Plain),
+    ("ff_context.net.0.proj", "context_block.mlp.fc1", Form::Plain),
+    ("ff_context.net.2", "context_block.mlp.fc2", Form::Plain),
+    ("norm1_context.linear", "context_block.adaLN_modulation.1", Form::Plain),
+];
+
+/// Where a parameter or layer of a model whose last block is `last` is in an original checkpoint, without a prefix.
+fn original(name: &str, last: usize) -> Option<Key> {
+    if name == "pos_embed.pos_embed" {
+        return Some(Key::plain("pos_embed"));
+    }
+    let Some(rest) = name.strip_prefix("transformer_blocks.") else { return renamed(name, &OUTSIDE) };
+    let (index, inside) = rest.split_once('.')?;
+    let Key { key, mut form } = renamed(inside, &INSIDE)?;
+    // The last norm of the text says two things, in the order of the norm before the output.
+    if inside.starts_with("norm1_context.") && index.parse() == Ok(last) {
+        form = Form::Swapped;
+    }
+    Some(Key { key: format!("joint_blocks.{index}.{key}"), form })
+}
+
+/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What leaves no trace in them is the published
+/// models', or comes from the first of the
+/// `known` configurations whose sizes are these.
+///
+/// # Errors
+/// [`Error::Config`] if a size cannot be told.
+pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<SD3Config>) -> Result<SD3Config> {
+    let key = |name: &str| match naming.naming {
+        Naming::Own => Some(name.to_owned()),
+        // The number of blocks is not asked of the last one's norm.
+        Naming::Original => original(name, usize::MAX).map(|key| key.key),
+    };
+    let shape = |name: &str| files.shape(&format!("{}{}", naming.prefix, key(name)?));
+    let size = |name: &str, dim: usize| {
+        shape(name).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| {
+            Error::Config(format!(
+                "{}: the shapes of the checkpoint do not tell the size of {name}; give config=, the config.json of the transformer",
+                files.path().display()
+            ))
+        })
+    };
+    let published = SD3Config::default();
+    let there = |i: usize, layer: &str| shape(&format!("transformer_blocks.{i}.{layer}.weight")).is_some();
+    let num_layers = (0..).take_while(|&i| there(i, "attn.to_out.0")).count();
+    let (dim, patch_size) = (size("pos_embed.proj.weight", 0)?, size("pos_embed.proj.weight", 2)?);
+    let head_dim = shape("transformer_blocks.0.attn.norm_q.weight").map(|dims| dims[0]);
+    let deduced = SD3Config {
+        patch_size,
+        in_channels: size("pos_embed.proj.weight", 1)?,
+        out_channels: size("proj_out.weight", 0)? / (patch_size * patch_size).max(1),
+        num_layers,
+        num_attention_heads: dim / head_dim.unwrap_or(published.attention_head_dim).max(1),
+        attention_head_dim: head_dim.unwrap_or(published.attention_head_dim),
+        joint_attention_dim: size("context_embedder.weight", 1)?,
+        pooled_projection_dim: size("time_text_embed.text_embedder.linear_1.weight", 1)?,
+        pos_embed_max_size: size("pos_embed.pos_embed", 1)?.isqrt(),
+        dual_attention_layers: (0..num_layers).filter(|&i| there(i, "attn2.to_out.0")).collect(),
+        qk_norm: head_dim.is_some(),
+        ..published
+    };
+    let agrees = |beside: &SD3Config| {
+        SD3Config {
+            sample_size: beside.sample_size,
+            num_attention_heads: if head_dim.is_some() {
+                deduced.num_attention_heads
+            } else {
+                beside.num_attention_heads
+            },
+            attention_head_dim: head_dim.unwrap_or(beside.attention_head_dim),
+            ..deduced.clone()
+        } == *beside
+            && beside.inner_dim() == dim
+    };
+    Ok(known.into_iter().find(agrees).unwrap_or(deduced))
+}

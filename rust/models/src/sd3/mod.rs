@@ -1,0 +1,20 @@
+//! Stable Diffusion 3's transformer (Esser et al. 2024, arXiv:2403.03206) and SD3.5's. Follows
+//! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_sd3.py#L80>.
+
+mod config;
+pub mod keys;
+mod model;
+mod positions;
+
+pub use config::SD3Config;
+pub use model::{SD3Conditions, SD3Transformer};
+
+use crate::registry::ModelKind;
+
+/// SD3's transformer among the kinds of models.
+pub static KIND: ModelKind = ModelKind::of::<SD3Transformer>(
+    "SD3Transformer",
+    ("an SD3 transformer", "transformer_blocks.0.norm1_context."),
+    &[SD3Transformer::CLASS_NAME],
+    "diffusion_pytorch_model.safetensors",
+);

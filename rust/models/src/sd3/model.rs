@@ -1,0 +1,212 @@
+//! The transformer: noisy latents, time and text in, velocity out.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use trainable_candle_core::ops::conv::Conv2dOptions;
+use trainable_candle_core::raw::is_float;
+use trainable_candle_core::{DType, Error, Result, Tensor};
+use trainable_candle_io::WeightFiles;
+use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_nn::{Blocks, Conv2d, Init, Linear, Module, Visitor, Weights};
+
+use super::positions::Positions;
+use super::{SD3Config, keys};
+use crate::layers::joint::{ConditionSizes, DoubleBlock, DoubleBlockKind, ModulatedOutput, TimeTextEmbedding};
+use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::registry::{Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
+
+/// SD3's and SD3.5's transformer, computing what diffusers' `SD3Transformer2DModel` computes, under its names. It predicts the velocity
+/// noise − latents of flow matching.
+pub struct SD3Transformer {
+    config: SD3Config,
+    patch_embed: Conv2d<Tensor>,
+    positions: Positions,
+    time_text_embed: TimeTextEmbedding,
+    context_embedder: Linear<Tensor>,
+    blocks: Blocks<DoubleBlock>,
+    output: ModulatedOutput,
+}
+
+/// The inputs of one call beside the noisy latents.
+#[derive(Clone, Copy)]
+pub struct SD3Conditions<'a> {
+    /// The text's tokens, (B, L, joint_attention_dim).
+    pub encoder_hidden_states: &'a Tensor,
+    /// The pooled text, (B, pooled_projection_dim).
+    pub pooled_projections: &'a Tensor,
+    /// From 0 (clean) to 1000 (noise), (B), (1) or without dimensions.
+    pub timestep: &'a Tensor,
+}
+
+impl SD3Transformer {
+    /// The `_class_name` in its `config.json`.
+    pub const CLASS_NAME: &'static str = "SD3Transformer2DModel";
+
+    /// A model over `weights`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    pub fn new(config: SD3Config, weights: &mut Weights<'_>) -> Result<Self> {
+        config.validate()?;
+        let (dim, patch, side) = (config.inner_dim(), config.patch_size, config.pos_embed_max_size);
+        let kind = |i: usize| DoubleBlockKind {
+            dual: config.dual_attention_layers.contains(&i),
+            image_only: i + 1 == config.num_layers,
+        };
+        let options = Conv2dOptions { stride: [patch; 2], ..Conv2dOptions::default() };
+        let patch_embed = weights.conv2d("pos_embed.proj", config.in_channels, dim, [patch; 2], options, true)?;
+        let table = weights.get("pos_embed.pos_embed", (1, side * side, dim), Init::Normal(0.02))?;
+        let sizes = ConditionSizes { dim, pooled: config.pooled_projection_dim, guidance: false };
+        Ok(Self {
+            positions: Positions::new(&table, side, patch_embed.weight.device())?,
+            patch_embed,
+            time_text_embed: TimeTextEmbedding::new(sizes, &mut weights.pp("time_text_embed"))?,
+            context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, true)?,
+            blocks: (0..config.num_layers)
+                .map(|i| DoubleBlock::new(config.block(), kind(i), &mut weights.pp(&format!("transformer_blocks.{i}"))))
+                .collect::<Result<_>>()?,
+            output: ModulatedOutput::new(dim, patch * patch * config.out_channels, weights)?,
+            config,
+        })
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &SD3Config {
+        &self.config
+    }
+
+    /// The velocity at noisy latents `hidden_states (B, C, H, W)`; H and W are multiples of the patch size. The result has their shape
+    /// with the model's output channels, in the dtype of the weights.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or there is no token; [`Error::DType`] if
+    /// `hidden_states` is not floating-point.
+    pub fn forward(&self, hidden_states: &Tensor, conditions: SD3Conditions<'_>) -> Result<Tensor> {
+        let [batch, height, width] = self.check(hidden_states, conditions)?;
+        let (dtype, dim) = (self.dtype(), self.config.inner_dim());
+        let patches = self.patch_embed.forward(&hidden_states.to_dtype(dtype)?.permute(&[0, 2, 3, 1])?)?;
+        let tokens = patches.reshape((batch, height * width, dim))?;
+        let mut image = tokens.add(&self.positions.middle(height, width)?)?;
+        let mut text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
+        let times = conditions.timestep.reshape(conditions.timestep.elem_count())?;
+        let condition = self.time_text_embed.forward(&times, conditions.pooled_projections, None)?;
+        for (i, block) in self.blocks.iter().enumerate() {
+            let [of_image, of_text] = block.modulation(&condition)?;
+            let inputs = [&image, &text, &of_image, &of_text];
+            let mut results = self.blocks.run_several(i, &inputs, |block, inputs| {
+                let [image, text, of_image, of_text] = inputs else { unreachable!("four inputs") };
+                Ok(block.forward([image, text], [of_image, of_text], None)?.into())
+            })?;
+            (text, image) = (results.remove(1), results.remove(0));
+        }
+        let patch = self.config.patch_size;
+        // Channels come last within a patch.
+        self.output
+            .forward(&image, &condition)?
+            .reshape(vec![batch, height, width, patch, patch, self.config.out_channels])?
+            .permute(&[0, 5, 1, 3, 2, 4])?
+            .reshape((batch, self.config.out_channels, height * patch, width * patch))
+    }
+
+    /// The batch size and the height and width in tokens, if everything fits.
+    fn check(&self, hidden_states: &Tensor, conditions: SD3Conditions<'_>) -> Result<[usize; 3]> {
+        let misfit = |name: &str, found: &Tensor, expected: String| {
+            Err(Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims())))
+        };
+        let (channels, patch) = (self.config.in_channels, self.config.patch_size);
+        let &[batch, c, height, width] = hidden_states.dims() else {
+            return misfit("hidden_states", hidden_states, format!("(B, {channels}, H, W)"));
+        };
+        if c != channels || height == 0 || width == 0 || height % patch != 0 || width % patch != 0 {
+            let expected = format!("(B, {channels}, H, W), H and W multiples of {patch}");
+            return misfit("hidden_states", hidden_states, expected);
+        }
+        if !is_float(hidden_states.dtype()) {
+            let found = hidden_states.dtype().as_str();
+            return Err(Error::dtype(
+                Self::CLASS_NAME,
+                format!("hidden_states is {found}, expected floating-point latents"),
+            ));
+        }
+        let SD3Conditions { encoder_hidden_states, pooled_projections, timestep } = conditions;
+        let (wide, pooled) = (self.config.joint_attention_dim, self.config.pooled_projection_dim);
+        if !matches!(*encoder_hidden_states.dims(), [b, length, w] if b == batch && w == wide && length > 0) {
+            let expected = format!("({batch}, L, {wide}) with at least one token");
+            return misfit("encoder_hidden_states", encoder_hidden_states, expected);
+        }
+        if pooled_projections.dims() != [batch, pooled] {
+            return misfit("pooled_projections", pooled_projections, format!("({batch}, {pooled})"));
+        }
+        if !matches!(*timestep.dims(), [] | [1]) && timestep.dims() != [batch] {
+            return misfit("timestep", timestep, format!("({batch},), (1,) or ()"));
+        }
+        Ok([batch, height / patch, width / patch])
+    }
+}
+
+impl Module for SD3Transformer {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.conv("pos_embed.proj", &self.patch_embed)?;
+        visitor.tensor("pos_embed.pos_embed", &self.positions.table)?;
+        visitor.module("time_text_embed", &self.time_text_embed)?;
+        visitor.linear("context_embedder", &self.context_embedder)?;
+        visitor.blocks("transformer_blocks", &self.blocks)?;
+        self.output.visit(visitor)
+    }
+}
+
+impl Architecture for SD3Transformer {
+    type Config = SD3Config;
+
+    const KIND: &'static ModelKind = &super::KIND;
+
+    fn build(config: SD3Config, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::new(config, weights)
+    }
+
+    fn deduce(files: &WeightFiles, original: Original, known: Vec<SD3Config>) -> Result<SD3Config> {
+        keys::deduce(files, original, known)
+    }
+
+    fn names(config: &SD3Config, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(original, config)
+    }
+}
+
+impl Model for SD3Transformer {
+    fn kind(&self) -> &'static ModelKind {
+        Self::KIND
+    }
+
+    fn configuration(&self) -> Map<String, Value> {
+        self.config.to_json()
+    }
+
+    fn dtype(&self) -> DType {
+        self.output.dtype()
+    }
+
+    fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        let patch = self.config.patch_size;
+        let area = size.height.div_ceil(patch) * size.width.div_ceil(patch);
+        saved.outside(|saved| {
+            saved.conv(&self.patch_embed, (size.height * size.width * self.config.in_channels, area));
+            saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));
+            self.time_text_embed.saved(saved);
+        });
+        for block in self.blocks.iter() {
+            block.saved(area, size.tokens, saved);
+        }
+        self.output.saved(area, saved);
+    }
+
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Self::names(&self.config, original, files)
+    }
+
+    fn original_names(&self) -> OriginalNames {
+        Arc::new(|_| None)
+    }
+}

@@ -1,0 +1,57 @@
+//! The table of positions: fixed sines and cosines, of which an image takes the middle.
+
+use std::sync::{Mutex, PoisonError};
+
+use trainable_candle_core::{Device, Error, Result, Tensor};
+
+/// Positions kept on the device, of the sizes asked for last.
+const KEPT: usize = 8;
+
+/// A table of `side` × `side` positions, kept in host memory: medium's is a tenth of its file, of which an image takes a ninth.
+pub(super) struct Positions {
+    /// (1, side², D), as in files.
+    pub table: Tensor,
+    side: usize,
+    device: Device,
+    cut: Mutex<Vec<([usize; 2], Tensor)>>,
+}
+
+impl Positions {
+    /// The table of a model that computes on `device`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if it does not fit into host memory.
+    pub fn new(table: &Tensor, side: usize, device: &Device) -> Result<Self> {
+        let table = table.to_device(&Device::Cpu)?;
+        Ok(Self { table, side, device: device.clone(), cut: Mutex::new(Vec::new()) })
+    }
+
+    /// The middle `height` × `width` positions, row by row, (1, height · width, D), on the device.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the table is smaller.
+    pub fn middle(&self, height: usize, width: usize) -> Result<Tensor> {
+        let side = self.side;
+        if height > side || width > side {
+            return Err(Error::shape(
+                super::SD3Transformer::CLASS_NAME,
+                format!(
+                    "the image has {height} x {width} tokens, and the model knows {side} x {side} positions at most"
+                ),
+            ));
+        }
+        let mut cut = self.cut.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, positions)) = cut.iter().find(|(size, _)| *size == [height, width]) {
+            return Ok(positions.clone());
+        }
+        let dim = self.table.dims()[2];
+        let grid = self.table.detach().reshape((side, side, dim))?;
+        let rows = grid.narrow(0, (side - height) / 2, height)?.narrow(1, (side - width) / 2, width)?;
+        let positions = rows.contiguous()?.reshape((1, height * width, dim))?.to_device(&self.device)?;
+        if cut.len() == KEPT {
+            cut.remove(0);
+        }
+        cut.push(([height, width], positions.clone()));
+        Ok(positions)
+    }
+}

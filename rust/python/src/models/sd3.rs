@@ -1,0 +1,56 @@
+//! The transformer of SD3 and SD3.5.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use trainable_candle_models as models;
+use trainable_candle_models::sd3::SD3Conditions;
+
+use super::{Model, class};
+use crate::call::detached;
+use crate::error::Result;
+use crate::given::Given;
+use crate::tensor::{Operand, Tensor};
+
+/// The transformer of SD3 and SD3.5, computing what diffusers' `SD3Transformer2DModel` computes, under its names. Made by `from_pretrained`.
+#[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
+pub struct SD3Transformer(Arc<models::SD3Transformer>);
+
+class!(SD3Transformer);
+
+#[pymethods]
+impl SD3Transformer {
+    /// The velocity, noise - latents, at noisy latents.
+    ///
+    /// Args:
+    ///     hidden_states: latents under noise, (B, 16, h, w), shifted and scaled as the autoencoder says; h and w are even.
+    ///     encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
+    ///     pooled_projections: the pooled text, (B, pooled_projection_dim).
+    ///     timestep: from 0 (clean) to 1000 (noise): (B,), (1,), or a number.
+    ///
+    /// Returns:
+    ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.
+    ///
+    /// Raises:
+    ///     ShapeError: if the inputs do not fit the model or one another.
+    #[pyo3(signature = (hidden_states, encoder_hidden_states, pooled_projections, timestep))]
+    fn __call__(
+        &self,
+        py: Python<'_>,
+        hidden_states: Given<PyRef<'_, Tensor>>,
+        encoder_hidden_states: Given<PyRef<'_, Tensor>>,
+        pooled_projections: Given<PyRef<'_, Tensor>>,
+        timestep: Operand<'_>,
+    ) -> Result<Tensor> {
+        const OP: &str = "SD3Transformer";
+        let hidden_states = hidden_states.get(OP, "hidden_states")?;
+        let encoder_hidden_states = encoder_hidden_states.get(OP, "encoder_hidden_states")?;
+        let pooled_projections = pooled_projections.get(OP, "pooled_projections")?;
+        let (x, text, pooled) = (&hidden_states.0, &encoder_hidden_states.0, &pooled_projections.0);
+        let forward = |timestep: &_| {
+            let conditions = SD3Conditions { encoder_hidden_states: text, pooled_projections: pooled, timestep };
+            self.0.forward(x, conditions)
+        };
+        detached(py, || timestep.in_f32(x.device(), forward)).map(Tensor)
+    }
+}
