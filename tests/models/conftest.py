@@ -1,6 +1,7 @@
 """The tiny SDXL in `tests/golden/sdxl`, and what diffusers, transformers and peft make of it."""
 
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,20 @@ def assert_near(found: tc.Tensor, expected: tc.Tensor, within: float = 1e-4) -> 
 
 
 def relative_error(found: tc.Tensor, expected: tc.Tensor) -> float:
-    """The largest difference, relative to the largest expected value."""
+    """The largest difference, relative to the largest expected value, which may be zero."""
     values = found.to("cpu").to("f32").numpy()
     largest = np.abs(expected.numpy()).max()
-    return float(np.abs(values - expected.numpy()).max() / largest)
+    return float(np.abs(values - expected.numpy()).max() / (largest or 1.0))
+
+
+def distance(found: tc.Tensor, expected: tc.Tensor) -> float:
+    """Root of the sum of squared differences, relative to that of the expected values."""
+    values, wanted = found.detach().to("cpu").to("f32").numpy(), expected.numpy()
+    return float(np.linalg.norm(values - wanted) / np.linalg.norm(wanted))
+
+
+def metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return json.loads(file.read(length))["__metadata__"]

@@ -39,7 +39,7 @@ def test_a_model_alone_and_what_is_none(tmp_path: Path) -> None:
     assert (found.model, list(found.parts), found.resolution) == ("digits", [""], 8)
     with pytest.raises(tc.WeightsFormatError, match="it has no folder unet, vae, text_encoder"):
         tc.inspect(digits, model="sdxl")
-    with pytest.raises(tc.ConfigError, match='no model "sdxll"; expected "sdxl", "digits"'):
+    with pytest.raises(tc.ConfigError, match='no model "sdxll"; expected "sdxl", "flux"'):
         tc.inspect(GOLDEN, model="sdxll")
 
 

@@ -11,15 +11,18 @@ from .conftest import GOLDEN, weights_of
 
 SD1_ENCODER = "cond_stage_model.transformer.text_model.encoder.layers.0.mlp.fc1.weight"
 
+SD3 = "model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight"
+
 
 @pytest.mark.parametrize(
     ("key", "message"),
     [
         (SD1_ENCODER, r"no CLIPTextModel .*: the file is a checkpoint of Stable Diffusion 1,"),
         ("cond_stage_model.model.ln_final.weight", "a checkpoint of Stable Diffusion 2,"),
-        ("model.diffusion_model.joint_blocks.0.x.weight", "a checkpoint of Stable Diffusion 3,"),
-        ("double_blocks.0.img_attn.qkv.weight", "a checkpoint of Flux,"),
-        ("model.diffusion_model.input_blocks.0.0.weight", "a checkpoint without this model"),
+        (SD3, "a checkpoint of SD3.5 without this model"),
+        ("double_blocks.0.img_attn.proj.weight", "a checkpoint of Flux without this model"),
+        ("model.diffusion_model.input_blocks.0.0.weight", "of SDXL without this model"),
+        ("model.diffusion_model.x", "a checkpoint without this model"),
         ("down_blocks.0.resnets.0.conv1.weight", "the weights of a UNet from a pipeline's folder"),
         ("decoder.up_blocks.0.x.weight", "the weights of an autoencoder from a pipeline's folder"),
         ("lora_unet_x.lora_up.weight", "an adapter, not a model"),

@@ -1,7 +1,6 @@
 """The UNet against diffusers and peft: predictions, gradients, training of adapters."""
 
 import json
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import trainable_candle as tc
 from trainable_candle.models import SDXLUNet
 from trainable_candle.nn.functional import mse_loss
 
-from .conftest import GOLDEN, assert_near, relative_error, weights_of
+from .conftest import GOLDEN, assert_near, distance, metadata, relative_error, weights_of
 
 CASE = tc.load_file(GOLDEN / "unet_forward.safetensors")
 INPUTS = ("sample", "timestep", "encoder_hidden_states", "text_embeds", "time_ids")
@@ -26,12 +25,6 @@ def predict(model: SDXLUNet, sample: tc.Tensor | None = None, device: str = "cpu
 @pytest.fixture
 def model(sdxl: Path) -> SDXLUNet:
     return SDXLUNet.from_pretrained(sdxl / "unet", dtype="f32")
-
-
-def metadata(path: Path) -> dict[str, str]:
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        return json.loads(file.read(length))["__metadata__"]
 
 
 def adapted(
@@ -128,12 +121,6 @@ def test_adapters_train_in_half_precision(
     assert distance(found, expected) < of_gradient
     losses = four_steps(model, adapter, target)
     np.testing.assert_allclose(losses, case["adamw.losses"].numpy(), rtol=of_loss)
-
-
-def distance(found: tc.Tensor, expected: tc.Tensor) -> float:
-    """Root of the sum of squared differences, relative to that of the expected values."""
-    values, wanted = found.detach().to("cpu").to("f32").numpy(), expected.numpy()
-    return float(np.linalg.norm(values - wanted) / np.linalg.norm(wanted))
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])

@@ -22,8 +22,9 @@ impl Sinusoids {
     /// [`trainable_candle_core::Error::Candle`] if they cannot be brought to the device.
     pub fn new(dim: usize, device: &Device) -> Result<Self> {
         let half = dim / 2;
-        let frequencies: Vec<f32> =
-            (0..half).map(|i| (-MAX_PERIOD.ln() * i as f64 / half as f64).exp() as f32).collect();
+        // In f32 throughout, as the models were trained: a time of 1000 makes a thousand of a frequency's rounding.
+        let frequency = |i: usize| (-MAX_PERIOD.ln() as f32 * i as f32 / half as f32).exp();
+        let frequencies: Vec<f32> = (0..half).map(frequency).collect();
         Ok(Self { frequencies: Tensor::from_vec(frequencies, (1, half), &Device::Cpu)?.to_device(device)? })
     }
 

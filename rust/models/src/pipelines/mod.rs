@@ -166,7 +166,9 @@ impl Place {
 
     /// The place of a model by its architecture and configuration, where no file tells.
     pub fn by_configuration(model: &ModelKind, config: &Map<String, Value>) -> Option<Self> {
-        places(model).find(|place| (place.part.fits)(config))
+        let is_published =
+            |place: &Self| (place.part.published)().iter().all(|(field, value)| config.get(field) == Some(value));
+        places(model).find(is_published).or_else(|| places(model).find(|place| (place.part.fits)(config)))
     }
 
     /// What other tools call `model`, which stands in this place, and its layers.

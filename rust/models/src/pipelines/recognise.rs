@@ -1,7 +1,7 @@
 //! What a file of one piece is, by the names of its tensors.
 
 use super::table::UNSUPPORTED;
-use super::{PIPELINES, Place, Role, Section, adapter_prefixes, kinds, places, unique};
+use super::{PIPELINES, Pipeline, Place, Role, Section, adapter_prefixes, kinds, places, unique};
 use crate::pretrained::CONFIG;
 use crate::registry::ModelKind;
 
@@ -13,14 +13,8 @@ pub fn of_file(
     is_there: impl Fn(&str) -> bool,
 ) -> Option<(Place, &'static Section, &'static str)> {
     // A part of several pipelines is of the one whose denoiser is there too.
-    let has_denoiser = |place: &Place| {
-        let denoisers = place.pipeline.parts.iter().filter(|part| part.role == Role::Denoiser);
-        denoisers
-            .flat_map(|part| part.sections)
-            .any(|section| section.prefixes.iter().any(|prefix| is_there(&format!("{prefix}{}", section.probe))))
-    };
     let mut places: Vec<Place> = places(model).collect();
-    places.sort_by_key(|place| !has_denoiser(place));
+    places.sort_by_key(|place| !has_denoiser(place.pipeline, &is_there));
     places
         .into_iter()
         .filter(|place| subfolder.is_none_or(|subfolder| subfolder == place.part.subfolder))
@@ -29,12 +23,22 @@ pub fn of_file(
         .find(|(_, section, prefix)| is_there(&format!("{prefix}{}", section.probe)))
 }
 
+/// Whether a file has the denoiser of a pipeline.
+fn has_denoiser(pipeline: &Pipeline, is_there: impl Fn(&str) -> bool) -> bool {
+    let denoisers = pipeline.parts.iter().filter(|part| part.role == Role::Denoiser);
+    denoisers
+        .flat_map(|part| part.sections)
+        .any(|section| section.prefixes.iter().any(|prefix| is_there(&format!("{prefix}{}", section.probe))))
+}
+
 /// What is said of a file with these names, in which a model was looked for in vain.
 pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
     let sections = PIPELINES.iter().flat_map(|pipeline| pipeline.parts).flat_map(|part| part.sections);
     let mut prefixes = sections.flat_map(|section| section.prefixes).filter(|prefix| !prefix.is_empty());
     let other = prefixes.any(|prefix| names.iter().any(|name| name.starts_with(prefix)));
-    let what = recognised(names).unwrap_or_else(|| {
+    let pipeline = PIPELINES.iter().find(|pipeline| has_denoiser(pipeline, |key| names.iter().any(|name| name == key)));
+    let of_pipeline = || pipeline.map(|pipeline| format!("a checkpoint of {} without this model", pipeline.title));
+    let what = recognised(names).or_else(of_pipeline).unwrap_or_else(|| {
         let what = if other { "a checkpoint without this model" } else { "no original checkpoint with this model" };
         what.to_owned()
     });
