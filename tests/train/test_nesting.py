@@ -8,7 +8,7 @@ import pytest
 
 from trainable_candle.data import check_folder, parse_sources
 from trainable_candle.errors import Error
-from trainable_candle.families.sdxl import files
+from trainable_candle.families.pipeline.facts import facts
 from trainable_candle.text import CLIPTokenizer
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.logs import read_json_log
@@ -16,8 +16,8 @@ from trainable_candle.train.state import read_state
 
 DEEP = "[" * 100_000
 READERS: dict[str, Callable[[Path], object]] = {
-    "base/unet/config.json": lambda path: files.facts(path.parents[1]),
-    "base/vae/config.json": lambda path: files.facts(path.parents[1]),
+    "base/unet/config.json": lambda path: facts(path.parents[1], "sdxl"),
+    "base/vae/config.json": lambda path: facts(path.parents[1], "sdxl"),
     "base/tokenizer/vocab.json": lambda path: CLIPTokenizer.from_pretrained(path.parent),
     "base/tokenizer/tokenizer.json": lambda path: CLIPTokenizer.from_pretrained(path.parent),
     "base/tokenizer/tokenizer_config.json": lambda path: CLIPTokenizer.from_pretrained(path.parent),

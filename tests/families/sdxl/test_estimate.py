@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.families.sdxl import SDXL, files
-from trainable_candle.families.sdxl.estimate import encode_area
+from trainable_candle.families.pipeline.estimate import encode_area
+from trainable_candle.families.pipeline.facts import facts as facts_of
+from trainable_candle.families.sdxl import SDXL
 from trainable_candle.settings.adapter import ADAPTERS
 from trainable_candle.tasks.estimate import RUNTIME_BYTES
 from trainable_candle.tasks.latent import LatentTask
@@ -102,7 +103,7 @@ def weight_bytes(model: tc.models.Model) -> int:
 def test_as_many_pictures_are_encoded_at_once_as_half_of_what_is_free_holds(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
-    facts = files.facts(sdxl_base)
+    facts = facts_of(sdxl_base, "sdxl")
     config = configure(device="cuda", precision="bf16")
     task = sdxl(sdxl_base, config)
     data = task.read(lambda _: None)

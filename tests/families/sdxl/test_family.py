@@ -17,11 +17,18 @@ from trainable_candle.errors import (
     NonFiniteError,
     WeightsFormatError,
 )
-from trainable_candle.families.sdxl import SDXL, files
+from trainable_candle.families.pipeline.facts import Facts
+from trainable_candle.families.pipeline.facts import facts as facts_of
+from trainable_candle.families.sdxl import SDXL
 from trainable_candle.families.sdxl.family import time_ids
+from trainable_candle.families.sdxl.schedule import schedule
 from trainable_candle.families.sdxl.text import TextEncoders
 from trainable_candle.tasks.latent import LatentTask, SampleOptions
 from trainable_candle.train import TrainConfig
+
+
+def facts(path: Path) -> Facts:
+    return facts_of(path, "sdxl")
 
 
 def prepare(base: Path, config: TrainConfig) -> tuple[LatentTask, Any]:
@@ -175,12 +182,12 @@ def test_what_is_no_sdxl_model_is_refused(
     sdxl_base: Path, digits_base: Path, sdxl_file: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(MissingFileError, match="there is no file or folder"):
-        files.facts(tmp_path / "none")
+        facts(tmp_path / "none")
     with pytest.raises(WeightsFormatError, match="it has no folder unet, vae"):
-        files.facts(digits_base)
+        facts(digits_base)
     with pytest.raises(WeightsFormatError, match="is no SDXL checkpoint: it has no unet"):
-        files.facts(sdxl_base / "unet" / "diffusion_pytorch_model.safetensors")
-    assert files.facts(sdxl_file).factor == files.facts(sdxl_base).factor == 2
+        facts(sdxl_base / "unet" / "diffusion_pytorch_model.safetensors")
+    assert facts(sdxl_file).factor == facts(sdxl_base).factor == 2
 
 
 @pytest.mark.parametrize(
@@ -203,33 +210,33 @@ def test_other_files_are_recognised(tmp_path: Path, names: list[str], message: s
     path = tmp_path / "a.safetensors"
     tc.save_file({name: tc.ones(1) for name in names}, path)
     with pytest.raises(WeightsFormatError, match=f"is no SDXL .*; it looks like {message}"):
-        files.facts(path)
+        facts(path)
 
 
 def test_a_part_of_a_pipeline_is_recognised(sdxl_base: Path) -> None:
     with pytest.raises(
         WeightsFormatError, match=r"no SDXL model \(it holds a UNet2DConditionModel"
     ):
-        files.facts(sdxl_base / "unet")
+        facts(sdxl_base / "unet")
 
 
 def test_a_file_whose_blocks_are_others_is_refused(tmp_path: Path) -> None:
     base = SDXL.default_weights()
     assert base is not None
     path = tmp_path / "merged.safetensors"
-    models = {name: tc.models.load(base, subfolder=name) for name in files.SUBFOLDERS}
+    models = {name: tc.models.load(base, subfolder=name) for name in SDXL.parts}
     tc.models.save_checkpoint(path, models)
     tensors = tc.load_file(path)
     tc.save_file(tensors, path)
     with pytest.raises(WeightsFormatError, match="give the folder of its pipeline"):
-        files.facts(path)
+        facts(path)
     # Unless its header says what it is.
     configs = {
         f"trainable_candle.config.{name}": (base / name / "config.json").read_text()
-        for name in files.SUBFOLDERS
+        for name in SDXL.parts
     }
     tc.save_file(tensors, tmp_path / "told.safetensors", configs)
-    found, expected = files.facts(tmp_path / "told.safetensors"), files.facts(base)
+    found, expected = facts(tmp_path / "told.safetensors"), facts(base)
     assert (found.config, found.factor) == (expected.config, expected.factor)
 
 
@@ -263,15 +270,15 @@ def test_the_original_checkpoint_says_what_it_predicts(
     assert base is not None
     path = tmp_path / "v.safetensors"
     tc.models.save_checkpoint(
-        path, {name: tc.models.load(base, subfolder=name) for name in files.SUBFOLDERS}
+        path, {name: tc.models.load(base, subfolder=name) for name in SDXL.parts}
     )
     assert tc.inspect(path).prediction_type == "epsilon"
     marks = {"v_pred": tc.zeros((1,)), "ztsnr": tc.zeros((1,))}
     metadata = read_metadata(path)
     tc.save_file({**tc.load_file(path), **marks}, path, metadata)
-    schedule = files.schedule(path, None)
-    assert (schedule.prediction_type, schedule.rescale_betas_zero_snr) == ("v_prediction", True)
-    assert files.schedule(path, "epsilon").prediction_type == "epsilon"
+    found = schedule(path, None)
+    assert (found.prediction_type, found.rescale_betas_zero_snr) == ("v_prediction", True)
+    assert schedule(path, "epsilon").prediction_type == "epsilon"
 
 
 def test_time_ids_are_those_of_the_reference() -> None:

@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from trainable_candle.families.sdxl.identity import latents_identity, text_identity
+from trainable_candle.families.sdxl import SDXL
 
 OF_TEXT = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+
+
+def latents_identity(weights: Path) -> Mapping[str, str]:
+    return SDXL(weights, None, "cpu").coder.identity()
+
+
+def text_identity(weights: Path) -> Mapping[str, str]:
+    return SDXL(weights, None, "cpu").text_identity()
 
 
 def test_every_file_that_entries_depend_on_counts(sdxl_base: Path, tmp_path: Path) -> None:

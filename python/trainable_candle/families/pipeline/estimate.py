@@ -1,13 +1,12 @@
-"""What an SDXL run holds in memory."""
+"""What a run with a pipeline holds in memory."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.data.kept import MEMORY_LIMIT
 from trainable_candle.data.pixels import AHEAD
-from trainable_candle.families.sdxl.files import TEXT_ENCODERS
 from trainable_candle.tasks.estimate import (
     ITEM_BYTES,
     RUNTIME_BYTES,
@@ -23,16 +22,13 @@ if TYPE_CHECKING:
 
     from trainable_candle import LoraConfig
     from trainable_candle.data import Dataset
-    from trainable_candle.families.sdxl import files
-    from trainable_candle.families.sdxl.family import SDXL
+    from trainable_candle.families.pipeline.facts import Facts
+    from trainable_candle.families.pipeline.family import PipelineFamily
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.task import Split
 
-_TOKENS: Final = 77
 _ENCODER_IMAGES: Final = 6
 """Full-size images of the first level that the autoencoder holds at once."""
-_WIDE_IMAGES: Final = 12
-"""Images of the first level that the UNet holds at once without a tape: skips, gates."""
 _GUIDED: Final = 2
 """Predictions at once."""
 _ENCODE_AREA: Final = 4 * 1024**2
@@ -42,9 +38,9 @@ _TEXT_PARTS: Final = 16
 
 
 def estimate(
-    family: SDXL, config: TrainConfig, data: Split[Dataset], limit: float = math.inf
+    family: PipelineFamily[Any], config: TrainConfig, data: Split[Dataset], limit: float = math.inf
 ) -> Estimate:
-    """From the configuration of the UNet and the headers of the files.
+    """From the configuration of the denoiser and the headers of the files.
 
     Args:
         family: the checkpoint, and which layers get adapters.
@@ -53,28 +49,26 @@ def estimate(
         limit: bytes that there are.
 
     Raises:
-        MissingFileError, WeightsFormatError, ConfigError: the checkpoint is no SDXL model.
+        MissingFileError, WeightsFormatError, ConfigError: the checkpoint is another model's.
     """
     itemsize = ITEM_BYTES[config.precision]
     facts = family.facts
-    unet = Item("unet", "weights", facts.values("unet") * itemsize)
-    texts = Item("text encoders", "weights", facts.values(*TEXT_ENCODERS) * itemsize)
+    name = family.component
+    denoiser = Item(name, "weights", facts.values(name) * itemsize)
+    texts = Item("text encoders", "weights", facts.values(*facts.text_encoders) * itemsize)
     vae = Item("vae", "weights", 4 * facts.values("vae"))
     pictures = len(data.train) + len(data.validation or ())
     area = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
 
     latents = 2 * 4 * facts.latent_channels * area // facts.factor**2 * pictures
-    text = (_TOKENS * facts.context + facts.pooled) * itemsize * pictures
+    text = family.text_values * itemsize * pictures
     kept = 0 if config.cache == "off" else latents + text
     cached = kept if config.cache == "memory" else min(kept, MEMORY_LIMIT)
     # Batches are made in host memory.
     cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
 
     at_once = max(area_at_once(area), min(encode_area(facts, config, limit), area * pictures))
-    encoders = [facts.parts[part].config for part in TEXT_ENCODERS]
-    # The states of every layer are kept.
-    width = sum(encoder["num_hidden_layers"] * encoder["hidden_size"] for encoder in encoders)
-    states = text_parts(config) * _TOKENS * width * itemsize
+    states = text_parts(config) * family.text_working_values * itemsize
     encoding = [
         vae,
         texts,
@@ -85,21 +79,25 @@ def estimate(
     if not config.on_gpu:
         encoding.append(Item("pictures", "decoded ahead", 3 * area * (min(AHEAD, pictures) + 2)))
 
-    trained = [unet, *cache]
+    trained = [denoiser, *cache]
     side = int(area**0.5) // facts.factor
 
     def adapted(name: str, part: str, adapter: LoraConfig) -> None:
         found = facts.parts[part]
         trained.extend(adapter_items(name, found.layers, adapter, config))
         values = found.saved_values(
-            adapter, config.gradient_checkpointing, height=side, width=side, tokens=_TOKENS
+            adapter,
+            config.gradient_checkpointing,
+            height=side,
+            width=side,
+            tokens=family.text_tokens,
         )
         trained.append(Item(name, "activations", values * config.batch_size * itemsize))
 
-    adapted("unet", "unet", adapter_config(config, family.targets))
+    adapted(name, name, adapter_config(config, family.targets))
     if config.train_text_encoder:
         trained.append(texts)
-        for part in TEXT_ENCODERS:
+        for part in facts.text_encoders:
             adapted("text encoders", part, family.text_adapter(part, config))
     elif config.cache == "off" or not config.caption_variants:
         trained.append(texts)
@@ -116,7 +114,7 @@ def _together(items: Sequence[Item]) -> list[Item]:
     return [Item(component, what, count) for (component, what), count in sums.items()]
 
 
-def encode_area(facts: files.Facts, config: TrainConfig, limit: float) -> int:
+def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
     """Pixels of the pictures that are encoded at once, at least one picture's.
 
     On a GPU as many as take half of what the models leave free, up to four of 1024x1024; on the
@@ -130,7 +128,8 @@ def encode_area(facts: files.Facts, config: TrainConfig, limit: float) -> int:
     """
     if not config.on_gpu:
         return 0
-    models = 4 * facts.values("vae") + ITEM_BYTES[config.precision] * facts.values(*TEXT_ENCODERS)
+    texts = facts.values(*facts.text_encoders)
+    models = 4 * facts.values("vae") + ITEM_BYTES[config.precision] * texts
     room = (limit - RUNTIME_BYTES - models) / 2
     return max(0, int(min(_ENCODE_AREA, room // _working(facts))))
 
@@ -140,26 +139,25 @@ def text_parts(config: TrainConfig) -> int:
     return _TEXT_PARTS if config.on_gpu else 1
 
 
-def _working(facts: files.Facts) -> int:
+def _working(facts: Facts) -> int:
     """Bytes that encoding takes for each pixel."""
     return 4 * facts.vae_width * _ENCODER_IMAGES
 
 
-def sampling_bytes(facts: files.Facts, size: tuple[int, int], count: int, dtype: str | None) -> int:
+def sampling_bytes(family: PipelineFamily[Any], size: tuple[int, int], count: int) -> int:
     """About what drawing pictures one after the other takes besides the runtime.
 
     Args:
-        facts: of the checkpoint.
+        family: the checkpoint.
         size: width and height, px.
         count: how many there are in the end.
-        dtype: of the UNet and the text encoders; as stored if None, here taken for f16.
     """
-    area = size[0] * size[1]
-    itemsize = ITEM_BYTES.get(dtype or "f16", 4)
-    models = facts.values("unet", *TEXT_ENCODERS) * itemsize
+    facts, area = family.facts, size[0] * size[1]
+    # As stored where no dtype is given, here taken for f16.
+    itemsize = ITEM_BYTES.get(family.dtype or "f16", 4)
+    models = facts.values(family.component, *facts.text_encoders) * itemsize
     models += 4 * facts.values("vae")
-    latents = area // facts.factor**2
-    predicting = _GUIDED * _WIDE_IMAGES * facts.config["block_out_channels"][0] * latents * itemsize
+    predicting = _GUIDED * family.predicting_values(area // facts.factor**2) * itemsize
     tile = 4 * facts.vae_width * area_at_once(area) * _ENCODER_IMAGES
     decoding = tile + 2 * 4 * 3 * area
     return int(models + max(predicting, decoding) + 3 * 3 * area * count)

@@ -1,0 +1,88 @@
+"""What can be said of a checkpoint of a pipeline without reading its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from trainable_candle import inspect
+from trainable_candle.errors import MissingFileError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from trainable_candle import CheckpointFacts, PartFacts
+
+DENOISERS = ("unet", "transformer")
+"""The folders of denoisers in pipelines."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A checkpoint of a pipeline."""
+
+    checkpoint: CheckpointFacts
+    """What the library says of it."""
+
+    @property
+    def parts(self) -> Mapping[str, PartFacts]:
+        """Its models by the names of their folders."""
+        return self.checkpoint.parts
+
+    @property
+    def denoiser(self) -> PartFacts:
+        """The model that is fine-tuned."""
+        return next(self.parts[name] for name in DENOISERS if name in self.parts)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Of the denoiser."""
+        return self.denoiser.config
+
+    @property
+    def vae_width(self) -> int:
+        """Channels of the autoencoder's first level."""
+        return int(self.parts["vae"].config["block_out_channels"][0])
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of a latent."""
+        return int(self.parts["vae"].config["latent_channels"])
+
+    @property
+    def factor(self) -> int:
+        """Pixels on a side of a latent."""
+        return self.checkpoint.factor or 1
+
+    @property
+    def text_encoders(self) -> tuple[str, ...]:
+        """The folders of the text encoders."""
+        return tuple(sorted(name for name in self.parts if name.startswith("text_encoder")))
+
+    def values(self, *parts: str) -> int:
+        """Numbers that parts consist of."""
+        return sum(self.parts[part].elements for part in parts)
+
+
+def facts(weights: Path, model: str) -> Facts:
+    """What there is at `weights`, a pipeline's folder or an original checkpoint.
+
+    Args:
+        weights: the folder or the file.
+        model: the name of the family.
+
+    Raises:
+        MissingFileError: there is nothing.
+        WeightsFormatError, ConfigError: it is damaged, or another model, or a part is missing.
+    """
+    weights = weights.resolve()
+    if not weights.exists():
+        raise MissingFileError(f"weights: there is no file or folder {weights}")
+    return _facts(weights, model)
+
+
+@lru_cache(maxsize=1)
+def _facts(weights: Path, model: str) -> Facts:
+    return Facts(inspect(weights, model))

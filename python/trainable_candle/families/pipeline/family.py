@@ -1,0 +1,161 @@
+"""A family whose weights are a pipeline of diffusers, or an original checkpoint of its parts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
+
+from trainable_candle import _core
+from trainable_candle.families.pipeline import estimate as sizes
+from trainable_candle.families.pipeline import saving
+from trainable_candle.families.pipeline.facts import facts
+from trainable_candle.families.pipeline.identity import parts_identity
+from trainable_candle.models import load
+from trainable_candle.tasks.estimate import memory_limit
+from trainable_candle.tasks.latent.coders import KLCoder
+from trainable_candle.tasks.latent.family import LatentFamily
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from trainable_candle import Tensor
+    from trainable_candle.data import Dataset
+    from trainable_candle.families.pipeline.facts import Facts
+    from trainable_candle.models import Model
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.estimate import Estimate, Shape
+    from trainable_candle.tasks.task import Split
+
+
+class Encoders(Protocol):
+    """The text encoders of a pipeline with their tokenizers."""
+
+    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Text features of captions, (B, ...) by name."""
+
+    def chunks(self, caption: str) -> int:
+        """How many times the encoders' length a caption needs."""
+
+
+E = TypeVar("E", bound=Encoders)
+
+
+class PipelineFamily(LatentFamily, Generic[E]):
+    """What follows from the files of a pipeline; a family adds its text and its conditions."""
+
+    text_tokens: ClassVar[int]
+    """Tokens of a caption, as the denoiser sees them."""
+
+    @property
+    def facts(self) -> Facts:
+        """What the headers of the checkpoint say.
+
+        Raises:
+            MissingFileError, WeightsFormatError: it is another model's.
+        """
+        return facts(self.weights, self.name)
+
+    def require_own(self) -> None:
+        """Look for the parts of the pipeline."""
+        _ = self.facts
+
+    @property
+    def resolution(self) -> int:
+        """The side of the images that the model was made for, px."""
+        return self.facts.checkpoint.resolution or 0
+
+    def layers(self) -> Mapping[str, Shape]:
+        """The layers of the denoiser."""
+        return self.facts.parts[self.component].layers
+
+    def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
+        """Those of the text encoders that can be trained."""
+        if not self.text_targets:
+            return {}
+        return {name: self.facts.parts[name].layers for name in self.facts.text_encoders}
+
+    # What a run holds in memory.
+
+    @property
+    @abstractmethod
+    def text_values(self) -> int:
+        """Numbers that are kept of a caption."""
+
+    @property
+    @abstractmethod
+    def text_working_values(self) -> int:
+        """Numbers that the encoders hold for a caption while it is encoded, at most."""
+
+    @abstractmethod
+    def predicting_values(self, latents: int) -> int:
+        """Numbers that the denoiser holds without a tape for an image of so many latents."""
+
+    def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:
+        """From the configuration of the denoiser and the headers of the files."""
+        return sizes.estimate(self, config, data, limit)
+
+    def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
+        """Models, predictions with guidance, decoding, images."""
+        return sizes.sampling_bytes(self, size, count)
+
+    def encode_area(self) -> int:
+        """As many pixels as the memory allows on a GPU."""
+        return sizes.encode_area(self.facts, self.config, memory_limit(self.config))
+
+    def text_parts(self) -> int:
+        """Rows of tokens that are encoded at once."""
+        return sizes.text_parts(self.config)
+
+    # Its models.
+
+    @cached_property
+    def model(self) -> Model:
+        """The denoiser."""
+        return load(self.weights, dtype=self.dtype, device=self.device, subfolder=self.component)
+
+    @cached_property
+    def coder(self) -> KLCoder:
+        """The autoencoder."""
+        config, factor = self.facts.parts["vae"].config, self.facts.factor
+        return KLCoder(self.weights, config, factor, self.device, self._latents_identity)
+
+    def _latents_identity(self, weights: Path) -> Mapping[str, str]:
+        return parts_identity(weights, ("vae",))
+
+    @cached_property
+    def encoders(self) -> E:
+        """The text encoders with their tokenizers."""
+        return self.load_encoders()
+
+    @abstractmethod
+    def load_encoders(self) -> E:
+        """Read the text encoders and their tokenizers."""
+
+    def drop_text_models(self) -> None:
+        """Forget the text encoders."""
+        self.__dict__.pop("encoders", None)
+
+    def features(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """What the text encoders make of captions."""
+        return self.encoders(captions)
+
+    def text_length(self, caption: str) -> int:
+        """How many times the encoders' length a caption needs."""
+        return self.encoders.chunks(caption)
+
+    # Files.
+
+    def adapted_parts(self, path: Path) -> Sequence[str]:
+        """The parts that an adapter file is for, whatever its names' style."""
+        return _core.adapted_parts(path, self.name)
+
+    def save_merged(self, models: Mapping[str, Model], output: Path) -> None:
+        """Write a folder if the checkpoint is one; else, or for `.safetensors`, a file.
+
+        Raises:
+            ConfigError: there is something else.
+            OSError: it cannot be written.
+        """
+        saving.save_merged(self.weights, self.parts, models, output)

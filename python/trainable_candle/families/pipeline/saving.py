@@ -1,0 +1,80 @@
+"""Writes a pipeline's checkpoint of which some models have changed."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+from trainable_candle.errors import ConfigError
+from trainable_candle.files import sync_folder
+from trainable_candle.models import load, save_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from trainable_candle.models import Model
+
+
+def save_merged(
+    weights: Path, parts: Sequence[str], models: Mapping[str, Model], output: Path
+) -> None:
+    """Write a folder if the checkpoint is one; else, or for `.safetensors`, a file.
+
+    Args:
+        weights: the checkpoint from which all but `models` is taken.
+        parts: the folders of a pipeline's models.
+        models: those that have changed, by their folders.
+        output: a new or an empty folder, or a new file.
+
+    Raises:
+        ConfigError: there is something else.
+        OSError: it cannot be written.
+    """
+    if output.suffix == ".safetensors":
+        _save_file(weights, parts, models, output)
+    elif weights.is_dir():
+        _save_folder(weights, parts, models, output)
+    else:
+        raise ConfigError(
+            f"--output is {output}, expected the name of a .safetensors file: {weights.name} is one"
+        )
+
+
+def _save_file(
+    weights: Path, parts: Sequence[str], models: Mapping[str, Model], output: Path
+) -> None:
+    """Write one file under the original names, all but `models` as it is in `weights`."""
+    if output.exists():
+        raise ConfigError(f"--output is {output}, which exists; expected a new file")
+    if weights.is_dir():
+        others = {name: load(weights, subfolder=name) for name in parts if name not in models}
+        save_checkpoint(output, {**models, **others})
+    else:
+        save_checkpoint(output, dict(models), base=weights)
+
+
+def _save_folder(
+    weights: Path, parts: Sequence[str], models: Mapping[str, Model], output: Path
+) -> None:
+    """Write a pipeline's folder, all but `models` as it is in `weights`."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
+    partial = output.with_name(f"{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    tokenizers = {name.replace("text_encoder", "tokenizer") for name in parts}
+    names = {path.name for path in weights.iterdir()} & {
+        *parts, *tokenizers, "scheduler", "model_index.json"
+    }  # fmt: skip
+    partial.mkdir(parents=True)
+    for name in sorted(names - models.keys()):
+        if (weights / name).is_dir():
+            shutil.copytree(weights / name, partial / name)
+        else:
+            shutil.copy2(weights / name, partial / name)
+    for name, model in models.items():
+        model.save_pretrained(partial / name)
+    if output.exists():
+        output.rmdir()
+    partial.rename(output)
+    sync_folder(output.parent)

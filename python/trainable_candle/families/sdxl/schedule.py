@@ -1,0 +1,40 @@
+"""The noise that an SDXL model was trained with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainable_candle.families.pipeline.facts import facts
+from trainable_candle.train.objective import NoiseSchedule
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def schedule(weights: Path, prediction_type: str | None) -> NoiseSchedule:
+    """The noise that the model was trained with, and what it predicts.
+
+    Args:
+        weights: a pipeline's folder, whose scheduler says it; an original checkpoint says that it
+            predicts velocities by a tensor `v_pred`, and that its last timestep is noise alone by
+            `ztsnr`, as ComfyUI reads them.
+        prediction_type: overrules it.
+
+    Raises:
+        ConfigError: the scheduler's configuration is wrong.
+    """
+    if weights.is_dir():
+        has_scheduler = (weights / "scheduler" / "scheduler_config.json").is_file()
+        found = NoiseSchedule.from_pretrained(weights) if has_scheduler else NoiseSchedule()
+        if prediction_type in {None, found.prediction_type}:
+            return found
+        return NoiseSchedule(
+            prediction_type=prediction_type or found.prediction_type,
+            rescale_betas_zero_snr=found.rescale_betas_zero_snr,
+            timestep_spacing=found.timestep_spacing,
+        )
+    checkpoint = facts(weights, "sdxl").checkpoint
+    return NoiseSchedule(
+        prediction_type=prediction_type or checkpoint.prediction_type or "epsilon",
+        rescale_betas_zero_snr=checkpoint.zero_snr,
+    )
