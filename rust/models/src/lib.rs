@@ -14,6 +14,7 @@ pub mod pretrained;
 pub mod registry;
 pub mod saved;
 pub mod sdxl;
+pub mod t5;
 pub mod vae;
 
 pub use clip::CLIPTextModel;
@@ -23,4 +24,5 @@ pub use pipelines::Pipeline;
 pub use pretrained::{Architecture, Choice, Configuration, Pretrained, save_checkpoint, save_pretrained};
 pub use registry::{Loaded, Model, load};
 pub use sdxl::SDXLUNet;
+pub use t5::T5Encoder;
 pub use vae::AutoencoderKL;

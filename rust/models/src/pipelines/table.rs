@@ -8,10 +8,11 @@ use crate::clip::{self, Activation, CLIPTextConfig};
 use crate::digits::{self, DigitsConfig};
 use crate::pretrained::{Configuration, Naming};
 use crate::sdxl::{self, UNetConfig};
+use crate::t5::{self, T5Config};
 use crate::vae::{self, VaeConfig};
 
 /// Every pipeline.
-pub static PIPELINES: &[&Pipeline] = &[&SDXL, &DIGITS];
+pub static PIPELINES: &[&Pipeline] = &[&SDXL, &DIGITS, &T5];
 
 /// Any configuration of the architecture is this part's.
 const fn any(_: &Map<String, Value>) -> bool {
@@ -115,6 +116,28 @@ static DIGITS: Pipeline = Pipeline {
         fits: any,
         published: || DigitsConfig::default().to_json(),
         adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: None }),
+    }],
+};
+
+/// T5's encoder, in a file or folder of its own or among others in a file of one piece.
+static T5: Pipeline = Pipeline {
+    name: "t5",
+    title: "T5",
+    class_names: &[],
+    base: None,
+    pixels: 1,
+    parts: &[Part {
+        role: Role::TextEncoder,
+        model: &t5::KIND,
+        subfolder: "",
+        sections: &[Section {
+            prefixes: &["text_encoders.t5xxl.transformer.", ""],
+            naming: Naming::Own,
+            probe: "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        }],
+        fits: any,
+        published: || T5Config::default().to_json(),
+        adapter: None,
     }],
 };
 

@@ -4,6 +4,7 @@ mod clip;
 mod digits;
 mod request;
 mod sdxl;
+mod t5;
 mod vae;
 
 use std::collections::BTreeMap;
@@ -33,6 +34,7 @@ pub use digits::DigitsTransformer;
 pub use request::set_resolver;
 use request::{Options, Request};
 pub use sdxl::SDXLUNet;
+pub use t5::T5Encoder;
 pub use vae::AutoencoderKL;
 
 /// A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called; `from_pretrained` makes one.
@@ -66,7 +68,8 @@ pub struct Class {
 }
 
 /// Every class of models.
-static CLASSES: [Class; 4] = [SDXLUNet::CLASS, AutoencoderKL::CLASS, CLIPTextModel::CLASS, DigitsTransformer::CLASS];
+static CLASSES: [Class; 5] =
+    [SDXLUNet::CLASS, AutoencoderKL::CLASS, CLIPTextModel::CLASS, T5Encoder::CLASS, DigitsTransformer::CLASS];
 
 impl Class {
     /// The kind of model that a class stands for; none for the base class.
