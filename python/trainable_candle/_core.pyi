@@ -47,6 +47,7 @@ __all__ = [
     "SGD",
     "Sampler",
     "Schedule",
+    "T5Encoder",
     "Tensor",
     "TextFeatures",
     "Var",
@@ -1849,6 +1850,27 @@ class Schedule:
     def factor(self, /, step: SupportsIndex) -> float:
         """
         The factor of step `step`, which counts from 0.
+        """
+
+@final
+class T5Encoder(Model):
+    """
+    A text encoder that computes what transformers' `T5EncoderModel` computes, by which Stable Diffusion 3 and Flux read texts. In half
+    precision too, where its values leave the range of f16. Made by `from_pretrained`.
+    """
+    def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """
+        One state for each token, (B, L, D), in the dtype of the weights: the last block's after the final norm.
+
+        Args:
+            input_ids: token ids, (B, L), i64 or u32.
+            attention_mask: (B, L), i64 or u32: 1 for tokens that are seen, 0 for those that are not. All are seen without it, as in
+                diffusers' pipelines, padding included.
+
+        Raises:
+            ShapeError: if an input has another shape.
+            IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
+            DTypeError: if an input is not of integers.
         """
 
 @disjoint_base

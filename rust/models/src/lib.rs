@@ -16,6 +16,7 @@ pub mod registry;
 pub mod saved;
 pub mod sd3;
 pub mod sdxl;
+pub mod t5;
 pub mod vae;
 
 pub use clip::CLIPTextModel;
@@ -27,4 +28,5 @@ pub use pretrained::{Architecture, Choice, Configuration, Pretrained, save_check
 pub use registry::{Loaded, Model, load};
 pub use sd3::SD3Transformer;
 pub use sdxl::SDXLUNet;
+pub use t5::T5Encoder;
 pub use vae::AutoencoderKL;

@@ -10,6 +10,7 @@ use crate::flux::{self, FluxConfig};
 use crate::pretrained::{Configuration, Naming};
 use crate::sd3::{self, SD3Config};
 use crate::sdxl::{self, UNetConfig};
+use crate::t5::{self, T5Config};
 use crate::vae::{self, VaeConfig};
 
 /// Every pipeline. A part that several have alike, and whose file says no more, is taken for the first one's.
@@ -38,6 +39,23 @@ fn big_g() -> Map<String, Value> {
         ..CLIPTextConfig::default()
     }
     .to_json()
+}
+
+/// T5's encoder, which no adapter reaches.
+const fn t5_part(subfolder: &'static str) -> Part {
+    Part {
+        role: Role::TextEncoder,
+        model: &t5::KIND,
+        subfolder,
+        sections: &[Section {
+            prefixes: &["text_encoders.t5xxl.transformer.", ""],
+            naming: Naming::Own,
+            probe: "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+        }],
+        fits: any,
+        published: || T5Config::default().to_json(),
+        adapter: None,
+    }
 }
 
 /// Where files of one piece have an autoencoder.
@@ -190,6 +208,7 @@ static SD3: Pipeline = Pipeline {
             published: big_g,
             adapter: Some(AdapterNames { kohya: "lora_te2", comfyui: Some("text_encoders.clip_g.transformer") }),
         },
+        t5_part("text_encoder_3"),
     ],
 };
 
@@ -239,6 +258,7 @@ static FLUX: Pipeline = Pipeline {
             published: || CLIPTextConfig::default().to_json(),
             adapter: Some(AdapterNames { kohya: "lora_te1", comfyui: Some("text_encoders.clip_l.transformer") }),
         },
+        t5_part("text_encoder_2"),
     ],
 };
 

@@ -6,6 +6,7 @@ mod flux;
 mod request;
 mod sd3;
 mod sdxl;
+mod t5;
 mod vae;
 
 use std::collections::BTreeMap;
@@ -37,6 +38,7 @@ pub use request::set_resolver;
 use request::{Options, Request};
 pub use sd3::SD3Transformer;
 pub use sdxl::SDXLUNet;
+pub use t5::T5Encoder;
 pub use vae::AutoencoderKL;
 
 /// A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called; `from_pretrained` makes one.
@@ -76,6 +78,7 @@ static CLASSES: &[Class] = &[
     FluxTransformer::CLASS,
     AutoencoderKL::CLASS,
     CLIPTextModel::CLASS,
+    T5Encoder::CLASS,
     DigitsTransformer::CLASS,
 ];
 

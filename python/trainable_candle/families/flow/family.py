@@ -1,0 +1,91 @@
+"""What sets families of flow models apart from other pipelines."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+from trainable_candle.errors import ConfigError
+from trainable_candle.families.flow.schedule import FlowSchedule
+from trainable_candle.families.pipeline import PipelineFamily
+from trainable_candle.families.pipeline.family import Encoders
+from trainable_candle.settings import GROUPS
+from trainable_candle.settings.adapter import ClipSkip, TextEncoders
+from trainable_candle.settings.objective import NoisePrediction
+from trainable_candle.tasks.latent.objectives import FlowObjective, FlowSampler
+
+if TYPE_CHECKING:
+    from trainable_candle.settings import Group
+
+E = TypeVar("E", bound=Encoders)
+
+
+class FlowFamily(PipelineFamily[E]):
+    """A transformer that predicts the velocity from latents to noise.
+
+    Its tokens are squares of two by two latents.
+    """
+
+    groups: ClassVar[tuple[type[Group], ...]] = tuple(
+        group for group in GROUPS if group not in {NoisePrediction, TextEncoders, ClipSkip}
+    )
+    component: ClassVar[str] = "transformer"
+    formats: ClassVar[tuple[str, ...]] = ("diffusers", "peft", "kohya", "comfyui")
+    timesteps: ClassVar[str] = "logit_normal"
+    """How noise levels are drawn in training, unless the settings say it."""
+    schedule: ClassVar[FlowSchedule]
+    """The noise levels of drawing, where the weights do not say them."""
+    patch: ClassVar[int] = 2
+    """Latents on a side of a token."""
+    wide_images: ClassVar[int] = 12
+    """Rows of tokens, as wide as the transformer, that it holds at once without a tape."""
+
+    @cached_property
+    def found_schedule(self) -> FlowSchedule:
+        """The noise levels of drawing, as the weights say or the family.
+
+        Raises:
+            ConfigError: the scheduler's configuration is wrong.
+        """
+        return FlowSchedule.of(self.weights, self.schedule)
+
+    @property
+    def training_shift(self) -> float:
+        """Where drawn noise levels are shifted to in training, unless the settings say it."""
+        return self.found_schedule.shift if not self.found_schedule.grows else 1.0
+
+    def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
+        """The velocity from latents to noise."""
+        shift = self.config.timestep_shift
+        return FlowObjective(
+            self.config,
+            timesteps=self.config.timesteps or self.timesteps,
+            shift=self.training_shift if shift is None else shift,
+        )
+
+    def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:
+        """Euler's method.
+
+        Raises:
+            ConfigError: another sampler is asked for.
+        """
+        if sampler not in {None, "euler"}:
+            raise ConfigError(
+                f"--sampler is {sampler}, expected euler: {self.name} is drawn along a flow"
+            )
+        return FlowSampler(steps, self.found_schedule.at(self.tokens_of(size)))
+
+    def tokens_of(self, size: tuple[int, int]) -> int:
+        """Tokens of an image of a width and height, px."""
+        side = self.facts.factor * self.patch
+        return (size[0] // side) * (size[1] // side)
+
+    @property
+    def width(self) -> int:
+        """Of the transformer's tokens."""
+        config = self.facts.config
+        return int(config["num_attention_heads"] * config["attention_head_dim"])
+
+    def predicting_values(self, latents: int) -> int:
+        """Tokens before and after the layers of a block."""
+        return self.wide_images * self.width * (latents // self.patch**2 + self.text_tokens)

@@ -1,0 +1,71 @@
+"""Which noise levels a flow model is drawn with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainable_candle.errors import ConfigError
+from trainable_candle.files import read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True)
+class FlowSchedule:
+    """Where the levels s of equal steps go: to k s / (1 + (k - 1) s), by a shift k.
+
+    Follows diffusers' `FlowMatchEulerDiscreteScheduler` and, where the shift grows with the image,
+    `calculate_shift` of its Flux pipeline:
+    https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/schedulers/scheduling_flow_match_euler_discrete.py
+    """
+
+    shift: float = 1.0
+    """k, for images of any size; not used if the shift grows with the image."""
+    grows: bool = False
+    """Whether k is exp(mu), and mu on a line through two numbers of tokens."""
+    tokens: tuple[float, float] = (256, 4096)
+    """Tokens of an image at the ends of the line."""
+    mu: tuple[float, float] = (0.5, 1.15)
+    """mu there."""
+
+    def at(self, tokens: int) -> float:
+        """The shift k of an image of so many tokens."""
+        if not self.grows:
+            return self.shift
+        (first, last), (low, high) = self.tokens, self.mu
+        return math.exp(low + (high - low) * (tokens - first) / (last - first))
+
+    @classmethod
+    def of(cls, weights: Path, default: FlowSchedule) -> FlowSchedule:
+        """As the scheduler's configuration in a pipeline's folder says.
+
+        Args:
+            weights: the folder; a file says nothing.
+            default: the family's, where there is no such configuration.
+
+        Raises:
+            ConfigError: it is damaged, or has another value than a number.
+        """
+        path = weights / "scheduler" / "scheduler_config.json"
+        if not path.is_file():
+            return default
+        found = read_json(path)
+
+        def number(name: str, otherwise: float) -> float:
+            value = found.get(name)
+            if value is None:
+                return otherwise
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                raise ConfigError(f"{path}: {name} is {value!r}, expected a number above 0")
+            return float(value)
+
+        (first, last), (low, high) = default.tokens, default.mu
+        return cls(
+            shift=number("shift", 1.0),
+            grows=found.get("use_dynamic_shifting") is True,
+            tokens=(number("base_image_seq_len", first), number("max_image_seq_len", last)),
+            mu=(number("base_shift", low), number("max_shift", high)),
+        )

@@ -1,0 +1,149 @@
+"""What sets Flux.1 apart from other flow models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle._core import pipeline_parts
+from trainable_candle.families.flow import FlowFamily
+from trainable_candle.families.flow.patches import packed, positions, unpacked
+from trainable_candle.families.flow.schedule import FlowSchedule
+from trainable_candle.families.pipeline.clip import clip_tokenizer
+from trainable_candle.families.pipeline.identity import parts_identity, tokenizers_identity
+from trainable_candle.families.pipeline.t5 import T5
+from trainable_candle.models import CLIPTextModel
+from trainable_candle.text import PAD_OF_CLIP_L
+from trainable_candle.text.clip_tokenizer import SHIPPED as CLIP_TOKENIZER
+from trainable_candle.text.t5_tokenizer import SHIPPED as T5_TOKENIZER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from trainable_candle import Tensor
+    from trainable_candle.data.buckets import Frame
+    from trainable_candle.models import FluxTransformer
+    from trainable_candle.train.trainer import Inputs
+
+_TOKENS: Final = {True: 512, False: 256}
+"""Tokens of a caption: of dev, which is told a scale of guidance, and of schnell."""
+
+
+class FluxTexts:
+    """CLIP-L and T5 with their tokenizers.
+
+    Args:
+        weights: a pipeline's folder or an original checkpoint.
+        tokens: of a caption, as T5 reads it.
+        dtype: of the encoders; as stored if None.
+        device: of the encoders.
+
+    Raises:
+        MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
+            model.
+    """
+
+    def __init__(self, weights: Path, tokens: int, dtype: str | None, device: str) -> None:
+        self._clip = CLIPTextModel.from_pretrained(
+            weights, dtype=dtype, device=device, subfolder="text_encoder"
+        )
+        self._tokenizer = clip_tokenizer(weights, "tokenizer", PAD_OF_CLIP_L, self._clip)
+        self._t5 = T5.load(weights, 2, tokens, dtype, device)
+        self._device = device
+
+    def chunks(self, caption: str) -> int:  # noqa: ARG002 - CLIP reads the beginning, T5 the rest
+        """Every caption takes one row."""
+        return 1
+
+    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Captions to `encoder_hidden_states` (B, L, 4096) and `pooled_projections` (B, 768)."""
+        rows = [self._tokenizer.chunks(caption, 1)[0] for caption in captions]
+        return {
+            "encoder_hidden_states": self._t5(captions),
+            "pooled_projections": self._clip(tc.tensor(rows, device=self._device)).pooled,
+        }
+
+
+class Flux(FlowFamily[FluxTexts]):
+    """Flux.1, dev and schnell."""
+
+    name: ClassVar[str] = "flux"
+    summary: ClassVar[str] = "Flux.1 dev or schnell"
+    parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("flux"))
+    # Attention and feed-forward layers of the blocks of two streams, attention of the others, as
+    # diffusers' script chooses.
+    targets: ClassVar[tuple[str, ...]] = (
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+        "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
+    )  # fmt: skip
+    guidance: ClassVar[float] = 3.5
+    schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
+    model: FluxTransformer
+
+    @property
+    def is_told_guidance(self) -> bool:
+        """Whether the model was distilled to follow a scale of guidance, as dev was."""
+        return bool(self.facts.config["guidance_embeds"])
+
+    @property
+    def distilled_guidance(self) -> bool:
+        """Neither dev nor schnell is guided by a second prediction."""
+        return True
+
+    @property
+    def text_tokens(self) -> int:  # type: ignore[override]
+        """512 of dev, 256 of schnell."""
+        return _TOKENS[self.is_told_guidance]
+
+    def load_encoders(self) -> FluxTexts:
+        """CLIP-L and T5."""
+        return FluxTexts(self.weights, self.text_tokens, self.dtype, self.device)
+
+    @property
+    def text_values(self) -> int:
+        """Tokens and pooled text."""
+        config = self.facts.config
+        return int(
+            self.text_tokens * config["joint_attention_dim"] + config["pooled_projection_dim"]
+        )
+
+    @property
+    def text_working_values(self) -> int:
+        """The widest layer of T5, and the result."""
+        t5 = self.facts.parts["text_encoder_2"].config
+        return int(self.text_tokens * (2 * t5["d_ff"] + 4 * t5["d_model"])) + self.text_values
+
+    def conditions(self, frames: Sequence[Frame], guidance: float = 1.0) -> dict[str, Tensor]:
+        """The scale of guidance, of models that are told one."""
+        if not self.is_told_guidance:
+            return {}
+        return {"guidance": tc.tensor(np.full(len(frames), guidance, np.float32))}
+
+    def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
+        """What the transformer says."""
+        height, width = sample.shape[2:]
+        text = conditions["encoder_hidden_states"]
+        image_ids, text_ids = positions((height, width), text.shape[1], self.device)
+        predicted = self.model(
+            packed(sample),
+            text,
+            conditions["pooled_projections"],
+            times / 1000.0,
+            image_ids,
+            text_ids,
+            conditions.get("guidance"),
+        )
+        return unpacked(predicted, (height, width))
+
+    def text_identity(self) -> dict[str, str]:
+        """The text encoders' files, and how they encode."""
+        shipped = {"tokenizer": CLIP_TOKENIZER, "tokenizer_2": T5_TOKENIZER}
+        return {
+            **parts_identity(self.weights, self.facts.text_encoders),
+            **tokenizers_identity(self.weights, shipped),
+            "dtype": str(self.dtype),
+            "tokens": str(self.text_tokens),
+        }

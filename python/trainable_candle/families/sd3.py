@@ -1,0 +1,130 @@
+"""What sets Stable Diffusion 3.5 apart from other flow models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import trainable_candle as tc
+from trainable_candle._core import pipeline_parts
+from trainable_candle.families.flow import FlowFamily
+from trainable_candle.families.flow.schedule import FlowSchedule
+from trainable_candle.families.pipeline.clip import clip_tokenizer
+from trainable_candle.families.pipeline.identity import parts_identity, tokenizers_identity
+from trainable_candle.families.pipeline.t5 import T5
+from trainable_candle.models import CLIPTextModel
+from trainable_candle.text import PAD_OF_BIG_G, PAD_OF_CLIP_L
+from trainable_candle.text.clip_tokenizer import SHIPPED as CLIP_TOKENIZER
+from trainable_candle.text.t5_tokenizer import SHIPPED as T5_TOKENIZER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from trainable_candle import Tensor
+    from trainable_candle.models import SD3Transformer
+    from trainable_candle.train.trainer import Inputs
+
+_CLIP_TOKENS: Final = 77
+_T5_TOKENS: Final = 256
+"""As diffusers' pipeline and kohya's scripts."""
+
+
+class SD3Texts:
+    """CLIP-L, OpenCLIP-bigG and T5 with their tokenizers.
+
+    Args:
+        weights: a pipeline's folder or an original checkpoint.
+        dtype: of the encoders; as stored if None.
+        device: of the encoders.
+
+    Raises:
+        MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
+            model.
+    """
+
+    def __init__(self, weights: Path, dtype: str | None, device: str) -> None:
+        self._clips = []
+        for number, pad in (("", PAD_OF_CLIP_L), ("_2", PAD_OF_BIG_G)):
+            model = CLIPTextModel.from_pretrained(
+                weights, dtype=dtype, device=device, subfolder=f"text_encoder{number}"
+            )
+            self._clips.append((model, clip_tokenizer(weights, f"tokenizer{number}", pad, model)))
+        self._t5 = T5.load(weights, 3, _T5_TOKENS, dtype, device)
+        self._device = device
+
+    def chunks(self, caption: str) -> int:  # noqa: ARG002 - CLIP reads the beginning, T5 the rest
+        """Every caption takes one row."""
+        return 1
+
+    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Captions to `encoder_hidden_states` (B, 333, 4096), `pooled_projections` (B, 2048).
+
+        The states of both CLIP encoders stand side by side, zeros beside them, before those of T5:
+        https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/stable_diffusion_3/pipeline_stable_diffusion_3.py#L379
+        """
+        states, pooled = [], []
+        for model, tokenizer in self._clips:
+            rows = [tokenizer.chunks(caption, 1)[0] for caption in captions]
+            found = model(tc.tensor(rows, device=self._device))
+            states.append(found.hidden_states[-2])
+            pooled.append(found.pooled)
+        long = self._t5(captions)
+        short = tc.cat(states, 2)
+        batch, length, width = short.shape
+        beside = tc.zeros((batch, length, long.shape[2] - width), short.dtype, self._device)
+        return {
+            "encoder_hidden_states": tc.cat([tc.cat([short, beside], 2), long], 1),
+            "pooled_projections": tc.cat(pooled, 1),
+        }
+
+
+class SD3(FlowFamily[SD3Texts]):
+    """Stable Diffusion 3.5, medium and large; Stable Diffusion 3 too."""
+
+    name: ClassVar[str] = "sd3"
+    summary: ClassVar[str] = "Stable Diffusion 3.5 medium or large"
+    parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sd3"))
+    # The image's attention, as SimpleTuner chooses; in medium's "dual" layers both.
+    targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    guidance: ClassVar[float] = 4.5
+    schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0)
+    text_tokens: ClassVar[int] = _CLIP_TOKENS + _T5_TOKENS
+    model: SD3Transformer
+
+    def load_encoders(self) -> SD3Texts:
+        """CLIP-L, OpenCLIP-bigG and T5."""
+        return SD3Texts(self.weights, self.dtype, self.device)
+
+    @property
+    def text_values(self) -> int:
+        """Tokens and pooled text."""
+        config = self.facts.config
+        return int(
+            self.text_tokens * config["joint_attention_dim"] + config["pooled_projection_dim"]
+        )
+
+    @property
+    def text_working_values(self) -> int:
+        """The widest layer of T5, and the result."""
+        t5 = self.facts.parts["text_encoder_3"].config
+        return int(_T5_TOKENS * (2 * t5["d_ff"] + 4 * t5["d_model"])) + self.text_values
+
+    def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
+        """What the transformer says."""
+        return self.model(
+            sample, conditions["encoder_hidden_states"], conditions["pooled_projections"], times
+        )
+
+    def text_identity(self) -> dict[str, str]:
+        """The text encoders' files, and how they encode."""
+        shipped = {
+            "tokenizer": CLIP_TOKENIZER,
+            "tokenizer_2": CLIP_TOKENIZER,
+            "tokenizer_3": T5_TOKENIZER,
+        }
+        return {
+            **parts_identity(self.weights, self.facts.text_encoders),
+            **tokenizers_identity(self.weights, shipped),
+            "dtype": str(self.dtype),
+            "tokens": str(self.text_tokens),
+        }

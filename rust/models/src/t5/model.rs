@@ -1,0 +1,148 @@
+//! The encoder: token ids in, one state per token out.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use trainable_candle_core::ops::index::embedding;
+use trainable_candle_core::{DType, Error, Result, Tensor};
+use trainable_candle_io::WeightFiles;
+use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_nn::{Blocks, Init, Module, Visitor, Weights};
+
+use super::layers::{EncoderBlock, Norm, stream_dtype};
+use super::{T5Config, keys, relative};
+use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::registry::{Model, ModelKind};
+
+const EMBEDDING: &str = "shared.weight";
+/// The first block has the table for all.
+const BIASES: &str = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
+/// Added to the scores of a key that is not seen: far below any score, and far from the smallest f32. Where no key is seen, all count
+/// alike, as in transformers.
+const UNSEEN: f32 = -1e30;
+
+/// An encoder that computes what transformers' `T5EncoderModel` computes, in half precision too, where its values leave the range of
+/// f16.
+pub struct T5Encoder {
+    config: T5Config,
+    embedding: Tensor,
+    /// (buckets, heads).
+    biases: Tensor,
+    blocks: Blocks<EncoderBlock>,
+    final_norm: Norm,
+}
+
+impl T5Encoder {
+    /// The class in its `config.json`.
+    pub const CLASS_NAME: &'static str = "T5EncoderModel";
+
+    /// A model over `weights`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    pub fn new(config: T5Config, weights: &mut Weights<'_>) -> Result<Self> {
+        config.validate()?;
+        let table = (config.relative_attention_num_buckets, config.num_heads);
+        Ok(Self {
+            embedding: weights.get(EMBEDDING, (config.vocab_size, config.d_model), Init::Normal(1.0))?,
+            biases: weights.get(BIASES, table, Init::Normal((config.d_model as f64).sqrt().recip()))?,
+            blocks: (0..config.num_layers)
+                .map(|i| EncoderBlock::new(&config, &mut weights.pp(&format!("encoder.block.{i}"))))
+                .collect::<Result<_>>()?,
+            final_norm: Norm::new("encoder.final_layer_norm", &config, weights)?,
+            config,
+        })
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &T5Config {
+        &self.config
+    }
+
+    /// The last block's states after the final norm for `input_ids (B, L)` (i64 or u32), L at least 1: (B, L, D) in the dtype of the
+    /// weights. Each token sees all, or with `attention_mask (B, L)` (i64 or u32) those where it is 1 and not those where it is 0.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not a token or the mask has other values,
+    /// [`Error::DType`] if an input is not of integers.
+    pub fn forward(&self, input_ids: &Tensor, attention_mask: Option<&Tensor>) -> Result<Tensor> {
+        let length = match *input_ids.dims() {
+            [_, length] if length > 0 => length,
+            ref dims => {
+                let text = format!("input_ids has shape {dims:?}, expected (B, L) with L 1 or more");
+                return Err(Error::shape(Self::CLASS_NAME, text));
+            }
+        };
+        let bias = relative::bias(&self.config, &self.biases, length)?;
+        let bias = match attention_mask {
+            Some(mask) => bias.add(&unseen(mask, input_ids)?)?,
+            None => bias,
+        };
+        let x = embedding(&self.embedding, input_ids)?.to_dtype(stream_dtype(self.embedding.dtype()))?;
+        let x = self.blocks.run(&x, &[&bias], |block, x, bias| block.forward(x, &bias[0]))?;
+        self.final_norm.forward(&x)
+    }
+}
+
+/// What a mask (B, L) adds to the scores of all heads and queries: (B, 1, 1, L) in f32.
+fn unseen(mask: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
+    if mask.dims() != input_ids.dims() {
+        return Err(Error::shape(
+            T5Encoder::CLASS_NAME,
+            format!("attention_mask has shape {:?}, expected {:?}, as input_ids", mask.dims(), input_ids.dims()),
+        ));
+    }
+    // Looked up, not compared: the kernels that compare integers on a GPU are candle's, which the driver compiles at their first use.
+    let table = Tensor::from_vec(vec![UNSEEN, 0.0], (2, 1), mask.device())?;
+    embedding(&table, mask)?.reshape((mask.dims()[0], 1, 1, mask.dims()[1]))
+}
+
+impl Module for T5Encoder {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.tensor(EMBEDDING, &self.embedding)?;
+        visitor.tensor(BIASES, &self.biases)?;
+        visitor.blocks("encoder.block", &self.blocks)?;
+        visitor.module("encoder.final_layer_norm", &self.final_norm)
+    }
+}
+
+impl Architecture for T5Encoder {
+    type Config = T5Config;
+
+    const KIND: &'static ModelKind = &super::KIND;
+
+    fn build(config: T5Config, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::new(config, weights)
+    }
+
+    fn deduce(files: &WeightFiles, original: Original, beside: Option<T5Config>) -> Result<T5Config> {
+        keys::deduce(files, original, beside)
+    }
+
+    fn names(_config: &T5Config, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(original)
+    }
+}
+
+impl Model for T5Encoder {
+    fn kind(&self) -> &'static ModelKind {
+        Self::KIND
+    }
+
+    fn configuration(&self) -> Map<String, Value> {
+        self.config.to_json()
+    }
+
+    fn dtype(&self) -> DType {
+        self.embedding.dtype()
+    }
+
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Self::names(&self.config, original, files)
+    }
+
+    /// Other tools know its layers by transformers' names.
+    fn original_names(&self) -> OriginalNames {
+        Arc::new(|layer| Some(layer.to_owned()))
+    }
+}

@@ -1,0 +1,31 @@
+//! The bias of attention by the distance of two tokens.
+
+use trainable_candle_core::ops::index::embedding;
+use trainable_candle_core::{DType, Result, Tensor};
+
+use super::T5Config;
+
+/// The row of the table of biases for a query at `query` and a key at `key`: keys before the query and at it in the first half of the
+/// rows, those after it in the second. Short distances have a row each, longer ones share rows that grow with the logarithm of the
+/// distance, up to `relative_attention_max_distance`.
+pub fn bucket(config: &T5Config, query: usize, key: usize) -> usize {
+    let half = config.relative_attention_num_buckets / 2;
+    let exact = half / 2;
+    let distance = query.abs_diff(key);
+    let row = if distance < exact {
+        distance
+    } else {
+        let (near, far) = (exact as f64, config.relative_attention_max_distance as f64);
+        let steps = (distance as f64 / near).ln() / (far / near).ln() * (half - exact) as f64;
+        (exact + steps as usize).min(half - 1)
+    };
+    row + if key > query { half } else { 0 }
+}
+
+/// What is added to the scores of `length` queries and keys, (1, heads, length, length) in f32, of `table (buckets, heads)`.
+pub(super) fn bias(config: &T5Config, table: &Tensor, length: usize) -> Result<Tensor> {
+    let at = |query: usize| (0..length).map(move |key| bucket(config, query, key));
+    let rows: Vec<u32> = (0..length).flat_map(at).map(|row| u32::try_from(row).unwrap_or(u32::MAX)).collect();
+    let rows = Tensor::from_vec(rows, (length, length), table.device())?;
+    embedding(&table.to_dtype(DType::F32)?, &rows)?.permute(&[2, 0, 1])?.contiguous()?.unsqueeze(0)
+}

@@ -1,0 +1,73 @@
+//! T5's encoder without its files: names and shapes at full size.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use trainable_candle_core::DType;
+use trainable_candle_models::t5::{FeedForward, T5Config, T5Encoder, bucket};
+use trainable_candle_models::{Architecture, Configuration, Model};
+use trainable_candle_nn::{Module, Source};
+
+/// A rule of `full_size.json`: the shape of a parameter, and how many blocks have it.
+type Rule = (Vec<usize>, usize);
+
+#[test]
+fn at_full_size_it_has_transformers_names_and_shapes() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/t5/full_size.json");
+    let rules: BTreeMap<String, Rule> = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let expected: BTreeMap<String, Vec<usize>> = rules
+        .into_iter()
+        .flat_map(|(rule, (shape, count))| (0..count).map(move |i| (rule.replace('*', &i.to_string()), shape.clone())))
+        .collect();
+    let model = T5Encoder::new(T5Config::default(), &mut Source::shapes(DType::F16).root()).unwrap();
+    let found: BTreeMap<String, Vec<usize>> =
+        model.named_tensors().into_iter().map(|(name, tensor)| (name, tensor.dims().to_vec())).collect();
+    assert_eq!(found, expected);
+    assert_eq!(found.values().map(|dims| dims.iter().product::<usize>()).sum::<usize>(), 4_762_310_656);
+    assert_eq!(model.named_layers().len(), 24 * 7);
+    assert_eq!((model.class_name(), T5Encoder::KIND.name), ("T5EncoderModel", "T5Encoder"));
+}
+
+#[test]
+fn configurations_are_read_as_written() {
+    let small = T5Config { feed_forward_proj: FeedForward::Relu, d_kv: 3, num_heads: 5, ..T5Config::default() };
+    for config in [T5Config::default(), small] {
+        assert_eq!(T5Config::from_json(&config.to_json()).unwrap(), config);
+    }
+}
+
+#[test]
+fn unsupported_fields_are_named() {
+    for (field, value, expected) in [
+        (
+            "feed_forward_proj",
+            r#""gated-silu""#,
+            r#"feed_forward_proj is "gated-silu", expected "gated-gelu" or "relu""#,
+        ),
+        ("num_heads", "0", "num_heads is 0, expected an integer from 1"),
+        ("relative_attention_num_buckets", "3", "relative_attention_num_buckets is 3, expected 4 or more"),
+        ("relative_attention_max_distance", "8", "relative_attention_max_distance is 8, expected more than 8"),
+    ] {
+        let mut map = T5Config::default().to_json();
+        map.insert(field.into(), serde_json::from_str(value).unwrap());
+        let error = T5Config::from_json(&map).unwrap_err().to_string();
+        assert!(error.starts_with("T5EncoderModel: ") && error.contains(expected), "{error}");
+    }
+}
+
+/// Values of transformers' `_relative_position_bucket`.
+#[test]
+fn distances_have_transformers_buckets() {
+    let config = T5Config::default();
+    let distances = [0, 1, 7, 8, 11, 12, 16, 22, 23, 32, 45, 46, 63, 64, 90, 91, 127, 128, 1000];
+    let before = [0, 1, 7, 8, 8, 9, 10, 10, 11, 12, 12, 13, 13, 14, 14, 15, 15, 15, 15];
+    for (distance, expected) in distances.into_iter().zip(before) {
+        assert_eq!(bucket(&config, distance, 0), expected, "{distance}");
+        let after = if distance > 0 { expected + 16 } else { 0 };
+        assert_eq!(bucket(&config, 0, distance), after, "{distance}");
+    }
+    let odd = T5Config { relative_attention_num_buckets: 20, relative_attention_max_distance: 50, ..config };
+    for (distance, expected) in [(4, 4), (5, 5), (7, 5), (8, 6), (12, 6), (13, 7), (19, 7), (20, 8), (31, 8), (32, 9)] {
+        assert_eq!(bucket(&odd, distance, 0), expected, "{distance}");
+    }
+}

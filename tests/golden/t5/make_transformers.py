@@ -1,0 +1,107 @@
+"""Tiny T5 encoders with random weights and what transformers makes of token ids; needs torch and transformers 5.23.
+
+    python make_transformers.py FOLDER
+
+Weights are bf16 numbers. The encoder of `large` has weights under which f16 overflows: in the stream, in the
+gated product and in the results of `wo`. `full_size.json` has the names and shapes of T5 1.1 XXL's encoder: `*` stands for the number of
+a block, followed by how many blocks have the name.
+"""
+
+import copy
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import T5Config, T5EncoderModel
+
+XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
+SIZES = {
+    "gated": {"d_model": 40, "d_kv": 8, "d_ff": 72, "num_layers": 3, "num_heads": 3},
+    "relu": {"d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4},
+}
+FORM = {"gated": "gated-gelu", "relu": "relu"}
+TOKENS = 150
+
+
+def config(form, **sizes):
+    return T5Config(vocab_size=TOKENS, feed_forward_proj=form, tie_word_embeddings=False, **sizes)
+
+
+@torch.no_grad()
+def random_model(settings):
+    model = T5EncoderModel(settings).eval()
+    for name, value in model.named_parameters():
+        scale = 1.0 if "shared" in name or "bias" in name else 0.2
+        value.copy_(torch.randn(value.shape) * scale + ("norm" in name))
+        value.copy_(value.bfloat16())
+    return model
+
+
+def largest(model, ids):
+    """The largest values of the stream, of what enters `wo` and of what leaves it."""
+    found = {"stream": 0.0, "middle": 0.0, "wo": 0.0}
+
+    def see(name, value):
+        found[name] = max(found[name], value.abs().max().item())
+
+    def see_wo(_module, given, out):
+        see("middle", given[0])
+        see("wo", out)
+
+    hooks = []
+    for block in model.encoder.block:
+        hooks.append(block.register_forward_hook(lambda _m, _i, out: see("stream", out[0])))
+        hooks.append(block.layer[1].DenseReluDense.wo.register_forward_hook(see_wo))
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@torch.no_grad()
+def main():
+    root = Path(sys.argv[1])
+    torch.manual_seed(20261122)
+    ids = torch.randint(2, TOKENS, (2, 37))
+    mask = torch.ones_like(ids)
+    mask[0, 20:] = 0
+    mask[1, :3] = 0
+    # Distances beyond the furthest that the table tells apart.
+    long = torch.randint(2, TOKENS, (1, 150))
+    for name, sizes in SIZES.items():
+        model = random_model(config(FORM[name], **sizes))
+        folder = root / name
+        copy.deepcopy(model).bfloat16().save_pretrained(folder)
+        case = {"input_ids": ids, "attention_mask": mask, "long_ids": long}
+        case["output"] = model(ids).last_hidden_state
+        case["masked"] = model(ids, attention_mask=mask).last_hidden_state
+        case["nothing_seen"] = model(ids, attention_mask=mask * 0).last_hidden_state
+        case["long"] = model(long).last_hidden_state
+        if name == "gated":
+            # f16 holds both factors of each gated product, but not the product.
+            for block in model.encoder.block:
+                inner = block.layer[1].DenseReluDense
+                inner.wi_1.weight *= 8192
+            case["large"] = model(ids).last_hidden_state
+            sizes = largest(model, ids)
+            print(sizes)
+            assert min(sizes.values()) > torch.finfo(torch.float16).max
+            assert not model.half()(ids).last_hidden_state.isfinite().all()
+        save_file(case, root / f"{name}.safetensors")
+    with torch.device("meta"):
+        settings = T5Config(vocab_size=32128, feed_forward_proj="gated-gelu", **XXL)
+        shapes = {n: list(p.shape) for n, p in T5EncoderModel(settings).named_parameters()}
+    rules = {}
+    for name, shape in shapes.items():
+        rule = re.sub(r"^encoder\.block\.\d+\.", "encoder.block.*.", name)
+        count = rules.get(rule, (shape, 0))[1] + 1
+        assert rules.setdefault(rule, (shape, 1))[0] == shape
+        rules[rule] = (shape, count)
+    lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(r)}" for n, r in sorted(rules.items()))
+    (root / "full_size.json").write_text(f"{{\n{lines}\n}}\n")
+
+
+main()
