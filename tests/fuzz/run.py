@@ -33,7 +33,7 @@ from trainable_candle.data.pixels import probe, read_rgb
 from trainable_candle.data.sources import parse_sources
 from trainable_candle.errors import Error
 from trainable_candle.settings import TrainConfig
-from trainable_candle.text import CLIPTokenizer
+from trainable_candle.text import CLIPTokenizer, T5Tokenizer, sentencepiece
 from trainable_candle.train.logs import read_json_log, read_log
 from trainable_candle.train.state import read_state
 
@@ -147,6 +147,23 @@ def pictures() -> dict[str, list[bytes]]:
     return made
 
 
+def unigrams() -> tuple[bytes, bytes, bytes]:
+    """The first pieces of T5's: as `tokenizer.json`, as `spiece.model`, and with all characters."""
+    path = files("trainable_candle.text") / "assets" / "t5_spiece.model.gz"
+    whole = gzip.decompress(path.read_bytes())
+    model = sentencepiece.parse(whole)
+    end = 0
+    for _ in range(60):
+        end += 2 + whole[end + 1]
+    normalizer = whole[whole.rfind(b"nmt_nfkc") - 6 :]
+    content = {
+        "added_tokens": [{"id": 0, "content": "<pad>"}, {"id": 60, "content": "<extra_id_0>"}],
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": ""},
+        "model": {"unk_id": model.unknown, "vocab": model.pieces[:60]},
+    }
+    return json.dumps(content).encode(), whole[:end], whole[:end] + normalizer
+
+
 def readers() -> list[Reader]:
     """Every reader."""
     tensors = {"a": tc.zeros(3, 4), "b": tc.zeros(2).to("bf16")}
@@ -188,6 +205,9 @@ def readers() -> list[Reader]:
     def tokenize(path: Path) -> object:
         return CLIPTokenizer.from_pretrained(path.parent).chunks("a big 'café'!", 2)
 
+    def split(path: Path) -> object:
+        return T5Tokenizer.from_pretrained(path.parent)(["a big café", "\uff21 <extra_id_0>"], 9)
+
     def header(path: Path) -> object:
         return tc.inspect(path)
 
@@ -223,6 +243,7 @@ def readers() -> list[Reader]:
         Reader("merges", "merges.txt", [merges, b"#version\na b\nc d</w>\n"], tokenize, few),
         Reader("tokenizer settings", "tokenizer_config.json", [settings], tokenize, few),
         Reader("tokenizer", "tokenizer.json", [whole], tokenize, {}),
+        Reader("unigram tokenizer", "tokenizer.json", [unigrams()[0]], split, {}),
     ]
     binary = [
         Reader("header", "a.safetensors", [entry], header, {}, mutated_tensors),
@@ -235,6 +256,7 @@ def readers() -> list[Reader]:
             mutated_tensors,
         ),
         Reader("tensors", "a.safetensors", [entry], tc.load_file, {}, mutated_tensors),
+        Reader("unigram model", "spiece.model", unigrams()[1:], split, {}),
     ]
     return [
         *text,

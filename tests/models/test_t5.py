@@ -179,7 +179,9 @@ def test_wrong_inputs_are_named() -> None:
         model(ids.reshape(3))
     with pytest.raises(tc.ShapeError, match=r"shape \[1, 0\], expected \(B, L\) with L 1 or more"):
         model(tc.zeros((1, 0), dtype="i64"))
-    with pytest.raises(tc.ShapeError, match=r"attention_mask has shape \[1, 2\], expected \[1, 3\]"):
+    with pytest.raises(
+        tc.ShapeError, match=r"attention_mask has shape \[1, 2\], expected \[1, 3\]"
+    ):
         model(ids, tc.zeros((1, 2), dtype="i64"))
     with pytest.raises(tc.IndexOutOfRangeError, match="150"):
         model(ids + 150)

@@ -1,5 +1,6 @@
 """The documents' Python runs, and does what they say."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -25,7 +26,7 @@ def test_every_example_is_run_below() -> None:
     examples = {path: len(blocks(path)) for path in ("README.md", *documents())}
     assert {path: count for path, count in examples.items() if count} == {
         "README.md": 1,
-        "docs/python.md": 1,
+        "docs/python.md": 2,
         "docs/training.md": 2,
     }
 
@@ -44,6 +45,19 @@ def test_lora_finds_the_other_layer() -> None:
 def test_the_network_reads_digits() -> None:
     names = run(blocks("docs/python.md")[0])
     assert names["accuracy"] >= 0.97
+
+
+def test_t5_encodes_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    tc.models.T5Encoder.from_config(tmp_path / "config.json").save_pretrained(tmp_path / "t5")
+    (tmp_path / "t5" / "model.safetensors").rename(tmp_path / "t5xxl_fp16.safetensors")
+    (tmp_path / "config.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    names = run(blocks("docs/python.md")[1].replace("cuda", "cpu"))
+    assert names["states"].shape == (1, 256, 16)
+    difference = (names["states"] - names["unpadded"]).to("f32").abs().max()
+    assert difference.item() > 0.1
 
 
 def test_an_adapter_is_trained_from_python(

@@ -1,5 +1,6 @@
-"""Text for diffusion models: CLIP's tokenizer."""
+"""Text for diffusion models: the tokenizers of CLIP and T5."""
 
 from trainable_candle.text.clip_tokenizer import PAD_OF_BIG_G, PAD_OF_CLIP_L, CLIPTokenizer
+from trainable_candle.text.t5_tokenizer import T5Tokenizer
 
-__all__ = ["PAD_OF_BIG_G", "PAD_OF_CLIP_L", "CLIPTokenizer"]
+__all__ = ["PAD_OF_BIG_G", "PAD_OF_CLIP_L", "CLIPTokenizer", "T5Tokenizer"]

@@ -1,10 +1,11 @@
-"""Tiny T5 encoders with random weights and what transformers makes of token ids; needs torch and transformers 5.23.
+"""Tiny T5 encoders with random weights and what transformers makes of token ids.
 
     python make_transformers.py FOLDER
 
-Weights are bf16 numbers. The encoder of `large` has weights under which f16 overflows: in the stream, in the
-gated product and in the results of `wo`. `full_size.json` has the names and shapes of T5 1.1 XXL's encoder: `*` stands for the number of
-a block, followed by how many blocks have the name.
+Needs torch 2.11 and transformers 5.23. Weights are bf16 numbers. `large` comes from weights under
+which f16 overflows: in the stream, in the gated product and in the results of `wo`.
+`full_size.json` has the names and shapes of T5 1.1 XXL's encoder: `*` stands for the number of a
+block, followed by how many blocks have the name.
 """
 
 import copy

@@ -1,0 +1,108 @@
+"""Reads the models of SentencePiece (`spiece.model`): protocol buffers with pieces and scores."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PIECE, _TRAINER, _NORMALIZER = 1, 2, 3
+"""Fields of the model."""
+_TEXT, _SCORE, _TYPE = 1, 2, 3
+"""Fields of a piece."""
+_MODEL_TYPE, _UNIGRAM = 3, 1
+"""The trainer's field for the kind of model, and its value for a unigram model."""
+_CHARSMAP: Final = 2
+"""The normalizer's field for its table of characters."""
+_NORMAL, _UNKNOWN = 1, 2
+"""Types of pieces."""
+_FLOAT: Final = struct.Struct("<f")
+_WIDEST: Final = 70
+"""Bits in the bytes of the longest integer."""
+
+
+class UnigramModel(NamedTuple):
+    """A unigram model: text is split into the pieces whose scores have the largest sum."""
+
+    pieces: list[tuple[str, float]]
+    """The pieces with their scores; a piece's number is its place."""
+    unknown: int
+    """The number of the piece for what no piece covers."""
+    charsmap: bytes
+    """What characters are replaced by first, as SentencePiece compiles it; may be empty."""
+
+
+def parse(data: bytes) -> UnigramModel:
+    """The model in the contents of a file.
+
+    Raises:
+        ValueError: they are no unigram model.
+    """
+    try:
+        return _parse(data)
+    except (IndexError, struct.error) as error:
+        raise ValueError("a SentencePiece model that ends within a field") from error
+
+
+def _parse(data: bytes) -> UnigramModel:
+    pieces: list[tuple[str, float]] = []
+    unknown, charsmap, kind = None, b"", _UNIGRAM
+    for number, value in _fields(data):
+        if number == _PIECE:
+            fields = dict(_fields(value))
+            if fields.get(_TYPE, _NORMAL) == _UNKNOWN:
+                unknown = len(pieces)
+            pieces.append((fields[_TEXT].decode(), fields.get(_SCORE, 0.0)))
+        elif number == _TRAINER:
+            kind = dict(_fields(value)).get(_MODEL_TYPE, _UNIGRAM)
+        elif number == _NORMALIZER:
+            charsmap = dict(_fields(value)).get(_CHARSMAP, b"")
+    if kind != _UNIGRAM:
+        raise ValueError(f"a SentencePiece model of type {kind}, expected {_UNIGRAM}, unigram")
+    if unknown is None:
+        raise ValueError("a SentencePiece model without a piece for unknown text")
+    return UnigramModel(pieces, unknown, charsmap)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """The numbers and values of a message's fields, in their order: integers, floats or bytes."""
+    at, end = 0, len(message)
+    while at < end:
+        key, at = _varint(message, at)
+        wire, start = key & 7, at
+        value: int | float | bytes
+        if wire == 0:
+            value, at = _varint(message, at)
+        elif wire == 2:
+            length, start = _varint(message, at)
+            at = start + length
+            value = message[start:at]
+        elif wire == 5:
+            at += 4
+            (value,) = _FLOAT.unpack_from(message, start)
+        elif wire == 1:
+            at += 8
+            value = message[start:at]
+        else:
+            raise ValueError(f"found a field of wire type {wire}, which no SentencePiece model has")
+        if at > end:
+            raise IndexError
+        yield key >> 3, value
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The integer at a place, seven bits a byte, and the place behind it."""
+    byte = data[at]
+    if byte < 0x80:
+        return byte, at + 1
+    value, shift = byte & 0x7F, 7
+    while byte >= 0x80:
+        at += 1
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if shift > _WIDEST:
+            raise ValueError("found an integer of more than 64 bits in a SentencePiece model")
+    return value, at + 1
