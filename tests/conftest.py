@@ -100,7 +100,7 @@ def sdxl_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in SDXL_PARTS:
         shutil.copytree(GOLDEN_SDXL / name, folder / name)
     for name, pad in (("tokenizer", "<|endoftext|>"), ("tokenizer_2", "!")):
-        write_tokenizer(folder / name, pad)
+        _write_tokenizer(folder / name, pad)
     return folder
 
 
@@ -120,7 +120,13 @@ def sdxl_file(sdxl_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
-def write_tokenizer(folder: Path, pad: str) -> None:
+@pytest.fixture(scope="session")
+def write_tokenizer() -> Callable[[Path, str], None]:
+    """Writes a small tokenizer to a folder, which fills up rows with a token."""
+    return _write_tokenizer
+
+
+def _write_tokenizer(folder: Path, pad: str) -> None:
     """A CLIP tokenizer of single letters, within and at the end of a word; 200 tokens."""
     letters = "abcdefghijklmnopqrstuvwxyz0123456789!#$%&'()*+,-./:;<=>?@[]_"
     tokens = [*letters, *(f"{letter}</w>" for letter in letters)]

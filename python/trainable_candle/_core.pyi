@@ -33,6 +33,7 @@ __all__ = [
     "DigitsTransformer",
     "EMA",
     "FlowMatching",
+    "FluxTransformer",
     "GradScaler",
     "Lion",
     "Lion8bit",
@@ -43,6 +44,7 @@ __all__ = [
     "Optimizer",
     "PartFacts",
     "Prodigy",
+    "SD3Transformer",
     "SDXLUNet",
     "SGD",
     "Sampler",
@@ -1027,6 +1029,43 @@ class FlowMatching:
         """
 
 @final
+class FluxTransformer(Model):
+    """
+    The transformer of Flux.1, computing what diffusers' `FluxTransformer2DModel` computes, under its names. Made by `from_pretrained`.
+    """
+    def __call__(
+        self,
+        /,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        pooled_projections: Tensor,
+        timestep: Tensor | float | int,
+        img_ids: Tensor,
+        txt_ids: Tensor,
+        guidance: Tensor | float | int | None = None,
+    ) -> Tensor:
+        """
+        The velocity, noise - latents, at noisy latents.
+
+        Args:
+            hidden_states: latents under noise as tokens, (B, S, in_channels): each is a square of 2 x 2 latents, its channels first.
+            encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
+            pooled_projections: the pooled text, (B, pooled_projection_dim).
+            timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
+            img_ids: positions of the image's tokens, (S, 3): 0, row, column.
+            txt_ids: positions of the text's tokens, (L, 3): zeros.
+            guidance: the scale of guidance, for models that are told one (dev) and these alone: (B,), (1,), or a number; 1 to train,
+                about 3.5 to draw.
+
+        Returns:
+            A tensor of the shape of `hidden_states`, in the dtype of the weights.
+
+        Raises:
+            ShapeError: if the inputs do not fit the model or one another.
+            ArgumentError: if guidance is missing, or the model is told none.
+        """
+
+@final
 class GradScaler:
     """
     Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
@@ -1687,6 +1726,35 @@ class Prodigy(Optimizer):
         *,
         slice_p: SupportsIndex = 1,
     ) -> Prodigy: ...
+
+@final
+class SD3Transformer(Model):
+    """
+    The transformer of SD3 and SD3.5, computing what diffusers' `SD3Transformer2DModel` computes, under its names. Made by `from_pretrained`.
+    """
+    def __call__(
+        self,
+        /,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        pooled_projections: Tensor,
+        timestep: Tensor | float | int,
+    ) -> Tensor:
+        """
+        The velocity, noise - latents, at noisy latents.
+
+        Args:
+            hidden_states: latents under noise, (B, 16, h, w), shifted and scaled as the autoencoder says; h and w are even.
+            encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
+            pooled_projections: the pooled text, (B, pooled_projection_dim).
+            timestep: from 0 (clean) to 1000 (noise): (B,), (1,), or a number.
+
+        Returns:
+            A tensor of the shape of `hidden_states`, in the dtype of the weights.
+
+        Raises:
+            ShapeError: if the inputs do not fit the model or one another.
+        """
 
 @final
 class SDXLUNet(Model):

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 NAMES: Final = {
     "sdxl": "trainable_candle.families.sdxl:SDXL",
+    "sd3": "trainable_candle.families.sd3:SD3",
+    "flux": "trainable_candle.families.flux:Flux",
     "digits": "trainable_candle.families.digits:Digits",
 }
 """Model name -> its family; adding one is one line here."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import trainable_candle as tc
 from trainable_candle._core import pipeline_parts
+from trainable_candle.errors import ConfigError
 from trainable_candle.families.flow import FlowFamily
 from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.pipeline.clip import clip_tokenizer
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainable_candle import Tensor
+    from trainable_candle.data import Dataset
     from trainable_candle.models import SD3Transformer
     from trainable_candle.train.trainer import Inputs
 
@@ -71,7 +73,8 @@ class SD3Texts:
         long = self._t5(captions)
         short = tc.cat(states, 2)
         batch, length, width = short.shape
-        beside = tc.zeros((batch, length, long.shape[2] - width), short.dtype, self._device)
+        missing = (batch, length, long.shape[2] - width)
+        beside = tc.zeros(missing, dtype=short.dtype, device=self._device)
         return {
             "encoder_hidden_states": tc.cat([tc.cat([short, beside], 2), long], 1),
             "pooled_projections": tc.cat(pooled, 1),
@@ -90,6 +93,22 @@ class SD3(FlowFamily[SD3Texts]):
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0)
     text_tokens: ClassVar[int] = _CLIP_TOKENS + _T5_TOKENS
     model: SD3Transformer
+
+    def dataset(self, folder: str) -> Dataset:
+        """The checked images, none larger than the model's table of positions.
+
+        Raises:
+            DatasetError, ConfigError: images or captions cannot be used, or one is too large.
+        """
+        images = super().dataset(folder)
+        most = self.facts.config["pos_embed_max_size"] * self.multiple
+        largest = max(max(item.fit.bucket.width, item.fit.bucket.height) for item in images.items)
+        if largest > most:
+            raise ConfigError(
+                f"dataset: an image would be {largest} px along a side, and this model knows "
+                f"positions up to {most} px; give --max-side {most} or a smaller --resolution"
+            )
+        return images
 
     def load_encoders(self) -> SD3Texts:
         """CLIP-L, OpenCLIP-bigG and T5."""
@@ -111,9 +130,9 @@ class SD3(FlowFamily[SD3Texts]):
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """What the transformer says."""
-        return self.model(
-            sample, conditions["encoder_hidden_states"], conditions["pooled_projections"], times
-        )
+        text, pooled = conditions["encoder_hidden_states"], conditions["pooled_projections"]
+        predicted: Tensor = self.model(sample, text, pooled, times)
+        return predicted
 
     def text_identity(self) -> dict[str, str]:
         """The text encoders' files, and how they encode."""

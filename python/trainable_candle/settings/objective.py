@@ -63,8 +63,10 @@ class NoiseLevels(Group):
     section: ClassVar[str] = sections.OBJECTIVE
 
     timesteps: Annotated[
-        str, Setting("distribution of noise levels", choices=TIMESTEPS, rare=True)
-    ] = "uniform"
+        str | None,
+        Setting("distribution of noise levels (default: model's)", choices=TIMESTEPS, rare=True),
+    ] = None
     timestep_shift: Annotated[
-        float, Setting("above 1: more noise", low=0, above=True, rare=True)
-    ] = 1.0
+        float | None,
+        Setting("above 1: more noise (default: model's)", low=0, above=True, rare=True),
+    ] = None

@@ -15,6 +15,7 @@ from trainable_candle.settings.objective import NoisePrediction
 from trainable_candle.tasks.latent.objectives import FlowObjective, FlowSampler
 
 if TYPE_CHECKING:
+    from trainable_candle.data import Dataset
     from trainable_candle.settings import Group
 
 E = TypeVar("E", bound=Encoders)
@@ -54,14 +55,29 @@ class FlowFamily(PipelineFamily[E]):
         """Where drawn noise levels are shifted to in training, unless the settings say it."""
         return self.found_schedule.shift if not self.found_schedule.grows else 1.0
 
+    @property
+    def multiple(self) -> int:
+        """Pixels along one side of a token."""
+        return self.facts.factor * self.patch
+
+    def dataset(self, folder: str) -> Dataset:
+        """The checked images, of which tokens can be made.
+
+        Raises:
+            DatasetError, ConfigError: images or captions cannot be used, or a size has no tokens.
+        """
+        images = super().dataset(folder)
+        step = images.options.bucket_step
+        if step % self.multiple:
+            raise ConfigError(
+                f"--bucket-step is {step} px, expected a multiple of {self.multiple}, "
+                f"the side of a token of {self.name}"
+            )
+        return images
+
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
         """The velocity from latents to noise."""
-        shift = self.config.timestep_shift
-        return FlowObjective(
-            self.config,
-            timesteps=self.config.timesteps or self.timesteps,
-            shift=self.training_shift if shift is None else shift,
-        )
+        return FlowObjective(self.config, timesteps=self.timesteps, shift=self.training_shift)
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:
         """Euler's method.
@@ -77,8 +93,7 @@ class FlowFamily(PipelineFamily[E]):
 
     def tokens_of(self, size: tuple[int, int]) -> int:
         """Tokens of an image of a width and height, px."""
-        side = self.facts.factor * self.patch
-        return (size[0] // side) * (size[1] // side)
+        return (size[0] // self.multiple) * (size[1] // self.multiple)
 
     @property
     def width(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainable_candle.errors import ConfigError
-from trainable_candle.files import read_json
+from trainable_candle.files import parse_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +52,12 @@ class FlowSchedule:
         path = weights / "scheduler" / "scheduler_config.json"
         if not path.is_file():
             return default
-        found = read_json(path)
+        try:
+            found = parse_json(path.read_bytes())
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"{path}: expected an object, found {type(found).__name__}")
 
         def number(name: str, otherwise: float) -> float:
             value = found.get(name)

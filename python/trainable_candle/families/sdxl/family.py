@@ -130,7 +130,7 @@ class SDXL(PipelineFamily[TextEncoders]):
             time_ids=conditions["time_ids"],
         )
 
-    def conditions(self, frames: Sequence[Frame]) -> dict[str, Tensor]:
+    def conditions(self, frames: Sequence[Frame], guidance: float = 1.0) -> dict[str, Tensor]:  # noqa: ARG002
         """Sizes and cuts: "micro-conditioning", arXiv:2307.01952, section 2.2."""
         return {"time_ids": tc.tensor(np.array([time_ids(frame) for frame in frames], np.float32))}
 

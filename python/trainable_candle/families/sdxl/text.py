@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 import trainable_candle as tc
-from trainable_candle.errors import WeightsFormatError
+from trainable_candle.families.pipeline.clip import clip_tokenizer
 from trainable_candle.models import CLIPTextModel
 from trainable_candle.text import PAD_OF_BIG_G, PAD_OF_CLIP_L, CLIPTokenizer
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from trainable_candle import Tensor
 
-_TOKENS: Final = "text_model.embeddings.token_embedding.weight"
 _IDS: Final = ("input_ids", "input_ids_2")
 MOST_CHUNKS: Final = 8
 """Rows of 77 tokens that a caption may take up; what is beyond them is left out."""
@@ -60,8 +59,8 @@ class TextEncoders:
             CLIPTextModel.from_pretrained(weights, dtype=dtype, device=device, subfolder=subfolder)
             for subfolder in ("text_encoder", "text_encoder_2")
         )
-        one = _tokenizer(weights, "tokenizer", PAD_OF_CLIP_L, first)
-        other = _tokenizer(weights, "tokenizer_2", PAD_OF_BIG_G, second)
+        one = clip_tokenizer(weights, "tokenizer", PAD_OF_CLIP_L, first)
+        other = clip_tokenizer(weights, "tokenizer_2", PAD_OF_BIG_G, second)
         return cls((first, second), (one, other), clip_skip, device)
 
     def chunks(self, caption: str) -> int:
@@ -109,27 +108,6 @@ def unread_layers(count: int, clip_skip: int) -> list[str]:
         clip_skip: layers left out before the last but one.
     """
     return [rf".*encoder\.layers\.{n}\..*" for n in range(count - 1 - clip_skip, count)]
-
-
-def _tokenizer(weights: Path, name: str, pad: str, model: CLIPTextModel) -> CLIPTokenizer:
-    """The tokenizer of a pipeline; an original checkpoint has none, and means the usual one.
-
-    Raises:
-        WeightsFormatError: its tokens are not those of the encoder.
-    """
-    folder = weights / name
-    there = folder.is_dir()
-    tokenizer = CLIPTokenizer.from_pretrained(folder) if there else CLIPTokenizer.shipped(pad)
-    known = model.named_tensors()[_TOKENS].shape[0]
-    last = max(tokenizer.start, tokenizer.end, tokenizer.pad)
-    if last >= known:
-        lacking = f"{folder} is missing" if weights.is_dir() else f"{weights} holds no tokenizer"
-        which = f"{folder} has" if there else f"{lacking}, and CLIP's usual one has"
-        raise WeightsFormatError(
-            f"tokenizer: {which} a token {last}, where the text encoder knows {known} tokens; "
-            "give the folder of the pipeline with its own tokenizers"
-        )
-    return tokenizer
 
 
 def _rows(tokenizer: CLIPTokenizer, caption: str, count: int) -> npt.NDArray[np.int64]:

@@ -100,10 +100,12 @@ def draw(
     """
     width, height = options.size or size
     factor = family.coder.factor
-    require_multiple((width, height), factor)
+    require_multiple((width, height), family.multiple)
     graphs = _graphs(family)
     shape = (family.coder.channels, height // factor, width // factor)
-    scale = family.guidance if options.guidance is None else options.guidance
+    told = family.guidance if options.guidance is None else options.guidance
+    # A model that follows the scale by itself makes one prediction.
+    scale = 1.0 if family.distilled_guidance else told
     images = []
     for start in range(0, len(prompts), family.at_once):
         group = prompts[start : start + family.at_once]
@@ -113,7 +115,8 @@ def draw(
         positive, negative = paired(positive, negative)
         frames = [Frame.whole(width, height)] * len(group)
         conditions = {
-            name: tensor.to(family.device) for name, tensor in family.conditions(frames).items()
+            name: tensor.to(family.device)
+            for name, tensor in family.conditions(frames, told).items()
         }
         guided = Guided(
             _predictor(graphs, len(group)),

@@ -100,6 +100,11 @@ class LatentFamily(ABC):
                 model.
         """
 
+    @property
+    def multiple(self) -> int:
+        """Pixels of which the sides of images must be multiples."""
+        return self.coder.factor
+
     def check(self) -> None:  # noqa: B027 - most have nothing of their own
         """Check what is particular to the family in the settings.
 
@@ -225,8 +230,22 @@ class LatentFamily(ABC):
             conditions: what `features` and `conditions` have made.
         """
 
-    def conditions(self, frames: Sequence[Frame]) -> dict[str, Tensor]:  # noqa: ARG002
-        """Conditions from the images (crop and size, for example), (B, ...) by name."""
+    @property
+    def distilled_guidance(self) -> bool:
+        """Whether the model follows a scale of guidance by itself, without a second prediction."""
+        return False
+
+    def conditions(
+        self,
+        frames: Sequence[Frame],  # noqa: ARG002
+        guidance: float = 1.0,  # noqa: ARG002
+    ) -> dict[str, Tensor]:
+        """Conditions from the images (crop and size, for example), (B, ...) by name.
+
+        Args:
+            frames: of each image.
+            guidance: the scale, for a model with `distilled_guidance` that is told it.
+        """
         return {}
 
     # Text.

@@ -62,8 +62,8 @@ class NoiseObjective:
     def __init__(self, schedule: NoiseSchedule, config: TrainConfig, device: str) -> None:
         self._objective = DiffusionObjective(
             schedule,
-            timesteps=config.timesteps,
-            shift=config.timestep_shift,
+            timesteps=config.timesteps or "uniform",
+            shift=1.0 if config.timestep_shift is None else config.timestep_shift,
             min_timestep=config.min_timestep,
             max_timestep=config.max_timestep,
             min_snr_gamma=config.min_snr_gamma,
@@ -107,12 +107,20 @@ class FlowObjective:
     of `DiffusionObjective` at this ratio: min-SNR weighs the error of the data by min(SNR, gamma),
     which is s**2 * min(SNR, gamma) for the velocity (arXiv:2303.09556, section 3.4).
 
+    Args:
+        config: how noise levels are drawn, and how an error is weighed.
+        timesteps: how levels are drawn unless the settings say it.
+        shift: where they are shifted to unless the settings say it.
+
     Raises:
         ArgumentError: a setting lies outside its range.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._flow = FlowMatching(config.timesteps, config.timestep_shift)
+    def __init__(
+        self, config: TrainConfig, *, timesteps: str = "uniform", shift: float = 1.0
+    ) -> None:
+        given = config.timestep_shift
+        self._flow = FlowMatching(config.timesteps or timesteps, shift if given is None else given)
         self._loss = config.loss
         self._delta = config.huber_delta
         self._schedule = config.huber_schedule

@@ -70,7 +70,7 @@ class LatentTask:
             size = parse_size(config.sample_size) if config.sample_size else (side, side)
             family.stepper(config.sample_steps, config.sampler, size)
             if config.sample_size:
-                require_multiple(size, family.coder.factor)
+                require_multiple(size, family.multiple)
         layers = family.layers()
         others = {
             layer: shape

@@ -37,11 +37,11 @@ impl Layout for Transformers {
 }
 
 /// The configuration of an encoder in a file, from the shapes of its tensors. What leaves no trace in them is T5's in all its sizes,
-/// or comes from a configuration (`beside`) whose sizes are these.
+/// or come from the first of the `known` configurations whose sizes are these.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be told.
-pub(super) fn deduce(files: &WeightFiles, original: Original, beside: Option<T5Config>) -> Result<T5Config> {
+pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<T5Config>) -> Result<T5Config> {
     let matrix = |key: &str| match files.shape(&format!("{}{key}", original.prefix)) {
         Some(&[rows, columns]) => Ok((rows, columns)),
         _ => Err(Error::Config(format!(
@@ -68,9 +68,9 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, beside: Option<T5C
         feed_forward_proj,
         ..T5Config::default()
     };
-    let agrees = |beside: &T5Config| {
-        let &T5Config { relative_attention_max_distance, layer_norm_epsilon, .. } = beside;
-        T5Config { relative_attention_max_distance, layer_norm_epsilon, ..deduced.clone() } == *beside
+    let agrees = |known: &T5Config| {
+        let &T5Config { relative_attention_max_distance, layer_norm_epsilon, .. } = known;
+        T5Config { relative_attention_max_distance, layer_norm_epsilon, ..deduced.clone() } == *known
     };
-    Ok(beside.filter(agrees).unwrap_or(deduced))
+    Ok(known.into_iter().find(agrees).unwrap_or(deduced))
 }

@@ -115,8 +115,8 @@ impl Architecture for T5Encoder {
         Self::new(config, weights)
     }
 
-    fn deduce(files: &WeightFiles, original: Original, beside: Option<T5Config>) -> Result<T5Config> {
-        keys::deduce(files, original, beside)
+    fn deduce(files: &WeightFiles, original: Original, known: Vec<T5Config>) -> Result<T5Config> {
+        keys::deduce(files, original, known)
     }
 
     fn names(_config: &T5Config, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {

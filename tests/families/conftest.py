@@ -1,0 +1,96 @@
+"""Tiny pipelines of SD3.5 and Flux: golden transformers, random encoders of widths that fit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.models import CLIPTextModel, T5Encoder
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+# Of the text's tokens in the golden transformers, and of the tokens of T5's usual tokenizer.
+TEXT_WIDTH, T5_TOKENS = 40, 32_128
+
+
+def write_model(kind: type[tc.models.Model], folder: Path, config: dict[str, Any]) -> None:
+    """A model of random weights."""
+    folder.mkdir()
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    kind.from_config(path).save_pretrained(folder)
+
+
+def write_clip(folder: Path, width: int, projection: int | None) -> None:
+    """A text encoder of 200 tokens."""
+    config = {
+        "architectures": ["CLIPTextModelWithProjection" if projection else "CLIPTextModel"],
+        "vocab_size": 200, "hidden_size": width, "intermediate_size": 2 * width,
+        "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 17,
+        "hidden_act": "quick_gelu", "eos_token_id": 199, "layer_norm_eps": 1e-5,
+    }  # fmt: skip
+    if projection:
+        config["projection_dim"] = projection
+    write_model(CLIPTextModel, folder, config)
+
+
+def write_t5(folder: Path) -> None:
+    """An encoder of T5's usual tokens."""
+    config = {
+        "architectures": ["T5EncoderModel"], "vocab_size": T5_TOKENS, "d_model": TEXT_WIDTH,
+        "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+        "feed_forward_proj": "gated-gelu", "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6,
+    }  # fmt: skip
+    write_model(T5Encoder, folder, config)
+
+
+def write_pipeline(
+    folder: Path, family: str, class_name: str, scheduler: dict[str, Any], vae: dict[str, float]
+) -> None:
+    """The transformer, the autoencoder and the index of a pipeline."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(GOLDEN / family / "transformer", folder / "transformer")
+    shutil.copytree(GOLDEN / "flux" / "vae", folder / "vae")
+    path = folder / "vae" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | vae))
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text(
+        json.dumps({"_class_name": "FlowMatchEulerDiscreteScheduler"} | scheduler)
+    )
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": class_name}))
+
+
+@pytest.fixture(scope="session")
+def sd3_base(
+    tmp_path_factory: pytest.TempPathFactory, write_tokenizer: Callable[[Path, str], None]
+) -> Path:
+    """A pipeline's folder."""
+    folder = tmp_path_factory.mktemp("sd3 model") / "base"
+    latents = {"scaling_factor": 1.5305, "shift_factor": 0.0609}
+    write_pipeline(folder, "sd3", "StableDiffusion3Pipeline", {"shift": 3.0}, latents)
+    write_tokenizer(folder / "tokenizer", "<|endoftext|>")
+    write_tokenizer(folder / "tokenizer_2", "!")
+    for name in ("text_encoder", "text_encoder_2"):
+        write_clip(folder / name, 16, 12)
+    write_t5(folder / "text_encoder_3")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def flux_base(
+    tmp_path_factory: pytest.TempPathFactory, write_tokenizer: Callable[[Path, str], None]
+) -> Path:
+    """A pipeline's folder."""
+    folder = tmp_path_factory.mktemp("flux model") / "base"
+    latents = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+    scheduler = {"use_dynamic_shifting": True, "shift": 3.0, "base_shift": 0.5, "max_shift": 1.15,
+                 "base_image_seq_len": 256, "max_image_seq_len": 4096}  # fmt: skip
+    write_pipeline(folder, "flux", "FluxPipeline", scheduler, latents)
+    write_tokenizer(folder / "tokenizer", "<|endoftext|>")
+    write_clip(folder / "text_encoder", 24, None)
+    write_t5(folder / "text_encoder_2")
+    return folder
