@@ -111,7 +111,7 @@ def test_validation_meets_the_same_noise_whatever_the_run(kind: str) -> None:
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_steps_along_the_true_velocity_lead_to_the_data(shift: float) -> None:
     data, noise = (rng().standard_normal(SHAPE).astype(np.float32) for _ in range(2))
-    stepper = FlowSampler(4, shift)
+    stepper = FlowSampler(tc.train.FlowMatching(shift=shift).sigmas(4))
     x = stepper.init_noise(tc.tensor(noise))
     assert stepper.timesteps[0] == 1000
     for step in range(4):

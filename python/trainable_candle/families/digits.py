@@ -34,6 +34,7 @@ from trainable_candle.tasks.estimate import ITEM_BYTES, Estimate, Item, adapter_
 from trainable_candle.tasks.latent.family import LatentFamily
 from trainable_candle.tasks.latent.objectives import FlowObjective, FlowSampler
 from trainable_candle.train.adapters import adapter_config
+from trainable_candle.train.objective import FlowMatching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -184,7 +185,7 @@ class Digits(LatentFamily):
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:  # noqa: ARG002
         """Euler's method."""
-        return FlowSampler(steps)
+        return FlowSampler(FlowMatching().sigmas(steps))
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """What the transformer says."""

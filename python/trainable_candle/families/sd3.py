@@ -8,7 +8,7 @@ import trainable_candle as tc
 from trainable_candle._core import pipeline_parts
 from trainable_candle.errors import ConfigError
 from trainable_candle.families.flow import FlowFamily
-from trainable_candle.families.flow.schedule import FlowSchedule
+from trainable_candle.families.flow.schedule import FlowSchedule, shifted_last
 from trainable_candle.families.pipeline.clip import clip_tokenizer
 from trainable_candle.families.pipeline.identity import parts_identity, tokenizers_identity
 from trainable_candle.families.pipeline.t5 import T5
@@ -90,7 +90,7 @@ class SD3(FlowFamily[SD3Texts]):
     # The image's attention, as SimpleTuner chooses; in medium's "dual" layers both.
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     guidance: ClassVar[float] = 4.5
-    schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0)
+    schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0, shifted_last(3.0))
     text_tokens: ClassVar[int] = _CLIP_TOKENS + _T5_TOKENS
     model: SD3Transformer
 

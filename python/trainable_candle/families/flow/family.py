@@ -89,7 +89,7 @@ class FlowFamily(PipelineFamily[E]):
             raise ConfigError(
                 f"--sampler is {sampler}, expected euler: {self.name} is drawn along a flow"
             )
-        return FlowSampler(steps, self.found_schedule.at(self.tokens_of(size)))
+        return FlowSampler(self.found_schedule.levels(steps, self.tokens_of(size)))
 
     def tokens_of(self, size: tuple[int, int]) -> int:
         """Tokens of an image of a width and height, px."""

@@ -6,11 +6,25 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainable_candle.errors import ConfigError
+from trainable_candle.errors import ArgumentError, ConfigError
 from trainable_candle.files import parse_json
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+TRAINED_LEVELS = 1000
+"""How many levels models were trained with."""
+
+
+def shifted_last(shift: float) -> float:
+    """The lowest level that a model was trained with, by a shift.
+
+    The pipeline of Stable Diffusion 3 leaves the levels to the scheduler, which goes down to it in
+    equal steps, and shifts them once more.
+    """
+    least = 1 / TRAINED_LEVELS
+    return shift * least / (1 + (shift - 1) * least)
 
 
 @dataclass(frozen=True)
@@ -24,6 +38,8 @@ class FlowSchedule:
 
     shift: float = 1.0
     """k, for images of any size; not used if the shift grows with the image."""
+    last: float | None = None
+    """The last level before 0 and before it is shifted: a number, or one step's (None)."""
     grows: bool = False
     """Whether k is exp(mu), and mu on a line through two numbers of tokens."""
     tokens: tuple[float, float] = (256, 4096)
@@ -37,6 +53,19 @@ class FlowSchedule:
             return self.shift
         (first, last), (low, high) = self.tokens, self.mu
         return math.exp(low + (high - low) * (tokens - first) / (last - first))
+
+    def levels(self, steps: int, tokens: int) -> list[float]:
+        """The noise levels of `steps` calls of the model for an image of so many tokens.
+
+        Raises:
+            ArgumentError: there are no steps.
+        """
+        if steps < 1:
+            raise ArgumentError(f"sampler: found {steps} steps, expected at least 1")
+        last = 1 / steps if self.last is None else self.last
+        k = self.at(tokens)
+        equal = [1 - (1 - last) * i / max(1, steps - 1) for i in range(steps)]
+        return [k * level / (1 + (k - 1) * level) for level in equal] + [0.0]
 
     @classmethod
     def of(cls, weights: Path, default: FlowSchedule) -> FlowSchedule:
@@ -68,8 +97,10 @@ class FlowSchedule:
             return float(value)
 
         (first, last), (low, high) = default.tokens, default.mu
+        shift = number("shift", 1.0)
         return cls(
-            shift=number("shift", 1.0),
+            shift=shift,
+            last=default.last and shifted_last(shift),
             grows=found.get("use_dynamic_shifting") is True,
             tokens=(number("base_image_seq_len", first), number("max_image_seq_len", last)),
             mu=(number("base_shift", low), number("max_shift", high)),

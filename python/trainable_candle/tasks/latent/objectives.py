@@ -182,14 +182,13 @@ class FlowSampler:
     """Euler's method along the predicted velocity, from noise to data.
 
     Args:
-        steps: calls of the model, at least 1.
-        shift: moves noise levels towards noise (above 1) or data (below 1).
+        levels: of the noise, falling from 1 to 0; between two of them the model is called once.
     """
 
-    def __init__(self, steps: int, shift: float = 1.0) -> None:
-        self._flow = FlowMatching(shift=shift)
-        self._levels = self._flow.sigmas(steps)
-        self.timesteps = [FLOW_TIMES * level for level in self._levels[:-1]]
+    def __init__(self, levels: Sequence[float]) -> None:
+        self._flow = FlowMatching()
+        self.levels = list(levels)
+        self.timesteps = [FLOW_TIMES * level for level in self.levels[:-1]]
         """The model's time at each step."""
 
     def init_noise(self, noise: Tensor) -> Tensor:
@@ -202,4 +201,4 @@ class FlowSampler:
 
     def step(self, model_output: Tensor, i: int, x: Tensor) -> Tensor:
         """Go on to the next noise level."""
-        return self._flow.euler_step(x, model_output, self._levels[i], self._levels[i + 1])
+        return self._flow.euler_step(x, model_output, self.levels[i], self.levels[i + 1])

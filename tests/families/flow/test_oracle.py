@@ -1,0 +1,93 @@
+"""Pictures, step by step, against diffusers' pipelines; needs torch, transformers and diffusers."""
+
+import gzip
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import families
+from trainable_candle.draws import draw_from
+from trainable_candle.tasks.latent import SampleOptions
+from trainable_candle.text.t5_tokenizer import SHIPPED
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+diffusers = pytest.importorskip("diffusers")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+# Rows and columns of latents that differ, and of which one is odd in tokens.
+SIZE, STEPS, SEED = (40, 24), 4, 3
+PROMPT, NEGATIVE = "a red blur", "noise"
+
+
+def t5_tokenizer(folder: Path) -> "transformers.T5Tokenizer":
+    folder.mkdir()
+    (folder / "spiece.model").write_bytes(gzip.decompress(SHIPPED.read_bytes()))
+    return transformers.T5TokenizerFast.from_pretrained(folder)
+
+
+def clip_tokenizer(folder: Path) -> "transformers.CLIPTokenizer":
+    return transformers.CLIPTokenizer.from_pretrained(folder)
+
+
+def noise() -> "torch.Tensor":
+    shape = (1, 16, SIZE[1] // 2, SIZE[0] // 2)
+    return torch.from_numpy(draw_from(SEED, lambda: tc.randn(shape)).numpy())
+
+
+def ours(name: str, base: Path, guidance: float, negative: str) -> np.ndarray:
+    task = families.load(name, base, "f32", "cpu")
+    options = SampleOptions(
+        steps=STEPS, seed=SEED, size=SIZE, guidance=guidance, negative_prompt=negative
+    )
+    return task.draw([PROMPT], options).astype(np.float64) / 255
+
+
+def load(kind: type, folder: Path) -> object:
+    return kind.from_pretrained(folder, torch_dtype=torch.float32)
+
+
+def test_sd3(sd3_base: Path, tmp_path: Path) -> None:
+    with_projection = transformers.CLIPTextModelWithProjection
+    pipeline = diffusers.StableDiffusion3Pipeline(
+        transformer=load(diffusers.SD3Transformer2DModel, sd3_base / "transformer"),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(sd3_base / "scheduler"),
+        vae=load(diffusers.AutoencoderKL, sd3_base / "vae"),
+        text_encoder=load(with_projection, sd3_base / "text_encoder"),
+        tokenizer=clip_tokenizer(sd3_base / "tokenizer"),
+        text_encoder_2=load(with_projection, sd3_base / "text_encoder_2"),
+        tokenizer_2=clip_tokenizer(sd3_base / "tokenizer_2"),
+        text_encoder_3=load(transformers.T5EncoderModel, sd3_base / "text_encoder_3"),
+        tokenizer_3=t5_tokenizer(tmp_path / "t5"),
+    )
+    pipeline.tokenizer_max_length = 17
+    theirs = pipeline(
+        PROMPT, negative_prompt=NEGATIVE, num_inference_steps=STEPS, guidance_scale=4.5,
+        height=SIZE[1], width=SIZE[0], latents=noise(), output_type="np",
+    ).images  # fmt: skip
+    np.testing.assert_allclose(ours("sd3", sd3_base, 4.5, NEGATIVE), theirs, atol=1e-3 + 0.5 / 255)
+
+
+def test_flux(flux_base: Path, tmp_path: Path) -> None:
+    pipeline = diffusers.FluxPipeline(
+        transformer=load(diffusers.FluxTransformer2DModel, flux_base / "transformer"),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
+            flux_base / "scheduler"
+        ),
+        vae=load(diffusers.AutoencoderKL, flux_base / "vae"),
+        text_encoder=load(transformers.CLIPTextModel, flux_base / "text_encoder"),
+        tokenizer=clip_tokenizer(flux_base / "tokenizer"),
+        text_encoder_2=load(transformers.T5EncoderModel, flux_base / "text_encoder_2"),
+        tokenizer_2=t5_tokenizer(tmp_path / "t5"),
+    )
+    pipeline.tokenizer_max_length = 17
+    latents = noise()
+    packed = pipeline._pack_latents(latents, *latents.shape)
+    theirs = pipeline(
+        PROMPT, num_inference_steps=STEPS, guidance_scale=3.5, height=SIZE[1], width=SIZE[0],
+        latents=packed, output_type="np", max_sequence_length=512,
+    ).images  # fmt: skip
+    np.testing.assert_allclose(ours("flux", flux_base, 3.5, ""), theirs, atol=1e-3 + 0.5 / 255)

@@ -1,0 +1,45 @@
+"""Noise levels of drawing against diffusers' schedulers (tests/golden/schedules)."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ArgumentError, ConfigError
+from trainable_candle.families.flow.schedule import FlowSchedule
+from trainable_candle.families.flux import Flux
+from trainable_candle.families.sd3 import SD3
+
+STORED = tc.load_file(Path(__file__).parents[2] / "golden" / "schedules" / "flow.safetensors")
+
+
+def test_sd3_goes_down_to_the_lowest_trained_level() -> None:
+    expected = STORED["sd3_28_sigmas"].numpy()
+    np.testing.assert_allclose(SD3.schedule.levels(28, 4096), expected, atol=1e-6)
+
+
+def test_flux_is_shifted_by_the_size() -> None:
+    expected = STORED["flux_28_seq1024_sigmas"].numpy()
+    np.testing.assert_allclose(Flux.schedule.levels(28, 1024), expected, atol=1e-6)
+    assert Flux.schedule.at(4096) == pytest.approx(3.158, abs=1e-3)
+
+
+def test_the_weights_say_it(tmp_path: Path) -> None:
+    folder = tmp_path / "scheduler"
+    folder.mkdir()
+    path = folder / "scheduler_config.json"
+    path.write_text(json.dumps({"shift": 1.0, "use_dynamic_shifting": False}))
+    schnell = FlowSchedule.of(tmp_path, Flux.schedule)
+    np.testing.assert_allclose(schnell.levels(4, 4096), [1, 0.75, 0.5, 0.25, 0], atol=1e-7)
+    for wrong, message in [
+        ('{"shift": "x"}', "shift is 'x'"),
+        ("[]", "an object"),
+        ("{", "line 1"),
+    ]:
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match=message):
+            FlowSchedule.of(tmp_path, Flux.schedule)
+    with pytest.raises(ArgumentError, match="found 0 steps"):
+        schnell.levels(0, 16)
