@@ -113,9 +113,10 @@ def train_adapter(
     task.check(report)
     data = task.read(report)
     report(str(placement))
-    for line in task.estimate(config, data, limit).table():
+    estimate = task.estimate(config, data, limit)
+    for line in estimate.table():
         report(line)
-    require_fit(config, limit, lambda other: task.estimate(other, data, limit))
+    require_fit(estimate, config, limit, lambda other: task.estimate(other, data, limit))
     _make_writable(output)
     with held(output / LOCK, f"output: {output} is in use"):
         # Another run may have been there in the meantime.

@@ -1,5 +1,6 @@
 """What a checkpoint is, told from its headers, against the loaded models."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,36 @@ def test_selection_is_what_is_attached() -> None:
     assert states == 2 * 4 * parameters
     with pytest.raises(tc.ConfigError, match='there is no optimizer "adamx"'):
         config.plan(layers, "adamx")
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """A copy of the pipeline's folder."""
+    for name in PARTS:
+        shutil.copytree(GOLDEN / name, tmp_path / "pipeline" / name)
+    return tmp_path / "pipeline"
+
+
+def index(pipeline: Path, text: str) -> None:
+    (pipeline / "model_index.json").write_text(text)
+
+
+def test_a_damaged_pipeline_says_what_is_damaged(pipeline: Path) -> None:
+    index(pipeline, '{"_class_name": "StableDiffusionXLPipeline"}')
+    assert sorted(tc.inspect(pipeline).parts) == sorted(PARTS)
+    weights = next((pipeline / "vae").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(tc.WeightsFormatError, match=f"vae/{weights.name}"):
+        tc.inspect(pipeline)
+    shutil.rmtree(pipeline / "vae")
+    with pytest.raises(tc.WeightsFormatError, match="no SDXL model: it has no folder vae"):
+        tc.inspect(pipeline)
+
+
+def test_the_index_of_a_pipeline_decides_what_it_is(pipeline: Path) -> None:
+    shutil.rmtree(pipeline / "vae")
+    index(pipeline, '{"_class_name": "SomethingElse"}')
+    assert list(tc.inspect(pipeline).parts) == ["unet"]
+    index(pipeline, '{"_class_name": ')
+    with pytest.raises(tc.ConfigError, match=r"model_index\.json: EOF"):
+        tc.inspect(pipeline)

@@ -112,25 +112,40 @@ def files_up_to(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.parametrize("when", ["while the checkpoint is begun", "steps later"])
 def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
-    config: TrainConfig, train: Train
+    config: TrainConfig, train: Train, gate: threading.Event, when: str
 ) -> None:
-    steps: list[int] = []
+    is_late = when == "steps later"
+    begun: list[int] = []
 
-    class Noting(Callback):
+    class Begun(Callback):
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-            steps.append(trainer.step)
+            begun.append(trainer.step)
+
+    class Failure(Callback):
+        """Submits jobs until one meets the error: more than the queue takes."""
+
+        def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
+            for _ in range(0 if is_late or trainer.step < 6 else 100):
+                trainer.write_later(lambda: None)
 
     def fill(trainer: Trainer[Any]) -> None:
         trainer.save()
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        if is_late:
+            gate.clear()
 
+    gate.set()
+    release = At(8, lambda _: gate.set())
     with files_up_to(1 << 30), pytest.raises(FileError) as caught:
-        train(config.with_(save_every=3), At(5, fill), Noting())
+        train(config.with_(save_every=3), At(5, fill), release, Failure(), Begun())
     assert caught.value.errno == errno.EFBIG
     assert "checkpoint-000006.partial" in str(caught.value)
-    assert steps in ([3, 5, 6], [3, 5, 6, 9])
+    # The error ends the run wherever the loop next meets the saver: between two callbacks of the
+    # checkpoint, after a step, or before the next checkpoint begins.
+    assert begun == ([3, 5, 6] if is_late else [3, 5])
     output = Path(config.output)
     assert sorted(path.name for path in output.glob("*checkpoint*")) == [
         "checkpoint-000003",

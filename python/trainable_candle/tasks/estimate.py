@@ -70,23 +70,26 @@ class Estimate:
 
 
 def require_fit(
-    config: TrainConfig, limit: float, estimate: Callable[[TrainConfig], Estimate]
+    found: Estimate,
+    config: TrainConfig,
+    limit: float,
+    estimate: Callable[[TrainConfig], Estimate],
 ) -> None:
     """Check that a run fits in memory.
 
     Args:
+        found: what it will hold.
         config: its settings.
         limit: bytes that there are.
-        estimate: what a run with other settings would hold.
+        estimate: what a run with other settings would hold; asked if this one does not fit.
 
     Raises:
         OutOfMemoryError: it does not; the message names settings that would.
     """
-    found = estimate(config)
     needed = found.peak
     if needed <= limit:
         return
-    changes, least = _what_fits(config, limit, estimate)
+    changes, least = _what_fits(found, config, limit, estimate)
     start = f"{found.place}: the run needs about {_size(needed)}, and {_size(limit)} are there"
     if changes is None:
         raise OutOfMemoryError(
@@ -154,11 +157,14 @@ _SMALLER: Final[tuple[tuple[str, Any], ...]] = (
 
 
 def _what_fits(
-    config: TrainConfig, limit: float, estimate: Callable[[TrainConfig], Estimate]
+    found: Estimate,
+    config: TrainConfig,
+    limit: float,
+    estimate: Callable[[TrainConfig], Estimate],
 ) -> tuple[dict[str, Any] | None, int]:
     """The first of ever smaller settings that fit, as changes, and what they need."""
     changes: dict[str, Any] = {}
-    least = estimate(config).peak
+    least = found.peak
     for name, value in _SMALLER:
         needed = estimate(config.with_(**{**changes, name: value})).peak
         if needed >= least:

@@ -95,13 +95,17 @@ impl PartFacts {
 }
 
 /// What is at `path`: a pipeline's folder, an original checkpoint in one file, or a model alone. Headers and configurations are read, no
-/// weights. With `pipeline`, all of its parts must be there.
+/// weights. With `pipeline`, or in a folder whose `model_index.json` names one, all of its parts must be there.
 ///
 /// # Errors
 /// [`Error::Io`] if there is nothing, [`Error::WeightsFormat`] if a file is damaged, or a part is missing, [`Error::Config`] if a
-/// configuration is wrong.
+/// configuration or `model_index.json` is wrong.
 pub fn inspect(path: &Path, pipeline: Option<&'static Pipeline>) -> Result<Facts> {
     let is_folder = std::fs::metadata(path).map_err(|e| Error::io(path, e))?.is_dir();
+    let pipeline = match pipeline {
+        None if is_folder => Pipeline::of_folder(path)?,
+        given => given,
+    };
     let parts = match pipeline {
         Some(pipeline) => parts_of(path, is_folder, pipeline)?,
         None => match PIPELINES.iter().find_map(|pipeline| parts_of(path, is_folder, pipeline).ok()) {

@@ -16,7 +16,7 @@ use trainable_candle_io::PartNames;
 use trainable_candle_io::adapter_file::{BaseModel, Outline};
 use trainable_candle_nn::Module;
 
-use crate::pretrained::Naming;
+use crate::pretrained::{INDEX, Naming, class_of, read_json};
 use crate::registry::{Model, ModelKind};
 use crate::{Choice, Pretrained};
 
@@ -109,6 +109,19 @@ impl Pipeline {
             let known: Vec<&str> = PIPELINES.iter().map(|pipeline| pipeline.name).collect();
             Error::Config(format!("there is no model \"{name}\"; expected \"{}\"", known.join("\", \"")))
         })
+    }
+
+    /// The pipeline that `model_index.json` in a folder names; none if there is no such file, or if it names another.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it does not parse.
+    pub fn of_folder(folder: &Path) -> Result<Option<&'static Self>> {
+        let index = folder.join(INDEX);
+        if !index.is_file() {
+            return Ok(None);
+        }
+        let Some(class) = class_of(&read_json(&index)?) else { return Ok(None) };
+        Ok(PIPELINES.iter().find(|pipeline| pipeline.class_names.contains(&class.as_str())).copied())
     }
 
     /// The places of its parts.

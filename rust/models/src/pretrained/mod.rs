@@ -22,12 +22,12 @@ pub use layout::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, R
 pub use save::{save_checkpoint, save_pretrained};
 use stored::StoredWeights;
 
-use crate::pipelines::{self, Place};
+use crate::pipelines::{self, Pipeline, Place};
 use crate::registry::{Model, ModelKind};
 
 pub(crate) const CONFIG: &str = "config.json";
 /// What a pipeline's folder says that it is.
-const INDEX: &str = "model_index.json";
+pub(crate) const INDEX: &str = "model_index.json";
 
 /// The choice where a path could mean several models.
 #[derive(Clone, Debug, Default)]
@@ -130,12 +130,10 @@ impl Pretrained {
         }
         let folder = self.config.as_deref()?.parent()?;
         let subfolder = folder.file_name().and_then(|name| name.to_str());
-        let index: Option<Map<String, Value>> =
-            folder.parent().and_then(|pipeline| read_json(&pipeline.join(INDEX)).ok());
-        let class = index.as_ref().and_then(class_of);
+        let pipeline = folder.parent().and_then(|parent| Pipeline::of_folder(parent).ok().flatten());
         let is_indexed = |place: &Place| {
             subfolder == Some(place.part.subfolder)
-                && class.as_deref().is_some_and(|class| place.pipeline.class_names.contains(&class))
+                && pipeline.is_some_and(|pipeline| pipeline.name == place.pipeline.name)
         };
         pipelines::places(self.model)
             .find(is_indexed)
@@ -265,7 +263,7 @@ fn config_entry(subfolder: &str) -> String {
 }
 
 /// The class that a configuration names.
-fn class_of(map: &Map<String, Value>) -> Option<String> {
+pub(crate) fn class_of(map: &Map<String, Value>) -> Option<String> {
     let name = map.get("_class_name").or_else(|| map.get("architectures")?.as_array()?.first())?;
     name.as_str().map(str::to_owned)
 }
