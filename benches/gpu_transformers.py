@@ -1,0 +1,238 @@
+"""A LoRA step of full-size transformers on a GPU: 1024 x 1024 px, bf16 base of random weights.
+
+python benches/gpu_transformers.py [--only flux] [--profile]
+
+A step is forward, mean squared error, backward and the optimizer, with f32 LoRA of rank 16 on the
+attention of image and text. Ours is timed as it is and as a CUDA graph, and beside it diffusers
+with peft under torch's autocast, if they are there.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gpu_timing
+from gpu_sdxl import torch_optimizer
+from gpu_timing import GIB, Machine
+
+import trainable_candle as tc
+from trainable_candle.families.flow.patches import positions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RANK, LATENT = 16, 128
+ATTENTION_LAYERS = [
+    "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+]  # fmt: skip
+MEDIUM = {
+    "sample_size": 128, "num_layers": 24, "num_attention_heads": 24, "attention_head_dim": 64,
+    "joint_attention_dim": 4096, "pooled_projection_dim": 2048, "pos_embed_max_size": 384,
+    "caption_projection_dim": 1536, "dual_attention_layers": list(range(13)),
+    "qk_norm": "rms_norm", "patch_size": 2, "in_channels": 16, "out_channels": 16,
+}  # fmt: skip
+LARGE = MEDIUM | {
+    "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432,
+    "pos_embed_max_size": 192, "dual_attention_layers": [],
+}  # fmt: skip
+FLUX = {
+    "patch_size": 1, "in_channels": 64, "num_layers": 19, "num_single_layers": 38,
+    "num_attention_heads": 24, "attention_head_dim": 128, "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768, "guidance_embeds": True, "axes_dims_rope": [16, 56, 56],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """Names follow the settings of a run."""
+
+    name: str
+    config: dict[str, Any]
+    tokens: int
+    """Of the text."""
+    flops: tuple[float, float]
+    """Operations of a forward pass: linear layers, attention (families' cost at 1024 px)."""
+    checkpointing: str
+    optimizer: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.checkpointing} checkpointing, {self.optimizer}"
+
+    @property
+    def is_flux(self) -> bool:
+        return "num_single_layers" in self.config
+
+    @property
+    def step_flops(self) -> float:
+        """The frozen layers' backward is one product each, that of attention two and a half."""
+        linear, attention = self.flops
+        again = linear + attention if self.checkpointing == "full" else 0
+        return 2 * linear + 3.5 * attention + again
+
+
+def cases() -> list[Case]:
+    models: list[tuple[str, dict[str, Any], int, tuple[float, float]]] = [
+        ("sd3.5-medium", MEDIUM, 333, (7.0e12, 4.2e12)),
+        ("sd3.5-large", LARGE, 333, (23.9e12, 7.3e12)),
+        ("flux-dev", FLUX, 512, (59.5e12, 14.9e12)),
+    ]
+    found = []
+    for name, config, tokens, flops in models:
+        if config is not LARGE:
+            found.append(Case(name, config, tokens, flops, "no", "adamw"))
+        found.append(Case(name, config, tokens, flops, "full", "adamw8bit"))
+    return found
+
+
+def ours(case: Case, device: str) -> Callable[[], tc.Tensor]:
+    tc.manual_seed(0)
+    kind = tc.models.FluxTransformer if case.is_flux else tc.models.SD3Transformer
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        name = "FluxTransformer2DModel" if case.is_flux else "SD3Transformer2DModel"
+        path.write_text(json.dumps(case.config | {"_class_name": name}))
+        model = kind.from_config(path, dtype="bf16", device=device)
+    if case.checkpointing != "no":
+        model.enable_gradient_checkpointing(case.checkpointing)
+    config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=ATTENTION_LAYERS)
+    adapter = model.add_adapter(config)
+    kinds: dict[str, Any] = {"adamw": tc.optim.AdamW, "adamw8bit": tc.optim.AdamW8bit}
+    optimizer = kinds[case.optimizer](adapter.parameters(), lr=1e-4)
+
+    def random(*shape: int) -> tc.Tensor:
+        return tc.randn((1, *shape), device=device).to("bf16")
+
+    text = random(case.tokens, case.config["joint_attention_dim"])
+    pooled = random(case.config["pooled_projection_dim"])
+    if case.is_flux:
+        sample = random(LATENT * LATENT // 4, case.config["in_channels"])
+        image_ids, text_ids = positions((LATENT, LATENT), case.tokens, device)
+        guidance, times = tc.full((1,), 1.0, device=device), tc.full((1,), 0.5, device=device)
+        inputs = (sample, text, pooled, times, image_ids, text_ids, guidance)
+    else:
+        sample = random(case.config["in_channels"], LATENT, LATENT)
+        inputs = (sample, text, pooled, tc.full((1,), 500.0, device=device))
+    target = tc.randn(sample.shape, device=device)
+
+    def step() -> tc.Tensor:
+        loss = tc.nn.functional.mse_loss(model(*inputs).to("f32"), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def theirs(torch: Any, case: Case) -> Callable[[], object]:
+    import diffusers  # noqa: PLC0415 - optional
+    from peft import LoraConfig, inject_adapter_in_model  # noqa: PLC0415 - optional
+
+    torch.manual_seed(0)
+    half = {"dtype": torch.bfloat16, "device": "cuda"}
+    names = ("FluxTransformer2DModel", "SD3Transformer2DModel")
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = getattr(diffusers, names[not case.is_flux])(**case.config)
+        torch.set_default_dtype(torch.float32)
+    # The table of positions is made in f32.
+    model = model.to(torch.bfloat16).requires_grad_(False)
+    config = LoraConfig(
+        r=RANK, lora_alpha=RANK, target_modules=ATTENTION_LAYERS, init_lora_weights="gaussian"
+    )
+    model = inject_adapter_in_model(config, model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.data = parameter.data.float()
+    if case.checkpointing == "full":
+        model.enable_gradient_checkpointing()
+    model.train()
+    given = {
+        "encoder_hidden_states": torch.randn(
+            1, case.tokens, case.config["joint_attention_dim"], **half
+        ),
+        "pooled_projections": torch.randn(1, case.config["pooled_projection_dim"], **half),
+    }
+    if case.is_flux:
+        side = LATENT // 2
+        ids = torch.zeros(side, side, 3, **half)
+        ids[..., 1], ids[..., 2] = torch.arange(side)[:, None], torch.arange(side)
+        given |= {
+            "hidden_states": torch.randn(1, side * side, 64, **half),
+            "timestep": torch.full((1,), 0.5, **half),
+            "img_ids": ids.reshape(-1, 3),
+            "txt_ids": torch.zeros(case.tokens, 3, **half),
+            "guidance": torch.ones(1, device="cuda"),
+        }
+    else:
+        given |= {
+            "hidden_states": torch.randn(1, 16, LATENT, LATENT, **half),
+            "timestep": torch.full((1,), 500.0, device="cuda"),
+        }
+    target = torch.randn(given["hidden_states"].shape, device="cuda")
+    optimizer = torch_optimizer(torch, parameters, case.optimizer)
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            found = model(**given, return_dict=False)[0]
+        torch.nn.functional.mse_loss(found.float(), target).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def run(case: Case, machine: Machine, *, profile: bool) -> None:
+    device = machine.device
+    gpu_timing.fresh(device)
+    step = ours(case, device)
+    started = time.perf_counter()
+    step().item()
+    first = time.perf_counter() - started
+    if profile:
+        gpu_timing.profiled(step, device)
+    eager = gpu_timing.timed(step, device, machine.seconds)
+    peak = tc.cuda.memory_stats(device)["peak_allocated"]
+    graph = gpu_timing.captured(step, device)
+    recorded = gpu_timing.timed(graph, device, machine.seconds)
+    floor = machine.floor("bf16", case.step_flops, 0)
+    times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
+    print(f"{case.title}: {times}; peak {peak / GIB:.2f} GiB; first {first:.1f} s", flush=True)
+    del step, graph
+    gc.collect()
+    gpu_timing.fresh(device)
+    if machine.torch is None:
+        return
+    try:
+        their_step = theirs(machine.torch, case)
+    except ImportError as error:
+        print(f"  {error}", flush=True)
+        return
+    seconds = gpu_timing.torch_timed(machine.torch, their_step, machine.seconds)
+    allocated = machine.torch.cuda.max_memory_allocated() / GIB
+    times = gpu_timing.milliseconds(torch_eager=seconds)
+    ratio = recorded / seconds
+    print(f"  {times}; peak {allocated:.2f} GiB; ours/torch {ratio:.2f}", flush=True)
+    del their_step
+    gpu_timing.fresh(device)
+
+
+def main() -> None:
+    parser = gpu_timing.parser(__doc__)
+    parser.set_defaults(seconds=2.0)
+    options = parser.parse_args()
+    machine = gpu_timing.start(options)
+    for case in cases():
+        if options.only in case.title:
+            run(case, machine, profile=options.profile)
+
+
+if __name__ == "__main__":
+    main()
