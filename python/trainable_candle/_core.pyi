@@ -5,6 +5,7 @@ The compiled part of trainable-candle; import `trainable_candle` instead.
 import builtins
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
 from _typeshed import SupportsGetItem
@@ -1651,6 +1652,11 @@ class PartFacts:
         """
         The shapes of the weights of layers that adapters can sit on, (out, in) or (out, in, height, width), by the layer's name.
         """
+    @property
+    def path(self, /) -> Path:
+        """
+        The folder or file that it is in: the pipeline's, or one of its own.
+        """
     def saved_values(
         self,
         /,
@@ -3158,7 +3164,9 @@ def init_linear(
     """
 
 def inspect(
-    path: str | bytes | PathLike[str] | PathLike[bytes], model: str | None = None
+    path: str | bytes | PathLike[str] | PathLike[bytes],
+    model: str | None = None,
+    others: SupportsGetItem[int, str | bytes | PathLike[str] | PathLike[bytes]] = ...,
 ) -> CheckpointFacts:
     """
     What a checkpoint is, told from its headers and configurations; no weight is read.
@@ -3166,6 +3174,7 @@ def inspect(
     Args:
         path: a pipeline's folder, an original checkpoint in one file, or a model alone.
         model: a family, "sdxl", all of whose models must be there.
+        others: folders and files of single models, text encoders and autoencoders, which stand for those of `path`.
 
     Raises:
         MissingFileError: if there is nothing.

@@ -24,6 +24,13 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
     group.add_argument(
         "--weights", metavar="PATH", help="its checkpoint (default: the built-in one)"
     )
+    group.add_argument(
+        "--text-encoder",
+        metavar="PATH",
+        action="append",
+        help="a text encoder beside --weights; may be given again",
+    )
+    group.add_argument("--vae", metavar="PATH", help="the autoencoder beside --weights")
     group.add_argument("--adapter", metavar="FILE", help="an adapter that train-lora wrote")
     group.add_argument(
         "--scale", metavar="X", type=factor, help="factor on the adapter's effect (default: 1)"
@@ -46,12 +53,15 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Late
         MissingFileError: there is no file of that name; the message names the flag.
         WeightsFormatError: the weights or the adapter are damaged, or belong to another model.
     """
-    from trainable_candle import families  # noqa: PLC0415 - after the arguments proved right
+    # After the arguments proved right.
+    from trainable_candle import families  # noqa: PLC0415
+    from trainable_candle.settings import TrainConfig  # noqa: PLC0415
 
     if "scale" in given and "adapter" not in given:
         raise ConfigError("--scale has no effect without --adapter; give that, or leave it out")
 
-    task = families.load(given["model"], given.get("weights"), dtype, device)
+    parts = TrainConfig(text_encoder=given.get("text_encoder", []), vae=given.get("vae"))
+    task = families.load(given["model"], given.get("weights"), dtype, device, parts)
     if "adapter" in given:
         adapter = existing("adapter", Path(given["adapter"]).expanduser())
         task.load_adapter(adapter, given.get("scale", 1.0))

@@ -12,6 +12,7 @@ from trainable_candle.settings import nearest
 from trainable_candle.settings.checks import existing
 
 if TYPE_CHECKING:
+    from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.latent import LatentFamily, LatentTask
 
 NAMES: Final = {
@@ -56,14 +57,27 @@ def weights_of(name: str, given: str | Path | None) -> Path:
     return existing("weights", Path(weights).expanduser())
 
 
-def load(name: str, weights: str | Path | None, dtype: str | None, device: str) -> LatentTask:
+def load(
+    name: str,
+    weights: str | Path | None,
+    dtype: str | None,
+    device: str,
+    config: TrainConfig | None = None,
+) -> LatentTask:
     """A model by name, from its weights or those that the package ships, to draw with or to merge.
+
+    Args:
+        name: of the model.
+        weights: as for `weights_of`.
+        dtype: of the model and the text encoders; as stored if None.
+        device: of everything.
+        config: may name parts of the model in files of their own.
 
     Raises:
         ConfigError: there is no such model, or it needs weights and none are given.
         MissingFileError, WeightsFormatError: the weights are missing, damaged, or of another model.
     """
-    family = find(name)(weights_of(name, weights), dtype, device)
+    family = find(name)(weights_of(name, weights), dtype, device, config)
     family.require_own()
     return family.task()
 

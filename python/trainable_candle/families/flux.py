@@ -21,7 +21,6 @@ from trainable_candle.text.t5_tokenizer import SHIPPED as T5_TOKENIZER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from trainable_candle import Tensor
     from trainable_candle.data.buckets import Frame
@@ -36,23 +35,20 @@ class FluxTexts:
     """CLIP-L and T5 with their tokenizers.
 
     Args:
-        weights: a pipeline's folder or an original checkpoint.
-        tokens: of a caption, as T5 reads it.
-        dtype: of the encoders; as stored if None.
-        device: of the encoders.
+        family: whose weights they are of.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
             model.
     """
 
-    def __init__(self, weights: Path, tokens: int, dtype: str | None, device: str) -> None:
+    def __init__(self, family: Flux) -> None:
         self._clip = CLIPTextModel.from_pretrained(
-            weights, dtype=dtype, device=device, subfolder="text_encoder"
+            **family.source("text_encoder"), dtype=family.dtype, device=family.device
         )
-        self._tokenizer = clip_tokenizer(weights, "tokenizer", PAD_OF_CLIP_L, self._clip)
-        self._t5 = T5.load(weights, 2, tokens, dtype, device)
-        self._device = device
+        self._tokenizer = clip_tokenizer(family.weights, "tokenizer", PAD_OF_CLIP_L, self._clip)
+        self._t5 = T5.load(family, 2, family.text_tokens)
+        self._device = family.device
 
     def chunks(self, caption: str) -> int:  # noqa: ARG002 - CLIP reads the beginning, T5 the rest
         """Every caption takes one row."""
@@ -100,7 +96,7 @@ class Flux(FlowFamily[FluxTexts]):
 
     def load_encoders(self) -> FluxTexts:
         """CLIP-L and T5."""
-        return FluxTexts(self.weights, self.text_tokens, self.dtype, self.device)
+        return FluxTexts(self)
 
     @property
     def text_values(self) -> int:
@@ -142,7 +138,7 @@ class Flux(FlowFamily[FluxTexts]):
         """The text encoders' files, and how they encode."""
         shipped = {"tokenizer": CLIP_TOKENIZER, "tokenizer_2": T5_TOKENIZER}
         return {
-            **parts_identity(self.weights, self.facts.text_encoders),
+            **parts_identity(self.facts, self.facts.text_encoders),
             **tokenizers_identity(self.weights, shipped),
             "dtype": str(self.dtype),
             "tokens": str(self.text_tokens),

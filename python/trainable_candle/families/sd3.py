@@ -19,7 +19,6 @@ from trainable_candle.text.t5_tokenizer import SHIPPED as T5_TOKENIZER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from trainable_candle import Tensor
     from trainable_candle.data import Dataset
@@ -35,24 +34,23 @@ class SD3Texts:
     """CLIP-L, OpenCLIP-bigG and T5 with their tokenizers.
 
     Args:
-        weights: a pipeline's folder or an original checkpoint.
-        dtype: of the encoders; as stored if None.
-        device: of the encoders.
+        family: whose weights they are of.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
             model.
     """
 
-    def __init__(self, weights: Path, dtype: str | None, device: str) -> None:
+    def __init__(self, family: SD3) -> None:
         self._clips = []
         for number, pad in (("", PAD_OF_CLIP_L), ("_2", PAD_OF_BIG_G)):
             model = CLIPTextModel.from_pretrained(
-                weights, dtype=dtype, device=device, subfolder=f"text_encoder{number}"
+                **family.source(f"text_encoder{number}"), dtype=family.dtype, device=family.device
             )
-            self._clips.append((model, clip_tokenizer(weights, f"tokenizer{number}", pad, model)))
-        self._t5 = T5.load(weights, 3, _T5_TOKENS, dtype, device)
-        self._device = device
+            tokenizer = clip_tokenizer(family.weights, f"tokenizer{number}", pad, model)
+            self._clips.append((model, tokenizer))
+        self._t5 = T5.load(family, 3, _T5_TOKENS)
+        self._device = family.device
 
     def chunks(self, caption: str) -> int:  # noqa: ARG002 - CLIP reads the beginning, T5 the rest
         """Every caption takes one row."""
@@ -112,7 +110,7 @@ class SD3(FlowFamily[SD3Texts]):
 
     def load_encoders(self) -> SD3Texts:
         """CLIP-L, OpenCLIP-bigG and T5."""
-        return SD3Texts(self.weights, self.dtype, self.device)
+        return SD3Texts(self)
 
     @property
     def text_values(self) -> int:
@@ -142,7 +140,7 @@ class SD3(FlowFamily[SD3Texts]):
             "tokenizer_3": T5_TOKENIZER,
         }
         return {
-            **parts_identity(self.weights, self.facts.text_encoders),
+            **parts_identity(self.facts, self.facts.text_encoders),
             **tokenizers_identity(self.weights, shipped),
             "dtype": str(self.dtype),
             "tokens": str(self.text_tokens),

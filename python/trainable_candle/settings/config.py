@@ -11,7 +11,7 @@ import yaml
 
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings.adapter import Adapter, ClipSkip, TextEncoders
-from trainable_candle.settings.data import Captions, Data, Images
+from trainable_candle.settings.data import Captions, Data, Images, Parts
 from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
 from trainable_candle.settings.objective import Loss, NoiseLevels, NoisePrediction
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GROUPS: Final[tuple[type[Group], ...]] = (
-    Data, Images, Captions, Adapter, TextEncoders, Training, NoisePrediction, Loss, NoiseLevels,
-    ClipSkip, Validation, Previews, Drawing, Machine, Files,
+    Data, Parts, Images, Captions, Adapter, TextEncoders, Training, NoisePrediction, Loss,
+    NoiseLevels, ClipSkip, Validation, Previews, Drawing, Machine, Files,
 )  # fmt: skip
 """Every group of settings, in the order of the help and of files."""
 
@@ -35,7 +35,7 @@ GROUPS: Final[tuple[type[Group], ...]] = (
 @dataclass(frozen=True)
 class TrainConfig(
     Files, Machine, Drawing, Previews, Validation, ClipSkip, NoiseLevels, Loss, NoisePrediction,
-    Training, TextEncoders, Adapter, Captions, Images, Data,
+    Training, TextEncoders, Adapter, Captions, Images, Parts, Data,
 ):  # fmt: skip
     """Every setting of a training run.
 

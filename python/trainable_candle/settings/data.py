@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final
 
 from trainable_candle.settings import sections
@@ -48,6 +48,19 @@ class Data(Group):
         str | None,
         Setting("for images without a .txt", rare=True, tokenized=True, section=sections.CAPTIONS),
     ] = None
+
+
+@dataclass(frozen=True)
+class Parts(Group):
+    """Models of a pipeline that are in files of their own."""
+
+    section: ClassVar[str] = sections.MODEL
+
+    text_encoder: Annotated[
+        list[str],
+        Setting("a text encoder beside --weights; may be given again", texts=True, rare=True),
+    ] = field(default_factory=list)
+    vae: Annotated[str | None, Setting("the autoencoder beside --weights", rare=True)] = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 //! What a checkpoint is, told from its headers and configurations alone; what a plan to fine-tune it takes.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
@@ -37,6 +37,8 @@ pub struct PartFacts {
     pub kind: &'static ModelKind,
     /// Its place in the pipeline, if it has one.
     pub place: Option<Place>,
+    /// The folder or file that it is in, its pipeline's or its own.
+    pub path: PathBuf,
     /// The dtype of most of its tensors.
     pub dtype: Option<DType>,
     /// The model without its weights.
@@ -64,10 +66,11 @@ impl Facts {
 impl PartFacts {
     /// The facts of `files`, of which no weight is read.
     fn of(kind: &'static ModelKind, files: &Pretrained) -> Result<Self> {
+        let path = files.path().to_path_buf();
         let model = (kind.shapes)(&(kind.config)(files)?)?;
         let weights = WeightFiles::open(files.weights())?;
         let prefix = files.original().map_or("", |original| original.prefix);
-        Ok(Self { kind, place: files.place(), dtype: weights.common_dtype(prefix), model })
+        Ok(Self { kind, place: files.place(), path, dtype: weights.common_dtype(prefix), model })
     }
 
     /// Its `config.json`.
@@ -95,20 +98,21 @@ impl PartFacts {
 }
 
 /// What is at `path`: a pipeline's folder, an original checkpoint in one file, or a model alone. Headers and configurations are read, no
-/// weights. With `pipeline`, or in a folder whose `model_index.json` names one, all of its parts must be there.
+/// weights. With `pipeline`, or in a folder whose `model_index.json` names one, all of its parts must be there, or in `others`: folders
+/// and files of single models, each of which must hold one that is missing at `path`.
 ///
 /// # Errors
 /// [`Error::Io`] if there is nothing, [`Error::WeightsFormat`] if a file is damaged, or a part is missing, [`Error::Config`] if a
 /// configuration or `model_index.json` is wrong.
-pub fn inspect(path: &Path, pipeline: Option<&'static Pipeline>) -> Result<Facts> {
+pub fn inspect(path: &Path, pipeline: Option<&'static Pipeline>, others: &[PathBuf]) -> Result<Facts> {
     let is_folder = std::fs::metadata(path).map_err(|e| Error::io(path, e))?.is_dir();
     let pipeline = match pipeline {
         None if is_folder => Pipeline::of_folder(path)?,
         given => given,
     };
     let parts = match pipeline {
-        Some(pipeline) => parts_of(path, is_folder, pipeline)?,
-        None => match PIPELINES.iter().find_map(|pipeline| parts_of(path, is_folder, pipeline).ok()) {
+        Some(pipeline) => parts_of((path, is_folder), others, pipeline)?,
+        None => match PIPELINES.iter().find_map(|pipeline| parts_of((path, is_folder), others, pipeline).ok()) {
             Some(parts) => parts,
             None => {
                 let (kind, files) = registry::find(path, &Choice::default())?;
@@ -124,13 +128,22 @@ pub fn inspect(path: &Path, pipeline: Option<&'static Pipeline>) -> Result<Facts
     Ok(Facts { pipeline, parts, prediction_type, zero_snr })
 }
 
-/// The parts of a pipeline at `path`, which must all be there.
-fn parts_of(path: &Path, is_folder: bool, pipeline: &'static Pipeline) -> Result<BTreeMap<String, PartFacts>> {
-    let (mut found, mut missing) = (BTreeMap::new(), Vec::new());
+/// The parts of a pipeline at `path`, which must all be there or in `others`; what the latter hold is taken first.
+fn parts_of(
+    (path, is_folder): (&Path, bool),
+    others: &[PathBuf],
+    pipeline: &'static Pipeline,
+) -> Result<BTreeMap<String, PartFacts>> {
+    let mut found = placed(others, pipeline)?;
+    let mut missing = Vec::new();
     for place in pipeline.places() {
         let name = place.part.subfolder;
+        if found.contains_key(name) {
+            continue;
+        }
         let is_there = !is_folder || path.join(name).join(CONFIG).is_file();
-        match Pretrained::find(path, place.part.model, &Choice::of(name)) {
+        let choice = Choice { pipeline: Some(pipeline), ..Choice::of(name) };
+        match Pretrained::find(path, place.part.model, &choice) {
             Ok(files) if is_there && (is_folder || files.original().is_some() != place.part.sections.is_empty()) => {
                 let facts = PartFacts::of(place.part.model, &files).map_err(|error| match error {
                     Error::Config(text) if !is_folder => {
@@ -155,6 +168,41 @@ fn parts_of(path: &Path, is_folder: bool, pipeline: &'static Pipeline) -> Result
     } else {
         incomplete_file(path, pipeline, &missing)?
     })
+}
+
+/// The parts of a pipeline that `paths` hold, one each: where several parts have one architecture, the one that has the published
+/// width, else the first that is not taken.
+fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<String, PartFacts>> {
+    let mut found: BTreeMap<String, PartFacts> = BTreeMap::new();
+    for path in paths {
+        std::fs::metadata(path).map_err(|e| Error::io(path, e))?;
+        let mut candidates = Vec::new();
+        let mut failure = None;
+        for place in pipeline.places().filter(|place| place.part.role != Role::Denoiser) {
+            let of_pipeline = |choice: Choice| Choice { pipeline: Some(pipeline), ..choice };
+            let choices = [Choice::of(place.part.subfolder), Choice::default()].map(of_pipeline);
+            let files = choices.iter().find_map(|choice| Pretrained::find(path, place.part.model, choice).ok());
+            match files.map(|files| PartFacts::of(place.part.model, &files)) {
+                Some(Ok(facts)) => candidates.push(PartFacts { place: Some(place), ..facts }),
+                Some(Err(error)) => failure = Some(error),
+                None => {}
+            }
+        }
+        let width = |config: &Map<String, Value>| config.get("hidden_size").cloned();
+        let is_published = |facts: &PartFacts| {
+            facts.place.is_some_and(|place| width(&(place.part.published)()) == width(&facts.config()))
+        };
+        candidates.retain(|facts| facts.place.is_some_and(|place| !found.contains_key(place.part.subfolder)));
+        let chosen = candidates.iter().position(is_published).unwrap_or(0);
+        if candidates.is_empty() {
+            let title = pipeline.title;
+            let message = format!("it holds no text encoder and no autoencoder of {title} that is not given already");
+            return Err(failure.unwrap_or_else(|| Error::weights(path, message)));
+        }
+        let facts = candidates.swap_remove(chosen);
+        found.extend(facts.place.map(|place| (place.part.subfolder.to_owned(), facts)));
+    }
+    Ok(found)
 }
 
 /// What is said of a folder without some parts of a pipeline.

@@ -1,6 +1,7 @@
 //! What a checkpoint is, and what the library has to choose from.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use pyo3::IntoPyObjectExt;
 use pyo3::inspect::PyStaticExpr;
@@ -62,6 +63,12 @@ impl PartFacts {
         self.0.dtype.map(DType::new)
     }
 
+    /// The folder or file that it is in: the pipeline's, or one of its own.
+    #[getter]
+    fn path(&self) -> PathBuf {
+        self.0.path.clone()
+    }
+
     /// The shapes of its parameters as files have them, by name.
     #[getter]
     fn tensors(&self) -> BTreeMap<String, Vec<usize>> {
@@ -117,16 +124,19 @@ impl PartFacts {
 /// Args:
 ///     path: a pipeline's folder, an original checkpoint in one file, or a model alone.
 ///     model: a family, "sdxl", all of whose models must be there.
+///     others: folders and files of single models, text encoders and autoencoders, which stand for those of `path`.
 ///
 /// Raises:
 ///     MissingFileError: if there is nothing.
 ///     WeightsFormatError: if a file is damaged, or a part of the family is missing.
 ///     ConfigError: if a configuration is wrong, or there is no such family.
 #[pyfunction]
-#[pyo3(signature = (path, model=None))]
-pub fn inspect(py: Python<'_>, path: FilePath, model: Option<&str>) -> Result<CheckpointFacts> {
-    let path = path.get("inspect")?;
-    let facts = detached(py, || facts::inspect(&path, model.map(Pipeline::find).transpose()?))?;
+#[pyo3(signature = (path, model=None, others=Vec::new()))]
+pub fn inspect(py: Python<'_>, path: FilePath, model: Option<&str>, others: Vec<FilePath>) -> Result<CheckpointFacts> {
+    const OP: &str = "inspect";
+    let path = path.get(OP)?;
+    let others = others.into_iter().map(|other| other.named(OP, "others")).collect::<Result<Vec<_>>>()?;
+    let facts = detached(py, || facts::inspect(&path, model.map(Pipeline::find).transpose()?, &others))?;
     let (resolution, factor) = (facts.resolution(), facts.factor());
     let models::Facts { pipeline, parts, prediction_type, zero_snr } = facts;
     let parts = parts.into_iter().map(|(name, part)| Ok((name, Py::new(py, PartFacts(part))?)));

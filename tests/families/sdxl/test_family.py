@@ -45,7 +45,7 @@ def test_the_loss_is_that_of_epsilon_prediction(
     loss = split.train.loss(split.train.inputs(batch)).item()
 
     # The same from the parts: encoders, posterior, schedule, UNet.
-    encoders = TextEncoders.load(sdxl_base, "f32", "cpu")
+    encoders = TextEncoders.load(SDXL(sdxl_base, "f32", "cpu"))
     vae = tc.models.AutoencoderKL.from_pretrained(sdxl_base, dtype="f32")
     dataset = task.read(lambda _: None).train
     pixels = np.stack([dataset.pixels(view) for view in batch.views]).astype(np.float32)
@@ -91,7 +91,7 @@ def test_validation_is_the_same_every_time_and_leaves_the_generator(
 
 
 def test_long_captions_take_several_rows_and_are_padded_to_the_longest(sdxl_base: Path) -> None:
-    encoders = TextEncoders.load(sdxl_base, "f32", "cpu")
+    encoders = TextEncoders.load(SDXL(sdxl_base, "f32", "cpu"))
     long = "ab " * 20  # 40 letters, a token each, in rows of 15
     with tc.no_grad():
         both = encoders([long, "x"])
@@ -142,7 +142,7 @@ def test_guidance_one_is_the_prompt_alone(sdxl_base: Path) -> None:
     vae = task.family.coder.model
     tc.manual_seed(1)
     with tc.no_grad():
-        features = TextEncoders.load(sdxl_base, "f32", "cpu")(["x"])
+        features = TextEncoders.load(SDXL(sdxl_base, "f32", "cpu"))(["x"])
         sizes = tc.tensor([[32.0, 32.0, 0.0, 0.0, 32.0, 32.0]])
         x = sampler.init_noise(tc.randn((1, 4, 16, 16)))
         for step, t in enumerate(sampler.timesteps):
@@ -244,7 +244,7 @@ def test_a_tokenizer_that_does_not_fit_is_named(
     sdxl_base: Path, sdxl_file: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(WeightsFormatError, match=r"single_file\.safetensors holds no tokenizer"):
-        TextEncoders.load(sdxl_file, "f32", "cpu")
+        TextEncoders.load(SDXL(sdxl_file, "f32", "cpu"))
     shutil.copytree(sdxl_base, tmp_path / "base")
     shutil.rmtree(tmp_path / "base" / "tokenizer_2")
     message = r"tokenizer_2 is missing, and CLIP's usual one has a token 49407, where .* 200 tokens"

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from trainable_candle import inspect
 from trainable_candle.errors import MissingFileError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from trainable_candle import CheckpointFacts, PartFacts
 
 DENOISERS = ("unet", "transformer")
 """The folders of denoisers in pipelines."""
+
+
+class Source(TypedDict):
+    """What `from_pretrained` is given."""
+
+    path: Path
+    subfolder: str | None
+
+
+def source(path: Path, part: str) -> Source:
+    """A part of what is at `path`: a pipeline's folder, a file, or the part's own folder."""
+    alone = path.is_dir() and not (path / part).is_dir()
+    return {"path": path, "subfolder": None if alone else part}
 
 
 @dataclass(frozen=True)
@@ -66,12 +79,13 @@ class Facts:
         return sum(self.parts[part].elements for part in parts)
 
 
-def facts(weights: Path, model: str) -> Facts:
+def facts(weights: Path, model: str, others: Sequence[Path] = ()) -> Facts:
     """What there is at `weights`, a pipeline's folder or an original checkpoint.
 
     Args:
         weights: the folder or the file.
         model: the name of the family.
+        others: files and folders of single models, which stand for those of `weights`.
 
     Raises:
         MissingFileError: there is nothing.
@@ -80,9 +94,9 @@ def facts(weights: Path, model: str) -> Facts:
     weights = weights.resolve()
     if not weights.exists():
         raise MissingFileError(f"weights: there is no file or folder {weights}")
-    return _facts(weights, model)
+    return _facts(weights, model, tuple(others))
 
 
 @lru_cache(maxsize=1)
-def _facts(weights: Path, model: str) -> Facts:
-    return Facts(inspect(weights, model))
+def _facts(weights: Path, model: str, others: tuple[Path, ...]) -> Facts:
+    return Facts(inspect(weights, model, list(others)))

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 from trainable_candle import _core
 from trainable_candle.families.pipeline import estimate as sizes
 from trainable_candle.families.pipeline import saving
-from trainable_candle.families.pipeline.facts import facts
+from trainable_candle.families.pipeline.facts import Source, facts, source
 from trainable_candle.families.pipeline.identity import parts_identity
 from trainable_candle.models import load
+from trainable_candle.settings.checks import existing
 from trainable_candle.tasks.estimate import memory_limit
 from trainable_candle.tasks.latent.coders import KLCoder
 from trainable_candle.tasks.latent.family import LatentFamily
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from trainable_candle import Tensor
     from trainable_candle.data import Dataset
@@ -55,7 +56,18 @@ class PipelineFamily(LatentFamily, Generic[E]):
         Raises:
             MissingFileError, WeightsFormatError: it is another model's.
         """
-        return facts(self.weights, self.name)
+        return facts(self.weights, self.name, self._others)
+
+    @property
+    def _others(self) -> list[Path]:
+        """Files and folders of single models, which the settings name.
+
+        Raises:
+            MissingFileError: there is none of a name.
+        """
+        given = [("text_encoder", path) for path in self.config.text_encoder]
+        given += [("vae", self.config.vae)] if self.config.vae else []
+        return [existing(name, Path(path).expanduser()) for name, path in given]
 
     def require_own(self) -> None:
         """Look for the parts of the pipeline."""
@@ -113,16 +125,20 @@ class PipelineFamily(LatentFamily, Generic[E]):
     @cached_property
     def model(self) -> Model:
         """The denoiser."""
-        return load(self.weights, dtype=self.dtype, device=self.device, subfolder=self.component)
+        return load(**self.source(self.component), dtype=self.dtype, device=self.device)
+
+    def source(self, part: str) -> Source:
+        """What `from_pretrained` is given to load a part."""
+        return source(self.facts.parts[part].path, part)
 
     @cached_property
     def coder(self) -> KLCoder:
         """The autoencoder."""
         config, factor = self.facts.parts["vae"].config, self.facts.factor
-        return KLCoder(self.weights, config, factor, self.device, self._latents_identity)
+        return KLCoder(self.source("vae"), config, factor, self.device, self._latents_identity)
 
-    def _latents_identity(self, weights: Path) -> Mapping[str, str]:
-        return parts_identity(weights, ("vae",))
+    def _latents_identity(self) -> Mapping[str, str]:
+        return parts_identity(self.facts, ("vae",))
 
     @cached_property
     def encoders(self) -> E:

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.data import file_identity
+from trainable_candle.families.pipeline.facts import source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
+
+    from trainable_candle.families.pipeline.facts import Facts
 
 _CONFIG: Final = "config.json"
 
 
-def parts_identity(weights: Path, names: Sequence[str]) -> dict[str, str]:
+def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
     """Of parts of a checkpoint: their weights and configurations.
 
     Raises:
         OSError: a file cannot be read.
     """
-    if weights.is_dir():
-        return {name: file_identity(weights / name) for name in names}
-    # Of one file, configurations are read from where its pipeline would have them.
-    found = {"weights": file_identity(weights)}
+    found = {}
     for name in names:
-        config = weights.parent / name / _CONFIG
-        found[name] = file_identity(config) if config.is_file() else ""
+        path, subfolder = source(facts.parts[name].path, name).values()
+        assert isinstance(path, Path)
+        if path.is_dir():
+            found[name] = file_identity(path / str(subfolder) if subfolder else path)
+            continue
+        # Of a file, configurations are read from where its pipeline would have them.
+        config = path.parent / name / _CONFIG
+        beside = file_identity(config) if config.is_file() else ""
+        found[name] = f"{file_identity(path)} {beside}"
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle.errors import WeightsFormatError
@@ -11,11 +11,11 @@ from trainable_candle.text import T5Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from typing_extensions import Self
 
     from trainable_candle import Tensor
+    from trainable_candle.families.pipeline.family import PipelineFamily
 
 _TOKENS: Final = "shared.weight"
 
@@ -38,24 +38,22 @@ class T5:
         self._device = device
 
     @classmethod
-    def load(cls, weights: Path, number: int, length: int, dtype: str | None, device: str) -> Self:
-        """The encoder of a pipeline's folder or of an original checkpoint.
+    def load(cls, family: PipelineFamily[Any], number: int, length: int) -> Self:
+        """The encoder of a family's weights.
 
         Args:
-            weights: the folder or the file.
+            family: whose it is.
             number: of the text encoder in the pipeline, from 1.
             length: tokens of a caption.
-            dtype: of the encoder; as stored if None.
-            device: of the encoder.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of
                 another model.
         """
         model = T5Encoder.from_pretrained(
-            weights, dtype=dtype, device=device, subfolder=f"text_encoder_{number}"
+            **family.source(f"text_encoder_{number}"), dtype=family.dtype, device=family.device
         )
-        folder = weights / f"tokenizer_{number}"
+        folder = family.weights / f"tokenizer_{number}"
         there = folder.is_dir()
         tokenizer = T5Tokenizer.from_pretrained(folder) if there else T5Tokenizer.shipped()
         known = model.named_tensors()[_TOKENS].shape[0]
@@ -65,7 +63,7 @@ class T5:
                 f"tokenizer: {which} {tokenizer.size} tokens, where the text encoder knows {known};"
                 " give the folder of the pipeline with its own tokenizers"
             )
-        return cls(model, tokenizer, length, device)
+        return cls(model, tokenizer, length, family.device)
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
         """The states of captions, (B, length, width)."""

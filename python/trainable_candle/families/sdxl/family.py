@@ -99,8 +99,7 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     def load_encoders(self) -> TextEncoders:
         """CLIP-L and OpenCLIP-bigG."""
-        skipped = self.config.clip_skip or 0
-        return TextEncoders.load(self.weights, self.dtype, self.device, skipped)
+        return TextEncoders.load(self, self.config.clip_skip or 0)
 
     @property
     def text_models(self) -> Mapping[str, Model]:
@@ -139,7 +138,7 @@ class SDXL(PipelineFamily[TextEncoders]):
         how = {"clip_skip": str(self.config.clip_skip or 0), "dtype": str(self.dtype)}
         tokenizers = dict.fromkeys(("tokenizer", "tokenizer_2"), SHIPPED)
         return {
-            **parts_identity(self.weights, _TEXT_ENCODERS),
+            **parts_identity(self.facts, _TEXT_ENCODERS),
             **tokenizers_identity(self.weights, tokenizers),
             **how,
         }

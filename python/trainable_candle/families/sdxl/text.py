@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -13,12 +13,12 @@ from trainable_candle.text import PAD_OF_BIG_G, PAD_OF_CLIP_L, CLIPTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     import numpy.typing as npt
     from typing_extensions import Self
 
     from trainable_candle import Tensor
+    from trainable_candle.families.pipeline.family import PipelineFamily
 
 _IDS: Final = ("input_ids", "input_ids_2")
 MOST_CHUNKS: Final = 8
@@ -48,20 +48,22 @@ class TextEncoders:
         self._device = device
 
     @classmethod
-    def load(cls, weights: Path, dtype: str | None, device: str, clip_skip: int = 0) -> Self:
-        """The encoders of a pipeline's folder or of an original checkpoint.
+    def load(cls, family: PipelineFamily[Any], clip_skip: int = 0) -> Self:
+        """The encoders of a family's weights.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of
                 another model.
         """
         first, second = (
-            CLIPTextModel.from_pretrained(weights, dtype=dtype, device=device, subfolder=subfolder)
-            for subfolder in ("text_encoder", "text_encoder_2")
+            CLIPTextModel.from_pretrained(
+                **family.source(part), dtype=family.dtype, device=family.device
+            )
+            for part in ("text_encoder", "text_encoder_2")
         )
-        one = clip_tokenizer(weights, "tokenizer", PAD_OF_CLIP_L, first)
-        other = clip_tokenizer(weights, "tokenizer_2", PAD_OF_BIG_G, second)
-        return cls((first, second), (one, other), clip_skip, device)
+        one = clip_tokenizer(family.weights, "tokenizer", PAD_OF_CLIP_L, first)
+        other = clip_tokenizer(family.weights, "tokenizer_2", PAD_OF_BIG_G, second)
+        return cls((first, second), (one, other), clip_skip, family.device)
 
     def chunks(self, caption: str) -> int:
         """How many times 77 tokens the caption needs."""

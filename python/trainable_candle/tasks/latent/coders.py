@@ -11,7 +11,6 @@ from trainable_candle.tasks.latent.tiles import TILE, WHOLE, tile_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     import numpy as np
     import numpy.typing as npt
@@ -63,7 +62,7 @@ class KLCoder:
     """An `AutoencoderKL`, in f32: in f16 its values overflow.
 
     Args:
-        weights: a pipeline's folder or an original checkpoint.
+        source: what `AutoencoderKL.from_pretrained` is given.
         config: of the autoencoder.
         factor: pixels on a side of a latent.
         device: where it computes.
@@ -72,26 +71,24 @@ class KLCoder:
 
     def __init__(
         self,
-        weights: Path,
+        source: Mapping[str, Any],
         config: Mapping[str, Any],
         factor: int,
         device: str,
-        identity: Callable[[Path], Mapping[str, str]],
+        identity: Callable[[], Mapping[str, str]],
     ) -> None:
         self.channels = int(config["latent_channels"])
         self.factor = factor
         self._scaling_factor = float(config["scaling_factor"])
         self._shift_factor = float(config.get("shift_factor") or 0.0)
-        self._weights = weights
+        self._source = source
         self._device = device
         self._identity = identity
 
     @cached_property
     def model(self) -> AutoencoderKL:
         """The autoencoder."""
-        return AutoencoderKL.from_pretrained(
-            self._weights, dtype="f32", device=self._device, subfolder="vae"
-        )
+        return AutoencoderKL.from_pretrained(**self._source, dtype="f32", device=self._device)
 
     def identity(self) -> dict[str, str]:
         """The autoencoder's files, and how it encodes.
@@ -100,7 +97,7 @@ class KLCoder:
             OSError: a file cannot be read.
         """
         how = {"dtype": "f32", "tile": f"{TILE} above {WHOLE}"}
-        return {**self._identity(self._weights), **how}
+        return {**self._identity(), **how}
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
         """Mean and logarithm of the variance of latents, not scaled."""

@@ -2,14 +2,14 @@
 
 use super::table::UNSUPPORTED;
 use super::{PIPELINES, Pipeline, Place, Role, Section, adapter_prefixes, kinds, places, unique};
-use crate::pretrained::CONFIG;
+use crate::pretrained::{CONFIG, Choice};
 use crate::registry::ModelKind;
 
 /// The first place of `model` that a file has, with its section and the prefix of its keys. `is_there` tells of a name whether it is
-/// in the file; with `subfolder`, that part alone is looked for.
+/// in the file; `choice` may name the part or the pipeline that is meant.
 pub fn of_file(
     model: &ModelKind,
-    subfolder: Option<&str>,
+    choice: &Choice,
     is_there: impl Fn(&str) -> bool,
 ) -> Option<(Place, &'static Section, &'static str)> {
     // A part of several pipelines is of the one whose denoiser is there too.
@@ -17,7 +17,8 @@ pub fn of_file(
     places.sort_by_key(|place| !has_denoiser(place.pipeline, &is_there));
     places
         .into_iter()
-        .filter(|place| subfolder.is_none_or(|subfolder| subfolder == place.part.subfolder))
+        .filter(|place| choice.subfolder.as_deref().is_none_or(|subfolder| subfolder == place.part.subfolder))
+        .filter(|place| choice.pipeline.is_none_or(|pipeline| pipeline.name == place.pipeline.name))
         .flat_map(|place| place.part.sections.iter().map(move |section| (place, section)))
         .flat_map(|(place, section)| section.prefixes.iter().map(move |&prefix| (place, section, prefix)))
         .find(|(_, section, prefix)| is_there(&format!("{prefix}{}", section.probe)))

@@ -187,7 +187,7 @@ static SD3: Pipeline = Pipeline {
             model: &clip::KIND,
             subfolder: "text_encoder",
             sections: &[Section {
-                prefixes: &["text_encoders.clip_l.transformer."],
+                prefixes: &["text_encoders.clip_l.transformer.", ""],
                 naming: Naming::Own,
                 probe: "text_model.embeddings.position_embedding.weight",
             }],
@@ -200,7 +200,7 @@ static SD3: Pipeline = Pipeline {
             model: &clip::KIND,
             subfolder: "text_encoder_2",
             sections: &[Section {
-                prefixes: &["text_encoders.clip_g.transformer."],
+                prefixes: &["text_encoders.clip_g.transformer.", ""],
                 naming: Naming::Own,
                 probe: "text_model.embeddings.position_embedding.weight",
             }],
@@ -250,7 +250,7 @@ static FLUX: Pipeline = Pipeline {
             model: &clip::KIND,
             subfolder: "text_encoder",
             sections: &[Section {
-                prefixes: &["text_encoders.clip_l.transformer."],
+                prefixes: &["text_encoders.clip_l.transformer.", ""],
                 naming: Naming::Own,
                 probe: "text_model.embeddings.position_embedding.weight",
             }],

@@ -36,6 +36,8 @@ pub struct Choice {
     pub kind: Option<&'static ModelKind>,
     /// The model's folder in a pipeline's; of an original checkpoint, the model that the folder would hold.
     pub subfolder: Option<String>,
+    /// The pipeline whose part is meant, where several have such a part.
+    pub pipeline: Option<&'static Pipeline>,
     /// A `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
     pub config: Option<PathBuf>,
     /// Prefer half-precision files (`*.fp16.safetensors`) where both are there.
@@ -111,7 +113,7 @@ impl Pretrained {
         refuse_pickle(path)?;
         let beside = Some(path.with_file_name(CONFIG)).filter(|beside| beside.is_file());
         let file = TensorFile::open(path)?;
-        let original = pipelines::of_file(model, choice.subfolder.as_deref(), |name| file.shape(name).is_some())
+        let original = pipelines::of_file(model, choice, |name| file.shape(name).is_some())
             // Some original names are the folder's too: with its configuration, the file is one from a folder.
             .filter(|(_, _, prefix)| !prefix.is_empty() || beside.is_none())
             .map(|(place, section, prefix)| (place, Original { prefix, naming: section.naming }));
@@ -143,6 +145,11 @@ impl Pretrained {
     /// What other tools call `model`, loaded from these files, and its layers in adapter files.
     pub fn adapter_names(&self, model: &dyn Model) -> PartNames {
         self.place().map_or_else(PartNames::default, |place| place.names(model))
+    }
+
+    /// The folder or the file that was given.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     /// The path of `config.json`, if there is one.

@@ -55,7 +55,7 @@ impl Request {
                 (path, subfolder) = (found, None);
             }
         }
-        let choice = Choice { kind, subfolder, config, half, force_upcast };
+        let choice = Choice { kind, subfolder, config, half, force_upcast, ..Choice::default() };
         Ok(Self { path, choice, dtype, device: device::parse(device)? })
     }
 

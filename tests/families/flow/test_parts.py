@@ -1,0 +1,88 @@
+"""Weights in files of their own: a transformer, an autoencoder, text encoders."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import families
+from trainable_candle.errors import MissingFileError, WeightsFormatError
+from trainable_candle.tasks.latent import SampleOptions
+from trainable_candle.train import TrainConfig
+
+ENCODERS = {"sd3": ("text_encoder", "text_encoder_2", "text_encoder_3"),
+            "flux": ("text_encoder", "text_encoder_2")}  # fmt: skip
+
+
+def write(base: Path, part: str, path: Path) -> Path:
+    """A part under its own names, with its configuration in its folder beside the file."""
+    (weights,) = (base / part).glob("*.safetensors")
+    shutil.copy(weights, path)
+    (path.parent / part).mkdir()
+    shutil.copy(base / part / "config.json", path.parent / part)
+    return path
+
+
+@pytest.fixture(params=["sd3", "flux"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Path, TrainConfig]:
+    """A family, its pipeline, the transformer as original file, and the files of the others."""
+    name = request.param
+    base = request.getfixturevalue(f"{name}_base")
+    weights = tmp_path / "transformer.safetensors"
+    transformer = tc.models.load(base / "transformer")
+    tc.models.save_checkpoint(weights, {"transformer": transformer})
+    vae = tmp_path / "ae.safetensors"
+    tc.models.save_checkpoint(vae, {"vae": tc.models.load(base, subfolder="vae")})
+    encoders = [str(write(base, part, tmp_path / f"{part}.safetensors")) for part in ENCODERS[name]]
+    # Which is which does not depend on the order, where their kinds differ.
+    for tokenizer in base.glob("tokenizer*"):
+        shutil.copytree(tokenizer, tmp_path / tokenizer.name)
+    config = TrainConfig(text_encoder=[encoders[-1], *encoders[:-1]], vae=str(vae))
+    return name, base, weights, config
+
+
+def test_parts_are_told_by_their_keys(files: tuple[str, Path, Path, TrainConfig]) -> None:
+    name, base, weights, config = files
+    found = tc.inspect(weights, name, [*config.text_encoder, config.vae])
+    expected = tc.inspect(base, name)
+    assert found.parts.keys() == expected.parts.keys()
+    for part, facts in expected.parts.items():
+        assert found.parts[part].tensors == facts.tensors, part
+    latents = ("scaling_factor", "shift_factor", "latent_channels")
+    for field in latents:
+        assert found.parts["vae"].config[field] == expected.parts["vae"].config[field]
+    assert {path.path.name for path in found.parts.values()} == {
+        "transformer.safetensors", "ae.safetensors", *(Path(p).name for p in config.text_encoder)
+    }  # fmt: skip
+
+
+def test_latents_and_velocities_are_those_of_the_pipeline(
+    files: tuple[str, Path, Path, TrainConfig],
+) -> None:
+    name, base, weights, config = files
+    one = families.load(name, weights, "f32", "cpu", config)
+    other = families.load(name, base, "f32", "cpu")
+    pixels = np.random.default_rng(0).integers(0, 256, (1, 16, 24, 3), dtype=np.uint8)
+    latents = [task.family.coder.latents(task.family.coder.encode(pixels), None).numpy()
+               for task in (one, other)]  # fmt: skip
+    np.testing.assert_array_equal(*latents)
+    assert one.family.drawing_bytes((32, 32), 1) > 0
+    options = SampleOptions(steps=1, size=(16, 16))
+    # The package's tokenizers have more tokens than the tiny encoders.
+    with pytest.raises(WeightsFormatError, match="tokenizer"):
+        one.draw(["a"], options)
+
+
+def test_what_is_missing_or_no_part_is_named(
+    files: tuple[str, Path, Path, TrainConfig], tmp_path: Path
+) -> None:
+    name, _, weights, config = files
+    with pytest.raises(WeightsFormatError, match="it has no vae and no text_encoder"):
+        families.load(name, weights, "f32", "cpu")
+    with pytest.raises(MissingFileError, match="--vae"):
+        families.load(name, weights, "f32", "cpu", config.with_(vae=str(tmp_path / "none")))
+    twice = config.with_(text_encoder=[config.text_encoder[0]] * 2)
+    with pytest.raises(WeightsFormatError, match="that is not given already"):
+        families.load(name, weights, "f32", "cpu", twice)
