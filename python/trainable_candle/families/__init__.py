@@ -51,7 +51,8 @@ def weights_of(name: str, given: str | Path | None) -> Path:
     family = find(name)
     weights = given or family.default_weights()
     if not weights:
-        raise ConfigError(f"model: `{name}` needs its checkpoint; give --weights PATH")
+        where = f": {family.download}" if family.download else ""
+        raise ConfigError(f"model: `{name}` needs its checkpoint; give --weights PATH{where}")
     if family.parts and hub.is_name(str(weights)):
         return hub.download_pipeline(str(weights), family.parts)
     return existing("weights", Path(weights).expanduser())

@@ -8,6 +8,7 @@ import numpy as np
 
 import trainable_candle as tc
 from trainable_candle._core import pipeline_parts
+from trainable_candle.errors import ConfigError
 from trainable_candle.families.flow import FlowFamily
 from trainable_candle.families.flow.patches import packed, positions, unpacked
 from trainable_candle.families.flow.schedule import FlowSchedule
@@ -68,6 +69,10 @@ class Flux(FlowFamily[FluxTexts]):
 
     name: ClassVar[str] = "flux"
     summary: ClassVar[str] = "Flux.1 dev or schnell"
+    download: ClassVar[str] = (
+        "black-forest-labs/FLUX.1-dev (about 34 GB; FLUX.1 [dev] Non-Commercial License) or "
+        "FLUX.1-schnell (Apache-2.0) on the Hugging Face hub, after a login there"
+    )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("flux"))
     # Attention and feed-forward layers of the blocks of two streams, attention of the others, as
     # diffusers' script chooses.
@@ -93,6 +98,19 @@ class Flux(FlowFamily[FluxTexts]):
     def text_tokens(self) -> int:  # type: ignore[override]
         """512 of dev, 256 of schnell."""
         return _TOKENS[self.is_told_guidance]
+
+    def check(self) -> None:
+        """Check that no setting asks for a second prediction, or tells schnell a scale.
+
+        Raises:
+            ConfigError: one does.
+        """
+        if self.config.negative_prompt:
+            raise ConfigError(
+                "--negative-prompt has no effect on Flux: it is not guided by a second prediction"
+            )
+        if self.config.guidance is not None and not self.is_told_guidance:
+            raise ConfigError("--guidance has no effect on Flux schnell, which is told none")
 
     def load_encoders(self) -> FluxTexts:
         """CLIP-L and T5."""

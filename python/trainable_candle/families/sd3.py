@@ -84,6 +84,10 @@ class SD3(FlowFamily[SD3Texts]):
 
     name: ClassVar[str] = "sd3"
     summary: ClassVar[str] = "Stable Diffusion 3.5 medium or large"
+    download: ClassVar[str] = (
+        "stabilityai/stable-diffusion-3.5-medium (about 16 GB) or -large (28 GB) on the Hugging "
+        "Face hub, under the Stability AI Community License, after a login there"
+    )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sd3"))
     # The image's attention, as SimpleTuner chooses; in medium's "dual" layers both.
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")

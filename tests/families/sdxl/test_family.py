@@ -249,7 +249,7 @@ def test_a_tokenizer_that_does_not_fit_is_named(
     shutil.rmtree(tmp_path / "base" / "tokenizer_2")
     message = r"tokenizer_2 is missing, and CLIP's usual one has a token 49407, where .* 200 tokens"
     with pytest.raises(WeightsFormatError, match=message):
-        TextEncoders.load(tmp_path / "base", "f32", "cpu")
+        TextEncoders.load(SDXL(tmp_path / "base", "f32", "cpu"))
 
 
 def test_a_picture_of_no_numbers_is_an_error(sdxl_base: Path) -> None:

@@ -43,6 +43,8 @@ class LatentFamily(ABC):
     """What `--model` calls it."""
     summary: ClassVar[str]
     """What the family is, in a line."""
+    download: ClassVar[str] = ""
+    """Where its weights are had if none are built in, how large they are, under which licence."""
     groups: ClassVar[tuple[type[Group], ...]]
     """The groups of settings that it takes; to give others is an error."""
     parts: ClassVar[tuple[str, ...]] = ()
