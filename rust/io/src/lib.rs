@@ -2,6 +2,7 @@
 
 pub mod adapter_file;
 mod atomic;
+mod fp8;
 pub mod tensor_file;
 mod tensor_writer;
 mod weight_files;

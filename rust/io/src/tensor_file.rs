@@ -6,11 +6,14 @@ use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use half::bf16;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use trainable_candle_core::compute::{cast, copy_into};
-use trainable_candle_core::raw::{check_allocation, filled_in_parts, is_float};
+use trainable_candle_core::raw::{check_allocation, filled_in_parts, from_vec, is_float};
 use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor};
+
+use crate::fp8;
 
 /// The longest header that the format allows.
 const LONGEST_HEADER: u64 = 100_000_000;
@@ -126,6 +129,9 @@ impl TensorFile {
             return Err(Error::weights(&self.path, format!("there is no tensor \"{name}\"")));
         };
         let stored = self.dtype(name, &info)?;
+        if info.dtype == Dtype::F8_E4M3 {
+            return self.read_fp8(&info, dtype.unwrap_or(stored), device);
+        }
         let dtype = dtype.filter(|_| is_float(stored)).unwrap_or(stored);
         let elements = check_allocation("load", &info.shape, dtype)?;
         if dtype == stored || !device.is_cpu() {
@@ -149,6 +155,21 @@ impl TensorFile {
         Ok(Tensor::from_raw(&result.reshape(info.shape)?))
     }
 
+    /// A tensor of numbers of eight bits, which become bf16 without loss and then `dtype`.
+    fn read_fp8(&mut self, info: &TensorInfo, dtype: DType, device: &Device) -> Result<Tensor> {
+        let elements = check_allocation("load", &info.shape, dtype)?;
+        let bytes = self.read_stored(info, DType::U8)?.reshape(elements)?.to_vec1::<u8>()?;
+        let known: Vec<bf16> = (0..=u8::MAX).map(fp8::value).collect();
+        let values: Vec<bf16> = bytes.into_iter().map(|byte| known[usize::from(byte)]).collect();
+        let read = from_vec(values, info.shape.as_slice()).to_device(device)?;
+        Ok(Tensor::from_raw(&if dtype == DType::BF16 { read } else { cast(&read, dtype)? }))
+    }
+
+    /// Whether a tensor is of numbers of eight bits.
+    pub(crate) fn is_fp8(&self, name: &str) -> bool {
+        self.metadata.info(name).is_some_and(|info| info.dtype == Dtype::F8_E4M3)
+    }
+
     /// The values of a tensor as they are stored, read by several threads.
     fn read_stored(&self, info: &TensorInfo, stored: DType) -> Result<Raw> {
         let start = self.data + info.data_offsets.0 as u64;
@@ -162,7 +183,8 @@ impl TensorFile {
             Dtype::F64 => Ok(DType::F64),
             Dtype::F32 => Ok(DType::F32),
             Dtype::F16 => Ok(DType::F16),
-            Dtype::BF16 => Ok(DType::BF16),
+            // Numbers of eight bits become bf16.
+            Dtype::BF16 | Dtype::F8_E4M3 => Ok(DType::BF16),
             Dtype::I64 => Ok(DType::I64),
             Dtype::U32 => Ok(DType::U32),
             Dtype::U8 | Dtype::BOOL => Ok(DType::U8),

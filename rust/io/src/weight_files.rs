@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
+use crate::fp8;
 use crate::tensor_file::TensorFile;
 
 /// Open safetensors files whose tensors are read one at a time, as if they were one file.
@@ -13,6 +14,8 @@ pub struct WeightFiles {
     files: Vec<TensorFile>,
     /// The index of the file of each name.
     index: BTreeMap<String, usize>,
+    /// What the values of a weight of eight bits are multiplied by.
+    scales: BTreeMap<String, f32>,
 }
 
 impl WeightFiles {
@@ -31,7 +34,41 @@ impl WeightFiles {
                 index.insert(name, i);
             }
         }
-        Ok(Self { files, index })
+        let mut found = Self { files, index, scales: BTreeMap::new() };
+        found.take_scales()?;
+        Ok(found)
+    }
+
+    /// Take what says how weights of eight bits were scaled out of the names: it is part of their values.
+    fn take_scales(&mut self) -> Result<()> {
+        let is_fp8 = |&(name, &file): &(&String, &usize)| self.files[file].is_fp8(name);
+        let weights: Vec<String> = self.index.iter().filter(is_fp8).map(|(name, _)| name.clone()).collect();
+        for weight in weights {
+            for key in fp8::keys_beside(&weight) {
+                let Some(file) = self.index.remove(&key) else { continue };
+                let values = &mut self.files[file];
+                if key.ends_with("comfy_quant") {
+                    let json = values.read(&key, &Device::Cpu)?.to_vec::<u8>()?;
+                    if let Some(format) = fp8::other_format(&json) {
+                        let message = format!(
+                            "\"{weight}\" is quantised as \"{format}\", which is not supported; use a file of bf16, f16 or \
+                             fp8 (float8_e4m3fn)"
+                        );
+                        return Err(Error::weights(values.path(), message));
+                    }
+                } else if fp8::scales_of(&weight).is_some_and(|scales| scales.contains(&key)) {
+                    let scale = values.read_as(&key, Some(DType::F32), &Device::Cpu)?;
+                    let &[factor] = scale.reshape(scale.elem_count())?.to_vec::<f32>()?.as_slice() else {
+                        let message =
+                            format!("\"{key}\" has shape {:?}, expected one scale for the tensor", scale.dims());
+                        return Err(Error::weights(values.path(), message));
+                    };
+                    self.scales.insert(weight.clone(), factor);
+                }
+            }
+        }
+        self.index.retain(|name, _| name.rsplit('.').next() != Some(fp8::MARK));
+        Ok(())
     }
 
     /// The names of the tensors, sorted.
@@ -81,6 +118,8 @@ impl WeightFiles {
         let Some(&file) = self.index.get(name) else {
             return Err(Error::weights(self.path(), format!("there is no tensor \"{name}\"")));
         };
-        self.files[file].read_as(name, dtype, device)
+        let Some(&scale) = self.scales.get(name) else { return self.files[file].read_as(name, dtype, device) };
+        let values = self.files[file].read_as(name, Some(DType::F32), device)?;
+        values.mul_scalar(f64::from(scale))?.to_dtype(dtype.unwrap_or(DType::BF16))
     }
 }
