@@ -20,7 +20,7 @@ use crate::pretrained::{INDEX, Naming, class_of, read_json};
 use crate::registry::{Model, ModelKind};
 use crate::{Choice, Pretrained};
 
-pub(crate) use recognise::{not_found, of_file, recognised};
+pub(crate) use recognise::{not_found, of_file, of_models, recognised};
 pub use table::PIPELINES;
 
 /// Models that work together, under one name.

@@ -3,7 +3,7 @@
 use super::table::UNSUPPORTED;
 use super::{PIPELINES, Pipeline, Place, Role, Section, adapter_prefixes, kinds, places, unique};
 use crate::pretrained::{CONFIG, Choice};
-use crate::registry::ModelKind;
+use crate::registry::{Model, ModelKind};
 
 /// The first place of `model` that a file has, with its section and the prefix of its keys. `is_there` tells of a name whether it is
 /// in the file; `choice` may name the part or the pipeline that is meant.
@@ -30,6 +30,18 @@ fn has_denoiser(pipeline: &Pipeline, is_there: impl Fn(&str) -> bool) -> bool {
     denoisers
         .flat_map(|part| part.sections)
         .any(|section| section.prefixes.iter().any(|prefix| is_there(&format!("{prefix}{}", section.probe))))
+}
+
+/// The pipeline that has all of these models in these folders: of several, one whose denoiser is in the file that `is_there` knows.
+pub fn of_models(models: &[(&str, &dyn Model)], is_there: impl Fn(&str) -> bool) -> Option<&'static Pipeline> {
+    let has = |pipeline: &Pipeline, subfolder: &str, model: &dyn Model| {
+        let mut parts = pipeline.parts.iter();
+        parts.any(|part| part.subfolder == subfolder && part.model.name == model.kind().name)
+    };
+    let mut fitting: Vec<&Pipeline> = PIPELINES.to_vec();
+    fitting.retain(|pipeline| models.iter().all(|&(subfolder, model)| has(pipeline, subfolder, model)));
+    fitting.sort_by_key(|pipeline| !has_denoiser(pipeline, &is_there));
+    fitting.first().copied()
 }
 
 /// What is said of a file with these names, in which a model was looked for in vain.

@@ -10,7 +10,7 @@ use trainable_candle_io::{TensorEntry, WeightFiles, save_entries, write_atomical
 use super::layout::{Form, Layout, Original};
 use super::{CONFIG, config_entry};
 use crate::Model;
-use crate::pipelines::{Section, places};
+use crate::pipelines::{self, Pipeline, Place, Section, places};
 
 /// Write `config.json` and the weights of `model` to `folder`, which is created if missing, under the names that diffusers and
 /// transformers read. Adapters are left out; a merged one is part of its layer's weight.
@@ -39,9 +39,11 @@ pub fn save_checkpoint(
     dtype: Option<DType>,
 ) -> Result<()> {
     let base = base.map(|path| WeightFiles::open(&[path.to_path_buf()])).transpose()?.map(RefCell::new);
+    let pipeline =
+        pipelines::of_models(models, |key| base.as_ref().is_some_and(|base| base.borrow().shape(key).is_some()));
     let mut all = Vec::new();
     for &(subfolder, model) in models {
-        let sections = sections(subfolder, model)?;
+        let sections = sections(subfolder, model, pipeline)?;
         let original = |section: &Section, prefix| Original { prefix, naming: section.naming };
         let first = original(&sections[0], sections[0].prefixes[0]);
         let layout = match &base {
@@ -80,10 +82,12 @@ pub fn save_checkpoint(
     save_entries(path, all, &metadata)
 }
 
-/// Where files of one piece have a model that its pipeline has in `subfolder`.
-fn sections(subfolder: &str, model: &dyn Model) -> Result<&'static [Section]> {
+/// Where files of one piece have a model that its pipeline, `preferred` if it has one, has in `subfolder`.
+fn sections(subfolder: &str, model: &dyn Model, preferred: Option<&Pipeline>) -> Result<&'static [Section]> {
     let places = || places(model.kind()).filter(|place| !place.part.sections.is_empty());
-    places().find(|place| place.part.subfolder == subfolder).map(|place| place.part.sections).ok_or_else(|| {
+    let is_preferred = |place: &Place| preferred.is_none_or(|pipeline| pipeline.name == place.pipeline.name);
+    let found = places().filter(is_preferred).chain(places()).find(|place| place.part.subfolder == subfolder);
+    found.map(|place| place.part.sections).ok_or_else(|| {
         let known: Vec<&str> = places().map(|place| place.part.subfolder).collect();
         Error::argument(
             "save_checkpoint",
