@@ -54,6 +54,17 @@ structs! {
     /// Of include/attention/shape.cuh.
     Strides { batch: u64, head: u64, row: u64, }
 
+    /// Of include/attention/hopper/schedule.cuh.
+    Schedule { items: u32, steps: u32, whole: u32, blocks: u32, }
+
+    /// Of include/attention/hopper/copies.cuh.
+    AttentionForwardMaps { q: TensorMap, k: TensorMap, v: TensorMap, o: TensorMap, }
+
+    /// Of include/attention/hopper/copies.cuh.
+    AttentionBackwardMaps {
+        q: TensorMap, k: TensorMap, v: TensorMap, d_o: TensorMap, dk: TensorMap, dv: TensorMap,
+    }
+
     /// Of include/attention/plain.cuh.
     Mask { numbers: Address, batch: u64, head: u64, query: u64, key: u64, }
 
@@ -67,7 +78,7 @@ structs! {
         groups: u32,
     }
 
-    /// Of include/conv/engine.cuh.
+    /// Of include/engine.cuh.
     #[repr(align(64))]
     TensorMap { opaque: [u64; 16], }
 
@@ -124,6 +135,9 @@ pub const LAYOUTS: &[Layout] = &[
     Addresses::layout("Addresses"),
     AttentionShape::layout("AttentionShape"),
     Strides::layout("Strides"),
+    Schedule::layout("Schedule"),
+    AttentionForwardMaps::layout("AttentionForwardMaps"),
+    AttentionBackwardMaps::layout("AttentionBackwardMaps"),
     Mask::layout("Mask<float>"),
     Mask::layout("Mask<double>"),
     Conv2dShape::layout("Conv2dShape"),

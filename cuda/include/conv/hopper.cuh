@@ -76,14 +76,6 @@ template <int PENDING> __device__ __forceinline__ void multiply_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(PENDING) : "memory");
 }
 
-// Takes registers from the warps that only copy (at most 168 each at the start, see the kernels' launch bounds).
-template <int COUNT> __device__ __forceinline__ void registers_more() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(COUNT));
-}
-template <int COUNT> __device__ __forceinline__ void registers_fewer() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(COUNT));
-}
-
 // The stages of a block and two barriers for each: its copies have come; its readers, of all blocks of the cluster, are
 // done.
 template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline {
@@ -111,7 +103,7 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline {
 
     // The copying thread: waits until the stage may be overwritten, and announces what it will copy.
     __device__ __forceinline__ void begin_copies() const {
-        if (round > 0) barrier_wait(emptied + stage * 8, (round - 1) & 1);
+        if (round > 0) barrier_wait<true>(emptied + stage * 8, (round - 1) & 1);
         barrier_expect(barrier(), STAGE_BYTES);
     }
 
@@ -123,7 +115,7 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline {
         constexpr int RIGHT_SLICE = RIGHT == Summed::ALONG_ROWS ? 32 : 16 * ROW_BYTES;
         const int in_group = int(threadIdx.x) % WARPGROUP;
         for (int step = 0; step < steps; ++step) {
-            barrier_wait(barrier(), round & 1);
+            barrier_wait<true>(barrier(), round & 1);
             multiply_fence();
 #pragma unroll
             for (int k = 0; k < STEP / 16; ++k) {

@@ -68,19 +68,34 @@ impl Encoder {
 
     /// Boxes of a dense tensor.
     pub fn boxes(&self, start: Address, shape: [u64; 3], extent: [u32; 3]) -> Result<TensorMap> {
-        let distances = Self::distances(&shape);
+        let [first, second, _] = Self::distances(&shape);
+        self.strided(start, shape, &[first, second], extent)
+    }
+
+    /// Boxes of a tensor whose rows are dense, with the distances in bytes of all dimensions but the first.
+    ///
+    /// # Errors
+    /// The driver's, for example if an address or a distance is no multiple of 16.
+    pub fn strided<const N: usize>(
+        &self,
+        start: Address,
+        shape: [u64; N],
+        distances: &[u64],
+        extent: [u32; N],
+    ) -> Result<TensorMap> {
+        debug_assert_eq!(distances.len() + 1, N);
         let mut map = MaybeUninit::<CUtensorMap>::uninit();
         // SAFETY: the arrays have the sizes of the rank, and the driver fills the map.
         unsafe {
             let status = cuTensorMapEncodeTiled(
                 map.as_mut_ptr(),
                 self.element,
-                3,
+                N as u32,
                 start as *mut c_void,
                 shape.as_ptr(),
                 distances.as_ptr(),
                 extent.as_ptr(),
-                [1; 3].as_ptr(),
+                [1; N].as_ptr(),
                 Interleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,

@@ -7,6 +7,7 @@ use trainable_candle_core::{DType, Result, Tensor};
 
 use super::gpu;
 use super::products::{TOLERANCE, compare, compare_with, in_f64, near, random};
+use super::value_and_gradients;
 
 /// (B, S, D) → (B, heads, S, D / heads): heads that lie inside of the positions.
 fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
@@ -79,6 +80,49 @@ fn attention_of_the_models_equals_the_cpu() {
             compare_with(&what, &alone, &expected, &inputs, &device, 2.0 * tolerance);
             if is_packed {
                 compare_with(&format!("{what}, packed"), &together, &expected, &inputs, &device, 2.0 * tolerance);
+            }
+        }
+    }
+}
+
+/// Tiles that end inside; heads that several blocks share at the end and those that one block has; gradients of some operands alone.
+/// Results and gradients repeat bit by bit.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
+    let device = gpu().unwrap();
+    for (batch, queries, keys, heads, width) in [
+        (1, 600, 700, 26, 128),
+        (2, 1210, 700, 13, 64),
+        (2, 400, 2300, 10, 128),
+        (1, 300, 270, 3, 96),
+        (2, 257, 1000, 2, 40),
+        (1, 1030, 256, 70, 64),
+    ] {
+        let exact =
+            |length: usize| random(&[batch, length, heads * width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap();
+        let drawn = [exact(queries), exact(keys), exact(keys)];
+        let alone = |x: &[Tensor]| separate(x, heads, false);
+        let expected = in_f64(&alone, &drawn);
+        for (dtype, tolerance) in &TOLERANCE[1..] {
+            let inputs = drawn.each_ref().map(|x| x.to_dtype(*dtype).unwrap());
+            let what = format!("{} {batch} x {queries} to {keys}, {heads} heads of {width}", dtype.as_str());
+            compare_with(&what, &alone, &expected, &inputs, &device, 2.0 * tolerance);
+            let moved = inputs.each_ref().map(|x| x.to_device(&device).unwrap());
+            let first = value_and_gradients(&alone, &moved).unwrap();
+            for round in 0..3 {
+                let again = value_and_gradients(&alone, &moved).unwrap();
+                assert_eq!(to_f64_vec(again.0.raw()).unwrap(), to_f64_vec(first.0.raw()).unwrap(), "{what}, {round}");
+                assert_eq!(again.1, first.1, "{what}, {round}");
+            }
+            for index in 0..3 {
+                let fixed = |x: &[Tensor]| {
+                    let mut all = moved.clone();
+                    all[index] = x[0].clone();
+                    separate(&all, heads, false)
+                };
+                let (_, grads) = value_and_gradients(&fixed, &moved[index..=index]).unwrap();
+                assert_eq!(grads[0], first.1[index], "{what}, of input {index} alone");
             }
         }
     }

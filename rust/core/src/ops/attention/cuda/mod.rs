@@ -1,5 +1,6 @@
 //! The CUDA form: `kernels/attention.cu`, without a matrix of all scores: on tensor cores where the operands allow it, else a plain form.
 
+mod hopper;
 mod wide;
 
 use candle_core::{DType, Layout};
@@ -180,6 +181,9 @@ impl Attention<'_> {
         let [q, k, v, to] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?, Heads::new(op, &o)?];
         let sums = output(op, &log_sums)?;
         if let Some(form) = self.tensor_cores(&sizes, &[&q, &k, &v, &to], mask) {
+            if self.hopper_forward(gpu, &sizes, form, [&q, &k, &v, &to], sums)? {
+                return Ok((o, log_sums));
+            }
             let function = gpu.function(form.forward(), suffix(op, dtype)?)?;
             let shared = match form {
                 Width::W128 => 81_920,
@@ -259,10 +263,19 @@ impl Attention<'_> {
             }
             return Ok(());
         }
-        let deltas = empty(op, gpu, log_sums.dims(), accumulator(dtype))?;
         let [q, k, v] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?];
         let (o, grad) = (Heads::new(op, o)?, Heads::new(op, grad)?);
         let results = [result_heads(op, grads[0])?, result_heads(op, grads[1])?, result_heads(op, grads[2])?];
+        let operands: Vec<&Heads> = [&q, &k, &v, &grad].into_iter().chain(results.iter().flatten()).collect();
+        let form = self.tensor_cores(&sizes, &operands, mask);
+        if let Some(form) = form.filter(|_| o.is_aligned()) {
+            let log_sums = input(op, log_sums)?;
+            let results = results.each_ref().map(Option::as_ref);
+            if self.hopper_backward(gpu, &sizes, form, [&q, &k, &v, &o, &grad], log_sums, results)? {
+                return Ok(());
+            }
+        }
+        let deltas = empty(op, gpu, log_sums.dims(), accumulator(dtype))?;
         let log_sums = input(op, log_sums)?;
         let rows = (sizes.queries as usize) * heads as usize;
         let shape = Shape::linear(op, rows.div_ceil(32), 256)?;
@@ -278,8 +291,7 @@ impl Attention<'_> {
         // SAFETY: the strides stay inside of the tensors, which are of these sizes.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
         let delta = input(op, &deltas)?;
-        let operands: Vec<&Heads> = [&q, &k, &v, &grad].into_iter().chain(results.iter().flatten()).collect();
-        if let Some(form) = self.tensor_cores(&sizes, &operands, mask) {
+        if let Some(form) = form {
             let place = |heads: &Option<Heads>| {
                 heads.as_ref().map_or((Mut::NULL, NO_STRIDES), |heads| (heads.output(), heads.strides))
             };

@@ -1,0 +1,354 @@
+// The backward pass with the matrix instructions and the copy engine of compute capability 9.0. A block has a tile of 128 keys, 64
+// for each of its two groups of four warps, and goes over tiles of queries; one thread copies what the groups multiply.
+//
+// The gradients of a tile's queries are sums over all tiles of keys. The blocks add to them, in f32 in memory, in an order that sizes
+// alone decide: that of the times at which blocks come to the tile if all steps take equally long, so that nobody waits for long. A
+// block waits for others, so all run at the same time: one on each multiprocessor, in one stream.
+#pragma once
+
+#include "copies.cuh"
+#include "schedule.cuh"
+
+constexpr int KEYS_AT_ONCE = 128;
+
+// Which queries come when, and who adds to their gradients when. An item is a tile of keys, a step a tile of `M` queries.
+template <int M> struct Order {
+    const Schedule &schedule;
+    uint32_t tiles;
+
+    __device__ __forceinline__ Order(const Schedule &schedule, const AttentionShape &shape)
+        : schedule(schedule), tiles(ceil_divide(shape.keys, KEYS_AT_ONCE)) {}
+
+    // Neighbouring tiles of keys begin with different queries, as far apart as there are.
+    __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * schedule.steps / tiles; }
+    __device__ __forceinline__ uint32_t queries(uint32_t tile, uint32_t step) const {
+        const uint32_t place = step + first(tile);
+        return place < schedule.steps ? place : place - schedule.steps;
+    }
+
+    // How many tiles of keys are added to the gradients of a tile of queries before `task`'s, which comes to it at `time`. Known to
+    // the whole warp, which computes it together.
+    __device__ __forceinline__ uint32_t turn(const Task &task, uint32_t queries, uint32_t time) const {
+        uint32_t before = 0;
+        for (uint32_t tile = threadIdx.x % WARP; tile < tiles; tile += WARP) {
+            const uint32_t begin = first(tile), step = queries >= begin ? queries - begin : queries + schedule.steps - begin;
+            const uint32_t other = schedule.time(task.index * tiles + tile, step);
+            before += other < time || (other == time && tile < task.tile);
+        }
+        return __reduce_add_sync(ALL_LANES, before);
+    }
+};
+
+// Tiles of M queries.
+template <typename T, int D, int M> struct HopperBackward {
+    static constexpr int GROUPS = 2, THREADS = (GROUPS + 1) * WARPGROUP, QUERY_STAGES = 3, GRADIENT_STAGES = 2, ADDERS = 3;
+    static constexpr int KEY_BYTES = tile_bytes<D>(KEYS_AT_ONCE), QUERY_BYTES = tile_bytes<D>(M), STATISTICS_BYTES = 2 * M * 4;
+    // The gradients of the scores, a row for each key; and of 64 queries by 64 columns, in f32, for each group.
+    static constexpr int SCORE_BYTES = tile_bytes<M>(KEYS_AT_ONCE), SUM_BYTES = 64 * 64 * 4;
+    static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, DO = Q + QUERY_STAGES * QUERY_BYTES,
+                         DS = DO + GRADIENT_STAGES * QUERY_BYTES, DQ = DS + 2 * SCORE_BYTES, STATISTICS = DQ + GROUPS * SUM_BYTES,
+                         BARRIERS = STATISTICS + QUERY_STAGES * STATISTICS_BYTES;
+    // Barriers: that something is there; that it may be overwritten.
+    static constexpr int K_FULL = BARRIERS, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, DO_FULL = Q_FULL + QUERY_STAGES * 8,
+                         KV_EMPTY = DO_FULL + GRADIENT_STAGES * 8, Q_EMPTY = KV_EMPTY + 8, DO_EMPTY = Q_EMPTY + QUERY_STAGES * 8,
+                         DS_FULL = DO_EMPTY + GRADIENT_STAGES * 8, DQ_FULL = DS_FULL + 2 * 8, DQ_EMPTY = DQ_FULL + ADDERS * 8,
+                         SHARED = DQ_EMPTY + 8;
+    // Named barriers: of both groups, and of each alone.
+    static constexpr int TOGETHER = 1, ALONE = 2;
+
+    const AttentionBackwardMaps &maps;
+    const AttentionShape &shape;
+    const Schedule &schedule;
+    uint32_t shared;
+
+    __device__ __forceinline__ Task task(const Span &span) const {
+        return Task(span.item, ceil_divide(shape.keys, KEYS_AT_ONCE), shape);
+    }
+
+    __device__ __forceinline__ void init() const {
+        if (threadIdx.x == 0) {
+            for (int at = K_FULL; at < KV_EMPTY; at += 8) barrier_init(shared + at, 1);
+            for (int at = KV_EMPTY; at < DS_FULL; at += 8) barrier_init(shared + at, GROUPS);
+            for (int at = DS_FULL; at < DQ_EMPTY; at += 8) barrier_init(shared + at, GROUPS * WARPGROUP);
+            barrier_init(shared + DQ_EMPTY, 1);
+            barriers_publish();
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void copy(const float *statistics) const {
+        const Order<M> order(schedule, shape);
+        Walk walk(schedule);
+        Span span;
+        Ring<1> item;
+        Ring<QUERY_STAGES> q;
+        Ring<GRADIENT_STAGES> d_o;
+        while (walk.next(schedule, span)) {
+            const Task task = this->task(span);
+            for (uint32_t step = span.begin; step < span.end; step++) {
+                const uint32_t tile = order.queries(task.tile, step);
+                const uint32_t q_full = shared + Q_FULL + q.stage * 8, do_full = shared + DO_FULL + d_o.stage * 8;
+                barrier_wait(shared + Q_EMPTY + q.stage * 8, q.parity ^ 1);
+                barrier_expect(q_full, QUERY_BYTES + STATISTICS_BYTES);
+                fetch_rows<D, M, M>(shared + Q + q.stage * QUERY_BYTES, maps.q, q_full, tile * M, task);
+                fetch_bytes(shared + STATISTICS + q.stage * STATISTICS_BYTES,
+                            statistics + (uint64_t(task.index) * schedule.steps + tile) * (2 * M), STATISTICS_BYTES, q_full);
+                q.advance();
+                if (step == span.begin) {
+                    const uint32_t row = task.tile * KEYS_AT_ONCE;
+                    barrier_wait(shared + KV_EMPTY, item.parity ^ 1);
+                    item.advance();
+                    barrier_expect(shared + K_FULL, KEY_BYTES);
+                    fetch_rows<D, KEYS_AT_ONCE, KEYS_AT_ONCE>(shared + K, maps.k, shared + K_FULL, row, task);
+                    barrier_expect(shared + V_FULL, KEY_BYTES);
+                    fetch_rows<D, KEYS_AT_ONCE, KEYS_AT_ONCE>(shared + V, maps.v, shared + V_FULL, row, task);
+                }
+                barrier_wait(shared + DO_EMPTY + d_o.stage * 8, d_o.parity ^ 1);
+                barrier_expect(do_full, QUERY_BYTES);
+                fetch_rows<D, M, M>(shared + DO + d_o.stage * QUERY_BYTES, maps.d_o, do_full, tile * M, task);
+                d_o.advance();
+            }
+        }
+    }
+
+    // Adds what the groups leave to the gradients of the queries, when it is the block's turn. Warp `adder` does it for every step of its
+    // own, the other adders for the steps between: what it waits for in memory takes longer than a step.
+    __device__ __forceinline__ void add(uint32_t adder, float *sums, uint32_t *turns) const {
+        const Order<M> order(schedule, shape);
+        Walk walk(schedule);
+        Span span;
+        uint32_t count = 0, next = adder, parity = 0;
+        while (walk.next(schedule, span)) {
+            const Task task = this->task(span);
+            for (uint32_t step = span.begin; step < span.end; step++, count++) {
+                if (count != next) continue;
+                next += ADDERS;
+                const uint32_t tile = order.queries(task.tile, step);
+                const uint32_t turn = order.turn(task, tile, span.time + step - span.begin);
+                if (threadIdx.x % WARP == 0) {
+                    const uint32_t place = task.index * schedule.steps + tile;
+                    float *const to = sums + uint64_t(place) * (GROUPS * SUM_BYTES / 4);
+                    uint32_t now;
+                    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turns + place) : "memory");
+                    while (now != turn);
+                    barrier_wait(shared + DQ_FULL + adder * 8, parity);
+                    publish_to_products();
+                    if (turn == 0)
+                        store_bytes(to, shared + DQ, GROUPS * SUM_BYTES);
+                    else
+                        add_bytes(to, shared + DQ, GROUPS * SUM_BYTES);
+                    stores_commit();
+                    stores_have_read();
+                    barrier_arrive(shared + DQ_EMPTY);
+                    stores_are_done();
+                    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turns + place) : "memory");
+                }
+                parity ^= 1;
+                __syncwarp();
+            }
+        }
+    }
+
+    __device__ __forceinline__ void release(uint32_t barrier) const {
+        if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
+    }
+
+    // 64 rows of keys or values with rows of a tile of queries or of the gradients of results.
+    template <int N> __device__ __forceinline__ void multiply_keys(float (&sum)[N], uint32_t keys, uint32_t rows) const {
+        begin_products();
+        multiply_rows<T, D, KEYS_AT_ONCE, M>(sum, keys, rows);
+        end_products();
+    }
+
+    // This thread's numbers of two neighbouring queries out of every eight.
+    __device__ __forceinline__ float2 statistic(uint32_t stage, int which, int n) const {
+        float2 x;
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(x.x), "=f"(x.y)
+                     : "r"(shared + STATISTICS + stage * STATISTICS_BYTES + which * M * 4 + n * 32 + threadIdx.x % 4 * 8));
+        return x;
+    }
+
+    __device__ __forceinline__ void work(float *parts) const {
+        const int group = warpgroup(), lane = threadIdx.x % WARP;
+        const float scale = static_cast<float>(shape.scale) * LOG2_E;
+        const uint32_t keys = shared + K + group * 64 * ROW_BYTES, values = shared + V + group * 64 * ROW_BYTES;
+        Walk walk(schedule);
+        Span span;
+        Ring<1> item, sums;
+        Ring<ADDERS> adder;
+        Ring<QUERY_STAGES> q;
+        Ring<GRADIENT_STAGES> d_o;
+        Ring<2> ds;
+        while (walk.next(schedule, span)) {
+            float dk[D / 2] = {}, dv[D / 2] = {}, scores[M / 2];
+            const uint32_t key = task(span).tile * KEYS_AT_ONCE + group * 64 + threadIdx.x / WARP % 4 * 16 + lane / 4;
+            const bool is_last = (task(span).tile + 1) * KEYS_AT_ONCE > shape.keys;
+            barrier_wait(shared + K_FULL, item.parity);
+            barrier_wait(shared + Q_FULL + q.stage * 8, q.parity);
+            multiply_keys(scores, keys, shared + Q + q.stage * QUERY_BYTES);
+            wait_for_products<0>();
+            products_are_ready(scores);
+            barrier_wait(shared + V_FULL, item.parity);
+            item.advance();
+            for (uint32_t step = span.begin; step < span.end; step++) {
+                const uint32_t q_stage = q.stage, q_tile = shared + Q + q_stage * QUERY_BYTES;
+                const uint32_t do_tile = shared + DO + d_o.stage * QUERY_BYTES, ds_tile = shared + DS + ds.stage * SCORE_BYTES;
+                barrier_wait(shared + DO_FULL + d_o.stage * 8, d_o.parity);
+#pragma unroll
+                for (int half = 0; half < M / 64; half++) {
+                    const uint32_t do_rows = do_tile + half * 64 * ROW_BYTES;
+                    float d_shares[32], shares[32];
+                    multiply_keys(d_shares, values, do_rows);
+                    // The weights, while their gradients are computed.
+#pragma unroll
+                    for (int n = 0; n < 8; n++) {
+                        const float2 log_sums = statistic(q_stage, 0, half * 8 + n);
+#pragma unroll
+                        for (int i = 0; i < 4; i++)
+                            shares[4 * n + i] =
+                                exp2_fast(fmaf(scores[half * 32 + 4 * n + i], scale, i % 2 ? -log_sums.y : -log_sums.x));
+                    }
+                    if (is_last) {
+#pragma unroll
+                        for (int i = 0; i < 32; i++)
+                            if (key + i / 2 % 2 * 8 >= shape.keys) shares[i] = 0.0f;
+                    }
+                    uint32_t weights[4][4];
+                    narrow_sums<T>(weights, shares);
+                    begin_products();
+                    add_weighted<T, M>(dv, weights, do_rows);
+                    end_products();
+                    wait_for_products<1>();
+                    products_are_ready(d_shares);
+                    // The products that read the queries before these are done.
+                    if (half == 0 && step > span.begin) release(Q_EMPTY + (q_stage == 0 ? QUERY_STAGES - 1 : q_stage - 1) * 8);
+#pragma unroll
+                    for (int n = 0; n < 8; n++) {
+                        const float2 delta = statistic(q_stage, 1, half * 8 + n);
+#pragma unroll
+                        for (int i = 0; i < 4; i++) shares[4 * n + i] *= d_shares[4 * n + i] - (i % 2 ? delta.y : delta.x);
+                    }
+                    uint32_t narrow[4][4];
+                    narrow_sums<T>(narrow, shares);
+                    write_narrow<KEYS_AT_ONCE>(ds_tile + half * KEYS_AT_ONCE * ROW_BYTES + group * 64 * ROW_BYTES, narrow);
+                }
+                barrier_arrive(shared + DS_FULL + ds.stage * 8);
+                // The next scores; the last step's are not used, and cost less than a condition.
+                const uint32_t parity = q.parity;
+                q.advance();
+                const bool is_end = step + 1 == span.end;
+                const uint32_t next = is_end ? q_stage : q.stage;
+                barrier_wait(shared + Q_FULL + next * 8, is_end ? parity : q.parity);
+                multiply_keys(scores, keys, shared + Q + next * QUERY_BYTES);
+                // Both groups have written their rows.
+                barrier_wait(shared + DS_FULL + ds.stage * 8, ds.parity);
+                publish_to_products();
+                ds.advance();
+                float dq[32];
+                begin_products();
+                multiply_queries(dq, ds_tile, group);
+                end_products();
+                multiply_scores(dk, ds_tile + group * 64 * ROW_BYTES, q_tile);
+                end_products();
+                wait_for_products<1>();
+                products_are_ready(dq);
+                products_are_ready(scores);
+                release(DO_EMPTY + d_o.stage * 8);
+                d_o.advance();
+                barrier_wait(shared + DQ_EMPTY, sums.parity ^ 1);
+                sums.advance();
+                leave_sums(group, dq, shared + DQ_FULL + adder.stage * 8);
+                adder.advance();
+            }
+            wait_for_products<0>();
+            products_are_ready(dk);
+            products_are_ready(dv);
+            release(Q_EMPTY + (q.stage == 0 ? QUERY_STAGES - 1 : q.stage - 1) * 8);
+            finish(span, group, dk, dv, parts);
+        }
+    }
+
+    // dq = ds k for 64 queries and 64 columns: for 64 columns the group's half of the queries, for 128 its half of the columns.
+    __device__ __forceinline__ void multiply_queries(float (&dq)[32], uint32_t ds_tile, int group) const {
+        constexpr int PANEL = KEYS_AT_ONCE * ROW_BYTES;
+        const uint32_t left = across_rows(ds_tile + (D == 64 ? group * PANEL : 0), PANEL);
+        const uint32_t right = across_rows(shared + K + (D == 64 ? 0 : group * PANEL), PANEL);
+        multiply_first<1, 1>(T(), dq, left, right);
+#pragma unroll
+        for (int k = 1; k < KEYS_AT_ONCE / 16; k++)
+            multiply_next<1, 1>(T(), dq, later(left, k * 16 * ROW_BYTES), later(right, k * 16 * ROW_BYTES));
+    }
+
+    // dk += dsᵀ q for the group's keys.
+    __device__ __forceinline__ void multiply_scores(float (&dk)[D / 2], uint32_t ds_rows, uint32_t q_tile) const {
+        const uint32_t left = along_rows(ds_rows), right = across_rows(q_tile, M * ROW_BYTES);
+#pragma unroll
+        for (int k = 0; k < M / 16; k++)
+            multiply_next<0, 1>(T(), dk, later(left, k / 4 * KEYS_AT_ONCE * ROW_BYTES + k % 4 * 32),
+                                        later(right, k * 16 * ROW_BYTES));
+    }
+
+    // Leaves the gradients of queries for an adder: eight columns of all rows, then the next eight.
+    __device__ __forceinline__ void leave_sums(int group, const float (&sums)[32], uint32_t full) const {
+        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
+        const uint32_t to = shared + DQ + group * SUM_BYTES + (warp * 16 + lane / 4) * 32 + lane % 4 * 8;
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + (n * 64 + r * 8) * 32), "f"(sums[4 * n + 2 * r]),
+                             "f"(sums[4 * n + 2 * r + 1])
+                             : "memory");
+        barrier_arrive(full);
+    }
+
+    __device__ __forceinline__ void finish(const Span &span, int group, float (&dk)[D / 2], float (&dv)[D / 2], float *parts) const {
+        const bool is_first = threadIdx.x % WARPGROUP == 0;
+        const float scale = static_cast<float>(shape.scale);
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) dk[i] *= scale;
+        if (span.is_part) {
+            float *part = parts + uint64_t(span.slot) * (2 * KEYS_AT_ONCE * D) + group * 64 * D;
+            write_sums(part, D, dk);
+            write_sums(part + KEYS_AT_ONCE * D, D, dv);
+            release(KV_EMPTY);
+            return;
+        }
+        // The tiles of keys and values, which the products of both groups have read, become those of their gradients.
+        const uint32_t k_rows = shared + K + group * 64 * ROW_BYTES, v_rows = shared + V + group * 64 * ROW_BYTES;
+        group_sync(TOGETHER, GROUPS * WARPGROUP);
+        uint32_t narrow[D / 16][4];
+        narrow_sums<T>(narrow, dk);
+        write_narrow<KEYS_AT_ONCE>(k_rows, narrow);
+        narrow_sums<T>(narrow, dv);
+        write_narrow<KEYS_AT_ONCE>(v_rows, narrow);
+        publish_to_products();
+        group_sync(ALONE + group, WARPGROUP);
+        if (is_first) {
+            const Task task = this->task(span);
+            const uint32_t row = task.tile * KEYS_AT_ONCE + group * 64;
+            store_rows<D, KEYS_AT_ONCE>(maps.dk, k_rows, row, task);
+            store_rows<D, KEYS_AT_ONCE>(maps.dv, v_rows, row, task);
+            stores_commit();
+            stores_have_read();
+            barrier_arrive(shared + KV_EMPTY);
+        }
+    }
+
+    __device__ __forceinline__ void run(const float *statistics, float *sums, uint32_t *turns, float *parts) const {
+        init();
+        if (int(threadIdx.x) >= GROUPS * WARPGROUP) {
+            registers_fewer<D == 64 ? 40 : 24>();
+            const int warp = int(threadIdx.x) / WARP - GROUPS * 4;
+            if (warp < ADDERS)
+                add(warp, sums, turns);
+            else if (threadIdx.x % WARP == 0)
+                copy(statistics);
+        } else {
+            registers_more<D == 64 ? 232 : 240>();
+            work(parts);
+            if (threadIdx.x % WARPGROUP == 0) stores_are_done();
+        }
+    }
+};

@@ -1,0 +1,67 @@
+// Tiles of heads to and from shared memory by the copy engine. Maps have the dimensions (width, rows, heads, batch) and boxes of 64
+// columns; what lies outside of a head is read as zeros and not written.
+#pragma once
+
+#include "../../engine.cuh"
+#include "../shape.cuh"
+#include "products.cuh"
+
+// The maps of the forward pass: boxes of 64 rows of q and o, of 128 rows of k and v.
+struct AttentionForwardMaps {
+    TensorMap q, k, v, o;
+};
+
+// The maps of the backward pass: boxes of 128 (w64) or 64 (w128) rows of q and d_o, of 128 rows of k and v, of 64 rows of dk and dv.
+struct AttentionBackwardMaps {
+    TensorMap q, k, v, d_o, dk, dv;
+};
+
+// Starts the copy of `BOX` rows from `row` of a head to rows of a tile of `ROWS` rows.
+template <int D, int BOX, int ROWS>
+__device__ __forceinline__ void fetch_rows(uint32_t to, const TensorMap &map, uint32_t barrier, uint32_t row, const Task &task) {
+#pragma unroll
+    for (int panel = 0; panel < D / 64; panel++)
+        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+                     "[%6];" ::"r"(to + panel * ROWS * ROW_BYTES),
+                     "l"(&map), "r"(panel * 64), "r"(row), "r"(task.head), "r"(task.batch), "r"(barrier)
+                     : "memory");
+}
+
+// Starts the copy of 64 rows of a tile of `ROWS` rows to `row` of a head.
+template <int D, int ROWS>
+__device__ __forceinline__ void store_rows(const TensorMap &map, uint32_t from, uint32_t row, const Task &task) {
+#pragma unroll
+    for (int panel = 0; panel < D / 64; panel++)
+        asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(&map),
+                     "r"(panel * 64), "r"(row), "r"(task.head), "r"(task.batch), "r"(from + panel * ROWS * ROW_BYTES)
+                     : "memory");
+}
+
+// Starts the copy of bytes in a row.
+__device__ __forceinline__ void fetch_bytes(uint32_t to, const void *from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void store_bytes(void *to, uint32_t from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+// The same for f32, added to what is there.
+__device__ __forceinline__ void add_bytes(float *to, uint32_t from, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until this thread's stores have read shared memory, or until they are done.
+__device__ __forceinline__ void stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void stores_are_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// The state of a ring of stages in shared memory: the stage in use, and the parity of its barriers' phase.
+template <int STAGES> struct Ring {
+    uint32_t stage = 0, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};

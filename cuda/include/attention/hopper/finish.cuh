@@ -1,0 +1,133 @@
+// What comes before and after the two passes: statistics of the rows, sums of parts, and gradients of queries from f32.
+#pragma once
+
+#include "backward.cuh"
+#include "forward.cuh"
+
+constexpr int FINISH_THREADS = 256;
+
+// Eight values to rows in memory.
+template <typename T> __device__ __forceinline__ void write_eight(T *to, const float (&x)[8]) {
+    uint4 narrow;
+    narrow.x = pair<T>(x[0], x[1]), narrow.y = pair<T>(x[2], x[3]), narrow.z = pair<T>(x[4], x[5]), narrow.w = pair<T>(x[6], x[7]);
+    *reinterpret_cast<uint4 *>(to) = narrow;
+}
+__device__ __forceinline__ void read_eight(float (&x)[8], const float *from) {
+    const float4 a = reinterpret_cast<const float4 *>(from)[0], b = reinterpret_cast<const float4 *>(from)[1];
+    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+
+// The result and the logarithms of the sums of queries whose keys several blocks have taken. A thread has eight columns of a row; a
+// block some rows of an item.
+template <typename T, int D, int ROWS>
+__device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *parts, const Strides &o_strides,
+                                            const AttentionShape &shape, const Schedule &schedule) {
+    constexpr int AT_ONCE = FINISH_THREADS / (D / 8), BLOCKS = ROWS / AT_ONCE;
+    const uint32_t item = schedule.whole + blockIdx.x / BLOCKS, row = blockIdx.x % BLOCKS * AT_ONCE + threadIdx.x / (D / 8);
+    const uint32_t column = threadIdx.x % (D / 8) * 8;
+    const Task task(item, ceil_divide(shape.queries, ROWS), shape);
+    const uint32_t query = task.tile * ROWS + row;
+    if (query >= shape.queries) return;
+    uint32_t count;
+    const uint32_t first = schedule.first_block(item, count);
+    const auto part = [&](uint32_t i) { return parts + uint64_t(schedule.slot(item, first + i)) * (ROWS * (D + 2)); };
+    float base = -INFINITY, sum = 0.0f, result[8] = {};
+    for (uint32_t i = 0; i < count; i++) base = fmaxf(base, part(i)[ROWS + row]);
+    for (uint32_t i = 0; i < count; i++) {
+        const float *from = part(i), factor = exp2_fast(from[ROWS + row] - base);
+        float x[8];
+        read_eight(x, from + 2 * ROWS + row * D + column);
+        sum += factor * from[row];
+#pragma unroll
+        for (int j = 0; j < 8; j++) result[j] += factor * x[j];
+    }
+    if (column == 0) log_sums[uint64_t(task.index) * shape.queries + query] = base * LN_2 + logf(sum);
+    if (column >= shape.width) return;
+#pragma unroll
+    for (int j = 0; j < 8; j++) result[j] /= sum;
+    write_eight(o_strides.matrix(o, task.batch, task.head) + query * o_strides.row + column, result);
+}
+
+// For every tile of M queries: log_sums / ln 2, then the sums over each row of o ∘ d_o; for queries that do not exist infinity, so that
+// their weights are zero, and zero. `turns` becomes zero.
+template <typename T, int D, int M>
+__device__ __forceinline__ void backward_statistics(const T *o, const T *d_o, const float *log_sums, float *statistics, uint32_t *turns,
+                                                    const Strides &o_strides, const Strides &do_strides, const AttentionShape &shape) {
+    constexpr int LANES = D / 8, AT_ONCE = FINISH_THREADS / LANES;
+    const Task task(blockIdx.x, ceil_divide(shape.queries, M), shape);
+    const uint32_t column = threadIdx.x % LANES * 8;
+    if (threadIdx.x == 0) turns[blockIdx.x] = 0;
+    o = o_strides.matrix(o, task.batch, task.head) + column;
+    d_o = do_strides.matrix(d_o, task.batch, task.head) + column;
+    Pack<T, 8> x[M / AT_ONCE] = {}, y[M / AT_ONCE] = {};
+#pragma unroll
+    for (int i = 0; i < M / AT_ONCE; i++) {
+        const uint32_t query = task.tile * M + i * AT_ONCE + threadIdx.x / LANES;
+        if (query < shape.queries && column < shape.width) {
+            x[i] = *reinterpret_cast<const Pack<T, 8> *>(o + query * o_strides.row);
+            y[i] = *reinterpret_cast<const Pack<T, 8> *>(d_o + query * do_strides.row);
+        }
+    }
+    statistics += uint64_t(blockIdx.x) * 2 * M;
+#pragma unroll
+    for (int i = 0; i < M / AT_ONCE; i++) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum += widen(x[i].values[j]) * widen(y[i].values[j]);
+#pragma unroll
+        for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
+        const uint32_t row = i * AT_ONCE + threadIdx.x / LANES, query = task.tile * M + row;
+        if (column == 0) {
+            statistics[row] =
+                query < shape.queries ? log_sums[uint64_t(task.index) * shape.queries + query] * LOG2_E : INFINITY;
+            statistics[M + row] = query < shape.queries ? sum : 0.0f;
+        }
+    }
+}
+
+// dq from its sums in f32, and dk and dv from their parts. The first blocks take a tile of M queries each, the others 2048 values each
+// of the two gradients of an item.
+template <typename T, int D, int M>
+__device__ __forceinline__ void backward_finish(const float *sums, const float *parts, T *dq, T *dk, T *dv, const Strides &dq_strides,
+                                                const Strides &dk_strides, const Strides &dv_strides, const AttentionShape &shape,
+                                                const Schedule &schedule) {
+    const uint32_t tiles = ceil_divide(shape.queries, M) * shape.batch * shape.heads;
+    float x[8];
+    if (blockIdx.x < tiles) {
+        if (dq == nullptr) return;
+        const Task task(blockIdx.x, ceil_divide(shape.queries, M), shape);
+        dq = dq_strides.matrix(dq, task.batch, task.head);
+        const float scale = static_cast<float>(shape.scale);
+        sums += uint64_t(blockIdx.x) * 2 * 4096;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            // Of a row of D columns, 64 of each half: the halves are columns for D = 128, rows for D = 64.
+            const uint32_t index = i * FINISH_THREADS + threadIdx.x, row = index / (D / 8), eight = index % (D / 8);
+            const uint32_t half = D == 64 ? row / 64 : eight / 8;
+            const uint32_t query = task.tile * M + row;
+            read_eight(x, sums + half * 4096 + (eight % 8 * 64 + row % 64) * 8);
+#pragma unroll
+            for (int j = 0; j < 8; j++) x[j] *= scale;
+            if (query < shape.queries && eight * 8 < shape.width) write_eight(dq + query * dq_strides.row + eight * 8, x);
+        }
+        return;
+    }
+    constexpr uint32_t EACH = KEYS_AT_ONCE * D / 8 / FINISH_THREADS;
+    const uint32_t index = blockIdx.x - tiles, item = schedule.whole + index / (2 * EACH), is_value = index / EACH % 2;
+    T *to = is_value ? dv : dk;
+    if (to == nullptr) return;
+    const Strides &strides = is_value ? dv_strides : dk_strides;
+    const Task task(item, ceil_divide(shape.keys, KEYS_AT_ONCE), shape);
+    const uint32_t place = index % EACH * FINISH_THREADS + threadIdx.x, row = place / (D / 8), column = place % (D / 8) * 8;
+    const uint32_t key = task.tile * KEYS_AT_ONCE + row;
+    if (key >= shape.keys || column >= shape.width) return;
+    uint32_t count;
+    const uint32_t first = schedule.first_block(item, count);
+    float sum[8] = {};
+    for (uint32_t i = 0; i < count; i++) {
+        read_eight(x, parts + (uint64_t(schedule.slot(item, first + i)) * 2 + is_value) * (KEYS_AT_ONCE * D) + place * 8);
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum[j] += x[j];
+    }
+    write_eight(strides.matrix(to, task.batch, task.head) + key * strides.row + column, sum);
+}

@@ -1,0 +1,234 @@
+// The forward pass with the matrix instructions and the copy engine of compute capability 9.0: one thread copies tiles, groups of
+// four warps multiply 64 queries each. The products of a tile of keys overlap with the softmax of the tile before it, within a
+// group and between the groups, which take turns (Shah et al. 2024, arXiv:2407.08608).
+#pragma once
+
+#include "copies.cuh"
+#include "schedule.cuh"
+
+// How far a maximum may lie above the base of the weights, in powers of two, before the base is raised: most tiles raise nothing.
+constexpr float HEADROOM = 8.0f;
+
+// The weights of two rows a thread: their base, times scale / ln 2, and the thread's share of their sums.
+struct RowWeights {
+    float base[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+
+    // Turns products into weights 2^(scale product - base). Returns whether a base was raised in this warp, and what earlier results
+    // are multiplied with then.
+    template <int N> __device__ __forceinline__ bool weigh(float (&scores)[N], float (&correction)[2], float scale) {
+        float top[2] = {scores[0], scores[2]};
+#pragma unroll
+        for (int i = 1; i < N; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], scores[i]);
+        const bool raises =
+            __any_sync(ALL_LANES, !(top[0] * scale <= base[0] + HEADROOM && top[1] * scale <= base[1] + HEADROOM));
+        if (raises) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float x = fmaxf(top[r], __shfl_xor_sync(ALL_LANES, top[r], 1));
+                x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+                const float raised = fmaxf(base[r], x * scale);
+                correction[r] = exp2_fast(base[r] - raised);
+                base[r] = raised;
+                sum[r] *= correction[r];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) scores[i] = exp2_fast(fmaf(scores[i], scale, -base[i / 2 % 2]));
+        float more[2] = {scores[0] + scores[1], scores[2] + scores[3]};
+#pragma unroll
+        for (int i = 4; i < N; i++) more[i / 2 % 2] += scores[i];
+        sum[0] += more[0], sum[1] += more[1];
+        return raises;
+    }
+};
+
+// Tiles of 64 GROUPS queries and KEYS keys, of which two are in shared memory.
+template <typename T, int D, int KEYS, int GROUPS> struct HopperForward {
+    static constexpr int ROWS = 64 * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
+    static constexpr int GROUP_BYTES = tile_bytes<D>(64), TILE_BYTES = tile_bytes<D>(KEYS);
+    static constexpr int Q_BYTES = GROUPS * GROUP_BYTES, K = 2 * Q_BYTES, V = K + 2 * TILE_BYTES, O = V + 2 * TILE_BYTES,
+                         BARRIERS = O + Q_BYTES, SHARED = BARRIERS + 12 * 8;
+    // Barriers of two tiles of each kind: that they are there; that they may be overwritten.
+    static constexpr int Q_FULL = BARRIERS, K_FULL = Q_FULL + 16, V_FULL = K_FULL + 16, Q_EMPTY = V_FULL + 16,
+                         K_EMPTY = Q_EMPTY + 16, V_EMPTY = K_EMPTY + 16;
+    // Named barriers: the groups' turns, and those of each group alone.
+    static constexpr int TURN = 1, ALONE = 1 + GROUPS;
+
+    const AttentionForwardMaps &maps;
+    const AttentionShape &shape;
+    const Schedule &schedule;
+    uint32_t shared;
+
+    __device__ __forceinline__ Task task(const Span &span) const {
+        return Task(span.item, ceil_divide(shape.queries, ROWS), shape);
+    }
+
+    __device__ __forceinline__ void init() const {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < 6; i++) barrier_init(shared + BARRIERS + i * 8, 1), barrier_init(shared + Q_EMPTY + i * 8, GROUPS);
+            barriers_publish();
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void copy() const {
+        Walk walk(schedule);
+        Span span;
+        Ring<2> tile, ring;
+        while (walk.next(schedule, span)) {
+            const Task task = this->task(span);
+            const uint32_t q_full = shared + Q_FULL + tile.stage * 8, q = shared + tile.stage * Q_BYTES;
+            barrier_wait(shared + Q_EMPTY + tile.stage * 8, tile.parity ^ 1);
+            barrier_expect(q_full, Q_BYTES);
+            for (int group = 0; group < GROUPS; group++)
+                fetch_rows<D, 64, 64>(q + group * GROUP_BYTES, maps.q, q_full, task.tile * ROWS + group * 64, task);
+            tile.advance();
+            // The last keys come first: only they may be fewer than a tile.
+            for (uint32_t step = span.end; step-- > span.begin; ring.advance()) {
+                const uint32_t at = ring.stage * TILE_BYTES, barrier = ring.stage * 8;
+                barrier_wait(shared + K_EMPTY + barrier, ring.parity ^ 1);
+                barrier_expect(shared + K_FULL + barrier, TILE_BYTES);
+                fetch_rows<D, KEYS, KEYS>(shared + K + at, maps.k, shared + K_FULL + barrier, step * KEYS, task);
+                barrier_wait(shared + V_EMPTY + barrier, ring.parity ^ 1);
+                barrier_expect(shared + V_FULL + barrier, TILE_BYTES);
+                fetch_rows<D, KEYS, KEYS>(shared + V + at, maps.v, shared + V_FULL + barrier, step * KEYS, task);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void release(uint32_t barrier) const {
+        if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
+    }
+
+    // The groups multiply in turns, so that one computes weights while another multiplies.
+    __device__ __forceinline__ void take_turn(int group) const { group_sync(TURN + group, 2 * WARPGROUP); }
+    __device__ __forceinline__ void give_turn(int group) const {
+        group_arrive(TURN + (group + 1 == GROUPS ? 0 : group + 1), 2 * WARPGROUP);
+    }
+
+    __device__ __forceinline__ void work(float *log_sums, float *parts) const {
+        const int group = warpgroup();
+        const float scale = static_cast<float>(shape.scale) * LOG2_E;
+        Walk walk(schedule);
+        Span span;
+        // Keys are ahead of values.
+        Ring<2> tile, keys, values;
+        if (group == GROUPS - 1) give_turn(group);
+        while (walk.next(schedule, span)) {
+            float scores[KEYS / 2], result[D / 2] = {};
+            RowWeights rows;
+            float correction[2];
+            const uint32_t q = shared + tile.stage * Q_BYTES + group * GROUP_BYTES;
+            barrier_wait(shared + Q_FULL + tile.stage * 8, tile.parity);
+            barrier_wait(shared + K_FULL + keys.stage * 8, keys.parity);
+            begin_products();
+            multiply_rows<T, D, 64, KEYS>(scores, q, shared + K + keys.stage * TILE_BYTES);
+            end_products();
+            wait_for_products<0>();
+            products_are_ready(scores);
+            release(K_EMPTY + keys.stage * 8);
+            keys.advance();
+            if (span.end * KEYS > shape.keys) {
+                const uint32_t key = (span.end - 1) * KEYS + threadIdx.x % 4 * 2;
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; i++)
+                    if (key + i / 4 * 8 + i % 2 >= shape.keys) scores[i] = -INFINITY;
+            }
+            rows.weigh(scores, correction, scale);
+            for (uint32_t step = span.begin + 1; step < span.end; step++) {
+                uint32_t weights[KEYS / 16][4];
+                narrow_sums<T>(weights, scores);
+                barrier_wait(shared + K_FULL + keys.stage * 8, keys.parity);
+                take_turn(group);
+                begin_products();
+                multiply_rows<T, D, 64, KEYS>(scores, q, shared + K + keys.stage * TILE_BYTES);
+                end_products();
+                barrier_wait(shared + V_FULL + values.stage * 8, values.parity);
+                add_weighted<T, KEYS>(result, weights, shared + V + values.stage * TILE_BYTES);
+                end_products();
+                give_turn(group);
+                wait_for_products<1>();
+                products_are_ready(scores);
+                release(K_EMPTY + keys.stage * 8);
+                keys.advance();
+                const bool raises = rows.weigh(scores, correction, scale);
+                wait_for_products<0>();
+                products_are_ready(result);
+                release(V_EMPTY + values.stage * 8);
+                values.advance();
+                if (raises) {
+#pragma unroll
+                    for (int i = 0; i < D / 2; i++) result[i] *= correction[i / 2 % 2];
+                }
+            }
+            release(Q_EMPTY + tile.stage * 8);
+            tile.advance();
+            uint32_t weights[KEYS / 16][4];
+            narrow_sums<T>(weights, scores);
+            barrier_wait(shared + V_FULL + values.stage * 8, values.parity);
+            begin_products();
+            add_weighted<T, KEYS>(result, weights, shared + V + values.stage * TILE_BYTES);
+            end_products();
+            wait_for_products<0>();
+            products_are_ready(result);
+            release(V_EMPTY + values.stage * 8);
+            values.advance();
+            finish(span, group, rows, result, log_sums, parts);
+        }
+        if (threadIdx.x % WARPGROUP == 0) stores_are_done();
+    }
+
+    __device__ __forceinline__ void finish(const Span &span, int group, RowWeights &rows, float (&result)[D / 2], float *log_sums,
+                                           float *parts) const {
+        const int lane = threadIdx.x % WARP, row = group * 64 + threadIdx.x / WARP % 4 * 16 + lane / 4;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            rows.sum[r] += __shfl_xor_sync(ALL_LANES, rows.sum[r], 1);
+            rows.sum[r] += __shfl_xor_sync(ALL_LANES, rows.sum[r], 2);
+        }
+        if (span.is_part) {
+            // A part: the sums of its rows, then their bases, then their results.
+            float *part = parts + uint64_t(span.slot) * (ROWS * (D + 2));
+            if (lane % 4 == 0) {
+#pragma unroll
+                for (int r = 0; r < 2; r++) part[row + 8 * r] = rows.sum[r], part[ROWS + row + 8 * r] = rows.base[r];
+            }
+            write_sums(part + 2 * ROWS + group * 64 * D, D, result);
+            return;
+        }
+        const Task task = this->task(span);
+        const uint32_t first = task.tile * ROWS;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            if (lane % 4 == 0 && first + row + 8 * r < shape.queries)
+                log_sums[uint64_t(task.index) * shape.queries + first + row + 8 * r] = rows.base[r] * LN_2 + logf(rows.sum[r]);
+            const float share = 1.0f / rows.sum[r];
+#pragma unroll
+            for (int i = 0; i < D / 4; i++) result[i / 2 * 4 + i % 2 + 2 * r] *= share;
+        }
+        const uint32_t staged = shared + O + group * GROUP_BYTES;
+        const bool stores = threadIdx.x % WARPGROUP == 0;
+        if (stores) stores_have_read();
+        group_sync(ALONE + group, WARPGROUP);
+        uint32_t narrow[D / 16][4];
+        narrow_sums<T>(narrow, result);
+        write_narrow<64>(staged, narrow);
+        publish_to_products();
+        group_sync(ALONE + group, WARPGROUP);
+        if (stores) {
+            store_rows<D, 64>(maps.o, staged, first + group * 64, task);
+            stores_commit();
+        }
+    }
+
+    __device__ __forceinline__ void run(float *log_sums, float *parts) const {
+        init();
+        if (int(threadIdx.x) >= GROUPS * WARPGROUP) {
+            registers_fewer<GROUPS == 2 ? 40 : 32>();
+            if (int(threadIdx.x) == GROUPS * WARPGROUP) copy();
+        } else {
+            registers_more<GROUPS == 2 ? 232 : 160>();
+            work(log_sums, parts);
+        }
+    }
+};

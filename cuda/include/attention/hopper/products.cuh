@@ -1,0 +1,147 @@
+// Products of warpgroups, started and waited for one by one (PTX `wgmma`), and the tiles that they read.
+//
+// A tile lies in shared memory as panels of 64 columns, each row after row of 128 bytes, as the copy engine writes it with its
+// 128-byte swizzle. Accumulators are distributed as those of `mma.sync`, warp by warp: with g = lane / 4 and t = lane % 4, a
+// thread has of rows 16 warp + g and 16 warp + g + 8 the columns 8 n + 2 t and 8 n + 2 t + 1, in `sum[4 n]` to `sum[4 n + 3]`.
+#pragma once
+
+#include "../mma.cuh"
+
+constexpr int WARPGROUP = 128;
+
+// A number that is the same for the whole warp, in a form that tells the compiler so: descriptors made of it need no vector registers.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(ALL_LANES, x, 0); }
+
+// A descriptor's upper half: 128-byte swizzle, groups of eight rows 1024 bytes apart.
+constexpr uint32_t DESCRIPTOR = 1u << 30 | 1024 >> 4;
+
+// The lower half for a tile that is summed over its rows, whose next 64 columns begin `panel` bytes later.
+__device__ __forceinline__ uint32_t across_rows(uint32_t address, uint32_t panel) {
+    return uniform(panel >> 4 << 16 | (address & 0x3ffff) >> 4);
+}
+
+// The same for a tile whose rows are summed over their columns.
+__device__ __forceinline__ uint32_t along_rows(uint32_t address) { return across_rows(address, 16); }
+
+// The same for what begins `bytes` later.
+__device__ __forceinline__ uint32_t later(uint32_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+
+#define SUM_8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SUM_32(d, i) SUM_8(d, i), SUM_8(d, i + 8), SUM_8(d, i + 16), SUM_8(d, i + 24)
+#define SUM_64(d, i) SUM_32(d, i), SUM_32(d, i + 32)
+#define REGISTERS_32                                                                                                               \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "    \
+    "%26, %27, %28, %29, %30, %31}"
+#define REGISTERS_64                                                                                                               \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "    \
+    "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "     \
+    "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+
+// multiply_first, multiply_next: sum = a b and sum += a b, with (64, 16) `a` and (16, columns) `b` in shared memory. A_ACROSS, B_ACROSS:
+// whether the operand's tile is summed over its rows.
+// multiply_held: sum += a b with `a` in registers and `b` summed over its rows.
+#define HOPPER_PRODUCTS(type, dtype, columns, SUMS, REGISTERS, A, B, C, D, E, F)                                                   \
+    template <int A_ACROSS, int B_ACROSS>                                                                                          \
+    __device__ __forceinline__ void multiply_first(type, float (&sum)[columns / 2], uint32_t a, uint32_t b) {                      \
+        asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, 0, 0;\n"                                               \
+                     "mov.b64 a, {%" A ", %" C "};\nmov.b64 b, {%" B ", %" C "};\n"                                                \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." dtype "." dtype " " REGISTERS ", a, b, add, 1, 1, %" D\
+                     ", %" E ";\n}"                                                                                                \
+                     : SUMS(sum, 0)                                                                                                \
+                     : "r"(a), "r"(b), "r"(DESCRIPTOR), "n"(A_ACROSS), "n"(B_ACROSS));                                             \
+    }                                                                                                                              \
+    template <int A_ACROSS, int B_ACROSS>                                                                                          \
+    __device__ __forceinline__ void multiply_next(type, float (&sum)[columns / 2], uint32_t a, uint32_t b) {                       \
+        asm volatile("{\n.reg .b64 a, b;\nmov.b64 a, {%" A ", %" C "};\nmov.b64 b, {%" B ", %" C "};\n"                            \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." dtype "." dtype " " REGISTERS ", a, b, 1, 1, 1, %" D  \
+                     ", %" E ";\n}"                                                                                                \
+                     : SUMS(sum, 0)                                                                                                \
+                     : "r"(a), "r"(b), "r"(DESCRIPTOR), "n"(A_ACROSS), "n"(B_ACROSS));                                             \
+    }                                                                                                                              \
+    __device__ __forceinline__ void multiply_held(type, float (&sum)[columns / 2], const uint32_t (&a)[4], uint32_t b) {           \
+        asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%" E ", %" F "};\n"                                                             \
+                     "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." dtype "." dtype " " REGISTERS                         \
+                     ", {%" A ", %" B ", %" C ", %" D "}, b, 1, 1, 1, 1;\n}"                                                       \
+                     : SUMS(sum, 0)                                                                                                \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(DESCRIPTOR));                                       \
+    }
+
+HOPPER_PRODUCTS(__half, "f16", 64, SUM_32, REGISTERS_32, "32", "33", "34", "35", "36", "37")
+HOPPER_PRODUCTS(__half, "f16", 128, SUM_64, REGISTERS_64, "64", "65", "66", "67", "68", "69")
+HOPPER_PRODUCTS(__nv_bfloat16, "bf16", 64, SUM_32, REGISTERS_32, "32", "33", "34", "35", "36", "37")
+HOPPER_PRODUCTS(__nv_bfloat16, "bf16", 128, SUM_64, REGISTERS_64, "64", "65", "66", "67", "68", "69")
+
+// Keeps the compiler from using accumulators before they have been waited for.
+template <int N> __device__ __forceinline__ void products_are_ready(float (&sum)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i])::"memory");
+}
+
+// The same number, of which the compiler does not know that: it computes what depends on it where it is used, instead of keeping it
+// in registers throughout a loop.
+__device__ __forceinline__ uint32_t unknown(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// sum = a bᵀ, (64, N) of 64 rows of a tile of `A_ROWS` rows and N rows of a tile of `B_ROWS` rows, over D columns.
+template <typename T, int D, int A_ROWS, int B_ROWS, int N>
+__device__ __forceinline__ void multiply_rows(float (&sum)[N], uint32_t a, uint32_t b) {
+    const uint32_t left = along_rows(a), right = along_rows(b);
+    multiply_first<0, 0>(T(), sum, left, right);
+#pragma unroll
+    for (int k = 1; k < D / 16; k++) {
+        const uint32_t column = k % 4 * 32;
+        multiply_next<0, 0>(T(), sum, later(left, k / 4 * A_ROWS * ROW_BYTES + column),
+                                    later(right, k / 4 * B_ROWS * ROW_BYTES + column));
+    }
+}
+
+// sum += weights x, with 16 STEPS rows `x` of a tile of `ROWS` rows.
+template <typename T, int ROWS, int STEPS, int N>
+__device__ __forceinline__ void add_weighted(float (&sum)[N], const uint32_t (&weights)[STEPS][4], uint32_t x) {
+    const uint32_t right = across_rows(x, ROWS * ROW_BYTES);
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) multiply_held(T(), sum, weights[k], later(right, k * 16 * ROW_BYTES));
+}
+
+// Accumulators, narrowed, as the left operand of products over their columns.
+template <typename T, int N> __device__ __forceinline__ void narrow_sums(uint32_t (&narrow)[N / 8][4], const float (&sum)[N]) {
+#pragma unroll
+    for (int k = 0; k < N / 8; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) narrow[k][i] = pair<T>(sum[8 * k + 2 * i], sum[8 * k + 2 * i + 1]);
+}
+
+// Writes narrowed accumulators to 64 rows of a tile of `ROWS` rows.
+template <int ROWS, int STEPS> __device__ __forceinline__ void write_narrow(uint32_t rows, const uint32_t (&narrow)[STEPS][4]) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
+    const uint32_t first = unknown(rows + chunk_offset<ROWS>(warp * 16 + lane % 16, lane / 16));
+#pragma unroll
+    for (int k = 0; k < STEPS; k++)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(step_columns<ROWS>(first, k)),
+                     "r"(narrow[k][0]), "r"(narrow[k][1]), "r"(narrow[k][2]), "r"(narrow[k][3])
+                     : "memory");
+}
+
+// The warpgroup of this thread.
+__device__ __forceinline__ int warpgroup() { return int(uniform(threadIdx.x / WARPGROUP)); }
+
+// A barrier of some of the block's threads.
+__device__ __forceinline__ void group_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void group_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Writes accumulators to rows of f32 in global memory, `width` apart.
+template <int N> __device__ __forceinline__ void write_sums(float *to, int width, const float (&sum)[N]) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
+    to += (warp * 16 + lane / 4) * width + lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < N / 4; n++) {
+        *reinterpret_cast<float2 *>(to + n * 8) = make_float2(sum[4 * n], sum[4 * n + 1]);
+        *reinterpret_cast<float2 *>(to + n * 8 + 8 * width) = make_float2(sum[4 * n + 2], sum[4 * n + 3]);
+    }
+}

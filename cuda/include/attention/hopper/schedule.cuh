@@ -1,0 +1,69 @@
+// How the blocks of a launch, one on each multiprocessor, share its work.
+//
+// An item (a tile of queries in the forward pass, a tile of keys in the backward pass) takes `steps` steps, one for each tile on
+// the other side. The first `whole` items go to one block each, in rounds: block b takes items b, b + blocks, b + 2 blocks and so
+// on. The steps of the others, fewer than there are blocks, follow one another in one row of which every block takes an equal
+// part, so that all end at the same time; what several blocks compute of such an item is summed by a later kernel.
+#pragma once
+
+#include "../shape.cuh"
+
+// Steps `begin` to `end` of an item, by one block. `slot` is where a part is left; `time` counts the block's steps before it.
+struct Span {
+    uint32_t item, begin, end, slot, time;
+    bool is_part;
+};
+
+// Passed by value.
+struct Schedule {
+    uint32_t items, steps, whole, blocks;
+
+    // The steps of all items that are split.
+    __device__ __forceinline__ uint32_t rest() const { return (items - whole) * steps; }
+    // The first of a block's steps among them, and the block that a step belongs to.
+    __device__ __forceinline__ uint32_t start(uint32_t block) const { return block * rest() / blocks; }
+    __device__ __forceinline__ uint32_t owner(uint32_t step) const { return ((step + 1) * blocks - 1) / rest(); }
+
+    // How many steps a block has done before it comes to a step of an item.
+    __device__ __forceinline__ uint32_t time(uint32_t item, uint32_t step) const {
+        if (item < whole) return item / blocks * steps + step;
+        const uint32_t place = (item - whole) * steps + step;
+        return whole / blocks * steps + place - start(owner(place));
+    }
+
+    // The first block that computes a part of a split item, and the number of its blocks.
+    __device__ __forceinline__ uint32_t first_block(uint32_t item, uint32_t &count) const {
+        const uint32_t place = (item - whole) * steps, first = owner(place);
+        count = owner(place + steps - 1) - first + 1;
+        return first;
+    }
+    // The slot of an item's part by a block: of a block's two items the second.
+    __device__ __forceinline__ uint32_t slot(uint32_t item, uint32_t block) const {
+        return 2 * block + (start(block) / steps != item - whole);
+    }
+};
+
+// A block's way through its work.
+struct Walk {
+    uint32_t item = blockIdx.x, place, end, time = 0;
+
+    __device__ __forceinline__ explicit Walk(const Schedule &schedule)
+        : place(schedule.start(blockIdx.x)), end(schedule.start(blockIdx.x + 1)) {}
+
+    __device__ __forceinline__ bool next(const Schedule &schedule, Span &span) {
+        const uint32_t steps = schedule.steps;
+        if (item < schedule.whole) {
+            span = {item, 0, steps, 0, time, false};
+            item += schedule.blocks;
+        } else if (place < end) {
+            const uint32_t index = place / steps, begin = place - index * steps;
+            span = {schedule.whole + index, begin, min(steps, begin + end - place), 0, time, true};
+            span.slot = schedule.slot(span.item, blockIdx.x);
+            place += span.end - begin;
+        } else {
+            return false;
+        }
+        time += span.end - span.begin;
+        return true;
+    }
+};

@@ -1,0 +1,77 @@
+// The copy engine of compute capability 9.0 and the barriers in shared memory that count its bytes.
+#pragma once
+
+#include <cstdint>
+
+// The structure that the driver's cuTensorMapEncode functions fill.
+struct alignas(64) TensorMap {
+    uint64_t opaque[16];
+};
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers known to the copy engine and the cluster.
+__device__ __forceinline__ void barriers_publish() {
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+
+// Arrives, and announces bytes that the phase waits for besides.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at a barrier of this block.
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+
+// Arrives at the same barrier of block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier, int rank) {
+    asm volatile("{\n.reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
+                 "r"(rank)
+                 : "memory");
+}
+
+// Waits for the end of a phase, of which the copy engine and threads of this block are a part; CLUSTER: threads of other blocks too.
+template <bool CLUSTER = false> __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t done = 0;
+    while (done == 0) {
+        if constexpr (CLUSTER)
+            asm volatile("{\n.reg .pred done;\n"
+                         "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+                         "selp.u32 %0, 1, 0, done;\n}\n"
+                         : "=r"(done)
+                         : "r"(barrier), "r"(parity)
+                         : "memory");
+        else
+            asm volatile("{\n.reg .pred done;\n"
+                         "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                         "selp.u32 %0, 1, 0, done;\n}\n"
+                         : "=r"(done)
+                         : "r"(barrier), "r"(parity)
+                         : "memory");
+    }
+}
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+    return rank;
+}
+
+// Waits for all threads of the cluster's blocks.
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+
+// Takes registers from the warps that only copy (at most 168 each at the start, see the kernels' launch bounds).
+template <int COUNT> __device__ __forceinline__ void registers_more() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void registers_fewer() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(COUNT));
+}

@@ -1,0 +1,84 @@
+// The attention of attention.cu on compute capability 9.0, forward and backward (for sm_90a alone): for f16 and bf16, widths of queries
+// and values that are equal and a multiple of 8 up to 64 (w64) or 128 (w128), pointers and strides of 16 bytes, a scale above 0, at least
+// one query and one key, no mask, not causal. Tensors, strides and log_sums as there.
+//
+// Work is shared by `Schedule` (include/attention/hopper/schedule.cuh): `blocks` is the number of multiprocessors, `whole` all items, or
+// the largest multiple of `blocks` among them: then the others are split. Items and steps:
+//   forward: ceil(queries / R) batch heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
+//   backward: ceil(keys / 128) batch heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
+// Splitting costs about as much as five steps. steps * blocks * blocks is below 2^32.
+//
+// `maps`: 16-bit elements, dimensions (width, rows, heads, batch), boxes of (64, rows, 1, 1) with the rows that the structures name,
+// element strides 1, no interleave, 128-byte swizzle, zeros outside (FLOAT_OOB_FILL_NONE).
+#include "../include/attention/hopper/finish.cuh"
+
+#define BY_VALUE const __grid_constant__
+#define ENTRY(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
+
+// attention_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums of whole items; of each part of a split item, in
+// parts (2 blocks, R (width + 2)) with width = 64 or 128, sums, bases and results. parts may be null if no item is split.
+// Grid (blocks), 512 threads (w64) or 384 (w128). Dynamic shared memory: w64 139360 bytes, w128 229472.
+#define FORWARD(w, dtype, type, groups)                                                                                            \
+    ENTRY((groups + 1) * WARPGROUP)                                                                                                \
+    attention_hopper_forward_w##w##_##dtype(float *log_sums, float *parts, BY_VALUE AttentionForwardMaps maps,                     \
+                                            BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {                           \
+        extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
+        HopperForward<type, w, 128, groups>{maps, shape, schedule, shared_address(shared)}.run(log_sums, parts);                   \
+    }
+
+// attention_hopper_sum_w{64,128}_{f16,bf16}: o and log_sums of split items from their parts.
+// Grid ((items - whole) (R width / 2048)) with width = 64 or 128, 256 threads. No dynamic shared memory.
+#define SUM(w, dtype, type, groups)                                                                                                \
+    ENTRY(FINISH_THREADS)                                                                                                          \
+    attention_hopper_sum_w##w##_##dtype(type *o, float *log_sums, const float *parts, BY_VALUE Strides o_strides,                  \
+                                        BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {                               \
+        sum_results<type, w, 64 * groups>(o, log_sums, parts, o_strides, shape, schedule);                                         \
+    }
+
+// attention_hopper_statistics_w{64,128}_{f16,bf16}: statistics (batch, heads, steps, 2, M) from o, d_o and log_sums; turns (batch,
+// heads, steps) become zero.
+// Grid (batch heads steps) with the backward pass' steps, 256 threads. No dynamic shared memory.
+#define STATISTICS(w, dtype, type, m)                                                                                              \
+    ENTRY(FINISH_THREADS)                                                                                                          \
+    attention_hopper_statistics_w##w##_##dtype(const type *o, const type *d_o, const float *log_sums, float *statistics,           \
+                                               uint32_t *turns, BY_VALUE Strides o_strides, BY_VALUE Strides do_strides,           \
+                                               BY_VALUE AttentionShape shape) {                                                    \
+        backward_statistics<type, w, m>(o, d_o, log_sums, statistics, turns, o_strides, do_strides, shape);                        \
+    }
+
+// attention_hopper_backward_w{64,128}_{f16,bf16}: dk and dv (through their maps) of whole items; of each part of a split item, in parts
+// (2 blocks, 2, 128, width) with width = 64 or 128, dk and dv; and dq / scale in sums (batch heads steps, M width). parts may be null if
+// no item is split. The blocks wait for one another: all of them run at the same time.
+// Grid (blocks), 384 threads. Dynamic shared memory: w64 216216 bytes, w128 214680.
+#define BACKWARD(w, dtype, type, m)                                                                                                \
+    ENTRY(3 * WARPGROUP)                                                                                                           \
+    attention_hopper_backward_w##w##_##dtype(const float *statistics, float *sums, uint32_t *turns, float *parts,                  \
+                                             BY_VALUE AttentionBackwardMaps maps, BY_VALUE AttentionShape shape,                   \
+                                             BY_VALUE Schedule schedule) {                                                         \
+        extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
+        HopperBackward<type, w, m>{maps, shape, schedule, shared_address(shared)}.run(statistics, sums, turns, parts);             \
+    }
+
+// attention_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts.
+// Grid (batch heads steps + (items - whole) width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
+#define FINISH(w, dtype, type, m)                                                                                                  \
+    ENTRY(FINISH_THREADS)                                                                                                          \
+    attention_hopper_finish_w##w##_##dtype(const float *sums, const float *parts, type *dq, type *dk, type *dv,                    \
+                                           BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides, BY_VALUE Strides dv_strides,  \
+                                           BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {                            \
+        backward_finish<type, w, m>(sums, parts, dq, dk, dv, dq_strides, dk_strides, dv_strides, shape, schedule);                 \
+    }
+
+#define KERNELS(w, dtype, type, groups, m)                                                                                         \
+    static_assert(HopperForward<type, w, 128, groups>::SHARED == (w == 64 ? 139360 : 229472));                                     \
+    static_assert(HopperBackward<type, w, m>::SHARED == (w == 64 ? 216216 : 214680));                                              \
+    FORWARD(w, dtype, type, groups)                                                                                                \
+    SUM(w, dtype, type, groups)                                                                                                    \
+    STATISTICS(w, dtype, type, m)                                                                                                  \
+    BACKWARD(w, dtype, type, m)                                                                                                    \
+    FINISH(w, dtype, type, m)
+
+KERNELS(64, f16, __half, 3, 128)
+KERNELS(64, bf16, __nv_bfloat16, 3, 128)
+KERNELS(128, f16, __half, 2, 64)
+KERNELS(128, bf16, __nv_bfloat16, 2, 64)

@@ -1,0 +1,271 @@
+//! Attention on compute capability 9.0, whose copy engine loads the tiles: the host side of `attention_hopper.cu`.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::attention_hopper::{
+    ATTENTION_HOPPER_BACKWARD_W64, ATTENTION_HOPPER_BACKWARD_W128, ATTENTION_HOPPER_FINISH_W64,
+    ATTENTION_HOPPER_FINISH_W128, ATTENTION_HOPPER_FORWARD_W64, ATTENTION_HOPPER_FORWARD_W128,
+    ATTENTION_HOPPER_STATISTICS_W64, ATTENTION_HOPPER_STATISTICS_W128, ATTENTION_HOPPER_SUM_W64,
+    ATTENTION_HOPPER_SUM_W128, AttentionHopperBackwardW64 as Backward, AttentionHopperFinishW64 as Finish,
+    AttentionHopperForwardW64 as Forward, AttentionHopperStatisticsW64 as Statistics, AttentionHopperSumW64 as Sum,
+    MODULE,
+};
+use trainable_candle_cuda::structs::{
+    AttentionBackwardMaps, AttentionForwardMaps, AttentionShape, Schedule, Strides, TensorMap,
+};
+
+use super::{Attention, Heads, NO_STRIDES, Width, empty_like};
+use crate::cuda::Gpu;
+use crate::cuda::launch::{Const, Kernel, Mut, Shape, empty, input, optional_input, optional_output, output, suffix};
+use crate::cuda::tensor_map::Encoder;
+use crate::{Raw, Result};
+
+/// Fewer queries or keys leave tiles empty: the general kernels serve them as well.
+const FEWEST: u32 = 256;
+/// Keys in a tile.
+const KEYS: u32 = 128;
+/// Rows of results that are stored at once.
+const STORED: u32 = 64;
+/// How many steps the sum of split items costs.
+const SPLIT_COST: u64 = 5;
+/// Threads of the kernels beside the two passes.
+const THREADS: u32 = 256;
+
+/// What depends on the width of the kernels: tiles, threads and shared memory.
+struct Form {
+    columns: u32,
+    forward_queries: u32,
+    forward: (&'static Kernel<Forward>, u32, u32),
+    sum: &'static Kernel<Sum>,
+    backward_queries: u32,
+    statistics: &'static Kernel<Statistics>,
+    backward: (&'static Kernel<Backward>, u32),
+    finish: &'static Kernel<Finish>,
+}
+
+static W64: Form = Form {
+    columns: 64,
+    forward_queries: 192,
+    forward: (&ATTENTION_HOPPER_FORWARD_W64, 512, 139_360),
+    sum: &ATTENTION_HOPPER_SUM_W64,
+    backward_queries: 128,
+    statistics: &ATTENTION_HOPPER_STATISTICS_W64,
+    backward: (&ATTENTION_HOPPER_BACKWARD_W64, 216_216),
+    finish: &ATTENTION_HOPPER_FINISH_W64,
+};
+
+static W128: Form = Form {
+    columns: 128,
+    forward_queries: 128,
+    forward: (&ATTENTION_HOPPER_FORWARD_W128, 384, 229_472),
+    sum: &ATTENTION_HOPPER_SUM_W128,
+    backward_queries: 64,
+    statistics: &ATTENTION_HOPPER_STATISTICS_W128,
+    backward: (&ATTENTION_HOPPER_BACKWARD_W128, 214_680),
+    finish: &ATTENTION_HOPPER_FINISH_W128,
+};
+
+impl Width {
+    fn hopper(self) -> &'static Form {
+        match self {
+            Self::W64 => &W64,
+            Self::W128 => &W128,
+        }
+    }
+}
+
+/// How `blocks` blocks share items of so many steps: the items that would leave blocks idle at the end are split if that saves more than
+/// it costs.
+fn schedule(blocks: u32, items: u32, steps: u32) -> Schedule {
+    let whole = items / blocks * blocks;
+    let rounds = u64::from(items.div_ceil(blocks)) * u64::from(steps);
+    let even = (u64::from(items) * u64::from(steps)).div_ceil(u64::from(blocks));
+    let whole = if rounds > even + SPLIT_COST { whole } else { items };
+    Schedule { items, steps, whole, blocks }
+}
+
+/// Parts of split items, two a block, if there are such items.
+fn parts(op: &'static str, gpu: &Gpu, schedule: &Schedule, values: u32) -> Result<Option<Raw>> {
+    let dims = [2 * schedule.blocks as usize, values as usize];
+    (schedule.whole < schedule.items).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
+}
+
+/// A map of the matrices of heads, of which so many rows are copied at once.
+fn map(encoder: &Encoder, heads: &Heads, sizes: &AttentionShape, rows: u32, at_once: u32) -> Result<TensorMap> {
+    let Strides { batch, head, row } = heads.strides;
+    // The stride of a dimension of one element has no meaning, but must not be zero.
+    let distance = |size: u32, stride: u64| 2 * if size == 1 { row } else { stride };
+    let distances = [2 * row, distance(sizes.heads, head), distance(sizes.batch, batch)];
+    let shape = [sizes.width, rows, sizes.heads, sizes.batch].map(u64::from);
+    encoder.strided(heads.address, shape, &distances, [64, at_once, 1, 1])
+}
+
+impl Attention<'_> {
+    /// The form for operands that the general form on tensor cores takes, if this one takes them too.
+    fn hopper_form(
+        &self,
+        gpu: &Gpu,
+        sizes: &AttentionShape,
+        form: Width,
+        operands: &[&Heads],
+    ) -> Option<&'static Form> {
+        // Maps have no dimensions that are repeated.
+        let is_mapped = |heads: &&Heads| {
+            let Strides { batch, head, row } = heads.strides;
+            [(2, row), (sizes.heads, head), (sizes.batch, batch)]
+                .iter()
+                .all(|&(size, stride)| size == 1 || (1..1 << 39).contains(&stride))
+        };
+        let blocks = gpu.multiprocessors() as u64;
+        let steps = u64::from(sizes.queries.max(sizes.keys).div_ceil(64));
+        let fits = gpu.is_hopper()
+            && !MODULE.image.is_empty()
+            && sizes.is_causal == 0
+            && sizes.queries.min(sizes.keys) >= FEWEST
+            && steps * blocks * blocks <= u64::from(u32::MAX)
+            && operands.iter().all(is_mapped);
+        fits.then(|| form.hopper())
+    }
+
+    /// The result and the logarithms of the sums, unless the general kernels serve the operands.
+    pub(super) fn hopper_forward(
+        &self,
+        gpu: &Gpu,
+        sizes: &AttentionShape,
+        form: Width,
+        [q, k, v, o]: [&Heads; 4],
+        log_sums: Mut,
+    ) -> Result<bool> {
+        let (op, dtype) = (self.op, q.raw.dtype());
+        let Some(form) = self.hopper_form(gpu, sizes, form, &[q, k, v, o]) else { return Ok(false) };
+        let (queries, columns) = (form.forward_queries, form.columns);
+        let items = sizes.queries.div_ceil(queries) * sizes.batch * sizes.heads;
+        let schedule = schedule(gpu.multiprocessors() as u32, items, sizes.keys.div_ceil(KEYS));
+        let parts = parts(op, gpu, &schedule, queries * (columns + 2))?;
+        let encoder = Encoder::new(op, dtype)?;
+        let maps = AttentionForwardMaps {
+            q: map(&encoder, q, sizes, sizes.queries, STORED)?,
+            k: map(&encoder, k, sizes, sizes.keys, KEYS)?,
+            v: map(&encoder, v, sizes, sizes.keys, KEYS)?,
+            o: map(&encoder, o, sizes, sizes.queries, STORED)?,
+        };
+        let (kernel, threads, shared) = form.forward;
+        let shape = Shape { grid: [schedule.blocks, 1, 1], block: [threads, 1, 1], shared };
+        let arguments =
+            Forward { log_sums, parts: optional_output(op, parts.as_ref())?, maps, shape: *sizes, schedule };
+        // SAFETY: the maps describe the tensors, and there is a place for the parts of every block.
+        unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        if let Some(parts) = &parts {
+            let blocks = (schedule.items - schedule.whole) * (queries * columns / 2048);
+            let shape = Shape { grid: [blocks, 1, 1], block: [THREADS, 1, 1], shared: 0 };
+            let (o, parts) = ((o.output(), o.strides), input(op, parts)?);
+            let arguments = Sum { o: o.0, log_sums, parts, o_strides: o.1, shape: *sizes, schedule };
+            // SAFETY: as above.
+            unsafe { gpu.function(form.sum, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        }
+        Ok(true)
+    }
+
+    /// The gradients of q, k and v for which there is a place, unless the general kernels serve the operands.
+    pub(super) fn hopper_backward(
+        &self,
+        gpu: &Gpu,
+        sizes: &AttentionShape,
+        form: Width,
+        [q, k, v, o, grad]: [&Heads; 5],
+        log_sums: Const,
+        [dq, dk, dv]: [Option<&Heads>; 3],
+    ) -> Result<bool> {
+        let (op, dtype) = (self.op, q.raw.dtype());
+        let operands: Vec<&Heads> = [q, k, v, o, grad].into_iter().chain([dq, dk, dv].into_iter().flatten()).collect();
+        let Some(form) = self.hopper_form(gpu, sizes, form, &operands) else { return Ok(false) };
+        let (queries, columns) = (form.backward_queries, form.columns);
+        let heads = sizes.batch * sizes.heads;
+        let steps = sizes.queries.div_ceil(queries);
+        let schedule = schedule(gpu.multiprocessors() as u32, sizes.keys.div_ceil(KEYS) * heads, steps);
+        let tiles = (heads * steps) as usize;
+        let parts = parts(op, gpu, &schedule, 2 * KEYS * columns)?;
+        let statistics = empty(op, gpu, &[tiles, 2 * queries as usize], DType::F32)?;
+        let sums = empty(op, gpu, &[tiles, (queries * columns) as usize], DType::F32)?;
+        let turns = empty(op, gpu, &[tiles], DType::U32)?;
+        // The kernel writes both, wanted or not.
+        let unwanted = |like: &Heads, wanted: Option<&Heads>| -> Result<Option<Heads>> {
+            let place = || Heads::new(op, &empty_like(op, gpu, &like.raw, sizes.width as usize)?);
+            wanted.is_none().then(place).transpose()
+        };
+        let (other_dk, other_dv) = (unwanted(k, dk)?, unwanted(v, dv)?);
+        let encoder = Encoder::new(op, dtype)?;
+        let key_rows = |heads: &Heads, at_once: u32| map(&encoder, heads, sizes, sizes.keys, at_once);
+        let maps = AttentionBackwardMaps {
+            q: map(&encoder, q, sizes, sizes.queries, queries)?,
+            k: key_rows(k, KEYS)?,
+            v: key_rows(v, KEYS)?,
+            d_o: map(&encoder, grad, sizes, sizes.queries, queries)?,
+            dk: key_rows(dk.or(other_dk.as_ref()).unwrap_or(k), STORED)?,
+            dv: key_rows(dv.or(other_dv.as_ref()).unwrap_or(v), STORED)?,
+        };
+        let shape = Shape { grid: [tiles as u32, 1, 1], block: [THREADS, 1, 1], shared: 0 };
+        let arguments = Statistics {
+            o: o.input(),
+            d_o: grad.input(),
+            log_sums,
+            statistics: output(op, &statistics)?,
+            turns: output(op, &turns)?,
+            o_strides: o.strides,
+            do_strides: grad.strides,
+            shape: *sizes,
+        };
+        // SAFETY: the strides stay inside of the tensors, which are of these sizes.
+        unsafe { gpu.function(form.statistics, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        let (kernel, shared) = form.backward;
+        let shape = Shape { grid: [schedule.blocks, 1, 1], block: [384, 1, 1], shared };
+        let arguments = Backward {
+            statistics: input(op, &statistics)?,
+            sums: output(op, &sums)?,
+            turns: output(op, &turns)?,
+            parts: optional_output(op, parts.as_ref())?,
+            maps,
+            shape: *sizes,
+            schedule,
+        };
+        // SAFETY: the maps describe the tensors, there is a place for the parts of every block, and a multiprocessor for each block.
+        unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        let place =
+            |heads: Option<&Heads>| heads.map_or((Mut::NULL, NO_STRIDES), |heads| (heads.output(), heads.strides));
+        let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [place(dq), place(dk), place(dv)];
+        let blocks = tiles as u32 + (schedule.items - schedule.whole) * columns / 8;
+        let shape = Shape { grid: [blocks, 1, 1], block: [THREADS, 1, 1], shared: 0 };
+        let arguments = Finish {
+            sums: input(op, &sums)?,
+            parts: optional_input(op, parts.as_ref())?,
+            dq,
+            dk,
+            dv,
+            dq_strides,
+            dk_strides,
+            dv_strides,
+            shape: *sizes,
+            schedule,
+        };
+        // SAFETY: as above; what is not wanted is null.
+        unsafe { gpu.function(form.finish, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn items_are_split_where_that_saves_more_than_it_costs() {
+        let whole = |items, steps| schedule(132, items, steps).whole;
+        // All blocks have as much to do.
+        assert_eq!(whole(264, 36), 264);
+        // A few items would keep most blocks waiting.
+        assert_eq!(whole(1330, 35), 1320);
+        assert_eq!(whole(20, 32), 0);
+        // The sum would cost more than the wait.
+        assert_eq!(whole(640, 8), 640);
+        assert_eq!(whole(1, 1), 1);
+    }
+}

@@ -1,0 +1,49 @@
+"""Attention on the simulated device: which kernels it launches."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+ATTENTION = """
+    F = tc.nn.functional
+
+    def heads(length):
+        return tc.Var(tc.randn((2, HEADS, length, WIDTH), dtype="bf16", device="cuda"))
+
+    q, k, v = heads(QUERIES), heads(KEYS), heads(KEYS)
+    mark("forward")
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=CAUSAL)
+    mark("backward")
+    (y * y).sum().backward()
+    mark("end")
+"""
+
+
+def launches(cuda: Any, part: str, **names: Any) -> Counter[str]:
+    code = ATTENTION
+    for name, value in ({"CAUSAL": False} | names).items():
+        code = code.replace(name, str(value))
+    run = cuda.run(code)
+    assert run.of("refused") == []
+    return Counter(name for name in run.after(part).launches if name.startswith("attention"))
+
+
+@pytest.mark.parametrize(("width", "form"), [(64, "w64"), (40, "w64"), (128, "w128")])
+def test_long_sequences_take_the_kernels_of_their_gpu(cuda: Any, width: int, form: str) -> None:
+    """The simulated GPU has compute capability 9.0 and 132 multiprocessors."""
+    sizes = {"HEADS": 10, "WIDTH": width, "QUERIES": 300, "KEYS": 2500}
+    forward, backward = (launches(cuda, part, **sizes) for part in ("forward", "backward"))
+    # 40 or 60 tiles of queries, so that most multiprocessors would be idle: they share the keys.
+    assert forward == {f"attention_hopper_{name}_{form}_bf16": 1 for name in ("forward", "sum")}
+    assert backward == {
+        f"attention_hopper_{name}_{form}_bf16": 1 for name in ("statistics", "backward", "finish")
+    }
+
+
+@pytest.mark.parametrize("other", [{"CAUSAL": True}, {"KEYS": 77}, {"WIDTH": 44}])
+def test_other_attention_takes_the_general_kernels(cuda: Any, other: dict[str, Any]) -> None:
+    sizes = {"HEADS": 2, "WIDTH": 64, "QUERIES": 300, "KEYS": 300} | other
+    forward = launches(cuda, "forward", **sizes)
+    (name,) = forward
+    assert "hopper" not in name
