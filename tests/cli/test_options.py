@@ -16,6 +16,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 SAMPLES: dict[str, Any] = {
     "model": "digits",
     "weights": "w",
+    "text_encoder": ["t 1.safetensors", "t2"],
+    "vae": "ae",
     "dataset": "d",
     "output": "o",
     "resolution": 512,
