@@ -48,6 +48,9 @@ def test_a_run_from_images_to_an_adapter(
     )  # fmt: skip
     result = train_adapter(config)
     assert result.completed
+    names = tc.load_file(result.adapter_path)
+    assert all(key.startswith("transformer.") for key in names)
+    assert {key.rpartition(".lora_")[2] for key in names} == {"A.weight", "B.weight"}
     assert len(list((tmp_path / "out" / "samples").glob("*.png"))) == 2
     task = families.load(name, base, "f32", "cpu")
     before = task.draw(["a blur"], SampleOptions(steps=2, size=(32, 16)))
@@ -96,6 +99,11 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     assert expected.keys() == found.keys()
     for key, tensor in expected.items():
         np.testing.assert_array_equal(found[key].numpy(), tensor.numpy(), err_msg=key)
+
+
+def test_formats_that_no_tool_reads_are_refused(configure: Callable[..., TrainConfig]) -> None:
+    with pytest.raises(ConfigError, match="format"):
+        train_adapter(configure(format="kohya"))
 
 
 def test_settings_of_other_models_are_refused(

@@ -31,7 +31,8 @@ class FlowFamily(PipelineFamily[E]):
         group for group in GROUPS if group not in {NoisePrediction, TextEncoders, ClipSkip}
     )
     component: ClassVar[str] = "transformer"
-    formats: ClassVar[tuple[str, ...]] = ("diffusers", "peft", "kohya", "comfyui")
+    # ComfyUI and diffusers both know diffusers' names; others are not written for these models.
+    formats: ClassVar[tuple[str, ...]] = ("diffusers", "peft")
     timesteps: ClassVar[str] = "logit_normal"
     """How noise levels are drawn in training, unless the settings say it."""
     schedule: ClassVar[FlowSchedule]

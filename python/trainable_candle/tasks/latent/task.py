@@ -235,7 +235,9 @@ class LatentTask:
 
     def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
         """As `Task.adapter_file`."""
-        return adapters.file(path, self.family.config, metadata)
+        config = self.family.config
+        named = config.with_(format=config.format or self.family.formats[0])
+        return adapters.file(path, named, metadata)
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
         """Put the adapters of a file on the parts that it names, their effect times `scale`.
