@@ -1,9 +1,9 @@
 //! The table of pipelines: one entry for each family.
 
 use serde_json::{Map, Value};
-use trainable_candle_io::adapter_file::BaseModel;
+use trainable_candle_io::adapter_file::{BaseModel, readers as tools};
 
-use super::{AdapterNames, Part, Pipeline, Role, Section};
+use super::{AdapterNames, Part, Pipeline, Role, Section, readers};
 use crate::clip::{self, Activation, CLIPTextConfig};
 use crate::digits::{self, DigitsConfig};
 use crate::flux::{self, FluxConfig};
@@ -103,7 +103,11 @@ static SDXL: Pipeline = Pipeline {
             }],
             fits: any,
             published: || UNetConfig::default().to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_unet",
+                comfyui: Some("diffusion_model"),
+                readers: readers::UNET,
+            }),
         },
         Part {
             role: Role::Autoencoder,
@@ -126,7 +130,11 @@ static SDXL: Pipeline = Pipeline {
             }],
             fits: |config| !projects(config),
             published: || CLIPTextConfig::default().to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_te1", comfyui: Some("text_encoders.clip_l.transformer") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_te1",
+                comfyui: Some("text_encoders.clip_l.transformer"),
+                readers: readers::TEXT_ENCODER,
+            }),
         },
         // OpenCLIP ViT-bigG; the refiner, which has this encoder alone, counts from 0.
         Part {
@@ -140,7 +148,11 @@ static SDXL: Pipeline = Pipeline {
             }],
             fits: projects,
             published: big_g,
-            adapter: Some(AdapterNames { kohya: "lora_te2", comfyui: Some("text_encoders.clip_g.transformer") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_te2",
+                comfyui: Some("text_encoders.clip_g.transformer"),
+                readers: readers::TEXT_ENCODER,
+            }),
         },
     ],
 };
@@ -171,7 +183,7 @@ static SD3: Pipeline = Pipeline {
             ],
             fits: any,
             published: || SD3Config::default().to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model") }),
+            adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model"), readers: readers::SD3 }),
         },
         Part {
             role: Role::Autoencoder,
@@ -193,7 +205,11 @@ static SD3: Pipeline = Pipeline {
             }],
             fits: projects,
             published: || CLIPTextConfig { projection_dim: Some(768), ..CLIPTextConfig::default() }.to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_te1", comfyui: Some("text_encoders.clip_l.transformer") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_te1",
+                comfyui: Some("text_encoders.clip_l.transformer"),
+                readers: readers::TEXT_ENCODER,
+            }),
         },
         Part {
             role: Role::TextEncoder,
@@ -206,7 +222,11 @@ static SD3: Pipeline = Pipeline {
             }],
             fits: projects,
             published: big_g,
-            adapter: Some(AdapterNames { kohya: "lora_te2", comfyui: Some("text_encoders.clip_g.transformer") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_te2",
+                comfyui: Some("text_encoders.clip_g.transformer"),
+                readers: readers::TEXT_ENCODER,
+            }),
         },
         t5_part("text_encoder_3"),
     ],
@@ -234,7 +254,11 @@ static FLUX: Pipeline = Pipeline {
             ],
             fits: any,
             published: || FluxConfig::default().to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_unet",
+                comfyui: Some("diffusion_model"),
+                readers: readers::FLUX,
+            }),
         },
         Part {
             role: Role::Autoencoder,
@@ -256,7 +280,11 @@ static FLUX: Pipeline = Pipeline {
             }],
             fits: |config| !projects(config),
             published: || CLIPTextConfig::default().to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_te1", comfyui: Some("text_encoders.clip_l.transformer") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_te1",
+                comfyui: Some("text_encoders.clip_l.transformer"),
+                readers: readers::TEXT_ENCODER,
+            }),
         },
         t5_part("text_encoder_2"),
     ],
@@ -276,7 +304,7 @@ static DIGITS: Pipeline = Pipeline {
         sections: &[],
         fits: any,
         published: || DigitsConfig::default().to_json(),
-        adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: None }),
+        adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: None, readers: tools::UNKNOWN }),
     }],
 };
 
