@@ -379,12 +379,17 @@ class AdapterFile:
 @final
 class AdapterModule:
     """
-    One module of an adapter file.
+    One layer's adapter in a file; a module that holds those of several layers is there once for each.
     """
     @property
     def alpha(self, /) -> float | None:
         """
         The numerator of the scale; None if the file does not have it beside the parameters.
+        """
+    @property
+    def changed_by(self, /) -> dict[str, str]:
+        """
+        Tools that apply it, but not as it was trained, and why.
         """
     @property
     def fault(self, /) -> str | None:
@@ -451,6 +456,11 @@ class AdapterReport:
     def remarks(self, /) -> list[str]:
         """
         Remarks about the header.
+        """
+    @property
+    def tools(self, /) -> list[str]:
+        """
+        The programs that the report is about.
         """
 
 @final
@@ -3795,11 +3805,11 @@ def verify_adapter(
     weights: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
 ) -> AdapterReport:
     """
-    Match an adapter file against a model's layers as ComfyUI, diffusers and A1111 do.
+    Match an adapter file against a model's layers as ComfyUI, diffusers and other programs do.
 
     Args:
         path: the file.
-        model: "sdxl".
+        model: the family, "sdxl", "sd3" or "flux".
         weights: the model's files, if its sizes differ from the published ones; only their headers are read.
 
     Raises:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 BAD: Final = 1
 """Exit status for a file of which ComfyUI does not apply every module."""
 
-_TOOLS: Final = ("ComfyUI", "diffusers", "A1111")
 _SHOWN: Final = 20
 
 
@@ -52,22 +51,15 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
         every: whether to list every module.
     """
     modules = report.modules
+    names = {module.module for module in modules}
     sorts = Counter((m.kind or "unknown", m.rank, f"{m.scale:g}") for m in modules)
-    text = [f"{path}: {len(modules)} modules"]
+    held = f" with the adapters of {len(modules)} layers" if len(modules) > len(names) else ""
+    text = [f"{path}: {len(names)} modules{held}"]
     text += [
         f"  {count} x {kind}, rank {rank}, scale {scale}"
         for (kind, rank, scale), count in sorts.most_common(_SHOWN)
     ]
-    for tool in _TOOLS:
-        ignored = Counter(m.ignored_by[tool] for m in modules if tool in m.ignored_by)
-        missing = sum(m.layer is None for m in modules)
-        if missing:
-            ignored["the model has no such layer"] = missing
-        wrong_size = sum(_misfit(m) and tool not in m.ignored_by for m in modules)
-        if wrong_size:
-            ignored["its shapes or values do not fit the layer"] = wrong_size
-        why = "".join(f"; {count} not: {reason}" for reason, count in ignored.items())
-        text.append(f"  {tool} applies {len(modules) - ignored.total()}{why}")
+    text += [f"  {_applied(tool, modules)}" for tool in report.tools]
     wrong = [f"  {m.module}: {fault}" for m in modules if (fault := _fault(m))]
     wrong += [f"  {key}: no parameter of an adapter" for key in report.others]
     if wrong:
@@ -85,6 +77,24 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
         ]
     text.append("good: ComfyUI applies all of it" if report.good else "not good")
     return text
+
+
+def _applied(tool: str, modules: Sequence[AdapterModule]) -> str:
+    """How many adapters a program applies as they were trained, and why not the others."""
+    ignored = Counter(m.ignored_by[tool] for m in modules if tool in m.ignored_by)
+    missing = sum(m.layer is None for m in modules)
+    if missing:
+        ignored["the model has no such layer"] = missing
+    wrong_size = sum(_misfit(m) and tool not in m.ignored_by for m in modules)
+    if wrong_size:
+        ignored["its shapes or values do not fit the layer"] = wrong_size
+    changed = Counter(
+        m.changed_by[tool] for m in modules if tool in m.changed_by and not _misfit(m)
+    )
+    whole = len(modules) - ignored.total() - changed.total()
+    parts = [f"; {count} in part: {reason}" for reason, count in changed.items()]
+    parts += [f"; {count} not: {reason}" for reason, count in ignored.items()]
+    return f"{tool} applies {whole}{''.join(parts)}"
 
 
 def _misfit(module: AdapterModule) -> bool:
@@ -105,14 +115,15 @@ def _fault(module: AdapterModule) -> str | None:
         return module.fault
     if module.zero:
         return "a factor is zero everywhere: it has no effect"
-    return module.ignored_by.get("ComfyUI")
+    return module.ignored_by.get("ComfyUI") or module.changed_by.get("ComfyUI")
 
 
 def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Show which modules of an adapter file ComfyUI, diffusers and A1111 would apply.\n"
+        "Show which modules of an adapter file ComfyUI, diffusers, kohya's sd-scripts, peft and\n"
+        "others would apply, wholly or in part.\n"
         "The exit status is 0 if ComfyUI applies all of them, 1 if not.",
         "FILE [options]",
     )

@@ -10,7 +10,7 @@ use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::error::Result;
 
-/// One module of an adapter file.
+/// One layer's adapter in a file; a module that holds those of several layers is there once for each.
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct AdapterModule {
     /// Its name in the file.
@@ -31,11 +31,15 @@ pub struct AdapterModule {
     fault: Option<String>,
     /// Tools that leave it out, and why.
     ignored_by: BTreeMap<&'static str, &'static str>,
+    /// Tools that apply it, but not as it was trained, and why.
+    changed_by: BTreeMap<&'static str, &'static str>,
 }
 
 /// How other tools read an adapter file.
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct AdapterReport {
+    /// The programs that the report is about.
+    tools: Vec<&'static str>,
     /// Every module, by name.
     modules: Vec<Py<AdapterModule>>,
     /// Keys that are not parameters of an adapter.
@@ -46,11 +50,11 @@ pub struct AdapterReport {
     good: bool,
 }
 
-/// Match an adapter file against a model's layers as ComfyUI, diffusers and A1111 do.
+/// Match an adapter file against a model's layers as ComfyUI, diffusers and other programs do.
 ///
 /// Args:
 ///     path: the file.
-///     model: "sdxl".
+///     model: the family, "sdxl", "sd3" or "flux".
 ///     weights: the model's files, if its sizes differ from the published ones; only their headers are read.
 ///
 /// Raises:
@@ -63,22 +67,16 @@ pub fn verify_adapter(py: Python<'_>, path: FilePath, model: &str, weights: Opti
     let (path, weights) = (path.get(OP)?, weights.map(|weights| weights.get(OP)).transpose()?);
     let report = detached(py, || io::verify_adapter(&path, &Pipeline::find(model)?.outlines(weights.as_deref())?))?;
     let good = report.is_good();
+    let tools = report.tools.iter().map(|tool| tool.name()).collect();
     let modules = report
         .modules
         .into_iter()
         .map(|m| {
-            let ignored_by = m.ignored_by.into_iter().map(|(tool, reason)| (name(tool), reason)).collect();
+            let named = |by: Vec<(Tool, &'static str)>| by.into_iter().map(|(tool, why)| (tool.name(), why)).collect();
+            let (ignored_by, changed_by) = (named(m.ignored_by), named(m.changed_by));
             let io::ModuleReport { module, layer, kind, rank, alpha, scale, zero, fault, .. } = m;
-            Py::new(py, AdapterModule { module, layer, kind, rank, alpha, scale, zero, fault, ignored_by })
+            Py::new(py, AdapterModule { module, layer, kind, rank, alpha, scale, zero, fault, ignored_by, changed_by })
         })
         .collect::<PyResult<_>>()?;
-    Ok(AdapterReport { modules, others: report.others, remarks: report.remarks, good })
-}
-
-const fn name(tool: Tool) -> &'static str {
-    match tool {
-        Tool::ComfyUi => "ComfyUI",
-        Tool::Diffusers => "diffusers",
-        Tool::A1111 => "A1111",
-    }
+    Ok(AdapterReport { tools, modules, others: report.others, remarks: report.remarks, good })
 }

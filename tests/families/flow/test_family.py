@@ -101,9 +101,21 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
         np.testing.assert_array_equal(found[key].numpy(), tensor.numpy(), err_msg=key)
 
 
-def test_formats_that_no_tool_reads_are_refused(configure: Callable[..., TrainConfig]) -> None:
-    with pytest.raises(ConfigError, match="format"):
-        train_adapter(configure(format="kohya"))
+@pytest.mark.parametrize("format", ["kohya", "comfyui"])
+def test_other_formats_hold_the_same_adapter(
+    name: str, base: Path, configure: Callable[..., TrainConfig], tmp_path: Path, format: str
+) -> None:
+    runs = [
+        train_adapter(configure(steps=1, output=str(tmp_path / str(given)), format=given))
+        for given in (None, format)
+    ]
+    sets = []
+    for run in runs:
+        model = tc.models.load(base / "transformer", dtype="f32")
+        sets.append(model.load_adapter(run.adapter_path).named_parameters())
+    assert sets[0].keys() == sets[1].keys()
+    for key, var in sets[0].items():
+        np.testing.assert_allclose(sets[1][key].numpy(), var.numpy(), rtol=1e-6, err_msg=key)
 
 
 def test_settings_of_other_models_are_refused(

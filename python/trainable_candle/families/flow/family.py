@@ -31,8 +31,8 @@ class FlowFamily(PipelineFamily[E]):
         group for group in GROUPS if group not in {NoisePrediction, TextEncoders, ClipSkip}
     )
     component: ClassVar[str] = "transformer"
-    # ComfyUI and diffusers both know diffusers' names; others are not written for these models.
-    formats: ClassVar[tuple[str, ...]] = ("diffusers", "peft")
+    # ComfyUI and diffusers both know diffusers' names, with the scale in the factors.
+    formats: ClassVar[tuple[str, ...]] = ("diffusers", "comfyui", "kohya", "peft")
     timesteps: ClassVar[str] = "logit_normal"
     """How noise levels are drawn in training, unless the settings say it."""
     schedule: ClassVar[FlowSchedule]

@@ -1,19 +1,20 @@
-//! Alphas in files with kohya's names.
+//! Scales and alphas in files.
 //!
-//! diffusers 0.42 looks up the alphas of attention's projections in such files under names that no layer has, and takes the
-//! most common alpha of the part instead. A file therefore has one alpha for each part: the factors of layers that were trained
-//! with another one are multiplied by the quotient, which every tool reads alike.
+//! diffusers 0.42 looks up the alphas of attention's projections under kohya's names of a UNet under names that no layer has, and takes
+//! the most common alpha of the part instead. Such a file therefore has one alpha for each part; where `ComfyUI` and diffusers know the
+//! same names and look for alphas in different places, every scale is 1; and layers of one module have one scale. The up factor is
+//! multiplied by the quotient, which every tool reads alike, and the header keeps the alphas that were trained with.
 
 use std::collections::{BTreeMap, HashMap};
 
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_nn::adapter::{AdaptedLayer, LayerValues};
 
-/// Entry of the metadata with the alphas that layers were trained with, by module, where a file has others.
+/// Entry of the metadata with the alphas that layers were trained with, by diffusers' names, where a file has others.
 pub(super) const TRAINED: &str = "trainable_candle.alphas";
 
-/// The factor that is multiplied.
-const UP: &str = "lora_B.weight";
+/// The factors that are multiplied, of the kinds that have one.
+const UPS: [&str; 2] = ["lora_B.weight", "hada_w1_a"];
 
 /// The alpha of a layer: its scale is alpha / rank.
 pub(super) fn of(layer: &AdaptedLayer<'_>) -> f64 {
@@ -43,28 +44,30 @@ pub(super) fn common(layers: &[AdaptedLayer<'_>]) -> Option<f64> {
     most_common(layers.iter().filter(|_| plain).map(of))
 }
 
-/// Multiply a factor so that the layer has the same effect with `common` as with its own alpha.
-pub(super) fn to_common(layer: &mut AdaptedLayer<'_>, common: f64) -> Result<()> {
-    let quotient = of(layer) / common;
-    for (name, value) in &mut layer.parameters {
-        if *name == UP {
-            *value = value.mul_scalar(quotient)?;
-        }
-    }
-    layer.settings.scale = common / layer.settings.rank as f64;
+/// Multiply a factor so that the layer has the same effect with the scale `scale` as with its own. A kind without such a factor keeps
+/// its scale.
+pub(super) fn rescale(layer: &mut AdaptedLayer<'_>, scale: f64) -> Result<()> {
+    let quotient = layer.settings.scale / scale;
+    let Some((_, value)) = layer.parameters.iter_mut().find(|(name, _)| UPS.contains(name)) else { return Ok(()) };
+    *value = value.mul_scalar(quotient)?;
+    layer.settings.scale = scale;
     Ok(())
 }
 
-/// The alphas that modules were trained with, where the file has others.
+/// The alphas that layers were trained with, where the file has others.
 pub(super) fn trained(metadata: &HashMap<String, String>) -> BTreeMap<String, f64> {
     metadata.get(TRAINED).and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
 }
 
-/// Undo [`to_common`].
+/// Undo [`rescale`].
 pub(super) fn to_trained(values: &mut LayerValues, rank: usize, alpha: f64) -> Result<()> {
     let scale = alpha / rank as f64;
     let quotient = values.scale / scale;
-    if let Some(up) = values.parameters.get_mut(UP).filter(|_| quotient.is_finite() && quotient != 0.0) {
+    if !quotient.is_finite() || quotient == 0.0 {
+        return Ok(());
+    }
+    let Some(name) = UPS.iter().find(|name| values.parameters.contains_key(**name)) else { return Ok(()) };
+    if let Some(up) = values.parameters.get_mut(*name) {
         *up = Tensor::to_dtype(up, DType::F32)?.mul_scalar(quotient)?;
         values.scale = scale;
     }

@@ -11,15 +11,16 @@ use super::{AdapterFormat, PartNames, alpha, peft};
 pub(super) const CONFIGURATION: &str = "lora_adapter_metadata";
 
 /// The entries that tools read: kohya's minimum (A1111 needs it to recognise SDXL), modelspec 1.0.1, and in the formats of
-/// diffusers and peft the configuration, from which they take alphas.
+/// diffusers and peft the configuration, from which they take alphas; not where the factors have the scale in them (`folds`).
 pub(super) fn entries(
     format: AdapterFormat,
+    folds: bool,
     parts: &[(&PartNames, &AdapterSet, Vec<AdaptedLayer<'_>>)],
     title: &str,
 ) -> BTreeMap<String, String> {
     let mut entries = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     let mut add = |name: &str, value: String| entries.insert(name.to_owned(), value);
-    if let AdapterFormat::Diffusers | AdapterFormat::Peft = format {
+    if format == AdapterFormat::Peft || format == AdapterFormat::Diffusers && !folds {
         let mut config = Map::new();
         for (names, set, layers) in parts {
             for (field, value) in peft::configuration(set, layers) {

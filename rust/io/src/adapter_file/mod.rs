@@ -4,22 +4,28 @@
 //! its layers; reading accepts every style that is known, whatever the format.
 
 mod alpha;
+mod fused;
 mod magnitude;
 mod metadata;
 mod modules;
 mod names;
 mod peft;
+mod places;
 mod read;
+pub mod readers;
+mod style;
 mod verify;
 mod write;
 
 use std::str::FromStr;
 
 pub use modules::adapter_keys;
-pub use names::{BaseModel, Original, PartNames, Style};
+pub use names::{BaseModel, Original, PartNames};
 pub use read::{PartLayers, attach_adapter, load_adapter, read_adapters};
+pub use readers::{Known, Reader, Tool};
+pub use style::Style;
 use trainable_candle_core::{Error, Result};
-pub use verify::{ModuleReport, Outline, Report, Tool, verify_adapter};
+pub use verify::{ModuleReport, Outline, Report, verify_adapter};
 pub use write::{AdapterFile, SaveOptions, Saved, prepare_adapters, save_adapters};
 
 /// Whose names an adapter file carries.
@@ -27,12 +33,13 @@ pub use write::{AdapterFile, SaveOptions, Saved, prepare_adapters, save_adapters
 pub enum AdapterFormat {
     /// `lora_unet_input_blocks_4_1_….lora_down.weight` (kohya's trainers): ComfyUI, A1111 and diffusers load it.
     Kohya,
-    /// `unet.down_blocks.1.….lora_A.weight` (diffusers).
+    /// `unet.down_blocks.1.….lora_A.weight` (diffusers). Where `ComfyUI` knows these names too, the factors have the scale in them.
     Diffusers,
     /// `base_model.model.LAYER.lora_A.weight` (peft); one part. Written to a folder, it is what `PeftModel.from_pretrained` loads:
     /// `adapter_model.safetensors` and `adapter_config.json`.
     Peft,
-    /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's own names).
+    /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's own names). An adapter that cannot join others in one matrix,
+    /// as the original checkpoint has them, has diffusers' name where `ComfyUI` knows it.
     ComfyUi,
 }
 

@@ -18,6 +18,14 @@ pub(super) struct Stored {
     pub alpha: Option<f64>,
 }
 
+impl Stored {
+    /// The parameters with the scale 1.
+    pub(super) fn layer_values(&self) -> LayerValues {
+        let parameters = self.parameters.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+        LayerValues { parameters, scale: 1.0 }
+    }
+}
+
 /// A file's modules by the part of the key before the parameter's name, and the keys that belong to no module.
 pub(super) struct Contents {
     pub modules: BTreeMap<String, Stored>,

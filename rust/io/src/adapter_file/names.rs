@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use super::AdapterFormat;
+use super::readers::{self, Reader, Tool};
+use super::{AdapterFormat, Style};
+use crate::form::Key;
 
 /// The base model that an adapter is for, as metadata names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,8 +17,8 @@ pub struct BaseModel {
     pub resolution: usize,
 }
 
-/// The name of a layer in the original checkpoint, if it has one.
-pub type Original = Arc<dyn Fn(&str) -> Option<String> + Send + Sync>;
+/// Where a layer is in the original checkpoint, if it is there: the layer's name, and the rows that are its own.
+pub type Original = Arc<dyn Fn(&str) -> Option<Key> + Send + Sync>;
 
 /// What tools call one part of a pipeline and its layers.
 #[derive(Clone)]
@@ -31,8 +33,10 @@ pub struct PartNames {
     pub base: Option<BaseModel>,
     /// Whether this is the part that makes pictures, not one that reads text.
     pub is_denoiser: bool,
-    /// The layers' names in original checkpoints.
+    /// The layers' places in original checkpoints.
     pub original: Original,
+    /// The programs that load its adapters.
+    pub readers: &'static [Reader],
     /// What the keys of every known part begin with, this one among them.
     pub prefixes: Arc<[String]>,
 }
@@ -47,30 +51,10 @@ impl Default for PartNames {
             base: None,
             is_denoiser: true,
             original: Arc::new(|_| None),
+            readers: readers::UNKNOWN,
             prefixes: Arc::new([]),
         }
     }
-}
-
-/// A way to write the name of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Style {
-    /// kohya's prefix and the original name with underscores.
-    KohyaOriginal,
-    /// kohya's prefix and diffusers' name with underscores.
-    Kohya,
-    /// `lycoris_` and diffusers' name with underscores (`SimpleTuner`).
-    Lycoris,
-    /// diffusers' prefix and name.
-    Diffusers,
-    /// diffusers' name with `.processor` before the projections of attention, as its first releases wrote it.
-    Processor,
-    /// `ComfyUI`'s prefix and the original name.
-    ComfyUi,
-    /// `base_model.model.` and diffusers' name.
-    Peft,
-    /// diffusers' name alone.
-    Bare,
 }
 
 const PEFT: &str = "base_model.model.";
@@ -79,8 +63,18 @@ const LYCORIS: &str = "lycoris_";
 
 impl PartNames {
     /// The format that most tools load.
-    pub const fn default_format(&self) -> AdapterFormat {
-        if self.base.is_some() { AdapterFormat::Kohya } else { AdapterFormat::Peft }
+    pub fn default_format(&self) -> AdapterFormat {
+        match self.base {
+            _ if self.folds() => AdapterFormat::Diffusers,
+            Some(_) => AdapterFormat::Kohya,
+            None => AdapterFormat::Peft,
+        }
+    }
+
+    /// Whether `ComfyUI` reads diffusers' names of every layer. The two look for the scale in different places then, so that a file
+    /// for both has it in its factors.
+    pub(super) fn folds(&self) -> bool {
+        self.is_denoiser && readers::knows_all(self.readers, Tool::ComfyUi, Style::Diffusers)
     }
 
     /// What `key` begins with, if that says which part it is of.
@@ -102,34 +96,38 @@ impl PartNames {
 
     /// The name of a layer in a style, if it has one.
     pub fn key(&self, layer: &str, style: Style) -> Option<String> {
+        self.place(layer, style).map(|place| place.key)
+    }
+
+    /// The name of the module that holds a layer in a style, and the rows of the module that are the layer's.
+    pub(super) fn place(&self, layer: &str, style: Style) -> Option<Key> {
+        let flat = || layer.replace('.', "_");
         let prefixed = |name: &str| match self.diffusers {
             "" => name.to_owned(),
             part => format!("{part}.{name}"),
         };
+        let original = |write: &dyn Fn(&str) -> String| {
+            let Key { key, form } = (self.original)(layer)?;
+            Some(Key { key: write(&key), form })
+        };
         match style {
-            Style::KohyaOriginal => Some(format!("{}_{}", self.kohya, (self.original)(layer)?.replace('.', "_"))),
-            Style::Kohya => Some(format!("{}_{}", self.kohya, layer.replace('.', "_"))),
-            Style::Lycoris => self.is_denoiser.then(|| format!("{LYCORIS}{}", layer.replace('.', "_"))),
+            Style::KohyaOriginal => return original(&|name| format!("{}_{}", self.kohya, name.replace('.', "_"))),
+            Style::ComfyUi => {
+                let prefix = self.comfyui?;
+                return original(&|name| format!("{prefix}.{name}"));
+            }
+            Style::Kohya => Some(format!("{}_{}", self.kohya, flat())),
+            Style::OneTrainer => self.is_denoiser.then(|| format!("lora_{}_{}", self.diffusers, flat())),
+            Style::Lycoris => self.is_denoiser.then(|| format!("{LYCORIS}{}", flat())),
             Style::Diffusers => Some(prefixed(layer)),
             Style::Processor => {
                 let name = layer.contains(".to_").then(|| layer.replace(".to_", ".processor.to_"))?;
                 Some(prefixed(name.strip_suffix("to_out.0").map_or(&*name, |_| &name[..name.len() - 2])))
             }
-            Style::ComfyUi => Some(format!("{}.{}", self.comfyui?, (self.original)(layer)?)),
+            Style::ComfyUiOwn => self.comfyui.map(|prefix| format!("{prefix}.{layer}")),
             Style::Peft => Some(format!("{PEFT}{layer}")),
             Style::Bare => Some(layer.to_owned()),
         }
+        .map(Key::plain)
     }
-
-    /// Every style in which files may name a layer, the likeliest first.
-    pub(super) const STYLES: [Style; 8] = [
-        Style::KohyaOriginal,
-        Style::Kohya,
-        Style::Diffusers,
-        Style::ComfyUi,
-        Style::Peft,
-        Style::Lycoris,
-        Style::Processor,
-        Style::Bare,
-    ];
 }

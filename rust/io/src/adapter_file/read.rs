@@ -1,6 +1,6 @@
 //! Reading adapter files of any format.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use trainable_candle_core::{DType, Error, Result, Tensor};
@@ -8,7 +8,9 @@ use trainable_candle_nn::adapter::{AdapterSet, LayerValues};
 use trainable_candle_nn::{Base, Layer};
 
 use super::modules::{Contents, Stored, non_finite};
-use super::{PartNames, Style, alpha, magnitude, peft};
+use super::places::places;
+use super::{PartNames, Style, alpha, fused, magnitude, peft};
+use crate::form::Form;
 
 /// A part that a file may hold adapters for.
 #[derive(Clone, Copy)]
@@ -17,24 +19,6 @@ pub struct PartLayers<'a> {
     pub names: &'a PartNames,
     /// Its layers.
     pub layers: &'a [(String, Layer<'a>)],
-}
-
-/// What a module's name means: the part, the layer and the style of the name.
-pub(super) type Place<'a> = (usize, &'a str, Style);
-
-/// Every name under which a file may have a layer.
-pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str>)>) -> HashMap<String, Place<'a>> {
-    let mut places = HashMap::new();
-    for (index, (names, layers)) in parts.enumerate() {
-        for layer in layers {
-            for style in PartNames::STYLES {
-                if let Some(key) = names.key(layer, style) {
-                    places.entry(key).or_insert((index, layer, style));
-                }
-            }
-        }
-    }
-    places
 }
 
 /// The adapters that the file at `path`, or peft's in that folder, has for each of `parts`, under the layers' own names. Modules of
@@ -51,21 +35,26 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     let mut found: Vec<BTreeMap<String, LayerValues>> = parts.iter().map(|_| BTreeMap::new()).collect();
     let mut lost: Vec<&String> = Vec::new();
     for (module, stored) in &contents.modules {
-        let Some(&(part, layer, _)) = places.get(module) else {
+        let Some(place) = places.get(module) else {
             lost.push(module);
             continue;
         };
-        let base = parts[part].layers.iter().find(|(name, _)| name == layer).map(|(_, l)| l.base());
-        let Some(base) = base else { continue };
-        let configured = || contents.configured_scale(parts[part].names.diffusers, layer);
-        let values = values(stored, &base, divided, trained.get(module).copied(), configured)
-            .map_err(|e| Error::weights(path, format!("{module}: {e}")))?;
-        if let Some(name) = non_finite(&values)? {
-            let cure = "the training that made the file has diverged, or the file is damaged";
-            return Err(Error::weights(path, format!("{module}.{name} has non-finite elements; {cure}")));
-        }
-        if found[part].insert(layer.to_owned(), values).is_some() {
-            return Err(Error::weights(path, format!("the layer {layer} is in the file under two names")));
+        let part = &parts[place.part];
+        for &(layer, form) in &place.layers {
+            let base = part.layers.iter().find(|(name, _)| name == layer).map(|(_, l)| l.base());
+            let Some(base) = base else { continue };
+            let wrong = |e: Error| Error::weights(path, format!("{module}: {e}"));
+            let Some(own) = own(stored, form, base.rows()).map_err(wrong)? else { continue };
+            let configured = || contents.configured_scale(part.names.diffusers, layer);
+            let alpha = part.names.key(layer, Style::Diffusers).and_then(|key| trained.get(&key).copied());
+            let values = values(&own, &base, divided, alpha, configured).map_err(wrong)?;
+            if let Some(name) = non_finite(&values)? {
+                let cure = "the training that made the file has diverged, or the file is damaged";
+                return Err(Error::weights(path, format!("{module}.{name} has non-finite elements; {cure}")));
+            }
+            if found[place.part].insert(layer.to_owned(), values).is_some() {
+                return Err(Error::weights(path, format!("the layer {layer} is in the file under two names")));
+            }
         }
     }
     let part_prefix = |key: &str| parts.first().and_then(|part| part.names.prefix_of(key));
@@ -117,6 +106,18 @@ fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> Str
         "the model has no layer for {lost} of the file's {modules} modules ({}); the adapter is for another model",
         list(wrong)
     )
+}
+
+/// The adapter of the layer of `rows` rows that has this place in a module; none if the module leaves it as it is.
+pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Stored>> {
+    let all = form.stored_shape(&[rows]).first().copied().unwrap_or(rows);
+    let Some(parameters) = fused::split(&stored.parameters, form, all)? else { return Ok(None) };
+    let mut own = Stored { parameters, alpha: stored.alpha };
+    let (rank, of) = (own.layer_values().rank()?, stored.layer_values().rank()?);
+    if let Some(alpha) = own.alpha.as_mut().filter(|_| rank > 0) {
+        *alpha *= rank as f64 / of as f64;
+    }
+    Ok(Some(own))
 }
 
 /// The adapter of one layer under peft's names.

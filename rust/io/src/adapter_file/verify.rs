@@ -6,9 +6,11 @@ use std::path::Path;
 use trainable_candle_core::{DType, Result};
 use trainable_candle_nn::adapter::LayerValues;
 
-use super::modules::{Contents, non_finite};
-use super::read::{Place, places};
-use super::{PartNames, Style, alpha};
+use super::modules::{Contents, Stored, non_finite};
+use super::places::{Place, places};
+use super::readers::{AlphaAt, Found, Outcome, Tool};
+use super::{PartNames, Style, alpha, read};
+use crate::form::Form;
 
 /// A part of a model without its weights: what tools call it, and its layers with the shapes of their weights in files.
 pub struct Outline {
@@ -18,18 +20,7 @@ pub struct Outline {
     pub layers: BTreeMap<String, Vec<usize>>,
 }
 
-/// A program that loads adapters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tool {
-    /// ComfyUI, by its key maps (`comfy/lora.py`).
-    ComfyUi,
-    /// diffusers' pipelines, by their conversion of kohya's names.
-    Diffusers,
-    /// AUTOMATIC1111's web UI and its descendants.
-    A1111,
-}
-
-/// One module of a file.
+/// One layer's adapter in a file. A module that holds those of several layers is reported once for each.
 pub struct ModuleReport {
     /// The name in the file, before the parameters'.
     pub module: String,
@@ -49,10 +40,14 @@ pub struct ModuleReport {
     pub fault: Option<String>,
     /// Tools that leave it out, and why.
     pub ignored_by: Vec<(Tool, &'static str)>,
+    /// Tools that apply it, but not as it was trained, and why.
+    pub changed_by: Vec<(Tool, &'static str)>,
 }
 
 /// What other tools would make of a file.
 pub struct Report {
+    /// The programs that the report is about, in the order of the parts' tables.
+    pub tools: Vec<Tool>,
     /// Every module in the order of names.
     pub modules: Vec<ModuleReport>,
     /// Keys that are not parameters of an adapter.
@@ -70,70 +65,102 @@ impl Report {
                 m.layer.is_some()
                     && m.fault.is_none()
                     && !m.zero
-                    && !m.ignored_by.iter().any(|(tool, _)| *tool == Tool::ComfyUi)
+                    && !m.ignored_by.iter().chain(&m.changed_by).any(|(tool, _)| *tool == Tool::ComfyUi)
             })
     }
 }
 
-/// Match the file at `path` against the parts of a model as `ComfyUI`, diffusers and A1111 do.
+/// Match the file at `path` against the parts of a model as the programs in their tables do.
 ///
 /// # Errors
 /// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if it is not a safetensors file.
 pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
-    let mixes = mixes_kohya_names(contents.modules.keys().filter_map(|m| places.get(m)).map(|(_, _, style)| *style));
+    let mixes = mixes_kohya_names(contents.modules.keys().filter_map(|m| places.get(m)).map(|place| place.style));
     let mut modules = Vec::new();
     for (module, stored) in &contents.modules {
-        let values = LayerValues {
-            parameters: stored.parameters.iter().map(|(n, t)| ((*n).to_owned(), t.clone())).collect(),
-            scale: 1.0,
+        let Some(place) = places.get(module) else {
+            modules.push(described(module, stored)?);
+            continue;
         };
-        let (kind, rank) = (values.kind().ok(), values.rank().unwrap_or(0));
-        let place = places.get(module);
-        let configured =
-            place.and_then(|&(part, layer, _)| contents.configured_scale(parts[part].names.diffusers, layer));
-        let scale = match stored.alpha {
-            _ if rank == 0 => 1.0,
-            Some(alpha) => alpha / rank as f64,
-            None => configured.unwrap_or(1.0),
-        };
-        let mut fault = kind.is_none().then(|| "its parameters do not form a complete adapter".to_owned());
-        let mut zero = false;
-        for (name, value) in &stored.parameters {
-            let factor = !name.contains("magnitude") && *name != "dora_scale";
-            let elements = value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?;
-            zero |= factor && elements.iter().all(|x| *x == 0.0);
-        }
-        if let Some(name) = non_finite(&values)? {
-            fault.get_or_insert(format!("{name} has non-finite elements"));
-        }
-        if let Some(&(part, layer, _)) = place {
-            let shape = &parts[part].layers[layer];
-            if let (None, Some(wrong)) = (&fault, misfit(&values, shape)) {
-                fault = Some(wrong);
+        let part = &parts[place.part];
+        for &(layer, form) in &place.layers {
+            let mut report = match read::own(stored, form, part.layers[layer][0]) {
+                Ok(None) => continue,
+                Ok(Some(own)) => {
+                    let mut report = described(module, &own)?;
+                    report.fault = report.fault.or_else(|| misfit(&own.layer_values(), &part.layers[layer]));
+                    report
+                }
+                // Without all of its parameters it is of no kind, and belongs to all of the module's layers.
+                Err(error) => {
+                    let mut report = described(module, stored)?;
+                    report.fault.get_or_insert(error.to_string());
+                    report
+                }
+            };
+            let configured = contents.configured_scale(part.names.diffusers, layer);
+            let alpha_at = match (stored.alpha, configured) {
+                _ if report.rank == 0 => AlphaAt::Nowhere,
+                (Some(_), _) if report.scale != 1.0 => AlphaAt::Beside,
+                (None, Some(scale)) if scale != 1.0 => AlphaAt::Configuration,
+                _ => AlphaAt::Nowhere,
+            };
+            if let (None, Some(scale), 1..) = (stored.alpha, configured, report.rank) {
+                report.scale = scale;
             }
+            report.layer = Some(part.names.key(layer, Style::Diffusers).unwrap_or_else(|| layer.to_owned()));
+            let magnitude = ["dora_scale", "lora_magnitude_vector.weight"];
+            let found = Found {
+                layer,
+                style: place.style,
+                kind: report.kind.unwrap_or_default(),
+                magnitude: magnitude.into_iter().find(|name| stored.parameters.contains_key(name)),
+                alpha: alpha_at,
+            };
+            read_by(&part.names, &found, mixes, &mut report);
+            modules.push(report);
         }
-        modules.push(ModuleReport {
-            module: module.clone(),
-            layer: place.map(|&(part, layer, _)| {
-                parts[part].names.key(layer, Style::Diffusers).unwrap_or_else(|| layer.to_owned())
-            }),
-            kind: kind.map(|kind| kind.name),
-            rank,
-            alpha: stored.alpha,
-            scale,
-            zero,
-            fault,
-            ignored_by: place.map_or_else(Vec::new, |&(part, layer, style)| {
-                ignored_by(&parts[part].names, layer, style, kind.map_or("", |kind| kind.name), &values, mixes)
-            }),
-        });
     }
     let mut remarks = remarks(&contents, parts);
     remarks.extend(unread_scales(&contents, &modules));
-    remarks.extend((0..parts.len()).filter_map(|part| misread_alphas(&contents, &places, part)));
-    Ok(Report { modules, others: contents.others, remarks })
+    remarks.extend((0..parts.len()).filter_map(|part| misread_alphas(&contents, &places, parts, part)));
+    let mut tools: Vec<Tool> = Vec::new();
+    for reader in parts.iter().flat_map(|part| part.names.readers) {
+        if !tools.contains(&reader.tool) {
+            tools.push(reader.tool);
+        }
+    }
+    Ok(Report { tools, modules, others: contents.others, remarks })
+}
+
+/// What the parameters of a module say by themselves.
+fn described(module: &str, stored: &Stored) -> Result<ModuleReport> {
+    let values = stored.layer_values();
+    let (kind, rank) = (values.kind().ok(), values.rank().unwrap_or(0));
+    let mut fault = kind.is_none().then(|| "its parameters do not form a complete adapter".to_owned());
+    let mut zero = false;
+    for (name, value) in &stored.parameters {
+        let factor = !name.contains("magnitude") && *name != "dora_scale";
+        let elements = value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?;
+        zero |= factor && elements.iter().all(|x| *x == 0.0);
+    }
+    if let Some(name) = non_finite(&values)? {
+        fault.get_or_insert(format!("{name} has non-finite elements"));
+    }
+    Ok(ModuleReport {
+        module: module.to_owned(),
+        layer: None,
+        kind: kind.map(|kind| kind.name),
+        rank,
+        alpha: stored.alpha,
+        scale: stored.alpha.filter(|_| rank > 0).map_or(1.0, |alpha| alpha / rank as f64),
+        zero,
+        fault,
+        ignored_by: Vec::new(),
+        changed_by: Vec::new(),
+    })
 }
 
 fn mixes_kohya_names(styles: impl Iterator<Item = Style>) -> bool {
@@ -157,51 +184,37 @@ fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
     (!fits).then(|| format!("down {:?} and up {:?} do not fit a weight {shape:?}", down.dims(), up.dims()))
 }
 
-/// The tools that leave a module out, and why.
-fn ignored_by(
-    names: &PartNames,
-    layer: &str,
-    style: Style,
-    kind: &str,
-    values: &LayerValues,
-    mixes: bool,
-) -> Vec<(Tool, &'static str)> {
-    let mut ignored = Vec::new();
-    let kohya = matches!(style, Style::KohyaOriginal | Style::Kohya);
-    let comfyui = match style {
-        Style::KohyaOriginal | Style::Kohya | Style::Lycoris | Style::ComfyUi => true,
-        // Its map has diffusers' names with `.processor` before the projections of a UNet's attention.
-        Style::Processor => names.is_denoiser,
-        Style::Diffusers => !names.is_denoiser || !layer.contains(".to_"),
-        Style::Bare => names.is_denoiser && !layer.contains(".to_"),
-        Style::Peft => false,
-    };
-    if !comfyui {
-        ignored.push((Tool::ComfyUi, "it knows no such key"));
-    } else if values.parameters.contains_key("lora_magnitude_vector.weight") {
-        ignored.push((Tool::ComfyUi, "it knows DoRA's magnitude as dora_scale only"));
+/// What each program makes of a module.
+fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut ModuleReport) {
+    for reader in names.readers {
+        let mut outcome = reader.outcome(found);
+        if mixes && reader.tool == Tool::Diffusers && found.style == Style::KohyaOriginal {
+            let why = "it leaves one of kohya's two kinds of names out where a file has both";
+            outcome = if outcome == Outcome::Whole { Outcome::Not(why) } else { outcome };
+        }
+        match outcome {
+            Outcome::Whole => {}
+            Outcome::Part(why) => report.changed_by.push((reader.tool, why)),
+            Outcome::Not(why) => report.ignored_by.push((reader.tool, why)),
+        }
     }
-    let diffusers = kohya || matches!(style, Style::Diffusers | Style::Processor);
-    if !diffusers {
-        ignored.push((Tool::Diffusers, "it knows no such key"));
-    } else if !matches!(kind, "lora" | "dora") {
-        ignored.push((Tool::Diffusers, "it loads LoRA only"));
-    } else if values.parameters.contains_key("dora_scale") {
-        ignored.push((Tool::Diffusers, "it leaves DoRA's magnitude out"));
-    } else if mixes && style == Style::KohyaOriginal {
-        ignored.push((Tool::Diffusers, "it leaves one of kohya's two kinds of names out where a file has both"));
-    }
-    if !kohya {
-        ignored.push((Tool::A1111, "it knows kohya's names only"));
-    }
-    ignored
 }
 
 /// diffusers takes the most common alpha for attention's projections under kohya's names, whatever theirs is.
-fn misread_alphas(contents: &Contents, places: &HashMap<String, Place<'_>>, part: usize) -> Option<String> {
+fn misread_alphas(
+    contents: &Contents,
+    places: &HashMap<String, Place<'_>>,
+    parts: &[Outline],
+    part: usize,
+) -> Option<String> {
+    let is_split = |layer: &String| (parts[part].names.original)(layer).is_some_and(|key| key.form != Form::Plain);
+    if parts[part].layers.keys().any(is_split) {
+        // Its converter for models whose layers are joined reads each alpha.
+        return None;
+    }
     let alphas = contents.modules.iter().filter_map(|(module, stored)| {
-        let &(_, layer, style) = places.get(module).filter(|(of, _, _)| *of == part)?;
-        let kohya = matches!(style, Style::KohyaOriginal | Style::Kohya);
+        let place = places.get(module).filter(|place| place.part == part)?;
+        let (layer, kohya) = (place.layers[0].0, matches!(place.style, Style::KohyaOriginal | Style::Kohya));
         stored.alpha.filter(|_| kohya && stored.parameters.contains_key("lora_A.weight")).map(|alpha| (layer, alpha))
     });
     let alphas: Vec<(&str, f64)> = alphas.collect();

@@ -7,8 +7,11 @@ use trainable_candle_core::raw::{host_copy, is_float};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
+use super::fused::{self, Parameters};
+use super::readers::{self, Tool};
 use super::{AdapterFormat, PartNames, Style, alpha, magnitude, metadata, peft};
 use crate::atomic::write_atomically;
+use crate::form::{Form, Key};
 use crate::tensor_writer::save_tensors;
 
 const OP: &str = "save_adapter";
@@ -35,7 +38,9 @@ pub struct Saved {
 
 /// Write the adapters of one part or several to `path`, atomically, with the metadata that tools look for. Alpha / rank is the scale
 /// that was trained with, for rsLoRA too; alphas are beside each layer, in the formats of diffusers and peft in the header. In
-/// kohya's format all LoRA layers of a part have one alpha, their factors multiplied accordingly. In peft's, a path that is a folder
+/// kohya's format all LoRA layers of a part have one alpha, their factors multiplied accordingly; in diffusers' the factors have the
+/// whole scale in them where `ComfyUI` knows the names too. Layers that are one matrix in original checkpoints are one module under
+/// their names. In peft's format, a path that is a folder
 /// or has no ending becomes a folder that `PeftModel.from_pretrained` loads: `adapter_model.safetensors` and `adapter_config.json`.
 ///
 /// # Errors
@@ -67,29 +72,48 @@ pub fn prepare_adapters(
         return Err(Error::argument(OP, "peft's files hold one part; save each by itself, or use another format"));
     }
     let mut parts = parts.iter().map(|&(names, set)| Ok((names, set, set.layers()?))).collect::<Result<Vec<_>>>()?;
-    let trained = if format == AdapterFormat::Kohya { unify_alphas(&mut parts)? } else { BTreeMap::new() };
+    let modules: Vec<Modules> =
+        parts.iter().map(|(names, _, layers)| modules(format, names, layers)).collect::<Result<_>>()?;
+    let folds = format == AdapterFormat::Diffusers && parts.iter().any(|(names, _, _)| names.folds());
+    let mut trained = BTreeMap::new();
+    for ((names, _, layers), modules) in parts.iter_mut().zip(&modules) {
+        trained.extend(rescale(format, folds, (names, layers), modules)?);
+    }
     let title = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
-    let mut entries = metadata::entries(format, &parts, &title);
+    let mut entries = metadata::entries(format, folds, &parts, &title);
     if !trained.is_empty() {
         entries.insert(alpha::TRAINED.into(), serde_json::json!(trained).to_string());
     }
     let path = &if format == AdapterFormat::Peft { peft::file_to_write(path) } else { path.to_path_buf() };
     let mut tensors = BTreeMap::new();
     let mut saved = Saved { layers: 0, zero: Vec::new() };
-    for (names, set, layers) in &parts {
-        let style = style(format, names, layers)?;
+    for ((names, set, layers), modules) in parts.iter().zip(&modules) {
         let common = peft::Common::of(set, layers);
-        for layer in layers {
-            let key = names.key(layer.name, style).ok_or_else(|| unnamed(format, layer.name))?;
-            let values = on_host(layer)?;
-            for (name, value) in file_parameters(format, names, (layer, &values), common, dtype, &mut entries)? {
-                if tensors.insert(format!("{key}.{name}"), value).is_some() {
-                    return Err(Error::argument(OP, format!("two parts have a layer {key}; save each by itself")));
+        for (key, members) in modules {
+            let mut own = Vec::new();
+            for &(form, index) in members {
+                let layer = &layers[index];
+                let values = on_host(layer)?;
+                own.push((form, file_parameters(format, (layer, &values), common, dtype, &mut entries)?));
+                saved.layers += 1;
+                if is_zero(&values)? {
+                    saved.zero.push(layer.name.to_owned());
                 }
             }
-            saved.layers += 1;
-            if is_zero(&values)? {
-                saved.zero.push(layer.name.to_owned());
+            let mut values = fused::join(own)?;
+            // To diffusers and peft an alpha is an unexpected key; both have a configuration for it, or a scale of 1.
+            if !matches!(format, AdapterFormat::Diffusers | AdapterFormat::Peft) {
+                let rank = RANKED.iter().find_map(|name| values.get(name)).map(|down| down.dims()[0]);
+                let first = &layers[members[0].1];
+                let ranked = rank.map_or_else(|| alpha::of(first), |rank| first.settings.scale * rank as f64);
+                let alpha = if peft::has_rank(first) { ranked } else { 1.0 };
+                values.insert("alpha", Tensor::new(alpha as f32, &Device::Cpu)?);
+            }
+            for (name, value) in values {
+                let ending = ending(format, names, name);
+                if tensors.insert(format!("{key}.{ending}"), value).is_some() {
+                    return Err(Error::argument(OP, format!("two parts have a layer {key}; save each by itself")));
+                }
             }
         }
     }
@@ -140,31 +164,54 @@ fn on_host<'a>(layer: &AdaptedLayer<'a>) -> Result<Vec<(&'static str, Tensor)>> 
     layer.parameters.iter().map(|(name, value)| Ok((*name, Tensor::from_raw(&host_copy(value.raw())?)))).collect()
 }
 
-/// Give each part one alpha; returns the alphas of the layers that had another, by their names in the file.
-fn unify_alphas(parts: &mut [(&PartNames, &AdapterSet, Vec<AdaptedLayer<'_>>)]) -> Result<BTreeMap<String, f64>> {
-    let mut trained = BTreeMap::new();
-    for (names, _, layers) in parts {
-        let Some(common) = alpha::common(layers) else { continue };
-        let style = style(AdapterFormat::Kohya, names, layers)?;
-        for layer in layers.iter_mut().filter(|layer| !alpha::same(alpha::of(layer), common)) {
-            trained.extend(names.key(layer.name, style).map(|key| (key, alpha::of(layer))));
-            alpha::to_common(layer, common)?;
+/// The modules of a part by their names in a file: indices of the layers, with what the module's rows are to each.
+type Modules = BTreeMap<String, Vec<(Form, usize)>>;
+
+/// Parameters whose first size is the rank, in modules of several layers.
+const RANKED: [&str; 2] = ["lora_A.weight", "hada_w1_b"];
+
+/// Give the layers the scales of the format; returns the alphas of those that had another, by diffusers' names.
+fn rescale(
+    format: AdapterFormat,
+    folds: bool,
+    (names, layers): (&PartNames, &mut [AdaptedLayer<'_>]),
+    modules: &Modules,
+) -> Result<BTreeMap<String, f64>> {
+    let mut wanted: Vec<Option<f64>> = vec![None; layers.len()];
+    let joins = modules.values().any(|members| members.iter().any(|(form, _)| *form != Form::Plain));
+    if folds {
+        wanted.fill(Some(1.0));
+    } else if let (AdapterFormat::Kohya, false, Some(common)) = (format, joins, alpha::common(layers)) {
+        for (wanted, layer) in wanted.iter_mut().zip(layers.iter()) {
+            *wanted = (!alpha::same(alpha::of(layer), common)).then(|| common / layer.settings.rank as f64);
         }
+    }
+    for members in modules.values().filter(|members| members.len() > 1) {
+        for &(_, index) in members {
+            wanted[index] = Some(layers[members[0].1].settings.scale);
+        }
+    }
+    let mut trained = BTreeMap::new();
+    for (layer, scale) in layers.iter_mut().zip(wanted) {
+        let Some(scale) = scale.filter(|scale| *scale != layer.settings.scale && *scale != 0.0) else { continue };
+        trained.extend(names.key(layer.name, Style::Diffusers).map(|key| (key, alpha::of(layer))));
+        alpha::rescale(layer, scale)?;
     }
     Ok(trained)
 }
 
-/// The style of a format. diffusers drops one half of a file that mixes kohya's two, so a part has one.
-fn style(format: AdapterFormat, names: &PartNames, layers: &[AdaptedLayer<'_>]) -> Result<Style> {
+/// The modules of a part in a format. diffusers drops one half of a file that mixes kohya's two styles, so a part has one.
+fn modules(format: AdapterFormat, names: &PartNames, layers: &[AdaptedLayer<'_>]) -> Result<Modules> {
     if format == AdapterFormat::Diffusers
         && let Some(layer) = layers.iter().find(|layer| !matches!(layer.kind.name, "lora" | "dora"))
     {
+        let instead = if names.folds() { "comfyui" } else { "kohya" };
         return Err(Error::argument(
             OP,
-            format!("diffusers does not load \"{}\" adapters; save with format \"kohya\"", layer.kind.name),
+            format!("diffusers does not load \"{}\" adapters; save with format \"{instead}\"", layer.kind.name),
         ));
     }
-    Ok(match format {
+    let style = match format {
         AdapterFormat::Kohya if layers.iter().all(|layer| (names.original)(layer.name).is_some()) => {
             Style::KohyaOriginal
         }
@@ -172,7 +219,36 @@ fn style(format: AdapterFormat, names: &PartNames, layers: &[AdaptedLayer<'_>]) 
         AdapterFormat::Diffusers => Style::Diffusers,
         AdapterFormat::Peft => Style::Peft,
         AdapterFormat::ComfyUi => Style::ComfyUi,
-    })
+    };
+    let mut modules = Modules::new();
+    for (index, layer) in layers.iter().enumerate() {
+        let Key { key, form } = names.place(layer.name, style).ok_or_else(|| unnamed(format, layer.name))?;
+        modules.entry(key).or_default().push((form, index));
+    }
+    let mut apart = Modules::new();
+    for (key, members) in &modules {
+        let held: Vec<(Form, &AdaptedLayer<'_>)> = members.iter().map(|&(form, i)| (form, &layers[i])).collect();
+        let Some(why) = fused::obstacle(&held) else { continue };
+        let own = |index: usize| names.key(layers[index].name, Style::Diffusers).unwrap_or_default();
+        if format != AdapterFormat::ComfyUi || !readers::knows_all(names.readers, Tool::ComfyUi, Style::Diffusers) {
+            let cure = if names.folds() { "comfyui" } else { "peft" };
+            return Err(Error::argument(
+                OP,
+                format!(
+                    "format \"{}\" has {} in one matrix {key}, which cannot hold this \"{}\" adapter: {why}; \
+                     save with format \"{cure}\"",
+                    format.name(),
+                    layers[members[0].1].name,
+                    layers[members[0].1].kind.name
+                ),
+            ));
+        }
+        apart.extend(members.iter().map(|&(_, index)| (own(index), vec![(Form::Plain, index)])));
+        apart.insert(key.clone(), Vec::new());
+    }
+    modules.extend(apart);
+    modules.retain(|_, members| !members.is_empty());
+    Ok(modules)
 }
 
 fn unnamed(format: AdapterFormat, layer: &str) -> Error {
@@ -182,48 +258,27 @@ fn unnamed(format: AdapterFormat, layer: &str) -> Error {
     )
 }
 
-/// The entries of one layer with the endings of the format.
+/// The parameters of one layer under peft's names, as the format has their values.
 fn file_parameters(
     format: AdapterFormat,
-    names: &PartNames,
     (layer, values): (&AdaptedLayer<'_>, &[(&'static str, Tensor)]),
     common: peft::Common,
     dtype: DType,
     entries: &mut BTreeMap<String, String>,
-) -> Result<Vec<(&'static str, Tensor)>> {
-    let undecomposed = !peft::has_rank(layer);
+) -> Result<Parameters> {
     let fold = match format {
-        _ if !undecomposed => 1.0,
+        _ if peft::has_rank(layer) => 1.0,
         AdapterFormat::Peft => common.fold(layer),
         // Other readers take the scale 1 where nothing has a rank.
         _ => layer.settings.scale,
     };
-    let mut found = Vec::new();
+    let mut found = Parameters::new();
     for (name, value) in values {
-        let own = value;
-        let value = value.to_dtype(dtype)?;
-        found.push(match (*name, format) {
-            ("lora_A.weight", AdapterFormat::Kohya) => ("lora_down.weight", value),
-            ("lora_B.weight", AdapterFormat::Kohya) => ("lora_up.weight", value),
+        let (name, value) = match (*name, format) {
             ("lora_magnitude_vector.weight", AdapterFormat::Kohya | AdapterFormat::ComfyUi) => {
-                // Of the factors as the file has them, on the device of the base.
-                let rounded = |wanted: &str| {
-                    let factor = layer.parameters.iter().find(|(name, _)| *name == wanted);
-                    let missing = || Error::argument(OP, format!("the layer {} has no {wanted}", layer.name));
-                    factor.ok_or_else(missing)?.1.detach().to_dtype(dtype)
-                };
-                let (down, up) = (rounded("lora_A.weight")?, rounded("lora_B.weight")?);
-                let growth =
-                    magnitude::growth(&layer.base, &down, &up, layer.settings.scale)?.to_device(&Device::Cpu)?;
                 entries.insert(magnitude::MARK.0.into(), magnitude::MARK.1.into());
-                let divided = own.reshape(growth.shape().clone())?.div(&growth)?;
-                let mut dims = vec![1; layer.base.weight.rank()];
-                dims[0] = layer.base.rows();
-                ("dora_scale", divided.reshape(dims)?.to_dtype(dtype)?)
+                ("dora_scale", magnitude_for_comfyui(layer, value, dtype)?)
             }
-            // transformers 5 hands text encoders' keys to the model as they are; peft completes its own name for the others.
-            ("lora_magnitude_vector.weight", AdapterFormat::Diffusers) if !names.is_denoiser => (*name, value),
-            ("lora_magnitude_vector.weight", _) => ("lora_magnitude_vector", value),
             ("dora_scale", AdapterFormat::Peft | AdapterFormat::Diffusers) => {
                 return Err(Error::argument(
                     OP,
@@ -233,17 +288,39 @@ fn file_parameters(
                     ),
                 ));
             }
-            (peft::FOLDED, _) => (peft::FOLDED, value.mul_scalar(fold)?),
-            (name, _) => (name, value),
-        });
-    }
-    // diffusers refuses a file with a key that does not contain "lora", to peft an alpha is an unexpected key; both have a
-    // configuration for it.
-    if !matches!(format, AdapterFormat::Diffusers | AdapterFormat::Peft) {
-        let alpha = if undecomposed { 1.0 } else { alpha::of(layer) };
-        found.push(("alpha", Tensor::new(alpha as f32, &Device::Cpu)?));
+            (peft::FOLDED, _) => (peft::FOLDED, value.to_dtype(dtype)?.mul_scalar(fold)?),
+            (name, _) => (name, value.to_dtype(dtype)?),
+        };
+        found.insert(name, value);
     }
     Ok(found)
+}
+
+/// A magnitude for each output as [`magnitude`] says, (out, 1) or (out, 1, 1, 1).
+fn magnitude_for_comfyui(layer: &AdaptedLayer<'_>, magnitude: &Tensor, dtype: DType) -> Result<Tensor> {
+    // Of the factors as the file has them, on the device of the base.
+    let rounded = |wanted: &str| {
+        let factor = layer.parameters.iter().find(|(name, _)| *name == wanted);
+        let missing = || Error::argument(OP, format!("the layer {} has no {wanted}", layer.name));
+        factor.ok_or_else(missing)?.1.detach().to_dtype(dtype)
+    };
+    let (down, up) = (rounded("lora_A.weight")?, rounded("lora_B.weight")?);
+    let growth = magnitude::growth(&layer.base, &down, &up, layer.settings.scale)?.to_device(&Device::Cpu)?;
+    let mut dims = vec![1; layer.base.weight.rank()];
+    dims[0] = layer.base.rows();
+    magnitude.reshape(growth.shape().clone())?.div(&growth)?.reshape(dims)?.to_dtype(dtype)
+}
+
+/// The ending of a parameter's key in a format.
+fn ending(format: AdapterFormat, names: &PartNames, name: &'static str) -> &'static str {
+    match (name, format) {
+        ("lora_A.weight", AdapterFormat::Kohya) => "lora_down.weight",
+        ("lora_B.weight", AdapterFormat::Kohya) => "lora_up.weight",
+        // transformers 5 hands text encoders' keys to the model as they are; peft completes its own name for the others.
+        ("lora_magnitude_vector.weight", AdapterFormat::Diffusers) if !names.is_denoiser => name,
+        ("lora_magnitude_vector.weight", _) => "lora_magnitude_vector",
+        _ => name,
+    }
 }
 
 /// Whether a factor is zero everywhere.

@@ -11,7 +11,7 @@ use trainable_candle_nn::{Blocks, Init, LayerNorm, Linear, Module, Visitor, Weig
 
 use super::layers::EncoderLayer;
 use super::{CLIPTextConfig, keys};
-use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
@@ -220,6 +220,6 @@ impl Model for CLIPTextModel {
 
     /// Other tools know its layers by transformers' names.
     fn original_names(&self) -> OriginalNames {
-        Arc::new(|layer| Some(layer.to_owned()))
+        Arc::new(|layer| Some(Key::plain(layer)))
     }
 }

@@ -78,6 +78,11 @@ const SINGLE: [Renaming; 8] = [
     ("proj_out", "linear2", Form::Plain),
 ];
 
+/// Where a layer is in an original checkpoint.
+pub(super) fn original_layer(layer: &str) -> Option<Key> {
+    original(&format!("{layer}.weight"))?.of_layer()
+}
+
 /// Where a parameter or layer is in an original checkpoint, without a prefix.
 fn original(name: &str) -> Option<Key> {
     let blocks = [

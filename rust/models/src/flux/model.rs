@@ -250,6 +250,6 @@ impl Model for FluxTransformer {
     }
 
     fn original_names(&self) -> OriginalNames {
-        Arc::new(|_| None)
+        Arc::new(keys::original_layer)
     }
 }

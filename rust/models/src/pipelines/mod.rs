@@ -3,6 +3,7 @@
 //! [`PIPELINES`] is the only place that knows families. Loading, saving, the recognition of files and the names in adapter files
 //! follow from it; the folder of a model ([`crate::clip`], [`crate::vae`], ...) knows its architecture alone.
 
+mod readers;
 mod recognise;
 mod table;
 
@@ -13,7 +14,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::PartNames;
-use trainable_candle_io::adapter_file::{BaseModel, Outline};
+use trainable_candle_io::adapter_file::{BaseModel, Outline, Reader};
 use trainable_candle_nn::Module;
 
 use crate::pretrained::{INDEX, Naming, class_of, read_json};
@@ -97,6 +98,8 @@ pub struct AdapterNames {
     pub kohya: &'static str,
     /// `ComfyUI`'s name: `diffusion_model`, `text_encoders.clip_l.transformer`. None if it knows no such model.
     pub comfyui: Option<&'static str>,
+    /// The programs that load its adapters.
+    pub readers: &'static [Reader],
 }
 
 /// A part and the pipeline that it belongs to.
@@ -176,7 +179,9 @@ impl Part {
         let alone = names.kohya.strip_suffix('1').map(|alone| format!("{alone}_"));
         let diffusers = Some(self.subfolder).filter(|name| !name.is_empty()).map(|name| format!("{name}."));
         let comfyui = names.comfyui.map(|name| format!("{name}."));
-        [Some(format!("{}_", names.kohya)), alone, diffusers, comfyui].into_iter().flatten().collect()
+        let named = self.role == Role::Denoiser && !self.subfolder.is_empty();
+        let onetrainer = named.then(|| format!("lora_{}_", self.subfolder));
+        [Some(format!("{}_", names.kohya)), alone, diffusers, comfyui, onetrainer].into_iter().flatten().collect()
     }
 }
 
@@ -206,6 +211,7 @@ impl Place {
             diffusers: self.part.subfolder,
             kohya: adapter.kohya,
             comfyui: adapter.comfyui,
+            readers: adapter.readers,
             is_denoiser: self.part.role == Role::Denoiser,
             base,
             original: model.original_names(),

@@ -1,9 +1,9 @@
 //! The table of pipelines: one entry for each family.
 
 use serde_json::{Map, Value};
-use trainable_candle_io::adapter_file::BaseModel;
+use trainable_candle_io::adapter_file::{BaseModel, readers as tools};
 
-use super::{AdapterNames, Part, Pipeline, Role, Section};
+use super::{AdapterNames, Part, Pipeline, Role, Section, readers};
 use crate::causal_lm::{self, CausalLMConfig};
 use crate::clip::{self, Activation, CLIPTextConfig};
 use crate::digits::{self, DigitsConfig};
@@ -104,7 +104,11 @@ static SDXL: Pipeline = Pipeline {
             }],
             fits: any,
             published: || UNetConfig::default().to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_unet",
+                comfyui: Some("diffusion_model"),
+                readers: readers::UNET,
+            }),
         },
         Part {
             role: Role::Autoencoder,
@@ -127,7 +131,11 @@ static SDXL: Pipeline = Pipeline {
             }],
             fits: |config| !projects(config),
             published: || CLIPTextConfig::default().to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_te1", comfyui: Some("text_encoders.clip_l.transformer") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_te1",
+                comfyui: Some("text_encoders.clip_l.transformer"),
+                readers: readers::TEXT_ENCODER,
+            }),
         },
         // OpenCLIP ViT-bigG; the refiner, which has this encoder alone, counts from 0.
         Part {
@@ -141,7 +149,11 @@ static SDXL: Pipeline = Pipeline {
             }],
             fits: projects,
             published: big_g,
-            adapter: Some(AdapterNames { kohya: "lora_te2", comfyui: Some("text_encoders.clip_g.transformer") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_te2",
+                comfyui: Some("text_encoders.clip_g.transformer"),
+                readers: readers::TEXT_ENCODER,
+            }),
         },
     ],
 };
@@ -172,7 +184,7 @@ static SD3: Pipeline = Pipeline {
             ],
             fits: any,
             published: || SD3Config::default().to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model") }),
+            adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model"), readers: readers::SD3 }),
         },
         Part {
             role: Role::Autoencoder,
@@ -194,7 +206,11 @@ static SD3: Pipeline = Pipeline {
             }],
             fits: projects,
             published: || CLIPTextConfig { projection_dim: Some(768), ..CLIPTextConfig::default() }.to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_te1", comfyui: Some("text_encoders.clip_l.transformer") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_te1",
+                comfyui: Some("text_encoders.clip_l.transformer"),
+                readers: readers::TEXT_ENCODER,
+            }),
         },
         Part {
             role: Role::TextEncoder,
@@ -207,7 +223,11 @@ static SD3: Pipeline = Pipeline {
             }],
             fits: projects,
             published: big_g,
-            adapter: Some(AdapterNames { kohya: "lora_te2", comfyui: Some("text_encoders.clip_g.transformer") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_te2",
+                comfyui: Some("text_encoders.clip_g.transformer"),
+                readers: readers::TEXT_ENCODER,
+            }),
         },
         t5_part("text_encoder_3"),
     ],
@@ -235,7 +255,11 @@ static FLUX: Pipeline = Pipeline {
             ],
             fits: any,
             published: || FluxConfig::default().to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_unet",
+                comfyui: Some("diffusion_model"),
+                readers: readers::FLUX,
+            }),
         },
         Part {
             role: Role::Autoencoder,
@@ -257,7 +281,11 @@ static FLUX: Pipeline = Pipeline {
             }],
             fits: |config| !projects(config),
             published: || CLIPTextConfig::default().to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_te1", comfyui: Some("text_encoders.clip_l.transformer") }),
+            adapter: Some(AdapterNames {
+                kohya: "lora_te1",
+                comfyui: Some("text_encoders.clip_l.transformer"),
+                readers: readers::TEXT_ENCODER,
+            }),
         },
         t5_part("text_encoder_2"),
     ],
@@ -277,7 +305,7 @@ static DIGITS: Pipeline = Pipeline {
         sections: &[],
         fits: any,
         published: || DigitsConfig::default().to_json(),
-        adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: None }),
+        adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: None, readers: tools::UNKNOWN }),
     }],
 };
 
@@ -295,7 +323,7 @@ static CAUSAL_LM: Pipeline = Pipeline {
         sections: &[],
         fits: any,
         published: || CausalLMConfig::default().to_json(),
-        adapter: Some(AdapterNames { kohya: "lora_lm", comfyui: None }),
+        adapter: Some(AdapterNames { kohya: "lora_lm", comfyui: None, readers: tools::UNKNOWN }),
     }],
 };
 

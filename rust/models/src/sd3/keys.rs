@@ -72,6 +72,11 @@ const INSIDE: [Renaming; 24] = [
     ("norm1_context.linear", "context_block.adaLN_modulation.1", Form::Plain),
 ];
 
+/// Where a layer of a model whose last block is `last` is in an original checkpoint.
+pub(super) fn original_layer(layer: &str, last: usize) -> Option<Key> {
+    original(&format!("{layer}.weight"), last)?.of_layer()
+}
+
 /// Where a parameter or layer of a model whose last block is `last` is in an original checkpoint, without a prefix.
 fn original(name: &str, last: usize) -> Option<Key> {
     if name == "pos_embed.pos_embed" {

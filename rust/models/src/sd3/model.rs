@@ -207,6 +207,7 @@ impl Model for SD3Transformer {
     }
 
     fn original_names(&self) -> OriginalNames {
-        Arc::new(|_| None)
+        let last = self.config.num_layers.saturating_sub(1);
+        Arc::new(move |layer| keys::original_layer(layer, last))
     }
 }

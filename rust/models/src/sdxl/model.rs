@@ -13,7 +13,7 @@ use super::blocks::{Conditions, DownBlock, MidBlock, UpBlock};
 use super::config::TIME_IDS;
 use super::{UNetConfig, keys};
 use crate::layers::{Sinusoids, TimestepEmbedding, conv3x3};
-use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
@@ -247,9 +247,6 @@ impl Model for SDXLUNet {
 
     fn original_names(&self) -> OriginalNames {
         let config = self.config.clone();
-        Arc::new(move |layer| {
-            let parameter = keys::original_name(&format!("{layer}.weight"), &config)?;
-            parameter.strip_suffix(".weight").map(str::to_owned)
-        })
+        Arc::new(move |layer| Key::plain(keys::original_name(&format!("{layer}.weight"), &config)?).of_layer())
     }
 }

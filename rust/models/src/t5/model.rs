@@ -11,7 +11,7 @@ use trainable_candle_nn::{Blocks, Init, Module, Visitor, Weights};
 
 use super::layers::{EncoderBlock, Norm, stream_dtype};
 use super::{T5Config, keys, relative};
-use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
 use crate::registry::{Model, ModelKind};
 
 const EMBEDDING: &str = "shared.weight";
@@ -143,6 +143,6 @@ impl Model for T5Encoder {
 
     /// Other tools know its layers by transformers' names.
     fn original_names(&self) -> OriginalNames {
-        Arc::new(|layer| Some(layer.to_owned()))
+        Arc::new(|layer| Some(Key::plain(layer)))
     }
 }

@@ -1,0 +1,247 @@
+//! Modules that hold the adapters of several layers: queries, keys and values as one matrix, as original checkpoints have them.
+//!
+//! The rows of such a module are those of its layers, one below the other. Factors of rank r each join into one pair of rank
+//! n r: B block by block along the diagonal, A one below the other; layers that share their A keep it. LoHa's two pairs join likewise,
+//! and a magnitude for each output is one column. What is said of all rows together (LoKr's factors, a magnitude for each input)
+//! cannot join.
+
+use std::collections::BTreeMap;
+
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_nn::adapter::AdaptedLayer;
+
+use crate::form::{Form, swapped};
+
+const OP: &str = "adapter";
+/// The parameters of one adapter under peft's names.
+pub(super) type Parameters = BTreeMap<&'static str, Tensor>;
+
+/// (out, r): each row is one output's.
+const UPS: [&str; 3] = ["lora_B.weight", "hada_w1_a", "hada_w2_a"];
+/// (r, in).
+const DOWNS: [&str; 3] = ["lora_A.weight", "hada_w1_b", "hada_w2_b"];
+/// DoRA's magnitude, for each output if it has as many elements.
+const MAGNITUDES: [&str; 2] = ["lora_magnitude_vector.weight", "dora_scale"];
+/// The factors of LoKr whose rows are the slower part of the outputs.
+const SLOW_ROWS: [&str; 2] = ["lokr_w1", "lokr_w1_a"];
+/// Those whose rows are the faster part.
+const FAST_ROWS: [&str; 2] = ["lokr_w2", "lokr_w2_a"];
+
+/// Why adapters cannot be one module, if they cannot.
+pub(super) fn obstacle(members: &[(Form, &AdaptedLayer<'_>)]) -> Option<&'static str> {
+    let [(form, first), ..] = members else { return None };
+    let Form::Rows { of, .. } = *form else {
+        let odd = |layer: &AdaptedLayer<'_>| {
+            layer.kind.name == "lokr"
+                && layer.parameters.iter().any(|(name, value)| SLOW_ROWS.contains(name) && value.dims()[0] % 2 == 1)
+        };
+        return (*form == Form::Swapped && odd(first)).then_some("the halves of its rows cannot be told apart");
+    };
+    let shares: usize = members.iter().map(|(form, _)| count(*form)).sum();
+    match first.kind.name {
+        kind if members.iter().any(|(_, layer)| layer.kind.name != kind) => Some("its layers have different adapters"),
+        "lora" | "loha" => None,
+        "dora" if first.parameters.iter().any(|(name, _)| *name == "dora_scale") => {
+            Some("DoRA has one magnitude for each input there, of all of its rows")
+        }
+        "dora" if shares < of => Some("DoRA would change the layers in it that have no adapter"),
+        "dora" => None,
+        _ => Some("it is no such product of two factors"),
+    }
+}
+
+fn count(form: Form) -> usize {
+    if let Form::Rows { count, .. } = form { count } else { 1 }
+}
+
+/// The parameters of one module that holds these layers' adapters, all of one scale.
+///
+/// # Errors
+/// [`Error::Argument`] if there is none; those of the arithmetic.
+pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
+    members.sort_by_key(|(form, _)| if let Form::Rows { first, .. } = form { *first } else { 0 });
+    let Some((form, first)) = members.first() else {
+        return Err(Error::argument(OP, "there is no layer to write"));
+    };
+    let Form::Rows { of, count, .. } = *form else {
+        return if *form == Form::Swapped { swap(first) } else { Ok(first.clone()) };
+    };
+    let mut joined = Parameters::new();
+    for name in first.keys().copied() {
+        let parts: Vec<(Form, &Tensor)> =
+            members.iter().filter_map(|(form, values)| Some((*form, values.get(name)?))).collect();
+        let all: Vec<&Tensor> = parts.iter().map(|(_, value)| *value).collect();
+        let shared = share_downs(&members)?;
+        let value = if DOWNS.contains(&name) {
+            if shared { all[0].clone() } else { Tensor::cat(&all, 0)? }
+        } else if UPS.contains(&name) {
+            diagonal(&parts, all[0].dims()[0] / count, of, shared)?
+        } else {
+            Tensor::cat(&all, 0)?
+        };
+        joined.insert(name, value);
+    }
+    Ok(joined)
+}
+
+/// Whether all layers have the same down factors.
+fn share_downs(members: &[(Form, Parameters)]) -> Result<bool> {
+    let numbers = |values: &Parameters, name: &str| match values.get(name) {
+        Some(value) => Ok(Some((value.dims().to_vec(), value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?))),
+        None => Ok::<_, Error>(None),
+    };
+    for name in DOWNS {
+        let first = numbers(&members[0].1, name)?;
+        for (_, values) in &members[1..] {
+            if numbers(values, name)? != first {
+                return Ok(false);
+            }
+        }
+    }
+    Ok(members.len() > 1)
+}
+
+/// Up factors one below the other, `unit` rows a share, in columns of their own unless they share them; zeros where a share has none.
+fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> Result<Tensor> {
+    let ranks: Vec<usize> = parts.iter().map(|(_, value)| value.dims()[1]).collect();
+    let width: usize = if shared { ranks[0] } else { ranks.iter().sum() };
+    let dtype = parts[0].1.dtype();
+    let zeros = |rows: usize, columns: usize| Tensor::zeros((rows, columns), dtype, &Device::Cpu);
+    let (mut blocks, mut row, mut column) = (Vec::new(), 0, 0);
+    for ((form, value), rank) in parts.iter().zip(&ranks) {
+        let Form::Rows { first, count, .. } = *form else { continue };
+        if value.dims()[0] != unit * count {
+            let message = format!("found {} rows of {count} shares, expected {}", value.dims()[0], unit * count);
+            return Err(Error::shape(OP, message));
+        }
+        if first > row {
+            blocks.push(zeros((first - row) * unit, width)?);
+        }
+        let rows = count * unit;
+        if shared {
+            blocks.push((*value).clone());
+        } else {
+            let (left, right) = (zeros(rows, column)?, zeros(rows, width - column - rank)?);
+            let row: Vec<&Tensor> = [&left, *value, &right].into_iter().filter(|part| part.dims()[1] > 0).collect();
+            blocks.push(Tensor::cat(&row, 1)?);
+            column += rank;
+        }
+        row = first + count;
+    }
+    if row < of {
+        blocks.push(zeros((of - row) * unit, width)?);
+    }
+    Tensor::cat(&blocks.iter().collect::<Vec<_>>(), 0)
+}
+
+/// The parameters of the layer that has these rows of a module with `rows`; none if the module leaves it as it is.
+///
+/// # Errors
+/// [`Error::Config`] if the module says something of all rows together.
+pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: usize) -> Result<Option<Parameters>> {
+    let Form::Rows { first, count, of } = form else {
+        return if form == Form::Swapped { swap(module).map(Some) } else { Ok(Some(module.clone())) };
+    };
+    let mut own = Parameters::new();
+    let slow = SLOW_ROWS.iter().find_map(|name| module.get(name)).map(|value| value.dims()[0]);
+    for (name, value) in module {
+        let height = value.dims().first().copied().unwrap_or(0);
+        let per_row = UPS.contains(name)
+            || MAGNITUDES.contains(name) && height == rows
+            || SLOW_ROWS.contains(name) && height % of == 0
+            // One row of the slower factor: the rows of the faster one are the module's.
+            || FAST_ROWS.contains(name) && slow == Some(1) && height % of == 0;
+        let of_all = MAGNITUDES.contains(name) && !per_row
+            || SLOW_ROWS.contains(name) && !per_row && slow != Some(1)
+            || FAST_ROWS.contains(name) && slow == Some(1) && !per_row;
+        if per_row && (height == 0 || height % of != 0) {
+            let message = format!("{name} has shape {:?}, expected rows in {of} equal shares", value.dims());
+            return Err(Error::shape(OP, message));
+        }
+        if of_all {
+            return Err(Error::Config(format!(
+                "{name} {:?} is of {of} layers together, which the model has one by one; train without it",
+                value.dims()
+            )));
+        }
+        own.insert(name, if per_row { form.read(value)? } else { value.clone() });
+    }
+    let Some(kept) = kept(module, (first, count, of))? else { return Ok(Some(own)) };
+    if kept.is_empty() {
+        return Ok(None);
+    }
+    for (name, value) in &mut own {
+        let dim = if UPS.contains(name) { 1 } else { 0 };
+        if UPS.contains(name) || DOWNS.contains(name) {
+            let parts: Vec<Tensor> =
+                kept.iter().map(|&(start, length)| value.narrow(dim, start, length)).collect::<Result<_>>()?;
+            *value = Tensor::cat(&parts.iter().collect::<Vec<_>>(), dim)?;
+        }
+    }
+    Ok(Some(own))
+}
+
+/// The columns of up factors, as runs (start, length), that a share uses alone, where every column is of one share: what [`join`]
+/// and kohya's trainers write. None if shares have columns in common.
+fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Result<Option<Vec<(usize, usize)>>> {
+    let Some(up) = UPS.iter().find_map(|name| module.get(name)).filter(|up| up.rank() == 2) else { return Ok(None) };
+    let (rows, rank) = (up.dims()[0], up.dims()[1]);
+    let values = up.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?;
+    let unit = (rows / of).max(1);
+    let used = |share: usize, column: usize| {
+        (share * unit..((share + 1) * unit).min(rows)).any(|row| values[row * rank + column] != 0.0)
+    };
+    let mut owners: Vec<Option<usize>> = Vec::with_capacity(rank);
+    for column in 0..rank {
+        let mut owner = None;
+        for share in (0..of).filter(|&share| used(share, column)) {
+            // Shares of one layer may have a column in common.
+            let share = if (first..first + count).contains(&share) { first } else { share };
+            if owner.is_some_and(|other| other != share) {
+                let both_others = owner != Some(first) && share != first;
+                if !both_others {
+                    return Ok(None);
+                }
+            }
+            owner = owner.or(Some(share));
+        }
+        // A column of zeros goes with the one before.
+        owners.push(owner.or_else(|| owners.last().copied().flatten()));
+    }
+    if owners.iter().all(Option::is_none)
+        || MAGNITUDES.iter().any(|name| module.contains_key(name)) && !owners.contains(&Some(first))
+    {
+        return Ok(None);
+    }
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for column in (0..rank).filter(|&column| owners[column] == Some(first)) {
+        match runs.last_mut() {
+            Some((start, length)) if *start + *length == column => *length += 1,
+            _ => runs.push((column, 1)),
+        }
+    }
+    Ok(Some(runs))
+}
+
+/// The halves of the rows exchanged.
+fn swap(values: &Parameters) -> Result<Parameters> {
+    let slow = SLOW_ROWS.iter().find_map(|name| values.get(name)).map(|value| value.dims()[0]);
+    values
+        .iter()
+        .map(|(name, value)| {
+            let height = value.dims().first().copied().unwrap_or(0);
+            let own = UPS.contains(name)
+                || MAGNITUDES.contains(name) && height > 1
+                || SLOW_ROWS.contains(name) && height % 2 == 0
+                || FAST_ROWS.contains(name) && slow == Some(1) && height % 2 == 0;
+            let odd = SLOW_ROWS.contains(name) && height > 1 || own;
+            if odd && (height == 0 || height % 2 == 1) {
+                return Err(Error::shape(
+                    OP,
+                    format!("{name} has shape {:?}, expected two halves of rows", value.dims()),
+                ));
+            }
+            Ok((*name, if own { swapped(value)? } else { value.clone() }))
+        })
+        .collect()
+}

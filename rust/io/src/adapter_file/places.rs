@@ -1,0 +1,34 @@
+//! Which layers a module of a file is for.
+
+use std::collections::HashMap;
+
+use super::{PartNames, Style};
+use crate::form::{Form, Key};
+
+/// What a module's name means.
+pub(super) struct Place<'a> {
+    /// The part.
+    pub part: usize,
+    /// The style of the name.
+    pub style: Style,
+    /// The layers that it holds, with what the module's rows are to each.
+    pub layers: Vec<(&'a str, Form)>,
+}
+
+/// Every name under which a file may have a layer.
+pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str>)>) -> HashMap<String, Place<'a>> {
+    let mut places: HashMap<String, Place<'a>> = HashMap::new();
+    for (part, (names, layers)) in parts.enumerate() {
+        for layer in layers {
+            for style in Style::ALL {
+                let Some(Key { key, form }) = names.place(layer, style) else { continue };
+                let place = places.entry(key).or_insert_with(|| Place { part, style, layers: Vec::new() });
+                // A name that two styles share is the first one's.
+                if (place.part, place.style) == (part, style) {
+                    place.layers.push((layer, form));
+                }
+            }
+        }
+    }
+    places
+}

@@ -1,0 +1,156 @@
+//! [`Reader`]: which styles of names a program knows, and what it makes of adapters under them.
+//!
+//! A family's table says this for each of its parts; `verify` reports by it, and the default format follows from it.
+
+use super::Style;
+
+/// A program that loads adapters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tool {
+    /// ComfyUI, by its key maps (`comfy/lora.py`).
+    ComfyUi,
+    /// diffusers' pipelines (`load_lora_weights`), by their conversion of other names.
+    Diffusers,
+    /// kohya's sd-scripts, which continue a training or merge (`networks/lora*.py`).
+    Kohya,
+    /// `PeftModel.from_pretrained`.
+    Peft,
+    /// AUTOMATIC1111's web UI and its descendants.
+    A1111,
+}
+
+impl Tool {
+    /// The name in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::ComfyUi => "ComfyUI",
+            Self::Diffusers => "diffusers",
+            Self::Kohya => "kohya",
+            Self::Peft => "peft",
+            Self::A1111 => "A1111",
+        }
+    }
+}
+
+/// The names that a program knows.
+#[derive(Clone, Copy, Debug)]
+pub struct Reader {
+    /// The program.
+    pub tool: Tool,
+    /// The styles that it knows.
+    pub styles: &'static [Known],
+    /// The kinds of adapters that it loads.
+    pub kinds: &'static [&'static str],
+    /// The parameter in which it looks for DoRA's magnitude; without it, the rest of such an adapter is applied.
+    pub magnitude: Option<&'static str>,
+}
+
+/// A style that a program knows.
+#[derive(Clone, Copy, Debug)]
+pub struct Known {
+    /// The style.
+    pub style: Style,
+    /// The layers that it has such a name for; every one without it.
+    pub only: Option<fn(layer: &str) -> bool>,
+    /// Whether it applies an alpha beside the parameters.
+    pub alpha: bool,
+    /// Whether it applies an alpha in the configuration.
+    pub configured: bool,
+}
+
+impl Known {
+    /// Every layer in `style`, with the alpha beside its parameters.
+    pub const fn all(style: Style) -> Self {
+        Self { style, only: None, alpha: true, configured: false }
+    }
+
+    /// The layers that `only` names.
+    #[must_use]
+    pub const fn only(self, only: fn(&str) -> bool) -> Self {
+        Self { only: Some(only), ..self }
+    }
+
+    /// With alphas in the configuration, and none beside parameters.
+    #[must_use]
+    pub const fn configured(self) -> Self {
+        Self { alpha: false, configured: true, ..self }
+    }
+}
+
+/// Every kind of adapter.
+pub const EVERY_KIND: &[&str] = &["lora", "dora", "loha", "lokr"];
+
+/// peft, which knows its own names of every model.
+pub const PEFT: Reader = Reader {
+    tool: Tool::Peft,
+    styles: &[Known::all(Style::Peft).configured()],
+    kinds: EVERY_KIND,
+    magnitude: Some("lora_magnitude_vector.weight"),
+};
+
+/// The programs that load adapters of a model that only this library knows.
+pub const UNKNOWN: &[Reader] = &[PEFT];
+
+/// What a program does with one module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// It applies what was trained.
+    Whole,
+    /// It applies something else, and why.
+    Part(&'static str),
+    /// It leaves the module out, and why.
+    Not(&'static str),
+}
+
+/// A module of a file, as far as readers tell modules apart.
+pub(super) struct Found<'a> {
+    pub layer: &'a str,
+    pub style: Style,
+    pub kind: &'a str,
+    /// DoRA's magnitude, as the file calls it.
+    pub magnitude: Option<&'a str>,
+    /// Where the file has an alpha that makes another scale than 1.
+    pub alpha: AlphaAt,
+}
+
+/// Where a file has an alpha.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AlphaAt {
+    Nowhere,
+    Beside,
+    Configuration,
+}
+
+impl Reader {
+    /// What the program does with a module.
+    pub(super) fn outcome(&self, found: &Found<'_>) -> Outcome {
+        let knows = |known: &&Known| known.style == found.style && known.only.is_none_or(|only| only(found.layer));
+        let Some(known) = self.styles.iter().find(knows) else {
+            return Outcome::Not(match self.tool {
+                Tool::A1111 => "it knows kohya's names only",
+                Tool::Peft => "it knows its own names only",
+                _ => "it knows no such key",
+            });
+        };
+        if !self.kinds.contains(&found.kind) && found.kind != "dora" {
+            return Outcome::Not("it loads LoRA only");
+        }
+        if found.magnitude.is_some() && found.magnitude != self.magnitude {
+            return Outcome::Part(match self.magnitude {
+                Some("dora_scale") => "it knows DoRA's magnitude as dora_scale only",
+                _ => "it leaves DoRA's magnitude out",
+            });
+        }
+        match found.alpha {
+            AlphaAt::Beside if !known.alpha => Outcome::Part("it leaves the alpha beside the factors out"),
+            AlphaAt::Configuration if !known.configured => Outcome::Part("it leaves the alpha in the header out"),
+            _ => Outcome::Whole,
+        }
+    }
+}
+
+/// Whether a program knows every layer by a style.
+pub(super) fn knows_all(readers: &[Reader], tool: Tool, style: Style) -> bool {
+    let mut known = readers.iter().filter(|reader| reader.tool == tool).flat_map(|reader| reader.styles);
+    known.any(|known| known.style == style && known.only.is_none())
+}

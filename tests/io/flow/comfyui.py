@@ -1,0 +1,177 @@
+"""What ComfyUI makes of an adapter file, by the facts of its key map and formulas.
+
+The models have the original names there, with queries, keys and values in one matrix. `comfy/lora.py`
+maps to them their own names under `diffusion_model.` and, with underscores, `lora_unet_`; and
+diffusers' under `transformer.`, each for a slice of rows. `comfy/weight_adapter` has the formulas. The
+facts are those of ComfyUI at ec93dcac; nothing here knows the library's own tables.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Slice(NamedTuple):
+    """Rows of an original matrix, of so many equal shares."""
+
+    name: str
+    first: int = 0
+    count: int = 1
+    of: int = 1
+    swapped: bool = False
+
+
+def _qkv(names: tuple[str, str, str], original: str, of: int = 3) -> dict[str, Slice]:
+    return {name: Slice(original, i, 1, of) for i, name in enumerate(names)}
+
+
+def _attention(
+    prefix: str, names: tuple[str, str, str, str], qkv: str, out: str
+) -> dict[str, Slice]:
+    q, k, v = (f"{prefix}{name}" for name in names[:3])
+    return {**_qkv((q, k, v), qkv), f"{prefix}{names[3]}": Slice(out)}
+
+
+OWN = ("to_q", "to_k", "to_v", "to_out.0")
+ADDED = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+
+def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
+    """diffusers' linear layers of Flux in the original matrices."""
+    found = {
+        "x_embedder": Slice("img_in"),
+        "context_embedder": Slice("txt_in"),
+        "proj_out": Slice("final_layer.linear"),
+        "norm_out.linear": Slice("final_layer.adaLN_modulation.1", swapped=True),
+    }
+    for ours, theirs in (("timestep", "time"), ("guidance", "guidance"), ("text", "vector")):
+        for i, layer in ((1, "in_layer"), (2, "out_layer")):
+            name = f"time_text_embed.{ours}_embedder.linear_{i}"
+            found[name] = Slice(f"{theirs}_in.{layer}")
+    for i in range(blocks):
+        a, b = f"transformer_blocks.{i}.", f"double_blocks.{i}."
+        found |= _attention(f"{a}attn.", OWN, f"{b}img_attn.qkv", f"{b}img_attn.proj")
+        found |= _attention(f"{a}attn.", ADDED, f"{b}txt_attn.qkv", f"{b}txt_attn.proj")
+        for norm, stream, ff in (("norm1", "img", "ff"), ("norm1_context", "txt", "ff_context")):
+            found[f"{a}{norm}.linear"] = Slice(f"{b}{stream}_mod.lin")
+            found[f"{a}{ff}.net.0.proj"] = Slice(f"{b}{stream}_mlp.0")
+            found[f"{a}{ff}.net.2"] = Slice(f"{b}{stream}_mlp.2")
+    for i in range(singles):
+        a, b = f"single_transformer_blocks.{i}.", f"single_blocks.{i}."
+        found |= _qkv((f"{a}attn.to_q", f"{a}attn.to_k", f"{a}attn.to_v"), f"{b}linear1", 7)
+        found[f"{a}proj_mlp"] = Slice(f"{b}linear1", 3, 4, 7)
+        found[f"{a}proj_out"] = Slice(f"{b}linear2")
+        found[f"{a}norm.linear"] = Slice(f"{b}modulation.lin")
+    return found
+
+
+def sd3_slices(blocks: int, dual: int) -> dict[str, Slice]:
+    """diffusers' linear layers of SD3.5 in the original matrices; the first `dual` blocks have two attentions."""
+    found = {
+        "context_embedder": Slice("context_embedder"),
+        "proj_out": Slice("final_layer.linear"),
+        "norm_out.linear": Slice("final_layer.adaLN_modulation.1", swapped=True),
+    }
+    for ours, theirs in (("timestep", "t"), ("text", "y")):
+        for i, layer in ((1, 0), (2, 2)):
+            name = f"time_text_embed.{ours}_embedder.linear_{i}"
+            found[name] = Slice(f"{theirs}_embedder.mlp.{layer}")
+    for i in range(blocks):
+        a, x, c = (
+            f"transformer_blocks.{i}.",
+            f"joint_blocks.{i}.x_block.",
+            f"joint_blocks.{i}.context_block.",
+        )
+        last = i == blocks - 1
+        found |= _attention(f"{a}attn.", OWN, f"{x}attn.qkv", f"{x}attn.proj")
+        found |= _attention(f"{a}attn.", ADDED, f"{c}attn.qkv", f"{c}attn.proj")
+        if i < dual:
+            found |= _attention(f"{a}attn2.", OWN, f"{x}attn2.qkv", f"{x}attn2.proj")
+        found[f"{a}norm1.linear"] = Slice(f"{x}adaLN_modulation.1")
+        found[f"{a}norm1_context.linear"] = Slice(f"{c}adaLN_modulation.1", swapped=last)
+        for ff, block in (("ff", x), ("ff_context", c)):
+            found[f"{a}{ff}.net.0.proj"] = Slice(f"{block}mlp.fc1")
+            found[f"{a}{ff}.net.2"] = Slice(f"{block}mlp.fc2")
+    return found
+
+
+def originals(weights: Arrays, slices: Mapping[str, Slice]) -> dict[str, np.ndarray]:
+    """The original matrices of diffusers' weights."""
+    rows: dict[str, dict[int, np.ndarray]] = {}
+    for layer, place in slices.items():
+        if (weight := weights.get(f"{layer}.weight")) is not None:
+            value = np.roll(weight, len(weight) // 2, axis=0) if place.swapped else weight
+            rows.setdefault(place.name, {})[place.first] = value
+    return {name: np.concatenate([parts[i] for i in sorted(parts)]) for name, parts in rows.items()}
+
+
+def applied(
+    tensors: Arrays, matrices: Arrays, slices: Mapping[str, Slice]
+) -> dict[str, np.ndarray]:
+    """The original matrices after ComfyUI has loaded a file of strength 1.
+
+    Raises:
+        KeyError: it knows no such key, which it logs and leaves out.
+    """
+    modules: dict[str, Slice] = {}
+    for layer, place in slices.items():
+        modules[f"transformer.{layer}"] = place
+        flat = layer.replace(".", "_")
+        modules[f"lycoris_{flat}"] = modules[f"lora_transformer_{flat}"] = place
+    for name in matrices:
+        modules[f"diffusion_model.{name}"] = Slice(name)
+        modules[f"lora_unet_{name.replace('.', '_')}"] = Slice(name)
+    adapters: dict[str, dict[str, np.ndarray]] = {}
+    for key, value in tensors.items():
+        module = next(m for m in sorted(modules, key=len, reverse=True) if key.startswith(f"{m}."))
+        adapters.setdefault(module, {})[key.removeprefix(f"{module}.")] = value
+    result = {name: np.array(value) for name, value in matrices.items()}
+    for module, values in adapters.items():
+        place = modules[module]
+        whole = result[place.name]
+        unit = len(whole) // place.of
+        rows = slice(place.first * unit, (place.first + place.count) * unit)
+        whole[rows] = _patched(whole[rows], values, swapped=place.swapped)
+    return result
+
+
+def _patched(weight: np.ndarray, values: Arrays, *, swapped: bool) -> np.ndarray:
+    """A weight with the adapter of one module."""
+    values = dict(values)
+    alpha = values.pop("alpha", None)
+    magnitude = values.pop("dora_scale", None)
+    known = {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight"}
+    values = {known.get(name, name): value for name, value in values.items()}
+    rank = None
+    if "lora_down.weight" in values:
+        down, up = values.pop("lora_down.weight"), values.pop("lora_up.weight")
+        delta, rank = up @ down, len(down)
+    elif "hada_w1_a" in values:
+        pairs = [values.pop(f"hada_w{i}_a") @ values["hada_w%d_b" % i] for i in (1, 2)]
+        delta, rank = math.prod(pairs), len(values.pop("hada_w1_b"))
+        values.pop("hada_w2_b")
+    else:
+        factors = []
+        for name in ("lokr_w1", "lokr_w2"):
+            if name in values:
+                factors.append(values.pop(name))
+            else:
+                b = values.pop(f"{name}_b")
+                factors.append(values.pop(f"{name}_a") @ b)
+                rank = len(b)
+        delta = np.kron(*factors)
+    assert not values, f"ComfyUI leaves out {sorted(values)}"
+    delta *= 1.0 if alpha is None or rank is None else alpha.item() / rank
+    if swapped:
+        delta = np.roll(delta, len(delta) // 2, axis=0)
+    if magnitude is None:
+        return weight + delta
+    if len(magnitude) == len(weight):
+        norm = np.linalg.norm(weight, axis=1, keepdims=True)
+    else:
+        norm = np.linalg.norm(weight + delta, axis=0, keepdims=True)
+    return (weight + delta) * (magnitude / norm)

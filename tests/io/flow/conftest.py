@@ -1,0 +1,95 @@
+"""The tiny transformers of SD3.5 and Flux with adapters of each kind."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.models import FluxTransformer, Model, SD3Transformer
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+COMMON = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
+RANK, ALPHA = 4, 6.0
+EVERYWHERE: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["all-linear"]}
+KINDS: dict[str, dict[str, Any]] = {
+    # As the families do by default: Flux's single blocks without the middle of their MLP.
+    "attention": EVERYWHERE | {"target_modules": ["to_q", "to_k", "to_v", "to_out.0"]},
+    "lora": EVERYWHERE,
+    "rslora": EVERYWHERE | {"use_rslora": True},
+    "patterns": EVERYWHERE | {"rank_pattern": {"to_k": 2}, "alpha_pattern": {"to_q": 9.0}},
+    "dora": EVERYWHERE | {"use_dora": True},
+    "dora_attention": EVERYWHERE | {"use_dora": True, "target_modules": ["to_q", "to_k"]},
+    "dora_input": EVERYWHERE | {"use_dora": True, "wd_on_output": False},
+    "loha": EVERYWHERE | {"adapter": "loha"},
+    "lokr": EVERYWHERE | {"adapter": "lokr"},
+}
+
+
+class Family(NamedTuple):
+    """A transformer and its golden inputs."""
+
+    name: str
+    kind: type[Model]
+    inputs: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        """Of diffusers' model."""
+        return GOLDEN / self.name / "transformer"
+
+    def load(self) -> Model:
+        """The model in f32."""
+        return self.kind.from_pretrained(self.folder, dtype="f32")
+
+    def given(self) -> dict[str, tc.Tensor]:
+        """Golden inputs by name."""
+        case = tc.load_file(GOLDEN / self.name / "transformer_forward.safetensors")
+        return {name: case[name] for name in self.inputs}
+
+    def predict(self, model: Model) -> np.ndarray:
+        """Of the golden inputs."""
+        return model(**self.given()).numpy()
+
+    def pipeline(self, folder: Path) -> Path:
+        """A folder of which `verify_adapter` reads the transformer's sizes."""
+        folder.mkdir(exist_ok=True)
+        (folder / "transformer").symlink_to(self.folder)
+        return folder
+
+
+FAMILIES = {
+    "sd3": Family("sd3", SD3Transformer, COMMON),
+    "flux": Family("flux", FluxTransformer, (*COMMON, "img_ids", "txt_ids", "guidance")),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    """Each family in turn."""
+    return FAMILIES[request.param]
+
+
+@pytest.fixture
+def attach() -> Callable[..., tc.AdapterSet]:
+    """Put an adapter of a kind on a model and give it an effect."""
+
+    def attach(model: Model, kind: str, **other: Any) -> tc.AdapterSet:
+        tc.manual_seed(5)
+        adapter = model.add_adapter(tc.LoraConfig(**KINDS[kind] | other))
+        for name, var in adapter.named_parameters().items():
+            if name.endswith(("magnitude_vector.weight", "dora_scale")):
+                var.set(var * (1 + 0.2 * tc.rand(var.shape)))
+            else:
+                var.set(var + 0.1 * tc.randn(var.shape))
+        return adapter
+
+    return attach
+
+
+def merged(model: Model) -> dict[str, np.ndarray]:
+    """All parameters with the adapter merged into them."""
+    model.merge_adapter()
+    return {name: tensor.numpy() for name, tensor in model.named_tensors().items()}

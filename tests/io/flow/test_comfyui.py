@@ -1,0 +1,65 @@
+"""Adapter files of SD3.5 and Flux as ComfyUI applies them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+from . import comfyui
+from .conftest import KINDS, Family, merged
+
+Slices = dict[str, comfyui.Slice]
+
+
+@pytest.fixture
+def slices(family: Family) -> Slices:
+    """The layers of the family in ComfyUI's matrices."""
+    config = json.loads((family.folder / "config.json").read_text())
+    if family.name == "sd3":
+        return comfyui.sd3_slices(config["num_layers"], len(config["dual_attention_layers"]))
+    return comfyui.flux_slices(config["num_layers"], config["num_single_layers"])
+
+
+@pytest.mark.parametrize(
+    ("format", "kind"),
+    [("comfyui", kind) for kind in KINDS]
+    + [(None, kind) for kind in ("attention", "lora", "rslora", "patterns")]
+    + [("kohya", kind) for kind in ("attention", "lora", "patterns", "dora", "loha")],
+)
+def test_comfyui_merges_the_same(
+    family: Family, slices: Slices, attach: Callable[..., tc.AdapterSet], tmp_path: Path,
+    kind: str, format: str | None,
+) -> None:  # fmt: skip
+    model = family.load()
+    base = {name: tensor.numpy() for name, tensor in model.named_tensors().items()}
+    matrices = comfyui.originals(base, slices)
+    linear = {name for name, value in base.items() if name.endswith(".weight") and value.ndim == 2}
+    assert linear <= {f"{layer}.weight" for layer in slices}
+    path = tmp_path / "adapter.safetensors"
+    attach(model, kind).save(path, format=format)
+    tensors = {name: tensor.numpy() for name, tensor in tc.load_file(path).items()}
+    found = comfyui.applied(tensors, matrices, slices)
+    expected = comfyui.originals(merged(model), slices)
+    for name, value in expected.items():
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(found[name], value, atol=1e-5 * scale, err_msg=name)
+    assert any(np.abs(expected[name] - matrices[name]).max() > 1e-3 for name in matrices)
+    report = tc.verify_adapter(path, family.name, family.pipeline(tmp_path / "base"))
+    assert report.good, {(m.module, m.fault) for m in report.modules if m.fault}
+
+
+@pytest.mark.parametrize("kind", ["dora"])
+def test_what_comfyui_leaves_out_is_said(
+    family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "adapter.safetensors"
+    attach(family.load(), kind).save(path)
+    report = tc.verify_adapter(path, family.name, family.pipeline(tmp_path / "base"))
+    assert not report.good
+    reasons = {m.changed_by.get("ComfyUI") for m in report.modules}
+    assert reasons == {"it knows DoRA's magnitude as dora_scale only"}
+    assert not any("diffusers" in {**m.changed_by, **m.ignored_by} for m in report.modules)
