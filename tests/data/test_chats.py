@@ -99,7 +99,7 @@ def test_a_template_that_edits_history_is_found_out() -> None:
     )
     text = tokenizer(template)
     chat = Chat(CONTENT["chats"]["plain"]["messages"])
-    with pytest.raises(ValueError, match=r"changes message 1 .*--learn last-answer"):
+    with pytest.raises(ValueError, match=r"changes message 1 .*--train-on last-answer"):
         tokens_of(chat, text)
     last = tokens_of(chat, text, "last-answer")
     assert learnt(last, text) == "<think></think>Hello again,\nworld.\n<|im_end|>"

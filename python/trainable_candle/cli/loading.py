@@ -61,7 +61,11 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Late
         raise ConfigError("--scale has no effect without --adapter; give that, or leave it out")
 
     parts = TrainConfig(text_encoder=given.get("text_encoder", []), vae=given.get("vae"))
+    from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415
+
     task = families.load(given["model"], given.get("weights"), dtype, device, parts)
+    if not isinstance(task, LatentTask):
+        raise ConfigError(f"--model {given['model']} does not generate images")
     if "adapter" in given:
         adapter = existing("adapter", Path(given["adapter"]).expanduser())
         task.load_adapter(adapter, given.get("scale", 1.0))

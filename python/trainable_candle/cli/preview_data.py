@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainable_candle.cli.options import Parser, add_help, whole
+from trainable_candle.settings.texts import TRAIN_ON
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     tokenizer = ChatTokenizer.from_pretrained(given["weights"])
     options = TextOptions(
         sequence_length=given.get("sequence_length", TextOptions.sequence_length),
-        learn=given.get("learn", TextOptions.learn),
+        train_on=given.get("train_on", TextOptions.train_on),
         skip_bad=given.get("skip_bad", False),
     )
     train, validation = load_texts(Path(given["dataset"]).expanduser(), tokenizer, options)
@@ -48,9 +49,6 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
-    # The names are those of train-lora.
-    from trainable_candle.data.chats import LEARN  # noqa: PLC0415
-
     parser = Parser(
         program,
         "Show the tokens of a data set for language models, and which of them are learnt.",
@@ -65,7 +63,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--sequence-length", metavar="N", type=whole(2), help="longest example (default: 2048)"
     )
-    group.add_argument("--learn", choices=LEARN, metavar="NAME", help=", ".join(LEARN))
+    group.add_argument("--train-on", choices=TRAIN_ON, metavar="NAME", help=", ".join(TRAIN_ON))
     group.add_argument(
         "--skip-bad", action="store_true", help="leave out lines that cannot be used"
     )

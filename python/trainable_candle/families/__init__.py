@@ -13,7 +13,7 @@ from trainable_candle.settings.checks import existing
 
 if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
-    from trainable_candle.tasks.latent import LatentFamily, LatentTask
+    from trainable_candle.tasks.task import Family, Task
 
 NAMES: Final = {
     "sdxl": "trainable_candle.families.sdxl:SDXL",
@@ -24,7 +24,7 @@ NAMES: Final = {
 """Model name -> its family; adding one is one line here."""
 
 
-def find(name: str) -> type[LatentFamily]:
+def find(name: str) -> type[Family]:
     """The family of a model.
 
     Raises:
@@ -33,7 +33,7 @@ def find(name: str) -> type[LatentFamily]:
     if name not in NAMES:
         raise ConfigError(f"model: `{name}` is not known{nearest(name, NAMES)}")
     module, _, attribute = NAMES[name].partition(":")
-    family: type[LatentFamily] = getattr(importlib.import_module(module), attribute)
+    family: type[Family] = getattr(importlib.import_module(module), attribute)
     return family
 
 
@@ -64,8 +64,8 @@ def load(
     dtype: str | None,
     device: str,
     config: TrainConfig | None = None,
-) -> LatentTask:
-    """A model by name, from its weights or those that the package ships, to draw with or to merge.
+) -> Task:
+    """A model by name, from its weights or those that the package ships, to use or to merge.
 
     Args:
         name: of the model.

@@ -28,8 +28,8 @@ class TextOptions:
 
     sequence_length: int = 2048
     """Tokens of an example, at most: the beginning is kept."""
-    learn: str = "answers"
-    """Which tokens count in the loss; one of `LEARN`."""
+    train_on: str = "answers"
+    """Which tokens count in the loss; one of `settings.texts.TRAIN_ON`."""
     skip_bad: bool = False
     """Whether lines that cannot be used are left out."""
 
@@ -174,7 +174,7 @@ def _example(
     Raises:
         ValueError: it cannot be used.
     """
-    tokens = tokens_of(form.read(row.values), tokenizer, options.learn)
+    tokens = tokens_of(form.read(row.values), tokenizer, options.train_on)
     counts.forms[form.name] += 1
     counts.ignored.update(set(row.values) - {*form.fields, *form.others})
     counts.answers += tokens.answers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
     Spans = Sequence[tuple[int, int]]
     """Starts and ends, of characters or of tokens."""
-
-LEARN: Final = ("answers", "last-answer", "all")
-"""What the loss counts: every answer, the last one of each example, every token."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Tokens:
         return Tokens(self.ids[:length], self.learnt[:length], stops, self.answers)
 
 
-def tokens_of(example: Example, tokenizer: ChatTokenizer, learn: str = "answers") -> Tokens:
+def tokens_of(example: Example, tokenizer: ChatTokenizer, train_on: str = "answers") -> Tokens:
     """The tokens of an example.
 
     The text is tokenized once, as a whole, and the offsets of the tokens decide which count. An
@@ -59,14 +56,14 @@ def tokens_of(example: Example, tokenizer: ChatTokenizer, learn: str = "answers"
             messages follow.
     """
     if isinstance(example, Chat):
-        return _chat(example, tokenizer, learn)
-    return _completion(example, tokenizer, learn)
+        return _chat(example, tokenizer, train_on)
+    return _completion(example, tokenizer, train_on)
 
 
-def _completion(example: Completion, tokenizer: ChatTokenizer, learn: str) -> Tokens:
+def _completion(example: Completion, tokenizer: ChatTokenizer, train_on: str) -> Tokens:
     text = example.prompt + example.completion
     encoded = tokenizer.encode(text, special=True)
-    spans = [(0 if learn == "all" else len(example.prompt), len(text))]
+    spans = [(0 if train_on == "all" else len(example.prompt), len(text))]
     ids, learnt = list(encoded.ids), _inside(encoded, spans)
     end = tokenizer.end
     if end is not None and ids[-1:] != [end]:
@@ -79,14 +76,14 @@ def _completion(example: Completion, tokenizer: ChatTokenizer, learn: str) -> To
     return Tokens(np.array(ids, np.int64), learnt, stops, 1)
 
 
-def _chat(example: Chat, tokenizer: ChatTokenizer, learn: str) -> Tokens:
+def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Tokens:
     rendered = tokenizer.template.render(example.messages, example.tools)
     if rendered.spans is None:
-        last_only = learn == "last-answer"
+        last_only = train_on == "last-answer"
         spans = _answers(example, tokenizer, rendered.text, last_only=last_only)
     else:
         spans = list(rendered.spans)
-    if learn == "last-answer":
+    if train_on == "last-answer":
         spans = spans[-1:]
     encoded = tokenizer.encode(rendered.text)
     ids = np.array(encoded.ids, np.int64)
@@ -98,7 +95,7 @@ def _chat(example: Chat, tokenizer: ChatTokenizer, learn: str) -> Tokens:
             last, stopped = _turn_end(encoded, inside, rendered.text, tokenizer)
             learnt[inside[0] : last + 1] = True
             stops += [last] if stopped else []
-    if learn == "all":
+    if train_on == "all":
         learnt[:] = True
     learnt[:1] = False
     return Tokens(ids, learnt, tuple(stops), len(spans))
@@ -123,7 +120,7 @@ def _answers(
         if not whole.startswith(answered):
             raise RowError(
                 f"the chat template changes message {turn} when others follow, so that answers "
-                "before the last cannot be told apart; give --learn last-answer, or a template "
+                "before the last cannot be told apart; give --train-on last-answer, or a template "
                 "with {% generation %} around answers"
             )
         spans.append((len(asked), len(answered)))

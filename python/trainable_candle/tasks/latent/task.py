@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from trainable_candle import plot
 from trainable_candle.data import LatentCache
@@ -49,6 +49,9 @@ class LatentTask:
     Args:
         family: the model, and the settings.
     """
+
+    noun: ClassVar[str] = "image"
+    weighs: ClassVar[bool] = False
 
     def __init__(self, family: LatentFamily) -> None:
         self.family = family

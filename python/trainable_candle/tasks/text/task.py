@@ -1,0 +1,212 @@
+"""Training a language model, and writing with it."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from trainable_candle.data.chats import TextOptions, load_texts
+from trainable_candle.data.folder import counted
+from trainable_candle.errors import ConfigError, DatasetError
+from trainable_candle.files import write_atomically
+from trainable_candle.settings.checks import existing
+from trainable_candle.tasks.checks import check_format, check_targets
+from trainable_candle.tasks.estimate import adapted_layers
+from trainable_candle.tasks.task import Split, held_out_items
+from trainable_candle.tasks.text.prepared import PreparedTexts
+from trainable_candle.train.adapters import Adapters, adapter_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from trainable_candle import AdapterFile
+    from trainable_candle.data.chats import TextDataset
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.estimate import Estimate
+    from trainable_candle.tasks.text.family import TextFamily
+
+ROW: Final = 2048
+"""Tokens of a row unless the settings say it, if the model's context has as many."""
+
+
+class TextTask:
+    """A language model of any family: a `Task`, and what else is done with such a model.
+
+    Args:
+        family: the model, and the settings.
+    """
+
+    noun: ClassVar[str] = "example"
+    weighs: ClassVar[bool] = True
+
+    def __init__(self, family: TextFamily) -> None:
+        self.family = family
+        self._adapters: Adapters | None = None
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a row."""
+        return self.family.config.sequence_length or min(ROW, self.family.context)
+
+    def check(self, report: Callable[[str], None]) -> None:
+        """As `Task.check`; reports which chat template is used."""
+        family, config = self.family, self.family.config
+        check_format(config, family.formats, parts=1)
+        layers = family.layers()
+        check_targets(config, layers, family.targets)
+        if config.initial_adapter and not config.resume:
+            path = existing("initial_adapter", config.initial_adapter_path)
+            wanted = config.target_modules or family.targets
+            adapted = adapted_layers(layers, wanted, config.exclude_modules)
+            family.check_initial_adapter(path, adapted)
+        if self.sequence_length > family.context:
+            raise ConfigError(
+                f"--sequence-length is {self.sequence_length}, and the model was made for "
+                f"{family.context} positions; give at most those"
+            )
+        for prompt in config.sample_prompts:
+            self.prompt_tokens(prompt)
+        report(family.tokenizer.summary())
+
+    def read(self, report: Callable[[str], None]) -> Split[TextDataset]:
+        """Read, check and tokenize the texts; as `Task.read`."""
+        config = self.family.config
+        train, validation = self._load(config.dataset)
+        if config.validation_dataset:
+            validation, _ = self._load(config.validation_dataset)
+        elif config.validation_split:
+            count, share = len(train), config.validation_split
+            held_out = held_out_items(count, share, config.seed, self.noun)
+            kept = sorted(set(range(count)) - set(held_out))
+            train, validation = train.part(kept), train.part(held_out)
+        report(train.summary())
+        if validation is not None:
+            report(f"validation: {counted(len(validation), self.noun)}")
+        return Split(train, validation)
+
+    def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
+        config, path = self.family.config, Path(dataset).expanduser()
+        options = TextOptions(self.sequence_length, config.train_on, config.skip_bad)
+        train, validation = load_texts(path, self.family.tokenizer, options)
+        for part in (train, *([validation] if validation else [])):
+            largest = max(int(example.ids.max()) for example in part.examples)
+            if largest >= self.family.vocabulary:
+                token = self.family.tokenizer.token(largest)
+                raise DatasetError(
+                    f"dataset: {path} has the token {token} ({largest}), and the model knows "
+                    f"{self.family.vocabulary}: the tokenizer is another model's"
+                )
+        return train, validation
+
+    def estimate(
+        self,
+        config: TrainConfig,
+        data: Split[TextDataset],  # noqa: ARG002
+        limit: float = math.inf,  # noqa: ARG002
+    ) -> Estimate:
+        """As `Task.estimate`."""
+        return self.family.estimate(config, config.batch_size * self.sequence_length)
+
+    def prepare(
+        self, data: Split[TextDataset], report: Callable[[str], None]
+    ) -> Split[PreparedTexts]:
+        """Load the model; as `Task.prepare`."""
+        _ = self.family.model
+        made = [
+            PreparedTexts(self.family, part, self.without_adapter, report)
+            for part in (data.train, data.validation)
+            if part is not None
+        ]
+        return Split(made[0], made[1] if len(made) > 1 else None)
+
+    def attach(self) -> Adapters:
+        """As `Task.attach`."""
+        family, config = self.family, self.family.config
+        adapter = family.model.add_adapter(adapter_config(config, family.targets))
+        if config.gradient_checkpointing != "none":
+            family.model.enable_gradient_checkpointing(config.gradient_checkpointing)
+        self._adapters = Adapters({family.component: adapter})
+        return self._adapters
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Within this context the model is the base."""
+        if self._adapters is None:
+            yield
+            return
+        self._adapters.set_enabled(False)
+        try:
+            yield
+        finally:
+            self._adapters.set_enabled(True)
+
+    def prompt_tokens(self, prompt: str) -> list[int]:
+        """The tokens of a question, up to where the answer begins.
+
+        Raises:
+            ConfigError: the chat template refuses it, or it leaves no room for an answer.
+        """
+        try:
+            tokens = self.family.tokenizer.prompt([{"role": "user", "content": prompt}])
+        except ValueError as error:
+            raise ConfigError(f"prompt {prompt!r}: {error}") from error
+        if len(tokens) >= self.family.context:
+            raise ConfigError(
+                f"prompt: has {len(tokens)} tokens, and the model was made for "
+                f"{self.family.context} positions"
+            )
+        return tokens
+
+    def write(self, prompt: str, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
+        """The model's answer to a question.
+
+        Args:
+            prompt: the question.
+            tokens: of the answer, at most.
+            temperature: 0 takes the likeliest token each time.
+            seed: of the draws.
+
+        Raises:
+            ConfigError: as `prompt_tokens`.
+        """
+        asked = self.prompt_tokens(prompt)
+        answer = self.family.model.generate(
+            asked,
+            max_new_tokens=min(tokens, self.family.context - len(asked)),
+            temperature=temperature,
+            seed=seed,
+            stop=sorted(self.family.tokenizer.stops),
+        )
+        return self.family.tokenizer.decode(answer)
+
+    def preview(self, path: Path) -> None:
+        """Write the answers to the settings' prompts, the base's beside them; as `Task.preview`."""
+        config = self.family.config
+        parts = []
+        for prompt in config.sample_prompts:
+            given = (config.sample_tokens, config.sample_temperature, config.sample_seed)
+            tuned = self.write(prompt, *given)
+            with self.without_adapter():
+                base = self.write(prompt, *given)
+            parts.append(f"prompt: {prompt}\nbase: {base}\ntuned: {tuned}\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path.with_suffix(".txt"), "\n".join(parts))
+
+    def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
+        """As `Task.adapter_file`."""
+        config = self.family.config
+        named = config.with_(format=config.format or self.family.formats[0])
+        return adapters.file(path, named, metadata)
+
+    def load_adapter(self, path: Path, scale: float) -> Adapters:
+        """Put the adapters of a file on the model, their effect times `scale`.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
+                another model.
+        """
+        adapter = self.family.model.load_adapter(path, scale=scale)
+        self._adapters = Adapters({self.family.component: adapter})
+        return self._adapters

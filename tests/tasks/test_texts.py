@@ -1,0 +1,122 @@
+"""The loss on texts: the mean over the tokens that are learnt, however they are batched."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.data.chats import TextDataset, TextOptions, Tokens
+from trainable_candle.data.chats.dataset import Counts
+from trainable_candle.settings import TrainConfig
+from trainable_candle.tasks.text.prepared import PreparedTexts, perplexity
+from trainable_candle.train import Trainer
+
+VOCABULARY, LENGTH = 7, 12
+
+
+class Bigrams:
+    """The cross-entropy of tokens by the one before, whose logits are a row of a table."""
+
+    def __init__(self) -> None:
+        values = np.random.default_rng(1).normal(size=(VOCABULARY, VOCABULARY))
+        self.table = tc.Var(values.astype(np.float32))
+        self.enabled = True
+
+    def packed_loss(
+        self, input_ids: tc.Tensor, targets: tc.Tensor, positions: tc.Tensor, cu_seqlens: tc.Tensor
+    ) -> tc.Tensor:
+        assert positions.shape == input_ids.shape == targets.shape
+        assert cu_seqlens.numpy()[-1] == input_ids.shape[0]
+        ids, wanted = input_ids.numpy(), targets.numpy()
+        counted = wanted >= 0
+        table = self.table if self.enabled else self.table * 0.0
+        logits = tc.tensor(np.eye(VOCABULARY, dtype=np.float32)[ids[counted]]) @ table
+        chosen = tc.tensor(np.eye(VOCABULARY, dtype=np.float32)[wanted[counted]])
+        return (logits.exp().sum(1).log() - (logits * chosen).sum(1)).sum()
+
+
+def examples() -> list[Tokens]:
+    rng = np.random.default_rng(0)
+    made = []
+    for length in (3, 12, 5, 7, 2, 9, 11, 4):
+        learnt = rng.random(length) < 0.5
+        learnt[0], learnt[-1] = False, True
+        made.append(Tokens(rng.integers(0, VOCABULARY, length), learnt, (), 1))
+    return made
+
+
+def prepared(model: Bigrams, lines: list[str] | None = None, **settings: Any) -> PreparedTexts:
+    family = SimpleNamespace(model=model, device="cpu", config=TrainConfig(**settings))
+    dataset = TextDataset(examples(), Counts(), TextOptions(LENGTH), Path("texts.jsonl"))
+
+    @contextmanager
+    def without_adapter() -> Iterator[None]:
+        model.enabled = False
+        yield
+        model.enabled = True
+
+    report = (lines if lines is not None else []).append
+    return PreparedTexts(family, dataset, without_adapter, report)  # type: ignore[arg-type]
+
+
+def mean(table: npt.NDArray[Any]) -> float:
+    losses = []
+    for example in examples():
+        for before, after, counts in zip(
+            example.ids[:-1], example.ids[1:], example.learnt[1:], strict=True
+        ):
+            if counts:
+                losses.append(np.log(np.exp(table[before]).sum()) - table[before][after])
+    return float(np.mean(losses))
+
+
+def step(batch_size: int, accumulation: int) -> tuple[npt.NDArray[np.float32], int]:
+    model = Bigrams()
+    data = prepared(model)
+    rows = data.batches(batch_size)
+    Trainer(
+        data.loss,
+        {"table": model.table},
+        tc.optim.SGD([model.table], lr=1.0),
+        rows,
+        inputs=data.inputs,
+        weigh=data.weight,
+        steps=1,
+        gradient_accumulation=accumulation,
+    ).train()
+    return model.table.detach().numpy(), rows.rows
+
+
+def test_a_step_is_the_same_however_its_rows_are_batched() -> None:
+    _, rows = step(1, 1)
+    assert rows == 5
+    whole, _ = step(rows, 1)
+    single, _ = step(1, rows)
+    np.testing.assert_allclose(single, whole, rtol=1e-5, atol=1e-6)
+    # Against finite differences of the mean over all tokens.
+    before = Bigrams().table.detach().numpy().astype(np.float64)
+    for place in [(0, 0), (3, 5), (6, 1)]:
+        other = before.copy()
+        other[place] += 1e-5
+        slope = (mean(other) - mean(before)) / 1e-5
+        assert before[place] - whole[place] == pytest.approx(slope, abs=1e-4)
+
+
+def test_validation_is_the_mean_over_tokens_beside_that_of_the_base() -> None:
+    model, lines = Bigrams(), []
+    data = prepared(model, lines, batch_size=2)
+    expected = mean(model.table.detach().numpy().astype(np.float64))
+    loss = data.validation_loss()
+    assert loss == pytest.approx(expected, rel=1e-5)
+    facts = data.validation_facts(loss)
+    assert facts["validation_base_loss"] == pytest.approx(np.log(VOCABULARY), rel=1e-5)
+    assert facts["validation_perplexity"] == pytest.approx(np.exp(expected), rel=1e-5)
+    assert f"loss {loss:.4f}" in lines[0]
+    assert f"({VOCABULARY:.2f})" in lines[0]
+    assert perplexity(1e4) == float("inf")
