@@ -2,6 +2,7 @@
 
 from trainable_candle._core import (
     AutoencoderKL,
+    CausalLM,
     CLIPTextModel,
     DigitsTransformer,
     FluxTransformer,
@@ -21,6 +22,7 @@ set_resolver(resolve)
 __all__ = [
     "AutoencoderKL",
     "CLIPTextModel",
+    "CausalLM",
     "DigitsTransformer",
     "FluxTransformer",
     "Model",

@@ -4,6 +4,7 @@
 //! [registry]. Models know nothing of adapters and optimizers: they list their parts
 //! ([`trainable_candle_nn::Module`]) and compute.
 
+pub mod causal_lm;
 pub mod clip;
 pub mod digits;
 pub mod facts;
@@ -19,6 +20,7 @@ pub mod sdxl;
 pub mod t5;
 pub mod vae;
 
+pub use causal_lm::CausalLM;
 pub use clip::CLIPTextModel;
 pub use digits::DigitsTransformer;
 pub use facts::{Facts, PartFacts, Plan, inspect};

@@ -4,6 +4,7 @@ use serde_json::{Map, Value};
 use trainable_candle_io::adapter_file::BaseModel;
 
 use super::{AdapterNames, Part, Pipeline, Role, Section};
+use crate::causal_lm::{self, CausalLMConfig};
 use crate::clip::{self, Activation, CLIPTextConfig};
 use crate::digits::{self, DigitsConfig};
 use crate::flux::{self, FluxConfig};
@@ -14,7 +15,7 @@ use crate::t5::{self, T5Config};
 use crate::vae::{self, VaeConfig};
 
 /// Every pipeline. A part that several have alike, and whose file says no more, is taken for the first one's.
-pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS];
+pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM];
 
 /// Any configuration of the architecture is this part's.
 const fn any(_: &Map<String, Value>) -> bool {
@@ -277,6 +278,24 @@ static DIGITS: Pipeline = Pipeline {
         fits: any,
         published: || DigitsConfig::default().to_json(),
         adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: None }),
+    }],
+};
+
+/// Language models, which stand alone.
+static CAUSAL_LM: Pipeline = Pipeline {
+    name: "causal-lm",
+    title: "a language model",
+    class_names: &[],
+    base: None,
+    pixels: 1,
+    parts: &[Part {
+        role: Role::LanguageModel,
+        model: &causal_lm::KIND,
+        subfolder: "",
+        sections: &[],
+        fits: any,
+        published: || CausalLMConfig::default().to_json(),
+        adapter: Some(AdapterNames { kohya: "lora_lm", comfyui: None }),
     }],
 };
 
