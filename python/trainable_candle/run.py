@@ -176,17 +176,7 @@ def _train(
     completed = trainer.train()
     session.finish()
     if completed:
-        file = session.adapter_file(output / ADAPTER, trainer.step)
-        file.write()
-        idle = file.idle
-        report(f"adapter: {output / ADAPTER}")
-        if idle:
-            report(f"adapter: {len(idle)} layers have learnt nothing, the first is {idle[0]}")
-        if session.validation is not None:
-            best = session.validation
-            report(f"best: {output / BEST} (step {best.best_step}, loss {best.best_loss:.4f})")
-        if config.sample_prompts:
-            report(f"previews: {output / SAMPLES}")
+        session.conclude(trainer.step, report)
         _draw_curve(output, report)
     return TrainingRun(task, adapters, output, trainer.step, completed, trainer.stopped_by)
 
@@ -243,7 +233,7 @@ class _Session:
             self._train.batches(config.batch_size),
             inputs=self._train.inputs,
             weigh=self._train.weight if self._task.weighs else None,
-            cuda_graphs=config.cuda_graphs,
+            cuda_graphs=config.cuda_graphs if self._task.repeats else 0,
             steps=config.steps,
             scheduler=make_scheduler(config, optimizer),
             gradient_accumulation=config.gradient_accumulation,
@@ -261,6 +251,25 @@ class _Session:
         """The adapters as they are, for a file that is written later."""
         metadata = training_metadata(self._config, step, len(self._train))
         return self._task.adapter_file(self._adapters, path, metadata)
+
+    def conclude(self, step: int, report: Callable[[str], None]) -> None:
+        """Write the finished adapter, and say what there is now."""
+        output = self._output
+        file = self.adapter_file(output / ADAPTER, step)
+        file.write()
+        report(f"adapter: {output / ADAPTER}")
+        metadata = training_metadata(self._config, step, len(self._train))
+        published = self._task.publish(self._adapters, output, metadata)
+        if published is not None:
+            report(f"adapter for other tools: {published}")
+        idle = file.idle
+        if idle:
+            report(f"adapter: {len(idle)} layers have learnt nothing, the first is {idle[0]}")
+        if self.validation is not None:
+            best = self.validation
+            report(f"best: {output / BEST} (step {best.best_step}, loss {best.best_loss:.4f})")
+        if self._config.sample_prompts:
+            report(f"previews: {output / SAMPLES}")
 
     def finish(self) -> None:
         """Leave the model as its adapter files have it."""

@@ -15,6 +15,7 @@ from trainable_candle.data.chats import TextDataset, TextOptions, Tokens
 from trainable_candle.data.chats.dataset import Counts
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.text.prepared import PreparedTexts, perplexity
+from trainable_candle.tasks.text.writing import WritingOptions, choose, continuation
 from trainable_candle.train import Trainer
 
 VOCABULARY, LENGTH = 7, 12
@@ -28,17 +29,15 @@ class Bigrams:
         self.table = tc.Var(values.astype(np.float32))
         self.enabled = True
 
-    def packed_loss(
-        self, input_ids: tc.Tensor, targets: tc.Tensor, positions: tc.Tensor, cu_seqlens: tc.Tensor
+    def hidden(
+        self, input_ids: tc.Tensor, positions: tc.Tensor, cu_seqlens: tc.Tensor
     ) -> tc.Tensor:
-        assert positions.shape == input_ids.shape == targets.shape
+        assert positions.shape == input_ids.shape
         assert cu_seqlens.numpy()[-1] == input_ids.shape[0]
-        ids, wanted = input_ids.numpy(), targets.numpy()
-        counted = wanted >= 0
-        table = self.table if self.enabled else self.table * 0.0
-        logits = tc.tensor(np.eye(VOCABULARY, dtype=np.float32)[ids[counted]]) @ table
-        chosen = tc.tensor(np.eye(VOCABULARY, dtype=np.float32)[wanted[counted]])
-        return (logits.exp().sum(1).log() - (logits * chosen).sum(1)).sum()
+        return tc.tensor(np.eye(VOCABULARY, dtype=np.float32)[input_ids.numpy()])
+
+    def logits(self, hidden: tc.Tensor) -> tc.Tensor:
+        return hidden @ (self.table if self.enabled else self.table * 0.0)
 
 
 def examples() -> list[Tokens]:
@@ -120,3 +119,36 @@ def test_validation_is_the_mean_over_tokens_beside_that_of_the_base() -> None:
     assert f"loss {loss:.4f}" in lines[0]
     assert f"({VOCABULARY:.2f})" in lines[0]
     assert perplexity(1e4) == float("inf")
+
+
+def test_tokens_are_chosen_as_the_options_say() -> None:
+    scores = np.log(np.array([0.1, 0.5, 0.15, 0.25]))
+    rng = np.random.default_rng(0)
+
+    def drawn(**options: Any) -> set[int]:
+        chosen = WritingOptions(**{"temperature": 1.0, **options})
+        return {choose(scores, [1], chosen, rng) for _ in range(300)}
+
+    assert drawn(temperature=0.0) == {1}
+    assert drawn() == {0, 1, 2, 3}
+    assert drawn(top_k=2) == {1, 3}
+    assert drawn(top_p=0.6) == {1, 3}
+    assert drawn(top_p=0.5) == {1}
+    # The scores are negative: a penalty of 2 makes 0.5 a quarter, 0.25 stays.
+    assert drawn(temperature=0.0, repetition_penalty=2.1) == {3}
+    shares = np.bincount(
+        [choose(scores, [], WritingOptions(temperature=1), rng) for _ in range(4000)]
+    )
+    np.testing.assert_allclose(shares / 4000, np.exp(scores), atol=0.04)
+
+
+def test_a_text_ends_before_its_stop_token() -> None:
+    model = Bigrams()
+    table = np.full((VOCABULARY, VOCABULARY), -9.0, np.float32)
+    for token in range(VOCABULARY - 1):
+        table[token, token + 1] = 9.0
+    model.table = tc.Var(table)
+    found = continuation(model, [0, 2], {5}, WritingOptions(tokens=9), "cpu")  # type: ignore[arg-type]
+    assert list(found) == [3, 4]
+    few = continuation(model, [0], {5}, WritingOptions(tokens=2), "cpu")  # type: ignore[arg-type]
+    assert list(few) == [1, 2]

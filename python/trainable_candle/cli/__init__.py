@@ -43,6 +43,7 @@ COMMANDS: Final = {
     ),
     "demo": Command("trainable_candle.cli.demo", "teach the built-in generator an unseen digit"),
     "sample": Command("trainable_candle.cli.sample", "draw images, with an adapter or without"),
+    "chat": Command("trainable_candle.cli.chat", "talk to a language model"),
     "merge": Command("trainable_candle.cli.merge", "write a model with an adapter merged into it"),
     "verify": Command("trainable_candle.cli.verify", "tell what other tools make of an adapter"),
     "info": Command("trainable_candle.cli.info", "show versions, devices and models"),

@@ -96,6 +96,8 @@ class Task(Protocol):
 
     noun: ClassVar[str]
     """What an example of its data is called in messages."""
+    repeats: ClassVar[bool]
+    """Whether a pass does the same for all batches of a shape, as CUDA graphs need it."""
     weighs: ClassVar[bool]
     """Whether batches count in a step by their `Prepared.weight`, and not equally."""
 
@@ -159,6 +161,37 @@ class Task(Protocol):
 
         Raises:
             ArgumentError: the format of the settings cannot hold these adapters.
+        """
+
+    def publish(self, adapters: Adapters, output: Path, metadata: dict[str, str]) -> Path | None:
+        """Write the finished adapters as other tools expect them, if `adapter_file` is not that.
+
+        Args:
+            adapters: with their final values.
+            output: the folder of the run.
+            metadata: text entries for the header of a file.
+
+        Returns:
+            What was written.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+
+    def load_adapter(self, path: Path, scale: float) -> Adapters:
+        """Put the adapters of a file on the model, their effect times `scale`.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
+                another model.
+        """
+
+    def save_merged(self, output: Path) -> None:
+        """Write the whole model with its adapters merged into the weights.
+
+        Raises:
+            ConfigError: `output` is no place for it.
+            OSError: it cannot be written.
         """
 
 

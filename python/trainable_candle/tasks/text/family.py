@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from trainable_candle import AdapterSet, LoraConfig, Tensor
@@ -17,24 +17,23 @@ if TYPE_CHECKING:
 class CausalModel(Protocol):
     """A decoder of tokens."""
 
-    def packed_loss(
-        self,
-        input_ids: Tensor,
-        targets: Tensor,
-        positions: Tensor,
-        cu_seqlens: Tensor,
-        weights: Tensor | None = None,
-    ) -> Tensor:
-        """The sum of the cross-entropies of all targets that are not -100, one element, f32."""
+    def hidden(self, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """The states that the head reads, of a packed row: (N, D)."""
 
-    def generate(self, input_ids: Sequence[int], **options: Any) -> list[int]:
-        """The tokens that follow."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The scores of the next token for states."""
 
     def add_adapter(self, config: LoraConfig) -> AdapterSet:
         """Put trainable adapters on layers."""
 
     def load_adapter(self, path: Path, *, scale: float = 1.0) -> AdapterSet:
         """Put the adapters of a file on layers."""
+
+    def merge_adapter(self) -> None:
+        """Add the adapters to the weights."""
+
+    def save_pretrained(self, path: Path) -> None:
+        """Write configuration and weights to a folder."""
 
     def enable_gradient_checkpointing(self, policy: str) -> None:
         """Recompute in the backward pass instead of keeping."""
@@ -51,6 +50,8 @@ class TextFamily(Protocol):
     targets: ClassVar[tuple[str, ...]]
     """The layers that get adapters unless the settings name others."""
     config: TrainConfig
+    weights: Path
+    """The folder of the model."""
     device: str
 
     @property

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import trainable_candle as tc
-from trainable_candle.data.chats import PackedRows, in_order
+from trainable_candle.data.chats import IGNORED, PackedRows, in_order
+from trainable_candle.nn.functional import cross_entropy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,14 +48,12 @@ class PreparedTexts:
         return len(self._dataset)
 
     def batches(self, batch_size: int) -> PackedRows:
-        """Rows of packed examples; on a GPU all of one shape, as CUDA graphs need it."""
-        config = self._family.config
+        """Rows of packed examples."""
         return PackedRows(
             self._dataset.examples,
             self._dataset.options.sequence_length,
             batch_size,
-            config.seed,
-            fill=config.on_gpu and config.cuda_graphs > 0,
+            self._family.config.seed,
         )
 
     def weight(self, batch: Packed) -> float:
@@ -62,19 +61,20 @@ class PreparedTexts:
         return batch.count
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
-        """The tokens, and one over the number of those that are learnt."""
+        """The tokens; the places where the next one is learnt, and which it is."""
+        places = np.flatnonzero(batch.targets != IGNORED)
         arrays = {
             "input_ids": batch.input_ids,
-            "targets": batch.targets,
             "positions": batch.positions,
             "cu_seqlens": batch.cu_seqlens,
-            "scale": np.array(1.0 / max(1, batch.count), np.float32),
+            "places": places,
+            "targets": batch.targets[places],
         }
         return {name: tc.tensor(a, device=self._family.device) for name, a in arrays.items()}
 
     def loss(self, inputs: Inputs) -> Tensor:
         """The mean cross-entropy of the tokens that are learnt."""
-        return self._sum(inputs) * inputs["scale"]
+        return self._sum(inputs) * (1.0 / inputs["targets"].shape[0])
 
     def validation_loss(self) -> float:
         """The mean over all tokens that are learnt, each once."""
@@ -107,9 +107,11 @@ class PreparedTexts:
         }
 
     def _sum(self, inputs: Inputs) -> Tensor:
-        return self._family.model.packed_loss(
-            inputs["input_ids"], inputs["targets"], inputs["positions"], inputs["cu_seqlens"]
-        )
+        """The sum of the cross-entropies. The head computes for learnt tokens alone."""
+        model = self._family.model
+        states = model.hidden(inputs["input_ids"], inputs["positions"], inputs["cu_seqlens"])
+        logits = model.logits(states.index_select(0, inputs["places"]))
+        return cross_entropy(logits.to("f32"), inputs["targets"], reduction="sum")
 
 
 def perplexity(loss: float) -> float:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from trainable_candle.data.chats import TextOptions, load_texts
 from trainable_candle.data.folder import counted
 from trainable_candle.errors import ConfigError, DatasetError
-from trainable_candle.files import write_atomically
+from trainable_candle.files import parse_json, write_atomically
 from trainable_candle.settings.checks import existing
 from trainable_candle.tasks.checks import check_format, check_targets
 from trainable_candle.tasks.estimate import adapted_layers
 from trainable_candle.tasks.task import Split, held_out_items
 from trainable_candle.tasks.text.prepared import PreparedTexts
+from trainable_candle.tasks.text.writing import WritingOptions, continuation, streamed
+from trainable_candle.text.chat_tokenizer import FILES
 from trainable_candle.train.adapters import Adapters, adapter_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from trainable_candle import AdapterFile
     from trainable_candle.data.chats import TextDataset
@@ -27,6 +32,8 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.estimate import Estimate
     from trainable_candle.tasks.text.family import TextFamily
 
+PEFT: Final = "peft"
+"""The folder that `PeftModel.from_pretrained` loads."""
 ROW: Final = 2048
 """Tokens of a row unless the settings say it, if the model's context has as many."""
 
@@ -39,6 +46,8 @@ class TextTask:
     """
 
     noun: ClassVar[str] = "example"
+    # How attention goes through a row depends on the bounds of its examples.
+    repeats: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
 
     def __init__(self, family: TextFamily) -> None:
@@ -67,7 +76,7 @@ class TextTask:
                 f"{family.context} positions; give at most those"
             )
         for prompt in config.sample_prompts:
-            self.prompt_tokens(prompt)
+            self.prompt_tokens([{"role": "user", "content": prompt}])
         report(family.tokenizer.summary())
 
     def read(self, report: Callable[[str], None]) -> Split[TextDataset]:
@@ -142,16 +151,16 @@ class TextTask:
         finally:
             self._adapters.set_enabled(True)
 
-    def prompt_tokens(self, prompt: str) -> list[int]:
-        """The tokens of a question, up to where the answer begins.
+    def prompt_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a conversation, up to where the answer begins.
 
         Raises:
             ConfigError: the chat template refuses it, or it leaves no room for an answer.
         """
         try:
-            tokens = self.family.tokenizer.prompt([{"role": "user", "content": prompt}])
+            tokens = self.family.tokenizer.prompt(messages)
         except ValueError as error:
-            raise ConfigError(f"prompt {prompt!r}: {error}") from error
+            raise ConfigError(f"prompt: {error}") from error
         if len(tokens) >= self.family.context:
             raise ConfigError(
                 f"prompt: has {len(tokens)} tokens, and the model was made for "
@@ -159,37 +168,32 @@ class TextTask:
             )
         return tokens
 
-    def write(self, prompt: str, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
-        """The model's answer to a question.
-
-        Args:
-            prompt: the question.
-            tokens: of the answer, at most.
-            temperature: 0 takes the likeliest token each time.
-            seed: of the draws.
+    def answer(
+        self, messages: Sequence[Mapping[str, str]], options: WritingOptions
+    ) -> Iterator[str]:
+        """The model's answer to a conversation, piece by piece.
 
         Raises:
             ConfigError: as `prompt_tokens`.
         """
-        asked = self.prompt_tokens(prompt)
-        answer = self.family.model.generate(
-            asked,
-            max_new_tokens=min(tokens, self.family.context - len(asked)),
-            temperature=temperature,
-            seed=seed,
-            stop=sorted(self.family.tokenizer.stops),
-        )
-        return self.family.tokenizer.decode(answer)
+        asked = self.prompt_tokens(messages)
+        room = replace(options, tokens=min(options.tokens, self.family.context - len(asked)))
+        family = self.family
+        tokens = continuation(family.model, asked, family.tokenizer.stops, room, family.device)
+        return streamed(tokens, family.tokenizer)
 
     def preview(self, path: Path) -> None:
         """Write the answers to the settings' prompts, the base's beside them; as `Task.preview`."""
         config = self.family.config
+        options = WritingOptions(
+            config.sample_tokens, config.sample_temperature, seed=config.sample_seed
+        )
         parts = []
         for prompt in config.sample_prompts:
-            given = (config.sample_tokens, config.sample_temperature, config.sample_seed)
-            tuned = self.write(prompt, *given)
+            asked = [{"role": "user", "content": prompt}]
+            tuned = "".join(self.answer(asked, options))
             with self.without_adapter():
-                base = self.write(prompt, *given)
+                base = "".join(self.answer(asked, options))
             parts.append(f"prompt: {prompt}\nbase: {base}\ntuned: {tuned}\n")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path.with_suffix(".txt"), "\n".join(parts))
@@ -199,6 +203,37 @@ class TextTask:
         config = self.family.config
         named = config.with_(format=config.format or self.family.formats[0])
         return adapters.file(path, named, metadata)
+
+    def publish(self, adapters: Adapters, output: Path, metadata: dict[str, str]) -> Path:
+        """Write the folder that peft loads, with the name of the base; as `Task.publish`."""
+        folder = output / PEFT
+        adapters.file(folder, self.family.config.with_(format="peft"), metadata).write()
+        path = folder / "adapter_config.json"
+        fields = parse_json(path.read_text(encoding="utf-8"))
+        layers = self.family.layers()
+        fields["base_model_name_or_path"] = self.family.config.weights
+        fields["task_type"] = "CAUSAL_LM"
+        fields["target_modules"] = _short_names(fields["target_modules"], layers)
+        write_atomically(path, json.dumps(fields, indent=2) + "\n")
+        return folder
+
+    def save_merged(self, output: Path) -> None:
+        """Write the model with its adapter merged, and the files beside it as they are.
+
+        Raises:
+            ConfigError: there is something else in `output`.
+            OSError: it cannot be written.
+        """
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ConfigError(
+                f"--output is {output}, which exists; expected a new or an empty folder"
+            )
+        self.family.model.merge_adapter()
+        self.family.model.save_pretrained(output)
+        for name in FILES:
+            source = self.family.weights / name
+            if source.is_file():
+                shutil.copyfile(source, output / name)
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
         """Put the adapters of a file on the model, their effect times `scale`.
@@ -210,3 +245,11 @@ class TextTask:
         adapter = self.family.model.load_adapter(path, scale=scale)
         self._adapters = Adapters({self.family.component: adapter})
         return self._adapters
+
+
+def _short_names(adapted: Iterable[str], layers: Iterable[str]) -> list[str]:
+    """Layers by the last part of their names, as readers expect it, where that names no others."""
+    chosen = set(adapted)
+    last = {name.rpartition(".")[2] for name in chosen}
+    named = {name for name in layers if name.rpartition(".")[2] in last}
+    return sorted(last if named == chosen else chosen)
