@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     from trainable_candle import AdapterFile
     from trainable_candle.settings import TrainConfig
-    from trainable_candle.tasks.latent import LatentTask
-    from trainable_candle.tasks.task import Prepared, Split, Task
+    from trainable_candle.tasks.task import Family, Prepared, Split, Task
     from trainable_candle.train.adapters import Adapters
 
 ADAPTER: Final = "adapter.safetensors"
@@ -51,7 +50,7 @@ LOCK: Final = ".lock"
 class TrainingRun:
     """What `train_adapter` leaves behind in memory."""
 
-    task: LatentTask
+    task: Task
     """The model with the adapters on it, as they were written: averaged if an average is kept."""
     adapter: Adapters
     output: Path
@@ -93,6 +92,7 @@ def train_adapter(
     config.require("model", "dataset", "output")
     family = families.find(config.model)
     check_groups(config, family.groups)
+    config = _with_defaults(config, family)
     placement = choose(config.device, config.precision)
     config = config.with_(device=placement.device, precision=placement.precision)
     check_settings(config)
@@ -128,7 +128,7 @@ def train_adapter(
 
 def _train(
     config: TrainConfig,
-    task: LatentTask,
+    task: Task,
     start: Path | None,
     data: Split[Any],
     callbacks: tuple[Sequence[Callback], Sequence[Callback]],
@@ -149,7 +149,7 @@ def _train(
         tc.set_num_threads(config.threads)
     prepared = task.prepare(data, report)
     if config.epochs is not None:
-        config = _in_steps(config, prepared.train, report)
+        config = _in_steps(config, prepared.train, task.noun, report)
         _require_steps_left(config, run_state.read_state(start).step if start else -1)
     # How much there was to prepare must not matter for what follows.
     tc.manual_seed(config.seed)
@@ -162,7 +162,7 @@ def _train(
     report(f"adapter: {count} parameters in {len(parameters)} tensors")
 
     session = _Session(config, task, adapters, prepared, output, report)
-    settings = {**asdict(config), "pictures": len(prepared.train)}
+    settings = {**asdict(config), "examples": len(prepared.train)}
     before, after = callbacks
     trainer = session.trainer([*before, *session.callbacks, *after], settings)
     if start is not None:
@@ -176,17 +176,7 @@ def _train(
     completed = trainer.train()
     session.finish()
     if completed:
-        file = session.adapter_file(output / ADAPTER, trainer.step)
-        file.write()
-        idle = file.idle
-        report(f"adapter: {output / ADAPTER}")
-        if idle:
-            report(f"adapter: {len(idle)} layers have learnt nothing, the first is {idle[0]}")
-        if session.validation is not None:
-            best = session.validation
-            report(f"best: {output / BEST} (step {best.best_step}, loss {best.best_loss:.4f})")
-        if config.sample_prompts:
-            report(f"previews: {output / SAMPLES}")
+        session.conclude(trainer.step, report)
         _draw_curve(output, report)
     return TrainingRun(task, adapters, output, trainer.step, completed, trainer.stopped_by)
 
@@ -214,8 +204,14 @@ class _Session:
         )
         self.validation = None
         if prepared.validation is not None:
-            loss, every = prepared.validation.validation_loss, config.validate_every
-            self.validation = Validation(loss, every, as_used, self.adapter_file)
+            held_out, every = prepared.validation, config.validate_every
+            self.validation = Validation(
+                held_out.validation_loss,
+                every,
+                as_used,
+                self.adapter_file,
+                held_out.validation_facts,
+            )
         self.callbacks: list[Callback] = [
             callback for callback in (self._average, self.validation) if callback is not None
         ]
@@ -236,7 +232,8 @@ class _Session:
             optimizer,
             self._train.batches(config.batch_size),
             inputs=self._train.inputs,
-            cuda_graphs=config.cuda_graphs,
+            weigh=self._train.weight if self._task.weighs else None,
+            cuda_graphs=config.cuda_graphs if self._task.repeats else 0,
             steps=config.steps,
             scheduler=make_scheduler(config, optimizer),
             gradient_accumulation=config.gradient_accumulation,
@@ -254,6 +251,25 @@ class _Session:
         """The adapters as they are, for a file that is written later."""
         metadata = training_metadata(self._config, step, len(self._train))
         return self._task.adapter_file(self._adapters, path, metadata)
+
+    def conclude(self, step: int, report: Callable[[str], None]) -> None:
+        """Write the finished adapter, and say what there is now."""
+        output = self._output
+        file = self.adapter_file(output / ADAPTER, step)
+        file.write()
+        report(f"adapter: {output / ADAPTER}")
+        metadata = training_metadata(self._config, step, len(self._train))
+        published = self._task.publish(self._adapters, output, metadata)
+        if published is not None:
+            report(f"adapter for other tools: {published}")
+        idle = file.idle
+        if idle:
+            report(f"adapter: {len(idle)} layers have learnt nothing, the first is {idle[0]}")
+        if self.validation is not None:
+            best = self.validation
+            report(f"best: {output / BEST} (step {best.best_step}, loss {best.best_loss:.4f})")
+        if self._config.sample_prompts:
+            report(f"previews: {output / SAMPLES}")
 
     def finish(self) -> None:
         """Leave the model as its adapter files have it."""
@@ -292,14 +308,21 @@ def training_metadata(config: TrainConfig, step: int, images: int) -> dict[str, 
     return {name: text for name, text in texts.items() if facts[name] not in {None, ""}}
 
 
+def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
+    """The settings with the model's values for those that have none."""
+    defaults = family.defaults(config)
+    missing = {name: v for name, v in defaults.items() if getattr(config, name) is None}
+    return config.with_(**missing)
+
+
 def _in_steps(
-    config: TrainConfig, data: Prepared[Any], report: Callable[[str], None]
+    config: TrainConfig, data: Prepared[Any], noun: str, report: Callable[[str], None]
 ) -> TrainConfig:
     """The settings with the number of steps that their epochs take."""
     epochs = config.epochs or 0
     batches = data.batches(config.batch_size).first_batch(epochs)
     steps = max(1, math.ceil(batches / config.gradient_accumulation))
-    report(f"epochs: {epochs} of {counted(len(data), 'image')}: {counted(steps, 'step')}")
+    report(f"epochs: {epochs} of {counted(len(data), noun)}: {counted(steps, 'step')}")
     return config.with_(epochs=None, steps=steps)
 
 

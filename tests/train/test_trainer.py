@@ -108,6 +108,42 @@ def test_clipping_shortens_the_step_and_reports_the_whole_norm() -> None:
     np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-4)
 
 
+class Uneven:
+    """Batches of one row and of five in turn."""
+
+    def batch(self, index: int) -> npt.NDArray[np.int64]:
+        first = 6 * (index // 2)
+        return np.arange(first, first + 1) if index % 2 == 0 else np.arange(first + 1, first + 6)
+
+
+def test_batches_count_by_their_weights() -> None:
+    recorder = Recorder()
+    weight = tc.Var(np.zeros(3, np.float32))
+
+    def loss(inputs: Mapping[str, tc.Tensor]) -> tc.Tensor:
+        residual = (inputs["x"] * weight).sum(1) - inputs["y"]
+        return (residual * residual).mean()
+
+    Trainer(
+        loss,
+        {"weight": weight},
+        tc.optim.SGD([weight], lr=0.1),
+        Uneven(),
+        inputs=lambda rows: {"x": tc.tensor(X[rows]), "y": tc.tensor(Y[rows])},
+        weigh=len,
+        steps=2,
+        gradient_accumulation=2,
+        callbacks=[recorder],
+    ).train()
+    expected = np.zeros(3, np.float32)
+    for step, report in enumerate(recorder.reports):
+        rows = np.arange(6 * step, 6 * step + 6)
+        residual = X[rows] @ expected - Y[rows]
+        assert report.loss == pytest.approx(float((residual**2).mean()), rel=1e-5)
+        expected = (expected - 0.1 * gradient(expected, rows)).astype(np.float32)
+    np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-5)
+
+
 def test_the_schedule_sets_the_learning_rate() -> None:
     weight, recorder = tc.Var(np.zeros(3, np.float32)), Recorder()
     optimizer = tc.optim.SGD([weight], lr=0.1)

@@ -37,9 +37,13 @@ class Command:
 
 
 COMMANDS: Final = {
-    "train": Command("trainable_candle.cli.train", "fine-tune a model on a folder of images"),
+    "train": Command("trainable_candle.cli.train", "fine-tune a model on images or texts"),
+    "preview-data": Command(
+        "trainable_candle.cli.preview_data", "show the tokens of a data set, and what is learnt"
+    ),
     "demo": Command("trainable_candle.cli.demo", "teach the built-in generator an unseen digit"),
     "sample": Command("trainable_candle.cli.sample", "draw images, with an adapter or without"),
+    "chat": Command("trainable_candle.cli.chat", "talk to a language model"),
     "merge": Command("trainable_candle.cli.merge", "write a model with an adapter merged into it"),
     "verify": Command("trainable_candle.cli.verify", "tell what other tools make of an adapter"),
     "info": Command("trainable_candle.cli.info", "show versions, devices and models"),
@@ -82,7 +86,7 @@ def _given(arguments: Sequence[str] | None) -> list[str]:
 
 def _dispatch(given: list[str]) -> int:
     if not given or given[0] in {"-h", "--help"}:
-        lines = (f"  {name:<10}  {command.summary}" for name, command in COMMANDS.items())
+        lines = (f"  {name:<12}  {command.summary}" for name, command in COMMANDS.items())
         print(_HELP.format(commands="\n".join(lines)))
         return 0 if given else REFUSED
     if given[0] == "--version":

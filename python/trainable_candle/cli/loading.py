@@ -13,7 +13,7 @@ from trainable_candle.settings.checks import existing
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from trainable_candle.tasks.latent import LatentTask
+    from trainable_candle.tasks.task import Task
 
 
 def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
@@ -39,7 +39,7 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
     group.add_argument("--dtype", dest="precision", help=argparse.SUPPRESS)
 
 
-def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> LatentTask:
+def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task:
     """The model that the flags name, with its adapter if they name one.
 
     Args:

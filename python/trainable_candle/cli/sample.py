@@ -24,6 +24,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     # Expensive imports, after the flags are parsed.
     from trainable_candle import plot  # noqa: PLC0415
     from trainable_candle.settings.checks import require_text  # noqa: PLC0415
+    from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415
     from trainable_candle.tasks.latent.drawing import SampleOptions, parse_size  # noqa: PLC0415
 
     output = Path(given["output"]).expanduser()
@@ -44,6 +45,11 @@ def run(arguments: Sequence[str], program: str) -> int:
         raise ConfigError("--negative-prompt has no effect with --guidance 1; leave it out")
     placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
     task = load_model(given, placement.device, placement.precision)
+    if not isinstance(task, LatentTask):
+        raise ConfigError(
+            f"--model {given['model']} writes texts, and sample draws images; "
+            "use trainable-candle chat"
+        )
     task.require_room(len(given["prompt"]) * given.get("count", 1), options)
     print(placement, flush=True)
     prompts = [prompt for prompt in given["prompt"] for _ in range(given.get("count", 1))]

@@ -1,4 +1,4 @@
-"""`trainable-candle train` and `train-lora`: fine-tune a model on a folder of images."""
+"""`trainable-candle train` and `train-lora`: fine-tune a model on images or texts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_parser(program: str, *, rare: bool) -> Parser:
     """Make the parser of the flags; with `rare`, its help shows all of them."""
     parser = Parser(
         program,
-        "Fine-tune a model on a folder of images. Flags override --config.",
+        "Fine-tune a model on images or texts. Flags override --config.",
         "--model NAME --dataset DIR --output DIR [options]",
     )
     add_settings(parser, rare=rare)

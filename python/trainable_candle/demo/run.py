@@ -104,6 +104,7 @@ def run(
     _save_grid(before, output / BEFORE, report)
 
     training = train_adapter(config, progress=progress, report=report)
+    assert isinstance(training.task, LatentTask)
     trained = training.task.family
     assert isinstance(trained, Digits)
     if not training.completed:

@@ -13,18 +13,19 @@ from trainable_candle.settings.checks import existing
 
 if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
-    from trainable_candle.tasks.latent import LatentFamily, LatentTask
+    from trainable_candle.tasks.task import Family, Task
 
 NAMES: Final = {
     "sdxl": "trainable_candle.families.sdxl:SDXL",
     "sd3": "trainable_candle.families.sd3:SD3",
     "flux": "trainable_candle.families.flux:Flux",
+    "causal-lm": "trainable_candle.families.causal_lm:CausalLM",
     "digits": "trainable_candle.families.digits:Digits",
 }
 """Model name -> its family; adding one is one line here."""
 
 
-def find(name: str) -> type[LatentFamily]:
+def find(name: str) -> type[Family]:
     """The family of a model.
 
     Raises:
@@ -33,7 +34,7 @@ def find(name: str) -> type[LatentFamily]:
     if name not in NAMES:
         raise ConfigError(f"model: `{name}` is not known{nearest(name, NAMES)}")
     module, _, attribute = NAMES[name].partition(":")
-    family: type[LatentFamily] = getattr(importlib.import_module(module), attribute)
+    family: type[Family] = getattr(importlib.import_module(module), attribute)
     return family
 
 
@@ -64,8 +65,8 @@ def load(
     dtype: str | None,
     device: str,
     config: TrainConfig | None = None,
-) -> LatentTask:
-    """A model by name, from its weights or those that the package ships, to draw with or to merge.
+) -> Task:
+    """A model by name, from its weights or those that the package ships, to use or to merge.
 
     Args:
         name: of the model.

@@ -24,11 +24,11 @@ from trainable_candle.data.buckets import Bucket, Fit
 from trainable_candle.errors import ConfigError
 from trainable_candle.models import DigitsTransformer
 from trainable_candle.settings.adapter import Adapter
-from trainable_candle.settings.data import Data
+from trainable_candle.settings.data import Data, DefaultCaption
 from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
 from trainable_candle.settings.objective import Loss, NoiseLevels
-from trainable_candle.settings.previews import Previews, Validation
+from trainable_candle.settings.previews import Denoising, Previews, Validation
 from trainable_candle.settings.training import Training
 from trainable_candle.tasks.estimate import ITEM_BYTES, Estimate, Item, adapter_items
 from trainable_candle.tasks.latent.family import LatentFamily
@@ -93,7 +93,8 @@ class Digits(LatentFamily):
     name: ClassVar[str] = "digits"
     summary: ClassVar[str] = "8x8 handwritten digits, the demo's generator (its base is built in)"
     groups: ClassVar[tuple[type[Group], ...]] = (
-        Data, Adapter, Training, Loss, NoiseLevels, Validation, Previews, Machine, Files,
+        Data, DefaultCaption, Adapter, Training, Loss, NoiseLevels, Validation, Previews, Denoising,
+        Machine, Files,
     )  # fmt: skip
     component: ClassVar[str] = ""
     formats: ClassVar[tuple[str, ...]] = ("peft", "kohya", "diffusers")

@@ -4,11 +4,12 @@
 declarations; a model takes the groups that mean something to it.
 """
 
-from trainable_candle.settings.config import GROUPS, TrainConfig, group_of, settings
+from trainable_candle.settings.config import GROUPS, IMAGE_GROUPS, TrainConfig, group_of, settings
 from trainable_candle.settings.setting import Group, Setting, flag, nearest
 
 __all__ = [
     "GROUPS",
+    "IMAGE_GROUPS",
     "Group",
     "Setting",
     "TrainConfig",

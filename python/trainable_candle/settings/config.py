@@ -11,13 +11,14 @@ import yaml
 
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings.adapter import Adapter, ClipSkip, TextEncoders
-from trainable_candle.settings.data import Captions, Data, Images, Parts
+from trainable_candle.settings.data import Captions, Data, DefaultCaption, Images, Parts, Unusable
 from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
 from trainable_candle.settings.objective import Loss, NoiseLevels, NoisePrediction
-from trainable_candle.settings.previews import Drawing, Previews, Validation
+from trainable_candle.settings.previews import Denoising, Drawing, Previews, Validation
 from trainable_candle.settings.reading import read_yaml
 from trainable_candle.settings.setting import Group, Setting, checked, flag, nearest
+from trainable_candle.settings.texts import Texts, Writing
 from trainable_candle.settings.training import Training
 
 if TYPE_CHECKING:
@@ -25,17 +26,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GROUPS: Final[tuple[type[Group], ...]] = (
-    Data, Parts, Images, Captions, Adapter, TextEncoders, Training, NoisePrediction, Loss,
-    NoiseLevels, ClipSkip, Validation, Previews, Drawing, Machine, Files,
+    Data, Parts, Unusable, Images, DefaultCaption, Captions, Texts, Adapter, TextEncoders, Training,
+    NoisePrediction, Loss, NoiseLevels, ClipSkip, Validation, Previews, Denoising, Drawing, Writing,
+    Machine, Files,
 )  # fmt: skip
 """Every group of settings, in the order of the help and of files."""
+IMAGE_GROUPS: Final = tuple(group for group in GROUPS if group not in {Texts, Writing})
+"""Those that mean something to models of images."""
 
 
 # Python orders the fields of bases from the last one to the first.
 @dataclass(frozen=True)
 class TrainConfig(
-    Files, Machine, Drawing, Previews, Validation, ClipSkip, NoiseLevels, Loss, NoisePrediction,
-    Training, TextEncoders, Adapter, Captions, Images, Parts, Data,
+    Files, Machine, Writing, Drawing, Denoising, Previews, Validation, ClipSkip, NoiseLevels, Loss,
+    NoisePrediction, Training, TextEncoders, Adapter, Texts, Captions, DefaultCaption, Images,
+    Unusable, Parts, Data,
 ):  # fmt: skip
     """Every setting of a training run.
 

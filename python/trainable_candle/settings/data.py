@@ -34,7 +34,7 @@ class Data(Group):
     dataset: Annotated[
         str,
         Setting(
-            "folder of images with .txt captions",
+            "images with .txt captions, or texts",
             aliases=("train-data-dir", "data", "instance-data-dir"),
         ),
     ] = ""
@@ -44,10 +44,26 @@ class Data(Group):
             "folder for adapter, checkpoints and logs", free=True, aliases=("output-dir", "out")
         ),
     ] = ""
+
+
+@dataclass(frozen=True)
+class DefaultCaption(Group):
+    """The caption of images that have none."""
+
+    section: ClassVar[str] = sections.CAPTIONS
+
     caption: Annotated[
-        str | None,
-        Setting("for images without a .txt", rare=True, tokenized=True, section=sections.CAPTIONS),
+        str | None, Setting("for images without a .txt", rare=True, tokenized=True)
     ] = None
+
+
+@dataclass(frozen=True)
+class Unusable(Group):
+    """What becomes of examples that cannot be used."""
+
+    section: ClassVar[str] = sections.MODEL
+
+    skip_bad: Annotated[bool, Setting("leave out what cannot be read", rare=True)] = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +112,6 @@ class Images(Group):
     prior_loss_weight: Annotated[
         float, Setting("weight of regularization images", low=0, rare=True)
     ] = 1.0
-    skip_bad: Annotated[bool, Setting("leave out what cannot be read", rare=True)] = False
     cache: Annotated[
         str,
         Setting("where latents and features are kept", choices=CACHES, rare=True, free=True),

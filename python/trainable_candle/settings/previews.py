@@ -39,7 +39,7 @@ class Validation(Group):
     contradictions = (_two_validations,)
 
     validation_dataset: Annotated[
-        str | None, Setting("folder of images to validate on", rare=True)
+        str | None, Setting("folder or file to validate on", rare=True)
     ] = None
     validation_split: Annotated[
         float, Setting("share of the dataset to validate on", low=0, below=1, rare=True)
@@ -54,23 +54,30 @@ class Previews(Group):
     """Which previews there are, and when."""
 
     section: ClassVar[str] = sections.VALIDATION
-    conditions: ClassVar[tuple[Condition, ...]] = (
-        _previews("sample_every", "sample_steps", "sample_seed"),
-    )
+    conditions: ClassVar[tuple[Condition, ...]] = (_previews("sample_every", "sample_seed"),)
 
     sample_prompts: Annotated[
         list[str],
-        Setting("draw a preview; may be given again", texts=True, tokenized=True, free=True),
+        Setting("make a preview; may be given again", texts=True, tokenized=True, free=True),
     ] = field(default_factory=list)
     sample_every: Annotated[int, Setting("steps between previews", low=1, rare=True, free=True)] = (
         250
     )
-    sample_steps: Annotated[
-        int, Setting("sampling steps of a preview", low=1, rare=True, free=True)
-    ] = 25
     sample_seed: Annotated[
         int, Setting("seed of the previews", low=0, below=2**64, rare=True, free=True)
     ] = 0
+
+
+@dataclass(frozen=True)
+class Denoising(Group):
+    """How much work an image is."""
+
+    section: ClassVar[str] = sections.VALIDATION
+    conditions: ClassVar[tuple[Condition, ...]] = (_previews("sample_steps"),)
+
+    sample_steps: Annotated[
+        int, Setting("sampling steps of a preview", low=1, rare=True, free=True)
+    ] = 25
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from typing import Final
 MODEL: Final = "model and data"
 IMAGES: Final = "images"
 CAPTIONS: Final = "captions"
+TEXTS: Final = "texts"
 ADAPTER: Final = "adapter"
 TRAINING: Final = "training"
 OBJECTIVE: Final = "objective"
@@ -13,5 +14,5 @@ MACHINE: Final = "machine"
 FILES: Final = "files"
 
 SECTIONS: Final = (
-    MODEL, IMAGES, CAPTIONS, ADAPTER, TRAINING, OBJECTIVE, VALIDATION, MACHINE, FILES,
+    MODEL, IMAGES, CAPTIONS, TEXTS, ADAPTER, TRAINING, OBJECTIVE, VALIDATION, MACHINE, FILES,
 )  # fmt: skip

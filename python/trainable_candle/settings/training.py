@@ -56,7 +56,12 @@ class Training(Group):
         ),
     ] = None
     batch_size: Annotated[
-        int, Setting("images in a batch", low=1, aliases=("batch", "bs", "train-batch-size"))
+        int,
+        Setting(
+            "images or rows in a batch",
+            low=1,
+            aliases=("batch", "bs", "train-batch-size"),
+        ),
     ] = 1
     gradient_accumulation: Annotated[
         int,
@@ -66,8 +71,8 @@ class Training(Group):
         str, Setting("update rule", choices=OPTIMIZERS, aliases=("optim", "optimizer-type"))
     ] = "adamw8bit"
     learning_rate: Annotated[
-        float, Setting("learning rate", low=0, above=True, aliases=("lr",))
-    ] = 1e-4
+        float | None, Setting("(default: model's)", low=0, above=True, aliases=("lr",))
+    ] = None
     lr_scheduler: Annotated[
         str, Setting("its course", choices=SCHEDULERS, rare=True, aliases=("scheduler",))
     ] = "constant"
@@ -83,3 +88,8 @@ class Training(Group):
         float, Setting("average the adapter; 0: do not", low=0, below=1, rare=True)
     ] = 0.0
     seed: Annotated[int, Setting("of everything random", low=0, below=2**64, rare=True)] = 0
+
+    @property
+    def rate(self) -> float:
+        """The learning rate; where a model has said nothing about it, 1e-4."""
+        return 1e-4 if self.learning_rate is None else self.learning_rate

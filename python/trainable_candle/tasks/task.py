@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from trainable_candle.draws import generator
 from trainable_candle.errors import DatasetError
 from trainable_candle.train.trainer import BatchSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from trainable_candle import AdapterFile, Tensor
-    from trainable_candle.settings import TrainConfig
+    from trainable_candle.settings import Group, TrainConfig
     from trainable_candle.tasks.estimate import Estimate
     from trainable_candle.train.adapters import Adapters
     from trainable_candle.train.trainer import Inputs
@@ -32,7 +32,7 @@ class Split(Generic[PartT]):
     validation: PartT | None = None
 
 
-def held_out_items(count: int, share: float, seed: int) -> list[int]:
+def held_out_items(count: int, share: float, seed: int, noun: str = "image") -> list[int]:
     """Indices held out for validation: fixed by the seed, at least one, never all.
 
     Raises:
@@ -40,7 +40,7 @@ def held_out_items(count: int, share: float, seed: int) -> list[int]:
     """
     if count < 2:
         raise DatasetError(
-            f"dataset: {count} image cannot be split into training and validation; "
+            f"dataset: {count} {noun} cannot be split into training and validation; "
             "leave validation_split out, or give validation_dataset"
         )
     held_out = min(max(1, round(count * share)), count - 1)
@@ -69,6 +69,9 @@ class Prepared(Protocol[BatchT]):
         would.
         """
 
+    def weight(self, batch: BatchT) -> float:
+        """How much the loss of a batch counts beside those of others in a step, above 0."""
+
     def loss(self, inputs: Inputs) -> Tensor:
         """The training loss for `inputs`, one element, made without synchronization."""
 
@@ -77,6 +80,9 @@ class Prepared(Protocol[BatchT]):
 
         The library's generator is left as it was.
         """
+
+    def validation_facts(self, loss: float) -> Mapping[str, float]:
+        """What is logged of a validation whose loss is `loss`, that included, by name."""
 
     def __len__(self) -> int:
         """The number of examples."""
@@ -87,6 +93,13 @@ class Task(Protocol):
 
     The methods are called in this order; nothing is loaded before `prepare`.
     """
+
+    noun: ClassVar[str]
+    """What an example of its data is called in messages."""
+    repeats: ClassVar[bool]
+    """Whether a pass does the same for all batches of a shape, as CUDA graphs need it."""
+    weighs: ClassVar[bool]
+    """Whether batches count in a step by their `Prepared.weight`, and not equally."""
 
     def check(self, report: Callable[[str], None]) -> None:
         """Check the settings against the headers of the weights; nothing else is read yet.
@@ -149,3 +162,72 @@ class Task(Protocol):
         Raises:
             ArgumentError: the format of the settings cannot hold these adapters.
         """
+
+    def publish(self, adapters: Adapters, output: Path, metadata: dict[str, str]) -> Path | None:
+        """Write the finished adapters as other tools expect them, if `adapter_file` is not that.
+
+        Args:
+            adapters: with their final values.
+            output: the folder of the run.
+            metadata: text entries for the header of a file.
+
+        Returns:
+            What was written.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+
+    def load_adapter(self, path: Path, scale: float) -> Adapters:
+        """Put the adapters of a file on the model, their effect times `scale`.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
+                another model.
+        """
+
+    def save_merged(self, output: Path) -> None:
+        """Write the whole model with its adapters merged into the weights.
+
+        Raises:
+            ConfigError: `output` is no place for it.
+            OSError: it cannot be written.
+        """
+
+
+class Family(Protocol):
+    """Models that one task trains: what `--model NAME` stands for."""
+
+    name: ClassVar[str]
+    """What `--model` calls it."""
+    summary: ClassVar[str]
+    """What the family is, in a line."""
+    download: ClassVar[str]
+    """Where its weights are had if none are built in, how large they are, under which licence."""
+    groups: ClassVar[tuple[type[Group], ...]]
+    """The groups of settings that it takes; to give others is an error."""
+    parts: ClassVar[tuple[str, ...]]
+    """The folders of its models in a pipeline; none if it is no pipeline."""
+
+    def __init__(
+        self, weights: Path, dtype: str | None, device: str, config: TrainConfig | None = None
+    ) -> None: ...
+
+    @classmethod
+    def default_weights(cls) -> Path | None:
+        """The weights that the package ships, if it ships any."""
+
+    @classmethod
+    def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:
+        """What settings are that have no value of their own, by name."""
+
+    def require_own(self) -> None:
+        """Check that the weights are of this family.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: they are missing, damaged, or of
+                another model.
+        """
+
+    def task(self) -> Task:
+        """What trains this model."""

@@ -37,10 +37,10 @@ class Adapters:
 
     def groups(self, config: TrainConfig) -> list[tuple[list[Var], float]]:
         """The parameters with their learning rates: those of text encoders have their own."""
-        of_text = config.text_encoder_learning_rate or config.learning_rate / 10
+        of_text = config.text_encoder_learning_rate or config.rate / 10
         groups: dict[float, list[Var]] = {}
         for component, adapter in self.sets.items():
-            rate = of_text if component.startswith("text_encoder") else config.learning_rate
+            rate = of_text if component.startswith("text_encoder") else config.rate
             groups.setdefault(rate, []).extend(adapter.parameters())
         return [(parameters, rate) for rate, parameters in groups.items()]
 

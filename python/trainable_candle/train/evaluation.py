@@ -16,7 +16,7 @@ from trainable_candle.train.callbacks import Callback
 from trainable_candle.train.state import damaged, read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -60,6 +60,7 @@ class Validation(Callback):
         every: steps between two measurements.
         evaluated: the context to measure in.
         adapter: takes the adapter of a step for a file that is written later.
+        facts: what is logged of a measurement, by name, measured in the same context.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Validation(Callback):
         every: int,
         evaluated: Callable[[], AbstractContextManager[None]],
         adapter: Callable[[Path, int], AdapterFile],
+        facts: Callable[[float], Mapping[str, float]] = lambda loss: {"validation_loss": loss},
     ) -> None:
         self.best_loss = math.inf
         self.best_step = 0
@@ -75,6 +77,7 @@ class Validation(Callback):
         self._every = every
         self._evaluated = evaluated
         self._adapter = adapter
+        self._facts = facts
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
         """Measure the model as it was."""
@@ -96,7 +99,8 @@ class Validation(Callback):
     def _measure(self, trainer: Trainer[Any]) -> float:
         with self._evaluated():
             loss = self._loss()
-        trainer.report({"validation_loss": loss})
+            facts = self._facts(loss)
+        trainer.report(facts)
         return loss
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:

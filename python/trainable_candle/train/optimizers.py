@@ -20,7 +20,7 @@ def make_optimizer(config: Training, groups: Sequence[tuple[Sequence[Var], float
     """The optimizer over (variables, learning rate) groups."""
     kind: Callable[..., Optimizer] = KINDS[config.optimizer]
     parameters: list[dict[str, Any]] = [{"params": list(vars_), "lr": lr} for vars_, lr in groups]
-    return kind(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+    return kind(parameters, lr=config.rate, weight_decay=config.weight_decay)
 
 
 def make_scheduler(config: Training, optimizer: Optimizer) -> LRScheduler:

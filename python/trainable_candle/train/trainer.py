@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import numpy as np
 
 import trainable_candle as tc
 from trainable_candle.draws import drawn
@@ -37,6 +39,10 @@ MAX_SKIPPED: Final = 50
 """Steps that a loss scaler may skip in a row: from 65536 the scale has then fallen below 1e-10."""
 
 
+_SHARE: Final = "share"
+"""The input that holds a batch's share in the loss of its step."""
+
+
 class BatchSource(Protocol[BatchOut]):
     """Batches by number; a number always gives the same batch, so a run can continue anywhere."""
 
@@ -51,13 +57,21 @@ class StepReport:
     step: int
     """1 for the first."""
     loss: float
-    """Mean over the accumulated batches."""
+    """Mean over the accumulated batches, weighed if they have weights."""
     lr: float
     """The learning rate of the step."""
     grad_norm: float
     """Before clipping; not finite if a loss scaler skipped the step."""
     seconds: float
     """How long it took."""
+
+
+class _Given(NamedTuple):
+    """What one of a step's losses is computed from."""
+
+    inputs: Any
+    share: float
+    """Of the loss in that of the step."""
 
 
 class Trainer(Generic[Batch]):
@@ -75,6 +89,9 @@ class Trainer(Generic[Batch]):
         optimizer: over these variables.
         data: where batches come from.
         inputs: from a batch to the tensors that `loss` is given in its place.
+        weigh: with `inputs`, from a batch to its weight, above 0: the loss of a step is the mean
+            weighed by these, and each batch's share is one of the inputs. By default batches count
+            equally.
         cuda_graphs: with `inputs`, on a GPU, the forward and backward passes of batches of up to
             so many shapes are CUDA graphs (`tc.cuda.capture`): `loss` does the same for all
             batches of a shape. 0: none.
@@ -101,6 +118,7 @@ class Trainer(Generic[Batch]):
         data: BatchSource[Batch],
         *,
         inputs: Callable[[Batch], Inputs] | None = None,
+        weigh: Callable[[Batch], float] | None = None,
         cuda_graphs: int = 0,
         steps: int,
         scheduler: LRScheduler | None = None,
@@ -124,13 +142,14 @@ class Trainer(Generic[Batch]):
         self._loss = loss
         self._data = data
         self._inputs = inputs
+        self._weigh = weigh
         self._on_gpu = any(var.device != "cpu" for var in self.parameters.values())
         # The first pass of a step is another than those after it.
         passes = min(gradient_accumulation, 2) if inputs and self._on_gpu else 0
         self._graphs = PassGraphs(self._pass, cuda_graphs * passes)
         self._batches = 0
         self._seed = tc.get_rng_state()[0] if seed is None else seed
-        self._ready: list[Any] | None = None
+        self._ready: list[_Given] | None = None
         self._scheduler = scheduler
         self._accumulation = gradient_accumulation
         self._max_grad_norm = max_grad_norm
@@ -209,24 +228,40 @@ class Trainer(Generic[Batch]):
         self._check_losses(values)
         self._check_norm(norm)
         self.step += 1
-        mean = math.fsum(values) / len(values)
+        if self._weigh is None:
+            mean = math.fsum(values) / len(values)
+        else:
+            mean = math.fsum(one.share * value for one, value in zip(given, values, strict=True))
         return StepReport(self.step, mean, lr, norm, time.perf_counter() - started)
 
-    def _take(self) -> list[Any]:
+    def _take(self) -> list[_Given]:
         """What the losses of the next step are computed from."""
         ready, self._ready = self._ready, None
         return self._make() if ready is None else ready
 
-    def _make(self) -> list[Any]:
+    def _make(self) -> list[_Given]:
         first = self._batches
-        return [
+        made = [
             drawn(self._seed, "inputs", number, partial(self._make_one, number))
             for number in range(first, first + self._accumulation)
         ]
+        if self._weigh is None:
+            return [_Given(inputs, 1.0 / len(made)) for inputs, _ in made]
+        whole = math.fsum(weight for _, weight in made)
+        device = next(iter(self.parameters.values())).device
+        given = []
+        for inputs, weight in made:
+            share = np.array(weight / whole, np.float32)
+            # A tensor, as it is another one in every step: a CUDA graph reads it anew.
+            named = {**inputs, _SHARE: tc.tensor(share, device=device)}
+            given.append(_Given(named, weight / whole))
+        return given
 
-    def _make_one(self, number: int) -> Any:
+    def _make_one(self, number: int) -> tuple[Any, float]:
+        """What the loss of a batch is computed from, and the weight of the batch."""
         batch = self._data.batch(number)
-        return batch if self._inputs is None else self._inputs(batch)
+        weight = 1.0 if self._weigh is None else self._weigh(batch)
+        return batch if self._inputs is None else self._inputs(batch), weight
 
     def _make_ready(self) -> None:
         """Make the inputs of the step after this one."""
@@ -236,7 +271,7 @@ class Trainer(Generic[Batch]):
         with suppress(Error, OSError):
             self._ready = self._make()
 
-    def _backward(self, given: Sequence[Any]) -> list[Tensor]:
+    def _backward(self, given: Sequence[_Given]) -> list[Tensor]:
         """Set the gradients to the mean over the batches; returns the losses."""
         self._batches += len(given)
         try:
@@ -247,11 +282,11 @@ class Trainer(Generic[Batch]):
         # Without the memory that graphs hold. The first pass clears what the others have added.
         return self._passes(given)
 
-    def _passes(self, given: Sequence[Any]) -> list[Tensor]:
+    def _passes(self, given: Sequence[_Given]) -> list[Tensor]:
         first = self._batches - len(given)
         return [
-            drawn(self._seed, "pass", first + n, partial(self._graphs, inputs, n == 0))
-            for n, inputs in enumerate(given)
+            drawn(self._seed, "pass", first + n, partial(self._graphs, one.inputs, n == 0))
+            for n, one in enumerate(given)
         ]
 
     def _pass(self, inputs: Any, first: bool) -> Tensor:
@@ -259,7 +294,11 @@ class Trainer(Generic[Batch]):
         if first:
             self.optimizer.zero_grad()
         loss = self._loss(inputs)
-        share = loss if self._accumulation == 1 else loss * (1.0 / self._accumulation)
+        share = loss
+        if self._weigh is not None:
+            share = loss * inputs[_SHARE]
+        elif self._accumulation > 1:
+            share = loss * (1.0 / self._accumulation)
         (share if self._scaler is None else self._scaler.scale(share)).backward()
         return loss.detach()
 

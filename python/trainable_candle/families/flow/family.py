@@ -9,7 +9,7 @@ from trainable_candle.errors import ConfigError
 from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.pipeline import PipelineFamily
 from trainable_candle.families.pipeline.family import Encoders
-from trainable_candle.settings import GROUPS
+from trainable_candle.settings import IMAGE_GROUPS
 from trainable_candle.settings.adapter import ClipSkip, TextEncoders
 from trainable_candle.settings.objective import NoisePrediction
 from trainable_candle.tasks.latent.objectives import FlowObjective, FlowSampler
@@ -28,7 +28,7 @@ class FlowFamily(PipelineFamily[E]):
     """
 
     groups: ClassVar[tuple[type[Group], ...]] = tuple(
-        group for group in GROUPS if group not in {NoisePrediction, TextEncoders, ClipSkip}
+        group for group in IMAGE_GROUPS if group not in {NoisePrediction, TextEncoders, ClipSkip}
     )
     component: ClassVar[str] = "transformer"
     # ComfyUI and diffusers both know diffusers' names, with the scale in the factors.

@@ -16,7 +16,7 @@ from trainable_candle.families.pipeline import PipelineFamily
 from trainable_candle.families.pipeline.identity import parts_identity, tokenizers_identity
 from trainable_candle.families.sdxl.schedule import schedule
 from trainable_candle.families.sdxl.text import TextEncoders, unread_layers
-from trainable_candle.settings import GROUPS
+from trainable_candle.settings import IMAGE_GROUPS
 from trainable_candle.tasks.latent.objectives import NoiseObjective
 from trainable_candle.text.clip_tokenizer import SHIPPED
 from trainable_candle.train.sampler import Sampler
@@ -41,7 +41,7 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     name: ClassVar[str] = "sdxl"
     summary: ClassVar[str] = "Stable Diffusion XL (a tiny one that draws flowers is built in)"
-    groups: ClassVar[tuple[type[Group], ...]] = GROUPS
+    groups: ClassVar[tuple[type[Group], ...]] = IMAGE_GROUPS
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sdxl"))
     component: ClassVar[str] = "unet"
     formats: ClassVar[tuple[str, ...]] = ("kohya", "diffusers", "peft", "comfyui")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainable_candle._core import verify_adapter
 from trainable_candle.settings import TrainConfig
@@ -80,6 +80,11 @@ class LatentFamily(ABC):
     def default_weights(cls) -> Path | None:
         """The weights that the package ships, if it ships any."""
         return None
+
+    @classmethod
+    def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:  # noqa: ARG003
+        """What settings are that have no value of their own, by name."""
+        return {"learning_rate": 1e-4}
 
     # What the files say, before anything is loaded.
 

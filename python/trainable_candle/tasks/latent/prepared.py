@@ -68,6 +68,14 @@ class PreparedLatents:
         prediction = self._family.predict(sample, inputs["times"], conditions)
         return self._objective.loss(prediction, inputs)
 
+    def weight(self, batch: Batch) -> float:
+        """The number of images."""
+        return len(batch)
+
+    def validation_facts(self, loss: float) -> dict[str, float]:
+        """The loss alone."""
+        return {"validation_loss": loss}
+
     def validation_loss(self) -> float:
         """The mean loss, every image with the same noises and levels at every call."""
         family = self._family

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from trainable_candle import plot
 from trainable_candle.data import LatentCache
@@ -49,6 +49,10 @@ class LatentTask:
     Args:
         family: the model, and the settings.
     """
+
+    noun: ClassVar[str] = "image"
+    repeats: ClassVar[bool] = True
+    weighs: ClassVar[bool] = False
 
     def __init__(self, family: LatentFamily) -> None:
         self.family = family
@@ -238,6 +242,15 @@ class LatentTask:
         config = self.family.config
         named = config.with_(format=config.format or self.family.formats[0])
         return adapters.file(path, named, metadata)
+
+    def publish(
+        self,
+        adapters: Adapters,  # noqa: ARG002
+        output: Path,  # noqa: ARG002
+        metadata: dict[str, str],  # noqa: ARG002
+    ) -> None:
+        """Nothing: tools for images read the file of `adapter_file`."""
+        return
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
         """Put the adapters of a file on the parts that it names, their effect times `scale`.

@@ -1,0 +1,30 @@
+"""Texts for language models: files, forms, masks, packed rows.
+
+How a file becomes batches::
+
+    tokenizer = ChatTokenizer.from_pretrained(folder)
+    train, validation = load_texts(path, tokenizer, TextOptions(sequence_length=2048))
+    print(train.summary())
+    rows = PackedRows(train.examples, 2048, batch_size=1, seed=0)
+    rows.batch(0)  # `Packed`: input_ids, targets, positions, cu_seqlens
+
+Nothing is padded: examples lie one after the other in a stream of tokens with their bounds, and
+attention stays within them.
+"""
+
+from trainable_candle.data.chats.dataset import TextDataset, TextOptions, load_texts
+from trainable_candle.data.chats.labels import Tokens, tokens_of
+from trainable_candle.data.chats.packing import IGNORED, Packed, PackedRows, best_fit, in_order
+
+__all__ = [
+    "IGNORED",
+    "Packed",
+    "PackedRows",
+    "TextDataset",
+    "TextOptions",
+    "Tokens",
+    "best_fit",
+    "in_order",
+    "load_texts",
+    "tokens_of",
+]

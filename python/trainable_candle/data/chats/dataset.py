@@ -1,0 +1,217 @@
+"""A data set of texts, checked and tokenized before a model is loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from trainable_candle.data.chats.forms import Form, expected, form_of
+from trainable_candle.data.chats.labels import Tokens, tokens_of
+from trainable_candle.data.chats.messages import RowError
+from trainable_candle.data.chats.reading import BadRow, Row, find_files, read_rows
+from trainable_candle.data.folder import counted, first_lines
+from trainable_candle.errors import DatasetError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from trainable_candle.text.chat_tokenizer import ChatTokenizer
+
+SKIP_HINT: Final = " (--skip-bad leaves such lines out)"
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What is done to the examples of a data set."""
+
+    sequence_length: int = 2048
+    """Tokens of an example, at most: the beginning is kept."""
+    train_on: str = "answers"
+    """Which tokens count in the loss; one of `settings.texts.TRAIN_ON`."""
+    skip_bad: bool = False
+    """Whether lines that cannot be used are left out."""
+
+
+@dataclass
+class Counts:
+    """What became of the lines of a data set."""
+
+    forms: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Names of fields that are not read."""
+    bad: list[str] = field(default_factory=list)
+    truncated: int = 0
+    cut_tokens: int = 0
+    unlearnt: int = 0
+    """Examples that have nothing to learn, often because it was cut off."""
+    answers: int = 0
+    stops: int = 0
+
+
+class TextDataset:
+    """Examples as tokens.
+
+    Args:
+        examples: at least one.
+        counts: of the lines that they come from.
+        options: what was done to them.
+        place: the file or folder, for messages.
+    """
+
+    def __init__(
+        self, examples: Sequence[Tokens], counts: Counts, options: TextOptions, place: Path
+    ) -> None:
+        self.examples = list(examples)
+        self.counts = counts
+        self.options = options
+        self.place = place
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all examples."""
+        return sum(map(len, self.examples))
+
+    @property
+    def learnt(self) -> int:
+        """How many of them the loss counts."""
+        return sum(int(example.learnt.sum()) for example in self.examples)
+
+    def part(self, numbers: Sequence[int]) -> TextDataset:
+        """Some of the examples, by number."""
+        chosen = [self.examples[number] for number in numbers]
+        return TextDataset(chosen, self.counts, self.options, self.place)
+
+    def summary(self) -> str:
+        """What was found, in lines."""
+        counts, learnt = self.counts, self.learnt
+        forms = ", ".join(counts.forms)
+        share = f"{100 * learnt / self.tokens:.0f} %"
+        lines = [
+            f"dataset: {counted(len(self), 'example')} of {forms} in {self.place}",
+            f"  {counted(self.tokens, 'token')}, {learnt} learnt ({share})",
+            f"  the longest example has {max(map(len, self.examples))} tokens",
+            f"  {counts.stops} of {counted(counts.answers, 'answer')} end in a stop token",
+        ]
+        if counts.truncated:
+            lines.append(
+                f"  {counted(counts.truncated, 'example')} longer than "
+                f"{self.options.sequence_length} tokens: {counts.cut_tokens} cut off "
+                "(--sequence-length keeps more)"
+            )
+        if counts.unlearnt:
+            lines.append(f"  {counted(counts.unlearnt, 'example')} left out: nothing to learn")
+        if counts.bad:
+            lines.append(f"  {counted(len(counts.bad), 'line')} left out: cannot be used")
+            lines += [f"    {line}" for line in first_lines(counts.bad)]
+        if counts.ignored:
+            lines.append(f"  fields that are not read: {', '.join(sorted(counts.ignored))}")
+        return "\n".join(lines)
+
+
+def load_texts(
+    path: Path, tokenizer: ChatTokenizer, options: TextOptions
+) -> tuple[TextDataset, TextDataset | None]:
+    """Read, check and tokenize what a path stands for.
+
+    Returns:
+        What to train on and, if a folder has files for it, what to validate on.
+
+    Raises:
+        DatasetError: a file cannot be read; lines cannot be used and `skip_bad` is off, the first
+            ten are named; no token, or no token that ends an answer, would be learnt.
+        ModuleNotFoundError: a Parquet file needs pyarrow.
+    """
+    train, validation = find_files(path)
+    held_out = _load(validation, path, tokenizer, options) if validation else None
+    return _load(train, path, tokenizer, options), held_out
+
+
+def _load(
+    files: Sequence[Path], place: Path, tokenizer: ChatTokenizer, options: TextOptions
+) -> TextDataset:
+    counts, examples, rows = Counts(), [], 0
+    for file in files:
+        form: Form | None = None
+        for row in read_rows(file):
+            rows += 1
+            try:
+                if isinstance(row, BadRow):
+                    raise RowError(row.reason)
+                form = form or _form(row)
+                example = _example(row, form, tokenizer, options, counts)
+            except ValueError as error:
+                counts.bad.append(f"{row.place}: {error}")
+                continue
+            if example is not None:
+                examples.append(example)
+    if counts.bad and not options.skip_bad:
+        raise DatasetError(
+            f"dataset: {len(counts.bad)} of {counted(rows, 'line')} in {place} cannot be used"
+            f"{SKIP_HINT}:\n  " + "\n  ".join(first_lines(counts.bad))
+        )
+    _require_something(counts, examples, rows, place, options)
+    return TextDataset(examples, counts, options, place)
+
+
+def _form(row: Row) -> Form:
+    form = form_of(row.values)
+    if form is None:
+        names = ", ".join(map(str, row.values)) or "none"
+        raise RowError(f"has the fields {names}; expected one of: {expected()}")
+    return form
+
+
+def _example(
+    row: Row, form: Form, tokenizer: ChatTokenizer, options: TextOptions, counts: Counts
+) -> Tokens | None:
+    """The tokens of a line; None if nothing in it is learnt.
+
+    Raises:
+        ValueError: it cannot be used.
+    """
+    tokens = tokens_of(form.read(row.values), tokenizer, options.train_on)
+    counts.forms[form.name] += 1
+    counts.ignored.update(set(row.values) - {*form.fields, *form.others})
+    counts.answers += tokens.answers
+    kept = tokens.truncated(options.sequence_length)
+    counts.stops += len(kept.stops)
+    if len(kept) < len(tokens):
+        counts.truncated += 1
+        counts.cut_tokens += len(tokens) - len(kept)
+    if not kept.learnt.any():
+        counts.unlearnt += 1
+        return None
+    return kept
+
+
+def _require_something(
+    counts: Counts, examples: Sequence[Tokens], rows: int, place: Path, options: TextOptions
+) -> None:
+    start = f"dataset: {counted(rows, 'line')} in {place}:"
+    if not rows:
+        raise DatasetError(f"dataset: {place} is empty")
+    if not counts.forms:
+        raise DatasetError(f"{start} none can be used:\n  " + "\n  ".join(first_lines(counts.bad)))
+    if not examples:
+        reason = (
+            f"the answers lie beyond the first {options.sequence_length} tokens; "
+            "give a larger --sequence-length"
+            if counts.truncated
+            else "the chat template marks no answer; `trainable-candle preview-data` shows it"
+        )
+        raise DatasetError(f"{start} no token would be learnt: {reason}")
+    if not counts.stops:
+        reason = (
+            "the answers are longer than --sequence-length, which cuts their ends off"
+            if counts.truncated
+            else "no answer ends in a token that the tokenizer or generation_config.json names as "
+            "end (eos_token)"
+        )
+        raise DatasetError(
+            f"{start} no stop token would be learnt, and the model would not stop: {reason}"
+        )

@@ -1,0 +1,163 @@
+"""From an example to tokens, and which of them count in the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainable_candle.data.chats.forms import Chat, Completion
+from trainable_candle.data.chats.messages import RowError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from trainable_candle.data.chats.forms import Example
+    from trainable_candle.text.chat_tokenizer import ChatTokenizer, Encoded
+
+    Spans = Sequence[tuple[int, int]]
+    """Starts and ends, of characters or of tokens."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One example as the model sees it."""
+
+    ids: npt.NDArray[np.int64]
+    learnt: npt.NDArray[np.bool_]
+    """Which tokens are to be predicted; never the first, which nothing stands before."""
+    stops: tuple[int, ...]
+    """Where answers end in a token that stops generation; all of them are learnt."""
+    answers: int
+    """How many answers are learnt, with such a token or without."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def truncated(self, length: int) -> Tokens:
+        """The first `length` tokens."""
+        if len(self) <= length:
+            return self
+        stops = tuple(place for place in self.stops if place < length)
+        return Tokens(self.ids[:length], self.learnt[:length], stops, self.answers)
+
+
+def tokens_of(example: Example, tokenizer: ChatTokenizer, train_on: str = "answers") -> Tokens:
+    """The tokens of an example.
+
+    The text is tokenized once, as a whole, and the offsets of the tokens decide which count. An
+    answer includes the token that ends its turn.
+
+    Raises:
+        ValueError: the template refuses the example, or gives an answer another text when more
+            messages follow.
+    """
+    if isinstance(example, Chat):
+        return _chat(example, tokenizer, train_on)
+    return _completion(example, tokenizer, train_on)
+
+
+def _completion(example: Completion, tokenizer: ChatTokenizer, train_on: str) -> Tokens:
+    text = example.prompt + example.completion
+    encoded = tokenizer.encode(text, special=True)
+    spans = [(0 if train_on == "all" else len(example.prompt), len(text))]
+    ids, learnt = list(encoded.ids), _inside(encoded, spans)
+    end = tokenizer.end
+    if end is not None and ids[-1:] != [end]:
+        ids.append(end)
+        learnt = np.append(learnt, True)
+    elif end is not None:
+        learnt[-1] = True  # The tokenizer put it there: it has no place in the text.
+    learnt[:1] = False
+    stops = () if end is None else (len(ids) - 1,)
+    return Tokens(np.array(ids, np.int64), learnt, stops, 1)
+
+
+def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Tokens:
+    rendered = tokenizer.template.render(example.messages, example.tools)
+    if rendered.spans is None:
+        last_only = train_on == "last-answer"
+        spans = _answers(example, tokenizer, rendered.text, last_only=last_only)
+    else:
+        spans = list(rendered.spans)
+    if train_on == "last-answer":
+        spans = spans[-1:]
+    encoded = tokenizer.encode(rendered.text)
+    ids = np.array(encoded.ids, np.int64)
+    learnt = np.zeros(len(ids), np.bool_)
+    stops: list[int] = []
+    for span in spans:
+        inside = np.flatnonzero(_inside(encoded, [span]))
+        if len(inside):
+            last, stopped = _turn_end(encoded, inside, rendered.text, tokenizer)
+            learnt[inside[0] : last + 1] = True
+            stops += [last] if stopped else []
+    if train_on == "all":
+        learnt[:] = True
+    learnt[:1] = False
+    return Tokens(ids, learnt, tuple(stops), len(spans))
+
+
+def _answers(
+    example: Chat, tokenizer: ChatTokenizer, whole: str, *, last_only: bool
+) -> list[tuple[int, int]]:
+    """Where the answers are in the text, found by rendering the messages up to each of them."""
+    spans = []
+    answers = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
+    for turn in answers[-1:] if last_only else answers:
+        asked = tokenizer.template.render(
+            example.messages[:turn], example.tools, generation_prompt=True
+        ).text
+        answered = tokenizer.template.render(example.messages[: turn + 1], example.tools).text
+        if not answered.startswith(asked):
+            raise RowError(
+                f"the chat template begins the answer of message {turn} in another way than its "
+                "prompt for one, and has no {% generation %} that would mark the answer"
+            )
+        if not whole.startswith(answered):
+            raise RowError(
+                f"the chat template changes message {turn} when others follow, so that answers "
+                "before the last cannot be told apart; give --train-on last-answer, or a template "
+                "with {% generation %} around answers"
+            )
+        spans.append((len(asked), len(answered)))
+    return spans
+
+
+def _turn_end(
+    encoded: Encoded, inside: npt.NDArray[np.int64], text: str, tokenizer: ChatTokenizer
+) -> tuple[int, bool]:
+    """The last token of an answer, and whether it stops generation.
+
+    What a template writes after the end of a turn, a line break mostly, is left to the next turn;
+    an end right after a marked answer belongs to it.
+    """
+    ids, last = encoded.ids, int(inside[-1])
+    if (
+        last + 1 < len(ids)
+        and ids[last] not in tokenizer.stops
+        and ids[last + 1] in tokenizer.stops
+    ):
+        return last + 1, True
+    ends = [n for n in inside if ids[n] in tokenizer.stops]
+    if ends:
+        begin, end = encoded.offsets[ends[-1]][1], encoded.offsets[last][1]
+        if not text[begin:end].strip():
+            return int(ends[-1]), True
+    return last, False
+
+
+def _inside(encoded: Encoded, spans: Spans) -> npt.NDArray[np.bool_]:
+    """Which tokens lie, wholly or in part, within spans of characters."""
+    offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+    begin, end = offsets[:, 0], offsets[:, 1]
+    found = np.zeros(len(offsets), np.bool_)
+    for first, last in spans:
+        touched = np.flatnonzero((begin < last) & (end > first) & (end > begin))
+        if len(touched):
+            # A token without a place of its own belongs to those around it.
+            found[touched[0] : touched[-1] + 1] = True
+    return found

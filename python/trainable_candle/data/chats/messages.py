@@ -1,0 +1,164 @@
+"""Conversations: what is checked of messages before a template sees them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from trainable_candle.files import parse_json
+
+Message = dict[str, Any]
+
+
+class RowError(ValueError):
+    """A line of a data set that cannot be used; the message names the field."""
+
+
+_ROLES: Final = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant",
+    "bing": "assistant", "bard": "assistant",
+    "tool": "tool", "observation": "tool", "function_response": "tool", "ipython": "tool",
+    "function_call": "function_call",
+}  # fmt: skip
+"""Roles by the names that data sets use."""
+
+
+def conversation(values: Any, field: str, *, answered: bool = True) -> list[Message]:
+    """The messages of a list, with one form of content and of roles.
+
+    Args:
+        values: objects with `role` and `content`, or, as in ShareGPT's files, `from` and `value`.
+        field: where they are, for messages.
+        answered: whether there must be an answer.
+
+    Raises:
+        RowError: the list is none, a role or a content is wrong, or roles are out of order; names
+            the field.
+    """
+    values = _parsed(values, field)
+    if not isinstance(values, list) or not values:
+        raise RowError(f"`{field}` is {_kind(values)}, expected a list of messages")
+    messages = [_message(value, f"{field}[{number}]") for number, value in enumerate(values)]
+    _check_order(messages, field)
+    if answered and not any(message["role"] == "assistant" for message in messages):
+        raise RowError(f"`{field}` has no message of the role assistant: nothing to learn")
+    return messages
+
+
+def functions(values: Any, field: str = "tools") -> list[dict[str, Any]] | None:
+    """JSON schemas of tools, which Parquet files hold as text.
+
+    Raises:
+        RowError: they are not a list of objects.
+    """
+    values = _parsed(values, field)
+    if values is None or values in ("", []):
+        return None
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise RowError(f"`{field}` is {_kind(values)}, expected a list of JSON schemas")
+    return values
+
+
+def text(value: Any, field: str, *, empty: bool = False) -> str:
+    """A text.
+
+    Raises:
+        RowError: it is something else, or empty where it must not be.
+    """
+    if not isinstance(value, str):
+        raise RowError(f"`{field}` is {_kind(value)}, expected text")
+    if not empty and not value.strip():
+        raise RowError(f"`{field}` is empty")
+    return value
+
+
+def _message(value: Any, field: str) -> Message:
+    if not isinstance(value, dict):
+        raise RowError(f"`{field}` is {_kind(value)}, expected an object with role and content")
+    named = "role" if "role" in value else "from"
+    role = _ROLES.get(str(value.get(named)).lower())
+    if role is None:
+        raise RowError(
+            f"`{field}.{named}` is {value.get(named)!r}, expected system, user, assistant or tool"
+        )
+    held = "content" if "content" in value or named == "role" else "value"
+    content = value.get(held)
+    if role == "function_call":
+        return {"role": "assistant", "tool_calls": _calls(content, f"{field}.{held}")}
+    # `weight` and other fields are the template's business.
+    rest = {k: v for k, v in value.items() if k not in {"role", "from", "content", "value"}}
+    message: Message = {"role": role, **rest}
+    calls = _parsed(message.get("tool_calls"), f"{field}.tool_calls")
+    if calls:
+        message["tool_calls"] = calls
+    else:
+        message.pop("tool_calls", None)
+    if content is None and calls:
+        return message
+    joined = _content(content, f"{field}.{held}")
+    if role in {"user", "assistant"} and not joined.strip() and not calls:
+        what = "answer" if role == "assistant" else "message"
+        raise RowError(f"`{field}.{held}` is an empty {what}")
+    return {"role": role, "content": joined, **{k: v for k, v in message.items() if k != "role"}}
+
+
+def _content(value: Any, field: str) -> str:
+    """The text of a content, which may be a list of parts."""
+    if isinstance(value, list):
+        for number, part in enumerate(value):
+            kind = part.get("type", "text") if isinstance(part, dict) else _kind(part)
+            if kind != "text":
+                raise RowError(f"`{field}[{number}]` is of type {kind}; the model reads text")
+        return "".join(text(part.get("text"), f"{field}.text", empty=True) for part in value)
+    return text(value, field, empty=True)
+
+
+def _calls(value: Any, field: str) -> list[dict[str, Any]]:
+    """The calls that a message of ShareGPT's role `function_call` holds as JSON.
+
+    Raises:
+        RowError: it is none.
+    """
+    found = _parsed(value, field)
+    calls = found if isinstance(found, list) else [found]
+    for call in calls:
+        if not isinstance(call, dict) or "name" not in call:
+            raise RowError(f"`{field}` is no call of a function: JSON with name and arguments")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _check_order(messages: list[Message], field: str) -> None:
+    before = ""
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if role == "system":
+            fine = number == 0
+        elif role == "user":
+            fine = before in {"", "system", "assistant"}
+        elif role == "assistant":
+            fine = before in {"user", "tool"}
+        else:
+            fine = before == "tool" or (
+                before == "assistant" and "tool_calls" in messages[number - 1]
+            )
+        if not fine:
+            after = f"after {before}" if before else "first"
+            raise RowError(f"`{field}[{number}].role`: {role} {after} is out of order")
+        before = role
+
+
+def _parsed(value: Any, field: str) -> Any:
+    """A value that may be written as JSON."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return parse_json(value)
+    except ValueError as error:
+        raise RowError(f"`{field}` is text that is not JSON: {error}") from None
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "missing"
+    return "empty" if value in ("", [], {}) else type(value).__name__

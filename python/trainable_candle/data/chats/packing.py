@@ -1,0 +1,170 @@
+"""Rows of several examples, each with positions of its own: one stream of tokens a batch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from trainable_candle.draws import generator
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from trainable_candle.data.chats.labels import Tokens
+
+IGNORED: Final = -100
+"""The target of a place that the loss does not count."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A batch: one stream of N tokens, in which each example sees itself alone."""
+
+    input_ids: npt.NDArray[np.int64]
+    """(N,)."""
+    targets: npt.NDArray[np.int64]
+    """(N,): the token after each; `IGNORED` where that is not learnt or of another example."""
+    positions: npt.NDArray[np.int64]
+    """(N,): from 0 in every example."""
+    cu_seqlens: npt.NDArray[np.int64]
+    """(S,): where examples begin, and N; repeated up to the length that all batches have."""
+
+    @property
+    def count(self) -> int:
+        """How many targets the loss counts."""
+        return int((self.targets != IGNORED).sum())
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Items in bins by best fit decreasing: each goes where it leaves the least room.
+
+    Items of one length keep their order. The lengths in the bins do not depend on that order.
+
+    Args:
+        lengths: of the items, from 1 to `capacity`.
+        capacity: of a bin.
+
+    Returns:
+        The numbers of the items in each bin.
+    """
+    order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # room and number of each bin, ascending
+    for item in order:
+        place = bisect_left(rooms, (lengths[item], -1))
+        if place == len(rooms):
+            room, number = capacity, len(bins)
+            bins.append([])
+        else:
+            room, number = rooms.pop(place)
+        bins[number].append(item)
+        insort(rooms, (room - lengths[item], number))
+    return bins
+
+
+class PackedRows:
+    """Batches of packed rows by number, epoch after epoch.
+
+    An epoch packs all examples anew: those of one length change places, and the rows come in
+    another order. It depends on the seed and its number alone. Rows that do not fill the last batch
+    of an epoch come first in the next.
+
+    Args:
+        examples: at least one, none longer than a row.
+        sequence_length: tokens of a row.
+        batch_size: rows in a batch.
+        seed: of the order.
+        fill: give all batches one shape, which CUDA graphs need: the rest of a row is filled with
+            tokens that are nobody's target.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Tokens],
+        sequence_length: int,
+        batch_size: int,
+        seed: int,
+        *,
+        fill: bool = False,
+    ) -> None:
+        self._examples = examples
+        self._length = sequence_length
+        self._batch_size = batch_size
+        self._seed = seed
+        self._fill = fill
+        lengths = [len(example) for example in examples]
+        rows = best_fit(lengths, sequence_length)
+        self.rows = len(rows)
+        """Rows of an epoch."""
+        # With the rest of the row as one more.
+        self._most = max(map(len, rows)) + 1
+        self._epoch = lru_cache(maxsize=2)(self._packed)
+
+    def batch(self, index: int) -> Packed:
+        """Batch number `index`, from 0."""
+        first = index * self._batch_size
+        numbers = range(first, first + self._batch_size)
+        rows = [self._epoch(number // self.rows)[number % self.rows] for number in numbers]
+        examples = [[self._examples[item] for item in row] for row in rows]
+        if not self._fill:
+            return joined(examples)
+        return joined(examples, self._length, self._batch_size * self._most + 1)
+
+    def first_batch(self, epoch: int) -> int:
+        """The number of the first batch of an epoch, from 0; that epoch has most of its rows."""
+        return epoch * self.rows // self._batch_size
+
+    def _packed(self, epoch: int) -> list[list[int]]:
+        order = generator(self._seed, "items", epoch).permutation(len(self._examples))
+        lengths = [len(self._examples[item]) for item in order]
+        rows = [[int(order[item]) for item in row] for row in best_fit(lengths, self._length)]
+        places = generator(self._seed, "order", epoch).permutation(len(rows))
+        return [rows[place] for place in places]
+
+
+def in_order(examples: Sequence[Tokens], sequence_length: int, batch_size: int = 1) -> list[Packed]:
+    """All examples once, packed; the same at every call."""
+    rows = [
+        [examples[item] for item in row]
+        for row in best_fit([len(example) for example in examples], sequence_length)
+    ]
+    starts = range(0, len(rows), batch_size)
+    return [joined(rows[start : start + batch_size]) for start in starts]
+
+
+def joined(rows: Sequence[Sequence[Tokens]], length: int = 0, bounds: int = 0) -> Packed:
+    """Rows of examples as one stream.
+
+    Args:
+        rows: the examples of each row.
+        length: of a row; what it has less is filled with tokens that are nobody's target.
+        bounds: numbers in `cu_seqlens`, at least.
+    """
+    ids, targets, lengths = [], [], []
+    for row in rows:
+        for example in row:
+            ids.append(example.ids)
+            targets.append(shifted(example))
+            lengths.append(len(example))
+        room = length - sum(map(len, row))
+        if room > 0:
+            ids.append(np.zeros(room, np.int64))
+            targets.append(np.full(room, IGNORED, np.int64))
+            lengths.append(room)
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    ends = np.pad(ends, (0, max(0, bounds - len(ends))), mode="edge")
+    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+    return Packed(np.concatenate(ids), np.concatenate(targets), positions, ends)
+
+
+def shifted(example: Tokens) -> npt.NDArray[np.int64]:
+    """The targets of an example: at each place the next token if it is learnt."""
+    targets = np.full(len(example), IGNORED, np.int64)
+    targets[:-1] = np.where(example.learnt[1:], example.ids[1:], IGNORED)
+    return targets

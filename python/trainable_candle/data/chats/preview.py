@@ -1,0 +1,59 @@
+"""Examples as a person reads them: tokens, which of them are learnt, where an answer stops."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle.data.chats.labels import Tokens
+    from trainable_candle.text.chat_tokenizer import ChatTokenizer
+
+_GIVEN, _LEARNT, _STOP = range(3)
+_COLOURS: Final = {_GIVEN: ("\x1b[2m", "\x1b[0m"), _LEARNT: ("\x1b[32m", "\x1b[0m"),
+                   _STOP: ("\x1b[1;35m", "\x1b[0m")}  # fmt: skip
+_MARKS: Final = {_GIVEN: ("", ""), _LEARNT: ("[+", "+]"), _STOP: ("[!", "!]")}
+
+
+def legend(*, colour: bool) -> str:
+    """What the colours or marks of `shown` mean."""
+    kinds = {_GIVEN: "given", _LEARNT: "learnt", _STOP: "stop token, learnt"}
+    marks = _COLOURS if colour else _MARKS
+    named = [f"{marks[kind][0]}{name}{marks[kind][1]}" for kind, name in kinds.items()]
+    return f"{', '.join(named)}; | is between tokens"
+
+
+def shown(example: Tokens, tokenizer: ChatTokenizer, *, colour: bool) -> str:
+    """An example with its tokens apart.
+
+    Args:
+        example: the tokens.
+        tokenizer: what they mean.
+        colour: by the escapes of terminals; else by brackets.
+    """
+    marks = _COLOURS if colour else _MARKS
+    kinds = [_LEARNT if learnt else _GIVEN for learnt in example.learnt]
+    for place in example.stops:
+        kinds[place] = _STOP
+    parts = []
+    for kind, group in groupby(range(len(example)), kinds.__getitem__):
+        pieces = _pieces([int(example.ids[place]) for place in group], tokenizer)
+        begin, end = marks[kind]
+        parts.append(f"{begin}{'|'.join(pieces)}{end}")
+    return "".join(parts)
+
+
+def _pieces(ids: Sequence[int], tokenizer: ChatTokenizer) -> list[str]:
+    """The text of each token; tokens that are parts of one character are kept together."""
+    pieces, waiting = [], []
+    for number in ids:
+        waiting.append(number)
+        text = tokenizer.decode(waiting, special=True)
+        if "\ufffd" not in text:
+            pieces.append(text or tokenizer.token(number))
+            waiting = []
+    if waiting:
+        pieces.append(tokenizer.decode(waiting, special=True))
+    return pieces

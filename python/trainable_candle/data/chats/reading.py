@@ -1,0 +1,171 @@
+"""Files of examples for language models: JSON lines, JSON, CSV, Parquet, and folders of them."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.errors import DatasetError
+from trainable_candle.files import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SUFFIXES: Final = (".jsonl", ".json", ".csv", ".parquet")
+TRAIN: Final = ("train",)
+VALIDATION: Final = ("validation", "valid", "val", "dev")
+_NESTED: Final = ("messages", "conversations", "tools", "tool_calls", "history", "prompt",
+                  "completion", "chosen", "rejected")  # fmt: skip
+"""Columns whose cells in a table may be JSON."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a file."""
+
+    place: str
+    """For messages: `chats.jsonl, line 7`."""
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A line that cannot be read."""
+
+    place: str
+    reason: str
+
+
+def find_files(path: Path) -> tuple[list[Path], list[Path]]:
+    """The files to train on, and those to validate on, that a path stands for.
+
+    Args:
+        path: a file, or a folder: its files called `train`, `valid`, ... with one of `SUFFIXES`, as
+            in `train-00000-of-00002.parquet`, also in its `data`; or all of them if none is.
+
+    Raises:
+        DatasetError: there is no such file, or nothing that can be read.
+    """
+    if not path.exists():
+        raise DatasetError(f"dataset: there is no file or folder {path}")
+    if path.is_file():
+        if path.suffix.lower() not in SUFFIXES:
+            raise DatasetError(f"dataset: {path} is none of {', '.join(SUFFIXES)}")
+        return [path], []
+    inside = [path, path / "data"] if (path / "data").is_dir() else [path]
+    files = sorted(
+        file for folder in inside for file in folder.iterdir() if file.suffix.lower() in SUFFIXES
+    )
+    if not files:
+        raise DatasetError(f"dataset: {path} has no file of {', '.join(SUFFIXES)}")
+    split = {file: file.stem.lower().replace("_", "-").split("-")[0] for file in files}
+    train = [file for file in files if split[file] in TRAIN]
+    if train:
+        return train, [file for file in files if split[file] in VALIDATION]
+    return [file for file in files if split[file] not in {*VALIDATION, "test"}] or files, []
+
+
+def read_rows(path: Path) -> Iterator[Row | BadRow]:
+    """The lines of a file.
+
+    Raises:
+        DatasetError: the file as a whole cannot be read.
+    """
+    try:
+        yield from _READERS[path.suffix.lower()](path)
+    except OSError as error:
+        raise DatasetError(f"dataset: {path} cannot be read: {error.strerror or error}") from error
+
+
+def _json_lines(path: Path) -> Iterator[Row | BadRow]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _object(f"{path.name}, line {number}", line)
+
+
+def _object(place: str, line: bytes) -> Row | BadRow:
+    try:
+        value = parse_json(line.decode("utf-8-sig"))
+    except ValueError as error:
+        return BadRow(place, f"is not JSON: {error}")
+    return _row(place, value)
+
+
+def _row(place: str, value: Any) -> Row | BadRow:
+    if not isinstance(value, dict):
+        return BadRow(place, f"is {type(value).__name__}, expected an object with named fields")
+    return Row(place, value)
+
+
+def _json(path: Path) -> Iterator[Row | BadRow]:
+    try:
+        values = parse_json(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise DatasetError(
+            f"dataset: {path} is not JSON: {error}; a file with an object a line is called .jsonl"
+        ) from error
+    if isinstance(values, dict):
+        lists = [value for value in values.values() if isinstance(value, list)]
+        values = lists[0] if len(lists) == 1 else values
+    if not isinstance(values, list):
+        raise DatasetError(f"dataset: {path} holds no list of examples")
+    for number, value in enumerate(values, 1):
+        yield _row(f"{path.name}, entry {number}", value)
+
+
+def _table(path: Path) -> Iterator[Row | BadRow]:
+    csv.field_size_limit(2**30)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        try:
+            for values in reader:
+                place = f"{path.name}, line {reader.line_num}"
+                if None in values or None in values.values():
+                    yield BadRow(place, "has another number of fields than the first line")
+                else:
+                    yield Row(place, {name: _cell(name, text) for name, text in values.items()})
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DatasetError(
+                f"dataset: {path}, line {reader.line_num}: is not CSV in UTF-8: {error}"
+            ) from error
+
+
+def _cell(name: str, text: str) -> Any:
+    """The value of a cell: lists are written as JSON."""
+    if name in _NESTED and text.lstrip().startswith(("[", "{")):
+        try:
+            return parse_json(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _parquet(path: Path) -> Iterator[Row | BadRow]:
+    try:
+        from pyarrow import ArrowException, parquet  # noqa: PLC0415 - optional
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"dataset: {path} is Parquet, and pyarrow, which reads it, is not installed; "
+            'run: pip install "trainable-candle[parquet]"',
+            name=error.name,
+        ) from error
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path.name}, row {number}", values)
+    except ArrowException as error:
+        raise DatasetError(f"dataset: {path} is not Parquet: {error}") from error
+
+
+_READERS: Final[dict[str, Callable[[Path], Iterator[Row | BadRow]]]] = {
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".csv": _table,
+    ".parquet": _parquet,
+}

@@ -1,0 +1,137 @@
+"""Decoder language models of the Llama kind: Llama, Qwen, Mistral, SmolLM."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import trainable_candle as tc
+from trainable_candle.settings import TrainConfig
+from trainable_candle.settings.adapter import Adapter
+from trainable_candle.settings.data import Data, Unusable
+from trainable_candle.settings.files import Files
+from trainable_candle.settings.machine import Machine
+from trainable_candle.settings.previews import Previews, Validation
+from trainable_candle.settings.texts import Texts, Writing
+from trainable_candle.settings.training import Training
+from trainable_candle.tasks.estimate import ITEM_BYTES, Estimate, Item, adapter_items
+from trainable_candle.tasks.initial_adapter import check_initial_adapter
+from trainable_candle.tasks.text import TextTask
+from trainable_candle.text.chat_tokenizer import ChatTokenizer
+from trainable_candle.train.adapters import adapter_config
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
+
+    from trainable_candle import PartFacts
+    from trainable_candle.settings import Group
+    from trainable_candle.tasks.estimate import Shape
+
+
+class CausalLM:
+    """A language model in the folder of its weights, with its tokenizer.
+
+    Args:
+        weights: the folder.
+        dtype: of the model; as stored if None.
+        device: of the model.
+        config: the settings of the run; None: defaults, enough for writing and merging.
+    """
+
+    name: ClassVar[str] = "causal-lm"
+    summary: ClassVar[str] = "language models: Llama 2 and 3, Qwen 2 to 3, Mistral, SmolLM"
+    download: ClassVar[str] = "a folder with config.json, tokenizer.json and safetensors"
+    groups: ClassVar[tuple[type[Group], ...]] = (
+        Data, Unusable, Texts, Adapter, Training, Validation, Previews, Writing, Machine, Files,
+    )  # fmt: skip
+    parts: ClassVar[tuple[str, ...]] = ()
+    component: ClassVar[str] = ""
+    formats: ClassVar[tuple[str, ...]] = ("peft",)
+    targets: ClassVar[tuple[str, ...]] = (
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    )  # fmt: skip
+
+    def __init__(
+        self, weights: Path, dtype: str | None, device: str, config: TrainConfig | None = None
+    ) -> None:
+        self.weights = weights
+        self.dtype = dtype
+        self.device = device
+        self.config = config or TrainConfig()
+
+    @classmethod
+    def default_weights(cls) -> Path | None:
+        """None: the package ships no language model."""
+        return None
+
+    @classmethod
+    def defaults(cls, config: TrainConfig) -> dict[str, Any]:
+        """A scale of 2 and the learning rate that goes with it."""
+        return {"learning_rate": 2e-4, "alpha": 2.0 * config.rank}
+
+    def task(self) -> TextTask:
+        """What trains this model and writes with it."""
+        return TextTask(self)
+
+    def require_own(self) -> None:
+        """Check that the weights are of this family."""
+        _ = self._facts
+
+    @cached_property
+    def _facts(self) -> PartFacts:
+        return tc.inspect(self.weights, self.name).parts[self.component]
+
+    @cached_property
+    def tokenizer(self) -> ChatTokenizer:
+        """The tokenizer beside the weights."""
+        return ChatTokenizer.from_pretrained(self.weights)
+
+    @property
+    def context(self) -> int:
+        """The positions that the model was made for."""
+        return int(self._facts.config["max_position_embeddings"])
+
+    @property
+    def vocabulary(self) -> int:
+        """The tokens that the model knows."""
+        return int(self._facts.config["vocab_size"])
+
+    def layers(self) -> Mapping[str, Shape]:
+        """Shapes of the weights of its linear layers, by name."""
+        return self._facts.layers
+
+    def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
+        """Check that a file holds the adapters that the settings make.
+
+        Raises:
+            ConfigError: it does not.
+            MissingFileError, WeightsFormatError: it is damaged.
+        """
+        check_initial_adapter(
+            self.config,
+            path,
+            tc.verify_adapter(path, self.name, self.weights).modules,
+            found=(self.component,),
+            expected=(self.component,),
+            layers=layers,
+        )
+
+    def estimate(self, config: TrainConfig, tokens: int) -> Estimate:
+        """Weights, adapters and what the tape keeps of `tokens` tokens."""
+        facts, adapter = self._facts, adapter_config(config, self.targets)
+        size = ITEM_BYTES[config.precision]
+        saved = facts.saved_values(adapter, config.gradient_checkpointing, tokens=tokens)
+        items = [
+            Item("model", "weights", facts.elements * size),
+            *adapter_items("model", facts.layers, adapter, config),
+            Item("model", "activations", saved * size),
+        ]
+        return Estimate({"training": items}, config.on_gpu)
+
+    @cached_property
+    def model(self) -> tc.models.CausalLM:
+        """The model, which is loaded when it is first asked for."""
+        return tc.models.CausalLM.from_pretrained(
+            self.weights, dtype=self.dtype, device=self.device
+        )

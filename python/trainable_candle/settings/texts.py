@@ -1,0 +1,53 @@
+"""What language models are trained on, and what they write in previews."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Final
+
+from trainable_candle.settings import sections
+from trainable_candle.settings.setting import Condition, Group, Setting
+
+TRAIN_ON: Final = ("answers", "last-answer", "all")
+"""What the loss counts: every answer, the last one of each example, every token."""
+
+
+@dataclass(frozen=True)
+class Texts(Group):
+    """How texts become rows of tokens."""
+
+    section: ClassVar[str] = sections.TEXTS
+
+    sequence_length: Annotated[
+        int | None,
+        Setting(
+            "tokens of a row (default: 2048, or the model's)",
+            low=2,
+            rare=True,
+            aliases=("max-length", "max-seq-length", "cutoff-len", "sequence-len"),
+        ),
+    ] = None
+    train_on: Annotated[
+        str, Setting("which tokens count in the loss", choices=TRAIN_ON, rare=True)
+    ] = "answers"
+
+
+@dataclass(frozen=True)
+class Writing(Group):
+    """How texts are written in previews."""
+
+    section: ClassVar[str] = sections.VALIDATION
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("sample_tokens", "sample_temperature"),
+            lambda c: bool(c.sample_prompts),
+            "--sample-prompts",
+        ),
+    )
+
+    sample_tokens: Annotated[
+        int, Setting("tokens of a preview, at most", low=1, rare=True, free=True)
+    ] = 128
+    sample_temperature: Annotated[
+        float, Setting("0: the likeliest token each time", low=0, rare=True, free=True)
+    ] = 0.0

@@ -1,0 +1,9 @@
+"""Models that continue texts: everything that their families share.
+
+A `TextFamily` says where a model comes from; `TextTask` trains any of them on rows of tokens.
+"""
+
+from trainable_candle.tasks.text.family import CausalModel, TextFamily
+from trainable_candle.tasks.text.task import TextTask
+
+__all__ = ["CausalModel", "TextFamily", "TextTask"]

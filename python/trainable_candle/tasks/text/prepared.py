@@ -1,0 +1,119 @@
+"""A data set of texts as a model is trained on it: packed rows, the loss, a perplexity."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.data.chats import IGNORED, PackedRows, in_order
+from trainable_candle.nn.functional import cross_entropy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from trainable_candle import Tensor
+    from trainable_candle.data.chats import Packed, TextDataset
+    from trainable_candle.tasks.text.family import TextFamily
+    from trainable_candle.train.trainer import Inputs
+
+
+class PreparedTexts:
+    """A data set of texts, and the loss of a model on it.
+
+    Args:
+        family: the model.
+        dataset: the examples.
+        without_adapter: the context in which the model is the base.
+        report: gets a line at each validation.
+    """
+
+    def __init__(
+        self,
+        family: TextFamily,
+        dataset: TextDataset,
+        without_adapter: Callable[[], AbstractContextManager[None]],
+        report: Callable[[str], None],
+    ) -> None:
+        self._family = family
+        self._dataset = dataset
+        self._without_adapter = without_adapter
+        self._report = report
+        self._base: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batches(self, batch_size: int) -> PackedRows:
+        """Rows of packed examples."""
+        return PackedRows(
+            self._dataset.examples,
+            self._dataset.options.sequence_length,
+            batch_size,
+            self._family.config.seed,
+        )
+
+    def weight(self, batch: Packed) -> float:
+        """The tokens that are learnt: the loss of a step is the mean over those of all batches."""
+        return batch.count
+
+    def inputs(self, batch: Packed) -> dict[str, Tensor]:
+        """The tokens; the places where the next one is learnt, and which it is."""
+        places = np.flatnonzero(batch.targets != IGNORED)
+        arrays = {
+            "input_ids": batch.input_ids,
+            "positions": batch.positions,
+            "cu_seqlens": batch.cu_seqlens,
+            "places": places,
+            "targets": batch.targets[places],
+        }
+        return {name: tc.tensor(a, device=self._family.device) for name, a in arrays.items()}
+
+    def loss(self, inputs: Inputs) -> Tensor:
+        """The mean cross-entropy of the tokens that are learnt."""
+        return self._sum(inputs) * (1.0 / inputs["targets"].shape[0])
+
+    def validation_loss(self) -> float:
+        """The mean over all tokens that are learnt, each once."""
+        batches = in_order(
+            self._dataset.examples,
+            self._dataset.options.sequence_length,
+            self._family.config.batch_size,
+        )
+        sums, count = [], 0
+        with tc.no_grad():
+            for batch in batches:
+                sums.append(float(self._sum(self.inputs(batch)).item()))
+                count += batch.count
+        return math.fsum(sums) / count
+
+    def validation_facts(self, loss: float) -> dict[str, float]:
+        """The loss and its perplexity, beside those of the base model."""
+        if self._base is None:
+            with self._without_adapter():
+                self._base = self.validation_loss()
+        base = self._base
+        self._report(
+            f"validation: loss {loss:.4f} (perplexity {perplexity(loss):.2f}), "
+            f"base {base:.4f} ({perplexity(base):.2f})"
+        )
+        return {
+            "validation_loss": loss,
+            "validation_perplexity": perplexity(loss),
+            "validation_base_loss": base,
+        }
+
+    def _sum(self, inputs: Inputs) -> Tensor:
+        """The sum of the cross-entropies. The head computes for learnt tokens alone."""
+        model = self._family.model
+        states = model.hidden(inputs["input_ids"], inputs["positions"], inputs["cu_seqlens"])
+        logits = model.logits(states.index_select(0, inputs["places"]))
+        return cross_entropy(logits.to("f32"), inputs["targets"], reduction="sum")
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a mean cross-entropy; infinite where no float holds it."""
+    return math.exp(loss) if loss < 700 else math.inf

@@ -1,0 +1,255 @@
+"""Training a language model, and writing with it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from trainable_candle.data.chats import TextOptions, load_texts
+from trainable_candle.data.folder import counted
+from trainable_candle.errors import ConfigError, DatasetError
+from trainable_candle.files import parse_json, write_atomically
+from trainable_candle.settings.checks import existing
+from trainable_candle.tasks.checks import check_format, check_targets
+from trainable_candle.tasks.estimate import adapted_layers
+from trainable_candle.tasks.task import Split, held_out_items
+from trainable_candle.tasks.text.prepared import PreparedTexts
+from trainable_candle.tasks.text.writing import WritingOptions, continuation, streamed
+from trainable_candle.text.chat_tokenizer import FILES
+from trainable_candle.train.adapters import Adapters, adapter_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from trainable_candle import AdapterFile
+    from trainable_candle.data.chats import TextDataset
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.estimate import Estimate
+    from trainable_candle.tasks.text.family import TextFamily
+
+PEFT: Final = "peft"
+"""The folder that `PeftModel.from_pretrained` loads."""
+ROW: Final = 2048
+"""Tokens of a row unless the settings say it, if the model's context has as many."""
+
+
+class TextTask:
+    """A language model of any family: a `Task`, and what else is done with such a model.
+
+    Args:
+        family: the model, and the settings.
+    """
+
+    noun: ClassVar[str] = "example"
+    # How attention goes through a row depends on the bounds of its examples.
+    repeats: ClassVar[bool] = False
+    weighs: ClassVar[bool] = True
+
+    def __init__(self, family: TextFamily) -> None:
+        self.family = family
+        self._adapters: Adapters | None = None
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a row."""
+        return self.family.config.sequence_length or min(ROW, self.family.context)
+
+    def check(self, report: Callable[[str], None]) -> None:
+        """As `Task.check`; reports which chat template is used."""
+        family, config = self.family, self.family.config
+        check_format(config, family.formats, parts=1)
+        layers = family.layers()
+        check_targets(config, layers, family.targets)
+        if config.initial_adapter and not config.resume:
+            path = existing("initial_adapter", config.initial_adapter_path)
+            wanted = config.target_modules or family.targets
+            adapted = adapted_layers(layers, wanted, config.exclude_modules)
+            family.check_initial_adapter(path, adapted)
+        if self.sequence_length > family.context:
+            raise ConfigError(
+                f"--sequence-length is {self.sequence_length}, and the model was made for "
+                f"{family.context} positions; give at most those"
+            )
+        for prompt in config.sample_prompts:
+            self.prompt_tokens([{"role": "user", "content": prompt}])
+        report(family.tokenizer.summary())
+
+    def read(self, report: Callable[[str], None]) -> Split[TextDataset]:
+        """Read, check and tokenize the texts; as `Task.read`."""
+        config = self.family.config
+        train, validation = self._load(config.dataset)
+        if config.validation_dataset:
+            validation, _ = self._load(config.validation_dataset)
+        elif config.validation_split:
+            count, share = len(train), config.validation_split
+            held_out = held_out_items(count, share, config.seed, self.noun)
+            kept = sorted(set(range(count)) - set(held_out))
+            train, validation = train.part(kept), train.part(held_out)
+        report(train.summary())
+        if validation is not None:
+            report(f"validation: {counted(len(validation), self.noun)}")
+        return Split(train, validation)
+
+    def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
+        config, path = self.family.config, Path(dataset).expanduser()
+        options = TextOptions(self.sequence_length, config.train_on, config.skip_bad)
+        train, validation = load_texts(path, self.family.tokenizer, options)
+        for part in (train, *([validation] if validation else [])):
+            largest = max(int(example.ids.max()) for example in part.examples)
+            if largest >= self.family.vocabulary:
+                token = self.family.tokenizer.token(largest)
+                raise DatasetError(
+                    f"dataset: {path} has the token {token} ({largest}), and the model knows "
+                    f"{self.family.vocabulary}: the tokenizer is another model's"
+                )
+        return train, validation
+
+    def estimate(
+        self,
+        config: TrainConfig,
+        data: Split[TextDataset],  # noqa: ARG002
+        limit: float = math.inf,  # noqa: ARG002
+    ) -> Estimate:
+        """As `Task.estimate`."""
+        return self.family.estimate(config, config.batch_size * self.sequence_length)
+
+    def prepare(
+        self, data: Split[TextDataset], report: Callable[[str], None]
+    ) -> Split[PreparedTexts]:
+        """Load the model; as `Task.prepare`."""
+        _ = self.family.model
+        made = [
+            PreparedTexts(self.family, part, self.without_adapter, report)
+            for part in (data.train, data.validation)
+            if part is not None
+        ]
+        return Split(made[0], made[1] if len(made) > 1 else None)
+
+    def attach(self) -> Adapters:
+        """As `Task.attach`."""
+        family, config = self.family, self.family.config
+        adapter = family.model.add_adapter(adapter_config(config, family.targets))
+        if config.gradient_checkpointing != "none":
+            family.model.enable_gradient_checkpointing(config.gradient_checkpointing)
+        self._adapters = Adapters({family.component: adapter})
+        return self._adapters
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Within this context the model is the base."""
+        if self._adapters is None:
+            yield
+            return
+        self._adapters.set_enabled(False)
+        try:
+            yield
+        finally:
+            self._adapters.set_enabled(True)
+
+    def prompt_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a conversation, up to where the answer begins.
+
+        Raises:
+            ConfigError: the chat template refuses it, or it leaves no room for an answer.
+        """
+        try:
+            tokens = self.family.tokenizer.prompt(messages)
+        except ValueError as error:
+            raise ConfigError(f"prompt: {error}") from error
+        if len(tokens) >= self.family.context:
+            raise ConfigError(
+                f"prompt: has {len(tokens)} tokens, and the model was made for "
+                f"{self.family.context} positions"
+            )
+        return tokens
+
+    def answer(
+        self, messages: Sequence[Mapping[str, str]], options: WritingOptions
+    ) -> Iterator[str]:
+        """The model's answer to a conversation, piece by piece.
+
+        Raises:
+            ConfigError: as `prompt_tokens`.
+        """
+        asked = self.prompt_tokens(messages)
+        room = replace(options, tokens=min(options.tokens, self.family.context - len(asked)))
+        family = self.family
+        tokens = continuation(family.model, asked, family.tokenizer.stops, room, family.device)
+        return streamed(tokens, family.tokenizer)
+
+    def preview(self, path: Path) -> None:
+        """Write the answers to the settings' prompts, the base's beside them; as `Task.preview`."""
+        config = self.family.config
+        options = WritingOptions(
+            config.sample_tokens, config.sample_temperature, seed=config.sample_seed
+        )
+        parts = []
+        for prompt in config.sample_prompts:
+            asked = [{"role": "user", "content": prompt}]
+            tuned = "".join(self.answer(asked, options))
+            with self.without_adapter():
+                base = "".join(self.answer(asked, options))
+            parts.append(f"prompt: {prompt}\nbase: {base}\ntuned: {tuned}\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path.with_suffix(".txt"), "\n".join(parts))
+
+    def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
+        """As `Task.adapter_file`."""
+        config = self.family.config
+        named = config.with_(format=config.format or self.family.formats[0])
+        return adapters.file(path, named, metadata)
+
+    def publish(self, adapters: Adapters, output: Path, metadata: dict[str, str]) -> Path:
+        """Write the folder that peft loads, with the name of the base; as `Task.publish`."""
+        folder = output / PEFT
+        adapters.file(folder, self.family.config.with_(format="peft"), metadata).write()
+        path = folder / "adapter_config.json"
+        fields = parse_json(path.read_text(encoding="utf-8"))
+        layers = self.family.layers()
+        fields["base_model_name_or_path"] = self.family.config.weights
+        fields["task_type"] = "CAUSAL_LM"
+        fields["target_modules"] = _short_names(fields["target_modules"], layers)
+        write_atomically(path, json.dumps(fields, indent=2) + "\n")
+        return folder
+
+    def save_merged(self, output: Path) -> None:
+        """Write the model with its adapter merged, and the files beside it as they are.
+
+        Raises:
+            ConfigError: there is something else in `output`.
+            OSError: it cannot be written.
+        """
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ConfigError(
+                f"--output is {output}, which exists; expected a new or an empty folder"
+            )
+        self.family.model.merge_adapter()
+        self.family.model.save_pretrained(output)
+        for name in FILES:
+            source = self.family.weights / name
+            if source.is_file():
+                shutil.copyfile(source, output / name)
+
+    def load_adapter(self, path: Path, scale: float) -> Adapters:
+        """Put the adapters of a file on the model, their effect times `scale`.
+
+        Raises:
+            MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
+                another model.
+        """
+        adapter = self.family.model.load_adapter(path, scale=scale)
+        self._adapters = Adapters({self.family.component: adapter})
+        return self._adapters
+
+
+def _short_names(adapted: Iterable[str], layers: Iterable[str]) -> list[str]:
+    """Layers by the last part of their names, as readers expect it, where that names no others."""
+    chosen = set(adapted)
+    last = {name.rpartition(".")[2] for name in chosen}
+    named = {name for name in layers if name.rpartition(".")[2] in last}
+    return sorted(last if named == chosen else chosen)

@@ -1,0 +1,227 @@
+"""The tokenizer of a language model with its chat template and the tokens that end a turn."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from trainable_candle.errors import MissingFileError, WeightsFormatError
+from trainable_candle.files import parse_json
+from trainable_candle.text.templates import CHATML, ChatTemplate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tokenizers import Tokenizer
+    from typing_extensions import Self
+
+_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
+                  "mask_token")  # fmt: skip
+FILES: Final = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
+"""What belongs to a tokenizer in a folder; a model that is written elsewhere keeps them."""
+
+
+class Encoded(NamedTuple):
+    """A text as tokens."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    """Start and end of each token in the text, in characters."""
+
+
+class ChatTokenizer:
+    """Text to tokens and back, conversations to text.
+
+    Args:
+        tokenizer: splits text and numbers tokens.
+        tokens: special tokens by name: `bos_token`, `eos_token` and so on.
+        template: the chat template; ChatML if there is none.
+        ends: numbers of tokens that end a text according to the model's configuration.
+
+    Raises:
+        WeightsFormatError: the template is damaged, or there is none and no token to end a turn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tokens: Mapping[str, str],
+        template: str | None = None,
+        ends: Sequence[int] = (),
+    ) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self.tokens = dict(tokens)
+        self.has_template = template is not None
+        named = dict(self.tokens)
+        if template is None:
+            template = CHATML
+            chatml = tokenizer.token_to_id("<|im_end|>") is not None
+            named["END"] = "<|im_end|>" if chatml else self.tokens.get("eos_token", "")
+            if not named["END"]:
+                raise WeightsFormatError(
+                    "tokenizer: it has neither a chat template nor a token that ends a text; "
+                    "give one as eos_token in tokenizer_config.json"
+                )
+        self.template = ChatTemplate(template, named)
+        self._ends = frozenset(ends)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> Self:
+        """The tokenizer in the folder of a model, or the one of a `tokenizer.json`.
+
+        Raises:
+            MissingFileError: there is no `tokenizer.json`.
+            WeightsFormatError: a file cannot be understood.
+        """
+        from tokenizers import Tokenizer  # noqa: PLC0415 - imported when first needed
+
+        folder = Path(folder).expanduser()
+        folder = folder.parent if folder.is_file() else folder
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise MissingFileError(
+                f"tokenizer: there is no file {path}; expected the folder of a model with its "
+                "tokenizer.json"
+            )
+        try:
+            tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except Exception as error:
+            # The library raises no narrower exception.
+            raise WeightsFormatError(f"tokenizer: {path} cannot be read: {error}") from error
+        config = _json(folder / "tokenizer_config.json")
+        tokens = _special_tokens({**_json(folder / "special_tokens_map.json"), **config})
+        ends: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            found = _json(folder / name).get("eos_token_id")
+            numbers = found if isinstance(found, list) else [found]
+            ends += [number for number in numbers if isinstance(number, int)]
+        return cls(tokenizer, tokens, _template(folder, config), ends)
+
+    def summary(self) -> str:
+        """Which template is used, and what ends an answer."""
+        ends = " ".join(self.token(number) for number in sorted(self.stops)) or "nothing"
+        template = "of the tokenizer" if self.has_template else "ChatML, as the tokenizer has none"
+        return f"chat template: {template}; answers end with {ends}"
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are, added ones included."""
+        size: int = self._tokenizer.get_vocab_size()
+        return size
+
+    @cached_property
+    def special(self) -> frozenset[int]:
+        """Numbers of the tokens that no ordinary text becomes."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        named = [self._tokenizer.token_to_id(token) for token in self.tokens.values()]
+        return frozenset(
+            [
+                *(n for n, token in added.items() if token.special),
+                *(n for n in named if n is not None),
+            ]
+        )
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a text."""
+        number: int | None = self._tokenizer.token_to_id(self.tokens.get("eos_token", ""))
+        return number
+
+    @cached_property
+    def stops(self) -> frozenset[int]:
+        """Numbers of the tokens that end an answer: the configuration's and the template's own."""
+        ends = self._ends if self.end is None else self._ends | {self.end}
+        try:
+            asked = [{"role": "user", "content": "a"}]
+            before = self.template.render(asked, generation_prompt=True).text
+            answered = [*asked, {"role": "assistant", "content": "b"}]
+            answer = self.template.render(answered).text.removeprefix(before)
+        except ValueError:
+            return ends
+        found = [n for n in self.encode(answer).ids if n in self.special]
+        return ends | frozenset(found[-1:])
+
+    def encode(self, text: str, *, special: bool = False) -> Encoded:
+        """The tokens of a text.
+
+        Args:
+            text: special tokens written out in it are found.
+            special: add what the tokenizer puts around a text, such as its first token.
+        """
+        encoding = self._tokenizer.encode(text, add_special_tokens=special)
+        return Encoded(encoding.ids, encoding.offsets)
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of tokens; without those that are special, unless asked for."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+        return text
+
+    def token(self, number: int) -> str:
+        """A token as the vocabulary writes it."""
+        return self._tokenizer.id_to_token(number) or f"<{number}>"
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a conversation up to where an answer begins.
+
+        Raises:
+            ValueError: the template refuses it.
+        """
+        return self.encode(self.template.render(messages, generation_prompt=True).text).ids
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; an empty one if there is no file.
+
+    Raises:
+        WeightsFormatError: it is damaged.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsFormatError(f"tokenizer: {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise WeightsFormatError(f"tokenizer: {path} is not a JSON object")
+    return content
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name; files have them as text, or as objects with their `content`."""
+    tokens = {}
+    for name in _TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template of a folder: a file of its own wins.
+
+    Raises:
+        WeightsFormatError: the configuration has something else in its place.
+    """
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in found}
+        found = by_name.get("default")
+        if found is None:
+            names = ", ".join(map(str, by_name))
+            raise WeightsFormatError(
+                f"tokenizer: {folder} has the chat templates {names}, expected one called default"
+            )
+    if found is not None and not isinstance(found, str):
+        raise WeightsFormatError(f"tokenizer: {folder} has a chat_template that is not text")
+    return found

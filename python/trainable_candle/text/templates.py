@@ -1,0 +1,214 @@
+"""Chat templates: messages become text as in transformers' `apply_chat_template`.
+
+Templates come with checkpoints of others, so they run in jinja's sandbox and see plain JSON values
+alone. The environment is that of transformers 5 (`utils/chat_template_utils.py`); only the date is
+another: `strftime_now` gives one fixed day, because a text that changes from day to day would make
+a run unrepeatable.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.errors import WeightsFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from jinja2 import Template, nodes
+    from jinja2.parser import Parser
+
+CHATML: Final = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + END }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + END + '\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""For a tokenizer that has no template; `END` is `<|im_end|>`, or its end of text without that."""
+DAY: Final = dt.datetime(2024, 7, 26, tzinfo=dt.timezone.utc)
+"""What templates take for today: the date that Llama 3.1's falls back to."""
+_START, _END = "\ufdd0", "\ufdd1"
+"""Around what a template marks as generated; Unicode keeps both out of texts."""
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning; templates read the first."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...] | None
+    """Where the template marks what the model generates, start and end in characters; None without
+    the tag."""
+
+
+class ChatTemplate:
+    """A chat template in Jinja.
+
+    Args:
+        source: the template.
+        tokens: what it may name besides the messages: `bos_token`, `eos_token` and so on.
+
+    Raises:
+        WeightsFormatError: it is not a template.
+    """
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        from jinja2 import TemplateSyntaxError  # noqa: PLC0415 - imported when first needed
+
+        self.source = source
+        self._tokens = dict(tokens)
+        try:
+            self._template, self.marks_answers = _compiled(source)
+        except TemplateSyntaxError as error:
+            raise WeightsFormatError(
+                f"chat template: line {error.lineno} is not Jinja: {error.message}"
+            ) from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = False,
+    ) -> Rendered:
+        """The text of a conversation.
+
+        Args:
+            messages: `role`, `content` and so on; values that are None count as absent.
+            tools: JSON schemas of functions.
+            generation_prompt: end with what stands before an answer.
+
+        Raises:
+            ValueError: the template refuses the conversation; says why.
+        """
+        from jinja2 import TemplateError  # noqa: PLC0415 - imported when first needed
+
+        present = [{k: v for k, v in m.items() if v is not None} for m in messages]
+        try:
+            marked = self._template.render(
+                messages=[_with_reasoning(message) for message in present],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+                **self._tokens,
+            )
+        except (TemplateError, TypeError, ArithmeticError, LookupError) as error:
+            raise ValueError(f"the chat template refuses it: {error}") from error
+        return _unmarked(marked, self.marks_answers)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under every name that templates read."""
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _unmarked(marked: str, marks: bool) -> Rendered:
+    """A text without its marks.
+
+    Raises:
+        ValueError: the conversation itself holds the characters.
+    """
+    if _START not in marked and _END not in marked:
+        return Rendered(marked, () if marks else None)
+    text, spans = "", []
+    first, *rest = marked.split(_START)
+    text = first
+    for part in rest:
+        inside, end, outside = part.partition(_END)
+        if not end or _END in outside:
+            raise ValueError("it holds the characters U+FDD0 or U+FDD1, which texts must not")
+        spans.append((len(text), len(text) + len(inside)))
+        text += inside + outside
+    if _END in first:
+        raise ValueError("it holds the character U+FDD1, which texts must not")
+    return Rendered(text, tuple(spans))
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> tuple[Template, bool]:
+    """A template, and whether it has the tag `generation`."""
+    from jinja2 import ext, nodes  # noqa: PLC0415 - imported when first needed
+    from jinja2.exceptions import SecurityError, TemplateError  # noqa: PLC0415
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+    from jinja2.utils import Namespace  # noqa: PLC0415
+
+    found = False
+
+    class Generation(ext.Extension):
+        """`{% generation %}`: puts marks around what is inside."""
+
+        tags = {"generation"}  # noqa: RUF012 - as the base has it
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            nonlocal found
+            found = True
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        @staticmethod
+        def _mark(caller: Any) -> str:
+            return f"{_START}{caller()}{_END}"
+
+    class PlainNamespace(Namespace):
+        """A namespace whose attributes give no way to Python's internals."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            self, *given = args
+            attributes = dict(*given, **kwargs)
+            for name in attributes:
+                _require_plain(name)
+            Namespace.__init__(self, attributes)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            _require_plain(name)
+            super().__setitem__(name, value)
+
+    def _require_plain(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace cannot have the attribute {name!r}")
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def as_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        {
+            "raise_exception": refuse,
+            "strftime_now": DAY.strftime,
+            "dict": as_dict,
+            "namespace": PlainNamespace,
+        }
+    )
+    return environment.from_string(source), found
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the escapes for HTML that jinja's own filter has."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,0 +1,100 @@
+"""`trainable-candle preview-data`, on a folder like those of published models."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainable_candle.cli import main
+from trainable_candle.data.chats import tokens_of
+from trainable_candle.data.chats.forms import Chat
+from trainable_candle.data.chats.preview import shown
+from trainable_candle.text.chat_tokenizer import ChatTokenizer
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "chats"
+TEMPLATES = json.loads((GOLDEN / "cases.json").read_text(encoding="utf-8"))["templates"]
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "is it? 世"},
+        {"role": "assistant", "content": "it is"},
+    ]
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tokenizer.json").write_bytes((GOLDEN / "tokenizer.json").read_bytes())
+    config = {
+        "bos_token": {"content": "<|begin_of_text|>"},
+        "eos_token": "<|end_of_text|>",
+        "chat_template": [
+            {"name": "tool_use", "template": "none"},
+            {"name": "default", "template": TEMPLATES["chatml"]},
+        ],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 6]}')
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(CHAT)}\n" * 2)
+    return tmp_path
+
+
+def test_tokens_masks_and_counts_are_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--weights", str(folder), "--dataset", str(folder / "chats.jsonl"), "--examples", "1"]
+    assert main(["preview-data", *flags, "--sequence-length", "100"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("example 1:") == 1
+    assert "example 2:" not in out
+    assert "[!<|im_end|>!]" in out.partition("example 1:")[2]
+    assert "世" in out
+    assert "answers end with <|end_of_text|> <|im_end|> <|eot_id|>" in out
+    assert "2 of 2 answers end in a stop token" in out
+    assert "packed: 1 rows of 100 tokens" in out
+
+
+def test_colours_are_for_terminals(folder: Path) -> None:
+    tokenizer = ChatTokenizer.from_pretrained(folder / "tokenizer.json")
+    tokens = tokens_of(Chat(CHAT["messages"]), tokenizer)
+    coloured = shown(tokens, tokenizer, colour=True)
+    assert "\x1b[1;35m<|im_end|>\x1b[0m" in coloured
+    plain = shown(tokens, tokenizer, colour=False)
+    assert "\x1b" not in plain
+    assert "[!<|im_end|>!]" in plain
+
+
+def test_a_template_file_wins(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(TEMPLATES["llama3"])
+    tokenizer = ChatTokenizer.from_pretrained(folder)
+    assert tokenizer.template.source == TEMPLATES["llama3"]
+    assert tokenizer.tokens["bos_token"] == "<|begin_of_text|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json cannot be read"),
+        ("tokenizer_config.json", "[", "tokenizer_config.json cannot be read"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template that is not text"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "rag", "template": ""}]}',
+            "has the chat templates rag, expected one called default",
+        ),
+        ("chat_template.jinja", "{% if %}", "chat template: line 1 is not Jinja"),
+        ("tokenizer.json", None, "there is no file"),
+    ],
+)
+def test_damaged_tokenizers_are_named(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: str | None,
+    message: str,
+) -> None:
+    (folder / name).unlink(missing_ok=True)
+    if content is not None:
+        (folder / name).write_text(content)
+    flags = ["--weights", str(folder), "--dataset", str(folder / "chats.jsonl")]
+    assert main(["preview-data", *flags]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,205 @@
+"""Files of texts: what is read, counted and refused; packed rows."""
+
+import csv
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainable_candle.data.chats import (
+    IGNORED,
+    PackedRows,
+    TextDataset,
+    TextOptions,
+    Tokens,
+    best_fit,
+    in_order,
+    load_texts,
+)
+from trainable_candle.errors import DatasetError
+from trainable_candle.text.chat_tokenizer import ChatTokenizer
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "chats"
+GOOD = {
+    "messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so it is"}]
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ChatTokenizer:
+    from tokenizers import Tokenizer
+
+    ends = {"eos_token": "<|end_of_text|>"}
+    return ChatTokenizer(Tokenizer.from_file(str(GOLDEN / "tokenizer.json")), ends)
+
+
+def lines(path: Path, *rows: Any) -> Path:
+    texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
+
+
+def load(path: Path, tokenizer: ChatTokenizer, **options: Any) -> TextDataset:
+    return load_texts(path, tokenizer, TextOptions(**options))[0]
+
+
+def ids(dataset: TextDataset) -> list[list[int]]:
+    return [example.ids.tolist() for example in dataset.examples]
+
+
+def test_files_of_all_kinds_hold_the_same(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    rows = [{"instruction": f"say {n}", "input": "", "output": f"{n}, ü"} for n in range(3)]
+    expected = ids(load(lines(tmp_path / "a.jsonl", *rows), tokenizer))
+    (tmp_path / "b.json").write_text(json.dumps({"version": "1", "data": rows}))
+    with (tmp_path / "c.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["instruction", "input", "output"])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert len(expected) == 3
+    assert ids(load(tmp_path / "b.json", tokenizer)) == expected
+    assert ids(load(tmp_path / "c.csv", tokenizer)) == expected
+
+
+def test_parquet_needs_pyarrow(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    path = tmp_path / "a.parquet"
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        path.write_bytes(b"PAR1")
+        with pytest.raises(ModuleNotFoundError, match=r'install "trainable-candle\[parquet\]"'):
+            load(path, tokenizer)
+        return
+    rows = [{**GOOD, "tools": json.dumps([{"name": "f"}])}]
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+    assert ids(load(path, tokenizer)) == ids(load(lines(tmp_path / "a.jsonl", *rows), tokenizer))
+
+
+def test_a_folder_has_splits(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    lines(tmp_path / "train.jsonl", GOOD, GOOD)
+    lines(tmp_path / "valid.jsonl", GOOD)
+    lines(tmp_path / "test.jsonl", "not read")
+    train, validation = load_texts(tmp_path, tokenizer, TextOptions())
+    assert validation is not None
+    assert (len(train), len(validation)) == (2, 1)
+
+
+def test_bad_lines_are_named_with_number_and_field(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    path = lines(tmp_path / "a.jsonl", GOOD, "{", "[1]", "", {"messages": [{"role": "user"}]})
+    with pytest.raises(DatasetError) as caught:
+        load(path, tokenizer)
+    message = str(caught.value)
+    assert "3 of 4 lines" in message
+    assert "--skip-bad" in message
+    assert "a.jsonl, line 2: is not JSON" in message
+    assert "a.jsonl, line 3: is list" in message
+    assert "a.jsonl, line 5: `messages[0].content` is missing" in message
+    left = load(path, tokenizer, skip_bad=True)
+    assert len(left) == 1
+    assert "3 lines left out" in left.summary()
+
+
+def test_unknown_fields_are_refused_and_others_told(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    with pytest.raises(DatasetError, match="has the fields question, reply; expected one of: mess"):
+        load(lines(tmp_path / "a.jsonl", {"question": "a", "reply": "b"}), tokenizer)
+    with pytest.raises(DatasetError, match=r"line 2: `messages` is missing"):
+        load(lines(tmp_path / "b.jsonl", GOOD, {"text": "a"}), tokenizer)
+    summary = load(lines(tmp_path / "c.jsonl", {**GOOD, "id": 3}), tokenizer).summary()
+    assert "1 example of messages in" in summary
+    assert "fields that are not read: id" in summary
+
+
+def test_truncation_is_counted(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    path = lines(tmp_path / "a.jsonl", GOOD, {"messages": [*GOOD["messages"], *GOOD["messages"]]})
+    short, long = map(len, load(path, tokenizer).examples)
+    cut = load(path, tokenizer, sequence_length=short)
+    assert list(map(len, cut.examples)) == [short, short]
+    assert cut.counts.cut_tokens == long - short
+    assert f"1 example longer than {short} tokens: {long - short} cut off" in cut.summary()
+    assert (cut.counts.stops, cut.counts.answers) == (2, 3)
+
+
+def test_nothing_to_learn_is_refused(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    path = lines(tmp_path / "a.jsonl", GOOD)
+    with pytest.raises(DatasetError, match="no token would be learnt: the answers lie beyond"):
+        load(path, tokenizer, sequence_length=5)
+    whole = len(load(path, tokenizer).examples[0])
+    with pytest.raises(DatasetError, match=r"no stop token would be learnt.*cuts their ends off"):
+        load(path, tokenizer, sequence_length=whole - 2)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DatasetError, match="is empty"):
+        load(tmp_path / "empty.jsonl", tokenizer)
+
+
+def example(length: int, first: int) -> Tokens:
+    numbers = np.arange(first, first + length)
+    learnt = np.arange(length) % 3 > 0
+    return Tokens(numbers, learnt, (), 1)
+
+
+LENGTHS = [9, 4, 4, 7, 1, 2, 16, 5, 4, 3, 3, 6]
+EXAMPLES = [example(length, 100 * n) for n, length in enumerate(LENGTHS, 1)]
+
+
+def test_best_fit_fills_the_fullest_row_that_has_room() -> None:
+    assert best_fit([5, 3, 7, 2, 8], 10) == [[4, 3], [2, 1], [0]]
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 60, 500).tolist()
+    bins = best_fit(lengths, 100)
+    assert sorted(item for items in bins for item in items) == list(range(500))
+    assert max(sum(lengths[item] for item in items) for items in bins) <= 100
+    assert len(bins) <= 1.02 * sum(lengths) / 100 + 1
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_every_epoch_has_every_example_once(fill: bool) -> None:
+    packer = PackedRows(EXAMPLES, 16, 1, seed=3, fill=fill)
+    epochs = []
+    for epoch in range(2):
+        seen: Counter[int] = Counter()
+        for number in range(packer.first_batch(epoch), packer.first_batch(epoch + 1)):
+            batch = packer.batch(number)
+            seen.update(batch.input_ids[batch.input_ids > 0].tolist())
+        epochs.append(seen)
+    assert epochs[0] == epochs[1] == Counter(n for e in EXAMPLES for n in e.ids.tolist())
+    again = PackedRows(EXAMPLES, 16, 1, seed=3, fill=fill)
+    assert again.batch(5).input_ids.tolist() == packer.batch(5).input_ids.tolist()
+
+
+def test_targets_stay_within_their_example() -> None:
+    packer = PackedRows(EXAMPLES, 16, 2, seed=1, fill=True)
+    shapes = set()
+    for number in range(packer.rows):
+        batch = packer.batch(number)
+        shapes.add((len(batch.input_ids), len(batch.cu_seqlens)))
+        bounds = batch.cu_seqlens.tolist()
+        assert bounds[0] == 0
+        assert bounds[-1] == len(batch.input_ids) == 32
+        for begin, end in pairwise(bounds):
+            assert batch.positions[begin:end].tolist() == list(range(end - begin))
+            if begin == end:
+                continue
+            assert batch.targets[end - 1] == IGNORED
+            counts = batch.targets[begin : end - 1] != IGNORED
+            following = batch.input_ids[begin + 1 : end]
+            assert (batch.targets[begin : end - 1][counts] == following[counts]).all()
+            if batch.input_ids[begin]:
+                assert counts.tolist() == [n % 3 > 0 for n in range(1, end - begin)]
+            else:
+                assert not counts.any()
+    assert len(shapes) == 1
+
+
+def test_validation_sees_everything_once() -> None:
+    batches = in_order(EXAMPLES, 16, 3)
+    seen = Counter(n for batch in batches for n in batch.input_ids.tolist())
+    assert seen == Counter(n for e in EXAMPLES for n in e.ids.tolist())
+    assert sum(batch.count for batch in batches) == sum(e.learnt[1:].sum() for e in EXAMPLES)

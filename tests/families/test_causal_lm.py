@@ -1,0 +1,204 @@
+"""A language model from conversations to an adapter that answers."""
+
+import io
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import families
+from trainable_candle.cli import main
+from trainable_candle.errors import ConfigError, DatasetError
+from trainable_candle.run import train_adapter
+from trainable_candle.settings import TrainConfig
+from trainable_candle.tasks.text.writing import WritingOptions
+from trainable_candle.train.logs import read_json_log
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "llm" / "llama"
+QUESTIONS = ("one", "two", "three", "four")
+SPECIAL = ["<|pad|>", "<|begin|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama with a tokenizer of bytes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("llama")
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copyfile(GOLDEN / name, folder / name)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: n for n, token in enumerate([*SPECIAL, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|end_of_text|>", "bos_token": "<|begin|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("chats") / "train.jsonl"
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": question[::-1]},
+            ]
+        }
+        for question in QUESTIONS
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows * 2))
+    return path
+
+
+def config_of(weights: Path, chats: Path, output: Path, **settings: Any) -> TrainConfig:
+    return TrainConfig(
+        **{
+            "model": "causal-lm",
+            "weights": str(weights),
+            "dataset": str(chats),
+            "output": str(output),
+            "device": "cpu",
+            "precision": "f32",
+            "sequence_length": 128,
+            "steps": 3,
+            "optimizer": "adamw",
+            "learning_rate": 1e-2,
+            **settings,
+        }
+    )
+
+
+def train(config: TrainConfig, lines: list[str] | None = None) -> Any:
+    said = [] if lines is None else lines
+    return train_adapter(config, progress=False, report=said.append)
+
+
+def parameters(run: Any) -> dict[str, bytes]:
+    return {n: v.detach().numpy().tobytes() for n, v in run.adapter.named_parameters().items()}
+
+
+def test_a_run_teaches_answers_and_writes_what_peft_loads(
+    weights: Path,
+    chats: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[str] = []
+    prompts = {"sample_prompts": ["one"], "sample_tokens": 8, "validation_split": 0.25}
+    run = train(config_of(weights, chats, tmp_path / "run", steps=60, **prompts), lines)
+    output = run.output
+    rows = [row for row in read_json_log(output / "train.jsonl") if "validation_loss" in row]
+    first, last = rows[0], rows[-1]
+    assert first["step"] == 0
+    assert first["validation_loss"] == pytest.approx(first["validation_base_loss"], rel=1e-6)
+    assert last["validation_loss"] < 0.2 * first["validation_loss"]
+    assert last["validation_perplexity"] == pytest.approx(math.exp(last["validation_loss"]))
+    assert last["validation_base_loss"] == first["validation_base_loss"]
+    preview = (output / "samples" / "step-000060.txt").read_text()
+    assert "prompt: one\nbase: " in preview
+    assert "tuned: eno\n" in preview
+    text = "\n".join(lines)
+    assert "chat template: ChatML, as the tokenizer has none; answers end with" in text
+    assert "8 of 8 answers end in a stop token" in text
+    assert "memory while training" in text
+
+    config = json.loads((output / "peft" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(weights)
+    assert config["task_type"] == "CAUSAL_LM"
+    names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert config["target_modules"] == names
+    assert (config["r"], config["lora_alpha"]) == (16, 32)
+    stored = tc.load_file(output / "peft" / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in stored
+    assert len(stored) == 3 * 7 * 2
+
+    asked = [{"role": "user", "content": "two"}]
+    for file in (output / "adapter.safetensors", output / "peft"):
+        task = families.load("causal-lm", weights, "f32", "cpu")
+        task.load_adapter(file, 1.0)
+        assert "".join(task.answer(asked, WritingOptions(tokens=8))) == "owt"
+    flags = ["--model", "causal-lm", "--weights", str(weights), "--device", "cpu"]
+    flags += ["--adapter", str(output / "peft"), "--tokens", "8"]
+    capsys.readouterr()
+    assert main(["chat", *flags, "--prompt", "two", "--prompt", "one"]) == 0
+    assert capsys.readouterr().out == "owt\neno\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("four\n\nnever read\n"))
+    assert main(["chat", *flags]) == 0
+    assert capsys.readouterr().out == "ruof\n"
+    assert main(["chat", *flags, "--top-k", "2"]) == 2
+    assert "no effect without --temperature" in capsys.readouterr().err
+    merged = tmp_path / "merged"
+    task.save_merged(merged)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (merged / name).read_bytes() == (weights / name).read_bytes()
+    again = families.load("causal-lm", merged, "f32", "cpu")
+    assert "".join(again.answer(asked, WritingOptions(tokens=8))) == "owt"
+
+
+def test_accumulated_batches_are_one_large_batch(
+    weights: Path, chats: Path, tmp_path: Path
+) -> None:
+    given = {"sequence_length": 80, "optimizer": "sgd", "steps": 2}
+    one = train(config_of(weights, chats, tmp_path / "a", batch_size=4, **given))
+    four = train(config_of(weights, chats, tmp_path / "b", gradient_accumulation=4, **given))
+    whole = one.adapter.named_parameters()
+    moved = 0.0
+    for name, var in four.adapter.named_parameters().items():
+        expected = whole[name].detach().numpy()
+        moved = max(moved, float(np.abs(expected).max()))
+        np.testing.assert_allclose(var.detach().numpy(), expected, rtol=1e-4, atol=1e-7)
+    assert moved > 0
+
+
+def test_a_resumed_run_repeats_bit_for_bit(weights: Path, chats: Path, tmp_path: Path) -> None:
+    given = {"sequence_length": 80, "lora_dropout": 0.1, "steps": 6, "save_every": 3}
+    whole = train(config_of(weights, chats, tmp_path / "a", **given))
+    train(config_of(weights, chats, tmp_path / "b", **{**given, "steps": 3}))
+    resumed = train(config_of(weights, chats, tmp_path / "b", resume="latest", **given))
+    assert parameters(resumed) == parameters(whole)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"sequence_length": 300}, ConfigError, "made for 256 positions"),
+        ({"flip": True}, ConfigError, "--flip: has no effect on the model `causal-lm`"),
+        ({"target_modules": ["query"]}, ConfigError, "`query` is no layer"),
+        ({"format": "kohya"}, ConfigError, "--format kohya has no place"),
+        ({"sequence_length": 8}, DatasetError, "no token would be learnt"),
+        ({"sample_prompts": ["x" * 300]}, ConfigError, "made for 256 positions"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_loads(
+    weights: Path,
+    chats: Path,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
+        train(config_of(weights, chats, tmp_path / "run", **settings))
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_models_tokenizer_is_refused(weights: Path, chats: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    shutil.copytree(weights, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["n"] = 1000
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DatasetError, match=r"token n \(1000\), and the model knows 320"):
+        train(config_of(folder, chats, tmp_path / "run"))
