@@ -14,7 +14,13 @@ from trainable_candle.settings.adapter import Adapter, ClipSkip, TextEncoders
 from trainable_candle.settings.data import Captions, Data, Images, Parts
 from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
-from trainable_candle.settings.objective import Loss, NoiseLevels, NoisePrediction
+from trainable_candle.settings.objective import (
+    DistilledGuidance,
+    Loss,
+    NoiseLevels,
+    NoisePrediction,
+    ResolutionShift,
+)
 from trainable_candle.settings.previews import Drawing, Previews, Validation
 from trainable_candle.settings.reading import read_yaml
 from trainable_candle.settings.setting import Group, Setting, checked, flag, nearest
@@ -26,7 +32,8 @@ if TYPE_CHECKING:
 
 GROUPS: Final[tuple[type[Group], ...]] = (
     Data, Parts, Images, Captions, Adapter, TextEncoders, Training, NoisePrediction, Loss,
-    NoiseLevels, ClipSkip, Validation, Previews, Drawing, Machine, Files,
+    NoiseLevels, ResolutionShift, DistilledGuidance, ClipSkip, Validation, Previews, Drawing,
+    Machine, Files,
 )  # fmt: skip
 """Every group of settings, in the order of the help and of files."""
 
@@ -34,8 +41,9 @@ GROUPS: Final[tuple[type[Group], ...]] = (
 # Python orders the fields of bases from the last one to the first.
 @dataclass(frozen=True)
 class TrainConfig(
-    Files, Machine, Drawing, Previews, Validation, ClipSkip, NoiseLevels, Loss, NoisePrediction,
-    Training, TextEncoders, Adapter, Captions, Images, Parts, Data,
+    Files, Machine, Drawing, Previews, Validation, ClipSkip, DistilledGuidance, ResolutionShift,
+    NoiseLevels, Loss, NoisePrediction, Training, TextEncoders, Adapter, Captions, Images, Parts,
+    Data,
 ):  # fmt: skip
     """Every setting of a training run.
 
