@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gpu_timing
+import numpy as np
 from gpu_sdxl import torch_optimizer
 from gpu_timing import GIB, Machine
 
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 RANK, LATENT = 16, 128
 ATTENTION_LAYERS = [
     "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+]  # fmt: skip
+# FLUX.2's blocks of one stream have fused layers.
+FUSED_LAYERS = [
+    "to_qkv_mlp_proj", *(f"single_transformer_blocks.{i}.attn.to_out" for i in range(20))
 ]  # fmt: skip
 MEDIUM = {
     "sample_size": 128, "num_layers": 24, "num_attention_heads": 24, "attention_head_dim": 64,
@@ -46,6 +51,22 @@ FLUX = {
     "num_attention_heads": 24, "attention_head_dim": 128, "joint_attention_dim": 4096,
     "pooled_projection_dim": 768, "guidance_embeds": True, "axes_dims_rope": [16, 56, 56],
 }  # fmt: skip
+
+
+KLEIN = {
+    "patch_size": 1, "in_channels": 128, "num_layers": 5, "num_single_layers": 20,
+    "num_attention_heads": 24, "attention_head_dim": 128, "joint_attention_dim": 7680,
+    "guidance_embeds": False, "axes_dims_rope": [32, 32, 32, 32],
+}  # fmt: skip
+Z_IMAGE = {
+    "in_channels": 16, "dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30,
+    "n_kv_heads": 30, "cap_feat_dim": 2560, "axes_dims": [32, 48, 48],
+    "axes_lens": [1024, 512, 512],
+}  # fmt: skip
+TEXT_WIDTH = {"zimage": "cap_feat_dim", "flux": "joint_attention_dim",
+              "sd3": "joint_attention_dim", "flux2": "joint_attention_dim"}  # fmt: skip
+CLASSES = {"flux": "FluxTransformer", "sd3": "SD3Transformer", "flux2": "Flux2Transformer",
+           "zimage": "ZImageTransformer"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,8 +87,20 @@ class Case:
         return f"{self.name}, {self.checkpointing} checkpointing, {self.optimizer}"
 
     @property
-    def is_flux(self) -> bool:
-        return "num_single_layers" in self.config
+    def kind(self) -> str:
+        if "cap_feat_dim" in self.config:
+            return "zimage"
+        if "num_single_layers" not in self.config:
+            return "sd3"
+        return "flux" if "pooled_projection_dim" in self.config else "flux2"
+
+    @property
+    def layers(self) -> list[str]:
+        return ATTENTION_LAYERS + (FUSED_LAYERS if self.kind == "flux2" else [])
+
+    @property
+    def text_width(self) -> int:
+        return int(self.config[TEXT_WIDTH[self.kind]])
 
     @property
     def step_flops(self) -> float:
@@ -82,6 +115,8 @@ def cases() -> list[Case]:
         ("sd3.5-medium", MEDIUM, 333, (7.0e12, 4.2e12)),
         ("sd3.5-large", LARGE, 333, (23.9e12, 7.3e12)),
         ("flux-dev", FLUX, 512, (59.5e12, 14.9e12)),
+        ("flux2-klein-4b", KLEIN, 512, (28.3e12, 6.5e12)),
+        ("z-image", Z_IMAGE, 128, (47.8e12, 8.7e12)),
     ]
     found = []
     for name, config, tokens, flops in models:
@@ -95,15 +130,14 @@ def cases() -> list[Case]:
 
 def ours(case: Case, device: str) -> Callable[[], tc.Tensor]:
     tc.manual_seed(0)
-    kind = tc.models.FluxTransformer if case.is_flux else tc.models.SD3Transformer
+    kind: Any = getattr(tc.models, CLASSES[case.kind])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
-        name = "FluxTransformer2DModel" if case.is_flux else "SD3Transformer2DModel"
-        path.write_text(json.dumps(case.config | {"_class_name": name}))
+        path.write_text(json.dumps(case.config | {"_class_name": f"{CLASSES[case.kind]}2DModel"}))
         model = kind.from_config(path, dtype="bf16", device=device)
     if case.checkpointing != "no":
         model.enable_gradient_checkpointing(case.checkpointing)
-    config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=ATTENTION_LAYERS)
+    config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=case.layers)
     adapter = model.add_adapter(config)
     kinds: dict[str, Any] = {"adamw": tc.optim.AdamW, "adamw8bit": tc.optim.AdamW8bit}
     optimizer = kinds[case.optimizer](adapter.parameters(), lr=1e-4)
@@ -111,16 +145,25 @@ def ours(case: Case, device: str) -> Callable[[], tc.Tensor]:
     def random(*shape: int) -> tc.Tensor:
         return tc.randn((1, *shape), device=device).to("bf16")
 
-    text = random(case.tokens, case.config["joint_attention_dim"])
-    pooled = random(case.config["pooled_projection_dim"])
-    if case.is_flux:
-        sample = random(LATENT * LATENT // 4, case.config["in_channels"])
-        image_ids, text_ids = positions((LATENT, LATENT), case.tokens, device)
-        guidance, times = tc.full((1,), 1.0, device=device), tc.full((1,), 0.5, device=device)
-        inputs = (sample, text, pooled, times, image_ids, text_ids, guidance)
+    text, times = random(case.tokens, case.text_width), tc.full((1,), 0.5, device=device)
+    area = LATENT * LATENT // 4
+    latents = (case.config["in_channels"], LATENT, LATENT)
+    inputs: tuple[tc.Tensor, ...]
+    if case.kind == "zimage":
+        inputs = (random(*latents), text, times)
+    elif case.kind == "flux2":
+        image_ids, text_ids = positions4(case.tokens, device)
+        inputs = (random(area, case.config["in_channels"]), text, times, image_ids, text_ids)
     else:
-        sample = random(case.config["in_channels"], LATENT, LATENT)
-        inputs = (sample, text, pooled, tc.full((1,), 500.0, device=device))
+        pooled = random(case.config["pooled_projection_dim"])
+        if case.kind == "flux":
+            image_ids, text_ids = positions((LATENT, LATENT), case.tokens, device)
+            guidance = tc.full((1,), 1.0, device=device)
+            sample = random(area, case.config["in_channels"])
+            inputs = (sample, text, pooled, times, image_ids, text_ids, guidance)
+        else:
+            inputs = (random(*latents), text, pooled, times * 1000.0)
+    sample = inputs[0]
     target = tc.randn(sample.shape, device=device)
 
     def step() -> tc.Tensor:
@@ -133,6 +176,52 @@ def ours(case: Case, device: str) -> Callable[[], tc.Tensor]:
     return step
 
 
+def positions4(length: int, device: str) -> tuple[tc.Tensor, tc.Tensor]:
+    """FLUX.2's positions of the image (0, row, column, 0) and of the text (0, 0, 0, number)."""
+    side = LATENT // 2
+    image, text = np.zeros((side, side, 4), np.float32), np.zeros((length, 4), np.float32)
+    image[..., 1], image[..., 2] = np.arange(side)[:, None], np.arange(side)
+    text[:, 3] = np.arange(length)
+    return tc.tensor(image.reshape(-1, 4), device=device), tc.tensor(text, device=device)
+
+
+def their_inputs(torch: Any, case: Case) -> dict[str, Any]:
+    """What diffusers' model is given."""
+    half = {"dtype": torch.bfloat16, "device": "cuda"}
+    text = torch.randn(1, case.tokens, case.text_width, **half)
+    channels, side = case.config["in_channels"], LATENT // 2
+    times = torch.full((1,), 0.5, **half)
+    if case.kind == "zimage":
+        latents = torch.randn(channels, 1, LATENT, LATENT, **half)
+        return {"x": [latents], "t": times, "cap_feats": [text[0]]}
+    given = {"encoder_hidden_states": text, "timestep": times}
+    if case.kind == "sd3":
+        return given | {
+            "pooled_projections": torch.randn(1, case.config["pooled_projection_dim"], **half),
+            "hidden_states": torch.randn(1, channels, LATENT, LATENT, **half),
+            "timestep": torch.full((1,), 500.0, device="cuda"),
+        }
+    axes = len(case.config["axes_dims_rope"])
+    ids, words = torch.zeros(side, side, axes, **half), torch.zeros(case.tokens, axes, **half)
+    ids[..., 1], ids[..., 2] = torch.arange(side)[:, None], torch.arange(side)
+    given |= {
+        "hidden_states": torch.randn(1, side * side, channels, **half),
+        "img_ids": ids.reshape(-1, axes),
+        "txt_ids": words,
+    }
+    if case.kind == "flux":
+        given["pooled_projections"] = torch.randn(1, case.config["pooled_projection_dim"], **half)
+        given["guidance"] = torch.ones(1, device="cuda")
+    else:
+        words[:, 3] = torch.arange(case.tokens)
+    return given
+
+
+def their_result(model: Any, given: dict[str, Any], case: Case) -> Any:
+    found = model(**given, return_dict=False)[0]
+    return found[0] if case.kind == "zimage" else found
+
+
 def theirs(torch: Any, case: Case) -> Callable[[], object]:
     import diffusers  # noqa: PLC0415 - optional
     from peft import LoraConfig, inject_adapter_in_model  # noqa: PLC0415 - optional
@@ -140,16 +229,14 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
     torch.manual_seed(0)
     # cuDNN's attention fails on some of these shapes.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    half = {"dtype": torch.bfloat16, "device": "cuda"}
-    names = ("FluxTransformer2DModel", "SD3Transformer2DModel")
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
-        model = getattr(diffusers, names[not case.is_flux])(**case.config)
+        model = getattr(diffusers, f"{CLASSES[case.kind]}2DModel")(**case.config)
         torch.set_default_dtype(torch.float32)
     # The table of positions is made in f32.
     model = model.to(torch.bfloat16).requires_grad_(False)
     config = LoraConfig(
-        r=RANK, lora_alpha=RANK, target_modules=ATTENTION_LAYERS, init_lora_weights="gaussian"
+        r=RANK, lora_alpha=RANK, target_modules=case.layers, init_lora_weights="gaussian"
     )
     model = inject_adapter_in_model(config, model)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -158,34 +245,15 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
     if case.checkpointing == "full":
         model.enable_gradient_checkpointing()
     model.train()
-    given = {
-        "encoder_hidden_states": torch.randn(
-            1, case.tokens, case.config["joint_attention_dim"], **half
-        ),
-        "pooled_projections": torch.randn(1, case.config["pooled_projection_dim"], **half),
-    }
-    if case.is_flux:
-        side = LATENT // 2
-        ids = torch.zeros(side, side, 3, **half)
-        ids[..., 1], ids[..., 2] = torch.arange(side)[:, None], torch.arange(side)
-        given |= {
-            "hidden_states": torch.randn(1, side * side, 64, **half),
-            "timestep": torch.full((1,), 0.5, **half),
-            "img_ids": ids.reshape(-1, 3),
-            "txt_ids": torch.zeros(case.tokens, 3, **half),
-            "guidance": torch.ones(1, device="cuda"),
-        }
-    else:
-        given |= {
-            "hidden_states": torch.randn(1, 16, LATENT, LATENT, **half),
-            "timestep": torch.full((1,), 500.0, device="cuda"),
-        }
-    target = torch.randn(given["hidden_states"].shape, device="cuda")
+    given = their_inputs(torch, case)
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        shape = their_result(model, given, case).shape
+    target = torch.randn(shape, device="cuda")
     optimizer = torch_optimizer(torch, parameters, case.optimizer)
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            found = model(**given, return_dict=False)[0]
+            found = their_result(model, given, case)
         torch.nn.functional.mse_loss(found.float(), target).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -34,6 +34,7 @@ __all__ = [
     "DigitsTransformer",
     "EMA",
     "FlowMatching",
+    "Flux2Transformer",
     "FluxTransformer",
     "GradScaler",
     "Lion",
@@ -54,6 +55,7 @@ __all__ = [
     "Tensor",
     "TextFeatures",
     "Var",
+    "ZImageTransformer",
     "adapted_parts",
     "add_layer_norm",
     "arange",
@@ -710,7 +712,7 @@ class DiffusionObjective:
 
     Args:
         schedule: the noise schedule of the model's training.
-        timesteps: the distribution of timesteps, "uniform" or "logit_normal" (arXiv:2403.03206).
+        timesteps: the distribution of timesteps, "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
         logit_mean: mean of the normal behind "logit_normal"; positive favours noise.
         logit_std: its deviation, above 0.
         shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
@@ -955,7 +957,7 @@ class FlowMatching:
     The flow-matching objective: the model receives (1 - s) * data + s * noise and predicts noise - data.
 
     Args:
-        distribution: the distribution of noise levels s in (0, 1), "uniform" or "logit_normal".
+        distribution: the distribution of noise levels s in (0, 1), "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
         shift: shifts them towards noise (above 1) or data (below 1); 1 changes nothing.
 
     Raises:
@@ -1037,6 +1039,40 @@ class FlowMatching:
 
         Raises:
             ShapeError: if there is not a number for each example.
+        """
+
+@final
+class Flux2Transformer(Model):
+    """
+    The transformer of FLUX.2, computing what diffusers' `Flux2Transformer2DModel` computes, under its names. Made by `from_pretrained`.
+    """
+    def __call__(
+        self,
+        /,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        timestep: Tensor | float | int,
+        img_ids: Tensor,
+        txt_ids: Tensor,
+        guidance: Tensor | float | int | None = None,
+    ) -> Tensor:
+        """
+        The velocity, noise - latents, at noisy latents.
+
+        Args:
+            hidden_states: latents under noise as tokens, (B, S, in_channels): each is a square of 2 x 2 latents, its channels first.
+            encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
+            timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
+            img_ids: positions of the image's tokens, (S, 4): 0, row, column, 0.
+            txt_ids: positions of the text's tokens, (L, 4): 0, 0, 0, number.
+            guidance: the scale of guidance, for models that are told one (dev) and these alone: (B,), (1,), or a number.
+
+        Returns:
+            A tensor of the shape of `hidden_states`, in the dtype of the weights.
+
+        Raises:
+            ShapeError: if the inputs do not fit the model or one another.
+            ArgumentError: if guidance is missing, or the model is told none.
         """
 
 @final
@@ -2641,6 +2677,39 @@ class Var(Tensor):
     def zero_grad(self, /) -> None:
         """
         Clear the gradient.
+        """
+
+@final
+class ZImageTransformer(Model):
+    """
+    The transformer of Z-Image, computing what diffusers' `ZImageTransformer2DModel` computes, under its names. Made by `from_pretrained`.
+    """
+    def __call__(
+        self,
+        /,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        timestep: Tensor | float | int,
+        lengths: Tensor | None = None,
+        *,
+        rows_are_full: bool = False,
+    ) -> Tensor:
+        """
+        The negative velocity, latents - noise, at noisy latents.
+
+        Args:
+            hidden_states: latents under noise, (B, in_channels, h, w), shifted and scaled as the autoencoder says; h and w are even.
+            encoder_hidden_states: the text's tokens, (B, L, cap_feat_dim).
+            timestep: from 0 (noise) to 1 (clean), against the clock of other flow models: (B,), (1,), or a number.
+            lengths: how many tokens of each text are words, (B,); what follows is not read. All are words without it.
+            rows_are_full: a promise that, in every text, less than 32 tokens follow the words up to a multiple of 32. Attention then needs
+                no mask, which saves time.
+
+        Returns:
+            A tensor of the shape of `hidden_states`, in the dtype of the weights.
+
+        Raises:
+            ShapeError: if the inputs do not fit the model or one another.
         """
 
 def adapted_parts(path: str | bytes | PathLike[str] | PathLike[bytes], model: str) -> list[str]:

@@ -75,6 +75,8 @@ SAMPLES: dict[str, Any] = {
     "huber_schedule": "snr",
     "timesteps": "logit_normal",
     "timestep_shift": 3.0,
+    "resolution_shift": True,
+    "train_guidance": 2.0,
     "min_timestep": 10,
     "max_timestep": 900,
     "min_snr_gamma": 5.0,

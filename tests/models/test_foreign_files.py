@@ -50,7 +50,8 @@ def test_a_part_by_itself_is_not_taken_for_another(tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     tc.save_file(weights_of("unet"), path)
     with pytest.raises(
-        tc.WeightsFormatError, match="there is no AutoencoderKL in this file and no"
+        tc.WeightsFormatError,
+        match="there is no AutoencoderKL or AutoencoderKLFlux2 in this file and no",
     ):
         AutoencoderKL.from_pretrained(path)
     with pytest.raises(

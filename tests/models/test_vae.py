@@ -84,3 +84,32 @@ def test_wrong_inputs_are_named(model: AutoencoderKL) -> None:
         model.decode(CASE["image"])
     with pytest.raises(tc.ShapeError, match="H and W at least 2"):
         model.encode(CASE["image"][:, :, :1])
+
+
+FLUX2 = GOLDEN.parent / "flux2"
+
+
+def test_statistics_of_latents_come_with_flux2s(tmp_path: Path) -> None:
+    case = tc.load_file(FLUX2 / "vae_forward.safetensors")
+    stored = tc.load_file(FLUX2 / "vae" / "diffusion_pytorch_model.safetensors")
+    model = AutoencoderKL.from_pretrained(FLUX2 / "vae", dtype="f32")
+    del stored["bn.num_batches_tracked"]
+    ours = {name: tensor.shape for name, tensor in model.named_tensors().items()}
+    assert ours == {name: tensor.shape for name, tensor in stored.items()}
+    mean, logvar = model.encode(case["image"])
+    assert_near(mean, case["mean"])
+    assert_near(logvar, case["logvar"])
+    assert_near(model.decode(case["latent"]), case["decoded"])
+    # In a folder and, with the convolutions inside of the coders, in one file.
+    model.save_pretrained(tmp_path / "folder")
+    tc.models.save_checkpoint(tmp_path / "ae.safetensors", {"vae": model})
+    written = tc.load_file(tmp_path / "ae.safetensors")
+    prefix = "first_stage_model."
+    assert f"{prefix}encoder.quant_conv.weight" in written
+    bare = {name.removeprefix(prefix): tensor for name, tensor in written.items()}
+    tc.save_file(bare, tmp_path / "bare.safetensors")
+    for path in ("folder", "ae.safetensors", "bare.safetensors"):
+        found = AutoencoderKL.from_pretrained(tmp_path / path).named_tensors()
+        assert found.keys() == stored.keys()
+        for name, tensor in found.items():
+            assert (tensor.to("f32").numpy() == stored[name].to("f32").numpy()).all(), name

@@ -91,6 +91,19 @@ def test_a_flow_sees_data_and_noise_in_proportion() -> None:
     assert (plain.noise(latents, [0, 1, 2], 5)["times"].numpy() < made["times"].numpy()).all()
 
 
+def test_levels_may_be_shifted_by_the_size() -> None:
+    def levels(shift: object, latents: tc.Tensor, **settings: Any) -> np.ndarray:
+        objective = FlowObjective(TrainConfig(timesteps="mode", **settings), shift=shift)
+        return objective.noise(latents, [0, 1], 5)["times"].numpy()
+
+    small, large = tc.zeros((2, 4, 6, 8)), tc.zeros((2, 4, 12, 16))
+    by_size = {(6, 8): 1.5, (12, 16): 3.0}.__getitem__
+    for latents, shift in ((small, 1.5), (large, 3.0)):
+        np.testing.assert_array_equal(levels(by_size, latents), levels(shift, latents))
+    given = levels(by_size, large, timestep_shift=2.0)
+    np.testing.assert_array_equal(given, levels(2.0, large))
+
+
 @pytest.mark.parametrize("kind", ["flow", "noise"])
 def test_validation_meets_the_same_noise_whatever_the_run(kind: str) -> None:
     latents = tc.tensor(rng().standard_normal(SHAPE).astype(np.float32))

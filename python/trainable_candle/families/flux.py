@@ -16,6 +16,7 @@ from trainable_candle.families.pipeline.clip import clip_tokenizer
 from trainable_candle.families.pipeline.identity import parts_identity, tokenizers_identity
 from trainable_candle.families.pipeline.t5 import T5
 from trainable_candle.models import CLIPTextModel
+from trainable_candle.settings.objective import DistilledGuidance
 from trainable_candle.text import PAD_OF_CLIP_L
 from trainable_candle.text.clip_tokenizer import SHIPPED as CLIP_TOKENIZER
 from trainable_candle.text.t5_tokenizer import SHIPPED as T5_TOKENIZER
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from trainable_candle import Tensor
     from trainable_candle.data.buckets import Frame
     from trainable_candle.models import FluxTransformer
+    from trainable_candle.settings import Group
     from trainable_candle.train.trainer import Inputs
 
 _TOKENS: Final = {True: 512, False: 256}
@@ -80,6 +82,7 @@ class Flux(FlowFamily[FluxTexts]):
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     )  # fmt: skip
+    groups: ClassVar[tuple[type[Group], ...]] = (*FlowFamily.groups, DistilledGuidance)
     guidance: ClassVar[float] = 3.5
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
     model: FluxTransformer
@@ -111,6 +114,8 @@ class Flux(FlowFamily[FluxTexts]):
             )
         if self.config.guidance is not None and not self.is_told_guidance:
             raise ConfigError("--guidance has no effect on Flux schnell, which is told none")
+        if self.config.train_guidance != 1 and not self.is_told_guidance:
+            raise ConfigError("--train-guidance has no effect on Flux schnell, which is told none")
 
     def load_encoders(self) -> FluxTexts:
         """CLIP-L and T5."""
@@ -130,10 +135,13 @@ class Flux(FlowFamily[FluxTexts]):
         t5 = self.facts.parts["text_encoder_2"].config
         return int(self.text_tokens * (2 * t5["d_ff"] + 4 * t5["d_model"])) + self.text_values
 
-    def conditions(self, frames: Sequence[Frame], guidance: float = 1.0) -> dict[str, Tensor]:
+    def conditions(
+        self, frames: Sequence[Frame], guidance: float | None = None
+    ) -> dict[str, Tensor]:
         """The scale of guidance, of models that are told one."""
         if not self.is_told_guidance:
             return {}
+        guidance = self.config.train_guidance if guidance is None else guidance
         return {"guidance": tc.tensor(np.full(len(frames), guidance, np.float32))}
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:

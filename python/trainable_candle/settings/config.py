@@ -14,7 +14,13 @@ from trainable_candle.settings.adapter import Adapter, ClipSkip, TextEncoders
 from trainable_candle.settings.data import Captions, Data, DefaultCaption, Images, Parts, Unusable
 from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
-from trainable_candle.settings.objective import Loss, NoiseLevels, NoisePrediction
+from trainable_candle.settings.objective import (
+    DistilledGuidance,
+    Loss,
+    NoiseLevels,
+    NoisePrediction,
+    ResolutionShift,
+)
 from trainable_candle.settings.previews import Denoising, Drawing, Previews, Validation
 from trainable_candle.settings.reading import read_yaml
 from trainable_candle.settings.setting import Group, Setting, checked, flag, nearest
@@ -27,7 +33,8 @@ if TYPE_CHECKING:
 
 GROUPS: Final[tuple[type[Group], ...]] = (
     Data, Parts, Unusable, Images, DefaultCaption, Captions, Texts, Adapter, TextEncoders, Training,
-    NoisePrediction, Loss, NoiseLevels, ClipSkip, Validation, Previews, Denoising, Drawing, Writing,
+    NoisePrediction, Loss, NoiseLevels, ResolutionShift, DistilledGuidance, ClipSkip, Validation,
+    Previews, Denoising, Drawing, Writing,
     Machine, Files,
 )  # fmt: skip
 """Every group of settings, in the order of the help and of files."""
@@ -38,9 +45,9 @@ IMAGE_GROUPS: Final = tuple(group for group in GROUPS if group not in {Texts, Wr
 # Python orders the fields of bases from the last one to the first.
 @dataclass(frozen=True)
 class TrainConfig(
-    Files, Machine, Writing, Drawing, Denoising, Previews, Validation, ClipSkip, NoiseLevels, Loss,
-    NoisePrediction, Training, TextEncoders, Adapter, Texts, Captions, DefaultCaption, Images,
-    Unusable, Parts, Data,
+    Files, Machine, Writing, Drawing, Denoising, Previews, Validation, ClipSkip, DistilledGuidance,
+    ResolutionShift, NoiseLevels, Loss, NoisePrediction, Training, TextEncoders, Adapter, Texts,
+    Captions, DefaultCaption, Images, Unusable, Parts, Data,
 ):  # fmt: skip
     """Every setting of a training run.
 

@@ -10,7 +10,7 @@ from trainable_candle.settings.setting import Condition, Group, Setting
 
 LOSSES: Final = ("mse", "l1", "huber", "smooth_l1")
 HUBER_SCHEDULES: Final = ("constant", "exponential", "snr")
-TIMESTEPS: Final = ("uniform", "logit_normal")
+TIMESTEPS: Final = ("uniform", "logit_normal", "mode")
 PREDICTIONS: Final = ("epsilon", "v_prediction")
 
 
@@ -70,3 +70,32 @@ class NoiseLevels(Group):
         float | None,
         Setting("above 1: more noise (default: model's)", low=0, above=True, rare=True),
     ] = None
+
+
+@dataclass(frozen=True)
+class ResolutionShift(Group):
+    """Of flow models, whose noise levels may depend on the size of an image."""
+
+    section: ClassVar[str] = sections.OBJECTIVE
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("resolution_shift",),
+            lambda c: c.timestep_shift is None,
+            "the model's shift, without --timestep-shift",
+        ),
+    )
+
+    resolution_shift: Annotated[
+        bool, Setting("shift noise levels by the size of each image", rare=True)
+    ] = False
+
+
+@dataclass(frozen=True)
+class DistilledGuidance(Group):
+    """Of models that are told a scale of guidance."""
+
+    section: ClassVar[str] = sections.OBJECTIVE
+
+    train_guidance: Annotated[
+        float, Setting("the scale that the model is told in training", low=0, rare=True)
+    ] = 1.0

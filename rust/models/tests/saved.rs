@@ -8,8 +8,10 @@ use trainable_candle_core::memory::saved_bytes;
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_models::clip::{CLIPTextConfig, CLIPTextModel};
 use trainable_candle_models::digits::{DigitsConfig, DigitsTransformer};
+use trainable_candle_models::flux2::{Flux2Conditions, Flux2Config, Flux2Transformer};
 use trainable_candle_models::saved::{SampleSize, Saved};
 use trainable_candle_models::sdxl::{SDXLUNet, UNetConditions};
+use trainable_candle_models::z_image::{ZImageConditions, ZImageConfig, ZImageTransformer};
 use trainable_candle_models::{Architecture, Model};
 use trainable_candle_nn::Source;
 use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
@@ -84,5 +86,54 @@ fn of_the_digits() {
     let size = SampleSize { height: 8, width: 8, tokens: 0 };
     check(&model, &["all-attention", "all-linear"], size, 2, || {
         model.forward(&zeros(&[2, 1, 8, 8]), &zeros(&[2]), &labels)
+    });
+}
+
+#[test]
+fn of_z_image() {
+    let config = ZImageConfig {
+        dim: 96,
+        n_layers: 4,
+        n_refiner_layers: 1,
+        n_heads: 4,
+        cap_feat_dim: 40,
+        axes_dims: vec![8, 8, 8],
+        ..ZImageConfig::default()
+    };
+    let model = ZImageTransformer::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
+    let size = SampleSize { height: 24, width: 16, tokens: 40 };
+    check(&model, &["all-attention", "all-linear", r"layers\..*"], size, 1, || {
+        let conditions = ZImageConditions {
+            encoder_hidden_states: &zeros(&[1, 40, 40]),
+            timestep: &zeros(&[1]),
+            lengths: None,
+            rows_are_full: false,
+        };
+        model.forward(&zeros(&[1, 16, 24, 16]), conditions)
+    });
+}
+
+#[test]
+fn of_flux2() {
+    let config = Flux2Config {
+        num_layers: 2,
+        num_single_layers: 4,
+        num_attention_heads: 4,
+        attention_head_dim: 24,
+        joint_attention_dim: 40,
+        axes_dims_rope: vec![8, 4, 8, 4],
+        ..Flux2Config::default()
+    };
+    let model = Flux2Transformer::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
+    let size = SampleSize { height: 24, width: 16, tokens: 40 };
+    check(&model, &["all-attention", "all-linear"], size, 1, || {
+        let conditions = Flux2Conditions {
+            encoder_hidden_states: &zeros(&[1, 40, 40]),
+            timestep: &zeros(&[1]),
+            img_ids: &zeros(&[96, 4]),
+            txt_ids: &zeros(&[40, 4]),
+            guidance: None,
+        };
+        model.forward(&zeros(&[1, 96, 128]), conditions)
     });
 }

@@ -1,11 +1,13 @@
-//! The transformers of SD3.5 and Flux without their files: names and shapes at full size.
+//! The transformers without their files: names and shapes at full size.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use trainable_candle_core::DType;
 use trainable_candle_models::flux::{FluxConfig, FluxTransformer};
+use trainable_candle_models::flux2::{Flux2Config, Flux2Transformer};
 use trainable_candle_models::sd3::{SD3Config, SD3Transformer};
+use trainable_candle_models::z_image::{ZImageConfig, ZImageTransformer};
 use trainable_candle_nn::{Module, Source};
 
 type Shapes = BTreeMap<String, Vec<usize>>;
@@ -47,4 +49,24 @@ fn flux_at_full_size_has_the_published_names_and_shapes() {
     let schnell = FluxConfig { guidance_embeds: false, ..FluxConfig::default() };
     let without_guidance: Shapes = dev.into_iter().filter(|(name, _)| !name.contains("guidance")).collect();
     assert_eq!(flux(schnell), without_guidance);
+}
+
+#[test]
+fn z_image_at_full_size_has_the_published_names_and_shapes() {
+    let model = ZImageTransformer::new(ZImageConfig::default(), &mut Source::shapes(DType::F16).root()).unwrap();
+    assert_eq!(shapes(&model), published("zimage"));
+}
+
+#[test]
+fn flux2_at_full_size_has_the_published_names_and_shapes() {
+    let flux2 = |config| shapes(&Flux2Transformer::new(config, &mut Source::shapes(DType::F16).root()).unwrap());
+    assert_eq!(flux2(Flux2Config::default()), published("flux2_klein_4b"));
+    let large = Flux2Config {
+        num_layers: 8,
+        num_single_layers: 24,
+        num_attention_heads: 32,
+        joint_attention_dim: 12288,
+        ..Flux2Config::default()
+    };
+    assert_eq!(flux2(large), published("flux2_klein_9b"));
 }

@@ -26,6 +26,13 @@ def test_flux_is_shifted_by_the_size() -> None:
     assert Flux.schedule.at(4096) == pytest.approx(3.158, abs=1e-3)
 
 
+def test_training_may_shift_by_the_size() -> None:
+    """As drawing, or by arXiv:2403.03206, equation 23: the root of the ratio of pixels."""
+    assert Flux.schedule.in_training(1024) == pytest.approx(Flux.schedule.at(1024))
+    assert SD3.schedule.in_training(4096) == 3.0
+    assert SD3.schedule.in_training(1024) == pytest.approx(1.5)
+
+
 def test_the_weights_say_it(tmp_path: Path) -> None:
     folder = tmp_path / "scheduler"
     folder.mkdir()

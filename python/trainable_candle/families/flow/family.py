@@ -11,7 +11,7 @@ from trainable_candle.families.pipeline import PipelineFamily
 from trainable_candle.families.pipeline.family import Encoders
 from trainable_candle.settings import IMAGE_GROUPS
 from trainable_candle.settings.adapter import ClipSkip, TextEncoders
-from trainable_candle.settings.objective import NoisePrediction
+from trainable_candle.settings.objective import DistilledGuidance, NoisePrediction
 from trainable_candle.tasks.latent.objectives import FlowObjective, FlowSampler
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ class FlowFamily(PipelineFamily[E]):
     """
 
     groups: ClassVar[tuple[type[Group], ...]] = tuple(
-        group for group in IMAGE_GROUPS if group not in {NoisePrediction, TextEncoders, ClipSkip}
+        group
+        for group in IMAGE_GROUPS
+        if group not in {NoisePrediction, TextEncoders, ClipSkip, DistilledGuidance}
     )
     component: ClassVar[str] = "transformer"
     # ComfyUI and diffusers both know diffusers' names, with the scale in the factors.
@@ -78,7 +80,14 @@ class FlowFamily(PipelineFamily[E]):
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
         """The velocity from latents to noise."""
-        return FlowObjective(self.config, timesteps=self.timesteps, shift=self.training_shift)
+        by_size = self._shift_of_latents if self.config.resolution_shift else None
+        return FlowObjective(
+            self.config, timesteps=self.timesteps, shift=by_size or self.training_shift
+        )
+
+    def _shift_of_latents(self, size: tuple[int, int]) -> float:
+        """The shift for latents of a height and width."""
+        return self.found_schedule.in_training(size[0] * size[1] // self.patch**2)
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:
         """Euler's method.

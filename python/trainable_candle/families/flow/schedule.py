@@ -54,6 +54,16 @@ class FlowSchedule:
         (first, last), (low, high) = self.tokens, self.mu
         return math.exp(low + (high - low) * (tokens - first) / (last - first))
 
+    def in_training(self, tokens: int) -> float:
+        """The shift k of an image of so many tokens that is trained on.
+
+        Where drawing has one shift for all sizes, it is that of images of 1024x1024, and k grows
+        with the root of the number of tokens (arXiv:2403.03206, section 5.3.2).
+        """
+        if self.grows:
+            return self.at(tokens)
+        return self.shift * math.sqrt(tokens / self.tokens[1])
+
     def levels(self, steps: int, tokens: int) -> list[float]:
         """The noise levels of `steps` calls of the model for an image of so many tokens.
 

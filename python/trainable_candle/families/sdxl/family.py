@@ -17,6 +17,7 @@ from trainable_candle.families.pipeline.identity import parts_identity, tokenize
 from trainable_candle.families.sdxl.schedule import schedule
 from trainable_candle.families.sdxl.text import TextEncoders, unread_layers
 from trainable_candle.settings import IMAGE_GROUPS
+from trainable_candle.settings.objective import DistilledGuidance, ResolutionShift
 from trainable_candle.tasks.latent.objectives import NoiseObjective
 from trainable_candle.text.clip_tokenizer import SHIPPED
 from trainable_candle.train.sampler import Sampler
@@ -41,7 +42,9 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     name: ClassVar[str] = "sdxl"
     summary: ClassVar[str] = "Stable Diffusion XL (a tiny one that draws flowers is built in)"
-    groups: ClassVar[tuple[type[Group], ...]] = IMAGE_GROUPS
+    groups: ClassVar[tuple[type[Group], ...]] = tuple(
+        group for group in IMAGE_GROUPS if group not in {ResolutionShift, DistilledGuidance}
+    )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sdxl"))
     component: ClassVar[str] = "unet"
     formats: ClassVar[tuple[str, ...]] = ("kohya", "diffusers", "peft", "comfyui")
@@ -129,7 +132,11 @@ class SDXL(PipelineFamily[TextEncoders]):
             time_ids=conditions["time_ids"],
         )
 
-    def conditions(self, frames: Sequence[Frame], guidance: float = 1.0) -> dict[str, Tensor]:  # noqa: ARG002
+    def conditions(
+        self,
+        frames: Sequence[Frame],
+        guidance: float | None = None,  # noqa: ARG002
+    ) -> dict[str, Tensor]:
         """Sizes and cuts: "micro-conditioning", arXiv:2307.01952, section 2.2."""
         return {"time_ids": tc.tensor(np.array([time_ids(frame) for frame in frames], np.float32))}
 

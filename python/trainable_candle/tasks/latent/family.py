@@ -245,13 +245,14 @@ class LatentFamily(ABC):
     def conditions(
         self,
         frames: Sequence[Frame],  # noqa: ARG002
-        guidance: float = 1.0,  # noqa: ARG002
+        guidance: float | None = None,  # noqa: ARG002
     ) -> dict[str, Tensor]:
         """Conditions from the images (crop and size, for example), (B, ...) by name.
 
         Args:
             frames: of each image.
-            guidance: the scale, for a model with `distilled_guidance` that is told it.
+            guidance: the scale, for a model with `distilled_guidance` that is told it; None: that
+                of training.
         """
         return {}
 

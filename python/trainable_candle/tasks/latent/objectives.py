@@ -15,7 +15,7 @@ import trainable_candle as tc
 from trainable_candle.train.objective import DiffusionObjective, FlowMatching, NoisedLatents
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from trainable_candle import Tensor
     from trainable_candle.settings import TrainConfig
@@ -110,17 +110,24 @@ class FlowObjective:
     Args:
         config: how noise levels are drawn, and how an error is weighed.
         timesteps: how levels are drawn unless the settings say it.
-        shift: where they are shifted to unless the settings say it.
+        shift: where they are shifted to unless the settings say it: one shift, or what gives one
+            for latents of a height and width.
 
     Raises:
         ArgumentError: a setting lies outside its range.
     """
 
     def __init__(
-        self, config: TrainConfig, *, timesteps: str = "uniform", shift: float = 1.0
+        self,
+        config: TrainConfig,
+        *,
+        timesteps: str = "uniform",
+        shift: float | Callable[[tuple[int, int]], float] = 1.0,
     ) -> None:
-        given = config.timestep_shift
-        self._flow = FlowMatching(config.timesteps or timesteps, shift if given is None else given)
+        self._timesteps = config.timesteps or timesteps
+        self._shift = shift if config.timestep_shift is None else config.timestep_shift
+        # Of any size, to complain of wrong settings now.
+        self._flow = FlowMatching(self._timesteps, 1.0 if callable(self._shift) else self._shift)
         self._loss = config.loss
         self._delta = config.huber_delta
         self._schedule = config.huber_schedule
@@ -128,11 +135,19 @@ class FlowObjective:
 
     def noise(self, latents: Tensor, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
         """As `Objective.noise`."""
-        return _flow_parts(*self._flow.noise(latents, samples, seed))
+        return _flow_parts(*self._flow_of(latents).noise(latents, samples, seed))
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
         """As `Objective.validation_noise`."""
-        return _flow_parts(*self._flow.validation_noise(latents, examples, VALIDATION_SEED))
+        flow = self._flow_of(latents)
+        return _flow_parts(*flow.validation_noise(latents, examples, VALIDATION_SEED))
+
+    def _flow_of(self, latents: Tensor) -> FlowMatching:
+        """With the shift of latents of this size."""
+        if not callable(self._shift):
+            return self._flow
+        height, width = latents.shape[2:]
+        return FlowMatching(self._timesteps, self._shift((height, width)))
 
     def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
         """As `Objective.loss`."""

@@ -5,7 +5,7 @@ use trainable_candle_core::{Error, Result};
 
 use super::FluxTransformer;
 use crate::fields::Fields;
-use crate::layers::joint::BlockSizes;
+use crate::layers::joint::{BlockSizes, EPS};
 use crate::pretrained::Configuration;
 
 /// `config.json` of a transformer as diffusers writes it (`FluxTransformer2DModel`). The default is Flux.1-dev's.
@@ -116,6 +116,12 @@ impl FluxConfig {
 
     /// The sizes of a block.
     pub const fn block(&self) -> BlockSizes {
-        BlockSizes { heads: self.num_attention_heads, head_dim: self.attention_head_dim, qk_norm: true }
+        BlockSizes {
+            heads: self.num_attention_heads,
+            head_dim: self.attention_head_dim,
+            qk_norm: true,
+            bias: true,
+            eps: EPS,
+        }
     }
 }

@@ -9,27 +9,66 @@ use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedN
 /// The names in a folder, or those of an original checkpoint.
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     match original {
-        Some(Original { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer(prefix)),
+        Some(Original { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer { prefix, names: &NAMES }),
         Some(Original { prefix, naming: Naming::Own }) => Box::new(PrefixedNames(prefix)),
         None => Box::new(OwnNames),
     }
 }
 
-struct OriginalTransformer(&'static str);
+/// The layers of a transformer of Black Forest Labs by our names, and theirs.
+pub(crate) struct BlockNames {
+    /// Outside of the blocks.
+    pub outside: &'static [Renaming],
+    /// Inside of the blocks of two streams.
+    pub double: &'static [&'static [Renaming]],
+    /// Inside of those of one.
+    pub single: &'static [&'static [Renaming]],
+}
+
+/// The names of an original checkpoint.
+pub(crate) struct OriginalTransformer {
+    /// What keys begin with.
+    pub prefix: &'static str,
+    /// What follows.
+    pub names: &'static BlockNames,
+}
 
 impl Layout for OriginalTransformer {
     fn prefix(&self) -> &str {
-        self.0
+        self.prefix
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        let Some(found) = original(name) else { return Vec::new() };
+        let Some(found) = self.names.find(name) else { return Vec::new() };
         // Norms of one head's width: `scale` in the original files, `weight` in some that other tools wrote.
         let scale = found.key.contains(".norm.").then(|| found.key.strip_suffix("weight")).flatten();
         let scale = scale.map(|layer| Key { key: format!("{layer}scale"), form: found.form });
         scale.into_iter().chain([found]).collect()
     }
 }
+
+impl BlockNames {
+    /// Where a layer is in an original checkpoint, without a prefix.
+    pub fn layer(&self, layer: &str) -> Option<Key> {
+        self.find(&format!("{layer}.weight"))?.of_layer()
+    }
+
+    /// Where a parameter or layer is in an original checkpoint, without a prefix.
+    fn find(&self, name: &str) -> Option<Key> {
+        let blocks = [
+            ("transformer_blocks.", "double_blocks", self.double),
+            ("single_transformer_blocks.", "single_blocks", self.single),
+        ];
+        let block =
+            blocks.iter().find_map(|(ours, theirs, renamings)| Some((name.strip_prefix(ours)?, theirs, renamings)));
+        let Some((rest, theirs, renamings)) = block else { return renamed(name, self.outside) };
+        let (index, inside) = rest.split_once('.')?;
+        let Key { key, form } = renamings.iter().find_map(|renamings| renamed(inside, renamings))?;
+        Some(Key { key: format!("{theirs}.{index}.{key}"), form })
+    }
+}
+
+static NAMES: BlockNames = BlockNames { outside: &OUTSIDE, double: &[&DOUBLE_ATTENTION, &DOUBLE], single: &[&SINGLE] };
 
 const OUTSIDE: [Renaming; 10] = [
     ("x_embedder", "img_in", Form::Plain),
@@ -45,9 +84,8 @@ const OUTSIDE: [Renaming; 10] = [
     ("proj_out", "final_layer.linear", Form::Plain),
 ];
 
-const DOUBLE: [Renaming; 18] = [
-    ("norm1.linear", "img_mod.lin", Form::Plain),
-    ("norm1_context.linear", "txt_mod.lin", Form::Plain),
+/// The attention of the blocks of two streams.
+pub(crate) const DOUBLE_ATTENTION: [Renaming; 12] = [
     ("attn.to_q", "img_attn.qkv", Form::share(0, 3)),
     ("attn.to_k", "img_attn.qkv", Form::share(1, 3)),
     ("attn.to_v", "img_attn.qkv", Form::share(2, 3)),
@@ -60,6 +98,11 @@ const DOUBLE: [Renaming; 18] = [
     ("attn.norm_added_q", "txt_attn.norm.query_norm", Form::Plain),
     ("attn.norm_added_k", "txt_attn.norm.key_norm", Form::Plain),
     ("attn.to_add_out", "txt_attn.proj", Form::Plain),
+];
+
+const DOUBLE: [Renaming; 6] = [
+    ("norm1.linear", "img_mod.lin", Form::Plain),
+    ("norm1_context.linear", "txt_mod.lin", Form::Plain),
     ("ff.net.0.proj", "img_mlp.0", Form::Plain),
     ("ff.net.2", "img_mlp.2", Form::Plain),
     ("ff_context.net.0.proj", "txt_mlp.0", Form::Plain),
@@ -80,20 +123,7 @@ const SINGLE: [Renaming; 8] = [
 
 /// Where a layer is in an original checkpoint.
 pub(super) fn original_layer(layer: &str) -> Option<Key> {
-    original(&format!("{layer}.weight"))?.of_layer()
-}
-
-/// Where a parameter or layer is in an original checkpoint, without a prefix.
-fn original(name: &str) -> Option<Key> {
-    let blocks = [
-        ("transformer_blocks.", "double_blocks", &DOUBLE[..]),
-        ("single_transformer_blocks.", "single_blocks", &SINGLE),
-    ];
-    let block = blocks.iter().find_map(|(ours, theirs, renamings)| Some((name.strip_prefix(ours)?, theirs, renamings)));
-    let Some((rest, theirs, renamings)) = block else { return renamed(name, &OUTSIDE) };
-    let (index, inside) = rest.split_once('.')?;
-    let Key { key, form } = renamed(inside, renamings)?;
-    Some(Key { key: format!("{theirs}.{index}.{key}"), form })
+    NAMES.layer(layer)
 }
 
 /// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What leaves no trace in them is the published

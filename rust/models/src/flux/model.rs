@@ -3,8 +3,7 @@
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
-use trainable_candle_core::raw::is_float;
-use trainable_candle_core::{DType, Error, Result, Tensor};
+use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
 use trainable_candle_nn::{Blocks, Linear, Module, Visitor, Weights};
@@ -12,6 +11,7 @@ use trainable_candle_nn::{Blocks, Linear, Module, Visitor, Weights};
 use super::{FluxConfig, keys};
 use crate::layers::joint::{
     ConditionSizes, DoubleBlock, DoubleBlockKind, ModulatedOutput, Rope, RopeAxes, SingleBlock, TimeTextEmbedding,
+    TokenInputs, TokenSizes,
 };
 use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
@@ -61,13 +61,13 @@ impl FluxTransformer {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights are another model's.
     pub fn new(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let dim = config.inner_dim();
         let (pooled, guidance) = (config.pooled_projection_dim, config.guidance_embeds);
         let x_embedder = weights.linear("x_embedder", config.in_channels, dim, true)?;
-        let sizes = ConditionSizes { dim, pooled, guidance };
+        let sizes = ConditionSizes { dim, pooled: Some(pooled), guidance, bias: true };
         Ok(Self {
             axes: RopeAxes::new(&config.axes_dims_rope, THETA, x_embedder.weight.device())?,
             x_embedder,
@@ -82,7 +82,7 @@ impl FluxTransformer {
             single_blocks: (0..config.num_single_layers)
                 .map(|i| SingleBlock::new(config.block(), &mut weights.pp(&format!("single_transformer_blocks.{i}"))))
                 .collect::<Result<_>>()?,
-            output: ModulatedOutput::new(dim, config.out_channels, weights)?,
+            output: ModulatedOutput::new([dim, config.out_channels], true, weights)?,
             config,
         })
     }
@@ -96,8 +96,7 @@ impl FluxTransformer {
     /// the model's output channels, in the dtype of the weights.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or there is no token; [`Error::DType`] if
-    /// `hidden_states` is not floating-point; [`Error::Argument`] if guidance is missing, or given to a model that is told none.
+    /// As [`TokenSizes::check`].
     pub fn forward(&self, hidden_states: &Tensor, conditions: FluxConditions<'_>) -> Result<Tensor> {
         let [area, length] = self.check(hidden_states, conditions)?;
         let dtype = self.dtype();
@@ -105,7 +104,7 @@ impl FluxTransformer {
         let guidance = conditions.guidance.map(thousandfold).transpose()?;
         let condition = self.time_text_embed.forward(
             &thousandfold(conditions.timestep)?,
-            conditions.pooled_projections,
+            Some(conditions.pooled_projections),
             guidance.as_ref(),
         )?;
         let mut image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
@@ -134,56 +133,26 @@ impl FluxTransformer {
 
     /// The tokens of the image and of the text, if everything fits.
     fn check(&self, hidden_states: &Tensor, conditions: FluxConditions<'_>) -> Result<[usize; 2]> {
-        let misfit = |name: &str, found: &Tensor, expected: String| {
-            Err(Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims())))
-        };
-        let channels = self.config.in_channels;
-        let &[batch, area, c] = hidden_states.dims() else {
-            return misfit("hidden_states", hidden_states, format!("(B, S, {channels})"));
-        };
-        if c != channels || area == 0 {
-            let expected = format!("(B, S, {channels}) with at least one token");
-            return misfit("hidden_states", hidden_states, expected);
-        }
-        if !is_float(hidden_states.dtype()) {
-            let message =
-                format!("hidden_states is {}, expected floating-point latents", hidden_states.dtype().as_str());
-            return Err(Error::dtype(Self::CLASS_NAME, message));
-        }
         let FluxConditions { encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance } =
             conditions;
-        let (wide, pooled) = (self.config.joint_attention_dim, self.config.pooled_projection_dim);
-        let length = match *encoder_hidden_states.dims() {
-            [b, length, w] if b == batch && w == wide && length > 0 => length,
-            _ => {
-                let expected = format!("({batch}, L, {wide}) with at least one token");
-                return misfit("encoder_hidden_states", encoder_hidden_states, expected);
-            }
+        let sizes = TokenSizes {
+            op: Self::CLASS_NAME,
+            channels: self.config.in_channels,
+            text: self.config.joint_attention_dim,
+            pooled: Some(self.config.pooled_projection_dim),
+            axes: self.config.axes_dims_rope.len(),
+            guidance: self.config.guidance_embeds,
         };
-        if pooled_projections.dims() != [batch, pooled] {
-            return misfit("pooled_projections", pooled_projections, format!("({batch}, {pooled})"));
-        }
-        for (name, numbers) in [("timestep", Some(timestep)), ("guidance", guidance)] {
-            let Some(numbers) = numbers else { continue };
-            if !matches!(*numbers.dims(), [] | [1]) && numbers.dims() != [batch] {
-                return misfit(name, numbers, format!("({batch},), (1,) or ()"));
-            }
-        }
-        let axes = self.config.axes_dims_rope.len();
-        for (name, ids, tokens) in [("img_ids", img_ids, area), ("txt_ids", txt_ids, length)] {
-            if ids.dims() != [tokens, axes] {
-                return misfit(name, ids, format!("({tokens}, {axes})"));
-            }
-        }
-        if guidance.is_some() != self.config.guidance_embeds {
-            let message = if self.config.guidance_embeds {
-                "guidance is missing: the model is told a scale, 1 while it is trained and about 3.5 to draw"
-            } else {
-                "found guidance, but this model is told none (guidance_embeds is false)"
-            };
-            return Err(Error::argument(Self::CLASS_NAME, message));
-        }
-        Ok([area, length])
+        let pooled_projections = Some(pooled_projections);
+        sizes.check(TokenInputs {
+            hidden_states,
+            encoder_hidden_states,
+            pooled_projections,
+            timestep,
+            guidance,
+            img_ids,
+            txt_ids,
+        })
     }
 }
 

@@ -3,7 +3,7 @@
 mod attention;
 pub mod joint;
 mod resnet;
-mod timestep;
+pub(crate) mod timestep;
 mod transformer;
 
 pub(crate) use attention::attend;

@@ -38,8 +38,12 @@ impl Sinusoids {
     }
 }
 
+/// What diffusers calls the layers of a [`TimestepEmbedding`].
+pub(crate) const LINEAR: [&str; 2] = ["linear_1", "linear_2"];
+
 /// Two linear layers with SiLU between them, over sinusoids or other features.
 pub struct TimestepEmbedding {
+    names: [&'static str; 2],
     linear_1: Linear<Tensor>,
     linear_2: Linear<Tensor>,
 }
@@ -50,9 +54,23 @@ impl TimestepEmbedding {
     /// # Errors
     /// As [`Weights::get`].
     pub fn new(in_features: usize, dim: usize, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::named(LINEAR, [in_features, dim, dim], true, weights)
+    }
+
+    /// As [`new`](Self::new) with names of the layers, and of the widths before, between and after them; with biases or without.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn named(
+        names: [&'static str; 2],
+        [input, middle, dim]: [usize; 3],
+        bias: bool,
+        weights: &mut Weights<'_>,
+    ) -> Result<Self> {
         Ok(Self {
-            linear_1: weights.linear_init("linear_1", in_features, dim, true, Init::Normal(0.02))?,
-            linear_2: weights.linear_init("linear_2", dim, dim, true, Init::Normal(0.02))?,
+            names,
+            linear_1: weights.linear_init(names[0], input, middle, bias, Init::Normal(0.02))?,
+            linear_2: weights.linear_init(names[1], middle, dim, bias, Init::Normal(0.02))?,
         })
     }
 
@@ -82,7 +100,7 @@ impl TimestepEmbedding {
 
 impl Module for TimestepEmbedding {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        visitor.linear("linear_1", &self.linear_1)?;
-        visitor.linear("linear_2", &self.linear_2)
+        visitor.linear(self.names[0], &self.linear_1)?;
+        visitor.linear(self.names[1], &self.linear_2)
     }
 }

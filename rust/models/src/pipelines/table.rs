@@ -8,14 +8,16 @@ use crate::causal_lm::{self, CausalLMConfig};
 use crate::clip::{self, Activation, CLIPTextConfig};
 use crate::digits::{self, DigitsConfig};
 use crate::flux::{self, FluxConfig};
+use crate::flux2::{self, Flux2Config};
 use crate::pretrained::{Configuration, Naming};
 use crate::sd3::{self, SD3Config};
 use crate::sdxl::{self, UNetConfig};
 use crate::t5::{self, T5Config};
 use crate::vae::{self, VaeConfig};
+use crate::z_image::{self, ZImageConfig};
 
 /// Every pipeline. A part that several have alike, and whose file says no more, is taken for the first one's.
-pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM];
+pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &Z_IMAGE, &FLUX2, &DIGITS, &CAUSAL_LM];
 
 /// Any configuration of the architecture is this part's.
 const fn any(_: &Map<String, Value>) -> bool {
@@ -85,6 +87,17 @@ fn latents_of(scaling_factor: f64, shift_factor: f64) -> Map<String, Value> {
     .to_json()
 }
 
+/// The autoencoder of Flux.1, which Z-Image has too.
+const FLUX_AUTOENCODER: Part = Part {
+    role: Role::Autoencoder,
+    model: &vae::KIND,
+    subfolder: "vae",
+    sections: AUTOENCODER,
+    fits: |config| latents(config, 0.3611),
+    published: || latents_of(0.3611, 0.1159),
+    adapter: None,
+};
+
 /// Stable Diffusion XL (Podell et al. 2023, arXiv:2307.01952).
 static SDXL: Pipeline = Pipeline {
     name: "sdxl",
@@ -115,7 +128,7 @@ static SDXL: Pipeline = Pipeline {
             model: &vae::KIND,
             subfolder: "vae",
             sections: AUTOENCODER,
-            fits: |config| config.get("latent_channels").and_then(Value::as_u64) != Some(16),
+            fits: |config| !matches!(config.get("latent_channels").and_then(Value::as_u64), Some(16 | 32)),
             published: || VaeConfig::default().to_json(),
             adapter: None,
         },
@@ -261,15 +274,7 @@ static FLUX: Pipeline = Pipeline {
                 readers: readers::FLUX,
             }),
         },
-        Part {
-            role: Role::Autoencoder,
-            model: &vae::KIND,
-            subfolder: "vae",
-            sections: AUTOENCODER,
-            fits: |config| latents(config, 0.3611),
-            published: || latents_of(0.3611, 0.1159),
-            adapter: None,
-        },
+        FLUX_AUTOENCODER,
         Part {
             role: Role::TextEncoder,
             model: &clip::KIND,
@@ -288,6 +293,90 @@ static FLUX: Pipeline = Pipeline {
             }),
         },
         t5_part("text_encoder_2"),
+    ],
+};
+
+/// Z-Image (Tongyi-MAI 2025, arXiv:2511.22699).
+static Z_IMAGE: Pipeline = Pipeline {
+    name: "zimage",
+    title: "Z-Image",
+    class_names: &["ZImagePipeline", "ZImageImg2ImgPipeline"],
+    base: Some(BaseModel { version: "z-image", architecture: "Z-Image", resolution: 1024 }),
+    pixels: 8,
+    parts: &[
+        Part {
+            role: Role::Denoiser,
+            model: &z_image::KIND,
+            subfolder: "transformer",
+            sections: &[
+                Section {
+                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+                    naming: Naming::Original,
+                    probe: "noise_refiner.0.attention.k_norm.weight",
+                },
+                Section {
+                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+                    naming: Naming::Own,
+                    probe: "noise_refiner.0.attention.norm_k.weight",
+                },
+            ],
+            fits: any,
+            published: || ZImageConfig::default().to_json(),
+            adapter: Some(AdapterNames {
+                kohya: "lora_unet",
+                comfyui: Some("diffusion_model"),
+                readers: tools::UNKNOWN,
+            }),
+        },
+        FLUX_AUTOENCODER,
+    ],
+};
+
+/// FLUX.2-klein (Black Forest Labs 2026).
+static FLUX2: Pipeline = Pipeline {
+    name: "flux2",
+    title: "FLUX.2-klein",
+    class_names: &["Flux2KleinPipeline"],
+    base: Some(BaseModel { version: "flux2", architecture: "Flux.2-klein-4b", resolution: 1024 }),
+    pixels: 8,
+    parts: &[
+        Part {
+            role: Role::Denoiser,
+            model: &flux2::KIND,
+            subfolder: "transformer",
+            sections: &[
+                Section {
+                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+                    naming: Naming::Original,
+                    probe: "double_stream_modulation_img.lin.weight",
+                },
+                Section { prefixes: &[""], naming: Naming::Own, probe: "double_stream_modulation_img.linear.weight" },
+            ],
+            fits: any,
+            published: || Flux2Config::default().to_json(),
+            adapter: Some(AdapterNames {
+                kohya: "lora_unet",
+                comfyui: Some("diffusion_model"),
+                readers: tools::UNKNOWN,
+            }),
+        },
+        Part {
+            role: Role::Autoencoder,
+            model: &vae::KIND,
+            subfolder: "vae",
+            sections: AUTOENCODER,
+            fits: |config| config.contains_key("batch_norm_eps"),
+            published: || {
+                VaeConfig {
+                    latent_channels: 32,
+                    latent_norm_eps: Some(1e-4),
+                    scaling_factor: 1.0,
+                    ..VaeConfig::default()
+                }
+                .to_json()
+            },
+            adapter: None,
+        },
     ],
 };
 

@@ -5,7 +5,7 @@ use trainable_candle_core::{Error, Result};
 
 use super::SD3Transformer;
 use crate::fields::Fields;
-use crate::layers::joint::BlockSizes;
+use crate::layers::joint::{BlockSizes, EPS};
 use crate::pretrained::Configuration;
 
 /// `config.json` of a transformer as diffusers writes it (`SD3Transformer2DModel`). The default is SD3.5-medium's.
@@ -139,6 +139,12 @@ impl SD3Config {
 
     /// The sizes of a block.
     pub const fn block(&self) -> BlockSizes {
-        BlockSizes { heads: self.num_attention_heads, head_dim: self.attention_head_dim, qk_norm: self.qk_norm }
+        BlockSizes {
+            heads: self.num_attention_heads,
+            head_dim: self.attention_head_dim,
+            qk_norm: self.qk_norm,
+            bias: true,
+            eps: EPS,
+        }
     }
 }

@@ -54,11 +54,12 @@ impl SD3Transformer {
         let kind = |i: usize| DoubleBlockKind {
             dual: config.dual_attention_layers.contains(&i),
             image_only: i + 1 == config.num_layers,
+            ..DoubleBlockKind::default()
         };
         let options = Conv2dOptions { stride: [patch; 2], ..Conv2dOptions::default() };
         let patch_embed = weights.conv2d("pos_embed.proj", config.in_channels, dim, [patch; 2], options, true)?;
         let table = weights.get("pos_embed.pos_embed", (1, side * side, dim), Init::Normal(0.02))?;
-        let sizes = ConditionSizes { dim, pooled: config.pooled_projection_dim, guidance: false };
+        let sizes = ConditionSizes { dim, pooled: Some(config.pooled_projection_dim), guidance: false, bias: true };
         Ok(Self {
             positions: Positions::new(&table, side, patch_embed.weight.device())?,
             patch_embed,
@@ -67,7 +68,7 @@ impl SD3Transformer {
             blocks: (0..config.num_layers)
                 .map(|i| DoubleBlock::new(config.block(), kind(i), &mut weights.pp(&format!("transformer_blocks.{i}"))))
                 .collect::<Result<_>>()?,
-            output: ModulatedOutput::new(dim, patch * patch * config.out_channels, weights)?,
+            output: ModulatedOutput::new([dim, patch * patch * config.out_channels], true, weights)?,
             config,
         })
     }
@@ -91,7 +92,7 @@ impl SD3Transformer {
         let mut image = tokens.add(&self.positions.middle(height, width)?)?;
         let mut text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let times = conditions.timestep.reshape(conditions.timestep.elem_count())?;
-        let condition = self.time_text_embed.forward(&times, conditions.pooled_projections, None)?;
+        let condition = self.time_text_embed.forward(&times, Some(conditions.pooled_projections), None)?;
         for (i, block) in self.blocks.iter().enumerate() {
             let [of_image, of_text] = block.modulation(&condition)?;
             let inputs = [&image, &text, &of_image, &of_text];

@@ -36,6 +36,9 @@ pub struct VaeConfig {
     pub use_post_quant_conv: bool,
     /// Whether the middle attends.
     pub mid_block_add_attention: bool,
+    /// Of an autoencoder whose squares of two by two latents are normalised by stored statistics, in place of a factor and a shift
+    /// (FLUX.2's): what is added to the variance.
+    pub latent_norm_eps: Option<f64>,
 }
 
 impl Default for VaeConfig {
@@ -54,6 +57,7 @@ impl Default for VaeConfig {
             use_quant_conv: true,
             use_post_quant_conv: true,
             mid_block_add_attention: true,
+            latent_norm_eps: None,
         }
     }
 }
@@ -63,7 +67,11 @@ const UP: &str = "UpDecoderBlock2D";
 
 impl Configuration for VaeConfig {
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
+        let is_normed = map.contains_key(NORM_EPS)
+            || map.get("_class_name").and_then(Value::as_str) == Some(AutoencoderKL::NORMED_CLASS_NAME);
         let mut fields = Fields::new(AutoencoderKL::CLASS_NAME, map);
+        fields.only(&[("patch_size", json!([2, 2])), ("decoder_block_out_channels", Value::Null)])?;
+        fields.ignore(&["batch_norm_momentum"]);
         fields.only(&[("act_fn", json!("silu")), ("latents_mean", Value::Null), ("latents_std", Value::Null)])?;
         let block_out_channels = fields.list("block_out_channels")?;
         let levels = block_out_channels.len();
@@ -74,10 +82,11 @@ impl Configuration for VaeConfig {
             in_channels: fields.size("in_channels", Some(3))?,
             out_channels: fields.size("out_channels", Some(3))?,
             layers_per_block: fields.size("layers_per_block", Some(1))?,
-            latent_channels: fields.size("latent_channels", Some(4))?,
+            latent_channels: fields.size("latent_channels", Some(if is_normed { 32 } else { 4 }))?,
+            latent_norm_eps: Some(fields.number(NORM_EPS, Some(1e-4))?).filter(|_| is_normed),
             norm_num_groups: fields.size("norm_num_groups", Some(32))?,
             sample_size: fields.sizes("sample_size", 2, Some(32))?[0],
-            scaling_factor: fields.number("scaling_factor", Some(0.18215))?,
+            scaling_factor: fields.number("scaling_factor", Some(if is_normed { 1.0 } else { 0.18215 }))?,
             shift_factor: Some(fields.number("shift_factor", Some(0.0))?).filter(|_| shifted),
             force_upcast: fields.flag("force_upcast", true)?,
             use_quant_conv: fields.flag("use_quant_conv", true)?,
@@ -93,7 +102,7 @@ impl Configuration for VaeConfig {
     fn to_json(&self) -> Map<String, Value> {
         let levels = self.block_out_channels.len();
         let json = json!({
-            "_class_name": AutoencoderKL::CLASS_NAME,
+            "_class_name": self.class_name(),
             "act_fn": "silu",
             "in_channels": self.in_channels,
             "out_channels": self.out_channels,
@@ -111,9 +120,18 @@ impl Configuration for VaeConfig {
             "use_post_quant_conv": self.use_post_quant_conv,
             "mid_block_add_attention": self.mid_block_add_attention,
         });
-        if let Value::Object(map) = json { map } else { Map::new() }
+        let mut map = if let Value::Object(map) = json { map } else { Map::new() };
+        if let Some(eps) = self.latent_norm_eps {
+            map.retain(|name, _| !matches!(name.as_str(), "scaling_factor" | "shift_factor" | "force_upcast"));
+            map.insert(NORM_EPS.to_owned(), json!(eps));
+            map.insert("patch_size".to_owned(), json!([2, 2]));
+        }
+        map
     }
 }
+
+/// Named after the layer that diffusers keeps the statistics in.
+const NORM_EPS: &str = "batch_norm_eps";
 
 impl VaeConfig {
     /// Check that the sizes fit together.
@@ -129,6 +147,11 @@ impl VaeConfig {
                 self.norm_num_groups
             ))),
         }
+    }
+
+    /// The class of diffusers that has this configuration.
+    pub const fn class_name(&self) -> &'static str {
+        if self.latent_norm_eps.is_some() { AutoencoderKL::NORMED_CLASS_NAME } else { AutoencoderKL::CLASS_NAME }
     }
 
     /// Pixels along one side of a picture for each of the latents.

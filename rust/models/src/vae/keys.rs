@@ -16,7 +16,7 @@ pub(super) fn layout(original: Option<Original>, config: &VaeConfig, files: Opti
     // diffusers' converter counts down from 3 also where there are fewer levels.
     let last_level = files.and_then(|files| (0..HIGHEST_LEVEL).rev().find(|level| is_last(files, level)));
     let last_level = last_level.unwrap_or(config.block_out_channels.len() - 1);
-    Box::new(OriginalCoders { prefix, last_level })
+    Box::new(OriginalCoders { prefix, last_level, is_normed: config.latent_norm_eps.is_some() })
 }
 
 /// More levels than any autoencoder has.
@@ -45,13 +45,24 @@ impl Layout for Diffusers {
         ];
         std::iter::once(Key::plain(name)).chain(attention(name, OLDER)).collect()
     }
+
+    fn ignores(&self, key: &str) -> bool {
+        key == COUNT
+    }
 }
 
 struct OriginalCoders {
     prefix: &'static str,
     /// The number of the decoder's first level in the file.
     last_level: usize,
+    /// Whether the latents' statistics are there.
+    is_normed: bool,
 }
+
+/// How many batches the statistics are of.
+const COUNT: &str = "bn.num_batches_tracked";
+/// Where the convolutions beside the latents are in original files of FLUX.2.
+const QUANT: [(&str, &str); 2] = [("quant_conv.", "encoder."), ("post_quant_conv.", "decoder.")];
 
 impl Layout for OriginalCoders {
     fn prefix(&self) -> &str {
@@ -59,7 +70,14 @@ impl Layout for OriginalCoders {
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        self.place(name).into_iter().collect()
+        // FLUX.2's convolutions beside the latents are inside of the coders.
+        let inside = QUANT.iter().find(|(ours, _)| self.is_normed && name.starts_with(ours));
+        let inside = inside.map(|(_, theirs)| Key::plain(format!("{theirs}{name}")));
+        inside.into_iter().chain(self.place(name)).collect()
+    }
+
+    fn ignores(&self, key: &str) -> bool {
+        key == COUNT
     }
 }
 
@@ -124,8 +142,11 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<VaeConfig>) -
         block_out_channels: (0..).map_while(|level| Some(shape(&block(level, 0))?[0])).collect(),
         layers_per_block: (0..).take_while(|&i| shape(&block(0, i)).is_some()).count(),
         latent_channels: size("decoder.conv_in.weight", 1)?,
-        use_quant_conv: shape("quant_conv.weight").is_some(),
-        use_post_quant_conv: shape("post_quant_conv.weight").is_some(),
+        use_quant_conv: shape("quant_conv.weight").or_else(|| shape("encoder.quant_conv.weight")).is_some(),
+        use_post_quant_conv: shape("post_quant_conv.weight")
+            .or_else(|| shape("decoder.post_quant_conv.weight"))
+            .is_some(),
+        latent_norm_eps: shape("bn.running_mean").map(|_| 1e-4),
         mid_block_add_attention: shape("encoder.mid.attn_1.q.weight").is_some(),
         ..VaeConfig::default()
     };
@@ -139,8 +160,10 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<VaeConfig>) -
             scaling_factor: beside.scaling_factor,
             shift_factor: beside.shift_factor,
             force_upcast: beside.force_upcast,
+            latent_norm_eps: deduced.latent_norm_eps.and(beside.latent_norm_eps),
             ..deduced.clone()
         } == *beside
     };
-    Ok(known.into_iter().find(agrees).unwrap_or(deduced))
+    let scaling_factor = if deduced.latent_norm_eps.is_some() { 1.0 } else { deduced.scaling_factor };
+    Ok(known.into_iter().find(agrees).unwrap_or(VaeConfig { scaling_factor, ..deduced }))
 }

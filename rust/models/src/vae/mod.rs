@@ -17,6 +17,6 @@ use crate::registry::ModelKind;
 pub static KIND: ModelKind = ModelKind::of::<AutoencoderKL>(
     "AutoencoderKL",
     ("an autoencoder", "decoder.up_blocks."),
-    &[AutoencoderKL::CLASS_NAME],
+    &[AutoencoderKL::CLASS_NAME, AutoencoderKL::NORMED_CLASS_NAME],
     "diffusion_pytorch_model.safetensors",
 );

@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 use trainable_candle_core::compute::with_bf16_pairs;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_nn::{Conv2d, Module, Visitor, Weights};
+use trainable_candle_nn::{Conv2d, Init, Module, Visitor, Weights};
 
 use super::coders::{Decoder, Encoder};
 use super::tiling::Tiling;
@@ -20,7 +20,12 @@ pub struct AutoencoderKL {
     decoder: Decoder,
     quant_conv: Option<Conv2d<Tensor>>,
     post_quant_conv: Option<Conv2d<Tensor>>,
+    /// Mean and variance of each channel of squares of latents, for those who normalise them; neither `encode` nor `decode` does.
+    statistics: Option<[Tensor; 2]>,
 }
+
+/// The names of the statistics.
+const STATISTICS: [&str; 2] = ["bn.running_mean", "bn.running_var"];
 
 /// The range of the logarithm of the variance that the encoder gives.
 const LOGVAR: (f64, f64) = (-30.0, 20.0);
@@ -28,6 +33,9 @@ const LOGVAR: (f64, f64) = (-30.0, 20.0);
 impl AutoencoderKL {
     /// The `_class_name` in its `config.json`.
     pub const CLASS_NAME: &'static str = "AutoencoderKL";
+    /// The same of FLUX.2's, which has statistics of its latents.
+    pub const NORMED_CLASS_NAME: &'static str = "AutoencoderKLFlux2";
+
     /// A model over `weights`.
     ///
     /// # Errors
@@ -35,6 +43,9 @@ impl AutoencoderKL {
     pub fn new(config: VaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let latent = config.latent_channels;
+        let mut statistic = |index: usize| weights.get(STATISTICS[index], 4 * latent, Init::Constant(index as f64));
+        let is_normed = config.latent_norm_eps.is_some();
+        let statistics = if is_normed { Some([statistic(0)?, statistic(1)?]) } else { None };
         Ok(Self {
             encoder: Encoder::new(&config, &mut weights.pp("encoder"))?,
             decoder: Decoder::new(&config, &mut weights.pp("decoder"))?,
@@ -46,6 +57,7 @@ impl AutoencoderKL {
                 .use_post_quant_conv
                 .then(|| conv1x1("post_quant_conv", latent, latent, weights))
                 .transpose()?,
+            statistics,
             config,
         })
     }
@@ -142,7 +154,8 @@ impl Module for AutoencoderKL {
                 visitor.conv(name, conv)?;
             }
         }
-        Ok(())
+        let statistics = STATISTICS.iter().zip(self.statistics.iter().flatten());
+        statistics.into_iter().try_for_each(|(name, statistic)| visitor.tensor(name, statistic))
     }
 }
 
@@ -172,6 +185,10 @@ impl Architecture for AutoencoderKL {
 impl Model for AutoencoderKL {
     fn kind(&self) -> &'static ModelKind {
         Self::KIND
+    }
+
+    fn class_name(&self) -> &'static str {
+        self.config.class_name()
     }
 
     fn configuration(&self) -> Map<String, Value> {

@@ -4,11 +4,13 @@ mod causal_lm;
 mod clip;
 mod digits;
 mod flux;
+mod flux2;
 mod request;
 mod sd3;
 mod sdxl;
 mod t5;
 mod vae;
+mod z_image;
 
 use std::collections::BTreeMap;
 
@@ -36,12 +38,14 @@ pub use causal_lm::CausalLM;
 pub use clip::{CLIPTextModel, TextFeatures};
 pub use digits::DigitsTransformer;
 pub use flux::FluxTransformer;
+pub use flux2::Flux2Transformer;
 pub use request::set_resolver;
 use request::{Options, Request};
 pub use sd3::SD3Transformer;
 pub use sdxl::SDXLUNet;
 pub use t5::T5Encoder;
 pub use vae::AutoencoderKL;
+pub use z_image::ZImageTransformer;
 
 /// A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called; `from_pretrained` makes one.
 #[pyclass(frozen, subclass, module = "trainable_candle.models")]
@@ -78,6 +82,8 @@ static CLASSES: &[Class] = &[
     SDXLUNet::CLASS,
     SD3Transformer::CLASS,
     FluxTransformer::CLASS,
+    Flux2Transformer::CLASS,
+    ZImageTransformer::CLASS,
     AutoencoderKL::CLASS,
     CLIPTextModel::CLASS,
     T5Encoder::CLASS,

@@ -52,7 +52,7 @@ impl NoisedLatents {
 ///
 /// Args:
 ///     schedule: the noise schedule of the model's training.
-///     timesteps: the distribution of timesteps, "uniform" or "logit_normal" (arXiv:2403.03206).
+///     timesteps: the distribution of timesteps, "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
 ///     logit_mean: mean of the normal behind "logit_normal"; positive favours noise.
 ///     logit_std: its deviation, above 0.
 ///     shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
@@ -102,7 +102,7 @@ impl DiffusionObjective {
                 mean: logit_mean.get(OP, "logit_mean")?,
                 std: logit_std.get(OP, "logit_std")?,
             },
-            uniform @ SigmaDistribution::Uniform => uniform,
+            other => other,
         };
         let config = DiffusionConfig {
             timesteps,

@@ -14,7 +14,7 @@ use crate::tensor::Tensor;
 /// The flow-matching objective: the model receives (1 - s) * data + s * noise and predicts noise - data.
 ///
 /// Args:
-///     distribution: the distribution of noise levels s in (0, 1), "uniform" or "logit_normal".
+///     distribution: the distribution of noise levels s in (0, 1), "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
 ///     shift: shifts them towards noise (above 1) or data (below 1); 1 changes nothing.
 ///
 /// Raises:

@@ -123,7 +123,7 @@ mod tests {
     #[test]
     fn the_numbers_of_samples_decide_on_noise_and_levels() {
         let values = |x: &Tensor| x.to_vec::<f32>().unwrap();
-        for distribution in ["uniform", "logit_normal"] {
+        for distribution in ["uniform", "logit_normal", "mode"] {
             let flow = FlowMatching::new(distribution.parse().unwrap(), 3.0).unwrap();
             let data = Tensor::zeros((4, 2, 3), DType::F32, &Device::Cpu).unwrap();
             let all = flow.noise_for(&data, &[10, 11, 12, 13], 5).unwrap();

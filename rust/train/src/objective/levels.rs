@@ -1,5 +1,7 @@
 //! Draws noise levels for training.
 
+use std::f64::consts::PI;
+
 use trainable_candle_core::rng::{self, Purpose};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
@@ -15,7 +17,16 @@ pub enum SigmaDistribution {
         /// Deviation of the normal, above 0.
         std: f64,
     },
+    /// 1 − u − scale · (cos²(π u / 2) − 1 + u) for uniform u: favours the middle for positive scales and both ends for negative ones
+    /// (arXiv:2403.03206, section 3.1, "mode sampling with heavy tails").
+    Mode {
+        /// From −1 to 2 / (π − 2), within which the function falls.
+        scale: f64,
+    },
 }
+
+/// The scale with which the paper's authors did best.
+const MODE_SCALE: f64 = 1.29;
 
 impl std::str::FromStr for SigmaDistribution {
     type Err = Error;
@@ -24,9 +35,12 @@ impl std::str::FromStr for SigmaDistribution {
         match text {
             "uniform" => Ok(Self::Uniform),
             "logit_normal" => Ok(Self::LogitNormal { mean: 0.0, std: 1.0 }),
+            "mode" => Ok(Self::Mode { scale: MODE_SCALE }),
             other => Err(Error::argument(
                 "noise_levels",
-                format!("unknown distribution of noise levels \"{other}\"; expected \"uniform\" or \"logit_normal\""),
+                format!(
+                    "unknown distribution of noise levels \"{other}\"; expected \"uniform\", \"logit_normal\" or \"mode\""
+                ),
             )),
         }
     }
@@ -59,6 +73,14 @@ impl NoiseLevels {
                 ),
             ));
         }
+        if let SigmaDistribution::Mode { scale } = distribution
+            && !(-1.0..=2.0 / (PI - 2.0)).contains(&scale)
+        {
+            return Err(Error::argument(
+                op,
+                format!("the scale of the mode is {scale}, expected -1 to {:.2}", 2.0 / (PI - 2.0)),
+            ));
+        }
         Ok(Self { distribution, shift })
     }
 
@@ -69,6 +91,7 @@ impl NoiseLevels {
     pub fn draw(&self, count: usize, device: &Device) -> Result<Tensor> {
         let levels = match self.distribution {
             SigmaDistribution::Uniform => Tensor::rand(0.0, 1.0, count, DType::F32, device)?,
+            SigmaDistribution::Mode { scale } => mode(&Tensor::rand(0.0, 1.0, count, DType::F32, device)?, scale)?,
             SigmaDistribution::LogitNormal { mean, std } => {
                 Tensor::randn(mean, std, count, DType::F32, device)?.sigmoid()?
             }
@@ -84,6 +107,9 @@ impl NoiseLevels {
         let on_device = |values: Vec<f32>| Tensor::from_vec(values, samples.len(), &Device::Cpu)?.to_device(device);
         let levels = match self.distribution {
             SigmaDistribution::Uniform => on_device(rng::uniform_samples(seed, purpose, samples, 1))?,
+            SigmaDistribution::Mode { scale } => {
+                mode(&on_device(rng::uniform_samples(seed, purpose, samples, 1))?, scale)?
+            }
             SigmaDistribution::LogitNormal { mean, std } => {
                 on_device(rng::normal_samples(seed, purpose, samples, 1))?.affine(std, mean)?.sigmoid()?
             }
@@ -97,6 +123,13 @@ impl NoiseLevels {
         }
         levels.mul_scalar(self.shift)?.div(&levels.affine(self.shift - 1.0, 1.0)?)
     }
+}
+
+/// Levels from uniform numbers; see [`SigmaDistribution::Mode`].
+fn mode(u: &Tensor, scale: f64) -> Result<Tensor> {
+    let cos = u.mul_scalar(PI / 2.0)?.cos()?;
+    // 1 − u − s (cos² − 1 + u) is (1 + s)(1 − u) − s cos².
+    u.affine(-(1.0 + scale), 1.0 + scale)?.sub(&cos.mul(&cos)?.mul_scalar(scale)?)?.clamp(Some(0.0), Some(1.0))
 }
 
 /// σ → shift · σ / (1 + (shift - 1) · σ).
@@ -123,6 +156,13 @@ mod tests {
         assert!(uniform.iter().all(|s| (0.0..1.0).contains(s)));
         // E[3 u / (1 + 2 u)] = 3/2 - 3/4 ln 3 for uniform u.
         assert!((mean(&draw(SigmaDistribution::Uniform, 3.0)) - (1.5 - 0.75 * 3f64.ln())).abs() < 0.01);
+        // Quarters of diffusers' `compute_density_for_timestep_sampling("mode", mode_scale=1.29)`: f(3/4), f(1/2), f(1/4).
+        let mut mode = draw("mode".parse().unwrap(), 1.0);
+        mode.sort_by(f32::total_cmp);
+        for (rank, expected) in [(10_000, 0.383_584), (20_000, 0.5), (30_000, 0.616_416)] {
+            assert!((mode[rank] - expected).abs() < 0.01, "{} {expected}", mode[rank]);
+        }
+        assert!(mode[0] >= 0.0 && mode[mode.len() - 1] <= 1.0);
         // A logit-normal of mean 1 has its median at the logistic function of 1.
         let mut skewed = draw(SigmaDistribution::LogitNormal { mean: 1.0, std: 1.0 }, 1.0);
         skewed.sort_by(f32::total_cmp);
@@ -134,6 +174,7 @@ mod tests {
         assert!(NoiseLevels::new("test", SigmaDistribution::Uniform, 0.0).is_err());
         let wide = SigmaDistribution::LogitNormal { mean: 0.0, std: f64::NAN };
         assert!(NoiseLevels::new("test", wide, 1.0).unwrap_err().to_string().starts_with("test: "));
+        assert!(NoiseLevels::new("test", SigmaDistribution::Mode { scale: 2.0 }, 1.0).is_err());
         assert!("gaussian".parse::<SigmaDistribution>().unwrap_err().to_string().contains("logit_normal"));
     }
 }

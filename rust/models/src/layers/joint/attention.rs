@@ -6,7 +6,7 @@ use trainable_candle_core::ops::rope::rope;
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm, Visitor, Weights};
 
-use super::{BlockSizes, EPS, Rope};
+use super::{BlockSizes, Rope};
 use crate::saved::Saved;
 
 /// What the projections of one stream are called.
@@ -30,9 +30,9 @@ struct Stream {
 impl Stream {
     fn new(names: &'static Names, sizes: BlockSizes, weights: &mut Weights<'_>) -> Result<Self> {
         let dim = sizes.dim();
-        let mut norm = |name| weights.rms_norm(name, sizes.head_dim, EPS);
+        let mut norm = |name| weights.rms_norm(name, sizes.head_dim, sizes.eps);
         let norms = if sizes.qk_norm { Some([norm(names.norms[0])?, norm(names.norms[1])?]) } else { None };
-        let qkv = weights.linear_group(&names.qkv.map(|name| (name, dim)), dim, true, Init::Kaiming)?;
+        let qkv = weights.linear_group(&names.qkv.map(|name| (name, dim)), dim, sizes.bias, Init::Kaiming)?;
         Ok(Self { qkv, norms, names, sizes })
     }
 
@@ -62,7 +62,7 @@ impl Module for Stream {
 }
 
 /// q, k and v, (B, heads, S, width of a head), of projections whose first columns are they; q and k normalised and turned.
-pub(super) fn heads_of(
+pub(crate) fn heads_of(
     projected: &Projected,
     sizes: BlockSizes,
     norms: Option<&[RmsNorm; 2]>,
@@ -77,20 +77,29 @@ pub(super) fn heads_of(
         let (batch, length) = (x.dims()[0], x.dims()[1]);
         let x = x.reshape((batch, length, heads, sizes.head_dim))?.transpose(1, 2)?;
         let norm = norms.and_then(|norms| norms.get(index));
+        let turned = |x: &Tensor, Rope { cos, sin }: &Rope| match norm {
+            Some(norm) => rms_norm_rope(x, norm.weight.as_ref(), cos, sin, true, norm.eps),
+            None => rope(x, cos, sin, true),
+        };
         match (norm, angles.filter(|_| index < 2)) {
-            (Some(norm), Some(Rope { cos, sin })) => rms_norm_rope(&x, norm.weight.as_ref(), cos, sin, true, norm.eps),
+            (_, Some(angles)) if angles.is_per_sample() => {
+                let sample = |i: usize| turned(&x.narrow(0, i, 1)?, &angles.sample(i)?);
+                let samples = (0..batch).map(sample).collect::<Result<Vec<_>>>()?;
+                Tensor::cat(&samples.iter().collect::<Vec<_>>(), 0)
+            }
+            (_, Some(angles)) => turned(&x, angles),
             (Some(norm), None) => norm.forward(&x),
-            (None, Some(Rope { cos, sin })) => rope(&x, cos, sin, true),
             (None, None) => Ok(x),
         }
     };
     Ok([part(0)?, part(1)?, part(2)?])
 }
 
-/// Attention of q, k and v, (B, heads, S, width of a head) → (B, S, D).
-pub(super) fn attend([q, k, v]: &[Tensor; 3]) -> Result<Tensor> {
+/// Attention of q, k and v, (B, heads, S, width of a head), to the keys that `mask` (u8, broadcasting to (B, heads, S, S)) lets be
+/// seen → (B, S, D).
+pub(crate) fn attend([q, k, v]: &[Tensor; 3], mask: Option<&Tensor>) -> Result<Tensor> {
     let &[batch, heads, length, head_dim] = q.dims() else { unreachable!("made of four dimensions") };
-    let mixed = scaled_dot_product_attention(q, k, v, None, false, None)?;
+    let mixed = scaled_dot_product_attention(q, k, v, mask, false, None)?;
     mixed.transpose(1, 2)?.reshape((batch, length, heads * head_dim))
 }
 
@@ -113,8 +122,8 @@ impl JointAttention {
         Ok(Self {
             image: Stream::new(&IMAGE, sizes, weights)?,
             text: Stream::new(&TEXT, sizes, weights)?,
-            to_out: weights.linear("to_out.0", dim, dim, true)?,
-            to_add_out: (!image_only).then(|| weights.linear("to_add_out", dim, dim, true)).transpose()?,
+            to_out: weights.linear("to_out.0", dim, dim, sizes.bias)?,
+            to_add_out: (!image_only).then(|| weights.linear("to_add_out", dim, dim, sizes.bias)).transpose()?,
         })
     }
 
@@ -129,7 +138,7 @@ impl JointAttention {
         let texts = self.text.forward(text, part(0, length)?.as_ref())?;
         let images = self.image.forward(image, part(length, area)?.as_ref())?;
         let both = |i: usize| Tensor::cat(&[&texts[i], &images[i]], 2);
-        let mixed = attend(&[both(0)?, both(1)?, both(2)?])?;
+        let mixed = attend(&[both(0)?, both(1)?, both(2)?], None)?;
         let image = self.to_out.forward(&mixed.narrow(1, length, area)?)?;
         let text = self.to_add_out.as_ref().map(|layer| layer.forward(&mixed.narrow(1, 0, length)?)).transpose()?;
         Ok((image, text))
@@ -171,15 +180,16 @@ impl SelfAttention {
     /// As [`Weights::get`].
     pub fn new(sizes: BlockSizes, weights: &mut Weights<'_>) -> Result<Self> {
         let dim = sizes.dim();
-        Ok(Self { stream: Stream::new(&IMAGE, sizes, weights)?, to_out: weights.linear("to_out.0", dim, dim, true)? })
+        let to_out = weights.linear("to_out.0", dim, dim, sizes.bias)?;
+        Ok(Self { stream: Stream::new(&IMAGE, sizes, weights)?, to_out })
     }
 
-    /// `x (B, S, D)` → the same shape.
+    /// `x (B, S, D)` → the same shape. `mask` (u8, (B, 1, 1, S)) says which keys are seen.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if the input does not fit.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.to_out.forward(&attend(&self.stream.forward(x, None)?)?)
+    /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
+    pub fn forward(&self, x: &Tensor, angles: Option<&Rope>, mask: Option<&Tensor>) -> Result<Tensor> {
+        self.to_out.forward(&attend(&self.stream.forward(x, angles)?, mask)?)
     }
 
     /// What the tape keeps for `tokens` tokens.

@@ -1,12 +1,15 @@
 //! The block of two streams.
 
-use trainable_candle_core::{Result, Tensor};
+use trainable_candle_core::{Error, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, Visitor, Weights};
 
 use super::attention::{JointAttention, SelfAttention};
 use super::modulation::{gated_add, modulated};
-use super::{BlockSizes, FeedForward, Rope};
+use super::{BlockSizes, FeedForward, FeedForwardKind, Rope};
 use crate::saved::Saved;
+
+/// What modulates the image and the text.
+const NORMS: [&str; 2] = ["norm1.linear", "norm1_context.linear"];
 
 /// What distinguishes the blocks of a model.
 #[derive(Clone, Copy, Debug, Default)]
@@ -15,12 +18,17 @@ pub struct DoubleBlockKind {
     pub dual: bool,
     /// Whether the text is only read: nothing follows on it after the last block.
     pub image_only: bool,
+    /// Whether the model says the modulation, of all blocks alike.
+    pub shared_modulation: bool,
+    /// Its feed-forward layers.
+    pub feed_forward: FeedForwardKind,
 }
 
 /// Attention of an image and a text to both, then a feed-forward layer for each; all modulated, gated and added to their input.
 pub struct DoubleBlock {
-    norm1: Linear<Tensor>,
-    norm1_context: Linear<Tensor>,
+    /// What modulates the image and the text, unless the model says it.
+    norms: Option<[Linear<Tensor>; 2]>,
+    dim: usize,
     attn: JointAttention,
     attn2: Option<SelfAttention>,
     ff: FeedForward,
@@ -36,28 +44,38 @@ impl DoubleBlock {
         let dim = sizes.dim();
         let image_parts = if kind.dual { 9 } else { 6 };
         let text_parts = if kind.image_only { 2 } else { 6 };
+        let mut norm = |name, parts: usize| weights.linear(name, dim, parts * dim, sizes.bias);
+        let norms = if kind.shared_modulation {
+            None
+        } else {
+            Some([norm(NORMS[0], image_parts)?, norm(NORMS[1], text_parts)?])
+        };
+        let feed_forward = |weights: &mut Weights<'_>| FeedForward::new(sizes, kind.feed_forward, weights);
         Ok(Self {
-            norm1: weights.linear("norm1.linear", dim, image_parts * dim, true)?,
-            norm1_context: weights.linear("norm1_context.linear", dim, text_parts * dim, true)?,
+            norms,
+            dim,
             attn: JointAttention::new(sizes, kind.image_only, &mut weights.pp("attn"))?,
             attn2: kind.dual.then(|| SelfAttention::new(sizes, &mut weights.pp("attn2"))).transpose()?,
-            ff: FeedForward::new(dim, &mut weights.pp("ff"))?,
-            ff_context: (!kind.image_only).then(|| FeedForward::new(dim, &mut weights.pp("ff_context"))).transpose()?,
+            ff: feed_forward(&mut weights.pp("ff"))?,
+            ff_context: (!kind.image_only).then(|| feed_forward(&mut weights.pp("ff_context"))).transpose()?,
         })
     }
 
     /// What the condition `(B, D)`, after SiLU, says to the image and to the text; for [`forward`](Self::forward).
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if the condition does not fit.
+    /// [`Error::Shape`] if the condition does not fit, [`Error::Argument`] if the model says the modulation.
     pub fn modulation(&self, condition: &Tensor) -> Result<[Tensor; 2]> {
-        Ok([self.norm1.forward(condition)?, self.norm1_context.forward(condition)?])
+        let Some([image, text]) = &self.norms else {
+            return Err(Error::argument("DoubleBlock", "the block has no modulation of its own"));
+        };
+        Ok([image.forward(condition)?, text.forward(condition)?])
     }
 
     /// `image (B, S, D)` and `text (B, L, D)` → both in their shapes.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
+    /// [`Error::Shape`] if an input does not fit.
     pub fn forward(
         &self,
         [image, text]: [&Tensor; 2],
@@ -76,7 +94,7 @@ impl DoubleBlock {
         let mut result = gated_add(image, &mixed, &to_image(2)?)?;
         if let Some(attn2) = &self.attn2 {
             let normed = modulated(image, [&to_image(6)?, &to_image(7)?])?;
-            result = gated_add(&result, &attn2.forward(&normed)?, &to_image(8)?)?;
+            result = gated_add(&result, &attn2.forward(&normed, None, None)?, &to_image(8)?)?;
         }
         let hidden = self.ff.forward(&modulated(&result, [&to_image(3)?, &to_image(4)?])?)?;
         let image = gated_add(&result, &hidden, &to_image(5)?)?;
@@ -93,12 +111,8 @@ impl DoubleBlock {
 
     /// What the tape keeps for an image of `area` tokens and a text of `length`.
     pub fn saved(&self, area: usize, length: usize, saved: &mut Saved) {
-        let dim = self.norm1.in_features();
-        saved.outside(|saved| {
-            for layer in [&self.norm1, &self.norm1_context] {
-                saved.linear(layer, (dim, 1));
-            }
-        });
+        let dim = self.dim;
+        saved.outside(|saved| self.norms.iter().flatten().for_each(|layer| saved.linear(layer, (dim, 1))));
         saved.block((area + length) * dim, false, |saved| {
             saved.keep((area + length) * dim);
             self.attn.saved(area, length, saved);
@@ -118,8 +132,8 @@ impl DoubleBlock {
 
 impl Module for DoubleBlock {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        visitor.linear("norm1.linear", &self.norm1)?;
-        visitor.linear("norm1_context.linear", &self.norm1_context)?;
+        let norms = NORMS.iter().zip(self.norms.iter().flatten());
+        norms.into_iter().try_for_each(|(name, norm)| visitor.linear(name, norm))?;
         visitor.module("attn", &self.attn)?;
         self.attn2.iter().try_for_each(|attn| visitor.module("attn2", attn))?;
         visitor.module("ff", &self.ff)?;

@@ -5,6 +5,7 @@
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Module, Visitor, Weights};
 
+use crate::layers::timestep::LINEAR;
 use crate::layers::{Sinusoids, TimestepEmbedding};
 use crate::saved::Saved;
 
@@ -16,18 +17,20 @@ const SINUSOIDS: usize = 256;
 pub struct ConditionSizes {
     /// Width of the condition.
     pub dim: usize,
-    /// Width of the pooled text.
-    pub pooled: usize,
+    /// Width of the pooled text, if the model is told one.
+    pub pooled: Option<usize>,
     /// Whether the model was distilled to follow a scale of guidance that it is told.
     pub guidance: bool,
+    /// Whether linear layers have biases.
+    pub bias: bool,
 }
 
-/// The sum of small networks over the time, the pooled text and, if the model is told one, the scale of guidance.
+/// The sum of small networks over the time and, if the model is told them, the pooled text and the scale of guidance.
 pub struct TimeTextEmbedding {
     sinusoids: Sinusoids,
     time: TimestepEmbedding,
     guidance: Option<TimestepEmbedding>,
-    text: TimestepEmbedding,
+    text: Option<TimestepEmbedding>,
 }
 
 impl TimeTextEmbedding {
@@ -36,35 +39,40 @@ impl TimeTextEmbedding {
     /// # Errors
     /// As [`Weights::get`].
     pub fn new(sizes: ConditionSizes, weights: &mut Weights<'_>) -> Result<Self> {
-        let mut embedding = |name, width| TimestepEmbedding::new(width, sizes.dim, &mut weights.pp(name));
+        let mut embedding = |name, width| {
+            TimestepEmbedding::named(LINEAR, [width, sizes.dim, sizes.dim], sizes.bias, &mut weights.pp(name))
+        };
         let time = embedding("timestep_embedder", SINUSOIDS)?;
         Ok(Self {
             sinusoids: Sinusoids::new(SINUSOIDS, time.device())?,
             guidance: sizes.guidance.then(|| embedding("guidance_embedder", SINUSOIDS)).transpose()?,
-            text: embedding("text_embedder", sizes.pooled)?,
+            text: sizes.pooled.map(|pooled| embedding("text_embedder", pooled)).transpose()?,
             time,
         })
     }
 
-    /// SiLU of the condition, (B, D), with which every block begins: `times` from 0 to 1000, (B) or (1), `pooled (B, P)`, and the
-    /// scale of guidance times 1000, (B) or (1), if the model is told one.
+    /// SiLU of the condition, (B, D), with which every block begins: `times` from 0 to 1000, (B) or (1), `pooled (B, P)` and the
+    /// scale of guidance times 1000, (B) or (1), if the model is told them.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
-    pub fn forward(&self, times: &Tensor, pooled: &Tensor, guidance: Option<&Tensor>) -> Result<Tensor> {
+    pub fn forward(&self, times: &Tensor, pooled: Option<&Tensor>, guidance: Option<&Tensor>) -> Result<Tensor> {
         // The times stay in f32 up to their sinusoids; diffusers rounds them to the dtype of the model, of which bf16 knows few.
         let mut condition = self.time.forward(&self.sinusoids.forward(times)?)?;
         if let (Some(embedding), Some(guidance)) = (&self.guidance, guidance) {
             condition = condition.add(&embedding.forward(&self.sinusoids.forward(guidance)?)?)?;
         }
-        condition.add(&self.text.forward(pooled)?)?.silu()
+        if let (Some(embedding), Some(pooled)) = (&self.text, pooled) {
+            condition = condition.add(&embedding.forward(pooled)?)?;
+        }
+        condition.silu()
     }
 
     /// What the tape keeps for one sample.
     pub fn saved(&self, saved: &mut Saved) {
         self.time.saved(saved);
         self.guidance.iter().for_each(|guidance| guidance.saved(saved));
-        self.text.saved(saved);
+        self.text.iter().for_each(|text| text.saved(saved));
     }
 }
 
@@ -72,6 +80,6 @@ impl Module for TimeTextEmbedding {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.module("timestep_embedder", &self.time)?;
         self.guidance.iter().try_for_each(|guidance| visitor.module("guidance_embedder", guidance))?;
-        visitor.module("text_embedder", &self.text)
+        self.text.iter().try_for_each(|text| visitor.module("text_embedder", text))
     }
 }

@@ -4,26 +4,73 @@ use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Linear, Module, Visitor, Weights};
 
+use super::BlockSizes;
 use crate::saved::Saved;
 
-/// Width of the middle, as a multiple of the tokens'.
-const RATIO: usize = 4;
+/// What is between the two linear layers, and what these are called.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FeedForwardKind {
+    /// GELU (its tanh form) in a middle four times as wide as the tokens; `net.0.proj` and `net.2`.
+    #[default]
+    Gelu,
+    /// `SwiGLU` with the gate first, in a middle three times as wide; `linear_in` and `linear_out`.
+    SwiGlu,
+}
 
-/// Two linear layers with GELU (its tanh form) between them.
+impl FeedForwardKind {
+    const fn names(self) -> [&'static str; 2] {
+        match self {
+            Self::Gelu => ["net.0.proj", "net.2"],
+            Self::SwiGlu => ["linear_in", "linear_out"],
+        }
+    }
+
+    /// Width of the middle, as a multiple of the tokens'.
+    const fn ratio(self) -> usize {
+        match self {
+            Self::Gelu => 4,
+            Self::SwiGlu => 3,
+        }
+    }
+
+    /// Features of the first layer for each of the middle.
+    const fn parts(self) -> usize {
+        match self {
+            Self::Gelu => 1,
+            Self::SwiGlu => 2,
+        }
+    }
+}
+
+/// Two linear layers with an activation between them.
 pub struct FeedForward {
+    kind: FeedForwardKind,
     first: Linear<Tensor>,
     last: Linear<Tensor>,
 }
 
+/// SiLU of the first half of the features times the second, (..., 2 n) → (..., n).
+///
+/// # Errors
+/// [`trainable_candle_core::Error::Shape`] if the number of features is odd.
+pub fn swiglu_gate_first(x: &Tensor) -> Result<Tensor> {
+    let last = x.rank() - 1;
+    let half = x.dims()[last] / 2;
+    x.narrow(last, 0, half)?.silu()?.mul(&x.narrow(last, half, half)?)
+}
+
 impl FeedForward {
-    /// Parameters below `weights`, for tokens `dim` wide.
+    /// Parameters below `weights`.
     ///
     /// # Errors
     /// As [`Weights::get`].
-    pub fn new(dim: usize, weights: &mut Weights<'_>) -> Result<Self> {
+    pub fn new(sizes: BlockSizes, kind: FeedForwardKind, weights: &mut Weights<'_>) -> Result<Self> {
+        let (dim, [first, last]) = (sizes.dim(), kind.names());
+        let middle = kind.ratio() * dim;
         Ok(Self {
-            first: weights.linear("net.0.proj", dim, RATIO * dim, true)?,
-            last: weights.linear("net.2", RATIO * dim, dim, true)?,
+            kind,
+            first: weights.linear(first, dim, kind.parts() * middle, sizes.bias)?,
+            last: weights.linear(last, middle, dim, sizes.bias)?,
         })
     }
 
@@ -32,21 +79,27 @@ impl FeedForward {
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the input does not fit.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.last.forward(&self.first.forward(x)?.gelu(Gelu::Tanh)?)
+        let inner = self.first.forward(x)?;
+        self.last.forward(&match self.kind {
+            FeedForwardKind::Gelu => inner.gelu(Gelu::Tanh)?,
+            FeedForwardKind::SwiGlu => swiglu_gate_first(&inner)?,
+        })
     }
 
     /// What the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
-        let middle = tokens * self.first.out_features();
+        let middle = tokens * self.last.in_features();
         saved.cheap_linear(&self.first, (tokens * self.first.in_features(), tokens));
-        saved.keep(middle);
+        // Before the activation; of a gated one also its parts and their product.
+        saved.keep(tokens * self.first.out_features() + (self.kind.parts() - 1) * 2 * middle);
         saved.cheap_linear(&self.last, (middle, tokens));
     }
 }
 
 impl Module for FeedForward {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        visitor.linear("net.0.proj", &self.first)?;
-        visitor.linear("net.2", &self.last)
+        let [first, last] = self.kind.names();
+        visitor.linear(first, &self.first)?;
+        visitor.linear(last, &self.last)
     }
 }

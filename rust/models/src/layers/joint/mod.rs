@@ -7,15 +7,18 @@ mod attention;
 mod block;
 mod conditions;
 mod feed_forward;
+mod inputs;
 mod modulation;
 mod output;
 mod rope;
 mod single;
 
 pub use attention::{JointAttention, SelfAttention};
+pub(crate) use attention::{attend, heads_of};
 pub use block::{DoubleBlock, DoubleBlockKind};
 pub use conditions::{ConditionSizes, TimeTextEmbedding};
-pub use feed_forward::FeedForward;
+pub use feed_forward::{FeedForward, FeedForwardKind, swiglu_gate_first};
+pub use inputs::{TokenInputs, TokenSizes};
 pub use modulation::{EPS, gated_add, modulated};
 pub use output::ModulatedOutput;
 pub use rope::{Rope, RopeAxes};
@@ -30,6 +33,10 @@ pub struct BlockSizes {
     pub head_dim: usize,
     /// Whether queries and keys are normalised.
     pub qk_norm: bool,
+    /// Whether linear layers have biases.
+    pub bias: bool,
+    /// Added to the mean square of queries and keys.
+    pub eps: f64,
 }
 
 impl BlockSizes {

@@ -13,14 +13,14 @@ pub struct ModulatedOutput {
 }
 
 impl ModulatedOutput {
-    /// Parameters `norm_out.linear` and `proj_out` of `weights`, from tokens `dim` wide to `out` values.
+    /// Parameters `norm_out.linear` and `proj_out` of `weights`, from tokens `dim` wide to `out` values; with biases or without.
     ///
     /// # Errors
     /// As [`Weights::get`].
-    pub fn new(dim: usize, out: usize, weights: &mut Weights<'_>) -> Result<Self> {
+    pub fn new([dim, out]: [usize; 2], bias: bool, weights: &mut Weights<'_>) -> Result<Self> {
         Ok(Self {
-            norm: weights.linear("norm_out.linear", dim, 2 * dim, true)?,
-            projection: weights.linear("proj_out", dim, out, true)?,
+            norm: weights.linear("norm_out.linear", dim, 2 * dim, bias)?,
+            projection: weights.linear("proj_out", dim, out, bias)?,
         })
     }
 

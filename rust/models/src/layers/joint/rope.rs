@@ -2,7 +2,7 @@
 
 use trainable_candle_core::{DType, Device, Result, Tensor};
 
-/// Cosines and sines of the angles at each token, (S, width of a head / 2), f32.
+/// Cosines and sines of the angles at each token, (S, width of a head / 2), f32; (B, S, width / 2) if samples differ.
 #[derive(Clone)]
 pub struct Rope {
     /// Cosines.
@@ -55,6 +55,30 @@ impl Rope {
     /// # Errors
     /// [`trainable_candle_core::Error::Index`] if there are fewer.
     pub fn narrow(&self, start: usize, length: usize) -> Result<Self> {
-        Ok(Self { cos: self.cos.narrow(0, start, length)?, sin: self.sin.narrow(0, start, length)? })
+        let part = |table: &Tensor| table.narrow(table.rank() - 2, start, length);
+        Ok(Self { cos: part(&self.cos)?, sin: part(&self.sin)? })
+    }
+
+    /// Whether every sample has angles of its own.
+    pub fn is_per_sample(&self) -> bool {
+        self.cos.rank() == 3
+    }
+
+    /// The angles of one sample, if each has its own.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Index`] if there are fewer samples.
+    pub fn sample(&self, index: usize) -> Result<Self> {
+        let row = |table: &Tensor| table.narrow(0, index, 1)?.squeeze(0);
+        Ok(Self { cos: row(&self.cos)?, sin: row(&self.sin)? })
+    }
+
+    /// The angles of samples that differ, each (S, width / 2).
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Shape`] if they differ in length.
+    pub fn stack(samples: &[Self]) -> Result<Self> {
+        let all = |of: fn(&Self) -> &Tensor| Tensor::stack(&samples.iter().map(of).collect::<Vec<_>>(), 0);
+        Ok(Self { cos: all(|one| &one.cos)?, sin: all(|one| &one.sin)? })
     }
 }

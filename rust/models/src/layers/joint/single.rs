@@ -5,7 +5,7 @@ use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm, Visitor, Weights};
 
 use super::attention::{attend, heads_of};
-use super::modulation::{EPS, gated_add, modulated};
+use super::modulation::{gated_add, modulated};
 use super::{BlockSizes, Rope};
 use crate::saved::Saved;
 
@@ -32,7 +32,7 @@ impl SingleBlock {
     pub fn new(sizes: BlockSizes, weights: &mut Weights<'_>) -> Result<Self> {
         let (dim, middle) = (sizes.dim(), RATIO * sizes.dim());
         let projections = [("attn.to_q", dim), ("attn.to_k", dim), ("attn.to_v", dim), ("proj_mlp", middle)];
-        let mut norm = |name| weights.rms_norm(name, sizes.head_dim, EPS);
+        let mut norm = |name| weights.rms_norm(name, sizes.head_dim, sizes.eps);
         Ok(Self {
             norms: [norm("attn.norm_q")?, norm("attn.norm_k")?],
             norm: weights.linear("norm.linear", dim, 3 * dim, true)?,
@@ -58,7 +58,7 @@ impl SingleBlock {
         let dim = self.sizes.dim();
         let said = |index: usize| modulation.narrow(1, index * dim, dim);
         let projected = self.projections.forward(&modulated(x, [&said(0)?, &said(1)?])?)?;
-        let mixed = attend(&heads_of(&projected, self.sizes, Some(&self.norms), angles)?)?;
+        let mixed = attend(&heads_of(&projected, self.sizes, Some(&self.norms), angles)?, None)?;
         let hidden = match &projected {
             Projected::Joined(all) => all.narrow(2, 3 * dim, RATIO * dim)?,
             Projected::Separate(parts) => parts[3].clone(),

@@ -1,0 +1,136 @@
+//! The sizes of a FLUX.2 transformer.
+
+use serde_json::{Map, Value, json};
+use trainable_candle_core::{Error, Result};
+
+use super::Flux2Transformer;
+use crate::fields::Fields;
+use crate::layers::joint::{BlockSizes, EPS};
+use crate::pretrained::Configuration;
+
+/// `config.json` of a transformer as diffusers writes it (`Flux2Transformer2DModel`). The default is FLUX.2-klein-4B's.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Flux2Config {
+    /// Values of a token: the channels of the latents times the four of a square.
+    pub in_channels: usize,
+    /// Values of a token of the prediction.
+    pub out_channels: usize,
+    /// Number of blocks of two streams.
+    pub num_layers: usize,
+    /// Number of blocks of one stream.
+    pub num_single_layers: usize,
+    /// Heads of each attention.
+    pub num_attention_heads: usize,
+    /// Width of each head; the model's width is the product of both.
+    pub attention_head_dim: usize,
+    /// Width of the text's tokens.
+    pub joint_attention_dim: usize,
+    /// Whether the model is told a scale of guidance, as klein is not.
+    pub guidance_embeds: bool,
+    /// The longest period of the positions' angles, divided by 2π.
+    pub rope_theta: f64,
+    /// Features of a head that turn with each axis of the positions.
+    pub axes_dims_rope: Vec<usize>,
+}
+
+impl Default for Flux2Config {
+    fn default() -> Self {
+        Self {
+            in_channels: 128,
+            out_channels: 128,
+            num_layers: 5,
+            num_single_layers: 20,
+            num_attention_heads: 24,
+            attention_head_dim: 128,
+            joint_attention_dim: 7680,
+            guidance_embeds: false,
+            rope_theta: 2000.0,
+            axes_dims_rope: vec![32; 4],
+        }
+    }
+}
+
+impl Configuration for Flux2Config {
+    /// Fields that are missing are as diffusers has them, which means FLUX.2-dev.
+    fn from_json(map: &Map<String, Value>) -> Result<Self> {
+        let mut fields = Fields::new(Flux2Transformer::CLASS_NAME, map);
+        fields.only(&[
+            ("patch_size", json!(1)),
+            ("mlp_ratio", json!(3.0)),
+            ("eps", json!(EPS)),
+            ("timestep_guidance_channels", json!(256)),
+        ])?;
+        let in_channels = fields.size("in_channels", Some(128))?;
+        let axes = if map.contains_key("axes_dims_rope") { fields.list("axes_dims_rope")? } else { vec![32; 4] };
+        let config = Self {
+            out_channels: fields.size("out_channels", Some(in_channels))?,
+            num_layers: fields.size("num_layers", Some(8))?,
+            num_single_layers: fields.size("num_single_layers", Some(48))?,
+            num_attention_heads: fields.size("num_attention_heads", Some(48))?,
+            attention_head_dim: fields.size("attention_head_dim", Some(128))?,
+            joint_attention_dim: fields.size("joint_attention_dim", Some(15360))?,
+            guidance_embeds: fields.flag("guidance_embeds", true)?,
+            rope_theta: fields.number("rope_theta", Some(2000.0))?,
+            axes_dims_rope: axes,
+            in_channels,
+        };
+        fields.finish()?;
+        config.validate()?;
+        Ok(config)
+    }
+
+    fn to_json(&self) -> Map<String, Value> {
+        let json = json!({
+            "_class_name": Flux2Transformer::CLASS_NAME,
+            "patch_size": 1,
+            "in_channels": self.in_channels,
+            "out_channels": (self.out_channels != self.in_channels).then_some(self.out_channels),
+            "num_layers": self.num_layers,
+            "num_single_layers": self.num_single_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "attention_head_dim": self.attention_head_dim,
+            "joint_attention_dim": self.joint_attention_dim,
+            "guidance_embeds": self.guidance_embeds,
+            "timestep_guidance_channels": 256,
+            "mlp_ratio": 3.0,
+            "eps": EPS,
+            "rope_theta": self.rope_theta,
+            "axes_dims_rope": self.axes_dims_rope,
+        });
+        if let Value::Object(map) = json { map } else { Map::new() }
+    }
+}
+
+impl Flux2Config {
+    /// Check that the sizes fit together.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field and what it must be.
+    pub fn validate(&self) -> Result<()> {
+        let axes = &self.axes_dims_rope;
+        if axes.iter().sum::<usize>() == self.attention_head_dim && axes.iter().all(|width| width.is_multiple_of(2)) {
+            return Ok(());
+        }
+        Err(Error::Config(format!(
+            "{}: axes_dims_rope is {axes:?}, expected even numbers whose sum is attention_head_dim, {}",
+            Flux2Transformer::CLASS_NAME,
+            self.attention_head_dim
+        )))
+    }
+
+    /// Width of the tokens.
+    pub const fn inner_dim(&self) -> usize {
+        self.num_attention_heads * self.attention_head_dim
+    }
+
+    /// The sizes of a block.
+    pub const fn block(&self) -> BlockSizes {
+        BlockSizes {
+            heads: self.num_attention_heads,
+            head_dim: self.attention_head_dim,
+            qk_norm: true,
+            bias: false,
+            eps: EPS,
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! The names of the transformer's parameters in files: diffusers', which are the model's own, and those of the original checkpoints.
+
+use trainable_candle_core::{Error, Result};
+use trainable_candle_io::WeightFiles;
+
+use super::Flux2Config;
+use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, OriginalTransformer};
+use crate::pretrained::{Form, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming};
+
+/// The names in a folder, or those of an original checkpoint.
+pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
+    match original {
+        Some(Original { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer { prefix, names: &NAMES }),
+        Some(Original { prefix, naming: Naming::Own }) => Box::new(PrefixedNames(prefix)),
+        None => Box::new(OwnNames),
+    }
+}
+
+static NAMES: BlockNames = BlockNames { outside: &OUTSIDE, double: &[&DOUBLE_ATTENTION, &DOUBLE], single: &[&SINGLE] };
+
+const OUTSIDE: [Renaming; 11] = [
+    ("x_embedder", "img_in", Form::Plain),
+    ("context_embedder", "txt_in", Form::Plain),
+    ("time_guidance_embed.timestep_embedder.linear_1", "time_in.in_layer", Form::Plain),
+    ("time_guidance_embed.timestep_embedder.linear_2", "time_in.out_layer", Form::Plain),
+    ("time_guidance_embed.guidance_embedder.linear_1", "guidance_in.in_layer", Form::Plain),
+    ("time_guidance_embed.guidance_embedder.linear_2", "guidance_in.out_layer", Form::Plain),
+    ("double_stream_modulation_img.linear", "double_stream_modulation_img.lin", Form::Plain),
+    ("double_stream_modulation_txt.linear", "double_stream_modulation_txt.lin", Form::Plain),
+    ("single_stream_modulation.linear", "single_stream_modulation.lin", Form::Plain),
+    // The originals say the shift first, diffusers the scale.
+    ("norm_out.linear", "final_layer.adaLN_modulation.1", Form::Swapped),
+    ("proj_out", "final_layer.linear", Form::Plain),
+];
+
+const DOUBLE: [Renaming; 4] = [
+    ("ff.linear_in", "img_mlp.0", Form::Plain),
+    ("ff.linear_out", "img_mlp.2", Form::Plain),
+    ("ff_context.linear_in", "txt_mlp.0", Form::Plain),
+    ("ff_context.linear_out", "txt_mlp.2", Form::Plain),
+];
+
+const SINGLE: [Renaming; 4] = [
+    ("attn.to_qkv_mlp_proj", "linear1", Form::Plain),
+    ("attn.to_out", "linear2", Form::Plain),
+    ("attn.norm_q", "norm.query_norm", Form::Plain),
+    ("attn.norm_k", "norm.key_norm", Form::Plain),
+];
+
+/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What leaves no trace in them is the published
+/// models', or comes from the first of the
+/// `known` configurations whose sizes are these.
+///
+/// # Errors
+/// [`Error::Config`] if a size cannot be told.
+pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<Flux2Config>) -> Result<Flux2Config> {
+    let names = layout(Some(naming));
+    let shape = |name: &str| {
+        let places = names.places(name).into_iter();
+        places.into_iter().find_map(|place| files.shape(&format!("{}{}", naming.prefix, place.key)))
+    };
+    let size = |name: &str, dim: usize| {
+        shape(name).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| {
+            Error::Config(format!(
+                "{}: the shapes of the checkpoint do not tell the size of {name}; give config=, the config.json of the transformer",
+                files.path().display()
+            ))
+        })
+    };
+    let count = |blocks: &str, layer: &str| {
+        (0..).take_while(|i| shape(&format!("{blocks}.{i}.{layer}.weight")).is_some()).count()
+    };
+    let head_dim = size("transformer_blocks.0.attn.norm_q.weight", 0)?;
+    let deduced = Flux2Config {
+        in_channels: size("x_embedder.weight", 1)?,
+        out_channels: size("proj_out.weight", 0)?,
+        num_layers: count("transformer_blocks", "attn.to_out.0"),
+        num_single_layers: count("single_transformer_blocks", "attn.to_out"),
+        num_attention_heads: size("x_embedder.weight", 0)? / head_dim.max(1),
+        attention_head_dim: head_dim,
+        joint_attention_dim: size("context_embedder.weight", 1)?,
+        guidance_embeds: shape("time_guidance_embed.guidance_embedder.linear_1.weight").is_some(),
+        ..Flux2Config::default()
+    };
+    let agrees = |known: &Flux2Config| {
+        Flux2Config { axes_dims_rope: known.axes_dims_rope.clone(), rope_theta: known.rope_theta, ..deduced.clone() }
+            == *known
+    };
+    let config = known.into_iter().find(agrees).unwrap_or(deduced);
+    config.validate()?;
+    Ok(config)
+}

@@ -1,0 +1,223 @@
+//! The transformer: noisy latents as tokens, time and text in, velocity out.
+
+use serde_json::{Map, Value};
+use trainable_candle_core::{DType, Result, Tensor};
+use trainable_candle_io::WeightFiles;
+use trainable_candle_nn::{Blocks, Linear, Module, Visitor, Weights};
+
+use super::single::FusedBlock;
+use super::{Flux2Config, keys};
+use crate::layers::joint::{
+    ConditionSizes, DoubleBlock, DoubleBlockKind, FeedForwardKind, ModulatedOutput, Rope, RopeAxes, TimeTextEmbedding,
+    TokenInputs, TokenSizes,
+};
+use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::registry::{Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
+
+/// What the time and the guidance are multiplied with before their sinusoids.
+const TIME_SCALE: f64 = 1000.0;
+/// Latents along one side of the square that becomes a token.
+const PATCH: usize = 2;
+
+/// FLUX.2's transformer, computing what diffusers' `Flux2Transformer2DModel` computes, under its names. It predicts the velocity
+/// noise − latents of flow matching.
+pub struct Flux2Transformer {
+    config: Flux2Config,
+    x_embedder: Linear<Tensor>,
+    context_embedder: Linear<Tensor>,
+    time_guidance_embed: TimeTextEmbedding,
+    /// Of the image and of the text in every block of two streams, and of every block of one.
+    modulations: [Linear<Tensor>; 3],
+    axes: RopeAxes,
+    double_blocks: Blocks<DoubleBlock>,
+    single_blocks: Blocks<FusedBlock>,
+    output: ModulatedOutput,
+}
+
+const MODULATIONS: [(&str, usize); 3] = [
+    ("double_stream_modulation_img.linear", 6),
+    ("double_stream_modulation_txt.linear", 6),
+    ("single_stream_modulation.linear", 3),
+];
+
+/// The inputs of one call beside the noisy latents.
+#[derive(Clone, Copy)]
+pub struct Flux2Conditions<'a> {
+    /// The text's tokens, (B, L, joint_attention_dim).
+    pub encoder_hidden_states: &'a Tensor,
+    /// From 0 (clean) to 1 (noise), (B), (1) or without dimensions.
+    pub timestep: &'a Tensor,
+    /// Positions of the image's tokens, (S, axes): 0, row, column, 0.
+    pub img_ids: &'a Tensor,
+    /// Positions of the text's tokens, (L, axes): 0, 0, 0, number.
+    pub txt_ids: &'a Tensor,
+    /// The scale of guidance, (B), (1) or without dimensions, for models that are told one, and for these alone.
+    pub guidance: Option<&'a Tensor>,
+}
+
+impl Flux2Transformer {
+    /// The `_class_name` in its `config.json`.
+    pub const CLASS_NAME: &'static str = "Flux2Transformer2DModel";
+
+    /// A model over `weights`.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights are another model's.
+    pub fn new(config: Flux2Config, weights: &mut Weights<'_>) -> Result<Self> {
+        config.validate()?;
+        let (dim, sizes) = (config.inner_dim(), config.block());
+        let kind = DoubleBlockKind {
+            shared_modulation: true,
+            feed_forward: FeedForwardKind::SwiGlu,
+            ..DoubleBlockKind::default()
+        };
+        let x_embedder = weights.linear("x_embedder", config.in_channels, dim, false)?;
+        let condition = ConditionSizes { dim, pooled: None, guidance: config.guidance_embeds, bias: false };
+        let mut modulation = |index: usize| {
+            let (name, parts) = MODULATIONS[index];
+            weights.linear(name, dim, parts * dim, false)
+        };
+        Ok(Self {
+            modulations: [modulation(0)?, modulation(1)?, modulation(2)?],
+            axes: RopeAxes::new(&config.axes_dims_rope, config.rope_theta, x_embedder.weight.device())?,
+            x_embedder,
+            context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, false)?,
+            time_guidance_embed: TimeTextEmbedding::new(condition, &mut weights.pp("time_guidance_embed"))?,
+            double_blocks: (0..config.num_layers)
+                .map(|i| DoubleBlock::new(sizes, kind, &mut weights.pp(&format!("transformer_blocks.{i}"))))
+                .collect::<Result<_>>()?,
+            single_blocks: (0..config.num_single_layers)
+                .map(|i| FusedBlock::new(sizes, &mut weights.pp(&format!("single_transformer_blocks.{i}"))))
+                .collect::<Result<_>>()?,
+            output: ModulatedOutput::new([dim, config.out_channels], false, weights)?,
+            config,
+        })
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &Flux2Config {
+        &self.config
+    }
+
+    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, squares of latents as tokens. The result has their shape with
+    /// the model's output channels, in the dtype of the weights.
+    ///
+    /// # Errors
+    /// As [`TokenSizes::check`].
+    pub fn forward(&self, hidden_states: &Tensor, conditions: Flux2Conditions<'_>) -> Result<Tensor> {
+        let [area, length] = self.check(hidden_states, conditions)?;
+        let dtype = self.dtype();
+        let thousandfold = |x: &Tensor| x.reshape(x.elem_count())?.to_dtype(DType::F32)?.mul_scalar(TIME_SCALE);
+        let guidance = conditions.guidance.map(thousandfold).transpose()?;
+        let times = thousandfold(conditions.timestep)?;
+        let condition = self.time_guidance_embed.forward(&times, None, guidance.as_ref())?;
+        let [of_image, of_text, of_single] = &self.modulations;
+        let (of_image, of_text) = (of_image.forward(&condition)?, of_text.forward(&condition)?);
+        let of_single = of_single.forward(&condition)?;
+        let mut image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
+        let mut text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
+        let Rope { cos, sin } = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
+        for i in 0..self.double_blocks.len() {
+            let inputs = [&image, &text, &of_image, &of_text, &cos, &sin];
+            let mut results = self.double_blocks.run_several(i, &inputs, |block, inputs| {
+                let [image, text, of_image, of_text, cos, sin] = inputs else { unreachable!("six inputs") };
+                let angles = Rope { cos: cos.clone(), sin: sin.clone() };
+                Ok(block.forward([image, text], [of_image, of_text], Some(&angles))?.into())
+            })?;
+            (text, image) = (results.remove(1), results.remove(0));
+        }
+        let x = Tensor::cat(&[&text, &image], 1)?;
+        let x = self.single_blocks.run(&x, &[&of_single, &cos, &sin], |block, x, inputs| {
+            let [modulation, cos, sin] = inputs else { unreachable!("three conditions") };
+            block.forward(x, modulation, &Rope { cos: cos.clone(), sin: sin.clone() })
+        })?;
+        self.output.forward(&x.narrow(1, length, area)?, &condition)
+    }
+
+    /// The tokens of the image and of the text, if everything fits.
+    fn check(&self, hidden_states: &Tensor, conditions: Flux2Conditions<'_>) -> Result<[usize; 2]> {
+        let Flux2Conditions { encoder_hidden_states, timestep, img_ids, txt_ids, guidance } = conditions;
+        let sizes = TokenSizes {
+            op: Self::CLASS_NAME,
+            channels: self.config.in_channels,
+            text: self.config.joint_attention_dim,
+            pooled: None,
+            axes: self.config.axes_dims_rope.len(),
+            guidance: self.config.guidance_embeds,
+        };
+        sizes.check(TokenInputs {
+            hidden_states,
+            encoder_hidden_states,
+            pooled_projections: None,
+            timestep,
+            guidance,
+            img_ids,
+            txt_ids,
+        })
+    }
+}
+
+impl Module for Flux2Transformer {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.module("time_guidance_embed", &self.time_guidance_embed)?;
+        for ((name, _), layer) in MODULATIONS.iter().zip(&self.modulations) {
+            visitor.linear(name, layer)?;
+        }
+        visitor.linear("x_embedder", &self.x_embedder)?;
+        visitor.linear("context_embedder", &self.context_embedder)?;
+        visitor.blocks("transformer_blocks", &self.double_blocks)?;
+        visitor.blocks("single_transformer_blocks", &self.single_blocks)?;
+        self.output.visit(visitor)
+    }
+}
+
+impl Architecture for Flux2Transformer {
+    type Config = Flux2Config;
+
+    const KIND: &'static ModelKind = &super::KIND;
+
+    fn build(config: Flux2Config, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::new(config, weights)
+    }
+
+    fn deduce(files: &WeightFiles, original: Original, known: Vec<Flux2Config>) -> Result<Flux2Config> {
+        keys::deduce(files, original, known)
+    }
+
+    fn names(_config: &Flux2Config, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(original)
+    }
+}
+
+impl Model for Flux2Transformer {
+    fn kind(&self) -> &'static ModelKind {
+        Self::KIND
+    }
+
+    fn configuration(&self) -> Map<String, Value> {
+        self.config.to_json()
+    }
+
+    fn dtype(&self) -> DType {
+        self.output.dtype()
+    }
+
+    fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
+        let dim = self.config.inner_dim();
+        saved.outside(|saved| {
+            self.time_guidance_embed.saved(saved);
+            self.modulations.iter().for_each(|layer| saved.linear(layer, (dim, 1)));
+            saved.linear(&self.x_embedder, (area * self.config.in_channels, area));
+            saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));
+        });
+        self.double_blocks.iter().for_each(|block| block.saved(area, size.tokens, saved));
+        self.single_blocks.iter().for_each(|block| block.saved(area + size.tokens, saved));
+        self.output.saved(area, saved);
+    }
+
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Self::names(&self.config, original, files)
+    }
+}

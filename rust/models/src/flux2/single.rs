@@ -1,0 +1,69 @@
+//! The block of one stream, whose layers are fused in files too: one into queries, keys, values, gate and value of the feed-forward
+//! layer, one out of the results of both (Dehghani et al. 2023, arXiv:2302.05442, section 2.1).
+
+use trainable_candle_core::{Result, Tensor};
+use trainable_candle_nn::{Linear, Module, Projected, RmsNorm, Visitor, Weights};
+
+use crate::layers::joint::{BlockSizes, Rope, attend, gated_add, heads_of, modulated, swiglu_gate_first};
+use crate::saved::Saved;
+
+/// Width of the feed-forward layer's middle, as a multiple of the tokens'.
+const RATIO: usize = 3;
+/// Results of the first layer, as multiples of the tokens' width: queries, keys, values, and gate and value of the middle.
+const PROJECTED: usize = 3 + 2 * RATIO;
+
+/// Attention and a `SwiGLU` side by side, modulated, gated and added to the input.
+pub(super) struct FusedBlock {
+    to_qkv_mlp_proj: Linear<Tensor>,
+    /// Of queries and keys.
+    norms: [RmsNorm; 2],
+    to_out: Linear<Tensor>,
+    sizes: BlockSizes,
+}
+
+impl FusedBlock {
+    /// Parameters below `weights`.
+    pub fn new(sizes: BlockSizes, weights: &mut Weights<'_>) -> Result<Self> {
+        let dim = sizes.dim();
+        let mut norm = |name| weights.rms_norm(name, sizes.head_dim, sizes.eps);
+        Ok(Self {
+            norms: [norm("attn.norm_q")?, norm("attn.norm_k")?],
+            to_qkv_mlp_proj: weights.linear("attn.to_qkv_mlp_proj", dim, PROJECTED * dim, sizes.bias)?,
+            to_out: weights.linear("attn.to_out", (1 + RATIO) * dim, dim, sizes.bias)?,
+            sizes,
+        })
+    }
+
+    /// `x (B, S, D)` → the same shape; `modulation (B, 3 D)` is shift, scale and gate.
+    pub fn forward(&self, x: &Tensor, modulation: &Tensor, angles: &Rope) -> Result<Tensor> {
+        let dim = self.sizes.dim();
+        let said = |index: usize| modulation.narrow(1, index * dim, dim);
+        let all = self.to_qkv_mlp_proj.forward(&modulated(x, [&said(0)?, &said(1)?])?)?;
+        let hidden = swiglu_gate_first(&all.narrow(2, 3 * dim, 2 * RATIO * dim)?)?;
+        let heads = heads_of(&Projected::Joined(all), self.sizes, Some(&self.norms), Some(angles))?;
+        let both = Tensor::cat(&[&attend(&heads, None)?, &hidden], 2)?;
+        gated_add(x, &self.to_out.forward(&both)?, &said(2)?)
+    }
+
+    /// What the tape keeps for `tokens` tokens.
+    pub fn saved(&self, tokens: usize, saved: &mut Saved) {
+        let inside = tokens * self.sizes.dim();
+        saved.block(inside, false, |saved| {
+            saved.keep(inside);
+            saved.cheap_linear(&self.to_qkv_mlp_proj, (inside, tokens));
+            // The result of the first layer, which norms, attention and gate read; queries and keys after their norms; the result of the
+            // attention; SiLU of the gate.
+            saved.keep((PROJECTED + 2 + 1 + RATIO) * inside);
+            saved.linear(&self.to_out, ((1 + RATIO) * inside, tokens));
+        });
+    }
+}
+
+impl Module for FusedBlock {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.linear("attn.to_qkv_mlp_proj", &self.to_qkv_mlp_proj)?;
+        visitor.module("attn.norm_q", &self.norms[0])?;
+        visitor.module("attn.norm_k", &self.norms[1])?;
+        visitor.linear("attn.to_out", &self.to_out)
+    }
+}

@@ -1,0 +1,99 @@
+//! What transformers over tokens are given, checked against their configuration.
+
+use trainable_candle_core::raw::is_float;
+use trainable_candle_core::{Error, Result, Tensor};
+
+/// The sizes that inputs must have.
+#[derive(Clone, Copy)]
+pub struct TokenSizes {
+    /// What messages call the model.
+    pub op: &'static str,
+    /// Values of a token of the image.
+    pub channels: usize,
+    /// Width of a token of the text.
+    pub text: usize,
+    /// Width of the pooled text, if the model is told one.
+    pub pooled: Option<usize>,
+    /// Axes of the positions.
+    pub axes: usize,
+    /// Whether the model is told a scale of guidance.
+    pub guidance: bool,
+}
+
+/// The inputs of one call.
+#[derive(Clone, Copy)]
+pub struct TokenInputs<'a> {
+    /// Tokens of the noisy image, (B, S, channels).
+    pub hidden_states: &'a Tensor,
+    /// Tokens of the text, (B, L, width).
+    pub encoder_hidden_states: &'a Tensor,
+    /// The pooled text, (B, width).
+    pub pooled_projections: Option<&'a Tensor>,
+    /// Time, (B), (1) or without dimensions.
+    pub timestep: &'a Tensor,
+    /// The scale of guidance, as the time.
+    pub guidance: Option<&'a Tensor>,
+    /// Positions of the image's tokens, (S, axes).
+    pub img_ids: &'a Tensor,
+    /// Positions of the text's tokens, (L, axes).
+    pub txt_ids: &'a Tensor,
+}
+
+impl TokenSizes {
+    /// The tokens of the image and of the text, if everything fits.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the inputs do not fit the sizes or one another, or there is no token; [`Error::DType`] if the image is not
+    /// floating-point; [`Error::Argument`] if guidance is missing, or given to a model that is told none.
+    pub fn check(&self, inputs: TokenInputs<'_>) -> Result<[usize; 2]> {
+        let misfit = |name: &str, found: &Tensor, expected: String| {
+            Err(Error::shape(self.op, format!("{name} has shape {:?}, expected {expected}", found.dims())))
+        };
+        let (hidden_states, channels) = (inputs.hidden_states, self.channels);
+        let &[batch, area, c] = hidden_states.dims() else {
+            return misfit("hidden_states", hidden_states, format!("(B, S, {channels})"));
+        };
+        if c != channels || area == 0 {
+            let expected = format!("(B, S, {channels}) with at least one token");
+            return misfit("hidden_states", hidden_states, expected);
+        }
+        if !is_float(hidden_states.dtype()) {
+            let message =
+                format!("hidden_states is {}, expected floating-point latents", hidden_states.dtype().as_str());
+            return Err(Error::dtype(self.op, message));
+        }
+        let text = inputs.encoder_hidden_states;
+        let length = match *text.dims() {
+            [b, length, width] if b == batch && width == self.text && length > 0 => length,
+            _ => {
+                let expected = format!("({batch}, L, {}) with at least one token", self.text);
+                return misfit("encoder_hidden_states", text, expected);
+            }
+        };
+        if let (Some(pooled), Some(width)) = (inputs.pooled_projections, self.pooled)
+            && pooled.dims() != [batch, width]
+        {
+            return misfit("pooled_projections", pooled, format!("({batch}, {width})"));
+        }
+        for (name, numbers) in [("timestep", Some(inputs.timestep)), ("guidance", inputs.guidance)] {
+            let Some(numbers) = numbers else { continue };
+            if !matches!(*numbers.dims(), [] | [1]) && numbers.dims() != [batch] {
+                return misfit(name, numbers, format!("({batch},), (1,) or ()"));
+            }
+        }
+        for (name, ids, tokens) in [("img_ids", inputs.img_ids, area), ("txt_ids", inputs.txt_ids, length)] {
+            if ids.dims() != [tokens, self.axes] {
+                return misfit(name, ids, format!("({tokens}, {})", self.axes));
+            }
+        }
+        if inputs.guidance.is_some() != self.guidance {
+            let message = if self.guidance {
+                "guidance is missing: the model is told a scale, 1 while it is trained and about 3.5 to draw"
+            } else {
+                "found guidance, but this model is told none (guidance_embeds is false)"
+            };
+            return Err(Error::argument(self.op, message));
+        }
+        Ok([area, length])
+    }
+}

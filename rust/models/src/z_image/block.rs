@@ -1,0 +1,143 @@
+//! The block: attention and a gated feed-forward layer, each between two norms.
+
+use trainable_candle_core::ops::gated::swiglu;
+use trainable_candle_core::{Result, Tensor};
+use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm, Visitor, Weights};
+
+use super::ZImageConfig;
+use crate::layers::joint::{Rope, SelfAttention};
+use crate::saved::Saved;
+
+/// What each part of a block is told, by its place in the modulation.
+const PARTS: usize = 4;
+
+/// Attention, then a feed-forward layer: x + tanh(g) · norm(part(norm(x) · (1 + s))), with scales s and gates g that the condition gives,
+/// or without.
+pub(super) struct Block {
+    modulation: Option<Linear<Tensor>>,
+    attention: SelfAttention,
+    attention_norms: [RmsNorm; 2],
+    feed_forward: FeedForward,
+    feed_forward_norms: [RmsNorm; 2],
+    dim: usize,
+}
+
+/// w2(silu(w1 x) · w3 x).
+struct FeedForward {
+    /// `w3` and `w1`, in the order in which `swiglu` reads them.
+    inner: LinearGroup,
+    w2: Linear<Tensor>,
+}
+
+impl FeedForward {
+    fn new(config: &ZImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        let (dim, middle) = (config.dim, config.middle());
+        Ok(Self {
+            inner: weights.linear_group(&[("w3", middle), ("w1", middle)], dim, false, Init::Kaiming)?,
+            w2: weights.linear("w2", middle, dim, false)?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.w2.forward(&match self.inner.forward(x)? {
+            Projected::Joined(both) => swiglu(&both)?,
+            Projected::Separate(parts) => parts[0].mul(&parts[1].silu()?)?,
+        })
+    }
+
+    fn saved(&self, tokens: usize, saved: &mut Saved) {
+        let middle = tokens * self.w2.in_features();
+        saved.layers(&self.inner.layers(), (tokens * self.w2.out_features(), tokens), true);
+        saved.keep(2 * middle);
+        saved.cheap_linear(&self.w2, (middle, tokens));
+    }
+}
+
+impl Module for FeedForward {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        self.inner.visit(visitor)?;
+        visitor.linear("w2", &self.w2)
+    }
+}
+
+impl Block {
+    /// Parameters below `weights`; a block over the text alone is not modulated.
+    pub fn new(config: &ZImageConfig, is_modulated: bool, weights: &mut Weights<'_>) -> Result<Self> {
+        let dim = config.dim;
+        let mut norm = |name| weights.rms_norm(name, dim, config.norm_eps);
+        let attention_norms = [norm("attention_norm1")?, norm("attention_norm2")?];
+        let feed_forward_norms = [norm("ffn_norm1")?, norm("ffn_norm2")?];
+        let condition = config.condition_dim();
+        let mut modulation = || weights.linear("adaLN_modulation.0", condition, PARTS * dim, true);
+        Ok(Self {
+            modulation: if is_modulated { Some(modulation()?) } else { None },
+            attention: SelfAttention::new(config.attention(), &mut weights.pp("attention"))?,
+            attention_norms,
+            feed_forward: FeedForward::new(config, &mut weights.pp("feed_forward"))?,
+            feed_forward_norms,
+            dim,
+        })
+    }
+
+    /// What the condition `(B, C)` says, for [`forward`](Self::forward); none if the block is not modulated.
+    pub fn modulation(&self, condition: &Tensor) -> Result<Option<Tensor>> {
+        self.modulation.as_ref().map(|layer| layer.forward(condition)).transpose()
+    }
+
+    /// `x (B, S, D)` → the same shape. `mask` (u8, (B, 1, 1, S)) says which keys are seen.
+    pub fn forward(
+        &self,
+        x: &Tensor,
+        modulation: Option<&Tensor>,
+        angles: &Rope,
+        mask: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let attend = |x: &Tensor| self.attention.forward(x, Some(angles), mask);
+        let x = self.part(x, &self.attention_norms, modulation.map(|all| (all, 0)), attend)?;
+        let feed = |x: &Tensor| self.feed_forward.forward(x);
+        self.part(&x, &self.feed_forward_norms, modulation.map(|all| (all, 2)), feed)
+    }
+
+    /// One part between its norms, with the scale and the gate at a place in the modulation.
+    fn part(
+        &self,
+        x: &Tensor,
+        [before, after]: &[RmsNorm; 2],
+        modulation: Option<(&Tensor, usize)>,
+        run: impl Fn(&Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let normed = before.forward(x)?;
+        let Some((all, place)) = modulation else { return x.add(&after.forward(&run(&normed)?)?) };
+        let said = |index: usize| all.narrow(1, index * self.dim, self.dim)?.unsqueeze(1);
+        let result = after.forward(&run(&normed.mul(&said(place)?.add_scalar(1.0)?)?)?)?;
+        x.add(&said(place + 1)?.tanh()?.mul(&result)?)
+    }
+
+    /// What the tape keeps for `tokens` tokens.
+    pub fn saved(&self, tokens: usize, saved: &mut Saved) {
+        let inside = tokens * self.dim;
+        saved.outside(|saved| {
+            self.modulation.iter().for_each(|layer| saved.linear(layer, (layer.in_features(), 1)));
+        });
+        saved.block(inside, false, |saved| {
+            // Before the norms of each part, and what its gate multiplies.
+            saved.keep(inside);
+            self.attention.saved(tokens, saved);
+            saved.keep(2 * inside);
+            self.feed_forward.saved(tokens, saved);
+            saved.keep(inside);
+        });
+    }
+}
+
+impl Module for Block {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.module("attention", &self.attention)?;
+        visitor.module("feed_forward", &self.feed_forward)?;
+        visitor.module("attention_norm1", &self.attention_norms[0])?;
+        visitor.module("ffn_norm1", &self.feed_forward_norms[0])?;
+        visitor.module("attention_norm2", &self.attention_norms[1])?;
+        visitor.module("ffn_norm2", &self.feed_forward_norms[1])?;
+        self.modulation.iter().try_for_each(|layer| visitor.linear("adaLN_modulation.0", layer))
+    }
+}

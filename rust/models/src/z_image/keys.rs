@@ -1,0 +1,112 @@
+//! The names of the transformer's parameters in files: diffusers', which are the model's own, and those of `ComfyUI`'s files.
+
+use trainable_candle_core::{Error, Result};
+use trainable_candle_io::WeightFiles;
+
+use super::ZImageConfig;
+use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, renamed};
+
+/// The names in a folder, or those of a file of one piece.
+pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
+    match original {
+        Some(Original { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer(prefix)),
+        Some(Original { prefix, naming: Naming::Own }) => Box::new(PrefixedNames(prefix)),
+        None => Box::new(OwnNames),
+    }
+}
+
+struct OriginalTransformer(&'static str);
+
+impl Layout for OriginalTransformer {
+    fn prefix(&self) -> &str {
+        self.0
+    }
+
+    fn places(&self, name: &str) -> Vec<Key> {
+        vec![original(name)]
+    }
+
+    fn ignores(&self, key: &str) -> bool {
+        // Left over from the model that this one's code began with.
+        key == "norm_final.weight"
+    }
+}
+
+const OUTSIDE: [Renaming; 3] = [
+    ("all_x_embedder.2-1", "x_embedder", Form::Plain),
+    ("all_final_layer.2-1.linear", "final_layer.linear", Form::Plain),
+    ("all_final_layer.2-1.adaLN_modulation.1", "final_layer.adaLN_modulation.1", Form::Plain),
+];
+
+const ATTENTION: [Renaming; 6] = [
+    ("to_q", "qkv", Form::share(0, 3)),
+    ("to_k", "qkv", Form::share(1, 3)),
+    ("to_v", "qkv", Form::share(2, 3)),
+    ("to_out.0", "out", Form::Plain),
+    ("norm_q", "q_norm", Form::Plain),
+    ("norm_k", "k_norm", Form::Plain),
+];
+
+/// Where a parameter or layer is in a file of `ComfyUI`, without a prefix.
+fn original(name: &str) -> Key {
+    let inside = |(block, rest): (&str, &str)| {
+        let Key { key, form } = renamed(rest, &ATTENTION)?;
+        Some(Key { key: format!("{block}.attention.{key}"), form })
+    };
+    let found = name.split_once(".attention.").map_or_else(|| renamed(name, &OUTSIDE), inside);
+    found.unwrap_or_else(|| Key::plain(name))
+}
+
+/// The configuration of the transformer in a file, from the shapes of its tensors. What leaves no trace in them is the published
+/// model's, or comes from the first of the
+/// `known` configurations whose sizes are these.
+///
+/// # Errors
+/// [`Error::Config`] if a size cannot be told, or the model is a relative of Z-Image.
+pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<ZImageConfig>) -> Result<ZImageConfig> {
+    let names = layout(Some(naming));
+    let shape = |name: &str| {
+        let places = names.places(name).into_iter();
+        places.into_iter().find_map(|place| files.shape(&format!("{}{}", naming.prefix, place.key)))
+    };
+    let wrong = |what: String| Error::Config(format!("{}: {what}", files.path().display()));
+    let size = |name: &str, dim: usize| {
+        shape(name).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| {
+            wrong(format!(
+                "the shapes of the checkpoint do not tell the size of {name}; give config=, the config.json of the transformer"
+            ))
+        })
+    };
+    let there = |name: &str| shape(name).is_some();
+    let relatives = [
+        (there("siglip_embedder.0.weight"), "Z-Image-Omni, which also reads images"),
+        (there("dec_net.cond_embed.weight"), "a Z-Image that works on pixels"),
+        (!there("cap_pad_token"), "Lumina 2 or another relative of Z-Image without cap_pad_token"),
+    ];
+    if let Some((_, what)) = relatives.iter().find(|(is, _)| *is) {
+        return Err(wrong(format!("the transformer is {what}, which is not supported")));
+    }
+    let count = |blocks: &str| (0..).take_while(|i| there(&format!("{blocks}.{i}.attention.to_out.0.weight"))).count();
+    let (dim, head_dim) = (size("all_x_embedder.2-1.weight", 0)?, size("noise_refiner.0.attention.norm_k.weight", 0)?);
+    let deduced = ZImageConfig {
+        in_channels: size("all_x_embedder.2-1.weight", 1)? / 4,
+        dim,
+        n_layers: count("layers"),
+        n_refiner_layers: count("noise_refiner"),
+        n_heads: dim / head_dim.max(1),
+        cap_feat_dim: size("cap_embedder.1.weight", 1)?,
+        ..ZImageConfig::default()
+    };
+    let agrees = |known: &ZImageConfig| {
+        ZImageConfig {
+            norm_eps: known.norm_eps,
+            rope_theta: known.rope_theta,
+            axes_dims: known.axes_dims.clone(),
+            axes_lens: known.axes_lens.clone(),
+            ..deduced.clone()
+        } == *known
+    };
+    let config = known.into_iter().find(agrees).unwrap_or(deduced);
+    config.validate()?;
+    Ok(config)
+}

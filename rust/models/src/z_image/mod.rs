@@ -1,0 +1,21 @@
+//! The transformer of Z-Image (Tongyi-MAI 2025, arXiv:2511.22699). Follows
+//! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_z_image.py>.
+
+mod block;
+mod config;
+pub mod keys;
+mod model;
+mod positions;
+
+pub use config::ZImageConfig;
+pub use model::{ZImageConditions, ZImageTransformer};
+
+use crate::registry::ModelKind;
+
+/// Z-Image's transformer among the kinds of models.
+pub static KIND: ModelKind = ModelKind::of::<ZImageTransformer>(
+    "ZImageTransformer",
+    ("a Z-Image transformer", "all_x_embedder."),
+    &[ZImageTransformer::CLASS_NAME],
+    "diffusion_pytorch_model.safetensors",
+);

@@ -1,0 +1,307 @@
+//! The transformer: noisy latents, time and text in, the negative velocity out.
+
+use serde_json::{Map, Value};
+use trainable_candle_core::ops::norm::layer_norm;
+use trainable_candle_core::raw::is_float;
+use trainable_candle_core::{DType, Error, Result, Tensor};
+use trainable_candle_io::WeightFiles;
+use trainable_candle_nn::{Blocks, Init, Linear, Module, RmsNorm, Visitor, Weights};
+
+use super::block::Block;
+use super::config::PATCH;
+use super::positions::{Extent, MULTIPLE, Positions};
+use super::{ZImageConfig, keys};
+use crate::layers::joint::{EPS, Rope};
+use crate::layers::{Sinusoids, TimestepEmbedding};
+use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::registry::{Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
+
+/// What the time is multiplied with before its sinusoids.
+const TIME_SCALE: f64 = 1000.0;
+/// Sinusoids of the time, and the width between the layers that read them.
+const SINUSOIDS: [usize; 2] = [256, 1024];
+
+/// Z-Image's transformer, computing what diffusers' `ZImageTransformer2DModel` computes, under its names. Its clock runs from 0 (noise)
+/// to 1 (clean), and it predicts latents − noise.
+pub struct ZImageTransformer {
+    config: ZImageConfig,
+    x_embedder: Linear<Tensor>,
+    t_sinusoids: Sinusoids,
+    t_embedder: TimestepEmbedding,
+    cap_norm: RmsNorm,
+    cap_embedder: Linear<Tensor>,
+    /// Of the image and of the text, (1, D).
+    pads: [Tensor; 2],
+    positions: Positions,
+    noise_refiner: Blocks<Block>,
+    context_refiner: Blocks<Block>,
+    layers: Blocks<Block>,
+    output_modulation: Linear<Tensor>,
+    output: Linear<Tensor>,
+}
+
+/// The inputs of one call beside the noisy latents.
+#[derive(Clone, Copy)]
+pub struct ZImageConditions<'a> {
+    /// The text's tokens, (B, L, cap_feat_dim).
+    pub encoder_hidden_states: &'a Tensor,
+    /// From 0 (noise) to 1 (clean), (B), (1) or without dimensions.
+    pub timestep: &'a Tensor,
+    /// How many tokens of each text are words, (B), at least 1; what follows is not read. None: all are words.
+    pub lengths: Option<&'a Tensor>,
+    /// Whether less than 32 tokens follow the words of every text up to a multiple of 32: then every text with its padding fills its
+    /// row, and attention needs no mask. It is not checked, as that would wait for a GPU.
+    pub rows_are_full: bool,
+}
+
+impl ZImageTransformer {
+    /// The `_class_name` in its `config.json`.
+    pub const CLASS_NAME: &'static str = "ZImageTransformer2DModel";
+
+    /// A model over `weights`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    pub fn new(config: ZImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        config.validate()?;
+        let (dim, condition, patch) = (config.dim, config.condition_dim(), PATCH * PATCH * config.in_channels);
+        let mut blocks = |name: &str, count: usize, is_modulated: bool| {
+            let block = |i| Block::new(&config, is_modulated, &mut weights.pp(&format!("{name}.{i}")));
+            (0..count).map(block).collect::<Result<Blocks<_>>>()
+        };
+        let refiners = config.n_refiner_layers;
+        let noise_refiner = blocks("noise_refiner", refiners, true)?;
+        let context_refiner = blocks("context_refiner", refiners, false)?;
+        let layers = blocks("layers", config.n_layers, true)?;
+        let [sinusoids, middle] = SINUSOIDS;
+        let sizes = [sinusoids, middle, condition];
+        let t_embedder = TimestepEmbedding::named(TIME_LAYERS, sizes, true, &mut weights.pp("t_embedder"))?;
+        let mut pad = |name| weights.get(name, (1, dim), Init::Normal(0.02));
+        Ok(Self {
+            pads: [pad("x_pad_token")?, pad("cap_pad_token")?],
+            x_embedder: weights.linear(X_EMBEDDER, patch, dim, true)?,
+            t_sinusoids: Sinusoids::new(sinusoids, t_embedder.device())?,
+            positions: Positions::new(&config, t_embedder.device())?,
+            t_embedder,
+            cap_norm: weights.rms_norm("cap_embedder.0", config.cap_feat_dim, config.norm_eps)?,
+            cap_embedder: weights.linear("cap_embedder.1", config.cap_feat_dim, dim, true)?,
+            noise_refiner,
+            context_refiner,
+            layers,
+            output_modulation: weights.linear(OUTPUT_MODULATION, condition, dim, true)?,
+            output: weights.linear(OUTPUT, dim, patch, true)?,
+            config,
+        })
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &ZImageConfig {
+        &self.config
+    }
+
+    /// The negative velocity, latents − noise, at noisy latents `hidden_states (B, C, H, W)`; H and W are even. The result has their shape,
+    /// in the dtype of the weights.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the inputs do not fit the configuration or one another, or there is no token; [`Error::DType`] if
+    /// `hidden_states` is not floating-point.
+    pub fn forward(&self, hidden_states: &Tensor, conditions: ZImageConditions<'_>) -> Result<Tensor> {
+        let extent = self.check(hidden_states, conditions)?;
+        let (dtype, batch) = (self.dtype(), hidden_states.dims()[0]);
+        let times = conditions.timestep.reshape(conditions.timestep.elem_count())?.to_dtype(DType::F32)?;
+        let condition = self.t_embedder.forward(&self.t_sinusoids.forward(&times.mul_scalar(TIME_SCALE)?)?)?;
+
+        let image = self.x_embedder.forward(&patches(&hidden_states.to_dtype(dtype)?)?)?;
+        let image = padded(&image, &self.pads[0])?;
+        let text = self.cap_norm.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
+        let mut text = padded(&self.cap_embedder.forward(&text)?, &self.pads[1])?;
+        // Each text with its own padding.
+        let mut shown = None;
+        if let Some(lengths) = conditions.lengths {
+            text = Tensor::select(&self.positions.words(lengths, extent.text)?, &text, &self.pads[1])?;
+            let is_ragged = !conditions.rows_are_full;
+            shown = is_ragged.then(|| self.positions.shown(lengths, extent.text)).transpose()?;
+        }
+        let angles = self.positions.angles(extent, shown.as_ref())?;
+        let area = extent.padded_area();
+        let [of_image, of_text] = [angles.narrow(0, area)?, angles.narrow(area, extent.text)?];
+        let shown_keys = shown.as_ref().map(|shown| shown.unsqueeze(1)?.unsqueeze(1)).transpose()?;
+        let image = run(&self.noise_refiner, image, Some(&condition), &of_image, None)?;
+        let text = run(&self.context_refiner, text, None, &of_text, shown_keys.as_ref())?;
+        let mask = shown.as_ref().map(|shown| self.positions.mask(extent, shown)).transpose()?;
+        let both = Tensor::cat(&[&image, &text], 1)?;
+        let both = run(&self.layers, both, Some(&condition), &angles, mask.as_ref())?;
+
+        let scale = self.output_modulation.forward(&condition.silu()?)?.add_scalar(1.0)?.unsqueeze(1)?;
+        let normed = layer_norm(&both.narrow(1, 0, extent.area())?, 1, None, None, EPS)?;
+        let Extent { height, width, .. } = extent;
+        // Channels come last within a patch.
+        self.output
+            .forward(&normed.mul(&scale)?)?
+            .reshape(vec![batch, height, width, PATCH, PATCH, self.config.in_channels])?
+            .permute(&[0, 5, 1, 3, 2, 4])?
+            .reshape((batch, self.config.in_channels, height * PATCH, width * PATCH))
+    }
+
+    /// How many tokens there are, if everything fits.
+    fn check(&self, hidden_states: &Tensor, conditions: ZImageConditions<'_>) -> Result<Extent> {
+        let misfit = |name: &str, found: &Tensor, expected: String| {
+            Err(Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims())))
+        };
+        let channels = self.config.in_channels;
+        let expected = || format!("(B, {channels}, H, W), H and W multiples of {PATCH}");
+        let &[batch, c, height, width] = hidden_states.dims() else {
+            return misfit("hidden_states", hidden_states, expected());
+        };
+        let is_side = |side: usize| side > 0 && side.is_multiple_of(PATCH);
+        if c != channels || !is_side(height) || !is_side(width) {
+            return misfit("hidden_states", hidden_states, expected());
+        }
+        if !is_float(hidden_states.dtype()) {
+            let found = hidden_states.dtype().as_str();
+            let message = format!("hidden_states is {found}, expected floating-point latents");
+            return Err(Error::dtype(Self::CLASS_NAME, message));
+        }
+        let ZImageConditions { encoder_hidden_states, timestep, lengths, .. } = conditions;
+        let wide = self.config.cap_feat_dim;
+        let length = match *encoder_hidden_states.dims() {
+            [b, length, w] if b == batch && w == wide && length > 0 => length,
+            _ => {
+                let expected = format!("({batch}, L, {wide}) with at least one token");
+                return misfit("encoder_hidden_states", encoder_hidden_states, expected);
+            }
+        };
+        if !matches!(*timestep.dims(), [] | [1]) && timestep.dims() != [batch] {
+            return misfit("timestep", timestep, format!("({batch},), (1,) or ()"));
+        }
+        if let Some(lengths) = lengths.filter(|lengths| lengths.dims() != [batch]) {
+            return misfit("lengths", lengths, format!("({batch},)"));
+        }
+        let extent = Extent { height: height / PATCH, width: width / PATCH, text: length.next_multiple_of(MULTIPLE) };
+        self.positions.check(extent)?;
+        Ok(extent)
+    }
+}
+
+const TIME_LAYERS: [&str; 2] = ["mlp.0", "mlp.2"];
+const X_EMBEDDER: &str = "all_x_embedder.2-1";
+const OUTPUT: &str = "all_final_layer.2-1.linear";
+const OUTPUT_MODULATION: &str = "all_final_layer.2-1.adaLN_modulation.1";
+
+/// (B, C, H, W) → (B, H W / 4, 4 C): squares row by row, the channels of each innermost.
+fn patches(latents: &Tensor) -> Result<Tensor> {
+    let &[batch, channels, height, width] = latents.dims() else { unreachable!("checked to be latents") };
+    let (rows, columns) = (height / PATCH, width / PATCH);
+    latents.reshape(vec![batch, channels, rows, PATCH, columns, PATCH])?.permute(&[0, 2, 4, 3, 5, 1])?.reshape((
+        batch,
+        rows * columns,
+        PATCH * PATCH * channels,
+    ))
+}
+
+/// Tokens `(B, S, D)` with `pad (1, D)` after them up to a multiple of 32.
+fn padded(tokens: &Tensor, pad: &Tensor) -> Result<Tensor> {
+    let &[batch, count, dim] = tokens.dims() else { unreachable!("made of three dimensions") };
+    let missing = count.next_multiple_of(MULTIPLE) - count;
+    if missing == 0 {
+        return Ok(tokens.clone());
+    }
+    Tensor::cat(&[tokens, &pad.unsqueeze(0)?.broadcast_as((batch, missing, dim))?], 1)
+}
+
+/// The result of all blocks.
+fn run(
+    blocks: &Blocks<Block>,
+    mut x: Tensor,
+    condition: Option<&Tensor>,
+    angles: &Rope,
+    mask: Option<&Tensor>,
+) -> Result<Tensor> {
+    for (i, block) in blocks.iter().enumerate() {
+        let modulation = condition.map(|condition| block.modulation(condition)).transpose()?.flatten();
+        let is_modulated = modulation.is_some();
+        let inputs = [&x, &angles.cos, &angles.sin].into_iter().chain(&modulation).chain(mask);
+        x = blocks.run_one(i, &inputs.collect::<Vec<_>>(), move |block, inputs| {
+            let [x, cos, sin, others @ ..] = inputs else { unreachable!("three inputs at least") };
+            let (modulation, mask) = others.split_at(usize::from(is_modulated));
+            let angles = Rope { cos: cos.clone(), sin: sin.clone() };
+            block.forward(x, modulation.first(), &angles, mask.first())
+        })?;
+    }
+    Ok(x)
+}
+
+impl Module for ZImageTransformer {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.tensor("x_pad_token", &self.pads[0])?;
+        visitor.tensor("cap_pad_token", &self.pads[1])?;
+        visitor.linear(X_EMBEDDER, &self.x_embedder)?;
+        visitor.module("t_embedder", &self.t_embedder)?;
+        visitor.module("cap_embedder.0", &self.cap_norm)?;
+        visitor.linear("cap_embedder.1", &self.cap_embedder)?;
+        visitor.blocks("noise_refiner", &self.noise_refiner)?;
+        visitor.blocks("context_refiner", &self.context_refiner)?;
+        visitor.blocks("layers", &self.layers)?;
+        visitor.linear(OUTPUT_MODULATION, &self.output_modulation)?;
+        visitor.linear(OUTPUT, &self.output)
+    }
+}
+
+impl Architecture for ZImageTransformer {
+    type Config = ZImageConfig;
+
+    const KIND: &'static ModelKind = &super::KIND;
+
+    fn build(config: ZImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::new(config, weights)
+    }
+
+    fn deduce(files: &WeightFiles, original: Original, known: Vec<ZImageConfig>) -> Result<ZImageConfig> {
+        keys::deduce(files, original, known)
+    }
+
+    fn names(_config: &ZImageConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(original)
+    }
+}
+
+impl Model for ZImageTransformer {
+    fn kind(&self) -> &'static ModelKind {
+        Self::KIND
+    }
+
+    fn configuration(&self) -> Map<String, Value> {
+        self.config.to_json()
+    }
+
+    fn dtype(&self) -> DType {
+        self.output.weight.dtype()
+    }
+
+    fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        let (height, width) = (size.height.div_ceil(PATCH), size.width.div_ceil(PATCH));
+        let extent = Extent { height, width, text: size.tokens.next_multiple_of(MULTIPLE) };
+        let (area, dim) = (extent.area(), self.config.dim);
+        saved.outside(|saved| {
+            self.t_embedder.saved(saved);
+            saved.linear(&self.x_embedder, (area * self.x_embedder.in_features(), area));
+        });
+        self.noise_refiner.iter().for_each(|block| block.saved(extent.padded_area(), saved));
+        saved.outside(|saved| {
+            saved.linear(&self.cap_embedder, (size.tokens * self.config.cap_feat_dim, size.tokens));
+        });
+        self.context_refiner.iter().for_each(|block| block.saved(extent.text, saved));
+        self.layers.iter().for_each(|block| block.saved(extent.padded_area() + extent.text, saved));
+        saved.outside(|saved| {
+            saved.linear(&self.output_modulation, (self.output_modulation.in_features(), 1));
+            // The norm and its scale read their inputs.
+            saved.keep(2 * area * dim);
+            saved.linear(&self.output, (area * dim, area));
+        });
+    }
+
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Self::names(&self.config, original, files)
+    }
+}

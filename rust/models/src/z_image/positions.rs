@@ -1,0 +1,121 @@
+//! Where tokens are, and which of them are there: computed on the device, as a recorded pass copies nothing from the host.
+
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+
+use super::{ZImageConfig, ZImageTransformer};
+use crate::layers::joint::{Rope, RopeAxes};
+
+/// Tokens of an image and of a text are padded to multiples of it.
+pub(super) const MULTIPLE: usize = 32;
+
+/// The positions of tokens of an image, then of a text.
+pub(super) struct Positions {
+    axes: RopeAxes,
+    lengths: Vec<usize>,
+    /// 0, 1, 2, …, (N), f64.
+    numbers: Tensor,
+    /// The multiple at or below each of them, (1, N), f32.
+    starts: Tensor,
+}
+
+/// How many tokens there are.
+#[derive(Clone, Copy)]
+pub(super) struct Extent {
+    /// Rows of the image.
+    pub height: usize,
+    /// Columns of the image.
+    pub width: usize,
+    /// Tokens of the text with its padding.
+    pub text: usize,
+}
+
+impl Extent {
+    /// Tokens of the image.
+    pub const fn area(self) -> usize {
+        self.height * self.width
+    }
+
+    /// Tokens of the image with its padding.
+    pub const fn padded_area(self) -> usize {
+        self.area().next_multiple_of(MULTIPLE)
+    }
+}
+
+impl Positions {
+    pub fn new(config: &ZImageConfig, device: &Device) -> Result<Self> {
+        let count = config.axes_lens.iter().copied().max().unwrap_or(0).next_multiple_of(MULTIPLE);
+        let numbers: Vec<f64> = (0..count).map(|i| i as f64).collect();
+        let starts: Vec<f32> = (0..count).map(|i| (i - i % MULTIPLE) as f32).collect();
+        Ok(Self {
+            axes: RopeAxes::new(&config.axes_dims, config.rope_theta, device)?,
+            lengths: config.axes_lens.clone(),
+            numbers: Tensor::from_vec(numbers, count, &Device::Cpu)?.to_device(device)?,
+            starts: Tensor::from_vec(starts, (1, count), &Device::Cpu)?.to_device(device)?,
+        })
+    }
+
+    /// Check that there are positions for all tokens.
+    pub fn check(&self, extent: Extent) -> Result<()> {
+        let needed = [extent.text + 2, extent.height, extent.width];
+        if needed.iter().zip(&self.lengths).all(|(needed, there)| needed <= there) {
+            return Ok(());
+        }
+        let Extent { height, width, text } = extent;
+        Err(Error::shape(
+            ZImageTransformer::CLASS_NAME,
+            format!(
+                "{height} x {width} tokens and a text of {text} need positions {needed:?}, and the model knows {:?} (axes_lens)",
+                self.lengths
+            ),
+        ))
+    }
+
+    /// The angles of all tokens; `shown (B, L)` says of a batch which tokens of the texts are there, of which the position of the image
+    /// depends.
+    pub fn angles(&self, extent: Extent, shown: Option<&Tensor>) -> Result<Rope> {
+        let Some(shown) = shown else {
+            return self.axes.at(&self.ids(extent, &self.numbers.narrow(0, extent.text + 1, 1)?)?);
+        };
+        let ends = shown.to_dtype(DType::F64)?.sum(&[1], false)?.add_scalar(1.0)?;
+        let sample = |i| self.axes.at(&self.ids(extent, &ends.narrow(0, i, 1)?)?);
+        Rope::stack(&(0..shown.dims()[0]).map(sample).collect::<Result<Vec<_>>>()?)
+    }
+
+    /// Positions of all tokens, (S, 3), of an image that stands at `time (1)`.
+    fn ids(&self, extent: Extent, time: &Tensor) -> Result<Tensor> {
+        let Extent { height, width, text } = extent;
+        let area = extent.area();
+        let grid = |numbers: Tensor| numbers.broadcast_as((height, width))?.reshape((area, 1));
+        let rows = grid(self.numbers.narrow(0, 0, height)?.unsqueeze(1)?)?;
+        let columns = grid(self.numbers.narrow(0, 0, width)?.unsqueeze(0)?)?;
+        let image = Tensor::cat(&[&grid(time.unsqueeze(0)?)?, &rows, &columns], 1)?;
+        let zeros = |tokens: usize, axes: usize| self.numbers.narrow(0, 0, 1)?.broadcast_as((tokens, axes));
+        let times = self.numbers.narrow(0, 1, text)?.unsqueeze(1)?;
+        let caption = Tensor::cat(&[&times, &zeros(text, 2)?], 1)?;
+        Tensor::cat(&[&image, &zeros(extent.padded_area() - area, 3)?, &caption], 0)
+    }
+
+    /// Which of `text` tokens are words and no padding, (B, L, 1), u8, of texts of `lengths (B)`.
+    pub fn words(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
+        let numbers = self.numbers.narrow(0, 0, text)?.to_dtype(DType::F32)?.unsqueeze(0)?;
+        numbers.lt(&column(lengths)?)?.unsqueeze(2)
+    }
+
+    /// Which of `text` tokens are there with the padding of each text, (B, L), u8, of texts of `lengths (B)`.
+    pub fn shown(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
+        self.starts.narrow(1, 0, text)?.lt(&column(lengths)?)
+    }
+
+    /// Which keys are seen, (B, 1, 1, S), u8: all of the image, and of the text those that are `shown`.
+    pub fn mask(&self, extent: Extent, shown: &Tensor) -> Result<Tensor> {
+        let batch = shown.dims()[0];
+        // What is shown of the text begins with a 1.
+        let image = shown.narrow(1, 0, 1)?.broadcast_as((batch, extent.padded_area()))?;
+        Tensor::cat(&[&image, shown], 1)?.unsqueeze(1)?.unsqueeze(1)
+    }
+}
+
+/// (B) → (B, 1), f32.
+fn column(lengths: &Tensor) -> Result<Tensor> {
+    lengths.detach().to_dtype(DType::F32)?.unsqueeze(1)
+}

@@ -1,0 +1,68 @@
+//! The transformer of FLUX.2.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use trainable_candle_models as models;
+use trainable_candle_models::flux2::Flux2Conditions;
+
+use super::{Model, class};
+use crate::call::detached;
+use crate::error::Result;
+use crate::given::Given;
+use crate::tensor::{Operand, Tensor};
+
+/// The transformer of FLUX.2, computing what diffusers' `Flux2Transformer2DModel` computes, under its names. Made by `from_pretrained`.
+#[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
+pub struct Flux2Transformer(Arc<models::Flux2Transformer>);
+
+class!(Flux2Transformer);
+
+#[pymethods]
+impl Flux2Transformer {
+    /// The velocity, noise - latents, at noisy latents.
+    ///
+    /// Args:
+    ///     hidden_states: latents under noise as tokens, (B, S, in_channels): each is a square of 2 x 2 latents, its channels first.
+    ///     encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
+    ///     timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
+    ///     img_ids: positions of the image's tokens, (S, 4): 0, row, column, 0.
+    ///     txt_ids: positions of the text's tokens, (L, 4): 0, 0, 0, number.
+    ///     guidance: the scale of guidance, for models that are told one (dev) and these alone: (B,), (1,), or a number.
+    ///
+    /// Returns:
+    ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.
+    ///
+    /// Raises:
+    ///     ShapeError: if the inputs do not fit the model or one another.
+    ///     ArgumentError: if guidance is missing, or the model is told none.
+    #[pyo3(signature = (hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, guidance=None))]
+    #[allow(clippy::too_many_arguments)] // each is a name in Python
+    fn __call__(
+        &self,
+        py: Python<'_>,
+        hidden_states: Given<PyRef<'_, Tensor>>,
+        encoder_hidden_states: Given<PyRef<'_, Tensor>>,
+        timestep: Operand<'_>,
+        img_ids: Given<PyRef<'_, Tensor>>,
+        txt_ids: Given<PyRef<'_, Tensor>>,
+        guidance: Option<Operand<'_>>,
+    ) -> Result<Tensor> {
+        const OP: &str = "Flux2Transformer";
+        let hidden_states = hidden_states.get(OP, "hidden_states")?;
+        let encoder_hidden_states = encoder_hidden_states.get(OP, "encoder_hidden_states")?;
+        let (img_ids, txt_ids) = (img_ids.get(OP, "img_ids")?, txt_ids.get(OP, "txt_ids")?);
+        let (x, text) = (&hidden_states.0, &encoder_hidden_states.0);
+        let (img_ids, txt_ids) = (&img_ids.0, &txt_ids.0);
+        let forward = |timestep: &_, guidance: Option<&_>| {
+            self.0.forward(x, Flux2Conditions { encoder_hidden_states: text, timestep, img_ids, txt_ids, guidance })
+        };
+        detached(py, || {
+            timestep.in_f32(x.device(), |timestep| match guidance {
+                Some(guidance) => guidance.in_f32(x.device(), |guidance| forward(timestep, Some(guidance))),
+                None => forward(timestep, None),
+            })
+        })
+        .map(Tensor)
+    }
+}

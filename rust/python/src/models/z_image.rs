@@ -1,0 +1,58 @@
+//! The transformer of Z-Image.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use trainable_candle_models as models;
+use trainable_candle_models::z_image::ZImageConditions;
+
+use super::{Model, class};
+use crate::call::detached;
+use crate::error::Result;
+use crate::given::Given;
+use crate::tensor::{Operand, Tensor};
+
+/// The transformer of Z-Image, computing what diffusers' `ZImageTransformer2DModel` computes, under its names. Made by `from_pretrained`.
+#[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
+pub struct ZImageTransformer(Arc<models::ZImageTransformer>);
+
+class!(ZImageTransformer);
+
+#[pymethods]
+impl ZImageTransformer {
+    /// The negative velocity, latents - noise, at noisy latents.
+    ///
+    /// Args:
+    ///     hidden_states: latents under noise, (B, in_channels, h, w), shifted and scaled as the autoencoder says; h and w are even.
+    ///     encoder_hidden_states: the text's tokens, (B, L, cap_feat_dim).
+    ///     timestep: from 0 (noise) to 1 (clean), against the clock of other flow models: (B,), (1,), or a number.
+    ///     lengths: how many tokens of each text are words, (B,); what follows is not read. All are words without it.
+    ///     rows_are_full: a promise that, in every text, less than 32 tokens follow the words up to a multiple of 32. Attention then needs
+    ///         no mask, which saves time.
+    ///
+    /// Returns:
+    ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.
+    ///
+    /// Raises:
+    ///     ShapeError: if the inputs do not fit the model or one another.
+    #[pyo3(signature = (hidden_states, encoder_hidden_states, timestep, lengths=None, *, rows_are_full=false))]
+    fn __call__(
+        &self,
+        py: Python<'_>,
+        hidden_states: Given<PyRef<'_, Tensor>>,
+        encoder_hidden_states: Given<PyRef<'_, Tensor>>,
+        timestep: Operand<'_>,
+        lengths: Option<Given<PyRef<'_, Tensor>>>,
+        rows_are_full: bool,
+    ) -> Result<Tensor> {
+        const OP: &str = "ZImageTransformer";
+        let hidden_states = hidden_states.get(OP, "hidden_states")?;
+        let encoder_hidden_states = encoder_hidden_states.get(OP, "encoder_hidden_states")?;
+        let lengths = lengths.map(|lengths| lengths.get(OP, "lengths")).transpose()?;
+        let (x, text, lengths) = (&hidden_states.0, &encoder_hidden_states.0, lengths.as_ref().map(|given| &given.0));
+        let forward = |timestep: &_| {
+            self.0.forward(x, ZImageConditions { encoder_hidden_states: text, timestep, lengths, rows_are_full })
+        };
+        detached(py, || timestep.in_f32(x.device(), forward)).map(Tensor)
+    }
+}

@@ -1,0 +1,196 @@
+"""Tiny models of Z-Image and FLUX.2, and what diffusers and peft make of them.
+
+    python make_diffusers.py FOLDER
+
+Needs torch 2.11, diffusers 0.42 and peft 0.21. Writes `zimage` and `flux2` as the folders beside
+this one, and the names and shapes of the published sizes into `full_size`. Weights are bf16
+numbers, stored as bf16; everything else is f32.
+"""
+
+import copy
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel, ZImageTransformer2DModel
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import save_file
+from torch.nn.functional import mse_loss
+
+OUTPUT = Path(sys.argv[1])
+RANK, ALPHA, STEPS = 4, 8.0, 4
+Z_IMAGE = {
+    "in_channels": 16, "dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4,
+    "n_kv_heads": 4, "cap_feat_dim": 40, "axes_dims": [4, 6, 6], "axes_lens": [256, 64, 64],
+}  # fmt: skip
+FLUX2 = {
+    "in_channels": 64, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16,
+    "num_attention_heads": 4, "joint_attention_dim": 40, "axes_dims_rope": [4, 4, 4, 4],
+    "guidance_embeds": False,
+}  # fmt: skip
+KLEIN_4B = {"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24,
+            "joint_attention_dim": 7680, "guidance_embeds": False}  # fmt: skip
+KLEIN_9B = {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32,
+            "joint_attention_dim": 12288, "guidance_embeds": False}  # fmt: skip
+ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
+SINGLE = ["to_qkv_mlp_proj", *(f"single_transformer_blocks.{i}.attn.to_out" for i in range(3))]
+JOINT = [*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", *SINGLE]
+
+
+def randomize(model):
+    """Every parameter other than its usual start, so that a missing one shows."""
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if value.ndim >= 2:
+                value.normal_(0, 1 / math.sqrt(value[0].numel()))
+            elif name.endswith("bias"):
+                value.normal_(0, 0.05)
+            else:
+                value.normal_(1.0, 0.1)
+            value.copy_(value.bfloat16())
+    return model
+
+
+def save(path, tensors, metadata=None):
+    kept = {name: value.detach().contiguous().clone() for name, value in tensors.items()}
+    save_file(kept, path, metadata=metadata)
+
+
+def published(name):
+    """A parameter by its published name."""
+    return name.replace(".default.weight", ".weight").replace(".default", "")
+
+
+def adapted(model, call, targets, use_dora, sample, path):
+    """The model with an adapter: output, gradients and the losses of steps of AdamW."""
+    model.requires_grad_(False)
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, use_dora=use_dora)
+    model = inject_adapter_in_model(config, model).train()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "magnitude" in name:
+                value.mul_(1 + 0.1 * torch.randn_like(value))
+            elif "lora_" in name:
+                value.normal_(0, 0.1)
+    values = {published(n): p for n, p in model.named_parameters() if p.requires_grad}
+    stored = {f"lora.{name}": value.detach().clone() for name, value in values.items()}
+    sample.grad = None
+    output = call(model)
+    target = torch.randn_like(output)
+    mse_loss(output, target).backward()
+    stored |= {"output": output, "target": target, "grad_input.hidden_states": sample.grad.clone()}
+    stored |= {f"grad.{name}": value.grad.clone() for name, value in values.items()}
+    optimizer = torch.optim.AdamW(values.values(), lr=1e-3, weight_decay=0.01)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = mse_loss(call(model), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    stored["adamw.losses"] = torch.tensor(losses)
+    settings = {"rank": str(RANK), "alpha": str(ALPHA), "targets": json.dumps(targets),
+                "use_dora": str(use_dora).lower()}  # fmt: skip
+    save(path, stored, settings)
+
+
+def family(name, make, inputs, call, linear, attention):
+    folder = OUTPUT / name
+    folder.mkdir(parents=True, exist_ok=True)
+    model = randomize(make())
+    copy.deepcopy(model).bfloat16().save_pretrained(folder / "transformer")
+    with torch.no_grad():
+        save(folder / "transformer_forward.safetensors", inputs | {"output": call(model)})
+    for case, targets, use_dora in [
+        ("lora_attention", attention, False),
+        ("dora_attention", attention, True),
+        ("lora_all_linear", linear, False),
+    ]:
+        other = make()
+        other.load_state_dict(model.state_dict())
+        path = folder / f"transformer_{case}.safetensors"
+        adapted(other, call, targets, use_dora, inputs["hidden_states"], path)
+
+
+def z_image():
+    """24 tokens of an image, of which 32 are made; captions of which one is longer than 32."""
+    lengths = torch.tensor([37, 19])
+    x = torch.randn(2, 16, 12, 8).requires_grad_()
+    text, times = torch.randn(2, 37, 40), torch.tensor([0.113, 0.871])
+
+    def call(model):
+        captions = [row[:length] for row, length in zip(text, lengths, strict=True)]
+        rows = model([row[:, None] for row in x], times, captions, return_dict=False)[0]
+        return torch.stack(rows)[:, :, 0]
+
+    inputs = {"hidden_states": x, "encoder_hidden_states": text, "timestep": times,
+              "lengths": lengths.float()}  # fmt: skip
+    # The last layer has an activation under the name of the blocks' linear layers.
+    modulation = [f"{block}.adaLN_modulation.0" for block in ("layers.1", "noise_refiner.0")]
+    linear = [*ATTENTION, "w1", "w2", "w3", "cap_embedder.1", *modulation]
+    family("zimage", lambda: ZImageTransformer2DModel(**Z_IMAGE), inputs, call, linear, ATTENTION)
+
+
+def flux2():
+    height, width, length = 6, 4, 19
+    x = torch.randn(2, height * width, 64).requires_grad_()
+    text, times = torch.randn(2, length, 40), torch.tensor([0.113, 0.871])
+    image = torch.zeros(height, width, 4)
+    image[..., 1] += torch.arange(height)[:, None]
+    image[..., 2] += torch.arange(width)
+    words = torch.zeros(length, 4)
+    words[:, 3] = torch.arange(length)
+    inputs = {"hidden_states": x, "encoder_hidden_states": text, "timestep": times,
+              "img_ids": image.reshape(-1, 4), "txt_ids": words}  # fmt: skip
+
+    def call(model):
+        return model(**inputs, return_dict=False)[0]
+
+    linear = [*JOINT, "linear_in", "linear_out", "double_stream_modulation_img.linear"]
+    family("flux2", lambda: Flux2Transformer2DModel(**FLUX2), inputs, call, linear, JOINT)
+
+
+def autoencoder():
+    """FLUX.2's, whose statistics of latents are not the usual 0 and 1."""
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2,
+             "up_block_types": ("UpDecoderBlock2D",) * 2}  # fmt: skip
+    sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "latent_channels": 32}
+    model = randomize(AutoencoderKLFlux2(**kinds, **sizes)).eval()
+    model.bn.running_mean.normal_(0, 0.5)
+    model.bn.running_var.uniform_(0.5, 2)
+    for statistic in (model.bn.running_mean, model.bn.running_var):
+        statistic.copy_(statistic.bfloat16())
+    folder = OUTPUT / "flux2"
+    copy.deepcopy(model).bfloat16().save_pretrained(folder / "vae")
+    image, latent = torch.randn(2, 3, 24, 16).clamp(-1, 1), torch.randn(2, 32, 12, 8)
+    with torch.no_grad():
+        found = model.encode(image).latent_dist
+        decoded = model.decode(latent, return_dict=False)[0]
+    stored = {"image": image, "mean": found.mean, "logvar": found.logvar, "latent": latent,
+              "decoded": decoded}  # fmt: skip
+    save(folder / "vae_forward.safetensors", stored)
+
+
+def full_size():
+    with torch.device("meta"):
+        models = {
+            "zimage": ZImageTransformer2DModel(),
+            "flux2_klein_4b": Flux2Transformer2DModel(**KLEIN_4B),
+            "flux2_klein_9b": Flux2Transformer2DModel(**KLEIN_9B),
+        }
+    folder = OUTPUT / "full_size"
+    folder.mkdir(exist_ok=True)
+    for name, model in models.items():
+        shapes = {key: list(value.shape) for key, value in sorted(model.state_dict().items())}
+        (folder / f"{name}.json").write_text(json.dumps(shapes, indent=0))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(20261122)
+    torch.set_num_threads(2)
+    z_image()
+    flux2()
+    autoencoder()
+    full_size()
