@@ -222,6 +222,6 @@ impl Model for CausalLM {
 
     /// Other tools know its layers by transformers' names.
     fn original_names(&self) -> OriginalNames {
-        Arc::new(|layer| Some(layer.to_owned()))
+        Arc::new(|layer| Some(Key::plain(layer)))
     }
 }
