@@ -399,10 +399,10 @@ where
     let plan = RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut() {
         Some(Recorder::Record(recording)) => {
             recording.sequence += 1;
-            let keep = recording.region.policy == Policy::Selective && op.cost == Cost::Dear;
+            let keep = recording.region.policy == Policy::Selective && op.cost == Cost::Expensive;
             Ok(if keep { Plan::ComputeAndKeep } else { Plan::Compute })
         }
-        Some(Recorder::Replay(replaying)) if replaying.selective && op.cost == Cost::Dear => {
+        Some(Recorder::Replay(replaying)) if replaying.selective && op.cost == Cost::Expensive => {
             match replaying.kept.pop_front() {
                 Some(kept) if kept.name == op.name => Ok(Plan::Take(kept)),
                 _ => Err(nondeterministic()),

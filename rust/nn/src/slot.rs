@@ -10,13 +10,13 @@ use crate::base::Base;
 
 /// Holds a layer's adapter. Shared, so that a set of adapters can be removed again.
 #[derive(Clone)]
-pub(crate) struct AdapterSlot(HostState<Seat>);
+pub(crate) struct AdapterSlot(HostState<Occupant>);
 
 /// An adapter, or none.
 #[derive(Clone)]
-struct Seat(Option<Arc<dyn Adapter>>);
+struct Occupant(Option<Arc<dyn Adapter>>);
 
-impl PartialEq for Seat {
+impl PartialEq for Occupant {
     fn eq(&self, other: &Self) -> bool {
         match (&self.0, &other.0) {
             (Some(one), Some(other)) => Arc::ptr_eq(one, other),
@@ -27,7 +27,7 @@ impl PartialEq for Seat {
 
 impl Default for AdapterSlot {
     fn default() -> Self {
-        Self(HostState::new("the adapter of a layer", Seat(None)))
+        Self(HostState::new("the adapter of a layer", Occupant(None)))
     }
 }
 
@@ -39,7 +39,7 @@ impl AdapterSlot {
 
     /// Put `adapter` into the slot, or empty it.
     pub(crate) fn set(&self, adapter: Option<Arc<dyn Adapter>>) {
-        self.0.change(|seat| seat.0 = adapter);
+        self.0.change(|occupant| occupant.0 = adapter);
     }
 
     /// The layer's result, with the adapter if there is one.

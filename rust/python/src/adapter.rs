@@ -6,12 +6,12 @@ use trainable_candle_core as tc;
 use trainable_candle_nn::adapter::{self, AdapterSettings, KINDS};
 use trainable_candle_nn::{Base, Linear, Operation, init};
 
+use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::device;
 use crate::dtype::DTypeArg;
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::var::Var;
 
@@ -38,7 +38,7 @@ pub struct Adapter {
 #[pymethods]
 impl Adapter {
     #[new]
-    #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=Given::of(0.0), rslora=false))]
+    #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=Argument::of(0.0), rslora=false))]
     #[allow(clippy::too_many_arguments)] // one for each property of a layer
     fn new(
         py: Python<'_>,
@@ -46,8 +46,8 @@ impl Adapter {
         weight: &Tensor,
         bias: Option<&Tensor>,
         rank: Integer,
-        alpha: Given<f64>,
-        dropout: Given<f64>,
+        alpha: Argument<f64>,
+        dropout: Argument<f64>,
         rslora: bool,
     ) -> Result<Self> {
         const OP: &str = "Adapter";

@@ -10,11 +10,11 @@ use trainable_candle_io as io;
 use trainable_candle_models::{Loaded, facts};
 use trainable_candle_nn::adapter;
 
+use crate::argument::Argument;
 use crate::arguments::{FilePath, Integer, Names};
 use crate::call::{detached, quick};
 use crate::dtype::DTypeArg;
 use crate::error::Result;
-use crate::given::Given;
 use crate::types::NamedVars;
 use crate::var::Var;
 
@@ -47,20 +47,20 @@ pub struct LoraConfig(adapter::LoraConfig);
 #[pymethods]
 impl LoraConfig {
     #[new]
-    #[pyo3(signature = (r=Integer::of(8), lora_alpha=Given::of(8.0), target_modules=None, exclude_modules=None, lora_dropout=Given::of(0.0),
-        use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=Given::of(None), adapter="lora", wd_on_output=true,
+    #[pyo3(signature = (r=Integer::of(8), lora_alpha=Argument::of(8.0), target_modules=None, exclude_modules=None, lora_dropout=Argument::of(0.0),
+        use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=Argument::of(None), adapter="lora", wd_on_output=true,
         decompose_both=false, decompose_factor=Integer::of(-1)))]
     #[allow(clippy::too_many_arguments)] // peft's
     fn new(
         r: Integer,
-        lora_alpha: Given<f64>,
+        lora_alpha: Argument<f64>,
         target_modules: Option<Names>,
         exclude_modules: Option<Names>,
-        lora_dropout: Given<f64>,
+        lora_dropout: Argument<f64>,
         use_dora: bool,
         use_rslora: bool,
         rank_pattern: Option<BTreeMap<String, Integer>>,
-        alpha_pattern: Given<Option<BTreeMap<String, f64>>>,
+        alpha_pattern: Argument<Option<BTreeMap<String, f64>>>,
         adapter: &str,
         wd_on_output: bool,
         decompose_both: bool,
@@ -280,13 +280,13 @@ impl AdapterSet {
     /// Raises:
     ///     FileError: if the file cannot be written.
     ///     ArgumentError: if the format is unknown or cannot hold these adapters.
-    #[pyo3(signature = (path, format=None, metadata=Given::of(None), dtype=None))]
+    #[pyo3(signature = (path, format=None, metadata=Argument::of(None), dtype=None))]
     fn save(
         &self,
         py: Python<'_>,
         path: FilePath,
         format: Option<&str>,
-        metadata: Given<Option<BTreeMap<String, String>>>,
+        metadata: Argument<Option<BTreeMap<String, String>>>,
         dtype: Option<DTypeArg>,
     ) -> Result<Vec<String>> {
         const OP: &str = "save";
@@ -318,7 +318,7 @@ impl AdapterSet {
 fn options(
     op: &'static str,
     format: Option<&str>,
-    metadata: Given<Option<BTreeMap<String, String>>>,
+    metadata: Argument<Option<BTreeMap<String, String>>>,
     dtype: Option<DTypeArg>,
 ) -> Result<io::SaveOptions> {
     Ok(io::SaveOptions {
@@ -344,13 +344,13 @@ fn options(
 ///     FileError: if the file cannot be written.
 ///     ArgumentError: if the format is unknown or cannot hold these adapters.
 #[pyfunction]
-#[pyo3(signature = (path, adapters, format=None, metadata=Given::of(None), dtype=None))]
+#[pyo3(signature = (path, adapters, format=None, metadata=Argument::of(None), dtype=None))]
 pub fn save_adapters(
     py: Python<'_>,
     path: FilePath,
     adapters: Vec<Py<AdapterSet>>,
     format: Option<&str>,
-    metadata: Given<Option<BTreeMap<String, String>>>,
+    metadata: Argument<Option<BTreeMap<String, String>>>,
     dtype: Option<DTypeArg>,
 ) -> Result<Vec<String>> {
     let file = prepared(py, "save_adapters", path, &adapters, (format, metadata, dtype))?;
@@ -370,20 +370,20 @@ pub fn save_adapters(
 /// Raises:
 ///     ArgumentError: if the format is unknown or cannot hold these adapters.
 #[pyfunction]
-#[pyo3(signature = (path, adapters, format=None, metadata=Given::of(None), dtype=None))]
+#[pyo3(signature = (path, adapters, format=None, metadata=Argument::of(None), dtype=None))]
 pub fn prepare_adapters(
     py: Python<'_>,
     path: FilePath,
     adapters: Vec<Py<AdapterSet>>,
     format: Option<&str>,
-    metadata: Given<Option<BTreeMap<String, String>>>,
+    metadata: Argument<Option<BTreeMap<String, String>>>,
     dtype: Option<DTypeArg>,
 ) -> Result<AdapterFile> {
     prepared(py, "prepare_adapters", path, &adapters, (format, metadata, dtype))
 }
 
 /// How a file is written: its format, its metadata, the dtype of the parameters.
-type FileOptions<'a> = (Option<&'a str>, Given<Option<BTreeMap<String, String>>>, Option<DTypeArg>);
+type FileOptions<'a> = (Option<&'a str>, Argument<Option<BTreeMap<String, String>>>, Option<DTypeArg>);
 
 fn prepared(
     py: Python<'_>,

@@ -37,10 +37,10 @@ pub fn wrong_type(op: &str, name: &str, found: &str, expected: &str) -> Error {
 
 /// An integer.
 #[derive(Clone)]
-pub struct Integer(Given);
+pub struct Integer(Value);
 
 #[derive(Clone)]
-enum Given {
+enum Value {
     Number(i128),
     /// An integer of a given size.
     Huge(String),
@@ -51,7 +51,7 @@ enum Given {
 impl Integer {
     /// The default of a parameter.
     pub const fn of(value: i64) -> Self {
-        Self(Given::Number(value as i128))
+        Self(Value::Number(value as i128))
     }
 
     /// The value, in the range of `T`.
@@ -63,9 +63,9 @@ impl Integer {
             Err(tc::Error::argument(op, format!("{name} is {found}, expected {expected}")).into())
         };
         match &self.0 {
-            Given::Number(value) => T::try_from(*value).or_else(|_| out_of_range(value)),
-            Given::Huge(bits) => out_of_range(bits),
-            Given::Other(found) => Err(wrong_type(op, name, found, "an integer")),
+            Value::Number(value) => T::try_from(*value).or_else(|_| out_of_range(value)),
+            Value::Huge(bits) => out_of_range(bits),
+            Value::Other(found) => Err(wrong_type(op, name, found, "an integer")),
         }
     }
 
@@ -113,18 +113,18 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Integer {
 
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         if let Ok(value) = object.extract::<i64>() {
-            return Ok(Self(Given::Number(i128::from(value))));
+            return Ok(Self(Value::Number(i128::from(value))));
         }
         // A float has no index; a tensor may have one or not.
         let Ok(integer) = object.py().import("operator")?.call_method1("index", (object,)) else {
-            return Ok(Self(Given::Other(found(&object))));
+            return Ok(Self(Value::Other(found(&object))));
         };
         Ok(Self(match integer.cast::<PyInt>()?.extract::<u64>() {
-            Ok(value) => Given::Number(i128::from(value)),
+            Ok(value) => Value::Number(i128::from(value)),
             Err(_) => {
                 let negative = if integer.lt(0)? { "a negative" } else { "an" };
                 let bits: u64 = integer.call_method0("bit_length")?.extract()?;
-                Given::Huge(format!("{negative} integer of {bits} bits"))
+                Value::Huge(format!("{negative} integer of {bits} bits"))
             }
         }))
     }
@@ -174,7 +174,7 @@ impl Integers {
         value: impl Fn(&Integer, &'static str, &str) -> Result<T>,
     ) -> Result<Vec<T>> {
         match self {
-            Self::One(Integer(Given::Other(found))) => {
+            Self::One(Integer(Value::Other(found))) => {
                 Err(wrong_type(op, name, found, "an integer or a sequence of integers"))
             }
             Self::One(one) => Ok(vec![value(one, op, name)?]),

@@ -11,10 +11,10 @@ use tc::checkpoint::checkpoint_with;
 use tc::gradcheck::Tolerance;
 use trainable_candle_core as tc;
 
+use crate::argument::Argument;
 use crate::arguments::{found, wrong_type};
 use crate::call::{detached, quick};
 use crate::error::{Result, from_callback};
-use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::types::{Anything, ELLIPSIS};
 
@@ -244,14 +244,14 @@ pub fn checkpoint<'py>(
 ///     DTypeError: if an input is not f64.
 ///     The exceptions of the function.
 #[pyfunction]
-#[pyo3(signature = (function, inputs, eps=Given::of(1e-6), atol=Given::of(1e-5), rtol=Given::of(1e-3)))]
+#[pyo3(signature = (function, inputs, eps=Argument::of(1e-6), atol=Argument::of(1e-5), rtol=Argument::of(1e-3)))]
 pub fn gradcheck(
     py: Python<'_>,
     function: Function,
     inputs: Tensors,
-    eps: Given<f64>,
-    atol: Given<f64>,
-    rtol: Given<f64>,
+    eps: Argument<f64>,
+    atol: Argument<f64>,
+    rtol: Argument<f64>,
 ) -> Result<bool> {
     const OP: &str = "gradcheck";
     let tolerance = Tolerance { eps: eps.get(OP, "eps")?, atol: atol.get(OP, "atol")?, rtol: rtol.get(OP, "rtol")? };

@@ -6,10 +6,10 @@ use tc::ops::conv::{self, Conv2dOptions};
 use tc::ops::{dropout as drop, gated, index, linear as lin, lora, rope as rotary, upsample};
 use trainable_candle_core as tc;
 
+use crate::argument::Argument;
 use crate::arguments::{Integer, Pair};
 use crate::call::{compute, detached};
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::var::Var;
 
@@ -57,7 +57,7 @@ pub fn lora_backward(
     input: &Tensor,
     lora_down: &Tensor,
     lora_up: &Tensor,
-    scale: Given<f64>,
+    scale: Argument<f64>,
 ) -> Result<(Tensor, Tensor)> {
     let scale = scale.get("lora_backward", "scale")?;
     let work = grad_output.0.elem_count().saturating_add(input.0.elem_count());
@@ -86,7 +86,7 @@ pub fn lora_backward_(
     inputs: Vec<PyRef<'_, Tensor>>,
     lora_downs: Vec<PyRef<'_, Var>>,
     lora_ups: Vec<PyRef<'_, Var>>,
-    scale: Given<f64>,
+    scale: Argument<f64>,
 ) -> Result<()> {
     const OP: &str = "lora_backward_";
     let scale = scale.get(OP, "scale")?;
@@ -267,7 +267,7 @@ pub fn swiglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 #[pyfunction]
-#[pyo3(signature = (query, key, value, attn_mask=None, *, is_causal=false, scale=Given::of(None)))]
+#[pyo3(signature = (query, key, value, attn_mask=None, *, is_causal=false, scale=Argument::of(None)))]
 pub fn scaled_dot_product_attention(
     py: Python<'_>,
     query: &Tensor,
@@ -275,7 +275,7 @@ pub fn scaled_dot_product_attention(
     value: &Tensor,
     attn_mask: Option<&Tensor>,
     is_causal: bool,
-    scale: Given<Option<f64>>,
+    scale: Argument<Option<f64>>,
 ) -> Result<Tensor> {
     let scale = scale.get("scaled_dot_product_attention", "scale")?;
     let work = query.0.elem_count().saturating_add(key.0.elem_count());
@@ -293,8 +293,8 @@ pub fn scaled_dot_product_attention(
 ///     ArgumentError: if `p` is out of range.
 ///     DTypeError: if the input is not floating point.
 #[pyfunction]
-#[pyo3(signature = (input, p=Given::of(0.5), training=true))]
-pub fn dropout(py: Python<'_>, input: &Tensor, p: Given<f64>, training: bool) -> Result<Tensor> {
+#[pyo3(signature = (input, p=Argument::of(0.5), training=true))]
+pub fn dropout(py: Python<'_>, input: &Tensor, p: Argument<f64>, training: bool) -> Result<Tensor> {
     let p = p.get("dropout", "p")?;
     compute(py, input.0.elem_count(), || drop::dropout(&input.0, p, training)).map(Tensor)
 }

@@ -6,11 +6,11 @@ use pyo3::prelude::*;
 use trainable_candle_core as tc;
 use trainable_candle_io as io;
 
+use crate::argument::Argument;
 use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::device;
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::types::NamedTensors;
 
@@ -24,12 +24,12 @@ use crate::types::NamedTensors;
 /// Raises:
 ///     FileError: if the file cannot be written.
 #[pyfunction]
-#[pyo3(signature = (tensors, path, metadata=Given::of(None)))]
+#[pyo3(signature = (tensors, path, metadata=Argument::of(None)))]
 pub fn save_file(
     py: Python<'_>,
-    tensors: Given<BTreeMap<String, PyRef<'_, Tensor>>>,
+    tensors: Argument<BTreeMap<String, PyRef<'_, Tensor>>>,
     path: FilePath,
-    metadata: Given<Option<BTreeMap<String, String>>>,
+    metadata: Argument<Option<BTreeMap<String, String>>>,
 ) -> Result<()> {
     const OP: &str = "save_file";
     let path = path.get(OP)?;
@@ -72,7 +72,7 @@ pub fn load_file<'py>(py: Python<'py>, path: FilePath, device: &str) -> Result<N
 #[pyfunction]
 pub fn snapshot<'py>(
     py: Python<'py>,
-    tensors: Given<BTreeMap<String, PyRef<'py, Tensor>>>,
+    tensors: Argument<BTreeMap<String, PyRef<'py, Tensor>>>,
 ) -> Result<NamedTensors<'py>> {
     let tensors = tensors.get("snapshot", "tensors")?;
     let tensors: Vec<(String, tc::Tensor)> =

@@ -4,6 +4,7 @@
 
 mod adapter;
 mod adapter_set;
+mod argument;
 mod arguments;
 mod autograd;
 mod call;
@@ -15,7 +16,6 @@ mod error;
 mod exceptions;
 mod facts;
 mod functional;
-mod given;
 mod io;
 mod loss;
 mod models;

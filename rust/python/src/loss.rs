@@ -4,10 +4,10 @@ use pyo3::prelude::*;
 use tc::ops::loss::{self, Reduction};
 use trainable_candle_core as tc;
 
+use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::call::compute;
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// The mean squared error.
@@ -56,13 +56,13 @@ pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str)
 ///     ShapeError, DTypeError: if the operands do not fit.
 ///     ArgumentError: if the reduction is unknown or `delta` is not above 0.
 #[pyfunction]
-#[pyo3(signature = (input, target, reduction="mean", delta=Given::of(1.0)))]
+#[pyo3(signature = (input, target, reduction="mean", delta=Argument::of(1.0)))]
 pub fn huber_loss(
     py: Python<'_>,
     input: &Tensor,
     target: &Tensor,
     reduction: &str,
-    delta: Given<f64>,
+    delta: Argument<f64>,
 ) -> Result<Tensor> {
     let delta = delta.get("huber_loss", "delta")?;
     let reduction = Reduction::parse("huber_loss", reduction)?;
@@ -81,13 +81,13 @@ pub fn huber_loss(
 ///     ShapeError, DTypeError: if the operands do not fit.
 ///     ArgumentError: if the reduction is unknown or `beta` is negative.
 #[pyfunction]
-#[pyo3(signature = (input, target, reduction="mean", beta=Given::of(1.0)))]
+#[pyo3(signature = (input, target, reduction="mean", beta=Argument::of(1.0)))]
 pub fn smooth_l1_loss(
     py: Python<'_>,
     input: &Tensor,
     target: &Tensor,
     reduction: &str,
-    beta: Given<f64>,
+    beta: Argument<f64>,
 ) -> Result<Tensor> {
     let beta = beta.get("smooth_l1_loss", "beta")?;
     let reduction = Reduction::parse("smooth_l1_loss", reduction)?;
@@ -108,14 +108,14 @@ pub fn smooth_l1_loss(
 ///     IndexOutOfRangeError: if a target is not a class.
 ///     ArgumentError: if the reduction is unknown or `label_smoothing` is out of range.
 #[pyfunction]
-#[pyo3(signature = (input, target, *, ignore_index=Integer::of(-100), reduction="mean", label_smoothing=Given::of(0.0)))]
+#[pyo3(signature = (input, target, *, ignore_index=Integer::of(-100), reduction="mean", label_smoothing=Argument::of(0.0)))]
 pub fn cross_entropy(
     py: Python<'_>,
     input: &Tensor,
     target: &Tensor,
     ignore_index: Integer,
     reduction: &str,
-    label_smoothing: Given<f64>,
+    label_smoothing: Argument<f64>,
 ) -> Result<Tensor> {
     let ignore_index = ignore_index.signed("cross_entropy", "ignore_index")?;
     let label_smoothing = label_smoothing.get("cross_entropy", "label_smoothing")?;

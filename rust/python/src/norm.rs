@@ -4,11 +4,11 @@ use pyo3::prelude::*;
 use tc::ops::norm as norms;
 use trainable_candle_core as tc;
 
+use crate::argument::Argument;
 use crate::arguments::{Integer, Shape};
 use crate::call::compute;
 use crate::error::Result;
 use crate::functional::{inner, with_channels_last};
-use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// The number of trailing dimensions that `normalized_shape` names.
@@ -37,14 +37,14 @@ fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> R
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if `eps` is negative or not finite.
 #[pyfunction]
-#[pyo3(signature = (input, normalized_shape, weight=None, bias=None, eps=Given::of(1e-5)))]
+#[pyo3(signature = (input, normalized_shape, weight=None, bias=None, eps=Argument::of(1e-5)))]
 pub fn layer_norm(
     py: Python<'_>,
     input: &Tensor,
     normalized_shape: Shape,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
-    eps: Given<f64>,
+    eps: Argument<f64>,
 ) -> Result<Tensor> {
     let eps = eps.get("layer_norm", "eps")?;
     let dims = trailing("layer_norm", &input.0, &normalized_shape)?;
@@ -68,7 +68,7 @@ pub fn layer_norm(
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if `eps` is negative or not finite.
 #[pyfunction]
-#[pyo3(signature = (input, residual, normalized_shape, weight=None, bias=None, eps=Given::of(1e-5)))]
+#[pyo3(signature = (input, residual, normalized_shape, weight=None, bias=None, eps=Argument::of(1e-5)))]
 pub fn add_layer_norm(
     py: Python<'_>,
     input: &Tensor,
@@ -76,7 +76,7 @@ pub fn add_layer_norm(
     normalized_shape: Shape,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
-    eps: Given<f64>,
+    eps: Argument<f64>,
 ) -> Result<(Tensor, Tensor)> {
     let eps = eps.get("add_layer_norm", "eps")?;
     let dims = trailing("add_layer_norm", &input.0, &normalized_shape)?;
@@ -100,13 +100,13 @@ pub fn add_layer_norm(
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if `eps` is negative or not finite.
 #[pyfunction]
-#[pyo3(signature = (input, scale, shift, eps=Given::of(1e-6)))]
+#[pyo3(signature = (input, scale, shift, eps=Argument::of(1e-6)))]
 pub fn modulated_layer_norm(
     py: Python<'_>,
     input: &Tensor,
     scale: &Tensor,
     shift: &Tensor,
-    eps: Given<f64>,
+    eps: Argument<f64>,
 ) -> Result<Tensor> {
     let eps = eps.get("modulated_layer_norm", "eps")?;
     let apply = || norms::modulated_layer_norm(&input.0, &scale.0, &shift.0, eps);
@@ -125,13 +125,13 @@ pub fn modulated_layer_norm(
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if `eps` is negative or not finite.
 #[pyfunction]
-#[pyo3(signature = (input, normalized_shape, weight=None, eps=Given::of(1e-6)))]
+#[pyo3(signature = (input, normalized_shape, weight=None, eps=Argument::of(1e-6)))]
 pub fn rms_norm(
     py: Python<'_>,
     input: &Tensor,
     normalized_shape: Shape,
     weight: Option<&Tensor>,
-    eps: Given<f64>,
+    eps: Argument<f64>,
 ) -> Result<Tensor> {
     let eps = eps.get("rms_norm", "eps")?;
     if trailing("rms_norm", &input.0, &normalized_shape)? != 1 {
@@ -158,14 +158,14 @@ pub fn rms_norm(
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if `num_groups` does not divide C.
 #[pyfunction]
-#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=Given::of(1e-5), *, channels_last=false))]
+#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=Argument::of(1e-5), *, channels_last=false))]
 pub fn group_norm(
     py: Python<'_>,
     input: &Tensor,
     num_groups: Integer,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
-    eps: Given<f64>,
+    eps: Argument<f64>,
     channels_last: bool,
 ) -> Result<Tensor> {
     let eps = eps.get("group_norm", "eps")?;
@@ -188,14 +188,14 @@ pub fn group_norm(
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 ///     ArgumentError: if `num_groups` does not divide C.
 #[pyfunction]
-#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=Given::of(1e-5), *, channels_last=false))]
+#[pyo3(signature = (input, num_groups, weight=None, bias=None, eps=Argument::of(1e-5), *, channels_last=false))]
 pub fn group_norm_silu(
     py: Python<'_>,
     input: &Tensor,
     num_groups: Integer,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
-    eps: Given<f64>,
+    eps: Argument<f64>,
     channels_last: bool,
 ) -> Result<Tensor> {
     let eps = eps.get("group_norm_silu", "eps")?;
@@ -222,7 +222,7 @@ pub fn group_norm_silu(
 ///     ArgumentError: if `eps` is negative or not finite.
 ///     NoBackwardError: if `cos` or `sin` needs a gradient.
 #[pyfunction]
-#[pyo3(signature = (x, weight, cos, sin, interleaved=false, eps=Given::of(1e-6)))]
+#[pyo3(signature = (x, weight, cos, sin, interleaved=false, eps=Argument::of(1e-6)))]
 pub fn rms_norm_rope(
     py: Python<'_>,
     x: &Tensor,
@@ -230,7 +230,7 @@ pub fn rms_norm_rope(
     cos: &Tensor,
     sin: &Tensor,
     interleaved: bool,
-    eps: Given<f64>,
+    eps: Argument<f64>,
 ) -> Result<Tensor> {
     let eps = eps.get("rms_norm_rope", "eps")?;
     let work = || norms::rms_norm_rope(&x.0, inner(weight), &cos.0, &sin.0, interleaved, eps);

@@ -12,7 +12,7 @@ use super::low_rank::LowRanks;
 use crate::tape::{OpInfo, record_with_aux};
 use crate::{Error, Result, Tensor};
 
-static LINEAR_GROUP: OpInfo = OpInfo::dear("linear_group");
+static LINEAR_GROUP: OpInfo = OpInfo::expensive("linear_group");
 
 /// The low-rank product that is added to one of the maps.
 #[derive(Clone)]

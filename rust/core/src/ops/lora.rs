@@ -20,8 +20,8 @@ use crate::raw::own_copy;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, Saver, record_with_aux};
 use crate::{Error, Result, Tensor, Var, checkpoint, compute};
 
-static LORA: OpInfo = OpInfo::dear("lora_linear");
-static DORA: OpInfo = OpInfo::dear("dora_linear");
+static LORA: OpInfo = OpInfo::expensive("lora_linear");
+static DORA: OpInfo = OpInfo::expensive("dora_linear");
 
 /// Rank of `down (r, in)`, `up (out, r)` against a base of `(out, in)`.
 pub(super) fn check_factors(

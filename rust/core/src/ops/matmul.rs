@@ -5,7 +5,7 @@ use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, compute};
 
-static MATMUL: OpInfo = OpInfo::dear("matmul");
+static MATMUL: OpInfo = OpInfo::expensive("matmul");
 
 struct MatmulBackward {
     a: Option<Saved>,

@@ -18,7 +18,7 @@ pub enum Cost {
     /// Bound by memory traffic: norms, activations, sums. Recomputed.
     Cheap,
     /// Bound by arithmetic: matrix products, convolutions, attention. Kept.
-    Dear,
+    Expensive,
 }
 
 /// The name and cost class of an operation.
@@ -37,8 +37,8 @@ impl OpInfo {
     }
 
     /// An expensive operation.
-    pub const fn dear(name: &'static str) -> Self {
-        Self { name, cost: Cost::Dear }
+    pub const fn expensive(name: &'static str) -> Self {
+        Self { name, cost: Cost::Expensive }
     }
 }
 

@@ -13,7 +13,7 @@ use trainable_candle_nn::{Blocks, Init, Module, RmsNorm, Visitor, Weights};
 use super::config::OP;
 use super::layers::DecoderLayer;
 use super::{CausalLMConfig, PackedTexts, keys};
-use crate::pretrained::{Architecture, Configuration, Layout, Original, Pretrained};
+use crate::pretrained::{Architecture, Configuration, Key, Layout, Original, Pretrained};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 

@@ -115,7 +115,7 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTex
             "text_model.encoder.layers.{}.mlp.fc1.weight",
         ),
     };
-    let untold = |what: &str| {
+    let unknown = |what: &str| {
         Error::Config(format!(
             "{}: the shapes of the checkpoint do not tell {what}; give config=, the config.json of the text encoder",
             files.path().display()
@@ -123,7 +123,7 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTex
     };
     let matrix = |key: &str| match files.shape(&format!("{prefix}{key}")) {
         Some(&[rows, columns]) => Ok((rows, columns)),
-        _ => Err(untold(&format!("the size of {key}"))),
+        _ => Err(unknown(&format!("the size of {key}"))),
     };
     let layer = |i: usize| first.replace("{}", &i.to_string());
     let (positions, width) = matrix(positions)?;
@@ -150,6 +150,6 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTex
         Some(&(_, num_attention_heads, hidden_act)) => {
             Ok(CLIPTextConfig { num_attention_heads, hidden_act, ..deduced })
         }
-        None => Err(untold("how many heads its attentions have")),
+        None => Err(unknown("how many heads its attentions have")),
     }
 }

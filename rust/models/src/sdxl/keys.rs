@@ -129,7 +129,7 @@ const PUBLISHED_HEAD_DIM: usize = 64;
 /// [`Error::Config`] if a size or the number of heads cannot be told.
 pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) -> Result<UNetConfig> {
     let shape = |key: String| files.shape(&format!("{prefix}{key}"));
-    let untold = |what: &str| {
+    let unknown = |what: &str| {
         Error::Config(format!(
             "{}: the shapes of the checkpoint do not tell {what}; give config=, the config.json of the UNet",
             files.path().display()
@@ -138,7 +138,7 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     let size = |key: &str, dim: usize| {
         shape(key.to_owned())
             .and_then(|dims| dims.get(dim).copied())
-            .ok_or_else(|| untold(&format!("the size of {key}")))
+            .ok_or_else(|| unknown(&format!("the size of {key}")))
     };
     if shape("input_blocks.0.0.weight".to_owned()).is_some() && shape("label_emb.0.0.weight".to_owned()).is_none() {
         return Err(Error::Config(format!(
@@ -166,12 +166,12 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     }
     let (levels, stride) = (channels.len(), layers[0] + 1);
     if layers.iter().any(|&count| count != layers[0] || count == 0) || depth("middle_block") != depths[levels - 1] {
-        return Err(untold("its blocks: they are not those of an SDXL model"));
+        return Err(unknown("its blocks: they are not those of an SDXL model"));
     }
     let attention = (1..=levels * stride)
         .map(|i| format!("input_blocks.{i}.1"))
         .find(|block| shape(format!("{block}.proj_in.weight")).is_some())
-        .ok_or_else(|| untold("the width of the text: no level attends to it"))?;
+        .ok_or_else(|| unknown("the width of the text: no level attends to it"))?;
     let projection = size("label_emb.0.0.weight", 1)?;
     // The whole checkpoint says how wide the pooled text is; the UNet alone does not.
     let pooled = files.shape("conditioner.embedders.1.model.text_projection").and_then(|dims| dims.get(1).copied());
@@ -196,7 +196,7 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     match known.into_iter().find(|known| same_sizes(known, &deduced)) {
         Some(known) => Ok(known),
         None if PUBLISHED_WIDTHS.contains(&deduced.block_out_channels[0]) => Ok(deduced),
-        None => Err(untold("how many heads its attentions have")),
+        None => Err(unknown("how many heads its attentions have")),
     }
 }
 

@@ -7,10 +7,10 @@ use trainable_candle_models as models;
 use trainable_candle_models::clip;
 
 use super::{Model, class};
+use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::call::{detached, quick};
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Names begin with
@@ -30,7 +30,7 @@ impl CLIPTextModel {
     /// Raises:
     ///     ShapeError: if a text is too long.
     ///     IndexOutOfRangeError: if an id is not a token.
-    fn __call__(&self, py: Python<'_>, input_ids: Given<PyRef<'_, Tensor>>) -> Result<TextFeatures> {
+    fn __call__(&self, py: Python<'_>, input_ids: Argument<PyRef<'_, Tensor>>) -> Result<TextFeatures> {
         let input_ids = input_ids.get("CLIPTextModel", "input_ids")?;
         let ids = &input_ids.0;
         detached(py, || self.0.forward(ids)).map(TextFeatures)

@@ -7,11 +7,11 @@ use trainable_candle_models::digits::DigitsConfig;
 use trainable_candle_models::{self as models, Loaded};
 
 use super::{Model, class};
+use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::call::{detached, quick};
 use crate::device;
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// The demo's image generator: a flow-matching diffusion transformer over pictures of handwritten digits.
@@ -83,9 +83,9 @@ impl DigitsTransformer {
     fn __call__(
         &self,
         py: Python<'_>,
-        sample: Given<PyRef<'_, Tensor>>,
-        timestep: Given<PyRef<'_, Tensor>>,
-        class_labels: Given<PyRef<'_, Tensor>>,
+        sample: Argument<PyRef<'_, Tensor>>,
+        timestep: Argument<PyRef<'_, Tensor>>,
+        class_labels: Argument<PyRef<'_, Tensor>>,
     ) -> Result<Tensor> {
         let (sample, timestep) =
             (sample.get("DigitsTransformer", "sample")?, timestep.get("DigitsTransformer", "timestep")?);

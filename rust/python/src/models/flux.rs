@@ -7,9 +7,9 @@ use trainable_candle_models as models;
 use trainable_candle_models::flux::FluxConditions;
 
 use super::{Model, class};
+use crate::argument::Argument;
 use crate::call::detached;
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::{Operand, Tensor};
 
 /// The transformer of Flux.1, computing what diffusers' `FluxTransformer2DModel` computes, under its names. Made by `from_pretrained`.
@@ -43,12 +43,12 @@ impl FluxTransformer {
     fn __call__(
         &self,
         py: Python<'_>,
-        hidden_states: Given<PyRef<'_, Tensor>>,
-        encoder_hidden_states: Given<PyRef<'_, Tensor>>,
-        pooled_projections: Given<PyRef<'_, Tensor>>,
+        hidden_states: Argument<PyRef<'_, Tensor>>,
+        encoder_hidden_states: Argument<PyRef<'_, Tensor>>,
+        pooled_projections: Argument<PyRef<'_, Tensor>>,
         timestep: Operand<'_>,
-        img_ids: Given<PyRef<'_, Tensor>>,
-        txt_ids: Given<PyRef<'_, Tensor>>,
+        img_ids: Argument<PyRef<'_, Tensor>>,
+        txt_ids: Argument<PyRef<'_, Tensor>>,
         guidance: Option<Operand<'_>>,
     ) -> Result<Tensor> {
         const OP: &str = "FluxTransformer";

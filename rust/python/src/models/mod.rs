@@ -24,12 +24,12 @@ use trainable_candle_models::{self as models, Loaded};
 use trainable_candle_nn::adapter::AdapterSet as Set;
 
 use crate::adapter_set::{AdapterSet, Attached, LoraConfig};
+use crate::argument::Argument;
 use crate::arguments::{FilePath, Integer};
 use crate::call::detached;
 use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::types::{NamedTensors, NamedVars, Own};
 use crate::var::Var;
@@ -229,8 +229,8 @@ impl Model {
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
     ///     ConfigError: if the model has an adapter already.
-    #[pyo3(signature = (path, scale=Given::of(1.0)))]
-    fn load_adapter(&self, py: Python<'_>, path: FilePath, scale: Given<f64>) -> Result<Py<AdapterSet>> {
+    #[pyo3(signature = (path, scale=Argument::of(1.0)))]
+    fn load_adapter(&self, py: Python<'_>, path: FilePath, scale: Argument<f64>) -> Result<Py<AdapterSet>> {
         const OP: &str = "load_adapter";
         let (path, scale) = (path.get(OP)?, scale.get(OP, "scale")?);
         self.adapter.attach(py, OP, &self.model, || {

@@ -7,9 +7,9 @@ use trainable_candle_models as models;
 use trainable_candle_models::sd3::SD3Conditions;
 
 use super::{Model, class};
+use crate::argument::Argument;
 use crate::call::detached;
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::{Operand, Tensor};
 
 /// The transformer of SD3 and SD3.5, computing what diffusers' `SD3Transformer2DModel` computes, under its names. Made by `from_pretrained`.
@@ -37,9 +37,9 @@ impl SD3Transformer {
     fn __call__(
         &self,
         py: Python<'_>,
-        hidden_states: Given<PyRef<'_, Tensor>>,
-        encoder_hidden_states: Given<PyRef<'_, Tensor>>,
-        pooled_projections: Given<PyRef<'_, Tensor>>,
+        hidden_states: Argument<PyRef<'_, Tensor>>,
+        encoder_hidden_states: Argument<PyRef<'_, Tensor>>,
+        pooled_projections: Argument<PyRef<'_, Tensor>>,
         timestep: Operand<'_>,
     ) -> Result<Tensor> {
         const OP: &str = "SD3Transformer";

@@ -7,9 +7,9 @@ use trainable_candle_models as models;
 use trainable_candle_models::sdxl::UNetConditions;
 
 use super::{Model, class};
+use crate::argument::Argument;
 use crate::call::detached;
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::{Operand, Tensor};
 
 /// SDXL's UNet, computing what diffusers' `UNet2DConditionModel` computes, under its names. Made by `from_pretrained`.
@@ -38,11 +38,11 @@ impl SDXLUNet {
     fn __call__(
         &self,
         py: Python<'_>,
-        sample: Given<PyRef<'_, Tensor>>,
+        sample: Argument<PyRef<'_, Tensor>>,
         timestep: Operand<'_>,
-        encoder_hidden_states: Given<PyRef<'_, Tensor>>,
-        text_embeds: Given<PyRef<'_, Tensor>>,
-        time_ids: Given<PyRef<'_, Tensor>>,
+        encoder_hidden_states: Argument<PyRef<'_, Tensor>>,
+        text_embeds: Argument<PyRef<'_, Tensor>>,
+        time_ids: Argument<PyRef<'_, Tensor>>,
     ) -> Result<Tensor> {
         const OP: &str = "SDXLUNet";
         let sample = sample.get(OP, "sample")?;

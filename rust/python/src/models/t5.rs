@@ -6,9 +6,9 @@ use pyo3::prelude::*;
 use trainable_candle_models as models;
 
 use super::{Model, class};
+use crate::argument::Argument;
 use crate::call::detached;
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// A text encoder that computes what transformers' `T5EncoderModel` computes, by which Stable Diffusion 3 and Flux read texts. In half
@@ -35,8 +35,8 @@ impl T5Encoder {
     fn __call__(
         &self,
         py: Python<'_>,
-        input_ids: Given<PyRef<'_, Tensor>>,
-        attention_mask: Option<Given<PyRef<'_, Tensor>>>,
+        input_ids: Argument<PyRef<'_, Tensor>>,
+        attention_mask: Option<Argument<PyRef<'_, Tensor>>>,
     ) -> Result<Tensor> {
         let input_ids = input_ids.get("T5Encoder", "input_ids")?;
         let mask = attention_mask.map(|mask| mask.get("T5Encoder", "attention_mask")).transpose()?;

@@ -6,10 +6,10 @@ use pyo3::prelude::*;
 use trainable_candle_models as models;
 
 use super::{Model, class};
+use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::call::detached;
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// The autoencoder between pictures and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
@@ -55,7 +55,7 @@ impl AutoencoderKL {
     fn encode(
         &self,
         py: Python<'_>,
-        image: Given<PyRef<'_, Tensor>>,
+        image: Argument<PyRef<'_, Tensor>>,
         tile_size: Option<Integer>,
     ) -> Result<(Tensor, Tensor)> {
         let image = image.get("encode", "image")?;
@@ -78,7 +78,12 @@ impl AutoencoderKL {
     /// Raises:
     ///     ShapeError: if the latents do not fit the model.
     #[pyo3(signature = (latent, *, tile_size=None))]
-    fn decode(&self, py: Python<'_>, latent: Given<PyRef<'_, Tensor>>, tile_size: Option<Integer>) -> Result<Tensor> {
+    fn decode(
+        &self,
+        py: Python<'_>,
+        latent: Argument<PyRef<'_, Tensor>>,
+        tile_size: Option<Integer>,
+    ) -> Result<Tensor> {
         let latent = latent.get("decode", "latent")?;
         let latent = &latent.0;
         let tile_size = tile_size.map(|size| size.count("decode", "tile_size")).transpose()?;

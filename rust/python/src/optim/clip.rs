@@ -5,9 +5,9 @@ use trainable_candle_core as tc;
 use trainable_candle_nn::optim::{self, NormType};
 
 use super::Variables;
+use crate::argument::Argument;
 use crate::call::detached;
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// Scale the gradients of `parameters` so that their total norm is at most `max_norm`, as torch's function.
@@ -25,12 +25,12 @@ use crate::tensor::Tensor;
 ///     ArgumentError: if a number is out of range, or an item is not a Var.
 ///     NonFiniteError: if `error_if_nonfinite` and the norm is not finite; the gradients do not change then.
 #[pyfunction]
-#[pyo3(signature = (parameters, max_norm, norm_type=Given::of(2.0), error_if_nonfinite=false))]
+#[pyo3(signature = (parameters, max_norm, norm_type=Argument::of(2.0), error_if_nonfinite=false))]
 pub fn clip_grad_norm_(
     py: Python<'_>,
     parameters: Variables,
-    max_norm: Given<f64>,
-    norm_type: Given<f64>,
+    max_norm: Argument<f64>,
+    norm_type: Argument<f64>,
     error_if_nonfinite: bool,
 ) -> Result<Tensor> {
     const OP: &str = "clip_grad_norm_";

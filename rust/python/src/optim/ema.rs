@@ -7,9 +7,9 @@ use pyo3::prelude::*;
 use trainable_candle_nn::optim::{self, EMAConfig, StateDict};
 
 use crate::adapter_set::AdapterSet;
+use crate::argument::Argument;
 use crate::call::{detached, quick};
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::types::NamedTensors;
 
@@ -37,8 +37,8 @@ impl EMA {
 #[pymethods]
 impl EMA {
     #[new]
-    #[pyo3(signature = (adapter, decay=Given::of(0.999), warmup=true))]
-    fn new(adapter: &AdapterSet, decay: Given<f64>, warmup: bool) -> Result<Self> {
+    #[pyo3(signature = (adapter, decay=Argument::of(0.999), warmup=true))]
+    fn new(adapter: &AdapterSet, decay: Argument<f64>, warmup: bool) -> Result<Self> {
         let config = EMAConfig { decay: decay.get("EMA", "decay")?, warmup };
         Ok(Self(Mutex::new(quick(|| optim::EMA::new(adapter.inner().buffer(), config))?)))
     }

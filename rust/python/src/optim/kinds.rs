@@ -6,9 +6,9 @@ use trainable_candle_nn::optim::{
 };
 
 use super::{Optimizer, Params};
+use crate::argument::{Argument, Expected};
 use crate::arguments::Integer;
 use crate::error::Result;
-use crate::given::{Expected, Given};
 
 /// A hyper-parameter as it is passed.
 trait HyperParameter {
@@ -18,7 +18,7 @@ trait HyperParameter {
     fn value(self, op: &'static str, name: &str) -> Result<Self::Value>;
 }
 
-impl<T: Expected> HyperParameter for Given<T> {
+impl<T: Expected> HyperParameter for Argument<T> {
     type Value = T;
 
     fn value(self, op: &'static str, name: &str) -> Result<T> {
@@ -42,10 +42,10 @@ trait Passed: Sized {
 }
 
 impl<T: Expected> Passed for T {
-    type As = Given<T>;
+    type As = Argument<T>;
 
-    fn default(self) -> Given<T> {
-        Given::of(self)
+    fn default(self) -> Argument<T> {
+        Argument::of(self)
     }
 }
 

@@ -22,9 +22,9 @@ pub use kinds::*;
 pub use scaler::GradScaler;
 pub use schedule::Schedule;
 
+use crate::argument::Argument;
 use crate::call::{detached, quick};
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 use crate::types::NamedTensors;
 use crate::var::Var;
@@ -76,7 +76,7 @@ impl Optimizer {
     }
 
     #[setter]
-    fn set_lr(&self, lr: Given<f64>) -> Result<()> {
+    fn set_lr(&self, lr: Argument<f64>) -> Result<()> {
         let lr = lr.get("Optimizer", "lr")?;
         quick(|| self.lock().set_lr(lr))
     }
@@ -91,7 +91,7 @@ impl Optimizer {
     }
 
     #[setter]
-    fn set_group_lrs(&self, lrs: Given<Vec<f64>>) -> Result<()> {
+    fn set_group_lrs(&self, lrs: Argument<Vec<f64>>) -> Result<()> {
         let lrs = lrs.get("Optimizer", "group_lrs")?;
         let mut optimizer = self.lock();
         let groups = optimizer.group_lrs().len();

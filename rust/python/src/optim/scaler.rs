@@ -8,10 +8,10 @@ use trainable_candle_core as tc;
 use trainable_candle_nn::optim::{self, GradScalerConfig};
 
 use super::Optimizer;
+use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::call::{detached, quick};
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 
 const OP: &str = "GradScaler";
@@ -43,11 +43,11 @@ impl GradScaler {
 #[pymethods]
 impl GradScaler {
     #[new]
-    #[pyo3(signature = (init_scale=Given::of(65536.0), growth_factor=Given::of(2.0), backoff_factor=Given::of(0.5), growth_interval=Integer::of(2000), enabled=true))]
+    #[pyo3(signature = (init_scale=Argument::of(65536.0), growth_factor=Argument::of(2.0), backoff_factor=Argument::of(0.5), growth_interval=Integer::of(2000), enabled=true))]
     fn new(
-        init_scale: Given<f64>,
-        growth_factor: Given<f64>,
-        backoff_factor: Given<f64>,
+        init_scale: Argument<f64>,
+        growth_factor: Argument<f64>,
+        backoff_factor: Argument<f64>,
         growth_interval: Integer,
         enabled: bool,
     ) -> Result<Self> {
@@ -111,7 +111,7 @@ impl GradScaler {
     /// Raises:
     ///     ConfigError: if an entry is missing.
     ///     ArgumentError: if the scale is not a number above 0.
-    fn load_state_dict(&self, state: Given<BTreeMap<String, f64>>) -> Result<()> {
+    fn load_state_dict(&self, state: Argument<BTreeMap<String, f64>>) -> Result<()> {
         let state = state.get(OP, "state")?;
         let entry = |name: &str| {
             let missing = || tc::Error::Config(format!("GradScaler: the state has no entry \"{name}\""));

@@ -4,9 +4,9 @@ use pyo3::prelude::*;
 use trainable_candle_core as tc;
 use trainable_candle_nn::optim::{self, Decay};
 
+use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::error::Result;
-use crate::given::Given;
 
 const OP: &str = "lr_scheduler";
 
@@ -29,14 +29,14 @@ pub struct Schedule(optim::Schedule);
 #[pymethods]
 impl Schedule {
     #[new]
-    #[pyo3(signature = (kind, warmup_steps=Integer::of(0), total_steps=Integer::of(0), *, num_cycles=Given::of(0.5), end=Given::of(0.0), power=Given::of(1.0)))]
+    #[pyo3(signature = (kind, warmup_steps=Integer::of(0), total_steps=Integer::of(0), *, num_cycles=Argument::of(0.5), end=Argument::of(0.0), power=Argument::of(1.0)))]
     fn new(
         kind: &str,
         warmup_steps: Integer,
         total_steps: Integer,
-        num_cycles: Given<f64>,
-        end: Given<f64>,
-        power: Given<f64>,
+        num_cycles: Argument<f64>,
+        end: Argument<f64>,
+        power: Argument<f64>,
     ) -> Result<Self> {
         let warmup_steps = warmup_steps.word(OP, "warmup_steps")?;
         let total_steps = total_steps.word(OP, "total_steps")?;

@@ -4,9 +4,9 @@ use pyo3::prelude::*;
 use trainable_candle_core as tc;
 
 use super::{Operand, Tensor};
+use crate::argument::Argument;
 use crate::call::compute;
 use crate::error::Result;
-use crate::given::Given;
 
 /// Methods without arguments: Python's name, the core's name, doc.
 macro_rules! unary_methods {
@@ -63,8 +63,8 @@ impl Tensor {
     /// Raises:
     ///     ArgumentError: if neither limit is given, or min > max.
     ///     DTypeError: if the tensor is not floating point.
-    #[pyo3(signature = (min=Given::of(None), max=Given::of(None)))]
-    fn clamp(&self, py: Python<'_>, min: Given<Option<f64>>, max: Given<Option<f64>>) -> Result<Self> {
+    #[pyo3(signature = (min=Argument::of(None), max=Argument::of(None)))]
+    fn clamp(&self, py: Python<'_>, min: Argument<Option<f64>>, max: Argument<Option<f64>>) -> Result<Self> {
         let (min, max) = (min.get("clamp", "min")?, max.get("clamp", "max")?);
         compute(py, self.0.elem_count(), || self.0.clamp(min, max)).map(Self)
     }

@@ -4,10 +4,10 @@ use pyo3::prelude::*;
 use trainable_candle_core as tc;
 
 use super::Tensor;
+use crate::argument::Argument;
 use crate::arguments::{Dims, Integer};
 use crate::call::compute;
 use crate::error::Result;
-use crate::given::Given;
 
 /// The dimensions to reduce: the given ones, or all.
 fn dims_or_all(op: &'static str, tensor: &tc::Tensor, dim: Option<&Dims>) -> Result<Vec<usize>> {
@@ -104,8 +104,8 @@ impl Tensor {
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
     ///     DTypeError: if the tensor is not floating point.
-    #[pyo3(signature = (dim=None, keepdim=false, *, correction=Given::of(1.0)))]
-    fn var(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, correction: Given<f64>) -> Result<Self> {
+    #[pyo3(signature = (dim=None, keepdim=false, *, correction=Argument::of(1.0)))]
+    fn var(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, correction: Argument<f64>) -> Result<Self> {
         let correction = correction.get("var", "correction")?;
         let dims = dims_or_all("var", &self.0, dim.as_ref())?;
         compute(py, self.0.elem_count(), || self.0.var(&dims, keepdim, correction)).map(Self)

@@ -4,11 +4,11 @@ use pyo3::prelude::*;
 use trainable_candle_train::objective::{self, DiffusionConfig, SigmaDistribution};
 
 use super::NoiseSchedule;
+use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::device;
 use crate::error::Result;
-use crate::given::Given;
 use crate::rng::words;
 use crate::tensor::Tensor;
 
@@ -76,22 +76,22 @@ pub struct DiffusionObjective(objective::DiffusionObjective);
 #[pymethods]
 impl DiffusionObjective {
     #[new]
-    #[pyo3(signature = (schedule, *, timesteps="uniform", logit_mean=Given::of(0.0), logit_std=Given::of(1.0), shift=Given::of(1.0), min_timestep=Integer::of(0),
-        max_timestep=None, min_snr_gamma=Given::of(None), noise_offset=Given::of(0.0), loss="mse", huber_delta=Given::of(0.1), huber_schedule="constant",
+    #[pyo3(signature = (schedule, *, timesteps="uniform", logit_mean=Argument::of(0.0), logit_std=Argument::of(1.0), shift=Argument::of(1.0), min_timestep=Integer::of(0),
+        max_timestep=None, min_snr_gamma=Argument::of(None), noise_offset=Argument::of(0.0), loss="mse", huber_delta=Argument::of(0.1), huber_schedule="constant",
         device="cpu"))]
     #[allow(clippy::too_many_arguments)] // each is a setting of a run
     fn new(
         schedule: &NoiseSchedule,
         timesteps: &str,
-        logit_mean: Given<f64>,
-        logit_std: Given<f64>,
-        shift: Given<f64>,
+        logit_mean: Argument<f64>,
+        logit_std: Argument<f64>,
+        shift: Argument<f64>,
         min_timestep: Integer,
         max_timestep: Option<Integer>,
-        min_snr_gamma: Given<Option<f64>>,
-        noise_offset: Given<f64>,
+        min_snr_gamma: Argument<Option<f64>>,
+        noise_offset: Argument<f64>,
         loss: &str,
-        huber_delta: Given<f64>,
+        huber_delta: Argument<f64>,
         huber_schedule: &str,
         device: &str,
     ) -> Result<Self> {

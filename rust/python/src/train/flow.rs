@@ -4,10 +4,10 @@ use pyo3::prelude::*;
 use trainable_candle_train::objective;
 use trainable_candle_train::sampler;
 
+use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::error::Result;
-use crate::given::Given;
 use crate::rng::words;
 use crate::tensor::Tensor;
 
@@ -28,8 +28,8 @@ pub struct FlowMatching {
 #[pymethods]
 impl FlowMatching {
     #[new]
-    #[pyo3(signature = (distribution="uniform", shift=Given::of(1.0)))]
-    fn new(distribution: &str, shift: Given<f64>) -> Result<Self> {
+    #[pyo3(signature = (distribution="uniform", shift=Argument::of(1.0)))]
+    fn new(distribution: &str, shift: Argument<f64>) -> Result<Self> {
         let shift = shift.get("FlowMatching", "shift")?;
         Ok(Self { objective: objective::FlowMatching::new(distribution.parse()?, shift)?, shift })
     }
@@ -119,8 +119,8 @@ impl FlowMatching {
         py: Python<'_>,
         sample: &Tensor,
         velocity: &Tensor,
-        sigma: Given<f64>,
-        next_sigma: Given<f64>,
+        sigma: Argument<f64>,
+        next_sigma: Argument<f64>,
     ) -> Result<Tensor> {
         let (sigma, next_sigma) = (sigma.get("euler_step", "sigma")?, next_sigma.get("euler_step", "next_sigma")?);
         compute(py, sample.0.elem_count(), || sampler::euler_step(&sample.0, &velocity.0, sigma, next_sigma))

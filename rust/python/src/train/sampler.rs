@@ -6,10 +6,10 @@ use pyo3::prelude::*;
 use trainable_candle_train::sampler::{self, SamplerKind};
 
 use super::NoiseSchedule;
+use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::call::{compute, quick};
 use crate::error::Result;
-use crate::given::Given;
 use crate::tensor::Tensor;
 
 /// One run of a diffusion model from noise to data.
@@ -111,7 +111,7 @@ pub fn classifier_free_guidance(
     py: Python<'_>,
     negative: &Tensor,
     positive: &Tensor,
-    scale: Given<f64>,
+    scale: Argument<f64>,
 ) -> Result<Tensor> {
     let scale = scale.get("classifier_free_guidance", "scale")?;
     let work = || sampler::classifier_free_guidance(&negative.0, &positive.0, scale);

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use trainable_candle_train::objective::{self, NoiseScheduleConfig};
 
+use crate::argument::Argument;
 use crate::arguments::{FilePath, Integer};
 use crate::call::quick;
 use crate::error::Result;
-use crate::given::Given;
 
 /// The noise level of each timestep in a diffusion model's training. Names are diffusers', defaults SDXL's.
 ///
@@ -31,13 +31,13 @@ pub struct NoiseSchedule(pub Arc<objective::NoiseSchedule>);
 #[pymethods]
 impl NoiseSchedule {
     #[new]
-    #[pyo3(signature = (beta_schedule="scaled_linear", beta_start=Given::of(0.00085), beta_end=Given::of(0.012), num_train_timesteps=Integer::of(1000),
+    #[pyo3(signature = (beta_schedule="scaled_linear", beta_start=Argument::of(0.00085), beta_end=Argument::of(0.012), num_train_timesteps=Integer::of(1000),
         prediction_type="epsilon", rescale_betas_zero_snr=false, timestep_spacing="leading", steps_offset=Integer::of(1)))]
     #[allow(clippy::too_many_arguments)] // diffusers'
     fn new(
         beta_schedule: &str,
-        beta_start: Given<f64>,
-        beta_end: Given<f64>,
+        beta_start: Argument<f64>,
+        beta_end: Argument<f64>,
         num_train_timesteps: Integer,
         prediction_type: &str,
         rescale_betas_zero_snr: bool,

@@ -18,7 +18,7 @@ use crate::raw::{Raw, check_allocation_on, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, checkpoint, compute};
 
-static ATTENTION: OpInfo = OpInfo::dear("scaled_dot_product_attention");
+static ATTENTION: OpInfo = OpInfo::expensive("scaled_dot_product_attention");
 
 /// softmax(scale · q kᵀ + mask) v: `q (..., S, D)`, `k (..., L, D)`, `v (..., L, E)` → `(..., S, E)`.
 ///

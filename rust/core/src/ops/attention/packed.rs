@@ -8,7 +8,7 @@ use crate::raw::{Raw, check_allocation};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, compute};
 
-pub(super) static PACKED: OpInfo = OpInfo::dear("packed_attention");
+pub(super) static PACKED: OpInfo = OpInfo::expensive("packed_attention");
 
 /// Attention of `heads` heads over the last dimension: `x (B, S, 3 D)` with q, k and v of the same tokens, or `x (B, S, D)` with q and
 /// `context (B, L, 2 D)` with k and v of others → `(B, S, D)`.

@@ -23,7 +23,7 @@ use geometry::Geometry;
 pub use cases::ENTRIES;
 pub use geometry::Conv2dOptions;
 
-static CONV2D: OpInfo = OpInfo::dear("conv2d");
+static CONV2D: OpInfo = OpInfo::expensive("conv2d");
 
 struct Conv2dBackward {
     geometry: Geometry,

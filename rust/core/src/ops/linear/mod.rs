@@ -12,7 +12,7 @@ use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, compute};
 
-static LINEAR: OpInfo = OpInfo::dear("linear");
+static LINEAR: OpInfo = OpInfo::expensive("linear");
 
 /// Rows and columns of `x` seen as a matrix of its last dimension.
 pub(super) fn as_matrix(x: &Raw) -> Result<Raw> {

@@ -35,13 +35,13 @@ fn joined((sum, y): (Tensor, Tensor)) -> Result<Tensor> {
 }
 
 /// norm(x) + x: in the backward pass the gradient of x is that of the whole when the norm's comes.
-fn beside(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
+fn plus_input(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
     norm(x)?.add(&x[0])
 }
 
 /// norm(x) + x + x²: as above, but it is a sum that was made in the pass.
-fn beside_two(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
-    beside(x, norm)?.add(&x[0].sqr()?)
+fn plus_sum(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
+    plus_input(x, norm)?.add(&x[0].sqr()?)
 }
 
 /// An input that needs no gradient, of the dtype and on the device of `like`.
@@ -69,8 +69,8 @@ fn layer_norm() -> Vec<Case> {
         })
         .plain(|x| plain_layer_norm(x, &[1, 2], EPS)),
         Case::new("wide rows", &[&[5, 96], &[96], &[96]], run).plain(plain),
-        Case::new("beside x", &[&[3, 8], &[8], &[8]], move |x| beside(x, run)).plain(move |x| beside(x, plain)),
-        Case::new("beside a sum", &[&[3, 7], &[7]], move |x| beside_two(x, run)).plain(move |x| beside_two(x, plain)),
+        Case::new("plus x", &[&[3, 8], &[8], &[8]], move |x| plus_input(x, run)).plain(move |x| plus_input(x, plain)),
+        Case::new("plus a sum", &[&[3, 7], &[7]], move |x| plus_sum(x, run)).plain(move |x| plus_sum(x, plain)),
         Case::new("no rows", &[&[0, 7], &[7], &[7]], run),
         Case::new("empty rows", &[&[3, 0]], run),
     ]
@@ -110,8 +110,8 @@ fn modulated_layer_norm() -> Vec<Case> {
     vec![
         Case::new("sequences", &[&[2, 5, 7], &[2, 7], &[2, 7]], run).plain(plain),
         Case::new("wide rows", &[&[3, 4, 96], &[3, 96], &[3, 96]], run).plain(plain),
-        Case::new("beside x", &[&[2, 3, 8], &[2, 8], &[2, 8]], move |x| beside(x, run))
-            .plain(move |x| beside(x, plain)),
+        Case::new("plus x", &[&[2, 3, 8], &[2, 8], &[2, 8]], move |x| plus_input(x, run))
+            .plain(move |x| plus_input(x, plain)),
         Case::new("rows", &[&[3, 7], &[3, 7], &[3, 7]], run),
         Case::new("pictures", &[&[2, 3, 2, 8], &[2, 8], &[2, 8]], run),
         Case::new("frozen input", &[&[2, 7], &[2, 7]], |x| {
@@ -138,8 +138,8 @@ fn rms_norm() -> Vec<Case> {
         Case::new("scale", &[&[2, 3, 37], &[37]], run).plain(plain),
         Case::new("plain", &[&[3, 7]], run).plain(plain),
         Case::new("wide rows", &[&[5, 96], &[96]], run).plain(plain),
-        Case::new("beside x", &[&[3, 7], &[7]], move |x| beside(x, run)).plain(move |x| beside(x, plain)),
-        Case::new("beside a sum", &[&[3, 8], &[8]], move |x| beside_two(x, run)).plain(move |x| beside_two(x, plain)),
+        Case::new("plus x", &[&[3, 7], &[7]], move |x| plus_input(x, run)).plain(move |x| plus_input(x, plain)),
+        Case::new("plus a sum", &[&[3, 8], &[8]], move |x| plus_sum(x, run)).plain(move |x| plus_sum(x, plain)),
         Case::new("no rows", &[&[0, 7], &[7]], run),
     ]
 }
@@ -167,9 +167,8 @@ fn group_norm() -> Vec<Case> {
         Case::new("scale and shift", &[&[2, 5, 6], &[6], &[6]], run).plain(plain),
         Case::new("plain", &[&[2, 5, 6]], run).plain(plain),
         Case::new("picture", &[&[2, 3, 5, 6], &[6]], run),
-        Case::new("beside x", &[&[2, 5, 6], &[6]], move |x| beside(x, run)).plain(move |x| beside(x, plain)),
-        Case::new("beside a sum", &[&[2, 4, 24], &[24]], move |x| beside_two(x, run))
-            .plain(move |x| beside_two(x, plain)),
+        Case::new("plus x", &[&[2, 5, 6], &[6]], move |x| plus_input(x, run)).plain(move |x| plus_input(x, plain)),
+        Case::new("plus a sum", &[&[2, 4, 24], &[24]], move |x| plus_sum(x, run)).plain(move |x| plus_sum(x, plain)),
         Case::new("groups of one", &[&[2, 5, 3], &[3], &[3]], run).plain(plain),
         Case::new("frozen input", &[&[6], &[6]], |x| {
             let input = frozen(&[2, 3, 6], &x[0])?;
@@ -187,9 +186,8 @@ fn group_norm_silu() -> Vec<Case> {
     vec![
         Case::new("scale and shift", &[&[2, 5, 6], &[6], &[6]], run).plain(plain),
         Case::new("plain", &[&[2, 5, 6]], run).plain(plain),
-        Case::new("beside x", &[&[2, 4, 24], &[24]], move |x| beside(x, run)).plain(move |x| beside(x, plain)),
-        Case::new("beside a sum", &[&[2, 5, 6], &[6]], move |x| beside_two(x, run))
-            .plain(move |x| beside_two(x, plain)),
+        Case::new("plus x", &[&[2, 4, 24], &[24]], move |x| plus_input(x, run)).plain(move |x| plus_input(x, plain)),
+        Case::new("plus a sum", &[&[2, 5, 6], &[6]], move |x| plus_sum(x, run)).plain(move |x| plus_sum(x, plain)),
         Case::new("picture", &[&[2, 3, 5, 6], &[6]], run),
         Case::new("frozen input", &[&[6], &[6]], |x| {
             let input = frozen(&[2, 3, 6], &x[0])?;

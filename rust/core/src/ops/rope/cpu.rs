@@ -27,7 +27,7 @@ pub struct Angles<'a, R> {
 impl<R: Real> Angles<'_, R> {
     /// Turn the pairs of row `row`, or turn them `back`.
     #[inline(always)]
-    pub fn turn<X: Copy, Y>(
+    pub fn rotate<X: Copy, Y>(
         &self,
         row: usize,
         (x, out): (&[X], &mut [Y]),
@@ -83,7 +83,7 @@ pub(super) fn rotate(x: &Raw, [cos, sin]: [&Raw; 2], repeats: usize, interleaved
                                 let write = |slot: &mut MaybeUninit<T>, y| {
                                     slot.write(T::from_acc(y));
                                 };
-                                angles.turn(row, (x, out), back, T::to_acc, write);
+                                angles.rotate(row, (x, out), back, T::to_acc, write);
                             }
                         },
                     );

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use candle_core::WithDType;
 
-use super::{RMS_NORM_ROPE, RmsNormRopeBackward, Turn};
+use super::{RMS_NORM_ROPE, RmsNormRopeBackward, Rotation};
 use crate::compute::{cast, contiguous};
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
@@ -17,10 +17,16 @@ use crate::tape::BackwardContext;
 use crate::{Result, dispatch_float};
 
 /// The result, and 1/√(mean(x²) + eps) of each row, of dense rows.
-pub(super) fn forward(op: &'static str, x: &Raw, affine: &Affine<'_>, turn: &Turn<'_>, eps: f64) -> Result<[Raw; 2]> {
+pub(super) fn forward(
+    op: &'static str,
+    x: &Raw,
+    affine: &Affine<'_>,
+    rotation: &Rotation<'_>,
+    eps: f64,
+) -> Result<[Raw; 2]> {
     dispatch_float!(x.dtype(), op, T => {
-        let [cos, sin] = numbers::<T>(turn.tables)?;
-        let rows = Rows::new(x, turn);
+        let [cos, sin] = numbers::<T>(rotation.tables)?;
+        let rows = Rows::new(x, rotation);
         let weight = affine.scale(rows.len())?;
         let (y, rstd) = read_all(op, &[x, &cos, &sin], |operands| {
             let angles = rows.angles(elements(operands[1])?, elements(operands[2])?);
@@ -35,12 +41,12 @@ pub(super) fn backward(
     norm: &RmsNormRopeBackward,
     context: &mut BackwardContext<'_>,
     [x, grad, rstd]: [&Raw; 3],
-    turn: &Turn<'_>,
+    rotation: &Rotation<'_>,
 ) -> Result<()> {
     let op = RMS_NORM_ROPE.name;
-    let rows = Rows::new(x, turn);
+    let rows = Rows::new(x, rotation);
     dispatch_float!(x.dtype(), op, T => {
-        let [cos, sin] = numbers::<T>(turn.tables)?;
+        let [cos, sin] = numbers::<T>(rotation.tables)?;
         let weight = norm.affine.scale(rows.len())?;
         let (wants_input, wants_weight) = (context.needs(0), norm.affine.needs_grad(context));
         let (grad_x, grad_weight) = read_all(op, &[x, grad, rstd, &cos, &sin], |operands| {
@@ -78,10 +84,10 @@ struct Rows {
 }
 
 impl Rows {
-    fn new(x: &Raw, turn: &Turn<'_>) -> Self {
-        let (positions, half) = (turn.tables[0].dims()[0], turn.tables[0].dims()[1]);
+    fn new(x: &Raw, rotation: &Rotation<'_>) -> Self {
+        let (positions, half) = (rotation.tables[0].dims()[0], rotation.tables[0].dims()[1]);
         let count = x.dims()[..x.rank() - 1].iter().product();
-        Self { count, half, positions, repeats: turn.repeats, interleaved: turn.interleaved }
+        Self { count, half, positions, repeats: rotation.repeats, interleaved: rotation.interleaved }
     }
 
     fn len(&self) -> usize {
@@ -122,7 +128,7 @@ impl Rows {
                         let write = |slot: &mut MaybeUninit<T>, y| {
                             slot.write(T::from_acc(y));
                         };
-                        angles.turn(row, (&scaled, out), false, |x| x, write);
+                        angles.rotate(row, (&scaled, out), false, |x| x, write);
                     }
                 },
             );
@@ -193,7 +199,7 @@ impl<T: Elem> BackwardPass<'_, T> {
             let (x, g) = (&self.x[row * len..(row + 1) * len], &self.grad[row * len..(row + 1) * len]);
             let rstd = self.rstd[row];
             let normal = |x: T| x.to_acc() * rstd;
-            self.angles.turn(row, (g, turned), true, T::to_acc, |slot, g| *slot = g);
+            self.angles.rotate(row, (g, turned), true, T::to_acc, |slot, g| *slot = g);
             for (dw, (g, x)) in partial.iter_mut().zip(turned.iter().zip(x)) {
                 *dw += *g * normal(*x);
             }

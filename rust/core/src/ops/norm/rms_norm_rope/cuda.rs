@@ -6,7 +6,7 @@ use trainable_candle_cuda::kernels::rms_norm_rope::{
     RmsNormRopeWeight,
 };
 
-use super::{RMS_NORM_ROPE, RmsNormRopeBackward as Norm, Turn};
+use super::{RMS_NORM_ROPE, RmsNormRopeBackward as Norm, Rotation};
 use crate::cuda::launch::{Const, Shape, accumulator, count32, empty, input, optional_input, output, suffix, wide};
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::ops::norm::cuda::{Gradients, Wanted, sum_affine};
@@ -26,17 +26,17 @@ struct Arguments {
 }
 
 impl Arguments {
-    fn new(op: &'static str, x: &Raw, weight: Option<&Raw>, turn: &Turn<'_>) -> Result<Self> {
+    fn new(op: &'static str, x: &Raw, weight: Option<&Raw>, rotation: &Rotation<'_>) -> Result<Self> {
         let numbers = |table: &Raw| contiguous(&cast(table, accumulator(x.dtype()))?);
-        let (positions, half) = (turn.tables[0].dims()[0], turn.tables[0].dims()[1]);
+        let (positions, half) = (rotation.tables[0].dims()[0], rotation.tables[0].dims()[1]);
         Ok(Self {
-            tables: [numbers(turn.tables[0])?, numbers(turn.tables[1])?],
+            tables: [numbers(rotation.tables[0])?, numbers(rotation.tables[1])?],
             weight: weight.map(contiguous).transpose()?,
             rows: (x.elem_count() / (2 * half).max(1)) as u64,
             positions: count32(op, positions)?,
-            repeats: count32(op, turn.repeats)?,
+            repeats: count32(op, rotation.repeats)?,
             width: count32(op, 2 * half)?,
-            interleaved: u32::from(turn.interleaved),
+            interleaved: u32::from(rotation.interleaved),
             shape: Shape::flat(x.elem_count(), 2 * wide(x.dtype())),
         })
     }
@@ -53,12 +53,18 @@ impl Arguments {
 }
 
 /// The turned, normalised rows of a dense (..., width), and 1/√(mean(x²) + eps) of each.
-pub(super) fn forward(op: &'static str, x: &Raw, weight: Option<&Raw>, turn: &Turn<'_>, eps: f64) -> Result<[Raw; 2]> {
+pub(super) fn forward(
+    op: &'static str,
+    x: &Raw,
+    weight: Option<&Raw>,
+    rotation: &Rotation<'_>,
+    eps: f64,
+) -> Result<[Raw; 2]> {
     let gpu = Gpu::of(op, x)?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
     let rstd = empty(op, gpu, &[x.dims()[..x.rank() - 1].iter().product()], accumulator(x.dtype()))?;
     if y.elem_count() > 0 {
-        let arguments = Arguments::new(op, x, weight, turn)?;
+        let arguments = Arguments::new(op, x, weight, rotation)?;
         let &Arguments { rows, positions, repeats, width, interleaved, shape, .. } = &arguments;
         let function = gpu.function(&RMS_NORM_ROPE_FORWARD, suffix(op, x.dtype())?)?;
         let [cos, sin, weight] = arguments.places(op)?;
@@ -88,20 +94,25 @@ pub(super) fn backward(
     norm: &Norm,
     context: &mut BackwardContext<'_>,
     saved: [&Raw; 3],
-    turn: &Turn<'_>,
+    rotation: &Rotation<'_>,
 ) -> Result<()> {
     let [weight, _] = norm.affine.parameters()?;
-    let mut grads = gradients(saved, weight.as_ref(), turn, &norm.affine.wanted(context))?;
+    let mut grads = gradients(saved, weight.as_ref(), rotation, &norm.affine.wanted(context))?;
     if let Some(grad) = grads.input.take() {
         context.add(0, norm.order.swap(&grad)?)?;
     }
     norm.affine.add_gradients(context, grads)
 }
 
-fn gradients([x, grad, rstd]: [&Raw; 3], weight: Option<&Raw>, turn: &Turn<'_>, wanted: &Wanted) -> Result<Gradients> {
+fn gradients(
+    [x, grad, rstd]: [&Raw; 3],
+    weight: Option<&Raw>,
+    rotation: &Rotation<'_>,
+    wanted: &Wanted,
+) -> Result<Gradients> {
     let op = RMS_NORM_ROPE.name;
     let gpu = Gpu::of(op, x)?;
-    let arguments = Arguments::new(op, x, weight, turn)?;
+    let arguments = Arguments::new(op, x, weight, rotation)?;
     let &Arguments { rows, positions, repeats, width, interleaved, shape, .. } = &arguments;
     let [cos, sin, scale] = arguments.places(op)?;
     let mut grads = Gradients::default();

@@ -44,11 +44,11 @@ pub fn rms_norm_rope(
         &affine.inputs(x),
         || {
             let rows = contiguous(&order.swap(&x.raw)?)?;
-            let turn = Turn { tables: [&cos.raw, &sin.raw], repeats: order.repeats(), interleaved };
+            let rotation = Rotation { tables: [&cos.raw, &sin.raw], repeats: order.repeats(), interleaved };
             let [y, rstd] = on_device!(
                 x.device(),
-                cuda => cuda::forward(op, &rows, affine.weight.map(Tensor::raw), &turn, eps),
-                cpu => cpu::forward(op, &rows, &affine, &turn, eps),
+                cuda => cuda::forward(op, &rows, affine.weight.map(Tensor::raw), &rotation, eps),
+                cpu => cpu::forward(op, &rows, &affine, &rotation, eps),
             )?;
             Ok((order.swap(&y)?, std::iter::once(rstd).collect()))
         },
@@ -63,11 +63,11 @@ pub fn rms_norm_rope(
     )
 }
 
-/// How dense rows turn.
-struct Turn<'a> {
+/// The rotation of contiguous rows.
+struct Rotation<'a> {
     /// cos and sin, (positions, width / 2).
     pub tables: [&'a Raw; 2],
-    /// How many rows in turn have the same position.
+    /// How many successive rows have the same position.
     pub repeats: usize,
     pub interleaved: bool,
 }
@@ -87,11 +87,11 @@ impl Backward for RmsNormRopeBackward {
         let x = contiguous(&order.swap(&self.x.get()?)?)?;
         let grad = contiguous(&order.swap(context.grad())?)?;
         let (rstd, cos, sin) = (self.rstd.get()?, self.tables[0].get()?, self.tables[1].get()?);
-        let turn = Turn { tables: [&cos, &sin], repeats: order.repeats(), interleaved: self.interleaved };
+        let rotation = Rotation { tables: [&cos, &sin], repeats: order.repeats(), interleaved: self.interleaved };
         on_device!(
             x.device(),
-            cuda => cuda::backward(self, context, [&x, &grad, &rstd], &turn),
-            cpu => cpu::backward(self, context, [&x, &grad, &rstd], &turn),
+            cuda => cuda::backward(self, context, [&x, &grad, &rstd], &rotation),
+            cpu => cpu::backward(self, context, [&x, &grad, &rstd], &rotation),
         )
     }
 }

@@ -41,7 +41,7 @@ expected!(
 );
 
 /// The argument for a parameter of type `T`.
-pub struct Given<T>(std::result::Result<T, Wrong>);
+pub struct Argument<T>(std::result::Result<T, Wrong>);
 
 enum Wrong {
     /// Another type.
@@ -50,7 +50,7 @@ enum Wrong {
     TooLarge(String),
 }
 
-impl<T: Expected> Given<T> {
+impl<T: Expected> Argument<T> {
     /// The default of a parameter.
     pub const fn of(value: T) -> Self {
         Self(Ok(value))
@@ -72,7 +72,7 @@ impl<T: Expected> Given<T> {
     }
 }
 
-impl<'a, 'py, T: FromPyObject<'a, 'py>> FromPyObject<'a, 'py> for Given<T> {
+impl<'a, 'py, T: FromPyObject<'a, 'py>> FromPyObject<'a, 'py> for Argument<T> {
     type Error = PyErr;
     const INPUT_TYPE: PyStaticExpr = T::INPUT_TYPE;
 
