@@ -1,4 +1,6 @@
-"""Single operations of SDXL on a GPU in bf16, forward and backward, at the sizes of 1024 x 1024 px.
+"""Single operations on a GPU in bf16, forward and backward.
+
+Those of SDXL at the sizes of 1024 x 1024 px, and of language models over packed rows.
 
 python benches/gpu_ops.py [--only attention] [--profile]
 
@@ -84,6 +86,39 @@ def attention(heads: int, tokens: int, keys: int, dim: int = 64) -> Case:
     )
 
 
+def packed_attention(heads: int, key_heads: int, segments: int, dim: int = 128) -> Case:
+    """Causal attention of segments of 2048 tokens in one row; torch's call by call."""
+    length = 2048
+    rows = segments * length
+    bounds: list[tc.Tensor] = []
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        if not bounds:
+            ends = [length * i for i in range(segments + 1)]
+            bounds.append(tc.tensor(ends, device=str(q.device)))
+        return functional.varlen_attention(q, k, v, bounds[0])
+
+    def theirs(torch: Any, *row: Any) -> Any:
+        q, k, v = (x.view(segments, length, -1, dim).transpose(1, 2) for x in row)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        parts = [
+            attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], is_causal=True, enable_gqa=True)
+            for i in range(segments)
+        ]
+        return torch.cat(parts).transpose(1, 2).reshape(rows, heads, dim)
+
+    return Case(
+        f"packed attention of {heads}/{key_heads} heads, {segments} x {length} x {dim}",
+        [(rows, heads, dim), (rows, key_heads, dim), (rows, key_heads, dim)],
+        ours,
+        theirs,
+        # Half of the scores are hidden.
+        flops=3.5 * 2 * heads * segments * length**2 * dim,
+        passes=4 * (1 + key_heads / heads),
+        trained=3,
+    )
+
+
 def geglu(torch: Any, x: Any) -> Any:
     hidden, gate = x.chunk(2, dim=-1)
     return hidden * torch.nn.functional.gelu(gate)
@@ -148,6 +183,8 @@ def cases() -> list[Case]:
         attention(10, 4096, 77),
         attention(20, 1024, 77),
         attention(24, 4608, 4608, 128),
+        packed_attention(12, 2, 4),
+        packed_attention(32, 8, 2),
         convolution((128, 128, 4), 320, 3),
         convolution((128, 128, 320), 320, 3),
         convolution((128, 128, 640), 320, 3),

@@ -8,20 +8,10 @@
 // q, dq (batch, heads, queries, width); k, dk (batch, heads, keys, width); v, dv (batch, heads, keys, value_width); o, d_o
 // (batch, heads, queries, value_width): each with its `Strides`, in the order of the pointers. log_sums and delta (batch, heads,
 // queries), dense, in the arithmetic type. `AttentionShape`, `Strides` and `Mask` (include/attention) go by value.
-#include <type_traits>
-
-#include "../include/attention/backward.cuh"
-#include "../include/attention/forward.cuh"
-#include "../include/attention/plain.cuh"
+#include "../include/attention/forms.cuh"
 
 #define BY_VALUE const __grid_constant__
 #define ENTRY(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
-
-// What suits warpgroups and what suits warps: keys in a tile, rows worked on at a time, blocks on a multiprocessor, and whether a
-// block's own rows are held in registers.
-template <int D, int M, int ROWS> using OwnRows = std::conditional_t<BY_WARPGROUP<M>, SharedRows<D, M, ROWS>, HeldRows<D, M, ROWS>>;
-constexpr int FORWARD_KEYS_64 = WARPGROUP_PRODUCTS ? 128 : 64, FORWARD_BLOCKS_64 = WARPGROUP_PRODUCTS ? 3 : 4;
-constexpr int QUERY_STEP_64 = WARPGROUP_PRODUCTS ? 64 : 32;
 
 // attention_forward_w{64,128}_{f16,bf16}: o = softmax(scale q kᵀ) v and log_sums = ln Σ e^(scale q kᵀ).
 // Grid (ceil(queries / 64) batch heads), 128 threads. Dynamic shared memory: w64 40960 bytes, 73728 on compute capability 9.0;
@@ -31,7 +21,8 @@ constexpr int QUERY_STEP_64 = WARPGROUP_PRODUCTS ? 64 : 32;
     attention_forward_w##w##_##dtype(const type *q, const type *k, const type *v, type *o, float *log_sums,                        \
                                      BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,           \
                                      BY_VALUE Strides o_strides, BY_VALUE AttentionShape shape) {                                  \
-        attention_forward<type, w, 4, 1, keys, OwnRows>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, shape);  \
+        attention_forward<type, w, 4, 1, keys, OwnRows>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, shape,   \
+                                                              Dense());                                                            \
     }
 
 // attention_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Those that are null are not written. With parts
@@ -52,11 +43,11 @@ constexpr int QUERY_STEP_64 = WARPGROUP_PRODUCTS ? 64 : 32;
         if (blockIdx.x < key_blocks)                                                                                               \
             attention_backward_key_value<type, w, 4, 1, 64, key_step, key_rows>(                                                   \
                 blockIdx.x, q, k, v, d_o, log_sums, delta, dk, dv, dk_parts, dv_parts, q_strides, k_strides, v_strides,            \
-                do_strides, dk_strides, dv_strides, shape);                                                                        \
+                do_strides, dk_strides, dv_strides, shape, Dense());                                                                        \
         else                                                                                                                       \
             attention_backward_query<type, w, 4, 1, 64, query_step, query_rows>(blockIdx.x - key_blocks, q, k, v, d_o, log_sums,   \
                                                                                 delta, dq, q_strides, k_strides, v_strides,        \
-                                                                                do_strides, dq_strides, shape);                    \
+                                                                                do_strides, dq_strides, shape, Dense());                    \
     }
 
 // attention_sum_parts_{f16,bf16}: dk and dv, unless they are null, from their parts, added in their order.
@@ -98,7 +89,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
     attention_plain_forward_##dtype(const type *q, const type *k, const type *v, type *o, Acc<type> *log_sums,                     \
                                     BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,            \
                                     BY_VALUE Strides o_strides, BY_VALUE Mask<Acc<type>> mask, BY_VALUE AttentionShape shape) {    \
-        attention_plain_forward<type>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, mask, shape);              \
+        attention_plain_forward<type>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, mask, shape, Dense());              \
     }
 
 // attention_plain_backward_{query,key,value}_{f32,f64,f16,bf16}: dq, dk or dv from log_sums and delta.
@@ -112,7 +103,7 @@ ON_TENSOR_CORES(bf16, __nv_bfloat16)
                                               BY_VALUE Strides do_strides, BY_VALUE Strides grad_strides,                          \
                                               BY_VALUE Mask<Acc<type>> mask, BY_VALUE AttentionShape shape) {                      \
         attention_plain_backward<type, GradientOf::part>(q, k, v, d_o, log_sums, delta, grad, q_strides, k_strides, v_strides,     \
-                                                         do_strides, grad_strides, mask, shape);                                   \
+                                                         do_strides, grad_strides, mask, shape, Dense());                                   \
     }
 
 #define PLAIN(dtype, type)                                                                                                         \

@@ -132,6 +132,7 @@ __all__ = [
     "swiglu",
     "tensor",
     "upsample_nearest2d",
+    "varlen_attention",
     "verify_adapter",
     "where",
     "zeros",
@@ -3866,6 +3867,39 @@ def upsample_nearest2d(
         ArgumentError: unless exactly one of `size` and `scale_factor` is given.
         ShapeError: if the input does not have four dimensions, or has no pixels.
         DTypeError: if the input is not floating point.
+    """
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    window: SupportsIndex | None = None,
+    scale: SupportsFloat | SupportsIndex | None = None,
+) -> Tensor:
+    """
+    Causal attention inside the segments of a packed row, several sequences one after another of which none sees another: softmax(query @
+    key.T * scale) @ value over the keys of the query's segment up to its own position. On CUDA nothing waits for the bounds, so a CUDA
+    graph can be replayed with others.
+
+    Args:
+        query: (N, heads, D).
+        key: (N, key heads, D). The number of key heads divides that of heads; head h of the query attends to head
+            h // (heads // key heads).
+        value: (N, key heads, D).
+        cu_seqlens: (M + 1,), i64 or u32: 0, and where each of M segments ends, ascending. The last may repeat, so that a tensor of fixed
+            size holds fewer segments. Rows after it belong to no segment: they give zeros and get no gradient.
+        window: how many keys a query sees at most, from its own back: Mistral's sliding window (Jiang et al. 2023, arXiv:2310.06825).
+        scale: factor of the scores; default 1 / sqrt(D).
+
+    Returns:
+        (N, heads, D).
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: if the operands do not fit.
+        IndexOutOfRangeError: if bounds do not ascend from 0 to at most N; on CUDA when the next value is read.
+        ArgumentError: if the window is below 1.
     """
 
 def verify_adapter(

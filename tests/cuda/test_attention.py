@@ -47,3 +47,51 @@ def test_other_attention_takes_the_general_kernels(cuda: Any, other: dict[str, A
     forward = launches(cuda, "forward", **sizes)
     (name,) = forward
     assert "hopper" not in name
+
+
+SEGMENTS = """
+    def row(heads):
+        return tc.Var(tc.randn((ROWS, heads, WIDTH), dtype="DTYPE", device="cuda"))
+
+    q, k, v = row(HEADS), row(2), row(2)
+    bounds = tc.tensor([0, 100, ROWS], device="cuda")
+    tc.cuda.synchronize()
+    mark("forward")
+    y = tc.nn.functional.varlen_attention(q, k, v, bounds)
+    mark("backward")
+    (y * y).sum().backward()
+    mark("end")
+"""
+
+
+@pytest.mark.parametrize(("width", "dtype", "form"), [(128, "bf16", "w128"), (64, "f16", "w64")])
+def test_segments_take_one_launch_each_way_and_nothing_waits(
+    cuda: Any, width: int, dtype: str, form: str
+) -> None:
+    code = SEGMENTS
+    for name, value in {"ROWS": 8192, "WIDTH": width, "DTYPE": dtype, "HEADS": 12}.items():
+        code = code.replace(name, str(value))
+    run = cuda.run(code)
+    assert run.of("refused") == []
+    forward, backward = run.after("forward"), run.after("backward")
+    assert forward.launches == [
+        "attention_varlen_spans",
+        f"attention_varlen_forward_{form}_{dtype}",
+    ]
+    # 256 tiles of keys would leave multiprocessors idle: the six heads that share them are split.
+    assert [name for name in backward.launches if name.startswith("attention")] == [
+        f"attention_delta_{dtype}",
+        f"attention_varlen_backward_{form}_{dtype}",
+        f"attention_sum_parts_{dtype}",
+    ]
+    assert forward.waits == []
+    assert backward.waits == []
+
+
+def test_segments_of_wide_heads_take_the_plain_kernels(cuda: Any) -> None:
+    code = SEGMENTS
+    for name, value in {"ROWS": 200, "WIDTH": 160, "DTYPE": "bf16", "HEADS": 4}.items():
+        code = code.replace(name, str(value))
+    run = cuda.run(code)
+    assert run.of("refused") == []
+    assert run.after("forward").launches[1:] == ["attention_varlen_plain_forward_bf16"]

@@ -9,6 +9,7 @@ import trainable_candle as tc
 from trainable_candle.nn import functional
 
 X = tc.ones(2, 2)
+ROW = tc.ones(2, 1, 2)
 
 
 def parameter() -> tc.Var:
@@ -44,6 +45,10 @@ TAKERS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "scaled_dot_product_attention: scale": (
         "a number or None",
         lambda n: functional.scaled_dot_product_attention(X, X, X, scale=n),
+    ),
+    "varlen_attention: scale": (
+        "a number or None",
+        lambda n: functional.varlen_attention(ROW, ROW, ROW, tc.tensor([0, 2]), scale=n),
     ),
     "huber_loss: delta": ("a number", lambda n: functional.huber_loss(X, X, delta=n)),
     "clamp: max": ("a number or None", lambda n: X.clamp(max=n)),

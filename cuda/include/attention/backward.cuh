@@ -11,12 +11,12 @@
 
 // One block for a tile of queries, which loops over tiles of keys; `WARPS` warps with 16 `M` queries each. `KEYS` keys are copied
 // and `STEP` of them are worked on at a time. `Rows` says whether queries and gradients of the result are held in registers.
-template <typename T, int D, int WARPS, int M, int KEYS, int STEP, template <int, int, int> class Rows>
+template <typename T, int D, int WARPS, int M, int KEYS, int STEP, template <int, int, int> class Rows, class Sight>
 __device__ __forceinline__ void attention_backward_query(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums,
                                                          const float *delta, T *dq, const Strides &q_strides,
                                                          const Strides &k_strides, const Strides &v_strides,
                                                          const Strides &do_strides, const Strides &dq_strides,
-                                                         const AttentionShape &shape) {
+                                                         const AttentionShape &shape, const Sight &sight) {
     constexpr int THREADS = WARPS * WARP, QUERIES = WARPS * 16 * M, STAGE = tile_bytes<D>(2 * KEYS);
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t query_tile = shared_address(shared), grad_tile = query_tile + tile_bytes<D>(QUERIES);
@@ -24,17 +24,19 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 
     const uint32_t tiles = ceil_divide(shape.queries, QUERIES);
-    const Task task(block, tiles, shape);
+    const Task task(block, tiles, shape.heads);
     const uint32_t first = (shape.is_causal ? tiles - 1 - task.tile : task.tile) * QUERIES;
     const int rows = min(shape.queries - first, uint32_t(QUERIES));
     q = q_strides.matrix(q, task.batch, task.head) + first * q_strides.row;
-    k = k_strides.matrix(k, task.batch, task.head);
-    v = v_strides.matrix(v, task.batch, task.head);
+    k = k_strides.matrix(k, task.batch, task.head / sight.group());
+    v = v_strides.matrix(v, task.batch, task.head / sight.group());
     d_o = do_strides.matrix(d_o, task.batch, task.head) + first * do_strides.row;
     dq = dq_strides.matrix(dq, task.batch, task.head) + first * dq_strides.row;
 
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
-    const uint32_t steps = ceil_divide(seen, KEYS);
+    const uint32_t begin = sight.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
+    // Below, some query of the tile does not see a key.
+    const uint32_t floor = sight.first_key(first + rows - 1);
     const auto copy_keys = [&](uint32_t step) {
         const uint32_t key = step * KEYS, stage = stages + step % 2 * STAGE;
         copy_tile<T, D, KEYS, THREADS>(stage, k + key * k_strides.row, k_strides.row, shape.keys - key, shape.width);
@@ -43,11 +45,13 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
     };
     copy_tile<T, D, QUERIES, THREADS>(query_tile, q, q_strides.row, rows, shape.width);
     copy_tile<T, D, QUERIES, THREADS>(grad_tile, d_o, do_strides.row, rows, shape.width);
-    if (steps > 0) copy_keys(0);
+    if (begin < steps) copy_keys(begin);
     end_copies();
 
     const float scale = static_cast<float>(shape.scale), scale2 = scale * LOG2_E;
     const int mine = rows - warp * 16 * M;
+    uint32_t lowest[M][2];
+    first_keys(lowest, sight, first + warp * 16 * M + lane / 4);
     const uint64_t start = uint64_t(task.index) * shape.queries + first + warp * 16 * M;
     float log_sum[M][2], row_delta[M][2];
 #pragma unroll
@@ -63,7 +67,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
     Rows<D, M, QUERIES> grads(grad_tile);
 
     float sum[M][D / 8][4] = {};
-    for (uint32_t step = 0; step < steps; step++) {
+    for (uint32_t step = begin; step < steps; step++) {
         wait_for_copies();
         if (step + 1 < steps) copy_keys(step + 1);
         const uint32_t stage = stages + step % 2 * STAGE;
@@ -79,7 +83,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
             end_products();
             wait_for_products<1>();
             products_are_ready(p);
-            const bool hides = key + STEP > shape.keys || (shape.is_causal && key + STEP > first + warp * 16 * M + 1);
+            const bool hides = key + STEP > shape.keys || key < floor || (shape.is_causal && key + STEP > first + warp * 16 * M + 1);
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
@@ -90,7 +94,8 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
                         if (hides) {
                             const uint32_t query = first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4;
                             const uint32_t limit = shape.is_causal ? min(shape.keys, query + 1) : shape.keys;
-                            if (key + n * 8 + lane % 4 * 2 + i % 2 >= limit) p[m][n][i] = 0.0f;
+                            const uint32_t own = key + n * 8 + lane % 4 * 2 + i % 2;
+                            if (own >= limit || (Sight::HAS_SPANS && own < lowest[m][i / 2])) p[m][n][i] = 0.0f;
                         }
                     }
             wait_for_products<0>();
@@ -123,13 +128,12 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
 template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, float *partial, const Task &task, uint32_t part,
                                                uint32_t first, int rows, const float (&sum)[M][D / 8][4], unsigned char *tile,
-                                               const AttentionShape &shape) {
+                                               uint64_t heads, const AttentionShape &shape) {
     if (partial == nullptr) {
         write_rows<T, D, M, ROWS>(strides.matrix(grad, task.batch, task.head) + first * strides.row, strides.row, rows, shape.width, sum,
                             tile);
         return;
     }
-    const uint64_t heads = uint64_t(shape.batch) * shape.heads;
     float *to = partial + ((part * heads + task.index) * shape.keys + first) * shape.width;
     const int lane = threadIdx.x % WARP;
 #pragma unroll
@@ -147,15 +151,16 @@ __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, 
         }
 }
 
-// One block for a tile of keys and a range of the tiles of queries, over which it loops; `WARPS` warps with 16 `M` keys each.
+// One block for a tile of keys and a range of the tiles of queries, or of the heads that share the keys of a segment, over which it
+// loops; `WARPS` warps with 16 `M` keys each.
 // `QUERIES` queries are copied and `STEP` of them are worked on at a time. `Rows` says whether keys and values are held in
 // registers.
-template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int, int> class Rows>
+template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int, int> class Rows, class Sight>
 __device__ __forceinline__ void
 attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v, const T *d_o, const float *log_sums, const float *delta, T *dk, T *dv,
                              float *dk_parts, float *dv_parts, const Strides &q_strides, const Strides &k_strides,
                              const Strides &v_strides, const Strides &do_strides, const Strides &dk_strides,
-                             const Strides &dv_strides, const AttentionShape &shape) {
+                             const Strides &dv_strides, const AttentionShape &shape, const Sight &sight) {
     constexpr int THREADS = WARPS * WARP, KEYS = WARPS * 16 * M;
     constexpr int STAGE = tile_bytes<D>(2 * QUERIES), NUMBERS = 2 * QUERIES * sizeof(float);
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -164,22 +169,33 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 
     const uint32_t tiles = ceil_divide(shape.keys, KEYS), part = block % shape.parts;
-    const Task task(block / shape.parts, tiles, shape);
+    const Task task(block / shape.parts, tiles, shape.heads / sight.group());
     const uint32_t first = task.tile * KEYS;
     const int rows = min(shape.keys - first, uint32_t(KEYS));
-    q = q_strides.matrix(q, task.batch, task.head);
     k = k_strides.matrix(k, task.batch, task.head) + first * k_strides.row;
     v = v_strides.matrix(v, task.batch, task.head) + first * v_strides.row;
-    d_o = do_strides.matrix(d_o, task.batch, task.head);
-    log_sums += uint64_t(task.index) * shape.queries;
-    delta += uint64_t(task.index) * shape.queries;
 
-    const uint32_t query_tiles = ceil_divide(shape.queries, QUERIES), per_part = ceil_divide(query_tiles, shape.parts);
-    const uint32_t end = min(query_tiles, (part + 1) * per_part);
+    // Heads of queries of the block, then tiles of each that see a key.
+    const uint32_t units = Sight::HAS_SPANS ? sight.group() : ceil_divide(shape.queries, QUERIES);
+    const uint32_t per_part = ceil_divide(units, shape.parts), part_begin = part * per_part, part_end = min(units, part_begin + per_part);
+    const uint32_t heads = !Sight::HAS_SPANS ? 1 : part_end > part_begin ? part_end - part_begin : 0;
+    const uint32_t head = task.head * sight.group() + (Sight::HAS_SPANS ? part_begin : 0);
+    // Some query from here on does not see a key of the tile; none sees any from `last` on.
+    const uint32_t ceiling = sight.query_end(first, shape), last = sight.query_end(first + rows - 1, shape);
     // With a causal mask, a key is visible to the queries from its position on.
-    const uint32_t begin = shape.is_causal ? max(part * per_part, first / QUERIES) : part * per_part;
+    const uint32_t causal_begin = shape.is_causal ? first / QUERIES : 0;
+    const uint32_t begin = Sight::HAS_SPANS ? causal_begin : max(part_begin, causal_begin);
+    const uint32_t end = Sight::HAS_SPANS ? ceil_divide(last, QUERIES) : part_end;
+    q = q_strides.matrix(q, task.batch, head);
+    d_o = do_strides.matrix(d_o, task.batch, head);
+    log_sums += (uint64_t(task.batch) * shape.heads + head) * shape.queries;
+    delta += (uint64_t(task.batch) * shape.heads + head) * shape.queries;
+    const uint32_t tiles_a_head = begin < end ? end - begin : 0, steps = heads * tiles_a_head;
+
+    // The tile of queries that is copied next. After the last of a head come those of the next head.
+    uint32_t next = begin;
     const auto copy_queries = [&](uint32_t step) {
-        const uint32_t query = step * QUERIES, stage = stages + step % 2 * STAGE;
+        const uint32_t query = next * QUERIES, stage = stages + step % 2 * STAGE;
         const int left = shape.queries - query;
         copy_tile<T, D, QUERIES, THREADS>(stage, q + query * q_strides.row, q_strides.row, left, shape.width);
         copy_tile<T, D, QUERIES, THREADS>(stage + STAGE / 2, d_o + query * do_strides.row, do_strides.row, left, shape.width);
@@ -192,26 +208,37 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
                       row < left ? 4 : 0);
         }
         end_copies();
+        next++;
+        if (Sight::HAS_SPANS && next == end) {
+            next = begin;
+            q += q_strides.head, d_o += do_strides.head, log_sums += shape.queries, delta += shape.queries;
+        }
     };
     copy_tile<T, D, KEYS, THREADS>(key_tile, k, k_strides.row, rows, shape.width);
     copy_tile<T, D, KEYS, THREADS>(value_tile, v, v_strides.row, rows, shape.width);
-    if (begin < end) copy_queries(begin);
+    if (steps > 0) copy_queries(0);
     end_copies();
     wait_for_copies();
     Rows<D, M, KEYS> keys(key_tile);
     Rows<D, M, KEYS> values(value_tile);
 
     const float scale = static_cast<float>(shape.scale), scale2 = scale * LOG2_E;
+    uint32_t ends[M][2];
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) ends[m][r] = sight.query_end(first + warp * 16 * M + m * 16 + r * 8 + lane / 4, shape);
     float key_sum[M][D / 8][4] = {}, value_sum[M][D / 8][4] = {};
-    for (uint32_t step = begin; step < end; step++) {
+    uint32_t tile = begin;
+    for (uint32_t step = 0; step < steps; step++) {
         wait_for_copies();
-        if (step + 1 < end) copy_queries(step + 1);
+        if (step + 1 < steps) copy_queries(step + 1);
         const uint32_t stage = stages + step % 2 * STAGE;
         const float *log_sum = reinterpret_cast<const float *>(shared + (numbers - key_tile) + step % 2 * NUMBERS);
         keys.begin_iteration(), values.begin_iteration();
 #pragma unroll
         for (int offset = 0; offset < QUERIES; offset += STEP) {
-            const uint32_t query_tile = stage + offset * ROW_BYTES, query = step * QUERIES + offset;
+            const uint32_t query_tile = stage + offset * ROW_BYTES, query = tile * QUERIES + offset;
             // Keys by queries.
             float p[M][STEP / 8][4], ds[M][STEP / 8][4];
             begin_products();
@@ -221,7 +248,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
             end_products();
             wait_for_products<1>();
             products_are_ready(p);
-            const bool hides = shape.is_causal && query < first + (warp + 1) * 16 * M;
+            const bool hides = shape.is_causal && (query < first + (warp + 1) * 16 * M || (Sight::HAS_SPANS && query + STEP > ceiling));
 #pragma unroll
             for (int n = 0; n < STEP / 8; n++) {
                 const float2 base = *reinterpret_cast<const float2 *>(log_sum + offset + n * 8 + lane % 4 * 2);
@@ -230,8 +257,11 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale2, (i % 2 ? base.y : base.x) * -LOG2_E));
-                        if (hides && query + n * 8 + lane % 4 * 2 + i % 2 < first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4)
-                            p[m][n][i] = 0.0f;
+                        if (hides) {
+                            const uint32_t own = query + n * 8 + lane % 4 * 2 + i % 2;
+                            if (own < first + warp * 16 * M + m * 16 + i / 2 * 8 + lane / 4 || (Sight::HAS_SPANS && own >= ends[m][i / 2]))
+                                p[m][n][i] = 0.0f;
+                        }
                     }
             }
             const Weights<T, M, STEP> weights(p);
@@ -256,6 +286,8 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
             products_are_ready(value_sum);
             products_are_ready(key_sum);
         }
+        tile++;
+        if (Sight::HAS_SPANS && tile == end) tile = begin;
     }
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -265,10 +297,14 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
             for (int i = 0; i < 4; i++) key_sum[m][d][i] *= scale;
     const uint32_t mine = first + warp * 16 * M;
     const int left = rows - warp * 16 * M;
-    unsigned char *tile = shared + warp * 16 * M * ROW_BYTES;
-    if (dk != nullptr) write_key_rows<T, D, M, KEYS>(dk, dk_strides, dk_parts, task, part, mine, left, key_sum, tile, shape);
+    unsigned char *own_rows = shared + warp * 16 * M * ROW_BYTES;
+    const uint64_t key_heads = uint64_t(shape.batch) * (shape.heads / sight.group());
+    const auto write = [&](T *grad, const Strides &strides, float *parts, const float(&sum)[M][D / 8][4]) {
+        write_key_rows<T, D, M, KEYS>(grad, strides, parts, task, part, mine, left, sum, own_rows, key_heads, shape);
+    };
+    if (dk != nullptr) write(dk, dk_strides, dk_parts, key_sum);
     __syncwarp();
-    if (dv != nullptr) write_key_rows<T, D, M, KEYS>(dv, dv_strides, dv_parts, task, part, mine, left, value_sum, tile, shape);
+    if (dv != nullptr) write(dv, dv_strides, dv_parts, value_sum);
 }
 
 // The sum over the parts of a gradient of keys or values: (parts, batch, heads, keys, width) → (batch, heads, keys, width). A

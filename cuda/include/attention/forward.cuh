@@ -2,6 +2,8 @@
 // each query (Milakov & Gimelshein 2018, arXiv:1805.02867), one block for a tile of queries (Dao 2023, arXiv:2307.08691).
 #pragma once
 
+#include <cfloat>
+
 #include "mma.cuh"
 #include "shape.cuh"
 
@@ -12,11 +14,12 @@ template <int M> struct RunningSoftmax {
     // The thread's share of the sums of 2^(score - base).
     float sum[M][2];
 
-    __device__ __forceinline__ RunningSoftmax() {
+    // `lowest` is below all scores: a finite number if tiles may hide all keys of a row, whose scores are negative infinity then.
+    __device__ __forceinline__ explicit RunningSoftmax(float lowest) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int r = 0; r < 2; r++) base[m][r] = -INFINITY, sum[m][r] = 0.0f;
+            for (int r = 0; r < 2; r++) base[m][r] = lowest, sum[m][r] = 0.0f;
     }
 
     // Turns products of rows into weights 2^(scale product - base), where the base is the largest score so far. Returns whether a base of
@@ -71,10 +74,19 @@ template <int M, int N> __device__ __forceinline__ void scale_rows(float (&rows)
             for (int i = 0; i < 4; i++) rows[m][n][i] *= factors[m][i / 2];
 }
 
-// Makes the scores of keys that do not exist, or come after their query, negative infinity. `query` and `key` are those of the
-// thread's first score.
-template <int M, int N>
-__device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, uint32_t key, const AttentionShape &shape) {
+// The first keys that the queries of a thread see.
+template <int M, class Sight> __device__ __forceinline__ void first_keys(uint32_t (&keys)[M][2], const Sight &sight, uint32_t query) {
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) keys[m][r] = sight.first_key(query + m * 16 + r * 8);
+}
+
+// Makes the scores of keys that do not exist, come after their query or before the `first` that it sees negative infinity. `query` and
+// `key` are those of the thread's first score.
+template <class Sight, int M, int N>
+__device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, uint32_t key, const AttentionShape &shape,
+                                     const uint32_t (&first)[M][2]) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -82,33 +94,36 @@ __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, u
             const uint32_t seen = shape.is_causal ? min(shape.keys, query + m * 16 + i / 2 * 8 + 1) : shape.keys;
 #pragma unroll
             for (int n = 0; n < N; n++)
-                if (key + n * 8 + i % 2 >= seen) scores[m][n][i] = -INFINITY;
+                if (key + n * 8 + i % 2 >= seen || (Sight::HAS_SPANS && key + n * 8 + i % 2 < first[m][i / 2]))
+                    scores[m][n][i] = -INFINITY;
         }
 }
 
 // `WARPS` warps with 16 `M` queries each; tiles of `KEYS` keys, two in shared memory, of which the next is copied while the warps
 // work on the other. `Rows` says whether queries are held in registers.
-template <typename T, int D, int WARPS, int M, int KEYS, template <int, int, int> class Rows>
+template <typename T, int D, int WARPS, int M, int KEYS, template <int, int, int> class Rows, class Sight>
 __device__ __forceinline__ void attention_forward(const T *q, const T *k, const T *v, T *o, float *log_sums, const Strides &q_strides,
                                                   const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
-                                                  const AttentionShape &shape) {
+                                                  const AttentionShape &shape, const Sight &sight) {
     constexpr int THREADS = WARPS * WARP, QUERIES = WARPS * 16 * M, STAGE = tile_bytes<D>(2 * KEYS);
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t query_tile = shared_address(shared), stages = query_tile + tile_bytes<D>(QUERIES);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 
     const uint32_t tiles = ceil_divide(shape.queries, QUERIES);
-    const Task task(blockIdx.x, tiles, shape);
+    const Task task(blockIdx.x, tiles, shape.heads);
     // With a causal mask the last tiles have the most work and start first.
     const uint32_t first = (shape.is_causal ? tiles - 1 - task.tile : task.tile) * QUERIES;
     const int rows = min(shape.queries - first, uint32_t(QUERIES));
     q = q_strides.matrix(q, task.batch, task.head) + first * q_strides.row;
-    k = k_strides.matrix(k, task.batch, task.head);
-    v = v_strides.matrix(v, task.batch, task.head);
+    k = k_strides.matrix(k, task.batch, task.head / sight.group());
+    v = v_strides.matrix(v, task.batch, task.head / sight.group());
     o = o_strides.matrix(o, task.batch, task.head) + first * o_strides.row;
 
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
-    const uint32_t steps = ceil_divide(seen, KEYS);
+    const uint32_t begin = sight.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
+    // Below, some query of the tile does not see a key.
+    const uint32_t floor = sight.first_key(first + rows - 1);
     const auto copy_keys = [&](uint32_t step) {
         const uint32_t key = step * KEYS;
         copy_tile<T, D, KEYS, THREADS>(stages + step % 2 * STAGE, k + key * k_strides.row, k_strides.row, shape.keys - key,
@@ -120,9 +135,9 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
                                        shape.keys - key, shape.width);
     };
     copy_tile<T, D, QUERIES, THREADS>(query_tile, q, q_strides.row, rows, shape.width);
-    if (steps > 0) {
-        copy_keys(0);
-        if constexpr (BY_WARPGROUP<M>) copy_values(0);
+    if (begin < steps) {
+        copy_keys(begin);
+        if constexpr (BY_WARPGROUP<M>) copy_values(begin);
     }
     end_copies();
     wait_for_copies();
@@ -130,18 +145,20 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
 
     const float scale = static_cast<float>(shape.scale) * LOG2_E;
     const uint32_t query = first + warp * 16 * M + lane / 4;
-    RunningSoftmax<M> softmax;
+    uint32_t lowest[M][2];
+    first_keys(lowest, sight, query);
+    RunningSoftmax<M> softmax(Sight::HAS_SPANS ? -FLT_MAX : -INFINITY);
     float result[M][D / 8][4] = {}, correction[M][2];
     const auto weigh = [&](float(&scores)[M][KEYS / 8][4], uint32_t step) {
         const uint32_t key = step * KEYS;
-        if (key + KEYS > shape.keys || (shape.is_causal && key + KEYS > first + warp * 16 * M + 1))
-            hide(scores, query, key + lane % 4 * 2, shape);
+        if (key + KEYS > shape.keys || key < floor || (shape.is_causal && key + KEYS > first + warp * 16 * M + 1))
+            hide<Sight>(scores, query, key + lane % 4 * 2, shape, lowest);
         return softmax.weigh(scores, correction, scale);
     };
     if constexpr (BY_WARPGROUP<M>) {
         // Other blocks of the multiprocessor multiply while this one computes weights.
-        for (uint32_t step = 0; step < steps; step++) {
-            if (step > 0) wait_for_copies();
+        for (uint32_t step = begin; step < steps; step++) {
+            if (step > begin) wait_for_copies();
             if (step + 1 < steps) copy_keys(step + 1), copy_values(step + 1);
             end_copies();
             float scores[M][KEYS / 8][4];
@@ -160,14 +177,14 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
             wait_for_products<0>();
             products_are_ready(result);
         }
-    } else if (steps > 0) {
+    } else if (begin < steps) {
         // The next scores are computed beside the sums of these, so that a warp has independent products.
-        copy_values(0);
-        if (steps > 1) copy_keys(1);
+        copy_values(begin);
+        if (begin + 1 < steps) copy_keys(begin + 1);
         end_copies();
         float scores[M][KEYS / 8][4];
-        multiply_rows<T, D, M, KEYS, KEYS>(scores, queries, stages);
-        uint32_t step = 0;
+        multiply_rows<T, D, M, KEYS, KEYS>(scores, queries, stages + begin % 2 * STAGE);
+        uint32_t step = begin;
         for (; step + 1 < steps; step++) {
             if (weigh(scores, step)) scale_rows(result, correction);
             const Weights<T, M, KEYS> weights(scores);

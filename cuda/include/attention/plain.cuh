@@ -28,8 +28,9 @@ template <typename T> struct MatrixRows {
     uint64_t stride;
     uint32_t rows, width;
 
-    __device__ __forceinline__ MatrixRows(const T *tensor, const Strides &strides, const Task &task, uint32_t rows, uint32_t width)
-        : data(strides.matrix(tensor, task.batch, task.head)), stride(strides.row), rows(rows), width(width) {}
+    __device__ __forceinline__ MatrixRows(const T *tensor, const Strides &strides, uint32_t batch, uint32_t head, uint32_t rows,
+                                          uint32_t width)
+        : data(strides.matrix(tensor, batch, head)), stride(strides.row), rows(rows), width(width) {}
 
     // The element as a number of the arithmetic, zero outside.
     __device__ __forceinline__ Acc<T> at(uint32_t row, uint32_t column) const {
@@ -60,10 +61,10 @@ __device__ void row_products(Acc<T> (&sum)[2][2], const MatrixRows<T> &a, uint32
 }
 
 // Scores of 32 queries and 32 keys, negative infinity where a query does not see a key, distributed as the products are.
-template <typename T>
+template <typename T, class Sight>
 __device__ void plain_scores(Acc<T> (&scores)[2][2], const MatrixRows<T> &q, uint32_t query, const MatrixRows<T> &k, uint32_t key,
-                             const Mask<Acc<T>> &mask, const Task &task, const AttentionShape &shape, Square<Acc<T>> &left,
-                             Square<Acc<T>> &right) {
+                             const Mask<Acc<T>> &mask, const Task &task, const AttentionShape &shape, const Sight &sight,
+                             Square<Acc<T>> &left, Square<Acc<T>> &right) {
     row_products(scores, q, query, k, key, left, right);
     const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
     for (int i = 0; i < 2; i++)
@@ -73,7 +74,8 @@ __device__ void plain_scores(Acc<T> (&scores)[2][2], const MatrixRows<T> &q, uin
             const bool exists = row < shape.queries && column < shape.keys;
             if (exists && mask.numbers != nullptr)
                 score += mask.numbers[task.batch * mask.batch + task.head * mask.head + row * mask.query + column * mask.key];
-            scores[i][j] = exists && (!shape.is_causal || column <= row) ? score : -Acc<T>(INFINITY);
+            const bool sees = exists && (!shape.is_causal || column <= row) && (!Sight::HAS_SPANS || column >= sight.first_key(row));
+            scores[i][j] = sees ? score : -Acc<T>(INFINITY);
         }
 }
 
@@ -108,27 +110,28 @@ __device__ void write_panel(T *tensor, const Strides &strides, const Task &task,
         }
 }
 
-template <typename T>
+template <typename T, class Sight>
 __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o, Acc<T> *log_sums, const Strides &q_strides,
                                         const Strides &k_strides, const Strides &v_strides, const Strides &o_strides,
-                                        const Mask<Acc<T>> &mask, const AttentionShape &shape) {
+                                        const Mask<Acc<T>> &mask, const AttentionShape &shape, const Sight &sight) {
     using R = Acc<T>;
     __shared__ Square<R> left, right, weights;
     __shared__ Panel<R> panel;
     __shared__ R base[PLAIN_TILE], total[PLAIN_TILE], factor[PLAIN_TILE];
     const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const Task task(blockIdx.x, ceil_divide(shape.queries, PLAIN_TILE), shape);
-    const uint32_t first = task.tile * PLAIN_TILE, column = blockIdx.y * PLAIN_COLUMNS;
-    const MatrixRows<T> queries(q, q_strides, task, shape.queries, shape.width), keys(k, k_strides, task, shape.keys, shape.width);
-    const MatrixRows<T> values(v, v_strides, task, shape.keys, shape.value_width);
+    const Task task(blockIdx.x, ceil_divide(shape.queries, PLAIN_TILE), shape.heads);
+    const uint32_t first = task.tile * PLAIN_TILE, column = blockIdx.y * PLAIN_COLUMNS, key_head = task.head / sight.group();
+    const MatrixRows<T> queries(q, q_strides, task.batch, task.head, shape.queries, shape.width);
+    const MatrixRows<T> keys(k, k_strides, task.batch, key_head, shape.keys, shape.width);
+    const MatrixRows<T> values(v, v_strides, task.batch, key_head, shape.keys, shape.value_width);
     if (threadIdx.x < PLAIN_TILE) base[threadIdx.x] = -R(INFINITY), total[threadIdx.x] = 0;
 
     R sum[2][4] = {};
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + PLAIN_TILE) : shape.keys;
-    for (uint32_t key = 0; key < seen; key += PLAIN_TILE) {
+    for (uint32_t key = sight.first_key(first); key < seen; key += PLAIN_TILE) {
         R scores[2][2];
-        plain_scores(scores, queries, first, keys, key, mask, task, shape, left, right);
+        plain_scores(scores, queries, first, keys, key, mask, task, shape, sight, left, right);
         for (int i = 0; i < 2; i++)
             for (int j = 0; j < 2; j++) weights[y + i * PLAIN_SIDE][x + j * PLAIN_SIDE] = scores[i][j];
         load_panel(panel, values, key, column);
@@ -166,50 +169,57 @@ __device__ void attention_plain_forward(const T *q, const T *k, const T *v, T *o
 // Which gradient a block makes.
 enum class GradientOf { query, key, value };
 
-template <typename T, GradientOf OF>
+template <typename T, GradientOf OF, class Sight>
 __device__ void attention_plain_backward(const T *q, const T *k, const T *v, const T *d_o, const Acc<T> *log_sums, const Acc<T> *delta,
                                          T *grad, const Strides &q_strides, const Strides &k_strides, const Strides &v_strides,
                                          const Strides &do_strides, const Strides &grad_strides, const Mask<Acc<T>> &mask,
-                                         const AttentionShape &shape) {
+                                         const AttentionShape &shape, const Sight &sight) {
     using R = Acc<T>;
     constexpr bool QUERIES = OF == GradientOf::query;
     __shared__ Square<R> left, right, weights;
     __shared__ Panel<R> panel;
     const int x = threadIdx.x % PLAIN_SIDE, y = threadIdx.x / PLAIN_SIDE;
     const uint32_t rows = QUERIES ? shape.queries : shape.keys, width = OF == GradientOf::value ? shape.value_width : shape.width;
-    const Task task(blockIdx.x, ceil_divide(rows, PLAIN_TILE), shape);
+    const uint32_t group = sight.group();
+    const Task task(blockIdx.x, ceil_divide(rows, PLAIN_TILE), QUERIES ? shape.heads : shape.heads / group);
     const uint32_t first = task.tile * PLAIN_TILE, column = blockIdx.y * PLAIN_COLUMNS;
-    const MatrixRows<T> queries(q, q_strides, task, shape.queries, shape.width), keys(k, k_strides, task, shape.keys, shape.width);
-    const MatrixRows<T> values(v, v_strides, task, shape.keys, shape.value_width);
-    const MatrixRows<T> grads(d_o, do_strides, task, shape.queries, shape.value_width);
-    log_sums += uint64_t(task.index) * shape.queries;
-    delta += uint64_t(task.index) * shape.queries;
+    const uint32_t key_head = QUERIES ? task.head / group : task.head;
+    const MatrixRows<T> keys(k, k_strides, task.batch, key_head, shape.keys, shape.width);
+    const MatrixRows<T> values(v, v_strides, task.batch, key_head, shape.keys, shape.value_width);
 
     // Of the other side: the keys that some query of the tile sees, or the queries that see some key of the tile.
-    uint32_t begin = 0, end = QUERIES ? shape.keys : shape.queries;
+    uint32_t begin = 0, end = QUERIES ? shape.keys : sight.query_end(min(first + PLAIN_TILE, rows) - 1, shape);
     if (shape.is_causal && QUERIES) end = min(end, first + PLAIN_TILE);
+    if (QUERIES) begin = sight.first_key(first);
     if (shape.is_causal && !QUERIES) begin = first;
     R sum[2][4] = {};
-    for (uint32_t other = begin; other < end; other += PLAIN_TILE) {
-        const uint32_t query = QUERIES ? first : other, key = QUERIES ? other : first;
-        R scores[2][2], products[2][2];
-        plain_scores(scores, queries, query, keys, key, mask, task, shape, left, right);
-        if (OF != GradientOf::value) row_products(products, grads, query, values, key, left, right);
-        for (int i = 0; i < 2; i++) {
-            const uint32_t row = query + y + i * PLAIN_SIDE;
-            const bool exists = row < shape.queries;
-            const R log_sum = exists ? log_sums[row] : R(0), less = exists ? delta[row] : R(0);
-            const R shift = log_sum == -R(INFINITY) ? R(0) : log_sum;
-            for (int j = 0; j < 2; j++) {
-                R weight = exponential(scores[i][j] - shift);
-                if (OF != GradientOf::value) weight *= (products[i][j] - less) * static_cast<R>(shape.scale);
-                weights[y + i * PLAIN_SIDE][x + j * PLAIN_SIDE] = weight;
+    // The head of the queries, or all heads that share the keys, one after another.
+    const uint32_t heads_begin = QUERIES ? task.head : task.head * group, heads_end = QUERIES ? heads_begin + 1 : heads_begin + group;
+    for (uint32_t head = heads_begin; head < heads_end; head++) {
+        const MatrixRows<T> queries(q, q_strides, task.batch, head, shape.queries, shape.width);
+        const MatrixRows<T> grads(d_o, do_strides, task.batch, head, shape.queries, shape.value_width);
+        const uint64_t numbers = (uint64_t(task.batch) * shape.heads + head) * shape.queries;
+        for (uint32_t other = begin; other < end; other += PLAIN_TILE) {
+            const uint32_t query = QUERIES ? first : other, key = QUERIES ? other : first;
+            R scores[2][2], products[2][2];
+            plain_scores(scores, queries, query, keys, key, mask, task, shape, sight, left, right);
+            if (OF != GradientOf::value) row_products(products, grads, query, values, key, left, right);
+            for (int i = 0; i < 2; i++) {
+                const uint32_t row = query + y + i * PLAIN_SIDE;
+                const bool exists = row < shape.queries;
+                const R log_sum = exists ? log_sums[numbers + row] : R(0), less = exists ? delta[numbers + row] : R(0);
+                const R shift = log_sum == -R(INFINITY) ? R(0) : log_sum;
+                for (int j = 0; j < 2; j++) {
+                    R weight = exponential(scores[i][j] - shift);
+                    if (OF != GradientOf::value) weight *= (products[i][j] - less) * static_cast<R>(shape.scale);
+                    weights[y + i * PLAIN_SIDE][x + j * PLAIN_SIDE] = weight;
+                }
             }
+            load_panel(panel, OF == GradientOf::query ? keys : OF == GradientOf::key ? queries : grads, other, column);
+            __syncthreads();
+            add_panel<!QUERIES>(sum, weights, panel);
+            __syncthreads();
         }
-        load_panel(panel, OF == GradientOf::query ? keys : OF == GradientOf::key ? queries : grads, other, column);
-        __syncthreads();
-        add_panel<!QUERIES>(sum, weights, panel);
-        __syncthreads();
     }
     write_panel(grad, grad_strides, task, first, rows, column, width, sum);
 }

@@ -27,8 +27,33 @@ struct Task {
     uint32_t tile, index;
     uint32_t batch, head;
 
-    __device__ __forceinline__ Task(uint32_t block, uint32_t tiles, const AttentionShape &shape)
-        : tile(block % tiles), index(block / tiles), batch(index / shape.heads), head(index % shape.heads) {}
+    __device__ __forceinline__ Task(uint32_t block, uint32_t tiles, uint32_t heads)
+        : tile(block % tiles), index(block / tiles), batch(index / heads), head(index % heads) {}
+};
+
+// What queries see beyond what the shape says: each head of queries has its own keys, and nothing else hides them.
+struct Dense {
+    static constexpr bool HAS_SPANS = false;
+
+    // How many heads of queries in a row share a head of keys.
+    static __device__ __forceinline__ uint32_t group() { return 1; }
+    // The first key that a query sees, and the first query that does not see a key any more.
+    static __device__ __forceinline__ uint32_t first_key(uint32_t) { return 0; }
+    static __device__ __forceinline__ uint32_t query_end(uint32_t, const AttentionShape &shape) { return shape.queries; }
+};
+
+// Segments of packed rows: `shape` is causal with as many keys as queries, and one batch. Both numbers ascend.
+struct Spans {
+    static constexpr bool HAS_SPANS = true;
+    // (2, rows): for each position the first key that its query sees, or the position after it; the end of the queries that see its key.
+    const uint32_t *spans;
+    uint32_t rows, heads_a_key;
+
+    __device__ __forceinline__ uint32_t group() const { return heads_a_key; }
+    __device__ __forceinline__ uint32_t first_key(uint32_t query) const { return spans[min(query, rows - 1)]; }
+    __device__ __forceinline__ uint32_t query_end(uint32_t key, const AttentionShape &) const {
+        return spans[rows + min(key, rows - 1)];
+    }
 };
 
 __host__ __device__ constexpr uint32_t ceil_divide(uint32_t a, uint32_t b) { return (a + b - 1) / b; }

@@ -24,6 +24,7 @@ from trainable_candle._core import (
     smooth_l1_loss,
     swiglu,
     upsample_nearest2d,
+    varlen_attention,
 )
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "swiglu",
     "tanh",
     "upsample_nearest2d",
+    "varlen_attention",
 ]
 
 

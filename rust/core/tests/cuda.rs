@@ -24,6 +24,8 @@ mod norms;
 mod products;
 #[path = "walk/sharing.rs"]
 mod sharing;
+#[path = "cuda/varlen.rs"]
+mod varlen;
 mod walk;
 
 fn gpu() -> Result<Device> {

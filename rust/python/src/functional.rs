@@ -1,7 +1,7 @@
 //! The functions of `trainable_candle.nn.functional` except norms and losses. Argument names and layouts are torch's.
 
 use pyo3::prelude::*;
-use tc::ops::attention::scaled_dot_product_attention as attention;
+use tc::ops::attention::{scaled_dot_product_attention as attention, varlen_attention as attention_of_segments};
 use tc::ops::conv::{self, Conv2dOptions};
 use tc::ops::{dropout as drop, gated, index, linear as lin, lora, rope as rotary, upsample};
 use trainable_candle_core as tc;
@@ -280,6 +280,45 @@ pub fn scaled_dot_product_attention(
     let scale = scale.get("scaled_dot_product_attention", "scale")?;
     let work = query.0.elem_count().saturating_add(key.0.elem_count());
     compute(py, work, || attention(&query.0, &key.0, &value.0, inner(attn_mask), is_causal, scale)).map(Tensor)
+}
+
+/// Causal attention inside the segments of a packed row, several sequences one after another of which none sees another: softmax(query @
+/// key.T * scale) @ value over the keys of the query's segment up to its own position. On CUDA nothing waits for the bounds, so a CUDA
+/// graph can be replayed with others.
+///
+/// Args:
+///     query: (N, heads, D).
+///     key: (N, key heads, D). The number of key heads divides that of heads; head h of the query attends to head
+///         h // (heads // key heads).
+///     value: (N, key heads, D).
+///     cu_seqlens: (M + 1,), i64 or u32: 0, and where each of M segments ends, ascending. The last may repeat, so that a tensor of fixed
+///         size holds fewer segments. Rows after it belong to no segment: they give zeros and get no gradient.
+///     window: how many keys a query sees at most, from its own back: Mistral's sliding window (Jiang et al. 2023, arXiv:2310.06825).
+///     scale: factor of the scores; default 1 / sqrt(D).
+///
+/// Returns:
+///     (N, heads, D).
+///
+/// Raises:
+///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
+///     IndexOutOfRangeError: if bounds do not ascend from 0 to at most N; on CUDA when the next value is read.
+///     ArgumentError: if the window is below 1.
+#[pyfunction]
+#[pyo3(signature = (query, key, value, cu_seqlens, *, window=None, scale=Given::of(None)))]
+pub fn varlen_attention(
+    py: Python<'_>,
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    cu_seqlens: &Tensor,
+    window: Option<Integer>,
+    scale: Given<Option<f64>>,
+) -> Result<Tensor> {
+    const OP: &str = "varlen_attention";
+    let scale = scale.get(OP, "scale")?;
+    let window = window.map(|window| window.at_least(OP, "window", 1)).transpose()?;
+    let work = query.0.elem_count().saturating_add(key.0.elem_count());
+    compute(py, work, || attention_of_segments(&query.0, &key.0, &value.0, &cu_seqlens.0, window, scale)).map(Tensor)
 }
 
 /// Zero each element with probability `p` and scale the others by 1 / (1 - p) (Srivastava et al. 2014).

@@ -57,7 +57,7 @@ mod _core {
     #[pymodule_export]
     use crate::functional::{
         conv2d, dropout, embedding, geglu, linear, lora_backward, lora_backward_, quick_gelu, rope,
-        scaled_dot_product_attention, swiglu, upsample_nearest2d,
+        scaled_dot_product_attention, swiglu, upsample_nearest2d, varlen_attention,
     };
     #[pymodule_export]
     use crate::io::{load_file, save_file, snapshot};

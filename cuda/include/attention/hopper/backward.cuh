@@ -62,7 +62,7 @@ template <typename T, int D, int M> struct HopperBackward {
     uint32_t shared;
 
     __device__ __forceinline__ Task task(const Span &span) const {
-        return Task(span.item, ceil_divide(shape.keys, KEYS_AT_ONCE), shape);
+        return Task(span.item, ceil_divide(shape.keys, KEYS_AT_ONCE), shape.heads);
     }
 
     __device__ __forceinline__ void init() const {

@@ -25,7 +25,7 @@ __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *
     constexpr int AT_ONCE = FINISH_THREADS / (D / 8), BLOCKS = ROWS / AT_ONCE;
     const uint32_t item = schedule.whole + blockIdx.x / BLOCKS, row = blockIdx.x % BLOCKS * AT_ONCE + threadIdx.x / (D / 8);
     const uint32_t column = threadIdx.x % (D / 8) * 8;
-    const Task task(item, ceil_divide(shape.queries, ROWS), shape);
+    const Task task(item, ceil_divide(shape.queries, ROWS), shape.heads);
     const uint32_t query = task.tile * ROWS + row;
     if (query >= shape.queries) return;
     uint32_t count;
@@ -54,7 +54,7 @@ template <typename T, int D, int M>
 __device__ __forceinline__ void backward_statistics(const T *o, const T *d_o, const float *log_sums, float *statistics, uint32_t *turns,
                                                     const Strides &o_strides, const Strides &do_strides, const AttentionShape &shape) {
     constexpr int LANES = D / 8, AT_ONCE = FINISH_THREADS / LANES;
-    const Task task(blockIdx.x, ceil_divide(shape.queries, M), shape);
+    const Task task(blockIdx.x, ceil_divide(shape.queries, M), shape.heads);
     const uint32_t column = threadIdx.x % LANES * 8;
     if (threadIdx.x == 0) turns[blockIdx.x] = 0;
     o = o_strides.matrix(o, task.batch, task.head) + column;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
     float x[8];
     if (blockIdx.x < tiles) {
         if (dq == nullptr) return;
-        const Task task(blockIdx.x, ceil_divide(shape.queries, M), shape);
+        const Task task(blockIdx.x, ceil_divide(shape.queries, M), shape.heads);
         dq = dq_strides.matrix(dq, task.batch, task.head);
         const float scale = static_cast<float>(shape.scale);
         sums += uint64_t(blockIdx.x) * 2 * 4096;
@@ -117,7 +117,7 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
     T *to = is_value ? dv : dk;
     if (to == nullptr) return;
     const Strides &strides = is_value ? dv_strides : dk_strides;
-    const Task task(item, ceil_divide(shape.keys, KEYS_AT_ONCE), shape);
+    const Task task(item, ceil_divide(shape.keys, KEYS_AT_ONCE), shape.heads);
     const uint32_t place = index % EACH * FINISH_THREADS + threadIdx.x, row = place / (D / 8), column = place % (D / 8) * 8;
     const uint32_t key = task.tile * KEYS_AT_ONCE + row;
     if (key >= shape.keys || column >= shape.width) return;

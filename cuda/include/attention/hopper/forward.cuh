@@ -60,7 +60,7 @@ template <typename T, int D, int KEYS, int GROUPS> struct HopperForward {
     uint32_t shared;
 
     __device__ __forceinline__ Task task(const Span &span) const {
-        return Task(span.item, ceil_divide(shape.queries, ROWS), shape);
+        return Task(span.item, ceil_divide(shape.queries, ROWS), shape.heads);
     }
 
     __device__ __forceinline__ void init() const {

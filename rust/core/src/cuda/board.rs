@@ -83,8 +83,9 @@ impl Board {
             Some((op, at)) => Err(Error::index(
                 op,
                 format!(
-                    "the id at position {at} (in row-major order) was out of range in a call since the device was last waited for; \
-                     expected 0 <= id < the size of the dimension; call synchronize() after each call to find which"
+                    "the id or bound at position {at} (in row-major order) was out of range in a call since the device was last waited \
+                     for; expected 0 <= id < the size of the dimension, or bounds that ascend from 0 up to the number of rows; call \
+                     synchronize() after each call to find which"
                 ),
             )),
         }

@@ -2,7 +2,7 @@
 
 use candle_core::Device;
 
-use super::{packed_attention, plain, scaled_dot_product_attention};
+use super::{packed_attention, plain, scaled_dot_product_attention, varlen_attention};
 use crate::ops::case::Case;
 use crate::{Result, Tensor};
 
@@ -76,5 +76,51 @@ pub(super) fn packed() -> Vec<Case> {
         case("one head", &[&[2, 3, 15]], 1, false),
         case("one token", &[&[2, 1, 12]], 2, false),
         Case::new("no tokens", &[&[2, 0, 12]], |x| packed_attention(&x[0], None, 2, false)),
+    ]
+}
+
+/// The same segment by segment, with keys and values repeated.
+fn plain_varlen(x: &[Tensor], bounds: &[usize], window: usize) -> Result<Tensor> {
+    let &[rows, heads, width] = x[0].dims() else { unreachable!("cases have three dimensions") };
+    let key_heads = x[1].dims()[1];
+    let mut results = Vec::new();
+    for segment in bounds.windows(2).filter(|segment| segment[0] < segment[1]) {
+        let len = segment[1] - segment[0];
+        let part = |x: &Tensor| x.narrow(0, segment[0], len)?.transpose(0, 1);
+        let repeated = |x: &Tensor| {
+            let groups = (key_heads, heads / key_heads, len, width);
+            part(x)?.unsqueeze(1)?.broadcast_as(groups)?.reshape((heads, len, width))
+        };
+        let seen = (0..len).flat_map(|q| (0..len).map(move |k| u8::from(k <= q && k + window > q))).collect();
+        let seen = Tensor::from_vec(seen, (len, len), x[0].device())?;
+        let scale = 1.0 / (width as f64).sqrt();
+        let (q, k, v) = (part(&x[0])?, repeated(&x[1])?, repeated(&x[2])?);
+        results.push(plain(&q, &k, &v, Some(&seen), false, scale)?.transpose(0, 1)?);
+    }
+    let last = bounds[bounds.len() - 1];
+    // Rows of no segment, of zeros.
+    results.push(x[0].narrow(0, last, rows - last)?.detach().mul_scalar(0.0)?);
+    Tensor::cat(&results.iter().collect::<Vec<_>>(), 0)
+}
+
+pub(super) fn varlen() -> Vec<Case> {
+    let case = |label, rows: usize, [heads, key_heads]: [usize; 2], bounds: &'static [usize], window: Option<usize>| {
+        let run = move |x: &[Tensor]| {
+            let numbers = bounds.iter().map(|&bound| bound as i64).collect();
+            let bounds = Tensor::from_vec(numbers, bounds.len(), x[0].device())?;
+            varlen_attention(&x[0], &x[1], &x[2], &bounds, window, None)
+        };
+        Case::new(label, &[&[rows, heads, 4], &[rows, key_heads, 4], &[rows, key_heads, 4]], run)
+            .plain(move |x| plain_varlen(x, bounds, window.unwrap_or(rows)))
+    };
+    vec![
+        case("one segment", 7, [2, 2], &[0, 7], None),
+        case("segments and groups", 11, [6, 2], &[0, 5, 6, 6, 11], None),
+        case("window", 9, [2, 1], &[0, 7, 9], Some(3)),
+        case("window of one", 5, [2, 2], &[0, 5], Some(1)),
+        case("rows of no segment, repeated bounds", 10, [4, 2], &[0, 1, 2, 7, 7, 7], None),
+        case("no segment", 3, [1, 1], &[0], None),
+        case("several blocks", 140, [2, 1], &[0, 3, 131, 139], Some(100)),
+        case("no rows", 0, [2, 1], &[0, 0], None),
     ]
 }

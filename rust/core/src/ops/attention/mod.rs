@@ -6,11 +6,13 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod packed;
+mod varlen;
 
 use candle_core::{D, DType};
 
 pub(crate) use cpu::heads_lie_inside;
 pub use packed::packed_attention;
+pub use varlen::varlen_attention;
 
 use super::case::Entry;
 use crate::compute::on_device;
@@ -54,7 +56,7 @@ pub fn scaled_dot_product_attention(
     let mut scores = q.dims().to_vec();
     scores[rank - 1] = k.dims()[rank - 2];
     let mask = mask.map(|mask| additive(mask, q.dtype())).transpose()?;
-    let attention = cpu::Attention { scores, scale, is_causal };
+    let attention = cpu::Attention { scores, scale, sight: cpu::Sight::of(is_causal), group: 1 };
     record_with_aux(
         &ATTENTION,
         &[q, k, v],
@@ -186,8 +188,11 @@ impl Backward for AttentionBackward {
 }
 
 /// Registry entries of this folder.
-pub static ENTRIES: &[Entry] =
-    &[Entry { info: &ATTENTION, cases: cases::attention }, Entry { info: &packed::PACKED, cases: cases::packed }];
+pub static ENTRIES: &[Entry] = &[
+    Entry { info: &ATTENTION, cases: cases::attention },
+    Entry { info: &packed::PACKED, cases: cases::packed },
+    Entry { info: &varlen::VARLEN, cases: cases::varlen },
+];
 
 /// The same from basic operations.
 fn plain(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, is_causal: bool, scale: f64) -> Result<Tensor> {

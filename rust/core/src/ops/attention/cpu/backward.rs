@@ -109,15 +109,16 @@ struct Scratch<R> {
 impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
     fn run(&self) {
         let attention = self.scores.attention;
-        let (heads, keys) = (attention.heads(), attention.keys());
-        let blocks = attention.queries().div_ceil(QUERIES);
-        // With few heads, ranges of queries make the gradients of keys and values in parts.
+        // Heads of keys, and the blocks of all queries that share one, head after head.
+        let (heads, keys) = (attention.heads() / attention.group, attention.keys());
+        let blocks = attention.group * attention.queries().div_ceil(QUERIES);
+        // With few heads, ranges of blocks make the gradients of keys and values in parts.
         let parts = BACKWARD_TASKS.div_ceil(heads.max(1)).clamp(1, blocks.max(1));
         let per_part = blocks.div_ceil(parts).max(1);
         let parts = blocks.div_ceil(per_part).max(1);
         let size = keys * (self.widths[0] + self.widths[1]);
         if parts == 1 {
-            let grain = TASK / (attention.queries() * size).max(1);
+            let grain = TASK / (attention.group * attention.queries() * size).max(1);
             par_ranges(heads, grain, |range| {
                 let mut scratch = self.scratch();
                 let mut grads = vec![T::Acc::ZERO; size];
@@ -167,15 +168,17 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         }
     }
 
-    /// The gradients of the queries of some blocks, and those of keys and values, one after the other in `grads`, as far as
-    /// these queries contribute.
-    fn query_blocks(&self, head: usize, blocks: Range<usize>, scratch: &mut Scratch<T::Acc>, grads: &mut [T::Acc]) {
+    /// The gradients of the queries of some blocks that share a head of keys, and those of its keys and values, one after the other in
+    /// `grads`, as far as these queries contribute.
+    fn query_blocks(&self, key_head: usize, blocks: Range<usize>, scratch: &mut Scratch<T::Acc>, grads: &mut [T::Acc]) {
         let attention = self.scores.attention;
         let [width, value_width] = self.widths;
         let [wants_q, wants_k, wants_v] = self.rows.each_ref().map(Option::is_some);
         let (key_grads, value_grads) = grads.split_at_mut(attention.keys() * width);
+        let blocks_of_head = attention.queries().div_ceil(QUERIES);
         for index in blocks {
-            let queries = attention.query_block(index);
+            let head = key_head * attention.group + index / blocks_of_head;
+            let queries = attention.query_block(index % blocks_of_head);
             let tall = queries.len();
             let log_sums = &self.log_sums[head * attention.queries()..][queries.clone()];
             let grad = self.grad.rows(head, &queries);
@@ -195,13 +198,13 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
                     continue;
                 }
                 let ds = &mut scratch.score_grads[..tall * wide];
-                let v = self.values.rows(head, &keys);
+                let v = self.values.rows(key_head, &keys);
                 gemm(MatMut::row_major(ds, tall, wide), grad, v.t(), 1.0, false);
                 self.score_gradients(head, &queries, p, ds);
                 let ds = MatRef::row_major(ds, tall, wide);
                 if wants_q {
                     let out = MatMut::row_major(query_grads, tall, width);
-                    gemm(out, ds, self.scores.keys.rows(head, &keys), attention.scale, true);
+                    gemm(out, ds, self.scores.keys.rows(key_head, &keys), attention.scale, true);
                 }
                 if wants_k {
                     let out = &mut key_grads[keys.start * width..keys.end * width];

@@ -80,7 +80,7 @@ fn forward_blocks<T: Elem<Acc: Elem<Acc = T::Acc>>>(
                 );
                 let block = MatRef::row_major(block, queries.len(), keys.len());
                 let result = MatMut::row_major(result, queries.len(), value_width);
-                gemm(result, block, values.rows(head, &keys), 1.0, true);
+                gemm(result, block, values.rows(head / attention.group, &keys), 1.0, true);
             }
             let start = head * attention.queries() + queries.start;
             // SAFETY: tasks have different queries or heads.

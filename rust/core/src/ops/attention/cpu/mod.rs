@@ -31,7 +31,41 @@ pub(super) struct Attention {
     /// The shape of the scores: (..., queries, keys).
     pub scores: Vec<usize>,
     pub scale: f64,
-    pub is_causal: bool,
+    pub sight: Sight,
+    /// How many heads of queries in a row share a head of keys and values.
+    pub group: usize,
+}
+
+/// Which keys a query sees.
+#[derive(Clone, Debug)]
+pub(super) enum Sight {
+    All,
+    /// Those up to its own position.
+    Causal,
+    /// Those of its segment of a packed row.
+    Segments(Spans),
+}
+
+impl Sight {
+    /// Of queries that see all keys, or those up to their own position.
+    pub const fn of(is_causal: bool) -> Self {
+        if is_causal { Self::Causal } else { Self::All }
+    }
+}
+
+/// For each query of a packed row the first key that it sees, which is the one after it if it sees none. It sees the keys from there up
+/// to its own position. The numbers do not decrease, and queries that see none are the last.
+#[derive(Clone, Debug)]
+pub(super) struct Spans(pub Vec<u32>);
+
+impl Spans {
+    /// The keys of some queries.
+    fn keys(&self, queries: &Range<usize>) -> Range<usize> {
+        let some = &self.0[queries.clone()];
+        let seeing = some.iter().zip(queries.clone()).filter(|(first, query)| **first as usize <= *query).count();
+        let start = some.first().map_or(0, |&first| first as usize);
+        start..(queries.start + seeing).max(start)
+    }
 }
 
 impl Attention {
@@ -59,8 +93,30 @@ impl Attention {
 
     /// The blocks of keys that some query of a block sees.
     fn key_blocks(&self, queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
-        let end = if self.is_causal { self.keys().min(queries.end) } else { self.keys() };
-        (0..end).step_by(KEYS).map(move |start| start..end.min(start + KEYS))
+        let seen = match &self.sight {
+            Sight::All => 0..self.keys(),
+            Sight::Causal => 0..self.keys().min(queries.end),
+            Sight::Segments(spans) => spans.keys(queries),
+        };
+        let end = seen.end;
+        seen.step_by(KEYS).map(move |start| start..end.min(start + KEYS))
+    }
+
+    /// Makes the scores of keys that their queries do not see negative infinity, one row of scores for each query.
+    fn hide<R: Real>(&self, queries: &Range<usize>, keys: &Range<usize>, scores: &mut [R]) {
+        let first = |query: usize| match &self.sight {
+            Sight::Segments(spans) => spans.0[query] as usize,
+            _ => 0,
+        };
+        if matches!(self.sight, Sight::All) || (keys.end <= queries.start + 1 && keys.start >= first(queries.end - 1)) {
+            return;
+        }
+        let width = keys.len();
+        for (query, scores) in queries.clone().zip(scores.chunks_exact_mut(width)) {
+            let [start, end] = [first(query), query + 1].map(|key| key.saturating_sub(keys.start).min(width));
+            scores[..start].fill(R::NEG_INFINITY);
+            scores[end..].fill(R::NEG_INFINITY);
+        }
     }
 }
 
@@ -76,7 +132,7 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> Scores<'_, T> {
     /// Scores of a block, one row for each query, negative infinity where a key is not seen.
     fn block(&self, head: usize, queries: &Range<usize>, keys: &Range<usize>, out: &mut [T::Acc]) {
         let width = keys.len();
-        let (q, k) = (self.queries.rows(head, queries), self.keys.rows(head, keys));
+        let (q, k) = (self.queries.rows(head, queries), self.keys.rows(head / self.attention.group, keys));
         gemm(MatMut::row_major(out, queries.len(), width), q, k.t(), self.attention.scale, false);
         if let Some(mask) = &self.mask {
             dispatch(
@@ -88,12 +144,7 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> Scores<'_, T> {
                 },
             );
         }
-        if self.attention.is_causal && keys.end > queries.start + 1 {
-            for (query, scores) in queries.clone().zip(out.chunks_exact_mut(width)) {
-                let seen = (query + 1).saturating_sub(keys.start).min(width);
-                scores[seen..].fill(T::Acc::NEG_INFINITY);
-            }
-        }
+        self.attention.hide(queries, keys, out);
     }
 }
 

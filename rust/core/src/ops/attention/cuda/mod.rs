@@ -1,6 +1,7 @@
 //! The CUDA form: `kernels/attention.cu`, without a matrix of all scores: on tensor cores where the operands allow it, else a plain form.
 
 mod hopper;
+pub mod varlen;
 mod wide;
 
 use candle_core::{DType, Layout};
@@ -32,8 +33,8 @@ pub struct Attention<'a> {
 }
 
 impl<'a> From<&'a cpu::Attention> for Attention<'a> {
-    fn from(&cpu::Attention { ref scores, scale, is_causal }: &'a cpu::Attention) -> Self {
-        Self { op: ATTENTION.name, scores, scale, is_causal }
+    fn from(cpu::Attention { scores, scale, sight, .. }: &'a cpu::Attention) -> Self {
+        Self { op: ATTENTION.name, scores, scale: *scale, is_causal: matches!(sight, cpu::Sight::Causal) }
     }
 }
 
@@ -185,13 +186,8 @@ impl Attention<'_> {
                 return Ok((o, log_sums));
             }
             let function = gpu.function(form.forward(), suffix(op, dtype)?)?;
-            let shared = match form {
-                Width::W128 => 81_920,
-                Width::W64 if gpu.is_hopper() => 73_728,
-                Width::W64 => 40_960,
-            };
             let blocks = sizes.queries.div_ceil(64) * heads;
-            let shape = Shape { grid: [blocks, 1, 1], block: [128, 1, 1], shared };
+            let shape = Shape { grid: [blocks, 1, 1], block: [128, 1, 1], shared: form.forward_shared(gpu) };
             let arguments = AttentionForwardW64 {
                 q: q.input(),
                 k: k.input(),
@@ -275,21 +271,8 @@ impl Attention<'_> {
                 return Ok(());
             }
         }
-        let deltas = empty(op, gpu, log_sums.dims(), accumulator(dtype))?;
+        let deltas = self.deltas(gpu, &sizes, &o, &grad)?;
         let log_sums = input(op, log_sums)?;
-        let rows = (sizes.queries as usize) * heads as usize;
-        let shape = Shape::linear(op, rows.div_ceil(32), 256)?;
-        let function = gpu.function(&ATTENTION_DELTA, suffix(op, dtype)?)?;
-        let arguments = AttentionDelta {
-            o: o.input(),
-            d_o: grad.input(),
-            delta: output(op, &deltas)?,
-            o_strides: o.strides,
-            do_strides: grad.strides,
-            shape: sizes,
-        };
-        // SAFETY: the strides stay inside of the tensors, which are of these sizes.
-        unsafe { function.launch(op, gpu, shape, arguments) }?;
         let delta = input(op, &deltas)?;
         if let Some(form) = form {
             let place = |heads: &Option<Heads>| {
@@ -307,8 +290,8 @@ impl Attention<'_> {
             let (dk_parts, dv_parts) = (partial(wanted[1])?, partial(wanted[2])?);
             let key_blocks = if others { parts * sizes.keys.div_ceil(64) * heads } else { 0 };
             let query_blocks = if wanted[0] { sizes.queries.div_ceil(64) * heads } else { 0 };
-            let shared = if form == Width::W128 { 99_328 } else { 50_176 };
-            let shape = Shape { grid: [key_blocks + query_blocks, 1, 1], block: [128, 1, 1], shared };
+            let grid = [key_blocks + query_blocks, 1, 1];
+            let shape = Shape { grid, block: [128, 1, 1], shared: form.backward_shared() };
             let function = gpu.function(form.backward(), suffix(op, dtype)?)?;
             let arguments = AttentionBackwardW64 {
                 q: q.input(),
@@ -334,20 +317,8 @@ impl Attention<'_> {
             // SAFETY: as above; what is not wanted is null.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
             if parts > 1 && others {
-                let function = gpu.function(&ATTENTION_SUM_PARTS, suffix(op, dtype)?)?;
-                let elements = heads as usize * (sizes.keys * sizes.width) as usize;
-                let shape = Shape { grid: [elements.div_ceil(1024) as u32, 2, 1], block: [256, 1, 1], shared: 0 };
-                let arguments = AttentionSumParts {
-                    dk_parts: optional_input(op, dk_parts.as_ref())?,
-                    dv_parts: optional_input(op, dv_parts.as_ref())?,
-                    dk,
-                    dv,
-                    dk_strides,
-                    dv_strides,
-                    shape: sizes,
-                };
-                // SAFETY: as above.
-                unsafe { function.launch(op, gpu, shape, arguments) }?;
+                let parts = [dk_parts.as_ref(), dv_parts.as_ref()];
+                self.sum_parts(gpu, dtype, &sizes, parts, [(dk, dk_strides), (dv, dv_strides)])?;
             }
             return Ok(());
         }
@@ -386,6 +357,49 @@ impl Attention<'_> {
         Ok(())
     }
 
+    /// The sums over the rows of `o` times its gradient, one a query.
+    fn deltas(&self, gpu: &Gpu, sizes: &AttentionShape, o: &Heads, grad: &Heads) -> Result<Raw> {
+        let (op, dtype) = (self.op, o.raw.dtype());
+        let deltas = empty(op, gpu, &self.scores[..self.scores.len() - 1], accumulator(dtype))?;
+        let shape = Shape::linear(op, deltas.elem_count().div_ceil(32), 256)?;
+        let arguments = AttentionDelta {
+            o: o.input(),
+            d_o: grad.input(),
+            delta: output(op, &deltas)?,
+            o_strides: o.strides,
+            do_strides: grad.strides,
+            shape: *sizes,
+        };
+        // SAFETY: the strides stay inside of the tensors, which are of these sizes.
+        unsafe { gpu.function(&ATTENTION_DELTA, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        Ok(deltas)
+    }
+
+    /// Adds the parts of the gradients of keys and values that are wanted; `sizes` has the heads of the keys.
+    fn sum_parts(
+        &self,
+        gpu: &Gpu,
+        dtype: DType,
+        sizes: &AttentionShape,
+        [dk_parts, dv_parts]: [Option<&Raw>; 2],
+        [(dk, dk_strides), (dv, dv_strides)]: [(Mut, Strides); 2],
+    ) -> Result<()> {
+        let op = self.op;
+        let elements = (sizes.batch * sizes.heads) as usize * (sizes.keys * sizes.width) as usize;
+        let shape = Shape { grid: [elements.div_ceil(1024) as u32, 2, 1], block: [256, 1, 1], shared: 0 };
+        let arguments = AttentionSumParts {
+            dk_parts: optional_input(op, dk_parts)?,
+            dv_parts: optional_input(op, dv_parts)?,
+            dk,
+            dv,
+            dk_strides,
+            dv_strides,
+            shape: *sizes,
+        };
+        // SAFETY: the strides stay inside of the tensors, which are of these sizes; what is not wanted is null.
+        unsafe { gpu.function(&ATTENTION_SUM_PARTS, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }
+    }
+
     /// Into how many ranges of queries the gradients of few keys are split, so that they fill the device.
     fn parts(&self, sizes: &AttentionShape) -> u32 {
         const BLOCKS: u32 = 396;
@@ -415,6 +429,23 @@ enum Width {
 }
 
 impl Width {
+    /// Bytes of shared memory.
+    const fn forward_shared(self, gpu: &Gpu) -> u32 {
+        match self {
+            Self::W128 => 81_920,
+            Self::W64 if gpu.is_hopper() => 73_728,
+            Self::W64 => 40_960,
+        }
+    }
+
+    /// Bytes of shared memory.
+    const fn backward_shared(self) -> u32 {
+        match self {
+            Self::W128 => 99_328,
+            Self::W64 => 50_176,
+        }
+    }
+
     const fn forward(self) -> &'static Kernel<AttentionForwardW64> {
         match self {
             Self::W64 => &ATTENTION_FORWARD_W64,

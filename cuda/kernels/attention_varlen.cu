@@ -1,0 +1,123 @@
+// Causal attention inside the segments of a packed row, forward and backward, in the two forms of attention.cu and for the same operands.
+//
+// q, o, d_o, dq (heads, rows, width), k, v, dk, dv (heads / group, rows, width): each with its `Strides`, in the order of the pointers;
+// head h of q sees head h / group of k and v. log_sums and delta (heads, rows), dense. `shape` has one batch, `heads` heads, as many keys as
+// queries, and is causal. spans (2, rows): for each position the first key that its query sees, then the end of the queries that see its
+// key. Nothing else tells the segments, so that grids depend on sizes alone and a graph can be replayed with other segments.
+// delta is made by `attention_delta`, and parts are added by `attention_sum_parts`, of attention.cu.
+#include "../include/attention/forms.cuh"
+#include "../include/ids.cuh"
+
+#define BY_VALUE const __grid_constant__
+#define ENTRY(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+
+// attention_varlen_spans: spans of the segments that ascending bounds (count), ids of include/ids.cuh from 0 to `rows`, separate. A query
+// sees `window` keys at most. A query behind the last bound sees the keys from the next position on, of which there are none up to its own.
+// For bounds that do not ascend the spans are of no meaning, but still inside of the row.
+// Grid (ceil(max(rows, count) / 256)), 256 threads. No dynamic shared memory.
+ENTRY(256, 1)
+attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_range, uint32_t id_bytes, uint32_t count, uint32_t rows,
+                       uint32_t window) {
+    const uint32_t position = blockIdx.x * blockDim.x + threadIdx.x;
+    if (position < count) {
+        const int64_t bound = load_id(bounds, id_bytes, position), before = position == 0 ? 0 : load_id(bounds, id_bytes, position - 1);
+        if (bound < before || bound > rows || (position == 0 && bound != 0)) report_id(out_of_range, position);
+    }
+    if (position >= rows) return;
+    // The bounds up to this position end before `high`.
+    uint32_t low = 0, high = count;
+    while (low < high) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (load_id(bounds, id_bytes, middle) <= position)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    uint32_t first = position + 1, end = position;
+    if (low > 0 && low < count) {
+        const int64_t start = load_id(bounds, id_bytes, low - 1);
+        first = max(static_cast<uint32_t>(max(start, int64_t(0))), position - min(position, window - 1));
+        end = static_cast<uint32_t>(min(load_id(bounds, id_bytes, low), int64_t(min(rows - position, window)) + position));
+    }
+    spans[position] = first;
+    spans[rows + position] = end;
+}
+
+// attention_varlen_forward_w{64,128}_{f16,bf16}: o and log_sums.
+// Grid (ceil(rows / 64) heads), 128 threads. Dynamic shared memory: w64 40960 bytes, 73728 on compute capability 9.0; w128 81920.
+#define FORWARD(w, dtype, type, blocks, keys)                                                                                      \
+    ENTRY(128, blocks)                                                                                                             \
+    attention_varlen_forward_w##w##_##dtype(const type *q, const type *k, const type *v, type *o, float *log_sums,                 \
+                                            const uint32_t *spans, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides,         \
+                                            BY_VALUE Strides v_strides, BY_VALUE Strides o_strides, BY_VALUE AttentionShape shape, \
+                                            uint32_t group) {                                                                      \
+        attention_forward<type, w, 4, 1, keys, OwnRows>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, shape,   \
+                                                        Spans{spans, shape.queries, group});                                       \
+    }
+
+// attention_varlen_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Those that are null are not written. With parts
+// = 1 dk_parts and dv_parts are null; else they hold (parts, heads / group, rows, width) f32 each, of which a part is made of
+// ceil(group / parts) heads of queries.
+// Grid (K + Q), 128 threads: K = parts ceil(rows / 64) heads / group blocks make dk and dv, none if both are null; Q = ceil(rows / 64)
+// heads blocks make dq, none if it is null. Dynamic shared memory: w64 50176 bytes, w128 99328.
+#define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \
+    ENTRY(128, blocks)                                                                                                             \
+    attention_varlen_backward_w##w##_##dtype(                                                                                      \
+        const type *q, const type *k, const type *v, const type *d_o, const float *log_sums, const float *delta, type *dq, type *dk,\
+        type *dv, float *dk_parts, float *dv_parts, const uint32_t *spans, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, \
+        BY_VALUE Strides v_strides, BY_VALUE Strides do_strides, BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides,         \
+        BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape, uint32_t group) {                                              \
+        const Spans sight{spans, shape.queries, group};                                                                            \
+        const bool others = dk != nullptr || dv != nullptr;                                                                        \
+        const uint32_t key_blocks = others ? shape.parts * ceil_divide(shape.keys, 64) * (shape.heads / group) : 0;                \
+        if (blockIdx.x < key_blocks)                                                                                               \
+            attention_backward_key_value<type, w, 4, 1, 64, key_step, key_rows>(                                                   \
+                blockIdx.x, q, k, v, d_o, log_sums, delta, dk, dv, dk_parts, dv_parts, q_strides, k_strides, v_strides,            \
+                do_strides, dk_strides, dv_strides, shape, sight);                                                                 \
+        else                                                                                                                       \
+            attention_backward_query<type, w, 4, 1, 64, query_step, query_rows>(                                                   \
+                blockIdx.x - key_blocks, q, k, v, d_o, log_sums, delta, dq, q_strides, k_strides, v_strides, do_strides,           \
+                dq_strides, shape, sight);                                                                                         \
+    }
+
+#define ON_TENSOR_CORES(dtype, type)                                                                                               \
+    FORWARD(64, dtype, type, FORWARD_BLOCKS_64, FORWARD_KEYS_64)                                                                   \
+    FORWARD(128, dtype, type, 2, 64)                                                                                               \
+    BACKWARD(64, dtype, type, 3, 32, HeldRows, QUERY_STEP_64, OwnRows)                                                             \
+    BACKWARD(128, dtype, type, 2, 64, SharedRows, 64, SharedRows)
+
+ON_TENSOR_CORES(f16, __half)
+ON_TENSOR_CORES(bf16, __nv_bfloat16)
+
+// attention_varlen_plain_forward_{f32,f64,f16,bf16}: o and log_sums.
+// Grid (ceil(rows / 32) heads, max(1, ceil(width / 64))), 256 threads. No dynamic shared memory.
+#define PLAIN_FORWARD(dtype, type)                                                                                                 \
+    ENTRY(PLAIN_THREADS, 1)                                                                                                        \
+    attention_varlen_plain_forward_##dtype(const type *q, const type *k, const type *v, type *o, Acc<type> *log_sums,              \
+                                           const uint32_t *spans, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides,          \
+                                           BY_VALUE Strides v_strides, BY_VALUE Strides o_strides, BY_VALUE AttentionShape shape,  \
+                                           uint32_t group) {                                                                       \
+        attention_plain_forward<type>(q, k, v, o, log_sums, q_strides, k_strides, v_strides, o_strides, Mask<Acc<type>>{}, shape,  \
+                                      Spans{spans, shape.queries, group});                                                         \
+    }
+
+// attention_varlen_plain_backward_{query,key,value}_{f32,f64,f16,bf16}: dq, dk or dv from log_sums and delta.
+// Grid (ceil(rows / 32) H, ceil(width / 64)) with the heads H of the gradient, 256 threads. No dynamic shared memory.
+#define PLAIN_BACKWARD(part, dtype, type)                                                                                          \
+    ENTRY(PLAIN_THREADS, 1)                                                                                                        \
+    attention_varlen_plain_backward_##part##_##dtype(                                                                              \
+        const type *q, const type *k, const type *v, const type *d_o, const Acc<type> *log_sums, const Acc<type> *delta, type *grad,\
+        const uint32_t *spans, BY_VALUE Strides q_strides, BY_VALUE Strides k_strides, BY_VALUE Strides v_strides,                 \
+        BY_VALUE Strides do_strides, BY_VALUE Strides grad_strides, BY_VALUE AttentionShape shape, uint32_t group) {               \
+        attention_plain_backward<type, GradientOf::part>(q, k, v, d_o, log_sums, delta, grad, q_strides, k_strides, v_strides,     \
+                                                         do_strides, grad_strides, Mask<Acc<type>>{}, shape,                       \
+                                                         Spans{spans, shape.queries, group});                                      \
+    }
+
+#define PLAIN(dtype, type)                                                                                                         \
+    PLAIN_FORWARD(dtype, type)                                                                                                     \
+    PLAIN_BACKWARD(query, dtype, type)                                                                                             \
+    PLAIN_BACKWARD(key, dtype, type)                                                                                               \
+    PLAIN_BACKWARD(value, dtype, type)
+
+FOR_EACH_FLOAT_AND_DOUBLE(PLAIN)

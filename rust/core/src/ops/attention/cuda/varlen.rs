@@ -1,0 +1,268 @@
+//! Attention inside the segments of packed rows: the host side of `attention_varlen.cu`. It never reads the bounds: grids depend on the
+//! rows alone.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::attention_varlen::{
+    ATTENTION_VARLEN_BACKWARD_W64, ATTENTION_VARLEN_BACKWARD_W128, ATTENTION_VARLEN_FORWARD_W64,
+    ATTENTION_VARLEN_FORWARD_W128, ATTENTION_VARLEN_PLAIN_BACKWARD_KEY, ATTENTION_VARLEN_PLAIN_BACKWARD_QUERY,
+    ATTENTION_VARLEN_PLAIN_BACKWARD_VALUE, ATTENTION_VARLEN_PLAIN_FORWARD, ATTENTION_VARLEN_SPANS,
+    AttentionVarlenBackwardW64, AttentionVarlenForwardW64, AttentionVarlenPlainBackwardQuery,
+    AttentionVarlenPlainForward, AttentionVarlenSpans,
+};
+use trainable_candle_cuda::structs::AttentionShape;
+
+use super::{Attention, Heads, NO_STRIDES, Width, empty_like};
+use crate::cuda::launch::{Kernel, Mut, Shape, accumulator, count32, empty, input, optional_output, output, suffix};
+use crate::cuda::{Gpu, contiguous};
+use crate::ops::attention::cpu::SavedValues;
+use crate::ops::attention::varlen::{VARLEN, Varlen};
+use crate::ops::index::cuda::id_bytes;
+use crate::{Raw, Result};
+
+/// Blocks that keep the multiprocessors busy although the first keys of a segment have the most queries.
+const BLOCKS: u32 = 1056;
+
+/// As the CPU's: for each position the first key that its query sees, then the end of the queries that see its key.
+pub fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
+    let op = VARLEN.name;
+    let gpu = Gpu::of(op, cu_seqlens)?;
+    let spans = empty(op, gpu, &[2, rows], DType::U32)?;
+    if rows == 0 {
+        return Ok(spans);
+    }
+    let bounds = contiguous(cu_seqlens)?;
+    let shape = Shape::linear(op, rows.max(bounds.elem_count()).div_ceil(256), 256)?;
+    let arguments = AttentionVarlenSpans {
+        bounds: input(op, &bounds)?,
+        spans: output(op, &spans)?,
+        out_of_range: gpu.board().place(op),
+        id_bytes: id_bytes(op, &bounds)?,
+        count: count32(op, bounds.elem_count())?,
+        rows: count32(op, rows)?,
+        window: window.and_then(|window| u32::try_from(window).ok()).unwrap_or(u32::MAX),
+    };
+    // SAFETY: the tensors are dense and of these sizes; spans stay inside of the row whatever the bounds are.
+    unsafe { gpu.function(&ATTENTION_VARLEN_SPANS, &[])?.launch(op, gpu, shape, arguments) }?;
+    Ok(spans)
+}
+
+/// The result and the logarithms of the sums, of operands (heads, rows, width).
+pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Raw, Raw)> {
+    let (op, dtype) = (VARLEN.name, q.dtype());
+    let gpu = Gpu::of(op, q)?;
+    let scores = [varlen.heads, varlen.rows, varlen.rows];
+    let attention = Attention { op, scores: &scores, scale: varlen.scale, is_causal: true };
+    let width = q.dims()[2];
+    let o = empty_like(op, gpu, q, width)?;
+    let log_sums = empty(op, gpu, &scores[..2], accumulator(dtype))?;
+    if log_sums.elem_count() == 0 {
+        return Ok((o, log_sums));
+    }
+    let sizes = attention.sizes(width, width)?;
+    let group = count32(op, varlen.group())?;
+    let [q, k, v, to] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?, Heads::new(op, &o)?];
+    let (sums, spans) = (output(op, &log_sums)?, input(op, spans)?);
+    if let Some(form) = attention.tensor_cores(&sizes, &[&q, &k, &v, &to], None) {
+        let kernel = match form {
+            Width::W64 => &ATTENTION_VARLEN_FORWARD_W64,
+            Width::W128 => &ATTENTION_VARLEN_FORWARD_W128,
+        };
+        let blocks = sizes.queries.div_ceil(64) * sizes.heads;
+        let shape = Shape { grid: [blocks, 1, 1], block: [128, 1, 1], shared: form.forward_shared(gpu) };
+        let arguments = AttentionVarlenForwardW64 {
+            q: q.input(),
+            k: k.input(),
+            v: v.input(),
+            o: to.output(),
+            log_sums: sums,
+            spans,
+            q_strides: q.strides,
+            k_strides: k.strides,
+            v_strides: v.strides,
+            o_strides: to.strides,
+            shape: sizes,
+            group,
+        };
+        // SAFETY: the strides stay inside of the tensors, which are of these sizes.
+        unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        return Ok((o, log_sums));
+    }
+    let grid = [sizes.queries.div_ceil(32) * sizes.heads, sizes.width.div_ceil(64).max(1), 1];
+    let arguments = AttentionVarlenPlainForward {
+        q: q.input(),
+        k: k.input(),
+        v: v.input(),
+        o: to.output(),
+        log_sums: sums,
+        spans,
+        q_strides: q.strides,
+        k_strides: k.strides,
+        v_strides: v.strides,
+        o_strides: to.strides,
+        shape: sizes,
+        group,
+    };
+    let function = gpu.function(&ATTENTION_VARLEN_PLAIN_FORWARD, suffix(op, dtype)?)?;
+    // SAFETY: as above.
+    unsafe { function.launch(op, gpu, Shape { grid, block: [256, 1, 1], shared: 0 }, arguments) }?;
+    Ok((o, log_sums))
+}
+
+/// The gradients of q, k and v that are wanted.
+pub fn backward(
+    varlen: &Varlen,
+    saved: &SavedValues,
+    spans: &Raw,
+    grad: &Raw,
+    wanted: [bool; 3],
+) -> Result<[Option<Raw>; 3]> {
+    let op = VARLEN.name;
+    let gpu = Gpu::of(op, grad)?;
+    let mut grads = [None, None, None];
+    for (grad, (input, wanted)) in grads.iter_mut().zip(saved.inputs.iter().zip(wanted)) {
+        if wanted {
+            *grad = Some(empty_like(op, gpu, input, input.dims()[2])?);
+        }
+    }
+    let [q, k, v] = &saved.inputs;
+    if q.elem_count() == 0 {
+        return Ok(grads);
+    }
+    let scores = [varlen.heads, varlen.rows, varlen.rows];
+    let attention = Attention { op, scores: &scores, scale: varlen.scale, is_causal: true };
+    let width = q.dims()[2];
+    let mut results = [None, None, None];
+    for (result, grad) in results.iter_mut().zip(&grads) {
+        *result = grad.as_ref().map(|grad| Heads::new(op, grad)).transpose()?;
+    }
+    let pass = Pass {
+        gpu,
+        group: count32(op, varlen.group())?,
+        sizes: attention.sizes(width, width)?,
+        inputs: [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?],
+        grad: Heads::new(op, grad)?,
+        log_sums: &saved.log_sums,
+        spans,
+        results,
+        attention,
+    };
+    let deltas = attention.deltas(gpu, &pass.sizes, &Heads::new(op, &saved.result)?, &pass.grad)?;
+    let operands: Vec<&Heads> = pass.inputs.iter().chain([&pass.grad]).chain(pass.results.iter().flatten()).collect();
+    match attention.tensor_cores(&pass.sizes, &operands, None) {
+        Some(form) => pass.on_tensor_cores(form, &deltas)?,
+        None => pass.plain(&deltas)?,
+    }
+    Ok(grads)
+}
+
+/// A backward pass.
+struct Pass<'a> {
+    attention: Attention<'a>,
+    gpu: &'a Gpu,
+    sizes: AttentionShape,
+    group: u32,
+    inputs: [Heads; 3],
+    grad: Heads,
+    log_sums: &'a Raw,
+    spans: &'a Raw,
+    results: [Option<Heads>; 3],
+}
+
+impl Pass<'_> {
+    fn on_tensor_cores(&self, form: Width, deltas: &Raw) -> Result<()> {
+        let (op, gpu, dtype) = (self.attention.op, self.gpu, self.grad.raw.dtype());
+        let ([q, k, v], grad) = (&self.inputs, &self.grad);
+        let key_heads = self.sizes.heads / self.group;
+        let tiles = self.sizes.queries.div_ceil(64);
+        // As few parts as fill the device, of as many heads each.
+        let heads_a_part = self.group.div_ceil((BLOCKS / (tiles * key_heads)).clamp(1, self.group));
+        let parts = self.group.div_ceil(heads_a_part);
+        let sizes = AttentionShape { parts, ..self.sizes };
+        let place = |heads: &Option<Heads>| {
+            heads.as_ref().map_or((Mut::NULL, NO_STRIDES), |heads| (heads.output(), heads.strides))
+        };
+        let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = self.results.each_ref().map(place);
+        let wanted = self.results.each_ref().map(Option::is_some);
+        let partial = |wanted: bool| -> Result<Option<Raw>> {
+            let dims = [parts, key_heads, sizes.keys, sizes.width].map(|size| size as usize);
+            (wanted && parts > 1).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
+        };
+        let (dk_parts, dv_parts) = (partial(wanted[1])?, partial(wanted[2])?);
+        let others = wanted[1] || wanted[2];
+        let key_blocks = if others { parts * tiles * key_heads } else { 0 };
+        let query_blocks = if wanted[0] { tiles * sizes.heads } else { 0 };
+        let grid = [key_blocks + query_blocks, 1, 1];
+        let arguments = AttentionVarlenBackwardW64 {
+            q: q.input(),
+            k: k.input(),
+            v: v.input(),
+            d_o: grad.input(),
+            log_sums: input(op, self.log_sums)?,
+            delta: input(op, deltas)?,
+            dq,
+            dk,
+            dv,
+            dk_parts: optional_output(op, dk_parts.as_ref())?,
+            dv_parts: optional_output(op, dv_parts.as_ref())?,
+            spans: input(op, self.spans)?,
+            q_strides: q.strides,
+            k_strides: k.strides,
+            v_strides: v.strides,
+            do_strides: grad.strides,
+            dq_strides,
+            dk_strides,
+            dv_strides,
+            shape: sizes,
+            group: self.group,
+        };
+        let kernel = match form {
+            Width::W64 => &ATTENTION_VARLEN_BACKWARD_W64,
+            Width::W128 => &ATTENTION_VARLEN_BACKWARD_W128,
+        };
+        let shape = Shape { grid, block: [128, 1, 1], shared: form.backward_shared() };
+        // SAFETY: the strides stay inside of the tensors, which are of these sizes; what is not wanted is null.
+        unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        if parts > 1 && others {
+            let sizes = AttentionShape { heads: key_heads, ..sizes };
+            let places = [(dk, dk_strides), (dv, dv_strides)];
+            self.attention.sum_parts(gpu, dtype, &sizes, [dk_parts.as_ref(), dv_parts.as_ref()], places)?;
+        }
+        Ok(())
+    }
+
+    fn plain(&self, deltas: &Raw) -> Result<()> {
+        const KERNELS: [&Kernel<AttentionVarlenPlainBackwardQuery>; 3] = [
+            &ATTENTION_VARLEN_PLAIN_BACKWARD_QUERY,
+            &ATTENTION_VARLEN_PLAIN_BACKWARD_KEY,
+            &ATTENTION_VARLEN_PLAIN_BACKWARD_VALUE,
+        ];
+        let (op, gpu, sizes) = (self.attention.op, self.gpu, self.sizes);
+        let ([q, k, v], grad) = (&self.inputs, &self.grad);
+        for (index, (kernel, result)) in KERNELS.into_iter().zip(&self.results).enumerate() {
+            let Some(result) = result else { continue };
+            let heads = if index == 0 { sizes.heads } else { sizes.heads / self.group };
+            let grid = [sizes.queries.div_ceil(32) * heads, sizes.width.div_ceil(64), 1];
+            let arguments = AttentionVarlenPlainBackwardQuery {
+                q: q.input(),
+                k: k.input(),
+                v: v.input(),
+                d_o: grad.input(),
+                log_sums: input(op, self.log_sums)?,
+                delta: input(op, deltas)?,
+                grad: result.output(),
+                spans: input(op, self.spans)?,
+                q_strides: q.strides,
+                k_strides: k.strides,
+                v_strides: v.strides,
+                do_strides: grad.strides,
+                grad_strides: result.strides,
+                shape: sizes,
+                group: self.group,
+            };
+            let function = gpu.function(kernel, suffix(op, grad.raw.dtype())?)?;
+            // SAFETY: the strides stay inside of the tensors, which are of these sizes.
+            unsafe { function.launch(op, gpu, Shape { grid, block: [256, 1, 1], shared: 0 }, arguments) }?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,291 @@
+//! Causal attention inside the segments of a packed row: several sequences one after another, of which none sees another (Krell et al.
+//! 2021, arXiv:2107.02027). Heads of queries may share heads of keys and values (Ainslie et al. 2023, arXiv:2305.13245), and a window may
+//! limit how far back a query sees (Beltagy et al. 2020, arXiv:2004.05150).
+//!
+//! The bounds of the segments become spans once, in memory of the device: for each position the first key that its query sees, and the
+//! end of the queries that see its key. The kernels read spans alone. So nothing waits for the bounds, a CUDA graph can be replayed with
+//! others, and neither segments nor windows are known to the kernels.
+
+use candle_core::DType;
+
+use super::cpu::{self, SavedValues, Sight, Spans};
+use crate::compute::on_device;
+use crate::raw::{Raw, from_vec, is_float, to_vec};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::{Error, Result, Tensor, checkpoint};
+
+pub(super) static VARLEN: OpInfo = OpInfo::dear("varlen_attention");
+
+/// softmax(scale · q kᵀ) v inside each segment of a packed row: `q (N, heads, D)`, `k (N, key heads, D)`, `v (N, key heads, D)` →
+/// `(N, heads, D)`. A query sees the keys of its segment up to its own position.
+///
+/// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, are the bounds of M segments: the first is 0, they ascend, and segment i is the
+/// rows from bound i to below bound i + 1. Bounds may repeat, so that a buffer of fixed size holds fewer segments. Rows from the last bound
+/// on belong to no segment: their results are zeros, and they get no gradient. With `window` w a query at position i of its row sees the
+/// keys above i - w alone, so w keys with its own. Head h of q sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless given.
+/// Scores are in f32 (f64 for f64).
+///
+/// Saves q, k, v, the result, one number per query and head, and two numbers per position. On CUDA nothing waits for the bounds.
+///
+/// # Errors
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the window is 0 or the scale
+/// not finite, [`Error::Index`] naming a bound that is out of order or range. On CUDA the results are undefined then, and the error comes
+/// when the next value is read or the device is waited for.
+pub fn varlen_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    cu_seqlens: &Tensor,
+    window: Option<usize>,
+    scale: Option<f64>,
+) -> Result<Tensor> {
+    let varlen = Varlen::new(q, k, v, cu_seqlens, window, scale)?;
+    checkpoint::reads(&[cu_seqlens]);
+    record_with_aux(
+        &VARLEN,
+        &[q, k, v],
+        || {
+            let spans = spans(&cu_seqlens.raw, varlen.rows, window)?;
+            let (o, log_sums) = varlen.forward([&q.raw, &k.raw, &v.raw], &spans)?;
+            Ok((o, [log_sums, spans].into_iter().collect()))
+        },
+        |saver, o, aux| VarlenBackward {
+            inputs: [saver.save(q), saver.save(k), saver.save(v)],
+            result: saver.save_raw(o),
+            log_sums: saver.save_raw(&aux[0]),
+            spans: saver.save_raw(&aux[1]),
+            varlen,
+        },
+    )
+}
+
+/// The sizes of an attention over a packed row.
+#[derive(Clone, Copy)]
+pub(super) struct Varlen {
+    pub rows: usize,
+    pub heads: usize,
+    pub key_heads: usize,
+    pub scale: f64,
+}
+
+impl Varlen {
+    fn new(
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        cu_seqlens: &Tensor,
+        window: Option<usize>,
+        scale: Option<f64>,
+    ) -> Result<Self> {
+        let op = VARLEN.name;
+        let &[rows, heads, width] = q.dims() else {
+            return Err(Error::shape(op, format!("q has shape {:?}, expected (rows, heads, width)", q.dims())));
+        };
+        let key_heads = match *k.dims() {
+            [r, h, w] if [r, w] == [rows, width] && h > 0 && heads.is_multiple_of(h) => h,
+            _ => {
+                return Err(Error::shape(
+                    op,
+                    format!(
+                        "k has shape {:?}, expected ({rows}, key heads, {width}) for q of shape {:?}, with a number of heads that \
+                         divides {heads}",
+                        k.dims(),
+                        q.dims()
+                    ),
+                ));
+            }
+        };
+        if v.dims() != k.dims() {
+            return Err(Error::shape(op, format!("v has shape {:?}, expected that of k, {:?}", v.dims(), k.dims())));
+        }
+        for (name, other) in [("k", k), ("v", v)] {
+            crate::ops::linear::same_kind(op, q, name, other)?;
+        }
+        if !is_float(q.dtype()) {
+            return Err(Error::dtype(
+                op,
+                format!("q, k and v are {}, expected floating point; convert them with to()", q.dtype().as_str()),
+            ));
+        }
+        if cu_seqlens.rank() != 1 || cu_seqlens.elem_count() == 0 {
+            return Err(Error::shape(
+                op,
+                format!("cu_seqlens has shape {:?}, expected (segments + 1,)", cu_seqlens.dims()),
+            ));
+        }
+        if !matches!(cu_seqlens.dtype(), DType::I64 | DType::U32) {
+            return Err(Error::dtype(
+                op,
+                format!("cu_seqlens is {}, expected i64 or u32; convert it with to()", cu_seqlens.dtype().as_str()),
+            ));
+        }
+        if !cu_seqlens.device().same_device(q.device()) {
+            return Err(Error::device(op, "cu_seqlens is on another device than q; move one with to()"));
+        }
+        if window == Some(0) {
+            return Err(Error::argument(op, "the window is 0, expected at least 1: a query sees its own key"));
+        }
+        if u32::try_from(rows).is_err() {
+            return Err(Error::shape(op, format!("q has {rows} rows, expected fewer than 2^32; split the row")));
+        }
+        let scale = scale.unwrap_or_else(|| 1.0 / (width.max(1) as f64).sqrt());
+        if !scale.is_finite() {
+            return Err(Error::argument(op, format!("the scale is {scale}, expected a finite number")));
+        }
+        Ok(Self { rows, heads, key_heads, scale })
+    }
+
+    /// Heads of queries that share a head of keys.
+    pub const fn group(&self) -> usize {
+        self.heads / self.key_heads
+    }
+
+    /// The result and the logarithms of the sums (heads, rows).
+    fn forward(&self, inputs: [&Raw; 3], spans: &Raw) -> Result<(Raw, Raw)> {
+        let [q, k, v] = inputs.map(|raw| raw.transpose(0, 1));
+        let inputs = [&q?, &k?, &v?];
+        let (o, log_sums) = on_device!(
+            spans.device(),
+            cuda => super::cuda::varlen::forward(self, inputs, spans),
+            cpu => cpu::forward(&self.on_cpu(spans)?, inputs, None),
+        )?;
+        Ok((o.transpose(0, 1)?, log_sums))
+    }
+
+    /// The gradients of q, k and v that are wanted.
+    fn backward(&self, saved: &SavedValues, spans: &Raw, grad: &Raw, wanted: [bool; 3]) -> Result<[Option<Raw>; 3]> {
+        on_device!(
+            spans.device(),
+            cuda => super::cuda::varlen::backward(self, saved, spans, grad, wanted),
+            cpu => cpu::backward(&self.on_cpu(spans)?, saved, grad, wanted),
+        )
+    }
+
+    fn on_cpu(&self, spans: &Raw) -> Result<cpu::Attention> {
+        let mut first = to_vec::<u32>(spans)?;
+        first.truncate(self.rows);
+        let scores = vec![self.heads, self.rows, self.rows];
+        Ok(cpu::Attention { scores, scale: self.scale, sight: Sight::Segments(Spans(first)), group: self.group() })
+    }
+}
+
+/// The spans (2, rows) of a row of segments, u32: for each position the first key that its query sees, then the end of the queries that
+/// see its key. A query outside of the segments sees from the position after its own on, nothing.
+fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
+    on_device!(
+        cu_seqlens.device(),
+        cuda => super::cuda::varlen::spans(cu_seqlens, rows, window),
+        cpu => Ok(from_vec(spans_of(&bounds_of(cu_seqlens)?, rows, window)?, (2, rows))),
+    )
+}
+
+fn bounds_of(cu_seqlens: &Raw) -> Result<Vec<i64>> {
+    if cu_seqlens.dtype() == DType::U32 {
+        return Ok(to_vec::<u32>(cu_seqlens)?.into_iter().map(i64::from).collect());
+    }
+    to_vec::<i64>(cu_seqlens)
+}
+
+fn spans_of(bounds: &[i64], rows: usize, window: Option<usize>) -> Result<Vec<u32>> {
+    let mut spans: Vec<u32> = (1..=rows as u32).chain(0..rows as u32).collect();
+    let mut last = 0;
+    for (at, &bound) in bounds.iter().enumerate() {
+        let fits = usize::try_from(bound).ok().filter(|&b| b <= rows && b >= last && (at > 0 || b == 0));
+        let Some(bound) = fits else {
+            return Err(Error::index(
+                VARLEN.name,
+                format!(
+                    "bound {at} of cu_seqlens is {bound}, expected {}",
+                    if at == 0 { "0".into() } else { format!("{last} to {rows}: bounds ascend up to the rows of q") }
+                ),
+            ));
+        };
+        let window = window.unwrap_or(rows);
+        for position in last..bound {
+            spans[position] = last.max((position + 1).saturating_sub(window)) as u32;
+            spans[rows + position] = bound.min(position.saturating_add(window)) as u32;
+        }
+        last = bound;
+    }
+    Ok(spans)
+}
+
+struct VarlenBackward {
+    inputs: [Saved; 3],
+    result: Saved,
+    log_sums: Saved,
+    spans: Saved,
+    varlen: Varlen,
+}
+
+impl Backward for VarlenBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let [q, k, v] = &self.inputs;
+        let saved = SavedValues {
+            inputs: [q.get()?.transpose(0, 1)?, k.get()?.transpose(0, 1)?, v.get()?.transpose(0, 1)?],
+            mask: None,
+            result: self.result.get()?.transpose(0, 1)?,
+            log_sums: self.log_sums.get()?,
+        };
+        let wanted = [context.needs(0), context.needs(1), context.needs(2)];
+        let grad = context.grad().transpose(0, 1)?;
+        let grads = self.varlen.backward(&saved, &self.spans.get()?, &grad, wanted)?;
+        for (index, grad) in grads.into_iter().enumerate() {
+            if let Some(grad) = grad {
+                context.add(index, grad.transpose(0, 1)?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spans_with(bounds: &[i64], rows: usize, window: Option<usize>) -> Result<Vec<u32>> {
+        spans_of(bounds, rows, window)
+    }
+
+    #[test]
+    fn spans_are_those_of_segments_and_windows() -> Result<()> {
+        assert_eq!(spans_with(&[0, 3, 4, 4], 6, None)?, [0, 0, 0, 3, 5, 6, 3, 3, 3, 4, 4, 5]);
+        assert_eq!(spans_with(&[0, 0, 5], 5, Some(2))?, [0, 0, 1, 2, 3, 2, 3, 4, 5, 5]);
+        assert_eq!(spans_with(&[0, 2], 2, Some(usize::MAX))?, [0, 0, 2, 2]);
+        assert_eq!(spans_with(&[0], 2, None)?, [1, 2, 0, 1]);
+        Ok(())
+    }
+
+    #[test]
+    fn bounds_that_do_not_fit_are_errors() {
+        for (bounds, message) in [
+            (&[1, 2][..], "bound 0 of cu_seqlens is 1, expected 0"),
+            (&[0, 3, 2], "bound 2 of cu_seqlens is 2, expected 3 to 4"),
+            (&[0, 5], "bound 1 of cu_seqlens is 5, expected 0 to 4"),
+            (&[0, -1], "bound 1 of cu_seqlens is -1"),
+        ] {
+            let error = spans_with(bounds, 4, None).unwrap_err();
+            assert!(matches!(error, Error::Index { .. }) && error.to_string().contains(message), "{error}");
+        }
+    }
+
+    /// Rows beyond the last bound may hold anything.
+    #[test]
+    fn rows_of_no_segment_give_zeros_and_get_no_gradient() -> Result<()> {
+        let device = candle_core::Device::Cpu;
+        let inputs = [4, 2, 2].map(|heads| {
+            let values = (0..300 * heads * 8).map(|i| (i as f64 * 0.37).sin()).collect();
+            crate::Var::from_tensor(&Tensor::from_vec(values, (300, heads, 8), &device).unwrap()).unwrap()
+        });
+        let bounds = Tensor::from_vec(vec![0i64, 100, 150, 150], 4, &device)?;
+        let [q, k, v] = inputs.each_ref().map(|var| var.as_tensor());
+        let y = varlen_attention(q, k, v, &bounds, None, None)?;
+        y.sqr()?.add(&y)?.sum_all()?.backward()?;
+        let tail = |tensor: &Tensor| tensor.narrow(0, 150, 150)?.contiguous()?.to_vec::<f64>();
+        assert!(tail(&y.detach())?.iter().all(|&x| x == 0.0));
+        for var in &inputs {
+            assert!(tail(&var.grad().unwrap())?.iter().all(|&x| x == 0.0));
+        }
+        Ok(())
+    }
+}

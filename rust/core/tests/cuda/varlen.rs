@@ -1,0 +1,137 @@
+//! Attention inside the segments of packed rows on a CUDA device, against the CPU in f64.
+
+use trainable_candle_core::capture::{Captured, Function};
+use trainable_candle_core::ops::attention::varlen_attention;
+use trainable_candle_core::raw::to_f64_vec;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, grad};
+
+use super::gpu;
+use super::products::{TOLERANCE, compare_with, in_f64, random};
+use super::value_and_gradients;
+
+struct Row {
+    /// Of queries and of keys.
+    heads: [usize; 2],
+    width: usize,
+    rows: usize,
+    bounds: &'static [i64],
+    window: Option<usize>,
+}
+
+/// Tiles inside of one segment, tiles with many, segments and windows that end inside of tiles, rows of no segment that begin inside of
+/// tiles and fill others, parts of the gradients of keys, and what the form on tensor cores does not take: widths above 128 and of other
+/// multiples.
+const ROWS: [Row; 11] = [
+    Row { heads: [12, 2], width: 128, rows: 1024, bounds: &[0, 1024], window: None },
+    Row { heads: [12, 2], width: 128, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },
+    Row { heads: [8, 2], width: 64, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },
+    Row { heads: [4, 1], width: 128, rows: 700, bounds: &[0, 600, 600, 700], window: Some(100) },
+    Row { heads: [4, 4], width: 64, rows: 700, bounds: &[0, 600, 600, 700], window: Some(64) },
+    Row { heads: [6, 2], width: 64, rows: 600, bounds: &[0, 30, 290, 290, 290], window: None },
+    Row { heads: [6, 2], width: 128, rows: 600, bounds: &[0, 30, 290, 290, 290], window: Some(1) },
+    Row { heads: [2, 1], width: 40, rows: 130, bounds: &[0, 1, 2, 3, 4, 5, 70, 130], window: None },
+    Row { heads: [3, 1], width: 32, rows: 65, bounds: &[0, 64, 65], window: None },
+    Row { heads: [4, 2], width: 256, rows: 200, bounds: &[0, 33, 190], window: Some(50) },
+    Row { heads: [2, 2], width: 36, rows: 100, bounds: &[0, 33, 90, 90], window: None },
+];
+
+fn bounds(values: &[i64], device: &Device) -> Result<Tensor> {
+    Tensor::from_vec(values.to_vec(), values.len(), device)
+}
+
+fn drawn(row: &Row) -> [Tensor; 3] {
+    [row.heads[0], row.heads[1], row.heads[1]].map(|heads| {
+        // Numbers that every dtype holds exactly have one reference.
+        random(&[row.rows, heads, row.width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap()
+    })
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn attention_of_segments_equals_the_cpu_and_repeats() {
+    let device = gpu().unwrap();
+    for row in &ROWS {
+        let drawn = drawn(row);
+        let attend =
+            |x: &[Tensor]| varlen_attention(&x[0], &x[1], &x[2], &bounds(row.bounds, x[0].device())?, row.window, None);
+        let expected = in_f64(&attend, &drawn);
+        for (dtype, tolerance) in TOLERANCE {
+            let inputs = drawn.each_ref().map(|x| x.to_dtype(dtype).unwrap());
+            let what = format!(
+                "{} of {:?} heads of {} in {:?} of {}, {:?}",
+                dtype.as_str(),
+                row.heads,
+                row.width,
+                row.bounds,
+                row.rows,
+                row.window
+            );
+            compare_with(&what, &attend, &expected, &inputs, &device, 2.0 * tolerance);
+            let moved = inputs.each_ref().map(|x| x.to_device(&device).unwrap());
+            let first = value_and_gradients(&attend, &moved).unwrap();
+            let again = value_and_gradients(&attend, &moved).unwrap();
+            assert_eq!(to_f64_vec(again.0.raw()).unwrap(), to_f64_vec(first.0.raw()).unwrap(), "{what}");
+            assert_eq!(again.1, first.1, "{what}");
+            for index in 0..3 {
+                let fixed = |x: &[Tensor]| {
+                    let mut all = moved.clone();
+                    all[index] = x[0].clone();
+                    attend(&all)
+                };
+                let (_, grads) = value_and_gradients(&fixed, &moved[index..=index]).unwrap();
+                assert_eq!(grads[0], first.1[index], "{what}, of input {index} alone");
+            }
+        }
+    }
+}
+
+/// Bounds are read by the kernels alone: a graph recorded with some serves all that fit into its buffer.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn a_graph_takes_other_segments() {
+    let device = gpu().unwrap();
+    let row = &ROWS[1];
+    let inputs = drawn(row).map(|x| x.to_device(&device).unwrap());
+    let run = |cu_seqlens: &Tensor, inputs: &[Tensor]| -> Result<Vec<Tensor>> {
+        let leaves = inputs
+            .iter()
+            .map(|x| Ok(trainable_candle_core::Var::from_tensor(x)?.as_tensor().clone()))
+            .collect::<Result<Vec<_>>>()?;
+        let y = varlen_attention(&leaves[0], &leaves[1], &leaves[2], cu_seqlens, None, None)?;
+        let grads = grad(&y.sqr()?.sum_all()?, &leaves.iter().collect::<Vec<_>>(), None, false)?;
+        Ok(std::iter::once(y.detach()).chain(grads.into_iter().flatten()).collect())
+    };
+    let values = |tensors: &[Tensor]| -> Vec<Vec<f64>> {
+        tensors.iter().map(|tensor| to_f64_vec(tensor.contiguous().unwrap().raw()).unwrap()).collect()
+    };
+    let packed = [
+        [0, 257, 320, 321, 700, 1000],
+        [0, 1000, 1000, 1000, 1000, 1000],
+        [0, 1, 2, 3, 500, 500],
+        [0, 100, 200, 300, 400, 999],
+        [0, 0, 0, 0, 0, 0],
+    ];
+    let fixed = inputs.clone();
+    let function: Function = Box::new(move |x| run(&x[0], &fixed));
+    let mut step = Captured::new(&device, function, &[&bounds(&packed[0], &device).unwrap()]).unwrap();
+    for segments in packed {
+        let cu_seqlens = bounds(&segments, &device).unwrap();
+        let found = values(&step.call(&[&cu_seqlens]).unwrap());
+        let expected = values(&run(&cu_seqlens, &inputs).unwrap());
+        assert!(found == expected, "{segments:?}");
+    }
+    assert!(step.is_recorded());
+}
+
+#[test]
+#[ignore = "needs a CUDA device"]
+fn bounds_out_of_order_or_range_are_an_error_at_the_next_value() {
+    let device = gpu().unwrap();
+    let x = random(&[200, 2, 64], 1.0, DType::BF16).to_device(&device).unwrap();
+    for wrong in [[0, 150, 100], [0, 100, 201], [1, 100, 200], [0, -5, 200], [0, i64::MAX, i64::MIN]] {
+        let attend = || varlen_attention(&x, &x, &x, &bounds(&wrong, &device)?, Some(7), None)?.sum_all()?.item();
+        assert!(matches!(attend(), Err(Error::Index { .. })), "{wrong:?}");
+    }
+    let y = varlen_attention(&x, &x, &x, &bounds(&[0, 200], &device).unwrap(), None, None).unwrap();
+    assert!(y.sum_all().unwrap().item().unwrap().is_finite());
+}
