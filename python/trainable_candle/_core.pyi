@@ -1674,6 +1674,19 @@ class PartFacts:
     """
     One model of a checkpoint.
     """
+    def check_format(self, /, format: str, adapter: str, layers: SupportsGetItem[int, str]) -> None:
+        """
+        Check that a format of files can hold adapters of a kind on some of its layers.
+
+        Args:
+            format: "diffusers", "kohya", "comfyui" or "peft".
+            adapter: the kind, "lora".
+            layers: the names of the layers that get one.
+
+        Raises:
+            ArgumentError: if it cannot; names a format that can.
+            ConfigError: if there is no such kind.
+        """
     @property
     def class_name(self, /) -> str:
         """

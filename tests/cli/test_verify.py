@@ -102,3 +102,32 @@ def test_mistakes_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["verify", str(tmp_path / "none.safetensors")]) == 2
     assert verified(tmp_path / "a.safetensors", lora(MODULE), "--model", "sdxxl") == 2
     assert 'expected "sdxl"' in capsys.readouterr().err
+
+
+def test_every_reader_of_a_family_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = "transformer_blocks.0.attn.to_"
+    a, b = tc.ones((2, 3072)), tc.ones((3072, 2))
+    own = {
+        f"transformer.{block}{n}.lora_{f}.weight": x for n in "qk" for f, x in (("A", a), ("B", b))
+    }
+    assert verified(tmp_path / "a.safetensors", own, "--model", "flux") == 0
+    text = capsys.readouterr().out
+    assert "ComfyUI applies 2\n" in text
+    assert "diffusers applies 2\n" in text
+    assert "kohya applies 0; 2 not: it knows no such key\n" in text
+    assert "peft applies 0; 2 not: it knows its own names only\n" in text
+    alphas = {f"transformer.{block}{n}.alpha": tc.tensor(1.0) for n in "qk"}
+    assert verified(tmp_path / "a.safetensors", own | alphas, "--model", "flux") == 0
+    text = capsys.readouterr().out
+    assert "diffusers applies 0; 2 in part: it leaves the alpha beside the factors out\n" in text
+    module = "lora_unet_double_blocks_0_img_attn_qkv"
+    fused = {
+        f"{module}.lora_down.weight": a, f"{module}.lora_up.weight": tc.ones((3 * 3072, 2)),
+        f"{module}.dora_scale": tc.ones((3 * 3072, 1)),
+    }  # fmt: skip
+    assert verified(tmp_path / "a.safetensors", fused, "--model", "flux") == 0
+    text = capsys.readouterr().out
+    assert "1 modules with the adapters of 3 layers\n" in text
+    assert "kohya applies 0; 3 in part: it leaves DoRA's magnitude out\n" in text

@@ -37,6 +37,10 @@ def run(arguments: Sequence[str], program: str) -> int:
         if _misfits(other) < _misfits(report):
             report = other
             print(f"note: its sizes are those of the built-in model `{model}`, not the published")
+    if weights is None and _misfits(report) == len(report.modules):
+        print(
+            f"note: compared with the published `{model}`; --weights names a model of other sizes"
+        )
     for line in lines(path, report, every="all" in given):
         print(line)
     return 0 if report.good else BAD

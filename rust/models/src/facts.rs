@@ -8,9 +8,9 @@ use serde_json::{Map, Value};
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::ops::conv::Conv2dOptions;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
-use trainable_candle_io::adapter_file::adapter_keys;
+use trainable_candle_io::adapter_file::{AdapterFormat, adapter_keys, check_format};
 use trainable_candle_io::{TensorFile, WeightFiles};
-use trainable_candle_nn::adapter::{AdapterSettings, LoraConfig};
+use trainable_candle_nn::adapter::{AdapterSettings, KINDS, LoraConfig};
 use trainable_candle_nn::optim::OptimizerKind;
 use trainable_candle_nn::{Base, Operation};
 
@@ -76,6 +76,17 @@ impl PartFacts {
     /// Its `config.json`.
     pub fn config(&self) -> Map<String, Value> {
         self.model.configuration()
+    }
+
+    /// Check that a format can hold adapters of a kind on some of its layers; one that belongs to no pipeline takes any.
+    ///
+    /// # Errors
+    /// As [`check_format`]; [`Error::Config`] if no adapter has the name.
+    pub fn check_format(&self, format: Option<AdapterFormat>, kind: &str, layers: &[&str]) -> Result<()> {
+        let Some(place) = self.place else { return Ok(()) };
+        let known = KINDS.iter().find(|known| known.name == kind);
+        let known = known.ok_or_else(|| Error::Config(format!("there is no adapter \"{kind}\"")))?;
+        check_format(format, &place.names(self.model.as_ref()), known.name, layers)
     }
 
     /// Its parameters with their shapes in files.

@@ -57,6 +57,21 @@ impl PartFacts {
         Json(Value::Object(self.0.config()))
     }
 
+    /// Check that a format of files can hold adapters of a kind on some of its layers.
+    ///
+    /// Args:
+    ///     format: "diffusers", "kohya", "comfyui" or "peft".
+    ///     adapter: the kind, "lora".
+    ///     layers: the names of the layers that get one.
+    ///
+    /// Raises:
+    ///     ArgumentError: if it cannot; names a format that can.
+    ///     ConfigError: if there is no such kind.
+    fn check_format(&self, format: &str, adapter: &str, layers: Vec<String>) -> Result<()> {
+        let layers: Vec<&str> = layers.iter().map(String::as_str).collect();
+        Ok(self.0.check_format(Some(format.parse()?), adapter, &layers)?)
+    }
+
     /// The dtype of most of its tensors.
     #[getter]
     fn dtype(&self) -> Option<DType> {

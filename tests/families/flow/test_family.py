@@ -103,7 +103,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
 
 @pytest.mark.parametrize("format", ["kohya", "comfyui"])
 def test_other_formats_hold_the_same_adapter(
-    name: str, base: Path, configure: Callable[..., TrainConfig], tmp_path: Path, format: str
+    base: Path, configure: Callable[..., TrainConfig], tmp_path: Path, format: str
 ) -> None:
     runs = [
         train_adapter(configure(steps=1, output=str(tmp_path / str(given)), format=given))
@@ -116,6 +116,17 @@ def test_other_formats_hold_the_same_adapter(
     assert sets[0].keys() == sets[1].keys()
     for key, var in sets[0].items():
         np.testing.assert_allclose(sets[1][key].numpy(), var.numpy(), rtol=1e-6, err_msg=key)
+
+
+def test_formats_that_cannot_hold_the_adapters_are_refused_before_training(
+    configure: Callable[..., TrainConfig],
+) -> None:
+    with pytest.raises(ConfigError, match=r"no such product.* format .comfyui"):
+        train_adapter(configure(format="kohya", adapter="lokr"))
+    with pytest.raises(ConfigError, match="layers in it that have no adapter"):
+        train_adapter(configure(format="kohya", adapter="dora", target_modules=["to_q"]))
+    with pytest.raises(ConfigError, match="give --format comfyui"):
+        train_adapter(configure(adapter="loha"))
 
 
 def test_settings_of_other_models_are_refused(

@@ -1,12 +1,11 @@
 """What ComfyUI makes of an adapter file, by the facts of its key map and formulas.
 
-The models have the original names there, with queries, keys and values in one matrix. `comfy/lora.py`
-maps to them their own names under `diffusion_model.` and, with underscores, `lora_unet_`; and
-diffusers' under `transformer.`, each for a slice of rows. `comfy/weight_adapter` has the formulas. The
-facts are those of ComfyUI at ec93dcac; nothing here knows the library's own tables.
+The models have the original names there, with queries, keys and values in one matrix. ComfyUI's
+map of names (`lora.py`) has them under `diffusion_model.` and, with underscores, `lora_unet_`; and
+diffusers' under `transformer.`, each for a slice of rows. Its `weight_adapter` has the formulas.
+The facts are those of ComfyUI at ec93dcac; nothing here knows the library's own tables.
 """
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -70,7 +69,7 @@ def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
 
 
 def sd3_slices(blocks: int, dual: int) -> dict[str, Slice]:
-    """diffusers' linear layers of SD3.5 in the original matrices; the first `dual` blocks have two attentions."""
+    """As `flux_slices`, for SD3.5, whose first `dual` blocks have two attentions."""
     found = {
         "context_embedder": Slice("context_embedder"),
         "proj_out": Slice("final_layer.linear"),
@@ -151,9 +150,9 @@ def _patched(weight: np.ndarray, values: Arrays, *, swapped: bool) -> np.ndarray
         down, up = values.pop("lora_down.weight"), values.pop("lora_up.weight")
         delta, rank = up @ down, len(down)
     elif "hada_w1_a" in values:
-        pairs = [values.pop(f"hada_w{i}_a") @ values["hada_w%d_b" % i] for i in (1, 2)]
-        delta, rank = math.prod(pairs), len(values.pop("hada_w1_b"))
-        values.pop("hada_w2_b")
+        downs = [values.pop(f"hada_w{i}_b") for i in (1, 2)]
+        pairs = [values.pop(f"hada_w{i}_a") @ down for i, down in enumerate(downs, 1)]
+        delta, rank = pairs[0] * pairs[1], len(downs[0])
     else:
         factors = []
         for name in ("lokr_w1", "lokr_w2"):

@@ -8,7 +8,7 @@ import pytest
 
 import trainable_candle as tc
 
-from .conftest import KINDS, Family, merged
+from .conftest import FAMILIES, KINDS, RANK, Family, merged
 
 CANNOT = {
     # Queries, keys, values and the middle of the MLP are one matrix under these names.
@@ -62,7 +62,7 @@ def test_the_default_form_has_the_scale_in_its_factors(
     tensors = tc.load_file(tmp_path / "adapter.safetensors")
     layer = "transformer_blocks.0.attn.to_q"
     up = adapter.named_parameters()[f"{layer}.lora_B.weight"].numpy()
-    # alpha / sqrt(rank) is 6 / 2.
+    # The scale is 6 over the root of 4.
     found = tensors[f"transformer.{layer}.lora_B.weight"].numpy()
     np.testing.assert_allclose(found, 3 * up, rtol=1e-6)
     assert not any(name.endswith(".alpha") for name in tensors)
@@ -72,3 +72,129 @@ def test_the_default_form_has_the_scale_in_its_factors(
     assert report.good
     assert all(m.scale == 1 for m in report.modules)
     assert {tool for m in report.modules for tool in m.ignored_by} == {"kohya", "peft"}
+
+
+def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> Path:
+    """A file as another tool would have written it."""
+    tc.save_file({name: tc.tensor(np.ascontiguousarray(a)) for name, a in arrays.items()}, path)
+    return path
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape) + sum(shape)).normal(0, 0.1, shape).astype(np.float32)
+
+
+# Names of one layer of Flux as other tools write them, in kohya's files with an alpha.
+BLOCK, FLAT = "transformer_blocks.1.attn.to_out.0", "transformer_blocks_1_attn_to_out_0"
+PEFT, KOHYA = ("lora_A", "lora_B"), ("lora_down", "lora_up")
+TO_OUT = {
+    "sd-scripts": ("lora_unet_double_blocks_1_img_attn_proj", KOHYA),
+    "ai-toolkit": (f"transformer.{BLOCK}", PEFT),
+    "ai-toolkit, later": ("diffusion_model.double_blocks.1.img_attn.proj", PEFT),
+    "OneTrainer": (f"lora_transformer_{FLAT}", KOHYA),
+    "SimpleTuner": (f"transformer.{BLOCK}", ("lora.down", "lora.up")),
+    "SimpleTuner, LyCORIS": (f"lycoris_{FLAT}", KOHYA),
+    "peft": (f"base_model.model.{BLOCK}", PEFT),
+    "DiffSynth": (BLOCK, ("lora_A.default", "lora_B.default")),
+}
+
+
+@pytest.mark.parametrize("tool", TO_OUT)
+def test_names_of_other_tools_are_read(tmp_path: Path, tool: str) -> None:
+    module, (down, up) = TO_OUT[tool]
+    has_alpha = (down, up) == KOHYA
+    a, b = drawn(RANK, 64), drawn(64, RANK)
+    arrays = {f"{module}.{down}.weight": a, f"{module}.{up}.weight": b}
+    if has_alpha:
+        arrays[f"{module}.alpha"] = np.float32(2.0)
+    model = FAMILIES["flux"].load()
+    layer = "transformer_blocks.1.attn.to_out.0.weight"
+    expected = model.named_tensors()[layer].numpy() + (0.5 if has_alpha else 1.0) * b @ a
+    model.load_adapter(save_arrays(tmp_path / "a.safetensors", arrays))
+    np.testing.assert_allclose(merged(model)[layer], expected, atol=1e-6)
+
+
+LAYERS = {
+    "sd3": [f"transformer_blocks.0.attn2.to_{name}" for name in "qkv"],
+    "flux": [
+        f"single_transformer_blocks.1.{name}"
+        for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+    ],
+}
+MODULE = {"sd3": "joint_blocks.0.x_block.attn2.qkv", "flux": "single_blocks.1.linear1"}
+
+
+@pytest.mark.parametrize("style", ["lora_unet", "diffusion_model"])
+@pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "dora"])
+def test_a_matrix_of_several_layers_is_split(
+    family: Family, tmp_path: Path, style: str, kind: str
+) -> None:
+    """As sd-scripts and LyCORIS train it: the layers share their factors."""
+    model = family.load()
+    base = {name: tensor.numpy() for name, tensor in model.named_tensors().items()}
+    names = [f"{layer}.weight" for layer in LAYERS[family.name]]
+    whole = np.concatenate([base[name] for name in names])
+    rows = len(whole)
+    flat = f"lora_unet_{MODULE[family.name].replace('.', '_')}"
+    module = flat if style == "lora_unet" else f"diffusion_model.{MODULE[family.name]}"
+    if kind == "loha":
+        values = {
+            "hada_w1_a": drawn(rows, 3), "hada_w1_b": drawn(3, 64),
+            "hada_w2_a": drawn(rows, 3), "hada_w2_b": drawn(3, 64),
+        }  # fmt: skip
+        change = values["hada_w1_a"] @ values["hada_w1_b"]
+        change = change * (values["hada_w2_a"] @ values["hada_w2_b"])
+    elif kind == "lokr":
+        shares = 7 if family.name == "flux" else 3
+        values = {
+            "lokr_w1": drawn(shares, 8), "lokr_w2_a": drawn(rows // shares, 3),
+            "lokr_w2_b": drawn(3, 8),
+        }  # fmt: skip
+        change = np.kron(values["lokr_w1"], values["lokr_w2_a"] @ values["lokr_w2_b"])
+    else:
+        values = {"lora_down.weight": drawn(3, 64), "lora_up.weight": drawn(rows, 3)}
+        change = values["lora_up.weight"] @ values["lora_down.weight"]
+    expected = whole + 1.5 / 3 * change
+    if kind == "dora":
+        values["dora_scale"] = 1 + drawn(rows, 1) ** 2
+        # By the paper's formula, which a file without a mark of ours is read by.
+        norm = np.linalg.norm(expected, axis=1, keepdims=True)
+        expected = expected * values["dora_scale"] / norm
+    arrays = {f"{module}.{name}": value for name, value in values.items()}
+    arrays[f"{module}.alpha"] = np.float32(1.5)
+    path = save_arrays(tmp_path / "a.safetensors", arrays)
+    report = tc.verify_adapter(path, family.name, family.pipeline(tmp_path / "base"))
+    assert [m.layer for m in report.modules] == [
+        f"transformer.{layer}" for layer in sorted(LAYERS[family.name])
+    ]
+    adapter = model.load_adapter(path)
+    found = merged(model)
+    np.testing.assert_allclose(np.concatenate([found[name] for name in names]), expected, atol=1e-5)
+    if kind == "lora":
+        # Written again, layers that share a factor do not grow.
+        model.unmerge_adapter()
+        adapter.save(tmp_path / "again.safetensors", format="kohya")
+        again = tc.load_file(tmp_path / "again.safetensors")
+        assert again[f"{flat}.lora_down.weight"].shape == (3, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("lokr_w1", (4, 8), "is of 3 layers together"),
+        ("lora_up.weight", (191, 3), "expected rows in 3 equal shares"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    tmp_path: Path, name: str, shape: tuple[int, int], message: str
+) -> None:
+    module = "lora_unet_joint_blocks_0_x_block_attn_qkv"
+    other = ("lokr_w2", (48, 8)) if name == "lokr_w1" else ("lora_down.weight", (3, 64))
+    arrays = {f"{module}.{name}": drawn(*shape), f"{module}.{other[0]}": drawn(*other[1])}
+    path = save_arrays(tmp_path / "a.safetensors", arrays)
+    family = FAMILIES["sd3"]
+    with pytest.raises(tc.WeightsFormatError, match=message):
+        family.load().load_adapter(path)
+    report = tc.verify_adapter(path, "sd3", family.pipeline(tmp_path / "base"))
+    assert not report.good
+    assert all(message in (m.fault or "") for m in report.modules)

@@ -86,3 +86,61 @@ def test_diffusers_reads_kohyas_names_of_flux(
     theirs = reference(family)
     load_lora(family, theirs, tmp_path / "adapter.safetensors")
     assert_same(family.predict(model), prediction(family, theirs), base)
+
+
+def renamed(path: Path, style: str) -> None:
+    """Give a file of the default form the names of another style, with an alpha of 3 / 4 rank."""
+    tensors = tc.load_file(path)
+    found = {}
+    for name, tensor in tensors.items():
+        layer, _, end = name.removeprefix("transformer.").rpartition(".lora_")
+        flat = layer.replace(".", "_")
+        if style == "OneTrainer":
+            end = {"A.weight": "lora_down.weight", "B.weight": "lora_up.weight"}[end]
+            found[f"lora_transformer_{flat}.{end}"] = tensor
+            found[f"lora_transformer_{flat}.alpha"] = tc.tensor(3.0)
+        else:
+            prefix = {"alpha": "transformer.", "peft": "base_model.model.", "bare": ""}[style]
+            found[f"{prefix}{layer}.lora_{end}"] = tensor
+            if style == "alpha":
+                found[f"{prefix}{layer}.alpha"] = tc.tensor(3.0)
+    tc.save_file(found, path)
+
+
+STYLES = ("default", "peft", "bare", "comfyui", "kohya", "outside")
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("style", STYLES)
+def test_what_verify_says_of_diffusers_is_so(
+    family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path, style: str, kind: str
+) -> None:
+    path = tmp_path / "adapter.safetensors"
+    model = family.load()
+    base = family.predict(model)
+    config: dict[str, Any] = {"exclude_modules": LINEAR1 + OUTSIDE}
+    if style == "outside":
+        config = {"target_modules": ["context_embedder", "^proj_out"]}
+    form = {"comfyui": "comfyui", "kohya": "kohya", "outside": "kohya"}.get(style)
+    attach(model, kind, **config).save(path, format=form)
+    if style in {"alpha", "OneTrainer", "peft", "bare"}:
+        if kind == "dora":
+            pytest.skip("these tools write LoRA")
+        renamed(path, style)
+        model.remove_adapter()
+        model.load_adapter(path)
+    report = tc.verify_adapter(path, family.name, family.pipeline(tmp_path / "base"))
+    claims = {
+        "not" if "diffusers" in m.ignored_by else "part" if "diffusers" in m.changed_by else "whole"
+        for m in report.modules
+    }
+    theirs = reference(family)
+    try:
+        load_lora(family, theirs, path)
+    except (ValueError, KeyError, AssertionError, RuntimeError):
+        assert claims == {"not"}
+        return
+    found = prediction(family, theirs)
+    as_ours = np.allclose(found, family.predict(model), rtol=1e-4, atol=1e-4)
+    as_base = np.allclose(found, base, rtol=1e-4, atol=1e-4)
+    assert claims == {"whole" if as_ours else "not" if as_base else "part"}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 from trainable_candle import _core
+from trainable_candle.errors import ArgumentError, ConfigError
 from trainable_candle.families.pipeline import estimate as sizes
 from trainable_candle.families.pipeline import saving
 from trainable_candle.families.pipeline.facts import Source, facts, source
@@ -19,7 +20,7 @@ from trainable_candle.tasks.latent.coders import KLCoder
 from trainable_candle.tasks.latent.family import LatentFamily
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from trainable_candle import Tensor
     from trainable_candle.data import Dataset
@@ -72,6 +73,13 @@ class PipelineFamily(LatentFamily, Generic[E]):
     def require_own(self) -> None:
         """Look for the parts of the pipeline."""
         _ = self.facts
+
+    def check_format(self, form: str, layers: Collection[str]) -> None:
+        """As `LatentFamily.check_format`: whether layers that are one matrix there can join."""
+        try:
+            self.facts.parts[self.component].check_format(form, self.config.adapter, list(layers))
+        except ArgumentError as error:
+            raise ConfigError(f"--format {form}: {error}") from None
 
     @property
     def resolution(self) -> int:

@@ -121,6 +121,17 @@ class LatentFamily(ABC):
                 model.
         """
 
+    def check_format(self, form: str, layers: Collection[str]) -> None:  # noqa: B027
+        """Check that a format of files can hold the adapters of some layers.
+
+        Args:
+            form: the format.
+            layers: those of the trained model that get adapters.
+
+        Raises:
+            ConfigError: it cannot; names one that can.
+        """
+
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
         """Check that a file holds the adapters that the settings make.
 

@@ -82,12 +82,19 @@ class LatentTask:
             for layer, shape in adapted_layers(text, family.text_targets).items()
         }
         check_targets(config, layers, family.targets, others)
+        wanted = config.target_modules or family.targets
+        adapted = adapted_layers(layers, wanted, config.exclude_modules)
+        form = config.format or family.formats[0]
+        family.check_format(form, adapted)
         if config.initial_adapter and not config.resume:
             path = existing("initial_adapter", config.initial_adapter_path)
-            wanted = config.target_modules or family.targets
-            adapted = adapted_layers(layers, wanted, config.exclude_modules)
             family.check_initial_adapter(path, adapted)
-        if config.adapter != "lora" and (config.format or family.formats[0]) == "kohya":
+        if config.adapter == "dora" and form == family.formats[0] == "diffusers":
+            report(
+                "note: of files under diffusers' names ComfyUI leaves DoRA's magnitude out; "
+                "--format comfyui is for it"
+            )
+        if config.adapter != "lora" and form == "kohya":
             leaves = (
                 "leaves DoRA's magnitude out" if config.adapter == "dora" else "loads LoRA only"
             )

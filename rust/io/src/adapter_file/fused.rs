@@ -8,8 +8,8 @@
 use std::collections::BTreeMap;
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
-use trainable_candle_nn::adapter::AdaptedLayer;
 
+use super::grouping::Adapted;
 use crate::form::{Form, swapped};
 
 const OP: &str = "adapter";
@@ -28,22 +28,16 @@ const SLOW_ROWS: [&str; 2] = ["lokr_w1", "lokr_w1_a"];
 const FAST_ROWS: [&str; 2] = ["lokr_w2", "lokr_w2_a"];
 
 /// Why adapters cannot be one module, if they cannot.
-pub(super) fn obstacle(members: &[(Form, &AdaptedLayer<'_>)]) -> Option<&'static str> {
+pub(super) fn obstacle(members: &[(Form, Adapted<'_>)]) -> Option<&'static str> {
     let [(form, first), ..] = members else { return None };
     let Form::Rows { of, .. } = *form else {
-        let odd = |layer: &AdaptedLayer<'_>| {
-            layer.kind.name == "lokr"
-                && layer.parameters.iter().any(|(name, value)| SLOW_ROWS.contains(name) && value.dims()[0] % 2 == 1)
-        };
-        return (*form == Form::Swapped && odd(first)).then_some("the halves of its rows cannot be told apart");
+        return (*form == Form::Swapped && first.odd_rows).then_some("it has no two halves of rows");
     };
     let shares: usize = members.iter().map(|(form, _)| count(*form)).sum();
-    match first.kind.name {
-        kind if members.iter().any(|(_, layer)| layer.kind.name != kind) => Some("its layers have different adapters"),
+    match first.kind {
+        kind if members.iter().any(|(_, layer)| layer.kind != kind) => Some("its layers have different adapters"),
         "lora" | "loha" => None,
-        "dora" if first.parameters.iter().any(|(name, _)| *name == "dora_scale") => {
-            Some("DoRA has one magnitude for each input there, of all of its rows")
-        }
+        "dora" if first.per_input => Some("DoRA has one magnitude for each input there, of all of its rows"),
         "dora" if shares < of => Some("DoRA would change the layers in it that have no adapter"),
         "dora" => None,
         _ => Some("it is no such product of two factors"),

@@ -5,6 +5,7 @@
 
 mod alpha;
 mod fused;
+mod grouping;
 mod magnitude;
 mod metadata;
 mod modules;
@@ -19,6 +20,7 @@ mod write;
 
 use std::str::FromStr;
 
+pub use grouping::check_format;
 pub use modules::adapter_keys;
 pub use names::{BaseModel, Original, PartNames};
 pub use read::{PartLayers, attach_adapter, load_adapter, read_adapters};

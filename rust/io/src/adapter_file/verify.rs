@@ -245,7 +245,8 @@ fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String
 /// Remarks about the header.
 fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     let mut remarks = Vec::new();
-    if let Some(base) = parts.iter().find_map(|part| part.names.base)
+    let shows = |part: &&Outline| part.names.readers.iter().any(|reader| reader.tool == Tool::A1111);
+    if let Some(base) = parts.iter().filter(shows).find_map(|part| part.names.base)
         && !contents.metadata.is_empty()
     {
         match contents.metadata.get("ss_base_model_version") {

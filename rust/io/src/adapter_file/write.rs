@@ -8,13 +8,13 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
 use super::fused::{self, Parameters};
-use super::readers::{self, Tool};
+use super::grouping::{Adapted, Modules, modules};
 use super::{AdapterFormat, PartNames, Style, alpha, magnitude, metadata, peft};
 use crate::atomic::write_atomically;
-use crate::form::{Form, Key};
+use crate::form::Form;
 use crate::tensor_writer::save_tensors;
 
-const OP: &str = "save_adapter";
+pub(super) const OP: &str = "save_adapter";
 
 /// How an adapter file is written.
 #[derive(Clone, Debug, Default)]
@@ -72,8 +72,10 @@ pub fn prepare_adapters(
         return Err(Error::argument(OP, "peft's files hold one part; save each by itself, or use another format"));
     }
     let mut parts = parts.iter().map(|&(names, set)| Ok((names, set, set.layers()?))).collect::<Result<Vec<_>>>()?;
-    let modules: Vec<Modules> =
-        parts.iter().map(|(names, _, layers)| modules(format, names, layers)).collect::<Result<_>>()?;
+    let modules: Vec<Modules> = parts
+        .iter()
+        .map(|(names, _, layers)| modules(format, names, &layers.iter().map(Adapted::of).collect::<Vec<_>>()))
+        .collect::<Result<_>>()?;
     let folds = format == AdapterFormat::Diffusers && parts.iter().any(|(names, _, _)| names.folds());
     let mut trained = BTreeMap::new();
     for ((names, _, layers), modules) in parts.iter_mut().zip(&modules) {
@@ -164,9 +166,6 @@ fn on_host<'a>(layer: &AdaptedLayer<'a>) -> Result<Vec<(&'static str, Tensor)>> 
     layer.parameters.iter().map(|(name, value)| Ok((*name, Tensor::from_raw(&host_copy(value.raw())?)))).collect()
 }
 
-/// The modules of a part by their names in a file: indices of the layers, with what the module's rows are to each.
-type Modules = BTreeMap<String, Vec<(Form, usize)>>;
-
 /// Parameters whose first size is the rank, in modules of several layers.
 const RANKED: [&str; 2] = ["lora_A.weight", "hada_w1_b"];
 
@@ -198,64 +197,6 @@ fn rescale(
         alpha::rescale(layer, scale)?;
     }
     Ok(trained)
-}
-
-/// The modules of a part in a format. diffusers drops one half of a file that mixes kohya's two styles, so a part has one.
-fn modules(format: AdapterFormat, names: &PartNames, layers: &[AdaptedLayer<'_>]) -> Result<Modules> {
-    if format == AdapterFormat::Diffusers
-        && let Some(layer) = layers.iter().find(|layer| !matches!(layer.kind.name, "lora" | "dora"))
-    {
-        let instead = if names.folds() { "comfyui" } else { "kohya" };
-        return Err(Error::argument(
-            OP,
-            format!("diffusers does not load \"{}\" adapters; save with format \"{instead}\"", layer.kind.name),
-        ));
-    }
-    let style = match format {
-        AdapterFormat::Kohya if layers.iter().all(|layer| (names.original)(layer.name).is_some()) => {
-            Style::KohyaOriginal
-        }
-        AdapterFormat::Kohya => Style::Kohya,
-        AdapterFormat::Diffusers => Style::Diffusers,
-        AdapterFormat::Peft => Style::Peft,
-        AdapterFormat::ComfyUi => Style::ComfyUi,
-    };
-    let mut modules = Modules::new();
-    for (index, layer) in layers.iter().enumerate() {
-        let Key { key, form } = names.place(layer.name, style).ok_or_else(|| unnamed(format, layer.name))?;
-        modules.entry(key).or_default().push((form, index));
-    }
-    let mut apart = Modules::new();
-    for (key, members) in &modules {
-        let held: Vec<(Form, &AdaptedLayer<'_>)> = members.iter().map(|&(form, i)| (form, &layers[i])).collect();
-        let Some(why) = fused::obstacle(&held) else { continue };
-        let own = |index: usize| names.key(layers[index].name, Style::Diffusers).unwrap_or_default();
-        if format != AdapterFormat::ComfyUi || !readers::knows_all(names.readers, Tool::ComfyUi, Style::Diffusers) {
-            let cure = if names.folds() { "comfyui" } else { "peft" };
-            return Err(Error::argument(
-                OP,
-                format!(
-                    "format \"{}\" has {} in one matrix {key}, which cannot hold this \"{}\" adapter: {why}; \
-                     save with format \"{cure}\"",
-                    format.name(),
-                    layers[members[0].1].name,
-                    layers[members[0].1].kind.name
-                ),
-            ));
-        }
-        apart.extend(members.iter().map(|&(_, index)| (own(index), vec![(Form::Plain, index)])));
-        apart.insert(key.clone(), Vec::new());
-    }
-    modules.extend(apart);
-    modules.retain(|_, members| !members.is_empty());
-    Ok(modules)
-}
-
-fn unnamed(format: AdapterFormat, layer: &str) -> Error {
-    Error::argument(
-        OP,
-        format!("format \"{}\" has no name for the layer {layer}; save with format \"peft\"", format.name()),
-    )
 }
 
 /// The parameters of one layer under peft's names, as the format has their values.

@@ -1,0 +1,120 @@
+//! Which module of a file holds the adapter of each layer.
+
+use std::collections::BTreeMap;
+
+use trainable_candle_core::{Error, Result};
+use trainable_candle_nn::adapter::AdaptedLayer;
+
+use super::readers::{self, Tool};
+use super::write::OP;
+use super::{AdapterFormat, PartNames, Style, fused};
+use crate::form::{Form, Key};
+
+/// The modules of a part by their names in a file: indices of the layers, with what the module's rows are to each.
+pub(super) type Modules = BTreeMap<String, Vec<(Form, usize)>>;
+
+/// A layer's adapter, as far as its place in a file depends on it.
+#[derive(Clone, Copy)]
+pub(super) struct Adapted<'a> {
+    pub name: &'a str,
+    pub kind: &'static str,
+    /// DoRA: whether it has one magnitude for each input.
+    pub per_input: bool,
+    /// `LoKr`: whether the rows of its slower factor are an odd number.
+    pub odd_rows: bool,
+}
+
+impl<'a> Adapted<'a> {
+    /// Of a layer of a set.
+    pub(super) fn of(layer: &AdaptedLayer<'a>) -> Self {
+        let height = |name: &str| {
+            layer.parameters.iter().find(|(known, _)| *known == name).and_then(|(_, value)| value.dims().first())
+        };
+        let slow = height("lokr_w1").or_else(|| height("lokr_w1_a"));
+        Self {
+            name: layer.name,
+            kind: layer.kind.name,
+            per_input: height("dora_scale").is_some(),
+            odd_rows: slow.is_some_and(|rows| rows % 2 == 1),
+        }
+    }
+}
+
+/// Check that a format can hold adapters of a kind on some layers of a part. The magnitudes of DoRA are those of the outputs.
+///
+/// # Errors
+/// [`Error::Argument`] naming a format that can.
+pub fn check_format(
+    format: Option<AdapterFormat>,
+    names: &PartNames,
+    kind: &'static str,
+    layers: &[&str],
+) -> Result<()> {
+    let layers: Vec<Adapted<'_>> =
+        layers.iter().map(|name| Adapted { name, kind, per_input: false, odd_rows: false }).collect();
+    modules(format.unwrap_or_else(|| names.default_format()), names, &layers).map(drop)
+}
+
+/// The modules of a part in a format. diffusers drops one half of a file that mixes kohya's two styles, so a part has one.
+///
+/// # Errors
+/// As [`check_format`].
+pub(super) fn modules(format: AdapterFormat, names: &PartNames, layers: &[Adapted<'_>]) -> Result<Modules> {
+    if format == AdapterFormat::Diffusers
+        && let Some(layer) = layers.iter().find(|layer| !matches!(layer.kind, "lora" | "dora"))
+    {
+        let instead = if names.folds() { "comfyui" } else { "kohya" };
+        return Err(Error::argument(
+            OP,
+            format!("diffusers does not load \"{}\" adapters; save with format \"{instead}\"", layer.kind),
+        ));
+    }
+    let style = match format {
+        AdapterFormat::Kohya if layers.iter().all(|layer| (names.original)(layer.name).is_some()) => {
+            Style::KohyaOriginal
+        }
+        AdapterFormat::Kohya => Style::Kohya,
+        AdapterFormat::Diffusers => Style::Diffusers,
+        AdapterFormat::Peft => Style::Peft,
+        AdapterFormat::ComfyUi => Style::ComfyUi,
+    };
+    let mut joined = Modules::new();
+    for (index, layer) in layers.iter().enumerate() {
+        let Key { key, form } = names.place(layer.name, style).ok_or_else(|| unnamed(format, layer.name))?;
+        joined.entry(key).or_default().push((form, index));
+    }
+    let falls_back =
+        format == AdapterFormat::ComfyUi && readers::knows_all(names.readers, Tool::ComfyUi, Style::Diffusers);
+    let mut modules = Modules::new();
+    for (key, members) in joined {
+        let held: Vec<(Form, Adapted<'_>)> = members.iter().map(|&(form, index)| (form, layers[index])).collect();
+        match fused::obstacle(&held) {
+            None => {
+                modules.insert(key, members);
+            }
+            Some(_) if falls_back => {
+                let own = |index: usize| names.key(layers[index].name, Style::Diffusers).unwrap_or_default();
+                modules.extend(members.iter().map(|&(_, index)| (own(index), vec![(Form::Plain, index)])));
+            }
+            Some(why) => {
+                let Adapted { name, kind, .. } = layers[members[0].1];
+                let (format, cure) = (format.name(), if names.folds() { "comfyui" } else { "peft" });
+                return Err(Error::argument(
+                    OP,
+                    format!(
+                        "format \"{format}\" has {name} in the matrix {key}, which cannot hold this \"{kind}\" adapter: \
+                         {why}; save with format \"{cure}\""
+                    ),
+                ));
+            }
+        }
+    }
+    Ok(modules)
+}
+
+fn unnamed(format: AdapterFormat, layer: &str) -> Error {
+    Error::argument(
+        OP,
+        format!("format \"{}\" has no name for the layer {layer}; save with format \"peft\"", format.name()),
+    )
+}
