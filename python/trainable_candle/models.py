@@ -2,6 +2,7 @@
 
 from trainable_candle._core import (
     AutoencoderKL,
+    CausalLM,
     CLIPTextModel,
     DigitsTransformer,
     Flux2Transformer,
@@ -23,6 +24,7 @@ set_resolver(resolve)
 __all__ = [
     "AutoencoderKL",
     "CLIPTextModel",
+    "CausalLM",
     "DigitsTransformer",
     "Flux2Transformer",
     "FluxTransformer",

@@ -178,7 +178,7 @@ fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
         std::fs::metadata(path).map_err(|e| Error::io(path, e))?;
         let mut candidates = Vec::new();
         let mut failure = None;
-        for place in pipeline.places().filter(|place| place.part.role != Role::Denoiser) {
+        for place in pipeline.places().filter(|place| !place.part.role.is_tuned()) {
             let of_pipeline = |choice: Choice| Choice { pipeline: Some(pipeline), ..choice };
             let choices = [Choice::of(place.part.subfolder), Choice::default()].map(of_pipeline);
             let files = choices.iter().find_map(|choice| Pretrained::find(path, place.part.model, choice).ok());
@@ -247,8 +247,7 @@ fn marked(path: &Path) -> Result<(Option<String>, bool)> {
 /// As [`adapter_keys`].
 pub fn adapted_parts(path: &Path, pipeline: &'static Pipeline) -> Result<Vec<&'static str>> {
     let keys = adapter_keys(path)?;
-    let (denoisers, others): (Vec<Place>, Vec<Place>) =
-        pipeline.places().partition(|place| place.part.role == Role::Denoiser);
+    let (denoisers, others): (Vec<Place>, Vec<Place>) = pipeline.places().partition(|place| place.part.role.is_tuned());
     let is_other = |key: &String| others.iter().any(|place| place.begins(key));
     let denoisers = denoisers.into_iter().filter(|_| !keys.iter().all(is_other));
     let others = others.iter().copied().filter(|place| keys.iter().any(|key| place.begins(key)));

@@ -103,6 +103,37 @@ impl<'a> Fields<'a> {
         .ok_or_else(|| self.wrong(name, "a number"))
     }
 
+    /// A number that may be missing.
+    pub fn optional_number(&mut self, name: &'static str) -> Result<Option<f64>> {
+        if self.get(name).is_none() { Ok(None) } else { self.number(name, None).map(Some) }
+    }
+
+    /// A list of `count` numbers.
+    pub fn numbers(&mut self, name: &'static str, count: usize) -> Result<Vec<f64>> {
+        self.get(name)
+            .and_then(Value::as_array)
+            .and_then(|list| list.iter().map(Value::as_f64).collect::<Option<Vec<_>>>())
+            .filter(|list| list.len() == count)
+            .ok_or_else(|| self.wrong(name, &format!("a list of {count} numbers")))
+    }
+
+    /// Fields inside a field; none if it is missing.
+    pub fn object(&mut self, name: &'static str) -> Result<Option<Fields<'a>>> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let map = value.as_object().ok_or_else(|| self.wrong(name, "an object with fields"))?;
+        Ok(Some(Fields::new(self.owner, map)))
+    }
+
+    /// Whether a field is there and not null.
+    pub fn is_given(&self, name: &str) -> bool {
+        self.map.get(name).is_some_and(|value| !value.is_null())
+    }
+
+    /// Whether a field is there and null.
+    pub fn is_null(&self, name: &str) -> bool {
+        self.map.get(name).is_some_and(Value::is_null)
+    }
+
     /// Yes or no.
     pub fn flag(&mut self, name: &'static str, default: bool) -> Result<bool> {
         match self.get(name) {

@@ -4,6 +4,7 @@
 //! [registry]. Models know nothing of adapters and optimizers: they list their parts
 //! ([`trainable_candle_nn::Module`]) and compute.
 
+pub mod causal_lm;
 pub mod clip;
 pub mod digits;
 pub mod facts;
@@ -21,6 +22,7 @@ pub mod t5;
 pub mod vae;
 pub mod z_image;
 
+pub use causal_lm::CausalLM;
 pub use clip::CLIPTextModel;
 pub use digits::DigitsTransformer;
 pub use facts::{Facts, PartFacts, Plan, inspect};

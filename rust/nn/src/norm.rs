@@ -1,6 +1,8 @@
 //! Norm layers over frozen or trainable parameters.
 
-use trainable_candle_core::ops::norm::{add_layer_norm, group_norm, group_norm_silu, layer_norm, rms_norm};
+use trainable_candle_core::ops::norm::{
+    add_layer_norm, add_rms_norm, group_norm, group_norm_silu, layer_norm, rms_norm,
+};
 use trainable_candle_core::{Result, Tensor};
 
 use crate::{Module, Visitor};
@@ -48,6 +50,14 @@ impl RmsNorm {
     /// [`trainable_candle_core::Error::Shape`] if the input does not fit the parameters.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         rms_norm(x, self.weight.as_ref(), self.eps)
+    }
+
+    /// Return x + residual, both (..., features), and [`forward`](Self::forward) of that sum.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), and if `x` and `residual` do not fit each other.
+    pub fn add_forward(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
+        add_rms_norm(x, residual, self.weight.as_ref(), self.eps)
     }
 }
 

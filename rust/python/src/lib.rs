@@ -65,8 +65,8 @@ mod _core {
     use crate::loss::{cross_entropy, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
     #[pymodule_export]
     use crate::models::{
-        AutoencoderKL, CLIPTextModel, DigitsTransformer, Flux2Transformer, FluxTransformer, Model, SD3Transformer,
-        SDXLUNet, T5Encoder, TextFeatures, ZImageTransformer, save_checkpoint, set_resolver,
+        AutoencoderKL, CLIPTextModel, CausalLM, DigitsTransformer, Flux2Transformer, FluxTransformer, Model,
+        SD3Transformer, SDXLUNet, T5Encoder, TextFeatures, ZImageTransformer, save_checkpoint, set_resolver,
     };
     #[pymodule_export]
     use crate::norm::{

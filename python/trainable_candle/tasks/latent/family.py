@@ -116,6 +116,10 @@ class LatentFamily(ABC):
                 model.
         """
 
+    def notes(self) -> list[str]:
+        """What a user should know of training these weights, in a line each."""
+        return []
+
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
         """Check that a file holds the adapters that the settings make.
 

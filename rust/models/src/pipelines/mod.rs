@@ -49,6 +49,15 @@ pub enum Role {
     Autoencoder,
     /// From token ids to features.
     TextEncoder,
+    /// It predicts the next token, and is fine-tuned.
+    LanguageModel,
+}
+
+impl Role {
+    /// Whether it is what a run fine-tunes, whatever else there is.
+    pub const fn is_tuned(self) -> bool {
+        matches!(self, Self::Denoiser | Self::LanguageModel)
+    }
 }
 
 /// One model of a pipeline.
@@ -139,7 +148,7 @@ impl Pipeline {
             let part = place.part;
             let there = weights.map(|path| Pretrained::find(path, part.model, &Choice::of(part.subfolder)));
             let config = match there.map(|files| (part.model.config)(&files?)) {
-                Some(Err(error)) if part.role == Role::Denoiser => return Err(error),
+                Some(Err(error)) if part.role.is_tuned() => return Err(error),
                 Some(Ok(config)) => config,
                 Some(Err(_)) | None => (part.published)(),
             };
@@ -181,7 +190,10 @@ impl Place {
     pub fn by_configuration(model: &ModelKind, config: &Map<String, Value>) -> Option<Self> {
         let is_published =
             |place: &Self| (place.part.published)().iter().all(|(field, value)| config.get(field) == Some(value));
-        places(model).find(is_published).or_else(|| places(model).find(|place| (place.part.fits)(config)))
+        let fits = |place: &Self| (place.part.fits)(config);
+        // What may stand alone does, unless a file says that it is a part.
+        let alone = places(model).find(|place| place.part.subfolder.is_empty() && fits(place));
+        alone.or_else(|| places(model).find(is_published)).or_else(|| places(model).find(fits))
     }
 
     /// What other tools call `model`, which stands in this place, and its layers.

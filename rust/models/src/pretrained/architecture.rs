@@ -65,6 +65,10 @@ pub trait Architecture: Model + Sized {
     /// # Errors
     /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
     fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
+        if files.layers().is_some() {
+            let text = format!("layers= is for language models; {} is loaded whole", Self::KIND.noun);
+            return Err(Error::argument("from_pretrained", text));
+        }
         let config = Self::read_config(files)?;
         let upcasts = files.upcasts(dtype, Self::force_upcast(&config));
         let dtype = if upcasts { Some(DType::F32) } else { dtype };

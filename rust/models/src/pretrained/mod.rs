@@ -44,6 +44,8 @@ pub struct Choice {
     pub half: bool,
     /// Whether the model is f32 although half precision is asked for or stored, in place of what its configuration says.
     pub force_upcast: Option<bool>,
+    /// How many of the first layers to load, of a model that can do with a part.
+    pub layers: Option<usize>,
 }
 
 impl Choice {
@@ -63,6 +65,7 @@ pub struct Pretrained {
     /// Its place, and how its keys are written, in an original checkpoint.
     original: Option<(Place, Original)>,
     force_upcast: Option<bool>,
+    layers: Option<usize>,
 }
 
 impl Pretrained {
@@ -88,8 +91,8 @@ impl Pretrained {
     }
 
     fn new(path: &Path, model: &'static ModelKind, choice: &Choice, weights: Vec<PathBuf>) -> Self {
-        let force_upcast = choice.force_upcast;
-        Self { path: path.to_path_buf(), config: None, weights, model, original: None, force_upcast }
+        let &Choice { force_upcast, layers, .. } = choice;
+        Self { path: path.to_path_buf(), config: None, weights, model, original: None, force_upcast, layers }
     }
 
     fn in_folder(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
@@ -150,6 +153,11 @@ impl Pretrained {
     /// The folder or the file that was given.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// How many of the model's first layers to load; all without it.
+    pub const fn layers(&self) -> Option<usize> {
+        self.layers
     }
 
     /// The path of `config.json`, if there is one.

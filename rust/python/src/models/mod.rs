@@ -1,5 +1,6 @@
 //! Models: what all have in common, and one class for each.
 
+mod causal_lm;
 mod clip;
 mod digits;
 mod flux;
@@ -23,7 +24,7 @@ use trainable_candle_models::{self as models, Loaded};
 use trainable_candle_nn::adapter::AdapterSet as Set;
 
 use crate::adapter_set::{AdapterSet, Attached, LoraConfig};
-use crate::arguments::FilePath;
+use crate::arguments::{FilePath, Integer};
 use crate::call::detached;
 use crate::device;
 use crate::dtype::{DType, DTypeArg};
@@ -33,6 +34,7 @@ use crate::tensor::Tensor;
 use crate::types::{NamedTensors, NamedVars, Own};
 use crate::var::Var;
 
+pub use causal_lm::CausalLM;
 pub use clip::{CLIPTextModel, TextFeatures};
 pub use digits::DigitsTransformer;
 pub use flux::FluxTransformer;
@@ -86,6 +88,7 @@ static CLASSES: &[Class] = &[
     CLIPTextModel::CLASS,
     T5Encoder::CLASS,
     DigitsTransformer::CLASS,
+    CausalLM::CLASS,
 ];
 
 impl Class {
@@ -131,12 +134,14 @@ impl Model {
     ///     config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
     ///     force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
     ///         says: SDXL's autoencoder does, whose values leave the range of f16.
+    ///     layers: load so many of the first layers of a language model, to read its `hidden_states`; all without it.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
     ///     ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
+    ///     ArgumentError: if `layers` is given for another kind of model, or is more than it has.
     #[classmethod]
-    #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None, force_upcast=None))]
+    #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None, force_upcast=None, layers=None))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
     fn from_pretrained(
         cls: &Bound<'_, PyType>,
@@ -147,8 +152,10 @@ impl Model {
         subfolder: Option<String>,
         config: Option<FilePath>,
         force_upcast: Option<bool>,
+        layers: Option<Integer>,
     ) -> Result<Own> {
-        let options = Options { subfolder, config, force_upcast };
+        let layers = layers.map(|layers| layers.count("from_pretrained", "layers")).transpose()?;
+        let options = Options { subfolder, config, force_upcast, layers };
         let request = Request::new(py, "from_pretrained", Class::kind(cls), (path, options), dtype, device)?;
         Ok(Own(Self::object(py, request.load(py)?)?))
     }

@@ -30,6 +30,7 @@ pub struct Options {
     pub subfolder: Option<String>,
     pub config: Option<FilePath>,
     pub force_upcast: Option<bool>,
+    pub layers: Option<usize>,
 }
 
 impl Request {
@@ -42,7 +43,7 @@ impl Request {
         dtype: Option<DTypeArg>,
         device: &str,
     ) -> Result<Self> {
-        let Options { mut subfolder, config, force_upcast } = options;
+        let Options { mut subfolder, config, force_upcast, layers } = options;
         let config = config.map(|config| config.named(op, "config")).transpose()?;
         let mut path = path.get(op)?;
         let dtype = dtype.map(|dtype| dtype.0);
@@ -55,7 +56,7 @@ impl Request {
                 (path, subfolder) = (found, None);
             }
         }
-        let choice = Choice { kind, subfolder, config, half, force_upcast, ..Choice::default() };
+        let choice = Choice { kind, subfolder, config, half, force_upcast, layers, ..Choice::default() };
         Ok(Self { path, choice, dtype, device: device::parse(device)? })
     }
 

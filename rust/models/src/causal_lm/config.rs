@@ -1,0 +1,253 @@
+//! The sizes and switches of a decoder.
+
+use serde_json::{Map, Value, json};
+use trainable_candle_core::{Error, Result};
+
+use super::rope::Rope;
+use crate::fields::Fields;
+use crate::pretrained::{Configuration, class_of};
+
+/// The owner of the fields in messages.
+pub(super) const OP: &str = "CausalLM";
+
+/// The family of a decoder, which decides what its configuration leaves out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// Llama 2 and 3, SmolLM2.
+    Llama,
+    /// Mistral: attention to a window in every layer, if the configuration has one.
+    Mistral,
+    /// Qwen2 and 2.5: biases of queries, keys and values.
+    Qwen2,
+    /// Qwen3: norms of queries and keys.
+    Qwen3,
+}
+
+/// Each family with its `model_type`, and the class that `architectures` names.
+const FAMILIES: [(Family, &str, &str); 4] = [
+    (Family::Llama, "llama", "LlamaForCausalLM"),
+    (Family::Mistral, "mistral", "MistralForCausalLM"),
+    (Family::Qwen2, "qwen2", "Qwen2ForCausalLM"),
+    (Family::Qwen3, "qwen3", "Qwen3ForCausalLM"),
+];
+
+pub(super) static CLASS_NAMES: [&str; 4] = [FAMILIES[0].2, FAMILIES[1].2, FAMILIES[2].2, FAMILIES[3].2];
+
+/// `config.json` of a decoder as transformers writes it, in its old form (`rope_theta`, `rope_scaling`) or its new one
+/// (`rope_parameters`). The default is Qwen2.5 0.5B.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CausalLMConfig {
+    /// What distinguishes it from others of the kind.
+    pub family: Family,
+    /// Number of tokens that the embedding has rows for.
+    pub vocab_size: usize,
+    /// Width of the tokens.
+    pub hidden_size: usize,
+    /// Width of the feed-forward networks' middle.
+    pub intermediate_size: usize,
+    /// Number of layers that are built.
+    pub num_hidden_layers: usize,
+    /// Heads of the queries.
+    pub num_attention_heads: usize,
+    /// Heads of the keys and values, each of which serves equally many of the queries'.
+    pub num_key_value_heads: usize,
+    /// Width of one head. Heads times this need not be the width of the tokens.
+    pub head_dim: usize,
+    /// Added to the mean square in the norms.
+    pub rms_norm_eps: f64,
+    /// Whether queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// Whether the result of attention has a bias.
+    pub out_bias: bool,
+    /// Whether the feed-forward networks have biases.
+    pub mlp_bias: bool,
+    /// Whether the head is the embedding.
+    pub tie_word_embeddings: bool,
+    /// The longest text that the model is made for.
+    pub max_position_embeddings: usize,
+    /// How positions turn queries and keys.
+    pub rope: Rope,
+    /// Of each layer, how many tokens each sees at most, itself among them.
+    pub windows: Vec<Option<usize>>,
+    /// Tokens that end a text.
+    pub eos_token_ids: Vec<u32>,
+    /// Number of layers in the files, of which the first are built. A part of the layers has no head.
+    stored_layers: usize,
+    /// The file, whose other fields other tools read.
+    json: Map<String, Value>,
+}
+
+impl Default for CausalLMConfig {
+    fn default() -> Self {
+        let json = json!({
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "vocab_size": 151_936,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "hidden_act": "silu",
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": true,
+            "use_sliding_window": false,
+            "eos_token_id": 151_643,
+        });
+        match json.as_object().map(Self::from_json) {
+            Some(Ok(config)) => config,
+            other => unreachable!("the published configuration is right: {other:?}"),
+        }
+    }
+}
+
+impl Configuration for CausalLMConfig {
+    // What concerns initial values, dropout in training from scratch or generation is not looked at. Where a field is missing, its
+    // default is transformers'.
+    fn from_json(map: &Map<String, Value>) -> Result<Self> {
+        let mut fields = Fields::new(OP, map);
+        let family = family(&mut fields, map)?;
+        let activation = ["silu", "swish"];
+        if fields.text("hidden_act").is_some_and(|name| !activation.contains(&name)) {
+            return Err(fields.wrong("hidden_act", "\"silu\""));
+        }
+        if fields.is_given("quantization_config") {
+            let cure = "load the unquantized weights";
+            return Err(Error::Config(format!("{OP}: weights with a quantization_config are not supported; {cure}")));
+        }
+        let hidden_size = fields.size("hidden_size", None)?;
+        let num_hidden_layers = fields.size("num_hidden_layers", None)?;
+        let num_attention_heads = fields.size("num_attention_heads", None)?;
+        let default_heads = match family {
+            _ if fields.is_null("num_key_value_heads") => num_attention_heads,
+            Family::Llama => num_attention_heads,
+            Family::Mistral => 8,
+            Family::Qwen2 | Family::Qwen3 => 32,
+        };
+        let default_width = if family == Family::Qwen3 { 128 } else { hidden_size / num_attention_heads };
+        let head_dim = fields.size("head_dim", Some(default_width))?;
+        let default_length = match family {
+            Family::Llama => 2048,
+            Family::Mistral => 131_072,
+            Family::Qwen2 | Family::Qwen3 => 32_768,
+        };
+        let max_position_embeddings = fields.size("max_position_embeddings", Some(default_length))?;
+        let attention_bias = matches!(family, Family::Llama | Family::Qwen3) && fields.flag("attention_bias", false)?;
+        let config = Self {
+            family,
+            vocab_size: fields.size("vocab_size", None)?,
+            hidden_size,
+            intermediate_size: fields.size("intermediate_size", None)?,
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads: fields.size("num_key_value_heads", Some(default_heads))?,
+            head_dim,
+            rms_norm_eps: fields.number("rms_norm_eps", Some(1e-6))?,
+            qkv_bias: family == Family::Qwen2 || attention_bias,
+            out_bias: attention_bias,
+            mlp_bias: family == Family::Llama && fields.flag("mlp_bias", false)?,
+            tie_word_embeddings: fields.flag("tie_word_embeddings", false)?,
+            max_position_embeddings,
+            rope: Rope::read(&mut fields, head_dim, max_position_embeddings)?,
+            windows: windows(&mut fields, family, num_hidden_layers)?,
+            eos_token_ids: tokens(map.get("eos_token_id")),
+            stored_layers: num_hidden_layers,
+            json: map.clone(),
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    fn to_json(&self) -> Map<String, Value> {
+        let mut json = self.json.clone();
+        json.insert("num_hidden_layers".into(), self.num_hidden_layers.into());
+        json
+    }
+}
+
+impl CausalLMConfig {
+    /// Whether the files have more layers than are built: such a model computes states and has no head.
+    pub const fn is_part(&self) -> bool {
+        self.num_hidden_layers < self.stored_layers
+    }
+
+    /// The configuration of the first `count` layers of a model.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the model has fewer.
+    pub fn first_layers(self, count: usize) -> Result<Self> {
+        if !(1..=self.num_hidden_layers).contains(&count) {
+            let most = self.num_hidden_layers;
+            return Err(Error::argument(OP, format!("layers is {count}, expected 1 to {most} for this model")));
+        }
+        Ok(Self { num_hidden_layers: count, ..self })
+    }
+
+    /// The class that `architectures` names.
+    pub(super) fn class_name(&self) -> &'static str {
+        FAMILIES.iter().find(|(family, ..)| *family == self.family).map_or("", |&(_, _, class)| class)
+    }
+
+    fn validate(&self) -> Result<()> {
+        let wrong = |text: String| Err(Error::Config(format!("{OP}: {text}")));
+        let (heads, shared) = (self.num_attention_heads, self.num_key_value_heads);
+        if !heads.is_multiple_of(shared) {
+            return wrong(format!(
+                "num_attention_heads is {heads}, expected a multiple of num_key_value_heads, {shared}"
+            ));
+        }
+        if !self.head_dim.is_multiple_of(2) {
+            return wrong(format!("head_dim is {}, expected an even number", self.head_dim));
+        }
+        Ok(())
+    }
+}
+
+/// What the file says that the model is.
+fn family(fields: &mut Fields<'_>, map: &Map<String, Value>) -> Result<Family> {
+    let (kind, class) = (fields.text("model_type"), class_of(map));
+    let known = FAMILIES.iter().find(|(_, name, class_name)| match kind {
+        Some(kind) => kind == *name,
+        None => class.as_deref() == Some(class_name),
+    });
+    known.map(|&(family, ..)| family).ok_or_else(|| {
+        let names: Vec<String> = FAMILIES.iter().map(|(_, name, _)| format!("\"{name}\"")).collect();
+        fields.wrong("model_type", &names.join(", "))
+    })
+}
+
+/// Of each layer, how many tokens each sees.
+fn windows(fields: &mut Fields<'_>, family: Family, layers: usize) -> Result<Vec<Option<usize>>> {
+    // Only a missing field has the default: null means none.
+    let default = (!fields.is_null("sliding_window")).then_some(4096);
+    let window = |fields: &mut Fields<'_>| match fields.optional_number("sliding_window")? {
+        None => Ok(default),
+        Some(_) => fields.size("sliding_window", None).map(Some),
+    };
+    match family {
+        Family::Llama => Ok(vec![None; layers]),
+        Family::Mistral => Ok(vec![window(fields)?; layers]),
+        Family::Qwen2 | Family::Qwen3 => {
+            let window = if fields.flag("use_sliding_window", false)? { window(fields)? } else { None };
+            let slides = if fields.is_given("layer_types") {
+                fields.names("layer_types", layers, &[("full_attention", false), ("sliding_attention", true)])?
+            } else {
+                let full = fields.number("max_window_layers", Some(28.0))?;
+                (0..layers).map(|layer| layer as f64 >= full).collect()
+            };
+            Ok(slides.into_iter().map(|slides| window.filter(|_| slides)).collect())
+        }
+    }
+}
+
+/// One token, or several, or none.
+pub(super) fn tokens(value: Option<&Value>) -> Vec<u32> {
+    let token = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+    match value {
+        Some(Value::Array(list)) => list.iter().filter_map(token).collect(),
+        Some(one) => token(one).into_iter().collect(),
+        None => Vec::new(),
+    }
+}

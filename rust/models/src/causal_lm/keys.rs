@@ -1,0 +1,75 @@
+//! The names of a decoder's parameters in files: transformers', with or without the prefix of the model below the head.
+
+use trainable_candle_core::{Error, Result};
+use trainable_candle_io::WeightFiles;
+
+use super::CausalLMConfig;
+use crate::pretrained::{Key, Layout, Original};
+
+pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
+pub(super) const LAYERS: &str = "model.layers";
+pub(super) const NORM: &str = "model.norm";
+pub(super) const HEAD: &str = "lm_head.weight";
+/// What the names begin with, but for the head's; files of the model without its head leave it out.
+const BODY: &str = "model.";
+
+/// The names in a folder, or behind the prefix of a file that holds other models too.
+pub(super) fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box<dyn Layout> {
+    Box::new(Transformers {
+        prefix: original.map_or("", |original| original.prefix),
+        layers: config.num_hidden_layers,
+        is_part: config.is_part(),
+        has_head: !config.tie_word_embeddings && !config.is_part(),
+    })
+}
+
+struct Transformers {
+    prefix: &'static str,
+    layers: usize,
+    is_part: bool,
+    has_head: bool,
+}
+
+impl Layout for Transformers {
+    fn prefix(&self) -> &str {
+        self.prefix
+    }
+
+    fn places(&self, name: &str) -> Vec<Key> {
+        std::iter::once(name).chain(name.strip_prefix(BODY)).map(Key::plain).collect()
+    }
+
+    /// Angles, which are computed; the copy of an embedding that is the head; what only the layers that are left out need.
+    fn ignores(&self, key: &str) -> bool {
+        let key = key.strip_prefix(BODY).unwrap_or(key);
+        let layer = key.strip_prefix("layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+        key.ends_with("rotary_emb.inv_freq")
+            || (key == HEAD && !self.has_head)
+            || (self.is_part && (key == "norm.weight" || layer.is_some_and(|layer| layer >= self.layers)))
+    }
+}
+
+/// The configuration of a decoder in a file: that one of the `known` whose sizes are those of its tensors, as shapes tell neither
+/// heads nor angles.
+///
+/// # Errors
+/// [`Error::Config`] if there is none.
+pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalLMConfig>) -> Result<CausalLMConfig> {
+    let shape = |name: &str| {
+        let places = std::iter::once(name).chain(name.strip_prefix(BODY));
+        places.into_iter().find_map(|name| files.shape(&format!("{}{name}", original.prefix)))
+    };
+    let layers = (0..).take_while(|i| shape(&format!("{LAYERS}.{i}.mlp.down_proj.weight")).is_some()).count();
+    let fits = |config: &CausalLMConfig| {
+        shape(EMBEDDING) == Some(&[config.vocab_size, config.hidden_size])
+            && shape(&format!("{LAYERS}.0.mlp.down_proj.weight"))
+                == Some(&[config.hidden_size, config.intermediate_size])
+            && config.num_hidden_layers == layers
+    };
+    known.into_iter().find(fits).ok_or_else(|| {
+        Error::Config(format!(
+            "{}: the shapes of the checkpoint do not tell the heads of its language model; give config=, its config.json",
+            files.path().display()
+        ))
+    })
+}

@@ -1,0 +1,152 @@
+//! One layer of a decoder.
+
+use trainable_candle_core::ops::gated::swiglu;
+use trainable_candle_core::ops::norm::rms_norm_rope;
+use trainable_candle_core::ops::rope::rope;
+use trainable_candle_core::{Result, Tensor};
+use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm, Visitor, Weights};
+
+use super::attention::varlen_attention;
+use super::{CausalLMConfig, Family};
+use crate::saved::Saved;
+
+const PROJECTIONS: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
+const OUT: &str = "self_attn.o_proj";
+const QUERY_NORM: &str = "self_attn.q_norm";
+const KEY_NORM: &str = "self_attn.k_norm";
+/// The gate comes last, as [`swiglu`] reads it.
+const MIDDLE: [&str; 2] = ["mlp.up_proj", "mlp.gate_proj"];
+const DOWN: &str = "mlp.down_proj";
+const INPUT_NORM: &str = "input_layernorm";
+const MIDDLE_NORM: &str = "post_attention_layernorm";
+
+/// Attention and a feed-forward network; each of the normalised input, added to it.
+pub(super) struct DecoderLayer {
+    input_norm: RmsNorm,
+    /// `q_proj`, `k_proj` and `v_proj`.
+    projections: LinearGroup,
+    /// Of queries and keys, over the width of a head.
+    head_norms: Option<[RmsNorm; 2]>,
+    out: Linear<Tensor>,
+    heads: usize,
+    kv_heads: usize,
+    window: Option<usize>,
+    middle_norm: RmsNorm,
+    /// `up_proj` and `gate_proj`.
+    middle: LinearGroup,
+    down: Linear<Tensor>,
+}
+
+impl DecoderLayer {
+    pub(super) fn new(config: &CausalLMConfig, window: Option<usize>, weights: &mut Weights<'_>) -> Result<Self> {
+        let &CausalLMConfig { hidden_size: dim, intermediate_size: middle, head_dim, rms_norm_eps: eps, .. } = config;
+        let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
+        let sizes = [heads, kv_heads, kv_heads].map(|heads| heads * head_dim);
+        let projections = [0, 1, 2].map(|i| (PROJECTIONS[i], sizes[i]));
+        Ok(Self {
+            input_norm: weights.rms_norm(INPUT_NORM, dim, eps)?,
+            projections: weights.linear_group(&projections, dim, config.qkv_bias, Init::Kaiming)?,
+            head_norms: match config.family {
+                Family::Qwen3 => {
+                    Some([weights.rms_norm(QUERY_NORM, head_dim, eps)?, weights.rms_norm(KEY_NORM, head_dim, eps)?])
+                }
+                Family::Llama | Family::Mistral | Family::Qwen2 => None,
+            },
+            out: weights.linear(OUT, heads * head_dim, dim, config.out_bias)?,
+            heads,
+            kv_heads,
+            window,
+            middle_norm: weights.rms_norm(MIDDLE_NORM, dim, eps)?,
+            middle: weights.linear_group(&MIDDLE.map(|name| (name, middle)), dim, config.mlp_bias, Init::Kaiming)?,
+            down: weights.linear(DOWN, middle, dim, config.mlp_bias)?,
+        })
+    }
+
+    /// `x (N, D)` → the same shape; `cos` and `sin (N, head_dim / 2)` are of the tokens' positions, `cu_seqlens` bounds the texts.
+    pub(super) fn forward(&self, x: &Tensor, [cos, sin, cu_seqlens]: [&Tensor; 3]) -> Result<Tensor> {
+        let [q, k, v] = self.project(x, [cos, sin])?;
+        self.finish(x, &varlen_attention(&q, &k, &v, cu_seqlens, self.window, None)?)
+    }
+
+    /// Queries, keys and values of `x (N, D)`, each (N, heads, `head_dim`), turned by their positions.
+    fn project(&self, x: &Tensor, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
+        let [q, k, v] = self.split(&self.projections.forward(&self.input_norm.forward(x)?)?)?;
+        let turn = |x: &Tensor, norm: Option<&RmsNorm>| {
+            let (by_head, [cos, sin]) = (x.transpose(0, 1)?, tables);
+            let turned = match norm {
+                Some(norm) => rms_norm_rope(&by_head, norm.weight.as_ref(), cos, sin, false, norm.eps),
+                None => rope(&by_head, cos, sin, false),
+            };
+            turned?.transpose(0, 1)
+        };
+        let [of_queries, of_keys] = self.head_norms.as_ref().map_or([None, None], |[q, k]| [Some(q), Some(k)]);
+        Ok([turn(&q, of_queries)?, turn(&k, of_keys)?, v])
+    }
+
+    /// The parts of the projections, each (N, heads, `head_dim`).
+    fn split(&self, projected: &Projected) -> Result<[Tensor; 3]> {
+        let counts = [self.heads, self.kv_heads, self.kv_heads];
+        match projected {
+            Projected::Joined(all) => {
+                let (tokens, total) = (all.dims()[0], counts.iter().sum::<usize>());
+                let all = all.reshape((tokens, total, all.dims()[1] / total))?;
+                let part = |start, count| all.narrow(1, start, count);
+                let [heads, kv_heads, _] = counts;
+                Ok([part(0, heads)?, part(heads, kv_heads)?, part(heads + kv_heads, kv_heads)?])
+            }
+            Projected::Separate(parts) => {
+                let part = |index: usize| {
+                    let part = &parts[index];
+                    part.reshape((part.dims()[0], counts[index], part.dims()[1] / counts[index]))
+                };
+                Ok([part(0)?, part(1)?, part(2)?])
+            }
+        }
+    }
+
+    /// The layer's result from its input `x (N, D)` and the heads' mixed values (N, heads, `head_dim`).
+    fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
+        let mixed = mixed.reshape((x.dims()[0], self.out.in_features()))?;
+        let (x, normed) = self.middle_norm.add_forward(x, &self.out.forward(&mixed)?)?;
+        let hidden = match self.middle.forward(&normed)? {
+            Projected::Joined(both) => swiglu(&both)?,
+            Projected::Separate(parts) => parts[0].mul(&parts[1].silu()?)?,
+        };
+        x.add(&self.down.forward(&hidden)?)
+    }
+
+    /// What the tape keeps for `tokens` tokens.
+    pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
+        let &[width, middle] = self.down.weight.dims() else { return };
+        let (stream, wide, queries) = (tokens * width, tokens * middle, tokens * self.out.in_features());
+        let keys = queries / self.heads * self.kv_heads;
+        saved.block(stream, false, |saved| {
+            saved.keep(stream);
+            saved.layers(&self.projections.layers(), (stream, tokens), true);
+            if self.head_norms.is_some() {
+                saved.keep(queries + keys);
+            }
+            saved.keep(2 * queries + 2 * keys);
+            saved.linear(&self.out, (queries, tokens));
+            saved.keep(stream);
+            saved.layers(&self.middle.layers(), (stream, tokens), true);
+            saved.keep(2 * wide);
+            saved.cheap_linear(&self.down, (wide, tokens));
+        });
+    }
+}
+
+impl Module for DecoderLayer {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.module(INPUT_NORM, &self.input_norm)?;
+        self.projections.visit(visitor)?;
+        if let Some([of_queries, of_keys]) = &self.head_norms {
+            visitor.module(QUERY_NORM, of_queries)?;
+            visitor.module(KEY_NORM, of_keys)?;
+        }
+        visitor.linear(OUT, &self.out)?;
+        visitor.module(MIDDLE_NORM, &self.middle_norm)?;
+        self.middle.visit(visitor)?;
+        visitor.linear(DOWN, &self.down)
+    }
+}

@@ -1,0 +1,29 @@
+//! Decoders of the Llama kind: Llama (Touvron et al. 2023, arXiv:2302.13971), Mistral (Jiang et al. 2023, arXiv:2310.06825), Qwen2
+//! (Yang et al. 2024, arXiv:2407.10671) and Qwen3 (Yang et al. 2025, arXiv:2505.09388), which differ by switches of one architecture.
+//! Follows
+//! <https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/qwen3/modeling_qwen3.py> and its siblings.
+//!
+//! Tokens of all texts stand in one row, each text a segment of it: padding does not exist inside the model.
+
+mod attention;
+mod config;
+mod keys;
+mod layers;
+mod model;
+mod packing;
+mod rope;
+
+pub use config::{CausalLMConfig, Family};
+pub use model::CausalLM;
+pub use packing::PackedTexts;
+pub use rope::{Rope, Scaling};
+
+use crate::registry::ModelKind;
+
+/// The language models among the kinds of models.
+pub static KIND: ModelKind = ModelKind::of::<CausalLM>(
+    "CausalLM",
+    ("a language model", "model.layers."),
+    &config::CLASS_NAMES,
+    "model.safetensors",
+);

@@ -1,0 +1,227 @@
+//! The decoder: token ids in, states or scores of the next token out.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use trainable_candle_core::ops::index::embedding;
+use trainable_candle_core::ops::linear::linear;
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_io::WeightFiles;
+use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_nn::{Blocks, Init, Module, RmsNorm, Visitor, Weights};
+
+use super::config::OP;
+use super::layers::DecoderLayer;
+use super::{CausalLMConfig, PackedTexts, keys};
+use crate::pretrained::{Architecture, Configuration, Layout, Original, Pretrained};
+use crate::registry::{Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
+
+/// A language model that computes what transformers' `LlamaForCausalLM` and its siblings compute. Inside, the tokens of all texts stand in
+/// one row: N tokens at `positions (N)` (i64 or u32) in M texts, whose bounds are `cu_seqlens (M + 1)`.
+pub struct CausalLM {
+    config: CausalLMConfig,
+    embedding: Tensor,
+    layers: Blocks<DecoderLayer>,
+    top: Option<Top>,
+}
+
+/// What follows the last layer.
+struct Top {
+    norm: RmsNorm,
+    /// (vocab, D); none if it is the embedding.
+    head: Option<Tensor>,
+}
+
+impl CausalLM {
+    /// A model over `weights`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the weights are another model's.
+    pub fn new(config: CausalLMConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        let (vocab, dim) = (config.vocab_size, config.hidden_size);
+        let start = Init::Normal(0.02);
+        let embedding = weights.get(keys::EMBEDDING, (vocab, dim), start)?;
+        let layer = |index: usize| {
+            let mut weights = weights.pp(&format!("{}.{index}", keys::LAYERS));
+            DecoderLayer::new(&config, config.windows[index], &mut weights)
+        };
+        let layers = (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?;
+        let top = if config.is_part() {
+            None
+        } else {
+            let norm = weights.rms_norm(keys::NORM, dim, config.rms_norm_eps)?;
+            let head = (!config.tie_word_embeddings).then(|| weights.get(keys::HEAD, (vocab, dim), start));
+            Some(Top { norm, head: head.transpose()? })
+        };
+        Ok(Self { config, embedding, layers, top })
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &CausalLMConfig {
+        &self.config
+    }
+
+    fn top(&self) -> Result<&Top> {
+        self.top.as_ref().ok_or_else(|| {
+            let layers = self.config.num_hidden_layers;
+            Error::argument(OP, format!("the model was loaded with layers={layers} and has no head; load all layers"))
+        })
+    }
+
+    /// The matrix of the head, (vocab, D), which may be the embedding.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if only a part of the layers was loaded.
+    pub fn head(&self) -> Result<&Tensor> {
+        Ok(self.top()?.head.as_ref().unwrap_or(&self.embedding))
+    }
+
+    /// The states that the head reads, of `input_ids (N)` (i64 or u32): (N, D), after the final norm.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not a token, [`Error::DType`] if an input is not of
+    /// integers, [`Error::Argument`] if the bounds are not the tokens' or only a part of the layers was loaded.
+    pub fn hidden(&self, input_ids: &Tensor, positions: &Tensor, cu_seqlens: &Tensor) -> Result<Tensor> {
+        let top = self.top()?;
+        let (x, [cos, sin]) = self.start(input_ids, positions)?;
+        let x = self.layers.run(&x, &[&cos, &sin, cu_seqlens], |layer, x, conditions| {
+            layer.forward(x, [&conditions[0], &conditions[1], &conditions[2]])
+        })?;
+        top.norm.forward(&x)
+    }
+
+    /// The scores of every token of the vocabulary for `hidden (..., D)`, as [`hidden`](Self::hidden) gives them: (..., vocab).
+    ///
+    /// # Errors
+    /// As [`head`](Self::head); [`Error::Shape`] if the states have another width.
+    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        linear(hidden, self.head()?, None)
+    }
+
+    /// The scores of the next token for each token of `input_ids (B, S)`, (B, S, vocab): of all tokens, or of those where
+    /// `attention_mask (B, S)` is 1, with zeros elsewhere.
+    ///
+    /// # Errors
+    /// As [`PackedTexts::new`] and [`hidden`](Self::hidden).
+    pub fn forward(&self, input_ids: &Tensor, attention_mask: Option<&Tensor>) -> Result<Tensor> {
+        let texts = PackedTexts::new(input_ids, attention_mask)?;
+        let hidden = self.hidden(&texts.input_ids, &texts.positions, &texts.cu_seqlens)?;
+        texts.unpack(&self.logits(&hidden)?)
+    }
+
+    /// The states after each of `after` layers, (N, D) each, before the final norm: 0 stands for the embedding. Layers after the last
+    /// of them are not computed.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the model has fewer layers; as [`hidden`](Self::hidden).
+    pub fn states(
+        &self,
+        input_ids: &Tensor,
+        positions: &Tensor,
+        cu_seqlens: &Tensor,
+        after: &[usize],
+    ) -> Result<Vec<Tensor>> {
+        let count = self.layers.len();
+        if let Some(wrong) = after.iter().find(|&&layer| layer > count) {
+            return Err(Error::argument(OP, format!("layer {wrong} of the hidden states, expected 0 to {count}")));
+        }
+        let last = after.iter().copied().max().unwrap_or(0);
+        let (x, [cos, sin]) = self.start(input_ids, positions)?;
+        let mut states = vec![x];
+        for index in 0..last {
+            let x = self.layers.run_one(index, &[&states[index], &cos, &sin, cu_seqlens], |layer, inputs| {
+                layer.forward(&inputs[0], [&inputs[1], &inputs[2], &inputs[3]])
+            })?;
+            states.push(x);
+        }
+        Ok(after.iter().map(|&layer| states[layer].clone()).collect())
+    }
+
+    /// The embedded tokens, (N, D), with cosines and sines of their positions.
+    fn start(&self, input_ids: &Tensor, positions: &Tensor) -> Result<(Tensor, [Tensor; 2])> {
+        if input_ids.rank() != 1 {
+            let text = format!("input_ids has shape {:?}, expected (N), all texts in one row", input_ids.dims());
+            return Err(Error::shape(OP, text));
+        }
+        if positions.dims() != input_ids.dims() {
+            let (found, expected) = (positions.dims(), input_ids.dims());
+            let text = format!("positions have shape {found:?}, expected {expected:?}, as input_ids");
+            return Err(Error::shape(OP, text));
+        }
+        let tables = self.config.rope.tables(positions, self.embedding.device())?;
+        Ok((embedding(&self.embedding, input_ids)?, tables))
+    }
+}
+
+impl Module for CausalLM {
+    /// The head is shown as a parameter, not as a layer: adapters leave it alone, as peft's `all-linear` does.
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.tensor(keys::EMBEDDING, &self.embedding)?;
+        visitor.blocks(keys::LAYERS, &self.layers)?;
+        let Some(top) = &self.top else { return Ok(()) };
+        visitor.module(keys::NORM, &top.norm)?;
+        top.head.iter().try_for_each(|head| visitor.tensor(keys::HEAD, head))
+    }
+}
+
+impl Architecture for CausalLM {
+    type Config = CausalLMConfig;
+
+    const KIND: &'static ModelKind = &super::KIND;
+
+    fn build(config: CausalLMConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::new(config, weights)
+    }
+
+    fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalLMConfig>) -> Result<CausalLMConfig> {
+        keys::deduce(files, original, known)
+    }
+
+    fn names(config: &CausalLMConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::layout(config, original)
+    }
+
+    fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
+        let config = Self::read_config(files)?;
+        let config = match files.layers() {
+            Some(count) => config.first_layers(count)?,
+            None => config,
+        };
+        let layout = |_: &WeightFiles| keys::layout(&config, files.original());
+        files.build(layout, dtype, device, |weights| Self::new(config.clone(), weights))
+    }
+}
+
+impl Model for CausalLM {
+    fn kind(&self) -> &'static ModelKind {
+        Self::KIND
+    }
+
+    fn class_name(&self) -> &'static str {
+        self.config.class_name()
+    }
+
+    fn configuration(&self) -> Map<String, Value> {
+        self.config.to_json()
+    }
+
+    fn dtype(&self) -> DType {
+        self.embedding.dtype()
+    }
+
+    fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        for layer in self.layers.iter() {
+            layer.saved(size.tokens, saved);
+        }
+    }
+
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Self::names(&self.config, original, files)
+    }
+
+    /// Other tools know its layers by transformers' names.
+    fn original_names(&self) -> OriginalNames {
+        Arc::new(|layer| Some(layer.to_owned()))
+    }
+}

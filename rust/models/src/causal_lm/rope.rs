@@ -1,0 +1,213 @@
+//! The angles by which positions turn queries and keys, with the ways of stretching them to texts longer than those of pretraining.
+
+use std::f64::consts::PI;
+
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+
+use super::config::OP;
+use crate::fields::Fields;
+
+/// Rotary position embedding: pair i of a head's features turns by `position · θ^(-2i / width)` before scaling.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    theta: f64,
+    scaling: Scaling,
+    /// Width of a head.
+    width: usize,
+    /// The longest text that the model is made for.
+    longest: usize,
+}
+
+/// How frequencies are stretched.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Scaling {
+    /// Not at all.
+    Plain,
+    /// All by one factor.
+    Linear {
+        /// By which frequencies are divided.
+        factor: f64,
+    },
+    /// θ grows with the text's length beyond the longest (NTK-aware).
+    Dynamic {
+        /// How fast.
+        factor: f64,
+    },
+    /// Llama 3.1's: low frequencies by a factor, high ones not, smoothly in between.
+    Llama3 {
+        /// By which low frequencies are divided.
+        factor: f64,
+        /// The number of turns in a text of the original length below which a frequency is low.
+        low: f64,
+        /// The number of turns from which it is high.
+        high: f64,
+        /// The length of texts in pretraining.
+        original: f64,
+    },
+    /// `YaRN` (Peng et al. 2023, arXiv:2309.00071).
+    Yarn {
+        /// By which low frequencies are divided.
+        factor: f64,
+        /// The length of texts in pretraining.
+        original: f64,
+        /// The number of turns from which a frequency stays as it is.
+        fast: f64,
+        /// The number of turns up to which it is divided.
+        slow: f64,
+        /// Whether the ends of the ramp are rounded to whole features.
+        truncate: bool,
+        /// By which cosines and sines are multiplied.
+        attention: f64,
+    },
+    /// `LongRoPE` (Ding et al. 2024, arXiv:2402.13753): a factor for each pair.
+    LongRope {
+        /// The factors in texts up to the original length.
+        short: Vec<f64>,
+        /// The factors in longer texts.
+        long: Vec<f64>,
+        /// The length of texts in pretraining.
+        original: f64,
+        /// By which cosines and sines are multiplied.
+        attention: f64,
+    },
+}
+
+impl Rope {
+    /// The embedding that a configuration describes, under the new names or the old ones.
+    pub(super) fn read(fields: &mut Fields<'_>, width: usize, longest: usize) -> Result<Self> {
+        let theta = fields.number("rope_theta", Some(10_000.0))?;
+        let top = fields.optional_number("original_max_position_embeddings")?;
+        let rope = |theta, scaling| Self { theta, scaling, width, longest };
+        let inner = match fields.object("rope_parameters")? {
+            Some(inner) => Some(inner),
+            None => fields.object("rope_scaling")?,
+        };
+        let Some(mut inner) = inner else { return Ok(rope(theta, Scaling::Plain)) };
+        let theta = inner.number("rope_theta", Some(theta))?;
+        inner.only(&[("partial_rotary_factor", 1.0.into())])?;
+        let original = |inner: &mut Fields<'_>| match top {
+            Some(top) => Ok(top),
+            None => inner.number("original_max_position_embeddings", Some(longest as f64)),
+        };
+        let factor = |inner: &mut Fields<'_>| inner.number("factor", None);
+        let name = inner.text("rope_type").or_else(|| inner.text("type")).unwrap_or("default");
+        let scaling = match name {
+            "default" => Scaling::Plain,
+            "linear" => Scaling::Linear { factor: factor(&mut inner)? },
+            "dynamic" => Scaling::Dynamic { factor: factor(&mut inner)? },
+            "llama3" => Scaling::Llama3 {
+                factor: factor(&mut inner)?,
+                low: inner.number("low_freq_factor", None)?,
+                high: inner.number("high_freq_factor", None)?,
+                original: original(&mut inner)?,
+            },
+            "yarn" => {
+                let original = original(&mut inner)?;
+                let factor = inner.number("factor", Some(longest as f64 / original))?;
+                Scaling::Yarn {
+                    factor,
+                    original,
+                    fast: inner.number("beta_fast", Some(32.0))?,
+                    slow: inner.number("beta_slow", Some(1.0))?,
+                    truncate: inner.flag("truncate", true)?,
+                    attention: yarn_attention(&mut inner, factor)?,
+                }
+            }
+            "longrope" | "su" => {
+                let original = original(&mut inner)?;
+                let factor = inner.number("factor", Some(longest as f64 / original))?;
+                let default = if factor > 1.0 { (1.0 + factor.ln() / original.ln()).sqrt() } else { 1.0 };
+                Scaling::LongRope {
+                    short: inner.numbers("short_factor", width / 2)?,
+                    long: inner.numbers("long_factor", width / 2)?,
+                    original,
+                    attention: inner.number("attention_factor", Some(default))?,
+                }
+            }
+            _ => {
+                let field = if inner.is_given("rope_type") { "rope_type" } else { "type" };
+                let known = "\"default\", \"linear\", \"dynamic\", \"llama3\", \"yarn\" or \"longrope\"";
+                return Err(inner.wrong(field, known));
+            }
+        };
+        Ok(rope(theta, scaling))
+    }
+
+    /// The angle of each pair for one step of position, and the factor of cosines and sines, for texts of up to `length` tokens.
+    fn frequencies(&self, length: usize) -> (Vec<f64>, f64) {
+        let width = self.width as f64;
+        let pairs = |theta: f64| (0..self.width / 2).map(move |i| theta.powf(-2.0 * i as f64 / width));
+        let plain = || pairs(self.theta);
+        match &self.scaling {
+            Scaling::Plain => (plain().collect(), 1.0),
+            Scaling::Linear { factor } => (plain().map(|f| f / factor).collect(), 1.0),
+            Scaling::Dynamic { factor } => {
+                let ratio = length.max(self.longest) as f64 / self.longest as f64;
+                let theta = self.theta * (factor * ratio - (factor - 1.0)).powf(width / (width - 2.0));
+                (pairs(theta).collect(), 1.0)
+            }
+            &Scaling::Llama3 { factor, low, high, original } => {
+                let stretch = |frequency: f64| {
+                    let turns = original * frequency / (2.0 * PI);
+                    let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+                    (1.0 - kept) * frequency / factor + kept * frequency
+                };
+                (plain().map(stretch).collect(), 1.0)
+            }
+            &Scaling::Yarn { factor, original, fast, slow, truncate, attention } => {
+                let pair = |turns: f64| width * (original / (turns * 2.0 * PI)).ln() / (2.0 * self.theta.ln());
+                let (first, last) = (pair(fast), pair(slow));
+                let (first, last) = if truncate { (first.floor(), last.ceil()) } else { (first, last) };
+                let (first, mut last) = (first.max(0.0), last.min(width - 1.0));
+                if first == last {
+                    last += 0.001;
+                }
+                let stretch = |(i, frequency): (usize, f64)| {
+                    let divided = ((i as f64 - first) / (last - first)).clamp(0.0, 1.0);
+                    frequency / factor * divided + frequency * (1.0 - divided)
+                };
+                (plain().enumerate().map(stretch).collect(), attention)
+            }
+            Scaling::LongRope { short, long, original, attention } => {
+                let factors = if length as f64 > *original { long } else { short };
+                (plain().zip(factors).map(|(f, factor)| f / factor).collect(), *attention)
+            }
+        }
+    }
+
+    /// Cosines and sines of `positions (N)`, each (N, width / 2) in f32.
+    pub(super) fn tables(&self, positions: &Tensor, device: &Device) -> Result<[Tensor; 2]> {
+        let (frequencies, factor) = self.frequencies(self.length(positions)?);
+        let count = frequencies.len();
+        // In f32 as the reference computes them, products included.
+        let frequencies: Vec<f32> = frequencies.into_iter().map(|f| f as f32).collect();
+        let frequencies = Tensor::from_vec(frequencies, (1, count), device)?;
+        let angles = positions.detach().to_dtype(DType::F32)?.unsqueeze(1)?.mul(&frequencies)?;
+        let scaled = |table: Tensor| if factor == 1.0 { Ok(table) } else { table.mul_scalar(factor) };
+        Ok([scaled(angles.cos()?)?, scaled(angles.sin()?)?])
+    }
+
+    /// The length of the longest text, which is only read where the angles depend on it: on a GPU that waits for it.
+    fn length(&self, positions: &Tensor) -> Result<usize> {
+        if !matches!(self.scaling, Scaling::Dynamic { .. } | Scaling::LongRope { .. }) {
+            return Ok(0);
+        }
+        let positions = positions.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec::<i64>()?;
+        let last = positions.into_iter().max().unwrap_or(0);
+        usize::try_from(last + 1).map_err(|_| Error::index(OP, format!("position {last} is below 0")))
+    }
+}
+
+/// The factor of cosines and sines of `YaRN`.
+fn yarn_attention(fields: &mut Fields<'_>, factor: f64) -> Result<f64> {
+    if let Some(given) = fields.optional_number("attention_factor")? {
+        return Ok(given);
+    }
+    let scale = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
+    let mscale = fields.optional_number("mscale")?.filter(|&m| m != 0.0);
+    let all = fields.optional_number("mscale_all_dim")?.filter(|&m| m != 0.0);
+    Ok(match (mscale, all) {
+        (Some(mscale), Some(all)) => scale(mscale) / scale(all),
+        _ => scale(1.0),
+    })
+}

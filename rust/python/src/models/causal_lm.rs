@@ -1,0 +1,159 @@
+//! Language models.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use trainable_candle_core as tc;
+use trainable_candle_models as models;
+use trainable_candle_models::causal_lm::PackedTexts;
+
+use super::{Model, class};
+use crate::arguments::Integer;
+use crate::call::detached;
+use crate::error::Result;
+use crate::given::Given;
+use crate::tensor::Tensor;
+
+const OP: &str = "CausalLM";
+
+/// A language model that computes what transformers' `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`
+/// computes: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. Made by `from_pretrained`, which takes `layers=` to load the
+/// first layers alone, as a text encoder.
+///
+/// Inside, all texts stand in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
+/// from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to N; no text sees another.
+#[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
+pub struct CausalLM(Arc<models::CausalLM>);
+
+class!(CausalLM);
+
+#[pymethods]
+impl CausalLM {
+    /// The scores of every token of the vocabulary as the next one: (B, S, V) in the dtype of the weights.
+    ///
+    /// Args:
+    ///     input_ids: token ids, (B, S), i64 or u32.
+    ///     attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding, where the scores are 0.
+    ///
+    /// Raises:
+    ///     ShapeError: if an input has another shape.
+    ///     IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
+    ///     DTypeError: if an input is not of integers.
+    ///     ArgumentError: if only a part of the layers was loaded.
+    #[pyo3(signature = (input_ids, attention_mask=None))]
+    fn __call__(
+        &self,
+        py: Python<'_>,
+        input_ids: Given<PyRef<'_, Tensor>>,
+        attention_mask: Option<Given<PyRef<'_, Tensor>>>,
+    ) -> Result<Tensor> {
+        let input_ids = input_ids.get(OP, "input_ids")?;
+        let mask = attention_mask.map(|mask| mask.get(OP, "attention_mask")).transpose()?;
+        let (ids, mask) = (&input_ids.0, mask.as_ref().map(|mask| &mask.0));
+        detached(py, || self.0.forward(ids, mask)).map(Tensor)
+    }
+
+    /// The states that the head reads, after the final norm, of a packed row: (N, D).
+    ///
+    /// Args:
+    ///     input_ids: token ids, (N), i64 or u32.
+    ///     positions: the place of each token in its text, (N), i64 or u32.
+    ///     cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
+    ///
+    /// Raises:
+    ///     ShapeError, DTypeError: if an input does not fit.
+    ///     IndexOutOfRangeError: if an id is not a token.
+    ///     ArgumentError: if the bounds are not the row's, or only a part of the layers was loaded.
+    fn hidden(
+        &self,
+        py: Python<'_>,
+        input_ids: Given<PyRef<'_, Tensor>>,
+        positions: Given<PyRef<'_, Tensor>>,
+        cu_seqlens: Given<PyRef<'_, Tensor>>,
+    ) -> Result<Tensor> {
+        let [ids, positions, bounds] = row([input_ids, positions, cu_seqlens])?;
+        detached(py, || self.0.hidden(&ids, &positions, &bounds)).map(Tensor)
+    }
+
+    /// The scores of the next token, (..., V), for states (..., D) of `hidden`.
+    ///
+    /// Raises:
+    ///     ShapeError: if the states have another width.
+    ///     ArgumentError: if only a part of the layers was loaded.
+    fn logits(&self, py: Python<'_>, hidden: Given<PyRef<'_, Tensor>>) -> Result<Tensor> {
+        let hidden = hidden.get(OP, "hidden")?;
+        let hidden = &hidden.0;
+        detached(py, || self.0.logits(hidden)).map(Tensor)
+    }
+
+    /// The states after some layers, before the final norm, counted as in transformers: 0 is the embedding, i the result of layer i.
+    /// Later layers are not computed. Unlike transformers, the final norm is not applied to the last layer's.
+    ///
+    /// Args:
+    ///     input_ids: token ids, (B, S), i64 or u32.
+    ///     attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding, where the states are 0.
+    ///     layers: which states to return, from 0 to the number of layers that were loaded; the last without it.
+    ///
+    /// Returns:
+    ///     (B, S, D) for each of `layers`.
+    ///
+    /// Raises:
+    ///     ShapeError, DTypeError: if an input does not fit.
+    ///     IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
+    ///     ArgumentError: if the model has fewer layers.
+    #[pyo3(signature = (input_ids, attention_mask=None, *, layers=None))]
+    fn hidden_states(
+        &self,
+        py: Python<'_>,
+        input_ids: Given<PyRef<'_, Tensor>>,
+        attention_mask: Option<Given<PyRef<'_, Tensor>>>,
+        layers: Option<Vec<Integer>>,
+    ) -> Result<Vec<Tensor>> {
+        const OP: &str = "hidden_states";
+        let input_ids = input_ids.get(OP, "input_ids")?;
+        let mask = attention_mask.map(|mask| mask.get(OP, "attention_mask")).transpose()?;
+        let layers = match layers {
+            Some(layers) => layers.into_iter().map(|layer| layer.count(OP, "layers")).collect::<Result<Vec<_>>>()?,
+            None => vec![self.0.config().num_hidden_layers],
+        };
+        let (ids, mask) = (&input_ids.0, mask.as_ref().map(|mask| &mask.0));
+        let states = detached(py, || {
+            let texts = PackedTexts::new(ids, mask)?;
+            let states = self.0.states(&texts.input_ids, &texts.positions, &texts.cu_seqlens, &layers)?;
+            states.iter().map(|states| texts.unpack(states)).collect::<tc::Result<Vec<_>>>()
+        })?;
+        Ok(states.into_iter().map(Tensor).collect())
+    }
+
+    /// The number of tokens that the embedding has rows for.
+    #[getter]
+    fn vocab_size(&self) -> usize {
+        self.0.config().vocab_size
+    }
+
+    /// The longest text that the model is made for, in tokens.
+    #[getter]
+    fn max_position_embeddings(&self) -> usize {
+        self.0.config().max_position_embeddings
+    }
+
+    /// The number of layers that were loaded.
+    #[getter]
+    fn num_hidden_layers(&self) -> usize {
+        self.0.config().num_hidden_layers
+    }
+
+    /// The tokens that end a text, as `config.json` says.
+    #[getter]
+    fn eos_token_ids(&self) -> Vec<u32> {
+        self.0.config().eos_token_ids.clone()
+    }
+}
+
+/// The tensors of a packed row: ids, positions and bounds.
+fn row(given: [Given<PyRef<'_, Tensor>>; 3]) -> Result<[tc::Tensor; 3]> {
+    let [ids, positions, bounds] = given;
+    let tensor =
+        |given: Given<PyRef<'_, Tensor>>, name: &str| -> Result<tc::Tensor> { Ok(given.get(OP, name)?.0.clone()) };
+    Ok([tensor(ids, "input_ids")?, tensor(positions, "positions")?, tensor(bounds, "cu_seqlens")?])
+}

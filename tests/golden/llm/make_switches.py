@@ -1,0 +1,112 @@
+"""Logits of tiny decoders with each switch of their configuration, by transformers.
+
+Run with torch 2.11.0 and transformers 5.23.0. Writes `switches.json`, the configurations under
+their old names and as transformers writes them, and `switches.safetensors`, weights, ids, masks and logits.
+"""
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HERE = Path(__file__).parent
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+LONG = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 5.0],
+    "original_max_position_embeddings": 8,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+CASES = {
+    "llama": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "dynamic": (
+        "llama",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 8},
+    ),
+    "llama3": ("llama", {"rope_scaling": LLAMA3, "head_dim": 8}),
+    "yarn": ("qwen2", {"rope_scaling": YARN}),
+    "yarn mscale": (
+        "llama",
+        {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}},
+    ),
+    "longrope": ("llama", {"rope_scaling": LONG}),
+    "longrope short": ("llama", {"rope_scaling": LONG | {"original_max_position_embeddings": 24}}),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "mistral without window": ("mistral", {"sliding_window": None, "head_dim": 8}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2 window": ("qwen2", WINDOW | {"max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 10, "attention_bias": True}),
+    "qwen3 window": (
+        "qwen3",
+        WINDOW
+        | {
+            "head_dim": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "one head of keys": ("qwen3", {"head_dim": 2, "num_key_value_heads": 1}),
+}
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, SIZES["vocab_size"], (2, 20))
+    mask = torch.ones_like(ids)
+    mask[1, 13:] = 0
+    tensors = {"input_ids": ids, "attention_mask": mask}
+    configs = {}
+    for name, (family, switches) in CASES.items():
+        old = {"model_type": family, **SIZES, **switches}
+        fields = {key: value for key, value in old.items() if key != "model_type"}
+        config = AutoConfig.for_model(family, **fields)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(
+                    1 + 0.3 * torch.randn_like(parameter)
+                    if parameter.dim() == 1 and parameter.mean() == 1
+                    else 0.3 * torch.randn_like(parameter)
+                )
+            for row, length in enumerate(mask.sum(1).tolist()):
+                # By itself, in a model that has seen no longer row, which "dynamic" remembers.
+                tensors[f"{name}|logits.{row}"] = copy.deepcopy(model)(
+                    ids[row : row + 1, :length]
+                ).logits[0]
+        head = "lm_head.weight" if config.tie_word_embeddings else None
+        for key, value in model.state_dict().items():
+            if key != head:
+                tensors[f"{name}|{key}"] = value.clone()
+        new = json.loads(config.to_json_string(use_diff=False))
+        configs[name] = {"old": old, "new": new | {"architectures": [type(model).__name__]}}
+    save_file(
+        {key: value.contiguous() for key, value in tensors.items()}, HERE / "switches.safetensors"
+    )
+    (HERE / "switches.json").write_text(json.dumps(configs, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Language models against transformers (tests/golden/llm)."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.models import CausalLM
+
+from .conftest import assert_near
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "llm"
+FAMILIES = ("llama", "qwen2", "qwen3")
+SWITCHES = json.loads((GOLDEN / "switches.json").read_text())
+# Their angles depend on the longest text of a batch.
+BY_LENGTH = ("dynamic", "longrope", "longrope short")
+
+
+def case_of(family: str) -> dict[str, tc.Tensor]:
+    return tc.load_file(GOLDEN / family / "case.safetensors")
+
+
+def model_of(family: str, **options: object) -> CausalLM:
+    return CausalLM.from_pretrained(GOLDEN / family, dtype="f32", **options)  # type: ignore[arg-type]
+
+
+def switched(name: str, form: str, folder: Path) -> tuple[CausalLM, dict[str, tc.Tensor]]:
+    """The model of a case, with its configuration in one form, and what transformers computes."""
+    tensors = tc.load_file(GOLDEN / "switches.safetensors")
+    own = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
+    expected = {key: own.pop(key) for key in ("logits.0", "logits.1")}
+    tc.save_file(own, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(SWITCHES[name][form]))
+    shared = {key: tensors[key] for key in ("input_ids", "attention_mask")}
+    return CausalLM.from_pretrained(folder), expected | shared
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_transformers(family: str, device: str) -> None:
+    case = case_of(family)
+    model = model_of(family, device=device)
+    ids = case["input_ids"].to(device)
+    assert_near(model(ids), case["logits"])
+    np.testing.assert_array_equal(
+        model(ids.to("u32"), ids * 0 + 1).to("cpu").numpy(), model(ids).to("cpu").numpy()
+    )
+
+
+@pytest.mark.parametrize("form", ["old", "new"])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_every_switch_is_transformers(name: str, form: str, tmp_path: Path) -> None:
+    model, case = switched(name, form, tmp_path)
+    ids = case["input_ids"]
+    for row, length in enumerate((20, 13)):
+        assert_near(model(ids[row : row + 1, :length])[0], case[f"logits.{row}"])
+    if name not in BY_LENGTH:
+        padded = model(ids, case["attention_mask"])
+        assert_near(padded[0], case["logits.0"])
+        assert_near(padded[1, :13], case["logits.1"])
+        assert not padded[1, 13:].numpy().any()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3 window"])
+def test_a_packed_row_is_its_texts(name: str, tmp_path: Path) -> None:
+    model, case = switched(name, "new", tmp_path)
+    ids = case["input_ids"]
+    texts = [ids[0], ids[1, :13], ids[0, :1]]
+    lengths = [len(text) for text in texts]
+    # An empty text stands for the padding of the bounds to a fixed number.
+    bounds = tc.tensor(np.cumsum([0, *lengths, 0]))
+    positions = tc.tensor(np.concatenate([np.arange(length) for length in lengths]))
+    hidden = model.hidden(tc.cat(texts, 0), positions, bounds)
+    expected = tc.cat([case["logits.0"], case["logits.1"], model(texts[2][None])[0]], 0)
+    assert_near(model.logits(hidden), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_counted_as_in_transformers(family: str) -> None:
+    ids = case_of(family)["input_ids"]
+    whole = model_of(family)
+    assert whole.num_hidden_layers == 3
+    states = whole.hidden_states(ids, layers=[3, 0, 2, 1])
+    embedding = whole.named_tensors()["model.embed_tokens.weight"].numpy()
+    np.testing.assert_array_equal(states[1].numpy(), embedding[ids.numpy()])
+    part = model_of(family, layers=2)
+    assert part.num_hidden_layers == 2
+    np.testing.assert_array_equal(part.hidden_states(ids)[0].numpy(), states[2].numpy())
+    assert set(part.named_tensors()) < set(whole.named_tensors())
+    with pytest.raises(tc.ArgumentError, match="layers=2 and has no head; load all layers"):
+        part(ids)
+    with pytest.raises(tc.ArgumentError, match="layer 3 of the hidden states, expected 0 to 2"):
+        part.hidden_states(ids, layers=[3])
+    with pytest.raises(tc.ArgumentError, match="layers is 4, expected 1 to 3"):
+        model_of(family, layers=4)
+    # The states of padding are zeros, and those of a text do not depend on it.
+    mask = np.ones((2, 40), dtype=np.int64)
+    mask[0, :7] = 0
+    padded = whole.hidden_states(ids, tc.tensor(mask), layers=[1])[0].numpy()
+    assert not padded[0, :7].any()
+    np.testing.assert_allclose(padded[1], states[3].numpy()[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_do_not_depend_on_checkpointing(family: str) -> None:
+    case = case_of(family)
+
+    def gradients(policy: str | None) -> list[np.ndarray]:
+        model = model_of(family)
+        tc.manual_seed(0)
+        adapter = model.add_adapter(tc.LoraConfig(r=2))
+        assert len(adapter.parameters()) == 3 * 7 * 2
+        for var in adapter.parameters():
+            var.set(tc.randn(var.shape) * 0.1)
+        if policy is not None:
+            model.enable_gradient_checkpointing(policy)
+        grads = tc.grad((model(case["input_ids"]) ** 2).sum(), adapter.parameters())
+        return [grad.numpy() for grad in grads if grad is not None]
+
+    exact = gradients(None)
+    assert len(exact) == 3 * 7 * 2
+    for policy in ("full", "selective"):
+        for found, expected in zip(gradients(policy), exact, strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_folder_is_what_was_read(family: str, tmp_path: Path) -> None:
+    model = CausalLM.from_pretrained(GOLDEN / family)
+    assert model.dtype == "bf16"
+    model.save_pretrained(tmp_path)
+    saved = tc.load_file(tmp_path / "model.safetensors")
+    expected = tc.load_file(GOLDEN / family / "model.safetensors")
+    assert saved.keys() == expected.keys() == model.named_tensors().keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(saved[name].to("f32").numpy(), tensor.to("f32").numpy())
+    ours, theirs = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path, GOLDEN / family)
+    )
+    assert ours == theirs
+    assert isinstance(tc.models.load(tmp_path), CausalLM)
+
+
+def test_files_of_other_forms(tmp_path: Path) -> None:
+    ids = case_of("qwen3")["input_ids"]
+    expected = model_of("qwen3")(ids).numpy()
+    tensors = tc.load_file(GOLDEN / "qwen3" / "model.safetensors")
+    # A copy of the tied head, angles that old files have, names without the prefix, shards.
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+    names = {key: key.removeprefix("model.") for key in tensors}
+    shards = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
+    for at, key in enumerate(tensors):
+        list(shards.values())[at % 2][names[key]] = tensors[key]
+    shards["model-00001-of-00002.safetensors"]["layers.0.self_attn.rotary_emb.inv_freq"] = tc.ones(
+        12
+    )
+    for file, part in shards.items():
+        tc.save_file(part, tmp_path / file)
+    index = {name: file for file, part in shards.items() for name in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    shutil.copy(GOLDEN / "qwen3" / "config.json", tmp_path)
+    np.testing.assert_array_equal(
+        CausalLM.from_pretrained(tmp_path, dtype="f32")(ids).numpy(), expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma2"}, 'model_type is "gemma2", expected "llama", "mistral"'),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu", expected "silu"'),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4, expected a multiple of num_key"),
+        ({"quantization_config": {"bits": 4}}, "load the unquantized weights"),
+        (
+            {"rope_parameters": {"rope_type": "su2", "rope_theta": 1.0}},
+            'rope_type is "su2", expected "default", "linear"',
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
+            "low_freq_factor is missing, expected a number",
+        ),
+        ({"head_dim": 15}, "head_dim is 15, expected an even number"),
+        ({"vocab_size": 319}, "model.embed_tokens.weight has shape"),
+    ],
+)
+def test_wrong_configurations_are_named(
+    change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    config = json.loads((GOLDEN / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    shutil.copy(GOLDEN / "llama" / "model.safetensors", tmp_path)
+    with pytest.raises(tc.ConfigError) as error:
+        CausalLM.from_pretrained(tmp_path)
+    assert message in str(error.value)
+
+
+def test_wrong_inputs_are_named() -> None:
+    model = model_of("llama")
+    ids = tc.tensor(np.array([[1, 2, 3]]))
+    with pytest.raises(tc.ShapeError, match=r"input_ids has shape \[3\], expected \(B, S\)"):
+        model(ids[0])
+    with pytest.raises(tc.IndexOutOfRangeError, match="320"):
+        model(ids + 318)
+    with pytest.raises(tc.IndexOutOfRangeError, match="attention_mask has the value 2"):
+        model(ids, ids)
+    with pytest.raises(tc.ShapeError, match="attention_mask has shape"):
+        model(ids, ids[:, :2] * 0)
+    with pytest.raises(tc.ArgumentError, match="rise from 0 to 3"):
+        model.hidden(ids[0], ids[0], tc.tensor(np.array([0, 2])))
+    with pytest.raises(tc.ShapeError, match="positions have shape"):
+        model.hidden(ids[0], ids[0, :2], tc.tensor(np.array([0, 3])))
+    with pytest.raises(tc.ArgumentError, match="layers= is for language models"):
+        tc.models.T5Encoder.from_pretrained(GOLDEN.parent / "t5" / "gated", layers=1)
