@@ -1,4 +1,4 @@
-"""Tiny pipelines of SD3.5 and Flux: golden transformers, random encoders of widths that fit."""
+"""Tiny pipelines of flow models: golden transformers, random encoders of widths that fit."""
 
 import json
 import shutil
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
 
 import trainable_candle as tc
-from trainable_candle.models import CLIPTextModel, T5Encoder
+from trainable_candle.models import CausalLM, CLIPTextModel, T5Encoder
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Of the text's tokens in the golden transformers, and of the tokens of T5's usual tokenizer.
@@ -46,6 +48,29 @@ def write_t5(folder: Path) -> None:
         "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6,
     }  # fmt: skip
     write_model(T5Encoder, folder, config)
+
+
+def write_qwen3(folder: Path) -> None:
+    """An encoder of 300 tokens and 3 layers."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300,
+        "hidden_size": TEXT_WIDTH, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "tie_word_embeddings": True, "hidden_act": "silu",
+    }  # fmt: skip
+    write_model(CausalLM, folder, config)
+
+
+def write_chat_tokenizer(folder: Path) -> None:
+    """Bytes as tokens, and those of Qwen's template."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(["<think>", "</think>"])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def write_pipeline(
@@ -93,4 +118,15 @@ def flux_base(
     write_tokenizer(folder / "tokenizer", "<|endoftext|>")
     write_clip(folder / "text_encoder", 24, None)
     write_t5(folder / "text_encoder_2")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def zimage_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline's folder."""
+    folder = tmp_path_factory.mktemp("z-image model") / "base"
+    latents = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+    write_pipeline(folder, "zimage", "ZImagePipeline", {"shift": 3.0}, latents)
+    write_chat_tokenizer(folder / "tokenizer")
+    write_qwen3(folder / "text_encoder")
     return folder

@@ -231,7 +231,10 @@ def _continued(
     """A row extended along dimension 1 to the longest of `rows`."""
     whole = {}
     for name, tensor in row.items():
-        length = max(other[name].shape[1] for other in rows) if tensor.ndim > 1 else 0
+        if tensor.ndim < 2:
+            whole[name] = tensor
+            continue
+        length = max(other[name].shape[1] for other in rows)
         parts = [tensor]
         while sum(part.shape[1] for part in parts) < length:
             parts.append(blank[name])

@@ -19,6 +19,7 @@ NAMES: Final = {
     "sdxl": "trainable_candle.families.sdxl:SDXL",
     "sd3": "trainable_candle.families.sd3:SD3",
     "flux": "trainable_candle.families.flux:Flux",
+    "zimage": "trainable_candle.families.z_image:ZImage",
     "causal-lm": "trainable_candle.families.causal_lm:CausalLM",
     "digits": "trainable_candle.families.digits:Digits",
 }

@@ -117,6 +117,12 @@ class Flux(FlowFamily[FluxTexts]):
         if self.config.train_guidance != 1 and not self.is_told_guidance:
             raise ConfigError("--train-guidance has no effect on Flux schnell, which is told none")
 
+    def notes(self) -> list[str]:
+        """That training spoils schnell."""
+        if self.is_told_guidance:
+            return []
+        return ["training Flux schnell directly undoes its distillation to a few steps; prefer dev"]
+
     def load_encoders(self) -> FluxTexts:
         """CLIP-L and T5."""
         return FluxTexts(self)

@@ -16,6 +16,10 @@ fn every_part_is_told_by_its_published_configuration() {
     for place in PIPELINES.iter().flat_map(|pipeline| pipeline.places()) {
         let config = (place.part.published)();
         let found = Place::by_configuration(place.part.model, &config).unwrap();
+        if found.part.subfolder.is_empty() && !place.part.subfolder.is_empty() {
+            // A text encoder that is a language model of its own.
+            continue;
+        }
         // Pipelines have parts in common.
         assert_eq!((found.part.published)(), config, "{} {}", place.pipeline.name, place.part.subfolder);
         assert_eq!((place.part.model.shapes)(&config).unwrap().configuration(), config);

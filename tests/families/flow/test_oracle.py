@@ -46,6 +46,23 @@ def ours(name: str, base: Path, guidance: float, negative: str) -> np.ndarray:
     return task.draw([PROMPT], options).astype(np.float64) / 255
 
 
+# What Qwen3's template makes of a user's turn.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+def chat_tokenizer(folder: Path) -> "transformers.PreTrainedTokenizerFast":
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        pad_token="<|endoftext|>",
+        chat_template=TEMPLATE,
+        padding_side="right",
+    )
+
+
 def load(kind: type, folder: Path) -> object:
     return kind.from_pretrained(folder, torch_dtype=torch.float32)
 
@@ -91,3 +108,23 @@ def test_flux(flux_base: Path, tmp_path: Path) -> None:
         latents=packed, output_type="np", max_sequence_length=512,
     ).images  # fmt: skip
     np.testing.assert_allclose(ours("flux", flux_base, 3.5, ""), theirs, atol=1e-3 + 0.5 / 255)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_z_image(zimage_base: Path, guidance: float) -> None:
+    pipeline = diffusers.ZImagePipeline(
+        transformer=load(diffusers.ZImageTransformer2DModel, zimage_base / "transformer"),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
+            zimage_base / "scheduler"
+        ),
+        vae=load(diffusers.AutoencoderKL, zimage_base / "vae"),
+        text_encoder=load(transformers.Qwen3ForCausalLM, zimage_base / "text_encoder"),
+        tokenizer=chat_tokenizer(zimage_base / "tokenizer"),
+    )
+    # Its scale counts from 0: none. A prompt of more tokens than 32, and one of fewer.
+    theirs = pipeline(
+        PROMPT, negative_prompt="", num_inference_steps=STEPS, guidance_scale=guidance - 1,
+        height=SIZE[1], width=SIZE[0], latents=noise(), output_type="np",
+    ).images  # fmt: skip
+    found = ours("zimage", zimage_base, guidance, "")
+    np.testing.assert_allclose(found, theirs, atol=1e-3 + 0.5 / 255)

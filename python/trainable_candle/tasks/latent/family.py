@@ -132,6 +132,10 @@ class LatentFamily(ABC):
             ConfigError: it cannot; names one that can.
         """
 
+    def notes(self) -> list[str]:
+        """What a user should know of training these weights, in a line each."""
+        return []
+
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
         """Check that a file holds the adapters that the settings make.
 

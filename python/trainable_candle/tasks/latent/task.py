@@ -66,6 +66,8 @@ class LatentTask:
         texts = family.text_layers() if config.train_text_encoder else {}
         check_format(config, family.formats, parts=1 + len(texts))
         family.check()
+        for note in family.notes():
+            report(f"note: {note}")
         family.objective("cpu")
         if config.sample_prompts:
             for prompt in config.sample_prompts:

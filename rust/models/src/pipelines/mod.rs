@@ -195,7 +195,10 @@ impl Place {
     pub fn by_configuration(model: &ModelKind, config: &Map<String, Value>) -> Option<Self> {
         let is_published =
             |place: &Self| (place.part.published)().iter().all(|(field, value)| config.get(field) == Some(value));
-        places(model).find(is_published).or_else(|| places(model).find(|place| (place.part.fits)(config)))
+        let fits = |place: &Self| (place.part.fits)(config);
+        // What may stand alone does, unless a file says that it is a part.
+        let alone = places(model).find(|place| place.part.subfolder.is_empty() && fits(place));
+        alone.or_else(|| places(model).find(is_published)).or_else(|| places(model).find(fits))
     }
 
     /// What other tools call `model`, which stands in this place, and its layers.

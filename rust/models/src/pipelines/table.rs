@@ -1,6 +1,6 @@
 //! The table of pipelines: one entry for each family.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use trainable_candle_io::adapter_file::{BaseModel, readers as tools};
 
 use super::{AdapterNames, Part, Pipeline, Role, Section, readers};
@@ -17,7 +17,7 @@ use crate::vae::{self, VaeConfig};
 use crate::z_image::{self, ZImageConfig};
 
 /// Every pipeline. A part that several have alike, and whose file says no more, is taken for the first one's.
-pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &Z_IMAGE, &FLUX2, &DIGITS, &CAUSAL_LM];
+pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2];
 
 /// Any configuration of the architecture is this part's.
 const fn any(_: &Map<String, Value>) -> bool {
@@ -85,6 +85,41 @@ fn latents_of(scaling_factor: f64, shift_factor: f64) -> Map<String, Value> {
         ..VaeConfig::default()
     }
     .to_json()
+}
+
+/// Qwen3 4B as a text encoder, which no adapter reaches.
+const QWEN3_ENCODER: Part = Part {
+    role: Role::TextEncoder,
+    model: &causal_lm::KIND,
+    subfolder: "text_encoder",
+    sections: &[Section {
+        prefixes: &["text_encoders.qwen3_4b.transformer.", ""],
+        naming: Naming::Own,
+        probe: "model.layers.0.self_attn.q_norm.weight",
+    }],
+    fits: |config| config.get("model_type").and_then(Value::as_str) == Some("qwen3"),
+    published: qwen3_4b,
+    adapter: None,
+};
+
+/// The configuration of Qwen3 4B.
+fn qwen3_4b() -> Map<String, Value> {
+    let json = json!({
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": true,
+    });
+    if let Value::Object(map) = json { map } else { Map::new() }
 }
 
 /// The autoencoder of Flux.1, which Z-Image has too.
@@ -329,6 +364,7 @@ static Z_IMAGE: Pipeline = Pipeline {
             }),
         },
         FLUX_AUTOENCODER,
+        QWEN3_ENCODER,
     ],
 };
 

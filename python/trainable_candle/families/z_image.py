@@ -1,0 +1,148 @@
+"""What sets Z-Image apart from other flow models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle._core import pipeline_parts
+from trainable_candle.data import file_identity
+from trainable_candle.families.flow import FlowFamily
+from trainable_candle.families.flow.schedule import FlowSchedule
+from trainable_candle.families.pipeline.identity import parts_identity
+from trainable_candle.families.pipeline.qwen3 import MOST_TOKENS, Qwen3, tokenizer_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle import Tensor
+    from trainable_candle.models import ZImageTransformer
+    from trainable_candle.train.trainer import Inputs
+
+_MULTIPLE: Final = 32
+"""The transformer pads texts to multiples of so many tokens."""
+_USUAL_TOKENS: Final = 128
+"""Of a caption, for what a run is thought to take."""
+
+
+class ZImageTexts:
+    """Qwen3 with its tokenizer; of captions the states before the last layer.
+
+    Follows `encode_prompt` of diffusers' pipeline:
+    https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/z_image/pipeline_z_image.py
+
+    Args:
+        family: whose weights they are of.
+
+    Raises:
+        MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
+            model.
+    """
+
+    def __init__(self, family: ZImage) -> None:
+        layers = family.facts.parts["text_encoder"].config["num_hidden_layers"]
+        self._qwen3 = Qwen3(family, [layers - 1], thinks=True)
+
+    def _tokens(self, caption: str) -> list[int]:
+        return self._qwen3.tokenizer.encode(caption, MOST_TOKENS)
+
+    def chunks(self, caption: str) -> int:
+        """How many times 32 tokens a caption needs."""
+        return -(-len(self._tokens(caption)) // _MULTIPLE)
+
+    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Captions to `encoder_hidden_states` (B, L, 2560) and how many of them are words.
+
+        L is a multiple of 32; what follows the words is not read.
+        """
+        rows = [self._qwen3.states(self._tokens(caption))[0] for caption in captions]
+        lengths = [row.shape[1] for row in rows]
+        longest = -(-max(lengths) // _MULTIPLE) * _MULTIPLE
+        return {
+            "encoder_hidden_states": tc.cat([_extended(row, longest) for row in rows], 0),
+            "lengths": tc.tensor(np.array(lengths, np.float32), device=rows[0].device),
+        }
+
+
+def _extended(row: Tensor, length: int) -> Tensor:
+    """(1, L, W) with zeros up to a length."""
+    _, there, width = row.shape
+    if there == length:
+        return row
+    zeros = tc.zeros((1, length - there, width), dtype=row.dtype, device=str(row.device))
+    return tc.cat([row, zeros], 1)
+
+
+class ZImage(FlowFamily[ZImageTexts]):
+    """Z-Image, base and turbo."""
+
+    name: ClassVar[str] = "zimage"
+    summary: ClassVar[str] = "Z-Image base or turbo"
+    download: ClassVar[str] = (
+        "Tongyi-MAI/Z-Image (to train) or Tongyi-MAI/Z-Image-Turbo on the Hugging Face hub (about "
+        "21 GB each, Apache-2.0)"
+    )
+    parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("zimage"))
+    # Attention and feed-forward layers of the blocks over image and text, as musubi-tuner and
+    # OneTrainer choose; those over one of them alone are left out.
+    targets: ClassVar[tuple[str, ...]] = (
+        r"layers\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])",
+    )
+    # ComfyUI's own names join queries, keys and values, which diffusers cannot load.
+    formats: ClassVar[tuple[str, ...]] = ("diffusers", "peft")
+    guidance: ClassVar[float] = 5.0
+    schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0)
+    text_tokens: ClassVar[int] = _USUAL_TOKENS
+    model: ZImageTransformer
+
+    def notes(self) -> list[str]:
+        """That training spoils turbo, which only its name tells from the base."""
+        name = self.weights.resolve().name.lower()
+        if "turbo" not in name or "de-turbo" in name or "de_turbo" in name:
+            return []
+        spoils = "training Z-Image-Turbo directly undoes its distillation to a few steps"
+        return [f"{spoils}; train the base, or Z-Image-De-Turbo"]
+
+    def load_encoders(self) -> ZImageTexts:
+        """Qwen3 without its last layer."""
+        return ZImageTexts(self)
+
+    @property
+    def width(self) -> int:
+        """Of the transformer's tokens."""
+        return int(self.facts.config["dim"])
+
+    @property
+    def text_values(self) -> int:
+        """Tokens."""
+        return int(self.text_tokens * self.facts.config["cap_feat_dim"])
+
+    @property
+    def text_working_values(self) -> int:
+        """The widest layer of Qwen3, and the result."""
+        qwen3 = self.facts.parts["text_encoder"].config
+        wide = 2 * qwen3["intermediate_size"] + 4 * qwen3["hidden_size"]
+        return int(MOST_TOKENS * wide) + self.text_values
+
+    def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
+        """What the transformer says, whose clock runs from noise to data."""
+        predicted = self.model(
+            sample,
+            conditions["encoder_hidden_states"],
+            1.0 - times / 1000.0,
+            conditions["lengths"],
+            # As `ZImageTexts` makes them; several are extended to the longest.
+            rows_are_full=sample.shape[0] == 1,
+        )
+        return -predicted
+
+    def text_identity(self) -> dict[str, str]:
+        """The text encoder's files, and how it encodes."""
+        return {
+            **parts_identity(self.facts, self.facts.text_encoders),
+            "tokenizer": file_identity(tokenizer_folder(self)),
+            "dtype": str(self.dtype),
+            "tokens": str(MOST_TOKENS),
+        }
