@@ -1,0 +1,71 @@
+//! Walks a chunk of a parameter with 8-bit states block by block.
+
+use super::lanes::{Lanes, WithLanes, with_lanes};
+use super::quant::BLOCK_SIZE;
+use super::rule::{Chunk, StateSlice};
+
+/// A block of a parameter, its gradient and its `N` states: codes and their scale, the largest magnitude in the block.
+pub(super) struct Block<'a, const N: usize> {
+    pub(super) param: &'a mut [f32; BLOCK_SIZE],
+    pub(super) grad: &'a [f32; BLOCK_SIZE],
+    pub(super) states: [(&'a mut [u8; BLOCK_SIZE], &'a mut f32); N],
+}
+
+/// One step of a rule with `N` 8-bit states.
+pub(super) trait Step<const N: usize>: Copy {
+    /// What bitsandbytes reads as codes behind the end of a parameter.
+    const BEHIND: [u8; N];
+
+    /// The step on a block. `values` is room for the states' values: new ones would have to be zeroed.
+    fn update<L: Lanes>(self, lanes: L, block: Block<'_, N>, values: &mut [[f32; BLOCK_SIZE]; N]);
+}
+
+/// Steps over a chunk whose states are codes and scales, in turn.
+pub(super) fn update_blocks<const N: usize>(step: impl Step<N>, chunk: Chunk<'_, f32>) {
+    with_lanes(Blocks { step, chunk });
+}
+
+struct Blocks<'a, S, const N: usize> {
+    step: S,
+    chunk: Chunk<'a, f32>,
+}
+
+impl<S: Step<N>, const N: usize> WithLanes for Blocks<'_, S, N> {
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let Chunk { param, grad, states, .. } = self.chunk;
+        let mut states = states.into_iter();
+        let mut states: [_; N] = std::array::from_fn(|_| match (states.next(), states.next()) {
+            (Some(StateSlice::Codes(codes)), Some(StateSlice::Scales(scales))) => (codes, scales),
+            _ => unreachable!("the states are those that the rule declares"),
+        });
+        let mut values = [[0.0; BLOCK_SIZE]; N];
+        let (params, param_rest) = param.as_chunks_mut();
+        let (grads, grad_rest) = grad.as_chunks();
+        let full = params.len();
+        for (index, (param, grad)) in params.iter_mut().zip(grads).enumerate() {
+            let states = states.each_mut().map(|(codes, scales)| (&mut codes.as_chunks_mut().0[index], &mut scales[index]));
+            self.step.update(lanes, Block { param, grad, states }, &mut values);
+        }
+        if param_rest.is_empty() {
+            return;
+        }
+        let (mut param, grad) = (padded(param_rest, 0.0), padded(grad_rest, 0.0));
+        let mut codes: [_; N] = std::array::from_fn(|i| padded(states[i].0.as_chunks::<BLOCK_SIZE>().1, S::BEHIND[i]));
+        let mut pairs = codes.iter_mut().zip(&mut states).map(|(codes, (_, scales))| (codes, &mut scales[full]));
+        let block_states = std::array::from_fn(|_| pairs.next().unwrap_or_else(|| unreachable!("there are N states")));
+        self.step.update(lanes, Block { param: &mut param, grad: &grad, states: block_states }, &mut values);
+        let len = param_rest.len();
+        param_rest.copy_from_slice(&param[..len]);
+        for (codes, state) in codes.iter().zip(states) {
+            state.0.as_chunks_mut::<BLOCK_SIZE>().1.copy_from_slice(&codes[..len]);
+        }
+    }
+}
+
+/// A block that starts with `data`; the rest is `value`.
+fn padded<T: Copy>(data: &[T], value: T) -> [T; BLOCK_SIZE] {
+    let mut block = [value; BLOCK_SIZE];
+    block[..data.len()].copy_from_slice(data);
+    block
+}
