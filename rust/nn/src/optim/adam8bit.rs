@@ -7,7 +7,7 @@ use trainable_candle_core::cpu::dispatch;
 use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
-use super::blocks::{Block, Step, update_blocks};
+use super::blocks::{Block, Step, Values, update_blocks};
 use super::lanes::{Lanes, reciprocal};
 use super::quant::{BLOCK_SIZE, Codebook};
 use super::rule::{
@@ -180,7 +180,7 @@ impl Step<2> for Coefficients {
 
     /// An element whose gradient or its square is non-finite loses its moments and does not change.
     #[inline(always)]
-    fn update<L: Lanes>(self, l: L, block: Block<'_, 2>, [m, v]: &mut [[f32; BLOCK_SIZE]; 2]) {
+    fn update<L: Lanes>(self, l: L, block: Block<'_, 2>, [Values(m), Values(v)]: &mut [Values; 2]) {
         let Block { param, grad, states: [(codes1, absmax1), (codes2, absmax2)] } = block;
         let (codebook1, codebook2) = (Codebook::sign_preserving(), Codebook::unsigned());
         let (scale1, scale2) = (l.splat(*absmax1), l.splat(*absmax2));
@@ -199,12 +199,13 @@ impl Step<2> for Coefficients {
                 let moment1 = l.mul_add(weight1, g, l.mul(old1, beta1));
                 let moment2 = l.mul_add(l.mul(weight2, g), g, l.mul(old2, beta2));
                 let ratio = l.mul(moment1, reciprocal(l, l.add(l.sqrt(moment2), eps)));
-                let old = l.load(&param[here..]);
-                let updated = l.mul(l.mul_add(step_size, ratio, old), decay);
                 // Not so if the gradient is infinite or NaN, or its square is infinite.
                 let finite = l.at_most(moment2, l.splat(f32::MAX));
                 let (moment1, moment2) = (l.or_zero(finite, moment1), l.or_zero(finite, moment2));
-                l.store(l.select(finite, updated, old), &mut param[here..]);
+                // The compiler would make a masked store, which is slow on AMD's processors, of a choice between new and old.
+                let (ratio, decay) = (l.or_zero(finite, ratio), l.select(finite, decay, l.splat(1.0)));
+                let moved = l.mul_add(step_size, ratio, l.load(&param[here..]));
+                l.store(l.mul(moved, decay), &mut param[here..]);
                 l.store(moment1, &mut m[here..]);
                 l.store(moment2, &mut v[here..]);
                 max1 = l.max(max1, l.abs(moment1));

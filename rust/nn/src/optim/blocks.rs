@@ -17,8 +17,13 @@ pub(super) trait Step<const N: usize>: Copy {
     const BEHIND: [u8; N];
 
     /// The step on a block. `values` is room for the states' values: new ones would have to be zeroed.
-    fn update<L: Lanes>(self, lanes: L, block: Block<'_, N>, values: &mut [[f32; BLOCK_SIZE]; N]);
+    fn update<L: Lanes>(self, lanes: L, block: Block<'_, N>, values: &mut [Values; N]);
 }
+
+/// A block of values, whose registers are in one line of the cache each.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub(super) struct Values(pub(super) [f32; BLOCK_SIZE]);
 
 /// Steps over a chunk whose states are codes and scales, in turn.
 pub(super) fn update_blocks<const N: usize>(step: impl Step<N>, chunk: Chunk<'_, f32>) {
@@ -39,7 +44,7 @@ impl<S: Step<N>, const N: usize> WithLanes for Blocks<'_, S, N> {
             (Some(StateSlice::Codes(codes)), Some(StateSlice::Scales(scales))) => (codes, scales),
             _ => unreachable!("the states are those that the rule declares"),
         });
-        let mut values = [[0.0; BLOCK_SIZE]; N];
+        let mut values = [Values([0.0; BLOCK_SIZE]); N];
         let (params, param_rest) = param.as_chunks_mut();
         let (grads, grad_rest) = grad.as_chunks();
         let full = params.len();

@@ -3,6 +3,8 @@
 //! In a decade of the dynamic map values are evenly spaced: the number of a value, counted from zero, is a linear function of its
 //! magnitude, rounded. The few magnitudes so near to the border of two codes that this rounding could be wrong are looked up.
 
+use std::f64::consts::LOG2_10;
+
 use super::lanes::Lanes;
 use super::quant::{BLOCK_SIZE, Codebook};
 
@@ -114,36 +116,89 @@ fn encode_block<R: Registers, const SIGNED: bool>(
     scale: f32,
     codes: &mut [u8; BLOCK_SIZE],
 ) {
-    let (ends, last) = (r.load(&lines.ends.0), r.load(&lines.last.0));
-    let (slopes, offsets) = (r.load(&lines.slopes.0), r.load(&lines.offsets.0));
-    let factor = r.splat(scale);
-    // The bits of a value grow with its logarithm, about evenly: by 2^23 an octave. So found, the decade is right or one too low,
-    // which its end decides.
-    let decades_per_bit = r.splat((1.0 / (f64::from(1 << 23) * std::f64::consts::LOG2_10)) as f32);
-    let decade_of_zero = r.splat((6.0 - 127.0 / std::f64::consts::LOG2_10) as f32);
+    let at = Loaded::<R>::new(r, lines, scale);
     for start in (0..BLOCK_SIZE).step_by(4 * R::WIDTH) {
-        let mut farthest = r.splat(0.0);
-        let mut number = |start: usize| {
-            let scaled = r.mul(r.load(&values[start..]), factor);
-            let x = if SIGNED { r.abs(scaled) } else { scaled };
-            let bits = r.bits(r.max(x, r.splat(FIRST_END)));
-            let decade = r.round(r.mul_add(bits, decades_per_bit, decade_of_zero));
-            let decade = r.count_above(decade, x, r.pick(ends, decade));
-            let exact = r.mul_add(x, r.pick(slopes, decade), r.pick(offsets, decade));
-            let exact = r.min(exact, r.pick(last, decade));
-            let number = r.round(exact);
-            farthest = r.max(farthest, r.abs(r.sub(exact, r.float(number))));
-            (number, scaled)
-        };
-        let (n0, x0) = number(start);
-        let (n1, x1) = number(start + R::WIDTH);
-        let (n2, x2) = number(start + 2 * R::WIDTH);
-        let (n3, x3) = number(start + 3 * R::WIDTH);
         let range = start..start + 4 * R::WIDTH;
-        r.write::<SIGNED>([n0, n1, n2, n3], [x0, x1, x2, x3], &mut codes[range.clone()]);
+        let (numbers, scaled, farthest) = at.numbers::<SIGNED>(r, &values[range.clone()]);
+        r.write::<SIGNED>(numbers, scaled, &mut codes[range.clone()]);
         if r.any_above(farthest, r.splat(0.5 - UNCERTAIN)) {
             look_up(codebook, &values[range.clone()], scale, &mut codes[range]);
         }
+    }
+}
+
+/// What encoding keeps in registers.
+struct Loaded<R: Registers> {
+    scale: R::Values,
+    ends: R::Values,
+    slopes: R::Values,
+    offsets: R::Values,
+    last: R::Values,
+    decades_per_bit: R::Values,
+    decade_of_zero: R::Values,
+}
+
+impl<R: Registers> Loaded<R> {
+    #[inline(always)]
+    fn new(r: R, lines: &Lines, scale: f32) -> Self {
+        Self {
+            scale: r.splat(scale),
+            ends: r.load(&lines.ends.0),
+            slopes: r.load(&lines.slopes.0),
+            offsets: r.load(&lines.offsets.0),
+            last: r.load(&lines.last.0),
+            // The bits of a value grow with its logarithm, about evenly: by 2^23 an octave.
+            decades_per_bit: r.splat((1.0 / (f64::from(1 << 23) * LOG2_10)) as f32),
+            decade_of_zero: r.splat(((DECADES - 1) as f64 - 127.0 / LOG2_10) as f32),
+        }
+    }
+
+    /// Of four registers of values: the numbers of their magnitudes, they themselves scaled, and the largest distances of magnitudes
+    /// from the middle between two borders, in steps.
+    ///
+    /// Each operation is done on all four before the next: a processor holds too few waiting operations to find by itself that
+    /// the four do not depend on each other. Loops, because closures would not be compiled for the registers.
+    #[inline(always)]
+    fn numbers<const SIGNED: bool>(&self, r: R, values: &[f32]) -> ([R::Whole; 4], [R::Values; 4], R::Values) {
+        let mut scaled = [self.scale; 4];
+        for (part, scaled) in scaled.iter_mut().enumerate() {
+            *scaled = r.mul(r.load(&values[part * R::WIDTH..]), self.scale);
+        }
+        let mut x = scaled;
+        let mut logarithm = scaled;
+        for (logarithm, x) in logarithm.iter_mut().zip(&mut x) {
+            *x = if SIGNED { r.abs(*x) } else { *x };
+            let bits = r.bits(r.max(*x, r.splat(FIRST_END)));
+            *logarithm = r.mul_add(bits, self.decades_per_bit, self.decade_of_zero);
+        }
+        // The right decade or the one below, which its end decides.
+        let mut decade = [r.round(logarithm[0]); 4];
+        for (decade, logarithm) in decade.iter_mut().zip(logarithm) {
+            *decade = r.round(logarithm);
+        }
+        let mut end = x;
+        for (end, decade) in end.iter_mut().zip(decade) {
+            *end = r.pick(self.ends, decade);
+        }
+        for ((decade, x), end) in decade.iter_mut().zip(x).zip(end) {
+            *decade = r.count_above(*decade, x, end);
+        }
+        let mut exact = x;
+        for (exact, decade) in exact.iter_mut().zip(decade) {
+            *exact = r.mul_add(*exact, r.pick(self.slopes, decade), r.pick(self.offsets, decade));
+        }
+        for (exact, decade) in exact.iter_mut().zip(decade) {
+            *exact = r.min(*exact, r.pick(self.last, decade));
+        }
+        let mut number = decade;
+        for (number, exact) in number.iter_mut().zip(exact) {
+            *number = r.round(exact);
+        }
+        let mut farthest = r.splat(0.0);
+        for (number, exact) in number.into_iter().zip(exact) {
+            farthest = r.max(farthest, r.abs(r.sub(exact, r.float(number))));
+        }
+        (number, scaled, farthest)
     }
 }
 

@@ -7,7 +7,7 @@ use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
 use super::lion::{Coefficients, update_float};
-use super::blocks::{Block, Step, update_blocks};
+use super::blocks::{Block, Step, Values, update_blocks};
 use super::lanes::Lanes;
 use super::quant::{BLOCK_SIZE, Codebook};
 use super::rule::{
@@ -99,7 +99,7 @@ impl Step<1> for Coefficients<f32> {
     /// An element with a non-finite gradient loses its momentum and does not change (where bitsandbytes would write the block's
     /// largest value to its momentum).
     #[inline(always)]
-    fn update<L: Lanes>(self, l: L, block: Block<'_, 1>, [m]: &mut [[f32; BLOCK_SIZE]; 1]) {
+    fn update<L: Lanes>(self, l: L, block: Block<'_, 1>, [Values(m)]: &mut [Values; 1]) {
         let Block { param, grad, states: [(codes, absmax)] } = block;
         let codebook = Codebook::sign_preserving();
         let (zero, scale) = (l.splat(0.0), l.splat(*absmax));
@@ -120,11 +120,11 @@ impl Step<1> for Coefficients<f32> {
                 // Against the sign of the direction.
                 let down = l.select(l.at_most(direction, zero), zero, minus_lr);
                 let up = l.select(l.at_most(zero, direction), zero, lr);
-                let old = l.load(&param[here..]);
-                let updated = l.add(l.add(l.mul(old, decay), down), up);
                 let finite = l.at_most(l.abs(g), l.splat(f32::MAX));
                 let momentum = l.or_zero(finite, momentum);
-                l.store(l.select(finite, updated, old), &mut param[here..]);
+                let moves = l.or_zero(finite, l.add(down, up));
+                let decay = l.select(finite, decay, l.splat(1.0));
+                l.store(l.add(l.mul(l.load(&param[here..]), decay), moves), &mut param[here..]);
                 l.store(momentum, &mut m[here..]);
                 max = l.max(max, l.abs(momentum));
             }
