@@ -217,3 +217,14 @@ impl Step<2> for Coefficients {
         codebook2.encode_block(l, v, 1.0 / *absmax2, codes2);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::blocks::check_forms;
+    use super::{Adam8bitConfig, Coefficients};
+
+    #[test]
+    fn forms_are_equal() {
+        check_forms(Coefficients::new(&Adam8bitConfig::adamw(0.01), 3));
+    }
+}

@@ -74,3 +74,54 @@ fn padded<T: Copy>(data: &[T], value: T) -> [T; BLOCK_SIZE] {
     block[..data.len()].copy_from_slice(data);
     block
 }
+
+/// Steps of a rule in every form that this processor can must be equal bit for bit.
+#[cfg(test)]
+pub(super) fn check_forms<const N: usize>(step: impl Step<N>) {
+    use super::lanes::in_each_form;
+    use std::cell::RefCell;
+
+    /// Gradients of many magnitudes, some of them zero or not finite; the second block has none.
+    fn gradients(round: usize) -> Vec<f32> {
+        let value = |i: usize| match (i, (i * 7919 + round * 104_729) % 1000) {
+            (256..512, _) | (_, 0..50) => 0.0,
+            (_, 50) => f32::NAN,
+            (_, 51) => f32::INFINITY,
+            (_, 52) => 1e30,
+            (_, n) => ((n * n) as f32 * 0.37).sin() * 10f32.powi(n as i32 % 9 - 6),
+        };
+        (0..1000).map(value).collect()
+    }
+
+    #[derive(Clone, Copy)]
+    struct Run<'a, S, const N: usize>(S, &'a RefCell<Vec<Vec<u32>>>);
+
+    impl<S: Step<N>, const N: usize> WithLanes for Run<'_, S, N> {
+        #[inline(always)]
+        fn run<L: Lanes>(self, lanes: L) {
+            let mut param: Vec<f32> = (0..1000).map(|i| (i as f32).cos()).collect();
+            let mut states: [_; N] = std::array::from_fn(|_| (vec![0u8; 1000], vec![0f32; 4]));
+            for round in 0..6 {
+                let grad = gradients(round);
+                let slices = states
+                    .iter_mut()
+                    .flat_map(|(codes, scales)| [StateSlice::Codes(codes), StateSlice::Scales(scales)])
+                    .collect();
+                let chunk = Chunk { dims: &[1000], param: &mut param, grad: &grad, states: slices, sums: None };
+                Blocks { step: self.0, chunk }.run(lanes);
+            }
+            let mut bits: Vec<u32> = param.iter().map(|x| x.to_bits()).collect();
+            for (codes, scales) in states {
+                bits.extend(codes.into_iter().map(u32::from).chain(scales.into_iter().map(f32::to_bits)));
+            }
+            self.1.borrow_mut().push(bits);
+        }
+    }
+
+    let results = RefCell::new(Vec::new());
+    in_each_form(Run(step, &results));
+    let results = results.into_inner();
+    assert!(results.iter().all(|found| *found == results[0]), "forms differ");
+    let param = &results[0][..1000];
+    assert!(param.iter().all(|&bits| f32::from_bits(bits).is_finite()), "a gradient that is not finite changes nothing");
+}

@@ -133,3 +133,15 @@ impl Step<1> for Coefficients<f32> {
         codebook.encode_block(l, m, 1.0 / *absmax, codes);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::blocks::check_forms;
+    use super::{Coefficients, Lion8bitConfig};
+
+    #[test]
+    fn forms_are_equal() {
+        let Lion8bitConfig { lr, betas, .. } = Lion8bitConfig::default();
+        check_forms(Coefficients::<f32>::new(lr, betas, 0.01));
+    }
+}

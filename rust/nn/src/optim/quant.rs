@@ -270,6 +270,7 @@ fn check_lengths(op: &'static str, values: usize, block_size: usize, codes: usiz
 
 #[cfg(test)]
 mod tests {
+    use super::super::lanes::{WithLanes, in_each_form};
     use super::*;
 
     /// bitsandbytes' binary search over the map, step by step.
@@ -330,26 +331,51 @@ mod tests {
         assert_eq!(codebook.encode(f32::NAN), 255);
     }
 
+    /// Compares a block's codes and values in registers with those of single values.
+    #[derive(Clone, Copy)]
+    struct Compare<'a> {
+        codebook: &'a Codebook,
+        values: &'a [f32; BLOCK_SIZE],
+        scale: f32,
+    }
+
+    impl WithLanes for Compare<'_> {
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) {
+            let Self { codebook, values, scale } = self;
+            let mut codes = [0; BLOCK_SIZE];
+            codebook.encode_block(l, values, scale, &mut codes);
+            assert_eq!(codes, values.map(|x| codebook.encode(x * scale)), "{values:?} times {scale}");
+            let codes = std::array::from_fn::<u8, BLOCK_SIZE, _>(|code| code as u8);
+            for start in (0..BLOCK_SIZE).step_by(4 * L::WIDTH) {
+                let decoded = l.decode(codebook, &codes[start..]);
+                for part in 0..4 {
+                    let mut values = [0.0; 16];
+                    l.store(l.part(codebook, decoded, &codes[start..], part), &mut values);
+                    let here = start + part * L::WIDTH;
+                    assert_eq!(values[..L::WIDTH], codebook.values()[here..here + L::WIDTH]);
+                }
+            }
+        }
+    }
+
     #[test]
     fn blocks_equal_single_codes() {
         for (codebook, least) in [(Codebook::sign_preserving(), -1.0), (Codebook::unsigned(), 0.0)] {
-            let mut block = [0f32; 64];
             let probes: Vec<f32> = probes(codebook).filter(|x| (least..=1.0).contains(x)).collect();
+            let mut values = [0f32; BLOCK_SIZE];
             for scale in [1.0, 0.75, 1e-30] {
-                for part in probes.chunks(64) {
-                    block[..part.len()].copy_from_slice(part);
-                    let expected = block.map(|x| codebook.encode(x * scale));
-                    assert_eq!(codebook.encode_block(&block, scale), expected, "{block:?} times {scale}");
+                for part in probes.chunks(BLOCK_SIZE) {
+                    values[..part.len()].copy_from_slice(part);
+                    in_each_form(Compare { codebook, values: &values, scale });
                 }
             }
             // A block of zeros has an infinite scale.
             for scale in [f32::INFINITY, f32::NAN, 0.0] {
-                block = [0.0; 64];
-                (block[1], block[2]) = (-0.0, 1e-40);
-                assert_eq!(codebook.encode_block(&block, scale), block.map(|x| codebook.encode(x * scale)));
+                values = [0.0; BLOCK_SIZE];
+                (values[1], values[2]) = (-0.0, 1e-40);
+                in_each_form(Compare { codebook, values: &values, scale });
             }
-            let codes: [u8; 256] = std::array::from_fn(|code| code as u8);
-            assert_eq!(codebook.decode_block(&codes).map(f32::to_bits), codebook.values().map(f32::to_bits));
         }
     }
 

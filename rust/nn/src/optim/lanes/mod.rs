@@ -90,3 +90,46 @@ pub(super) fn reciprocal<L: Lanes>(l: L, x: L::Values) -> L::Values {
     }
     y
 }
+
+/// Runs an operation in every form that this processor can.
+#[cfg(test)]
+pub(super) fn in_each_form(operation: impl WithLanes + Copy) {
+    operation.run(plain::Plain);
+    #[cfg(target_arch = "x86_64")]
+    {
+        if let Some(lanes) = avx2::Avx2::new() {
+            lanes.run(operation);
+        }
+        if let Some(lanes) = avx512::Avx512::new() {
+            lanes.run(operation);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Clone, Copy)]
+    struct Reciprocals;
+
+    impl WithLanes for Reciprocals {
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) {
+            for exponent in -100..=100 {
+                for fraction in 0..1000 {
+                    let x = (1.0 + fraction as f32 / 1000.0) * 2f32.powi(exponent);
+                    let mut found = [0.0; 16];
+                    l.store(reciprocal(l, l.splat(x)), &mut found);
+                    let error = (f64::from(found[0]) * f64::from(x) - 1.0).abs();
+                    assert!(error <= 2f64.powi(-22), "1 / {x:e} is off by {error:e}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn reciprocals_are_accurate() {
+        in_each_form(Reciprocals);
+    }
+}
