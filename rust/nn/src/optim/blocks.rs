@@ -49,7 +49,8 @@ impl<S: Step<N>, const N: usize> WithLanes for Blocks<'_, S, N> {
         let (grads, grad_rest) = grad.as_chunks();
         let full = params.len();
         for (index, (param, grad)) in params.iter_mut().zip(grads).enumerate() {
-            let states = states.each_mut().map(|(codes, scales)| (&mut codes.as_chunks_mut().0[index], &mut scales[index]));
+            let states =
+                states.each_mut().map(|(codes, scales)| (&mut codes.as_chunks_mut().0[index], &mut scales[index]));
             self.step.update(lanes, Block { param, grad, states }, &mut values);
         }
         if param_rest.is_empty() {
@@ -123,5 +124,8 @@ pub(super) fn check_forms<const N: usize>(step: impl Step<N>) {
     let results = results.into_inner();
     assert!(results.iter().all(|found| *found == results[0]), "forms differ");
     let param = &results[0][..1000];
-    assert!(param.iter().all(|&bits| f32::from_bits(bits).is_finite()), "a gradient that is not finite changes nothing");
+    assert!(
+        param.iter().all(|&bits| f32::from_bits(bits).is_finite()),
+        "a gradient that is not finite changes nothing"
+    );
 }

@@ -6,9 +6,9 @@ use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
-use super::lion::{Coefficients, update_float};
 use super::blocks::{Block, Step, Values, update_blocks};
 use super::lanes::Lanes;
+use super::lion::{Coefficients, update_float};
 use super::quant::{BLOCK_SIZE, Codebook};
 use super::rule::{
     Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,

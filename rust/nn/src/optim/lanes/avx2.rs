@@ -1,12 +1,13 @@
 //! [`Lanes`] of AVX2 with FMA: 8 values.
 
 use std::arch::x86_64::{
-    __m256, __m256i, _CMP_GT_OQ, _CMP_LE_OQ, _mm256_add_epi8, _mm256_add_ps, _mm256_and_ps,
-    _mm256_blendv_epi8, _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtepi32_ps,
-    _mm256_cvtps_epi32, _mm256_fmadd_ps, _mm256_fnmadd_ps, _mm256_loadu_ps, _mm256_max_epu8, _mm256_max_ps,
-    _mm256_min_epu8, _mm256_min_ps, _mm256_movemask_ps, _mm256_mul_ps, _mm256_packs_epi16, _mm256_packs_epi32,
-    _mm256_packus_epi16, _mm256_packus_epi32, _mm256_permutevar8x32_epi32, _mm256_permutevar8x32_ps, _mm256_set1_epi8, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_setr_ps, _mm256_sqrt_ps, _mm256_storeu_ps,
-    _mm256_storeu_si256, _mm256_sub_epi8, _mm256_sub_epi32, _mm256_sub_ps,
+    __m256, __m256i, _CMP_GT_OQ, _CMP_LE_OQ, _mm256_add_epi8, _mm256_add_ps, _mm256_and_ps, _mm256_blendv_epi8,
+    _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtepi32_ps, _mm256_cvtps_epi32,
+    _mm256_fmadd_ps, _mm256_fnmadd_ps, _mm256_loadu_ps, _mm256_max_epu8, _mm256_max_ps, _mm256_min_epu8, _mm256_min_ps,
+    _mm256_movemask_ps, _mm256_mul_ps, _mm256_packs_epi16, _mm256_packs_epi32, _mm256_packus_epi16,
+    _mm256_packus_epi32, _mm256_permutevar8x32_epi32, _mm256_permutevar8x32_ps, _mm256_set1_epi8, _mm256_set1_epi32,
+    _mm256_set1_ps, _mm256_setr_epi32, _mm256_setr_ps, _mm256_sqrt_ps, _mm256_storeu_ps, _mm256_storeu_si256,
+    _mm256_sub_epi8, _mm256_sub_epi32, _mm256_sub_ps,
 };
 
 use super::{Lanes, WithLanes};

@@ -1,15 +1,14 @@
 //! [`Lanes`] of AVX-512 with VBMI: 16 values, and codes looked up 64 at a time.
 
 use std::arch::x86_64::{
-    __m512, __m512i, __mmask16, _CMP_GT_OQ, _CMP_LE_OQ, _mm_storeu_si128, _mm512_abs_ps, _mm512_add_ps,
-    _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi32_epi8, _mm512_cvtepi32_ps,
-    _mm512_cvtps_epi32, _mm512_fmadd_ps, _mm512_fnmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
-    _mm512_mask_add_epi32, _mm512_mask_blend_epi8, _mm512_mask_blend_ps, _mm512_mask_sub_epi32, _mm512_maskz_mov_ps, _mm512_max_epi32,
-    _mm512_max_ps, _mm512_min_epi32, _mm512_min_ps, _mm512_movepi8_mask, _mm512_movepi32_mask, _mm512_mul_ps,
-    _mm512_permutex2var_epi8, _mm512_permutexvar_epi32, _mm512_permutexvar_ps, _mm512_reduce_max_ps,
+    __m512, __m512i, __mmask16, _CMP_GT_OQ, _CMP_LE_OQ, _mm_storeu_si128, _mm512_abs_ps, _mm512_add_epi32,
+    _mm512_add_ps, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi32_epi8,
+    _mm512_cvtepi32_ps, _mm512_cvtps_epi32, _mm512_fmadd_ps, _mm512_fnmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
+    _mm512_mask_add_epi32, _mm512_mask_blend_epi8, _mm512_mask_blend_ps, _mm512_mask_sub_epi32, _mm512_maskz_mov_ps,
+    _mm512_max_epi32, _mm512_max_ps, _mm512_min_epi32, _mm512_min_ps, _mm512_movepi8_mask, _mm512_movepi32_mask,
+    _mm512_mul_ps, _mm512_permutex2var_epi8, _mm512_permutexvar_epi32, _mm512_permutexvar_ps, _mm512_reduce_max_ps,
     _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32, _mm512_sqrt_ps, _mm512_storeu_ps, _mm512_sub_epi32,
-    _mm512_sub_ps, _mm512_add_epi32, _mm512_unpackhi_epi8, _mm512_unpackhi_epi16, _mm512_unpacklo_epi8,
-    _mm512_unpacklo_epi16,
+    _mm512_sub_ps, _mm512_unpackhi_epi8, _mm512_unpackhi_epi16, _mm512_unpacklo_epi8, _mm512_unpacklo_epi16,
 };
 
 use super::{Lanes, WithLanes};
@@ -228,12 +227,7 @@ impl Registers for Avx512 {
 
     #[inline(always)]
     fn count_above(self, index: __m512i, a: __m512, b: __m512) -> __m512i {
-        intrinsics!(_mm512_mask_add_epi32(
-            index,
-            _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b),
-            index,
-            _mm512_set1_epi32(1)
-        ))
+        intrinsics!(_mm512_mask_add_epi32(index, _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b), index, _mm512_set1_epi32(1)))
     }
 
     #[inline(always)]
