@@ -7,9 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DriverError, result};
+use trainable_candle_cuda::kernels::{Element, Mut};
+use trainable_candle_cuda::structs::Address;
 
-use super::gpu::driver_error;
-use super::launch::{Address, Element, Mut};
+use super::error::driver_error;
 use crate::capture::HostState;
 use crate::{Error, Result};
 
